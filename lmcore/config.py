@@ -1,0 +1,234 @@
+"""Every setting of the library: frozen dataclasses that refuse what they do not know, and the named model sizes."""
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from lmcore.errors import UserError
+
+Config = TypeVar("Config")
+
+
+def require(condition: bool, sentence: str) -> None:
+    """Raises `UserError(sentence)` unless `condition` holds."""
+    if not condition:
+        raise UserError(sentence)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of a Transformer language model (CSE599-O A1 section 3); the defaults are the handout's TinyStories model.
+
+    The switches below `rope_theta` serve the ablations of section 7.3 and the training recipes; all off by default.
+    """
+
+    vocab_size: int = 10_000
+    context_length: int = 256
+    d_model: int = 512
+    num_layers: int = 4
+    num_heads: int = 16
+    d_ff: int = 1344
+    rope_theta: float = 10_000.0
+    norm: Literal["pre", "post", "none"] = "pre"
+    position: Literal["rope", "sinusoidal", "none"] = "rope"
+    ffn: Literal["swiglu", "silu"] = "swiglu"
+    tie_embeddings: bool = False
+    dropout: float = 0.0
+    embedding_init_std: float | None = None
+    """Standard deviation of the token embedding; None: 1 as in section 3.4.1, or d_model**-0.5 when tied to the output."""
+
+    def __post_init__(self):
+        for name in ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff"):
+            value = getattr(self, name)
+            require(isinstance(value, int) and value > 0, f"{name} must be a positive whole number, not {value!r}.")
+        require(
+            self.d_model % self.num_heads == 0,
+            f"d_model ({self.d_model}) must be divisible by num_heads ({self.num_heads}).",
+        )
+        require(
+            self.position != "rope" or self.d_k % 2 == 0,
+            f"RoPE rotates pairs, so the head size d_model / num_heads must be even, not {self.d_k}.",
+        )
+        require(
+            self.position != "sinusoidal" or self.d_model % 2 == 0,
+            f"Sinusoidal positions need an even d_model, not {self.d_model}.",
+        )
+        require(self.rope_theta > 0, f"rope_theta must be positive, not {self.rope_theta}.")
+        require(0 <= self.dropout < 1, f"dropout must be in [0, 1), not {self.dropout}.")
+        require_choices(self)
+
+    @property
+    def d_k(self) -> int:
+        """Size of one attention head."""
+        return self.d_model // self.num_heads
+
+
+def _size(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> dict[str, int]:
+    return {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
+
+
+MODEL_SIZES: dict[str, dict[str, int]] = {
+    # section 7.2 of CSE599-O A1
+    "tinystories": _size(512, 1344, 4, 16),
+    # Table 1 of CS336 A2
+    "small": _size(768, 3072, 12, 12),
+    "medium": _size(1024, 4096, 24, 16),
+    "large": _size(1280, 5120, 36, 20),
+    "xl": _size(1600, 6400, 48, 25),
+    "2.7b": _size(2560, 10240, 32, 32),
+    # a few minutes on a laptop, and seconds on two cores
+    "laptop": _size(256, 704, 4, 8),
+    "smoke": _size(64, 192, 2, 4),
+}
+"""Named sizes; `model_config(name, ...)` completes one with vocabulary, context length and switches."""
+
+
+def model_config(size: str, **overrides: Any) -> ModelConfig:
+    """The named size as a `ModelConfig`, with any field replaced by `overrides`. Raises `UserError` on unknown names."""
+    require(size in MODEL_SIZES, f"There is no model size {size!r}; choose one of {', '.join(MODEL_SIZES)}.")
+    return from_dict(ModelConfig, MODEL_SIZES[size] | overrides)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer and learning-rate schedule (sections 4.3 to 4.5)."""
+
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    learning_rate: float = 1e-3
+    """Maximum of the cosine schedule, reached after `warmup_steps`."""
+    min_learning_rate: float = 0.0
+    warmup_steps: int = 100
+    cosine_steps: int | None = None
+    """Step at which the cosine reaches its minimum; None: the last step of the run."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float | None = 1.0
+    """Gradients above this l2 norm are scaled down to it; None: never."""
+
+    def __post_init__(self):
+        require(self.learning_rate > 0, f"learning_rate must be positive, not {self.learning_rate}.")
+        require(self.min_learning_rate >= 0, f"min_learning_rate must not be negative, not {self.min_learning_rate}.")
+        require(self.warmup_steps >= 0, f"warmup_steps must not be negative, not {self.warmup_steps}.")
+        require(all(0 <= beta < 1 for beta in self.betas), f"betas must be in [0, 1), not {self.betas}.")
+        require(self.weight_decay >= 0, f"weight_decay must not be negative, not {self.weight_decay}.")
+        require(
+            self.max_grad_norm is None or self.max_grad_norm > 0,
+            f"max_grad_norm must be positive or None, not {self.max_grad_norm}.",
+        )
+        require_choices(self)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run: what, on which data, how long, and what is written down."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: str = "data/embedded"
+    """Folder of a prepared corpus (`lmcore data prepare`)."""
+    batch_size: int = 32
+    steps: int = 5000
+    sampling: Literal["random", "epoch"] = "random"
+    """random: windows at uniform offsets (section 5.1); epoch: every token once per pass, in a new order each time."""
+    seed: int = 0
+    log_interval: int = 10
+    eval_interval: int = 500
+    eval_batch_size: int = 128
+    checkpoint_interval: int = 500
+    keep_checkpoints: int = 2
+    """Latest checkpoints kept, besides the best by validation loss."""
+    device: str = "auto"
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    compile: bool = False
+    deterministic: bool = False
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+
+    def __post_init__(self):
+        for name in ("batch_size", "steps", "log_interval", "eval_interval", "eval_batch_size", "checkpoint_interval"):
+            value = getattr(self, name)
+            require(isinstance(value, int) and value > 0, f"{name} must be a positive whole number, not {value!r}.")
+        require(self.keep_checkpoints >= 1, f"keep_checkpoints must be at least 1, not {self.keep_checkpoints}.")
+        require_choices(self)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step sees."""
+        return self.batch_size * self.model.context_length
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Decoding (section 6). Temperature 0 is greedy; `top_k` None and `top_p` 1 keep the whole distribution."""
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+    kv_cache: bool = True
+
+    def __post_init__(self):
+        require(
+            isinstance(self.max_new_tokens, int) and self.max_new_tokens > 0,
+            f"max_new_tokens must be a positive whole number, not {self.max_new_tokens!r}.",
+        )
+        require(self.temperature >= 0, f"temperature must be 0 (greedy) or positive, not {self.temperature}.")
+        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}.")
+        require(self.top_k is None or self.top_k >= 1, f"top_k must be at least 1 or None, not {self.top_k}.")
+
+
+def require_choices(config: Any) -> None:
+    """Raises `UserError` if a field annotated with `Literal` holds another value."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        if typing.get_origin(hint) is Literal:
+            value, choices = getattr(config, name), typing.get_args(hint)
+            require(value in choices, f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}.")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config as nested plain dictionaries, ready for JSON or YAML."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(kind: type[Config], values: dict[str, Any]) -> Config:
+    """Builds the config `kind` from (nested) dictionaries. Raises `UserError` on an unknown key or a wrong type."""
+    require(isinstance(values, dict), f"{kind.__name__} needs a mapping of fields, not {values!r}.")
+    hints = typing.get_type_hints(kind)
+    names = [f.name for f in dataclasses.fields(kind)]
+    unknown = [key for key in values if key not in names]
+    require(not unknown, f"{kind.__name__} has no field {', '.join(unknown)}; its fields are {', '.join(names)}.")
+    return kind(**{key: _coerce(hints[key], value, f"{kind.__name__}.{key}") for key, value in values.items()})
+
+
+def _coerce(hint: Any, value: Any, name: str) -> Any:
+    """`value` as the annotated type `hint`, where JSON or YAML has changed it (tuples to lists, floats to ints)."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return value if isinstance(value, hint) else from_dict(hint, value)
+    if origin in (typing.Union, types.UnionType):
+        return None if value is None else _coerce(next(a for a in arguments if a is not type(None)), value, name)
+    if origin is tuple:
+        require(isinstance(value, list | tuple), f"{name} must be a list, not {value!r}.")
+        return tuple(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint in (int, float, str, bool):
+        require(type(value) is hint, f"{name} must be of type {hint.__name__}, not {value!r}.")
+    return value
+
+
+def replace(config: Config, **changes: Any) -> Config:
+    """A copy with fields changed; `section__field` reaches into a nested config (`optimizer__learning_rate=1e-3`)."""
+    nested: dict[str, dict[str, Any]] = {}
+    flat: dict[str, Any] = {}
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        (nested.setdefault(section, {}) if name else flat)[name or key] = value
+    names = {f.name for f in dataclasses.fields(config)}
+    unknown = [key for key in [*flat, *nested] if key not in names]
+    require(not unknown, f"{type(config).__name__} has no field {', '.join(unknown)}.")
+    flat |= {section: replace(getattr(config, section), **values) for section, values in nested.items()}
+    return dataclasses.replace(config, **flat)

@@ -1,0 +1,19 @@
+"""Errors that are the user's to mend: one clear sentence, no traceback (plan of the house, section 7)."""
+
+
+class UserError(ValueError):
+    """A mistake in input, configuration or environment.
+
+    The message is one sentence that names the file, field or value and says what to do. `lmcore.cli` prints it
+    alone and exits with :data:`EXIT_USER_ERROR`.
+    """
+
+
+EXIT_USER_ERROR = 2
+"""Exit code of every command that refuses its input."""
+
+EXIT_DIVERGED = 3
+"""Exit code of a training run that stopped at a loss or gradient that is not finite."""
+
+EXIT_INTERRUPTED = 75
+"""Exit code of a run that was stopped by a signal (SIGINT, SIGTERM, SIGUSR1), saved itself and can be resumed."""
