@@ -19,9 +19,10 @@ def require(condition: bool, sentence: str) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of a Transformer language model (CSE599-O A1 section 3); the defaults are the handout's TinyStories model.
+    """Architecture of a Transformer language model (CSE599-O A1 section 3).
 
-    The switches below `rope_theta` serve the ablations of section 7.3 and the training recipes; all off by default.
+    The defaults are the handout's TinyStories model. The switches below `rope_theta` serve the ablations of
+    section 7.3 and the training recipes; all are off by default.
     """
 
     vocab_size: int = 10_000
@@ -37,7 +38,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     dropout: float = 0.0
     embedding_init_std: float | None = None
-    """Standard deviation of the token embedding; None: 1 as in section 3.4.1, or d_model**-0.5 when tied to the output."""
+    """Standard deviation of the token embedding; None: 1 (section 3.4.1), or d_model**-0.5 when tied to the output."""
 
     def __post_init__(self):
         for name in ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff"):
@@ -86,7 +87,7 @@ MODEL_SIZES: dict[str, dict[str, int]] = {
 
 
 def model_config(size: str, **overrides: Any) -> ModelConfig:
-    """The named size as a `ModelConfig`, with any field replaced by `overrides`. Raises `UserError` on unknown names."""
+    """The named size as a `ModelConfig`, with fields replaced by `overrides`. Raises `UserError` on unknown names."""
     require(size in MODEL_SIZES, f"There is no model size {size!r}; choose one of {', '.join(MODEL_SIZES)}.")
     return from_dict(ModelConfig, MODEL_SIZES[size] | overrides)
 

@@ -1,0 +1,75 @@
+"""Which device computes, in which precision, and what its peak is."""
+
+import contextlib
+import re
+
+import torch
+
+from lmcore.errors import UserError
+
+PEAK_FLOPS: dict[str, dict[str, float]] = {
+    # Dense FLOP/s from the vendor's data sheets, without sparsity; fp32 is the non-tensor-core rate.
+    "H200": {"fp32": 67e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12},
+    "H100": {"fp32": 67e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12},
+    "A100": {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12},
+    "L40S": {"fp32": 91.6e12, "tf32": 183.2e12, "bf16": 362e12, "fp16": 362e12},
+    "RTX 4090": {"fp32": 82.6e12, "tf32": 82.6e12, "bf16": 165.2e12, "fp16": 165.2e12},
+    "Quadro RTX 6000": {"fp32": 16.3e12, "fp16": 130.5e12},
+}
+"""Peak dense FLOP/s by chip and precision. An unknown chip has no entry, and then no MFU is reported."""
+
+VARIANTS_WITH_OTHER_PEAKS = re.compile(r"PCIe|NVL|MIG|\b6000 Ada\b", re.IGNORECASE)
+
+
+def select_device(name: str = "auto") -> tuple[torch.device, str]:
+    """The device to use and the reason in words. `auto` takes cuda, then mps, then cpu; "cuda:1" and the like work.
+
+    Raises `UserError` when the named device is not there.
+    """
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if name == "auto":
+        if cuda:
+            return torch.device("cuda"), f"a CUDA GPU is available ({torch.cuda.get_device_name()})"
+        if mps:
+            return torch.device("mps"), "no CUDA GPU, but Apple's Metal is available"
+        return torch.device("cpu"), "neither a CUDA GPU nor Apple's Metal is available"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"There is no device {name!r}; use auto, cpu, mps, cuda or cuda:N.") from None
+    count = torch.cuda.device_count() if cuda else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UserError(f"Device {name!r} is not there: this machine shows {count} CUDA GPUs; use auto or cpu.")
+    if device.type == "mps" and not mps:
+        raise UserError("Device 'mps' is not there: PyTorch finds no Apple Metal; use auto or cpu.")
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise UserError(f"Device {name!r} is not supported; use auto, cpu, mps, cuda or cuda:N.")
+    return device, "it was asked for"
+
+
+def device_name(device: torch.device) -> str:
+    """The chip's name, for tables: the GPU's own, or "CPU" or "Apple Metal"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return {"cpu": "CPU", "mps": "Apple Metal"}[device.type]
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
+    """The context for forward passes: mixed precision for bf16 and fp16, nothing for fp32 and tf32."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if precision not in dtypes:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtypes[precision])
+
+
+def set_matmul_precision(device: torch.device, precision: str) -> None:
+    """Lets float32 matmuls use TF32 on CUDA for every precision but fp32. MPS is left alone: it trains wrongly then."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+
+
+def peak_flops(chip: str, precision: str) -> float | None:
+    """Peak dense FLOP/s of the chip with this name in this precision, or None when it is not known for certain."""
+    if VARIANTS_WITH_OTHER_PEAKS.search(chip):
+        return None
+    return next((peaks.get(precision) for name, peaks in PEAK_FLOPS.items() if name in chip), None)

@@ -1,0 +1,208 @@
+"""Optimizers, learning-rate schedule and gradient clipping, from scratch (CSE599-O A1 sections 4.2 to 4.5)."""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lmcore.config import OptimizerConfig, require
+
+
+class SGD(Optimizer):
+    """Gradient descent whose step shrinks as lr / sqrt(t + 1), t from 0 (section 4.2, equation 20)."""
+
+    def __init__(self, params: Iterable, lr: float = 1e-3):
+        require(lr >= 0, f"The learning rate must not be negative, not {lr}.")
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every parameter that has a gradient; returns what `closure` returns."""
+        loss = _call(closure)
+        for group in self.param_groups:
+            for p in _with_gradient(group):
+                t = self.state[p].get("t", 0)
+                p.add_(p.grad, alpha=-group["lr"] / math.sqrt(t + 1))
+                self.state[p]["t"] = t + 1
+        return loss
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay, as Algorithm 1 of section 4.3 (Loshchilov and Hutter 2019)."""
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ):
+        _check_adamw(lr, betas, eps, weight_decay)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every parameter that has a gradient; returns what `closure` returns."""
+        loss = _call(closure)
+        for group in self.param_groups:
+            for p in _with_gradient(group):
+                adamw_update(p, self.state[p], group)
+        return loss
+
+
+def adamw_update(p: Tensor, state: dict, group: dict) -> None:
+    """Lines 7 to 11 of Algorithm 1 for one parameter; `state` keeps t and the moments m and v."""
+    if not state:
+        state.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+    state["t"] += 1
+    t, m, v = state["t"], state["m"], state["v"]
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    m.mul_(beta1).add_(p.grad, alpha=1 - beta1)
+    v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+    lr_t = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+    p.addcdiv_(m, v.sqrt().add_(group["eps"]), value=-lr_t)
+    p.mul_(1 - lr * group["weight_decay"])
+
+
+class Muon(Optimizer):
+    """Momentum whose matrix updates are orthogonalized (Jordan et al. 2024), with AdamW for everything else.
+
+    Groups with `orthogonalize=True` hold two-dimensional weights of hidden layers. Their update is scaled by
+    0.2 * sqrt(max(rows, columns)), so that it is as large as AdamW's and shares its learning rate and weight decay
+    (Liu et al. 2025, "Muon is scalable for LLM training", section 2.2).
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+    ):
+        _check_adamw(lr, betas, eps, weight_decay)
+        require(0 <= momentum < 1, f"momentum must be in [0, 1), not {momentum}.")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
+        super().__init__(params, defaults | {"orthogonalize": False})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every parameter that has a gradient; returns what `closure` returns."""
+        loss = _call(closure)
+        for group in self.param_groups:
+            if group["orthogonalize"]:
+                self._orthogonalized_step(group)
+            else:
+                for p in _with_gradient(group):
+                    adamw_update(p, self.state[p], group)
+        return loss
+
+    def _orthogonalized_step(self, group: dict) -> None:
+        by_shape: dict[torch.Size, list[Tensor]] = {}
+        for p in _with_gradient(group):
+            by_shape.setdefault(p.shape, []).append(p)
+        for shape, parameters in by_shape.items():  # one batched product serves all matrices of a shape
+            directions = []
+            for p in parameters:
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                buffer.lerp_(p.grad, 1 - group["momentum"])
+                directions.append(p.grad.lerp(buffer, group["momentum"]))  # Nesterov's look ahead
+            updates = orthogonalize(torch.stack(directions))
+            scale = 0.2 * math.sqrt(max(shape))
+            for p, update in zip(parameters, updates, strict=True):
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-group["lr"] * scale)
+
+
+def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
+    """Nearest (semi-)orthogonal matrices, roughly: singular values of (..., rows, columns) are driven to about 1.
+
+    A quintic Newton-Schulz iteration, x -> a x + b x^3 + c x^5 on the singular values, whose coefficients are tuned
+    for speed and leave values between about 0.7 and 1.2 (Jordan et al. 2024). Runs in bfloat16 on CUDA.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    wide = x.shape[-2] > x.shape[-1]
+    x = x.mT if wide else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if wide else x).to(matrices.dtype)
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """The configured optimizer over `model`: weight decay on matrices, none on the gains of norms."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    gains = [p for p in model.parameters() if p.ndim < 2]
+    if config.name == "sgd":
+        return SGD(model.parameters(), lr=config.learning_rate)
+    settings = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
+    if config.name == "adamw":
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}]
+        return AdamW([g for g in groups if g["params"]], **settings)
+    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("layers.")]
+    hidden_ids = {id(p) for p in hidden}
+    embeddings = [p for p in matrices if id(p) not in hidden_ids]
+    groups = [
+        {"params": hidden, "weight_decay": config.weight_decay, "orthogonalize": True},
+        {"params": embeddings, "weight_decay": config.weight_decay},
+        {"params": gains, "weight_decay": 0.0},
+    ]
+    return Muon([g for g in groups if g["params"]], **settings)
+
+
+def get_lr_cosine_schedule(
+    it: int, max_learning_rate: float, min_learning_rate: float, warmup_iters: int, cosine_cycle_iters: int
+) -> float:
+    """Learning rate at iteration `it` (from 0): linear warm-up, half a cosine, then the minimum (section 4.4)."""
+    if it < warmup_iters:
+        return max_learning_rate * it / warmup_iters
+    if it > cosine_cycle_iters or cosine_cycle_iters <= warmup_iters:
+        return min_learning_rate
+    progress = (it - warmup_iters) / (cosine_cycle_iters - warmup_iters)
+    return min_learning_rate + 0.5 * (1 + math.cos(math.pi * progress)) * (max_learning_rate - min_learning_rate)
+
+
+@torch.no_grad()
+def gradient_clipping(parameters: Iterable[nn.Parameter], max_l2_norm: float, eps: float = 1e-6) -> Tensor:
+    """Scales all gradients in place so that their joint l2 norm is at most `max_l2_norm` (section 4.5).
+
+    Returns the norm before clipping, a scalar tensor on the gradients' device: nothing waits for the GPU. A norm that
+    is not finite leaves gradients that are not finite.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.tensor(0.0)
+    norm = gradient_norm(gradients)
+    scale = torch.clamp(max_l2_norm / (norm + eps), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale)
+    return norm
+
+
+def gradient_norm(gradients: list[Tensor]) -> Tensor:
+    """Joint l2 norm of several tensors, as a scalar tensor."""
+    return torch.stack([torch.linalg.vector_norm(g) for g in gradients]).norm()
+
+
+def _call(closure: Callable[[], float] | None) -> float | None:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _with_gradient(group: dict) -> list[Tensor]:
+    return [p for p in group["params"] if p.grad is not None]
+
+
+def _check_adamw(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    require(lr >= 0, f"The learning rate must not be negative, not {lr}.")
+    require(all(0 <= beta < 1 for beta in betas), f"betas must be in [0, 1), not {betas}.")
+    require(eps >= 0, f"eps must not be negative, not {eps}.")
+    require(weight_decay >= 0, f"weight_decay must not be negative, not {weight_decay}.")

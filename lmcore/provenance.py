@@ -1,0 +1,80 @@
+"""Where a result comes from: everything that is needed to trust it and to repeat it (plan of the house, section 4)."""
+
+import datetime
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "numpy", "triton", "tiktoken", "safetensors", "einops")
+
+
+def utc_now() -> str:
+    """The current UTC time as ISO 8601, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of lmcore's checkout and whether it holds changes; LMCORE_GIT_COMMIT speaks where there is no .git."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        if shutil.which("git") is None:
+            return None
+        done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    if commit is None:
+        return {"git_commit": os.environ.get("LMCORE_GIT_COMMIT"), "git_dirty": None}
+    return {"git_commit": commit, "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+
+
+def gpu_driver() -> str | None:
+    """Version of the NVIDIA driver, or None."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else None
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of the packages whose numbers could matter."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def command_line() -> str:
+    """The command as typed, with the program's folder left out."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def environment() -> dict[str, Any]:
+    """Everything about the machine and the code that a result should carry."""
+    cuda = torch.cuda.is_available()
+    return {
+        "time_utc": utc_now(),
+        "command": command_line(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if cuda else None,
+        "device": torch.cuda.get_device_name() if cuda else "CPU",
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "driver": gpu_driver(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "packages": package_versions(),
+        **git_state(),
+    }
