@@ -285,7 +285,7 @@ class TransformerLM(nn.Module):
     def _check(self, token_ids: Tensor) -> None:
         if token_ids.shape[-1] > self.config.context_length:
             raise UserError(
-                f"The input has {token_ids.shape[-1]} positions, more than context_length, {self.config.context_length}."
+                f"The input has {token_ids.shape[-1]} positions; context_length is {self.config.context_length}."
             )
         if token_ids.device.type == "cpu" and not torch.compiler.is_compiling() and token_ids.numel():
             low, high = token_ids.min().item(), token_ids.max().item()
