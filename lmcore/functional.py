@@ -7,12 +7,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
+def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """`x` in float32 if it is in half precision, else as it is: what overflows or loses digits is computed so."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def softmax(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
     """Normalized exponentials along `dim`; same shape as `x` (section 3.5.4, equation 10).
 
-    The maximum is subtracted first: softmax does not change when a constant is added, and exp cannot overflow.
+    The maximum is subtracted first: softmax does not change when a constant is added, and exp cannot overflow. For
+    the same reason nothing depends on the maximum, and it is kept out of the gradient.
     """
-    exponentials = torch.exp(x - x.amax(dim=dim, keepdim=True))
+    exponentials = torch.exp(x - x.amax(dim=dim, keepdim=True).detach())
     return exponentials / exponentials.sum(dim=dim, keepdim=True)
 
 
@@ -38,12 +44,12 @@ def scaled_dot_product_attention(
 
     `mask` is boolean and broadcasts over leading dimensions; True lets a query attend to a key. Every query must
     attend to at least one key: a row without any has no distribution, and comes out as NaN. The softmax is computed
-    in float32 whatever the precision of the products.
+    in float32 (or float64) whatever the precision of the products.
     """
     scores = Q @ K.transpose(-2, -1) / math.sqrt(Q.shape[-1])
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return softmax(scores.float(), dim=-1).to(V.dtype) @ V
+    return softmax(at_least_float32(scores), dim=-1).to(V.dtype) @ V
 
 
 def cross_entropy(logits: Float[Tensor, "... vocab"], targets: Int[Tensor, "..."]) -> Float[Tensor, ""]:
@@ -52,7 +58,7 @@ def cross_entropy(logits: Float[Tensor, "... vocab"], targets: Int[Tensor, "..."
     With the maximum m subtracted, -log softmax(o)[t] = log(sum(exp(o - m))) - (o[t] - m): exp and log cancel for the
     target, so nothing overflows. Half-precision logits are widened to float32.
     """
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    logits = at_least_float32(logits)
     shifted = logits - logits.amax(dim=-1, keepdim=True).detach()
     log_normalizer = shifted.exp().sum(dim=-1).log()
     target_logits = shifted.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
@@ -61,4 +67,7 @@ def cross_entropy(logits: Float[Tensor, "... vocab"], targets: Int[Tensor, "..."
 
 def perplexity(mean_loss: float) -> float:
     """exp of a mean cross-entropy in nats (section 4.1, equation 18); infinite where exp overflows."""
-    return math.exp(mean_loss) if mean_loss < 700 else math.inf
+    try:
+        return math.exp(mean_loss)
+    except OverflowError:
+        return math.inf

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lmcore.config import ModelConfig
 from lmcore.errors import UserError
-from lmcore.functional import dropout, scaled_dot_product_attention, silu
+from lmcore.functional import at_least_float32, dropout, scaled_dot_product_attention, silu
 
 
 class Cache(Protocol):
@@ -67,7 +67,7 @@ class Embedding(nn.Module):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (section 3.5.1; Zhang and Sennrich 2019).
 
-    Computed in float32, because squares overflow in half precision; the result has the dtype of the input.
+    Computed in at least float32, because squares overflow in half precision; the result has the dtype of the input.
     """
 
     def __init__(self, d_model: int, eps: float = 1e-5, device=None, dtype=None):
@@ -76,9 +76,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
-        wide = x.float()
+        wide = at_least_float32(x)
         rms = torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
-        return (wide / rms * self.weight.float()).to(x.dtype)
+        return (wide / rms * self.weight).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"d_model={self.weight.shape[0]}, eps={self.eps}"
@@ -122,15 +122,15 @@ class RotaryPositionalEmbedding(nn.Module):
             raise UserError(f"RoPE rotates pairs, so the head size must be even, not {d_k}.")
         frequencies = theta ** (-torch.arange(0, d_k, 2, dtype=torch.float64) / d_k)
         angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)
-        self.register_buffer("cos", angles.cos().to(device, torch.float32), persistent=False)
-        self.register_buffer("sin", angles.sin().to(device, torch.float32), persistent=False)
+        self.register_buffer("cos", angles.cos().float().to(device), persistent=False)
+        self.register_buffer("sin", angles.sin().float().to(device), persistent=False)
 
     def forward(
         self, x: Float[Tensor, "... seq d_k"], token_positions: Int[Tensor, "... seq"]
     ) -> Float[Tensor, "... seq d_k"]:
         """Rotates `x`; `token_positions` are absolute and broadcast over the leading dimensions of `x`."""
         cos, sin = self.cos[token_positions], self.sin[token_positions]
-        even, odd = x[..., 0::2].float(), x[..., 1::2].float()
+        even, odd = at_least_float32(x[..., 0::2]), at_least_float32(x[..., 1::2])
         rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
         return rotated.flatten(-2).to(x.dtype)
 
@@ -176,7 +176,10 @@ class CausalMultiHeadSelfAttention(nn.Module):
         mask: Bool[Tensor, "... seq keys"] | None = None,
         cache: Cache | None = None,
     ) -> Float[Tensor, "... seq d_model"]:
-        """Attends within `x`, or within `cache` and `x`. `mask` defaults to the causal one, positions to 0, 1, …"""
+        """Attends within `x`, or within `cache` and `x`. `mask` defaults to the causal one, positions to 0, 1, …
+
+        A mask is (seq, keys), or has the leading dimensions of `x` and then serves every head alike.
+        """
         q, k, v = (
             rearrange(proj(x), "... seq (heads d_k) -> ... heads seq d_k", heads=self.num_heads)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -191,6 +194,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
             k, v = cache.append(k, v)
         if mask is None:
             mask = causal_mask(q.shape[-2], k.shape[-2], device=x.device)
+        elif mask.ndim > 2:
+            mask = mask.unsqueeze(-3)
         heads = scaled_dot_product_attention(q, k, v, mask)
         return self.output_proj(rearrange(heads, "... heads seq d_k -> ... seq (heads d_k)"))
 
@@ -266,6 +271,7 @@ class TransformerLM(nn.Module):
         """Logits of the next token at every position.
 
         `token_positions` are 0, 1, … unless given, as they must be with a `cache`, which has one entry per layer.
+        `mask` (True = attend) is causal unless given, as (seq, keys) or one per sequence.
         Raises `UserError` for more positions than `context_length` and, on the CPU, for ids outside the vocabulary.
         """
         self._check(token_ids)
@@ -273,7 +279,7 @@ class TransformerLM(nn.Module):
             token_positions = torch.arange(token_ids.shape[-1], device=token_ids.device)
         x = self.token_embeddings(token_ids)
         if self.config.position == "sinusoidal":
-            x = x + self.position_embeddings[token_positions]
+            x = x + self.position_embeddings[token_positions].to(x.dtype)
         x = dropout(x, self.config.dropout, self.training)
         for layer, layer_cache in zip(self.layers, cache or self._no_caches(), strict=True):
             x = layer(x, token_positions, mask, layer_cache)
