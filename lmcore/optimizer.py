@@ -126,13 +126,13 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrices.bfloat16() if matrices.is_cuda else matrices
-    wide = x.shape[-2] > x.shape[-1]
-    x = x.mT if wide else x
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x  # the smaller Gram matrix
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(iterations):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if wide else x).to(matrices.dtype)
+    return (x.mT if tall else x).to(matrices.dtype)
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
