@@ -18,7 +18,7 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
 }
 """Peak dense FLOP/s by chip and precision. An unknown chip has no entry, and then no MFU is reported."""
 
-VARIANTS_WITH_OTHER_PEAKS = re.compile(r"PCIe|NVL|MIG|\b6000 Ada\b", re.IGNORECASE)
+VARIANTS_WITH_OTHER_PEAKS = re.compile(r"PCIe|NVL|MIG|Laptop|4090 D|\b6000 Ada\b", re.IGNORECASE)
 
 
 def select_device(name: str = "auto") -> tuple[torch.device, str]:

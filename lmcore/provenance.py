@@ -22,7 +22,7 @@ def utc_now() -> str:
 
 def git_state() -> dict[str, Any]:
     """Commit of lmcore's checkout and whether it holds changes; LMCORE_GIT_COMMIT speaks where there is no .git."""
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str | None:
         if shutil.which("git") is None:
@@ -30,7 +30,9 @@ def git_state() -> dict[str, Any]:
         done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else None
 
-    commit = git("rev-parse", "HEAD")
+    # an lmcore installed into an environment inside someone else's checkout must not report that one's commit
+    own = git("rev-parse", "--show-toplevel") == str(folder.resolve())
+    commit = git("rev-parse", "HEAD") if own else None
     if commit is None:
         return {"git_commit": os.environ.get("LMCORE_GIT_COMMIT"), "git_dirty": None}
     return {"git_commit": commit, "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
