@@ -1,0 +1,203 @@
+"""Checkpoints: saved whole or not at all, verified when loaded (CSE599-O A1 section 5.2)."""
+
+import hashlib
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lmcore.config import ModelConfig, from_dict
+from lmcore.errors import UserError
+from lmcore.files import atomic_write
+from lmcore.model import TransformerLM
+
+FORMAT = 1
+Source = str | os.PathLike | BinaryIO | IO[bytes]
+
+
+def save_checkpoint(
+    model: nn.Module, optimizer: Optimizer, iteration: int, out: Source, extra: dict[str, Any] | None = None
+) -> None:
+    """Writes model, optimizer, iteration and `extra` (plain values and tensors) to a path or a binary file object.
+
+    A path is written atomically. The content carries its own SHA-256 digest. Raises `UserError` if `out` cannot be
+    written.
+    """
+    content = {
+        "iteration": iteration,
+        "model_config": asdict(model.config) if isinstance(model, TransformerLM) else None,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "extra": extra or {},
+    }
+    content |= {"lmcore_format": FORMAT, "digest": digest(content)}
+    if isinstance(out, str | os.PathLike):
+        with atomic_write(out) as file:
+            _save(content, file, out)
+    else:
+        torch.save(content, out)
+
+
+def _save(content: dict, file: IO[bytes], path: str | os.PathLike) -> None:
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:  # torch's zip writer reports a full disk so
+        raise UserError(f"Cannot write {path}: {str(error).splitlines()[0]}; nothing was changed there.") from error
+
+
+def load_checkpoint(src: Source, model: nn.Module, optimizer: Optimizer) -> int:
+    """Restores model and optimizer from a path or a binary file object; returns the iteration.
+
+    Raises `UserError`, with model and optimizer untouched, if `src` is truncated, corrupted, not a checkpoint of this
+    library, or of another architecture (the fields that differ are named).
+    """
+    return restore(read_checkpoint(src), model, optimizer, name=_name(src))
+
+
+def read_checkpoint(src: Source) -> dict[str, Any]:
+    """The verified content of a checkpoint, tensors on the CPU. Raises `UserError` as `load_checkpoint` does."""
+    name = _name(src)
+    try:
+        content = torch.load(src, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"There is no checkpoint {name}.") from None
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise UserError(
+            f"{name} is not a whole checkpoint: it is truncated, damaged or of another kind ({type(error).__name__})."
+        ) from error
+    if not isinstance(content, dict) or "lmcore_format" not in content:
+        raise UserError(f"{name} was not written by lmcore's save_checkpoint.")
+    if content["lmcore_format"] != FORMAT:
+        raise UserError(f"{name} has checkpoint format {content['lmcore_format']}; this version reads {FORMAT}.")
+    body = {key: value for key, value in content.items() if key not in ("lmcore_format", "digest")}
+    if digest(body) != content["digest"]:
+        raise UserError(f"{name} is damaged: its content does not match its SHA-256 digest.")
+    return body
+
+
+def restore(content: dict[str, Any], model: nn.Module, optimizer: Optimizer, name: str = "The checkpoint") -> int:
+    """Puts the content of `read_checkpoint` into model and optimizer; returns the iteration."""
+    if isinstance(model, TransformerLM) and content["model_config"] is not None:
+        require_same_architecture(content["model_config"], model.config, name)
+    _require_same_tensors(content["model"], model, name)
+    try:
+        optimizer.load_state_dict(content["optimizer"])
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{name} holds the state of another optimizer or of other parameter groups.") from error
+    model.load_state_dict(content["model"])
+    return content["iteration"]
+
+
+def require_same_architecture(saved: Mapping[str, Any], config: ModelConfig, name: str) -> None:
+    """Raises `UserError` naming every field in which the saved architecture differs from `config`."""
+    differences = [
+        f"{field} ({saved.get(field)} there, {value} here)"
+        for field, value in asdict(config).items()
+        if saved.get(field) != value
+    ]
+    if differences:
+        raise UserError(f"{name} is of another architecture: {', '.join(differences)}.")
+
+
+def _require_same_tensors(saved: Mapping[str, Tensor], model: nn.Module, name: str) -> None:
+    here = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    there = {key: tuple(value.shape) for key, value in saved.items()}
+    differing = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+    if differing:
+        shown = ", ".join(f"{k} ({there.get(k, 'absent')} there, {here.get(k, 'absent')} here)" for k in differing[:4])
+        more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
+        raise UserError(f"{name} is of another architecture: {shown}{more}.")
+
+
+def digest(value: Any) -> str:
+    """SHA-256 over nested dicts, lists, plain values and tensors (dtype, shape and bytes), in hexadecimal."""
+    state = hashlib.sha256()
+    _update(state, value)
+    return state.hexdigest()
+
+
+def _update(state: "hashlib._Hash", value: Any) -> None:
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous()
+        state.update(f"tensor {data.dtype} {tuple(data.shape)}".encode())
+        if data.numel():
+            state.update(data.reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, Mapping):
+        state.update(f"map {len(value)}".encode())
+        for key, item in value.items():
+            state.update(repr(key).encode())
+            _update(state, item)
+    elif isinstance(value, list | tuple):
+        state.update(f"list {len(value)}".encode())
+        for item in value:
+            _update(state, item)
+    else:
+        state.update(repr(value).encode())
+
+
+def save_weights(model: TransformerLM, path: str | os.PathLike, **notes: Any) -> None:
+    """Writes the weights alone as safetensors, atomically; `notes` go into the file's metadata with the config."""
+    weights = _distinct_weights(model)
+    metadata = {"model_config": json.dumps(asdict(model.config)), "digest": digest(weights)}
+    metadata |= {key: json.dumps(value) for key, value in notes.items()}
+    with atomic_write(path) as file:
+        try:
+            save_file(weights, file.name, metadata)
+        except SafetensorError as error:
+            raise UserError(f"Cannot write {path}: {error}; nothing was changed there.") from error
+
+
+def load_model(path: str | os.PathLike, device: torch.device | str = "cpu") -> TransformerLM:
+    """A model with the weights of a `save_weights` file, in evaluation mode on `device`.
+
+    Raises `UserError` if the file is missing, truncated, damaged or was not written by `save_weights`.
+    """
+    weights, notes = read_weights(path)
+    model = TransformerLM(notes["model_config"])
+    if model.config.tie_embeddings:
+        weights["lm_head.weight"] = weights["token_embeddings.weight"]
+    _require_same_tensors(weights, model, str(path))
+    model.load_state_dict(weights)
+    return model.to(device).eval()
+
+
+def read_weights(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Verified tensors and notes of a `save_weights` file; the note `model_config` is a `ModelConfig`."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+    except FileNotFoundError:
+        raise UserError(f"There are no weights {path}.") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{path} is not a whole safetensors file: it is truncated, damaged or of another kind."
+        ) from error
+    if not {"model_config", "digest"} <= metadata.keys():
+        raise UserError(f"{path} was not written by lmcore's save_weights.")
+    if digest(weights) != metadata.pop("digest"):
+        raise UserError(f"{path} is damaged: its weights do not match their SHA-256 digest.")
+    notes = {key: json.loads(value) for key, value in metadata.items()}
+    return weights, notes | {"model_config": from_dict(ModelConfig, notes["model_config"])}
+
+
+def _distinct_weights(model: TransformerLM) -> dict[str, Tensor]:
+    """The state dict in the order of its names, without the alias of tied embeddings, which safetensors refuses."""
+    state = {key: value.detach().cpu().contiguous() for key, value in sorted(model.state_dict().items())}
+    if model.config.tie_embeddings:
+        del state["lm_head.weight"]
+    return state
+
+
+def _name(src: Source) -> str:
+    return str(Path(src)) if isinstance(src, str | os.PathLike) else "The checkpoint"

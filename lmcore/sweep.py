@@ -1,0 +1,144 @@
+"""Runs in child processes: one that a notebook follows, or many, each kept apart, reused when they are done."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from lmcore.config import TrainConfig, from_dict, to_dict
+from lmcore.data import open_data
+from lmcore.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, UserError
+from lmcore.files import read_json, write_json
+from lmcore.progress import Progress
+from lmcore.run import RunBusy, RunFolder
+
+SECONDS_BETWEEN_LOOKS = 0.5
+FINISHED = ("complete", "diverged")
+
+
+def is_finished(config: TrainConfig, run: RunFolder) -> bool:
+    """Whether `run` ended, complete or diverged, with this configuration and this data."""
+    if run.status()["state"] not in FINISHED or not run.config_file.exists():
+        return False
+    return not run.differences(config, open_data(config.data).fingerprint)
+
+
+def run_or_reuse(config: TrainConfig, folder: str | os.PathLike) -> RunFolder:
+    """Trains in a child process and follows its metrics; a finished run with the same config and data is reused.
+
+    The child outlives this process: a lost notebook loses nothing, and calling again follows the run that is still
+    going. Output goes to log.txt in the run folder. Raises `UserError` with the child's last words if it fails.
+    """
+    run = RunFolder(folder)
+    if is_finished(config, run):
+        state = run.status()
+        print(f"{run.name}: reused, {state['state']} at step {state['step']}.")
+        return run
+    if run.config_file.exists():
+        run.require_same(config, open_data(config.data).fingerprint)
+    child = (
+        None
+        if run.is_busy()
+        else _start(["train", "--config", str(_request(config, run)), "--run", str(run.path)], run)
+    )
+    _follow(run, config.steps, child)
+    return run
+
+
+def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: int = 1) -> dict[str, RunFolder]:
+    """Trains every run in its own subfolder of `folder`, `workers` at a time; finished runs are reused.
+
+    Each worker is a process that takes the next run nobody else holds; with several GPUs they are dealt out in turn.
+    A run that diverges is a result. Raises `UserError` if a worker fails otherwise.
+    """
+    folder = Path(folder)
+    write_json(folder / "sweep.json", {name: to_dict(config) for name, config in runs.items()})
+    folders = {name: RunFolder(folder / name) for name in runs}
+    open_runs = [name for name, config in runs.items() if not is_finished(config, folders[name])]
+    if not open_runs:
+        print(f"{folder.name}: all {len(runs)} runs reused.")
+        return folders
+    logs = [RunFolder(folder / f".worker{index}") for index in range(min(workers, len(open_runs)))]
+    children = [_start(["sweep", str(folder)], log, gpu=index) for index, log in enumerate(logs)]
+    progress = Progress(len(runs), folder.name, unit="run", start=len(runs) - len(open_runs))
+    while any(child.poll() is None for child in children):
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+        progress.update(sum(run.status()["state"] in FINISHED for run in folders.values()))
+    progress.update(sum(run.status()["state"] in FINISHED for run in folders.values()))
+    progress.close()
+    for child, log in zip(children, logs, strict=True):
+        _check(child.returncode, log)
+    return folders
+
+
+def work(folder: str | os.PathLike) -> None:
+    """What one worker of `run_sweep` does: trains, in order, each run of sweep.json that is neither done nor taken."""
+    from lmcore.train import train  # here, because only the worker needs the trainer
+
+    folder = Path(folder)
+    for name, values in read_json(folder / "sweep.json").items():
+        config, run = from_dict(TrainConfig, values), RunFolder(folder / name)
+        if is_finished(config, run):
+            continue
+        try:
+            result = train(config, run)
+        except RunBusy:
+            continue
+        if result.state == "interrupted":
+            raise SystemExit(EXIT_INTERRUPTED)
+
+
+def _request(config: TrainConfig, run: RunFolder) -> Path:
+    path = run.path / "requested.json"
+    write_json(path, to_dict(config))
+    return path
+
+
+def _start(arguments: list[str], run: RunFolder, gpu: int | None = None) -> subprocess.Popen:
+    """Starts `lmcore` with these arguments in a session of its own, writing to the run's log."""
+    variables = os.environ | {"PYTHONUNBUFFERED": "1"}
+    if gpu is not None and torch.cuda.device_count() > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(
+            ","
+        )
+        variables["CUDA_VISIBLE_DEVICES"] = visible[gpu % len(visible)]
+    run.path.mkdir(parents=True, exist_ok=True)
+    with open(run.log_file, "a", encoding="utf-8") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "lmcore", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            start_new_session=True,
+        )
+
+
+def _follow(run: RunFolder, steps: int, child: subprocess.Popen | None) -> None:
+    """Shows the run's progress until its process ends; `child` is None for a process started by someone else."""
+    progress = Progress(steps, run.name, start=run.status()["step"])
+    done = False
+    while not done:
+        done = not run.is_busy() if child is None else child.poll() is not None
+        lines = run.metrics_lines()
+        if lines:
+            progress.update(lines[-1]["step"], f"loss {lines[-1]['train_loss']:.3f}")
+        if not done:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+    progress.close()
+    if child is not None:
+        _check(child.returncode, run)
+
+
+def _check(code: int, run: RunFolder) -> None:
+    if code in (0, EXIT_DIVERGED):
+        return
+    if code == EXIT_INTERRUPTED:
+        raise UserError(
+            f"The run {run.path} was stopped by a signal; run this again to go on from where it saved itself."
+        )
+    words = run.log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    raise UserError(f"The process of {run.path} ended with code {code}: {words[-1] if words else 'it said nothing'}")
