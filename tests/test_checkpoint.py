@@ -1,0 +1,151 @@
+import io
+
+import pytest
+import torch
+
+from lmcore.checkpoint import digest, load_checkpoint, load_model, read_checkpoint, save_checkpoint, save_weights
+from lmcore.config import ModelConfig
+from lmcore.errors import UserError
+from lmcore.functional import cross_entropy
+from lmcore.model import TransformerLM
+from lmcore.optimizer import SGD, AdamW
+
+SMALL = {"vocab_size": 31, "context_length": 8, "d_model": 16, "num_layers": 2, "num_heads": 2, "d_ff": 24}
+
+
+def trained(steps: int = 3, seed: int = 0, **switches):
+    torch.manual_seed(seed)
+    model = TransformerLM(ModelConfig(**SMALL | switches))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    ids = torch.arange(16).reshape(2, 8) % 31
+    optimizer.zero_grad()
+    cross_entropy(model(ids), ids).backward()
+    optimizer.step()
+
+
+def equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    there = b.state_dict()
+    return all(torch.equal(value, there[key]) for key, value in a.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["path", "string", "file object"])
+def test_round_trip_goes_on_bitwise(tmp_path, kind):
+    model, optimizer = trained()
+    out = {"path": tmp_path / "c.pt", "string": str(tmp_path / "c.pt"), "file object": io.BytesIO()}[kind]
+    save_checkpoint(model, optimizer, 3, out)
+    if kind == "file object":
+        out.seek(0)
+    other, other_optimizer = trained(steps=1, seed=1)
+    assert not equal(model, other)
+    assert load_checkpoint(out, other, other_optimizer) == 3
+    assert equal(model, other)
+    step(model, optimizer)
+    step(other, other_optimizer)
+    assert equal(model, other)
+
+
+def test_plain_module_works_too(tmp_path):
+    layer = torch.nn.Linear(3, 2)
+    save_checkpoint(layer, SGD(layer.parameters()), 7, tmp_path / "c.pt")
+    other = torch.nn.Linear(3, 2)
+    assert load_checkpoint(tmp_path / "c.pt", other, SGD(other.parameters())) == 7
+    assert equal(layer, other)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 0.5, 0.99])
+def test_truncated_is_refused_and_nothing_is_touched(tmp_path, cut):
+    model, optimizer = trained()
+    save_checkpoint(model, optimizer, 3, tmp_path / "c.pt")
+    whole = (tmp_path / "c.pt").read_bytes()
+    (tmp_path / "c.pt").write_bytes(whole[: int(cut * len(whole)) if isinstance(cut, float) else cut])
+    before = digest(model.state_dict())
+    with pytest.raises(UserError, match=r"c\.pt is not a whole checkpoint"):
+        load_checkpoint(tmp_path / "c.pt", model, optimizer)
+    assert digest(model.state_dict()) == before
+
+
+def test_every_flipped_bit_of_the_content_is_found(tmp_path):
+    model, optimizer = trained()
+    save_checkpoint(model, optimizer, 3, tmp_path / "c.pt")
+    whole = (tmp_path / "c.pt").read_bytes()
+    sound = digest(read_checkpoint(tmp_path / "c.pt"))
+    found = 0
+    for position in range(0, len(whole), 997):
+        damaged = bytearray(whole)
+        damaged[position] ^= 0x10
+        (tmp_path / "c.pt").write_bytes(damaged)
+        try:
+            content = read_checkpoint(tmp_path / "c.pt")
+        except UserError:
+            found += 1
+        else:  # a byte of padding: then the content must be what it was
+            assert digest(content) == sound
+    assert found > 10
+
+
+def test_foreign_files_are_refused(tmp_path):
+    model, optimizer = trained()
+    torch.save({"model": model.state_dict()}, tmp_path / "foreign.pt")
+    with pytest.raises(UserError, match="was not written by lmcore"):
+        load_checkpoint(tmp_path / "foreign.pt", model, optimizer)
+    (tmp_path / "text.pt").write_text("hello")
+    with pytest.raises(UserError, match="not a whole checkpoint"):
+        load_checkpoint(tmp_path / "text.pt", model, optimizer)
+    torch.save(torch.nn.Linear, tmp_path / "code.pt")  # would run code if it were unpickled freely
+    with pytest.raises(UserError, match="not a whole checkpoint"):
+        load_checkpoint(tmp_path / "code.pt", model, optimizer)
+    with pytest.raises(UserError, match="There is no checkpoint"):
+        load_checkpoint(tmp_path / "absent.pt", model, optimizer)
+
+
+def test_another_architecture_is_refused_by_the_fields_that_differ(tmp_path):
+    model, optimizer = trained()
+    save_checkpoint(model, optimizer, 3, tmp_path / "c.pt")
+    other, other_optimizer = trained(d_ff=32, norm="post")
+    with pytest.raises(UserError, match=r"d_ff \(24 there, 32 here\), norm \(pre there, post here\)"):
+        load_checkpoint(tmp_path / "c.pt", other, other_optimizer)
+    with pytest.raises(UserError, match="another optimizer"):
+        load_checkpoint(tmp_path / "c.pt", model, AdamW([{"params": [p]} for p in model.parameters()]))
+    layer = torch.nn.Linear(3, 2)
+    with pytest.raises(UserError, match="another architecture"):
+        load_checkpoint(tmp_path / "c.pt", layer, SGD(layer.parameters()))
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    model, optimizer = trained()
+    save_checkpoint(model, optimizer, 3, tmp_path / "c.pt")
+    before = (tmp_path / "c.pt").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match=r"Cannot write .*c\.pt: No space left"):
+        save_checkpoint(model, optimizer, 4, tmp_path / "c.pt")
+    assert (tmp_path / "c.pt").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_alone(tmp_path, tied):
+    model, _ = trained(tie_embeddings=tied)
+    save_weights(model, tmp_path / "w.safetensors", step=3)
+    loaded = load_model(tmp_path / "w.safetensors")
+    assert equal(model, loaded)
+    assert loaded.config == model.config
+    assert (loaded.lm_head.weight is loaded.token_embeddings.weight) == tied
+    whole = (tmp_path / "w.safetensors").read_bytes()
+    (tmp_path / "w.safetensors").write_bytes(whole[:-5])
+    with pytest.raises(UserError, match="not a whole safetensors file"):
+        load_model(tmp_path / "w.safetensors")
+    flipped = bytearray(whole)
+    flipped[-5] ^= 1
+    (tmp_path / "w.safetensors").write_bytes(flipped)
+    with pytest.raises(UserError, match="damaged"):
+        load_model(tmp_path / "w.safetensors")
