@@ -1,0 +1,234 @@
+"""What a Transformer costs: parameters, matmul FLOPs, bytes and days (CSE599-O A1 sections 3.6 and 4.3).
+
+Every formula is written once, over the fields of a config. With a `ModelConfig` it gives whole numbers; with
+`symbolic(config)`, whose sizes are sympy symbols, the very same code gives the algebra. Switches of the config
+(norm, feed-forward network, tied embeddings, positions) are followed in both.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from lmcore.config import ModelConfig, model_config, require
+
+GPT2_SIZES = ("small", "medium", "large", "xl")
+"""The sizes of `lmcore.config.MODEL_SIZES` that have the width, depth and heads of GPT-2's four models."""
+
+SYMBOLS = {
+    "B": "batch_size",
+    "T": "context_length (or a shorter sequence)",
+    "V": "vocab_size",
+    "L": "num_layers",
+    "D": "d_model",
+    "H": "num_heads",
+    "F": "d_ff",
+}
+"""Meaning of the letters in `symbolic` expressions."""
+
+ADAMW_FLOPS = {
+    r"m \leftarrow \beta_1 m + (1 - \beta_1) g": 3,
+    r"v \leftarrow \beta_2 v + (1 - \beta_2) g^2": 4,
+    r"\theta \leftarrow \theta - \alpha_t\, m / (\sqrt{v} + \epsilon)": 5,
+    r"\theta \leftarrow \theta - \alpha \lambda\, \theta": 2,
+}
+"""Operations per parameter of each line of Algorithm 1; products of scalars alone are done once and not counted.
+
+`lmcore.optimizer.AdamW` needs one less: it decays by a single product with 1 - alpha lambda.
+"""
+
+
+def gpt2_config(size: str, **overrides: Any) -> ModelConfig:
+    """A model of GPT-2's shape: its vocabulary (50,257) and context (1,024), our blocks, `overrides` on top."""
+    require(size in GPT2_SIZES, f"There is no GPT-2 of size {size!r}; choose one of {', '.join(GPT2_SIZES)}.")
+    return model_config(size, **{"vocab_size": 50_257, "context_length": 1024} | overrides)
+
+
+def symbolic(config: ModelConfig, d_ff_per_d_model: int | None = None) -> Any:
+    """A stand-in for `config` whose sizes are sympy symbols (see `SYMBOLS`) and whose switches are the config's.
+
+    `d_ff_per_d_model=4` writes 4 D for d_ff, as the handout does in adamwAccounting.
+    """
+    import sympy
+
+    vocab_size, context_length, d_model, num_layers, num_heads, d_ff = sympy.symbols("V T D L H F", positive=True)
+    return SimpleNamespace(
+        vocab_size=vocab_size,
+        context_length=context_length,
+        d_model=d_model,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        d_ff=d_ff if d_ff_per_d_model is None else d_ff_per_d_model * d_model,
+        d_k=d_model / num_heads,
+        norm=config.norm,
+        ffn=config.ffn,
+        tie_embeddings=config.tie_embeddings,
+    )
+
+
+def batch_symbol() -> Any:
+    """The sympy symbol B that stands for the batch size in expressions over `symbolic` configs."""
+    import sympy
+
+    return sympy.Symbol("B", positive=True)
+
+
+def parameter_counts(config: ModelConfig) -> dict[str, int]:
+    """Trainable parameters by component; tied embeddings count once, and no position embedding has any."""
+    c = config
+    return {
+        "token_embeddings": c.vocab_size * c.d_model,
+        "attention": c.num_layers * 4 * c.d_model**2,
+        "ffn": c.num_layers * (3 if c.ffn == "swiglu" else 2) * c.d_model * c.d_ff,
+        "norms": _norms_per_block(c) * c.num_layers * c.d_model + _final_norms(c) * c.d_model,
+        "lm_head": 0 if c.tie_embeddings else c.vocab_size * c.d_model,
+    }
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """All trainable parameters of the model."""
+    return sum(parameter_counts(config).values())
+
+
+@dataclass(frozen=True)
+class MatrixMultiply:
+    """`count` products of a (rows, inner) with an (inner, columns) matrix, each 2 * rows * inner * columns FLOPs."""
+
+    component: str
+    product: str
+    count: int
+    rows: int
+    inner: int
+    columns: int
+
+    @property
+    def flops(self) -> int:
+        """Additions and multiplications of all `count` products."""
+        return 2 * self.count * self.rows * self.inner * self.columns
+
+
+def matrix_multiplies(config: ModelConfig, batch_size: int = 1, seq_len: int | None = None) -> list[MatrixMultiply]:
+    """Every matrix product of a forward pass over (batch_size, seq_len) tokens; `seq_len` None: the whole context.
+
+    Scores and weighted sums are counted in full, as the plain implementation computes them, although the causal mask
+    throws half away.
+    """
+    c, seq = config, config.context_length if seq_len is None else seq_len
+    tokens, heads = batch_size * seq, c.num_layers * batch_size * c.num_heads
+
+    def per_layer(component: str, product: str, inner: int, columns: int, count: int = 1) -> MatrixMultiply:
+        return MatrixMultiply(component, product, count * c.num_layers, tokens, inner, columns)
+
+    gated = c.ffn == "swiglu"
+    return [
+        per_layer("qkv_proj", "W_Q x, W_K x, W_V x", c.d_model, c.d_model, count=3),
+        MatrixMultiply("scores", "Q K^T", heads, seq, c.d_k, seq),
+        MatrixMultiply("weighted_sum", "softmax(...) V", heads, seq, seq, c.d_k),
+        per_layer("output_proj", "W_O heads", c.d_model, c.d_model),
+        per_layer("ffn", "W_1 x, W_3 x" if gated else "W_1 x", c.d_model, c.d_ff, count=2 if gated else 1),
+        per_layer("ffn", "W_2 hidden", c.d_ff, c.d_model),
+        MatrixMultiply("lm_head", "W_head x", 1, tokens, c.d_model, c.vocab_size),
+    ]
+
+
+def forward_flops_by_component(config: ModelConfig, batch_size: int = 1, seq_len: int | None = None) -> dict[str, int]:
+    """Matmul FLOPs of a forward pass: qkv_proj, scores, weighted_sum, output_proj, ffn, lm_head."""
+    flops: dict[str, int] = {}
+    for multiply in matrix_multiplies(config, batch_size, seq_len):
+        flops[multiply.component] = flops.get(multiply.component, 0) + multiply.flops
+    return flops
+
+
+def forward_flops(config: ModelConfig, batch_size: int = 1, seq_len: int | None = None) -> int:
+    """Matmul FLOPs of a forward pass over (batch_size, seq_len) tokens."""
+    return sum(forward_flops_by_component(config, batch_size, seq_len).values())
+
+
+def training_flops(config: ModelConfig, batch_size: int = 1, seq_len: int | None = None) -> int:
+    """Matmul FLOPs of forward and backward pass together: three times the forward pass.
+
+    Each product Y = X W has two of the same size in the backward pass, for the gradients of X and of W. That is exact
+    when every weight is trained: only a product whose input needs no gradient would save one of the two.
+    """
+    return 3 * forward_flops(config, batch_size, seq_len)
+
+
+def activation_counts(config: ModelConfig, batch_size: int = 1, seq_len: int | None = None) -> dict[str, int]:
+    """Values kept for the backward pass, by the handout's list of components (adamwAccounting a): one per output.
+
+    A gated feed-forward network adds its second branch and the gated product. The list is a model of the memory, not
+    a measurement: it leaves out residual sums, rotated queries and keys, masks and the temporaries inside an operation.
+    """
+    c, seq = config, config.context_length if seq_len is None else seq_len
+    stream = batch_size * seq * c.d_model
+    pairs = batch_size * c.num_heads * seq**2
+    hidden_tensors = 4 if c.ffn == "swiglu" else 2  # W1 x, SiLU and, when gated, W3 x and the product
+    logits = batch_size * seq * c.vocab_size
+    return {
+        "norms": _norms_per_block(c) * c.num_layers * stream + _final_norms(c) * stream,
+        "qkv_proj": 3 * c.num_layers * stream,
+        "scores": c.num_layers * pairs,
+        "softmax": c.num_layers * pairs,
+        "weighted_sum": c.num_layers * stream,
+        "output_proj": c.num_layers * stream,
+        "ffn": c.num_layers * (hidden_tensors * batch_size * seq * c.d_ff + stream),
+        "lm_head": logits,
+        "cross_entropy": logits,
+    }
+
+
+def adamw_memory(
+    config: ModelConfig, batch_size: int = 1, seq_len: int | None = None, bytes_per_value: int = 4
+) -> dict[str, int]:
+    """Bytes of a training step with AdamW by kind: parameters, gradients, optimizer_state (m and v), activations.
+
+    Their sum is the handout's peak: as if all gradients were there before the first activation is freed.
+    """
+    parameters = bytes_per_value * num_parameters(config)
+    return {
+        "parameters": parameters,
+        "gradients": parameters,
+        "optimizer_state": 2 * parameters,
+        "activations": bytes_per_value * sum(activation_counts(config, batch_size, seq_len).values()),
+    }
+
+
+def max_batch_size(
+    config: ModelConfig, memory_bytes: float, seq_len: int | None = None, bytes_per_value: int = 4
+) -> int:
+    """Largest batch whose `adamw_memory` fits into `memory_bytes`; 0 if not even one sequence does."""
+    empty = sum(adamw_memory(config, 0, seq_len, bytes_per_value).values())
+    per_sequence = sum(adamw_memory(config, 1, seq_len, bytes_per_value).values()) - empty
+    return max(0, int((memory_bytes - empty) // per_sequence))
+
+
+def adamw_step_flops(config: ModelConfig) -> int:
+    """FLOPs of one step of AdamW (Algorithm 1), square roots and divisions counted as one each."""
+    return sum(ADAMW_FLOPS.values()) * num_parameters(config)
+
+
+def training_days(
+    config: ModelConfig, batch_size: int, steps: int, peak_flops: float, mfu: float, seq_len: int | None = None
+) -> float:
+    """Days that `steps` steps take at model FLOPs utilization `mfu` (0 to 1) of a peak of `peak_flops` FLOP/s.
+
+    Counts the matmuls of forward and backward pass; the optimizer's few operations per parameter are left out.
+    """
+    require(0 < mfu <= 1, f"mfu is a share of the peak in (0, 1], not {mfu}.")
+    require(peak_flops > 0, f"peak_flops must be positive, not {peak_flops}.")
+    return steps * training_flops(config, batch_size, seq_len) / (mfu * peak_flops) / 86_400
+
+
+def latex(expression: Any) -> str:
+    """A sympy expression, such as the sum of a formula over `symbolic` sizes, as LaTeX: whole factor and terms."""
+    import sympy
+
+    factor, terms = sympy.expand(expression).as_content_primitive()
+    return sympy.latex(terms) if factor == 1 else rf"{sympy.latex(factor)} \left({sympy.latex(terms)}\right)"
+
+
+def _norms_per_block(config: ModelConfig) -> int:
+    return 0 if config.norm == "none" else 2
+
+
+def _final_norms(config: ModelConfig) -> int:
+    return 1 if config.norm == "pre" else 0  # post-norm blocks end in a norm of their own

@@ -1,0 +1,256 @@
+"""Accounting formulas against the built model, PyTorch's FLOP counter and hand-worked numbers."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from lmcore import accounting
+from lmcore.config import MODEL_SIZES, ModelConfig, model_config
+from lmcore.errors import UserError
+from lmcore.model import TransformerLM
+from lmcore.optimizer import AdamW
+
+SWITCHES = [
+    {"norm": norm, "position": position, "ffn": ffn, "tie_embeddings": tied}
+    for norm, position, ffn, tied in itertools.product(
+        ("pre", "post", "none"), ("rope", "sinusoidal", "none"), ("swiglu", "silu"), (False, True)
+    )
+]
+
+
+@st.composite
+def model_configs(draw) -> ModelConfig:
+    """Small models of any shape, with any switches."""
+    num_heads = draw(st.integers(1, 4))
+    return ModelConfig(
+        vocab_size=draw(st.integers(2, 70)),
+        context_length=draw(st.integers(2, 20)),
+        d_model=num_heads * 2 * draw(st.integers(1, 6)),
+        num_layers=draw(st.integers(1, 3)),
+        num_heads=num_heads,
+        d_ff=draw(st.integers(1, 50)),
+        **draw(st.sampled_from(SWITCHES)),
+    )
+
+
+def meta_model(config: ModelConfig) -> TransformerLM:
+    return TransformerLM(config, device="meta")
+
+
+def counted_flops(config: ModelConfig, batch_size: int, seq_len: int) -> tuple[int, int]:
+    """FLOPs of forward and of backward pass as PyTorch counts them on the model."""
+    model = meta_model(config)
+    token_ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as forward:
+        logits = model(token_ids)
+    with FlopCounterMode(display=False) as backward:
+        logits.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@settings(max_examples=40, deadline=None)
+@given(model_configs())
+def test_parameters_equal_the_built_model_by_component(config):
+    model = meta_model(config)
+    built = dict.fromkeys(accounting.parameter_counts(config), 0)
+    for name, parameter in model.named_parameters():  # names a tied matrix once, as token_embeddings
+        component = {"attn": "attention", "ffn": "ffn", "ln1": "norms", "ln2": "norms", "ln_final": "norms"}
+        part = name.split(".")[2] if name.startswith("layers.") else name.split(".")[0]
+        built[component.get(part, part)] += parameter.numel()
+    assert accounting.parameter_counts(config) == built
+    assert accounting.num_parameters(config) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", MODEL_SIZES)
+def test_parameters_of_every_named_size(size):
+    config = model_config(size, vocab_size=50_257)
+    assert accounting.num_parameters(config) == sum(p.numel() for p in meta_model(config).parameters())
+
+
+@settings(max_examples=25, deadline=None)
+@given(model_configs(), st.integers(1, 3), st.data())
+def test_flops_equal_pytorchs_counter(config, batch_size, data):
+    seq_len = data.draw(st.integers(1, config.context_length))
+    forward, backward = counted_flops(config, batch_size, seq_len)
+    assert accounting.forward_flops(config, batch_size, seq_len) == forward
+    assert accounting.training_flops(config, batch_size, seq_len) == forward + backward
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=lambda s: "-".join(map(str, s.values())))
+def test_flops_with_every_combination_of_switches(switches):
+    config = model_config("smoke", vocab_size=97, context_length=32, **switches)
+    forward, backward = counted_flops(config, 2, 32)
+    assert (accounting.forward_flops(config, 2), accounting.training_flops(config, 2)) == (forward, forward + backward)
+
+
+def test_flops_by_component_equal_pytorchs_by_module():
+    config = model_config("smoke", vocab_size=97, context_length=32)
+    model = meta_model(config)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, 32, dtype=torch.long, device="meta"))
+    counted = {name: sum(flops.values()) for name, flops in counter.get_flop_counts().items()}
+
+    def of_modules(ending: str) -> int:
+        return sum(flops for name, flops in counted.items() if name.endswith(ending))
+
+    ours = accounting.forward_flops_by_component(config, 2)
+    projections = sum(of_modules(f"attn.{letter}_proj") for letter in "qkv")
+    assert ours["qkv_proj"] == projections
+    assert ours["output_proj"] == of_modules("attn.output_proj")
+    assert ours["scores"] + ours["weighted_sum"] == of_modules(".attn") - projections - ours["output_proj"]
+    assert ours["ffn"] == of_modules(".ffn")
+    assert ours["lm_head"] == of_modules("lm_head")
+
+
+def test_frozen_input_saves_exactly_the_gradients_of_the_first_projections():
+    """The stated exception to 'backward is twice forward'."""
+    config = model_config("smoke", vocab_size=97, context_length=32, norm="none")
+    model = meta_model(config)
+    model.token_embeddings.weight.requires_grad_(False)
+    logits = model(torch.zeros(2, 32, dtype=torch.long, device="meta"))
+    with FlopCounterMode(display=False) as backward:
+        logits.sum().backward()
+    saved = 2 * accounting.forward_flops(config, 2) - backward.get_total_flops()
+    assert saved == accounting.forward_flops_by_component(config, 2)["qkv_proj"] / config.num_layers
+
+
+@settings(max_examples=40, deadline=None)
+@given(model_configs(), st.integers(1, 5))
+def test_algebra_equals_numbers(config, batch_size):
+    symbols = accounting.symbolic(config)
+    values = {
+        symbols.vocab_size: config.vocab_size,
+        symbols.context_length: config.context_length,
+        symbols.d_model: config.d_model,
+        symbols.num_layers: config.num_layers,
+        symbols.num_heads: config.num_heads,
+        symbols.d_ff: config.d_ff,
+        accounting.batch_symbol(): batch_size,
+    }
+
+    def evaluated(expression) -> int:
+        return int(expression.subs(values)) if hasattr(expression, "subs") else expression
+
+    batch = accounting.batch_symbol()
+    for formula in (
+        accounting.forward_flops_by_component,
+        accounting.activation_counts,
+        accounting.adamw_memory,
+    ):
+        algebra = {name: evaluated(expression) for name, expression in formula(symbols, batch).items()}
+        assert algebra == formula(config, batch_size)
+    assert evaluated(accounting.num_parameters(symbols)) == accounting.num_parameters(config)
+    assert evaluated(accounting.adamw_step_flops(symbols)) == accounting.adamw_step_flops(config)
+
+
+def test_latex_of_the_handouts_architecture():
+    symbols = accounting.symbolic(accounting.gpt2_config("xl", ffn="silu"), d_ff_per_d_model=4)
+    memory = accounting.adamw_memory(symbols, accounting.batch_symbol())
+    assert accounting.latex(memory["parameters"]) == r"4 \left(12 D^{2} L + 2 D L + 2 D V + D\right)"
+    assert accounting.latex(memory["optimizer_state"]) == r"8 \left(12 D^{2} L + 2 D L + 2 D V + D\right)"
+    activations = r"4 \left(16 B D L T + B D T + 2 B H L T^{2} + 2 B T V\right)"
+    assert accounting.latex(memory["activations"]) == activations
+
+
+def test_gpt2_xl_worked_by_hand():
+    """The sums that a student does on paper for the handout's configuration."""
+    layers, d_model, d_ff, heads, vocab, context = 48, 1600, 6400, 25, 50_257, 1024
+    config = accounting.gpt2_config("xl")
+    per_block = 4 * d_model**2 + 3 * d_model * d_ff + 2 * d_model
+    assert accounting.num_parameters(config) == 2 * vocab * d_model + layers * per_block + d_model
+    block = (
+        4 * 2 * context * d_model**2
+        + 2 * heads * 2 * context * context * (d_model // heads)
+        + 3 * 2 * context * d_model * d_ff
+    )
+    assert accounting.forward_flops(config) == layers * block + 2 * context * d_model * vocab
+
+
+def test_activations_of_gpt2_xl_worked_by_hand():
+    config = accounting.gpt2_config("xl", ffn="silu")
+    stream, pairs, logits = 1024 * 1600, 25 * 1024**2, 1024 * 50_257
+    # two norms, q k v, weighted sum, output projection, W2: 8 streams; W1 and SiLU: 4 each
+    assert sum(accounting.activation_counts(config).values()) == 48 * (16 * stream + 2 * pairs) + stream + 2 * logits
+
+
+@settings(max_examples=40, deadline=None)
+@given(model_configs(), st.floats(1e4, 1e9))
+def test_largest_batch_fits_and_one_more_does_not(config, memory):
+    batch_size = accounting.max_batch_size(config, memory)
+    assert sum(accounting.adamw_memory(config, batch_size + 1).values()) > memory
+    if batch_size:
+        assert sum(accounting.adamw_memory(config, batch_size).values()) <= memory
+
+
+def test_half_precision_halves_every_kind():
+    config = model_config("smoke")
+    full, half = accounting.adamw_memory(config, 3), accounting.adamw_memory(config, 3, bytes_per_value=2)
+    assert {kind: size / 2 for kind, size in full.items()} == half
+
+
+def test_memory_of_parameters_gradients_and_state_equals_the_tensors():
+    config = model_config("smoke", vocab_size=97, context_length=16)
+    model = TransformerLM(config)
+    optimizer = AdamW(model.parameters())
+    model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    optimizer.step()
+    memory = accounting.adamw_memory(config)
+    assert memory["parameters"] == sum(p.nbytes for p in model.parameters())
+    assert memory["gradients"] == sum(p.grad.nbytes for p in model.parameters())
+    state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
+    assert memory["optimizer_state"] == sum(tensor.nbytes for tensor in state)
+
+
+class ElementwiseCounter(TorchDispatchMode):
+    """Counts additions, multiplications, divisions and roots per element of the operations that AdamW uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        scaled = int(kwargs.get("alpha", kwargs.get("value", 1)) != 1)
+        name = func.overloadpacket.__name__
+        costs = {"mul_": 1, "add_": 1 + scaled, "sqrt": 1, "addcmul_": 2 + scaled, "addcdiv_": 2 + scaled}
+        if func.namespace == "aten":
+            self.flops += costs[name] * args[0].numel()  # an operation not listed fails the test
+        return func(*args, **kwargs)
+
+
+def test_adamw_flops_equal_the_operations_of_our_optimizer():
+    weight = torch.nn.Parameter(torch.ones(3, 5))
+    weight.grad = torch.ones_like(weight)
+    optimizer = AdamW([weight], lr=0.1, weight_decay=0.1)
+    optimizer.step()  # makes the moments
+    with ElementwiseCounter() as counter:
+        optimizer.step()
+    folded_decay = 1  # p - lr * decay * p is done as p * (1 - lr * decay)
+    assert counter.flops == weight.numel() * (sum(accounting.ADAMW_FLOPS.values()) - folded_decay)
+
+
+def test_training_days():
+    config = accounting.gpt2_config("xl", ffn="silu")
+    days = accounting.training_days(config, batch_size=1024, steps=400_000, peak_flops=19.5e12, mfu=0.5)
+    assert days == pytest.approx(3 * accounting.forward_flops(config) * 1024 * 400_000 / (9.75e12 * 24 * 60 * 60))
+    half_utilized = accounting.training_days(config, 1024, 400_000, 19.5e12, mfu=0.25)
+    assert half_utilized == pytest.approx(2 * days)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda c: accounting.gpt2_config("huge"), "no GPT-2 of size 'huge'; choose one of small"),
+        (lambda c: accounting.gpt2_config("xl", vocabulary=3), "no field vocabulary"),
+        (lambda c: accounting.training_days(c, 1, 1, 1e12, mfu=50), "mfu is a share of the peak"),
+        (lambda c: accounting.training_days(c, 1, 1, 0, mfu=0.5), "peak_flops must be positive"),
+    ],
+)
+def test_bad_input(call, words):
+    with pytest.raises(UserError, match=words):
+        call(model_config("smoke"))
