@@ -1,0 +1,275 @@
+"""Decoding: from a model and a prompt to a sampled continuation (CSE599-O A1 section 6)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from lmcore.config import GenerateConfig, require
+from lmcore.model import TransformerLM
+from lmcore.sampling import sample_next
+
+
+class TextCodec(Protocol):
+    """What decoding needs of a tokenizer (`lmcore.tokenizer.Tokenizer`)."""
+
+    vocab_size: int
+    eot_id: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One prompt and what the model made of it. `ids` and `text` are the continuation alone."""
+
+    prompt: str
+    text: str
+    ids: list[int]
+    stop: Literal["end_of_text", "max_new_tokens"]
+
+
+class KVCache:
+    """Keys and values of one layer, for rows of different lengths (implements `lmcore.model.Cache`).
+
+    Slot s of a row holds its position s, so that rows need no padding between them: a row writes where it stands, and
+    the mask lets a query see the slots up to its own position. Memory for `num_slots` positions is taken at the first
+    `append`, which brings the dtype (autocast chooses it).
+    """
+
+    def __init__(self, num_rows: int, num_slots: int):
+        self.num_rows, self.num_slots = num_rows, num_slots
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def place(self, rows: Int[Tensor, "rows"], positions: Int[Tensor, "rows seq"], width: int) -> None:
+        """Says which rows and positions the next `append` brings; it returns the first `width` slots of those rows."""
+        self.rows, self.positions, self.width = rows, positions, width
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores (rows, H, T, K) keys and values at the place set before; returns (rows, H, width, K) of both."""
+        if self.keys is None or self.values is None:
+            # zeros: a masked slot has weight 0, and 0 times whatever is in fresh memory could be NaN
+            shape = (self.num_rows, k.shape[1], self.num_slots, k.shape[3])
+            self.keys, self.values = k.new_zeros(shape), v.new_zeros(shape)
+        place = (self.rows.unsqueeze(-1), slice(None), self.positions)
+        self.keys[place], self.values[place] = k.transpose(1, 2), v.transpose(1, 2)
+        return self.keys[self.rows, :, : self.width], self.values[self.rows, :, : self.width]
+
+
+class PlainForward:
+    """Next-token logits by feeding the whole window of every row at every step: the definition."""
+
+    def __init__(self, model: TransformerLM):
+        self.model, self.device = model, next(model.parameters()).device
+
+    def __call__(self, rows: Sequence[int], windows: Sequence[list[int]]) -> Float[Tensor, "rows vocab"]:
+        """Logits after the last token of `windows[row]` for each of `rows`."""
+        tokens, last = _pad([windows[row] for row in rows], self.device)
+        return self._at(self.model(tokens), last)
+
+    @staticmethod
+    def _at(logits: Tensor, last: Tensor) -> Tensor:
+        return logits[torch.arange(len(last), device=last.device), last]
+
+
+class CachedForward(PlainForward):
+    """The same logits from a `KVCache` for each layer: a row is fed the tokens that its cache does not hold yet."""
+
+    def __init__(self, model: TransformerLM, num_rows: int, num_slots: int):
+        super().__init__(model)
+        self.caches = [KVCache(num_rows, num_slots) for _ in range(model.config.num_layers)]
+        self.cached = [0] * num_rows
+
+    def __call__(self, rows: Sequence[int], windows: Sequence[list[int]]) -> Float[Tensor, "rows vocab"]:
+        for row in rows:
+            if self.cached[row] != len(windows[row]) - 1:  # new, or cut to a new window
+                self.cached[row] = 0
+        logits = {}
+        for group in ([r for r in rows if self.cached[r]], [r for r in rows if not self.cached[r]]):
+            if group:
+                logits |= dict(zip(group, self._feed(group, windows), strict=True))
+        return torch.stack([logits[row] for row in rows])
+
+    def _feed(self, rows: list[int], windows: Sequence[list[int]]) -> Float[Tensor, "rows vocab"]:
+        starts = [self.cached[row] for row in rows]
+        tokens, last = _pad([windows[row][start:] for row, start in zip(rows, starts, strict=True)], self.device)
+        width = max(starts) + tokens.shape[1]
+        offsets = torch.arange(tokens.shape[1], device=self.device)
+        positions = torch.tensor(starts, device=self.device).unsqueeze(-1) + offsets
+        mask = torch.arange(width, device=self.device) <= positions.unsqueeze(-1)
+        for cache in self.caches:
+            cache.place(torch.tensor(rows, device=self.device), positions, width)
+        for row in rows:
+            self.cached[row] = len(windows[row])
+        return self._at(self.model(tokens, positions, mask, self.caches), last)
+
+
+def _pad(sequences: list[list[int]], device: torch.device) -> tuple[Int[Tensor, "rows seq"], Int[Tensor, "rows"]]:
+    """Sequences of different lengths as one tensor, filled up on the right, and the index of each one's last token.
+
+    What comes after the last token of a row cannot be seen from it: attention is causal.
+    """
+    longest = max(map(len, sequences))
+    tokens = torch.tensor([sequence + [0] * (longest - len(sequence)) for sequence in sequences], device=device)
+    return tokens, torch.tensor([len(sequence) - 1 for sequence in sequences], device=device)
+
+
+def generate(
+    model: TransformerLM,
+    prompts: Sequence[Sequence[int]],
+    config: GenerateConfig | None = None,
+    eot_id: int | None = None,
+    on_token: Callable[[int, int], None] | None = None,
+) -> list[list[int]]:
+    """Samples a continuation of every prompt (lists of token ids, of any lengths), all in one batch.
+
+    - Returns the new ids alone. A row ends before the first `eot_id`, which is not part of it (so a row that is
+      shorter than `config.max_new_tokens` was ended by it), or at `config.max_new_tokens`. Without `eot_id` nothing
+      ends a row early.
+    - An empty prompt stands for the beginning of a document: it becomes [eot_id], which separates documents.
+    - Row i draws from a generator seeded `config.seed` + i. So it does not depend on the other rows: the prompt by
+      itself with that seed gives the same tokens (up to rounding of the logits).
+    - A window that has outgrown the model's context is cut to its last `context_length // 2` tokens, with positions
+      from 0 again, and grows from there. The rule is the same with and without the KV cache, and so are the tokens.
+    - `on_token(row, id)` is called as soon as a token of the output is there.
+
+    The model is in evaluation mode meanwhile, and then as it was. The caller chooses the precision, with
+    `lmcore.device.autocast` around the call.
+    Raises `UserError` for a prompt longer than the context, ids outside the vocabulary, an empty prompt without
+    `eot_id`, and logits that are not finite.
+    """
+    config = config or GenerateConfig()
+    windows = [_checked(i, prompt, model, eot_id) for i, prompt in enumerate(prompts)]
+    outputs: list[list[int]] = [[] for _ in windows]
+    generators = [torch.Generator().manual_seed(config.seed + row) for row in range(len(windows))]
+    context = model.config.context_length
+    forward = PlainForward(model)
+    if config.kv_cache and windows:
+        num_slots = min(context, max(map(len, windows)) + config.max_new_tokens)
+        forward = CachedForward(model, len(windows), num_slots)
+    active = list(range(len(windows)))
+    with evaluating(model), torch.no_grad():
+        while active:
+            ids = sample_next(forward(active, windows), config, [generators[row] for row in active]).tolist()
+            going = []
+            for row, token in zip(active, ids, strict=True):
+                if token == eot_id:
+                    continue
+                outputs[row].append(token)
+                if on_token is not None:
+                    on_token(row, token)
+                windows[row].append(token)
+                if len(windows[row]) > context:
+                    windows[row] = windows[row][-max(1, context // 2) :]
+                if len(outputs[row]) < config.max_new_tokens:
+                    going.append(row)
+            active = going
+    return outputs
+
+
+def _checked(index: int, prompt: Sequence[int], model: TransformerLM, eot_id: int | None) -> list[int]:
+    """The prompt as a fresh list, or the reason why it cannot be continued."""
+    ids, config = [int(token) for token in prompt], model.config
+    if not ids:
+        require(eot_id is not None, f"Prompt {index} is empty: give it a token, or eot_id to begin a document with.")
+        ids = [eot_id]
+    require(
+        len(ids) <= config.context_length,
+        f"Prompt {index} has {len(ids)} tokens; the model's context_length is {config.context_length}: shorten it.",
+    )
+    wrong = next((token for token in ids if not 0 <= token < config.vocab_size), None)
+    require(
+        wrong is None,
+        f"Prompt {index} holds token id {wrong}; the model's ids are from 0 to {config.vocab_size - 1}: "
+        "encode it with the tokenizer that the model was trained with.",
+    )
+    return ids
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block; whatever mode each part had before after it."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class TextStream:
+    """Turns tokens into text as they come. A token may end in the middle of a character: its bytes wait for the rest.
+
+    The pieces join to what `tokenizer.decode` makes of all tokens at once.
+    """
+
+    def __init__(self, tokenizer: TextCodec):
+        self.tokenizer = tokenizer
+        self.waiting: list[int] = []
+
+    def push(self, token: int) -> str:
+        """Text that is complete with this token; empty while a character is not."""
+        self.waiting.append(token)
+        text = self.tokenizer.decode(self.waiting)
+        # decoding ends in the replacement character U+FFFD where the last character is broken off
+        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._emit(text)
+
+    def flush(self) -> str:
+        """What is left at the end, with U+FFFD for bytes that never became a character."""
+        return self._emit(self.tokenizer.decode(self.waiting))
+
+    def _emit(self, text: str) -> str:
+        self.waiting = []
+        return text
+
+
+def generate_text(
+    model: TransformerLM,
+    tokenizer: TextCodec,
+    prompts: Sequence[str],
+    config: GenerateConfig | None = None,
+    *,
+    stop_at_end_of_text: bool = True,
+    stream: Callable[[int, str], None] | None = None,
+) -> list[Generation]:
+    """Continues every prompt with text; see `generate` for the rules. An empty prompt begins a document.
+
+    With `stop_at_end_of_text` false, <|endoftext|> is part of the text and the next document follows it, until
+    `config.max_new_tokens`. `stream(index, piece)` is called with pieces of whole characters as they are sampled.
+    Raises `UserError` as `generate` does, and if model and tokenizer have vocabularies of different sizes.
+    """
+    config = config or GenerateConfig()
+    require(
+        tokenizer.vocab_size == model.config.vocab_size,
+        f"The model has a vocabulary of {model.config.vocab_size} tokens and the tokenizer one of "
+        f"{tokenizer.vocab_size}: use the tokenizer that the model was trained with.",
+    )
+    prompt_ids = [tokenizer.encode(prompt) or [tokenizer.eot_id] for prompt in prompts]
+    streams = [TextStream(tokenizer) for _ in prompts]
+
+    def on_token(row: int, token: int) -> None:
+        if piece := streams[row].push(token):
+            stream(row, piece)
+
+    eot_id = tokenizer.eot_id if stop_at_end_of_text else None
+    outputs = generate(model, prompt_ids, config, eot_id, on_token if stream is not None else None)
+    for row, text_stream in enumerate(streams):
+        if stream is not None and (piece := text_stream.flush()):
+            stream(row, piece)
+    return [
+        Generation(
+            prompt=prompt,
+            text=tokenizer.decode(ids),
+            ids=ids,
+            stop="max_new_tokens" if len(ids) == config.max_new_tokens else "end_of_text",
+        )
+        for prompt, ids in zip(prompts, outputs, strict=True)
+    ]

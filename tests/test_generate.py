@@ -1,0 +1,434 @@
+"""Decoding against brute-force definitions: the truncated distribution, the loop, the cache, the stop rules."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lmcore.config import GenerateConfig, ModelConfig
+from lmcore.device import autocast
+from lmcore.errors import UserError
+from lmcore.generate import KVCache, TextStream, evaluating, generate, generate_text
+from lmcore.model import TransformerLM
+from lmcore.sampling import next_token_distribution, sample_next
+
+EOT = 256
+CONTEXT = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models this small are slower with more threads, which wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class ByteTokenizer:
+    """One token per byte, and <|endoftext|>: the smallest tokenizer that can break a character in two."""
+
+    vocab_size, eot_id = 257, EOT
+
+    def encode(self, text: str) -> list[int]:
+        parts = text.split("<|endoftext|>")
+        return [token for part in parts for token in [EOT, *part.encode()]][1:]
+
+    def decode(self, ids: list[int]) -> str:
+        return b"".join(b"<|endoftext|>" if i == EOT else bytes([i]) for i in ids).decode(errors="replace")
+
+
+def build(seed: int = 0, **changes) -> TransformerLM:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 257, "context_length": CONTEXT, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 48}
+    return TransformerLM(ModelConfig(**sizes | changes))
+
+
+@pytest.fixture(scope="module")
+def model() -> TransformerLM:
+    return build()
+
+
+def always(token: int, vocab_size: int = 257) -> TransformerLM:
+    """A model that gives `token` all the probability: its output weights point along the constant final vector."""
+    model = build(vocab_size=vocab_size)
+    with torch.no_grad():
+        model.token_embeddings.weight.fill_(1.0)
+        for layer in model.layers:
+            layer.attn.output_proj.weight.zero_()
+            layer.ffn.w2.weight.zero_()
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[token] = 10.0
+    return model
+
+
+# ---------------------------------------------------------------------------------------------- distribution
+
+
+def brute_force(logits: list[float], temperature: float, top_k: int | None, top_p: float) -> dict[int, float]:
+    """The definition, in plain Python: a dictionary of the tokens that are left."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    if temperature == 0:
+        return {order[0]: 1.0}
+    weights = {i: math.exp((logits[i] - max(logits)) / temperature) for i in order[:top_k]}
+    q = {i: w / sum(weights.values()) for i, w in weights.items()}
+    if top_p < 1:
+        nucleus, reached = {}, 0.0
+        for i in order[:top_k]:
+            nucleus[i] = q[i]
+            reached += q[i]
+            assume(abs(reached - top_p) > 1e-9)  # at equality the two sums may round to different sides
+            if reached >= top_p:
+                break
+        q = {i: w / sum(nucleus.values()) for i, w in nucleus.items()}
+    return {i: w for i, w in q.items() if w > 0}
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    logits=st.lists(st.sampled_from([-30.0, -2.0, -0.5, 0.0, 0.1, 1.0, 1.5, 7.0]), min_size=1, max_size=12),
+    temperature=st.sampled_from([0.0, 1e-300, 0.3, 1.0, 2.5, 1e30]),
+    top_k=st.none() | st.integers(1, 14),
+    top_p=st.floats(0.01, 1.0),
+)
+def test_distribution_is_the_definition(logits, temperature, top_k, top_p):
+    config = GenerateConfig(temperature=temperature, top_k=top_k, top_p=top_p)
+    q, ids = next_token_distribution(torch.tensor([logits], dtype=torch.float64), config)
+    expected = brute_force(logits, temperature, top_k, top_p)
+    found = {i: p for i, p in zip(ids[0].tolist(), q[0].tolist(), strict=True) if p > 0}
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert sorted(ids[0].tolist()) == list(range(len(logits)))
+    assert (q[0].diff() <= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.5, 2), (0.500001, 3), (0.25, 1), (1e-9, 1), (0.75, 3), (0.999, 4), (1.0, 4)]
+)
+def test_nucleus_is_the_smallest_set_that_reaches_p(top_p, kept):
+    q, ids = next_token_distribution(torch.zeros(1, 4), GenerateConfig(top_p=top_p))
+    assert (q > 0).sum() == kept
+    assert ids[0, :kept].tolist() == list(range(kept))
+    assert q[0, :kept].tolist() == pytest.approx([1 / kept] * kept)
+
+
+def test_rows_and_half_precision_are_treated_alike(model):
+    logits = torch.randn(3, 50, dtype=torch.bfloat16)
+    config = GenerateConfig(temperature=0.7, top_p=0.8, top_k=20)
+    q, ids = next_token_distribution(logits, config)
+    assert q.dtype == torch.float32
+    for row in range(3):
+        alone = next_token_distribution(logits[row : row + 1].float(), config)
+        assert torch.equal(q[row], alone[0][0])
+        assert torch.equal(ids[row], alone[1][0])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GenerateConfig(),
+        GenerateConfig(temperature=0.5),
+        GenerateConfig(temperature=1.5, top_k=4),
+        GenerateConfig(top_p=0.7),
+    ],
+)
+def test_samples_follow_the_distribution(config):
+    logits = torch.tensor([[0.3, 2.0, -1.0, 1.2, 0.0, 1.9]])
+    draws = 20_000
+    ids = sample_next(logits.expand(draws, -1), config, [torch.Generator().manual_seed(7)] * draws)
+    counts = torch.bincount(ids, minlength=6).double()
+    q, order = next_token_distribution(logits, config)
+    expected = torch.zeros(6).scatter(0, order[0], q[0]).double() * draws
+    assert (counts[expected == 0] == 0).all()
+    inside = expected > 0
+    chi_square = ((counts - expected)[inside] ** 2 / expected[inside]).sum().item()
+    assert (
+        chi_square < 25
+    )  # 5 degrees of freedom or fewer: exceeded by one correct sampler in 7,000 (the seed is fixed)
+
+
+def test_the_largest_random_number_still_picks_a_token_that_was_kept(monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *size, generator=None: torch.full(size, 1 - 2**-24))
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0))
+    config = GenerateConfig(top_p=0.9)
+    q, ids = next_token_distribution(logits, config)
+    token = sample_next(logits, config, [torch.Generator()])
+    assert token == ids[0, (q > 0).sum() - 1]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_are_refused(value):
+    logits = torch.tensor([[0.0, value]])
+    for temperature in (0.0, 1.0):
+        with pytest.raises(UserError, match="NaN or infinity"):
+            sample_next(logits, GenerateConfig(temperature=temperature), [torch.Generator()])
+
+
+# ---------------------------------------------------------------------------------------------- the loop
+
+
+def naive(model, prompt, config, eot_id=None):
+    """One sequence, the whole window at every step, plain Python."""
+    window, output, generator = list(prompt), [], torch.Generator().manual_seed(config.seed)
+    while len(output) < config.max_new_tokens:
+        with torch.no_grad():
+            logits = model(torch.tensor([window]))[:, -1]
+        token = sample_next(logits, config, [generator]).item()
+        if token == eot_id:
+            break
+        output.append(token)
+        window.append(token)
+        if len(window) > model.config.context_length:
+            window = window[-(model.config.context_length // 2) :]
+    return output
+
+
+SETTINGS = [
+    GenerateConfig(max_new_tokens=40, temperature=0),
+    GenerateConfig(max_new_tokens=40, temperature=1.0, seed=3),
+    GenerateConfig(max_new_tokens=40, temperature=0.8, top_p=0.9, top_k=50, seed=11),
+]
+PROMPTS = [[1, 2, 3], [9], list(range(20, 20 + CONTEXT)), [4] * (CONTEXT - 1), [200, 100, 3, 50, 60]]
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=["greedy", "sampled", "truncated"])
+@pytest.mark.parametrize("kv_cache", [False, True])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_one_row_equals_the_naive_loop_beyond_the_context(model, config, kv_cache, prompt):
+    settings_ = GenerateConfig(**{**vars(config), "kv_cache": kv_cache})
+    assert generate(model, [prompt], settings_) == [naive(model, prompt, config)]
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=["greedy", "sampled", "truncated"])
+@pytest.mark.parametrize("kv_cache", [False, True])
+def test_a_row_does_not_depend_on_its_neighbours(model, config, kv_cache):
+    settings_ = GenerateConfig(**{**vars(config), "kv_cache": kv_cache})
+    batch = generate(model, PROMPTS, settings_)
+    for row, prompt in enumerate(PROMPTS):
+        alone = GenerateConfig(**{**vars(settings_), "seed": config.seed + row})
+        assert generate(model, [prompt], alone) == [batch[row]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"position": "none"},
+        {"position": "sinusoidal"},
+        {"norm": "post"},
+        {"norm": "none"},
+        {"ffn": "silu"},
+        {"tie_embeddings": True},
+        {"dropout": 0.5},
+        {"context_length": 1},
+        {"context_length": 2},
+        {"context_length": 3},
+    ],
+    ids=str,
+)
+def test_cache_equals_no_cache_for_every_architecture(changes):
+    model = build(**changes)
+    prompts = [[1], [2, 3, 4][: model.config.context_length], [7, 8][: model.config.context_length]]
+    rows = [
+        generate(model, prompts, GenerateConfig(max_new_tokens=30, seed=5, kv_cache=kv_cache))
+        for kv_cache in (False, True)
+    ]
+    assert rows[0] == rows[1]
+    assert len({tuple(row) for row in rows[0]}) == 3
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=5),
+    seed=st.integers(0, 1000),
+    temperature=st.sampled_from([0.0, 0.7, 1.3]),
+)
+def test_cache_equals_no_cache_for_any_batch(lengths, seed, temperature):
+    model = build(seed=1)
+    draw = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(0, 257, (length,), generator=draw).tolist() for length in lengths]
+    rows = [
+        generate(
+            model, prompts, GenerateConfig(max_new_tokens=15, temperature=temperature, seed=seed, kv_cache=cache), 3
+        )
+        for cache in (False, True)
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_the_cache_saves_the_work_that_it_is_for(model):
+    fed = []
+    handle = model.register_forward_pre_hook(lambda module, arguments: fed.append(arguments[0].shape[1]))
+    try:
+        generate(model, [[1, 2, 3]], GenerateConfig(max_new_tokens=CONTEXT))
+    finally:
+        handle.remove()
+    # the prompt, single tokens until the window is full, then its last half once, and single tokens again
+    single = CONTEXT - 3
+    assert fed == [3, *[1] * single, CONTEXT // 2, *[1] * (CONTEXT - 2 - single)]
+
+
+def test_the_cache_keeps_keys_in_the_slots_of_their_positions():
+    cache = KVCache(num_rows=3, num_slots=5)
+    k, v = torch.randn(2, 4, 2, 6), torch.randn(2, 4, 2, 6)
+    cache.place(torch.tensor([0, 2]), torch.tensor([[1, 2], [3, 4]]), width=5)
+    keys, values = cache.append(k, v)
+    assert keys.shape == values.shape == (2, 4, 5, 6)
+    assert torch.equal(keys[0, :, 1:3], k[0])
+    assert torch.equal(values[1, :, 3:5], v[1])
+    assert not keys[0, :, 3:].any()
+    assert not keys[1, :, :3].any()
+
+
+def test_half_precision_under_autocast(model):
+    with autocast(torch.device("cpu"), "bf16"):
+        rows = generate(model, PROMPTS, GenerateConfig(max_new_tokens=20, temperature=0))
+    assert [len(row) for row in rows] == [20] * len(PROMPTS)
+
+
+def test_the_seed_decides(model):
+    config = GenerateConfig(max_new_tokens=20, seed=1)
+    first, again = generate(model, PROMPTS, config), generate(model, PROMPTS, config)
+    other = generate(model, PROMPTS, GenerateConfig(max_new_tokens=20, seed=100))
+    assert first == again
+    assert first != other
+    same_prompt = generate(model, [[1], [1]], config)
+    assert same_prompt[0] != same_prompt[1]
+
+
+def test_the_global_random_state_is_left_alone(model):
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    generate(model, [[1]], GenerateConfig(max_new_tokens=3))
+    assert torch.equal(torch.rand(1), expected)
+
+
+# ---------------------------------------------------------------------------------------------- stopping
+
+
+def test_end_of_text_ends_a_row_and_is_not_part_of_it(model):
+    config = GenerateConfig(max_new_tokens=60, seed=2)
+    free = generate(model, PROMPTS, config)
+    eot = free[0][10]
+    stopped = generate(model, PROMPTS, config, eot_id=eot)
+    for whole, row in zip(free, stopped, strict=True):
+        assert row == (whole[: whole.index(eot)] if eot in whole else whole)
+    assert len(stopped[0]) <= 10
+
+
+def test_a_row_can_be_empty_and_the_maximum_holds():
+    assert generate(always(EOT), [[1], [2]], GenerateConfig(max_new_tokens=5), eot_id=EOT) == [[], []]
+    assert generate(always(65), [[1]], GenerateConfig(max_new_tokens=5), eot_id=EOT) == [[65] * 5]
+    assert generate(always(65), [], GenerateConfig(max_new_tokens=5)) == []
+
+
+def test_an_empty_prompt_begins_a_document(model):
+    config = GenerateConfig(max_new_tokens=8)
+    assert generate(model, [[]], config, eot_id=EOT) == generate(model, [[EOT]], config, eot_id=EOT)
+    with pytest.raises(UserError, match="Prompt 0 is empty"):
+        generate(model, [[]], config)
+
+
+def test_the_mode_of_every_module_is_restored():
+    model = build(dropout=0.5)
+    model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())
+    with pytest.raises(KeyboardInterrupt), evaluating(model):
+        raise KeyboardInterrupt
+    generate(model, [[1]], GenerateConfig(max_new_tokens=2))
+    assert [module.training for module in model.modules()] == before
+    assert any(before)
+    assert not all(before)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([0] * (CONTEXT + 1), f"Prompt 1 has {CONTEXT + 1} tokens; the model's context_length is {CONTEXT}"),
+        ([3, 257], "token id 257; the model's ids are from 0 to 256"),
+        ([-1], "token id -1"),
+    ],
+)
+def test_prompts_that_cannot_be_continued(model, prompt, words):
+    with pytest.raises(UserError, match=words):
+        generate(model, [[1], prompt])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", -0.1), ("temperature", math.nan), ("top_p", 0.0), ("top_p", 1.1), ("top_k", 0)]
+)
+def test_settings_out_of_range(field, value):
+    with pytest.raises(UserError, match=field):
+        GenerateConfig(**{field: value})
+
+
+def test_diverged_weights_are_named(model):
+    broken = build()
+    with torch.no_grad():
+        broken.lm_head.weight[5] = math.nan
+    with pytest.raises(UserError, match="diverged"):
+        generate(broken, [[1]])
+
+
+# ---------------------------------------------------------------------------------------------- text
+
+
+@given(st.text(alphabet=st.sampled_from("aé€😀\ufffd\n "), max_size=20), st.binary(max_size=12))
+def test_streamed_pieces_are_whole_characters_and_join_to_the_text(text, noise):
+    tokenizer = ByteTokenizer()
+    ids = [*text.encode(), *noise, *text.encode()]
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(token) for token in ids] + [stream.flush()]
+    assert "".join(pieces) == tokenizer.decode(ids)
+    if not noise and "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_character_is_streamed_when_its_last_byte_is_there():
+    stream = TextStream(ByteTokenizer())
+    assert [stream.push(token) for token in "a😀b".encode()] == ["a", "", "", "", "😀", "b"]
+    assert stream.flush() == ""
+    stream.push("😀".encode()[0])
+    assert stream.flush() == "\ufffd"
+
+
+def test_generate_text_says_what_was_made_and_why_it_stopped():
+    stops, goes_on = always(EOT), always(65)
+    config, tokenizer = GenerateConfig(max_new_tokens=4), ByteTokenizer()
+    (ended,) = generate_text(stops, tokenizer, ["hi"], config)
+    assert (ended.prompt, ended.text, ended.ids, ended.stop) == ("hi", "", [], "end_of_text")
+    (full,) = generate_text(goes_on, tokenizer, ["hi"], config)
+    assert (full.text, full.ids, full.stop) == ("AAAA", [65] * 4, "max_new_tokens")
+    (continued,) = generate_text(stops, tokenizer, [""], config, stop_at_end_of_text=False)
+    assert (continued.text, continued.stop) == ("<|endoftext|>" * 4, "max_new_tokens")
+
+
+def test_generate_text_streams_each_prompt(model):
+    pieces = {0: "", 1: ""}
+
+    def stream(row: int, piece: str) -> None:
+        pieces[row] += piece
+
+    config = GenerateConfig(max_new_tokens=50)
+    rows = generate_text(model, ByteTokenizer(), ["é", ""], config, stream=stream)
+    assert [row.text for row in rows] == [pieces[0], pieces[1]]
+    assert rows == generate_text(model, ByteTokenizer(), ["é", ""], config)
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused():
+    with pytest.raises(UserError, match="300 tokens and the tokenizer one of 257"):
+        generate_text(build(vocab_size=300), ByteTokenizer(), ["a"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_as_on_the_cpu(model):
+    config = GenerateConfig(max_new_tokens=40, seed=4, top_p=0.9)
+    expected = generate(model, PROMPTS, config)
+    on_gpu = build().cuda()
+    assert generate(on_gpu, PROMPTS, config) == expected
+    with autocast(torch.device("cuda"), "bf16"):
+        assert [len(row) for row in generate(on_gpu, PROMPTS, config)] == [40] * len(PROMPTS)
