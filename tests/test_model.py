@@ -1,0 +1,497 @@
+"""The model's modules against PyTorch's own and a second, independently written model with the same weights."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lmcore.config import ModelConfig, model_config, replace
+from lmcore.errors import UserError
+from lmcore.functional import cross_entropy
+from lmcore.model import (
+    CausalMultiHeadSelfAttention,
+    Embedding,
+    Linear,
+    RMSNorm,
+    RotaryPositionalEmbedding,
+    SiLUFeedForward,
+    SwiGLU,
+    TransformerBlock,
+    TransformerLM,
+    causal_mask,
+    sinusoidal_positions,
+)
+from lmcore.optimizer import AdamW
+
+TINY = ModelConfig(vocab_size=61, context_length=24, d_model=24, num_layers=3, num_heads=3, d_ff=40)
+SWITCHES = [
+    {"norm": norm, "position": position, "ffn": ffn, "tie_embeddings": tied}
+    for norm, position, ffn, tied in itertools.product(
+        ("pre", "post", "none"), ("rope", "sinusoidal", "none"), ("swiglu", "silu"), (False, True)
+    )
+]
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def ids_of(config: ModelConfig, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def built(config: ModelConfig, seed: int = 0, **place) -> TransformerLM:
+    """A model whose gains are not all one, so that a norm which forgets them is noticed."""
+    torch.manual_seed(seed)
+    model = TransformerLM(config, **place)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and "ln" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+# --- a second model, from torch.nn.functional and complex numbers -------------------------------------------------
+
+
+def rotate_as_complex_numbers(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    """RoPE as multiplication of feature pairs, read as complex numbers, by e^(i position / theta^(2k/d))."""
+    d_k = x.shape[-1]
+    exponents = torch.tensor([2 * k / d_k for k in range(d_k // 2)], dtype=torch.float64)
+    turns = torch.polar(torch.ones_like(exponents), positions.double().unsqueeze(-1) / theta**exponents)
+    pairs = torch.view_as_complex(x.double().reshape(*x.shape[:-1], d_k // 2, 2).contiguous())
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+
+
+def reference_logits(config: ModelConfig, weights: dict[str, torch.Tensor], token_ids: torch.Tensor) -> torch.Tensor:
+    batch, seq = token_ids.shape
+    positions = torch.arange(seq)
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.rms_norm(x, (config.d_model,), weights[f"{name}.weight"], eps=1e-5)
+
+    def heads(x: torch.Tensor) -> torch.Tensor:
+        return x.view(batch, seq, config.num_heads, -1).transpose(1, 2)
+
+    def attention(x: torch.Tensor, name: str) -> torch.Tensor:
+        q, k, v = (heads(F.linear(x, weights[f"{name}.{letter}_proj.weight"])) for letter in "qkv")
+        if config.position == "rope":
+            q, k = (rotate_as_complex_numbers(y, positions, config.rope_theta) for y in (q, k))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.linear(mixed.transpose(1, 2).reshape(batch, seq, -1), weights[f"{name}.output_proj.weight"])
+
+    def feed_forward(x: torch.Tensor, name: str) -> torch.Tensor:
+        hidden = F.silu(F.linear(x, weights[f"{name}.w1.weight"]))
+        if config.ffn == "swiglu":
+            hidden = hidden * F.linear(x, weights[f"{name}.w3.weight"])
+        return F.linear(hidden, weights[f"{name}.w2.weight"])
+
+    x = F.embedding(token_ids, weights["token_embeddings.weight"])
+    if config.position == "sinusoidal":
+        for i, feature in itertools.product(range(seq), range(config.d_model)):
+            angle = i / 10_000 ** (2 * (feature // 2) / config.d_model)
+            x[:, i, feature] += math.cos(angle) if feature % 2 else math.sin(angle)
+    for n in range(config.num_layers):
+        layer = f"layers.{n}"
+        if config.norm == "pre":
+            x = x + attention(norm(x, f"{layer}.ln1"), f"{layer}.attn")
+            x = x + feed_forward(norm(x, f"{layer}.ln2"), f"{layer}.ffn")
+        elif config.norm == "post":
+            x = norm(x + attention(x, f"{layer}.attn"), f"{layer}.ln1")
+            x = norm(x + feed_forward(x, f"{layer}.ffn"), f"{layer}.ln2")
+        else:
+            x = x + attention(x, f"{layer}.attn")
+            x = x + feed_forward(x, f"{layer}.ffn")
+    if config.norm == "pre":
+        x = norm(x, "ln_final")
+    return F.linear(x, weights["lm_head.weight"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("switches", SWITCHES, ids=lambda s: "-".join(map(str, s.values())))
+def test_whole_model_equals_the_second_model(switches):
+    config = replace(TINY, **switches)
+    model, token_ids = built(config), ids_of(config, 2, 17)
+    expected = reference_logits(config, model.state_dict(), token_ids)
+    # without norms the logits grow large, so the tolerance is relative to their size
+    torch.testing.assert_close(model(token_ids), expected, atol=1e-5 * expected.abs().max().item(), rtol=1e-5)
+
+
+@torch.no_grad()
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 24), st.integers(0, 10**6))
+def test_whole_model_at_random_sizes(num_heads, half_head, num_layers, seq, seed):
+    config = replace(TINY, d_model=num_heads * 2 * half_head, num_heads=num_heads, num_layers=num_layers)
+    model, token_ids = built(config, seed), ids_of(config, 2, seq, seed=seed)
+    torch.testing.assert_close(model(token_ids), reference_logits(config, model.state_dict(), token_ids), **CLOSE)
+
+
+@torch.no_grad()
+def test_whole_model_in_float64_and_bfloat16():
+    token_ids = ids_of(TINY, 2, 17)
+    double = built(TINY, dtype=torch.float64)
+    expected = reference_logits(TINY, double.state_dict(), token_ids)
+    assert expected.dtype == torch.float64
+    # the tables of cosines and sines are float32, which bounds the agreement
+    torch.testing.assert_close(double(token_ids), expected, atol=1e-6, rtol=1e-6)
+    for position in ("rope", "sinusoidal", "none"):
+        half = built(replace(TINY, position=position), dtype=torch.bfloat16)
+        wide = {name: weight.float() for name, weight in half.state_dict().items()}
+        logits = half(token_ids)
+        assert logits.dtype == torch.bfloat16
+        expected = reference_logits(half.config, wide, token_ids)
+        assert (logits.float() - expected).norm() < 0.03 * expected.norm()
+
+
+@torch.no_grad()
+def test_autocast_keeps_the_logits_close():
+    model, token_ids = built(TINY), ids_of(TINY, 2, 17)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = model(token_ids)
+    full = model(token_ids)
+    assert (mixed.float() - full).norm() < 0.03 * full.norm()
+
+
+# --- modules ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_linear_and_embedding_are_pytorchs():
+    x = torch.randn(2, 3, 4, 7)
+    ours, theirs = Linear(7, 5), nn.Linear(7, 5, bias=False)
+    theirs.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(ours(x), theirs(x), **CLOSE)
+    ours, theirs = Embedding(11, 6), nn.Embedding(11, 6)
+    theirs.load_state_dict(ours.state_dict())
+    token_ids = torch.randint(11, (2, 3, 4))
+    assert torch.equal(ours(token_ids), theirs(token_ids))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rmsnorm_is_pytorchs(dtype):
+    ours = RMSNorm(16, eps=1e-5, dtype=dtype)
+    ours.weight.uniform_(0.5, 2)
+    theirs = nn.RMSNorm(16, eps=1e-5, dtype=dtype)
+    theirs.load_state_dict(ours.state_dict())
+    x = (10 * torch.randn(3, 2, 16, dtype=torch.float64)).to(dtype)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    assert ours(x).dtype == dtype
+    torch.testing.assert_close(ours(x), theirs(x), atol=tolerance, rtol=tolerance)
+
+
+@torch.no_grad()
+def test_rmsnorm_of_values_whose_squares_overflow_in_half_precision():
+    x = torch.full((1, 8), 60_000.0, dtype=torch.float16)
+    torch.testing.assert_close(RMSNorm(8)(x), torch.ones(1, 8, dtype=torch.float16))
+
+
+@torch.no_grad()
+def test_rmsnorm_of_zeros_is_zero():
+    assert torch.equal(RMSNorm(8)(torch.zeros(2, 8)), torch.zeros(2, 8))
+
+
+@torch.no_grad()
+def test_feed_forward_networks_are_built_from_pytorchs_pieces():
+    x = torch.randn(2, 5, 8)
+    gated, plain = SwiGLU(8, 12), SiLUFeedForward(8, 12)
+    w1, w2, w3 = gated.w1.weight, gated.w2.weight, gated.w3.weight
+    torch.testing.assert_close(gated(x), F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2), **CLOSE)
+    w1, w2 = plain.w1.weight, plain.w2.weight
+    torch.testing.assert_close(plain(x), F.linear(F.silu(F.linear(x, w1)), w2), **CLOSE)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 3), max_size=3),
+    st.integers(1, 9),
+    st.integers(1, 8),
+    st.floats(10, 1e6),
+    st.integers(0, 999),
+)
+def test_rope_is_a_product_of_complex_numbers(leading, seq, pairs, theta, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*leading, seq, 2 * pairs, generator=generator)
+    positions = torch.randint(100, (*leading, seq), generator=generator)
+    ours = RotaryPositionalEmbedding(theta, 2 * pairs, 100)(x, positions)
+    torch.testing.assert_close(ours, rotate_as_complex_numbers(x, positions, theta), **CLOSE)
+
+
+def test_rope_products_depend_on_the_distance_alone():
+    """<R_i q, R_j k> is the same for every pair of positions with the same i - j."""
+    rope = RotaryPositionalEmbedding(10_000.0, 16, 512)
+    q, k = torch.randn(16), torch.randn(16)
+
+    def product(i: int, j: int) -> float:
+        turned_q, turned_k = (rope(x.unsqueeze(0), torch.tensor([n])) for x, n in ((q, i), (k, j)))
+        return (turned_q * turned_k).sum().item()
+
+    for distance in (0, 1, 7, 100):
+        products = [product(distance + start, start) for start in (0, 3, 50, 400)]
+        assert products == pytest.approx([products[0]] * 4, abs=1e-4)
+    assert product(7, 0) != pytest.approx(product(0, 7), abs=1e-3)
+
+
+def test_rope_keeps_lengths_and_leaves_position_zero_alone():
+    rope = RotaryPositionalEmbedding(10_000.0, 8, 32)
+    x = torch.randn(4, 32, 8)
+    turned = rope(x, torch.arange(32))
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), **CLOSE)
+    assert torch.equal(turned[:, 0], x[:, 0])
+
+
+def test_rope_is_not_in_the_state_dict_and_is_shared():
+    model = built(TINY)
+    assert not [name for name in model.state_dict() if "rope" in name or "cos" in name]
+    assert len({id(layer.attn.rope) for layer in model.layers}) == 1
+
+
+def test_sinusoidal_positions():
+    table = sinusoidal_positions(50, 12)
+    assert table.shape == (50, 12)
+    assert table[7, 4].item() == pytest.approx(math.sin(7 / 10_000 ** (4 / 12)), abs=1e-6)
+    assert table[7, 5].item() == pytest.approx(math.cos(7 / 10_000 ** (4 / 12)), abs=1e-6)
+
+
+def test_causal_mask():
+    assert torch.equal(causal_mask(4, 4), torch.ones(4, 4).tril().bool())
+    assert torch.equal(causal_mask(2, 5), torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]).bool())
+
+
+@torch.no_grad()
+def test_attention_is_pytorchs_multi_head_attention():
+    d_model, num_heads, seq = 12, 3, 7
+    ours = CausalMultiHeadSelfAttention(d_model, num_heads)
+    theirs = nn.MultiheadAttention(d_model, num_heads, bias=False, batch_first=True)
+    projections = [ours.q_proj.weight, ours.k_proj.weight, ours.v_proj.weight]
+    theirs.in_proj_weight.copy_(torch.cat(projections))
+    theirs.out_proj.weight.copy_(ours.output_proj.weight)
+    x = torch.randn(2, seq, d_model)
+    expected, _ = theirs(x, x, x, attn_mask=~causal_mask(seq, seq), need_weights=False)
+    torch.testing.assert_close(ours(x), expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_attention_takes_any_leading_dimensions_and_positions_per_sequence():
+    rope = RotaryPositionalEmbedding(10_000.0, 4, 64)
+    attention = CausalMultiHeadSelfAttention(12, 3, rope)
+    x = torch.randn(2, 4, 7, 12)
+    torch.testing.assert_close(attention(x)[1, 2], attention(x[1, 2]), **CLOSE)
+    positions = torch.stack([torch.arange(7), torch.arange(20, 27), torch.arange(5, 12), torch.arange(7) * 3])
+    together = attention(x, positions.expand(2, 4, 7))
+    torch.testing.assert_close(together[1, 3], attention(x[1, 3], positions[3]), **CLOSE)
+    # a shift of all positions changes nothing: RoPE is relative
+    torch.testing.assert_close(together[:, 1], attention(x)[:, 1], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_attention_takes_one_mask_per_sequence():
+    """With as many sequences as heads, a mask on the wrong dimension would go unnoticed by shapes alone."""
+    attention = CausalMultiHeadSelfAttention(12, 3)
+    x = torch.randn(3, 7, 12)
+    masks = torch.rand(3, 7, 7) > 0.5
+    masks |= torch.eye(7, dtype=torch.bool)
+    together = attention(x, mask=masks)
+    for n in range(3):
+        torch.testing.assert_close(together[n], attention(x[n], mask=masks[n]), **CLOSE)
+
+
+# --- initialization ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weight", "std"),
+    [
+        (lambda: Linear(300, 500).weight, math.sqrt(2 / 800)),
+        (lambda: Embedding(1000, 200).weight, 1.0),
+        (lambda: Embedding(1000, 200, std=0.02).weight, 0.02),
+    ],
+)
+def test_initialization_is_a_normal_distribution_cut_at_three_sigma(weight, std):
+    torch.manual_seed(0)
+    z = weight().detach() / std
+    assert z.abs().max() <= 3 + 1e-5
+    assert z.abs().max() > 2.9  # and not cut any earlier
+    # a normal distribution cut at 3 sigma has standard deviation 0.9866
+    assert z.std().item() == pytest.approx(0.98658, abs=0.005)
+    assert z.mean().item() == pytest.approx(0, abs=0.01)
+    inside_one_sigma = math.erf(1 / math.sqrt(2)) / math.erf(3 / math.sqrt(2))
+    assert (z.abs() < 1).double().mean().item() == pytest.approx(inside_one_sigma, abs=0.005)
+
+
+def test_initialization_of_the_whole_model():
+    torch.manual_seed(0)
+    model = TransformerLM(model_config("smoke", vocab_size=997))
+    for name, parameter in model.named_parameters():
+        if "ln" in name:
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+            continue
+        std = 1.0 if name.startswith("token_embeddings") else math.sqrt(2 / sum(parameter.shape))
+        assert parameter.std().item() == pytest.approx(0.98658 * std, rel=0.05), name
+
+
+@pytest.mark.parametrize(
+    ("switches", "std"),
+    [({"tie_embeddings": True}, 64**-0.5), ({"embedding_init_std": 0.1}, 0.1), ({}, 1.0)],
+)
+def test_standard_deviation_of_the_embedding(switches, std):
+    model = TransformerLM(model_config("smoke", vocab_size=997, **switches))
+    assert model.token_embeddings.weight.std().item() == pytest.approx(0.98658 * std, rel=0.03)
+
+
+def test_a_seed_fixes_the_model():
+    first, second, other = built(TINY, seed=1), built(TINY, seed=1), built(TINY, seed=2)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+# --- the assembled model ----------------------------------------------------------------------------------------
+
+
+def test_state_dict_names_are_the_courses():
+    per_layer = [f"attn.{part}_proj" for part in ("q", "k", "v", "output")] + [
+        "ln1",
+        "ln2",
+        "ffn.w1",
+        "ffn.w2",
+        "ffn.w3",
+    ]
+    expected = {"token_embeddings.weight", "ln_final.weight", "lm_head.weight"}
+    expected |= {f"layers.{n}.{part}.weight" for n in range(TINY.num_layers) for part in per_layer}
+    assert set(TransformerLM(TINY).state_dict()) == expected
+
+
+@pytest.mark.parametrize(
+    ("switches", "absent"),
+    [
+        ({"norm": "none"}, ["ln1", "ln2", "ln_final"]),
+        ({"norm": "post"}, ["ln_final"]),
+        ({"ffn": "silu"}, ["w3"]),
+    ],
+)
+def test_switches_leave_out_their_weights(switches, absent):
+    names = set(TransformerLM(replace(TINY, **switches)).state_dict())
+    gone = set(TransformerLM(TINY).state_dict()) - names
+    assert {name.split(".")[-2] for name in gone} == set(absent)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("switches", SWITCHES, ids=lambda s: "-".join(map(str, s.values())))
+def test_no_logit_depends_on_a_later_token(switches):
+    config = replace(TINY, **switches)
+    model, token_ids = built(config), ids_of(config, 2, 12)
+    logits = model(token_ids)
+    for changed in (5, 11):
+        other = token_ids.clone()
+        other[:, changed] = (other[:, changed] + 1) % config.vocab_size
+        difference = (model(other) - logits).abs().amax(dim=(0, 2))
+        assert torch.equal(difference[:changed], torch.zeros(changed))
+        assert (difference[changed:] > 0).all()
+
+
+@torch.no_grad()
+def test_order_matters_only_with_positions():
+    """Without positions the last logits are the same for any order of what came before in a one-layer model."""
+    for position, differs in (("none", False), ("rope", True), ("sinusoidal", True)):
+        config = replace(TINY, position=position, num_layers=1)
+        model, token_ids = built(config), ids_of(config, 1, 10)
+        shuffled = torch.cat([token_ids[:, :9].flip(1), token_ids[:, 9:]], dim=1)
+        change = (model(token_ids) - model(shuffled))[:, -1].abs().max().item()
+        assert (change > 1e-3) == differs
+
+
+@torch.no_grad()
+def test_positions_can_be_given():
+    model, token_ids = built(TINY), ids_of(TINY, 2, 9)
+    assert torch.equal(model(token_ids), model(token_ids, torch.arange(9)))
+    assert torch.equal(model(token_ids), model(token_ids, torch.arange(9).expand(2, 9)))
+    torch.testing.assert_close(model(token_ids), model(token_ids, torch.arange(15, 24)), atol=1e-4, rtol=1e-4)
+
+
+def test_tied_embeddings_share_their_storage():
+    model = built(replace(TINY, tie_embeddings=True))
+    assert model.lm_head.weight is model.token_embeddings.weight
+    assert len(list(model.parameters())) == len(list(built(TINY).parameters())) - 1
+    twin = copy.deepcopy(model)
+    assert twin.lm_head.weight is twin.token_embeddings.weight
+    other = built(replace(TINY, tie_embeddings=True), seed=7)
+    other.load_state_dict(model.state_dict())
+    token_ids = ids_of(TINY, 1, 6)
+    assert torch.equal(other(token_ids), model(token_ids))
+    model(token_ids).sum().backward()
+    untouched = ~torch.isin(torch.arange(TINY.vocab_size), token_ids)
+    assert (model.token_embeddings.weight.grad[untouched] != 0).any()  # the output layer's share
+
+
+def test_dropout_is_on_in_training_and_off_in_evaluation():
+    model, token_ids = built(replace(TINY, dropout=0.5)), ids_of(TINY, 2, 12)
+    assert not torch.equal(model(token_ids), model(token_ids))
+    model.eval()
+    assert torch.equal(model(token_ids), model(token_ids))
+    without = built(TINY)
+    assert torch.equal(model(token_ids), without(token_ids))
+
+
+def test_every_parameter_gets_a_gradient():
+    for switches in SWITCHES:
+        model = built(replace(TINY, **switches))
+        cross_entropy(model(ids_of(TINY, 2, 12)), ids_of(TINY, 2, 12, seed=1)).backward()
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_initial_loss_is_near_the_logarithm_of_the_vocabulary():
+    config = model_config("smoke", vocab_size=1000, context_length=64)
+    torch.manual_seed(0)
+    model = TransformerLM(config)
+    loss = cross_entropy(model(ids_of(config, 8, 64)), ids_of(config, 8, 64, seed=1)).item()
+    assert abs(loss - math.log(1000)) < 0.5
+
+
+@pytest.mark.parametrize(
+    "switches", [{}, {"norm": "post"}, {"ffn": "silu", "position": "none"}, {"tie_embeddings": True}]
+)
+def test_one_batch_can_be_learned_by_heart(switches):
+    config = model_config("smoke", vocab_size=97, context_length=16, **switches)
+    torch.manual_seed(0)
+    model = TransformerLM(config)
+    optimizer = AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    inputs, targets = ids_of(config, 4, 16), ids_of(config, 4, 16, seed=1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+    assert cross_entropy(model(inputs), targets).item() < 0.02
+
+
+# --- bad input --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: CausalMultiHeadSelfAttention(10, 3), r"d_model \(10\) must be divisible by num_heads \(3\)\.$"),
+        (lambda: RotaryPositionalEmbedding(1e4, 5, 8), r"RoPE rotates pairs, so the head size must be even, not 5\.$"),
+        (lambda: built(TINY)(torch.tensor([[0, 61]])), r"Token ids must be from 0 to 60; the input holds 61\.$"),
+        (lambda: built(TINY)(torch.tensor([[0, -1]])), r"Token ids must be from 0 to 60; the input holds -1\.$"),
+        (
+            lambda: built(TINY)(torch.zeros(1, 25, dtype=torch.long)),
+            r"The input has 25 positions; context_length is 24\.$",
+        ),
+    ],
+)
+def test_bad_input_gets_one_sentence(call, sentence):
+    with pytest.raises(UserError, match=sentence):
+        call()
+
+
+def test_a_block_stands_alone():
+    """The handout's interface: a block can be built and called without a model around it."""
+    rope = RotaryPositionalEmbedding(10_000.0, TINY.d_k, TINY.context_length)
+    block = TransformerBlock(TINY, rope)
+    x = torch.randn(2, 9, TINY.d_model)
+    assert block(x).shape == x.shape
+    assert "in_features=24, out_features=40" in repr(block)
