@@ -1,0 +1,108 @@
+"""Choice of device, precision contexts and peaks, with and without the hardware."""
+
+import pytest
+import torch
+
+from lmcore import device
+from lmcore.errors import UserError
+
+
+@pytest.fixture
+def hardware(monkeypatch):
+    """Pretends that the machine has these devices."""
+
+    def pretend(cuda: int = 0, mps: bool = False, name: str = "NVIDIA H200") -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+
+    return pretend
+
+
+def test_auto_takes_cuda_then_mps_then_cpu_and_says_why(hardware):
+    hardware(cuda=1, mps=True)
+    assert device.select_device() == (torch.device("cuda"), "a CUDA GPU is available (NVIDIA H200)")
+    hardware(mps=True)
+    chosen, reason = device.select_device("auto")
+    assert chosen == torch.device("mps")
+    assert "Metal" in reason
+    hardware()
+    chosen, reason = device.select_device("auto")
+    assert chosen == torch.device("cpu")
+    assert "neither" in reason
+
+
+def test_a_named_device_is_taken(hardware):
+    hardware(cuda=2)
+    assert device.select_device("cuda:1") == (torch.device("cuda:1"), "it was asked for")
+    assert device.select_device("cpu")[0] == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("cuda", r"Device 'cuda' is not there: this machine shows 0 CUDA GPUs; use auto or cpu\.$"),
+        ("mps", r"Device 'mps' is not there: PyTorch finds no Apple Metal; use auto or cpu\.$"),
+        ("gpu", r"There is no device 'gpu'; use auto, cpu, mps, cuda or cuda:N\.$"),
+        ("meta", r"Device 'meta' is not supported; use auto, cpu, mps, cuda or cuda:N\.$"),
+    ],
+)
+def test_a_device_that_is_not_there(hardware, name, sentence):
+    hardware()
+    with pytest.raises(UserError, match=sentence):
+        device.select_device(name)
+
+
+def test_a_gpu_index_that_is_not_there(hardware):
+    hardware(cuda=2)
+    with pytest.raises(UserError, match="Device 'cuda:2' is not there: this machine shows 2 CUDA GPUs"):
+        device.select_device("cuda:2")
+
+
+def test_device_name(hardware):
+    hardware(cuda=1, name="NVIDIA A100-SXM4-80GB")
+    assert device.device_name(torch.device("cuda")) == "NVIDIA A100-SXM4-80GB"
+    assert device.device_name(torch.device("cpu")) == "CPU"
+    assert device.device_name(torch.device("mps")) == "Apple Metal"
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_autocast_changes_the_products_precision(precision, dtype):
+    with device.autocast(torch.device("cpu"), precision):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+
+
+def test_matmul_precision_is_a_matter_of_cuda(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
+    device.set_matmul_precision(torch.device("cpu"), "tf32")
+    device.set_matmul_precision(torch.device("mps"), "bf16")
+    assert chosen == []
+    for precision in ("fp32", "tf32", "bf16"):
+        device.set_matmul_precision(torch.device("cuda"), precision)
+    assert chosen == ["highest", "high", "high"]
+
+
+@pytest.mark.parametrize(
+    ("chip", "precision", "peak"),
+    [
+        ("NVIDIA H200", "bf16", 989.4e12),
+        ("NVIDIA H100 80GB HBM3", "tf32", 494.7e12),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
+        ("Quadro RTX 6000", "fp16", 130.5e12),
+        ("Quadro RTX 6000", "bf16", None),  # Turing has no bf16
+        # other chips, and other variants of a known one, have other peaks: none is better than a wrong one
+        ("NVIDIA H100 PCIe", "bf16", None),
+        ("NVIDIA H100 NVL", "bf16", None),
+        ("NVIDIA H200 MIG 1g.18gb", "bf16", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("NVIDIA GeForce RTX 4090 D", "bf16", None),
+        ("NVIDIA RTX 6000 Ada Generation", "bf16", None),
+        ("Tesla T4", "fp16", None),
+        ("CPU", "fp32", None),
+    ],
+)
+def test_peak_flops(chip, precision, peak):
+    assert device.peak_flops(chip, precision) == peak

@@ -1,0 +1,347 @@
+"""Optimizers, schedule and clipping against PyTorch's own and transcriptions of the handout's algorithms."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lmcore.config import OptimizerConfig, model_config
+from lmcore.errors import UserError
+from lmcore.model import TransformerLM
+from lmcore.optimizer import (
+    SGD,
+    AdamW,
+    Muon,
+    build_optimizer,
+    get_lr_cosine_schedule,
+    gradient_clipping,
+    gradient_norm,
+    orthogonalize,
+)
+
+
+def problem(seed: int, dtype=torch.float32):
+    """Two parameters and a loss that is not quadratic in them; the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b, x, y = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        for shape in [(4, 3), (2, 4), (3, 16), (2, 16)]
+    )
+    parameters = [nn.Parameter(a), nn.Parameter(b)]
+
+    def loss() -> torch.Tensor:
+        return (parameters[1] @ torch.tanh(parameters[0] @ x) - y).square().mean()
+
+    return parameters, loss
+
+
+def train(optimizer: torch.optim.Optimizer, loss, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+# --- SGD ----------------------------------------------------------------------------------------------------------
+
+
+def test_sgd_shrinks_its_steps_by_the_root_of_t():
+    parameter = nn.Parameter(torch.tensor([10.0]))
+    optimizer = SGD([parameter], lr=1.0)
+    expected = 10.0
+    for t in range(5):
+        parameter.grad = torch.tensor([2.0])
+        optimizer.step()
+        expected -= 1.0 / math.sqrt(t + 1) * 2.0
+        assert parameter.item() == pytest.approx(expected)
+
+
+def test_the_handouts_toy_follows_its_closed_form():
+    """With loss mean(w^2) each step multiplies w by 1 - (2 / size) lr / sqrt(t + 1) (section 4.2)."""
+    for lr in (1.0, 1e1, 1e2, 1e3):
+        torch.manual_seed(0)
+        weights = nn.Parameter(5 * torch.randn(10, 10))
+        optimizer = SGD([weights], lr=lr)
+        start = weights.detach().square().mean().item()
+        losses = train(optimizer, lambda weights=weights: (weights**2).mean(), 10)
+        factors = [1 - 2 / 100 * lr / math.sqrt(t + 1) for t in range(9)]
+        expected = [start * math.prod(factors[:t]) ** 2 for t in range(10)]
+        assert losses == pytest.approx(expected, rel=1e-3, abs=1e-12)
+
+
+# --- AdamW --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.5, 0.8)])
+def test_adamw_without_decay_is_pytorchs(dtype, betas):
+    """Algorithm 1 adds eps before the correction of the bias; with eps 0 the two are the same."""
+    ours, loss = problem(0, dtype)
+    theirs, their_loss = problem(0, dtype)
+    train(AdamW(ours, lr=1e-2, betas=betas, eps=0.0, weight_decay=0.0), loss, 50)
+    train(torch.optim.AdamW(theirs, lr=1e-2, betas=betas, eps=0.0, weight_decay=0.0), their_loss, 50)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, atol=1e-5 if dtype == torch.float32 else 1e-12, rtol=0)
+
+
+def test_adamw_with_decay_is_algorithm_1():
+    parameters, loss = problem(1, torch.float64)
+    expected, _ = problem(1, torch.float64)
+    lr, (beta1, beta2), eps, decay = 1e-2, (0.9, 0.95), 1e-2, 0.3  # a large eps, so that its place shows
+    optimizer = AdamW(parameters, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
+    for t in range(1, 31):
+        train(optimizer, loss, 1)
+        for n, p in enumerate(parameters):
+            m, v = moments[n]
+            g, theta = p.grad, expected[n].data
+            m = beta1 * m + (1 - beta1) * g
+            v = beta2 * v + (1 - beta2) * g**2
+            lr_t = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+            theta = theta - lr_t * m / (torch.sqrt(v) + eps)
+            theta = theta - lr * decay * theta
+            moments[n], expected[n].data = (m, v), theta
+            torch.testing.assert_close(p.data, theta, atol=1e-12, rtol=1e-12)
+
+
+def test_adamw_with_decay_differs_from_pytorchs_only_in_second_order():
+    """PyTorch decays before the update, Algorithm 1 after it: a difference of lr^2 * decay at most per step."""
+    lr, decay, steps = 1e-3, 0.1, 20
+    ours, loss = problem(2, torch.float64)
+    theirs, their_loss = problem(2, torch.float64)
+    train(AdamW(ours, lr=lr, eps=1e-12, weight_decay=decay), loss, steps)
+    train(torch.optim.AdamW(theirs, lr=lr, eps=1e-12, weight_decay=decay), their_loss, steps)
+    for p, q in zip(ours, theirs, strict=True):
+        assert 0 < (p - q).abs().max().item() < 10 * steps * lr**2 * decay
+
+
+def test_adamw_resumes_from_its_state_dict():
+    straight, loss = problem(3)
+    resumed, resumed_loss = problem(3)
+    train(AdamW(straight, lr=1e-2), loss, 10)
+    first = AdamW(resumed, lr=1e-2)
+    train(first, resumed_loss, 5)
+    second = AdamW(resumed, lr=1.0)
+    second.load_state_dict(first.state_dict())
+    train(second, resumed_loss, 5)
+    assert all(torch.equal(p, q) for p, q in zip(straight, resumed, strict=True))
+
+
+def test_parameters_without_gradient_are_left_alone():
+    for kind in (SGD, AdamW, Muon):
+        used, unused = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+        optimizer = kind([used, unused], lr=0.1)
+        used.sum().backward()
+        optimizer.step()
+        assert torch.equal(unused, torch.ones(2, 2))
+        assert not torch.equal(used, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW, Muon])
+def test_step_calls_its_closure_with_gradients_on(kind):
+    parameters, loss = problem(4)
+    optimizer = kind(parameters, lr=1e-2)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value.item()
+
+    first = optimizer.step(closure)
+    assert first == pytest.approx(problem(4)[1]().item())
+    assert optimizer.step(closure) < first
+
+
+# --- Muon ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (64, 16), (16, 64), (3, 24, 40)])
+def test_orthogonalize_brings_singular_values_near_one(shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    values = torch.linalg.svdvals(orthogonalize(matrices, iterations=10))
+    assert values.min() > 0.6
+    assert values.max() < 1.25
+
+
+def test_orthogonalize_keeps_the_singular_vectors():
+    """The result is U f(S) V^T: it has the polar factor's directions, only its lengths are rough."""
+    matrix = torch.randn(12, 20, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    U, _, Vt = torch.linalg.svd(matrix, full_matrices=False)
+    core = U.T @ orthogonalize(matrix) @ Vt.T
+    torch.testing.assert_close(core - torch.diag(core.diagonal()), torch.zeros_like(core), atol=1e-9, rtol=0)
+    torch.testing.assert_close(orthogonalize(matrix.T), orthogonalize(matrix).T)
+    torch.testing.assert_close(orthogonalize(1e3 * matrix), orthogonalize(matrix), atol=1e-5, rtol=1e-5)
+
+
+def test_orthogonalize_of_zero_is_zero():
+    assert torch.equal(orthogonalize(torch.zeros(2, 4, 3)), torch.zeros(2, 4, 3))
+
+
+def test_muon_step_has_the_size_of_an_adamw_step():
+    """Its root mean square is about 0.2 * lr for any shape, and the weights decay as decoupled."""
+    for shape in [(64, 64), (192, 64), (64, 192)]:
+        weight = nn.Parameter(torch.zeros(shape))
+        weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(7))
+        Muon([{"params": [weight], "orthogonalize": True}], lr=0.1, weight_decay=0.5).step()
+        assert weight.square().mean().sqrt().item() == pytest.approx(0.2 * 0.1, rel=0.25)
+    still = nn.Parameter(torch.ones(4, 4))
+    still.grad = torch.zeros(4, 4)
+    Muon([{"params": [still], "orthogonalize": True}], lr=0.1, weight_decay=0.5).step()
+    torch.testing.assert_close(still.data, torch.full((4, 4), 1 - 0.1 * 0.5))
+
+
+def test_muon_accumulates_nesterov_momentum():
+    weight = nn.Parameter(torch.zeros(6, 4))
+    optimizer = Muon([{"params": [weight], "orthogonalize": True}], lr=0.1, weight_decay=0.0, momentum=0.9)
+    buffer, expected = torch.zeros(6, 4), torch.zeros(6, 4)
+    for seed in range(3):
+        weight.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+        buffer = 0.9 * buffer + 0.1 * weight.grad
+        expected -= 0.1 * 0.2 * math.sqrt(6) * orthogonalize(0.1 * weight.grad + 0.9 * buffer)
+        optimizer.step()
+        torch.testing.assert_close(weight.data, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_muon_groups_without_orthogonalization_are_adamw():
+    ours, loss = problem(8)
+    theirs, their_loss = problem(8)
+    settings_ = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    train(Muon(ours, **settings_), loss, 10)
+    train(AdamW(theirs, **settings_), their_loss, 10)
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+# --- the configured optimizer -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("switches", [{}, {"tie_embeddings": True}, {"norm": "none"}])
+def test_build_optimizer_holds_every_parameter_once(name, switches):
+    model = TransformerLM(model_config("smoke", vocab_size=50, **switches))
+    optimizer = build_optimizer(model, OptimizerConfig(name=name, learning_rate=2e-3, weight_decay=0.3))
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters())
+    assert {group["lr"] for group in optimizer.param_groups} == {2e-3}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_build_optimizer_decays_matrices_and_not_gains(name):
+    model = TransformerLM(model_config("smoke", vocab_size=50))
+    optimizer = build_optimizer(model, OptimizerConfig(name=name, weight_decay=0.3))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert all(decay[id(p)] == (0.3 if p.ndim == 2 else 0) for p in model.parameters())
+
+
+def test_muon_orthogonalizes_hidden_matrices_alone():
+    model = TransformerLM(model_config("smoke", vocab_size=50))
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon"))
+    chosen = {id(p) for group in optimizer.param_groups if group["orthogonalize"] for p in group["params"]}
+    hidden = {id(p) for name, p in model.named_parameters() if "attn" in name or "ffn" in name}
+    assert chosen == hidden
+
+
+# --- schedule -----------------------------------------------------------------------------------------------------
+
+
+def test_schedule_at_its_boundaries():
+    def at(it: int) -> float:
+        return get_lr_cosine_schedule(it, 1.0, 0.1, warmup_iters=10, cosine_cycle_iters=30)
+
+    assert at(0) == 0
+    assert at(5) == pytest.approx(0.5)
+    assert at(9) == pytest.approx(0.9)
+    assert at(10) == 1.0
+    assert at(15) == pytest.approx(0.1 + 0.45 * (1 + math.sqrt(0.5)))
+    assert at(20) == pytest.approx(0.55)
+    assert at(30) == pytest.approx(0.1)
+    assert at(31) == at(10_000) == 0.1
+
+
+@given(st.integers(0, 50), st.integers(1, 100), st.floats(0, 1), st.floats(1, 10))
+def test_schedule_rises_then_falls_and_stays_within_its_bounds(warmup, cosine, low, high):
+    rates = [get_lr_cosine_schedule(it, high, low, warmup, warmup + cosine) for it in range(warmup + cosine + 5)]
+    assert all(a <= b for a, b in itertools.pairwise(rates[: warmup + 1]))
+    assert all(a >= b for a, b in itertools.pairwise(rates[warmup:]))
+    assert max(rates) == pytest.approx(high)
+    assert rates[-1] == low
+
+
+def test_schedule_is_pytorchs_after_the_warmup():
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=0.1)
+    for it in range(21):
+        expected = optimizer.param_groups[0]["lr"]
+        assert get_lr_cosine_schedule(it + 7, 1.0, 0.1, 7, 27) == pytest.approx(expected)
+        optimizer.step()
+        theirs.step()
+
+
+def test_schedule_without_warmup_or_without_cosine():
+    assert get_lr_cosine_schedule(0, 1.0, 0.1, 0, 10) == 1.0
+    assert get_lr_cosine_schedule(4, 1.0, 0.1, 5, 5) == pytest.approx(0.8)
+    assert get_lr_cosine_schedule(5, 1.0, 0.1, 5, 5) == 0.1
+
+
+# --- clipping -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4), st.floats(1e-3, 1e3))
+def test_clipping_is_pytorchs(shapes, max_norm):
+    generator = torch.Generator().manual_seed(len(shapes))
+    ours = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    theirs = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for p, q in zip(ours, theirs, strict=True):
+        p.grad = torch.randn(p.shape, generator=generator)
+        q.grad = p.grad.clone()
+    norm = gradient_clipping(ours, max_norm)
+    expected = nn.utils.clip_grad_norm_(theirs, max_norm)
+    torch.testing.assert_close(norm, expected)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    assert gradient_norm([p.grad for p in ours]) <= max_norm * (1 + 1e-5)
+
+
+def test_clipping_leaves_small_gradients_and_missing_ones_alone():
+    small, none = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    small.grad = torch.tensor([0.3, 0.0, 0.4])
+    assert gradient_clipping(iter([small, none]), 1.0).item() == pytest.approx(0.5)
+    assert torch.equal(small.grad, torch.tensor([0.3, 0.0, 0.4]))
+    assert none.grad is None
+    assert gradient_clipping([none], 1.0).item() == 0
+
+
+def test_clipping_lets_a_norm_that_is_not_finite_show():
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([math.nan, 1.0])
+    assert math.isnan(gradient_clipping([parameter], 1.0).item())
+    assert not parameter.grad.isfinite().all()
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda p: SGD(p, lr=-1), r"The learning rate must not be negative, not -1\.$"),
+        (lambda p: AdamW(p, lr=-0.1), r"The learning rate must not be negative, not -0.1\.$"),
+        (lambda p: AdamW(p, betas=(0.9, 1.0)), r"betas must be in \[0, 1\), not \(0.9, 1.0\)\.$"),
+        (lambda p: AdamW(p, eps=-1e-8), r"eps must not be negative, not -1e-08\.$"),
+        (lambda p: AdamW(p, weight_decay=-1), r"weight_decay must not be negative, not -1\.$"),
+        (lambda p: Muon(p, momentum=1.5), r"momentum must be in \[0, 1\), not 1.5\.$"),
+    ],
+)
+def test_bad_input_gets_one_sentence(call, sentence):
+    with pytest.raises(UserError, match=sentence):
+        call([nn.Parameter(torch.zeros(2))])
