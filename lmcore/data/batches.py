@@ -1,0 +1,113 @@
+"""From one long sequence of token ids to batches of inputs and next-token targets (CSE599-O A1 section 5.1)."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from lmcore.config import TrainConfig, require
+
+Batch = tuple[Int[Tensor, "batch_size context_length"], Int[Tensor, "batch_size context_length"]]
+
+
+def require_context(x: np.ndarray, context_length: int, name: str = "the data") -> None:
+    """Raises `UserError` unless `x` holds integers enough for one window: `context_length` inputs and one target."""
+    require(
+        x.ndim == 1 and np.issubdtype(x.dtype, np.integer),
+        f"Token ids must be a one-dimensional array of integers, but {name} has shape {x.shape} and dtype {x.dtype}.",
+    )
+    require(
+        len(x) > context_length,
+        f"A context of {context_length:,} tokens needs at least {context_length + 1:,}, but {name} has only "
+        f"{len(x):,}; use a longer corpus or a shorter context_length.",
+    )
+
+
+def get_batch(
+    x: np.ndarray,
+    batch_size: int,
+    context_length: int,
+    device: str | torch.device,
+    generator: np.random.Generator | None = None,
+) -> Batch:
+    """Inputs and next-token targets, int64 of shape (batch_size, context_length), at uniformly random offsets.
+
+    Every start from 0 to `len(x) - context_length - 1` is equally likely, so that every token but the first can be a
+    target. Without a `generator` the offsets come from fresh entropy; `batch_at_step` is the reproducible form.
+    """
+    require_context(x, context_length)
+    generator = generator or np.random.default_rng()
+    return gather(x, generator.integers(0, len(x) - context_length, size=batch_size), context_length, device)
+
+
+def batch_at_step(x: np.ndarray, config: TrainConfig, step: int, device: str | torch.device) -> Batch:
+    """The batch of one training step: a function of (x, seed, step, sampling) alone, so that resuming needs no state.
+
+    `sampling="random"` draws uniform offsets as `get_batch` does; "epoch" walks through `epoch_starts`, epoch after
+    epoch, a batch spanning two epochs where one ends.
+    """
+    context_length = config.model.context_length
+    require_context(x, context_length, config.data)
+    if config.sampling == "random":
+        generator = np.random.default_rng([config.seed, step])
+        return get_batch(x, config.batch_size, context_length, device, generator)
+    windows = num_windows_per_epoch(len(x), context_length)
+    epochs, indices = np.divmod(np.arange(step * config.batch_size, (step + 1) * config.batch_size), windows)
+    starts = np.empty_like(indices)
+    for epoch in range(epochs[0], epochs[-1] + 1):
+        here = epochs == epoch
+        starts[here] = epoch_starts(len(x), context_length, config.seed, epoch)[indices[here]]
+    return gather(x, starts, context_length, device)
+
+
+def num_windows_per_epoch(num_tokens: int, context_length: int) -> int:
+    """Windows of one epoch: as many as fit without overlap behind the largest possible phase."""
+    return max(1, (num_tokens - context_length) // context_length)
+
+
+@lru_cache(maxsize=2)
+def epoch_starts(num_tokens: int, context_length: int, seed: int, epoch: int) -> np.ndarray:
+    """Starts of the non-overlapping windows of one epoch in random order; (seed, epoch) decide.
+
+    All windows begin at a random phase, so that a token has a different place in its window in every epoch. Each epoch
+    leaves out fewer than 2 * context_length tokens, at the two ends of the corpus.
+    """
+    generator = np.random.default_rng([seed, epoch, 1])  # the 1 keeps it apart from the streams of random sampling
+    windows = num_windows_per_epoch(num_tokens, context_length)
+    phase = generator.integers(0, min(context_length, num_tokens - windows * context_length))
+    starts = phase + context_length * generator.permutation(windows)
+    starts.setflags(write=False)
+    return starts
+
+
+def num_validation_windows(num_tokens: int, context_length: int) -> int:
+    """Windows that `validation_batches` covers: the last tokens that do not fill one are left out."""
+    return (num_tokens - 1) // context_length
+
+
+def validation_batches(
+    x: np.ndarray, context_length: int, batch_size: int, device: str | torch.device
+) -> Iterator[Batch]:
+    """The whole of `x` in order as non-overlapping windows; the last batch may be smaller.
+
+    Every token but the first is a target exactly once, up to fewer than `context_length` at the end
+    (`num_validation_windows`).
+    """
+    require_context(x, context_length, "the validation data")
+    starts = context_length * np.arange(num_validation_windows(len(x), context_length))
+    for first in range(0, len(starts), batch_size):
+        yield gather(x, starts[first : first + batch_size], context_length, device)
+
+
+def gather(x: np.ndarray, starts: np.ndarray, context_length: int, device: str | torch.device) -> Batch:
+    """The windows of `x` at `starts` and the same shifted by one, on `device`."""
+    windows = torch.from_numpy(x[starts[:, None] + np.arange(context_length + 1)].astype(np.int64))
+    inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    if torch.device(device).type == "cuda" and torch.cuda.is_available():
+        # from pinned memory the copy runs beside the GPU's work on the step before
+        inputs, targets = inputs.pin_memory(), targets.pin_memory()
+        return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+    return inputs.to(device), targets.to(device)

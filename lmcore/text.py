@@ -1,0 +1,53 @@
+"""Reading text files of any size, plain or gzipped."""
+
+import codecs
+import gzip
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lmcore.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+"""The special token between documents."""
+
+CHUNK_BYTES = 1 << 20
+
+
+def read_text(path: Path, on_read: Callable[[int], None] | None = None) -> Iterator[str]:
+    """The UTF-8 text of a plain or gzipped (`.gz`) file in chunks; `on_read` gets the bytes read from disk for each.
+
+    Raises `UserError` that names the file, and for text that is not UTF-8 the offset of the first bad byte.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset = on_disk = 0
+    try:
+        with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
+            while True:
+                data = file.read(CHUNK_BYTES)
+                undecoded = len(decoder.getstate()[0])
+                try:
+                    text = decoder.decode(data, final=not data)
+                except UnicodeDecodeError as error:
+                    where = offset - undecoded + error.start
+                    raise UserError(
+                        f"{path} is not UTF-8 text: the byte at offset {where:,}"
+                        f"{' of its decompressed content' if path.suffix == '.gz' else ''} cannot be decoded; "
+                        "convert the file to UTF-8."
+                    ) from None
+                if offset == 0:
+                    text = text.removeprefix("\ufeff")
+                offset += len(data)
+                if on_read is not None and raw.tell() > on_disk:
+                    on_read(raw.tell() - on_disk)
+                    on_disk = raw.tell()
+                if text:
+                    yield text
+                if not data:
+                    return
+    except FileNotFoundError:
+        raise UserError(f"There is no file {path}.") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path} is not a whole gzip file ({error}); download or compress it again.") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
