@@ -1,0 +1,185 @@
+"""The embedded corpus: one derivation for each story, exact probabilities, exact entropy."""
+
+import math
+import random
+import re
+from itertools import islice, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcore.data import entropy_per_document, floor_nats_per_token, log_probability, stories, story_text
+from lmcore.data.grammar import Grammar
+from lmcore.data.story_grammar import PRONOUNS, RULES, STORIES, sample_stories
+from lmcore.errors import UserError
+
+
+def expansions(rules, symbol="story"):
+    """All (text with recalls unresolved, probability) of `symbol`, by a direct expansion that shares no code."""
+    total = sum(rules[symbol].values())
+    for production, weight in rules[symbol].items():
+        parts = re.split(r"(\{[^@}]*\})", production)
+        choices = []
+        for part in parts:
+            if not part.startswith("{") or part.startswith("{@"):
+                choices.append([(part, 1.0)])
+                continue
+            name, _, called = part[1:-1].rpartition("=")
+            choices.append([(f"<{name}:{text}>" if name else text, p) for text, p in expansions(rules, called)])
+        for chosen in product(*choices):
+            yield "".join(text for text, _ in chosen), weight / total * math.prod(p for _, p in chosen)
+
+
+def resolve(text):
+    """Puts remembered texts in their places, from left to right."""
+    memory, out = {}, ""
+    for part in re.split(r"(<\w+:\w[\w ]*>|\{@\w+(?:\.\w+)?\})", text):
+        if part.startswith("<"):
+            name, _, part = part[1:-1].partition(":")
+            memory[name] = part
+        elif part.startswith("{@"):
+            name, _, form = part[2:-1].partition(".")
+            part = PRONOUNS[memory[name]][form] if form else memory[name]
+        out += part
+    return out
+
+
+def reduced(draw_choice, max_texts=3000):
+    """The story rules without recursion, with alternatives removed until few enough texts are left to list."""
+    rules = {
+        symbol: {text: weight for text, weight in weights.items() if f"{{{symbol}}}" not in text}
+        for symbol, weights in RULES.items()
+    }
+    while count(rules, "story") > max_texts:
+        symbol = draw_choice(sorted(symbol for symbol in rules if len(rules[symbol]) > 1))
+        del rules[symbol][draw_choice(sorted(rules[symbol]))]
+    return rules
+
+
+def count(rules, symbol):
+    """Number of derivations of `symbol`."""
+    return sum(
+        math.prod(count(rules, called) for called in re.findall(r"\{(?:\w+=)?(\w+)\}", production))
+        for production in rules[symbol]
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_sub_grammars_are_unambiguous_and_exact(chooser):
+    """Listed in full: no text twice, probabilities sum to 1, entropy and log-probabilities as computed."""
+    rules = reduced(chooser.choice)
+    grammar = Grammar(rules, "story", PRONOUNS)
+    listed = [(resolve(text), p) for text, p in expansions(rules)]
+    assert len({text for text, _ in listed}) == len(listed) == count(rules, "story")
+    assert math.isclose(sum(p for _, p in listed), 1)
+    assert math.isclose(-sum(p * math.log(p) for _, p in listed), grammar.entropy(), rel_tol=1e-9)
+    for text, p in chooser.sample(listed, min(50, len(listed))):
+        assert math.isclose(grammar.log_probability(text), math.log(p), rel_tol=1e-9)
+
+
+def test_every_skeleton_is_unambiguous():
+    """All sentence structures at once, with two searches or events at most: single words cut down to one each."""
+    kept = {}
+    for symbol, weights in RULES.items():
+        words = all("{" not in text for text in weights) and symbol not in ("girl", "boy", "reaction", "trouble")
+        kept[symbol] = dict(list(weights.items())[: 1 if words else None])
+    kept["search"] = {"{look}": 5, "{look} {look}": 4}
+    kept["events"] = {"{event}": 5, "{event} {event}": 4}
+    kept["girl"], kept["boy"] = {"Lily": 1}, {"Tom": 1}
+    kept["parent"] = dict(list(RULES["parent"].items())[:1])
+    assert count(kept, "story") > 10_000
+    texts = [resolve(text) for text, _ in expansions(kept)]
+    assert len(set(texts)) == len(texts) == count(kept, "story")
+
+
+def test_each_sampled_story_has_one_derivation_of_its_probability():
+    for story, expected in islice(sample_stories(seed=3), 500):
+        derivations = list(STORIES.log_probabilities(story))
+        assert len(derivations) == 1
+        assert math.isclose(derivations[0], expected, rel_tol=1e-9)
+        assert math.isclose(log_probability(story), expected, rel_tol=1e-9)
+
+
+def test_ambiguous_grammar_is_noticed():
+    """The check above can fail: two derivations give two values, and the text has the probability of both."""
+    grammar = Grammar({"s": {"{a}{a}": 1}, "a": {"x": 1, "xx": 1}}, "s")
+    assert len(list(grammar.log_probabilities("xxx"))) == 2
+    assert math.isclose(grammar.log_probability("xxx"), math.log(0.5))
+
+
+def test_entropy_is_the_mean_surprise():
+    surprise = -np.array([log_p for _, log_p in islice(sample_stories(seed=0), 30_000)])
+    standard_error = surprise.std() / math.sqrt(len(surprise))
+    assert standard_error < 0.05
+    assert abs(surprise.mean() - entropy_per_document()) < 4 * standard_error
+
+
+def test_entropy_of_recursion_in_closed_form():
+    """A geometric number of coins: H(stop)/p for the length plus E[length] coins."""
+    grammar = Grammar({"s": {"{coin}": 1, "{coin}{s}": 3}, "coin": {"h": 1, "t": 1}}, "s")
+    choice = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    assert math.isclose(grammar.entropy(), 4 * (choice + math.log(2)))
+
+
+def test_stories_are_seeded_streams():
+    first = list(islice(stories(7), 20))
+    assert first == list(islice(stories(7), 20))
+    assert first != list(islice(stories(8), 20))
+    assert first != list(islice(stories(7, "valid"), 20))
+    assert story_text(2, 7) == f"{first[0]}\n<|endoftext|>\n{first[1]}\n<|endoftext|>\n"
+
+
+def test_stories_vary_and_keep_to_their_hero():
+    texts = list(islice(stories(0), 2000))
+    assert len(set(texts)) == len(texts)
+    assert len({len(text.split()) for text in texts}) > 40
+    for text in texts:
+        heroes = set(re.findall(r"\w+", text)) & PRONOUNS.keys()
+        assert len(heroes) == 1
+        stranger = {"She", "she", "her", "Her"} if heroes <= RULES["boy"].keys() else {"He", "he", "him", "his", "His"}
+        assert not stranger & set(re.findall(r"\w+", text))
+        assert not re.search(r"[{}@_]|  | [.,]", text)
+        assert text[-1] in '."'
+
+
+def test_text_outside_the_grammar_has_no_probability():
+    story = next(stories(0))
+    assert log_probability(story) > -math.inf
+    assert log_probability(story + " And then?") == -math.inf
+    assert log_probability(story[:-1]) == -math.inf
+    assert log_probability("") == -math.inf
+
+
+def test_another_pronoun_is_outside_the_grammar():
+    story = next(story for story in stories(0) if "Her best friend" in story)
+    assert log_probability(story.replace("Her best", "His best")) == -math.inf
+
+
+def test_floor():
+    assert math.isclose(floor_nats_per_token(100), entropy_per_document() / 100)
+    with pytest.raises(UserError, match="tokens_per_document"):
+        floor_nats_per_token(0)
+
+
+@pytest.mark.parametrize(
+    ("rules", "sentence"),
+    [
+        ({"s": {"a {missing}": 1}}, "no rule for 'missing'"),
+        ({"s": {"a": 0}}, "positive weight"),
+        ({"s": {"a": 1, "{s}{s}": 1}}, "recursion does not end"),
+        ({"t": {"a": 1}}, "start symbol"),
+    ],
+)
+def test_bad_grammars(rules, sentence):
+    with pytest.raises(UserError, match=sentence):
+        Grammar(rules, "s")
+
+
+def test_sampling_follows_the_weights():
+    grammar = Grammar({"s": {"a": 1, "b": 3}}, "s")
+    rng = random.Random(0)
+    share = sum(grammar.sample(rng)[0] == "b" for _ in range(4000)) / 4000
+    assert abs(share - 0.75) < 4 * math.sqrt(0.75 * 0.25 / 4000)
