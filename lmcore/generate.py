@@ -127,6 +127,7 @@ def generate(
     config: GenerateConfig | None = None,
     eot_id: int | None = None,
     on_token: Callable[[int, int], None] | None = None,
+    num_ids: int | None = None,
 ) -> list[list[int]]:
     """Samples a continuation of every prompt (lists of token ids, of any lengths), all in one batch.
 
@@ -139,6 +140,7 @@ def generate(
     - A window that has outgrown the model's context is cut to its last `context_length // 2` tokens, with positions
       from 0 again, and grows from there. The rule is the same with and without the KV cache, and so are the tokens.
     - `on_token(row, id)` is called as soon as a token of the output is there.
+    - `num_ids`: ids from this one on are never sampled (a model's vocabulary may be padded to a round size).
 
     The model is in evaluation mode meanwhile, and then as it was. The caller chooses the precision, with
     `lmcore.device.autocast` around the call.
@@ -157,7 +159,8 @@ def generate(
     active = list(range(len(windows)))
     with evaluating(model), torch.no_grad():
         while active:
-            ids = sample_next(forward(active, windows), config, [generators[row] for row in active]).tolist()
+            logits = forward(active, windows)[:, :num_ids]
+            ids = sample_next(logits, config, [generators[row] for row in active]).tolist()
             going = []
             for row, token in zip(active, ids, strict=True):
                 if token == eot_id:
@@ -244,13 +247,13 @@ def generate_text(
 
     With `stop_at_end_of_text` false, <|endoftext|> is part of the text and the next document follows it, until
     `config.max_new_tokens`. `stream(index, piece)` is called with pieces of whole characters as they are sampled.
-    Raises `UserError` as `generate` does, and if model and tokenizer have vocabularies of different sizes.
+    Raises `UserError` as `generate` does, and if the tokenizer has more tokens than the model.
     """
     config = config or GenerateConfig()
     require(
-        tokenizer.vocab_size == model.config.vocab_size,
-        f"The model has a vocabulary of {model.config.vocab_size} tokens and the tokenizer one of "
-        f"{tokenizer.vocab_size}: use the tokenizer that the model was trained with.",
+        tokenizer.vocab_size <= model.config.vocab_size,
+        f"The tokenizer has {tokenizer.vocab_size} tokens, the model knows {model.config.vocab_size}: "
+        "use the tokenizer that the model was trained with.",
     )
     prompt_ids = [tokenizer.encode(prompt) or [tokenizer.eot_id] for prompt in prompts]
     streams = [TextStream(tokenizer) for _ in prompts]
@@ -260,7 +263,8 @@ def generate_text(
             stream(row, piece)
 
     eot_id = tokenizer.eot_id if stop_at_end_of_text else None
-    outputs = generate(model, prompt_ids, config, eot_id, on_token if stream is not None else None)
+    callback = on_token if stream is not None else None
+    outputs = generate(model, prompt_ids, config, eot_id, callback, num_ids=tokenizer.vocab_size)
     for row, text_stream in enumerate(streams):
         if stream is not None and (piece := text_stream.flush()):
             stream(row, piece)

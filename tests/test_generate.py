@@ -418,9 +418,17 @@ def test_generate_text_streams_each_prompt(model):
     assert rows == generate_text(model, ByteTokenizer(), ["é", ""], config)
 
 
-def test_a_tokenizer_of_another_vocabulary_is_refused():
-    with pytest.raises(UserError, match="300 tokens and the tokenizer one of 257"):
-        generate_text(build(vocab_size=300), ByteTokenizer(), ["a"])
+def test_a_tokenizer_that_is_too_large_is_refused():
+    with pytest.raises(UserError, match="The tokenizer has 257 tokens, the model knows 200"):
+        generate_text(build(vocab_size=200), ByteTokenizer(), ["a"])
+
+
+def test_padding_of_the_vocabulary_is_never_sampled():
+    padded = always(299, vocab_size=300)
+    assert generate(padded, [[1]], GenerateConfig(max_new_tokens=3)) == [[299] * 3]
+    (row,) = generate_text(padded, ByteTokenizer(), ["a"], GenerateConfig(max_new_tokens=30), stop_at_end_of_text=False)
+    assert len(row.ids) == 30
+    assert max(row.ids) <= EOT
 
 
 @pytest.mark.gpu
