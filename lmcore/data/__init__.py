@@ -9,7 +9,7 @@ from lmcore.data.batches import (
     validation_batches,
 )
 from lmcore.data.corpora import CorpusConfig, EmbeddedCorpus, TextCorpus, open_corpus
-from lmcore.data.download import download
+from lmcore.data.downloads import download
 from lmcore.data.prepared import PreparedData, open_data
 from lmcore.data.specification import tokenizer_for
 from lmcore.data.story_grammar import (

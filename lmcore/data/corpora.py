@@ -11,7 +11,7 @@ from typing import Any
 
 from lmcore.config import require
 from lmcore.data.documents import Piece, read_documents, safe_cut
-from lmcore.data.download import SOURCES, download
+from lmcore.data.downloads import SOURCES, download
 from lmcore.data.story_grammar import sample_stories, stories
 from lmcore.errors import UserError
 from lmcore.files import sha256_file

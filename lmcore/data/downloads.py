@@ -38,9 +38,9 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Addresses of the named corpora, by split."""
 
-ATTEMPTS = 5
 TIMEOUT_S = (15, 60)
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 16
+"""What a break can cost at most of what has come."""
 
 
 def download(
@@ -163,22 +163,17 @@ class ResumingDownloader:
         """Downloads `url` into `output_file`; called by pooch."""
         from requests.exceptions import ChunkedEncodingError, ConnectionError, Timeout
 
-        for attempt in range(ATTEMPTS):
+        while True:
             before = self.size()
             try:
-                total = self.receive(url)
+                self.receive(url)
+                break
             except (ChunkedEncodingError, ConnectionError, Timeout):
-                # a server that breaks off gets asked again as long as each attempt brings something
-                if attempt == ATTEMPTS - 1 or self.size() <= before:
+                # a server that breaks off is asked again as long as each attempt brings something
+                if self.size() <= before:
                     raise
-                continue
-            if total is None or self.size() == total:
-                os.replace(self.part, output_file)
-                self.state_path.unlink(missing_ok=True)
-                return
-        raise UserError(
-            f"{url} stopped after {self.size():,} of {total:,} bytes; run the same command again to continue."
-        )
+        os.replace(self.part, output_file)
+        self.state_path.unlink(missing_ok=True)
 
     @property
     def state_path(self) -> Path:
@@ -189,8 +184,11 @@ class ResumingDownloader:
         """Bytes that have come so far."""
         return self.part.stat().st_size if self.part.exists() else 0
 
-    def receive(self, url: str) -> int | None:
-        """Asks once for what is missing and appends it to `part`. Returns the size of the whole file, if known."""
+    def receive(self, url: str) -> None:
+        """Asks once for what is missing and appends it to `part`.
+
+        Raises an error of requests if the connection breaks, `UserError` if the server has no such file.
+        """
         import requests
 
         headers = {"Accept-Encoding": "identity"}  # bytes as stored, so that sizes and ranges mean the file's own
@@ -199,10 +197,10 @@ class ResumingDownloader:
             headers |= {"Range": f"bytes={self.size()}-", "If-Range": state["validator"]}
         with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT_S) as response:
             if response.status_code == 416:  # nothing is left to send, or the part is longer than the file
-                if total_size(response.headers) == self.size():
-                    return self.size()
-                self.part.unlink()
-                return self.receive(url)
+                if total_size(response.headers) != self.size():
+                    self.part.unlink()
+                    self.receive(url)
+                return
             require(
                 response.status_code in (200, 206),
                 f"The server answers {response.status_code} ({response.reason}) for {url}; check the address, or name "
@@ -213,7 +211,8 @@ class ResumingDownloader:
                 write_json(self.state_path, {"url": url, "validator": validator(response.headers)})
             total = total_size(response.headers)
             self.append(response.iter_content(CHUNK_BYTES), "ab" if resumed else "wb", total)
-        return total
+            if total is not None and self.size() != total:  # urllib3 before version 2 does not raise by itself
+                raise requests.exceptions.ConnectionError(f"{self.size()} of {total} bytes came")
 
     def append(self, chunks: Iterator[bytes], mode: str, total: int | None) -> None:
         """Writes the chunks as they come, showing progress."""
