@@ -1,4 +1,4 @@
-"""The model's modules against PyTorch's own and a second, independently written model with the same weights."""
+"""The model's modules against PyTorch's own and a second, independently written model (lmcore.reference)."""
 
 import copy
 import itertools
@@ -28,6 +28,7 @@ from lmcore.model import (
     sinusoidal_positions,
 )
 from lmcore.optimizer import AdamW
+from lmcore.reference import reference_block, reference_logits, rotate_as_complex_numbers
 
 TINY = ModelConfig(vocab_size=61, context_length=24, d_model=24, num_layers=3, num_heads=3, d_ff=40)
 SWITCHES = [
@@ -54,60 +55,7 @@ def built(config: ModelConfig, seed: int = 0, **place) -> TransformerLM:
     return model
 
 
-# --- a second model, from torch.nn.functional and complex numbers -------------------------------------------------
-
-
-def rotate_as_complex_numbers(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """RoPE as multiplication of feature pairs, read as complex numbers, by e^(i position / theta^(2k/d))."""
-    d_k = x.shape[-1]
-    exponents = torch.tensor([2 * k / d_k for k in range(d_k // 2)], dtype=torch.float64)
-    turns = torch.polar(torch.ones_like(exponents), positions.double().unsqueeze(-1) / theta**exponents)
-    pairs = torch.view_as_complex(x.double().reshape(*x.shape[:-1], d_k // 2, 2).contiguous())
-    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
-
-
-def reference_logits(config: ModelConfig, weights: dict[str, torch.Tensor], token_ids: torch.Tensor) -> torch.Tensor:
-    batch, seq = token_ids.shape
-    positions = torch.arange(seq)
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.rms_norm(x, (config.d_model,), weights[f"{name}.weight"], eps=1e-5)
-
-    def heads(x: torch.Tensor) -> torch.Tensor:
-        return x.view(batch, seq, config.num_heads, -1).transpose(1, 2)
-
-    def attention(x: torch.Tensor, name: str) -> torch.Tensor:
-        q, k, v = (heads(F.linear(x, weights[f"{name}.{letter}_proj.weight"])) for letter in "qkv")
-        if config.position == "rope":
-            q, k = (rotate_as_complex_numbers(y, positions, config.rope_theta) for y in (q, k))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return F.linear(mixed.transpose(1, 2).reshape(batch, seq, -1), weights[f"{name}.output_proj.weight"])
-
-    def feed_forward(x: torch.Tensor, name: str) -> torch.Tensor:
-        hidden = F.silu(F.linear(x, weights[f"{name}.w1.weight"]))
-        if config.ffn == "swiglu":
-            hidden = hidden * F.linear(x, weights[f"{name}.w3.weight"])
-        return F.linear(hidden, weights[f"{name}.w2.weight"])
-
-    x = F.embedding(token_ids, weights["token_embeddings.weight"])
-    if config.position == "sinusoidal":
-        for i, feature in itertools.product(range(seq), range(config.d_model)):
-            angle = i / 10_000 ** (2 * (feature // 2) / config.d_model)
-            x[:, i, feature] += math.cos(angle) if feature % 2 else math.sin(angle)
-    for n in range(config.num_layers):
-        layer = f"layers.{n}"
-        if config.norm == "pre":
-            x = x + attention(norm(x, f"{layer}.ln1"), f"{layer}.attn")
-            x = x + feed_forward(norm(x, f"{layer}.ln2"), f"{layer}.ffn")
-        elif config.norm == "post":
-            x = norm(x + attention(x, f"{layer}.attn"), f"{layer}.ln1")
-            x = norm(x + feed_forward(x, f"{layer}.ffn"), f"{layer}.ln2")
-        else:
-            x = x + attention(x, f"{layer}.attn")
-            x = x + feed_forward(x, f"{layer}.ffn")
-    if config.norm == "pre":
-        x = norm(x, "ln_final")
-    return F.linear(x, weights["lm_head.weight"])
+# --- the whole model -----------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -493,5 +441,6 @@ def test_a_block_stands_alone():
     rope = RotaryPositionalEmbedding(10_000.0, TINY.d_k, TINY.context_length)
     block = TransformerBlock(TINY, rope)
     x = torch.randn(2, 9, TINY.d_model)
-    assert block(x).shape == x.shape
+    with torch.no_grad():
+        torch.testing.assert_close(block(x), reference_block(TINY, block.state_dict(), x), **CLOSE)
     assert "in_features=24, out_features=40" in repr(block)

@@ -1,0 +1,87 @@
+"""The same model a second time, from PyTorch's own parts: what `lmcore.model` is held against in tests and notebooks.
+
+It shares nothing with the model but its weights: `torch.nn.functional` computes, and RoPE multiplies complex numbers.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lmcore.config import ModelConfig
+
+Weights = Mapping[str, Tensor]
+
+
+def rotate_as_complex_numbers(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """RoPE of (..., seq, d_k): feature pairs, read as complex numbers, times e^(i position / theta^(2k / d_k))."""
+    d_k = x.shape[-1]
+    exponents = torch.tensor([2 * k / d_k for k in range(d_k // 2)], dtype=torch.float64)
+    turns = torch.polar(torch.ones_like(exponents), positions.double().unsqueeze(-1) / theta**exponents)
+    pairs = torch.view_as_complex(x.double().reshape(*x.shape[:-1], d_k // 2, 2).contiguous())
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+
+
+def reference_attention(config: ModelConfig, weights: Weights, x: Tensor) -> Tensor:
+    """Causal multi-head self-attention of (batch, seq, d_model); `weights` are q_proj.weight and so on."""
+    batch, seq, d_model = x.shape
+    q, k, v = (
+        F.linear(x, weights[f"{letter}_proj.weight"]).view(batch, seq, config.num_heads, config.d_k).transpose(1, 2)
+        for letter in "qkv"
+    )
+    if config.position == "rope":
+        q, k = (rotate_as_complex_numbers(y, torch.arange(seq), config.rope_theta) for y in (q, k))
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.linear(mixed.transpose(1, 2).reshape(batch, seq, d_model), weights["output_proj.weight"])
+
+
+def reference_feed_forward(config: ModelConfig, weights: Weights, x: Tensor) -> Tensor:
+    """SwiGLU or SiLU network of (..., d_model); `weights` are w1.weight and so on."""
+    hidden = F.silu(F.linear(x, weights["w1.weight"]))
+    if config.ffn == "swiglu":
+        hidden = hidden * F.linear(x, weights["w3.weight"])
+    return F.linear(hidden, weights["w2.weight"])
+
+
+def reference_block(config: ModelConfig, weights: Weights, x: Tensor) -> Tensor:
+    """One Transformer block of (batch, seq, d_model); `weights` is a block's state dict."""
+
+    def norm(y: Tensor, name: str) -> Tensor:
+        return F.rms_norm(y, (config.d_model,), weights[f"{name}.weight"], eps=1e-5)
+
+    def attention(y: Tensor) -> Tensor:
+        return reference_attention(config, part_of(weights, "attn"), y)
+
+    def feed_forward(y: Tensor) -> Tensor:
+        return reference_feed_forward(config, part_of(weights, "ffn"), y)
+
+    if config.norm == "pre":
+        x = x + attention(norm(x, "ln1"))
+        return x + feed_forward(norm(x, "ln2"))
+    if config.norm == "post":
+        x = norm(x + attention(x), "ln1")
+        return norm(x + feed_forward(x), "ln2")
+    x = x + attention(x)
+    return x + feed_forward(x)
+
+
+def reference_logits(config: ModelConfig, weights: Weights, token_ids: Tensor) -> Tensor:
+    """Logits (batch, seq, vocab) for (batch, seq) token ids; `weights` is the model's state dict. Without dropout."""
+    x = F.embedding(token_ids, weights["token_embeddings.weight"])
+    if config.position == "sinusoidal":
+        for position in range(token_ids.shape[1]):
+            for feature in range(config.d_model):
+                angle = position / 10_000 ** (2 * (feature // 2) / config.d_model)
+                x[:, position, feature] += math.cos(angle) if feature % 2 else math.sin(angle)
+    for n in range(config.num_layers):
+        x = reference_block(config, part_of(weights, f"layers.{n}"), x)
+    if config.norm == "pre":
+        x = F.rms_norm(x, (config.d_model,), weights["ln_final.weight"], eps=1e-5)
+    return F.linear(x, weights["lm_head.weight"])
+
+
+def part_of(weights: Weights, prefix: str) -> dict[str, Tensor]:
+    """The weights below `prefix`, by the rest of their names."""
+    return {name.removeprefix(f"{prefix}."): w for name, w in weights.items() if name.startswith(f"{prefix}.")}
