@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from lmcore.config import require
 from lmcore.errors import UserError
 from lmcore.files import read_json, write_json
+from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import bridge, gpt2_format
 from lmcore.tokenizer.corpus import available_cores
 from lmcore.tokenizer.pretokenize import (
-    END_OF_TEXT,
     check_special_tokens,
     pretokens,
     safe_pieces,

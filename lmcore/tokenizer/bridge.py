@@ -24,7 +24,7 @@ def to_encoding(
     require(len(ranks) == 256, "tiktoken needs all 256 single bytes in the vocabulary; encode with Tokenizer.encode.")
     ranks |= {left + right: ids[left + right] for left, right in merges}
     require(
-        merges_of_ranks(ranks) == list(merges),
+        merges_of_ranks(ranks) == merges,
         "tiktoken cannot express these merges, because the ids of merged tokens do not rise in the order of the "
         "merges or a token can be made in two ways; encode with Tokenizer.encode.",
     )
@@ -41,32 +41,29 @@ def from_encoding(encoding: "tiktoken.Encoding") -> tuple[dict[int, bytes], list
         f"The encoding {encoding.name!r} splits text by another pattern than GPT-2's, the only one known here.",
     )
     ranks, special_ids = encoding._mergeable_ranks, encoding._special_tokens
+    merges = merges_of_ranks(ranks)
+    for parts in merges:
+        require(len(parts) == 2, f"{encoding.name!r} is not BPE: no merge of two tokens makes {b''.join(parts)!r}.")
     vocab = {token_id: token for token, token_id in ranks.items()}
     vocab |= {token_id: token.encode() for token, token_id in special_ids.items()}
-    return vocab, merges_of_ranks(ranks), list(special_ids)
+    return vocab, merges, list(special_ids)
 
 
 _PUBLISHED_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """As GPT-2's release writes it (openai/gpt-2, src/encoder.py)."""
 
 
-def merges_of_ranks(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+def merges_of_ranks(ranks: dict[bytes, int]) -> list[tuple[bytes, ...]]:
     """The merges behind tiktoken's ranks, in their order.
 
-    A token's merge is found by encoding its bytes with the lower ranks alone, which must leave two parts. Raises
-    `UserError` if it leaves more, because then no merge makes that token.
+    A token's merge is found by encoding its bytes with the lower ranks alone. If that leaves more than two parts, no
+    merge makes the token, and those parts are given.
     """
-    merges = []
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        if len(token) == 1:
-            continue
-        parts = _encode_below(token, ranks, rank)
-        require(len(parts) == 2, f"No merge of two tokens makes {token!r}, so these are not ranks of BPE.")
-        merges.append((parts[0], parts[1]))
-    return merges
+    longer = [(rank, token) for token, rank in ranks.items() if len(token) > 1]
+    return [_encode_below(token, ranks, rank) for rank, token in sorted(longer)]
 
 
-def _encode_below(token: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
+def _encode_below(token: bytes, ranks: dict[bytes, int], limit: int) -> tuple[bytes, ...]:
     """`token` in parts, merged by the ranks below `limit`, lowest and leftmost first."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
@@ -74,4 +71,4 @@ def _encode_below(token: bytes, ranks: dict[bytes, int], limit: int) -> list[byt
         if rank >= limit:
             break
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts
+    return tuple(parts)

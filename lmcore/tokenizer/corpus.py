@@ -1,51 +1,21 @@
 """Counts the pretokens of files of any size, with several processes and little memory."""
 
-import codecs
-import gzip
 import os
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
 from pathlib import Path
 
 from lmcore.errors import UserError
+from lmcore.text import read_text
 from lmcore.tokenizer.pretokenize import count_pretokens, safe_pieces
 
-READ_BYTES = 1 << 20
 PIECE_CHARACTERS = 1 << 22
 """Text that one process counts at a time: large against the cost of sending it, small against memory."""
 
 SMALL_CORPUS_BYTES = 8 << 20
 """Below this, starting processes costs more than it saves."""
-
-
-def read_text(path: str | os.PathLike, progress: Callable[[int], None] | None = None) -> Iterator[str]:
-    """Yields the text of a UTF-8 file, plain or `.gz`, in parts of at most 1 MiB, newlines as they are.
-
-    `progress` is called with the number of further bytes read from disk. Raises `UserError` if the file cannot be
-    read, is not UTF-8, or is damaged.
-    """
-    path, seen, decoder = Path(path), 0, codecs.getincrementaldecoder("utf-8")()
-    try:
-        with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else nullcontext(raw) as file:
-            while data := file.read(READ_BYTES):
-                if text := decoder.decode(data):
-                    yield text
-                if progress is not None:
-                    progress(raw.tell() - seen)
-                    seen = raw.tell()
-            decoder.decode(b"", final=True)
-    except FileNotFoundError:
-        raise UserError(f"There is no file {path}.") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text ({error.reason}); convert it to UTF-8 first.") from error
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is not a whole gzip file ({error}); fetch or compress it again.") from error
-    except OSError as error:
-        raise UserError(f"Cannot read {path}: {error.strerror or error}.") from error
 
 
 def available_cores() -> int:
@@ -78,7 +48,9 @@ def count_files(
             progress("counting", done, total)
 
     pieces = (
-        piece for path in paths for piece in safe_pieces(read_text(path, advance), special_tokens, piece_characters)
+        piece
+        for path in paths
+        for piece in safe_pieces(read_text(Path(path), advance), special_tokens, piece_characters)
     )
     counts: Counter[str] = Counter()
     if num_workers == 1:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from lmcore.config import require
 from lmcore.errors import UserError
+from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer.bpe import Tokenizer
 from lmcore.tokenizer.gpt2_format import ENCODER_FILE, MERGES_FILE
-from lmcore.tokenizer.pretokenize import END_OF_TEXT
 
 BASE_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 """Where tiktoken fetches GPT-2's files, and the name under which it caches them."""
@@ -27,19 +27,19 @@ DOWNLOAD_TIMEOUT = 15
 """Seconds without an answer after which a download is given up."""
 
 
-def load_gpt2(folder: str | os.PathLike | None = None) -> Tokenizer:
+def load_gpt2(folder: str | os.PathLike | None = None, *, download: bool = True) -> Tokenizer:
     """GPT-2's tokenizer (50,257 tokens, <|endoftext|> special).
 
     Looks for `encoder.json` and `vocab.bpe` in `folder`; without one in the folder that the variable LMCORE_GPT2
-    names, in `data/gpt2`, and in tiktoken's cache, into which it downloads them at last. Raises `UserError` if they
-    are nowhere, or are not GPT-2's.
+    names, in `data/gpt2`, and in tiktoken's cache, into which it downloads them at last, unless `download` is false.
+    Raises `UserError` if they are nowhere, or are not GPT-2's.
     """
     named = folder or os.environ.get(FOLDER_VARIABLE)
     if named or all((DEFAULT_FOLDER / name).is_file() for name in SHA256):
         place = Path(named or DEFAULT_FOLDER)
         files = {name: place / name for name in SHA256}
     else:
-        files = {name: _cached(name) for name in SHA256}
+        files = {name: _cached(name, download) for name in SHA256}
     tokenizer = Tokenizer.from_files(files[ENCODER_FILE], files[MERGES_FILE], [END_OF_TEXT])
     require(
         tokenizer.fingerprint == GPT2_FINGERPRINT,
@@ -49,7 +49,7 @@ def load_gpt2(folder: str | os.PathLike | None = None) -> Tokenizer:
     return tokenizer
 
 
-def _cached(name: str) -> Path:
+def _cached(name: str, download: bool) -> Path:
     """The file in tiktoken's cache, downloaded to there if need be, checked by its SHA-256."""
     import pooch
 
@@ -57,18 +57,23 @@ def _cached(name: str) -> Path:
     variables = (os.environ.get(variable) for variable in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"))
     folder = next(filter(None, variables), None) or os.path.join(tempfile.gettempdir(), "data-gym-cache")
     url = BASE_URL + name
+    remedy = (
+        f"put {ENCODER_FILE} and {MERGES_FILE} into {DEFAULT_FOLDER} or name their folder in the environment variable "
+        f"{FOLDER_VARIABLE}."
+    )
+    cached = Path(folder) / hashlib.sha1(url.encode()).hexdigest()
+    require(download or cached.is_file(), f"GPT-2's {name} is not on this machine; {remedy}")
     try:
         path = pooch.retrieve(
             url,
             known_hash=f"sha256:{SHA256[name]}",
-            fname=hashlib.sha1(url.encode()).hexdigest(),
+            fname=cached.name,
             path=folder,
             downloader=pooch.HTTPDownloader(timeout=DOWNLOAD_TIMEOUT),
         )
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong checksum is a ValueError
         raise UserError(
             f"GPT-2's {name} is not on this machine and could not be downloaded from {url} "
-            f"({type(error).__name__}); put {ENCODER_FILE} and {MERGES_FILE} into {DEFAULT_FOLDER} or name their "
-            f"folder in the environment variable {FOLDER_VARIABLE}."
+            f"({type(error).__name__}); {remedy}"
         ) from error
     return Path(path)

@@ -12,9 +12,6 @@ import regex
 
 from lmcore.config import require
 
-END_OF_TEXT = "<|endoftext|>"
-"""The special token between documents."""
-
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s+"
 """GPT-2's pretoken pattern. The possessive `++` matches the same as `+` and saves tiktoken's engine backtracking."""
 

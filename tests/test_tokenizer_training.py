@@ -1,0 +1,162 @@
+"""Training against a brute-force trainer, in one process and several, from plain and gzipped files."""
+
+import gzip
+import multiprocessing
+import random
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+import pytest
+import tokenizer_reference as reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcore.errors import UserError
+from lmcore.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
+from lmcore.tokenizer.corpus import count_files
+from lmcore.tokenizer.pretokenize import count_pretokens
+from lmcore.tokenizer.trainer import merge_pretokens
+
+
+def random_text(seed: int, length: int = 3000) -> str:
+    """Words with much repetition within and between them, documents, some Unicode."""
+    draw = random.Random(seed)
+    alphabets = draw.choices(["aab", "abcdeéß語"], k=60)
+    words = ["".join(draw.choices(alphabet, k=draw.randint(1, 9))) for alphabet in alphabets]
+    weights = [1 / (rank + 1) for rank in range(len(words))]
+    separators = draw.choices([" ", "  ", "\n", ". ", END_OF_TEXT, "'s "], [20, 1, 1, 2, 1, 1], k=length)
+    return "".join(a + b for a, b in zip(draw.choices(words, weights, k=length), separators, strict=True))
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a text to a file and gives its path."""
+
+    def write(text: str | bytes, name: str = "corpus.txt"):
+        path = tmp_path / name
+        data = text if isinstance(text, bytes) else text.encode()
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_equals_the_brute_force_trainer(seed, write):
+    text = random_text(seed)
+    vocab, merges = train_bpe(write(text), 256 + 1 + 100, [END_OF_TEXT])
+    assert merges == reference.train([text], 100, [END_OF_TEXT])
+    assert len(merges) == 100
+    merged = [left + right for left, right in merges]
+    assert vocab == dict(enumerate([*(bytes([byte]) for byte in range(256)), *merged, b"<|endoftext|>"]))
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=12) | st.text(max_size=6), min_size=1, max_size=12))
+@settings(deadline=None)
+def test_merges_equal_brute_force_until_nothing_is_left(words):
+    """Few letters and equal counts: ties, overlapping pairs such as aaa, and the end of all pairs."""
+    text = " ".join(words)
+    tokens, merges = merge_pretokens(count_pretokens(text), 500)
+    assert merges == reference.train([text], 500, [])
+    assert tokens[256:] == [left + right for left, right in merges]
+    assert len(set(tokens)) == len(tokens)
+
+
+def test_ties_go_to_the_lexicographically_greater_pair(write):
+    _, merges = train_bpe(write("xa\nya\nza"), 256 + 2, [])
+    assert merges == [(b"z", b"a"), (b"y", b"a")]
+    _, merges = train_bpe(write("abc ab abcd abd"), 256 + 4, [])
+    assert merges == reference.train(["abc ab abcd abd"], 4, [])
+
+
+def test_special_tokens_are_never_merged_across(write):
+    special_tokens = ["<|endoftext|>", "<|endoftext|><|endoftext|>", "<sep>"]
+    text = "one<|endoftext|><|endoftext|>one<sep>one<|endoftext|>one<sep>" * 5
+    vocab, merges = train_bpe(write(text), 1000, special_tokens)
+    assert merges == reference.train([text], 1000, special_tokens)
+    assert len(merges) == 2  # only "one"; the training ends before vocab_size
+    assert [vocab[token_id] for token_id in sorted(vocab)[-3:]] == [token.encode() for token in special_tokens]
+
+
+@pytest.mark.parametrize("start_method", sorted({"spawn", "fork"} & set(multiprocessing.get_all_start_methods())))
+def test_several_processes_count_the_same(start_method, write, monkeypatch):
+    text = random_text(1, 20_000)
+    paths = [write(text, "a.txt"), write("other text, " + text, "b.txt.gz")]
+    expected = count_files(paths, [END_OF_TEXT], num_workers=1)
+    context = multiprocessing.get_context(start_method)
+    monkeypatch.setattr("lmcore.tokenizer.corpus.ProcessPoolExecutor", partial(ProcessPoolExecutor, mp_context=context))
+    assert count_files(paths, [END_OF_TEXT], num_workers=2, piece_characters=5000) == expected
+
+
+def test_gzip_several_files_and_processes_train_the_same(write):
+    text = random_text(2)
+    expected = train_bpe(write(text), 350, [END_OF_TEXT])
+    assert train_bpe(write(text, "corpus.txt.gz"), 350, [END_OF_TEXT]) == expected
+    assert train_bpe(str(write(text)), 350, [END_OF_TEXT], num_workers=2) == expected
+    half = text.index(END_OF_TEXT, len(text) // 2)
+    halves = [write(text[:half], "1.txt"), write(text[half:], "2.txt.gz")]
+    assert train_bpe(halves, 350, [END_OF_TEXT]) == expected
+
+
+def test_progress_reaches_the_end_of_both_parts(write):
+    calls = []
+    path = write(random_text(3), "corpus.txt.gz")
+    train_bpe(path, 300, [], progress=lambda *call: calls.append(call))
+    counting = [call for call in calls if call[0] == "counting"]
+    assert counting[-1] == ("counting", path.stat().st_size, path.stat().st_size)
+    assert [call for call in calls if call[0] == "merging"] == [("merging", n, 44) for n in range(1, 45)]
+
+
+def test_trained_tokenizer_on_real_stories(shared_data, tmp_path):
+    path = tmp_path / "stories.txt"
+    path.write_text((shared_data / "tinystories" / "valid.txt").read_text(encoding="utf-8")[:60_000], encoding="utf-8")
+    vocab, merges = train_bpe(path, 500, [END_OF_TEXT])
+    text = path.read_text(encoding="utf-8")
+    assert merges[:40] == reference.train([text], 40, [END_OF_TEXT])
+    assert not any(b"<|" in token for token in vocab.values() if token != b"<|endoftext|>")
+    tokenizer = Tokenizer(vocab, merges, [END_OF_TEXT])
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "special_tokens", "message"),
+    [
+        (256, [END_OF_TEXT], "at least 257"),
+        (0, [], "at least 256"),
+        (300.0, [], "whole number"),
+        (300, ["x"], "single byte"),
+        (300, [""], "non-empty"),
+    ],
+)
+def test_bad_arguments(vocab_size, special_tokens, message, write):
+    with pytest.raises(UserError, match=message):
+        train_bpe(write("some text"), vocab_size, special_tokens)
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (b"", "empty.txt"),
+        (b"<|endoftext|><|endoftext|>", "only_special.txt"),
+        (b"caf\xe9 au lait", "latin1.txt"),
+        (b"cut off \xe2\x82", "cut.txt"),
+    ],
+)
+def test_bad_files_are_named(content, name, write):
+    with pytest.raises(UserError, match=name):
+        train_bpe(write(content, name), 300, [END_OF_TEXT])
+
+
+def test_missing_damaged_and_no_files(tmp_path):
+    with pytest.raises(UserError, match=r"absent\.txt"):
+        train_bpe(tmp_path / "absent.txt", 300, [])
+    damaged = tmp_path / "damaged.txt.gz"
+    damaged.write_bytes(gzip.compress(random_text(4).encode())[:-20])
+    with pytest.raises(UserError, match=r"damaged\.txt\.gz"):
+        train_bpe(damaged, 300, [])
+    with pytest.raises(UserError, match="directory"):
+        train_bpe(tmp_path, 300, [])
+    with pytest.raises(UserError, match="no text"):
+        train_bpe([], 300, [])
+    with pytest.raises(UserError, match="num_workers"):
+        train_bpe(damaged, 300, [], num_workers=0)
