@@ -1,0 +1,52 @@
+# `make workbook`: installs lmcore into .venv, executes the notebooks, ends with answers.html and answers.pdf.
+# Without a GPU on Linux, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares the CUDA libraries.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+SCALE ?= smoke
+DATA ?= embedded
+OUT ?= runs/$(SCALE)
+NOTEBOOKS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3 python,\
+  $(shell command -v $(name) >/dev/null 2>&1 && $(name) -c '$(SUITABLE)' >/dev/null 2>&1 && echo $(name))))
+
+.PHONY: help workbook test lab refresh-notebooks clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
+	@echo 'For example: make workbook SCALE=gpu DATA=path/to/stories OUT=runs/full'
+
+workbook: $(INSTALLED)  ## execute all notebooks and make the writeup (SCALE=smoke|laptop|gpu DATA= OUT= NOTEBOOKS=)
+	@$(BIN)/lmcore workbook --scale "$(SCALE)" --data "$(DATA)" --out "$(OUT)" \
+	  $(if $(strip $(NOTEBOOKS)),--notebooks $(NOTEBOOKS))
+
+test: $(INSTALLED)  ## lint, tests, and the notebooks against their committed outputs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pytest
+	env -u MPLBACKEND $(BIN)/pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=900 notebooks
+
+lab: $(INSTALLED)  ## JupyterLab in notebooks/
+	$(BIN)/jupyter lab --notebook-dir . notebooks
+
+refresh-notebooks: $(INSTALLED)  ## execute the notebooks at their defaults and rewrite their committed outputs
+	@$(BIN)/python -c 'from lmcore.workbook import refresh; print("rewritten:", *refresh())'
+
+clean:  ## remove .venv and caches; runs/ and data/ stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then \
+	  echo 'No Python from 3.11 on with venv was found: install one (on Debian and Ubuntu with python3-venv), or name it with make PYTHON=/path/to/python3.' >&2; exit 2; fi
+	@if [ ! -x $(BIN)/python ]; then echo "Making $(VENV) with $$($(PYTHON) --version)."; $(PYTHON) -m venv $(VENV); fi
+	@echo 'Installing lmcore and its dependencies into $(VENV) (a few minutes the first time).'
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' \
+	  | sed -En 's/^(Downloading .*MB\)|Installing collected packages|Installing build).*/  \1/p'
+	@touch $@

@@ -1,0 +1,138 @@
+"""`lmcore data ...` and `lmcore tokenizer ...`."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from lmcore.config import require
+
+
+def prepare_command() -> Callable[..., int]:
+    """The prepare command. Its options are fields of a config whose module needs torch, so it is made on demand."""
+    from lmcore.data import CorpusConfig, prepare
+
+    defaults = CorpusConfig()
+
+    def prepare_(
+        source: Annotated[str, tyro.conf.Positional],
+        out: Path,
+        tokenizer: str = "gpt2",
+        settings: Annotated[CorpusConfig, tyro.conf.arg(name="")] = defaults,
+    ) -> int:
+        """Tokenize a corpus once, into a folder that `lmcore train --data` takes.
+
+        Args:
+            source: embedded, tinystories, openwebtext, wikitext103, or a text file or folder, plain or .gz.
+            out: Folder for the tokens.
+            tokenizer: gpt2, bpe:10000 (trained here, with that many tokens), or a tokenizer's folder.
+            settings: What is training and what is validation text.
+        """
+        data = prepare(source, tokenizer, out, settings)
+        print(f"{out}: {len(data.train):,} tokens for training, {len(data.valid):,} for validation.")
+        return 0
+
+    return prepare_
+
+
+def download(
+    name: Annotated[str, tyro.conf.Positional], folder: Path = Path("data/downloads"), mirror: str | None = None
+) -> int:
+    """Download a corpus from its official address, checked and resumed.
+
+    Args:
+        name: tinystories, openwebtext or wikitext103.
+        folder: Where downloads are kept.
+        mirror: Address whose scheme and host replace the official ones.
+    """
+    from lmcore.data import download
+
+    for split, path in download(name, folder, mirror=mirror).items():
+        print(f"{split}: {path}")
+    return 0
+
+
+def info(folder: Annotated[Path, tyro.conf.Positional]) -> int:
+    """Verify a prepared corpus and print its manifest.
+
+    Args:
+        folder: Folder that `lmcore data prepare` made.
+    """
+    from lmcore.data import open_data
+
+    data = open_data(folder, verify=True)
+    print(json.dumps(data.manifest | {"fingerprint": data.fingerprint}, indent=2, ensure_ascii=False))
+    return 0
+
+
+def train_tokenizer(
+    texts: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path, vocab_size: int = 10_000
+) -> int:
+    """Train a byte-level BPE on text files.
+
+    Args:
+        texts: UTF-8 files, plain or .gz.
+        out: Folder for the vocabulary and the merges.
+        vocab_size: Tokens in all, <|endoftext|> among them.
+    """
+    from lmcore.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
+
+    tokenizer = Tokenizer(*train_bpe(texts, vocab_size, [END_OF_TEXT]), [END_OF_TEXT])
+    tokenizer.save(out)
+    print(f"{out}: {tokenizer.vocab_size:,} tokens.")
+    return 0
+
+
+def encode(tokenizer: str = "gpt2", text: str | None = None) -> int:
+    """Print the token ids of a text on one line.
+
+    Args:
+        tokenizer: gpt2, or a tokenizer's folder.
+        text: The text; by default, standard input.
+    """
+    from lmcore.data import tokenizer_for
+
+    codec = tokenizer_for(tokenizer, "embedded")
+    print(*codec.encode_iterable(sys.stdin if text is None else [text]))
+    return 0
+
+
+def decode(ids: Annotated[tuple[int, ...], tyro.conf.Positional], tokenizer: str = "gpt2") -> int:
+    """Print the text of token ids.
+
+    Args:
+        ids: Token ids; by default, from standard input.
+        tokenizer: gpt2, or a tokenizer's folder.
+    """
+    from lmcore.data import tokenizer_for
+
+    print(tokenizer_for(tokenizer, "embedded").decode(ids or read_ids(sys.stdin.read())))
+    return 0
+
+
+def read_ids(text: str) -> list[int]:
+    """Whole numbers separated by white space. Raises `UserError` at anything else."""
+    wrong = next((word for word in text.split() if not word.isdecimal()), None)
+    require(wrong is None, f"Token ids are whole numbers separated by spaces, not {wrong!r}.")
+    return [int(word) for word in text.split()]
+
+
+def data_commands() -> tyro.extras.SubcommandApp:
+    """lmcore data ..."""
+    app = tyro.extras.SubcommandApp()
+    app.command(prepare_command(), name="prepare")
+    app.command(download)
+    app.command(info)
+    return app
+
+
+def tokenizer_commands() -> tyro.extras.SubcommandApp:
+    """lmcore tokenizer ..."""
+    app = tyro.extras.SubcommandApp()
+    app.command(train_tokenizer, name="train")
+    app.command(encode)
+    app.command(decode)
+    return app

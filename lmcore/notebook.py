@@ -1,0 +1,155 @@
+"""What a workbook notebook must keep to, read from the file: parameters, execution order, committed outputs."""
+
+import ast
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from lmcore.errors import UserError
+from lmcore.files import atomic_write
+
+PARAMETERS, INJECTED = "parameters", "injected-parameters"
+"""Tags of the cell that declares the parameters, and of the one that papermill puts after it."""
+
+KEEP_OUTPUT, CHECK_OUTPUT = "keep_output", "nbval-check-output"
+"""Tags of a cell whose output is deterministic: the output is committed, and nbval compares it."""
+
+KEPT_METADATA = ("tags", "caption", "jupyter")
+"""Metadata of a cell that an author sets; the rest is a run's or an editor's."""
+
+ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
+
+
+def read_notebook(path: str | os.PathLike) -> nbformat.NotebookNode:
+    """Reads a notebook of format 4. Raises `UserError` if it is missing or is not a notebook."""
+    try:
+        return nbformat.read(path, as_version=4)
+    except FileNotFoundError:
+        raise UserError(f"There is no notebook {path}.") from None
+    except (OSError, ValueError, nbformat.ValidationError, nbformat.reader.NotJSONError) as error:
+        raise UserError(f"{path} cannot be read as a notebook ({str(error).splitlines()[0]}).") from error
+
+
+def tags(cell: nbformat.NotebookNode) -> list[str]:
+    """Tags of a cell."""
+    return cell.metadata.get("tags", [])
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> Iterator[tuple[int, nbformat.NotebookNode]]:
+    """The code cells with their numbers, from 1, as the source notebook has them (papermill's own is left out)."""
+    cells = (cell for cell in notebook.cells if cell.cell_type == "code" and INJECTED not in tags(cell))
+    yield from enumerate(cells, 1)
+
+
+def declared_parameters(notebook: nbformat.NotebookNode, name: str) -> dict[str, Any]:
+    """Parameters and defaults in the first code cell, which must be tagged `parameters` and hold only literals.
+
+    Raises `UserError` naming the notebook and the line that breaks the rule.
+    """
+    first = next((cell for _, cell in code_cells(notebook)), None)
+    if first is None or PARAMETERS not in tags(first):
+        raise UserError(f"{name}: the first code cell must carry the tag {PARAMETERS!r} and declare the parameters.")
+    try:
+        statements = ast.parse(first.source).body
+    except SyntaxError as error:
+        raise UserError(f"{name}: line {error.lineno} of the parameters cell is not Python ({error.msg}).") from None
+    parameters = {}
+    for statement in statements:
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
+        try:
+            if not isinstance(statement, ast.Assign | ast.AnnAssign) or not isinstance(target, ast.Name):
+                raise ValueError
+            parameters[target.id] = ast.literal_eval(statement.value)
+        except (ValueError, TypeError):
+            raise UserError(
+                f"{name}: line {statement.lineno} of the parameters cell must be `name = literal`, "
+                f"not {ast.unparse(statement)!r}."
+            ) from None
+    return parameters
+
+
+def check_parameters(name: str, known: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raises `UserError` if `given` has a parameter that the notebook does not declare, or of another type."""
+    for key, value in given.items():
+        if key not in known:
+            raise UserError(f"Notebook {name} has no parameter {key!r}; its parameters are {', '.join(known)}.")
+        default = known[key]
+        if default is None or value is None:
+            continue
+        wanted = (int, float) if isinstance(default, float) else type(default)
+        wanted = (list, tuple) if wanted in (list, tuple) else wanted
+        if not isinstance(value, wanted) or isinstance(value, bool) != isinstance(default, bool):
+            raise UserError(
+                f"Parameter {key!r} of notebook {name} must be of type {type(default).__name__}, not {value!r}."
+            )
+
+
+def execution_fault(notebook: nbformat.NotebookNode) -> tuple[int, str] | None:
+    """Number of the first code cell that failed, ended the notebook early or was not run, and what happened there.
+
+    None if every code cell ran, in order, without an error. papermill itself takes SystemExit(0) for success.
+    """
+    last = 0
+    for number, cell in code_cells(notebook):
+        for output in cell.outputs:
+            if output.output_type == "error":
+                message = ANSI_ESCAPE.sub("", output.evalue).strip()
+                ending = "the cell ended the notebook early with " if output.ename == "SystemExit" else ""
+                return number, f"{ending}{output.ename}: {message}" if message else f"{ending}{output.ename}"
+        if not cell.source.strip():
+            continue
+        if cell.execution_count is None:
+            return number, "the cell was not run"
+        if cell.execution_count <= last:
+            return number, "the cell was run out of order"
+        last = cell.execution_count
+    return None
+
+
+def heading_above(notebook: nbformat.NotebookNode, number: int) -> str | None:
+    """The last Markdown heading before code cell `number`."""
+    heading, seen = None, 0
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            seen += INJECTED not in tags(cell)
+            if seen == number:
+                return heading
+        elif cell.cell_type == "markdown":
+            found = re.findall(r"^#{1,6}\s+(.+?)\s*#*$", cell.source, flags=re.MULTILINE)
+            heading = found[-1] if found else heading
+    return heading
+
+
+def clean(notebook: nbformat.NotebookNode, executed: nbformat.NotebookNode | None = None) -> nbformat.NotebookNode:
+    """The notebook as it is committed: outputs only in cells tagged `keep_output`, no counts, no run's metadata.
+
+    With `executed`, a run of the same cells, those outputs are taken from it.
+    """
+    cleaned = nbformat.from_dict(notebook)
+    runs = {cell.id: cell for _, cell in code_cells(executed)} if executed is not None else {}
+    for _, cell in code_cells(cleaned):
+        outputs = runs.get(cell.id, cell).outputs if KEEP_OUTPUT in tags(cell) else []
+        cell.outputs = [nbformat.from_dict(output) for output in outputs]
+        for output in cell.outputs:
+            if "execution_count" in output:
+                output.execution_count = None
+        cell.execution_count = None
+    for cell in cleaned.cells:
+        cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k in KEPT_METADATA})
+    cleaned.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+    )
+    return cleaned
+
+
+def write_notebook(path: Path, notebook: nbformat.NotebookNode) -> None:
+    """Writes a notebook, atomically."""
+    with atomic_write(path, "w") as file:
+        nbformat.write(notebook, file)

@@ -1,0 +1,99 @@
+"""Answer cells, and the wording of numbers in them."""
+
+import inspect
+import re
+from collections.abc import Sequence
+
+from IPython.display import Markdown
+
+from lmcore.config import require
+
+METADATA_KEY = "lmcore_answer"
+"""Key in the metadata of an answer's output, by which the writeup finds it."""
+
+BLOCK_START = re.compile(r"\s*(\||[-*+] |\d+[.)] |#|>|```|\$\$|<)")
+
+
+class Answer(Markdown):
+    """Markdown that begins with a uniform marker and says in its metadata which problem it answers."""
+
+    def __init__(self, name: str, part: str, text: str):
+        label = f"{name} ({part})" if part else name
+        gap = "\n\n" if BLOCK_START.match(text) else " "
+        super().__init__(f"**Answer — {label}.**{gap}{text}")
+        self.metadata = {METADATA_KEY: {"problem": name, "part": part}}
+
+
+def answer(problem: str, text: str) -> Answer:
+    """The answer to a handout problem, to be the last expression of its cell.
+
+    `problem` is the handout's name, with the part in brackets if it has parts: "transformer_accounting (a)". `text` is
+    Markdown whose numbers were put in by code. Raises `UserError` on an empty text or another form of name.
+    """
+    match = re.fullmatch(r"([A-Za-z][\w ]*?)\s*(?:\(([\w, -]+)\))?", problem.strip())
+    require(match is not None, f"A problem is named like 'adamw' or 'adamwAccounting (b)', not {problem!r}.")
+    text = inspect.cleandoc(text)
+    require(bool(text), f"The answer to {problem} is empty.")
+    return Answer(match[1], match[2] or "", text)
+
+
+SCALES = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
+BYTE_UNITS = ("bytes", "KB", "MB", "GB", "TB", "PB")
+
+
+def format_significant(value: float, digits: int = 3) -> str:
+    """`value` rounded to significant digits, in plain notation with thousands separated: 0.000123, 1.64, 12,300."""
+    rounded = float(f"{value:.{digits}g}")
+    decimals = max(0, digits - 1 - _exponent(rounded))
+    return f"{rounded:,.{decimals}f}"
+
+
+def _exponent(value: float) -> int:
+    return int(f"{value:e}".partition("e")[2])
+
+
+def format_count(value: float, digits: int = 3) -> str:
+    """A count in words from a million on: 1.64 billion, 12,345."""
+    rounded = float(f"{value:.{digits}g}")
+    for size, name in SCALES:
+        if abs(rounded) >= size:
+            return f"{format_significant(value / size, digits)} {name}"
+    return f"{round(value):,}" if float(value).is_integer() else format_significant(value, digits)
+
+
+def format_bytes(value: float, digits: int = 3) -> str:
+    """Bytes in decimal units, as the handouts count them (1 GB = 10^9 bytes): 6.55 GB."""
+    unit = 0
+    while abs(float(f"{value:.{digits}g}")) >= 1000 and unit < len(BYTE_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{format_significant(value, digits) if unit else round(value)} {BYTE_UNITS[unit]}"
+
+
+def format_seconds(value: float) -> str:
+    """A duration in the unit that suits it: 350 µs, 12.3 ms, 4.56 s, 3 min 20 s, 5 h 12 min, 9.2 days."""
+    if value == 0:
+        return "0 s"
+    if value < 0.9995e-3:
+        return f"{format_significant(value * 1e6)} µs"
+    if value < 0.9995:
+        return f"{format_significant(value * 1e3)} ms"
+    if value < 59.95:
+        return f"{format_significant(value)} s"
+    minutes, seconds = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds} s" if seconds else f"{minutes} min"
+    hours, minutes = divmod(round(value / 60), 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    return f"{format_significant(value / 86400)} days"
+
+
+def format_percent(fraction: float, digits: int = 3) -> str:
+    """A fraction as a percentage: 0.1234 -> 12.3%."""
+    return f"{format_significant(100 * fraction, digits)}%"
+
+
+def join_words(words: Sequence[str], conjunction: str = "and") -> str:
+    """a; a and b; a, b and c."""
+    words = [str(word) for word in words]
+    return " ".join([", ".join(words[:-1]), conjunction, words[-1]]) if len(words) > 1 else "".join(words)

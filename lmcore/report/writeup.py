@@ -1,0 +1,291 @@
+"""The writeup: executed notebooks as one self-contained HTML page and one PDF, by pandoc and Typst from wheels."""
+
+import base64
+import json
+import re
+import tempfile
+import unicodedata
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lmcore.config import require
+from lmcore.errors import UserError
+from lmcore.files import atomic_write, read_json
+from lmcore.notebook import read_notebook
+from lmcore.report.answers import format_seconds
+from lmcore.report.document import Answered, NotebookDocument, read_document
+from lmcore.report.pandoc import Node, div, inlines, link, para, run_pandoc, strong, table, transform
+
+TITLE = "Building, training and measuring a Transformer language model"
+RECORD = "workbook.json"
+HTML_NAME, PDF_NAME = "answers.html", "answers.pdf"
+CODE_COLUMNS = 94
+"""Characters of a line of preformatted text on the PDF's page."""
+
+MIME = {".svg": "image/svg+xml", ".png": "image/png", ".jpg": "image/jpeg"}
+
+
+def write_writeup(out: str | Path) -> tuple[Path, Path]:
+    """Renders the executed workbook in `out` into out/writeup/answers.html and answers.pdf; returns their paths.
+
+    Notebooks that failed are shown as far as they came, and the failure is told at the top. Raises `UserError` where no
+    workbook was executed.
+    """
+    out = Path(out)
+    record = read_json(out / RECORD)
+    folder = out / "writeup"
+    with tempfile.TemporaryDirectory(prefix="lmcore-writeup-") as temporary:
+        build = Path(temporary)
+        documents = read_documents(out, record, build)
+        tree = assemble(record, documents)
+        with atomic_write(folder / HTML_NAME, "w") as file:
+            file.write(to_html(tree, build))
+        pdf = to_pdf(tree, build)
+        with atomic_write(folder / PDF_NAME) as file:
+            file.write(pdf)
+    return folder / HTML_NAME, folder / PDF_NAME
+
+
+def read_documents(out: Path, record: dict[str, Any], build: Path) -> list[NotebookDocument]:
+    """The documents of all notebooks that were started."""
+    names = [entry["name"] for entry in record["notebooks"] if entry["state"] != "not run"]
+    require(bool(names), f"No notebook was executed in {out}; run `lmcore workbook` first.")
+    folder = out / "notebooks"
+    return [read_document(name, read_notebook(folder / f"{name}.ipynb"), folder, build / "figures") for name in names]
+
+
+def assemble(record: dict[str, Any], documents: list[NotebookDocument]) -> Node:
+    """One pandoc document: provenance, failures and the list of answers as metadata, the notebooks as the body."""
+    blocks = [block for document in documents for block in document.blocks]
+    blocks = _drop_broken_links(blocks)
+    meta = {
+        "title": {"t": "MetaInlines", "c": inlines(TITLE)},
+        "provenance": {"t": "MetaBlocks", "c": [provenance_table(record)]},
+    }
+    if failures := failure_notices(record):
+        meta["failures"] = {"t": "MetaBlocks", "c": failures}
+    if answers := [answered for document in documents for answered in document.answers]:
+        titles = {document.name: document.title for document in documents}
+        meta["answers"] = {"t": "MetaBlocks", "c": [answers_table(answers, titles)]}
+    return {"pandoc-api-version": [1, 23, 1], "meta": meta, "blocks": blocks}
+
+
+def provenance_table(record: dict[str, Any]) -> Node:
+    """What ran, on what, from which code, and when."""
+    environment = record.get("environment", {})
+    commit = environment.get("git_commit")
+    dirty = ", with uncommitted changes" if environment.get("git_dirty") else ""
+    packages = {"python": environment.get("python")} | (environment.get("packages") or {})
+    driver = f", driver {environment['driver']}" if environment.get("driver") else ""
+    started = [entry for entry in record["notebooks"] if entry["state"] != "not run"]
+    duration = format_seconds(sum(entry["seconds"] for entry in started))
+    notebooks = "1 notebook" if len(started) == 1 else f"{len(started)} notebooks"
+    rows = {
+        "Scale": record["scale"],
+        "Data": Path(record["data"]).name,
+        "Device": f"{environment.get('device', 'unknown')}{driver}",
+        "Code": f"{commit[:12]}{dirty}" if commit else "not from a git checkout",
+        "Libraries": ", ".join(f"{name} {version}" for name, version in packages.items() if version),
+        "Executed": f"{environment.get('time_utc', '')}, {duration} for {notebooks}",
+    }
+    return table([[[strong(name)], inlines(str(text))] for name, text in rows.items()])
+
+
+def failure_notices(record: dict[str, Any]) -> list[Node]:
+    """A box for each notebook that failed and for those that were not run because of it."""
+    boxes = []
+    for entry in record["notebooks"]:
+        where = f" (under “{entry['heading']}”)" if entry.get("heading") else ""
+        if entry["state"] == "failed":
+            sentence = f"Notebook {entry['name']} failed at code cell {entry['cell']}{where}: {entry['error']}."
+            boxes.append(div([para(*inlines(sentence))], "", "failure"))
+    waiting = [entry["name"] for entry in record["notebooks"] if entry["state"] == "not run"]
+    if waiting:
+        boxes.append(div([para(*inlines(f"Not run: {', '.join(waiting)}."))], "", "failure"))
+    return boxes
+
+
+def answers_table(answers: list[Answered], titles: dict[str, str]) -> Node:
+    """Each problem with links to its answers and to the notebook."""
+    grouped: dict[tuple[str, str], list[Answered]] = {}
+    for answered in answers:
+        grouped.setdefault((answered.problem, answered.notebook), []).append(answered)
+    rows = []
+    for (problem, notebook), parts in grouped.items():
+        links: list[Node] = []
+        for answered in parts:
+            label = f"({answered.part})" if answered.part else "answer"
+            links += [link(label, f"#{answered.identifier}"), {"t": "Space"}]
+        rows.append([inlines(problem), links[:-1], [link(titles[notebook], f"#{notebook}")]])
+    return table(rows, ("Problem", "Answers", "Notebook"))
+
+
+def _drop_broken_links(blocks: list[Node]) -> list[Node]:
+    """Links to places that are not in the writeup become their text: Typst would refuse them."""
+    targets: set[str] = set()
+
+    def collect(node: Node) -> Node:
+        attributes = node["c"][1] if node["t"] == "Header" else (node.get("c") or [None])[0]
+        if node["t"] in ("Header", "Div", "Span") and attributes[0]:
+            targets.add(f"#{attributes[0]}")
+        return node
+
+    def mend(node: Node) -> Node | list[Node]:
+        target = node["c"][2][0] if node["t"] == "Link" else ""
+        is_local = "://" not in target and not target.startswith("mailto:")
+        return node["c"][1] if node["t"] == "Link" and is_local and target not in targets else node
+
+    transform(blocks, collect)
+    return transform(blocks, mend)
+
+
+def to_html(tree: Node, build: Path) -> str:
+    """The self-contained page: pictures as data addresses, math as MathML, our own stylesheet."""
+
+    def embed(node: Node) -> Node:
+        if node["t"] == "Image":
+            file = build / node["c"][2][0]
+            content = base64.b64encode(file.read_bytes()).decode()
+            node["c"][2][0] = f"data:{MIME[file.suffix]};base64,{content}"
+        return node
+
+    tree = {**tree, "meta": transform(tree["meta"], embed), "blocks": transform(tree["blocks"], embed)}
+    package = resources.files("lmcore.report")
+    (build / "style.css").write_text(package.joinpath("writeup.css").read_text(encoding="utf-8"), encoding="utf-8")
+    (build / "template.html").write_text(package.joinpath("writeup.html").read_text(encoding="utf-8"), encoding="utf-8")
+    options = ["-s", "--mathml", "--toc", "--toc-depth=2", "--wrap=none", "--template=template.html"]
+    html, _ = run_pandoc(["-f", "json", "-t", "html5", *options], json.dumps(tree), build)
+    return html.replace("/* STYLE */", (build / "style.css").read_text(encoding="utf-8"))
+
+
+def to_pdf(tree: Node, build: Path) -> bytes:
+    """The PDF by Typst, from the fonts in its wheel and in matplotlib's alone."""
+    import typst
+
+    tree = {**tree, "meta": transform(tree["meta"], _for_typst), "blocks": transform(tree["blocks"], _for_typst)}
+    template = resources.files("lmcore.report").joinpath("writeup.typ").read_text(encoding="utf-8")
+    (build / "template.typ").write_text(template, encoding="utf-8")
+    options = ["-s", "--wrap=none", "--template=template.typ"]
+    source, _ = run_pandoc(["-f", "json", "-t", "typst", *options], json.dumps(tree), build)
+    (build / "writeup.typ").write_text(source, encoding="utf-8")
+    try:
+        return typst.compile(
+            str(build / "writeup.typ"), root=str(build), font_paths=[str(font_folder())], ignore_system_fonts=True
+        )
+    except typst.TypstError as error:
+        raise UserError(f"Typst could not typeset the PDF ({str(error).splitlines()[0]}).") from error
+
+
+def _for_typst(node: Node) -> Node | list[Node]:
+    """Boxes as the template's functions, long lines broken, characters that no font has spelled out."""
+    if node["t"] == "Div":
+        classes = [name for name in ("answer", "failure", "figure") if name in node["c"][0][1]]
+        if classes:
+            opening = {"t": "RawBlock", "c": ["typst", f"#{classes[0]}-box["]}
+            return [opening, node, {"t": "RawBlock", "c": ["typst", "]"]}]
+    if node["t"] == "Table":
+        for row in node["c"][3][1]:
+            for cell in row[1]:
+                cell[4] = transform(cell[4], _bold)
+    if node["t"] == "Str":
+        node["c"] = spell_out(node["c"])
+    if node["t"] in ("Code", "CodeBlock"):
+        node["c"][1] = spell_out(node["c"][1])
+    if node["t"] == "CodeBlock":
+        node["c"][1] = break_lines(node["c"][1])
+    return node
+
+
+def _bold(node: Node) -> Node:
+    """Text of a table's head in bold: Typst has no style for it."""
+    if node["t"] in ("Plain", "Para"):
+        node["c"] = [{"t": "Strong", "c": node["c"]}] if node["c"] else []
+    return node
+
+
+def break_lines(text: str, columns: int = CODE_COLUMNS) -> str:
+    """Lines longer than the page is wide are continued on the next."""
+    lines = []
+    for line in text.split("\n"):
+        lines += [line[start : start + columns] for start in range(0, max(len(line), 1), columns)]
+    return "\n".join(lines)
+
+
+def font_folder() -> Path:
+    """matplotlib's fonts: DejaVu Sans has the symbols that Typst's own text font lacks."""
+    import matplotlib
+
+    return Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+
+
+@cache
+def known_characters() -> frozenset[int]:
+    """Code points that the PDF's fonts can draw."""
+    from fontTools.ttLib import TTFont
+
+    known: set[int] = set()
+    for name in ("DejaVuSans", "DejaVuSansMono", "STIXGeneral"):
+        with TTFont(font_folder() / f"{name}.ttf") as font:
+            known |= set(font.getBestCmap())
+    return frozenset(known)
+
+
+def spell_out(text: str) -> str:
+    """Characters that no font of the PDF has as ⟨U+4E16⟩; invisible joiners and selectors are dropped."""
+    if text.isascii():
+        return text
+    known = known_characters()
+    return "".join(
+        c if ord(c) in known or c == "\n" else "" if unicodedata.category(c) in ("Cf", "Mn") else f"⟨U+{ord(c):04X}⟩"
+        for c in text
+    )
+
+
+def check_writeup(out: str | Path) -> dict[str, int]:
+    """Verifies the writeup of the executed workbook in `out`; returns counts of its notebooks, figures and PDF pages.
+
+    Raises `UserError` with the first thing that is wrong: a file missing or broken, a notebook failed or absent, a
+    figure or an answer lost, an error shown, LaTeX left raw. Reads the PDF with pypdf (the `dev` extra).
+    """
+    out = Path(out)
+    record, html_file, pdf_file = read_json(out / RECORD), out / "writeup" / HTML_NAME, out / "writeup" / PDF_NAME
+    for file in (html_file, pdf_file):
+        require(file.is_file(), f"The writeup lacks {file}.")
+    html = html_file.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        documents = read_documents(out, record, Path(folder))
+    for entry in record["notebooks"]:
+        require(entry["state"] == "done", f"Notebook {entry['name']} is not complete: its state is {entry['state']!r}.")
+    figures = sum(document.figures for document in documents)
+    shown = len(re.findall(r'<img[^>]+src="data:image/', html))
+    require(figures > 0, "The executed notebooks hold no figure.")
+    require(shown == figures, f"{html_file} shows {shown} of {figures} figures.")
+    require('class="failure"' not in html, f"{html_file} shows a failed cell.")
+    outside = re.search(r'<(?:img|script|link)[^>]+(?:src|href)="(?!data:|#)([^"]*)"', html)
+    require(outside is None, f"{html_file} needs {outside and outside[1]} from outside.")
+    raw = re.search(r'<span class="math[^>]*>(?!\s*<math)[^<]{0,60}', html)
+    require(raw is None, f"{html_file} shows raw LaTeX: {raw and raw[0].partition('>')[2]}.")
+    for identifier in [d.name for d in documents] + [a.identifier for d in documents for a in d.answers]:
+        require(f'id="{identifier}"' in html, f"{html_file} lacks the part {identifier!r}.")
+    return {"notebooks": len(documents), "figures": figures, "pages": _check_pdf(pdf_file, documents, figures)}
+
+
+def _check_pdf(file: Path, documents: list[NotebookDocument], figures: int) -> int:
+    """Number of pages of a sound PDF that has every notebook's title and as many pictures as there are figures."""
+    try:
+        import pypdf
+    except ImportError:
+        raise UserError("Checking the PDF needs pypdf: pip install -e .[dev].") from None
+    try:
+        pages = pypdf.PdfReader(file).pages
+        text = " ".join(page.extract_text() for page in pages)
+        pictures = sum(len(page.get("/Resources", {}).get("/XObject", {})) for page in pages)
+    except pypdf.errors.PyPdfError as error:
+        raise UserError(f"{file} is not a sound PDF ({error}).") from error
+    squeezed = re.sub(r"\W+", "", text)
+    for document in documents:
+        require(re.sub(r"\W+", "", document.title) in squeezed, f"{file} lacks the notebook {document.title!r}.")
+    require(pictures >= figures, f"{file} holds {pictures} pictures for {figures} figures.")
+    return len(pages)
