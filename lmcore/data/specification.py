@@ -63,5 +63,4 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     require(
         folder.is_dir(), f"There is no tokenizer folder {folder}; name one, or use gpt2, or bpe:10000 to train one."
     )
-    gpt2 = all((folder / name).is_file() for name in ("vocab.bpe", "encoder.json"))
-    return load_gpt2(folder) if gpt2 else Tokenizer.load(folder)
+    return Tokenizer.load(folder)

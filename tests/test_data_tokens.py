@@ -1,0 +1,304 @@
+"""Prepared corpora: what the folder holds, reuse, exact counts on real text, and every way it can be wrong."""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from itertools import islice
+
+import numpy as np
+import pytest
+
+import lmcore.data.tokens as tokens_module
+from lmcore.data import (
+    CorpusConfig,
+    entropy_per_document,
+    log_probability,
+    open_data,
+    prepare,
+    stories,
+    tokenizer_for,
+)
+from lmcore.data.tokens import smallest_dtype
+from lmcore.errors import UserError
+from lmcore.files import read_json
+from lmcore.tokenizer import Tokenizer
+
+EOT = "<|endoftext|>"
+BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: EOT.encode()}, [], [EOT])
+SMALL = CorpusConfig(num_documents=60, valid_fraction=0.2)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A text file of 20 stories, the last two held out."""
+    path = tmp_path / "stories.txt"
+    path.write_text("".join(f"\nStory é {i}.\n{EOT}\n" for i in range(20)))
+    return path
+
+
+@pytest.fixture
+def prepared(corpus, tmp_path):
+    return prepare(corpus, BYTES, tmp_path / "prepared", progress=False)
+
+
+def test_ids_are_the_documents_each_with_its_end(prepared):
+    expected = [id for i in range(20) for id in [*f"Story é {i}.".encode(), 256]]
+    assert np.concatenate([prepared.train, prepared.valid]).tolist() == expected
+    assert prepared.tokenizer.decode(prepared.valid) == f"Story é 18.{EOT}Story é 19.{EOT}"
+    assert prepared.train.dtype == np.uint16
+    assert not prepared.train.flags.writeable
+
+
+def test_manifest(prepared, corpus):
+    manifest = read_json(prepared.folder / "manifest.json")
+    assert manifest == prepared.manifest
+    assert manifest["vocab_size"] == prepared.vocab_size == 257
+    assert manifest["tokenizer_fingerprint"] == BYTES.fingerprint == prepared.tokenizer.fingerprint
+    train = manifest["splits"]["train"]
+    assert train["documents"] == 18
+    assert train["tokens"] == len(prepared.train)
+    assert train["bytes"] == train["tokens"] - 18
+    assert math.isclose(train["bytes_per_token"], train["bytes"] / train["tokens"])
+    assert (train["min_id"], train["max_id"]) == (prepared.train.min(), 256)
+    assert train["sha256"] == hashlib.sha256((prepared.folder / "train.bin").read_bytes()).hexdigest()
+    lengths = [len(f"Story é {i}.".encode()) + 1 for i in range(18)]
+    assert math.isclose(train["tokens_per_document"], np.mean(lengths))
+    assert math.isclose(train["tokens_per_document_standard_error"], np.std(lengths, ddof=1) / math.sqrt(18))
+    (source,) = manifest["request"]["source"]["train_files"]
+    assert source["sha256"] == hashlib.sha256(corpus.read_bytes()).hexdigest()
+    assert prepared.floor_nats_per_token is None
+    left = {path.name for path in prepared.folder.iterdir()} - {".lock", "checked.json"}
+    assert left == {"manifest.json", "tokenizer", "train.bin", "valid.bin"}
+
+
+def test_fingerprint_is_of_the_content(prepared, corpus, tmp_path):
+    shutil.copy(corpus, tmp_path / "renamed.txt")
+    same = prepare(tmp_path / "renamed.txt", BYTES, tmp_path / "elsewhere", progress=False)
+    assert same.fingerprint == prepared.fingerprint
+    other = prepare(corpus, BYTES, tmp_path / "other", CorpusConfig(valid_fraction=0.5), progress=False)
+    assert other.fingerprint != prepared.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(256, np.uint8), (257, np.uint16), (50257, np.uint16), (65536, np.uint16), (65537, np.uint32)],
+)
+def test_smallest_dtype(vocab_size, dtype):
+    assert smallest_dtype(vocab_size) == dtype
+
+
+def test_embedded_corpus_knows_its_floor(tmp_path):
+    data = prepare("embedded", "bpe:400", tmp_path, SMALL, progress=False)
+    assert data.vocab_size <= 400
+    assert data.tokenizer.decode(data.valid) == "".join(s + EOT for s in islice(stories(0, "valid"), 12))
+    grammar = data.manifest["grammar"]
+    assert grammar["seed"] == 0
+    assert grammar["entropy_per_document"] == entropy_per_document()
+    assert math.isclose(grammar["floor_nats_per_token"], entropy_per_document() / (len(data.train) / 60))
+    assert data.floor_nats_per_token == grammar["floor_nats_per_token"]
+    relative = grammar["tokens_per_document_standard_error"] / grammar["tokens_per_document"]
+    assert math.isclose(grammar["floor_standard_error"], data.floor_nats_per_token * relative)
+    surprise = -sum(map(log_probability, islice(stories(0, "valid"), 12)))
+    assert math.isclose(grammar["valid_floor_nats_per_token"], surprise / len(data.valid))
+
+
+def test_long_documents_keep_their_tokens(tmp_path):
+    """One document of several pieces has the tokens of the whole, and one end."""
+    text = " ".join(islice(stories(0), 9000))
+    (tmp_path / "long.txt").write_text(f"{text}\n{EOT}\nshort")
+    tokenizer = tokenizer_for("bpe:300", "embedded")
+    data = prepare(tmp_path / "long.txt", tokenizer, tmp_path / "out", progress=False)
+    assert data.train.tolist() == [*tokenizer.encode_documents([text])[0], tokenizer.eot_id]
+    assert data.manifest["splits"]["train"]["documents"] == 1
+
+
+def test_identical_request_is_reused(corpus, tmp_path, monkeypatch):
+    first = prepare(corpus, "bpe:300", tmp_path / "out", progress=False)
+    monkeypatch.setattr(tokens_module, "write_tokens", None)
+    again = prepare(corpus, "bpe:300", tmp_path / "out", progress=False)
+    assert again.fingerprint == first.fingerprint
+    for change in (
+        lambda: prepare(corpus, "bpe:301", tmp_path / "out", progress=False),
+        lambda: prepare(corpus, "bpe:300", tmp_path / "out", CorpusConfig(valid_fraction=0.5), progress=False),
+        lambda: prepare(corpus, "bpe:300", tmp_path / "out", progress=False, reuse=False),
+        lambda: (corpus.write_text("changed"), prepare(corpus, "bpe:300", tmp_path / "out", progress=False)),
+    ):
+        with pytest.raises(TypeError):  # it goes on to write_tokens, which is None here
+            change()
+    assert open_data(tmp_path / "out").fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize("victim", ["train.bin", "manifest.json", "tokenizer"])
+def test_a_damaged_folder_is_prepared_again(corpus, prepared, victim):
+    path = prepared.folder / victim
+    for file in path.iterdir() if path.is_dir() else [path]:
+        file.write_bytes(b"{")
+    assert prepare(corpus, BYTES, prepared.folder, progress=False).fingerprint == prepared.fingerprint
+    assert open_data(prepared.folder, verify=True).tokenizer.fingerprint == BYTES.fingerprint
+
+
+def test_failure_leaves_the_old_corpus(prepared, corpus):
+    corpus.write_bytes(b"good text " * 300_000 + b"\xff")
+    with pytest.raises(UserError, match="offset 3,000,000"):
+        prepare(corpus, BYTES, prepared.folder, progress=False)
+    again = open_data(prepared.folder, verify=True)
+    assert again.fingerprint == prepared.fingerprint
+    assert not list(prepared.folder.glob(".preparing-*"))
+
+
+def test_another_corpus_replaces_it_and_open_memmaps_stay(prepared):
+    before = prepared.train.tolist()
+    new = prepare("embedded", BYTES, prepared.folder, SMALL, progress=False)
+    assert prepared.train.tolist() == before
+    assert new.manifest["splits"]["train"]["documents"] == 60
+    assert open_data(prepared.folder).fingerprint == new.fingerprint != prepared.fingerprint
+
+
+def test_tokenizer_specifications(corpus, prepared):
+    trained = tokenizer_for("bpe:280", corpus)
+    assert trained.vocab_size <= 280
+    assert trained.decode([trained.eot_id]) == EOT
+    assert tokenizer_for(prepared.folder / "tokenizer", corpus).fingerprint == BYTES.fingerprint
+    for bad in ("bpe:", "bpe:many", "bpe:256", "bpe:-5"):
+        with pytest.raises(UserError, match="bpe:10000"):
+            tokenizer_for(bad, corpus)
+    with pytest.raises(UserError, match="no tokenizer folder nowhere"):
+        tokenizer_for("nowhere", corpus)
+
+
+def test_bpe_sees_the_training_split_alone(tmp_path):
+    (tmp_path / "stories.txt").write_text(f"aaaa aaaa{EOT}" * 9 + "zqzqzqzq " * 50)
+    tokens = tokenizer_for("bpe:270", tmp_path / "stories.txt").vocab.values()
+    assert b"aaaa" in tokens
+    assert b"zq" not in tokens
+
+
+def wrong_size(folder):
+    with open(folder / "train.bin", "ab") as file:
+        file.write(b"\0")
+
+
+def wrong_id(folder):
+    ids = np.fromfile(folder / "valid.bin", dtype=np.uint16)
+    ids[3] = 60_000
+    ids.tofile(folder / "valid.bin")
+
+
+def other_ids(folder):
+    ids = np.fromfile(folder / "valid.bin", dtype=np.uint16)
+    ids[3] = 7
+    ids.tofile(folder / "valid.bin")
+
+
+def edit(**changes):
+    def change(folder):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        (wrong_size, r"train\.bin has [\d,]+ bytes, but manifest\.json says [\d,]+ tokens of uint16"),
+        (wrong_id, r"valid\.bin holds the token id 60,000, but the vocabulary has 257"),
+        (other_ids, r"valid\.bin has changed since it was prepared"),
+        (lambda folder: (folder / "train.bin").unlink(), r"train\.bin is missing"),
+        (lambda folder: (folder / "manifest.json").unlink(), "not a prepared corpus .*lmcore data prepare"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "cannot be read as JSON"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "format version None"),
+        (edit(format_version=99), "format version 99, but this lmcore reads 1"),
+        (edit(dtype="uint32"), "tokens of uint32"),
+        (edit(dtype="float16"), "not a whole manifest"),
+        (edit(dtype="words"), "not a whole manifest"),
+        (edit(splits={}), "not a whole manifest"),
+        (edit(vocab_size=100), "the vocabulary has 100 entries"),
+        (shutil.rmtree, "not a prepared corpus"),
+    ],
+)
+def test_open_data_refuses(prepared, harm, sentence):
+    harm(prepared.folder)
+    with pytest.raises(UserError, match=sentence):
+        open_data(prepared.folder)
+
+
+def test_negative_ids_are_refused(prepared):
+    ids = np.fromfile(prepared.folder / "train.bin", dtype=np.uint16)
+    ids[0] = 65535
+    ids.tofile(prepared.folder / "train.bin")
+    edit(dtype="int16")(prepared.folder)
+    with pytest.raises(UserError, match="holds the token id -1,"):
+        open_data(prepared.folder)
+
+
+def test_files_are_read_once(prepared, monkeypatch):
+    """A second opening reads nothing; a changed time, or verify=True, has everything read again."""
+    calls = []
+    check = lambda array, manifest, split: calls.append(split)  # noqa: E731
+    monkeypatch.setattr("lmcore.data.prepared.check_tokens", check)
+    open_data(prepared.folder)
+    assert calls == []
+    os.utime(prepared.folder / "valid.bin", ns=(1, 1))
+    open_data(prepared.folder)
+    assert calls == ["train", "valid"]
+    open_data(prepared.folder)
+    assert calls == ["train", "valid"]
+    open_data(prepared.folder, verify=True)
+    assert calls == ["train", "valid"] * 2
+
+
+def test_verify_finds_a_change_that_keeps_size_and_time(prepared):
+    path = prepared.folder / "valid.bin"
+    stat = path.stat()
+    other_ids(prepared.folder)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(UserError, match="has changed"):
+        open_data(prepared.folder, verify=True)
+
+
+def test_tokenizer_of_a_folder_is_checked(prepared):
+    other = tokenizer_for("bpe:300", "embedded")
+    other.save(prepared.folder / "tokenizer")
+    with pytest.raises(UserError, match="not the one that made the tokens"):
+        _ = open_data(prepared.folder).tokenizer
+    shutil.rmtree(prepared.folder / "tokenizer")
+    with pytest.raises(UserError, match=r"tokenizer folder .* is missing"):
+        _ = open_data(prepared.folder).tokenizer
+
+
+def test_text_without_enough_for_both_splits(tmp_path):
+    (tmp_path / "x.txt").write_text("x")
+    with pytest.raises(UserError, match=r"train split of x\.txt has no text"):
+        prepare(tmp_path / "x.txt", BYTES, tmp_path / "out", progress=False)
+    with pytest.raises(UserError, match="not a prepared corpus"):
+        open_data(tmp_path / "out")
+
+
+def test_a_folder_that_cannot_be_written(corpus):
+    with pytest.raises(UserError, match="Cannot write"):
+        prepare(corpus, BYTES, corpus / "below", progress=False)
+
+
+def test_full_disk(corpus, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tokens_module, "encode_to", fail)
+    with pytest.raises(UserError, match="No space left on device"):
+        prepare(corpus, BYTES, tmp_path / "out", progress=False)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock"}
+
+
+def test_tinystories_has_the_known_number_of_tokens(shared_data, tmp_path):
+    """Stories joined by the token alone, GPT-2's tokenizer: 7,799,081 tokens to train on, 1,269,654 to validate on."""
+    for name in ("tinystories", "gpt2"):
+        if not (shared_data / name).is_dir():
+            pytest.skip(f"there is no {shared_data / name}")
+    data = prepare(shared_data / "tinystories", shared_data / "gpt2", tmp_path, progress=False)
+    assert (len(data.train), len(data.valid)) == (7_799_081, 1_269_654)
+    assert data.manifest["splits"]["train"]["documents"] == 40_049
+    assert data.train.dtype == np.uint16
+    assert data.vocab_size == 50_257
