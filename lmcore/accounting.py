@@ -222,8 +222,11 @@ def latex(expression: Any) -> str:
     """A sympy expression, such as the sum of a formula over `symbolic` sizes, as LaTeX: whole factor and terms."""
     import sympy
 
-    factor, terms = sympy.expand(expression).as_content_primitive()
-    return sympy.latex(terms) if factor == 1 else rf"{sympy.latex(factor)} \left({sympy.latex(terms)}\right)"
+    expanded = sympy.expand(expression)
+    factor, terms = expanded.as_content_primitive()
+    if factor == 1 or not terms.is_Add:
+        return sympy.latex(expanded)
+    return rf"{sympy.latex(factor)} \left({sympy.latex(terms)}\right)"
 
 
 def _norms_per_block(config: ModelConfig) -> int:

@@ -155,6 +155,9 @@ def test_latex_of_the_handouts_architecture():
     assert accounting.latex(memory["optimizer_state"]) == r"8 \left(12 D^{2} L + 2 D L + 2 D V + D\right)"
     activations = r"4 \left(16 B D L T + B D T + 2 B H L T^{2} + 2 B T V\right)"
     assert accounting.latex(memory["activations"]) == activations
+    counts = accounting.activation_counts(symbols, accounting.batch_symbol())
+    assert accounting.latex(counts["qkv_proj"]) == "3 B D L T"
+    assert accounting.latex(counts["scores"]) == "B H L T^{2}"
 
 
 def test_gpt2_xl_worked_by_hand():
