@@ -193,7 +193,10 @@ def test_load_gpt2_searches_variable_folder_and_cache(gpt2_folder, tmp_path, mon
     for name in ("encoder.json", "vocab.bpe"):
         key = hashlib.sha1(f"http://127.0.0.1:9/gpt2/{name}".encode()).hexdigest()
         shutil.copyfile(gpt2_folder / name, tmp_path / "cache" / key)
-    assert load_gpt2().fingerprint == ours.fingerprint
+    assert load_gpt2(download=False).fingerprint == ours.fingerprint
+    (tmp_path / "cache" / key).write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"vocab\.bpe is not on this machine; put"):
+        load_gpt2(download=False)
     shutil.rmtree(tmp_path / "cache")
     shutil.copytree(gpt2_folder, tmp_path / "data" / "gpt2")
     assert load_gpt2().fingerprint == ours.fingerprint

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lmcore.config import require
 from lmcore.errors import UserError
+from lmcore.files import sha256_file
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer.bpe import Tokenizer
 from lmcore.tokenizer.gpt2_format import ENCODER_FILE, MERGES_FILE
@@ -62,7 +63,8 @@ def _cached(name: str, download: bool) -> Path:
         f"{FOLDER_VARIABLE}."
     )
     cached = Path(folder) / hashlib.sha1(url.encode()).hexdigest()
-    require(download or cached.is_file(), f"GPT-2's {name} is not on this machine; {remedy}")
+    present = cached.is_file() and sha256_file(cached) == SHA256[name]
+    require(download or present, f"GPT-2's {name} is not on this machine; {remedy}")
     try:
         path = pooch.retrieve(
             url,
