@@ -1,4 +1,4 @@
-"""Byte-pair encoding in the fewest lines: slow, and plainly right. The first step of the ladder that the tests climb."""
+"""Byte-pair encoding in the fewest lines, slow and plainly right: the first step of the ladder that the tests climb."""
 
 import re
 from collections import Counter
