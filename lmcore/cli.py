@@ -1,11 +1,14 @@
 """`lmcore`: each command is a thin call into a function of the library, imported only when the command runs."""
 
 import argparse
+import contextlib
+import functools
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -61,7 +64,7 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
 
 
 def generate(
-    run: Path,
+    run: Annotated[Path, tyro.conf.Positional],
     settings: Annotated[GenerateConfig, tyro.conf.arg(name="")] = GENERATE_DEFAULTS,
     prompt: str = "",
     tokenizer: str | None = None,
@@ -117,9 +120,10 @@ def workbook(
         data: embedded, or a text file, a folder of text, or a prepared corpus.
         out: Folder for everything that is made (default: runs/<scale>).
         notebooks: Only these, by number or name.
-        parameters: name=value pairs that override notebook parameters of that name; values are read as YAML.
+        parameters: name=value pairs that override notebook parameters of that name; values are Python literals or YAML.
     """
-    from lmcore.workbook import parse_overrides, run_workbook
+    from lmcore.parameters import parse_overrides
+    from lmcore.workbook import run_workbook
 
     result = run_workbook(scale, data, out, notebooks or None, parse_overrides(parameters))
     if result.failure:
@@ -135,12 +139,14 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False) -> 
         out: The workbook's folder.
         check: Only verify that HTML and PDF are sound, complete and without an error.
     """
-    from lmcore.report.writeup import check_writeup, write_writeup
-
     if check:
+        from lmcore.report.verify import check_writeup
+
         found = check_writeup(out)
         print("Writeup complete: " + ", ".join(f"{count} {name}" for name, count in found.items()) + ".")
     else:
+        from lmcore.report.writeup import write_writeup
+
         html, pdf = write_writeup(out)
         print(f"HTML: {html}\nPDF:  {pdf}")
     return 0
@@ -170,20 +176,49 @@ def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
     chosen = arguments[0] if arguments else None
     base = starting_config(arguments[1:]) if chosen == "train" else TrainConfig()
     app = tyro.extras.SubcommandApp()
-    app.command(doctor)
-    data = cli_data.data_commands() if chosen == "data" else doctor
+    app.command(deferred(doctor))
+    data = cli_data.data_commands(deferred) if chosen == "data" else doctor
     app.command(data, name="data", help="Prepare, download and look at corpora.")
-    app.command(cli_data.tokenizer_commands(), name="tokenizer", help="Train a tokenizer; encode and decode with one.")
+    tokenizer = cli_data.tokenizer_commands(deferred)
+    app.command(tokenizer, name="tokenizer", help="Train a tokenizer; encode and decode with one.")
     for command in (train_command(base), generate, sweep, workbook, writeup):
-        app.command(command)
+        app.command(deferred(command))
     return app
+
+
+def deferred(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
+    """The command as a function that only takes its arguments: parsing ends before anything runs."""
+
+    @functools.wraps(command)
+    def parsed(*arguments: Any, **options: Any) -> Callable[[], int]:
+        return functools.partial(command, *arguments, **options)
+
+    return parsed
+
+
+def parse(arguments: Sequence[str]) -> Callable[[], int]:
+    """The chosen command with its arguments. A value that a config refuses raises its own `UserError`.
+
+    tyro would print such a sentence broken into a box.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return application(arguments).cli(args=arguments, prog="lmcore")
+    except SystemExit as stop:
+        cause: BaseException | None = stop
+        while cause is not None:
+            if isinstance(cause, UserError):
+                raise cause from None
+            cause = cause.__context__
+        sys.stderr.write(said.getvalue())
+        raise
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code. A user's mistake is one sentence on standard error and code 2."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return application(arguments).cli(args=arguments, prog="lmcore")
+        return parse(list(sys.argv[1:] if arguments is None else arguments))()
     except UserError as error:
         print(f"lmcore: {error}", file=sys.stderr)
         return EXIT_USER_ERROR

@@ -120,19 +120,19 @@ def read_ids(text: str) -> list[int]:
     return [int(word) for word in text.split()]
 
 
-def data_commands() -> tyro.extras.SubcommandApp:
-    """lmcore data ..."""
+def data_commands(wrap: Callable) -> tyro.extras.SubcommandApp:
+    """lmcore data ...; `wrap` is applied to each command."""
     app = tyro.extras.SubcommandApp()
-    app.command(prepare_command(), name="prepare")
-    app.command(download)
-    app.command(info)
+    app.command(wrap(prepare_command()), name="prepare")
+    app.command(wrap(download))
+    app.command(wrap(info))
     return app
 
 
-def tokenizer_commands() -> tyro.extras.SubcommandApp:
-    """lmcore tokenizer ..."""
+def tokenizer_commands(wrap: Callable) -> tyro.extras.SubcommandApp:
+    """lmcore tokenizer ...; `wrap` is applied to each command."""
     app = tyro.extras.SubcommandApp()
-    app.command(train_tokenizer, name="train")
-    app.command(encode)
-    app.command(decode)
+    app.command(wrap(train_tokenizer), name="train")
+    app.command(wrap(encode))
+    app.command(wrap(decode))
     return app

@@ -143,7 +143,7 @@ def code_block(text: str) -> Node:
 
 def figure(target: str, caption: list[Node]) -> Node:
     """A picture, with its caption if there is one."""
-    image = {"t": "Image", "c": [["", [], []], caption, [target, ""]]}
+    image = {"t": "Image", "c": [["", [], []], [], [target, ""]]}
     if not caption:
         return div([para(image)], "", "figure")
     return {"t": "Figure", "c": [["", [], []], [None, [{"t": "Plain", "c": caption}]], [{"t": "Plain", "c": [image]}]]}

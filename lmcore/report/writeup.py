@@ -2,7 +2,6 @@
 
 import base64
 import json
-import re
 import tempfile
 import unicodedata
 from functools import cache
@@ -241,51 +240,3 @@ def spell_out(text: str) -> str:
         c if ord(c) in known or c == "\n" else "" if unicodedata.category(c) in ("Cf", "Mn") else f"⟨U+{ord(c):04X}⟩"
         for c in text
     )
-
-
-def check_writeup(out: str | Path) -> dict[str, int]:
-    """Verifies the writeup of the executed workbook in `out`; returns counts of its notebooks, figures and PDF pages.
-
-    Raises `UserError` with the first thing that is wrong: a file missing or broken, a notebook failed or absent, a
-    figure or an answer lost, an error shown, LaTeX left raw. Reads the PDF with pypdf (the `dev` extra).
-    """
-    out = Path(out)
-    record, html_file, pdf_file = read_json(out / RECORD), out / "writeup" / HTML_NAME, out / "writeup" / PDF_NAME
-    for file in (html_file, pdf_file):
-        require(file.is_file(), f"The writeup lacks {file}.")
-    html = html_file.read_text(encoding="utf-8")
-    with tempfile.TemporaryDirectory() as folder:
-        documents = read_documents(out, record, Path(folder))
-    for entry in record["notebooks"]:
-        require(entry["state"] == "done", f"Notebook {entry['name']} is not complete: its state is {entry['state']!r}.")
-    figures = sum(document.figures for document in documents)
-    shown = len(re.findall(r'<img[^>]+src="data:image/', html))
-    require(figures > 0, "The executed notebooks hold no figure.")
-    require(shown == figures, f"{html_file} shows {shown} of {figures} figures.")
-    require('class="failure"' not in html, f"{html_file} shows a failed cell.")
-    outside = re.search(r'<(?:img|script|link)[^>]+(?:src|href)="(?!data:|#)([^"]*)"', html)
-    require(outside is None, f"{html_file} needs {outside and outside[1]} from outside.")
-    raw = re.search(r'<span class="math[^>]*>(?!\s*<math)[^<]{0,60}', html)
-    require(raw is None, f"{html_file} shows raw LaTeX: {raw and raw[0].partition('>')[2]}.")
-    for identifier in [d.name for d in documents] + [a.identifier for d in documents for a in d.answers]:
-        require(f'id="{identifier}"' in html, f"{html_file} lacks the part {identifier!r}.")
-    return {"notebooks": len(documents), "figures": figures, "pages": _check_pdf(pdf_file, documents, figures)}
-
-
-def _check_pdf(file: Path, documents: list[NotebookDocument], figures: int) -> int:
-    """Number of pages of a sound PDF that has every notebook's title and as many pictures as there are figures."""
-    try:
-        import pypdf
-    except ImportError:
-        raise UserError("Checking the PDF needs pypdf: pip install -e .[dev].") from None
-    try:
-        pages = pypdf.PdfReader(file).pages
-        text = " ".join(page.extract_text() for page in pages)
-        pictures = sum(len(page.get("/Resources", {}).get("/XObject", {})) for page in pages)
-    except pypdf.errors.PyPdfError as error:
-        raise UserError(f"{file} is not a sound PDF ({error}).") from error
-    squeezed = re.sub(r"\W+", "", text)
-    for document in documents:
-        require(re.sub(r"\W+", "", document.title) in squeezed, f"{file} lacks the notebook {document.title!r}.")
-    require(pictures >= figures, f"{file} holds {pictures} pictures for {figures} figures.")
-    return len(pages)

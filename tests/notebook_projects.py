@@ -1,0 +1,35 @@
+"""Small projects with notebooks, made for the tests of the workbook and the writeup."""
+
+from pathlib import Path
+
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+PARAMETERS = 'scale = "smoke"\ndata = "embedded"\nout = "../runs/smoke"\nsteps = 3\nrates = [0.1, 1.0]'
+
+SVG = (
+    "from IPython.display import SVG, display\n"
+    'display(SVG(\'<svg xmlns="http://www.w3.org/2000/svg" width="300" height="90">'
+    '<rect width="300" height="90" fill="teal"/></svg>\'))'
+)
+
+
+def code(source: str, *tags: str, **metadata: object) -> nbformat.NotebookNode:
+    """A code cell with tags."""
+    return new_code_cell(source, metadata={"tags": list(tags), **metadata})
+
+
+def parameters(source: str = PARAMETERS) -> nbformat.NotebookNode:
+    """The cell that declares the parameters."""
+    return code(source, "parameters")
+
+
+def make_project(folder: Path, scale: str = "common: {}\n", **notebooks: list) -> Path:
+    """A project folder with notebooks/<name>.ipynb (a string is a Markdown cell) and the scale smoke."""
+    (folder / "papermill_jobs" / "parameters").mkdir(parents=True)
+    (folder / "papermill_jobs" / "parameters" / "smoke.yaml").write_text(scale, encoding="utf-8")
+    (folder / "notebooks").mkdir()
+    for name, cells in notebooks.items():
+        made = [new_markdown_cell(cell) if isinstance(cell, str) else cell for cell in cells]
+        nbformat.write(new_notebook(cells=made), folder / "notebooks" / f"{name.lstrip('_')}.ipynb")
+    return folder

@@ -1,0 +1,154 @@
+"""The commands: exit codes, one sentence for a user's mistake, and settings that reach the library."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from notebook_projects import SVG, code, make_project, parameters
+
+from lmcore import cli
+from lmcore.config import TrainConfig, model_config, replace, to_dict
+from lmcore.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_USER_ERROR
+from lmcore.train import RunResult
+
+
+@pytest.mark.parametrize("command", [(), ("data",), ("tokenizer",), ("train",), ("workbook",), ("data", "prepare")])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*command, "--help"])
+    assert stopped.value.code == 0
+    assert " ".join(["lmcore", *command]) in capsys.readouterr().out
+
+
+def test_help_does_not_wait_for_torch():
+    source = "import sys\nfrom lmcore.cli import application\napplication([])\nsys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", source], check=False).returncode == 0
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Calls of the trainer, which itself does nothing."""
+    calls = []
+
+    def train(config, run):
+        calls.append((config, run))
+        return RunResult(trained_state[0], 7, 1.5, 1.5)
+
+    trained_state = ["complete"]
+    monkeypatch.setattr("lmcore.train.train", train)
+    calls.append(trained_state)
+    return calls
+
+
+def test_train_options_reach_the_trainer(trained, tmp_path, capsys):
+    options = ["--optimizer.learning-rate", "0.5", "--model.norm", "post", "--steps", "9", "--trackers", "wandb"]
+    assert cli.main(["train", "--run", str(tmp_path), *options]) == 0
+    expected = replace(TrainConfig(), optimizer__learning_rate=0.5, model__norm="post", steps=9, trackers=("wandb",))
+    assert trained[1] == (expected, tmp_path)
+    assert "complete at step 7, validation loss 1.5000" in capsys.readouterr().out
+
+
+def test_train_starts_from_a_preset_or_a_file(trained, tmp_path):
+    assert cli.main(["train", "--run", "r", "--preset", "medium", "--model.num-layers", "2"]) == 0
+    assert trained[1][0].model == model_config("medium", num_layers=2)
+    config = replace(TrainConfig(), batch_size=3, optimizer__betas=(0.5, 0.6))
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
+    assert cli.main(["train", f"--config={tmp_path / 'config.json'}", "--run", "r", "--seed", "5"]) == 0
+    assert trained[2][0] == replace(config, seed=5)
+
+
+@pytest.mark.parametrize(("state", "code"), [("diverged", EXIT_DIVERGED), ("interrupted", EXIT_INTERRUPTED)])
+def test_train_exit_codes(trained, state, code):
+    trained[0][0] = state
+    assert cli.main(["train", "--run", "r"]) == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "--run", "r", "--preset", "huge"], "no preset 'huge'"),
+        (["train", "--run", "r", "--preset", "small", "--config", "c"], "not both"),
+        (["train", "--run", "r", "--config", "nowhere.json"], "nowhere.json"),
+        (["train", "--run", "r", "--model.d-model", "63"], "d_model (63) must be divisible by num_heads (16)"),
+        (["generate", "r", "--temperature", "-1"], "temperature must be 0 (greedy) or positive, not -1.0"),
+        (["data", "info", "nowhere"], "nowhere is not a prepared corpus"),
+        (["writeup", "nowhere"], "workbook.json"),
+        (["workbook", "--parameters", "steps"], "name=value"),
+        (["tokenizer", "decode", "--tokenizer", "nowhere", "1"], "nowhere"),
+        (["generate", "nowhere"], "nowhere"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments, words, capsys):
+    assert cli.main(arguments) == EXIT_USER_ERROR
+    error = capsys.readouterr().err
+    assert error.startswith("lmcore: ")
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_unknown_options_are_refused(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", "--run", "r", "--learning-rat", "3"])
+    assert stopped.value.code == EXIT_USER_ERROR
+    assert "learning-rat" in capsys.readouterr().err
+
+
+def test_ctrl_c_has_no_traceback(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lmcore.train.train", interrupted)
+    assert cli.main(["train", "--run", "r"]) == cli.EXIT_CTRL_C
+    assert capsys.readouterr().err == "lmcore: stopped.\n"
+
+
+def test_from_text_to_generation(tmp_path, capsys):
+    data, run = str(tmp_path / "data"), str(tmp_path / "run")
+    corpus = ["--tokenizer", "bpe:300", "--num-documents", "200"]
+    assert cli.main(["data", "prepare", "embedded", "--out", data, *corpus]) == 0
+    assert cli.main(["data", "info", data]) == 0
+    assert '"vocab_size": 300' in capsys.readouterr().out
+    options = ["--preset", "smoke", "--model.vocab-size", "300", "--model.context-length", "16", "--steps", "2"]
+    assert cli.main(["train", "--run", run, "--data", data, "--device", "cpu", *options]) == 0
+    assert "complete at step 2" in capsys.readouterr().out
+    assert cli.main(["generate", run, "--prompt", "One", "--max-new-tokens", "5", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("One")
+
+
+def test_python_m_lmcore():
+    command = [sys.executable, "-m", "lmcore", "writeup", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == EXIT_USER_ERROR
+    assert "Traceback" not in done.stderr
+
+
+def test_tokenizer_there_and_back(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat with the hat\n" * 9)
+    folder = str(tmp_path / "tokenizer")
+    assert cli.main(["tokenizer", "train", str(tmp_path / "text.txt"), "--out", folder, "--vocab-size", "270"]) == 0
+    capsys.readouterr()
+    assert cli.main(["tokenizer", "encode", "--tokenizer", folder, "--text", "the hat"]) == 0
+    ids = capsys.readouterr().out.split()
+    assert 0 < len(ids) < len("the hat")
+    assert cli.main(["tokenizer", "decode", "--tokenizer", folder, *ids]) == 0
+    assert capsys.readouterr().out == "the hat\n"
+
+
+def test_doctor(capsys):
+    assert cli.main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"]["type"]
+
+
+def test_workbook_and_writeup(tmp_path, monkeypatch, capsys):
+    make_project(tmp_path, _01_good=["# 01 Good", parameters(), code(SVG)], _02_bad=["# 02", parameters(), code("1/0")])
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["workbook", "--notebooks", "01", "--parameters", "steps=4"]) == 0
+    output = capsys.readouterr().out
+    assert str(tmp_path / "runs" / "smoke" / "writeup" / "answers.pdf") in output
+    assert cli.main(["writeup", "runs/smoke", "--check"]) == 0
+    assert "1 notebooks, 1 figures" in capsys.readouterr().out
+    assert cli.main(["workbook"]) == cli.EXIT_FAILURE
+    assert "Notebook 02_bad failed at code cell 2" in capsys.readouterr().err
+    assert cli.main(["writeup", "runs/smoke"]) == 0
+    assert cli.main(["writeup", "runs/smoke", "--check"]) == EXIT_USER_ERROR

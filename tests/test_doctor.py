@@ -1,0 +1,76 @@
+"""lmcore doctor: what it finds must agree with the machine it runs on."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+
+from lmcore import doctor
+from lmcore.device import select_device
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    return doctor.examine(tmp_path_factory.mktemp("here"))
+
+
+def test_facts_are_this_machine(facts):
+    device, reason = select_device()
+    assert facts["python"]["version"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+    assert facts["torch"]["version"] == torch.__version__
+    assert (facts["device"]["type"], facts["device"]["reason"]) == (device.type, reason)
+    assert 0 < facts["disk_free_bytes"] <= shutil.disk_usage("/").total * 1000
+    assert facts["data"]["prepared"] == []
+
+
+def test_optional_parts_say_what_they_are_for(monkeypatch):
+    monkeypatch.setattr(doctor, "OPTIONAL_MODULES", {"json": ("a", "b"), "no_such_module": ("dreams", "sleep")})
+    monkeypatch.setattr(doctor, "OPTIONAL_PROGRAMS", {"no-such-program": ("more", "get it")})
+    parts = {part["name"]: part for part in doctor.optional_parts()}
+    assert [part["present"] for part in parts.values()] == [True, False, False]
+    assert parts["no_such_module"]["purpose"] == "dreams"
+
+
+def test_text_names_what_is_missing(facts):
+    part = {"name": "nsys", "present": False, "purpose": "profiling", "remedy": "install it"}
+    corpora = [
+        {"folder": "data/a", "train_tokens": 12345, "valid_tokens": 67, "error": None},
+        {"folder": "data/b", "error": "data/b/train.bin is too short."},
+    ]
+    data = {"prepared": corpora, "gpt2_tokenizer": {"present": False, "error": "it is not here"}}
+    text = doctor.as_text(facts | {"optional": [part], "data": data, "driver": "550.1"})
+    assert "missing; to get it: install it — for profiling" in text
+    assert "12,345 training and 67 validation tokens" in text
+    assert "data/b/train.bin is too short." in text
+    assert "missing: it is not here" in text
+    assert "driver 550.1" in text
+
+
+def test_json_is_the_same_facts(facts):
+    assert json.loads(doctor.as_json(facts)) == facts
+
+
+def test_damaged_corpus_is_reported(tmp_path):
+    (tmp_path / "data" / "broken").mkdir(parents=True)
+    (tmp_path / "data" / "broken" / "manifest.json").write_text("{")
+    (corpus,) = doctor.prepared_corpora(tmp_path / "data")
+    assert "manifest.json" in corpus["error"]
+
+
+def test_gpt2_tokenizer_is_looked_for_without_a_download(tmp_path, monkeypatch):
+    import pooch
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LMCORE_GPT2", raising=False)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(pooch, "retrieve", lambda *_, **__: pytest.fail("it tried to download"))
+    found = doctor.gpt2_tokenizer()
+    assert found["present"] is False
+    assert "LMCORE_GPT2" in found["error"]
+
+
+def test_gpt2_tokenizer_is_found(shared_data, monkeypatch):
+    monkeypatch.setenv("LMCORE_GPT2", str(shared_data / "gpt2"))
+    assert doctor.gpt2_tokenizer() == {"present": True, "error": None}

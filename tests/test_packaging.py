@@ -1,0 +1,189 @@
+"""What is committed beside the code: dependencies, pins, notebooks, hooks, commands."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+from nbstripout import strip_output
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from lmcore.notebook import (
+    CHECK_OUTPUT,
+    KEEP_OUTPUT,
+    check_parameters,
+    clean,
+    code_cells,
+    declared_parameters,
+    read_notebook,
+    tags,
+)
+from lmcore.parameters import find_notebooks, resolve_parameters
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SCALES = sorted(path.stem for path in (ROOT / "papermill_jobs" / "parameters").glob("*.yaml"))
+
+
+def requirements(*extras: str) -> list[Requirement]:
+    """Direct dependencies, with those of the extras."""
+    lines = PROJECT["dependencies"] + [line for e in extras for line in PROJECT["optional-dependencies"][e]]
+    return [Requirement(line) for line in lines]
+
+
+def pins() -> dict[str, str]:
+    """Versions in constraints.txt by package."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split("==") for line in lines if line.strip() and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def test_constraints_pin_every_dependency():
+    pinned = pins()
+    assert pinned["torch"] == "2.13.0"
+    for requirement in requirements("dev", "wikitext", "tensorboard"):
+        version = pinned[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), f"{requirement} against {version}"
+
+
+def test_constraints_hold_only_pins():
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        assert re.fullmatch(r"#.*|[a-z0-9-]+==[0-9][0-9a-z.]*", line), line
+
+
+def test_environment_yml_installs_what_pyproject_says():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+    python = next(item for item in environment["dependencies"] if str(item).startswith("python="))
+    wanted = Requirement(f"python{PROJECT['requires-python']}").specifier
+    assert wanted.contains(python.removeprefix("python=") + ".0")
+    (pip,) = (item["pip"] for item in environment["dependencies"] if isinstance(item, dict))
+    assert pip == ["-c constraints.txt", "-e .[dev]"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "install" in makefile
+    assert "-c constraints.txt -e '.[dev]'" in makefile
+    assert "dev" in PROJECT["optional-dependencies"]
+
+
+def imported_modules(folder: Path) -> set[str]:
+    """Top-level names that the Python files of a folder import."""
+    names = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize(
+    ("folder", "extras"), [("lmcore", ("wikitext", "tensorboard", "wandb", "dev")), ("tests", ("dev", "wikitext"))]
+)
+def test_every_import_is_declared(folder, extras):
+    declared = {canonicalize_name(requirement.name) for requirement in requirements(*extras)}
+    declared |= {"packaging", "lmcore"}  # packaging comes with pytest, which is what uses it here
+    distributions = metadata.packages_distributions()
+    own = {path.stem for path in (ROOT / folder).glob("*.py")}
+    for name in imported_modules(ROOT / folder) - set(sys.stdlib_module_names) - own - {"lmcore", "tiktoken_ext"}:
+        owners = {canonicalize_name(owner) for owner in distributions.get(name, [name])}
+        assert owners & declared, f"{folder} imports {name}, which pyproject.toml does not declare"
+
+
+def test_package_data_is_declared():
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    for package, files in tool["package-data"].items():
+        folder = ROOT / package.replace(".", "/")
+        others = {path.name for path in folder.iterdir() if path.is_file() and path.suffix != ".py"}
+        assert others == set(files)
+
+
+def test_hooks_have_the_pinned_versions():
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    revisions = {repo["repo"].rsplit("/", 1)[-1].removesuffix("-pre-commit"): repo["rev"] for repo in config["repos"]}
+    assert {name: rev.removeprefix("v") for name, rev in revisions.items()} == {
+        name: pins()[name] for name in ("ruff", "nbstripout")
+    }
+    checked = subprocess.run(
+        [sys.executable, "-m", "pre_commit", "validate-config", ROOT / ".pre-commit-config.yaml"], check=False
+    )
+    assert checked.returncode == 0
+
+
+def test_licence_is_mit():
+    assert PROJECT["license"] == {"text": "MIT"}
+    assert (ROOT / "LICENSE").read_text(encoding="utf-8").startswith("MIT License")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_says_what_python_it_needs(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    command = ["make", "-C", str(tmp_path), "workbook", "PYTHON="]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "No Python from 3.11 on" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_parameters_are_known_to_the_notebooks(scale):
+    if not NOTEBOOKS:
+        pytest.skip("there are no notebooks yet")
+    common = {"scale": scale, "data": "embedded", "out": "runs"}
+    resolved = resolve_parameters(ROOT, find_notebooks(ROOT), scale, {}, common)
+    assert set(resolved) == {path.stem for path in NOTEBOOKS}
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def notebook(request):
+    return request.param.stem, read_notebook(request.param)
+
+
+def test_notebook_declares_parameters(notebook):
+    name, content = notebook
+    known = declared_parameters(content, name)
+    assert known["scale"] == "smoke"
+    assert known["data"] == "embedded"
+    check_parameters(name, known, {"out": "anywhere"})
+
+
+def test_notebook_is_committed_clean(notebook):
+    _, content = notebook
+    stripped = strip_output(clean(content), keep_output=False, keep_count=False, keep_id=True)
+    assert stripped == content
+
+
+def test_kept_outputs_are_there_and_checked(notebook):
+    _, content = notebook
+    kept = [cell for _, cell in code_cells(content) if KEEP_OUTPUT in tags(cell)]
+    assert kept, "no cell has an output that nbval could check"
+    for cell in kept:
+        assert CHECK_OUTPUT in tags(cell), cell.source
+        assert cell.outputs, f"run `make refresh-notebooks`: {cell.source}"
+    for _, cell in code_cells(content):
+        assert KEEP_OUTPUT in tags(cell) or CHECK_OUTPUT not in tags(cell), cell.source
+
+
+def test_notebook_opens_with_what_it_is(notebook):
+    _, content = notebook
+    opening = content.cells[0]
+    assert opening.cell_type == "markdown"
+    assert opening.source.startswith("# ")
+    for word in ("learn", "minute", "problem"):
+        assert word in opening.source.lower(), f"the opening cell does not speak of {word}"
+
+
+def test_cells_have_identifiers(notebook):
+    _, content = notebook
+    identifiers = [cell.get("id") for cell in content.cells]
+    assert None not in identifiers
+    assert len(set(identifiers)) == len(identifiers)

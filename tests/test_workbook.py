@@ -1,0 +1,224 @@
+"""The headless run: what it executes, what it refuses, and what it says of a notebook that fails."""
+
+import ast
+import json
+import os
+import re
+import sys
+
+import nbformat
+import pytest
+from filelock import FileLock
+from notebook_projects import SVG, code, make_project, parameters
+
+from lmcore.errors import UserError
+from lmcore.notebook import declared_parameters, execution_fault, read_notebook
+from lmcore.parameters import parse_overrides
+from lmcore.report.verify import check_writeup
+from lmcore.workbook import refresh, run_workbook
+
+GOOD = {
+    "_01_first": [
+        "# 01 First",
+        parameters(),
+        code("import os, sys\nprint(sys.executable)", "show_stdout"),
+        code("(scale, data, out, steps, rates, os.environ['MPLBACKEND'])"),
+        code(SVG),
+    ],
+    "_02_second": ["# 02 Second", parameters("scale = 'smoke'\ndata = ''\nout = ''"), code("2 + 2"), code("")],
+}
+
+
+def results(path) -> list[str]:
+    """The text/plain results in a notebook."""
+    cells = [cell for cell in read_notebook(path).cells if cell.cell_type == "code"]
+    outputs = [output for cell in cells for output in cell.outputs]
+    return [output["data"]["text/plain"] for output in outputs if output.output_type == "execute_result"]
+
+
+@pytest.fixture(scope="module")
+def good_run(tmp_path_factory):
+    project = make_project(tmp_path_factory.mktemp("good"), "common: {}\n01_first: {rates: [2]}\n", **GOOD)
+    patch = pytest.MonkeyPatch()
+    patch.setenv("MPLBACKEND", "Agg")
+    patch.delenv("JUPYTER_PATH", raising=False)
+    yield run_workbook(project=project, out=project / "made", parameters={"steps": 7})
+    assert "JUPYTER_PATH" not in os.environ
+    patch.undo()
+
+
+def test_executes_all_notebooks_with_their_parameters(good_run):
+    assert [(outcome.name, outcome.state) for outcome in good_run.outcomes] == [
+        ("01_first", "done"),
+        ("02_second", "done"),
+    ]
+    assert good_run.failure is None
+    backend = "module://matplotlib_inline.backend_inline"
+    expected = ("smoke", "embedded", str(good_run.out.resolve()), 7, [2], backend)
+    (shown,) = results(good_run.out / "notebooks" / "01_first.ipynb")
+    assert ast.literal_eval(shown) == expected
+    assert results(good_run.out / "notebooks" / "02_second.ipynb") == ["4"]
+
+
+def test_runs_this_very_interpreter(good_run):
+    cells = read_notebook(good_run.out / "notebooks" / "01_first.ipynb").cells
+    text = "".join(o.text for cell in cells for o in cell.get("outputs", []) if o.output_type == "stream")
+    assert text.strip() == sys.executable
+
+
+def test_record_and_writeup(good_run):
+    record = json.loads((good_run.out / "workbook.json").read_text())
+    assert record["parameters"]["01_first"]["steps"] == 7
+    assert record["environment"]["python"]
+    found = check_writeup(good_run.out)
+    assert found["notebooks"] == 2
+    assert found["figures"] == 1
+    assert found["pages"] >= 3
+
+
+def run(project, **options):
+    return run_workbook(project=project, out=project / "made", **options)
+
+
+def test_failure_stops_but_is_written_up(tmp_path):
+    project = make_project(
+        tmp_path,
+        _01_first=["# 01 First", parameters(), code("'kept'")],
+        _02_second=["# 02 Second", parameters(), "## The bad part", code("raise ValueError('no such luck')")],
+        _03_third=["# 03 Third", parameters(), code("1")],
+    )
+    result = run(project)
+    assert [outcome.state for outcome in result.outcomes] == ["done", "failed", "not run"]
+    assert result.failure == (
+        "Notebook 02_second failed at code cell 2 (under “The bad part”): ValueError: no such luck."
+    )
+    assert execution_fault(read_notebook(project / "made" / "notebooks" / "02_second.ipynb"))[0] == 2
+    assert not (project / "made" / "notebooks" / "03_third.ipynb").exists()
+    page = result.html.read_text()
+    assert "kept" in page
+    assert "no such luck" in page
+    assert "Not run: 03_third." in page
+    assert result.pdf.read_bytes().startswith(b"%PDF")
+    with pytest.raises(UserError, match="02_second is not complete"):
+        check_writeup(project / "made")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("raise SystemExit(0)", "ended the notebook early"),
+        ("import os; os._exit(0)", "died"),
+    ],
+)
+def test_early_end_is_a_failure(tmp_path, source, words):
+    project = make_project(tmp_path, _01_first=["# 01", parameters(), code(source), code("1"), code("2")])
+    result = run(project)
+    assert result.outcomes[0].state == "failed"
+    assert re.search(words, result.failure), result.failure
+
+
+@pytest.mark.parametrize(
+    ("scale", "options", "words"),
+    [
+        ("common: {stepz: 3}", {}, "01_first has no parameter 'stepz'; its parameters are scale, data, out, steps"),
+        ("01_first: {steps: many}", {}, "'steps' of notebook 01_first must be of type int, not 'many'"),
+        ("01_first: {steps: true}", {}, "must be of type int, not True"),
+        ("07_none: {steps: 1}", {}, "'07_none' names no notebook"),
+        ("01_first: 3", {}, "must be a mapping"),
+        ("common: {", {}, "is not YAML"),
+        ("common: {}", {"parameters": {"step": 3}}, "No notebook has a parameter 'step'"),
+        ("common: {}", {"scale": "huge"}, "no scale 'huge'.*choose one of smoke"),
+        ("common: {}", {"notebooks": ["09"]}, "no notebook '09'; there are 01_first"),
+        ("common: {}", {"data": "nowhere/at/all"}, "no file or folder nowhere/at/all"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(tmp_path, scale, options, words):
+    project = make_project(tmp_path, scale, _01_first=[parameters(), code("1")])
+    with pytest.raises(UserError, match=words):
+        run(project, **options)
+    assert not (project / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        (code("steps = 3"), "must carry the tag 'parameters'"),
+        (parameters("steps = 3\nrates = [0.1 * 2]"), "line 2 of the parameters cell must be `name = literal`"),
+        (parameters("import os"), "not 'import os'"),
+        (parameters("a = b = 3\nc = int('3')"), 'not "c = int'),
+        (parameters("steps ="), "line 1 of the parameters cell is not Python"),
+    ],
+)
+def test_parameters_cell_rules(cell, words):
+    with pytest.raises(UserError, match=words):
+        declared_parameters(nbformat.v4.new_notebook(cells=[cell]), "01_first")
+
+
+def test_declared_parameters():
+    cell = parameters("# a comment\nsteps: int = -3  # why\nname = 'x'\npair = (1, None)")
+    assert declared_parameters(nbformat.v4.new_notebook(cells=[cell]), "x") == {
+        "steps": -3,
+        "name": "x",
+        "pair": (1, None),
+    }
+
+
+def executed(*counts) -> nbformat.NotebookNode:
+    """A notebook whose cells have these execution counts."""
+    cells = [code("1") for _ in counts]
+    for cell, count in zip(cells, counts, strict=True):
+        cell.execution_count = count
+    return nbformat.v4.new_notebook(cells=cells)
+
+
+def test_cells_must_have_run_in_order():
+    assert execution_fault(executed(1, 2, 3)) is None
+    assert execution_fault(executed(1, None, 2)) == (2, "the cell was not run")
+    assert execution_fault(executed(1, 3, 2)) == (3, "the cell was run out of order")
+
+
+def test_two_processes_in_one_folder(tmp_path):
+    project = make_project(tmp_path, _01_first=[parameters(), code("1")])
+    (project / "made").mkdir()
+    with FileLock(project / "made" / ".workbook.lock"), pytest.raises(UserError, match="Another process"):
+        run(project)
+
+
+def test_refresh_rewrites_only_kept_outputs(tmp_path):
+    project = make_project(
+        tmp_path,
+        _01_first=[
+            "# 01",
+            parameters(),
+            code("steps * 2", "keep_output", "nbval-check-output"),
+            code("steps * 3"),
+        ],
+    )
+    path = project / "notebooks" / "01_first.ipynb"
+    assert refresh(project) == [path]
+    assert results(path) == ["6"]
+    kept = read_notebook(path).cells[2]
+    assert kept.execution_count is None
+    assert kept.metadata.tags == ["keep_output", "nbval-check-output"]
+    assert refresh(project) == []
+
+
+def test_refresh_leaves_a_failing_notebook_alone(tmp_path):
+    project = make_project(tmp_path, _01_first=["# 01", parameters(), code("1 / 0", "keep_output")])
+    before = (project / "notebooks" / "01_first.ipynb").read_bytes()
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        refresh(project)
+    assert (project / "notebooks" / "01_first.ipynb").read_bytes() == before
+
+
+def test_overrides_are_read_as_literals():
+    assert parse_overrides(["a=3", "b=1e-3", "c=true", "d=[1, 2]", "e=text", "f=None"]) == {
+        "a": 3,
+        "b": 1e-3,
+        "c": True,
+        "d": [1, 2],
+        "e": "text",
+        "f": None,
+    }
+    with pytest.raises(UserError, match="name=value"):
+        parse_overrides(["steps"])

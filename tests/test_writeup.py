@@ -1,0 +1,313 @@
+"""The writeup from executed notebooks, and answers and their wording."""
+
+import base64
+import json
+import re
+import zlib
+
+import nbformat
+import pypdf
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from lmcore.errors import UserError
+from lmcore.report import answers
+from lmcore.report.document import plain_text, shorten
+from lmcore.report.source import show_source
+from lmcore.report.verify import check_writeup
+from lmcore.report.writeup import break_lines, spell_out, write_writeup
+
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="300" height="90"><rect width="9" height="9"/></svg>'
+
+
+def tiny_png() -> bytes:
+    """A white picture of 2 by 2 points."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+    header = bytes([0, 0, 0, 2, 0, 0, 0, 2, 8, 0, 0, 0, 0])
+    rows = zlib.compress(b"\x00\xff\xff" * 2)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def table(columns: int) -> str:
+    """A table as pandas renders it."""
+    head = "".join(f"<th>column_{i}</th>" for i in range(columns))
+    row = "".join(f"<td>-{i}.123456</td>" for i in range(columns))
+    return (
+        f"<div><style>td {{}}</style><table><thead><tr>{head}</tr></thead><tbody><tr>{row}</tr></tbody></table></div>"
+    )
+
+
+def display(data: dict, **metadata) -> nbformat.NotebookNode:
+    return new_output("display_data", data, metadata=metadata)
+
+
+def stream(text: str, name: str = "stdout") -> nbformat.NotebookNode:
+    return new_output("stream", name=name, text=text)
+
+
+def cell(*outputs, tags=(), source="hidden_source_code = 1", **metadata) -> nbformat.NotebookNode:
+    return new_code_cell(
+        source, outputs=list(outputs), execution_count=1, metadata={"tags": ["parameters", *tags], **metadata}
+    )
+
+
+def show(thing) -> nbformat.NotebookNode:
+    """The output that IPython makes of an object."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    data, metadata = InteractiveShell.instance().display_formatter.format(thing)
+    return new_output("display_data", data, metadata=metadata)
+
+
+def executed_workbook(folder, state="done", **notebooks):
+    """A workbook folder with these notebooks as if they had been executed."""
+    (folder / "notebooks").mkdir(parents=True)
+    entries = []
+    for name, cells in notebooks.items():
+        made = [new_markdown_cell(c) if isinstance(c, str) else c for c in cells]
+        for number, code in enumerate((c for c in made if c.cell_type == "code"), 1):
+            code.execution_count = number
+        nbformat.write(new_notebook(cells=made), folder / "notebooks" / f"{name.lstrip('_')}.ipynb")
+        entries.append({"name": name.lstrip("_"), "state": state, "seconds": 1.5})
+    environment = {"python": "3.11", "device": "CPU", "git_commit": "abcdef1234567890", "time_utc": "2026-01-01"}
+    record = {"scale": "smoke", "data": "embedded", "environment": environment, "notebooks": entries}
+    (folder / "workbook.json").write_text(json.dumps(record))
+    return folder
+
+
+FIRST = [
+    "# 01 Build\n\nThe sigmoid $\\sigma(x) = \\frac{1}{1 + e^{-x}}$, see [training](02_train.ipynb), "
+    "[below](#Wide-Table) and [nowhere](#gone).\n- a list\n\n"
+    "$$\\text{softmax}(v)_i = \\frac{e^{v_i}}{\\sum_j e^{v_j}}$$\n\n"
+    "\\begin{align}\na &= b \\\\\nc &= d\n\\end{align}\n\n![a remote picture](https://example.org/x.png)",
+    cell(
+        display({"image/svg+xml": SVG, "text/plain": "<Figure>"}, **{"image/svg+xml": {"caption": "Loss by $\\theta$"}})
+    ),
+    cell(display({"image/png": base64.b64encode(tiny_png()).decode()}), caption="A caption of the cell"),
+    "## Wide Table",
+    cell(display({"text/html": table(18), "text/plain": "x"})),
+    cell(display({"text/html": table(3), "text/plain": "x"})),
+    cell(stream("never shown"), stream("warning!", "stderr")),
+    cell(stream("\x1b[31mred\x1b[0m 10%\r99% こ\n" + "w" * 300), tags=["show_stdout"]),
+    cell(display({"text/plain": "[<matplotlib.lines.Line2D at 0x7f0000000000>]"})),
+    cell(show(show_source(tiny_png))),
+    cell(display({"text/plain": "left out"}), tags=["remove_output"]),
+    cell(show(answers.answer("transformer_accounting (a)", "There are **1.64 billion** parameters."))),
+    cell(show(answers.answer("transformer_accounting (b)", "| part | share |\n|---|---|\n| ffn | 60% |"))),
+    cell(show(answers.answer("transformer_accounting (b)", "Again."))),
+]
+SECOND = ["# 02 Train\n\nBack to [the table](01_build.ipynb#Wide-Table).", cell(show(answers.answer("adamw", "Done.")))]
+
+
+@pytest.fixture(scope="module")
+def writeup(tmp_path_factory):
+    out = executed_workbook(tmp_path_factory.mktemp("workbook") / "out", _01_build=FIRST, _02_train=SECOND)
+    html, pdf = write_writeup(out)
+    return out, html.read_text(encoding="utf-8"), pdf
+
+
+def pdf_text(pdf) -> str:
+    return " ".join(page.extract_text() for page in pypdf.PdfReader(pdf).pages)
+
+
+def test_check_counts_what_is_there(writeup):
+    found = check_writeup(writeup[0])
+    assert {key: found[key] for key in ("notebooks", "figures")} == {"notebooks": 2, "figures": 2}
+
+
+def test_math_is_rendered(writeup):
+    _, html, pdf = writeup
+    assert html.count("<math") == 4  # two formulas, the environment, and one in a caption
+    for text in (re.sub(r"<annotation.*?</annotation>", "", html, flags=re.DOTALL), pdf_text(pdf)):
+        assert not re.search(r"\\(frac|sigma|begin|text|sum|theta)", text)
+
+
+def test_code_and_unasked_prints_are_hidden(writeup):
+    _, html, pdf = writeup
+    for text in (html, pdf_text(pdf)):
+        for hidden in ("hidden_source_code", "never shown", "warning!", "Line2D", "left out", "IHDR"):
+            assert hidden not in text
+
+
+def test_printed_text_is_cleaned(writeup):
+    _, html, pdf = writeup
+    assert "99% こ" in html
+    assert "10%" not in html
+    assert "[31m" not in html
+    assert "U+3053" in pdf_text(pdf)
+
+
+def test_captions_and_pictures(writeup):
+    _, html, pdf = writeup
+    assert html.count("<figcaption") == 2
+    assert "A caption of the cell" in html
+    assert "A caption of the cell" in pdf_text(pdf)
+    assert "<em>a remote picture</em>" in html
+    assert "example.org" not in html
+
+
+def test_links_lead_to_places_in_the_page(writeup):
+    _, html, _ = writeup
+    targets = set(re.findall(r'href="#([^"]*)"', html))
+    identifiers = re.findall(r' id="([^"]*)"', html)
+    assert targets <= set(identifiers)
+    assert len(identifiers) == len(set(identifiers))
+    assert {"01_build", "02_train", "01_build-wide-table", "answer-02_train-adamw"} <= targets
+    assert "nowhere" in html
+
+
+def test_answers_are_marked_and_listed(writeup):
+    _, html, pdf = writeup
+    assert html.count('class="answer"') == 4
+    assert "Answer — transformer_accounting (a)." in html
+    listed = re.search(r'<section id="problems">.*?</section>', html, re.DOTALL)[0]
+    assert "transformer_accounting" in listed
+    assert "adamw" in listed
+    assert listed.count("href=") == 6
+    assert "1.64 billion" in pdf_text(pdf)
+
+
+def test_provenance_heads_the_page(writeup):
+    _, html, pdf = writeup
+    for text in (html, pdf_text(pdf)):
+        for fact in ("smoke", "embedded", "abcdef123456", "CPU"):
+            assert fact in text
+
+
+def text_sizes(pdf) -> dict[str, float]:
+    """Heights of the pieces of text in a PDF, in points."""
+    sizes: dict[str, float] = {}
+
+    def visit(text, matrix, position, font, size):
+        sizes[text.strip()] = size * abs(position[3]) * abs(matrix[3])
+
+    for page in pypdf.PdfReader(pdf).pages:
+        page.extract_text(visitor_text=visit)
+    return sizes
+
+
+def test_wide_tables_are_set_smaller_and_stay_on_the_page(writeup):
+    sizes = text_sizes(writeup[2])
+    wide = next(size for text, size in sizes.items() if "column_17" in text)
+    usual = next(size for text, size in sizes.items() if "billion" in text)
+    assert wide < 0.7 * usual
+
+
+def test_nothing_from_outside(writeup):
+    assert not re.search(r'(src|href)="(?!data:|#)', writeup[1])
+
+
+def change(out, name, replace):
+    """A copy of the writeup with one file changed."""
+    file = out / "writeup" / name
+    file.write_bytes(replace(file.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("name", "replace", "words"),
+    [
+        ("answers.html", lambda b: b.replace(b"<img", b"<imk", 1), "shows 1 of 2 figures"),
+        ("answers.html", lambda b: b.replace(b'id="02_train"', b"", 1), "lacks the part '02_train'"),
+        ("answers.html", lambda b: b.replace(b'class="answer"', b'class="failure"', 1), "failed cell"),
+        ("answers.html", lambda b: b + b'<span class="math inline">\\frac{1}{2}</span>', "raw LaTeX"),
+        ("answers.html", lambda b: b + b'<script src="https://cdn/x.js"></script>', "needs https://cdn/x.js"),
+        ("answers.pdf", lambda b: b[:1000], "not a sound PDF"),
+    ],
+)
+def test_check_finds_damage(tmp_path, name, replace, words):
+    out = executed_workbook(tmp_path / "out", _01_build=FIRST[:3], _02_train=SECOND)
+    write_writeup(out)
+    check_writeup(out)
+    change(out, name, replace)
+    with pytest.raises(UserError, match=words):
+        check_writeup(out)
+
+
+def test_check_finds_missing_files_and_failures(tmp_path):
+    out = executed_workbook(tmp_path / "out", state="failed", _02_train=SECOND)
+    with pytest.raises(UserError, match=r"lacks .*answers\.html"):
+        check_writeup(out)
+    for entry in (record := json.loads((out / "workbook.json").read_text()))["notebooks"]:
+        entry |= {"cell": 1, "heading": None, "error": "ValueError: no"}
+    (out / "workbook.json").write_text(json.dumps(record))
+    write_writeup(out)
+    with pytest.raises(UserError, match="02_train is not complete"):
+        check_writeup(out)
+
+
+def test_no_workbook_there(tmp_path):
+    with pytest.raises(UserError, match=r"workbook\.json"):
+        write_writeup(tmp_path)
+
+
+def test_error_is_shown_plainly(tmp_path):
+    error = new_output(
+        "error", ename="ValueError", evalue="bad luck", traceback=["\x1b[31mValueError\x1b[0m: bad luck"]
+    )
+    out = executed_workbook(tmp_path / "out", _01_build=["# 01 Build", "## Here", cell(error)])
+    html, _ = write_writeup(out)
+    text = html.read_text()
+    assert 'class="failure"' in text
+    assert "failed at code cell 1 under “Here”" in text
+    assert "bad luck" in text
+    assert "\x1b" not in text
+
+
+def test_text_helpers():
+    assert plain_text("a\rb\x1b[0m\nc\x00\t|") == "b\nc␀  |"
+    assert shorten("\n".join("abcdef"), 4) == "a\nb\n… 2 lines left out …\ne\nf"
+    assert shorten("a\nb", 4) == "a\nb"
+    assert break_lines("abcdef\n\ngh", 4) == "abcd\nef\n\ngh"
+    assert spell_out("≥ × θ — “x” … 世\U000e0061") == "≥ × θ — “x” … ⟨U+4E16⟩"
+
+
+def test_answer():
+    shown = answers.answer("adamwAccounting (b)", "  About 3.")
+    assert shown.data == "**Answer — adamwAccounting (b).** About 3."
+    assert shown.metadata[answers.METADATA_KEY] == {"problem": "adamwAccounting", "part": "b"}
+    assert answers.answer("adamw", "- one\n- two").data.startswith("**Answer — adamw.**\n\n- one")
+    with pytest.raises(UserError, match="empty"):
+        answers.answer("adamw", "  ")
+    with pytest.raises(UserError, match="named like"):
+        answers.answer("(b)", "x")
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "text"),
+    [
+        (answers.format_count, 5, "5"),
+        (answers.format_count, 12345, "12,345"),
+        (answers.format_count, 999_999, "1.00 million"),
+        (answers.format_count, 1_640_000_000, "1.64 billion"),
+        (answers.format_count, 2.5, "2.50"),
+        (answers.format_bytes, 999, "999 bytes"),
+        (answers.format_bytes, 999_999, "1.00 MB"),
+        (answers.format_bytes, 6.55e9, "6.55 GB"),
+        (answers.format_seconds, 0, "0 s"),
+        (answers.format_seconds, 3.5e-4, "350 µs"),
+        (answers.format_seconds, 0.0123, "12.3 ms"),
+        (answers.format_seconds, 0.9999, "1.00 s"),
+        (answers.format_seconds, 59.96, "1 min"),
+        (answers.format_seconds, 200, "3 min 20 s"),
+        (answers.format_seconds, 18720, "5 h 12 min"),
+        (answers.format_seconds, 8e5, "9.26 days"),
+        (answers.format_percent, 0.1234, "12.3%"),
+        (answers.format_significant, 0.000123456, "0.000123"),
+        (answers.format_significant, 0.9996, "1.00"),
+        (answers.join_words, ["a"], "a"),
+        (answers.join_words, ["a", "b", "c"], "a, b and c"),
+    ],
+)
+def test_wording(function, value, text):
+    assert function(value) == text
+
+
+@given(st.floats(1e-9, 1e15))
+def test_significant_digits_keep_the_value(value):
+    shown = float(answers.format_significant(value, 4).replace(",", ""))
+    assert shown == pytest.approx(value, rel=6e-4)
