@@ -15,5 +15,8 @@ EXIT_USER_ERROR = 2
 EXIT_DIVERGED = 3
 """Exit code of a training run that stopped at a loss or gradient that is not finite."""
 
+EXIT_OUT_OF_MEMORY = 4
+"""Exit code of a training run whose model or batch did not fit into the device's memory."""
+
 EXIT_INTERRUPTED = 75
 """Exit code of a run that was stopped by a signal (SIGINT, SIGTERM, SIGUSR1), saved itself and can be resumed."""

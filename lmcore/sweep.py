@@ -10,13 +10,13 @@ import torch
 
 from lmcore.config import TrainConfig, from_dict, to_dict
 from lmcore.data import open_data
-from lmcore.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, UserError
+from lmcore.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, UserError
 from lmcore.files import read_json, write_json
 from lmcore.progress import Progress
 from lmcore.run import RunBusy, RunFolder
 
 SECONDS_BETWEEN_LOOKS = 0.5
-FINISHED = ("complete", "diverged")
+FINISHED = ("complete", "diverged", "out of memory")
 
 
 def is_finished(config: TrainConfig, run: RunFolder) -> bool:
@@ -64,10 +64,9 @@ def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: 
     logs = [RunFolder(folder / f".worker{index}") for index in range(min(workers, len(open_runs)))]
     children = [_start(["sweep", str(folder)], log, gpu=index) for index, log in enumerate(logs)]
     progress = Progress(len(runs), folder.name, unit="run", start=len(runs) - len(open_runs))
-    while any(child.poll() is None for child in children):
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+    while any(child.poll() is None for child in children) or any(run.is_busy() for run in folders.values()):
+        time.sleep(SECONDS_BETWEEN_LOOKS)  # a run may also be in the hands of a worker of an earlier call
         progress.update(sum(run.status()["state"] in FINISHED for run in folders.values()))
-    progress.update(sum(run.status()["state"] in FINISHED for run in folders.values()))
     progress.close()
     for child, log in zip(children, logs, strict=True):
         _check(child.returncode, log)
@@ -134,7 +133,7 @@ def _follow(run: RunFolder, steps: int, child: subprocess.Popen | None) -> None:
 
 
 def _check(code: int, run: RunFolder) -> None:
-    if code in (0, EXIT_DIVERGED):
+    if code in (0, EXIT_DIVERGED, EXIT_OUT_OF_MEMORY):
         return
     if code == EXIT_INTERRUPTED:
         raise UserError(

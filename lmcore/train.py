@@ -33,7 +33,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended: state complete, interrupted or diverged, after `step` steps; losses in nats per token."""
+    """How a run ended: complete, interrupted, diverged or out of memory, after `step` steps; nats per token."""
 
     state: str
     step: int
@@ -54,7 +54,8 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
 
     Resumes from the last good checkpoint; a complete run with the same configuration and data is returned as it is.
     SIGINT, SIGTERM and SIGUSR1 end the current step, save and return with state "interrupted". A loss that is not
-    finite returns with state "diverged", the last good checkpoint kept. Raises `UserError` for a folder of another
+    finite returns with state "diverged", the last good checkpoint kept; too large a model or batch for the device
+    with "out of memory". Raises `UserError` for a folder of another
     configuration, a folder in use, data that does not fit the model, or a device that is not there.
     """
     device, _ = select_device(config.device)
@@ -127,7 +128,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
         if config.compile:
             torch.compiler.reset()  # a sweep's runs share a process, and PyTorch limits recompilations of one function
-        self.loss_function = torch.compile(self._loss) if config.compile else self._loss
+        self.loss_function = torch.compile(self._loss, dynamic=False) if config.compile else self._loss
         self.step = 0
         self.seconds = 0.0
         self.valid_loss: float | None = None
@@ -169,6 +170,8 @@ class Trainer:
             return self._end("complete")
         except Diverged as error:
             return self._end("diverged", reason=str(error), diverged_at_step=error.step, lr=error.learning_rate)
+        except torch.OutOfMemoryError as error:
+            return self._end("out of memory", reason=str(error).splitlines()[0])
         finally:
             progress.close()
             for tracker in trackers:

@@ -1,0 +1,113 @@
+"""Training recipes by name, and the studies that vary one setting of a recipe (CSE599-O A1 section 7.2)."""
+
+import math
+from collections.abc import Sequence
+
+from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace, require
+
+HANDOUT_STEPS = 5000
+"""The budget of CSE599-O A1 part 2: 32 sequences of 256 tokens, 5,000 times."""
+
+HANDOUT = TrainConfig(
+    model=model_config("tinystories", vocab_size=50257, context_length=256),
+    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=200, weight_decay=0.1),
+    batch_size=32,
+    steps=HANDOUT_STEPS,
+    log_interval=20,
+    checkpoint_interval=2500,
+    precision="bf16",
+    compile=True,
+)
+
+# From here on, what a corpus of 7.8 million tokens asks for: it is read several times, so regularization pays.
+REGULARIZED = replace(HANDOUT, sampling="epoch", optimizer__learning_rate=2e-3, optimizer__weight_decay=1.0)
+TIED = replace(REGULARIZED, model__tie_embeddings=True)
+BEST_AT_BUDGET = replace(TIED, optimizer__name="muon", optimizer__learning_rate=5e-3, optimizer__weight_decay=0.5)
+
+RECIPES: dict[str, TrainConfig] = {
+    "smoke": TrainConfig(
+        model=model_config("smoke", vocab_size=512, context_length=64),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20),
+        batch_size=16,
+        steps=200,
+        log_interval=10,
+        eval_interval=40,
+        checkpoint_interval=100,
+    ),
+    "laptop": TrainConfig(
+        model=model_config("laptop", vocab_size=4096, context_length=128),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100),
+        batch_size=32,
+        steps=2000,
+        eval_interval=200,
+        checkpoint_interval=500,
+    ),
+    "handout": HANDOUT,
+    "regularized": REGULARIZED,
+    "tied": TIED,
+    "best-at-budget": BEST_AT_BUDGET,
+    "ten-minutes": replace(
+        BEST_AT_BUDGET,
+        model__dropout=0.2,
+        optimizer__learning_rate=4e-3,
+        optimizer__weight_decay=1.0,
+        optimizer__warmup_steps=300,
+        batch_size=64,
+        steps=24_000,
+        log_interval=50,
+        eval_interval=1500,
+        checkpoint_interval=6000,
+    ),
+    # 327,680,000 tokens of the whole TinyStories corpus, which is read less than once: nothing to regularize
+    "full-corpus": replace(
+        BEST_AT_BUDGET, optimizer__weight_decay=0.1, batch_size=64, steps=20_000, eval_interval=1000
+    ),
+}
+"""`lmcore train --preset NAME`; smoke and laptop run on a CPU, the others are meant for a GPU."""
+
+
+def recipe(name: str, data: str, vocab_size: int, steps: int | None = None) -> TrainConfig:
+    """The named recipe on a prepared corpus with this vocabulary, if given with other `steps`.
+
+    Intervals and warm-up shrink with the steps. Raises `UserError` on an unknown name.
+    """
+    require(name in RECIPES, f"There is no recipe {name!r}; choose one of {', '.join(RECIPES)}.")
+    config = replace(RECIPES[name], data=data, model__vocab_size=vocab_size)
+    return config if steps is None else with_steps(config, steps)
+
+
+def with_steps(config: TrainConfig, steps: int) -> TrainConfig:
+    """The same run in `steps` steps: warm-up and the intervals between lines, evaluations and saves in proportion."""
+    require(isinstance(steps, int) and steps > 0, f"steps must be a positive whole number, not {steps!r}.")
+
+    def scaled(value: int) -> int:
+        return max(1, round(value * steps / config.steps))
+
+    return replace(
+        config,
+        steps=steps,
+        log_interval=scaled(config.log_interval),
+        eval_interval=scaled(config.eval_interval),
+        checkpoint_interval=scaled(config.checkpoint_interval),
+        optimizer__warmup_steps=scaled(config.optimizer.warmup_steps),
+    )
+
+
+def learning_rate_runs(base: TrainConfig, learning_rates: Sequence[float]) -> dict[str, TrainConfig]:
+    """`base` once for each learning rate, all else equal (problem *learning_rate*)."""
+    return {f"lr_{rate:g}": replace(base, optimizer__learning_rate=rate) for rate in learning_rates}
+
+
+def batch_size_runs(base: TrainConfig, batch_sizes: Sequence[int], tokens: int) -> dict[str, TrainConfig]:
+    """`base` with each batch size on the same number of tokens (problem *batch_size_experiment*).
+
+    The learning rate grows with the square root of the batch size, which keeps the noise of Adam's updates alike
+    (Malladi et al. 2022), but not beyond `base`'s.
+    """
+    runs = {}
+    for batch_size in batch_sizes:
+        steps = max(1, tokens // (batch_size * base.model.context_length))
+        scale = min(1.0, math.sqrt(batch_size / base.batch_size))
+        config = replace(base, batch_size=batch_size, optimizer__learning_rate=base.optimizer.learning_rate * scale)
+        runs[f"batch_{batch_size}"] = with_steps(config, steps)
+    return runs
