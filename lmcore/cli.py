@@ -14,7 +14,7 @@ import tyro
 
 from lmcore import cli_data
 from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config, require
-from lmcore.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from lmcore.errors import EXIT_CODES, EXIT_USER_ERROR, UserError
 from lmcore.files import read_json
 
 EXIT_FAILURE, EXIT_CTRL_C = 1, 130
@@ -44,8 +44,8 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
     ) -> int:
         """Train a model into a run folder, or go on with the run that is there.
 
-        The options override the settings of --preset or --config. Exit codes: 0 complete, 3 diverged, 75 stopped by
-        a signal, saved, ready to go on.
+        The options override the settings of --preset or --config. Exit codes: 0 complete, 3 diverged, 4 out of
+        memory, 75 stopped by a signal, saved, ready to go on.
 
         Args:
             run: Run folder.
@@ -58,7 +58,7 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
         result = train(settings, run)
         loss = "" if result.valid_loss is None else f", validation loss {result.valid_loss:.4f} nats per token"
         print(f"{run}: {result.state} at step {result.step}{loss}.")
-        return {"diverged": EXIT_DIVERGED, "interrupted": EXIT_INTERRUPTED}.get(result.state, 0)
+        return EXIT_CODES[result.state]
 
     return train
 
@@ -154,7 +154,9 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False) -> 
 
 def preset_config(name: str) -> TrainConfig:
     """The recipe of that name, else the defaults with the model size of that name."""
-    presets = {size: TrainConfig(model=model_config(size)) for size in MODEL_SIZES}
+    from lmcore.recipes import RECIPES
+
+    presets = {size: TrainConfig(model=model_config(size)) for size in MODEL_SIZES} | RECIPES
     require(name in presets, f"There is no preset {name!r}; choose one of {', '.join(presets)}.")
     return presets[name]
 

@@ -20,3 +20,11 @@ EXIT_OUT_OF_MEMORY = 4
 
 EXIT_INTERRUPTED = 75
 """Exit code of a run that was stopped by a signal (SIGINT, SIGTERM, SIGUSR1), saved itself and can be resumed."""
+
+EXIT_CODES = {
+    "complete": 0,
+    "diverged": EXIT_DIVERGED,
+    "out of memory": EXIT_OUT_OF_MEMORY,
+    "interrupted": EXIT_INTERRUPTED,
+}
+"""Exit code of `lmcore train` for each state in which a run can end."""
