@@ -151,6 +151,7 @@ class TrainConfig:
         for name in ("batch_size", "steps", "log_interval", "eval_interval", "eval_batch_size", "checkpoint_interval"):
             value = getattr(self, name)
             require(isinstance(value, int) and value > 0, f"{name} must be a positive whole number, not {value!r}.")
+        require(self.seed >= 0, f"seed must not be negative, not {self.seed}.")
         require(self.keep_checkpoints >= 1, f"keep_checkpoints must be at least 1, not {self.keep_checkpoints}.")
         require_choices(self)
 
@@ -178,6 +179,7 @@ class GenerateConfig:
         )
         require(self.temperature >= 0, f"temperature must be 0 (greedy) or positive, not {self.temperature}.")
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}.")
+        require(self.seed >= 0, f"seed must not be negative, not {self.seed}.")
         require(self.top_k is None or self.top_k >= 1, f"top_k must be at least 1 or None, not {self.top_k}.")
 
 

@@ -13,3 +13,12 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no real corpora here: set LMCORE_TEST_DATA to a folder with tinystories/ and gpt2/")
     return folder
+
+
+@pytest.fixture(scope="session")
+def embedded_data(tmp_path_factory) -> Path:
+    """A small prepared corpus of the embedded stories with a vocabulary of at most 300."""
+    from lmcore.data import CorpusConfig, prepare
+
+    folder = tmp_path_factory.mktemp("embedded")
+    return prepare("embedded", "bpe:300", folder, CorpusConfig(num_documents=200), progress=False).folder

@@ -1,0 +1,51 @@
+import math
+
+import pytest
+
+from lmcore.config import TrainConfig
+from lmcore.errors import UserError
+from lmcore.recipes import HANDOUT_STEPS, RECIPES, batch_size_runs, learning_rate_runs, recipe, with_steps
+
+HANDOUT_TOKENS = 32 * 256 * HANDOUT_STEPS
+AT_BUDGET = ("handout", "regularized", "tied", "best-at-budget")
+
+
+@pytest.mark.parametrize("name", AT_BUDGET)
+def test_the_handouts_budget_and_model(name):
+    config = RECIPES[name]
+    model = config.model
+    assert config.steps * config.tokens_per_step == HANDOUT_TOKENS == 40_960_000
+    assert (model.d_model, model.d_ff, model.num_layers, model.num_heads) == (512, 1344, 4, 16)
+    assert (model.context_length, model.vocab_size, model.rope_theta) == (256, 50257, 10_000)
+
+
+def test_the_full_corpus_recipe_sees_the_tokens_of_part_one():
+    config = RECIPES["full-corpus"]
+    assert config.steps * config.tokens_per_step == 327_680_000
+
+
+def test_a_recipe_takes_data_vocabulary_and_steps():
+    config = recipe("handout", "somewhere", 400, steps=50)
+    assert (config.data, config.model.vocab_size, config.steps) == ("somewhere", 400, 50)
+    assert config.optimizer.warmup_steps == 2
+    assert config.optimizer.cosine_steps is None
+    with pytest.raises(UserError, match="There is no recipe 'x'; choose one of smoke"):
+        recipe("x", "somewhere", 400)
+    with pytest.raises(UserError, match="steps must be"):
+        with_steps(config, 0)
+
+
+def test_studies_change_one_thing():
+    base = RECIPES["handout"]
+    runs = learning_rate_runs(base, [1e-4, 1e-1])
+    assert list(runs) == ["lr_0.0001", "lr_0.1"]
+    assert runs["lr_0.1"].optimizer.learning_rate == 0.1
+    assert runs["lr_0.1"].model == base.model
+    sizes = batch_size_runs(base, [1, 32, 128], tokens=256 * 1280)
+    assert [config.steps for config in sizes.values()] == [1280, 40, 10]
+    rates = [config.optimizer.learning_rate / base.optimizer.learning_rate for config in sizes.values()]
+    assert rates == pytest.approx([math.sqrt(1 / 32), 1, 1])
+
+
+def test_recipes_are_configs():
+    assert all(isinstance(config, TrainConfig) for config in RECIPES.values())

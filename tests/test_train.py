@@ -1,0 +1,283 @@
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import lmcore.train
+from lmcore.checkpoint import digest, load_model, read_checkpoint
+from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
+from lmcore.data import open_data
+from lmcore.errors import EXIT_INTERRUPTED, UserError
+from lmcore.files import read_json, write_json
+from lmcore.functional import cross_entropy
+from lmcore.run import RunBusy, RunFolder
+from lmcore.train import Trainer, train
+
+TIMES = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}
+
+
+@pytest.fixture
+def config(embedded_data) -> TrainConfig:
+    """A run of twelve steps with dropout, so that the state of the generators matters."""
+    return TrainConfig(
+        model=model_config("smoke", vocab_size=300, context_length=16, d_model=16, num_heads=2, d_ff=24, dropout=0.1),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=3),
+        data=str(embedded_data),
+        batch_size=4,
+        steps=12,
+        log_interval=3,
+        eval_interval=4,
+        checkpoint_interval=5,
+        eval_batch_size=64,
+        device="cpu",
+    )
+
+
+@pytest.fixture(autouse=True)
+def short_validation(monkeypatch, embedded_data):
+    """The first 700 tokens of the validation split are enough here."""
+
+    def opened(folder):
+        data = open_data(folder)
+        object.__setattr__(data, "valid", data.valid[:700])
+        return data
+
+    monkeypatch.setattr(lmcore.train, "open_data", opened)
+
+
+def stop_after(monkeypatch, step: int) -> None:
+    """Sends this process SIGTERM at the end of the given step."""
+    original = Trainer.train_step
+
+    def train_step(self):
+        original(self)
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+
+
+def weights(run: RunFolder) -> str:
+    return digest(load_model(run.checkpoint_folder / "last.safetensors").state_dict())
+
+
+def lines_without_times(run: RunFolder) -> list[dict]:
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in run.metrics_lines()]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("step", [1, 5, 7, 11])
+def test_stopped_and_resumed_equals_one_straight_run_bitwise(tmp_path, config, monkeypatch, optimizer, step):
+    config = replace(config, optimizer__name=optimizer, sampling="epoch" if optimizer == "muon" else "random")
+    straight, resumed = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "resumed")
+    assert train(config, straight).state == "complete"
+    with monkeypatch.context() as patch:
+        stop_after(patch, step)
+        assert train(config, resumed).state == "interrupted"
+    assert resumed.status()["step"] == step
+    assert train(config, resumed).state == "complete"
+    assert weights(resumed) == weights(straight)
+    assert lines_without_times(resumed) == lines_without_times(straight)
+
+
+def test_metrics_lines(tmp_path, config):
+    train(config, tmp_path / "run")
+    lines = RunFolder(tmp_path / "run").metrics_lines()
+    assert [line["step"] for line in lines] == [3, 4, 6, 8, 9, 12]
+    assert [line["step"] for line in lines if "valid_loss" in line] == [4, 8, 12]
+    assert all(line["tokens"] == line["step"] * 4 * 16 for line in lines)
+    assert lines[-1]["lr"] == pytest.approx(0, abs=1e-12)
+    assert lines[0]["lr"] == pytest.approx(config.optimizer.learning_rate)
+    assert all(a["seconds"] < b["seconds"] for a, b in itertools.pairwise(lines))
+    assert lines[-1]["valid_loss"] < lines[2]["train_loss"]
+
+
+def test_validation_is_the_whole_set(tmp_path, config):
+    train(config, tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
+    model = load_model(run.checkpoint_folder / "last.safetensors")
+    ids = torch.tensor(open_data(config.data).valid[:700].astype("int64"))
+    windows = (len(ids) - 1) // 16
+    inputs, targets = ids[: windows * 16].view(-1, 16), ids[1 : windows * 16 + 1].view(-1, 16)
+    with torch.no_grad():
+        expected = cross_entropy(model(inputs), targets).item()
+    assert run.status()["valid_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_run_folder_says_everything(tmp_path, config):
+    train(config, tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
+    assert run.config() == config
+    environment = run.environment()
+    assert {"torch", "python", "command", "git_commit", "device", "time_utc"} <= environment.keys()
+    assert environment["data_fingerprint"] == open_data(config.data).fingerprint
+    assert [path.name for path in run.checkpoints()] == ["step_00000012.pt", "step_00000010.pt"]
+    assert load_model(run.best_weights).config == config.model
+    assert len(run.metrics()) == 6
+
+
+def test_complete_run_is_not_repeated(tmp_path, config):
+    first = train(config, tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert train(config, tmp_path / "run") == first
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_settings_or_data_are_refused_by_name(tmp_path, config, embedded_data):
+    train(config, tmp_path / "run")
+    with pytest.raises(UserError, match=r"made with other settings: steps \(12 there, 13 here\)"):
+        train(replace(config, steps=13), tmp_path / "run")
+    train(replace(config, keep_checkpoints=1), tmp_path / "run")
+    starts = read_json(tmp_path / "run" / "environment.json")
+    starts[0]["data_fingerprint"] = "another"
+    write_json(tmp_path / "run" / "environment.json", starts)
+    with pytest.raises(UserError, match="the data"):
+        train(config, tmp_path / "run")
+
+
+def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, config, monkeypatch, capsys):
+    straight, run = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
+    train(config, straight)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 11)
+        train(config, run)
+    newest = run.checkpoints()[0]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    assert train(config, run).state == "complete"
+    said = capsys.readouterr().out
+    assert "step_00000011.pt is not a whole checkpoint" in said
+    assert "goes on from step 10" in said
+    assert weights(run) == weights(straight)
+    assert lines_without_times(run) == lines_without_times(straight)
+
+
+@pytest.mark.parametrize("poison", ["loss", "gradient"])
+def test_divergence_is_a_result_that_names_step_and_rate(tmp_path, config, monkeypatch, poison):
+    original = Trainer._loss
+
+    def poisoned(self, inputs, targets):
+        loss = original(self, inputs, targets)
+        if self.step == 8 and self.model.training:
+            return (
+                loss * float("nan") if poison == "loss" else loss + (self.model.lm_head.weight * 1e38 * 1e38).sum() * 0
+            )
+        return loss
+
+    monkeypatch.setattr(Trainer, "_loss", poisoned)
+    result = train(config, tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
+    assert result.state == "diverged"
+    assert run.status()["diverged_at_step"] == 8
+    assert "not finite at step 8, learning rate" in run.status()["reason"]
+    step = read_checkpoint(run.checkpoints()[0])
+    assert step["iteration"] == 5
+    assert all(torch.isfinite(value).all() for value in step["model"].values())
+
+
+def test_out_of_memory_is_a_result(tmp_path, config, monkeypatch):
+    def too_large(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+
+    monkeypatch.setattr(Trainer, "train_step", too_large)
+    assert train(config, tmp_path / "run").state == "out of memory"
+    assert "9 GiB" in RunFolder(tmp_path / "run").status()["reason"]
+
+
+def test_two_processes_in_one_run_folder(tmp_path, config):
+    run = RunFolder(tmp_path / "run")
+    refused = []
+
+    def second():
+        try:
+            train(config, run)
+        except RunBusy as error:
+            refused.append(str(error))
+
+    with run.lock():
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        assert run.is_busy()
+    assert len(refused) == 1
+    assert "Another process is using the run folder" in refused[0]
+    assert not run.is_busy()
+
+
+def test_bad_input_is_one_sentence(tmp_path, config):
+    with pytest.raises(UserError, match=r"vocabulary of .*set model\.vocab_size"):
+        train(replace(config, model__vocab_size=64), tmp_path / "a")
+    with pytest.raises(UserError, match="context of"):
+        train(replace(config, model__context_length=10**6), tmp_path / "b")
+    with pytest.raises(UserError, match="is not there"):
+        train(replace(config, device="cuda:9"), tmp_path / "c")
+    with pytest.raises(UserError, match="not a prepared corpus"):
+        train(replace(config, data=str(tmp_path)), tmp_path / "d")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written to"):
+        train(config, tmp_path / "file" / "run")
+    with pytest.raises(UserError, match=r"pip install 'lmcore\[wandb\]'"):
+        train(replace(config, trackers=("wandb",)), tmp_path / "e")
+
+
+def test_trackers_receive_every_line(tmp_path, config, monkeypatch):
+    class Recorder:
+        def __init__(self, *_):
+            self.lines, self.closed = [], False
+            recorders.append(self)
+
+        def log(self, line):
+            self.lines.append(line)
+
+        def close(self):
+            self.closed = True
+
+    recorders: list[Recorder] = []
+    monkeypatch.setattr(lmcore.tracking, "TRACKERS", {"tensorboard": Recorder})
+    train(replace(config, trackers=("tensorboard",)), tmp_path / "run")
+    assert recorders[0].lines == RunFolder(tmp_path / "run").metrics_lines()
+    assert recorders[0].closed
+
+
+def test_tensorboard_events(tmp_path, config):
+    pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
+    train(replace(config, trackers=("tensorboard",)), tmp_path / "run")
+    assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32"])
+def test_precisions_learn(tmp_path, config, precision):
+    result = train(replace(config, precision=precision, model__dropout=0.0), tmp_path / "run")
+    lines = RunFolder(tmp_path / "run").metrics_lines()
+    assert result.state == "complete"
+    assert lines[-1]["train_loss"] < lines[0]["train_loss"]
+
+
+def test_signal_reaches_a_process_on_its_own(tmp_path, config):
+    config = replace(config, steps=100_000, eval_interval=100_000, checkpoint_interval=100_000, log_interval=1)
+    write_json(tmp_path / "config.json", json.loads(json.dumps(config, default=vars)))
+    run = RunFolder(tmp_path / "run")
+    command = [
+        sys.executable,
+        "-m",
+        "lmcore",
+        "train",
+        "--config",
+        str(tmp_path / "config.json"),
+        "--run",
+        str(run.path),
+    ]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in child.stdout:  # the first progress line comes when steps are done; until then wait for metrics
+        if "step" in line:
+            break
+    child.send_signal(signal.SIGUSR1)
+    rest = child.stdout.read()
+    assert child.wait(timeout=60) == EXIT_INTERRUPTED, rest
+    assert run.status()["state"] == "interrupted"
+    assert read_checkpoint(run.checkpoints()[0])["iteration"] == run.status()["step"]
