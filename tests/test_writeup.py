@@ -94,6 +94,7 @@ FIRST = [
     cell(display({"text/html": table(3), "text/plain": "x"})),
     cell(stream("never shown"), stream("warning!", "stderr")),
     cell(stream("\x1b[31mred\x1b[0m 10%\r99% こ\n" + "w" * 300), tags=["show_stdout"]),
+    cell(stream("printed, the same each time"), tags=["keep_output"]),
     cell(display({"text/plain": "[<matplotlib.lines.Line2D at 0x7f0000000000>]"})),
     cell(show(show_source(tiny_png))),
     cell(display({"text/plain": "left out"}), tags=["remove_output"]),
@@ -127,6 +128,15 @@ def test_math_is_rendered(writeup):
         assert not re.search(r"\\(frac|sigma|begin|text|sum|theta)", text)
 
 
+def test_math_that_pandoc_and_typst_spell_differently(tmp_path):
+    math = r"$a \odot b \otimes c \ominus d$ "
+    math += r"$A \cap B \bigcap \sqcap \bigodot$ $\begin{vmatrix}a & b \\ c & d\end{vmatrix}$"
+    out = executed_workbook(tmp_path / "out", _01_build=[f"# 01 Build\n\n{math}"])
+    _, pdf = write_writeup(out)
+    for symbol in "⊙⊗⊖∩⋂⊓":
+        assert symbol in pdf_text(pdf)
+
+
 def test_code_and_unasked_prints_are_hidden(writeup):
     _, html, pdf = writeup
     for text in (html, pdf_text(pdf)):
@@ -137,6 +147,7 @@ def test_code_and_unasked_prints_are_hidden(writeup):
 def test_printed_text_is_cleaned(writeup):
     _, html, pdf = writeup
     assert "99% こ" in html
+    assert "printed, the same each time" in html
     assert "10%" not in html
     assert "[31m" not in html
     assert "U+3053" in pdf_text(pdf)
@@ -263,6 +274,7 @@ def test_text_helpers():
     assert shorten("\n".join("abcdef"), 4) == "a\nb\n… 2 lines left out …\ne\nf"
     assert shorten("a\nb", 4) == "a\nb"
     assert break_lines("abcdef\n\ngh", 4) == "abcd\nef\n\ngh"
+    assert break_lines("abcd ef gh", 6) == "abcd \nef gh"
     assert spell_out("≥ × θ — “x” … 世\U000e0061") == "≥ × θ — “x” … ⟨U+4E16⟩"
 
 

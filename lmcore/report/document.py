@@ -9,7 +9,7 @@ from typing import Any
 
 import nbformat
 
-from lmcore.notebook import ANSI_ESCAPE, code_cells, execution_fault, heading_above, tags
+from lmcore.notebook import ANSI_ESCAPE, KEEP_OUTPUT, code_cells, execution_fault, heading_above, tags
 from lmcore.report.answers import METADATA_KEY
 from lmcore.report.pandoc import (
     ATTRIBUTES_FIRST,
@@ -26,7 +26,10 @@ from lmcore.report.pandoc import (
 )
 
 REMOVE_OUTPUT, SHOW_STDOUT = "remove_output", "show_stdout"
-"""Tags of a cell whose outputs the writeup leaves out, and of one whose printed text it shows."""
+"""Tags of a cell whose outputs the writeup leaves out, and of one whose printed text it shows.
+
+Printed text is progress, and left out, unless its cell has this tag or `keep_output`. Figures, tables and values need none.
+"""
 
 MAX_LINES = 60
 SUFFIXES = {"image/svg+xml": ".svg", "image/png": ".png", "image/jpeg": ".jpg"}
@@ -129,7 +132,7 @@ def _output_pieces(
     name: str, cell: nbformat.NotebookNode, output: Any, answers: list[Answered], store: FigureStore
 ) -> Iterator[Piece]:
     if output.output_type == "stream":
-        if output.name == "stdout" and SHOW_STDOUT in tags(cell):
+        if output.name == "stdout" and {SHOW_STDOUT, KEEP_OUTPUT} & set(tags(cell)):
             yield Piece("blocks", [code_block(shorten(plain_text(output.text)))])
         return
     if output.output_type not in ("display_data", "execute_result"):

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import tempfile
 import unicodedata
 from functools import cache
@@ -22,6 +23,11 @@ RECORD = "workbook.json"
 HTML_NAME, PDF_NAME = "answers.html", "answers.pdf"
 CODE_COLUMNS = 94
 """Characters of a line of preformatted text on the PDF's page."""
+
+RENAMED_SYMBOLS = re.compile(r"\b(dot|times|minus|dash)\.circle\b")
+"""Math symbols by the names that pandoc 3.9 writes and Typst 0.14 changed; `sect` is in the template."""
+
+VMATRIX = re.compile(r"\\begin\{vmatrix\}(.*?)\\end\{vmatrix\}", re.DOTALL)
 
 MIME = {".svg": "image/svg+xml", ".png": "image/png", ".jpg": "image/jpeg"}
 
@@ -168,13 +174,16 @@ def to_pdf(tree: Node, build: Path) -> bytes:
     (build / "template.typ").write_text(template, encoding="utf-8")
     options = ["-s", "--wrap=none", "--template=template.typ"]
     source, _ = run_pandoc(["-f", "json", "-t", "typst", *options], json.dumps(tree), build)
+    source = RENAMED_SYMBOLS.sub(r"\1.o", source)
     (build / "writeup.typ").write_text(source, encoding="utf-8")
     try:
         return typst.compile(
             str(build / "writeup.typ"), root=str(build), font_paths=[str(font_folder())], ignore_system_fonts=True
         )
     except typst.TypstError as error:
-        raise UserError(f"Typst could not typeset the PDF ({str(error).splitlines()[0]}).") from error
+        place = re.search(r"│ (.{0,160})", error.diagnostic)
+        where = f" at: {place[1].strip()}" if place else ""
+        raise UserError(f"Typst could not typeset the PDF: {error.message}{where}.") from error
 
 
 def _for_typst(node: Node) -> Node | list[Node]:
@@ -190,6 +199,8 @@ def _for_typst(node: Node) -> Node | list[Node]:
                 cell[4] = transform(cell[4], _bold)
     if node["t"] == "Str":
         node["c"] = spell_out(node["c"])
+    if node["t"] == "Math":  # Typst's matrix takes single characters as delimiters, but pandoc gives it "||"
+        node["c"][1] = VMATRIX.sub(r"\\left|\\begin{matrix}\1\\end{matrix}\\right|", node["c"][1])
     if node["t"] in ("Code", "CodeBlock"):
         node["c"][1] = spell_out(node["c"][1])
     if node["t"] == "CodeBlock":
@@ -205,10 +216,14 @@ def _bold(node: Node) -> Node:
 
 
 def break_lines(text: str, columns: int = CODE_COLUMNS) -> str:
-    """Lines longer than the page is wide are continued on the next."""
+    """Lines longer than the page is wide go on in the next line, after a space if there is one near the end."""
     lines = []
     for line in text.split("\n"):
-        lines += [line[start : start + columns] for start in range(0, max(len(line), 1), columns)]
+        while len(line) > columns:
+            end = line.rfind(" ", columns * 2 // 3, columns) + 1 or columns
+            lines.append(line[:end])
+            line = line[end:]
+        lines.append(line)
     return "\n".join(lines)
 
 
