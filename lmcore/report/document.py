@@ -28,7 +28,7 @@ from lmcore.report.pandoc import (
 REMOVE_OUTPUT, SHOW_STDOUT = "remove_output", "show_stdout"
 """Tags of a cell whose outputs the writeup leaves out, and of one whose printed text it shows.
 
-Printed text is progress, and left out, unless its cell has this tag or `keep_output`. Figures, tables and values need none.
+Printed text is taken for progress and left out, unless its cell has this tag or `keep_output`.
 """
 
 MAX_LINES = 60
