@@ -128,6 +128,14 @@ def sample_text(corpus: EmbeddedCorpus | TextCorpus, characters: int) -> str:
     return "".join(texts)
 
 
+def split_text(text: str, held_out: float) -> tuple[str, str]:
+    """Cuts off the last share `held_out` of a text, at the end of a document if one ends before there."""
+    place = int((1 - held_out) * len(text))
+    end = text.rfind(END_OF_TEXT, 0, place)
+    cut = end + len(END_OF_TEXT) if end >= 0 else place
+    return text[:cut], text[cut:]
+
+
 def bytes_per_token(tokenizer: Tokenizer, text: str) -> float:
     """Compression ratio of a tokenizer on a text: UTF-8 bytes per token."""
     return len(text.encode()) / len(tokenizer.encode(text))

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 import matplotlib
 import numpy as np
 import pandas as pd
-import seaborn
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -15,7 +14,8 @@ from lmcore.config import ModelConfig
 from lmcore.functional import silu
 from lmcore.model import RotaryPositionalEmbedding
 from lmcore.report.build_answers import KINDS
-from lmcore.report.figures import MUTED, WARNING, panels, token_label
+from lmcore.report.figures import MUTED, WARNING, category_colors, panels
+from lmcore.report.generate_figures import token_label
 
 MIN_LABELLED_SHARE = 0.045
 """Smallest part of a bar that has room for its percentage."""
@@ -54,7 +54,9 @@ def rope_figure(rope: RotaryPositionalEmbedding, q: torch.Tensor, k: torch.Tenso
     The query stands `distance` after the key, the key at each of `starts`: the lines lie on one another.
     """
     figure, ((angles, products),) = panels(1, 2, 2.7)
-    image = angles.imshow(rope.cos.T, aspect="auto", cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
+    image = angles.imshow(
+        rope.cos.T.cpu().numpy(), aspect="auto", cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest"
+    )
     angles.set(xlabel="position", ylabel="pair of features", title="cosine of the angle")
     angles.grid(visible=False)
     figure.colorbar(image, ax=angles, shrink=0.9)
@@ -75,10 +77,9 @@ def attention_figure(maps: Mapping[str, torch.Tensor], tokens: Sequence[str] | N
     """
     columns = min(len(maps), 2 if tokens else 4)
     rows = -(-len(maps) // columns)
-    height = rows * (3.2 if tokens else 1.9) + 0.3
-    figure, grid = panels(rows, columns, height, sharey=bool(tokens))
+    figure, grid = panels(rows, columns, rows * (3.2 if tokens else 1.6) + 0.3, sharey=True)
     for axes, (label, weights) in zip(grid.flat, maps.items(), strict=False):
-        image = axes.imshow(weights, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+        image = axes.imshow(weights.cpu().numpy(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
         axes.set_title(label, fontweight="normal")
         axes.grid(visible=False)
         if tokens:
@@ -92,7 +93,7 @@ def attention_figure(maps: Mapping[str, torch.Tensor], tokens: Sequence[str] | N
         axes.set_visible(False)
     figure.supxlabel("key", fontsize=9)
     figure.supylabel("query", fontsize=9)
-    figure.colorbar(image, ax=grid, shrink=0.8, aspect=30, label="weight")
+    figure.colorbar(image, ax=grid, shrink=0.8, aspect=30 if tokens else 15, label="weight")
     return figure
 
 
@@ -115,17 +116,20 @@ def initialization_figure(weights: Mapping[str, tuple[torch.Tensor, float]]) -> 
     return figure
 
 
-def norms_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:
+def norms_figure(tables: Mapping[str, pd.DataFrame], logarithmic: bool = False) -> Figure:
     """Activation size and gradient norm by layer (`lmcore.inspection.norms_by_layer`) of several models."""
-    figure, ((activations, gradients),) = panels(1, 2, 2.9)
+    figure, ((activations, gradients),) = panels(1, 2, 2.7)
     for label, table in tables.items():
+        blocks = table[table["layer"] > 0]  # the embedding's gradient is of another kind
         activations.plot(table["layer"], table["activation_rms"], marker="o", markersize=3, label=label)
-        gradients.plot(table["layer"], table["gradient_norm"], marker="o", markersize=3, label=label)
-    activations.set(title="size of the residual stream", ylabel="root mean square")
-    gradients.set(title="gradient of the layer's weights", ylabel="l2 norm")
+        gradients.plot(blocks["layer"], blocks["gradient_norm"], marker="o", markersize=3, label=label)
+    activations.set(title="size of the residual stream", ylabel="root mean square", xlabel="layer (0: embedding)")
+    gradients.set(title="gradient of the block's weights", ylabel="l2 norm", xlabel="layer")
     for axes in (activations, gradients):
-        axes.set_yscale("log")
-        axes.set_xlabel("layer (0: embedding)")
+        if logarithmic:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     activations.legend(loc="best")
     return figure
@@ -149,7 +153,7 @@ def flop_shares_figure(shares: pd.DataFrame) -> Figure:
     figure, ((axes,),) = panels(1, 1, 0.42 * len(shares) + 1.1)
     left = np.zeros(len(shares))
     place = np.arange(len(shares))[::-1]
-    for color, (component, column) in zip(seaborn.color_palette("colorblind"), shares.items(), strict=False):
+    for color, (component, column) in zip(category_colors(shares.shape[1]), shares.items(), strict=True):
         axes.barh(place, column, left=left, color=color, height=0.72, label=component, linewidth=0)
         for y, start, share in zip(place, left, column, strict=True):
             if share >= MIN_LABELLED_SHARE:
@@ -172,7 +176,7 @@ def memory_figure(config: ModelConfig, batch_sizes: Sequence[int], limit_bytes: 
     figure, ((axes,),) = panels(1, 1, 3.0)
     memory = pd.DataFrame([accounting.adamw_memory(config, batch_size) for batch_size in batch_sizes]) / 1e9
     bottom = np.zeros(len(batch_sizes))
-    for color, (kind, sizes) in zip(seaborn.color_palette("colorblind"), memory.items(), strict=False):
+    for color, (kind, sizes) in zip(category_colors(memory.shape[1]), memory.items(), strict=True):
         axes.bar(range(len(batch_sizes)), sizes, bottom=bottom, color=color, width=0.72, label=KINDS[kind], linewidth=0)
         bottom += sizes.to_numpy()
     for place, total in enumerate(bottom):
