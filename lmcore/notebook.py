@@ -125,7 +125,9 @@ def heading_above(notebook: nbformat.NotebookNode, number: int) -> str | None:
 
 
 def clean(notebook: nbformat.NotebookNode, executed: nbformat.NotebookNode | None = None) -> nbformat.NotebookNode:
-    """The notebook as it is committed: outputs only in cells tagged `keep_output`, no counts, no run's metadata.
+    """The notebook as it is committed: outputs only in cells tagged `keep_output`, no run's metadata.
+
+    A cell that keeps outputs has the execution count 1, since nbval fails cells that have outputs and were never run.
 
     With `executed`, a run of the same cells, those outputs are taken from it.
     """
@@ -137,7 +139,7 @@ def clean(notebook: nbformat.NotebookNode, executed: nbformat.NotebookNode | Non
         for output in cell.outputs:
             if "execution_count" in output:
                 output.execution_count = None
-        cell.execution_count = None
+        cell.execution_count = 1 if cell.outputs else None
     for cell in cleaned.cells:
         cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k in KEPT_METADATA})
     cleaned.metadata = nbformat.from_dict(
