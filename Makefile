@@ -36,7 +36,7 @@ lab: $(INSTALLED)  ## JupyterLab in notebooks/
 	$(BIN)/jupyter lab --notebook-dir . notebooks
 
 refresh-notebooks: $(INSTALLED)  ## execute the notebooks at their defaults and rewrite their committed outputs
-	@$(BIN)/python -c 'from lmcore.workbook import refresh; print("rewritten:", *refresh())'
+	@$(BIN)/lmcore refresh
 
 clean:  ## remove .venv and caches; runs/ and data/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info

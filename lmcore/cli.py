@@ -132,6 +132,19 @@ def workbook(
     return EXIT_FAILURE if result.failure else 0
 
 
+def refresh(notebooks: tuple[str, ...] = ()) -> int:
+    """Execute the notebooks at their defaults and rewrite their committed outputs: those of cells tagged keep_output.
+
+    Args:
+        notebooks: Only these, by number or name.
+    """
+    from lmcore.workbook import refresh
+
+    changed = refresh(notebooks=notebooks or None)
+    print("\n".join(f"{path}: rewritten" for path in changed) or "The committed outputs are up to date.")
+    return 0
+
+
 def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False) -> int:
     """Make the writeup of an executed workbook again, or check the one that is there.
 
@@ -183,7 +196,7 @@ def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
     app.command(data, name="data", help="Prepare, download and look at corpora.")
     tokenizer = cli_data.tokenizer_commands(deferred)
     app.command(tokenizer, name="tokenizer", help="Train a tokenizer; encode and decode with one.")
-    for command in (train_command(base), generate, sweep, workbook, writeup):
+    for command in (train_command(base), generate, sweep, workbook, refresh, writeup):
         app.command(deferred(command))
     return app
 

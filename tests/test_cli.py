@@ -140,6 +140,14 @@ def test_doctor(capsys):
     assert json.loads(capsys.readouterr().out)["device"]["type"]
 
 
+def test_refresh(tmp_path, monkeypatch, capsys):
+    cells = ["# 01", parameters(), code("1 + 1", "keep_output", "nbval-check-output")]
+    make_project(tmp_path, _01_good=cells)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["refresh"]) == 0
+    assert "01_good.ipynb: rewritten" in capsys.readouterr().out
+
+
 def test_workbook_and_writeup(tmp_path, monkeypatch, capsys):
     make_project(tmp_path, _01_good=["# 01 Good", parameters(), code(SVG)], _02_bad=["# 02", parameters(), code("1/0")])
     monkeypatch.chdir(tmp_path)
