@@ -27,7 +27,7 @@ BEST_AT_BUDGET = replace(TIED, optimizer__name="muon", optimizer__learning_rate=
 RECIPES: dict[str, TrainConfig] = {
     "smoke": TrainConfig(
         model=model_config("smoke", vocab_size=512, context_length=64),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=20),
         batch_size=16,
         steps=200,
         log_interval=10,
