@@ -14,7 +14,7 @@ import tyro
 
 from lmcore import cli_data
 from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config, require
-from lmcore.errors import EXIT_CODES, EXIT_USER_ERROR, UserError
+from lmcore.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from lmcore.files import read_json
 
 EXIT_FAILURE, EXIT_CTRL_C = 1, 130
@@ -113,11 +113,11 @@ def workbook(
     notebooks: tuple[str, ...] = (),
     parameters: tuple[str, ...] = (),
 ) -> int:
-    """Execute the notebooks in order and make the writeup.
+    """Execute the notebooks in order and make the writeup. Exit codes: 1 a notebook failed, 75 stopped by a signal.
 
     Args:
         scale: smoke, laptop or gpu: a file in papermill_jobs/parameters/.
-        data: embedded, or a text file, a folder of text, or a prepared corpus.
+        data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
         out: Folder for everything that is made (default: runs/<scale>).
         notebooks: Only these, by number or name.
         parameters: name=value pairs that override notebook parameters of that name; values are Python literals or YAML.
@@ -125,7 +125,11 @@ def workbook(
     from lmcore.parameters import parse_overrides
     from lmcore.workbook import run_workbook
 
-    result = run_workbook(scale, data, out, notebooks or None, parse_overrides(parameters))
+    try:
+        result = run_workbook(scale, data, out, notebooks or None, parse_overrides(parameters))
+    except KeyboardInterrupt:
+        print("lmcore: stopped; the same command goes on with the runs that are saved.", file=sys.stderr)
+        return EXIT_INTERRUPTED
     if result.failure:
         print(result.failure, file=sys.stderr)
     print(f"HTML: {result.html}\nPDF:  {result.pdf}")

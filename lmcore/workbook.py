@@ -175,7 +175,8 @@ def run_workbook(
 ) -> WorkbookResult:
     """Executes the notebooks at `scale` into `out` (default runs/<scale>) and renders the writeup.
 
-    `data` is "embedded" or a path; `notebooks` picks some by name; `parameters` overrides notebook parameters by name.
+    `data` is "embedded", a corpus to download, or a path; `notebooks` picks some by name; `parameters` overrides
+    notebook parameters by name.
     Executed notebooks go to out/notebooks, the answers to out/writeup. The first notebook that fails ends the run, as
     the later ones build on it; the writeup is made all the same and says so: see `WorkbookResult.failure`.
 
@@ -185,14 +186,24 @@ def run_workbook(
     project = Path(project) if project is not None else find_project()
     out = Path(out) if out is not None else project / "runs" / scale
     paths = find_notebooks(project, notebooks)
-    require(data == "embedded" or Path(data).exists(), f"DATA: there is no file or folder {data}.")
-    place = data if data == "embedded" else str(Path(data).resolve())
-    common = {"scale": scale, "data": place, "out": str(out.resolve())}
+    common = {"scale": scale, "data": locate(data), "out": str(out.resolve())}
     resolved = resolve_parameters(project, paths, scale, parameters or {}, common)
     with folder_lock(out), terminate_as_interrupt():
         record = {"scale": scale, "data": data, "parameters": resolved}
         outcomes = run_all(paths, resolved, out, record)
         return render(out, outcomes)
+
+
+def locate(data: str) -> str:
+    """`data` as the notebooks need it: a name as it is, a path in full. Raises `UserError` if it is neither."""
+    from lmcore.data.downloads import SOURCES
+
+    names = ("embedded", *SOURCES)
+    require(
+        data in names or Path(data).exists(),
+        f"There is no file or folder {data}; name one, or one of the corpora {', '.join(names)}.",
+    )
+    return data if data in names else str(Path(data).resolve())
 
 
 def run_all(

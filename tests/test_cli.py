@@ -1,6 +1,8 @@
 """The commands: exit codes, one sentence for a user's mistake, and settings that reach the library."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -146,6 +148,19 @@ def test_refresh(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["refresh"]) == 0
     assert "01_good.ipynb: rewritten" in capsys.readouterr().out
+
+
+def test_a_batch_system_can_stop_the_workbook(tmp_path, monkeypatch, capsys):
+    stop = f"import os, signal, time\nos.kill({os.getpid()}, signal.SIGTERM)\ntime.sleep(30)"
+    make_project(tmp_path, _01_good=["# 01 Good", parameters(), code(SVG), code(stop), code("1")])
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["workbook"]) == EXIT_INTERRUPTED
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert "the same command goes on" in capsys.readouterr().err
+    assert cli.main(["writeup", "runs/smoke"]) == 0
+    page = (tmp_path / "runs" / "smoke" / "writeup" / "answers.html").read_text(encoding="utf-8")
+    assert "Notebook 01_good was stopped before its end." in page
 
 
 def test_workbook_and_writeup(tmp_path, monkeypatch, capsys):

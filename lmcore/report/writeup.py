@@ -99,13 +99,15 @@ def provenance_table(record: dict[str, Any]) -> Node:
 
 
 def failure_notices(record: dict[str, Any]) -> list[Node]:
-    """A box for each notebook that failed and for those that were not run because of it."""
+    """A box for each notebook that failed or was stopped, and one for those that were not run because of it."""
     boxes = []
     for entry in record["notebooks"]:
         where = f" (under “{entry['heading']}”)" if entry.get("heading") else ""
         if entry["state"] == "failed":
             sentence = f"Notebook {entry['name']} failed at code cell {entry['cell']}{where}: {entry['error']}."
             boxes.append(div([para(*inlines(sentence))], "", "failure"))
+        if entry["state"] == "running":
+            boxes.append(div([para(*inlines(f"Notebook {entry['name']} was stopped before its end."))], "", "failure"))
     waiting = [entry["name"] for entry in record["notebooks"] if entry["state"] == "not run"]
     if waiting:
         boxes.append(div([para(*inlines(f"Not run: {', '.join(waiting)}."))], "", "failure"))
