@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lmcore.checkpoint import save_checkpoint, save_weights
 from lmcore.config import GenerateConfig, ModelConfig, TrainConfig
+from lmcore.data import CorpusConfig, prepare
 from lmcore.generate import Generation
 from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW
@@ -24,8 +25,9 @@ from lmcore.report.generate_answers import (
 )
 from lmcore.report.generate_measures import (
     Judge,
+    KnownText,
     documents_of,
-    known_words,
+    judge_of,
     log_likelihood,
     measure_settings,
     measure_training,
@@ -34,6 +36,7 @@ from lmcore.report.generate_measures import (
     words,
 )
 from lmcore.run import RunFolder
+from lmcore.tokenizer import END_OF_TEXT, Tokenizer
 
 EOT = 3
 
@@ -64,12 +67,42 @@ def test_words_and_repetition():
     assert math.isnan(repetition("too short"))
 
 
-def test_known_words_and_documents():
+def test_known_text_knows_its_words_and_trigrams():
+    known = KnownText("One two three. Two, three four!")
+    assert known.knows_words(["one", "four", "five"]) == [True, True, False]
+    assert known.knows_trigrams(["one", "two", "three", "two", "three", "five", "four"]) == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert known.knows_trigrams(["one", "two"]) == []
+    assert KnownText("").knows_trigrams(["a", "b", "c"]) == [False]
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=12), st.lists(st.sampled_from("abcde"), max_size=8))
+def test_known_trigrams_are_those_of_the_text(text, sequence):
+    there = {tuple(text[i : i + 3]) for i in range(len(text) - 2)}
+    expected = [tuple(sequence[i : i + 3]) in there for i in range(len(sequence) - 2)]
+    assert KnownText(" ".join(text)).knows_trigrams(sequence) == expected
+
+
+def test_documents_of_a_corpus():
     ids = [0, 1, EOT, 2, EOT, 0, 0, 0]
-    assert known_words(Letters(), ids, max_tokens=2) == {"a", "b"}
     first, second = documents_of(Letters(), ids, count=5, max_tokens=2)
     assert (first.ids, first.text, first.stop) == ([0, 1], "a b ", "max_new_tokens")
     assert (second.ids, second.stop) == ([2], "end_of_text")
+
+
+def test_the_judge_of_the_embedded_corpus(tmp_path):
+    tokenizer = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
+    data = prepare("embedded", tokenizer, tmp_path, CorpusConfig(num_documents=20), progress=False)
+    judge = judge_of(data)
+    (story,) = documents_of(tokenizer, data.valid, 1, 10_000)
+    assert judge.accepts(story.text)
+    assert not judge.accepts(story.text.replace("a", "e"))
+    assert all(judge.known.knows_words(["once", "upon"]))
 
 
 def test_log_likelihood_is_that_of_the_context(model):
@@ -92,15 +125,16 @@ def test_measures_are_means_over_the_samples(model):
         Generation("", "a cu", [0, 2], "max_new_tokens"),
         Generation("", "b a", [1, 0], "end_of_text"),
     ]
-    judge = Judge(Letters(), frozenset("ab"), accepts=lambda text: text == "b a")
+    judge = Judge(Letters(), KnownText("a b a"), accepts=lambda text: text == "b a")
     found = judge.measure(model, samples)
     assert found["known_words"] == pytest.approx(6 / 7)  # the last word of the unfinished one may be cut off
+    assert found["known_trigrams"] == pytest.approx(0 / 2)
     assert found["finished"] == pytest.approx(2 / 3)
     assert found["accepted"] == pytest.approx(1 / 2)
     assert found["repetition"] == 0
     assert found["log_likelihood"] < 0
     assert math.isnan(judge.measure(model, samples[1:2])["accepted"])
-    assert math.isnan(Judge(Letters(), frozenset()).measure(model, samples)["accepted"])
+    assert math.isnan(Judge(Letters(), KnownText("")).measure(model, samples)["accepted"])
 
 
 def test_a_quotation_cannot_be_read_as_markup():
@@ -121,7 +155,7 @@ def test_every_line_of_a_quotation_is_quoted(text):
 
 
 def test_settings_are_measured_one_by_one(model):
-    table = measure_settings(Judge(Letters(), frozenset("ab")), model, [0, 2.0], [0.5, 1.0], 3, GenerateConfig(5))
+    table = measure_settings(Judge(Letters(), KnownText("a b")), model, [0, 2.0], [0.5, 1.0], 3, GenerateConfig(5))
     assert table[["temperature", "top_p"]].values.tolist() == [[0, 0.5], [0, 1.0], [2.0, 0.5], [2.0, 1.0]]
     # the nucleus makes text likelier; greedy text does not depend on it
     greedy, hot = table[table["temperature"] == 0], table[table["temperature"] == 2.0]
@@ -144,17 +178,29 @@ def test_the_states_of_a_run(model, tmp_path):
     assert list(models) == [0, 10]
     assert torch.equal(models[0].lm_head.weight, initial.lm_head.weight)
     assert torch.equal(models[10].lm_head.weight, model.lm_head.weight)
-    table = measure_training(Judge(Letters(), frozenset("abc")), run, 4, GenerateConfig(6), torch.device("cpu"))
+    table = measure_training(Judge(Letters(), KnownText("a b c")), run, 4, GenerateConfig(6), torch.device("cpu"))
     assert table["step"].tolist() == [0, 10]
 
 
 def table(**columns) -> pd.DataFrame:
     rows = max(len(values) for values in columns.values())
-    other = {"repetition": [0.1] * rows, "finished": [1.0] * rows, "accepted": [math.nan] * rows}
+    other = {
+        "repetition": [0.1] * rows,
+        "finished": [1.0] * rows,
+        "accepted": [math.nan] * rows,
+        "known_trigrams": [0.5] * rows,
+    }
     return pd.DataFrame(other | columns)
 
 
-REFERENCE = {"log_likelihood": -1.5, "repetition": 0.02, "known_words": 0.99, "finished": 1.0, "accepted": math.nan}
+REFERENCE = {
+    "log_likelihood": -1.5,
+    "repetition": 0.02,
+    "known_words": 0.99,
+    "known_trigrams": 0.8,
+    "finished": 1.0,
+    "accepted": math.nan,
+}
 
 
 def test_the_answer_says_what_was_measured():
@@ -169,9 +215,10 @@ def test_the_answer_says_what_was_measured():
     text = generate_answer(chosen, GenerateConfig(temperature=0.7, top_p=0.9), settings, training, REFERENCE)
     fluency, temperature, top_p, steps = text.split("\n\n")
     assert "(temperature 0.7, top-p 0.9)" in fluency
-    assert "words of the corpus (97.0%; held-out text 99.0%)" in fluency
+    assert "Most of its words occur in the corpus (97.0%; held-out text 99.0%)" in fluency
     assert "repeats itself more than" in fluency
     assert "grammar" not in text
+    assert "trigrams" not in text  # their share is the same everywhere
     assert "From 0.5 to 1.2 (top-p 1)" in temperature
     assert "falls from 97.0% to 71.0%" in temperature
     assert "(-1.50) lies in between" in temperature

@@ -14,13 +14,17 @@ MEASURES = {
     "log_likelihood": "log-likelihood (nats/token)",
     "repetition": "repeated 4-grams",
     "known_words": "words of the corpus",
+    "known_trigrams": "trigrams of the corpus",
     "finished": "documents that end",
     "accepted": "documents the grammar accepts",
 }
 """Measures of `lmcore.report.generate_measures` for readers."""
 
 FLUENT, HALTING = 0.98, 0.9
-"""Shares of words of the corpus, relative to held-out text, from which the words of a sample count as right."""
+"""Shares of words that occur in the corpus from which it is nearly all, and most, of them."""
+
+ALIKE = 0.02
+"""Difference of two shares of repeated 4-grams that is not spoken of."""
 
 MARKUP = re.compile(r"""[\\`*_{}\[\]()#+.!|~$^>:=@'"<&-]""")
 
@@ -74,6 +78,7 @@ def change(name: str, before: float, after: float) -> str:
         "log_likelihood": "the log-likelihood per token",
         "repetition": "the share of repeated 4-grams",
         "known_words": "the share of words that occur in the corpus",
+        "known_trigrams": "the share of their trigrams that do",
         "finished": "the share of documents that end by themselves",
         "accepted": "the share of finished documents that the grammar accepts",
     }[name]
@@ -85,9 +90,9 @@ def change(name: str, before: float, after: float) -> str:
 
 
 def changes(before: Mapping[str, float], after: Mapping[str, float], names: Sequence[str]) -> str:
-    """The changes of several measures as one clause; those that were taken on neither side are left out."""
-    taken = [name for name in names if math.isfinite(before[name]) or math.isfinite(after[name])]
-    return join_words([change(name, before[name], after[name]) for name in taken])
+    """The changes of several measures as one clause; those that are the same on both sides are left out."""
+    differing = [name for name in names if format_measure(name, before[name]) != format_measure(name, after[name])]
+    return join_words([change(name, before[name], after[name]) for name in differing]) or "no measure changes"
 
 
 def decoding_answer(agreeing: int, rows: int, without: int, with_cache: int) -> str:
@@ -103,27 +108,24 @@ def decoding_answer(agreeing: int, rows: int, without: int, with_cache: int) -> 
 
 def fluency(found: Mapping[str, float], reference: Mapping[str, float]) -> str:
     """A verdict on samples by their measures beside those of held-out text."""
-    relative = found["known_words"] / reference["known_words"] if reference["known_words"] else math.nan
-    words_are = (
-        "Its words are words of the corpus"
-        if relative >= FLUENT
-        else "Most of its words are words of the corpus"
-        if relative >= HALTING
-        else "Many of its words are none"
-    )
+
+    def both(name: str) -> str:
+        return f"{format_measure(name, found[name])}; held-out text {format_measure(name, reference[name])}"
+
+    share = found["known_words"]
+    amount = "Nearly all" if share >= FLUENT else "Most" if share >= HALTING else "Far from all"
     sentences = [
-        f"{words_are} ({format_measure('known_words', found['known_words'])}; held-out text "
-        f"{format_measure('known_words', reference['known_words'])})."
+        f"{amount} of its words occur in the corpus ({both('known_words')}). Of every three words in a row, the share "
+        f"that also follow each other in the corpus is {both('known_trigrams')}."
     ]
     if math.isfinite(found["repetition"]) and math.isfinite(reference["repetition"]):
-        more = found["repetition"] > reference["repetition"] + 0.05
-        sentences.append(
-            f"It repeats itself {'more than' if more else 'no more than'} held-out text does "
-            f"({format_measure('repetition', found['repetition'])} of its 4-grams have occurred before in the same "
-            f"document, there {format_measure('repetition', reference['repetition'])})."
-        )
+        difference = found["repetition"] - reference["repetition"]
+        amount = "about as much as" if abs(difference) < ALIKE else "more than" if difference > 0 else "less than"
+        sentences.append(f"It repeats itself {amount} held-out text does (repeated 4-grams: {both('repetition')}).")
     sentences.append(f"{format_measure('finished', found['finished'])} of the documents come to an end by themselves.")
-    if math.isfinite(found["accepted"]):
+    if found["accepted"] == 0:
+        sentences.append("None of these is, to the last word, a story that the grammar of the corpus could have told.")
+    elif math.isfinite(found["accepted"]):
         sentences.append(
             f"Of these, {format_measure('accepted', found['accepted'])} are stories that the grammar of the corpus "
             "could have told, right to the last word: names, pronouns and things agree from beginning to end."
@@ -143,7 +145,7 @@ def generate_answer(
     `chosen` are the measures of the text that is shown, sampled with `config`; `settings` and `training` are tables of
     `measure_settings` and `measure_training`; `reference` holds the measures of held-out text.
     """
-    names = ["known_words", "accepted", "repetition", "log_likelihood"]
+    names = ["known_words", "known_trigrams", "accepted", "repetition", "log_likelihood"]
     sampled = settings[settings["temperature"] > 0]
     whole = sampled[sampled["top_p"] == sampled["top_p"].max()].sort_values("temperature")
     cold, hot = whole.iloc[0], whole.iloc[-1]

@@ -26,9 +26,27 @@ def words(text: str) -> list[str]:
     return [word.lower() for word in WORD.findall(text)]
 
 
-def known_words(tokenizer: TextCodec, ids: Sequence[int], max_tokens: int = 10_000_000) -> frozenset[str]:
-    """Every word that occurs in a corpus (its first `max_tokens` tokens)."""
-    return frozenset(words(tokenizer.decode(np.asarray(ids[:max_tokens]).tolist())))
+class KnownText:
+    """The words of a text, and every three that follow each other in it."""
+
+    def __init__(self, text: str):
+        self.numbers: dict[str, int] = {}
+        sequence = np.array([self.numbers.setdefault(word, len(self.numbers)) for word in words(text)], dtype=np.int64)
+        self.trigrams = np.unique(self._pack(sequence))
+
+    @staticmethod
+    def _pack(numbers: np.ndarray) -> np.ndarray:
+        """Three words as one integer: 21 bits for each."""
+        return (numbers[:-2] << 42) | (numbers[1:-1] << 21) | numbers[2:]
+
+    def knows_words(self, sequence: Sequence[str]) -> list[bool]:
+        """Whether each word occurs in the text."""
+        return [word in self.numbers for word in sequence]
+
+    def knows_trigrams(self, sequence: Sequence[str]) -> list[bool]:
+        """Whether each three consecutive words do."""
+        numbers = np.array([self.numbers.get(word, -1) for word in sequence], dtype=np.int64)
+        return np.isin(self._pack(numbers), self.trigrams).tolist()  # an unknown word packs to a negative number
 
 
 def documents_of(tokenizer: TextCodec, ids: Sequence[int], count: int, max_tokens: int) -> list[Generation]:
@@ -67,10 +85,10 @@ def log_likelihood(model: TransformerLM, rows: Iterable[Sequence[int]], start: i
 
 @dataclass(frozen=True)
 class Judge:
-    """What documents are measured against: the words of the corpus, and a test of whole documents if there is one."""
+    """What documents are measured against: the text of the corpus, and a test of whole documents if there is one."""
 
     tokenizer: TextCodec
-    vocabulary: frozenset[str]
+    known: KnownText
     accepts: Callable[[str], bool] | None = None
 
     def measure(self, model: TransformerLM, samples: Sequence[Generation]) -> dict[str, float]:
@@ -78,7 +96,8 @@ class Judge:
 
         - `log_likelihood`: of the tokens under `model` itself, in nats per token;
         - `repetition`: share of repeated 4-grams of words within a document;
-        - `known_words`: share of the words that are in `vocabulary` (a word cut off at the end does not count);
+        - `known_words`: share of the words that occur in the corpus (a word cut off at the end does not count);
+        - `known_trigrams`: share of the words' trigrams that occur in the corpus;
         - `finished`: share of the documents that ended by themselves;
         - `accepted`: share of the finished documents that `accepts` accepts; NaN without it or without any.
         """
@@ -90,7 +109,8 @@ class Judge:
         return {
             "log_likelihood": log_likelihood(model, [sample.ids for sample in samples], self.tokenizer.eot_id),
             "repetition": mean(value for value in repeated if math.isfinite(value)),
-            "known_words": mean(word in self.vocabulary for sequence in found for word in sequence),
+            "known_words": mean(known for sequence in found for known in self.known.knows_words(sequence)),
+            "known_trigrams": mean(known for sequence in found for known in self.known.knows_trigrams(sequence)),
             "finished": mean(whole),
             "accepted": mean(self.accepts(text) for text in endings),
         }
@@ -102,12 +122,18 @@ class Judge:
         return self.measure(model, generate_text(model, self.tokenizer, prompts, config))
 
 
-def judge_of(data: PreparedData) -> Judge:
-    """The judge for a prepared corpus; of the embedded one the grammar decides whether it could have told a story."""
-    accepts = None
-    if data.floor_nats_per_token is not None:
-        accepts = lambda text: math.isfinite(log_probability(text))  # noqa: E731
-    return Judge(data.tokenizer, known_words(data.tokenizer, data.train), accepts)
+def judge_of(data: PreparedData, max_tokens: int = 10_000_000) -> Judge:
+    """The judge for a prepared corpus, by the first `max_tokens` of its training part.
+
+    Of the embedded corpus the grammar decides whether it could have told a story.
+    """
+    known = KnownText(data.tokenizer.decode(data.train[:max_tokens].tolist()))
+    return Judge(data.tokenizer, known, is_story if data.floor_nats_per_token is not None else None)
+
+
+def is_story(text: str) -> bool:
+    """Whether the grammar of the embedded corpus can produce `text`."""
+    return math.isfinite(log_probability(text))
 
 
 def measure_settings(
