@@ -108,7 +108,10 @@ class Muon(Optimizer):
         for shape, parameters in by_shape.items():  # one batched product serves all matrices of a shape
             directions = []
             for p in parameters:
-                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                state = self.state[p]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                buffer = state["momentum_buffer"]
                 buffer.lerp_(p.grad, 1 - group["momentum"])
                 directions.append(p.grad.lerp(buffer, group["momentum"]))  # Nesterov's look ahead
             updates = orthogonalize(torch.stack(directions))
