@@ -144,7 +144,7 @@ def one_batch_figure(losses: Mapping[str, Sequence[float]], start: float) -> Fig
     axes.set_yscale("log")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.set_xlim(left=0)
-    axes.legend(loc="lower left")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
     return figure
 
 
