@@ -1,5 +1,5 @@
 # `make workbook`: installs lmcore into .venv, executes the notebooks, ends with answers.html and answers.pdf.
-# Without a GPU on Linux, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares the CUDA libraries.
+# Without a GPU on Linux, the CPU build of PyTorch (see its installation page) spares the CUDA libraries.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
