@@ -59,8 +59,10 @@ def package_versions() -> dict[str, str]:
 
 
 def command_line() -> str:
-    """The command as typed, with the program's folder left out."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """The command as typed, with the program's folder left out and paths relative to the working folder."""
+    arguments = [os.path.relpath(word) if os.path.isabs(word) else word for word in sys.argv[1:]]
+    program = Path(sys.argv[0])
+    return " ".join([program.parent.name if program.name == "__main__.py" else program.name, *arguments])
 
 
 def environment() -> dict[str, Any]:

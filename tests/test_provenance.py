@@ -1,3 +1,5 @@
+import os
+
 """What a result says about where it comes from."""
 
 import datetime
@@ -73,6 +75,8 @@ def test_time_is_utc():
 def test_command_line_names_no_folder(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/private/lmcore", "train", "--steps", "5"])
     assert provenance.command_line() == "lmcore train --steps 5"
+    monkeypatch.setattr("sys.argv", ["/site/lmcore/__main__.py", "sweep", os.path.abspath("runs/x")])
+    assert provenance.command_line() == "lmcore sweep runs/x"
 
 
 def test_driver_is_asked_of_nvidia_smi(monkeypatch):
