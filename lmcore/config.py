@@ -42,8 +42,7 @@ class ModelConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff"):
-            value = getattr(self, name)
-            require(isinstance(value, int) and value > 0, f"{name} must be a positive whole number, not {value!r}.")
+            require_positive(name, getattr(self, name))
         require(
             self.d_model % self.num_heads == 0,
             f"d_model ({self.d_model}) must be divisible by num_heads ({self.num_heads}).",
@@ -57,6 +56,10 @@ class ModelConfig:
             f"Sinusoidal positions need an even d_model, not {self.d_model}.",
         )
         require(self.rope_theta > 0, f"rope_theta must be positive, not {self.rope_theta}.")
+        require(
+            self.embedding_init_std is None or self.embedding_init_std > 0,
+            f"embedding_init_std must be positive or None, not {self.embedding_init_std}.",
+        )
         require(0 <= self.dropout < 1, f"dropout must be in [0, 1), not {self.dropout}.")
         require_choices(self)
 
@@ -113,7 +116,10 @@ class OptimizerConfig:
         require(self.learning_rate > 0, f"learning_rate must be positive, not {self.learning_rate}.")
         require(self.min_learning_rate >= 0, f"min_learning_rate must not be negative, not {self.min_learning_rate}.")
         require(self.warmup_steps >= 0, f"warmup_steps must not be negative, not {self.warmup_steps}.")
-        require(all(0 <= beta < 1 for beta in self.betas), f"betas must be in [0, 1), not {self.betas}.")
+        require(
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            f"betas must be two numbers in [0, 1), not {self.betas}.",
+        )
         require(self.weight_decay >= 0, f"weight_decay must not be negative, not {self.weight_decay}.")
         require(
             self.max_grad_norm is None or self.max_grad_norm > 0,
@@ -149,8 +155,7 @@ class TrainConfig:
 
     def __post_init__(self):
         for name in ("batch_size", "steps", "log_interval", "eval_interval", "eval_batch_size", "checkpoint_interval"):
-            value = getattr(self, name)
-            require(isinstance(value, int) and value > 0, f"{name} must be a positive whole number, not {value!r}.")
+            require_positive(name, getattr(self, name))
         require(self.seed >= 0, f"seed must not be negative, not {self.seed}.")
         require(self.keep_checkpoints >= 1, f"keep_checkpoints must be at least 1, not {self.keep_checkpoints}.")
         require_choices(self)
@@ -173,22 +178,31 @@ class GenerateConfig:
     kv_cache: bool = True
 
     def __post_init__(self):
-        require(
-            isinstance(self.max_new_tokens, int) and self.max_new_tokens > 0,
-            f"max_new_tokens must be a positive whole number, not {self.max_new_tokens!r}.",
-        )
+        require_positive("max_new_tokens", self.max_new_tokens)
         require(self.temperature >= 0, f"temperature must be 0 (greedy) or positive, not {self.temperature}.")
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}.")
         require(self.seed >= 0, f"seed must not be negative, not {self.seed}.")
         require(self.top_k is None or self.top_k >= 1, f"top_k must be at least 1 or None, not {self.top_k}.")
 
 
+def require_positive(name: str, value: Any) -> None:
+    """Raises `UserError` unless `value` is a whole number above 0."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and value > 0, f"{name} must be a positive whole number, not {value!r}.")
+
+
 def require_choices(config: Any) -> None:
-    """Raises `UserError` if a field annotated with `Literal` holds another value."""
+    """Raises `UserError` if a field annotated with `Literal`, or a tuple of it, holds another value."""
     for name, hint in typing.get_type_hints(type(config)).items():
-        if typing.get_origin(hint) is Literal:
-            value, choices = getattr(config, name), typing.get_args(hint)
-            require(value in choices, f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}.")
+        value, choices = getattr(config, name), typing.get_args(hint)
+        if typing.get_origin(hint) is tuple and typing.get_origin(choices[0]) is Literal:
+            given, choices = value, typing.get_args(choices[0])
+        elif typing.get_origin(hint) is Literal:
+            given = (value,)
+        else:
+            continue
+        for item in given:
+            require(item in choices, f"{name} must be one of {', '.join(map(str, choices))}, not {item!r}.")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -215,7 +229,7 @@ def _coerce(hint: Any, value: Any, name: str) -> Any:
         return None if value is None else _coerce(next(a for a in arguments if a is not type(None)), value, name)
     if origin is tuple:
         require(isinstance(value, list | tuple), f"{name} must be a list, not {value!r}.")
-        return tuple(value)
+        return tuple(_coerce(arguments[0], item, name) for item in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if hint in (int, float, str, bool):

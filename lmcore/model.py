@@ -246,7 +246,9 @@ class TransformerLM(nn.Module):
         super().__init__()
         self.config = config
         c, place = config, {"device": device, "dtype": dtype}
-        std = c.embedding_init_std or (c.d_model**-0.5 if c.tie_embeddings else 1.0)
+        std = c.embedding_init_std
+        if std is None:
+            std = c.d_model**-0.5 if c.tie_embeddings else 1.0
         self.token_embeddings = Embedding(c.vocab_size, c.d_model, std=std, **place)
         rope = None
         if c.position == "rope":  # one module for all blocks: the angles are the same everywhere

@@ -107,3 +107,19 @@ def test_bad_values_get_one_sentence(build, sentence):
     with pytest.raises(UserError, match=sentence) as error:
         build()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "sentence"),
+    [
+        (ModelConfig, {"num_layers": True}, "num_layers must be of type int"),
+        (ModelConfig, {"embedding_init_std": 0.0}, "embedding_init_std must be positive or None, not 0.0"),
+        (OptimizerConfig, {"betas": [0.9]}, "betas must be two numbers in"),
+        (OptimizerConfig, {"betas": [0.9, "x"]}, "betas must be of type float, not 'x'"),
+        (TrainConfig, {"trackers": ["paper"]}, "trackers must be one of tensorboard, wandb, not 'paper'"),
+        (TrainConfig, {"seed": -1}, "seed must not be negative"),
+    ],
+)
+def test_values_that_json_or_yaml_may_hold(kind, values, sentence):
+    with pytest.raises(UserError, match=sentence):
+        from_dict(kind, values)

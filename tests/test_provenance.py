@@ -1,9 +1,8 @@
-import os
-
 """What a result says about where it comes from."""
 
 import datetime
 import json
+import os
 import subprocess
 import sys
 
