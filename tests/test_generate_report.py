@@ -1,5 +1,6 @@
 """Measures of sampled text against hand counts, and its quotation in Markdown."""
 
+import json
 import math
 
 import pandas as pd
@@ -32,6 +33,7 @@ from lmcore.report.generate_measures import (
     measure_settings,
     measure_training,
     models_of,
+    records,
     repetition,
     words,
 )
@@ -161,6 +163,14 @@ def test_settings_are_measured_one_by_one(model):
     greedy, hot = table[table["temperature"] == 0], table[table["temperature"] == 2.0]
     assert greedy["log_likelihood"].nunique() == 1
     assert hot["log_likelihood"].iloc[0] > hot["log_likelihood"].iloc[1]
+
+
+def test_records_are_json_without_nan():
+    rows = records(pd.DataFrame({"step": [0, 5], "accepted": [math.nan, 0.5]}))
+    assert json.loads(json.dumps(rows, allow_nan=False)) == [
+        {"step": 0, "accepted": None},
+        {"step": 5, "accepted": 0.5},
+    ]
 
 
 def test_the_states_of_a_run(model, tmp_path):

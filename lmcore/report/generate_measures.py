@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -177,6 +178,11 @@ def models_of(run: RunFolder, device: torch.device) -> dict[int, TransformerLM]:
         _, notes = read_weights(run.best_weights)
         models[notes["step"]] = load_model(run.best_weights, device)
     return models
+
+
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of a table for a JSON file, with null for what could not be measured."""
+    return table.astype(object).where(table.notna(), None).to_dict(orient="records")
 
 
 def mean(values: Iterable[float]) -> float:
