@@ -85,7 +85,7 @@ def test_tokens_per_step():
         (lambda: model_config("giant"), r"no model size 'giant'; choose one of tinystories, small"),
         (lambda: model_config("smoke", d_modell=3), r"ModelConfig has no field d_modell; its fields are vocab_size"),
         (lambda: OptimizerConfig(learning_rate=0), r"learning_rate must be positive, not 0\.$"),
-        (lambda: OptimizerConfig(betas=(0.9, 1.0)), r"betas must be in \[0, 1\), not \(0\.9, 1\.0\)\.$"),
+        (lambda: OptimizerConfig(betas=(0.9, 1.0)), r"betas must be two numbers in \[0, 1\), not \(0\.9, 1\.0\)\.$"),
         (lambda: OptimizerConfig(name="adam"), r"name must be one of adamw, sgd, muon, not 'adam'\.$"),
         (lambda: TrainConfig(steps=0), r"steps must be a positive whole number, not 0\.$"),
         (lambda: TrainConfig(precision="fp8"), r"precision must be one of .*, not 'fp8'\.$"),
