@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from lmcore.device import device_name, select_device
+
 PACKAGES = ("torch", "numpy", "triton", "tiktoken", "safetensors", "einops")
 
 
@@ -74,7 +76,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
-        "device": torch.cuda.get_device_name() if cuda else "CPU",
+        "device": device_name(select_device()[0]),
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "driver": gpu_driver(),
         "platform": f"{platform.system()} {platform.machine()}",
