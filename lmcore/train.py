@@ -18,13 +18,14 @@ from lmcore.accounting import training_flops
 from lmcore.checkpoint import read_checkpoint, restore, save_checkpoint, save_weights
 from lmcore.config import TrainConfig, require
 from lmcore.data import PreparedData, batch_at_step, open_data, require_context, validation_batches
-from lmcore.device import autocast, device_name, peak_flops, select_device, set_matmul_precision
+from lmcore.device import autocast, device_name, peak_flops, select_device
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer, get_lr_cosine_schedule, gradient_clipping
 from lmcore.progress import Progress
 from lmcore.provenance import environment
+from lmcore.reproducibility import reproducible, rng_state, set_rng_state
 from lmcore.run import RunFolder
 from lmcore.tracking import open_trackers
 
@@ -85,22 +86,6 @@ def result_of(run: RunFolder) -> RunResult:
     """The result noted in a run folder's status."""
     status = run.status()
     return RunResult(status["state"], status["step"], status.get("valid_loss"), status.get("best_valid_loss"))
-
-
-@contextmanager
-def reproducible(config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Seeds PyTorch and sets precision and determinism as configured; puts the process's settings back afterwards."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    torch.manual_seed(config.seed)
-    set_matmul_precision(device, config.precision)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for to repeat itself
-        torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.set_float32_matmul_precision(before[1])
 
 
 @contextmanager
@@ -309,25 +294,6 @@ class Trainer:
             save_weights(self.model, self.run.checkpoint_folder / "last.safetensors", step=self.step)
         self.run.write_status(state, self.step, **notes)
         return result_of(self.run)
-
-
-def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """States of the generators that training draws from: dropout's on CPU and device (batches depend on the step)."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    if device.type == "mps":
-        states["mps"] = torch.mps.get_rng_state()
-    return states
-
-
-def set_rng_state(device: torch.device, states: dict[str, Tensor]) -> None:
-    """Restores what `rng_state` gave; a run that moved to another kind of device keeps that device's own state."""
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
-    if device.type == "mps" and "mps" in states:
-        torch.mps.set_rng_state(states["mps"])
 
 
 def describe(line: dict[str, Any]) -> str:
