@@ -19,7 +19,7 @@ from lmcore.data.story_grammar import (
     stories,
     story_text,
 )
-from lmcore.data.tokens import prepare
+from lmcore.data.tokens import open_or_prepare, prepare
 from lmcore.text import END_OF_TEXT
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "num_windows_per_epoch",
     "open_corpus",
     "open_data",
+    "open_or_prepare",
     "prepare",
     "require_context",
     "stories",

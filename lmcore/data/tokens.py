@@ -61,6 +61,18 @@ def prepare(
         return open_data(folder)
 
 
+def open_or_prepare(
+    data: str | os.PathLike,
+    tokenizer: Tokenizer | str | os.PathLike,
+    out_folder: str | os.PathLike,
+    config: CorpusConfig | None = None,
+) -> PreparedData:
+    """Opens `data` if it is a prepared folder, with the tokenizer that made it; else prepares it into `out_folder`."""
+    if (Path(data) / MANIFEST).is_file():
+        return open_data(data)
+    return prepare(data, tokenizer, out_folder, config)
+
+
 def open_if_same(folder: Path, request: dict[str, Any]) -> PreparedData | None:
     """The corpus in `folder` if it is the one that is asked for and all of it is intact."""
     try:

@@ -1,0 +1,36 @@
+"""Figures of notebook 02 that the general ones do not cover."""
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from lmcore.report.figures import WARNING, panels
+
+
+def batch_size_figure(table: pd.DataFrame) -> Figure:
+    """Final validation loss and throughput by batch size; a red cross stands at one that diverged or did not fit."""
+    figure, ((losses,), (speeds,)) = panels(2, 1, 4.0, sharex=True)
+    done = table[table["outcome"] == "complete"].sort_values("batch_size")
+    losses.plot(done["batch_size"], done["final_valid_loss"], marker="o", markersize=4.5)
+    speeds.plot(done["batch_size"], done["tokens_per_second"], marker="o", markersize=4.5, color="#029e73")
+    failed = table[table["outcome"].isin(["diverged", "out of memory"])]
+    for size, outcome in zip(failed["batch_size"], failed["outcome"], strict=True):
+        edge = losses.get_xaxis_transform()
+        losses.plot(size, 1, "X", color=WARNING, markersize=9, transform=edge, clip_on=False)
+        for axes in (losses, speeds):
+            axes.axvline(size, color=WARNING, linewidth=0.8, alpha=0.35)
+        losses.annotate(
+            outcome, (size, 1), (-7, -2), xycoords=edge, textcoords="offset points", ha="right", va="center",
+            color=WARNING, fontsize=8,
+        )  # fmt: skip
+    losses.set(ylabel="final validation loss\n(nats per token)")
+    speeds.set(ylabel="tokens per second", xlabel="batch size (sequences)", yscale="log")
+    speeds.set_xscale("log", base=2)
+    sizes = sorted(table["batch_size"])
+    speeds.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    speeds.xaxis.set_minor_formatter(NullFormatter())
+    speeds.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    speeds.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    speeds.yaxis.set_minor_formatter(NullFormatter())
+    speeds.margins(x=0.08, y=0.15)
+    return figure
