@@ -1,6 +1,7 @@
 """Which device computes, in which precision, and what its peak is."""
 
 import contextlib
+import gc
 import re
 
 import torch
@@ -73,3 +74,11 @@ def peak_flops(chip: str, precision: str) -> float | None:
     if VARIANTS_WITH_OTHER_PEAKS.search(chip):
         return None
     return next((peaks.get(precision) for name, peaks in PEAK_FLOPS.items() if name in chip), None)
+
+
+def forget_memory(device: torch.device) -> None:
+    """Returns what earlier work in this process no longer uses, and starts the record of peak memory anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)

@@ -18,7 +18,7 @@ from lmcore.accounting import training_flops
 from lmcore.checkpoint import read_checkpoint, restore, save_checkpoint, save_weights
 from lmcore.config import TrainConfig, require
 from lmcore.data import PreparedData, batch_at_step, open_data, require_context, validation_batches
-from lmcore.device import autocast, device_name, peak_flops, select_device
+from lmcore.device import autocast, device_name, forget_memory, peak_flops, select_device
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
@@ -67,6 +67,7 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
         run.begin(config, environment() | {"data_fingerprint": data.fingerprint, "data": data.manifest})
         if run.status()["state"] == "complete":
             return result_of(run)
+        forget_memory(device)  # a sweep's runs share a process
         with reproducible(config, device):
             return Trainer(config, data, run, device).fit()
 
