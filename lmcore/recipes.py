@@ -36,6 +36,7 @@ TEN_MINUTES = replace(  # what one H200 does in that time: some 46 passes over 7
     log_interval=50,
     eval_interval=1375,
     checkpoint_interval=5500,
+    keep_checkpoints=4,
 )
 
 RECIPES: dict[str, TrainConfig] = {
@@ -46,7 +47,8 @@ RECIPES: dict[str, TrainConfig] = {
         steps=200,
         log_interval=10,
         eval_interval=40,
-        checkpoint_interval=100,
+        checkpoint_interval=50,
+        keep_checkpoints=4,
     ),
     "laptop": TrainConfig(
         model=model_config("laptop", vocab_size=4096, context_length=128),
@@ -55,6 +57,7 @@ RECIPES: dict[str, TrainConfig] = {
         steps=2000,
         eval_interval=200,
         checkpoint_interval=500,
+        keep_checkpoints=4,
     ),
     "handout": HANDOUT,
     "regularized": REGULARIZED,
