@@ -1,4 +1,4 @@
-"""Sentences of notebook 02: what tables of training runs say, whatever the machine, the corpus and the outcome."""
+"""Sentences of notebook 02 on the toy and the sweeps: what tables say, whatever the machine and the outcome."""
 
 import itertools
 import math
@@ -6,32 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from lmcore.report.answers import format_bytes, format_count, format_seconds, format_significant, join_words
+from lmcore.report.answers import format_bytes, format_count, format_significant, join_words
 from lmcore.report.tables import DIVERGENCE_RISE
-
-TARGET, LOW_RESOURCE_TARGET = 1.45, 2.0
-"""Validation losses on TinyStories that CSE599-O A1 asks for (section 7.2; part 2 section 4.2), nats per token."""
-
-FULL_BUDGET = 327_680_000
-"""Tokens of the handout's full run (part 1, section 7.2)."""
 
 NOISE = 0.01
 """Differences of loss in nats that are within the scatter between seeds, and not called a difference."""
 
 NEAR_EDGE = 4.0
 """Up to this ratio, the best learning rate counts as at the edge of stability."""
-
-SETTINGS = {
-    "optimizer": "the optimizer",
-    "learning_rate": "the learning rate",
-    "weight_decay": "weight decay",
-    "batch_size": "the batch size",
-    "steps": "the steps",
-    "tie_embeddings": "tied embeddings",
-    "dropout": "dropout",
-    "sampling": "sampling",
-}
-"""Columns of the run table that are settings, for readers."""
 
 
 def sgd_answer(losses: Mapping[float, Sequence[float]]) -> str:
@@ -58,7 +40,7 @@ def learning_rate_answer(runs: pd.DataFrame) -> str:
     table = pd.DataFrame(
         {
             "learning rate": [f"{rate:g}" for rate in runs["learning_rate"]],
-            "final validation loss": [_ending(row) for row in runs.to_dict("records")],
+            "final validation loss": [ending_of(row) for row in runs.to_dict("records")],
             "largest rise of the training loss": [_or_dash(value) for value in runs["max_spike"]],
         }
     ).to_markdown(index=False, disable_numparse=True)
@@ -72,13 +54,13 @@ def learning_rate_answer(runs: pd.DataFrame) -> str:
 
 
 def _best_sentence(runs: pd.DataFrame) -> str:
-    done = _done(runs)
+    done = completed(runs)
     if not len(done):
         return "No run was completed: the sweep must go on at smaller learning rates."
-    best, tested = _lowest(done), runs["learning_rate"]
+    best, tested = lowest(done), runs["learning_rate"]
     alike = done[(done["final_valid_loss"] <= best["final_valid_loss"] + NOISE) & (done["name"] != best["name"])]
     also = f"; {_rates(alike)} within {NOISE:g} of it" if len(alike) else ""
-    text = f"The best is **{best['learning_rate']:g}** with {_loss(best)} nats per token{also}."
+    text = f"The best is **{best['learning_rate']:g}** with {loss_of(best)} nats per token{also}."
     if best["learning_rate"] == tested.min():
         text += " It is the smallest one tested, so the optimum may lie lower."
     elif best["learning_rate"] == tested.max():
@@ -88,14 +70,14 @@ def _best_sentence(runs: pd.DataFrame) -> str:
 
 def edge_answer(runs: pd.DataFrame, curves: pd.DataFrame) -> str:
     """learning_rate (b): how the best learning rate relates to the smallest that diverged, and to early progress."""
-    done = _done(runs)
+    done = completed(runs)
     diverged = runs[runs["outcome"] == "diverged"].sort_values("learning_rate")
     if not len(done):
         return (
             f"Every learning rate diverged, down to {runs['learning_rate'].min():g}: the edge of stability lies below "
             "this sweep, and it cannot say how the best learning rate relates to it."
         )
-    best = _lowest(done)
+    best = lowest(done)
     above = diverged[diverged["learning_rate"] > best["learning_rate"]]
     if len(above):
         text = _edge_sentences(best, above.iloc[0], done)
@@ -154,7 +136,7 @@ def _early_sentence(done: pd.DataFrame, curves: pd.DataFrame) -> str:
         return ""
     at = evaluated[evaluated["step"] == early].set_index("name")["valid_loss"]
     rates = done.set_index("name")["learning_rate"]
-    leader, best = rates[at.idxmin()], _lowest(done)["learning_rate"]
+    leader, best = rates[at.idxmin()], lowest(done)["learning_rate"]
     text = f"Convergence: after {early:,} of {_one(done['steps'])} steps the lowest validation loss is that of "
     if leader == best:
         return f"{text}{leader:g}, which also wins in the end."
@@ -165,7 +147,7 @@ def _early_sentence(done: pd.DataFrame, curves: pd.DataFrame) -> str:
 def batch_size_answer(runs: pd.DataFrame) -> str:
     """batch_size_experiment: loss, speed and memory by batch size at one number of tokens."""
     runs = runs.sort_values("batch_size")
-    done, failed = _done(runs), runs[runs["outcome"] == "out of memory"]
+    done, failed = completed(runs), runs[runs["outcome"] == "out of memory"]
     diverged = runs[runs["outcome"] == "diverged"]
     sizes = [f"{size:,}" for size in runs["batch_size"]]
     text = f"Tested: batch sizes {join_words(sizes)}"
@@ -173,8 +155,8 @@ def batch_size_answer(runs: pd.DataFrame) -> str:
         text += f", all on about {format_count(done['tokens'].max(), 2)} tokens"
     text += "."
     if len(done):
-        best = _lowest(done)
-        text += f" The lowest final loss, **{_loss(best)}**, is that of batch size **{best['batch_size']:,}**"
+        best = lowest(done)
+        text += f" The lowest final loss, **{loss_of(best)}**, is that of batch size **{best['batch_size']:,}**"
         text += f" in {best['steps']:,} steps."
         text += _larger_batches(done, best)
         text += _throughput(done)
@@ -212,11 +194,11 @@ def _larger_batches(done: pd.DataFrame, best: pd.Series) -> str:
 def _throughput(done: pd.DataFrame) -> str:
     fastest, smallest = done.loc[done["tokens_per_second"].idxmax()], done.iloc[0]
     if fastest["name"] == smallest["name"]:
-        text = f" The smallest batch is also the fastest ({_speed(fastest)})."
+        text = f" The smallest batch is also the fastest ({speed_of(fastest)})."
     else:
         ratio = fastest["tokens_per_second"] / smallest["tokens_per_second"]
         text = (
-            f" Throughput grows from {_speed(smallest)} at {smallest['batch_size']:,} to {_speed(fastest)} at "
+            f" Throughput grows from {speed_of(smallest)} at {smallest['batch_size']:,} to {speed_of(fastest)} at "
             f"{fastest['batch_size']:,} ({format_significant(ratio, 2)} times)."
         )
     memory = done.dropna(subset="peak_memory_bytes")
@@ -229,126 +211,33 @@ def _throughput(done: pd.DataFrame) -> str:
     return text
 
 
-def targets_answer(runs: pd.DataFrame, floor: float | None = None) -> str:
-    """The best validation loss beside the handout's targets, or beside the floor where the corpus has a known one."""
-    done = _done(runs)
-    if not len(done):
-        return "No run was completed, so there is no validation loss to report."
-    best = _lowest(done)
-    text = (
-        f"The lowest final validation loss of {len(runs)} runs is **{_loss(best)}** nats per token (perplexity "
-        f"{format_significant(math.exp(best['final_valid_loss']), 3)}), reached by `{best['name']}` on "
-        f"{format_count(best['tokens'])} tokens in {format_seconds(best['seconds'])} on {best['device']}."
-    )
-    if floor is not None:
-        gap = best["final_valid_loss"] - floor
-        return (
-            f"{text} The entropy of this corpus is known, {format_significant(floor, 3)}: no model can stay below it, "
-            f"and this one is {format_significant(gap, 2)} nats above. The handout's targets of {TARGET:.2f} and "
-            f"{LOW_RESOURCE_TARGET:.2f} are meant for TinyStories and say nothing here."
-        )
-    return f"{text} {_target_sentences(best, runs)}"
-
-
-def _target_sentences(best: pd.Series, runs: pd.DataFrame) -> str:
-    loss = best["final_valid_loss"]
-    if loss <= TARGET:
-        return f"That meets the target of {TARGET:.2f}."
-    gap = f"{format_significant(loss - TARGET, 2)} above the target of {TARGET:.2f}"
-    verdict = f"below the {LOW_RESOURCE_TARGET:.2f} of the handout's smaller budget, and {gap}"
-    if loss > LOW_RESOURCE_TARGET:
-        verdict = f"above {LOW_RESOURCE_TARGET:.2f}, and {gap}"
-    return (
-        f"That is {verdict}. Device: {best['device']}; parameters: {_settings(best)}. "
-        f"Tuning effort: {len(runs)} runs, all in the experiment log."
-    )
-
-
-def ladder_answer(ladder: pd.DataFrame) -> str:
-    """What each recipe changed from the one before, and what that bought by measurement. Rows are in order."""
-    rows, previous = [], None
-    for row in ladder.to_dict("records"):
-        changed = "—" if previous is None else "; ".join(_changes(previous, row)) or "nothing"
-        rows.append({"recipe": f"`{row['name']}`", "changed": changed, "validation loss": _ending(row)})
-        rows[-1]["bought"] = "" if previous is None else _gain(previous, row)
-        previous = row
-    table = pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True)
-    if len(ladder) == 1:
-        return f"{table}\n\nOnly one recipe was trained at this scale, so there is nothing to compare."
-    done = _done(ladder)
-    if len(done) < 2:
-        return f"{table}\n\nFewer than two of them were completed, so there is nothing to compare."
-    first, best = done.iloc[0], _lowest(done)
-    gained = first["final_valid_loss"] - best["final_valid_loss"]
-    if gained <= 0:
-        return f"{table}\n\nNothing improved on `{first['name']}`, where the list begins."
-    return (
-        f"{table}\n\nFrom `{first['name']}` to `{best['name']}` the loss falls by "
-        f"**{format_significant(gained, 3)}** nats, on {format_significant(best['tokens'] / first['tokens'], 3)} times "
-        "the tokens."
-    )
-
-
-def _changes(before: Mapping, after: Mapping) -> list[str]:
-    return [
-        f"{label} {_value(before[key])} → {_value(after[key])}"
-        for key, label in SETTINGS.items()
-        if before[key] != after[key]
-    ]
-
-
-def _gain(before: Mapping, after: Mapping) -> str:
-    if before["outcome"] != "complete" or after["outcome"] != "complete":
-        return ""
-    difference = after["final_valid_loss"] - before["final_valid_loss"]
-    return f"{difference:+.3f}"
-
-
-def budget_answer(runs: pd.DataFrame) -> str:
-    """What the handout's full budget would take at the speed that was measured."""
-    done = _done(runs).dropna(subset="tokens_per_second")
-    if not len(done):
-        return "No run was completed, so no speed is known."
-    best = _lowest(done)
-    seconds = FULL_BUDGET / best["tokens_per_second"]
-    return (
-        f"`{best['name']}` trained at {_speed(best)} on {best['device']}; evaluations and checkpoints not counted, the "
-        f"handout's full {FULL_BUDGET:,} tokens would take this model {format_seconds(seconds)} there."
-    )
-
-
-def _done(runs: pd.DataFrame) -> pd.DataFrame:
+def completed(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs that came to their end with a loss."""
     return runs[(runs["outcome"] == "complete") & runs["final_valid_loss"].notna()]
 
 
-def _lowest(done: pd.DataFrame) -> pd.Series:
+def lowest(done: pd.DataFrame) -> pd.Series:
+    """The run with the lowest final validation loss."""
     return done.loc[done["final_valid_loss"].astype(float).idxmin()]
 
 
-def _ending(row: Mapping) -> str:
-    return _loss(row) if row["outcome"] == "complete" else row["outcome"]
+def ending_of(row: Mapping) -> str:
+    """The final loss, or how else the run ended."""
+    return loss_of(row) if row["outcome"] == "complete" else row["outcome"]
 
 
-def _loss(row: Mapping) -> str:
+def loss_of(row: Mapping) -> str:
+    """The final validation loss in nats per token."""
     return format_significant(row["final_valid_loss"], 4)
 
 
-def _speed(row: Mapping) -> str:
+def speed_of(row: Mapping) -> str:
+    """The throughput in words."""
     return f"{format_count(row['tokens_per_second'])} tokens per second"
 
 
 def _rates(runs: pd.DataFrame) -> str:
     return join_words([f"{rate:g}" for rate in runs.sort_values("learning_rate")["learning_rate"]])
-
-
-def _settings(row: Mapping) -> str:
-    return ", ".join(f"{key.replace('_', ' ')} {_value(row[key])}" for key in SETTINGS)
-
-
-def _value(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _ratios(rates: Sequence[float]) -> list[float]:

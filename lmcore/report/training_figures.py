@@ -1,10 +1,35 @@
 """Figures of notebook 02 that the general ones do not cover."""
 
+import math
+from collections.abc import Mapping
+
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from lmcore.report.figures import WARNING, panels
+from lmcore.report.figures import WARNING, panels, sequence_colors
+
+
+def divergence_figure(runs: Mapping[str, pd.DataFrame], unigram_entropy: float) -> Figure:
+    """Training loss of each run on a logarithmic axis that shows all of it, and the loss of token frequencies alone.
+
+    `runs` maps labels, in increasing order of the learning rate, to their curves. Losses are averaged over neighboring
+    lines to at most 60 points.
+    """
+    figure, ((axes,),) = panels(1, 1, 3.2)
+    for color, (label, curve) in zip(sequence_colors(len(runs)), runs.items(), strict=True):
+        groups = np.arange(len(curve)) // math.ceil(len(curve) / 60)
+        means = curve[["step", "train_loss"]].groupby(groups).mean()
+        axes.plot(means["step"], means["train_loss"], color=color, label=label)
+    axes.axhline(unigram_entropy, color="black", linestyle=":", linewidth=1, label="token frequencies")
+    axes.set(xlabel="step", ylabel="training loss (nats per token)", yscale="log")
+    axes.set_xlim(left=0)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=10))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.legend(title="learning rate", loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, alignment="left")
+    return figure
 
 
 def batch_size_figure(table: pd.DataFrame) -> Figure:

@@ -1,0 +1,169 @@
+import json
+import math
+
+import pandas as pd
+import pytest
+
+from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
+from lmcore.data import open_data
+from lmcore.errors import UserError
+from lmcore.report import tables
+from lmcore.run import RunFolder
+from lmcore.sweep import run_sweep
+
+ENTROPY = 5.0
+
+
+def make_run(folder, losses, state="complete", *, valid=None, batch_size=4, **notes) -> RunFolder:
+    """A run folder with one metrics line for each loss, the last one with a validation loss."""
+    config = TrainConfig(model=model_config("smoke"), batch_size=batch_size, steps=10 * max(len(losses), 1))
+    run = RunFolder(folder)
+    with run.lock():
+        run.begin(config, {"device": "Test chip", "torch": "2.0", "data_fingerprint": "f" * 64})
+    for number, loss in enumerate(losses, 1):
+        line = {"step": 10 * number, "tokens": 10 * number * config.tokens_per_step, "seconds": float(number)}
+        line |= {"train_loss": loss, "lr": 1e-3, "grad_norm": 1.0, "peak_memory_bytes": 1000 * number}
+        line["tokens_per_second"] = [1.0, 100.0, 300.0, 200.0][(number - 1) % 4]
+        if valid is not None and number in valid:
+            line["valid_loss"] = valid[number]
+        run.append_metrics(line)
+    last = valid[max(valid)] if valid else None
+    run.write_status(state, 10 * len(losses), valid_loss=last, seconds=float(len(losses)), **notes)
+    return run
+
+
+def row_of(run: RunFolder) -> dict:
+    return tables.run_table({"run": run}, ENTROPY).iloc[0].to_dict()
+
+
+def test_a_complete_run(tmp_path):
+    row = row_of(make_run(tmp_path, [6.0, 4.0, 4.3, 3.0], valid={2: 3.5, 3: 3.1, 4: 3.2}))
+    assert row["outcome"] == "complete"
+    assert (row["final_valid_loss"], row["best_valid_loss"], row["best_step"]) == (3.2, 3.1, 30)
+    assert row["max_spike"] == pytest.approx(0.3)
+    assert row["tokens"] == 40 * 4 * 256
+    assert row["tokens_per_second"] == 200  # the median without the first line, which held the warm-up
+    assert row["peak_memory_bytes"] == 4000
+    assert (row["seconds"], row["device"], row["batch_size"], row["steps"]) == (4.0, "Test chip", 4, 40)
+    assert row["diverged_at_step"] is None
+
+
+def test_a_loss_that_was_not_finite(tmp_path):
+    row = row_of(make_run(tmp_path, [6.0, 9.0], "diverged", valid={1: 5.9}, diverged_at_step=23))
+    assert (row["outcome"], row["diverged_at_step"]) == ("diverged", 23)
+    assert row["final_valid_loss"] is None
+    assert row["best_valid_loss"] == 5.9
+
+
+def test_a_run_that_unlearned_the_token_frequencies_has_diverged(tmp_path):
+    row = row_of(make_run(tmp_path, [6.0, 4.5, 8.0, 6.0], valid={4: 6.0}))
+    assert (row["outcome"], row["diverged_at_step"]) == ("diverged", 30)
+
+
+def test_a_run_that_was_only_too_short_has_not_diverged(tmp_path):
+    row = row_of(make_run(tmp_path, [6.2, 6.1, 6.15], valid={3: 6.1}))
+    assert (row["outcome"], row["final_valid_loss"]) == ("complete", 6.1)
+
+
+def test_a_run_that_recovered_has_not_diverged(tmp_path):
+    row = row_of(make_run(tmp_path, [6.0, 19.0, 4.9], valid={3: 4.8}))
+    assert (row["outcome"], row["max_spike"]) == ("complete", 13.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "outcome"),
+    [("out of memory", "out of memory"), ("interrupted", "interrupted"), ("running", "interrupted")],
+)
+def test_a_run_without_a_line(tmp_path, state, outcome):
+    row = row_of(make_run(tmp_path, [], state))
+    assert row["outcome"] == outcome
+    assert row["final_valid_loss"] is row["max_spike"] is row["tokens_per_second"] is row["peak_memory_bytes"] is None
+
+
+def test_unigram_entropy_of_the_training_tokens(embedded_data, monkeypatch):
+    data = open_data(embedded_data)
+    shares = pd.Series(data.train).value_counts(normalize=True)
+    monkeypatch.setattr(tables, "COUNT_CHUNK", 1000)  # several pieces
+    assert tables.unigram_entropy(data) == pytest.approx(-sum(p * math.log(p) for p in shares))
+
+
+def test_curves_keep_few_lines_but_every_evaluation(tmp_path):
+    losses = [5 - 0.01 * i for i in range(100)]
+    runs = {
+        "long": make_run(tmp_path / "long", losses, valid={7: 4.0, 100: 3.9}),
+        "none": make_run(tmp_path / "no", []),
+    }
+    curves = tables.curves_table(runs, points=10)
+    assert set(curves["name"]) == {"long"}
+    assert curves["step"].tolist() == [10, 70, 110, 210, 310, 410, 510, 610, 710, 810, 910, 1000]
+    assert curves["valid_loss"].dropna().tolist() == [4.0, 3.9]
+    assert list(tables.curves_of(curves, {"long": "a", "none": "b"})) == ["a"]
+    assert tables.curves_table({"none": runs["none"]}).empty
+
+
+def test_results_are_read_as_they_were_written(tmp_path):
+    runs = {
+        "good": make_run(tmp_path / "good", [6.0, 3.0], valid={2: 3.25}),
+        "memory": make_run(tmp_path / "memory", [], "out of memory"),
+    }
+    path = tmp_path / "results" / "runs.json"
+    provenance = tables.provenance_of(runs)
+    written = tables.write_results(tables.run_table(runs, ENTROPY), path, provenance, floor=float(1))
+    table, read, notes = tables.read_results(path)
+    pd.testing.assert_frame_equal(table, written, check_dtype=False)
+    assert notes == {"floor": 1.0}
+    assert read["device"] == "Test chip"
+    assert read["data_fingerprint"] == "f" * 64
+    assert read["runs"] == 2
+    assert "NaN" not in path.read_text()
+    assert pd.read_csv(path.with_suffix(".csv"))["name"].tolist() == ["good", "memory"]
+
+
+def test_provenance_lists_what_differs(tmp_path):
+    runs = {name: make_run(tmp_path / name, [3.0]) for name in ("a", "b")}
+    environment = runs["b"].environment() | {"device": "Other chip"}
+    runs["b"].environment_file.write_text(json.dumps([environment]))
+    assert tables.provenance_of(runs)["device"] == ["Test chip", "Other chip"]
+
+
+def test_a_file_that_is_no_results_file(tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text("[1]")
+    with pytest.raises(UserError, match="not a results file"):
+        tables.read_results(path)
+    with pytest.raises(UserError, match=r"ends in \.json"):
+        tables.write_results(pd.DataFrame(), tmp_path / "runs.csv", {})
+
+
+def test_the_log_has_a_row_for_every_run_and_says_how_it_ended(tmp_path):
+    runs = {
+        "good": make_run(tmp_path / "good", [6.0, 3.0], valid={2: 3.25}),
+        "bad": make_run(tmp_path / "bad", [6.0], "diverged", diverged_at_step=17),
+        "big": make_run(tmp_path / "big", [], "out of memory", batch_size=2048),
+    }
+    lines = tables.experiment_log(tables.run_table(runs, ENTROPY)).splitlines()
+    assert len(lines) == 2 + 3
+    assert "3.250" in lines[2]
+    assert "diverged at step 17" in lines[3]
+    assert "2,048" in lines[4]
+    assert "out of memory" in lines[4]
+
+
+def test_real_runs(tmp_path, embedded_data):
+    good = TrainConfig(
+        model=model_config("smoke", vocab_size=300, context_length=16, d_model=16, num_heads=2, d_ff=24),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+        data=str(embedded_data),
+        batch_size=4,
+        steps=6,
+        log_interval=1,
+        eval_interval=3,
+        device="cpu",
+    )
+    bad = replace(good, optimizer__name="sgd", optimizer__learning_rate=1e30, optimizer__max_grad_norm=None)
+    runs = run_sweep({"good": good, "bad": bad}, tmp_path)
+    table = tables.run_table(runs, tables.unigram_entropy(open_data(embedded_data)))
+    assert table["outcome"].tolist() == ["complete", "diverged"]
+    assert table["final_valid_loss"][0] == runs["good"].status()["valid_loss"]
+    assert table["diverged_at_step"][1] <= 6
+    assert tables.provenance_of(runs)["data"]["train_tokens"] == len(open_data(embedded_data).train)
