@@ -200,6 +200,7 @@ def test_targets(loss, sentence, with_device):
     assert "of 3 runs" in text
     assert "reached by `b`" in text
     assert ("Device: Chip A; parameters: optimizer adamw, learning rate 0.001," in text) == with_device
+    assert ("tie embeddings off" in text) == with_device
 
 
 def test_targets_of_a_corpus_with_a_floor():

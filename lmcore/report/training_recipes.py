@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import pandas as pd
 
 from lmcore.report.answers import format_count, format_seconds, format_significant
@@ -120,6 +121,6 @@ def _settings(row: Mapping) -> str:
 
 
 def _value(value: object) -> str:
-    if isinstance(value, bool):
+    if isinstance(value, bool | np.bool_):
         return "on" if value else "off"
     return value if isinstance(value, str) else f"{value:g}"
