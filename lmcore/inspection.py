@@ -3,6 +3,7 @@
 What notebook 01 measures on models and tokenizers; its figures are in `lmcore.report.build_figures`.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from lmcore.config import require
-from lmcore.data import EmbeddedCorpus, TextCorpus
+from lmcore.data import is_prepared, open_corpus, open_data
 from lmcore.functional import cross_entropy, scaled_dot_product_attention
 from lmcore.model import CausalMultiHeadSelfAttention, TransformerLM, causal_mask
 from lmcore.optimizer import AdamW, gradient_clipping, gradient_norm
@@ -115,8 +116,16 @@ def learn_one_batch(
         return [*losses, cross_entropy(model(inputs), targets).item()]
 
 
-def sample_text(corpus: EmbeddedCorpus | TextCorpus, characters: int) -> str:
-    """The first training documents, about `characters` in all, each followed by <|endoftext|>."""
+def sample_text(source: str | os.PathLike, characters: int) -> str:
+    """The first training documents of a source, about `characters` in all, each followed by <|endoftext|>.
+
+    `source` is what `lmcore.data.open_corpus` takes, or a prepared folder, whose tokens are decoded.
+    """
+    if is_prepared(source):
+        data = open_data(source)
+        ids = data.train[:characters]  # a token has at least one character, but for broken ones
+        return data.tokenizer.decode(ids.tolist())[:characters]
+    corpus = open_corpus(source, progress=False)
     texts: list[str] = []
     length = 0
     for piece in corpus.documents("train"):

@@ -224,6 +224,7 @@ class Trainer:
             if self.valid_loss < self.best_valid_loss:
                 self.best_valid_loss = self.valid_loss
                 save_weights(self.model, self.run.best_weights, step=self.step, valid_loss=self.valid_loss)
+            forget_memory(self.device)  # the peak in the lines is that of training steps alone
         return line | {"seconds": self._elapsed()}
 
     def _elapsed(self) -> float:

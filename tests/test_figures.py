@@ -12,7 +12,6 @@ from matplotlib.colors import to_rgb
 from lmcore.errors import UserError
 from lmcore.report.figures import (
     WARNING,
-    batch_size_sweep,
     learning_curves,
     learning_rate_sweep,
     save_figure,
@@ -56,7 +55,6 @@ def sweep() -> pd.DataFrame:
 FIGURES = {
     "learning_curves": lambda: learning_curves({"one": metrics(), "two": metrics(1.5)}, "seconds", floor=1.2),
     "learning_rate_sweep": lambda: learning_rate_sweep(sweep()),
-    "batch_size_sweep": lambda: batch_size_sweep(sweep().assign(batch_size=[8, 16, 32, 64], learning_rate=1e-3)),
     "schedule_figure": lambda: schedule_figure({"cosine": [0.0, 1.0, 0.5, 0.0]}, {"end of warm-up": 1}),
     "sgd_toy_figure": lambda: sgd_toy_figure({10.0: [3, 2, 1], 1000.0: [3, 300, math.inf]}),
     "truncation_figure": lambda: truncation_figure([0.6, 0.3, 0.1], {"top-p 0.5": [1.0, 0, 0]}, [" a", "\n", "😀"]),

@@ -8,7 +8,6 @@ import torch
 
 from lmcore import accounting
 from lmcore.config import ModelConfig, model_config, replace
-from lmcore.data import EmbeddedCorpus
 from lmcore.errors import UserError
 from lmcore.inspection import (
     attention_weights,
@@ -40,7 +39,7 @@ def model() -> TransformerLM:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Tokenizer:
     file = tmp_path_factory.mktemp("text") / "sample.txt"
-    file.write_text(sample_text(EmbeddedCorpus(), 20_000))
+    file.write_text(sample_text("embedded", 20_000))
     return Tokenizer(*train_bpe(file, 400, [END_OF_TEXT]), [END_OF_TEXT])
 
 
@@ -100,7 +99,7 @@ def test_learn_one_batch_learns(model):
 
 
 def test_sample_text_and_its_split():
-    text = sample_text(EmbeddedCorpus(), 2000)
+    text = sample_text("embedded", 2000)
     assert 2000 <= len(text) < 4000
     assert text.endswith(END_OF_TEXT)
     first, last = split_text(text, held_out=0.3)
@@ -111,7 +110,7 @@ def test_sample_text_and_its_split():
 
 
 def test_compression_rises_with_the_vocabulary(tokenizer):
-    text = sample_text(EmbeddedCorpus(seed=1), 5000)
+    text = sample_text("embedded", 5000)
     table = compression_by_vocabulary(tokenizer, text, [257, 300, tokenizer.vocab_size])
     assert list(table["vocab_size"]) == [257, 300, tokenizer.vocab_size]
     ratios = list(table["bytes_per_token"])
@@ -203,3 +202,7 @@ def test_figures_are_drawn_and_the_same_every_time(tmp_path, model):
         files = [save_figure(figure(), tmp_path / f"{name}{n}.svg").read_bytes() for n in range(2)]
         assert files[0] == files[1], name
         assert len(files[0]) > 5000, name
+
+
+def test_sample_text_of_a_prepared_folder(embedded_data):
+    assert sample_text(embedded_data, 500) == sample_text("embedded", 500)[:500]

@@ -4,7 +4,7 @@ import pytest
 
 from lmcore.config import TrainConfig
 from lmcore.errors import UserError
-from lmcore.recipes import HANDOUT_STEPS, RECIPES, batch_size_runs, learning_rate_runs, recipe, with_steps
+from lmcore.recipes import HANDOUT_STEPS, RECIPES, batch_size_runs, learning_rate_runs, recipe, suited, with_steps
 
 HANDOUT_TOKENS = 32 * 256 * HANDOUT_STEPS
 AT_BUDGET = ("handout", "regularized", "tied", "best-at-budget")
@@ -45,6 +45,14 @@ def test_studies_change_one_thing():
     assert [config.steps for config in sizes.values()] == [1280, 40, 10]
     rates = [config.optimizer.learning_rate / base.optimizer.learning_rate for config in sizes.values()]
     assert rates == pytest.approx([math.sqrt(1 / 32), 1, 1])
+
+
+def test_long_recipes_go_by_the_size_of_the_corpus():
+    names = ["tied", "ten-minutes", "full-corpus"]
+    assert suited(names, 7_799_081) == ["tied", "ten-minutes"]
+    assert suited(names, 540_000_000) == ["tied", "full-corpus"]
+    with pytest.raises(UserError, match="There is no recipe x"):
+        suited(["x"], 1)
 
 
 def test_recipes_are_configs():

@@ -10,7 +10,7 @@ from lmcore.data.batches import (
 )
 from lmcore.data.corpora import CorpusConfig, EmbeddedCorpus, TextCorpus, open_corpus
 from lmcore.data.downloads import download
-from lmcore.data.prepared import PreparedData, open_data
+from lmcore.data.prepared import PreparedData, is_prepared, open_data
 from lmcore.data.specification import tokenizer_for
 from lmcore.data.story_grammar import (
     entropy_per_document,
@@ -33,6 +33,7 @@ __all__ = [
     "entropy_per_document",
     "floor_nats_per_token",
     "get_batch",
+    "is_prepared",
     "log_probability",
     "num_validation_windows",
     "num_windows_per_epoch",

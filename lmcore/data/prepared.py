@@ -65,6 +65,11 @@ class PreparedData:
         return grammar and grammar["floor_nats_per_token"]
 
 
+def is_prepared(folder: str | os.PathLike) -> bool:
+    """Whether `folder` is a prepared corpus, as its manifest says."""
+    return (Path(folder) / MANIFEST).is_file()
+
+
 def open_data(folder: str | os.PathLike, *, verify: bool = False) -> PreparedData:
     """Opens a folder that `prepare` has made.
 

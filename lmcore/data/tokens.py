@@ -17,7 +17,16 @@ from filelock import FileLock
 from lmcore.config import require
 from lmcore.data.corpora import Corpus, CorpusConfig, EmbeddedCorpus, open_corpus
 from lmcore.data.documents import Piece
-from lmcore.data.prepared import FORMAT_VERSION, MANIFEST, SPLITS, TOKENIZER_FOLDER, PreparedData, bin_path, open_data
+from lmcore.data.prepared import (
+    FORMAT_VERSION,
+    MANIFEST,
+    SPLITS,
+    TOKENIZER_FOLDER,
+    PreparedData,
+    bin_path,
+    is_prepared,
+    open_data,
+)
 from lmcore.data.specification import describe_tokenizer, tokenizer_for
 from lmcore.data.story_grammar import entropy_per_document, floor_nats_per_token
 from lmcore.errors import UserError
@@ -68,7 +77,7 @@ def open_or_prepare(
     config: CorpusConfig | None = None,
 ) -> PreparedData:
     """Opens `data` if it is a prepared folder, with the tokenizer that made it; else prepares it into `out_folder`."""
-    if (Path(data) / MANIFEST).is_file():
+    if is_prepared(data):
         return open_data(data)
     return prepare(data, tokenizer, out_folder, config)
 

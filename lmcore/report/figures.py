@@ -113,11 +113,6 @@ def learning_rate_sweep(table: pd.DataFrame) -> Figure:
     return _sweep(table, "learning_rate", "batch_size", "maximum learning rate", "batch size {}")
 
 
-def batch_size_sweep(table: pd.DataFrame) -> Figure:
-    """The same by batch size, a line for each learning rate."""
-    return _sweep(table, "batch_size", "learning_rate", "batch size (sequences)", "learning rate {:.2g}")
-
-
 def _sweep(table: pd.DataFrame, x: str, hue: str, x_label: str, hue_label: str) -> Figure:
     figure, ((losses,), (spikes,)) = panels(2, 1, 4.2, sharex=True, height_ratios=(3, 1.3))
     values = sorted(table[hue].unique())

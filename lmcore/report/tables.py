@@ -97,9 +97,11 @@ def _outcome(status: Mapping[str, Any], spike: float | None, entropy: float) -> 
 
 
 def _peak_memory(metrics: pd.DataFrame) -> int | None:
+    """Peak of the training steps up to the first evaluation, whose larger batches are not what is asked for."""
     if "peak_memory_bytes" not in metrics or metrics["peak_memory_bytes"].isna().all():
         return None
-    return int(metrics["peak_memory_bytes"].max())
+    evaluated = metrics.index[metrics["valid_loss"].notna()]
+    return int(metrics["peak_memory_bytes"].loc[: evaluated[0] if len(evaluated) else None].max())
 
 
 def largest_rise(losses: pd.Series) -> float | None:
