@@ -49,6 +49,7 @@ def batch_size_figure(table: pd.DataFrame) -> Figure:
             color=WARNING, fontsize=8,
         )  # fmt: skip
     losses.set(ylabel="final validation loss\n(nats per token)")
+    losses.margins(y=0.18)
     speeds.set(ylabel="tokens per second", xlabel="batch size (sequences)", yscale="log")
     speeds.set_xscale("log", base=2)
     sizes = sorted(table["batch_size"])

@@ -1,0 +1,36 @@
+"""The committed results, and what the README and the committed figures make of them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lmcore.errors import UserError
+from lmcore.report.reference import BLOCK, results_block, write_readme, write_reference_figures
+
+PROJECT = Path(__file__).parents[1]
+RESULTS = PROJECT / "results" / "h200"
+
+
+def test_the_readme_says_what_the_results_hold():
+    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
+    assert BLOCK.search(readme)[0] == results_block(RESULTS)
+
+
+def test_pictures_and_links_of_the_readme_exist():
+
+    targets = re.findall(r"\]\(([^)#]+)\)", (PROJECT / "README.md").read_text(encoding="utf-8"))
+    assert any(target.endswith(".svg") for target in targets)
+    assert [target for target in targets if not (PROJECT / target).exists()] == []
+
+
+def test_the_committed_figures_are_drawn_from_the_committed_results(tmp_path):
+    made = {path.name: path for path in write_reference_figures(RESULTS, tmp_path)}
+    assert made.keys() == {path.name for path in (PROJECT / "figures" / "h200").iterdir()}
+    assert all(path.stat().st_size > 5000 for path in made.values())
+
+
+def test_a_readme_without_markers_is_refused(tmp_path):
+    (tmp_path / "README.md").write_text("nothing")
+    with pytest.raises(UserError, match="lacks the markers"):
+        write_readme(tmp_path / "README.md", RESULTS)
