@@ -15,6 +15,7 @@ from lmcore.report.tables import curves_of, read_results
 from lmcore.report.training_figures import batch_size_figure, divergence_figure
 from lmcore.report.training_recipes import TARGET
 
+README_SETTINGS = "temperature 0.8, top-p 0.9"
 BLOCK = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- /results -->)", re.DOTALL)
 
 
@@ -72,7 +73,18 @@ def results_block(results: str | os.PathLike) -> str:
         f"{shown.to_markdown(index=False, disable_numparse=True)}\n\n"
         f"The best is {verdict}, with a corpus that is read {best['tokens'] / data['train_tokens']:.0f} times. "
         "Notebook 02 explains each step; the tables, with commits and versions, are in "
-        f"[`results/`](results/{Path(results).name}).\n"
+        f"[`results/`](results/{Path(results).name}), all answers in "
+        f"[`answers.pdf`](writeup/{Path(results).name}/answers.pdf).\n\n{_sample(Path(results) / 'samples.json')}\n"
+    )
+
+
+def _sample(path: Path) -> str:
+    """The first of the sampled stories, as a quotation."""
+    table, provenance, notes = read_results(path)
+    row = table[table["settings"] == README_SETTINGS].iloc[0]
+    lines = row["text"].strip().splitlines()
+    return f"`{provenance['run']}` goes on from “{notes['prompts'][0]}” ({row['settings']}):\n\n> " + "\n>\n> ".join(
+        lines
     )
 
 
