@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -281,3 +282,19 @@ def test_signal_reaches_a_process_on_its_own(tmp_path, config):
     assert child.wait(timeout=60) == EXIT_INTERRUPTED, rest
     assert run.status()["state"] == "interrupted"
     assert read_checkpoint(run.checkpoints()[0])["iteration"] == run.status()["step"]
+
+
+def test_wandb_gets_the_lines_and_continues_its_page(tmp_path, config, monkeypatch):
+    calls: list = []
+    session = types.SimpleNamespace(
+        log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish")
+    )
+    package = types.ModuleType("wandb")
+    package.init = lambda **options: calls.append(options) or session
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    train(replace(config, trackers=("wandb",)), tmp_path / "run")
+    options, *lines, last = calls
+    assert (options["id"], options["resume"], options["config"]["steps"]) == ("run", "allow", 12)
+    assert [step for step, _ in lines] == [line["step"] for line in RunFolder(tmp_path / "run").metrics_lines()]
+    assert all(None not in values.values() for _, values in lines)
+    assert last == "finish"
