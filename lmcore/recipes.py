@@ -41,13 +41,13 @@ TEN_MINUTES = replace(  # what one H200 does in that time: some 46 passes over 7
 
 RECIPES: dict[str, TrainConfig] = {
     "smoke": TrainConfig(
-        model=model_config("smoke", vocab_size=512, context_length=64),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=20),
+        model=model_config("smoke", vocab_size=512, context_length=128),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=40),
         batch_size=16,
-        steps=200,
+        steps=400,
         log_interval=10,
-        eval_interval=40,
-        checkpoint_interval=50,
+        eval_interval=80,
+        checkpoint_interval=100,
         keep_checkpoints=4,
     ),
     "laptop": TrainConfig(
