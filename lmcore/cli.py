@@ -66,16 +66,16 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
 def generate(
     run: Annotated[Path, tyro.conf.Positional],
     settings: Annotated[GenerateConfig, tyro.conf.arg(name="")] = GENERATE_DEFAULTS,
-    prompt: str = "",
+    prompt: tuple[str, ...] = ("",),
     tokenizer: str | None = None,
     device: str = "auto",
 ) -> int:
-    """Continue a prompt with the best weights of a run, word by word.
+    """Continue prompts with the best weights of a run: one of them word by word, several in one batch.
 
     Args:
         run: Run folder.
         settings: How to sample.
-        prompt: Text to continue; empty: the beginning of a document.
+        prompt: Texts to continue; empty: the beginning of a document.
         tokenizer: gpt2 or a tokenizer's folder; by default the one of the run's data.
         device: auto, cpu, mps, cuda or cuda:N.
     """
@@ -88,8 +88,12 @@ def generate(
     folder = RunFolder(run)
     model = load_model(folder.best_weights, select_device(device)[0])
     codec = tokenizer_for(tokenizer, "embedded") if tokenizer else open_data(folder.config().data).tokenizer
-    print(prompt, end="", flush=True)
-    generate_text(model, codec, [prompt], settings, stream=lambda _, piece: print(piece, end="", flush=True))
+    if len(prompt) > 1:
+        for sample in generate_text(model, codec, prompt, settings):
+            print(f"{sample.prompt}{sample.text}\n")
+        return 0
+    print(*prompt, end="", flush=True)
+    generate_text(model, codec, prompt, settings, stream=lambda _, piece: print(piece, end="", flush=True))
     print()
     return 0
 

@@ -116,6 +116,10 @@ def test_from_text_to_generation(tmp_path, capsys):
     assert "complete at step 2" in capsys.readouterr().out
     assert cli.main(["generate", run, "--prompt", "One", "--max-new-tokens", "5", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith("One")
+    assert cli.main(["generate", run, "--prompt", "One", "The", "--max-new-tokens", "5", "--device", "cpu"]) == 0
+    first, second = capsys.readouterr().out.strip().split("\n\n")
+    assert first.startswith("One")
+    assert second.startswith("The")
 
 
 def test_python_m_lmcore():
