@@ -148,6 +148,7 @@ def execute(
             language="python",
             cwd=source.parent,
             progress_bar=False,
+            coalesce_streams=True,  # what a cell prints reaches the writeup in one piece
             **hooks,
         )
     except (PapermillException, RuntimeError) as error:  # RuntimeError: the kernel died, or never answered

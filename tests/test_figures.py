@@ -127,6 +127,15 @@ def test_learning_curves_without_any_validation():
     assert low < table["train_loss"].min() < high
 
 
+def test_learning_curves_show_where_runs_end_unless_they_diverged():
+    runs = {"good": [6.0, 1.0], "slow": [6.2, 4.5], "diverged": [6.1, 50.0]}
+    tables = {
+        name: pd.DataFrame({"step": [1, 2], "train_loss": losses, "valid_loss": losses, "tokens": 0, "seconds": 0})
+        for name, losses in runs.items()
+    }
+    assert 4.5 < learning_curves(tables).axes[0].get_ylim()[1] < 6
+
+
 def test_wall_clock_time_has_a_fitting_unit():
     labels = [
         learning_curves({"run": metrics().assign(seconds=lambda t, scale=scale: t["step"] * scale)}, "seconds")
@@ -179,8 +188,8 @@ def test_truncation_says_how_many_tokens_are_left():
     figure = truncation_figure(full, {"top-k 2": [4 / 7, 3 / 7, 0, 0], "all": full}, ["a", "b", "c"])
     first, second = (axes for axes in figure.axes if axes.get_visible())
     assert [bar.get_height() for bar in first.patches] == pytest.approx([4 / 7, 3 / 7, 0])
-    assert first.texts[0].get_text() == "2 of 4 tokens\n100% in those shown"
-    assert second.texts[0].get_text() == "4 of 4 tokens\n90% in those shown"
+    assert first.texts[0].get_text() == "2 of 4 tokens\n100% on those shown"
+    assert second.texts[0].get_text() == "4 of 4 tokens\n90% on those shown"
 
 
 @pytest.mark.parametrize(("text", "label"), [(" the", "␣the"), ("\n", "\\n"), ("é", "é"), ("😀", "\\U0001f600")])

@@ -231,10 +231,10 @@ def test_the_answer_says_what_was_measured():
     assert "trigrams" not in text  # their share is the same everywhere
     assert "From 0.5 to 1.2 (top-p 1)" in temperature
     assert "falls from 97.0% to 71.0%" in temperature
-    assert "(-1.50) lies in between" in temperature
+    assert "(−1.50) lies in between" in temperature
     assert "from 1 to 0.9: the share of words that occur in the corpus rises from 71.0% to 88.0%" in top_p
     assert "From step 0 to step 100" in steps
-    assert "log-likelihood per token rises from -9.00 to -1.00" in steps
+    assert "log-likelihood per token rises from −9.00 to −1.00" in steps
 
 
 @pytest.mark.parametrize(

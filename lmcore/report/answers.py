@@ -52,6 +52,13 @@ def _exponent(value: float) -> int:
     return int(f"{value:e}".partition("e")[2])
 
 
+def scientific(value: float, digits: int = 3) -> str:
+    """A number by its power of ten, for Markdown: $4.51 \\cdot 10^{12}$; with one digit, 1e-5 is $10^{-5}$."""
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    power = f"10^{{{int(exponent)}}}"
+    return f"${power}$" if mantissa == "1" else rf"${mantissa} \cdot {power}$"
+
+
 def format_count(value: float, digits: int = 3) -> str:
     """A count in words from a million on: 1.64 billion, 12,345."""
     rounded = float(f"{value:.{digits}g}")

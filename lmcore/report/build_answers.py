@@ -1,12 +1,20 @@
 """Tables and sentences of notebook 01: resource accounting in words, every number from `lmcore.accounting`."""
 
+import math
 from collections.abc import Mapping
 
 import pandas as pd
 
 from lmcore import accounting
 from lmcore.config import ModelConfig, replace
-from lmcore.report.answers import format_bytes, format_count, format_percent, format_significant, join_words
+from lmcore.report.answers import (
+    format_bytes,
+    format_count,
+    format_percent,
+    format_significant,
+    join_words,
+    scientific,
+)
 
 COMPONENTS = {
     "token_embeddings": "token embedding",
@@ -89,10 +97,10 @@ def multiplies_table(config: ModelConfig) -> str:
 def largest_answer(config: ModelConfig) -> str:
     """transformer_accounting (c): which parts need the most FLOPs."""
     shares = flop_shares({"": config}).iloc[0].sort_values(ascending=False)
-    named = [f"{name} ({format_percent(share)})" for name, share in shares.items()]
+    named = [f"the {name} ({format_percent(share)})" for name, share in shares.items()]
     with_length = shares["attention scores"] + shares["weighted sum of values"]
     return (
-        f"Most FLOPs go to the {named[0]}, followed by the {join_words(named[1:4])}. Together, the projections and the "
+        f"Most FLOPs go to {named[0]}, followed by {join_words(named[1:4])}. Together, the projections and the "
         f"feed-forward network make up {format_percent(_per_token_share(shares))}; the two products whose cost grows "
         f"with the square of the length make up {format_percent(with_length)} at {config.context_length:,} tokens."
     )
@@ -136,6 +144,18 @@ def context_answer(short: ModelConfig, long: ModelConfig) -> str:
     )
 
 
+def depth_sentence(streams: Mapping[str, pd.Series], deeper: pd.Series) -> str:
+    """How large the residual stream gets: RMS by layer of several models, and of a deeper one without norms."""
+    layers = len(deeper) - 1
+    sizes = [f"{_size(stream.iloc[-1])} with {label}" for label, stream in streams.items()]
+    blocks = len(next(iter(streams.values()))) - 1
+    overflow = next((layer for layer, size in enumerate(deeper) if not math.isfinite(size)), None)
+    text = f"After {blocks} blocks the stream has size {join_words(sizes)}"
+    if overflow is None:
+        return f"{text}; after {layers} blocks without norms it has {_size(deeper.iloc[-1])}."
+    return f"{text}; at {layers} layers without norms it overflows float32 in block {overflow}."
+
+
 def memory_algebra(config: ModelConfig) -> str:
     """adamwAccounting (a): bytes by kind in letters, for d_ff = 4 d_model and float32."""
     symbols = accounting.symbolic(config, d_ff_per_d_model=4)
@@ -165,10 +185,11 @@ def batch_answer(config: ModelConfig, memory_bytes: float) -> str:
     largest = accounting.max_batch_size(config, memory_bytes)
     at_most = sum(accounting.adamw_memory(config, largest).values())
     gated = accounting.max_batch_size(_gated(config), memory_bytes)
+    limit = format_bytes(memory_bytes, 2)
     fits = (
-        f"The largest batch within {format_bytes(memory_bytes)} is **{largest}**, which takes {format_bytes(at_most)}"
+        f"The largest batch within {limit} is **{largest}**, which takes {format_bytes(at_most)}"
         if largest
-        else f"Not even one sequence fits into {format_bytes(memory_bytes)}"
+        else f"Not even one sequence fits into {limit}"
     )
     return (
         f"$\\text{{memory}} = {format_significant(slope / 1e9, 4)}\\ \\text{{GB}} \\cdot \\text{{batch\\_size}} + "
@@ -201,15 +222,15 @@ def days_answer(config: ModelConfig, batch_size: int, steps: int, peak_flops: fl
         f"**{days:,.0f} days** ({format_significant(days / 365.25, 3)} years). A forward pass over {batch_size:,} "
         f"sequences takes {scientific(forward)} FLOPs and the backward pass twice that: each product $Y = XW$ has "
         f"two of its size there, for the gradients of $X$ and $W$. That is {scientific(3 * forward)} a step and "
-        f"{scientific(3 * forward * steps)} for {steps:,} steps, at {format_percent(mfu)} of "
+        f"{scientific(3 * forward * steps)} for {steps:,} steps, at {format_percent(mfu, 2)} of "
         f"{format_significant(peak_flops / 1e12)} TFLOP/s. With our gated network it would be {gated:,.0f} days."
     )
 
 
-def scientific(value: float) -> str:
-    """A large number for Markdown: $4.51 \\cdot 10^{12}$."""
-    mantissa, exponent = f"{value:.2e}".split("e")
-    return rf"${mantissa} \cdot 10^{{{int(exponent)}}}$"
+def _size(value: float) -> str:
+    if not math.isfinite(value):
+        return "beyond float32"
+    return scientific(value) if value >= 1e4 else format_significant(value)
 
 
 def _change(name: str, shares: pd.Series) -> str:

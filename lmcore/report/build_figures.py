@@ -14,7 +14,7 @@ from lmcore.config import ModelConfig
 from lmcore.functional import silu
 from lmcore.model import RotaryPositionalEmbedding
 from lmcore.report.build_answers import KINDS
-from lmcore.report.figures import MUTED, WARNING, category_colors, panels
+from lmcore.report.figures import LEGEND_BESIDE, MUTED, WARNING, category_colors, panels
 from lmcore.report.generate_figures import token_label
 
 MIN_LABELLED_SHARE = 0.045
@@ -144,7 +144,7 @@ def one_batch_figure(losses: Mapping[str, Sequence[float]], start: float) -> Fig
     axes.set_yscale("log")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.set_xlim(left=0)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+    axes.legend(**LEGEND_BESIDE)
     return figure
 
 
@@ -187,7 +187,7 @@ def memory_figure(config: ModelConfig, batch_sizes: Sequence[int], limit_bytes: 
     axes.grid(visible=False, axis="x")
     axes.margins(y=0.08)
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+    axes.legend(handles[::-1], labels[::-1], **LEGEND_BESIDE)
     return figure
 
 

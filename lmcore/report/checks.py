@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lmcore.config import require
-from lmcore.report.answers import format_significant
+from lmcore.report.answers import format_significant, scientific
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,11 @@ class Agreement:
             return f"It does **not** agree with {self.reference}: the largest difference is {self.difference:.2g}."
         if self.difference == 0:
             return f"It agrees with {self.reference} exactly."
+        small = self.difference < 1e-3
+        difference = scientific(self.difference, 2) if small else format_significant(self.difference, 2)
         return (
-            f"It agrees with {self.reference} within {self.tolerance:g}: "
-            f"the largest difference is {_scientific(self.difference)}."
+            f"It agrees with {self.reference} within {scientific(self.tolerance, 1)}: the largest difference is "
+            f"{difference}."
         )
 
 
@@ -46,8 +48,3 @@ def agreement(ours: Tensor, theirs: Tensor, reference: str, tolerance: float = 1
     ours, theirs = ours.detach().double(), theirs.detach().double()
     scale = max(1.0, theirs.abs().max().item())
     return Agreement(reference, (ours - theirs).abs().max().item() / scale, tolerance, tuple(ours.shape))
-
-
-def _scientific(value: float) -> str:
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return rf"${mantissa} \cdot 10^{{{int(exponent)}}}$" if value < 1e-3 else format_significant(value, 2)

@@ -25,6 +25,11 @@ WARNING, MUTED = "#c0392b", "#8a8f98"
 
 MAX_LEGEND_INSIDE = 3
 
+LEGEND_BESIDE: dict[str, Any] = {
+    "loc": "upper left", "bbox_to_anchor": (1.01, 1), "borderaxespad": 0, "alignment": "left"
+}  # fmt: skip
+"""Options of a legend to the right of the axes."""
+
 STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so text is set alike everywhere
     "figure.dpi": 110,
@@ -84,13 +89,14 @@ def learning_curves(
     """Training loss (thin) and validation loss (bold, with dots) of each run in nats per token; `floor` is dashed.
 
     `runs` maps a label to its metrics (`RunFolder.metrics`). The first steps are cut off above: the axis reaches up to
-    the highest validation loss, or three times the lowest. Training losses are averaged to at most 200 points.
+    the highest validation loss or three times the lowest, and far enough to show where runs end. Training losses are
+    averaged to at most 200 points.
     """
     figure, ((axes,),) = panels(1, 1, 3.4)
     unit, x_label = _time_unit(runs.values()) if x == "seconds" else (1, X_LABELS[x])
     for color, (label, metrics) in zip(category_colors(len(runs)), runs.items(), strict=True):
         train, valid = _finite(metrics, "train_loss"), _finite(metrics, "valid_loss")
-        train = _thinned(train[[x, "train_loss"]])
+        train = thinned(train[[x, "train_loss"]])
         axes.plot(train[x] / unit, train["train_loss"], color=color, linewidth=0.8, alpha=0.5 if len(runs) < 4 else 0.3)
         axes.plot(valid[x] / unit, valid["valid_loss"], color=color, linewidth=2, marker="o", markersize=3, label=label)
     if floor is not None:
@@ -106,28 +112,20 @@ def learning_curves(
 
 
 def learning_rate_sweep(table: pd.DataFrame) -> Figure:
-    """Final validation loss and largest training spike by learning rate, a line for each batch size.
+    """Final validation loss and largest training spike by learning rate.
 
     A run that diverged has no final loss: a red cross at the upper edge stands at its learning rate.
     """
-    return _sweep(table, "learning_rate", "batch_size", "maximum learning rate", "batch size {}")
-
-
-def _sweep(table: pd.DataFrame, x: str, hue: str, x_label: str, hue_label: str) -> Figure:
     figure, ((losses,), (spikes,)) = panels(2, 1, 4.2, sharex=True, height_ratios=(3, 1.3))
-    values = sorted(table[hue].unique())
-    for color, value in zip(sequence_colors(len(values)), values, strict=True):
-        runs = table[table[hue] == value].sort_values(x)
-        done = runs[runs["outcome"] == "complete"]
-        label = hue_label.format(value)
-        losses.plot(done[x], done["final_valid_loss"], color=color, marker="o", markersize=4.5, label=label)
-        spikes.plot(done[x], done["max_spike"], color=color, marker="o", markersize=3)
-    _mark_diverged(losses, table[table["outcome"] == "diverged"], x)
-    _mark_best(losses, table, x)
+    done = table[table["outcome"] == "complete"].sort_values("learning_rate")
+    losses.plot(done["learning_rate"], done["final_valid_loss"], marker="o", markersize=4.5)
+    spikes.plot(done["learning_rate"], done["max_spike"], marker="o", markersize=3)
+    _mark_diverged(losses, table[table["outcome"] == "diverged"])
+    _mark_best(losses, done)
     losses.set(ylabel="final validation loss\n(nats per token)")
-    spikes.set(xlabel=x_label, ylabel="largest spike\n(nats)")
+    spikes.set(xlabel="maximum learning rate", ylabel="largest spike\n(nats)")
     spikes.set_ylim(bottom=0)
-    _log_axis(spikes, sorted(table[x].unique()), powers_of_two=x == "batch_size")
+    _rate_axis(spikes, sorted(table["learning_rate"].unique()))
     _legend(losses)
     return figure
 
@@ -147,7 +145,7 @@ def schedule_figure(schedules: Mapping[str, Sequence[float]], key_steps: Mapping
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter(FuncFormatter(_short))
-    _legend(axes)
+    axes.legend(loc="upper right", bbox_to_anchor=(0.94, 1))  # left of the line at the last step
     return figure
 
 
@@ -188,7 +186,7 @@ def _finite(metrics: pd.DataFrame, column: str) -> pd.DataFrame:
     return metrics[np.isfinite(metrics[column].astype(float))]
 
 
-def _thinned(table: pd.DataFrame, points: int = 200) -> pd.DataFrame:
+def thinned(table: pd.DataFrame, points: int = 200) -> pd.DataFrame:
     """Means over so many neighboring rows that at most `points` are left."""
     return table.groupby(np.arange(len(table)) // math.ceil(max(len(table), 1) / points)).mean()
 
@@ -202,7 +200,10 @@ def _time_unit(tables: Any) -> tuple[float, str]:
 
 
 def _loss_limits(axes: Axes, tables: Any, floor: float | None) -> None:
-    """From just below the lowest loss or the floor, up to three times that or the highest validation loss."""
+    """From just below the lowest loss or the floor, up to three times that or the highest validation loss.
+
+    A run that ends higher is still shown, unless it ends above the first losses: that one has diverged.
+    """
     tables = list(tables)
     valid = np.concatenate([_finite(table, "valid_loss")["valid_loss"] for table in tables] or [np.array([])])
     train = np.concatenate([_finite(table, "train_loss")["train_loss"] for table in tables] or [np.array([])])
@@ -210,16 +211,18 @@ def _loss_limits(axes: Axes, tables: Any, floor: float | None) -> None:
     if not len(values):
         return
     low = min([*values, *train, *([floor] if floor is not None else [])])
-    high = min(max(values), 3 * min(values))
+    start = min((table["train_loss"].iloc[0] for table in tables if len(table)), default=math.inf)
+    ends = [end for table in tables for end in _finite(table, "valid_loss")["valid_loss"].iloc[-1:] if end <= start]
+    high = min(max(values), max(3 * min(values), *ends, low))
     axes.set_ylim(low - 0.06 * (high - low) - 0.01, high + 0.08 * (high - low) + 0.01)
 
 
-def _log_axis(axes: Axes, values: Sequence[float], powers_of_two: bool) -> None:
-    """A logarithmic x axis with a tick at each of the values, thinned out until the labels have room."""
-    axes.set_xscale("log", base=2 if powers_of_two else 10)
+def _rate_axis(axes: Axes, values: Sequence[float]) -> None:
+    """A logarithmic x axis with a tick at each of the learning rates, thinned out until the labels have room."""
+    axes.set_xscale("log")
     every = math.ceil(len(values) / 10)
     ticks = list(values)[::every]
-    axes.set_xticks(ticks, [f"{tick:g}" if powers_of_two else _rate(tick) for tick in ticks])
+    axes.set_xticks(ticks, [_rate(tick) for tick in ticks])
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_minor_locator(LogLocator(numticks=1))
     axes.margins(x=0.08)
@@ -239,25 +242,25 @@ def _short(value: float, _: Any = None) -> str:
     return f"{value:g}"
 
 
-def _mark_diverged(axes: Axes, runs: pd.DataFrame, x: str) -> None:
+def _mark_diverged(axes: Axes, runs: pd.DataFrame) -> None:
     """Red crosses at the upper edge, with the earliest step at which a run diverged there."""
     if not len(runs):
         return
     edge, top = axes.get_xaxis_transform(), np.ones(len(runs))
     label = "diverged (at step)"
-    axes.plot(runs[x], top, "X", color=WARNING, markersize=9, transform=edge, clip_on=False, label=label)
-    for value, steps in runs.groupby(x)["diverged_at_step"]:
+    axes.plot(runs["learning_rate"], top, "X", color=WARNING, markersize=9, transform=edge, clip_on=False, label=label)
+    for value, steps in runs.groupby("learning_rate")["diverged_at_step"]:
         axes.axvline(value, color=WARNING, linewidth=0.8, alpha=0.35)
         place = {"xycoords": edge, "textcoords": "offset points", "ha": "center"}
         axes.annotate(f"{steps.min():.0f}", (value, 1), (0, 7), color=WARNING, fontsize=7.5, **place)
 
 
-def _mark_best(axes: Axes, table: pd.DataFrame, x: str) -> None:
-    done = table[(table["outcome"] == "complete") & np.isfinite(table["final_valid_loss"].astype(float))]
+def _mark_best(axes: Axes, done: pd.DataFrame) -> None:
+    done = done.dropna(subset="final_valid_loss")
     if len(done):
         best = done.loc[done["final_valid_loss"].idxmin()]
         axes.annotate(
-            f"{best['final_valid_loss']:.3f}", (best[x], best["final_valid_loss"]), (0, -12),
+            f"{best['final_valid_loss']:.3f}", (best["learning_rate"], best["final_valid_loss"]), (0, -12),
             textcoords="offset points", ha="center", fontsize=8, fontweight="bold",
         )  # fmt: skip
         axes.margins(y=0.15)
@@ -271,4 +274,4 @@ def _legend(axes: Axes, title: str | None = None) -> None:
     if len(labels) <= MAX_LEGEND_INSIDE:
         axes.legend(title=title, loc="best", alignment="left")
     else:
-        axes.legend(title=title, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, alignment="left")
+        axes.legend(title=title, **LEGEND_BESIDE)

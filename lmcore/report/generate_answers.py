@@ -61,14 +61,14 @@ def measures_table(table: pd.DataFrame, reference: Mapping[str, float] | None = 
         shown.loc[len(shown)] = ["held-out text", *[""] * (len(settings) - 1)]
     for column in measured:
         shown[MEASURES[column]] = [format_measure(column, value) for value in table[column]]
-    return shown.to_markdown(index=False, disable_numparse=True)
+    return shown.rename(columns={"top_p": "top-p"}).to_markdown(index=False, disable_numparse=True)
 
 
 def format_measure(name: str, value: float) -> str:
     """A share as a percentage, a log-likelihood as it is; a dash where nothing could be measured."""
     if not math.isfinite(value):
         return "–"
-    return f"{value:.2f}" if name == "log_likelihood" else f"{100 * value:.1f}%"
+    return f"{value:.2f}".replace("-", "−") if name == "log_likelihood" else f"{100 * value:.1f}%"
 
 
 def change(name: str, before: float, after: float) -> str:
@@ -91,7 +91,12 @@ def change(name: str, before: float, after: float) -> str:
 
 def changes(before: Mapping[str, float], after: Mapping[str, float], names: Sequence[str]) -> str:
     """The changes of several measures as one clause; those that are the same on both sides are left out."""
-    differing = [name for name in names if format_measure(name, before[name]) != format_measure(name, after[name])]
+    differing = [
+        name
+        for name in names
+        if format_measure(name, before[name]) != format_measure(name, after[name])
+        and not (name == "repetition" and abs(after[name] - before[name]) < ALIKE)
+    ]
     return join_words([change(name, before[name], after[name]) for name in differing]) or "no measure changes"
 
 
@@ -122,7 +127,8 @@ def fluency(found: Mapping[str, float], reference: Mapping[str, float]) -> str:
         difference = found["repetition"] - reference["repetition"]
         amount = "about as much as" if abs(difference) < ALIKE else "more than" if difference > 0 else "less than"
         sentences.append(f"It repeats itself {amount} held-out text does (repeated 4-grams: {both('repetition')}).")
-    sentences.append(f"{format_measure('finished', found['finished'])} of the documents come to an end by themselves.")
+    finished = "All" if found["finished"] == 1 else f"{format_measure('finished', found['finished'])} of the"
+    sentences.append(f"{finished} documents come to an end by themselves.")
     if found["accepted"] == 0:
         sentences.append("None of these is, to the last word, a story that the grammar of the corpus could have told.")
     elif math.isfinite(found["accepted"]):

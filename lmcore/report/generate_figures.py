@@ -32,7 +32,7 @@ def truncation_figure(
         if 0 < kept < shown:
             axes.axvline(kept - 0.5, color=WARNING, linestyle="--", linewidth=1)
         axes.set_title(label, loc="left", fontweight="normal")
-        count = f"{kept:,} of {len(q):,} tokens\n{100 * q[:shown].sum():.0f}% in those shown"
+        count = f"{kept:,} of {len(q):,} tokens\n{100 * q[:shown].sum():.0f}% on those shown"
         background = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
         axes.text(0.98, 0.92, count, transform=axes.transAxes, ha="right", va="top", fontsize=8, bbox=background)
         axes.grid(visible=False, axis="x")
@@ -73,7 +73,7 @@ def measures_figure(
     for axes, (column, label) in zip(grid.flat, measures.items(), strict=False):
         for color, (value, rows_) in zip(sequence_colors(len(groups)), groups, strict=True):
             rows_ = rows_.sort_values(x)
-            name = f"{hue} {value:g}" if hue else None
+            name = f"{hue.replace('_', '-')} {value:g}" if hue else None
             axes.plot(rows_[x], rows_[column], color=color, marker="o", markersize=4, label=name)
         if reference is not None and math.isfinite(reference.get(column, math.nan)):
             axes.axhline(reference[column], color="black", linestyle="--", linewidth=1, label="held-out text")

@@ -203,7 +203,7 @@ def experiment_log(table: pd.DataFrame) -> str:
             "batch": f"{row['batch_size']:,}",
             "steps": f"{row['steps']:,}",
             "also": ", ".join(_switches(row)),
-            "validation loss": _ending(row),
+            "validation loss": ending_of(row),
             "time": "" if pd.isna(row["seconds"]) else format_seconds(row["seconds"]),
             "tokens/s": "" if pd.isna(row["tokens_per_second"]) else format_count(row["tokens_per_second"]),
             "memory": "" if pd.isna(row["peak_memory_bytes"]) else format_bytes(row["peak_memory_bytes"]),
@@ -224,7 +224,8 @@ def _switches(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _ending(row: Mapping[str, Any]) -> str:
+def ending_of(row: Mapping[str, Any]) -> str:
+    """The final validation loss in nats per token, or how else the run ended."""
     if row["outcome"] == "complete":
         return format_significant(row["final_valid_loss"], 4)
     if row["outcome"] == "diverged" and not pd.isna(row["diverged_at_step"]):

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from lmcore.report.answers import format_bytes, format_count, format_significant, join_words
-from lmcore.report.tables import DIVERGENCE_RISE
+from lmcore.report.answers import format_bytes, format_count, format_significant, join_words, scientific
+from lmcore.report.tables import DIVERGENCE_RISE, ending_of
 
 NOISE = 0.01
 """Differences of loss in nats that are within the scatter between seeds, and not called a difference."""
@@ -18,9 +18,9 @@ NEAR_EDGE = 4.0
 
 def sgd_answer(losses: Mapping[float, Sequence[float]]) -> str:
     """learning_rate_tuning: what the loss of the toy does at each learning rate."""
-    clauses = [f"at learning rate **{rate:g}** it {_course(values)}" for rate, values in losses.items()]
+    clauses = [f"at learning rate **{rate:,g}** it {_course(values)}" for rate, values in losses.items()]
     falling = {rate: values[-1] / values[0] for rate, values in losses.items() if values[-1] < values[0]}
-    fastest = f" It falls fastest at {min(falling, key=falling.__getitem__):g}." if len(falling) > 1 else ""
+    fastest = f" It falls fastest at {min(falling, key=falling.__getitem__):,g}." if len(falling) > 1 else ""
     return f"In {len(next(iter(losses.values())))} iterations, the loss behaves so: {'; '.join(clauses)}.{fastest}"
 
 
@@ -41,7 +41,7 @@ def learning_rate_answer(runs: pd.DataFrame) -> str:
         {
             "learning rate": [f"{rate:g}" for rate in runs["learning_rate"]],
             "final validation loss": [ending_of(row) for row in runs.to_dict("records")],
-            "largest rise of the training loss": [_or_dash(value) for value in runs["max_spike"]],
+            "largest rise of the training loss": [_rise(row) for row in runs.to_dict("records")],
         }
     ).to_markdown(index=False, disable_numparse=True)
     rates = runs["learning_rate"].tolist()
@@ -60,7 +60,7 @@ def _best_sentence(runs: pd.DataFrame) -> str:
     best, tested = lowest(done), runs["learning_rate"]
     alike = done[(done["final_valid_loss"] <= best["final_valid_loss"] + NOISE) & (done["name"] != best["name"])]
     also = f"; {_rates(alike)} within {NOISE:g} of it" if len(alike) else ""
-    text = f"The best is **{best['learning_rate']:g}** with {loss_of(best)} nats per token{also}."
+    text = f"The best is **{best['learning_rate']:g}** with {ending_of(best)} nats per token{also}."
     if best["learning_rate"] == tested.min():
         text += " It is the smallest one tested, so the optimum may lie lower."
     elif best["learning_rate"] == tested.max():
@@ -89,7 +89,7 @@ def edge_answer(runs: pd.DataFrame, curves: pd.DataFrame) -> str:
     below = diverged[diverged["learning_rate"] < best["learning_rate"]]
     if len(below):
         text += f" Below the best, {_rates(below)} diverged too: stability is not a matter of the learning rate alone."
-    return f"{text} {_early_sentence(done, curves)}".strip()
+    return f"{text} {_early_sentence(runs, done, curves)}".strip()
 
 
 def _edge_sentences(best: pd.Series, edge: pd.Series, done: pd.DataFrame) -> str:
@@ -97,7 +97,7 @@ def _edge_sentences(best: pd.Series, edge: pd.Series, done: pd.DataFrame) -> str
     between = done[(done["learning_rate"] > best["learning_rate"]) & (done["learning_rate"] < edge["learning_rate"])]
     text = (
         f"The smallest learning rate above the best that diverged is **{edge['learning_rate']:g}** (at step "
-        f"{edge['diverged_at_step']:,.0f}), **{format_significant(ratio, 2)} times** the best, "
+        f"{edge['diverged_at_step']:,.0f}), **{_factor(ratio)} times** the best, "
         f"{best['learning_rate']:g}."
     )
     if len(between):
@@ -122,24 +122,27 @@ def _edge_sentences(best: pd.Series, edge: pd.Series, done: pd.DataFrame) -> str
     return f"{text} Nothing was tested between the two, so the edge may be anywhere there."
 
 
-def _early_sentence(done: pd.DataFrame, curves: pd.DataFrame) -> str:
-    """Which learning rate leads early on, and whether it is the one that wins."""
+def _early_sentence(runs: pd.DataFrame, done: pd.DataFrame, curves: pd.DataFrame) -> str:
+    """Which learning rate leads early on, of all runs that had come so far, and whether it is the one that wins."""
     if len(done) < 2:
         return ""
     evaluated = curves.dropna(subset="valid_loss")
-    evaluated = evaluated[evaluated["name"].isin(done["name"])]
-    if not len(evaluated):
+    finished = evaluated[evaluated["name"].isin(done["name"])]
+    if not len(finished):
         return ""
-    common = set.intersection(*(set(part["step"]) for _, part in evaluated.groupby("name")))
+    common = set.intersection(*(set(part["step"]) for _, part in finished.groupby("name")))
     early = min(common, default=None)
     if early is None or early >= done["steps"].max():
         return ""
     at = evaluated[evaluated["step"] == early].set_index("name")["valid_loss"]
-    rates = done.set_index("name")["learning_rate"]
+    rates = runs.set_index("name")["learning_rate"]
+    at = at[at.index.isin(rates.index)]
     leader, best = rates[at.idxmin()], lowest(done)["learning_rate"]
     text = f"Convergence: after {early:,} of {_one(done['steps'])} steps the lowest validation loss is that of "
     if leader == best:
         return f"{text}{leader:g}, which also wins in the end."
+    if at.idxmin() not in set(done["name"]):
+        return f"{text}{leader:g}, which diverges later; {best:g} wins in the end."
     order = "larger" if best > leader else "smaller"
     return f"{text}{leader:g}, but the {order} {best:g} wins in the end."
 
@@ -156,7 +159,7 @@ def batch_size_answer(runs: pd.DataFrame) -> str:
     text += "."
     if len(done):
         best = lowest(done)
-        text += f" The lowest final loss, **{loss_of(best)}**, is that of batch size **{best['batch_size']:,}**"
+        text += f" The lowest final loss, **{ending_of(best)}**, is that of batch size **{best['batch_size']:,}**"
         text += f" in {best['steps']:,} steps."
         text += _larger_batches(done, best)
         text += _throughput(done)
@@ -178,9 +181,9 @@ def _larger_batches(done: pd.DataFrame, best: pd.Series) -> str:
     if largest["name"] != best["name"]:
         cost = largest["final_valid_loss"] - best["final_valid_loss"]
         text += (
-            f" The largest, {largest['batch_size']:,}, makes only {largest['steps']:,} steps of the same tokens and "
-            f"ends {format_significant(cost, 2)} nats higher: at a fixed number of tokens, a larger batch buys less "
-            "noise with fewer steps."
+            f" The largest that was completed, {largest['batch_size']:,}, makes only {largest['steps']:,} steps of the "
+            f"same tokens and ends {format_significant(cost, 2)} nats higher: at a fixed number of tokens, a larger "
+            "batch buys less noise with fewer steps."
         )
     if smallest["name"] != best["name"]:
         cost = smallest["final_valid_loss"] - best["final_valid_loss"]
@@ -221,16 +224,6 @@ def lowest(done: pd.DataFrame) -> pd.Series:
     return done.loc[done["final_valid_loss"].astype(float).idxmin()]
 
 
-def ending_of(row: Mapping) -> str:
-    """The final loss, or how else the run ended."""
-    return loss_of(row) if row["outcome"] == "complete" else row["outcome"]
-
-
-def loss_of(row: Mapping) -> str:
-    """The final validation loss in nats per token."""
-    return format_significant(row["final_valid_loss"], 4)
-
-
 def speed_of(row: Mapping) -> str:
     """The throughput in words."""
     return f"{format_count(row['tokens_per_second'])} tokens per second"
@@ -245,7 +238,7 @@ def _ratios(rates: Sequence[float]) -> list[float]:
 
 
 def _range(values: Sequence[float]) -> str:
-    low, high = format_significant(min(values), 2), format_significant(max(values), 2)
+    low, high = _factor(min(values)), _factor(max(values))
     return low if low == high else f"{low} to {high}"
 
 
@@ -257,12 +250,18 @@ def _range_of_counts(low: int, high: int) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def _or_dash(value: float | None) -> str:
-    return "–" if value is None or pd.isna(value) else format_significant(value, 2)
+def _rise(row: Mapping) -> str:
+    """The largest rise that was logged; a dash where a run diverged between two lines of its log."""
+    rise = row["max_spike"]
+    unseen = pd.isna(rise) or (row["outcome"] == "diverged" and rise <= DIVERGENCE_RISE)
+    return "–" if unseen else format_significant(rise, 2)
+
+
+def _factor(value: float) -> str:
+    """A ratio of settings, which are round themselves: 2, 3.3, 1,000."""
+    return f"{float(f'{value:.2g}'):,g}"
 
 
 def _number(value: float) -> str:
-    if value != 0 and not 1e-3 <= abs(value) < 1e5:
-        mantissa, exponent = f"{value:.1e}".split("e")
-        return rf"${mantissa} \cdot 10^{{{int(exponent)}}}$"
-    return format_significant(value, 3)
+    plain = value == 0 or 1e-3 <= abs(value) < 1e5
+    return format_significant(value, 3) if plain else scientific(value, 2)

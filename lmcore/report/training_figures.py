@@ -1,14 +1,12 @@
 """Figures of notebook 02 that the general ones do not cover."""
 
-import math
 from collections.abc import Mapping
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from lmcore.report.figures import WARNING, panels, sequence_colors
+from lmcore.report.figures import LEGEND_BESIDE, WARNING, panels, sequence_colors, thinned
 
 
 def divergence_figure(runs: Mapping[str, pd.DataFrame], unigram_entropy: float) -> Figure:
@@ -19,8 +17,7 @@ def divergence_figure(runs: Mapping[str, pd.DataFrame], unigram_entropy: float) 
     """
     figure, ((axes,),) = panels(1, 1, 3.2)
     for color, (label, curve) in zip(sequence_colors(len(runs)), runs.items(), strict=True):
-        groups = np.arange(len(curve)) // math.ceil(len(curve) / 60)
-        means = curve[["step", "train_loss"]].groupby(groups).mean()
+        means = thinned(curve[["step", "train_loss"]], points=60)
         axes.plot(means["step"], means["train_loss"], color=color, label=label)
     axes.axhline(unigram_entropy, color="black", linestyle=":", linewidth=1, label="token frequencies")
     axes.set(xlabel="step", ylabel="training loss (nats per token)", yscale="log")
@@ -28,7 +25,7 @@ def divergence_figure(runs: Mapping[str, pd.DataFrame], unigram_entropy: float) 
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=10))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.legend(title="learning rate", loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, alignment="left")
+    axes.legend(title="learning rate", **LEGEND_BESIDE)
     return figure
 
 
@@ -45,8 +42,8 @@ def batch_size_figure(table: pd.DataFrame) -> Figure:
         for axes in (losses, speeds):
             axes.axvline(size, color=WARNING, linewidth=0.8, alpha=0.35)
         losses.annotate(
-            outcome, (size, 1), (-7, -2), xycoords=edge, textcoords="offset points", ha="right", va="center",
-            color=WARNING, fontsize=8,
+            outcome, (size, 1), (-2, -8), xycoords=edge, textcoords="offset points", ha="right", va="top",
+            rotation=90, color=WARNING, fontsize=8,
         )  # fmt: skip
     losses.set(ylabel="final validation loss\n(nats per token)")
     losses.margins(y=0.18)

@@ -7,7 +7,8 @@ import numpy as np
 import pandas as pd
 
 from lmcore.report.answers import format_count, format_seconds, format_significant
-from lmcore.report.training import completed, ending_of, loss_of, lowest, speed_of
+from lmcore.report.tables import ending_of
+from lmcore.report.training import completed, lowest, speed_of
 
 TARGET, LOW_RESOURCE_TARGET = 1.45, 2.0
 """Validation losses on TinyStories that CSE599-O A1 asks for (section 7.2; part 2 section 4.2), nats per token."""
@@ -16,11 +17,11 @@ FULL_BUDGET = 327_680_000
 """Tokens of the handout's full run (part 1, section 7.2)."""
 
 SETTINGS = {
-    "optimizer": "the optimizer",
-    "learning_rate": "the learning rate",
+    "optimizer": "optimizer",
+    "learning_rate": "learning rate",
     "weight_decay": "weight decay",
-    "batch_size": "the batch size",
-    "steps": "the steps",
+    "batch_size": "batch size",
+    "steps": "steps",
     "tie_embeddings": "tied embeddings",
     "dropout": "dropout",
     "sampling": "sampling",
@@ -35,7 +36,7 @@ def targets_answer(runs: pd.DataFrame, floor: float | None = None) -> str:
         return "No run was completed, so there is no validation loss to report."
     best = lowest(done)
     text = (
-        f"The lowest final validation loss of {len(runs)} runs is **{loss_of(best)}** nats per token (perplexity "
+        f"The lowest final validation loss of {len(runs)} runs is **{ending_of(best)}** nats per token (perplexity "
         f"{format_significant(math.exp(best['final_valid_loss']), 3)}), reached by `{best['name']}` on "
         f"{format_count(best['tokens'])} tokens in {format_seconds(best['seconds'])} on {best['device']}."
     )
@@ -69,7 +70,7 @@ def ladder_answer(ladder: pd.DataFrame) -> str:
     for row in ladder.to_dict("records"):
         changed = "—" if previous is None else "; ".join(_changes(previous, row)) or "nothing"
         rows.append({"recipe": f"`{row['name']}`", "changed": changed, "validation loss": ending_of(row)})
-        rows[-1]["bought"] = "" if previous is None else _gain(previous, row)
+        rows[-1]["change of the loss"] = "" if previous is None else _gain(previous, row)
         previous = row
     table = pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True)
     if len(ladder) == 1:
@@ -117,10 +118,12 @@ def budget_answer(runs: pd.DataFrame) -> str:
 
 
 def _settings(row: Mapping) -> str:
-    return ", ".join(f"{key.replace('_', ' ')} {_value(row[key])}" for key in SETTINGS)
+    return ", ".join(f"{label} {_value(row[key])}" for key, label in SETTINGS.items())
 
 
 def _value(value: object) -> str:
     if isinstance(value, bool | np.bool_):
         return "on" if value else "off"
-    return value if isinstance(value, str) else f"{value:g}"
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:g}"
