@@ -119,7 +119,7 @@ def learning_rate_sweep(table: pd.DataFrame) -> Figure:
     figure, ((losses,), (spikes,)) = panels(2, 1, 4.2, sharex=True, height_ratios=(3, 1.3))
     done = table[table["outcome"] == "complete"].sort_values("learning_rate")
     losses.plot(done["learning_rate"], done["final_valid_loss"], marker="o", markersize=4.5)
-    spikes.plot(done["learning_rate"], done["max_spike"], marker="o", markersize=3)
+    spikes.plot(done["learning_rate"], done["max_spike"], marker="o", markersize=3, clip_on=False)
     _mark_diverged(losses, table[table["outcome"] == "diverged"])
     _mark_best(losses, done)
     losses.set(ylabel="final validation loss\n(nats per token)")
