@@ -92,9 +92,14 @@ def generate(
         for sample in generate_text(model, codec, prompt, settings):
             print(f"{sample.prompt}{sample.text}\n")
         return 0
-    print(*prompt, end="", flush=True)
-    generate_text(model, codec, prompt, settings, stream=lambda _, piece: print(piece, end="", flush=True))
-    print()
+    said = list(prompt)  # before the first piece: by then nothing is refused any more
+
+    def stream(_: int, piece: str) -> None:
+        print(*said, piece, sep="", end="", flush=True)
+        said.clear()
+
+    generate_text(model, codec, prompt, settings, stream=stream)
+    print(*said)
     return 0
 
 
@@ -222,7 +227,7 @@ def deferred(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
     """The chosen command with its arguments. A value that a config refuses raises its own `UserError`.
 
-    tyro would print such a sentence broken into a box.
+    tyro would print such a sentence broken into a box, and prints its own ones so.
     """
     said = io.StringIO()
     try:
@@ -234,8 +239,25 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
             if isinstance(cause, UserError):
                 raise cause from None
             cause = cause.__context__
-        sys.stderr.write(said.getvalue())
-        raise
+        if not said.getvalue():
+            raise
+        raise UserError(unboxed(said.getvalue())) from None
+
+
+def unboxed(box: str) -> str:
+    """What tyro says of wrong arguments, in one sentence.
+
+    Its message is in the first section of a box, or in the second, after a title, where the terminal has no boxes.
+    """
+    sections: list[list[str]] = [[]]
+    for line in box.splitlines():
+        text = line.strip("│ ")
+        if text and set(text) <= {"─", "-"}:
+            sections.append([])
+        elif text and not line.startswith(("╭", "╰")):
+            sections[-1].append(text)
+    message = sections[0] if "╭" in box or len(sections) == 1 else sections[1]
+    return f"{' '.join(message).rstrip('.')}; see lmcore --help."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
