@@ -22,6 +22,7 @@ from lmcore.files import atomic_write
 from lmcore.model import TransformerLM
 
 FORMAT = 1
+CONTENT = {"iteration", "model_config", "model", "optimizer", "extra"}
 Source = str | os.PathLike | BinaryIO | IO[bytes]
 
 
@@ -75,13 +76,15 @@ def read_checkpoint(src: Source) -> dict[str, Any]:
         raise UserError(
             f"{name} is not a whole checkpoint: it is truncated, damaged or of another kind ({type(error).__name__})."
         ) from error
-    if not isinstance(content, dict) or "lmcore_format" not in content:
+    if not isinstance(content, dict) or not {"lmcore_format", "digest"} <= content.keys():
         raise UserError(f"{name} was not written by lmcore's save_checkpoint.")
     if content["lmcore_format"] != FORMAT:
         raise UserError(f"{name} has checkpoint format {content['lmcore_format']}; this version reads {FORMAT}.")
     body = {key: value for key, value in content.items() if key not in ("lmcore_format", "digest")}
     if digest(body) != content["digest"]:
         raise UserError(f"{name} is damaged: its content does not match its SHA-256 digest.")
+    if not body.keys() >= CONTENT:
+        raise UserError(f"{name} was not written by lmcore's save_checkpoint.")
     return body
 
 
@@ -90,12 +93,17 @@ def restore(content: dict[str, Any], model: nn.Module, optimizer: Optimizer, nam
     if isinstance(model, TransformerLM) and content["model_config"] is not None:
         require_same_architecture(content["model_config"], model.config, name)
     _require_same_tensors(content["model"], model, name)
-    try:
-        optimizer.load_state_dict(content["optimizer"])
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{name} holds the state of another optimizer or of other parameter groups.") from error
+    there, here = content["optimizer"]["param_groups"], optimizer.state_dict()["param_groups"]
+    # load_state_dict takes the options of another kind of optimizer without a word
+    if [_shape_of_group(group) for group in there] != [_shape_of_group(group) for group in here]:
+        raise UserError(f"{name} holds the state of another optimizer or of other parameter groups.")
+    optimizer.load_state_dict(content["optimizer"])
     model.load_state_dict(content["model"])
     return content["iteration"]
+
+
+def _shape_of_group(group: Mapping[str, Any]) -> tuple[list[str], int]:
+    return sorted(group), len(group["params"])
 
 
 def require_same_architecture(saved: Mapping[str, Any], config: ModelConfig, name: str) -> None:
@@ -178,7 +186,7 @@ def read_weights(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, 
             metadata = file.metadata() or {}
             weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
     except FileNotFoundError:
-        raise UserError(f"There are no weights {path}.") from None
+        raise UserError(f"There are no weights {path}; a run has them from its first evaluation on.") from None
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{path} is not a whole safetensors file: it is truncated, damaged or of another kind."
@@ -187,7 +195,10 @@ def read_weights(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, 
         raise UserError(f"{path} was not written by lmcore's save_weights.")
     if digest(weights) != metadata.pop("digest"):
         raise UserError(f"{path} is damaged: its weights do not match their SHA-256 digest.")
-    notes = {key: json.loads(value) for key, value in metadata.items()}
+    try:
+        notes = {key: json.loads(value) for key, value in metadata.items()}
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: the notes beside its weights are not JSON.") from error
     return weights, notes | {"model_config": from_dict(ModelConfig, notes["model_config"])}
 
 

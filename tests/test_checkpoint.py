@@ -2,6 +2,7 @@ import io
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lmcore.checkpoint import digest, load_checkpoint, load_model, read_checkpoint, save_checkpoint, save_weights
 from lmcore.config import ModelConfig
@@ -100,6 +101,10 @@ def test_foreign_files_are_refused(tmp_path):
     torch.save(torch.nn.Linear, tmp_path / "code.pt")  # would run code if it were unpickled freely
     with pytest.raises(UserError, match="not a whole checkpoint"):
         load_checkpoint(tmp_path / "code.pt", model, optimizer)
+    for content in ({}, {"iteration": 3}):
+        torch.save(content | {"lmcore_format": 1, "digest": digest(content)}, tmp_path / "part.pt")
+        with pytest.raises(UserError, match="was not written by lmcore"):
+            load_checkpoint(tmp_path / "part.pt", model, optimizer)
     with pytest.raises(UserError, match="There is no checkpoint"):
         load_checkpoint(tmp_path / "absent.pt", model, optimizer)
 
@@ -112,6 +117,8 @@ def test_another_architecture_is_refused_by_the_fields_that_differ(tmp_path):
         load_checkpoint(tmp_path / "c.pt", other, other_optimizer)
     with pytest.raises(UserError, match="another optimizer"):
         load_checkpoint(tmp_path / "c.pt", model, AdamW([{"params": [p]} for p in model.parameters()]))
+    with pytest.raises(UserError, match="another optimizer"):
+        load_checkpoint(tmp_path / "c.pt", model, SGD(model.parameters()))
     layer = torch.nn.Linear(3, 2)
     with pytest.raises(UserError, match="another architecture"):
         load_checkpoint(tmp_path / "c.pt", layer, SGD(layer.parameters()))
@@ -148,4 +155,11 @@ def test_weights_alone(tmp_path, tied):
     flipped[-5] ^= 1
     (tmp_path / "w.safetensors").write_bytes(flipped)
     with pytest.raises(UserError, match="damaged"):
+        load_model(tmp_path / "w.safetensors")
+
+
+def test_weights_with_damaged_notes_are_refused(tmp_path):
+    weights = {"a": torch.ones(2)}
+    save_file(weights, tmp_path / "w.safetensors", {"digest": digest(weights), "model_config": "{"})
+    with pytest.raises(UserError, match=r"w\.safetensors is damaged: the notes"):
         load_model(tmp_path / "w.safetensors")
