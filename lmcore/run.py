@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from lmcore.config import TrainConfig, from_dict, to_dict
+from lmcore.config import TrainConfig, from_dict, require, to_dict
 from lmcore.errors import UserError
 from lmcore.files import atomic_write, read_json, write_json
 from lmcore.provenance import utc_now
@@ -82,7 +82,7 @@ class RunFolder:
         Every start is kept in environment.json. Raises `UserError` naming the fields that differ.
         """
         environment = environment | {"config": to_dict(config)}
-        starts = read_json(self.environment_file) if self.environment_file.exists() else []
+        starts = self.starts()
         if self.config_file.exists():
             self.require_same(config, environment.get("data_fingerprint"))
         else:
@@ -113,16 +113,32 @@ class RunFolder:
 
     def data_fingerprint(self) -> str | None:
         """Fingerprint of the data that the run was started with, or None before its first start."""
-        starts = read_json(self.environment_file) if self.environment_file.exists() else []
+        starts = self.starts()
         return starts[0].get("data_fingerprint") if starts else None
 
     def environment(self) -> dict[str, Any]:
         """Provenance of the run's latest start."""
-        return read_json(self.environment_file)[-1]
+        starts = self.starts()
+        require(bool(starts), f"There is no file {self.environment_file}.")
+        return starts[-1]
+
+    def starts(self) -> list[dict[str, Any]]:
+        """Provenance of every start of the run, the first one first."""
+        starts = read_json(self.environment_file) if self.environment_file.exists() else []
+        require(
+            isinstance(starts, list) and all(isinstance(start, dict) for start in starts),
+            f"{self.environment_file} is damaged: it must be a list of starts; put it right, or choose another folder.",
+        )
+        return starts
 
     def status(self) -> dict[str, Any]:
         """State (new, running, interrupted, diverged or complete), step, and what else the trainer noted."""
-        return read_json(self.status_file) if self.status_file.exists() else {"state": "new", "step": 0}
+        status = read_json(self.status_file) if self.status_file.exists() else {"state": "new", "step": 0}
+        require(
+            isinstance(status, dict) and {"state", "step"} <= status.keys(),
+            f"{self.status_file} is damaged: it must name state and step; remove it to go on from the last checkpoint.",
+        )
+        return status
 
     def write_status(self, state: str, step: int, **notes: Any) -> None:
         """Replaces the status."""
@@ -130,16 +146,23 @@ class RunFolder:
 
     def metrics_lines(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl; a last line that was cut off by a crash is left out."""
-        if not self.metrics_file.exists():
+        if not self.metrics_file.is_file():
             return []
         lines = self.metrics_file.read_text(encoding="utf-8", errors="replace").splitlines()
         values = []
         for number, line in enumerate(lines, 1):
             try:
-                values.append(json.loads(line))
+                value = json.loads(line)
             except ValueError:
-                if number < len(lines):
-                    raise UserError(f"{self.metrics_file} line {number} is damaged: it is not JSON.") from None
+                value = None
+            if isinstance(value, dict) and "step" in value:
+                values.append(value)
+            else:
+                require(
+                    number == len(lines),
+                    f"{self.metrics_file} line {number} is damaged: it is not a JSON object with a step; mend or "
+                    "remove that line.",
+                )
         return values
 
     def metrics(self) -> pd.DataFrame:
@@ -149,9 +172,15 @@ class RunFolder:
         return table.reindex(columns=[*columns, *(c for c in table.columns if c not in columns)])
 
     def append_metrics(self, line: dict[str, Any]) -> None:
-        """Adds one line."""
-        with open(self.metrics_file, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        """Adds one line. Raises `UserError` if it cannot be written, as on a full disk."""
+        try:
+            with open(self.metrics_file, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"Cannot write {self.metrics_file}: {error.strerror or error}; the same command goes on from the last "
+                "checkpoint."
+            ) from error
 
     def keep_metrics_until(self, step: int) -> None:
         """Drops the lines after `step`, which a resumed run will write again."""

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -22,11 +23,32 @@ def test_metrics_survive_a_last_line_that_was_cut_off(tmp_path):
     assert run.metrics_file.read_text() == json.dumps(line(1)) + "\n"
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+@pytest.mark.parametrize("damaged", ["{x", "3", "[1]", '{"train_loss": 1.0}'])
+def test_a_damaged_line_in_the_middle_is_named(tmp_path, damaged):
     run = RunFolder(tmp_path)
-    run.metrics_file.write_text(json.dumps(line(1)) + "\n{x\n" + json.dumps(line(3)) + "\n")
+    run.metrics_file.write_text(f"{json.dumps(line(1))}\n{damaged}\n{json.dumps(line(3))}\n")
     with pytest.raises(UserError, match=r"metrics\.jsonl line 2 is damaged"):
         run.metrics_lines()
+
+
+def test_damaged_files_are_named(tmp_path):
+    run = RunFolder(tmp_path)
+    for content in ("[]", "{}", "{"):
+        run.status_file.write_text(content)
+        with pytest.raises(UserError, match=r"status\.json"):
+            run.status()
+    for content in ("{}", "[3]"):
+        run.environment_file.write_text(content)
+        with pytest.raises(UserError, match=r"environment\.json is damaged"):
+            run.data_fingerprint()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_one_sentence(tmp_path):
+    run = RunFolder(tmp_path)
+    run.metrics_file.symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"Cannot write .*metrics\.jsonl: No space left"):
+        run.append_metrics(line(1))
 
 
 def test_metrics_table_has_its_columns_even_when_empty(tmp_path):
