@@ -76,6 +76,16 @@ def peak_flops(chip: str, precision: str) -> float | None:
     return next((peaks.get(precision) for name, peaks in PEAK_FLOPS.items() if name in chip), None)
 
 
+def out_of_memory_reason(error: Exception) -> str | None:
+    """What `error` says if it is a lack of memory, on a device or the host, else None.
+
+    Only CUDA has an exception of its own; Metal and PyTorch's allocator for the CPU raise a plain RuntimeError.
+    """
+    reason = str(error).partition("\n")[0]
+    plain = isinstance(error, RuntimeError) and re.search("MPS backend out of memory|DefaultCPUAllocator", reason)
+    return reason if plain or isinstance(error, torch.OutOfMemoryError | MemoryError) else None
+
+
 def forget_memory(device: torch.device) -> None:
     """Returns what earlier work in this process no longer uses, and starts the record of peak memory anew."""
     gc.collect()

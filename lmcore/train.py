@@ -18,7 +18,7 @@ from lmcore.accounting import training_flops
 from lmcore.checkpoint import read_checkpoint, restore, save_checkpoint, save_weights
 from lmcore.config import TrainConfig, require
 from lmcore.data import PreparedData, batch_at_step, open_data, require_context, validation_batches
-from lmcore.device import autocast, device_name, forget_memory, peak_flops, select_device
+from lmcore.device import autocast, device_name, forget_memory, out_of_memory_reason, peak_flops, select_device
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
@@ -56,8 +56,8 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
     Resumes from the last good checkpoint; a complete run with the same configuration and data is returned as it is.
     SIGINT, SIGTERM and SIGUSR1 end the current step, save and return with state "interrupted". A loss that is not
     finite returns with state "diverged", the last good checkpoint kept; too large a model or batch for the device
-    with "out of memory". Raises `UserError` for a folder of another
-    configuration, a folder in use, data that does not fit the model, or a device that is not there.
+    with "out of memory". Raises `UserError` for a folder of another configuration, a folder in use or without one
+    readable checkpoint among those it has, data that does not fit the model, or a device that is not there.
     """
     device, _ = select_device(config.device)
     data = open_data(config.data)
@@ -69,7 +69,14 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
             return result_of(run)
         forget_memory(device)  # a sweep's runs share a process
         with reproducible(config, device):
-            return Trainer(config, data, run, device).fit()
+            try:
+                trainer = Trainer(config, data, run, device)
+            except (RuntimeError, MemoryError) as error:
+                if (reason := out_of_memory_reason(error)) is None:
+                    raise
+                run.write_status("out of memory", run.status()["step"], reason=reason)
+                return result_of(run)
+            return trainer.fit()
 
 
 def check_data(config: TrainConfig, data: PreparedData) -> None:
@@ -156,8 +163,10 @@ class Trainer:
             return self._end("complete")
         except Diverged as error:
             return self._end("diverged", reason=str(error), diverged_at_step=error.step, lr=error.learning_rate)
-        except torch.OutOfMemoryError as error:
-            return self._end("out of memory", reason=str(error).splitlines()[0])
+        except (RuntimeError, MemoryError) as error:
+            if (reason := out_of_memory_reason(error)) is None:
+                raise
+            return self._end("out of memory", reason=reason)
         finally:
             progress.close()
             for tracker in trackers:
@@ -266,23 +275,31 @@ class Trainer:
             path.unlink()
 
     def _resume(self) -> None:
+        unreadable = []
         for path in self.run.checkpoints():
             try:
                 content = read_checkpoint(path)
             except UserError as error:
                 print(f"{error} The checkpoint before it is tried.", flush=True)
+                unreadable.append(path)
                 continue
             self._load(content, path)
             print(f"{self.run.name}: goes on from step {self.step}.", flush=True)
             break
+        else:  # beginning again would throw away what the folder still holds
+            require(
+                not unreadable,
+                f"No checkpoint in {self.run.checkpoint_folder} can be read; put a whole one back, or choose another "
+                "run folder.",
+            )
         self.run.keep_metrics_until(self.step)
-        for path in self.run.checkpoints():
-            if path > self.run.checkpoint_file(self.step):
-                path.unlink()  # damaged: the run will write it again
+        for path in unreadable:
+            path.rename(path.with_suffix(".damaged"))  # out of the way of the run, which will write that step again
 
     def _load(self, content: dict[str, Any], path: Path) -> None:
-        self.step = restore(content, self.model, self.optimizer, name=str(path))
         extra = content["extra"]
+        require("rng" in extra, f"{path} was not written by a training run, so none can go on from it; remove it.")
+        self.step = restore(content, self.model, self.optimizer, name=str(path))
         self.seconds, self.losses = extra["seconds"], extra["losses"]
         self.valid_loss, self.best_valid_loss = extra["valid_loss"], extra["best_valid_loss"]
         self.last_lr, self.last_norm = extra["last"]
@@ -295,6 +312,8 @@ class Trainer:
         if state == "complete":
             save_weights(self.model, self.run.checkpoint_folder / "last.safetensors", step=self.step)
         self.run.write_status(state, self.step, **notes)
+        if "reason" in notes:
+            print(f"{self.run.name}: {notes['reason']}", flush=True)
         return result_of(self.run)
 
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 import lmcore.train
-from lmcore.checkpoint import digest, load_model, read_checkpoint
+from lmcore.checkpoint import digest, load_model, read_checkpoint, save_checkpoint
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.data import open_data
 from lmcore.errors import EXIT_INTERRUPTED, UserError
 from lmcore.files import read_json, write_json
 from lmcore.functional import cross_entropy
+from lmcore.model import TransformerLM
+from lmcore.optimizer import build_optimizer
 from lmcore.run import RunBusy, RunFolder
 from lmcore.train import Trainer, train
 
@@ -158,8 +160,37 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, config, monke
     assert lines_without_times(run) == lines_without_times(straight)
 
 
+def test_a_run_does_not_begin_again_over_checkpoints_that_cannot_be_read(tmp_path, config, monkeypatch):
+    run = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 11)
+        train(config, run)
+    checkpoints, metrics = run.checkpoints(), run.metrics_file.read_bytes()
+    whole = checkpoints[0].read_bytes()
+    for path in checkpoints:
+        path.write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"No checkpoint in .*checkpoints can be read"):
+        train(config, run)
+    assert run.checkpoints() == checkpoints
+    assert run.metrics_file.read_bytes() == metrics
+    checkpoints[1].write_bytes(whole)
+    assert train(config, run).state == "complete"
+    assert checkpoints[0].with_suffix(".damaged").read_bytes() == b"damaged"
+
+
+def test_a_checkpoint_that_is_not_of_a_run_is_refused(tmp_path, config, monkeypatch):
+    run = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        train(config, run)
+    model = TransformerLM(config.model)
+    save_checkpoint(model, build_optimizer(model, config.optimizer), 6, run.checkpoint_file(6))
+    with pytest.raises(UserError, match=r"step_00000006\.pt was not written by a training run"):
+        train(config, run)
+
+
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
-def test_divergence_is_a_result_that_names_step_and_rate(tmp_path, config, monkeypatch, poison):
+def test_divergence_is_a_result_that_names_step_and_rate(tmp_path, config, monkeypatch, capsys, poison):
     original = Trainer._loss
 
     def poisoned(self, inputs, targets):
@@ -176,18 +207,38 @@ def test_divergence_is_a_result_that_names_step_and_rate(tmp_path, config, monke
     assert result.state == "diverged"
     assert run.status()["diverged_at_step"] == 8
     assert "not finite at step 8, learning rate" in run.status()["reason"]
+    assert run.status()["reason"] in capsys.readouterr().out
     step = read_checkpoint(run.checkpoints()[0])
     assert step["iteration"] == 5
     assert all(torch.isfinite(value).all() for value in step["model"].values())
 
 
-def test_out_of_memory_is_a_result(tmp_path, config, monkeypatch):
+@pytest.mark.parametrize("place", ["__init__", "train_step"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB."),
+        RuntimeError("MPS backend out of memory (tried to allocate 9 GiB)."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 GiB."),
+        MemoryError("Unable to allocate 9 GiB for an array"),
+    ],
+)
+def test_out_of_memory_is_a_result(tmp_path, config, monkeypatch, place, error):
     def too_large(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+        raise error
 
-    monkeypatch.setattr(Trainer, "train_step", too_large)
+    monkeypatch.setattr(Trainer, place, too_large)
     assert train(config, tmp_path / "run").state == "out of memory"
     assert "9 GiB" in RunFolder(tmp_path / "run").status()["reason"]
+
+
+def test_another_error_is_not_taken_for_a_lack_of_memory(tmp_path, config, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(Trainer, "train_step", broken)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        train(config, tmp_path / "run")
 
 
 def test_two_processes_in_one_run_folder(tmp_path, config):
