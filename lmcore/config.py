@@ -117,6 +117,10 @@ class OptimizerConfig:
         require(self.min_learning_rate >= 0, f"min_learning_rate must not be negative, not {self.min_learning_rate}.")
         require(self.warmup_steps >= 0, f"warmup_steps must not be negative, not {self.warmup_steps}.")
         require(
+            self.cosine_steps is None or self.cosine_steps > self.warmup_steps,
+            f"cosine_steps ({self.cosine_steps}) must be above warmup_steps ({self.warmup_steps}), or None.",
+        )
+        require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"betas must be two numbers in [0, 1), not {self.betas}.",
         )
@@ -156,7 +160,7 @@ class TrainConfig:
     def __post_init__(self):
         for name in ("batch_size", "steps", "log_interval", "eval_interval", "eval_batch_size", "checkpoint_interval"):
             require_positive(name, getattr(self, name))
-        require(self.seed >= 0, f"seed must not be negative, not {self.seed}.")
+        require_seed(self.seed)
         require(self.keep_checkpoints >= 1, f"keep_checkpoints must be at least 1, not {self.keep_checkpoints}.")
         require_choices(self)
 
@@ -181,7 +185,7 @@ class GenerateConfig:
         require_positive("max_new_tokens", self.max_new_tokens)
         require(self.temperature >= 0, f"temperature must be 0 (greedy) or positive, not {self.temperature}.")
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}.")
-        require(self.seed >= 0, f"seed must not be negative, not {self.seed}.")
+        require_seed(self.seed)
         require(self.top_k is None or self.top_k >= 1, f"top_k must be at least 1 or None, not {self.top_k}.")
 
 
@@ -189,6 +193,12 @@ def require_positive(name: str, value: Any) -> None:
     """Raises `UserError` unless `value` is a whole number above 0."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     require(whole and value > 0, f"{name} must be a positive whole number, not {value!r}.")
+
+
+def require_seed(value: Any) -> None:
+    """Raises `UserError` unless `value` is a seed that PyTorch takes, with room for one more for each prompt."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and 0 <= value < 2**63, f"seed must be a whole number from 0 to 2**63 - 1, not {value!r}.")
 
 
 def require_choices(config: Any) -> None:

@@ -86,6 +86,10 @@ def test_tokens_per_step():
         (lambda: model_config("smoke", d_modell=3), r"ModelConfig has no field d_modell; its fields are vocab_size"),
         (lambda: OptimizerConfig(learning_rate=0), r"learning_rate must be positive, not 0\.$"),
         (lambda: OptimizerConfig(betas=(0.9, 1.0)), r"betas must be two numbers in \[0, 1\), not \(0\.9, 1\.0\)\.$"),
+        (
+            lambda: OptimizerConfig(cosine_steps=100),
+            r"cosine_steps \(100\) must be above warmup_steps \(100\), or None",
+        ),
         (lambda: OptimizerConfig(name="adam"), r"name must be one of adamw, sgd, muon, not 'adam'\.$"),
         (lambda: TrainConfig(steps=0), r"steps must be a positive whole number, not 0\.$"),
         (lambda: TrainConfig(precision="fp8"), r"precision must be one of .*, not 'fp8'\.$"),
@@ -117,7 +121,8 @@ def test_bad_values_get_one_sentence(build, sentence):
         (OptimizerConfig, {"betas": [0.9]}, "betas must be two numbers in"),
         (OptimizerConfig, {"betas": [0.9, "x"]}, "betas must be of type float, not 'x'"),
         (TrainConfig, {"trackers": ["paper"]}, "trackers must be one of tensorboard, wandb, not 'paper'"),
-        (TrainConfig, {"seed": -1}, "seed must not be negative"),
+        (TrainConfig, {"seed": -1}, "seed must be a whole number from 0 to"),
+        (GenerateConfig, {"seed": 2**63}, "seed must be a whole number from 0 to"),
     ],
 )
 def test_values_that_json_or_yaml_may_hold(kind, values, sentence):
