@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lmcore.config import TrainConfig, from_dict, to_dict
+from lmcore.config import TrainConfig, from_dict, require, to_dict
 from lmcore.data import open_data
 from lmcore.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, UserError
 from lmcore.files import read_json, write_json
@@ -78,7 +78,9 @@ def work(folder: str | os.PathLike) -> None:
     from lmcore.train import train  # here, because only the worker needs the trainer
 
     folder = Path(folder)
-    for name, values in read_json(folder / "sweep.json").items():
+    runs = read_json(folder / "sweep.json")
+    require(isinstance(runs, dict), f"{folder / 'sweep.json'} must be a mapping of run names to settings.")
+    for name, values in runs.items():
         config, run = from_dict(TrainConfig, values), RunFolder(folder / name)
         if is_finished(config, run):
             continue

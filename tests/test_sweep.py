@@ -5,7 +5,7 @@ import pytest
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.errors import UserError
 from lmcore.run import RunFolder
-from lmcore.sweep import run_or_reuse, run_sweep
+from lmcore.sweep import run_or_reuse, run_sweep, work
 
 
 @pytest.fixture
@@ -50,9 +50,14 @@ def test_sweep_with_a_diverging_run(tmp_path, config, capsys):
     assert "all 2 runs reused" in capsys.readouterr().out
 
 
+def test_a_sweep_that_is_no_mapping_is_refused(tmp_path):
+    (tmp_path / "sweep.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"sweep\.json must be a mapping"):
+        work(tmp_path)
+
+
 def test_a_run_in_other_hands_is_left_to_them(tmp_path, config):
     from lmcore.files import write_json
-    from lmcore.sweep import work
 
     write_json(tmp_path / "sweep.json", {"taken": {"data": config.data}})
     taken = RunFolder(tmp_path / "taken")
