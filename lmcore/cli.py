@@ -16,6 +16,7 @@ from lmcore import cli_data
 from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config, require
 from lmcore.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from lmcore.files import read_json
+from lmcore.text import utf8_text
 
 EXIT_FAILURE, EXIT_CTRL_C = 1, 130
 GENERATE_DEFAULTS = GenerateConfig()
@@ -85,7 +86,7 @@ def generate(
     from lmcore.generate import generate_text
     from lmcore.run import RunFolder
 
-    folder = RunFolder(run)
+    prompt, folder = tuple(utf8_text(prompt)), RunFolder(run)
     model = load_model(folder.best_weights, select_device(device)[0])
     codec = tokenizer_for(tokenizer, "embedded") if tokenizer else open_data(folder.config().data).tokenizer
     if len(prompt) > 1:

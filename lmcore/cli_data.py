@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from lmcore.config import require
+from lmcore.text import utf8_text
 
 
 def prepare_command() -> Callable[..., int]:
@@ -96,7 +97,7 @@ def encode(tokenizer: str = "gpt2", text: str | None = None) -> int:
     from lmcore.data import tokenizer_for
 
     codec = tokenizer_for(tokenizer, "embedded")
-    print(*codec.encode_iterable(sys.stdin if text is None else [text]))
+    print(*codec.encode_iterable(utf8_text(sys.stdin if text is None else [text])))
     return 0
 
 
@@ -109,7 +110,7 @@ def decode(ids: Annotated[tuple[int, ...], tyro.conf.Positional], tokenizer: str
     """
     from lmcore.data import tokenizer_for
 
-    print(tokenizer_for(tokenizer, "embedded").decode(ids or read_ids(sys.stdin.read())))
+    print(tokenizer_for(tokenizer, "embedded").decode(ids or read_ids("".join(utf8_text(sys.stdin)))))
     return 0
 
 

@@ -73,5 +73,10 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
         try:
             overrides[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
-            overrides[name] = yaml.safe_load(text)
+            try:
+                overrides[name] = yaml.safe_load(text)
+            except yaml.YAMLError:
+                raise UserError(
+                    f"The value of {pair!r} is neither a Python literal nor YAML; mend or quote it."
+                ) from None
     return overrides

@@ -3,7 +3,7 @@
 import codecs
 import gzip
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from lmcore.errors import UserError
@@ -12,6 +12,19 @@ END_OF_TEXT = "<|endoftext|>"
 """The special token between documents."""
 
 CHUNK_BYTES = 1 << 20
+
+
+def utf8_text(pieces: Iterable[str]) -> Iterator[str]:
+    """The pieces, such as a command's arguments or the lines of standard input, if all of them are text.
+
+    Python reads bytes that are not UTF-8 as lone surrogates there, or fails. Raises `UserError` for both.
+    """
+    try:
+        for piece in pieces:
+            piece.encode()
+            yield piece
+    except UnicodeError:
+        raise UserError("The text is not UTF-8; convert it first, for example with iconv.") from None
 
 
 def read_text(path: Path, on_read: Callable[[int], None] | None = None) -> Iterator[str]:

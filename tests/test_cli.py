@@ -77,8 +77,10 @@ def test_train_exit_codes(trained, state, code):
         (["data", "info", "nowhere"], "nowhere is not a prepared corpus"),
         (["writeup", "nowhere"], "workbook.json"),
         (["workbook", "--parameters", "steps"], "name=value"),
+        (["workbook", "--parameters", "steps={4"], "'steps={4' is neither a Python literal nor YAML"),
         (["tokenizer", "decode", "--tokenizer", "nowhere", "1"], "nowhere"),
-        (["generate", "nowhere"], "nowhere"),
+        (["generate", "nowhere"], "no weights nowhere"),
+        (["generate", "nowhere", "--prompt", "\udcff"], "not UTF-8"),
         (["train", "--run", "r", "--learning-rat", "3"], "Unrecognized options: --learning-rat, 3"),
         (["train", "--run", "r", "--steps", "many"], "Error parsing --steps"),
         (["train"], "--run"),
@@ -136,6 +138,16 @@ def test_tokenizer_there_and_back(tmp_path, capsys):
     assert 0 < len(ids) < len("the hat")
     assert cli.main(["tokenizer", "decode", "--tokenizer", folder, *ids]) == 0
     assert capsys.readouterr().out == "the hat\n"
+
+
+def test_standard_input_that_is_not_text_is_refused(tmp_path, embedded_data):
+    command = [sys.executable, "-m", "lmcore", "tokenizer", "encode", "--tokenizer", str(embedded_data / "tokenizer")]
+    for errors in ("strict", "surrogateescape"):
+        variables = os.environ | {"PYTHONIOENCODING": f"utf-8:{errors}"}
+        done = subprocess.run(command, input=b"a\n\xff", capture_output=True, check=False, env=variables)
+        assert done.returncode == EXIT_USER_ERROR
+        assert done.stderr.startswith(b"lmcore: The text is not UTF-8")
+        assert done.stdout == b""
 
 
 def test_doctor(capsys):
