@@ -75,6 +75,7 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
                 if (reason := out_of_memory_reason(error)) is None:
                     raise
                 run.write_status("out of memory", run.status()["step"], reason=reason)
+                print(f"{run.name}: {reason}", flush=True)
                 return result_of(run)
             return trainer.fit()
 

@@ -223,13 +223,14 @@ def test_divergence_is_a_result_that_names_step_and_rate(tmp_path, config, monke
         MemoryError("Unable to allocate 9 GiB for an array"),
     ],
 )
-def test_out_of_memory_is_a_result(tmp_path, config, monkeypatch, place, error):
+def test_out_of_memory_is_a_result(tmp_path, config, monkeypatch, capsys, place, error):
     def too_large(*_):
         raise error
 
     monkeypatch.setattr(Trainer, place, too_large)
     assert train(config, tmp_path / "run").state == "out of memory"
     assert "9 GiB" in RunFolder(tmp_path / "run").status()["reason"]
+    assert "9 GiB" in capsys.readouterr().out
 
 
 def test_another_error_is_not_taken_for_a_lack_of_memory(tmp_path, config, monkeypatch):
