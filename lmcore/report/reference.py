@@ -53,6 +53,7 @@ def _ladder(table: pd.DataFrame) -> pd.DataFrame:
 def results_block(results: str | os.PathLike) -> str:
     """What the README says of a machine's training runs, as Markdown: every number comes from the results file."""
     table, provenance, _ = read_results(Path(results) / "training_runs.json")
+    trials, _, _ = read_results(Path(results) / "exploration.json")
     data, rows = provenance["data"], _ladder(table)
     shown = pd.DataFrame(
         {
@@ -72,7 +73,9 @@ def results_block(results: str | os.PathLike) -> str:
         f"{provenance['device']} per run, PyTorch {provenance['torch']}, bf16.\n\n"
         f"{shown.to_markdown(index=False, disable_numparse=True)}\n\n"
         f"The best is {verdict}, with a corpus that is read {best['tokens'] / data['train_tokens']:.0f} times. "
-        "Notebook 02 explains each step; the tables, with commits and versions, are in "
+        f"The recipes were chosen in {len(trials)} earlier trials "
+        f"([record](results/{Path(results).name}/exploration.json), not repeatable by the project's own code) by the loss on this same validation text, which flatters them a "
+        "little. Notebook 02 explains each step; the tables, with commits and versions, are in "
         f"[`results/`](results/{Path(results).name}), all answers in "
         f"[`answers.pdf`](writeup/{Path(results).name}/answers.pdf).\n\n{_sample(Path(results) / 'samples.json')}\n"
     )
