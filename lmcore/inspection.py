@@ -1,6 +1,6 @@
 """Looking inside: shapes, activation and gradient sizes, attention weights, learning one batch, compression.
 
-What notebook 01 measures on models and tokenizers; its figures are in `lmcore.report.build_figures`.
+What notebook 01 measures on models and tokenizers; its figures are in `lmcore.report.build.figures`.
 """
 
 import os

@@ -20,7 +20,7 @@ from lmcore.report.figures import (
     show_figure,
     use_style,
 )
-from lmcore.report.generate_figures import measures_figure, token_label, truncation_figure
+from lmcore.report.generate.figures import measures_figure, token_label, truncation_figure
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,7 @@ from lmcore.data import CorpusConfig, prepare
 from lmcore.generate import Generation
 from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW
-from lmcore.report.generate_answers import (
+from lmcore.report.generate.answers import (
     change,
     decoding_answer,
     generate_answer,
@@ -24,7 +24,7 @@ from lmcore.report.generate_answers import (
     quote_sample,
     setting_name,
 )
-from lmcore.report.generate_measures import (
+from lmcore.report.generate.measures import (
     Judge,
     KnownText,
     documents_of,

@@ -21,7 +21,8 @@ from lmcore.inspection import (
     split_text,
 )
 from lmcore.model import CausalMultiHeadSelfAttention, TransformerLM
-from lmcore.report import build_answers, build_figures
+from lmcore.report.build import answers as build_answers
+from lmcore.report.build import figures as build_figures
 from lmcore.report.checks import agreement
 from lmcore.report.figures import save_figure, use_style
 from lmcore.report.source import show_source

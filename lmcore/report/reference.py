@@ -12,8 +12,8 @@ from lmcore.recipes import RECIPES
 from lmcore.report.answers import format_count, format_seconds
 from lmcore.report.figures import learning_curves, learning_rate_sweep, save_figure, use_style
 from lmcore.report.tables import curves_of, read_results
-from lmcore.report.training_figures import batch_size_figure, divergence_figure
-from lmcore.report.training_recipes import TARGET
+from lmcore.report.train.figures import batch_size_figure, divergence_figure
+from lmcore.report.train.recipes import TARGET
 
 README_SETTINGS = "temperature 0.8, top-p 0.9"
 BLOCK = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- /results -->)", re.DOTALL)

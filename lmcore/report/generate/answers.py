@@ -18,7 +18,7 @@ MEASURES = {
     "finished": "documents that end",
     "accepted": "documents the grammar accepts",
 }
-"""Measures of `lmcore.report.generate_measures` for readers."""
+"""Measures of `lmcore.report.generate.measures` for readers."""
 
 FLUENT, HALTING = 0.98, 0.9
 """Shares of words that occur in the corpus from which it is nearly all, and most, of them."""

@@ -8,7 +8,7 @@ import pandas as pd
 
 from lmcore.report.answers import format_count, format_seconds, format_significant
 from lmcore.report.tables import ending_of
-from lmcore.report.training import completed, lowest, speed_of
+from lmcore.report.train.sweeps import completed, lowest, speed_of
 
 TARGET, LOW_RESOURCE_TARGET = 1.45, 2.0
 """Validation losses on TinyStories that CSE599-O A1 asks for (section 7.2; part 2 section 4.2), nats per token."""

@@ -13,9 +13,9 @@ from lmcore import accounting
 from lmcore.config import ModelConfig
 from lmcore.functional import silu
 from lmcore.model import RotaryPositionalEmbedding
-from lmcore.report.build_answers import KINDS
+from lmcore.report.build.answers import KINDS
 from lmcore.report.figures import LEGEND_BESIDE, MUTED, WARNING, category_colors, panels
-from lmcore.report.generate_figures import token_label
+from lmcore.report.generate.figures import token_label
 
 MIN_LABELLED_SHARE = 0.045
 """Smallest part of a bar that has room for its percentage."""
@@ -149,7 +149,7 @@ def one_batch_figure(losses: Mapping[str, Sequence[float]], start: float) -> Fig
 
 
 def flop_shares_figure(shares: pd.DataFrame) -> Figure:
-    """Stacked bars of `lmcore.report.build_answers.flop_shares`: a bar for each model."""
+    """Stacked bars of `lmcore.report.build.answers.flop_shares`: a bar for each model."""
     figure, ((axes,),) = panels(1, 1, 0.42 * len(shares) + 1.1)
     left = np.zeros(len(shares))
     place = np.arange(len(shares))[::-1]

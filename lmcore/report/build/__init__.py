@@ -1,0 +1,1 @@
+"""What notebook 01 answers and draws."""

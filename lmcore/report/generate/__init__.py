@@ -1,0 +1,1 @@
+"""What notebook 03 measures on samples, answers and draws."""

@@ -1,0 +1,1 @@
+"""What notebook 02 answers and draws."""
