@@ -22,7 +22,7 @@ class ModelConfig:
     """Architecture of a Transformer language model (CSE599-O A1 section 3).
 
     The defaults are the handout's TinyStories model. The switches below `rope_theta` serve the ablations of
-    section 7.3 and the training recipes; all are off by default.
+    section 7.3 and the training recipes, the last two the measurements of CS336 A2; all are off by default.
     """
 
     vocab_size: int = 10_000
@@ -39,6 +39,11 @@ class ModelConfig:
     dropout: float = 0.0
     embedding_init_std: float | None = None
     """Standard deviation of the token embedding; None: 1 (section 3.4.1), or d_model**-0.5 when tied to the output."""
+    attention: Literal["plain", "sdpa"] = "plain"
+    """plain: the definition, which writes out the scores; sdpa: PyTorch's fused kernels, for comparison."""
+    checkpoint_every: int | None = None
+    """Gradient checkpointing (Chen et al. 2016): while training, only the input of every so many blocks is kept, and
+    the blocks are computed again in the backward pass. None: off, everything is kept."""
 
     def __post_init__(self):
         for name in ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff"):
@@ -61,6 +66,8 @@ class ModelConfig:
             f"embedding_init_std must be positive or None, not {self.embedding_init_std}.",
         )
         require(0 <= self.dropout < 1, f"dropout must be in [0, 1), not {self.dropout}.")
+        if self.checkpoint_every is not None:
+            require_positive("checkpoint_every", self.checkpoint_every)
         require_choices(self)
 
     @property
@@ -82,6 +89,8 @@ MODEL_SIZES: dict[str, dict[str, int]] = {
     "large": _size(1280, 5120, 36, 20),
     "xl": _size(1600, 6400, 48, 25),
     "2.7b": _size(2560, 10240, 32, 32),
+    # few, wide layers of as many parameters as xl: matmuls this large leave little to anything else
+    "2.35b": _size(3200, 25600, 8, 4),
     # a few minutes on a laptop, and seconds on two cores
     "laptop": _size(256, 704, 4, 8),
     "smoke": _size(64, 192, 2, 4),

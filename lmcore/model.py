@@ -12,7 +12,9 @@ import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from lmcore.attention import fused_causal_attention
 from lmcore.config import ModelConfig
 from lmcore.errors import UserError
 from lmcore.functional import at_least_float32, dropout, scaled_dot_product_attention, silu
@@ -158,12 +160,14 @@ class CausalMultiHeadSelfAttention(nn.Module):
         rope: RotaryPositionalEmbedding | None = None,
         device=None,
         dtype=None,
+        fused: bool = False,
     ):
         super().__init__()
         if d_model % num_heads:
             raise UserError(f"d_model ({d_model}) must be divisible by num_heads ({num_heads}).")
         self.num_heads = num_heads
         self.rope = rope
+        self.fused = fused
         self.q_proj = Linear(d_model, d_model, device=device, dtype=dtype)
         self.k_proj = Linear(d_model, d_model, device=device, dtype=dtype)
         self.v_proj = Linear(d_model, d_model, device=device, dtype=dtype)
@@ -192,12 +196,17 @@ class CausalMultiHeadSelfAttention(nn.Module):
             q, k = self.rope(q, per_head), self.rope(k, per_head)
         if cache is not None:
             k, v = cache.append(k, v)
+        heads = self._attend(q, k, v, mask)
+        return self.output_proj(rearrange(heads, "... heads seq d_k -> ... seq (heads d_k)"))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if self.fused and mask is None and q.shape[-2] == k.shape[-2]:
+            return fused_causal_attention(q, k, v)
         if mask is None:
-            mask = causal_mask(q.shape[-2], k.shape[-2], device=x.device)
+            mask = causal_mask(q.shape[-2], k.shape[-2], device=q.device)
         elif mask.ndim > 2:
             mask = mask.unsqueeze(-3)
-        heads = scaled_dot_product_attention(q, k, v, mask)
-        return self.output_proj(rearrange(heads, "... heads seq d_k -> ... seq (heads d_k)"))
+        return scaled_dot_product_attention(q, k, v, mask)
 
 
 class TransformerBlock(nn.Module):
@@ -210,7 +219,8 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.norm, self.dropout = config.norm, config.dropout
         feed_forward = {"swiglu": SwiGLU, "silu": SiLUFeedForward}[config.ffn]
-        self.attn = CausalMultiHeadSelfAttention(config.d_model, config.num_heads, rope, device=device, dtype=dtype)
+        fused = config.attention == "sdpa"
+        self.attn = CausalMultiHeadSelfAttention(config.d_model, config.num_heads, rope, device, dtype, fused)
         self.ffn = feed_forward(config.d_model, config.d_ff, device=device, dtype=dtype)
         if config.norm != "none":
             self.ln1 = RMSNorm(config.d_model, device=device, dtype=dtype)
@@ -237,6 +247,23 @@ class TransformerBlock(nn.Module):
             return self.ln2(x + feed_forward(x))
         x = x + attend(x)
         return x + feed_forward(x)
+
+
+def checkpointed(blocks: nn.ModuleList, every: int, x: Tensor, *arguments: Tensor | None) -> Tensor:
+    """The blocks in turn, of which only the input of each run of `every` is kept for the backward pass.
+
+    The backward pass computes a run again, with the same random numbers, before it goes back through it: the same
+    operations on the same values, so that nothing but time and memory changes (Chen et al. 2016).
+    """
+
+    def run(x: Tensor, first: int) -> Tensor:
+        for block in blocks[first : first + every]:
+            x = block(x, *arguments)
+        return x
+
+    for first in range(0, len(blocks), every):
+        x = checkpoint(run, x, first, use_reentrant=False)
+    return x
 
 
 class TransformerLM(nn.Module):
@@ -283,8 +310,11 @@ class TransformerLM(nn.Module):
         if self.config.position == "sinusoidal":
             x = x + self.position_embeddings[token_positions].to(x.dtype)
         x = dropout(x, self.config.dropout, self.training)
-        for layer, layer_cache in zip(self.layers, cache or self._no_caches(), strict=True):
-            x = layer(x, token_positions, mask, layer_cache)
+        if cache is None and self.config.checkpoint_every is not None and torch.is_grad_enabled():
+            x = checkpointed(self.layers, self.config.checkpoint_every, x, token_positions, mask)
+        else:
+            for layer, layer_cache in zip(self.layers, cache or self._no_caches(), strict=True):
+                x = layer(x, token_positions, mask, layer_cache)
         return self.lm_head(self.ln_final(x) if self.config.norm == "pre" else x)
 
     def _no_caches(self) -> Iterator[None]:

@@ -1,0 +1,197 @@
+"""Sweeps of measurements: each cell in a process of its own, written down as soon as it is done, never done twice."""
+
+import importlib
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from lmcore.config import require, to_dict
+from lmcore.device import out_of_memory_reason
+from lmcore.errors import UserError
+from lmcore.files import read_json, write_json
+from lmcore.profiling.workload import WorkloadConfig
+from lmcore.progress import Progress
+from lmcore.provenance import command_line, environment
+
+Task = Callable[[WorkloadConfig, Path], dict[str, Any]]
+"""Measures one cell, may write files into the folder it is given, and returns what JSON can hold."""
+
+FINISHED = ("complete", "out of memory")
+MACHINE = ("device", "torch")
+"""What must be the same of the environment for an old record to stand."""
+
+PRELOADED = ["lmcore.profiling.workload"]
+"""Modules that are imported once, before the processes of all cells are forked from there."""
+
+
+def run_cells(
+    task: Task,
+    cells: Mapping[str, WorkloadConfig],
+    folder: str | os.PathLike,
+    title: str = "cells",
+    timeout: float | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Measures every cell with `task`, one at a time, and returns their records by name, in order.
+
+    Each cell has a fresh process, so that a lack of memory in one is its outcome and the next starts clean. A record
+    {cell, task, config, outcome, reason, seconds, result, environment} is written to folder/<name>.json as each cell
+    ends; the task's own files go to folder/<name>/. Cells that are complete or out of memory, with the same task,
+    configuration, device and PyTorch, are not measured again. `timeout` in seconds ends a cell as failed.
+
+    Raises `UserError`, before anything runs, on names that are no file names and on tasks that cannot be imported.
+    """
+    folder = Path(folder)
+    for name in cells:
+        require(re.fullmatch(r"[\w.+-]+", name) is not None, f"A cell's name must be a file name, not {name!r}.")
+    named = task_name(task)
+    machine = this_machine() if cells else {}
+    records = {name: finished_record(folder / f"{name}.json", named, config, machine) for name, config in cells.items()}
+    reused = sum(record is not None for record in records.values())
+    if reused:
+        print(f"{title}: {reused} of {len(cells)} cells reused.", flush=True)
+    progress = Progress(len(cells), title, unit="cell", start=reused)
+    for name, config in cells.items():
+        if records[name] is None:
+            records[name] = measure_cell(task, name, config, folder, timeout) | {"environment": machine}
+            write_json(folder / f"{name}.json", records[name])
+            done = sum(record is not None for record in records.values())
+            progress.update(done, f"{name} {records[name]['outcome']}")
+    progress.close()
+    return {name: record for name, record in records.items() if record is not None}
+
+
+def require_complete(records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises `UserError` naming the first cell that failed otherwise than by a lack of memory."""
+    for name, record in records.items():
+        require(record["outcome"] in FINISHED, f"Cell {name} failed: {record['reason']}")
+
+
+def measure_cell(task: Task, name: str, config: WorkloadConfig, folder: Path, timeout: float | None) -> dict[str, Any]:
+    """Runs `task` on one cell in a fresh process and returns its record."""
+    began = time.monotonic()
+    outcome, value = run_apart(perform, (task, config, folder / name), timeout)
+    value = value if isinstance(value, dict) else {"reason": value}
+    return {
+        "cell": name,
+        "task": task_name(task),
+        "config": to_dict(config),
+        "outcome": value.get("outcome", outcome),
+        "reason": value.get("reason"),
+        "seconds": round(time.monotonic() - began, 3),
+        "result": value.get("result"),
+    }
+
+
+def perform(task: Task, config: WorkloadConfig, folder: Path) -> dict[str, Any]:
+    """In the cell's process: the task's result, or that it did not fit into the memory."""
+    try:
+        result = task(config, folder)
+    except Exception as error:
+        if (reason := out_of_memory_reason(error)) is None:
+            raise
+        return {"outcome": "out of memory", "reason": reason}
+    return {"outcome": "complete", "result": result}
+
+
+def run_apart(function: Callable[..., Any], arguments: tuple, timeout: float | None) -> tuple[str, Any]:
+    """Calls `function` in a fresh process: ("complete", its value), or an outcome and the reason in words."""
+    context = processes()
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_report, args=(sender, function, arguments), daemon=False)
+    child.start()
+    sender.close()
+    try:
+        if not receiver.poll(timeout):
+            return "failed", f"It was ended after {timeout:.0f} s without a result."
+        return receiver.recv()
+    except EOFError:
+        child.join()
+        return _ended(child.exitcode)
+    finally:
+        if child.is_alive():
+            child.join(timeout=5)
+        if child.is_alive():
+            child.terminate()
+            child.join(timeout=5)
+            child.kill()
+        child.join()
+        receiver.close()
+
+
+def processes() -> Any:
+    """How fresh processes are made: forked from one that has imported PyTorch and used nothing of it, where that works.
+
+    A fork of this process itself would inherit a CUDA context that it cannot use.
+    """
+    if not sys.platform.startswith("linux"):
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _report(sender: Connection, function: Callable[..., Any], arguments: tuple) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a cell at once
+    try:
+        answer = ("complete", function(*arguments))
+    except UserError as error:
+        answer = ("failed", str(error))
+    except BaseException as error:
+        traceback.print_exc()
+        words = (str(error).strip() or "no message").splitlines()[0]
+        answer = ("failed", f"{type(error).__name__}: {words}")
+    sender.send(answer)
+    sender.close()
+
+
+def _ended(code: int | None) -> tuple[str, str]:
+    """Outcome of a process that ended without an answer."""
+    if code == -signal.SIGKILL:  # nobody else sends it
+        return "out of memory", "The system ended the process, as it does when the host's memory is used up (SIGKILL)."
+    how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+    return "failed", f"The process ended with {how} and said nothing."
+
+
+def finished_record(path: Path, task: str, config: WorkloadConfig, machine: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The record in `path` if it is that of this very measurement and need not be made again, else None."""
+    if not path.exists():
+        return None
+    try:
+        record = read_json(path)
+    except UserError:  # damaged: measured again
+        return None
+    same = isinstance(record, dict) and record.get("task") == task and record.get("config") == as_json(to_dict(config))
+    if not same or record.get("outcome") not in FINISHED:
+        return None
+    there = record.get("environment") or {}
+    return record if all(there.get(key) == machine.get(key) for key in MACHINE) else None
+
+
+def as_json(value: Any) -> Any:
+    """Plain data as it comes back from a JSON file: tuples as lists."""
+    if isinstance(value, dict):
+        return {key: as_json(item) for key, item in value.items()}
+    return [as_json(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def this_machine() -> dict[str, Any]:
+    """Provenance of every cell: found out in a process of its own, as this one is not to hold a GPU."""
+    outcome, found = run_apart(environment, (), timeout=None)
+    require(outcome == "complete", f"The machine cannot be examined: {found}")
+    return found | {"command": command_line()}
+
+
+def task_name(task: Task) -> str:
+    """`module:function`. Raises `UserError` unless that leads back to the task, as another process needs it to."""
+    name = f"{task.__module__}:{task.__qualname__}"
+    found = getattr(importlib.import_module(task.__module__), task.__qualname__, None)
+    require(found is task, f"A task must be a function at the top of a module, not {name}.")
+    return name

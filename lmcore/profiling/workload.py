@@ -1,0 +1,143 @@
+"""The work that is measured: a model, a random batch, and how much of a training step (CS336 A2 section 1.1.3)."""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lmcore.config import (
+    ModelConfig,
+    OptimizerConfig,
+    from_dict,
+    model_config,
+    require,
+    require_choices,
+    require_positive,
+    require_seed,
+)
+from lmcore.device import autocast, select_device, set_matmul_precision
+from lmcore.functional import cross_entropy
+from lmcore.model import TransformerLM
+from lmcore.optimizer import build_optimizer
+
+Span = Callable[[str], AbstractContextManager]
+"""Makes the context that a named part of a step runs in: a timer, a profiler's range, or nothing."""
+
+PHASES = ("forward", "loss", "backward", "optimizer")
+"""Names that `Workload.step` gives to its parts, in order."""
+
+
+def no_span(name: str) -> AbstractContextManager:
+    """The span that does nothing."""
+    return contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """One cell of a benchmark: what is run, in which precision, and how often."""
+
+    model: ModelConfig = field(default_factory=lambda: model_config("small"))
+    batch_size: int = 4
+    passes: Literal["forward", "forward_backward", "train_step"] = "forward"
+    """forward: inference, nothing kept for a backward pass; forward_backward: with loss and gradients; train_step: and
+    the optimizer's update."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """fp32, the same with TF32 matmuls, or mixed precision by autocast; fp16 with loss scaling."""
+    compile: bool = False
+    warmup_steps: int = 5
+    steps: int = 10
+    """Measured steps, after the warm-up."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Its learning rate is used as it is, without a schedule, and gradients are not clipped."""
+    seed: int = 0
+    device: str = "auto"
+    size: str | None = None
+    """Name of the model's size, for tables."""
+
+    def __post_init__(self):
+        require_positive("batch_size", self.batch_size)
+        require_positive("steps", self.steps)
+        whole = isinstance(self.warmup_steps, int) and not isinstance(self.warmup_steps, bool)
+        require(
+            whole and self.warmup_steps >= 0,
+            f"warmup_steps must be a whole number, 0 or more, not {self.warmup_steps!r}.",
+        )
+        require_seed(self.seed)
+        require_choices(self)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one step goes through."""
+        return self.batch_size * self.model.context_length
+
+
+MODEL_FIELDS = frozenset(f.name for f in fields(ModelConfig))
+
+
+def workload_config(
+    size: str = "small", context_length: int = 256, vocab_size: int = 10_000, **changes: Any
+) -> WorkloadConfig:
+    """The cell of a named size (CS336 A2 Table 1: vocabulary 10,000, batch 4); `changes` go to the model or the cell.
+
+    Raises `UserError` on unknown sizes and fields.
+    """
+    switches = {key: value for key, value in changes.items() if key in MODEL_FIELDS}
+    model = model_config(size, context_length=context_length, vocab_size=vocab_size, **switches)
+    rest = {key: value for key, value in changes.items() if key not in MODEL_FIELDS}
+    return from_dict(WorkloadConfig, {"model": model, "size": size} | rest)
+
+
+class Workload:
+    """The model, batch and optimizer of a cell, on its device, and one step of its passes.
+
+    Weights are drawn on the device and kept in float32; tokens are random, as only time and memory are measured.
+    Raises `UserError` for a device that is not there; a lack of memory comes out as PyTorch's own error.
+    """
+
+    def __init__(self, config: WorkloadConfig):
+        self.config = config
+        self.device, _ = select_device(config.device)
+        set_matmul_precision(self.device, config.precision)
+        torch.manual_seed(config.seed)
+        self.model = TransformerLM(config.model, device=self.device)
+        self.forward = torch.compile(self.model, dynamic=False) if config.compile else self.model
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
+        shape = (config.batch_size, config.model.context_length)
+        self.inputs, self.targets = (
+            torch.randint(config.model.vocab_size, shape, device=self.device) for _ in range(2)
+        )
+
+    def step(self, span: Span = no_span) -> Tensor:
+        """One step of the passes; its parts run inside `span("forward")`, `span("loss")`, … (see `PHASES`).
+
+        Returns the logits of a forward pass, (batch, context, vocab), else the loss. Old gradients are dropped first.
+        """
+        if self.config.passes == "forward":
+            with span("forward"), torch.no_grad(), autocast(self.device, self.config.precision):
+                return self.forward(self.inputs)
+        self.optimizer.zero_grad(set_to_none=True)
+        with autocast(self.device, self.config.precision):
+            with span("forward"):
+                logits = self.forward(self.inputs)
+            with span("loss"):
+                loss = cross_entropy(logits, self.targets)
+        del logits  # as in training, where the loss function owns them: gone as soon as the backward pass is past them
+        with span("backward"):
+            self.scaler.scale(loss).backward()
+        if self.config.passes == "train_step":
+            with span("optimizer"):
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        return loss.detach()
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()

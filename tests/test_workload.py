@@ -1,0 +1,134 @@
+"""The work that is measured, and the model's switches that exist for measuring."""
+
+import contextlib
+
+import pytest
+import torch
+
+from lmcore.config import ModelConfig, replace
+from lmcore.errors import UserError
+from lmcore.functional import cross_entropy
+from lmcore.model import TransformerLM
+from lmcore.profiling.workload import Workload, WorkloadConfig, workload_config
+
+SMALL = workload_config("smoke", context_length=16, vocab_size=50, batch_size=2, device="cpu", num_layers=3)
+
+
+def recorded(workload):
+    names = []
+
+    @contextlib.contextmanager
+    def span(name):
+        names.append(name)
+        yield
+
+    result = workload.step(span)
+    return names, result
+
+
+def test_passes_run_their_parts_in_order():
+    names, logits = recorded(Workload(SMALL))
+    assert names == ["forward"]
+    assert logits.shape == (2, 16, 50)
+    assert not logits.requires_grad
+    workload = Workload(replace(SMALL, passes="forward_backward"))
+    before = [p.detach().clone() for p in workload.model.parameters()]
+    names, loss = recorded(workload)
+    assert names == ["forward", "loss", "backward"]
+    assert loss.shape == ()
+    assert all(torch.equal(a, b) for a, b in zip(before, workload.model.parameters(), strict=True))
+    assert all(p.grad is not None for p in workload.model.parameters())
+    workload = Workload(replace(SMALL, passes="train_step"))
+    losses = [workload.step().item() for _ in range(5)]
+    assert recorded(workload)[0] == ["forward", "loss", "backward", "optimizer"]
+    assert losses[-1] < losses[0]
+
+
+def test_gradients_do_not_pile_up():
+    workload = Workload(replace(SMALL, passes="forward_backward"))
+    workload.step()
+    first = [p.grad.clone() for p in workload.model.parameters()]
+    workload.step()
+    assert all(torch.equal(a, p.grad) for a, p in zip(first, workload.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+def test_precisions(precision):
+    workload = Workload(replace(SMALL, passes="train_step", precision=precision))
+    assert torch.isfinite(workload.step())
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    assert Workload(replace(SMALL, precision=precision)).step().dtype == half
+    assert all(p.dtype == torch.float32 for p in workload.model.parameters())
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 7])
+@pytest.mark.parametrize("switches", [{}, {"dropout": 0.2, "norm": "post", "position": "sinusoidal"}])
+def test_gradient_checkpointing_changes_no_number(every, switches):
+    config = replace(SMALL.model, **switches)
+    found = []
+    for model_config in (config, replace(config, checkpoint_every=every)):
+        torch.manual_seed(0)
+        model = TransformerLM(model_config)
+        tokens = torch.randint(50, (2, 16))
+        loss = cross_entropy(model(tokens), tokens)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_gradient_checkpointing_keeps_less():
+    kept = []
+    for every in (None, 3, 1):
+        model, sizes = TransformerLM(replace(SMALL.model, checkpoint_every=every)), []
+
+        def pack(tensor, sizes=sizes):
+            sizes.append(tensor.untyped_storage().nbytes())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(torch.zeros(2, 16, dtype=torch.long))
+        kept.append(sum(sizes))
+    assert kept[2] < kept[0] / 3
+    assert kept[1] < kept[0] / 3
+
+
+def test_fused_attention_agrees_with_the_definition():
+    torch.manual_seed(0)
+    plain = TransformerLM(SMALL.model)
+    fused = TransformerLM(replace(SMALL.model, attention="sdpa"))
+    fused.load_state_dict(plain.state_dict())
+    tokens = torch.randint(50, (2, 16))
+    torch.testing.assert_close(plain(tokens), fused(tokens), rtol=1e-5, atol=1e-5)
+    mask = torch.eye(16, dtype=torch.bool)  # a mask of one's own is followed all the same
+    torch.testing.assert_close(plain(tokens, mask=mask), fused(tokens, mask=mask), rtol=1e-5, atol=1e-5)
+    plain_loss, fused_loss = (cross_entropy(model(tokens), tokens) for model in (plain, fused))
+    plain_loss.backward()
+    fused_loss.backward()
+    for a, b in zip(plain.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_named_sizes_of_the_handouts():
+    assert workload_config("2.35b").model.d_ff == 25_600
+    config = workload_config("2.7b", context_length=512, precision="bf16", attention="sdpa")
+    assert (config.model.d_model, config.model.context_length, config.model.vocab_size) == (2560, 512, 10_000)
+    assert (config.batch_size, config.precision, config.model.attention, config.size) == (4, "bf16", "sdpa", "2.7b")
+    assert config.tokens_per_step == 2048
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: workload_config("huge"), "no model size 'huge'"),
+        (lambda: workload_config("small", depth=3), "no field depth"),
+        (lambda: WorkloadConfig(steps=0), "steps must be a positive"),
+        (lambda: WorkloadConfig(warmup_steps=-1), "warmup_steps must be"),
+        (lambda: WorkloadConfig(passes="sideways"), "passes must be one of forward, forward_backward, train_step"),
+        (lambda: WorkloadConfig(precision="fp8"), "precision must be one of"),
+        (lambda: ModelConfig(attention="fast"), "attention must be one of plain, sdpa"),
+        (lambda: ModelConfig(checkpoint_every=0), "checkpoint_every must be a positive"),
+    ],
+)
+def test_bad_settings_are_refused(make, words):
+    with pytest.raises(UserError, match=words):
+        make()
