@@ -123,7 +123,10 @@ class OptimizerConfig:
 
     def __post_init__(self):
         require(self.learning_rate > 0, f"learning_rate must be positive, not {self.learning_rate}.")
-        require(self.min_learning_rate >= 0, f"min_learning_rate must not be negative, not {self.min_learning_rate}.")
+        require(
+            0 <= self.min_learning_rate <= self.learning_rate,
+            f"min_learning_rate must be from 0 to learning_rate ({self.learning_rate}), not {self.min_learning_rate}.",
+        )
         require(self.warmup_steps >= 0, f"warmup_steps must not be negative, not {self.warmup_steps}.")
         require(
             self.cosine_steps is None or self.cosine_steps > self.warmup_steps,

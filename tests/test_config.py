@@ -85,6 +85,10 @@ def test_tokens_per_step():
         (lambda: model_config("giant"), r"no model size 'giant'; choose one of tinystories, small"),
         (lambda: model_config("smoke", d_modell=3), r"ModelConfig has no field d_modell; its fields are vocab_size"),
         (lambda: OptimizerConfig(learning_rate=0), r"learning_rate must be positive, not 0\.$"),
+        (
+            lambda: OptimizerConfig(learning_rate=1e-4, min_learning_rate=1e-3),
+            r"min_learning_rate must be from 0 to learning_rate \(0\.0001\), not 0\.001\.$",
+        ),
         (lambda: OptimizerConfig(betas=(0.9, 1.0)), r"betas must be two numbers in \[0, 1\), not \(0\.9, 1\.0\)\.$"),
         (
             lambda: OptimizerConfig(cosine_steps=100),
