@@ -1,0 +1,182 @@
+"""Predicted memory against what autograd keeps and what PyTorch's profiler sees allocated."""
+
+import itertools
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from lmcore import accounting
+from lmcore.config import ModelConfig, model_config
+from lmcore.device import autocast
+from lmcore.errors import UserError
+from lmcore.functional import cross_entropy
+from lmcore.memory_accounting import largest_context, predicted_peak, residual_stream_bytes, saved_by_operation
+from lmcore.model import TransformerLM
+from lmcore.profiling.workload import PHASES, Workload, WorkloadConfig
+from lmcore.saved_tensors import saved_after_blocks, saved_bytes, saved_in_block
+
+CPU = torch.device("cpu")
+SWITCHES = [
+    {"norm": norm, "position": position, "ffn": ffn, "tie_embeddings": tied, "dropout": dropout}
+    for norm, position, ffn, tied, dropout in itertools.product(
+        ("pre", "post", "none"), ("rope", "sinusoidal", "none"), ("swiglu", "silu"), (False, True), (0.0, 0.1)
+    )
+]
+
+
+@st.composite
+def model_configs(draw) -> ModelConfig:
+    """Small models of any shape, with any switches."""
+    num_heads = draw(st.integers(1, 4))
+    return ModelConfig(
+        vocab_size=draw(st.integers(2, 70)),
+        context_length=draw(st.integers(2, 20)),
+        d_model=num_heads * 2 * draw(st.integers(1, 6)),
+        num_layers=draw(st.integers(1, 3)),
+        num_heads=num_heads,
+        d_ff=draw(st.integers(1, 50)),
+        **draw(st.sampled_from(SWITCHES)),
+    )
+
+
+class Held:
+    """What autograd keeps in place of a tensor: alive exactly as long as the graph needs it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor.detach()  # the tensor itself would hold its own graph: a cycle that never dies
+
+
+class SavedStorages:
+    """Storages that autograd keeps of what runs inside, besides the parameters' own."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.held = weakref.WeakSet()
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda held: held.tensor)
+
+    def pack(self, tensor: torch.Tensor) -> Held:
+        held = Held(tensor)
+        if tensor.ndim and tensor.is_floating_point() | (tensor.dtype == torch.bool):  # ids are inputs
+            self.held.add(held)
+        return held
+
+    def bytes(self) -> int:
+        storages = (held.tensor.untyped_storage() for held in self.held)
+        return sum({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in self.own}.values())
+
+
+def saved_by_autograd(config: ModelConfig, batch_size: int, seq_len: int, precision: str) -> tuple[int, int]:
+    """Bytes kept by the first block of a model, and by the whole model and its loss."""
+    torch.manual_seed(0)
+    model = TransformerLM(config)
+    token_ids = torch.randint(config.vocab_size, (batch_size, seq_len))
+    whole, block = SavedStorages(model), SavedStorages(model)
+    with whole.hooks, autocast(CPU, precision):
+        loss = cross_entropy(model(token_ids), token_ids)
+        in_model = whole.bytes()
+    x = torch.randn(batch_size, seq_len, config.d_model, requires_grad=True) + 0
+    with block.hooks, autocast(CPU, precision):
+        y = model.layers[0](x)
+        in_block = block.bytes()
+    del loss, y  # alive until here, and their graphs with them
+    return in_block, in_model
+
+
+@settings(max_examples=80, deadline=None)
+@given(model_configs(), st.integers(1, 3), st.data(), st.sampled_from(["fp32", "bf16"]))
+def test_saved_bytes_equal_what_autograd_keeps(config, batch_size, data, precision):
+    seq_len = data.draw(st.integers(1, config.context_length))
+    block, model = saved_by_autograd(config, batch_size, seq_len, precision)
+    in_block = saved_bytes(saved_in_block(config, batch_size, seq_len, precision))
+    after = saved_bytes(saved_after_blocks(config, batch_size, seq_len, precision))
+    embedded_dropout = batch_size * seq_len * config.d_model if config.dropout else 0
+    assert block == in_block
+    assert model == config.num_layers * in_block + after + embedded_dropout
+
+
+def peak_by_stage(config: WorkloadConfig) -> dict[str, int]:
+    """Most bytes allocated in each stage of a step after warm-up, from the profiler's record of the allocator."""
+    work = Workload(config)
+    for _ in range(2):
+        work.step()
+    work.optimizer.zero_grad(set_to_none=True)
+    state = [v for values in work.optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+    tensors = [*work.model.parameters(), *work.model.buffers(), work.inputs, work.targets, *state]
+    current = sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work.step(record_function)
+    events = profiler.profiler.kineto_results.events()
+    spans = {e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() in PHASES}
+    peaks = dict.fromkeys(spans, current)
+    for at, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        current += size
+        for stage, (start, end) in spans.items():
+            if start <= at <= end:
+                peaks[stage] = max(peaks[stage], current)
+    return peaks
+
+
+SHAPES = {
+    "activations": (8, ModelConfig(300, 128, 64, 3, 4, 256)),
+    "scores": (4, ModelConfig(100, 256, 32, 2, 4, 96)),
+    "logits": (4, ModelConfig(5000, 64, 32, 2, 4, 96)),
+    "parameters": (2, ModelConfig(1000, 16, 256, 4, 4, 1024)),
+    "embeddings": (2, ModelConfig(10_000, 16, 128, 2, 4, 512)),
+    "all alike": (4, ModelConfig(1000, 64, 256, 4, 4, 1024)),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("passes", ["forward", "forward_backward", "train_step"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_predicted_peak_is_what_the_allocator_sees(shape, passes, precision):
+    batch_size, model = SHAPES[shape]
+    measured = peak_by_stage(
+        WorkloadConfig(model=model, batch_size=batch_size, passes=passes, precision=precision, device="cpu")
+    )
+    predicted = predicted_peak(model, batch_size, precision=precision, passes=passes)
+    assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.02)
+    assert predicted["by_stage"] == pytest.approx(measured, rel=0.02)
+
+
+def test_the_parts_of_a_peak_add_up():
+    predicted = predicted_peak(model_config("small"), 4)
+    parts = ("parameters", "gradients", "optimizer_state", "activations", "temporary", "inputs")
+    assert sum(predicted[part] for part in parts) == predicted["peak_bytes"] == max(predicted["by_stage"].values())
+    assert predicted["parameters"] == 4 * accounting.num_parameters(model_config("small"))
+    assert predicted["optimizer_state"] == 2 * predicted["parameters"]
+    assert list(predicted["by_stage"]) == list(PHASES)
+
+
+def test_residual_stream_of_the_handout():
+    # memory_profiling (d): batch 4, context 512 and width 2560 in float32 are 20 MB
+    assert residual_stream_bytes(model_config("2.7b", context_length=512), 4) == 20 * 1024**2
+
+
+def test_rows_name_operation_tensors_bytes_and_source():
+    config = model_config("small", context_length=128)
+    rows = saved_by_operation(config, 4, 128, "bf16")
+    assert all(set(row) == {"operation", "tensors", "bytes", "source"} and row["bytes"] > 0 for row in rows)
+    assert sum(row["bytes"] for row in rows) == saved_bytes(saved_in_block(config, 4, 128, "bf16"))
+
+
+def test_largest_context_is_the_last_that_fits():
+    config = model_config("small", context_length=1024)
+    memory = predicted_peak(config, 4, 700)["peak_bytes"]
+    assert largest_context(config, memory, 4) == 700
+    assert largest_context(config, 10 * memory, 4) == 1024
+    assert largest_context(config, 1e6, 4) == 0
+
+
+def test_unknown_precision_passes_and_too_long_sequences_are_refused():
+    config = model_config("smoke")
+    with pytest.raises(UserError, match=r"precision must be one of .*'int8'"):
+        predicted_peak(config, 1, precision="int8")
+    with pytest.raises(UserError, match="passes must be one of"):
+        predicted_peak(config, 1, passes="backward")
+    with pytest.raises(UserError, match="context_length"):
+        predicted_peak(config, 1, config.context_length + 1)
