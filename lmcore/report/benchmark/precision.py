@@ -52,8 +52,8 @@ def accumulation_answer(table: pd.DataFrame) -> str:
 def _storing(row: dict) -> str:
     each = row["representation_error"] / row["additions"]
     return (
-        f"The fp16 number nearest to 0.01 is {digits(row['addend'])}: wrong by {_small(each)}, and {row['additions']:,} "
-        f"times that is {_small(row['representation_error'])}, which no accumulator can make good."
+        f"The fp16 number nearest to 0.01 is {digits(row['addend'])}: wrong by {_small(each)}, and "
+        f"{row['additions']:,} times that is {_small(row['representation_error'])}, which no accumulator can make good."
     )
 
 
