@@ -1,0 +1,199 @@
+"""How long a step takes, by two clocks, and what it takes of the memory (CS336 A2 section 1.1.3; CSE599-O 5.3)."""
+
+import contextlib
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from timeit import default_timer
+from typing import Any
+
+import pandas as pd
+import torch
+
+from lmcore import accounting
+from lmcore.config import ModelConfig, from_dict
+from lmcore.device import device_name, peak_flops
+from lmcore.profiling.workload import PHASES, Workload, WorkloadConfig
+
+MODEL_COLUMNS = (
+    "d_model", "num_layers", "num_heads", "d_ff", "vocab_size", "context_length", "attention", "checkpoint_every"
+)  # fmt: skip
+CELL_COLUMNS = ("batch_size", "passes", "precision", "compile", "warmup_steps", "steps")
+
+
+class Stopwatch:
+    """Times one step and its phases on a device.
+
+    On CUDA by events, which the GPU stamps as it comes to them, so that a phase needs no synchronization of its own;
+    elsewhere by the wall clock at the phases' ends, which on a CPU is when the work is done.
+    """
+
+    def __init__(self, workload: Workload):
+        self.workload = workload
+        self.cuda = workload.device.type == "cuda"
+        self.marks: list[tuple[str, Any, Any]] = []
+
+    def now(self) -> Any:
+        """The present moment: a recorded CUDA event, or the wall clock once the device has done its work."""
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        self.workload.synchronize()
+        return default_timer()
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Times what runs inside it."""
+        begin = self.now()
+        yield
+        self.marks.append((name, begin, self.now()))
+
+    def step(self) -> dict[str, float | int | None]:
+        """Runs one step: seconds by `wall` and `cuda` clock (None without CUDA) and of each phase; allocations.
+
+        `device_allocations` counts the allocator's requests to the driver for memory during the step, None without
+        CUDA; `page_faults` those of the process, None where the system does not count them.
+        """
+        self.marks.clear()
+        allocations, faults = self.device_allocations(), page_faults()
+        self.workload.synchronize()
+        began = default_timer()
+        begin = self.now() if self.cuda else None
+        self.workload.step(self.span)
+        end = self.now() if self.cuda else None
+        self.workload.synchronize()
+        sample: dict[str, float | int | None] = {"wall": default_timer() - began}
+        sample["cuda"] = between(begin, end) if self.cuda else None
+        sample |= {phase: None for phase in PHASES} | {name: between(*marks) for name, *marks in self.marks}
+        sample["device_allocations"] = _difference(self.device_allocations(), allocations)
+        sample["page_faults"] = _difference(page_faults(), faults)
+        return sample
+
+    def device_allocations(self) -> int | None:
+        """How often PyTorch's allocator has asked the CUDA driver for memory so far."""
+        return torch.cuda.memory_stats(self.workload.device).get("num_device_alloc") if self.cuda else None
+
+
+def between(begin: Any, end: Any) -> float:
+    """Seconds from one moment of `Stopwatch.now` to another; CUDA events must have been synchronized with."""
+    return begin.elapsed_time(end) / 1e3 if isinstance(begin, torch.cuda.Event) else end - begin
+
+
+def page_faults() -> int | None:
+    """Pages of memory that the process touched for the first time so far; None on Windows."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _difference(after: int | None, before: int | None) -> int | None:
+    return None if after is None or before is None else after - before
+
+
+def measure(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
+    """Times `config.steps` steps after `config.warmup_steps` warm-ups: a task of `lmcore.profiling.cells.run_cells`.
+
+    Every step is timed, the warm-ups too, but only the others are measurements: compilation, which happens in the
+    first step, is not among them unless there is no warm-up. Peak memory is that of the measured steps, None without
+    CUDA. The result holds `samples`, one for each step with `warmup` true or false, in order.
+    """
+    began = default_timer()
+    workload = Workload(config)
+    workload.synchronize()
+    setup_seconds = default_timer() - began
+    watch = Stopwatch(workload)
+    warmups = [watch.step() for _ in range(config.warmup_steps)]
+    if watch.cuda:
+        torch.cuda.reset_peak_memory_stats(workload.device)
+    measured = [watch.step() for _ in range(config.steps)]
+    return {
+        "device": device_name(workload.device),
+        "setup_seconds": setup_seconds,
+        "samples": [sample | {"warmup": True} for sample in warmups]
+        + [sample | {"warmup": False} for sample in measured],
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(workload.device) if watch.cuda else None,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(workload.device) if watch.cuda else None,
+    }
+
+
+def summary(samples: Sequence[float | None]) -> dict[str, float | None]:
+    """mean, std, median and min of samples; std is the sample's, with n - 1, and None for a single one."""
+    values = [value for value in samples if value is not None]
+    if not values:
+        return dict.fromkeys(("mean", "std", "median", "min"))
+    return {
+        "mean": statistics.fmean(values),
+        "std": statistics.stdev(values) if len(values) > 1 else None,
+        "median": statistics.median(values),
+        "min": min(values),
+    }
+
+
+def step_flops(model: ModelConfig, batch_size: int, passes: str) -> int:
+    """Matmul FLOPs of one step; the optimizer's, and what gradient checkpointing computes twice, are not counted."""
+    count = accounting.forward_flops if passes == "forward" else accounting.training_flops
+    return count(model, batch_size)
+
+
+def timing_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """One row for each record of `run_cells(measure, …)`: what was run, how it ended, seconds, bytes and FLOP/s.
+
+    `wall_` columns are by the host's clock with a synchronization on both sides, `cuda_` columns by CUDA events, None
+    without CUDA; phases by CUDA events where there are, else by the host's clock. A cell without a measurement, as for
+    lack of memory, keeps what was asked for, and None elsewhere. `mfu` is None for a chip of unknown peak.
+    """
+    return pd.DataFrame([_row(record) for record in records.values()]).astype(object).replace({float("nan"): None})
+
+
+def _row(record: Mapping[str, Any]) -> dict[str, Any]:
+    config = record["config"]
+    model, result = from_dict(ModelConfig, config["model"]), record["result"] or {}
+    steps = [sample for sample in result.get("samples", ()) if not sample["warmup"]]
+    seconds = {name: summary([step[name] for step in steps]) for name in ("wall", "cuda", *PHASES)}
+    flops = step_flops(model, config["batch_size"], config["passes"])
+    median = seconds["wall"]["median"]
+    rate = flops / median if median else None
+    device = result.get("device") or (record["environment"] or {}).get("device")
+    peak = peak_flops(device, config["precision"]) if device else None
+    return {
+        "cell": record["cell"],
+        "size": config["size"],
+        **{name: getattr(model, name) for name in MODEL_COLUMNS},
+        **{name: config[name] for name in CELL_COLUMNS},
+        "outcome": record["outcome"],
+        "reason": record["reason"],
+        "num_parameters": accounting.num_parameters(model),
+        **{f"{clock}_{what}": value for clock in ("wall", "cuda") for what, value in seconds[clock].items()},
+        **{f"{phase}_{what}": seconds[phase][what] for phase in PHASES for what in ("mean", "std", "median")},
+        "tokens_per_second": config["batch_size"] * model.context_length / median if median else None,
+        "flops": flops,
+        "flops_per_second": rate,
+        "mfu": rate / peak if rate and peak else None,
+        "peak_memory_bytes": result.get("peak_memory_bytes"),
+        "peak_reserved_bytes": result.get("peak_reserved_bytes"),
+        "device": device,
+    }
+
+
+def samples_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """Every step that was timed, in long form: a row for each, `step` counts from 1 at the first warm-up of a cell."""
+    rows = []
+    for record in records.values():
+        config = record["config"]
+        head = {
+            "cell": record["cell"],
+            "size": config["size"],
+            "context_length": config["model"]["context_length"],
+            **{name: config[name] for name in ("passes", "precision", "compile", "warmup_steps")},
+        }
+        samples = (record["result"] or {}).get("samples", ())
+        rows += [head | {"step": number} | sample for number, sample in enumerate(samples, 1)]
+    columns = [
+        "cell", "size", "context_length", "passes", "precision", "compile", "warmup_steps", "step", "warmup",
+        "wall", "cuda", *PHASES, "device_allocations", "page_faults",
+    ]  # fmt: skip
+    return pd.DataFrame(rows, columns=columns)
