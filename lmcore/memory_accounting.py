@@ -5,8 +5,9 @@ The peak is the largest of a few moments, each a list of what is alive: the tens
 tensors ask for (`torch.cuda.max_memory_allocated` rounds each up to 512, which matters only for toy sizes, as every
 large tensor here is a multiple of that).
 
-Not predicted: the workspace of cuBLAS, which PyTorch takes from the same allocator, scratch memory inside a kernel, and
-compiled models, which fuse away what is counted here.
+Not predicted: the workspace of cuBLAS, which PyTorch takes from the same allocator once a thread, and the backward pass
+has a thread of its own (32 MiB on Hopper, 8.125 MiB before; `parseChosenWorkspaceSize` in PyTorch's
+aten/src/ATen/cuda/CublasHandlePool.cpp); scratch memory inside a kernel; compiled models, which fuse operations.
 """
 
 from collections.abc import Iterator
@@ -137,11 +138,13 @@ def training_moments(
     loss = saved_bytes(after, "cross-entropy")
     head = kept.all_blocks + saved_bytes(after) - loss
     if c.checkpoint_every is None:
-        # by the fullest moment of its attention, the last block has not yet come to its feed-forward network
-        forward = saved_bytes(block) - saved_bytes(block, *_FEED_FORWARD) + _softmax_temporaries(s)
-        yield Moment("forward", "softmax of the last block", 0, kept.all_blocks - saved_bytes(block), forward)
+        if c.attention == "plain":  # the last block has not yet come to its feed-forward network
+            softmax = kept.all_blocks - saved_bytes(block, *_FEED_FORWARD, "output projection", "dropout 1")
+            yield Moment("forward", "softmax of the last block", 0, softmax, _softmax_temporaries(s))
     else:
         fullest = max(_attention_forward(c, s), _feed_forward_forward(c, s))
+        if (c.num_layers - 1) % c.checkpoint_every == 0:  # the last block's x is itself the kept input
+            fullest -= FLOAT * s.stream
         yield Moment("forward", "last block, keeping nothing", 0, kept.all_blocks, fullest)
     cast_from = FLOAT * s.stream if s.half and c.norm == "pre" else 0  # what the head's cast input was made of
     yield Moment("forward", "logits", 0, head, s.width * s.logits + cast_from)
@@ -149,7 +152,8 @@ def training_moments(
     yield Moment("loss", "exponentials of the logits", 0, head + loss, s.width * s.logits + widened)
     yield Moment("backward", "gradient of the target logits", 0, head + loss, FLOAT * s.logits)
     yield from _backward_moments(c, s, block, kept)
-    tied = FLOAT * c.vocab_size * c.d_model if c.tie_embeddings else 0
+    # a tied weight's first gradient waits for the second, and their sum is a third
+    tied = 2 * FLOAT * c.vocab_size * c.d_model if c.tie_embeddings else 0
     parameters = FLOAT * num_parameters(c)
     yield Moment("backward", "gradient of the token embeddings", parameters, 0, FLOAT * s.stream + tied)
 
@@ -195,6 +199,8 @@ def _backward_moments(c: ModelConfig, s: Sizes, block: list[Saved], kept: Kept) 
     done = FLOAT * c.vocab_size * c.d_model + (FLOAT * c.d_model if c.norm == "pre" else 0)
     # w2 has passed its gradient on; what it kept is free, and the product is turned into gradients of both factors
     gate = saved_bytes(block) - saved_bytes(block, "w2", "dropout 2")
+    if c.norm == "post":  # a norm behind its sublayer comes before it on the way back
+        gate -= saved_bytes(block, "norm 2")
     gate_gradients = FLOAT * s.stream + 3 * s.width * s.hidden
     # what the softmax and everything before it keeps
     softmax = saved_bytes(block) - saved_bytes(block, *_FEED_FORWARD, "weighted sum", "output projection", "dropout 1")

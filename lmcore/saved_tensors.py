@@ -85,9 +85,9 @@ def saved_in_block(
 ) -> list[Saved]:
     """Everything that one block keeps for its backward pass, in the order in which it is made.
 
-    The block's input is its own, its output the next block's. With fused attention the list is that of a
-    FlashAttention-style kernel: the rotated queries and keys, the values, the output and a log-sum-exp for each row;
-    PyTorch's other kernels keep a few numbers more or less.
+    The block's input is its own, its output the next block's. With fused attention the list is that of
+    FlashAttention: queries and keys, values, the output and a log-sum-exp for each row. PyTorch's memory-efficient
+    kernel, which float32 takes on a GPU, lays its output out by position, so that no copy of it is needed.
     """
     c, s = config, sizes(config, batch_size, seq_len, precision)
     attention = _fused_attention(c, s) if c.attention == "sdpa" else _plain_attention(c, s)
@@ -168,10 +168,15 @@ def _plain_attention(c: ModelConfig, s: Sizes) -> list[Saved]:
 
 def _fused_attention(c: ModelConfig, s: Sizes) -> list[Saved]:
     function = "fused_causal_attention"
+    # the output is laid out as the queries: rotated ones are contiguous by head, and the heads side by side are a copy,
+    # unless there is but one head or one position
+    by_head = c.position == "rope" and c.num_heads > 1 and s.mask > 1
+    copy = Saved("output projection", "heads side by side", s.width * s.stream, "rearrange(heads, ...) in forward")
     return [
         *_rope(c, s),
         Saved("fused attention", "queries, keys, values", s.width * 3 * s.stream, function),
         Saved("fused attention", "output, log-sum-exp", s.width * s.stream + FLOAT * s.heads_rows, function),
+        *([copy] if by_head else []),
         *_weight_cast(s, "output projection", c.d_model * c.d_model),
     ]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lmcore import accounting
-from lmcore.config import ModelConfig, model_config
+from lmcore.config import ModelConfig, model_config, replace
 from lmcore.device import autocast
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
@@ -26,6 +26,7 @@ SWITCHES = [
         ("pre", "post", "none"), ("rope", "sinusoidal", "none"), ("swiglu", "silu"), (False, True), (0.0, 0.1)
     )
 ]
+SWITCHES += [{**switches, "attention": "sdpa"} for switches in SWITCHES]
 
 
 @st.composite
@@ -143,6 +144,51 @@ def test_predicted_peak_is_what_the_allocator_sees(shape, passes, precision):
     assert predicted["by_stage"] == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"norm": "post", "position": "sinusoidal", "dropout": 0.1},
+        {"norm": "none", "ffn": "silu", "position": "none"},
+        {"tie_embeddings": True},
+        {"attention": "sdpa"},
+        {"checkpoint_every": 1},
+        {"checkpoint_every": 2, "norm": "post", "attention": "sdpa"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", ["scores", "embeddings", "all alike"])
+def test_predicted_peak_follows_the_switches(shape, switches):
+    batch_size, model = SHAPES[shape]
+    model, precision = replace(model, **switches), "bf16" if shape == "all alike" else "fp32"
+    measured = peak_by_stage(
+        WorkloadConfig(model=model, batch_size=batch_size, passes="train_step", precision=precision, device="cpu")
+    )
+    predicted = predicted_peak(model, batch_size, precision=precision)
+    assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.02)
+    assert predicted["by_stage"] == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("passes", ["forward", "train_step"])
+@pytest.mark.parametrize("switches", [{}, {"checkpoint_every": 2}, {"attention": "sdpa"}], ids=str)
+def test_predicted_peak_on_a_gpu(switches, passes, precision):
+    model = model_config("small", context_length=512, **switches)
+    work = Workload(WorkloadConfig(model=model, batch_size=4, passes=passes, precision=precision, device="cuda"))
+    for _ in range(2):
+        work.step()
+    work.optimizer.zero_grad(set_to_none=True)
+    predicted = predicted_peak(model, 4, precision=precision, passes=passes)
+    always = predicted["parameters"] + predicted["optimizer_state"] + predicted["inputs"]
+    workspace = torch.cuda.memory_allocated() - always  # cuBLAS' own, which is not predicted
+    torch.cuda.reset_peak_memory_stats()
+    work.step()
+    measured = torch.cuda.max_memory_allocated() - workspace
+    assert 0 <= workspace < 200 * 1024**2
+    assert predicted["peak_bytes"] == pytest.approx(measured, rel=0.05)
+
+
 def test_the_parts_of_a_peak_add_up():
     predicted = predicted_peak(model_config("small"), 4)
     parts = ("parameters", "gradients", "optimizer_state", "activations", "temporary", "inputs")
@@ -153,7 +199,7 @@ def test_the_parts_of_a_peak_add_up():
 
 
 def test_residual_stream_of_the_handout():
-    # memory_profiling (d): batch 4, context 512 and width 2560 in float32 are 20 MB
+    # memory_profiling (d): a batch of 4, context 512 and width 2560 in float32 are 20 MB
     assert residual_stream_bytes(model_config("2.7b", context_length=512), 4) == 20 * 1024**2
 
 
