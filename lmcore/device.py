@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import re
 
 import torch
@@ -53,6 +54,13 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return {"cpu": "CPU", "mps": "Apple Metal"}[device.type]
+
+
+def visible_gpus() -> list[str]:
+    """The CUDA GPUs that this process may use, each as CUDA_VISIBLE_DEVICES names it alone."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named[:count] if named else [str(index) for index in range(count)]
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:

@@ -6,10 +6,9 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from lmcore.config import TrainConfig, from_dict, require, to_dict
 from lmcore.data import open_data
+from lmcore.device import visible_gpus
 from lmcore.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, UserError
 from lmcore.files import read_json, write_json
 from lmcore.progress import Progress
@@ -101,11 +100,9 @@ def _request(config: TrainConfig, run: RunFolder) -> Path:
 def _start(arguments: list[str], run: RunFolder, gpu: int | None = None) -> subprocess.Popen:
     """Starts `lmcore` with these arguments in a session of its own, writing to the run's log."""
     variables = os.environ | {"PYTHONUNBUFFERED": "1"}
-    if gpu is not None and torch.cuda.device_count() > 1:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(
-            ","
-        )
-        variables["CUDA_VISIBLE_DEVICES"] = visible[gpu % len(visible)]
+    gpus = visible_gpus()
+    if gpu is not None and len(gpus) > 1:
+        variables["CUDA_VISIBLE_DEVICES"] = gpus[gpu % len(gpus)]
     run.path.mkdir(parents=True, exist_ok=True)
     with open(run.log_file, "a", encoding="utf-8") as log:
         return subprocess.Popen(

@@ -99,3 +99,16 @@ def test_bad_names_and_tasks_are_refused(tmp_path):
     with pytest.raises(UserError, match="function at the top of a module"):
         run_cells(lambda config, folder: {}, {"a": SMALL}, tmp_path)
     assert task_name(measure).endswith("test_cells:measure")
+
+
+def test_several_gpus_measure_side_by_side_each_seen_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("lmcore.profiling.cells.visible_gpus", lambda: ["3", "GPU-b"])
+    found = run_cells(seen, cells(a=0, b=1, c=2, d=3), tmp_path)
+    assert list(found) == ["a", "b", "c", "d"]
+    assert {record["result"]["gpu"] for record in found.values()} == {"3", "GPU-b"}
+
+
+def seen(config, folder):
+    """A task that takes a moment and says which GPU its process may use."""
+    time.sleep(0.5)
+    return {"gpu": os.environ.get("CUDA_VISIBLE_DEVICES")}

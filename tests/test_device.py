@@ -106,3 +106,16 @@ def test_matmul_precision_is_a_matter_of_cuda(monkeypatch):
 )
 def test_peak_flops(chip, precision, peak):
     assert device.peak_flops(chip, precision) == peak
+
+
+@pytest.mark.parametrize(
+    ("variable", "count", "expected"),
+    [(None, 2, ["0", "1"]), ("2,5", 2, ["2", "5"]), ("GPU-a,GPU-b,GPU-c", 2, ["GPU-a", "GPU-b"]), (None, 0, [])],
+)
+def test_visible_gpus_are_named_as_cuda_does(monkeypatch, variable, count, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert device.visible_gpus() == expected

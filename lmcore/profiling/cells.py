@@ -9,12 +9,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from lmcore.config import require, to_dict
-from lmcore.device import out_of_memory_reason
+from lmcore.device import out_of_memory_reason, visible_gpus
 from lmcore.errors import UserError
 from lmcore.files import read_json, write_json
 from lmcore.profiling.workload import WorkloadConfig
@@ -39,7 +41,9 @@ def run_cells(
     title: str = "cells",
     timeout: float | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Measures every cell with `task`, one at a time, and returns their records by name, in order.
+    """Measures every cell with `task` and returns their records by name, in order.
+
+    Cells are measured one at a time, or with several GPUs one at a time on each.
 
     Each cell has a fresh process, so that a lack of memory in one is its outcome and the next starts clean. A record
     {cell, task, config, outcome, reason, seconds, result, environment} is written to folder/<name>.json as each cell
@@ -58,12 +62,27 @@ def run_cells(
     if reused:
         print(f"{title}: {reused} of {len(cells)} cells reused.", flush=True)
     progress = Progress(len(cells), title, unit="cell", start=reused)
-    for name, config in cells.items():
-        if records[name] is None:
-            records[name] = measure_cell(task, name, config, folder, timeout) | {"environment": machine}
-            write_json(folder / f"{name}.json", records[name])
-            done = sum(record is not None for record in records.values())
-            progress.update(done, f"{name} {records[name]['outcome']}")
+    gpus: SimpleQueue[str | None] = SimpleQueue()  # those that nobody measures on
+    for gpu in visible_gpus() or [None]:
+        gpus.put(gpu)
+
+    def measure(name: str) -> None:
+        gpu = gpus.get()
+        try:
+            record = measure_cell(task, name, cells[name], folder, timeout, gpu) | {"environment": machine}
+        finally:
+            gpus.put(gpu)
+        write_json(folder / f"{name}.json", record)
+        records[name] = record
+        done = sum(record is not None for record in records.values())
+        progress.update(done, f"{name} {record['outcome']}")
+
+    with ThreadPoolExecutor(max_workers=gpus.qsize()) as pool:
+        try:
+            list(pool.map(measure, [name for name, record in records.items() if record is None]))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     progress.close()
     return {name: record for name, record in records.items() if record is not None}
 
@@ -74,10 +93,12 @@ def require_complete(records: Mapping[str, Mapping[str, Any]]) -> None:
         require(record["outcome"] in FINISHED, f"Cell {name} failed: {record['reason']}")
 
 
-def measure_cell(task: Task, name: str, config: WorkloadConfig, folder: Path, timeout: float | None) -> dict[str, Any]:
-    """Runs `task` on one cell in a fresh process and returns its record."""
+def measure_cell(
+    task: Task, name: str, config: WorkloadConfig, folder: Path, timeout: float | None, gpu: str | None
+) -> dict[str, Any]:
+    """Runs `task` on one cell in a fresh process that sees only this GPU, and returns its record."""
     began = time.monotonic()
-    outcome, value = run_apart(perform, (task, config, folder / name), timeout)
+    outcome, value = run_apart(perform, (task, config, folder / name), timeout, gpu)
     value = value if isinstance(value, dict) else {"reason": value}
     return {
         "cell": name,
@@ -101,11 +122,16 @@ def perform(task: Task, config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     return {"outcome": "complete", "result": result}
 
 
-def run_apart(function: Callable[..., Any], arguments: tuple, timeout: float | None) -> tuple[str, Any]:
-    """Calls `function` in a fresh process: ("complete", its value), or an outcome and the reason in words."""
+def run_apart(
+    function: Callable[..., Any], arguments: tuple, timeout: float | None, gpu: str | None = None
+) -> tuple[str, Any]:
+    """Calls `function` in a fresh process: ("complete", its value), or an outcome and the reason in words.
+
+    `gpu`, named as in CUDA_VISIBLE_DEVICES, is the only one that the process sees; None: all.
+    """
     context = processes()
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_report, args=(sender, function, arguments), daemon=False)
+    child = context.Process(target=_report, args=(sender, function, arguments, gpu), daemon=False)
     child.start()
     sender.close()
     try:
@@ -138,7 +164,9 @@ def processes() -> Any:
     return context
 
 
-def _report(sender: Connection, function: Callable[..., Any], arguments: tuple) -> None:
+def _report(sender: Connection, function: Callable[..., Any], arguments: tuple, gpu: str | None) -> None:
+    if gpu is not None:  # in time: nothing has used CUDA here
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a cell at once
     try:
         answer = ("complete", function(*arguments))
