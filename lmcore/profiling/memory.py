@@ -1,9 +1,52 @@
 """Memory of one step: peaks, and every allocation with its category, stage and source (CS336 A2 section 1.1.6)."""
 
+import contextlib
+import dataclasses
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmcore.profiling.workload import WorkloadConfig
+import torch
+from torch import Tensor
+
+from lmcore.device import device_name, forget_memory, select_device
+from lmcore.files import atomic_write
+from lmcore.profiling.memory_events import record_cpu
+from lmcore.profiling.memory_summary import CATEGORIES, bytes_by_state, summary
+from lmcore.profiling.snapshot import (
+    NO_FRAME,
+    Allocation,
+    Event,
+    History,
+    Stage,
+    counted_states,
+    history_of,
+    state_after,
+)
+from lmcore.profiling.workload import Span, Workload, WorkloadConfig
+
+MAX_ENTRIES = 1_000_000
+"""Events that a CUDA record holds, as in the handout; the first ones are lost when there are more."""
+
+SNAPSHOT = "memory_snapshot.pickle"
+
+CPU_NOTE = "This machine has no CUDA GPU: the CPU's allocator was recorded instead, with torch.profiler."
+FULL_NOTE = "The record was full: its first events are lost, and what was alive then counts as there before."
+
+
+@dataclass(frozen=True)
+class Known:
+    """A storage that was there before the step: what it is for, and its name."""
+
+    category: str
+    name: str
+    bytes: int
+
+
+Standing = dict[int, Known]
+"""The known storages by address."""
 
 
 def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = True) -> dict[str, Any]:
@@ -28,11 +71,11 @@ def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = T
       "before_by_category", "peak_by_category", "after_by_category": {category: bytes},
       "stages": [{"name", "start", "end" (seconds), "first_event", "last_event",
                   "start_bytes", "end_bytes", "peak_bytes", "peak_by_category"}],
-      "timeline": {"seconds": […], "event": […], "bytes": {category: […]}},   # ≤ 2,000 points, step-wise: a value holds
-          # until the next point; the peak of the whole and of each stage is among the points
-      "largest": [{"bytes", "count", "total_bytes", "category", "stage", "source", "seconds", "kept"}],   # top 25 made in
-          # the step, same (bytes, category, stage, source) together, by bytes and then count; seconds: median lifetime,
-          # up to the end of the record for what stays; kept: how many stay
+      "timeline": {"seconds": […], "event": […], "bytes": {category: […]}},   # ≤ 2,000 points; a value holds until
+          # the next point; the peak of the whole and of each stage is among the points
+      "largest": [{"bytes", "count", "total_bytes", "category", "stage", "source", "seconds", "kept"}],   # top 25 made
+          # in the step, same (bytes, category, stage, source) together, by bytes and then count; seconds: median
+          # lifetime, up to the end of the record for what stays; kept: how many stay
       "standing": the same for what was there before the step, top 25 (stage None, layers as "layers.*"),
       "allocations": [{"bytes", "start", "end" (seconds), "first_event", "last_event", "category", "stage", "source"}],
           # rectangles for drawing: what was there all the time as one per category (source: "… (n allocations)"), then
@@ -49,4 +92,264 @@ def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = T
     ("layers.0.ffn.w1.weight", "gradient of …", "m of …", "inputs"); half-precision copies of weights, which autocast
     makes, are activations if they live until the backward pass, and named "bfloat16 copy of …, " before the line.
     """
-    raise NotImplementedError
+    workload, notes = prepared(config)
+    standing = standing_storages(workload)
+    marks = Marks(workload)
+    recorded: dict[str, Any] = {}
+    if workload.device.type == "cuda":
+        history, recorded = record_cuda(workload, marks, folder if keep_snapshot else None)
+    else:
+        history = record_cpu(lambda span: workload.step(both(span, marks.span)), standing_events(standing))
+    history = explained(history, standing, marks.gradients, marks.copies)
+    notes += [FULL_NOTE] if history.truncated else []
+    return about(workload) | summary(history) | recorded | {"notes": notes}
+
+
+def profile_memory_without_snapshot(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
+    """`profile_memory` that leaves no pickle behind, which can be hundreds of megabytes."""
+    return profile_memory(config, folder, keep_snapshot=False)
+
+
+def peak_memory(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
+    """Peak of one step of `config.passes`, after the warm-up, without a history (a `run_cells` task). Bytes.
+
+    Keys: tool, device, passes, precision; before_bytes (parameters, optimizer state, batch); peak_bytes (on a GPU
+    torch.cuda.max_memory_allocated, which counts what the allocator rounded up to; on the CPU the highest sum of
+    requested bytes); step_bytes, their difference; requested_peak_bytes; reserved_peak_bytes (None on the CPU); notes.
+    """
+    workload, notes = prepared(config)
+    if workload.device.type == "cuda":
+        forget_memory(workload.device)
+        before = torch.cuda.memory_allocated(workload.device)
+        workload.step()
+        workload.synchronize()
+        peaks = cuda_peaks(workload.device)
+        tool, peak = "torch.cuda.max_memory_allocated", peaks["torch_peak_bytes"]
+        requested, reserved = peaks["torch_requested_peak_bytes"], peaks["reserved_peak_bytes"]
+    else:
+        standing = standing_storages(workload)
+        history = record_cpu(workload.step, standing_events(standing), sources=False)
+        total = bytes_by_state(explained(history, standing, {}, {}), CATEGORIES).sum(axis=0)
+        tool, before, peak, reserved = history.tool, int(total[0]), int(total.max()), None
+        requested = peak
+    return about(workload) | {
+        "tool": tool,
+        "before_bytes": before,
+        "peak_bytes": peak,
+        "step_bytes": peak - before,
+        "requested_peak_bytes": requested,
+        "reserved_peak_bytes": reserved,
+        "notes": notes,
+    }
+
+
+def prepared(config: WorkloadConfig) -> tuple[Workload, list[str]]:
+    """The workload after its warm-up, without gradients, on a device whose allocator can be watched; and notes.
+
+    There is at least one warm-up step, and as many more as the optimizer needs to have its state: with loss scaling
+    the first steps may be skipped.
+    """
+    device, _ = select_device(config.device)
+    notes = [] if device.type == "cuda" else [CPU_NOTE]
+    workload = Workload(dataclasses.replace(config, device=str(device) if device.type == "cuda" else "cpu"))
+    for _ in range(max(1, config.warmup_steps)):
+        workload.step()
+    for _ in range(20):
+        if config.passes != "train_step" or workload.optimizer.state:
+            break
+        workload.step()
+    workload.optimizer.zero_grad(set_to_none=True)
+    workload.synchronize()
+    return workload, notes
+
+
+def about(workload: Workload) -> dict[str, Any]:
+    """What was measured where, for the result."""
+    config, device = workload.config, workload.device
+    return {
+        "device": device_name(device),
+        "passes": config.passes,
+        "precision": config.precision,
+        "sources": "source line" if device.type == "cuda" else "function and operator",
+        "torch_peak_bytes": None,
+        "torch_requested_peak_bytes": None,
+        "reserved_peak_bytes": None,
+        "snapshot": None,
+    }
+
+
+def record_cuda(workload: Workload, marks: "Marks", folder: Path | None) -> tuple[History, dict[str, Any]]:
+    """The CUDA allocator's history of one step with its stages, the allocator's own peaks, and the pickle's name.
+
+    Stages begin and end at numbers of allocations and frees, which the allocator counts: no clock is compared.
+    """
+    device = workload.device
+    forget_memory(device)
+    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_ENTRIES)
+    try:
+        counts: list[tuple[str, tuple[int, int], tuple[int, int]]] = []
+
+        @contextlib.contextmanager
+        def counting(name: str) -> Iterator[None]:
+            begin = cuda_counts(device)
+            yield
+            counts.append((name, begin, cuda_counts(device)))
+
+        begin = cuda_counts(device)
+        held = workload.step(both(counting, marks.span))
+        workload.synchronize()
+        end = cuda_counts(device)
+        peaks = cuda_peaks(device)
+        snapshot = torch.cuda.memory._snapshot()
+        del held
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    index = device.index or 0
+    history = history_of(snapshot, index)
+    told = counted_states(snapshot["device_traces"][index])
+    stages = [
+        Stage(name, *(state_after(end[0] - moment[0], end[1] - moment[1], told) for moment in (first, last)))
+        for name, first, last in counts
+    ]
+    truncated = len(told[0]) < end[0] - begin[0]
+    history = dataclasses.replace(history, stages=tuple(stages), truncated=truncated)
+    return history, peaks | {"snapshot": write_snapshot(snapshot, folder) if folder else None}
+
+
+def cuda_counts(device: torch.device) -> tuple[int, int]:
+    """Allocations made and frees asked for on a GPU so far."""
+    counted = torch.cuda.memory_stats(device)
+    return counted["allocation.all.allocated"], counted["allocation.all.freed"]
+
+
+def cuda_peaks(device: torch.device) -> dict[str, int]:
+    """The allocator's own peaks since they were last reset."""
+    return {
+        "torch_peak_bytes": torch.cuda.max_memory_allocated(device),
+        "torch_requested_peak_bytes": torch.cuda.memory_stats(device)["requested_bytes.all.peak"],
+        "reserved_peak_bytes": torch.cuda.max_memory_reserved(device),
+    }
+
+
+def write_snapshot(snapshot: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Writes the pickle for pytorch.org/memory_viz; its name and size."""
+    path = Path(folder) / SNAPSHOT
+    with atomic_write(path) as file:
+        pickle.dump(snapshot, file)
+    return {"file": SNAPSHOT, "bytes": path.stat().st_size}
+
+
+class Marks:
+    """What only the running step can tell: where gradients lie when the backward pass ends, and weights' copies."""
+
+    def __init__(self, workload: Workload):
+        self.workload = workload
+        self.gradients: dict[int, str] = {}
+        self.copies: dict[int, str] = {}
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        with self.watching_copies() if name == "forward" else contextlib.nullcontext():
+            yield
+        if name == "backward":
+            named = self.workload.model.named_parameters()
+            self.gradients = {p.grad.untyped_storage().data_ptr(): n for n, p in named if p.grad is not None}
+
+    def watching_copies(self) -> contextlib.AbstractContextManager:
+        """Notes which storages saved for the backward pass are a parameter in half precision, made by autocast.
+
+        Where nothing is copied, and in compiled code, nothing is watched, so that as little as possible is disturbed.
+        """
+        config = self.workload.config
+        if config.passes == "forward" or config.compile or config.precision not in ("bf16", "fp16"):
+            return contextlib.nullcontext()
+        names = {id(parameter): name for name, parameter in self.workload.model.named_parameters()}
+
+        def note(tensor: Tensor) -> Tensor:
+            copied = copied_parameter(tensor)
+            if copied is not None and tensor.dtype != copied.dtype:
+                kind = str(tensor.dtype).removeprefix("torch.")
+                name = names.get(id(copied), "a parameter")
+                self.copies[tensor.untyped_storage().data_ptr()] = f"{kind} copy of {name}"
+            return tensor.detach()  # an operation that saved its own result with its node would never be freed
+
+        return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+
+
+VIEWS_AND_COPIES = ("ToCopyBackward", "TBackward", "PermuteBackward", "TransposeBackward", "ViewBackward")
+
+
+def copied_parameter(tensor: Tensor) -> Tensor | None:
+    """The parameter of which `tensor` is a view or a cast, nothing else having been done to it; else None."""
+    node = tensor.grad_fn
+    while node is not None and any(view in node.name() for view in VIEWS_AND_COPIES):
+        node = node.next_functions[0][0]
+    return getattr(node, "variable", None)
+
+
+def both(outer: Span, inner: Span) -> Span:
+    """A span that is two: what `inner` does when a part ends is still inside `outer`."""
+
+    @contextlib.contextmanager
+    def span(name: str) -> Iterator[None]:
+        with outer(name), inner(name):
+            yield
+
+    return span
+
+
+def standing_storages(workload: Workload) -> Standing:
+    """The storages that are there before the step: parameters, optimizer state, buffers and the batch."""
+    parameters = dict(workload.model.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    found: Standing = {}
+
+    def note(tensor: Tensor, category: str, name: str) -> None:
+        storage = tensor.untyped_storage()
+        if tensor.device.type == workload.device.type and storage.nbytes():
+            found.setdefault(storage.data_ptr(), Known(category, name, storage.nbytes()))
+
+    for name, parameter in parameters.items():
+        note(parameter, "parameters", name)
+    for parameter, state in workload.optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                note(value, "optimizer state", f"{key} of {names[id(parameter)]}")
+    for name, buffer in workload.model.named_buffers():
+        note(buffer, "other", name)
+    note(workload.inputs, "other", "inputs")
+    note(workload.targets, "other", "targets")
+    return found
+
+
+def standing_events(standing: Standing) -> list[Event]:
+    """The known storages as a history's beginning, for a profiler that sees only what happens under it."""
+    return [Event(address, known.bytes, 0.0, known.name) for address, known in standing.items()]
+
+
+def explained(history: History, standing: Standing, gradients: Mapping[int, str], copies: Mapping[int, str]) -> History:
+    """The history with category, stage and source of every allocation (see `profile_memory`).
+
+    `gradients` and `copies` name the storages, by address, that hold gradients when the backward pass ends, and
+    half-precision copies of parameters when it begins.
+    """
+    backward = next((stage for stage in history.stages if stage.name == "backward"), None)
+
+    def explain(a: Allocation) -> Allocation:
+        if a.first == 0:
+            known = standing.get(a.address)
+            found = (known.category, known.name) if known else ("other", a.source)
+            return dataclasses.replace(a, category=found[0], source=found[1])
+        stage = next((stage.name for stage in history.stages if stage.first < a.first <= stage.last), None)
+        source = f"{stage or 'between stages'}, {NO_FRAME}" if a.source == NO_FRAME else a.source
+        category = "temporary"
+        if backward and a.first <= backward.last < a.last and a.address in gradients:
+            category, source = "gradients", f"gradient of {gradients[a.address]}"
+        elif backward and stage in ("forward", "loss") and a.last > backward.first:
+            category = "activations"
+            source = f"{copies[a.address]}, {source}" if a.address in copies else source
+        elif stage == "backward" and a.source.startswith("lmcore/") and "workload.py" not in a.source:
+            source = f"{source}, computed again"
+        return dataclasses.replace(a, category=category, stage=stage, source=source)
+
+    return dataclasses.replace(history, allocations=tuple(explain(a) for a in history.allocations))

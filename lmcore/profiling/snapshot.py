@@ -188,7 +188,7 @@ def active_blocks(segments: Sequence[Mapping[str, Any]], device: int) -> Iterabl
             address += block["size"]
 
 
-def raw_states(trace: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+def counted_states(trace: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
     """For each allocation of a CUDA trace, in order, the state right after it; the same for each requested free.
 
     With them a moment that is known as numbers of allocations and frees, which the allocator counts, becomes a state:
@@ -207,7 +207,7 @@ def raw_states(trace: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]
 
 
 def state_after(allocations: int, frees: int, trace_states: tuple[list[int], list[int]]) -> int:
-    """The first state with no more than so many allocations and requested frees still to come (see `raw_states`)."""
+    """The first state with only so many allocations and requested frees still to come (see `counted_states`)."""
 
     def reached(states: list[int], still: int) -> int:
         return states[len(states) - still - 1] if still < len(states) else 0
@@ -223,10 +223,8 @@ def source_of(frames: Sequence[Mapping[str, Any]]) -> str:
     """
     python = [frame for frame in frames if str(frame["filename"]).endswith(".py")]
     for frame in python:
-        path = re.fullmatch(r"(?:.*/)?(lmcore/(?:\w+/)*\w+\.py)", frame["filename"])
-        if path:
-            name = qualified_name(PACKAGE.parent / path[1], frame["line"], frame["name"])
-            return f"{path[1]}:{frame['line']} {name}"
+        if ours := frame_in_lmcore(frame["filename"], frame["line"], frame["name"]):
+            return ours
     for frame in python:
         if "/torch/" not in frame["filename"]:
             return f"{'/'.join(Path(frame['filename']).parts[-2:])}:{frame['line']} {frame['name']}"
@@ -234,6 +232,12 @@ def source_of(frames: Sequence[Mapping[str, Any]]) -> str:
         if operation := re.search(r"(\w+Backward\d*)::apply", frame["name"]):
             return operation[1]
     return NO_FRAME
+
+
+def frame_in_lmcore(filename: str, line: int, name: str) -> str | None:
+    """A frame of lmcore as "lmcore/model.py:59 Linear.forward", whatever folder it ran from; None for another's."""
+    path = re.fullmatch(r"(?:.*/)?(lmcore/(?:\w+/)*\w+\.py)", filename)
+    return f"{path[1]}:{line} {qualified_name(PACKAGE.parent / path[1], line, name)}" if path else None
 
 
 def qualified_name(path: Path, line: int, name: str) -> str:
@@ -245,7 +249,7 @@ def qualified_name(path: Path, line: int, name: str) -> str:
 
 @functools.lru_cache
 def functions_in(path: Path) -> tuple[tuple[int, int, str], ...]:
-    """First line, last line and qualified name of every function in a file, outer ones first; empty without the file."""
+    """First line, last line and qualified name of each function in a file, outer ones first; none without the file."""
     found = []
 
     def visit(node: ast.AST, prefix: str) -> None:
