@@ -57,8 +57,8 @@ def optimizations_answer(table: pd.DataFrame) -> str:
     if not same:
         text.append(
             f"The report's numbers are those of {PUBLISHED['num_layers']} layers at batch size "
-            f"{PUBLISHED['optimization_batch']:,} and context {PUBLISHED['optimization_context']:,}, and cannot be held "
-            "against these."
+            f"{PUBLISHED['optimization_batch']:,} and context {PUBLISHED['optimization_context']:,}, and cannot be "
+            "held against these."
         )
     if not has_memory(done(table)):
         text.append(NO_MEMORY)

@@ -42,7 +42,7 @@ def has_memory(table: pd.DataFrame) -> bool:
 
 
 def is_published_setting(rows: pd.DataFrame, **settings: str) -> bool:
-    """Whether all rows have the report's depth and, by column, its `settings`: else its numbers are of another thing."""
+    """Whether all rows have the report's depth and, by column, the entries of `PUBLISHED` that `settings` names."""
     wanted = {"num_layers": "num_layers"} | settings
     return all((rows[column] == PUBLISHED[key]).all() for column, key in wanted.items())
 

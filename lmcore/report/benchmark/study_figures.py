@@ -86,7 +86,7 @@ def context_figure(table: pd.DataFrame) -> Figure:
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set(xlabel="context length")
         axes.set_ylim(bottom=0)
-        axes.margins(x=0.1)
+        axes.set_xlim(contexts[0] / 1.2, contexts[-1] * 1.2)  # also where nothing was measured at the last
     return figure
 
 
@@ -104,7 +104,7 @@ def optimizations_figure(table: pd.DataFrame) -> Figure:
                 _word(axes, place, row["outcome"])
             elif row["name"] != "baseline" and np.isfinite(row[changes[measure]]):
                 _above(axes, place, row[measure] / unit, f"{100 * row[changes[measure]]:+.1f}%".replace("-", "−"))
-        axes.set_xticks(range(len(rows)), [name.replace(" ", "\n") for name in rows["name"]])
+        axes.set_xticks(range(len(rows)), [name.replace(" ", "\n") for name in rows["name"]], fontsize=7)
         axes.grid(axis="x", visible=False)
         axes.margins(y=0.12)
     return figure

@@ -1,0 +1,267 @@
+import dataclasses
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from lmcore.config import ModelConfig, from_dict
+from lmcore.errors import UserError
+from lmcore.profiling.study import (
+    OPTIMIZATIONS,
+    CheckpointingCheck,
+    StudyConfig,
+    batch_cells,
+    cell_name,
+    check_checkpointing,
+    context_cells,
+    optimization_cells,
+    study_cells,
+)
+from lmcore.profiling.workload import Workload
+from lmcore.report.benchmark import optimizations as levers
+from lmcore.report.benchmark import study as answers
+from lmcore.report.benchmark.study_figures import batch_figure, context_figure, optimizations_figure
+from lmcore.report.figures import use_style
+
+SMALL = StudyConfig(
+    d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=64, batch_sizes=(1, 2), batch_context=16,
+    precisions=("fp32", "bf16"), contexts=(8, 16), context_batch=2, optimization_batch=2, optimization_context=16,
+    mixed_precision="bf16", warmup_steps=0, steps=1, device="cpu",
+)  # fmt: skip
+
+
+def test_the_reports_setting_is_the_default():
+    study = StudyConfig()
+    model = next(iter(study_cells(study).values())).model
+    assert (model.num_layers, model.num_heads, model.vocab_size, model.position) == (12, 12, 50_257, "sinusoidal")
+    assert len(batch_cells(study)) == 18
+    assert [c.model.context_length for c in context_cells(study).values()] == [128, 256, 512, 1024]
+    assert {c.batch_size for c in context_cells(study).values()} == {8}
+    optimizations = optimization_cells(study).values()
+    assert {(c.batch_size, c.model.context_length, c.precision) for c in optimizations} == {(16, 1024, "fp16")}
+    assert {c.passes for c in study_cells(study).values()} == {"train_step"}
+    assert len(study_cells(study)) == 18 + 4 + 4 - 1  # batch 8 at context 512 serves two questions
+
+
+def test_names_tell_cells_apart():
+    cells = study_cells(StudyConfig())
+    assert all(cell_name(config) == name for name, config in cells.items())
+    assert len({repr(dataclasses.asdict(config)) for config in cells.values()}) == len(cells)
+    assert list(optimization_cells(SMALL))[1:] == [
+        "study_b2_c16_bf16_checkpoint1", "study_b2_c16_bf16_sdpa", "study_b2_c16_bf16_checkpoint1_sdpa"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batch_sizes": ()}, "batch_sizes must name at least one"),
+        ({"contexts": [8, 8]}, "contexts names a value twice"),
+        ({"batch_sizes": [0]}, "batch_sizes must be a positive whole number"),
+        ({"precisions": ["fp8"]}, "precisions must be one of"),
+        ({"depth": 3}, "StudyConfig has no field depth"),
+    ],
+)
+def test_a_study_that_makes_no_sense(changes, words):
+    with pytest.raises(UserError, match=words):
+        from_dict(StudyConfig, changes)
+
+
+@pytest.mark.parametrize("name", list(study_cells(SMALL)))
+def test_every_cell_of_a_small_study_runs(name):
+    assert np.isfinite(Workload(study_cells(SMALL)[name]).step().item())
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_checkpointing_changes_no_bit(every):
+    config = ModelConfig(vocab_size=32, context_length=16, d_model=16, num_layers=3, num_heads=2, d_ff=32, dropout=0.1)
+    check = check_checkpointing(config, every)
+    assert check.identical
+    assert check.gradients == 3 * 9 + 3
+    assert check.forward_calls == 2 * check.num_layers
+    text = levers.checkpointing_answer(check)
+    assert text.startswith("Loss and all 30 gradients are bitwise the same")
+    assert "although 3 of 3 blocks ran their forward pass a second time" in text
+
+
+def test_checkpointing_that_differs_or_does_nothing():
+    check = CheckpointingCheck(1, same_loss=True, same_gradients=8, gradients=9, forward_calls=4, num_layers=2)
+    assert not check.identical
+    assert "the loss is the same, and **only 8 of 9** gradients" in levers.checkpointing_answer(check)
+    idle = dataclasses.replace(check, same_gradients=9, forward_calls=2)
+    assert "no block was computed a second time" in levers.checkpointing_answer(idle)
+
+
+def row(config, **changes) -> dict:
+    """A row of a timing table, with made-up numbers."""
+    model, half = config.model, config.precision != "fp32"
+    batch, context = config.batch_size, model.context_length
+    return {
+        "cell": cell_name(config), "num_layers": model.num_layers, "num_heads": model.num_heads,
+        "context_length": context, "batch_size": batch, "precision": config.precision, "attention": model.attention,
+        "checkpoint_every": model.checkpoint_every, "outcome": "complete", "device": "Chip A",
+        "tokens_per_second": (150e3 if half else 50e3) * batch / (batch + 2),
+        "peak_memory_bytes": 2e9 + batch * context * (1.4e6 if half else 2e6) + batch * context**2 * 144 * 8,
+    } | changes  # fmt: skip
+
+
+def table(cells, **changes) -> pd.DataFrame:
+    return pd.DataFrame([row(config, **changes) for config in cells.values()])
+
+
+NOT_FITTED = {"outcome": "out of memory", "tokens_per_second": None, "peak_memory_bytes": None}
+
+
+def failed(rows: pd.DataFrame, *cells: int) -> pd.DataFrame:
+    return pd.DataFrame([r | NOT_FITTED if i in cells else r for i, r in enumerate(rows.to_dict("records"))])
+
+
+def test_batch_sizes_with_memory():
+    rows = table(batch_cells(StudyConfig()))
+    text = answers.batch_answer(rows)
+    low = (0.6e6 * 512) / (2e9 + 2e6 * 512 + 512**2 * 1152)
+    assert f"**fp16** reaches 3.0 times the throughput of fp32 and saves {100 * low:.2g}% to" in text
+    assert "by 1.33 GB for each sequence on top of 2.00 GB." in text  # fp32: 2e6 * 512 + 1152 * 512**2
+    assert "the speed-ups here agree with that" in text
+    assert "throughput rises from 16,700 tokens/s at batch size 1 to 47,100 tokens/s at 32, and comes within" in text
+    slow = answers.batch_answer(rows.assign(tokens_per_second=1000.0))
+    assert "it is slower" not in slow
+    assert "Larger batches do not raise the throughput of fp16." in slow
+    assert "the speed-ups here are smaller throughout" in slow
+
+
+def test_batch_sizes_where_half_precision_loses():
+    rows = table(batch_cells(StudyConfig()))
+    half = rows["precision"] != "fp32"
+    rows.loc[half, "tokens_per_second"] /= 6
+    rows.loc[half, "peak_memory_bytes"] *= 2
+    text = answers.batch_answer(rows)
+    assert "**bf16** reaches 0.50 times the throughput of fp32 and needs" in text
+    assert "more memory; it is slower at batch size 1, 2, 4, 8, 16 and 32" in text
+
+
+def test_batch_sizes_on_a_cpu_and_out_of_memory():
+    text = answers.batch_answer(table(batch_cells(SMALL), device="CPU", peak_memory_bytes=None))
+    assert text.startswith("On CPU, at a context of 16:")
+    assert answers.NO_MEMORY in text
+    assert "saves" not in text
+    assert "report" not in text  # another setting than its own
+    text = answers.batch_answer(failed(table(batch_cells(StudyConfig())), 5, 17))
+    assert "Without a measurement: batch size 32 (fp32) and 32 (bf16): out of memory." in text
+    assert "(batch sizes 1, 2, 4, 8 and 16)" in text
+    nothing = failed(table(batch_cells(SMALL)), 0, 1, 2, 3)
+    assert answers.batch_answer(nothing).startswith("No cell was measured")
+
+
+def test_context_finds_the_quadratic_part():
+    text = answers.context_answer(table(context_cells(StudyConfig())))
+    memory = {t: 2e9 + 8 * t * 1.4e6 + 8 * t**2 * 1152 for t in (128, 512, 1024)}
+    share = 8 * 1024**2 * 1152 / memory[1024]
+    assert f"and {100 * share:.2g}% of the peak at 1,024" in text
+    assert "the fit amounts to 8.0 bytes for each score" in text
+    assert "the report's 5.0 GB to 25 GB is 5.0 times" in text
+    assert f"{memory[1024] / memory[128]:.2g} times as much" in text
+    assert "throughput stays about the same" in text
+
+
+def test_context_without_a_quadratic_part_or_a_fit():
+    rows = table(context_cells(StudyConfig()))
+    linear = rows.assign(peak_memory_bytes=1e9 + 1e7 * rows["context_length"])
+    text = answers.context_answer(linear)
+    assert "A fit finds no quadratic part: 10.0 MB for each position" in text
+    assert "the growth here agrees" in text
+    steep = rows.assign(peak_memory_bytes=rows["context_length"] ** 2.0)
+    assert "the growth here is steeper" in answers.context_answer(steep)
+    wild = answers.context_answer(rows.assign(peak_memory_bytes=[1e9, 9e9, 2e9, 9e9]))
+    assert "No sum of a fixed, a linear and a quadratic part describes it" in wild
+    few = answers.context_answer(failed(rows, 3))
+    assert "too few to tell" in few
+    assert "context length 1,024 (fp16): out of memory" in few
+    cpu = answers.context_answer(table(context_cells(SMALL), device="CPU", peak_memory_bytes=None))
+    assert answers.NO_MEMORY in cpu
+    assert "report" not in cpu
+
+
+def test_the_fit_recovers_a_polynomial():
+    x = pd.Series([128, 256, 512, 1024])
+    fit = answers.fitted(x, 3e9 + 5e6 * x + 7e3 * x**2, degree=2)
+    assert fit.coefficients == pytest.approx((3e9, 5e6, 7e3))
+    assert fit.residual < 1e-9
+    assert answers.fitted(x, x.astype(float) ** 2, degree=1).residual > answers.GOOD_FIT
+
+
+def optimized(study=None, **numbers) -> pd.DataFrame:
+    """The four rows, with (tokens per second, bytes) by the name of the optimization."""
+    rows = table(optimization_cells(study or StudyConfig()))
+    for place, name in enumerate(OPTIMIZATIONS):
+        key = name.replace(" ", "_")
+        if key in numbers:
+            rows.loc[place, ["tokens_per_second", "peak_memory_bytes"]] = numbers[key]
+    return rows
+
+
+def test_optimizations_as_the_report_found_them():
+    rows = optimized(baseline=(3731, 26e9), checkpointing=(3119, 19e9), fused_attention=(4000, 23e9), both=(3300, 17e9))
+    text = levers.optimizations_answer(rows)
+    assert "Checkpointing changes peak memory by **−26.9%** and tokens per second by **−16.4%**" in text
+    assert "memory agrees (−26.9% there), throughput agrees (−16.4% there)" in text
+    assert "memory agrees (−11.5% there), throughput agrees (+7.0% there)" in text
+    assert "checkpointing saves more memory and fused attention is the faster: the first is the lever" in text
+
+
+def test_optimizations_that_turn_out_otherwise():
+    rows = optimized(baseline=(1000, 30e9), checkpointing=(700, 9e9), fused_attention=(800, 20e9), both=(2000, 8e9))
+    text = levers.optimizations_answer(rows)
+    assert "memory changes more (−26.9% there), throughput changes more (−16.4% there)" in text
+    assert "throughput goes the other way (+7.0% there)" in text
+    assert "Both together change peak memory by **−73.3%** and tokens per second by **+100.0%**." in text
+    fast = optimized(baseline=(1000, 30e9), checkpointing=(700, 20e9), fused_attention=(1500, 9e9))
+    assert "nothing speaks for the other alone" in levers.optimizations_answer(fast)
+
+
+def test_optimizations_without_a_baseline_or_memory():
+    text = levers.optimizations_answer(failed(optimized(), 0))
+    assert "The baseline ended with: out of memory, so there is nothing to compare with." in text
+    assert "Checkpointing, fused attention and both ran all the same." in text
+    assert "The baseline was not measured" in levers.optimizations_answer(optimized().iloc[1:])
+    text = levers.optimizations_answer(failed(optimized(), 2))
+    assert "Fused attention was not measured (out of memory)." in text
+    assert "Of the two" not in text
+    cpu = optimized(SMALL).assign(device="CPU", peak_memory_bytes=None)
+    text = levers.optimizations_answer(cpu)
+    assert answers.NO_MEMORY in text
+    assert "cannot be held against these" in text
+    assert "agrees" not in text
+
+
+FIGURES = {
+    "batch": (batch_figure, batch_cells),
+    "context": (context_figure, context_cells),
+    "optimizations": (optimizations_figure, optimization_cells),
+}
+
+
+@pytest.mark.parametrize("memory", [True, False])
+@pytest.mark.parametrize("name", list(FIGURES))
+def test_figures_draw_what_is_known(name, memory):
+    use_style()
+    draw, cells = FIGURES[name]
+    rows = failed(table(cells(StudyConfig())), 3)
+    figure = draw(rows if memory else rows.assign(peak_memory_bytes=None))
+    FigureCanvasAgg(figure).draw()
+    assert len(figure.axes) == (2 if memory else 1)
+    for axes in figure.axes:
+        assert [text.get_text() for text in axes.texts].count("out of memory") == 1
+    box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert box.x0 >= -0.01
+    assert box.x1 <= width + 0.01
+    assert box.y1 <= height + 0.01
+
+
+def test_bars_have_the_height_of_the_numbers():
+    use_style()
+    speed, memory = optimizations_figure(optimized(baseline=(1000, 30e9), checkpointing=(700, 9e9))).axes
+    assert [bar.get_height() for bar in speed.patches][:2] == [1000, 700]
+    assert [bar.get_height() for bar in memory.patches][:2] == [30, 9]
+    assert speed.texts[0].get_text() == "−30.0%"
