@@ -140,7 +140,8 @@ def training_moments(
     if c.checkpoint_every is None:
         if c.attention == "plain":  # the last block has not yet come to its feed-forward network
             softmax = kept.all_blocks - saved_bytes(block, *_FEED_FORWARD, "output projection", "dropout 1")
-            yield Moment("forward", "softmax of the last block", 0, softmax, _softmax_temporaries(s))
+            around = 2 * s.width * s.stream  # the values before they were made contiguous, the weighted sum
+            yield Moment("forward", "softmax of the last block", 0, softmax, around + _softmax_temporaries(s))
     else:
         fullest = max(_attention_forward(c, s), _feed_forward_forward(c, s))
         if (c.num_layers - 1) % c.checkpoint_every == 0:  # the last block's x is itself the kept input

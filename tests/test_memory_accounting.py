@@ -87,7 +87,7 @@ def saved_by_autograd(config: ModelConfig, batch_size: int, seq_len: int, precis
     return in_block, in_model
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(model_configs(), st.integers(1, 3), st.data(), st.sampled_from(["fp32", "bf16"]))
 def test_saved_bytes_equal_what_autograd_keeps(config, batch_size, data, precision):
     seq_len = data.draw(st.integers(1, config.context_length))
@@ -132,7 +132,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("passes", ["forward", "forward_backward", "train_step"])
+@pytest.mark.parametrize("passes", ["forward", "train_step"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_predicted_peak_is_what_the_allocator_sees(shape, passes, precision):
     batch_size, model = SHAPES[shape]
@@ -140,8 +140,20 @@ def test_predicted_peak_is_what_the_allocator_sees(shape, passes, precision):
         WorkloadConfig(model=model, batch_size=batch_size, passes=passes, precision=precision, device="cpu")
     )
     predicted = predicted_peak(model, batch_size, precision=precision, passes=passes)
-    assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.02)
-    assert predicted["by_stage"] == pytest.approx(measured, rel=0.02)
+    # the CPU's bf16 products take scratch memory of their own, in the smallest of these models up to 2 %
+    tolerance = 0.001 if precision == "fp32" else 0.02
+    assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=tolerance)
+    assert predicted["by_stage"] == pytest.approx(measured, rel=max(tolerance, 0.01))
+
+
+@pytest.mark.parametrize("switches", [{"checkpoint_every": 1}, {"checkpoint_every": 2}, {}], ids=str)
+def test_gradients_grow_while_activations_shrink(switches):
+    # few tokens beside many weights: the first block, which is last in the backward pass, is where both are most
+    model = replace(ModelConfig(200, 128, 256, 6, 4, 1024), **switches)
+    measured = peak_by_stage(WorkloadConfig(model=model, batch_size=2, passes="forward_backward", device="cpu"))
+    predicted = predicted_peak(model, 2, passes="forward_backward")
+    assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.001)
+    assert predicted["moment"].startswith(f"block {max(switches.get('checkpoint_every', 6), 1) - 1}:")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +176,7 @@ def test_predicted_peak_follows_the_switches(shape, switches):
         WorkloadConfig(model=model, batch_size=batch_size, passes="train_step", precision=precision, device="cpu")
     )
     predicted = predicted_peak(model, batch_size, precision=precision)
-    assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.02)
+    assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.002)
     assert predicted["by_stage"] == pytest.approx(measured, rel=0.05)
 
 
