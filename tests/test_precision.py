@@ -156,6 +156,7 @@ def timed(size: str, parameters: float, kind: str, seconds: float | None, **chan
     row = {
         "size": size, "num_parameters": parameters, "precision": kind, "wall_median": seconds, "passes": "forward",
         "context_length": 256, "batch_size": 4, "compile": False, "attention": "plain", "checkpoint_every": None,
+        "warmup_steps": 5,
         "outcome": "complete" if seconds else "out of memory", "device": "Chip A",
         "flops_per_second": parameters * 2048 / seconds if seconds else None,
     }  # fmt: skip
@@ -197,11 +198,13 @@ def test_mixed_precision_of_what_did_not_fit_or_was_not_measured():
     assert "| out of memory |" in text.replace("  ", "")
     assert "On CPU, at a context of 256:" in text
     assert "from 2.00× (small) to 2.50× (medium)" in text
+    assert "In bf16 alone xl fits into the memory." in text
+    assert "alone" not in mixed.mixed_precision_answer(timings([0.02, 0.1, 0.4], [0.01, 0.04, None]))
     assert "not measured" in mixed.mixed_precision_answer(table[table["precision"] == "fp32"])
     assert mixed.mixed_precision_answer(table[table["precision"] == "tf32"]).startswith("Nothing was timed")
     slow = mixed.mixed_precision_answer(timings([0.01, 0.1, 0.2], [0.02, 0.2, 0.4], device="CPU"))
     assert "that is a loss" in slow
-    assert "gain from" not in slow
+    assert "gain most" not in slow
 
 
 def test_only_plain_cells_of_one_context_are_compared():
@@ -210,6 +213,7 @@ def test_only_plain_cells_of_one_context_are_compared():
             timings([0.02, 0.1, 0.4], [0.01, 0.05, 0.2]),
             timings([9.0], [1.0], context_length=1024),
             timings([5.0, 5.0, 5.0], [1.0, 1.0, 1.0], attention="sdpa"),
+            timings([7.0, 7.0, 7.0], [0.1, 0.1, 0.1], warmup_steps=0),
         ]
     )
     text = mixed.mixed_precision_answer(table)

@@ -18,9 +18,11 @@ def speedup_table(table: pd.DataFrame, precision: str = "bf16") -> pd.DataFrame:
 
     Columns: size, num_parameters, context_length, batch_size, passes, full and mixed (median seconds by the wall
     clock, None unless complete), full_outcome and mixed_outcome ("not measured" where there is no row), full_rate and
-    mixed_rate (FLOP/s), speedup, device. Plain attention without checkpointing or compilation only.
+    mixed_rate (FLOP/s), speedup, device. Plain attention without checkpointing or compilation only, and of
+    repeated cells the one with the longest warm-up.
     """
     plain = table[(~table["compile"].astype(bool)) & (table["attention"] == "plain") & table["checkpoint_every"].isna()]
+    plain = plain.sort_values("warmup_steps", ascending=False, kind="stable")
     keys = ["size", "context_length", "batch_size", "passes"]
     rows = []
     for key, part in plain[plain["passes"].isin(PASSES)].groupby(keys, dropna=False, sort=False):
@@ -58,6 +60,7 @@ def mixed_precision_answer(table: pd.DataFrame, precision: str = "bf16") -> str:
     text = [f"On {join_words(sorted(set(done['device'])))}, at a context of {context:,.0f}:"]
     text += [_trend(here[here["passes"] == passes], passes, precision) for passes in PASSES]
     text.append(_why(here, precision))
+    text.append(_only_mixed(pairs[pairs["context_length"] == context], precision))
     return f"{shown}\n\n{' '.join(part for part in text if part)}"
 
 
@@ -107,6 +110,13 @@ def _trend(rows: pd.DataFrame, passes: str, precision: str) -> str:
     return f"{name}, the speed-up by {precision} {course}{tail}."
 
 
+def _only_mixed(pairs: pd.DataFrame, precision: str) -> str:
+    """Sizes that fit into the memory in mixed precision only."""
+    saved = pairs[(pairs["full_outcome"] == "out of memory") & (pairs["mixed_outcome"] == "complete")]
+    sizes = list(dict.fromkeys(saved["size"]))
+    return f"In {precision} alone {join_words(sizes)} fits into the memory." if sizes else ""
+
+
 def _verdict(speedup: float) -> str:
     if abs(speedup - 1) <= ALIKE:
         return "makes no difference"
@@ -134,7 +144,7 @@ def _why(rows: pd.DataFrame, precision: str) -> str:
     text = f"From {first['size']} to {last['size']} the achieved rate of the forward pass goes, {rates}."
     if growth["mixed"] > growth["full"] * (1 + ALIKE):
         text += (
-            f" The matrix products alone gain from {precision}; norms, softmax, casts and kernel launches do not, and "
-            "the wider the model, the smaller their share."
+            f" Matrix products gain most from {precision}; the softmax and the sums of norms stay in float32, weights "
+            "are cast, and launches cost the same: the wider the model, the smaller the share of all these."
         )
     return text

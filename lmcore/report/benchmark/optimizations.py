@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 
 from lmcore.profiling.study import OPTIMIZATIONS, CheckpointingCheck
-from lmcore.report.answers import format_bytes, format_count, join_words
+from lmcore.report.answers import format_bytes, join_words
 from lmcore.report.benchmark.precision import markdown
-from lmcore.report.benchmark.study import NO_MEMORY, PUBLISHED, done, has_memory, is_published_setting
+from lmcore.report.benchmark.study import NO_MEMORY, PUBLISHED, done, format_rate, has_memory, is_published_setting
 
 NEAR = 0.05
 """Changes that are no further apart than this (five percentage points) count as the same finding."""
@@ -74,7 +74,7 @@ def _optimization_row(row: Mapping) -> dict[str, str]:
         "": row["name"],
         "peak memory": format_bytes(row["peak_memory_bytes"]) if not pd.isna(row["peak_memory_bytes"]) else "",
         "change": _signed(row["memory"]) if compared else "",
-        "tokens/s": format_count(row["tokens_per_second"]) if known else row["outcome"],
+        "tokens/s": format_rate(row["tokens_per_second"]) if known else row["outcome"],
         "change of tokens/s": _signed(row["throughput"]) if compared else "",
         "report: memory": _signed(published.get("memory")),
         "report: tokens/s": _signed(published.get("throughput")),

@@ -282,7 +282,12 @@ def _published_context(rows: pd.DataFrame) -> str:
 
 
 def _rate(row: Mapping) -> str:
-    return f"{format_count(row['tokens_per_second'])} tokens/s"
+    return f"{format_rate(row['tokens_per_second'])} tokens/s"
+
+
+def format_rate(value: float) -> str:
+    """Tokens per second to three digits, whole numbers too: 23,200."""
+    return format_count(float(f"{value:.3g}"))
 
 
 def _one(values: pd.Series) -> str:
