@@ -22,7 +22,7 @@ MAX_ENTRIES = 1_000_000
 
 SNAPSHOT = "memory_snapshot.pickle"
 
-CPU_NOTE = "This machine has no CUDA GPU: the CPU's allocator was recorded instead, with torch.profiler."
+CPU_NOTE = "The CPU's allocator was recorded, with torch.profiler: only CUDA's keeps a history of its own."
 FULL_NOTE = "The record was full: its first events are lost, and what was alive then counts as there before."
 
 

@@ -1,0 +1,147 @@
+"""`lmcore memory`: what the memory of a step was for, or what a snapshot of somebody else holds (CS336 A2 1.1.6)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from lmcore.cli_benchmark import BenchmarkConfig, benchmark_cells, check_device
+from lmcore.config import ModelConfig, require, require_choices
+from lmcore.errors import EXIT_OUT_OF_MEMORY
+
+EXIT_FAILED_CELL = 1
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Which steps are recorded: every combination of the options that take several values."""
+
+    size: tuple[str, ...] = ()
+    """Named sizes; none: the model whose numbers the --model options give."""
+    context_length: tuple[int, ...] = ()
+    """None: that of --model.context-length."""
+    precision: tuple[Literal["fp32", "tf32", "bf16", "fp16"], ...] = ("fp32",)
+    passes: tuple[Literal["forward", "forward_backward", "train_step"], ...] = ("forward", "train_step")
+    """forward: inference; forward_backward: with loss and gradients; train_step: and AdamW's update."""
+    batch_size: int = 4
+    warmup_steps: int = 1
+    """Steps before the one that is recorded; at least one is made, so that the optimizer has its state."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+    def __post_init__(self):
+        require_choices(self)
+
+
+DEFAULTS = MemoryConfig()
+
+
+def memory(
+    settings: Annotated[MemoryConfig, tyro.conf.arg(name="")] = DEFAULTS,
+    out: Path = Path("runs/memory"),
+    snapshot: Path | None = None,
+    keep_snapshot: bool = True,
+    top: int = 10,
+) -> int:
+    """Record every allocation of a step: peaks, what they were for, the largest and the lines they come from.
+
+    On a GPU a snapshot for pytorch.org/memory_viz is kept as well; without one the CPU's allocator is recorded. The
+    records are reused by the same command. Exit codes: 0 recorded, 4 out of memory, 1 otherwise.
+
+    Args:
+        settings: What is recorded.
+        out: Folder for the results, and each one's snapshot and timeline.
+        snapshot: Read this snapshot, of whatever program, instead of recording one.
+        keep_snapshot: Keep the snapshots, which can be hundreds of megabytes.
+        top: How many of the largest allocations to print.
+    """
+    require(top > 0, f"--top must be positive, not {top}.")
+    if snapshot is not None:
+        print(described(read(snapshot), top))
+        return 0
+    return record(settings, out, keep_snapshot, top)
+
+
+def read(snapshot: Path) -> dict[str, Any]:
+    """The summary of a snapshot in a file: what its allocations were for is unknown."""
+    from lmcore.profiling.memory_summary import summary
+    from lmcore.profiling.snapshot import history_of, read_snapshot
+
+    return summary(history_of(read_snapshot(snapshot)))
+
+
+def record(settings: MemoryConfig, out: Path, keep_snapshot: bool, top: int) -> int:
+    """Records all cells, prints each and draws its timeline; returns the exit code."""
+    from lmcore.profiling.cells import run_apart, run_cells
+    from lmcore.profiling.memory import profile_memory, profile_memory_without_snapshot
+    from lmcore.report.memory.timeline_html import write_timeline
+
+    s = settings
+    cells = benchmark_cells(
+        BenchmarkConfig(
+            size=s.size, context_length=s.context_length, precision=s.precision, passes=s.passes,
+            batch_size=s.batch_size, warmup_steps=s.warmup_steps, steps=1, device=s.device, model=s.model,
+        )
+    )  # fmt: skip
+    # in a process of its own: this one is not to hold a GPU while cells are measured
+    outcome, reason = run_apart(check_device, (s.device, s.precision), None)
+    require(outcome == "complete", str(reason))
+    task = profile_memory if keep_snapshot else profile_memory_without_snapshot
+    records = run_cells(task, cells, out / "cells", title="memory")
+    for name, found in records.items():
+        if found["outcome"] == "complete":
+            page = write_timeline(found["result"], out / f"{name}.html", name)
+            print(f"\n{name}\n{described(found['result'], top)}\nTimeline: {page}")
+            if kept := found["result"]["snapshot"]:
+                print(f"Snapshot for pytorch.org/memory_viz: {out / 'cells' / name / kept['file']}")
+        else:
+            print(f"\n{name}: {found['outcome']}: {found['reason']}")
+    return exit_code(records)
+
+
+def exit_code(records: Mapping[str, Mapping[str, Any]]) -> int:
+    """1 if a cell failed, else 4 if one did not fit into the memory, else 0."""
+    outcomes = {found["outcome"] for found in records.values()}
+    if "failed" in outcomes:
+        return EXIT_FAILED_CELL
+    return EXIT_OUT_OF_MEMORY if "out of memory" in outcomes else 0
+
+
+def described(result: Mapping[str, Any], top: int) -> str:
+    """Peaks, categories and the largest allocations of a profile, for the terminal."""
+    from lmcore.report.answers import format_bytes
+
+    where = f" in {result['peak_stage']}" if result["peak_stage"] else ""
+    lines = [f"{result['tool']}, {result['events']:,} events. Peak: {format_bytes(result['peak_bytes'])}{where}."]
+    if result.get("torch_peak_bytes"):
+        lines[0] += f" The allocator itself counts {format_bytes(result['torch_peak_bytes'])}, rounded up."
+    lines += result.get("notes", ())
+    lines += table(
+        ("stage", "peak", "at its end"),
+        [(s["name"], format_bytes(s["peak_bytes"]), format_bytes(s["end_bytes"])) for s in result["stages"]],
+    )
+    splits = [result[f"{when}_by_category"] for when in ("before", "peak", "after")]
+    lines += table(
+        ("memory for", "before", "at the peak", "after"),
+        [(name, *(format_bytes(split[name]) for split in splits)) for name in result["categories"]],
+    )
+    lines += table(
+        ("largest", "count", "memory for", "stage", "source"),
+        [
+            (format_bytes(row["bytes"]), str(row["count"]), row["category"], row["stage"] or "", row["source"])
+            for row in result["largest"][:top]
+        ],
+    )
+    return "\n".join(lines)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of an aligned table under an empty line; none without rows."""
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = (zip(line, widths, strict=True) for line in (header, *rows))
+    return ["", *("  ".join(cell.ljust(width) for cell, width in line).rstrip() for line in lines)]
