@@ -163,6 +163,11 @@ def test_context_finds_the_quadratic_part():
     assert "the report's 5.0 GB to 25 GB is 5.0 times" in text
     assert f"{memory[1024] / memory[128]:.2g} times as much" in text
     assert "throughput stays about the same" in text
+    assert "highest" not in text
+    peaked = table(context_cells(StudyConfig())).assign(tokens_per_second=[1e3, 2e3, 5e3, 4e3])
+    assert "throughput rises (1,000 tokens/s and 4,000 tokens/s), and is highest at 512" in answers.context_answer(
+        peaked
+    )
 
 
 def test_context_without_a_quadratic_part_or_a_fit():

@@ -212,11 +212,19 @@ def context_answer(table: pd.DataFrame) -> str:
         word = "stays about the same" if abs(ratio - 1) <= ALIKE else ("rises" if ratio > 1 else "falls")
         text.append(
             f"from context {first['context_length']:,} to {last['context_length']:,}, throughput {word} "
-            f"({_rate(first)} and {_rate(last)})."
+            f"({_rate(first)} and {_rate(last)}){_best_between(rows)}."
         )
     text.append(_context_memory(rows) if has_memory(rows) else NO_MEMORY)
     text.append(_missing(table, "context_length"))
     return " ".join(part for part in text if part)
+
+
+def _best_between(rows: pd.DataFrame) -> str:
+    """Where throughput is highest, if that is at neither end of the contexts."""
+    best, ends = rows.loc[rows["tokens_per_second"].idxmax()], rows["tokens_per_second"].iloc[[0, -1]]
+    if best["tokens_per_second"] <= (1 + ALIKE) * ends.max():
+        return ""
+    return f", and is highest at {best['context_length']:,} ({_rate(best)})"
 
 
 def _context_memory(rows: pd.DataFrame) -> str:
