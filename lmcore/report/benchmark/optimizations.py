@@ -8,7 +8,8 @@ import pandas as pd
 from lmcore.profiling.study import OPTIMIZATIONS, CheckpointingCheck
 from lmcore.report.answers import format_bytes, join_words
 from lmcore.report.benchmark.precision import markdown
-from lmcore.report.benchmark.study import NO_MEMORY, PUBLISHED, done, format_rate, has_memory, is_published_setting
+from lmcore.report.benchmark.published import PUBLISHED, is_published_setting
+from lmcore.report.benchmark.study import NO_MEMORY, done, format_rate, has_memory
 
 NEAR = 0.05
 """Changes that are no further apart than this (five percentage points) count as the same finding."""
