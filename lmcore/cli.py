@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from lmcore import cli_benchmark, cli_data, cli_memory
+from lmcore import cli_benchmark, cli_data, cli_memory, cli_nsys
 from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config, require
 from lmcore.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from lmcore.files import read_json
@@ -210,7 +210,7 @@ def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
     app.command(data, name="data", help="Prepare, download and look at corpora.")
     tokenizer = cli_data.tokenizer_commands(deferred)
     app.command(tokenizer, name="tokenizer", help="Train a tokenizer; encode and decode with one.")
-    measuring = (cli_benchmark.benchmark, cli_memory.memory)
+    measuring = (cli_benchmark.benchmark, cli_nsys.nsys, cli_memory.memory)
     for command in (train_command(base), generate, sweep, *measuring, workbook, refresh, writeup):
         app.command(deferred(command))
     return app

@@ -14,6 +14,7 @@ import torch
 
 from lmcore.device import device_name, select_device
 from lmcore.errors import UserError
+from lmcore.profiling.nsys import INSTALL, find_nsys
 from lmcore.provenance import environment
 from lmcore.report.answers import format_bytes
 from lmcore.tokenizer import load_gpt2
@@ -29,7 +30,6 @@ OPTIONAL_MODULES = {
     "triton": ("torch.compile on a GPU", "comes with the CUDA build of torch, on Linux"),
 }
 OPTIONAL_PROGRAMS = {
-    "nsys": ("profiling with Nsight Systems", "install NVIDIA Nsight Systems"),
     "sbatch": ("submitting to Slurm", "log in to a cluster's front end"),
 }
 DATA_FOLDER = Path("data")
@@ -50,7 +50,7 @@ def examine(folder: str | os.PathLike = ".") -> dict[str, Any]:
         "driver": here["driver"],
         "git_commit": here["git_commit"],
         "disk_free_bytes": shutil.disk_usage(folder).free,
-        "optional": optional_parts(),
+        "optional": [*optional_parts(), nsight_systems()],
         "data": {
             "prepared": prepared_corpora(Path(folder) / DATA_FOLDER),
             "gpt2_tokenizer": gpt2_tokenizer(),
@@ -66,6 +66,17 @@ def optional_parts() -> list[dict[str, Any]]:
         {"name": name, "present": found[name], "purpose": purpose, "remedy": remedy}
         for name, (purpose, remedy) in (OPTIONAL_MODULES | OPTIONAL_PROGRAMS).items()
     ]
+
+
+def nsight_systems() -> dict[str, Any]:
+    """The part of Nsight Systems, which hides in many places: its version and where it was found."""
+    part = {"name": "nsys", "purpose": "profiling with Nsight Systems, without which torch.profiler is used"}
+    try:
+        nsys = find_nsys()
+    except UserError:
+        return part | {"present": False, "remedy": INSTALL}
+    detail = f"{nsys.version} ({nsys.path}), found by {nsys.place}"
+    return part | {"present": True, "remedy": "", "detail": detail}
 
 
 def prepared_corpora(folder: Path) -> list[dict[str, Any]]:
@@ -112,7 +123,8 @@ def as_text(facts: dict[str, Any]) -> str:
         ("Code", facts["git_commit"] or "not a git checkout"),
     ]
     for part in facts["optional"]:
-        state = "present" if part["present"] else f"missing; to get it: {part['remedy']}"
+        detail = f" {part['detail']}" if part.get("detail") else ""
+        state = f"present{detail}" if part["present"] else f"missing; to get it: {part['remedy']}"
         lines.append((part["name"], f"{state} — for {part['purpose']}"))
     lines.append(("GPT-2 tokenizer", "present" if gpt2["present"] else f"missing: {gpt2['error']}"))
     for corpus in facts["data"]["prepared"]:

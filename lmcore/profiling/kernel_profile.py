@@ -52,7 +52,11 @@ def profile_workload(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
             notes.append(f"Profiled with torch.profiler instead of Nsight Systems: {error}")
             trace, outcome = profile_with_torch(config, folder, cuda=True)
     else:
-        notes.append(f"There is no CUDA device, so that operators were timed on the {device.type.upper()} side.")
+        on = {
+            "cpu": "the CPU's operators were",
+            "mps": "the launching of operators on the CPU, not the GPU's work, was",
+        }
+        notes.append(f"Nsight Systems sees CUDA alone: {on[device.type]} timed by torch.profiler.")
         trace, outcome = profile_with_torch(config, folder, cuda=False)
     if config.compile:
         notes.append("A compiled model has no ranges on its modules, only on its passes.")
