@@ -28,6 +28,8 @@ from lmcore.report.benchmark.views import (
 ALIKE = 0.1
 """Relative difference from a ratio that is expected, or from a settled time, within which there is none to speak of."""
 
+NOUNS = {"forward": "forward pass", "forward_backward": "forward and backward pass", "train_step": "training step"}
+
 SMALL_VARIATION, HIGH_VARIATION = 0.02, 0.1
 """Coefficients of variation up to which timings count as steady, and from which as scattered."""
 
@@ -173,21 +175,20 @@ def clocks_sentence(table: pd.DataFrame) -> str:
 def contexts_answer(table: pd.DataFrame, passes: str = "forward", precision: str = "fp32") -> str:
     """How time grows with the context, beside tokens and FLOPs, for each size that was measured at two or more."""
     at = complete(chosen(table, passes=passes, precision=precision))
-    clauses, beside_flops = [], []
+    rows, beside_flops = [], []
     for _, cells in at.groupby("size", sort=False, dropna=False):
         cells = cells.sort_values("context_length")
         first, last = cells.iloc[0], cells.iloc[-1]
-        tokens = last["context_length"] / first["context_length"]
+        tokens, flops, time = (last[name] / first[name] for name in ("context_length", "flops", "wall_median"))
         if tokens > 1:
-            beside_flops.append(last["wall_median"] / first["wall_median"] * first["flops"] / last["flops"])
-            clauses.append(
-                f"`{size_label(first)}` from context {first['context_length']:,} to {last['context_length']:,} "
-                f"({format_significant(tokens, 2)} times the tokens, "
-                f"{format_significant(last['flops'] / first['flops'], 2)} times the FLOPs) "
-                f"**{format_significant(last['wall_median'] / first['wall_median'], 2)} times** as long"
-            )
+            beside_flops.append(time / flops)
+            row = {"size": size_label(first)}
+            row |= {"from": f"{first['context_length']:,}", "to": f"{last['context_length']:,}"}
+            row |= {"time there": f"{format_seconds(first['wall_median'])} → {format_seconds(last['wall_median'])}"}
+            named = {"tokens": tokens, "FLOPs": flops, "time": time}
+            rows.append(row | {name: f"{format_significant(value, 2)} ×" for name, value in named.items()})
     lost = failures(chosen(table, passes=passes, precision=precision))
-    if not clauses:
+    if not rows:
         return f"No size was measured at more than one context. {lost}".strip()
     closing = []
     if min(beside_flops) < 1 - ALIKE:
@@ -201,7 +202,9 @@ def contexts_answer(table: pd.DataFrame, passes: str = "forward", precision: str
         )
     if not closing:
         closing.append("Time grows as the FLOPs do.")
-    return f"A {PASSES[passes]} in {precision} takes: {'; '.join(clauses)}. {' '.join(closing)} {lost}".strip()
+    text = pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True)
+    head = f"A {NOUNS[passes]} in {precision}, at the shortest and at the longest context that were measured:"
+    return f"{head}\n\n{text}\n\n{' '.join(closing)} {lost}".strip()
 
 
 def utilization_answer(table: pd.DataFrame, context: int, passes: str) -> str:
@@ -209,14 +212,14 @@ def utilization_answer(table: pd.DataFrame, context: int, passes: str) -> str:
     at = chosen(table, context_length=context, passes=passes)
     done = complete(at)
     if not len(done):
-        return f"No {PASSES[passes]} at context {context:,} was measured. {failures(at)}".strip()
+        return f"No {NOUNS[passes]} at context {context:,} was measured. {failures(at)}".strip()
     shown = pd.DataFrame(
         {"size": size_label(cells.iloc[0]), **{row["precision"]: _utilization(row) for row in cells.to_dict("records")}}
         for _, cells in at.groupby("size", sort=False, dropna=False)
     ).fillna(MISSING)
     best = done.loc[done["flops_per_second"].astype(float).idxmax()]
     text = (
-        f"Matmul FLOPs of a {PASSES[passes]} at context {context:,} over its median time"
+        f"Matmul FLOPs of a {NOUNS[passes]} at context {context:,} over its median time"
         f"{', in brackets MFU' if done['mfu'].notna().any() else ''}:\n\n"
         f"{shown.to_markdown(index=False, disable_numparse=True)}\n\nThe most is **{rate(best['flops_per_second'])}**, "
         f"`{size_label(best)}` in {best['precision']}."

@@ -117,15 +117,15 @@ def _launches(rows: pd.DataFrame) -> str:
     known = rows[rows["attention_issue"].notna() & (rows["direction"] == "forward")]
     if not len(known):
         return ""
-    starved = known[(known["attention_issue"] > known["attention"]) | (known["ffn_issue"] > known["ffn"])]
+    starved = known[known["attention_issue"] > known["attention"]]
     if not len(starved):
-        return "The host launches every component faster than the GPU computes it."
+        return "The host launches the attention faster than the GPU computes it."
     names = join_words(list(dict.fromkeys(f"`{size_label(row)}`" for row in starved.to_dict("records"))))
     worst = starved.loc[(starved["attention_issue"] / starved["attention"]).astype(float).idxmax()]
     return (
-        f"These are times of the GPU alone. In {names} the host needs longer to launch a component than the GPU to "
-        f"compute it (attention of `{size_label(worst)}`: {format_seconds(worst['attention_issue'])} against "
-        f"{format_seconds(worst['attention'])}), so that in the model the number of kernels decides, not the FLOPs."
+        f"These are times of the GPU alone. In {names} the host needs longer to launch the attention than the GPU to "
+        f"compute it ({format_seconds(worst['attention_issue'])} against {format_seconds(worst['attention'])} in "
+        f"`{size_label(worst)}`), so that in the eager model the number of kernels decides there, not the FLOPs."
     )
 
 

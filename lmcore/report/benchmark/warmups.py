@@ -80,12 +80,15 @@ def _few(rows: pd.DataFrame) -> str:
     few = rows[(rows["warmup_steps"] > 0) & (rows["warmup_steps"] < most["warmup_steps"])]
     clauses = []
     for row in few.to_dict("records"):
-        change = row["mean"] / most["mean"] - 1
-        words = "the same mean within" if abs(change) <= ALIKE else "a mean that differs by"
-        clauses.append(f"{row['warmup_steps']} warm-up{'s' * (row['warmup_steps'] > 1)} {words} {abs(change):.1%}")
+        clause = f"by {abs(row['mean'] / most['mean'] - 1):.1%} after {row['warmup_steps']}"
+        if given(row["std"]) and given(most["std"]) and most["std"] > 0:
+            clause += f" (standard deviation {format_significant(row['std'] / most['std'], 2)} times as large)"
+        clauses.append(clause)
     if not clauses:
         return ""
-    return f"`{most['size']}` with {join_words(clauses)} from that after {most['warmup_steps']}."
+    return (
+        f"From the mean after {most['warmup_steps']} warm-ups, that of `{most['size']}` differs {join_words(clauses)}."
+    )
 
 
 def _evidence(table: pd.DataFrame, samples: pd.DataFrame) -> str:
@@ -125,19 +128,19 @@ def _why(table: pd.DataFrame) -> str:
         causes += [
             "loads the code of each kernel when it is first called",
             "makes cuBLAS's handles and workspace and has it choose algorithms for each shape",
-            "gets memory from the driver, which the allocator then keeps",
+            "gets from the driver the memory that the allocator then keeps",
             "finds the GPU at the clocks of an idle one",
         ]
+        grown = "gradients and the optimizer's moments" if (table["passes"] == "train_step").any() else "what it kept"
         later = (
-            "After one step the optimizer's moments are there for the first time and memory is cut up differently, so "
-            "that a second step may still ask for some, and the clocks take longer than a step to rise: one or two "
-            "warm-ups can still give another result."
+            f"A second step finds {grown} in memory and may still ask for more, and the clocks take longer than a step "
+            "to rise: one or two warm-ups can still give another result."
         )
     else:
         causes += [
             "starts the threads that compute",
             "loads code and prepares kernels for each shape",
-            "touches memory for the first time, which the system must then find",
+            "touches memory that the system must first provide",
             "fills the caches",
         ]
         later = (
