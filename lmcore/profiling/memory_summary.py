@@ -153,7 +153,7 @@ def rectangles(history: History) -> dict[str, Any]:
     for a in always:
         bytes_always[a.category] += a.bytes
     merged = [
-        Allocation(0, bytes_always[name], 0, history.states, f"{name} ({count} allocations)", name)
+        Allocation(0, bytes_always[name], 0, history.states, f"{name} ({count} allocation{'s' * (count != 1)})", name)
         for name, count in count_always.items()
     ]
     return {

@@ -1,0 +1,234 @@
+"""The memory of a real step, on the CPU's allocator, and what a block keeps for the backward pass."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from lmcore.accounting import num_parameters
+from lmcore.cli import main
+from lmcore.profiling.memory import FULL_NOTE, peak_memory, profile_memory, profile_memory_without_snapshot
+from lmcore.profiling.memory_categories import Known, explained
+from lmcore.profiling.memory_summary import CATEGORIES
+from lmcore.profiling.saved import block_and_input, saved_by_operation
+from lmcore.profiling.snapshot import Allocation, History, Stage
+from lmcore.profiling.workload import workload_config
+
+CONTEXT, VOCABULARY = 32, 1_000
+LOGITS = 4 * 4 * CONTEXT * VOCABULARY
+"""Bytes of the logits in float32."""
+
+
+def config(**changes):
+    defaults = {"device": "cpu", "warmup_steps": 1, "passes": "train_step"}
+    return workload_config("smoke", CONTEXT, vocab_size=VOCABULARY, **defaults | changes)
+
+
+PARAMETERS = 4 * num_parameters(config().model)
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    return profile_memory(config(), tmp_path_factory.mktemp("memory"))
+
+
+def test_what_stands_before_and_after_a_step_is_known_exactly(step):
+    before, after = step["before_by_category"], step["after_by_category"]
+    assert before["parameters"] == after["parameters"] == PARAMETERS
+    assert before["optimizer state"] == after["optimizer state"] == 2 * PARAMETERS
+    assert before["gradients"] == 0
+    assert after["gradients"] == PARAMETERS
+    assert (after["activations"], after["temporary"]) == (4, 0)  # the loss
+    c = config().model
+    batch, angles = 2 * 4 * CONTEXT * 8, 2 * CONTEXT * c.d_k // 2 * 4
+    assert before["other"] == batch + angles
+
+
+def test_the_largest_allocations_are_the_logits_and_what_the_loss_makes_of_them(step):
+    rows = [row for row in step["largest"] if row["bytes"] == LOGITS]
+    assert len(rows) == 5
+    assert {row["stage"] for row in rows} == {"forward", "loss", "backward"}
+    assert any("Linear.forward" in row["source"] and row["stage"] == "forward" for row in rows)
+    kept = [row for row in rows if row["category"] == "activations"]
+    assert len(kept) == 2
+    assert all("cross_entropy" in row["source"] for row in kept)
+    assert step["largest"][0]["bytes"] == LOGITS
+
+
+def test_stages_follow_each_other_and_hold_the_peak(step):
+    assert [row["name"] for row in step["stages"]] == ["forward", "loss", "backward", "optimizer"]
+    edges = [edge for row in step["stages"] for edge in (row["first_event"], row["last_event"])]
+    assert edges == sorted(edges)
+    assert step["peak_bytes"] == max(row["peak_bytes"] for row in step["stages"])
+    assert step["peak_stage"] in ("loss", "backward")
+    total = np.sum(list(step["timeline"]["bytes"].values()), axis=0)
+    assert total.max() == step["peak_bytes"] == sum(step["peak_by_category"].values())
+    assert step["categories"] == list(CATEGORIES) == list(step["timeline"]["bytes"])
+
+
+def test_sources_on_the_cpu_name_functions_operators_and_the_backward_pass(step):
+    sources = {row["source"] for row in step["allocations"]}
+    assert any(source.endswith("softmax, exp") for source in sources)
+    assert "ExpBackward0" in sources
+    assert "gradient of lm_head.weight" in sources
+    assert any("adamw_update, sqrt" in source for source in sources)
+    assert step["tool"] == "torch.profiler, CPU allocator"
+    assert step["sources"] == "function and operator"
+    assert step["torch_peak_bytes"] is None
+    assert "CPU's allocator" in step["notes"][0]
+    json.dumps(step)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"passes": "forward"}, {"precision": "bf16"}, {"checkpoint_every": 1}], ids=str
+)
+def test_the_peak_is_the_same_without_a_history(tmp_path, changes):
+    cell = config(**changes)
+    found = peak_memory(cell, tmp_path)
+    assert found["peak_bytes"] == profile_memory_without_snapshot(cell, tmp_path)["peak_bytes"]
+    assert found["step_bytes"] == found["peak_bytes"] - found["before_bytes"] > 0
+
+
+def test_inference_keeps_nothing_for_a_backward_pass(tmp_path, step):
+    forward = profile_memory(config(passes="forward"), tmp_path)
+    assert [row["name"] for row in forward["stages"]] == ["forward"]
+    assert forward["peak_by_category"]["activations"] == 0
+    assert forward["before_by_category"]["optimizer state"] == 0
+    assert forward["peak_bytes"] < step["peak_bytes"]
+
+
+def test_copies_of_weights_in_half_precision_are_named(tmp_path):
+    half = profile_memory(config(precision="bf16"), tmp_path)
+    copies = [row for row in half["allocations"] if row["source"].startswith("bfloat16 copy of ")]
+    c = config().model
+    assert {row["category"] for row in copies} == {"activations"}
+    matrices = c.num_layers * (4 * c.d_model**2 + 3 * c.d_model * c.d_ff) + c.d_model * c.vocab_size
+    assert sum(row["bytes"] for row in copies) == 2 * matrices
+    assert half["after_by_category"]["activations"] == 4  # watching them keeps nothing alive
+
+
+def test_checkpointing_keeps_less_and_says_what_was_computed_again(tmp_path, step):
+    less = profile_memory(config(checkpoint_every=1), tmp_path)
+    kept = {s["name"]: s["end_bytes"] for s in less["stages"]}["forward"]
+    assert kept < {s["name"]: s["end_bytes"] for s in step["stages"]}["forward"]
+    again = [row for row in less["allocations"] if row["source"].endswith("computed again")]
+    assert again
+    assert {row["stage"] for row in again} == {"backward"}
+
+
+def test_the_first_step_of_an_optimizer_is_never_the_one_recorded(tmp_path):
+    assert profile_memory(config(warmup_steps=0), tmp_path)["before_by_category"]["optimizer state"] == 2 * PARAMETERS
+
+
+def test_categories_follow_addresses_and_lifetimes():
+    stages = (Stage("forward", 0, 3), Stage("loss", 3, 4), Stage("backward", 5, 8), Stage("optimizer", 8, 9))
+    allocations = (
+        Allocation(1, 10, 0, 10, "x"),
+        Allocation(2, 10, 0, 4, "x"),
+        Allocation(3, 10, 1, 6, "a"),  # kept for the backward pass
+        Allocation(4, 10, 2, 5, "b"),  # gone when it begins
+        Allocation(5, 10, 4, 7, "c"),
+        Allocation(6, 10, 5, 10, "d"),  # between loss and backward
+        Allocation(3, 10, 7, 10, "e"),  # a gradient where an activation was
+        Allocation(7, 10, 8, 8, "lmcore/model.py:1 f"),
+        Allocation(8, 10, 9, 10, "no Python frame"),
+    )
+    history = History("t", allocations, tuple(range(10)), stages)
+    found = explained(history, {1: Known("parameters", "w", 10)}, {3: "w"}, {3: "half copy of w"}).allocations
+    assert [(a.category, a.stage, a.source) for a in found] == [
+        ("parameters", None, "w"),
+        ("other", None, "x"),
+        ("activations", "forward", "half copy of w, a"),
+        ("temporary", "forward", "b"),
+        ("activations", "loss", "c"),
+        ("temporary", None, "d"),
+        ("gradients", "backward", "gradient of w"),
+        ("temporary", "backward", "lmcore/model.py:1 f, computed again"),
+        ("temporary", "optimizer", "optimizer, no Python frame"),
+    ]
+
+
+def test_what_a_block_keeps_is_what_stays_alive_after_its_forward_pass():
+    """Held against the profiler: the bytes that a forward pass leaves behind, but for the result."""
+    from lmcore.profiling.memory_events import record_cpu
+    from lmcore.profiling.memory_summary import bytes_by_state
+
+    cell = config()
+    block, x = block_and_input(cell, torch.device("cpu"))
+    block(x)
+    history = record_cpu(lambda span: block(x), [])
+    alive = int(bytes_by_state(history, ["unknown"])[0, -1])
+    rows = saved_by_operation(cell)
+    kept = sum(row["bytes"] for row in rows if row["kind"] != "input")
+    # the angles' cosines and sines, looked up in the block, and the mask are kept; the result is alive but not saved
+    result = 4 * CONTEXT * cell.model.d_model * 4
+    assert alive == pytest.approx(kept + result, abs=64)  # scalars such as epsilon
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["plain", "sdpa"])
+def test_fake_tensors_keep_what_real_ones_do(precision, attention):
+    cell = config(precision=precision, attention=attention)
+    rows = saved_by_operation(cell)
+    assert rows == saved_by_operation(cell, abstract=True)
+    kinds = {row["kind"] for row in rows}
+    assert kinds == {"input", "activation", "constant"} | ({"weight copy"} if precision == "bf16" else set())
+    scores = 4 * cell.model.num_heads * CONTEXT**2
+    elements = [
+        int(np.prod(row["shape"])) for row in rows if "softmax" in row["source"] or "dot_product" in row["source"]
+    ]
+    assert (scores in elements) == (attention == "plain")
+
+
+def test_what_a_block_of_any_size_keeps_is_known_without_memory():
+    rows = saved_by_operation(workload_config("2.7b", 1024), abstract=True)
+    exponentials = next(row for row in rows if row["operation"] == "ExpBackward0")
+    assert exponentials["bytes"] == 4 * 4 * 32 * 1024**2
+    assert "softmax" in exponentials["source"]
+    assert exponentials["operations"] == ["ExpBackward0", "DivBackward0"]
+
+
+def test_the_command_records_prints_and_draws(tmp_path, capsys):
+    options = ["--size", "smoke", "--context-length", "16", "--passes", "forward", "--device", "cpu", "--top", "3"]
+    assert main(["memory", *options, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "CPU allocator" in said
+    assert "Linear.forward" in said
+    name = "smoke-16-fp32-forward-b4"
+    assert "<html" in (tmp_path / f"{name}.html").read_text()
+    result = json.loads((tmp_path / "cells" / f"{name}.json").read_text())["result"]
+    assert result["peak_bytes"] > result["before_bytes"]
+
+
+def test_the_command_reads_snapshots_of_others_and_refuses_what_is_none(tmp_path, capsys):
+    alloc = {"action": "alloc", "addr": 1, "size": 5_000_000, "stream": 0, "frames": [], "time_us": 1}
+    path = tmp_path / "a.pickle"
+    path.write_bytes(pickle.dumps({"device_traces": [[alloc]], "segments": []}))
+    assert main(["memory", "--snapshot", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "Peak: 5.00 MB" in said
+    assert "unknown" in said
+    assert main(["memory", "--snapshot", __file__]) == 2
+    assert "is no memory snapshot" in capsys.readouterr().err
+    assert main(["memory", "--size", "huge"]) == 2
+    assert "no model size 'huge'" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "changes", [{}, {"passes": "forward"}, {"precision": "bf16"}, {"checkpoint_every": 1}], ids=str
+)
+def test_the_gpu_s_timeline_has_the_allocator_s_own_peak(tmp_path, changes):
+    found = profile_memory(config(device="cuda", **changes), tmp_path)
+    assert found["peak_bytes"] == found["torch_requested_peak_bytes"]
+    assert found["peak_bytes"] <= found["torch_peak_bytes"]
+    assert found["before_by_category"]["parameters"] == PARAMETERS
+    if changes.get("passes") != "forward":
+        assert found["after_by_category"]["gradients"] == PARAMETERS
+    assert (tmp_path / found["snapshot"]["file"]).stat().st_size == found["snapshot"]["bytes"]
+    assert FULL_NOTE not in found["notes"]
+    assert any("lmcore/model.py" in row["source"] for row in found["largest"])
+    assert main(["memory", "--snapshot", str(tmp_path / found["snapshot"]["file"])]) == 0
