@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,12 +10,13 @@ import torch
 
 from lmcore.accounting import num_parameters
 from lmcore.cli import main
+from lmcore.profiling import memory
 from lmcore.profiling.memory import FULL_NOTE, peak_memory, profile_memory, profile_memory_without_snapshot
 from lmcore.profiling.memory_categories import Known, explained
 from lmcore.profiling.memory_summary import CATEGORIES
 from lmcore.profiling.saved import block_and_input, saved_by_operation
-from lmcore.profiling.snapshot import Allocation, History, Stage
-from lmcore.profiling.workload import workload_config
+from lmcore.profiling.snapshot import Allocation, History, Stage, read_snapshot
+from lmcore.profiling.workload import no_span, workload_config
 
 CONTEXT, VOCABULARY = 32, 1_000
 LOGITS = 4 * 4 * CONTEXT * VOCABULARY
@@ -148,6 +150,68 @@ def test_categories_follow_addresses_and_lifetimes():
         ("temporary", "backward", "lmcore/model.py:1 f, computed again"),
         ("temporary", "optimizer", "optimizer, no Python frame"),
     ]
+
+
+class FakeCuda:
+    """A workload on a GPU that is not there: its step writes the trace that the allocator would have written."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, capacity):
+        self.capacity, self.trace, self.counts = capacity, [], [40, 30]
+
+    def alloc(self, address, size):
+        self.counts[0] += 1
+        self.trace.append({"action": "alloc", "addr": address, "size": size, "frames": [], "time_us": len(self.trace)})
+
+    def free(self, address, size):
+        self.counts[1] += 1
+        for action in ("free_requested", "free_completed"):
+            self.trace.append(
+                {"action": action, "addr": address, "size": size, "frames": [], "time_us": len(self.trace)}
+            )
+
+    def step(self, span):
+        self.free(9, 900)
+        with span("forward"):
+            self.alloc(1, 100)
+            self.alloc(2, 200)
+            self.free(2, 200)
+        with span("backward"):
+            self.alloc(3, 300)
+            self.free(1, 100)
+
+    def synchronize(self):
+        pass
+
+    def snapshot(self):
+        blocks = [
+            {"address": 3, "size": 512, "requested_size": 300, "state": "active_allocated", "frames": []},
+            {"address": 8, "size": 1024, "requested_size": 800, "state": "active_allocated", "frames": []},
+        ]
+        return {"device_traces": [self.trace[-self.capacity :]], "segments": [{"address": 3, "blocks": blocks}]}
+
+
+@pytest.mark.parametrize(("capacity", "truncated"), [(100, False), (5, True)])
+def test_stages_on_a_gpu_are_found_by_counting(monkeypatch, tmp_path, capacity, truncated):
+    fake = FakeCuda(capacity)
+    monkeypatch.setattr(memory, "forget_memory", lambda device: None)
+    monkeypatch.setattr(memory, "cuda_counts", lambda device: tuple(fake.counts))
+    monkeypatch.setattr(memory, "cuda_peaks", lambda device: {"torch_peak_bytes": 1})
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *args, **options: None)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
+    marks = SimpleNamespace(span=no_span)
+    history, recorded = memory.record_cuda(fake, marks, tmp_path)
+    assert history.truncated == truncated
+    if truncated:  # what is left: the free of 2, and the backward pass
+        assert history.stages == (Stage("forward", 0, 1), Stage("backward", 1, 3))
+    else:
+        assert history.stages == (Stage("forward", 1, 4), Stage("backward", 4, 6))
+    said = {a.address: (a.bytes, a.first, a.last) for a in history.allocations}
+    assert said[8] == (800, 0, history.states)
+    assert said[3] == (300, history.states - 2, history.states)
+    assert said[1] == (100, 0 if truncated else 2, history.states - 1)
+    assert read_snapshot(tmp_path / recorded["snapshot"]["file"]) == fake.snapshot()
 
 
 def test_what_a_block_keeps_is_what_stays_alive_after_its_forward_pass():

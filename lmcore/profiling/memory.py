@@ -31,7 +31,8 @@ def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = T
 
     After the warm-up (at least one step, so that the optimizer's state exists) one step is recorded, from dropped
     gradients on: with the CUDA allocator's history on a GPU, else with torch.profiler's events of the CPU allocator.
-    Bytes are those requested by tensors. "Events" are allocations and frees; *state* k is after k events.
+    Bytes are those requested by tensors. Seconds are those of the host, which asks for memory ahead of the GPU's work.
+    "Events" are allocations and frees; *state* k is after k events.
 
     {
       "tool": "torch.cuda memory history" | "torch.profiler, CPU allocator",

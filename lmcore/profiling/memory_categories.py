@@ -65,7 +65,8 @@ def explained(history: History, standing: Standing, gradients: Mapping[int, str]
     def explain(a: Allocation) -> Allocation:
         if a.first == 0:
             known = standing.get(a.address)
-            found = (known.category, known.name) if known else ("other", a.source)
+            unnamed = "there before, without a name" if a.source == NO_FRAME else a.source  # such as workspaces
+            found = (known.category, known.name) if known else ("other", unnamed)
             return dataclasses.replace(a, category=found[0], source=found[1])
         stage = next((stage.name for stage in history.stages if stage.first < a.first <= stage.last), None)
         source = f"{stage or 'between stages'}, {NO_FRAME}" if a.source == NO_FRAME else a.source
