@@ -134,7 +134,7 @@ def record(profile: dict | None, size: str = "large", context: int = 128, outcom
     """The record of a cell as `run_cells` writes it."""
     config = workload_config(size, context, **changes)
     return {
-        "cell": f"{size}-{context}-{config.precision}-{config.passes}",
+        "cell": f"{size}-{context}-{config.precision}-{config.passes}" + "-sdpa" * (config.model.attention == "sdpa"),
         "config": to_dict(config),
         "outcome": outcome,
         "reason": "CUDA out of memory. Tried to allocate 3.00 GiB." if outcome == "out of memory" else None,

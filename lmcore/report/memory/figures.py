@@ -29,7 +29,7 @@ CATEGORY_COLORS = {
 PASSES = {"forward": "forward pass", "forward_backward": "forward and backward pass", "train_step": "training step"}
 """Passes of a cell, for readers."""
 
-POINTS = 500
+POINTS = 350
 """Moments of a drawn timeline: more make the file larger than the picture sharper."""
 
 RASTER_DPI = 220
@@ -38,7 +38,7 @@ RASTER_DPI = 220
 BYTE_STEPS = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1, "bytes"))
 
 
-def timeline_figure(profiles: Mapping[str, Mapping[str, Any]], detail: float = 0.002) -> Figure:
+def timeline_figure(profiles: Mapping[str, Mapping[str, Any]], detail: float = 0.006) -> Figure:
     """Active memory timelines below each other, each with its own axes: `profiles` maps titles to profiles.
 
     Stacked by category over the sequence of allocations and frees, stages marked, the peak dotted. Allocations of at
@@ -59,22 +59,25 @@ def timeline_figure(profiles: Mapping[str, Mapping[str, Any]], detail: float = 0
 def _timeline(axes: Axes, profile: Mapping[str, Any], detail: float) -> None:
     timeline, unit = profile["timeline"], byte_unit(profile["peak_bytes"])
     levels = np.array([timeline["bytes"][name] for name in profile["categories"]], dtype=float)
-    kept = thinned_points(timeline["event"], levels.sum(axis=0), POINTS)
+    kept = np.union1d(0, thinned_points(timeline["event"], levels.sum(axis=0), POINTS))
     events = np.append(np.array(timeline["event"])[kept], profile["events"])
     levels = np.append(levels[:, kept], levels[:, -1:], axis=1)
     tops = np.cumsum(levels, axis=0)
     for index, name in enumerate(profile["categories"]):
         if levels[index].any():
-            low = tops[index] - levels[index]
-            color = CATEGORY_COLORS[name]
-            axes.fill_between(events, low / unit[0], tops[index] / unit[0], step="post", color=color, linewidth=0)
+            low, top = tops[index] - levels[index], tops[index]
+            steps = changing(low, top)
+            axes.fill_between(
+                events[steps], low[steps] / unit[0], top[steps] / unit[0], step="post",
+                color=CATEGORY_COLORS[name], linewidth=0,
+            )  # fmt: skip
     outlines = allocation_outlines(profile, events, tops - levels, detail)
     axes.add_collection(
         PolyCollection(
             [outline / (1, unit[0]) for outline in outlines],
             facecolors="none",
             edgecolors="white",
-            linewidths=0.35,
+            linewidths=0.25,
             rasterized=True,  # hundreds of them, each with a step wherever something below it comes or goes
         )
     )
@@ -92,6 +95,13 @@ def _timeline(axes: Axes, profile: Mapping[str, Any], detail: float) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.grid(visible=False)
+
+
+def changing(*levels: np.ndarray) -> np.ndarray:
+    """Which points of a stepwise line are needed: where a level is not that before it, and the last."""
+    needed = np.any([np.diff(level, prepend=np.nan) != 0 for level in levels], axis=0)
+    needed[-1] = True
+    return needed
 
 
 def _mark_stages(axes: Axes, profile: Mapping[str, Any]) -> None:
@@ -234,10 +244,9 @@ def kept_figure(kept: pd.DataFrame) -> Figure:
     """
     variants = list(dict.fromkeys(kept["variant"]))
     rows = [kept[kept["variant"] == variant] for variant in variants]
-    figure, grid = panels(
-        len(rows), 1, 0.9 + sum(0.5 + 0.2 * len(part) for part in rows), height_ratios=[len(part) + 1 for part in rows],
-        sharex=True,
-    )  # fmt: skip
+    height = 0.9 + sum(0.45 + 0.17 * len(part) for part in rows)
+    ratios = [len(part) + 1 for part in rows]
+    figure, grid = panels(len(rows), 1, height, height_ratios=ratios, sharex=True)
     unit = byte_unit(max(kept["bytes"].max(), kept["predicted_bytes"].max()))
     for axes, variant, part in zip(grid[:, 0], variants, rows, strict=True):
         places = np.arange(len(part))

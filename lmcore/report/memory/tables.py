@@ -1,7 +1,7 @@
 """Tables of notebook 06, from the records of `lmcore.profiling.cells.run_cells`: measured beside predicted."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -24,7 +24,8 @@ PEAK_COLUMNS = [
     "reserved_peak_bytes", "predicted_bytes", "predicted_stage", "predicted_moment", "relative_error", "claimed",
 ]  # fmt: skip
 STAGE_COLUMNS = [
-    "cell", *CELL_COLUMNS, "tool", "stage", "start_bytes", "end_bytes", "peak_bytes", "is_peak", "predicted_bytes",
+    "cell", *CELL_COLUMNS, "tool", "stage", "start_bytes", "end_bytes", "peak_bytes", "peak_position",
+    "predicted_bytes",
     *(f"{edge} {category}" for edge in ("start", "end") for category in CATEGORIES),
 ]  # fmt: skip
 COMPOSITION_COLUMNS = ["cell", *CELL_COLUMNS, "stage", "category", "bytes", "predicted_bytes"]
@@ -54,13 +55,15 @@ def peaks_table(records: Records) -> pd.DataFrame:
 def _peak_row(record: Mapping[str, Any]) -> dict[str, Any]:
     config, result = config_of(record), record.get("result") or {}
     predicted = prediction(config)
-    measured = result.get("peak_bytes")
+    keys = ("requested_peak_bytes", "torch_requested_peak_bytes", "peak_bytes")
+    measured = next((result[key] for key in keys if result.get(key) is not None), None)
+    on_gpu = result.get("reserved_peak_bytes") is not None
     return cell_columns(record) | {
         "outcome": record["outcome"],
         "reason": record.get("reason"),
         "num_parameters": num_parameters(config.model),
         "peak_bytes": measured,
-        "allocated_peak_bytes": result.get("torch_peak_bytes"),
+        "allocated_peak_bytes": (result.get("torch_peak_bytes") or result.get("peak_bytes")) if on_gpu else None,
         "reserved_peak_bytes": result.get("reserved_peak_bytes"),
         "predicted_bytes": predicted["peak_bytes"],
         "predicted_stage": predicted["stage"],
@@ -111,11 +114,19 @@ def stages_table(records: Records) -> pd.DataFrame:
             rest = {
                 "tool": profile["tool"],
                 "stage": stage["name"],
-                "is_peak": stage["name"] == profile["peak_stage"],
+                "peak_position": _position(profile, stage),
                 "predicted_bytes": predicted.get(stage["name"]),
             }
             rows.append(cell | rest | sizes | levels)
     return pd.DataFrame(rows, columns=STAGE_COLUMNS)
+
+
+def _position(profile: Mapping[str, Any], stage: Mapping[str, Any]) -> float | None:
+    """Where within a stage the peak of the whole step lies: 0 at its beginning, 1 at its end; None elsewhere."""
+    if stage["name"] != profile["peak_stage"]:
+        return None
+    length = stage["last_event"] - stage["first_event"]
+    return (profile["peak_event"] - stage["first_event"]) / length if length else 0.0
 
 
 def at_event(profile: Mapping[str, Any], event: int) -> dict[str, int]:
@@ -142,7 +153,7 @@ def composition_table(records: Records) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=COMPOSITION_COLUMNS)
 
 
-def largest_table(records: Records, count: int = 10) -> pd.DataFrame:
+def largest_table(records: Records, count: int = 25) -> pd.DataFrame:
     """The largest allocations that each profiled step made, the same ones together, with the shapes of their size.
 
     `kept` of `count` were still there at the end, `seconds` is their median lifetime, `shape` what of the model has
@@ -152,37 +163,52 @@ def largest_table(records: Records, count: int = 10) -> pd.DataFrame:
     for cell, profile, config in _profiled(records):
         for found in profile["largest"][:count]:
             columns = {key: found[key] for key in ("stage", "category", "bytes", "count", "kept", "seconds", "source")}
-            shapes = shapes_of_size(config.model, config.batch_size, found["bytes"], config.precision)
+            shapes = shapes_of_size(config.model, config.batch_size, found["bytes"], config.precision, found["stage"])
             rows.append(cell | columns | {"shape": " or ".join(shapes) or None})
     return pd.DataFrame(rows, columns=LARGEST_COLUMNS)
 
 
-def shapes_of_size(config: ModelConfig, batch_size: int, size: int, precision: str = "fp32") -> list[str]:
+def shapes_of_size(
+    config: ModelConfig, batch_size: int, size: int, precision: str = "fp32", stage: str | None = "forward"
+) -> list[str]:
     """The model's tensors that take just `size` bytes: "logits (4 × 128 × 10,000 values of 4 bytes)".
 
-    Values have four bytes, in mixed precision also two; masks, with one, are named where nothing else fits.
+    Values have four bytes, in mixed precision also two; masks, with one, are named where nothing else fits. Matrices
+    are made in forward pass and loss as half-precision copies alone, later as gradients and temporaries too.
     """
-    found: dict[int, list[str]] = {4: [], 2: [], 1: []}
-    for name, dimensions in tensor_shapes(config, batch_size).items():
+    half = [2] if precision in ("bf16", "fp16") else []
+    early = stage in ("forward", "loss")
+    activations = _fitting(activation_shapes(config, batch_size), size, [4, *half])
+    found = activations + _fitting(matrix_shapes(config), size, half if early else [4, *half])
+    return found or _fitting({"causal mask": (config.context_length, config.context_length)}, size, [1])
+
+
+def _fitting(shapes: Mapping[str, tuple[int, ...]], size: int, widths: Sequence[int]) -> list[str]:
+    found = []
+    for name, dimensions in shapes.items():
         width, rest = divmod(size, math.prod(dimensions))
-        if rest == 0 and width in found:
+        if rest == 0 and width in widths:
             shape = " × ".join(f"{dimension:,}" for dimension in dimensions)
-            found[width].append(f"{name} ({shape} values of {width} byte{'s' * (width > 1)})")
-    floats = found[4] + (found[2] if precision in ("bf16", "fp16") else [])
-    return floats or found[1]
+            found.append(f"{name} ({shape} values of {width} byte{'s' * (width > 1)})")
+    return found
 
 
-def tensor_shapes(config: ModelConfig, batch_size: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the large tensors of a forward and backward pass, and of the matrices, by what they are."""
+def activation_shapes(config: ModelConfig, batch_size: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the large tensors that a forward pass makes, by what they are."""
     c, tokens = config, (batch_size, config.context_length)
     return {
-        "logits": (*tokens, c.vocab_size),
-        "attention scores": (batch_size, c.num_heads, c.context_length, c.context_length),
-        "hidden layer of the feed-forward network": (*tokens, c.d_ff),
-        "residual stream": (*tokens, c.d_model),
-        "half of the queries or keys, for RoPE": (batch_size, c.num_heads, c.context_length, c.d_k // 2),
-        "token embeddings or output matrix": (c.vocab_size, c.d_model),
-        "a matrix of the feed-forward network": (c.d_ff, c.d_model),
-        "a projection of the attention": (c.d_model, c.d_model),
-        "causal mask": (c.context_length, c.context_length),
+        "the logits": (*tokens, c.vocab_size),
+        "the attention scores of a block": (batch_size, c.num_heads, c.context_length, c.context_length),
+        "the hidden layer of a feed-forward network": (*tokens, c.d_ff),
+        "the residual stream": (*tokens, c.d_model),
+        "half of a block's queries or keys, for RoPE": (batch_size, c.num_heads, c.context_length, c.d_k // 2),
+    }
+
+
+def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the model's matrices, by what they are."""
+    return {
+        "the token embeddings or the output matrix": (config.vocab_size, config.d_model),
+        "a matrix of a feed-forward network": (config.d_ff, config.d_model),
+        "a projection of the attention": (config.d_model, config.d_model),
     }
