@@ -203,7 +203,7 @@ def test_mixed_precision_is_judged_by_its_numbers():
     assert "For a forward pass, bf16 means **more memory** throughout: 1.50 times" in text
     assert "For a training step, bf16 means **less memory** throughout: 0.700 times" in text
     assert "activations go from" in text
-    assert "parameters and optimizer state" in text
+    assert "parameters, optimizer state and" in text
     assert complete(text)
     assert compared(0.95, 1.02).count("**hardly any difference**") == 2
 
