@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from lmcore.profiling.memory_summary import CATEGORIES
+from lmcore.profiling.workload import WorkloadConfig
 from lmcore.report.answers import format_bytes
 from lmcore.report.figures import LEGEND_BESIDE, MUTED, WARNING, category_colors, panels
 
@@ -261,3 +262,12 @@ def kept_figure(kept: pd.DataFrame) -> Figure:
     grid[0, 0].legend(**LEGEND_BESIDE)
     grid[-1, 0].set_xlabel(f"kept by one block ({unit[1]})")
     return figure
+
+
+def titled(profiles: Mapping[str, Mapping[str, Any]], cells: Mapping[str, WorkloadConfig]) -> dict[str, Any]:
+    """Profiles of cells by titles for readers: "large, training step, context 128, fp32"."""
+    titles = {}
+    for name, profile in profiles.items():
+        c = cells[name]
+        titles[f"{c.size}, {PASSES[c.passes]}, context {c.model.context_length:,}, {c.precision}"] = profile
+    return titles
