@@ -75,7 +75,7 @@ def nsight_systems() -> dict[str, Any]:
         nsys = find_nsys()
     except UserError:
         return part | {"present": False, "remedy": INSTALL}
-    detail = f"{nsys.version} ({nsys.path}), found by {nsys.place}"
+    detail = f"{nsys.version} ({nsys.path}), from {nsys.place}"
     return part | {"present": True, "remedy": "", "detail": detail}
 
 

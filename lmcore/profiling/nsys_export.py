@@ -4,6 +4,7 @@ The tables are those of NVIDIA's "SQLite Schema Reference"; tables without rows 
 with versions (seen: 2022.2 to 2025.3), and several obvious joins are wrong. Each is explained where it is done right.
 """
 
+import functools
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -43,6 +44,7 @@ class Export:
 
     def __init__(self, connection: sqlite3.Connection, path: Path):
         self.connection, self.path = connection, path
+        connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")  # not all is UTF-8
         tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         self.columns = {
             name: {column[1] for column in connection.execute(f'PRAGMA table_info("{name}")')} for (name,) in tables

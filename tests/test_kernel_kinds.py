@@ -1,0 +1,143 @@
+"""The rule that tells kinds of kernels by their names: real names, those of the shared exports among them."""
+
+import pytest
+from nsys_exports import FORWARD_BACKWARD, WHOLE_GRAPHS, rows, sample
+
+from lmcore.profiling.kernel_kinds import KINDS, OPERATOR_KINDS, kernel_kind, short_name
+
+ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<(int)4, {}, std::array<char *, (unsigned long)3>>(int)"
+UNROLLED = (
+    "void at::native::unrolled_elementwise_kernel<{}, std::array<char*, 2ul>, 4, TrivialOffsetCalculator<1>>(int)"
+)
+
+NAMES = {
+    "matmul": (
+        "ampere_sgemm_128x64_tn",
+        "sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x",
+        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT",
+        "nvjet_hsh_256x128_64x4_2x1_v_bz_coopA_TNT",
+        "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nt_align1>(T1::Params)",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>(cublasSplitKParams<float>)",
+        "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false>(...)",
+        "void gemmSN_NN_kernel<float, 128, 2, 4, 8, 2, 4, false>(...)",
+        "triton_tem_fused_mm_3",
+        "triton_mm_12",
+    ),
+    "attention": (
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>(Flash_fwd_params)",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Traits<64>>(Flash_bwd_params)",
+        "fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float>::Params)",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
+        "triton_tem_fused_flex_attention_2",
+    ),
+    "softmax/reduction": (
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MaxOps<float>, 4>>(T3)",
+        "void at::native::(anonymous namespace)::softmax_warp_forward<float, float, float, 8, false, false>(float*)",
+        "void at::native::(anonymous namespace)::cunn_SoftMaxBackward<4, float, float, float>(float*, long)",
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>(int, float)",
+        "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_3",
+        "triton_per_fused__scaled_dot_product_flash_attention_mul_sum_2",
+    ),
+    "elementwise": (
+        ELEMENTWISE.format("at::native::CUDAFunctor_add<float>"),
+        "void at::native::elementwise_kernel<128, 2, gpu_kernel_impl_nocast<where_kernel_impl(TensorIterator&)>>(int)",
+        "void at::native::index_elementwise_kernel<128, 4, gpu_index_kernel<index_kernel_impl<OpaqueType<4>>>>(long)",
+        "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long, long)",
+        ELEMENTWISE.format("at::native::FillFunctor<float>"),
+        "triton_poi_fused__scaled_dot_product_efficient_attention_clone_1",
+    ),
+    "copy": (
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy<OpaqueType<4u>, unsigned int, 4, 64, 64>(...)",
+        UNROLLED.format("at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}"),
+        ELEMENTWISE.format("at::native::bfloat16_copy_kernel_cuda(at::TensorIteratorBase &)::[lambda(float)]"),
+        ELEMENTWISE.format("at::native::float8_copy_kernel_cuda(at::TensorIteratorBase &)::[lambda(float)]"),
+        "Memcpy DtoD (Device -> Device)",
+        "Memset (Device)",
+        "aten::copy_",
+    ),
+    "optimizer": (
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorList<2>, LerpFunctor<float>>(T1)",
+        "aten::_foreach_add_",
+        "aten::_fused_adamw_",
+    ),
+    "other": (
+        "saxpy(double *, double *, double *, double, int)",
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "CUDA graph 4",
+        "aten::matmul",
+        "aten::view",
+        "autograd::engine::evaluate_function: MmBackward0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
+def test_kind_of_real_names(kind, name):
+    assert kernel_kind(name) == kind
+
+
+def test_every_kind_has_names():
+    assert set(NAMES) == set(KINDS)
+    operators = " ".join(OPERATOR_KINDS.values()).split()
+    assert len(operators) == len(set(operators)), "an operator of two kinds"
+
+
+def test_random_numbers_are_no_norm():
+    assert kernel_kind(
+        "void at::native::(anonymous namespace)::distribution_elementwise_grid_stride_kernel<normal>"
+    ) == ("elementwise")
+
+
+def kinds_by_sql(path, condition: str) -> int:
+    """Nanoseconds of the kernels of an export whose demangled names fulfil a condition."""
+    sql = f"""SELECT SUM(end - start) FROM CUPTI_ACTIVITY_KIND_KERNEL
+              WHERE demangledName IN (SELECT id FROM StringIds WHERE {condition})"""
+    return rows(path, sql)[0][0]
+
+
+def test_kinds_of_a_real_training_step():
+    """The nanoseconds of each kind in the real export, told apart by hand-written conditions on the names."""
+    path = sample(FORWARD_BACKWARD)
+    found = dict.fromkeys(KINDS, 0)
+    sql = "SELECT value, end - start FROM CUPTI_ACTIVITY_KIND_KERNEL JOIN StringIds ON id = demangledName"
+    for name, duration in rows(path, sql):
+        found[kernel_kind(name)] += duration
+    assert found["matmul"] == kinds_by_sql(path, "value LIKE 'ampere_sgemm%' OR value LIKE '%cutlass%'")
+    assert found["optimizer"] == kinds_by_sql(path, "value LIKE '%multi_tensor_apply_kernel%'")
+    assert found["copy"] == kinds_by_sql(path, "value LIKE '%direct_copy_kernel%' OR value LIKE '%CatArray%'")
+    assert found["softmax/reduction"] == kinds_by_sql(
+        path, "value LIKE '%native::reduce_kernel%' OR value LIKE '%cunn_SoftMax%' OR value LIKE '%nll_loss%'"
+    )
+    assert found["other"] == kinds_by_sql(path, "value LIKE '%RadixSort%'")
+    assert found["attention"] == 0
+
+
+def test_multi_tensor_copies_are_copies():
+    names = {
+        name for (name,) in rows(sample(WHOLE_GRAPHS), "SELECT value FROM StringIds WHERE value LIKE 'void at::%'")
+    }
+    assert {kernel_kind(name) for name in names} == {"copy", "elementwise"}
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("ampere_sgemm_128x64_tn", "ampere_sgemm_128x64_tn"),
+        (NAMES["matmul"][4], "cutlass_80_simt_sgemm_128x64_8x5_nt_align1"),
+        (ELEMENTWISE.format("at::native::CUDAFunctor_add<float>"), "vectorized_elementwise_kernel (add)"),
+        (
+            ELEMENTWISE.format("BinaryFunctor<float, float, float, at::native::binary_internal::MulFunctor<float>>"),
+            "vectorized_elementwise_kernel (Mul)",
+        ),
+        (NAMES["copy"][1], "unrolled_elementwise_kernel (direct_copy)"),
+        (NAMES["softmax/reduction"][0], "reduce_kernel (Max)"),
+        (NAMES["softmax/reduction"][1], "softmax_warp_forward"),
+        ("void pytorch_flash::flash_fwd_kernel<A>(Flash_fwd_params)", "flash_fwd_kernel"),
+        ("saxpy(double *, double *, double *, double, int)", "saxpy"),
+        ("aten::mm", "aten::mm"),
+        ("autograd::engine::evaluate_function: MmBackward0", "autograd::engine::evaluate_function: MmBackward0"),
+        ("", ""),
+    ],
+)
+def test_short_names(name, short):
+    assert short_name(name) == short
