@@ -16,6 +16,7 @@ from lmcore.profiling.workload import workload_config
 from lmcore.report.figures import save_figure, use_style
 from lmcore.report.memory import answers, figures, kept, sizes, tables
 from lmcore.report.memory.timeline_html import timeline_data, write_timeline
+from lmcore.report.tables import write_results
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,6 +65,14 @@ def test_peaks_are_held_against_the_prediction_and_missing_cells_are_rows():
     assert rows["predicted_bytes"][1] > rows["predicted_bytes"][0]
     assert rows["device"].tolist() == ["Chip A", "Chip A"]
     assert rows["reason"][1].startswith("CUDA out of memory")
+
+
+def test_bytes_are_not_rounded_where_some_are_missing(tmp_path):
+    entry = exact(factor=1.0123456789)
+    lost = record(None, context=512, outcome="out of memory")
+    written = write_results(tables.peaks_table(records(entry, lost)), tmp_path / "peaks.json", {})
+    assert written["peak_bytes"][0] == entry["result"]["peak_bytes"]
+    assert pd.isna(written["peak_bytes"][1])
 
 
 def test_the_requested_peak_is_taken_before_the_rounded_one():
@@ -182,6 +191,7 @@ def test_peaks_by_context_with_what_did_not_fit():
     assert text.count("| 512") == 1
     assert "from context 128 to 512" in text
     assert "training step" in text.splitlines()[2]
+    assert "at most 2.00 times as much" in text
     assert answers.peaks_answer(tables.peaks_table(cells), "bf16") == "No cell in bf16 was measured."
 
 
@@ -268,18 +278,25 @@ def test_what_a_block_keeps_is_the_prediction_operation_by_operation(changes):
     entry = record(None, "smoke", 32, vocab_size=100, passes="train_step", **changes)
     rows = kept.kept_table(records(entry | {"result": {"saved": saved_by_operation(config)}}))
     assert rows["bytes"].tolist() == rows["predicted_bytes"].tolist()
+    assert (rows["weight_copy_bytes"].sum() > 0) == (changes == {"precision": "bf16"})
     assert set(rows["operation"]) == {row["operation"] for row in predicted_by_operation(config.model, 4)}
 
 
 def test_what_a_block_keeps_in_words():
     rows = pd.DataFrame(
-        [("fp32", "silu", 60, 60, "x", "s"), ("fp32", "gate", 40, 40, "y", "s"), ("bf16", "silu", 50, 55, "x", "s")],
+        [
+            ("fp32", "silu", 60, 0, 60, "x", "s"),
+            ("fp32", "gate", 40, 0, 40, "y", "s"),
+            ("bf16", "silu", 50, 20, 55, "x", "s"),
+        ],
         columns=kept.KEPT_COLUMNS,
     )
     text = kept.kept_answer(rows, 3)
     assert "one block keeps **100 bytes**, all 3 of them 300 bytes" in text
     assert "It is 50 bytes in bf16 (50% less)." in text
+    assert "Of that, 20 bytes in bf16 are copies of weights" in text
     assert "off by at most 10% (in bf16)" in text
+    assert "copies of weights" not in kept.kept_answer(rows.iloc[:2], 3)
     assert "exact" in kept.kept_answer(rows.iloc[:2], 3)
     assert "No block was measured" in kept.kept_answer(rows.assign(bytes=None), 3)
 
@@ -325,8 +342,10 @@ def test_peaks_composition_and_kept_bytes_are_drawn_whole():
     assert "out of memory" in [text.get_text() for text in figure.axes[1].get_legend().get_texts()]
     profiles = records(record(training(), passes="train_step"), record(inference(), passes="forward"))
     drawn(figures.composition_figure(tables.composition_table(profiles)))
-    rows = [("fp32", name, 60 + i, 60, "x", "s") for i, name in enumerate("abc")]
-    drawn(figures.kept_figure(pd.DataFrame(rows, columns=kept.KEPT_COLUMNS)))
+    rows = [("fp32", name, 60 + i, 0, 60, "x", "s") for i, name in enumerate("abc")]
+    found = pd.DataFrame(rows, columns=kept.KEPT_COLUMNS)
+    drawn(figures.kept_figure(found))
+    drawn(figures.kept_figure(pd.concat([found, found.assign(variant="bf16", bytes=None)])))
 
 
 def test_the_page_needs_nothing_from_outside(tmp_path):

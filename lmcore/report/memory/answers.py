@@ -129,7 +129,22 @@ def peaks_answer(peaks: pd.DataFrame, precision: str = BASELINE) -> str:
         lines.append({"size": size, "context": f"{context:,}"} | levels)
     table = pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True)
     growth = " ".join(_growth(part) for _, part in rows.groupby("size", sort=False))
-    return f"Peak of what tensors take, in {precision}:\n\n{table}\n\n{growth} {lost_sentence(rows)}".rstrip()
+    notes = " ".join(filter(None, [growth, _reserved(rows), lost_sentence(rows)]))
+    return f"Peak of what tensors take, in {precision}:\n\n{table}\n\n{notes}".rstrip()
+
+
+def _reserved(rows: pd.DataFrame) -> str:
+    """How much more the caching allocator took from the device; empty where that is not known."""
+    known = rows.dropna(subset=["peak_bytes", "reserved_peak_bytes"])
+    if not len(known):
+        return ""
+    ratios = known["reserved_peak_bytes"].astype(float) / known["peak_bytes"].astype(float)
+    worst = known.loc[ratios.idxmax()]
+    return (
+        f"The allocator keeps what it has once taken from the device, so that nvidia-smi shows more: at most "
+        f"{format_significant(ratios.max(), 3)} times as much, {format_bytes(worst['reserved_peak_bytes'])} for "
+        f"`{worst['cell']}`."
+    )
 
 
 def _growth(rows: pd.DataFrame) -> str:

@@ -243,6 +243,7 @@ def kept_figure(kept: pd.DataFrame) -> Figure:
 
     A panel for each `variant` of the model; rows of `kept` are in the order of the operations.
     """
+    kept = kept.astype({"bytes": float, "predicted_bytes": float})
     variants = list(dict.fromkeys(kept["variant"]))
     rows = [kept[kept["variant"] == variant] for variant in variants]
     height = 0.9 + sum(0.45 + 0.17 * len(part) for part in rows)
@@ -256,7 +257,7 @@ def kept_figure(kept: pd.DataFrame) -> Figure:
                     label="predicted")  # fmt: skip
         axes.set_yticks(places, part["operation"])
         axes.set_ylim(len(part) - 0.4, -0.6)
-        total = format_bytes(part["bytes"].sum())
+        total = format_bytes(part["bytes"].sum()) if part["bytes"].notna().all() else "not measured"
         axes.set_title(f"{variant}: {total}", loc="left")
         axes.grid(visible=False, axis="y")
     grid[0, 0].legend(**LEGEND_BESIDE)

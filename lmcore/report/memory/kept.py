@@ -10,9 +10,15 @@ from lmcore import memory_accounting
 from lmcore.profiling.saved import saved_by_operation
 from lmcore.profiling.workload import WorkloadConfig
 from lmcore.report.answers import format_bytes, format_percent, join_words
-from lmcore.report.memory.tables import Records, config_of
+from lmcore.report.memory.tables import Records, config_of, exact_bytes
 
-KEPT_COLUMNS = ["variant", "operation", "bytes", "predicted_bytes", "tensors", "source"]
+KEPT_COLUMNS = ["variant", "operation", "bytes", "weight_copy_bytes", "predicted_bytes", "tensors", "source"]
+
+
+BYTES = ["bytes", "weight_copy_bytes", "predicted_bytes"]
+
+WEIGHT_COPY = "weight copy"
+"""Kind of a storage that is a parameter in half precision."""
 
 
 def kept_by_block(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
@@ -40,7 +46,7 @@ def kept_table(records: Records) -> pd.DataFrame:
         rows = [row for row in (record.get("result") or {}).get("saved", []) if row["operations"]]
         measured = pd.DataFrame(
             [row | {"operation": name} for row, name in zip(rows, operation_names(rows), strict=True)],
-            columns=["operation", "bytes", "source"],
+            columns=["operation", "bytes", "source", "kind"],
         )
         names = list(dict.fromkeys([*predicted["operation"], *measured["operation"]]))
         for name in names:
@@ -49,12 +55,13 @@ def kept_table(records: Records) -> pd.DataFrame:
                 "variant": variant_of(config),
                 "operation": name,
                 "bytes": int(ours["bytes"].sum()) if rows else None,
+                "weight_copy_bytes": int(ours.loc[ours["kind"] == WEIGHT_COPY, "bytes"].sum()) if rows else None,
                 "predicted_bytes": int(theirs["bytes"].sum()),
                 "tensors": "; ".join(theirs["tensors"]) or None,
                 "source": "; ".join(dict.fromkeys(ours["source"])) or None,
             }
             parts.append(found)
-    return pd.DataFrame(parts, columns=KEPT_COLUMNS)
+    return exact_bytes(pd.DataFrame(parts, columns=KEPT_COLUMNS))
 
 
 def operation_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -82,10 +89,10 @@ def operation_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def kept_answer(kept: pd.DataFrame, num_layers: int) -> str:
     """Which operations keep most, how the variants differ, and how well it was predicted."""
-    measured = kept.dropna(subset="bytes")
+    measured = kept.dropna(subset="bytes").astype(dict.fromkeys(BYTES, float))
     if not len(measured):
         return "No block was measured, so there is nothing to compare."
-    totals = measured.groupby("variant", sort=False)[["bytes", "predicted_bytes"]].sum()
+    totals = measured.groupby("variant", sort=False)[BYTES].sum()
     first = totals.index[0]
     rows = measured[measured["variant"] == first].sort_values("bytes", ascending=False).head(3)
     named = [f"{row['operation']} ({format_bytes(row['bytes'])}: {row['tensors']})" for row in rows.to_dict("records")]
@@ -100,6 +107,13 @@ def kept_answer(kept: pd.DataFrame, num_layers: int) -> str:
         for name, row in totals.iloc[1:].iterrows()
     ]
     text += f" It is {join_words(others)}." if others else ""
+    copies = [
+        f"{format_bytes(row['weight_copy_bytes'])} in {name} are copies of weights"
+        for name, row in totals.iterrows()
+        if row["weight_copy_bytes"]
+    ]
+    if copies:
+        text += f" Of that, {join_words(copies)}, which autocast makes for the products and autograd keeps."
     return f"{text} {_error_sentence(totals)}"
 
 

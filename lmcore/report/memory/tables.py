@@ -49,7 +49,13 @@ def peaks_table(records: Records) -> pd.DataFrame:
     `reserved_peak_bytes` as it took them from the device, both None without CUDA. `relative_error` is that of the
     prediction; `claimed` says whether the prediction is meant for such a cell at all.
     """
-    return pd.DataFrame([_peak_row(record) for record in records.values()], columns=PEAK_COLUMNS)
+    return exact_bytes(pd.DataFrame([_peak_row(record) for record in records.values()], columns=PEAK_COLUMNS))
+
+
+def exact_bytes(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with its bytes as whole numbers or None: as floats, results files would round them."""
+    columns = {name: table[name].astype("Int64").astype(object) for name in table if name.endswith("bytes")}
+    return table.assign(**{name: column.where(column.notna(), None) for name, column in columns.items()})
 
 
 def _peak_row(record: Mapping[str, Any]) -> dict[str, Any]:
