@@ -1,0 +1,1 @@
+"""Tables, sentences and figures of notebook 05: where the time of a step goes."""

@@ -1,0 +1,368 @@
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from nsys_profiles import ADAM, CPU, GEMM_NT, MUL, SUM, entry, grid, record, timings
+
+from lmcore.accounting import forward_flops_by_component
+from lmcore.profiling.trace import build_trace
+from lmcore.profiling.workload import workload_config
+from lmcore.report.figures import use_style
+from lmcore.report.nsys import answers, figures, kernels, pitfalls, profiles, shares, tables, wording
+from lmcore.report.nsys.timeline import block_window, fitting, timeline_figure
+
+
+@pytest.fixture(scope="module", autouse=True)
+def style():
+    use_style()
+
+
+def everything(records: dict, ratio: float | None = 1.0) -> tuple:
+    """All tables; the benchmark takes `ratio` times as long as the profile, None: there is none."""
+    table = tables.profile_table(records)
+    rows = timings(records, ratio) if ratio else timings(records)[:0]
+    columns = list(timings(grid())[0])
+    table = tables.with_timings(table, pd.DataFrame(rows, columns=columns))
+    return table, tables.kernel_rows(records), tables.kind_rows(records), tables.attention_rows(records)
+
+
+def texts(records: dict, ratio: float | None = 1.0) -> list[str]:
+    """The answers to (a) to (e)."""
+    table, kernel, kind, attention = everything(records, ratio)
+    return [
+        answers.forward_time_answer(table),
+        kernels.top_kernel_answer(table, kernel),
+        kernels.other_kernels_answer(table, kernel, kind),
+        shares.training_answer(table, kind),
+        shares.softmax_answer(table, attention),
+    ]
+
+
+def with_gaps() -> dict:
+    """A grid with a cell that does not fit at all, and one whose training step does not."""
+    late = record("2.7b", 512, training="out of memory")
+    never = record("xl", 1024, outcome="out of memory")
+    return grid() | {late["cell"]: late, never["cell"]: never}
+
+
+def test_a_part_is_summed_over_the_blocks_of_a_pass():
+    made = record("small", 128, steps=4)
+    part = profiles.part(made, "inference", "ffn")
+    layers = 12
+    assert part.kinds["matmul"][0] == pytest.approx(3 * layers)
+    one = made["result"]["inference"]["ranges"]["inference/forward/block */ffn"]
+    assert part.gpu_seconds == pytest.approx(layers * one["gpu_seconds"])
+    assert part.kernels["calls"].sum() == pytest.approx(5 * layers)
+    assert part.kernel_seconds == pytest.approx(part.kernels["seconds"].sum())
+    assert part.share("matmul") + part.share("elementwise") == pytest.approx(1)
+    assert profiles.part(made, "inference", "no such range") is None
+
+
+def test_the_parts_of_a_training_step_make_up_the_step():
+    made = record("small", 256)
+    step = profiles.part(made, "training step")
+    phases = [profiles.part(made, "training step", name) for name in profiles.PASS_RANGES]
+    assert step.kernel_seconds == pytest.approx(sum(phase.kernel_seconds for phase in phases))
+
+
+def test_profile_table_keeps_what_did_not_fit():
+    table, *_ = everything(with_gaps())
+    by_cell = table.set_index("cell")
+    assert by_cell.loc["xl-1024-fp32", "outcome"] == "out of memory"
+    assert by_cell.loc["xl-1024-fp32", "inference_seconds"] is None
+    late = by_cell.loc["2.7b-512-fp32"]
+    assert late["training_outcome"] == "out of memory"
+    assert late["inference_matmul_share"] > 0
+    assert late["training_seconds"] is None
+    assert late["gpu"]
+    done = by_cell.loc["small-128-fp32"]
+    assert done["training_busy_seconds"] + done["training_idle_seconds"] == pytest.approx(done["training_gpu_seconds"])
+
+
+def test_kernels_of_forward_and_backward_leave_out_the_optimizer():
+    _, kernel, kind, _ = everything(grid(("small",), (128,)))
+    both = kernel[kernel["range"] == "forward + backward"]
+    assert "optimizer" not in set(both["kind"])
+    assert "optimizer" in set(kernel.loc[kernel["range"] == "training", "kind"])
+    for label, rows in kind.groupby("range"):
+        assert rows["share"].sum() == pytest.approx(1), label
+    calls = kernel.set_index(["range", "name"])["calls"]
+    top = both.iloc[0]["name"]
+    assert calls["forward + backward", top] == calls["forward", top] + calls["backward", top]
+
+
+def test_flops_and_bytes_of_attention():
+    made = record("small", 512)
+    config = workload_config("small", 512)
+    flops = forward_flops_by_component(config.model, 4)
+    rows = tables.attention_rows({"a": made}).set_index("part")
+    scores = 12 * 4 * 12 * 512**2
+    assert rows.loc["scores", "flops"] == flops["scores"]
+    assert rows.loc["final matmul", "flops"] == flops["weighted_sum"]
+    assert rows.loc["softmax", "flops"] == 5 * scores
+    assert rows.loc["softmax", "bytes"] == 32 * scores
+    assert rows.loc["softmax", "intensity"] == pytest.approx(5 / 32)
+    assert rows.loc["scores", "bytes"] == 4 * 12 * 4 * 12 * (512**2 + 2 * 512 * 64)
+    assert rows["share_of_time"].sum() == pytest.approx(1)
+    assert rows["share_of_flops"].sum() == pytest.approx(1)
+    half = tables.attention_rows({"a": record("small", 512, "bf16")}).set_index("part")
+    assert half.loc["softmax", "bytes"] == 44 * scores
+    assert half.loc["scores", "bytes"] == rows.loc["scores", "bytes"] / 2
+
+
+def test_a_fused_attention_has_no_parts():
+    made = record("small", 512)
+    ranges = made["result"]["inference"]["ranges"]
+    made["result"]["inference"]["ranges"] = {path: row for path, row in ranges.items() if "dot product" not in path}
+    table, _, _, attention = everything({"a": made})
+    assert not len(attention)
+    assert "no parts of attention" in shares.softmax_answer(table, attention)
+
+
+def test_timings_are_joined_on_what_was_run():
+    records = grid(("small",), (128, 256))
+    rows = timings(records)
+    rows += [rows[0] | {"compile": True, "wall_median": 1.0}, rows[0] | {"passes": "train_step", "wall_median": 2.0}]
+    rows += [rows[0] | {"warmup_steps": 0, "wall_median": 3.0}, rows[1] | {"precision": "bf16", "wall_median": 4.0}]
+    table = tables.with_timings(tables.profile_table(records), pd.DataFrame(rows))
+    assert table["benchmark_seconds"].tolist() == [rows[0]["wall_median"], rows[1]["wall_median"]]
+    other = pd.DataFrame([rows[0] | {"batch_size": 1}])
+    assert tables.with_timings(tables.profile_table(records), other)["benchmark_seconds"].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "ratio", "there", "absent"),
+    [
+        ({}, 1.0, ["**match** within 5%.", "it sets the pace"], ["idle for", "not match"]),
+        (
+            {"idle": 0.5},
+            0.5,
+            ["**not match** within 5% anywhere", "the CPU cannot launch kernels fast enough", "The CPU sets the pace"],
+            ["nearly throughout"],
+        ),
+        ({}, 0.5, ["the GPU is busy nearly throughout: there the profiler's load"], ["cannot launch"]),
+        ({}, 2.0, ["Faster in the profile than in the benchmark are"], ["cannot launch", "Slower"]),
+        ({}, None, ["there is no benchmark of the same cells"], ["match"]),
+    ],
+)
+def test_forward_time_against_the_benchmark(changes, ratio, there, absent):
+    text = texts(grid(**changes), ratio)[0]
+    for sentence in there:
+        assert sentence in text
+    for sentence in absent:
+        assert sentence not in text
+
+
+def test_some_cells_match():
+    records = grid(("small",), (128, 256, 512))
+    rows = timings(records)
+    rows[0]["wall_median"] *= 0.8
+    table = tables.with_timings(tables.profile_table(records), pd.DataFrame(rows))
+    text = answers.forward_time_answer(table)
+    assert "**match** within 5% in 2 of them." in text
+    assert "Slower in the profile is also small at context 128," in text
+
+
+def test_what_did_not_fit_is_named():
+    time, _, _, training, _ = texts(with_gaps())
+    for text in (time, training):
+        assert "**Out of memory** even in the forward pass: xl at context 1,024." in text
+        assert "the training step runs **out of memory**: 2.7b at context 512." in text
+    assert "All cells fit into the memory." in texts(grid())[0]
+    inference = texts(grid(training=None))
+    assert "No cell ran out of memory." in inference[0]
+    assert "No training step could be profiled" in inference[3]
+    assert "No backward pass was profiled" in inference[1]
+
+
+def test_nothing_could_be_profiled():
+    for text in texts(grid(outcome="out of memory")):
+        assert "No cell could be profiled" in text or "No training step could be profiled" in text
+        assert "**Out of memory** even in the forward pass: small at context 128" in text
+
+
+def test_failures_say_why():
+    records = grid(("small",), (128,))
+    records["x"] = record("large", 128, outcome="failed") | {"cell": "x", "reason": "nsys was ended."}
+    assert "Failed: large at context 128 (nsys was ended.)." in texts(records)[0]
+
+
+def test_the_top_kernel_and_its_calls():
+    text = texts(grid(("small",), (128,)))[1]
+    assert "is invoked **85 times** in one pass, 7 in each of 12 blocks and 1 more" in text
+    assert "(attention 48, ffn 36, lm head 1)" in text
+    assert "It is **the same kernel** with the backward pass, in the one cell." in text
+
+
+@pytest.mark.parametrize(
+    ("top", "sentence"),
+    [
+        (GEMM_NT, "**another kernel** in both cells, again a matrix multiplication"),
+        (SUM, "**another kernel** in both cells (kind: softmax/reduction)."),
+    ],
+)
+def test_another_kernel_leads_with_the_backward_pass(top, sentence):
+    records = grid(("small",), (128, 256), backward_top=top, speed=60e12)
+    for made in records.values():
+        phases = made["result"]["training"]["ranges"]
+        phases["training step/backward"] = entry({top: (100, 1.0), MUL: (3, 0.1)}, 3)
+    assert sentence in texts(records)[1]
+
+
+def test_a_top_kernel_that_multiplies_nothing():
+    text = texts(grid(("small",), (1024,), slow=1e11))[1]
+    assert "forward pass is of kind elementwise, `vectorized_elementwise_kernel (Mul)`" in text
+    assert "is a matrix multiplication" not in text
+
+
+def test_other_kernels_by_what_they_compute():
+    text = texts(grid(("small",), (512,)))[2]
+    assert "**multiplication** 14.4% (" in text
+    assert "elementwise (14.4%) and softmax/reduction (2.0%)" in text
+    quick = texts(grid(("small",), (512,), slow=1e15))[2]
+    assert "stay below 1% each" in quick
+    assert "multiplication** " not in quick
+
+
+def test_the_share_of_matmuls_falls_rises_or_stays():
+    falls = texts(grid())[3]
+    assert "the share **falls** in all 4 cells, by 2.7 to 6.0 percentage points." in falls
+    assert "optimizer 0.0% → 3.3%" in falls
+    assert "By size, at context 512" in falls or "By size, at context 128" in falls
+    assert "small 84.4%, large 87.6%, rising throughout" in falls
+    records = grid(("small",), (1024,), slow=3e11)
+    ranges = records["small-1024-fp32"]["result"]["training"]["ranges"]
+    ranges["training step"] = entry({GEMM_NT: (100, 1.0), ADAM: (3, 1e-4)}, 3)
+    rises = texts(records)[3]
+    assert "the share **rises** in the one cell" in rises
+    ranges["training step"] = records["small-1024-fp32"]["result"]["inference"]["ranges"]["inference"]
+    stays = texts(records)[3]
+    assert "1 stay within a point" in stays
+    assert "The shares of the other kinds hardly change." in stays
+
+
+def test_the_softmax_against_the_products():
+    text = texts(grid())[4]
+    assert "**1.25 times** as long" in text
+    assert "**0.0195 times** their FLOPs: it takes longer everywhere. For each FLOP it needs 64.0 times" in text
+    assert "memory, not arithmetic, sets its time" in text
+    quick = texts(grid(slow=1e15))[4]
+    assert "it takes longer" not in quick
+    assert "even needs less time than the products" in quick
+    assert "The reason is arithmetic intensity" not in quick
+
+
+def test_the_softmax_by_context():
+    records = grid(("small",), (128, 1024))
+    attention = tables.attention_rows(records)
+    short = (attention["context_length"] == 128) & attention["part"].isin(["scores", "final matmul"])
+    attention.loc[short, "seconds"] *= 10
+    text = shares.softmax_answer(tables.profile_table(records), attention)
+    assert "128: 0.125, 1,024: 1.25" in text
+    assert "64.0 times the scores" in text
+    assert "the products' 6.40-fold: at short contexts the products are dominated by overhead" in text
+
+
+def test_a_cpu_has_operators_and_no_gpu_time():
+    for text in texts(grid(("smoke",), (32, 64), tool=CPU, speed=5e9, slow=2e9), 0.7):
+        assert "kernel" not in text
+        assert "GPU time" not in text
+        assert "GPU idle" not in text
+    time = texts(grid(("smoke",), (32,), tool=CPU), 0.7)[0]
+    assert "there is no GPU whose time could be told" in time
+    assert "on a CPU the profiler's note of every operator" in time
+    assert "memory, not arithmetic" not in texts(grid(("smoke",), (32,), tool=CPU, slow=1e9))[4]
+
+
+def test_words_for_kernels():
+    assert wording.in_words("vectorized_elementwise_kernel (Mul)", "elementwise") == "multiplication"
+    assert wording.in_words("reduce_kernel (Max)", "softmax/reduction") == "maxima"
+    assert wording.in_words("aten::exp", "elementwise") == "exponentials and logarithms"
+    assert wording.in_words("sgemm_tn", "matmul") == "matrix multiplication"
+    assert wording.in_words("mystery", "elementwise") == "other elementwise"
+    assert wording.in_words("mystery", "other") == "other"
+    assert "masking" in wording.in_words("elementwise_kernel (masked_fill)", "elementwise")
+    assert r"\|" in wording.markdown([{"name": "a|b"}])
+    assert "precision" not in wording.markdown([{"precision": "fp32", "x": "1"}])
+    assert "bf16" in wording.markdown([{"precision": "fp32", "x": "1"}, {"precision": "bf16", "x": "2"}])
+
+
+def trace_of(thread: int) -> object:
+    """Two passes of forward and backward; `thread` launches the backward pass's kernels, which run much later."""
+    rows, ranges = [], []
+    for step in range(2):
+        begin = step * 10_000
+        ranges += [("training step", begin, begin + 9000), ("forward", begin, begin + 1000)]
+        ranges.append(("backward", begin + 1000, begin + 2000))
+        for number in range(10):
+            launch = begin + 100 + 200 * number - (number == 9)
+            own = 1 if number < 5 else thread
+            start = begin + 3000 + 500 * number
+            rows.append(("gemm", start, start + 400, 0, 7, 1, own, launch, False))
+    columns = ["name", "start", "end", "device", "stream", "process", "thread", "launched_at", "graph"]
+    frame = pd.DataFrame([(*row, 1, 1) for row in ranges], columns=["name", "start", "end", "process", "thread"])
+    copies = pd.DataFrame(columns=["start", "end", "operation", "bytes", "process", "thread", "launched_at"])
+    return build_trace("Nsight Systems 2025.3.1", pd.DataFrame(rows, columns=columns), frame, copies)
+
+
+def test_pitfalls_are_counted_in_the_trace():
+    table = pitfalls.pitfalls(trace_of(thread=2)).set_index("question")
+    assert table.loc["launched in backward", ["right", "hasty"]].tolist() == [10, 0]
+    assert table.loc["belonging to backward", ["right", "hasty"]].tolist() == [10, 0]
+    assert table.loc["work inside training step", "right"] == pytest.approx(18e-6)
+    assert table.loc["work inside training step", "hasty"] == pytest.approx(22e-6)
+    assert table.loc["time of the device's work in training step", "right"] == pytest.approx(8e-6)
+    assert table.loc["time of the device's work in training step", "hasty"] == pytest.approx(9.8e-6)
+    text = pitfalls.pitfalls_text(table.reset_index(), "Nsight Systems 2025.3.1")
+    assert "finds 0 of 10 kernels of the backward pass (0.0%)" in text
+    same = pitfalls.pitfalls_text(pitfalls.pitfalls(trace_of(thread=1)), "Nsight Systems 2025.3.1")
+    assert "come from the very thread that opened the range" in same
+
+
+def rendered(figure) -> float:
+    """Draws a figure; the share of its pixels that are not white."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return float((np.asarray(canvas.buffer_rgba())[..., :3].min(axis=2) < 250).mean())
+
+
+@pytest.mark.parametrize(
+    "records", [grid(), with_gaps(), grid(("smoke",), (32,), tool=CPU)], ids=["gpu", "gaps", "cpu"]
+)
+def test_figures_draw(records):
+    table, _, kind, attention = everything(records)
+    pairs = shares.softmax_pairs(attention)
+    made = [
+        figures.shares_figure(table, kind),
+        figures.contexts_figure(table, kind),
+        figures.attention_figure(attention, pairs),
+        figures.idle_figure(table),
+    ]
+    for figure in made:
+        assert rendered(figure) > 0.03
+
+
+def test_a_figure_says_what_did_not_fit():
+    table, _, kind, _ = everything(grid(("small",), (512,)) | {"x": record("2.7b", 512, training="out of memory")})
+    figure = figures.shares_figure(table, kind)
+    assert [text.get_text() for text in figure.axes[1].texts if "memory" in text.get_text()] == ["out of memory"]
+
+
+@pytest.mark.parametrize("part", ["inference", "training"])
+def test_the_timeline_draws(part):
+    timeline = record("small", 128)["result"]["timeline"][part]
+    figure = timeline_figure(timeline)
+    assert rendered(figure) > 0.05
+    whole, block = figure.axes
+    assert whole.get_xlim() == (0.0, timeline["seconds"])
+    assert block.get_xlim() == block_window(timeline["ranges"])
+    assert {"attention", "ffn"} <= {text.get_text() for text in block.texts}
+    bare = timeline | {"ranges": timeline["ranges"][:1]}
+    assert len(timeline_figure(bare).axes) == 1
+
+
+def test_labels_fit_their_ranges():
+    assert fitting("computing softmax", 0.5) == "computing softmax"
+    assert fitting("computing softmax", 0.1) == "softmax"
+    assert fitting("block 12", 0.04) == "12"
+    assert fitting("block 12", 0.001) is None
