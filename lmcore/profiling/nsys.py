@@ -1,14 +1,16 @@
 """Nsight Systems: finds it, runs a program under it, exports the report to SQLite (CS336 A2 section 1.1.4)."""
 
+import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+import psutil
 
 from lmcore.config import require
 from lmcore.errors import UserError
@@ -169,20 +171,19 @@ def run_logged(command: Sequence[str], log: Path, timeout: float) -> int:
         except subprocess.TimeoutExpired:
             raise UserError(f"nsys was ended after {timeout:.0f} s without a report; see {log}.") from None
         finally:
-            end_group(process)
+            if process.returncode is None:
+                end_with_children(process)
 
 
-def end_group(process: subprocess.Popen) -> None:
-    """Ends what is left of a process that leads a group of its own, and of its children: first asked, then forced."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, how)
-        except ProcessLookupError:
-            return
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            continue
+def end_with_children(process: subprocess.Popen) -> None:
+    """Ends a process and all that it started, whichever group they are in: first asked, then forced."""
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for how in (psutil.Process.terminate, psutil.Process.kill):
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                how(member)
+        _, family = psutil.wait_procs(family, timeout=5)
+    process.wait()
 
 
 def import_stream(nsys: Nsys, report: Path, log: Path) -> None:

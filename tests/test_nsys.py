@@ -1,0 +1,491 @@
+"""Nsight Systems: found where it hides, run with the right flags, its failures told apart; profiles of workloads."""
+
+import json
+import os
+import stat
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from nsys_exports import AUTOGRAD, FORWARD_BACKWARD, MAIN, SmallExport, sample
+
+from lmcore import doctor
+from lmcore.cli import main
+from lmcore.config import to_dict
+from lmcore.errors import UserError
+from lmcore.files import write_json
+from lmcore.profiling import kernel_profile, nsys, program
+from lmcore.profiling.kernel_profile import attention_parts, profile_with_nsys, profile_workload, summary, timeline
+from lmcore.profiling.nsys import FLAGS, Nsys, export_report, find_nsys, load_trace, run_under_nsys
+from lmcore.profiling.nsys_export import read_export
+from lmcore.profiling.trace import kernels_in, kind_table
+from lmcore.profiling.workload import no_span, workload_config
+
+FAKE = """#!{python}
+import pathlib, shutil, subprocess, sys
+arguments = sys.argv[1:]
+options = dict(word.split("=", 1) for word in arguments if word.startswith("--") and "=" in word)
+if arguments == ["--version"]:
+    print("NVIDIA Nsight Systems version {version}-123456789v0")
+elif arguments[0] == "profile":
+    program = arguments[next(i for i, word in enumerate(arguments) if i and not word.startswith("--")):]
+    code = subprocess.run(program).returncode
+    report = pathlib.Path(options["--output"])
+    {after}
+    sys.exit(code)
+elif arguments[0] == "export":
+    {export}
+"""
+
+
+def fake_nsys(path: Path, version="2025.3.1.90", after="report.touch()", export="pass") -> Path:
+    """A program that answers as nsys does: `after` the profiled program, and to `export`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(FAKE.format(python=sys.executable, version=version, after=after, export=export))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch, tmp_path):
+    """A machine without nsys."""
+    nsys.nsys_version.cache_clear()
+    for variable in ("NSYS", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(nsys, "PLACES", ())
+
+
+@pytest.fixture
+def copying(tmp_path):
+    """A fake whose export is the file small.sqlite of the test's folder."""
+    source = small_export().write(tmp_path / "small.sqlite")
+    path = fake_nsys(tmp_path / "nsys", export=f"shutil.copy({str(source)!r}, options['--output'])")
+    return Nsys(path, "2025.3.1", "a test")
+
+
+def small_export() -> SmallExport:
+    """Two inference passes and a training step of one block, as the program marks them."""
+    export, number = SmallExport(), 0
+    for at, name in ((0, "inference"), (1000, "inference"), (2000, "training step")):
+        export.range(name, at, at + 900)
+        export.range("forward", at + 10, at + 100)
+        export.range("block 0", at + 20, at + 90)
+        export.range("attention", at + 30, at + 80)
+        export.range("scaled dot product attention", at + 35, at + 75)
+        for part, kernel, begin in (
+            ("computing attention scores", "ampere_sgemm", 40),
+            ("computing softmax", "reduce", 50),
+        ):
+            number += 1
+            export.range(part, at + begin, at + begin + 9)
+            export.launch(number, at + begin + 1, at + 100 + begin, at + 107 + begin + at // 1000, kernel)
+    export.range("backward", 2200, 2400)
+    export.launch(90, 2300, 2500, 2600, "ampere_sgemm", AUTOGRAD)
+    export.range("optimizer", 2450, 2500)
+    export.launch(91, 2460, 2650, 2660, "vectorized_elementwise_kernel", MAIN)
+    return export
+
+
+def test_nothing_found_says_what_to_install():
+    with pytest.raises(
+        UserError, match=r"no Nsight Systems \(nsys\) here: it is not on the PATH.*install Nsight Systems"
+    ):
+        find_nsys()
+
+
+def test_found_on_the_path_and_by_the_variable(tmp_path, monkeypatch):
+    on_path = fake_nsys(tmp_path / "bin" / "nsys")
+    assert find_nsys() == Nsys(on_path, "2025.3.1", "the PATH")
+    other = fake_nsys(tmp_path / "elsewhere" / "nsys", "2023.4.4.54")
+    monkeypatch.setenv("NSYS", str(other))
+    assert find_nsys() == Nsys(other, "2023.4.4", "the variable NSYS")
+    monkeypatch.setenv("NSYS", str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match=r"The variable NSYS names .*nothing, which is no nsys"):
+        find_nsys()
+    monkeypatch.setenv("NSYS", "off")
+    with pytest.raises(UserError, match="switched off"):
+        find_nsys()
+
+
+def test_found_in_folders_the_newest_first(tmp_path, monkeypatch):
+    for version in ("2025.9.1", "2025.10.1", "2024.2.0"):
+        fake_nsys(tmp_path / "nsight-compute" / version / "host" / "target-linux-x64" / "nsys", f"{version}.5")
+    pattern = str(tmp_path / "nsight-compute/*/host/target-linux-*/nsys")
+    monkeypatch.setattr(nsys, "PLACES", (("Nsight Compute's folder", (pattern,)),))
+    found = find_nsys()
+    assert (found.version, found.place) == ("2025.10.1", "Nsight Compute's folder")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    fake_nsys(tmp_path / "cuda" / "bin" / "nsys", "2022.1.1.9")
+    assert find_nsys().place == "the folder of CUDA_HOME"
+
+
+def test_the_copy_beside_ncu_is_found(tmp_path):
+    fake_nsys(tmp_path / "bin" / "ncu")
+    copy = fake_nsys(tmp_path / "bin" / "host" / "target-linux-x64" / "nsys")
+    assert find_nsys() == Nsys(copy, "2025.3.1", "Nsight Compute's folder")
+
+
+def test_a_program_that_does_not_run_is_passed_over(tmp_path, monkeypatch):
+    lame = tmp_path / "bin" / "nsys"
+    lame.parent.mkdir()
+    lame.write_text("#!/bin/nothing\n")
+    lame.chmod(0o755)
+    with pytest.raises(UserError, match=r"bin/nsys did not run; install"):
+        find_nsys()
+    good = fake_nsys(tmp_path / "cuda" / "bin" / "nsys")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    assert find_nsys().path == good
+
+
+def test_doctor_says_which_and_where(tmp_path):
+    assert doctor.nsight_systems()["present"] is False
+    path = fake_nsys(tmp_path / "bin" / "nsys")
+    part = doctor.nsight_systems()
+    assert part["present"] is True
+    assert part["detail"] == f"2025.3.1 ({path}), from the PATH"
+
+
+def test_the_command_has_the_flags_and_graphs_node_by_node(tmp_path):
+    command = nsys.profile_command(Nsys(Path("nsys"), "2025.1.1", ""), ["python", "x.py"], tmp_path / "r.nsys-rep")
+    assert command[:2] == ["nsys", "profile"]
+    assert command[-2:] == ["python", "x.py"]
+    assert set(FLAGS) <= set(command)
+    assert {"--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--capture-range=cudaProfilerApi"} <= set(FLAGS)
+    assert not any("osrt" in word for word in command)
+    assert "--cuda-graph-trace=node" not in command
+    assert "--cuda-graph-trace=node" in nsys.profile_command(
+        Nsys(Path("nsys"), "2025.1.1", ""), ["python"], tmp_path / "r.nsys-rep", graphs=True
+    )
+
+
+def test_a_run_leaves_report_and_export(tmp_path, copying):
+    path = run_under_nsys(copying, [sys.executable, "-c", "print('hello')"], tmp_path / "run")
+    assert path == tmp_path / "run" / "profile.sqlite"
+    assert (tmp_path / "run" / "profile.nsys-rep").exists()
+    assert "hello" in (tmp_path / "run" / "nsys.log").read_text()
+    assert len(read_export(path).kernels) == 8
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("pass", r"made no report: the capture range never fired, as the program did not call torch\.cuda\.profiler"),
+        ("raise SystemExit('it broke')", r"made no report: it ended with code 1 \(it broke\); see .*nsys\.log"),
+    ],
+)
+def test_no_report(tmp_path, code, sentence):
+    tool = Nsys(fake_nsys(tmp_path / "nsys", after="pass"), "2025.3.1", "a test")
+    with pytest.raises(UserError, match=sentence):
+        run_under_nsys(tool, [sys.executable, "-c", code], tmp_path / "run")
+
+
+def test_a_stream_without_importer_is_said(tmp_path):
+    tool = Nsys(
+        fake_nsys(tmp_path / "host" / "target" / "nsys", after="report.with_suffix('.qdstrm').touch()"), "2025.3.1", ""
+    )
+    run = tmp_path / "run"
+    with pytest.raises(
+        UserError, match=r"recorded profile\.qdstrm but cannot make a report.*QdstrmImporter is missing"
+    ):
+        run_under_nsys(tool, [sys.executable, "-c", "pass"], run)
+    importer = tmp_path / "host" / "host-linux-x64" / "QdstrmImporter"
+    importer.parent.mkdir()
+    importer.write_text(f"#!{sys.executable}\nimport sys\nopen(sys.argv[2].split('=')[1], 'w').close()\n")
+    importer.chmod(0o755)
+    with pytest.raises(UserError, match="cannot read"):  # the fake exports nothing, but there was a report
+        run_under_nsys(tool, [sys.executable, "-c", "pass"], run)
+    assert (run / "profile.nsys-rep").exists()
+
+
+def test_time_is_limited_and_no_process_stays(tmp_path, copying):
+    mark = tmp_path / "pid"
+    code = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    began = time.monotonic()
+    with pytest.raises(UserError, match="ended after 1 s"):
+        run_under_nsys(copying, [sys.executable, "-c", code], tmp_path / "run", timeout=1)
+    assert time.monotonic() - began < 20
+    for _ in range(50):
+        if not mark.exists() or not alive(int(mark.read_text())):
+            return
+        time.sleep(0.1)
+    pytest.fail("the profiled program went on")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not asked for by its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_nsys_too_old_for_the_file(tmp_path):
+    says = "sys.exit('The file was created by a newer version of the product.')"
+    tool = Nsys(fake_nsys(tmp_path / "nsys", export=says), "2022.1.1", "a test")
+    report = tmp_path / "new.nsys-rep"
+    with pytest.raises(UserError, match=r"There is no file .*new\.nsys-rep"):
+        export_report(tool, report)
+    report.touch()
+    with pytest.raises(
+        UserError, match=r"nsys 2022\.1\.1 cannot read .*newer version; install that one; nsys said: The f"
+    ):
+        export_report(tool, report)
+    tool = Nsys(fake_nsys(tmp_path / "nsys", export="sys.exit('Bad magic')"), "2022.1.1", "a test")
+    with pytest.raises(UserError, match="it may be damaged; nsys said: Bad magic"):
+        export_report(tool, report)
+
+
+def test_traces_by_ending(tmp_path, monkeypatch, copying):
+    report = tmp_path / "other.nsys-rep"
+    report.touch()
+    monkeypatch.setenv("NSYS", str(copying.path))
+    assert len(load_trace(report).kernels) == len(load_trace(tmp_path / "small.sqlite").kernels) == 8
+    with pytest.raises(UserError, match=r"notes\.txt is neither"):
+        load_trace(tmp_path / "notes.txt")
+
+
+def test_the_program_says_how_it_ended(tmp_path):
+    config = workload_config("smoke", 16, passes="train_step", device="cpu", warmup_steps=1, steps=1)
+    write_json(tmp_path / "config.json", to_dict(config))
+    assert program.main(tmp_path / "config.json") == 0
+    said = json.loads((tmp_path / "outcome.json").read_text())
+    assert said == {
+        "outcome": "complete", "reason": None, "training_outcome": "complete", "training_reason": None
+    }  # fmt: skip
+    write_json(tmp_path / "config.json", {"colour": "red"})
+    assert program.main(tmp_path / "config.json") == 2
+
+
+class Passes:
+    """Counts what runs inside and outside of the recording."""
+
+    def __init__(self):
+        self.recorded = None
+        self.names: list[tuple[bool, str]] = []
+
+    def __enter__(self):
+        self.recorded = True
+
+    def __exit__(self, *_):
+        self.recorded = False
+
+    def span(self, name):
+        self.names.append((bool(self.recorded), name))
+        return no_span(name)
+
+
+def passes_of(fails_in=None, **changes):
+    """Outcome of the passes, and outermost ranges inside and outside the recording; `fails_in`: (phase, how often)."""
+    passes = Passes()
+    left = [] if fails_in is None else [fails_in[1]]
+
+    def span(name):
+        if fails_in and name == fails_in[0]:
+            left[0] -= 1
+            if left[0] < 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+        return passes.span(name)
+
+    config = workload_config("smoke", 16, device="cpu", warmup_steps=2, steps=3, **changes)
+    outcome = program.run_passes(config, span, passes)
+    outer = ("warm-up", "inference", "training step")
+    return outcome, [
+        [name for inside, name in passes.names if inside == where and name in outer] for where in (False, True)
+    ]
+
+
+def test_warm_ups_are_outside_the_recording():
+    outcome, (before, recorded) = passes_of(passes="train_step")
+    assert before == ["warm-up"] * 4
+    assert recorded == ["inference"] * 3 + ["training step"] * 3
+    assert outcome == {"training_outcome": "complete", "training_reason": None}
+    outcome, (before, recorded) = passes_of(passes="forward")
+    assert (before, recorded) == (["warm-up"] * 2, ["inference"] * 3)
+    assert outcome["training_outcome"] is None
+
+
+def test_training_that_does_not_fit_leaves_the_inference():
+    for times in (0, 1, 3):  # in the first warm-up, in the second, in the record
+        outcome, (_, recorded) = passes_of(fails_in=("optimizer", times), passes="train_step")
+        assert outcome["training_outcome"] == "out of memory"
+        assert "9 GiB" in outcome["training_reason"]
+        assert recorded[:3] == ["inference"] * 3
+        assert len(recorded) == (3 if times < 2 else 5)
+
+
+def test_inference_that_does_not_fit_is_raised():
+    with pytest.raises(torch.OutOfMemoryError):
+        passes_of(fails_in=("forward", 0), passes="train_step")
+
+
+def test_a_workload_under_nsys(tmp_path, monkeypatch, copying):
+    """The whole way with a fake nsys: config, program, report, export, trace, outcome."""
+    monkeypatch.setenv("NSYS", str(copying.path))
+    config = workload_config("smoke", 16, passes="forward", device="cpu", warmup_steps=0, steps=1)
+    trace, outcome = profile_with_nsys(config, tmp_path / "cell")
+    assert trace.tool == "Nsight Systems 2025.3.1"
+    assert outcome == {"training_outcome": None, "training_reason": None}
+    assert {path.name for path in (tmp_path / "cell").iterdir()} >= {
+        "profile.nsys-rep",
+        "profile.sqlite",
+        "config.json",
+    }
+
+
+def test_a_lack_of_memory_under_nsys_is_the_cells_outcome(tmp_path, monkeypatch, copying):
+    def run(nsys, command, folder, graphs):
+        write_json(folder / "outcome.json", {"outcome": "out of memory", "reason": "CUDA out of memory: 9 GiB."})
+        raise UserError("made no report")
+
+    monkeypatch.setenv("NSYS", str(copying.path))
+    monkeypatch.setattr(kernel_profile, "run_under_nsys", run)
+    (tmp_path / "cell").mkdir()
+    with pytest.raises(torch.OutOfMemoryError, match="9 GiB"):
+        profile_with_nsys(workload_config("smoke", 16, device="cpu"), tmp_path / "cell")
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return read_export(small_export().write(tmp_path / "e.sqlite"))
+
+
+def test_summary_by_range(trace):
+    found = summary(trace, "inference")
+    assert found["passes"] == 2
+    assert list(found["ranges"])[:3] == ["inference", "inference/forward", "inference/forward/block *"]
+    whole = found["ranges"]["inference"]
+    # the kernels take 7 and 7 ns in the first pass, 8 and 8 in the second
+    assert whole["busy_seconds"] == pytest.approx(15e-9)
+    assert whole["seconds"] == pytest.approx(900e-9)
+    assert whole["idle_seconds"] == pytest.approx(2.5e-9)
+    assert [(row["kind"], row["calls"], row["share"]) for row in whole["kinds"]] == [
+        ("matmul", 1, pytest.approx(0.5)),
+        ("softmax/reduction", 1, pytest.approx(0.5)),
+    ]
+    assert [(row["name"], row["calls_per_instance"]) for row in whole["kernels"]] == [
+        ("ampere_sgemm", 1),
+        ("reduce", 1),
+    ]
+    training = summary(trace, "training step")["ranges"]
+    assert training["training step/backward"]["busy_seconds"] == pytest.approx(100e-9)
+    assert training["training step/optimizer"]["kinds"][0]["kind"] == "optimizer"
+    json.dumps(found, allow_nan=False)
+
+
+def test_parts_of_attention(trace):
+    parts = attention_parts(trace, "inference")
+    assert set(parts) == {
+        "attention", "scaled dot product attention", "computing attention scores", "computing softmax"
+    }  # fmt: skip
+    assert parts["computing softmax"]["kinds"] == {"softmax/reduction": pytest.approx(7.5e-9)}
+    assert parts["attention"]["busy_seconds"] == pytest.approx(15e-9)
+    assert parts["attention"]["instances_per_pass"] == 1
+
+
+def test_timeline_of_a_step(trace):
+    found = timeline(trace, "training step")
+    assert found["seconds"] == pytest.approx(900e-9)
+    assert found["ranges"][0]["name"] == "training step"
+    kinds = [piece["kind"] for piece in found["work"]]
+    assert kinds == ["matmul", "softmax/reduction", "matmul", "optimizer"]
+    assert found["work"][2]["start"] == pytest.approx(500e-9)
+    assert found["work"][2]["busy"] == pytest.approx(100e-9)
+    json.dumps(found, allow_nan=False)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory):
+    """A real profile of the smallest model by torch.profiler."""
+    folder = tmp_path_factory.mktemp("profile")
+    config = workload_config("smoke", 32, passes="train_step", device="cpu", warmup_steps=1, steps=2)
+    return profile_workload(config, folder), folder
+
+
+def test_profile_on_the_cpu(on_cpu):
+    result, folder = on_cpu
+    assert result["tool"] == "torch.profiler (CPU operators)"
+    assert result["training_outcome"] == "complete"
+    assert "the CPU's operators" in result["notes"][0]
+    assert (folder / "profile.json.gz").stat().st_size > 0
+    for part, top in (("inference", "inference"), ("training", "training step")):
+        ranges = result[part]["ranges"]
+        assert result[part]["passes"] == 2
+        assert ranges[f"{top}/forward/block *"]["instances"] == 2 * 2
+        forward = ranges[f"{top}/forward"]
+        assert 0 < forward["busy_seconds"] <= forward["gpu_seconds"] <= forward["seconds"]
+        assert sum(row["share"] for row in forward["kinds"]) == pytest.approx(1)
+        assert set(result["attention"][part]) == set(kernel_profile.ATTENTION_RANGES)
+    json.dumps(result, allow_nan=False)
+
+
+def test_operators_are_counted_as_the_model_calls_them(on_cpu):
+    """Matmuls of a forward pass: seven of each of two blocks (Q, K, V, O, three of SwiGLU) and the output; two bmm."""
+    result, _ = on_cpu
+    forward = result["inference"]["ranges"]["inference/forward"]
+    kernels = {row["name"]: row["calls_per_instance"] for row in forward["kernels"]}
+    assert kernels["aten::mm"] == 7 * 2 + 1
+    assert kernels["aten::bmm"] == 2 * 2
+    assert next(row["calls"] for row in forward["kinds"] if row["kind"] == "matmul") == 7 * 2 + 1 + 2 * 2
+    backward = result["training"]["ranges"]["training step/backward"]
+    assert next(row["calls"] for row in backward["kinds"] if row["kind"] == "matmul") == 2 * (7 * 2 + 1 + 2 * 2)
+
+
+def test_own_times_add_up(on_cpu):
+    """Summed own times of operators are the time in which one ran: nothing is counted twice."""
+    from lmcore.profiling.torch_trace import read_torch_trace
+    from lmcore.profiling.trace import busy_table
+
+    trace = read_torch_trace(on_cpu[1] / "profile.json.gz")
+    for name in ("inference", "training step"):
+        own = kernels_in(trace, name)["duration"].sum() / 1e9
+        assert own == pytest.approx(busy_table(trace, name)["busy_seconds"].sum(), rel=1e-6)
+    assert kind_table(trace, "optimizer")["kind"].tolist() == ["optimizer"]
+
+
+def test_command_reads_reports(capsys, tmp_path):
+    path = sample(FORWARD_BACKWARD)
+    assert main(["nsys", "--report", str(path)]) == 0
+    assert "17,032 kernels, 31 ranges" in capsys.readouterr().out
+    assert main(["nsys", "--report", str(path), "--range", "Backward"]) == 0
+    out = capsys.readouterr().out
+    assert "ampere_sgemm_128x64_nn" in out
+    assert "Device-to-Device" in out
+    assert main(["nsys", "--report", str(path), "--range", "nothing"]) == 2
+    assert "There is no range 'nothing'; there are Run Benchmark" in capsys.readouterr().err
+    assert main(["nsys", "--report", str(path), "--range", "Forward", "--trim", str(tmp_path / "t.sqlite")]) == 0
+    assert main(["nsys", "--range", "forward"]) == 2
+    assert "need a --report" in capsys.readouterr().err
+    assert main(["nsys", "--report", str(tmp_path / "none.sqlite")]) == 2
+
+
+def test_command_shows_profiles(on_cpu):
+    from lmcore.cli_nsys import described, unfinished
+
+    result, _ = on_cpu
+    shown = described(result, 5)
+    assert shown.startswith("torch.profiler (CPU operators)")
+    assert "training step/optimizer" in shown
+    lacking = described(result | {"training": None, "training_outcome": "out of memory", "training_reason": "9 GiB"}, 5)
+    assert "A training step does not fit into the memory: 9 GiB" in lacking
+    assert "training step/optimizer" not in lacking
+    assert "take a smaller size" in unfinished({"outcome": "out of memory", "reason": "9 GiB"})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_kernels_of_torch_profiler_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("NSYS", "off")
+    monkeypatch.setenv("PATH", os.defpath)
+    config = workload_config("smoke", 32, passes="train_step", warmup_steps=2, steps=2)
+    result = profile_workload(config, tmp_path)
+    assert result["tool"] == "torch.profiler (CUDA)"
+    assert "switched off by NSYS=off" in result["notes"][0]
+    backward = result["training"]["ranges"]["training step/backward"]
+    forward = result["training"]["ranges"]["training step/forward"]
+    matmuls = [next(row["calls"] for row in found["kinds"] if row["kind"] == "matmul") for found in (forward, backward)]
+    assert matmuls[0] >= 7 * 2 + 1 + 2 * 2
+    assert matmuls[1] >= 2 * matmuls[0] - 2
+    assert result["training"]["ranges"]["training step/optimizer"]["kinds"][0]["kind"] == "optimizer"
