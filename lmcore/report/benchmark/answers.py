@@ -1,6 +1,6 @@
 """Sentences of notebook 04 on whole steps: how long they take, how that scatters, grows, and needs a warm-up."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -47,8 +47,8 @@ def script_answer(table: pd.DataFrame) -> str:
         "optimizer (`--passes`), in fp32, tf32, bf16 or fp16 (`--precision`), eager or compiled (`--compile`), with "
         "plain or fused attention (`--attention`). Every option that takes several values makes a sweep. Here it "
         f"measured **{len(table) - lost} cells**{f' and found {lost} that cannot be' if lost else ''}, each in a "
-        f"process of its own, on {_devices(table)}, with {_values(table, 'warmup_steps')} warm-ups and "
-        f"{_values(table, 'steps')} steps, by {clocks}; every single step is kept."
+        f"process of its own, on {_devices(table)}, with {_counted(table, 'warmup_steps', 'warm-up')} and "
+        f"{_counted(table, 'steps', 'step')}, by {clocks}; every single step is kept."
     )
 
 
@@ -84,9 +84,10 @@ def timings_answer(table: pd.DataFrame, context: int, precision: str = "fp32") -
         return f"No cell at context {context:,} in {precision} was measured. {failures(at)}".strip()
     shown = pd.DataFrame([_passes_row(row) for row in sizes.to_dict("records")])
     shown = shown[[name for name in shown if not (shown[name] == MISSING).all()]]
+    counts = f"{_counted(at, 'steps', 'step')} after {_counted(at, 'warmup_steps', 'warm-up')}"
     head = (
-        f"Milliseconds (mean ± standard deviation of {_values(at, 'steps')} steps after {_values(at, 'warmup_steps')} "
-        f"warm-ups), {precision}, context {context:,}, batch {_values(at, 'batch_size')}, on {_devices(at)}:"
+        f"Milliseconds (mean ± standard deviation of {counts}), {precision}, context {context:,}, "
+        f"batch {_values(at, 'batch_size')}, on {_devices(at)}:"
     )
     sentences = [_passes_sentence(sizes), variation_sentence(at), clocks_sentence(at), failures(at)]
     table_text = shown.to_markdown(index=False, disable_numparse=True)
@@ -263,8 +264,8 @@ def _devices(table: pd.DataFrame) -> str:
 
 
 def _values(table: pd.DataFrame, column: str) -> str:
-    return join_words([f"{value:,}" for value in _sorted(table[column])], "or")
+    return join_words([f"{value:,}" for value in sorted(set(table[column]))], "or")
 
 
-def _sorted(values: Sequence[Any]) -> list[Any]:
-    return sorted(set(values))
+def _counted(table: pd.DataFrame, column: str, thing: str) -> str:
+    return f"{_values(table, column)} {thing}{'s' * (table[column].max() != 1)}"

@@ -110,10 +110,8 @@ def contexts_figure(table: pd.DataFrame, precision: str = "fp32") -> Figure:
                     transform=axes.get_xaxis_transform(), clip_on=False,
                 )  # fmt: skip
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        _log_times(axes, len(complete(at)) > 0)
         axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=12))
-        seconds_axis(axes.yaxis)
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_title(f"{PASSES[passes]}, {precision}")
         axes.set_xlabel("context length")
@@ -122,6 +120,20 @@ def contexts_figure(table: pd.DataFrame, precision: str = "fp32") -> Figure:
     note = "\n× not measured" if len(complete(at)) < len(at) else ""
     row[-1].legend(title=f"size{note}", **LEGEND_BESIDE)
     return figure
+
+
+def _log_times(axes: Axes, any_measured: bool) -> None:
+    if not any_measured:
+        return _nothing(axes)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=12))
+    seconds_axis(axes.yaxis)
+    return None
+
+
+def _nothing(axes: Axes) -> None:
+    axes.set_yticks([])
+    axes.annotate("nothing was measured", (0.5, 0.5), xycoords="axes fraction", ha="center", color=WARNING, fontsize=8)
 
 
 def warmups_figure(samples: pd.DataFrame) -> Figure:
@@ -214,10 +226,13 @@ def utilization_figure(table: pd.DataFrame, context: int, passes: str) -> Figure
         turned = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(sizes) > MAX_LEVEL_LABELS else {}
         axes.set_xticks(range(len(sizes)), sizes, **turned)
         axes.margins(x=0.08)
-    row[0].set_yscale("log")
-    row[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
-    row[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: _flops_tick(value)))
-    row[0].yaxis.set_minor_formatter(NullFormatter())
+    if len(done):
+        row[0].set_yscale("log")
+        row[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+        row[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: _flops_tick(value)))
+        row[0].yaxis.set_minor_formatter(NullFormatter())
+    else:
+        _nothing(row[0])
     row[0].set_ylabel(f"achieved in a {PASSES[passes]}")
     if known:
         row[1].yaxis.set_major_formatter(PercentFormatter(1))

@@ -1,0 +1,131 @@
+"""Components timed alone: FLOPs against accounting, bytes by hand, the roofline, the ceilings' order of magnitude."""
+
+import pytest
+import torch
+
+from lmcore import accounting
+from lmcore.config import ModelConfig, to_dict
+from lmcore.profiling import ceilings, components
+from lmcore.profiling.components import components_table, measure_components
+from lmcore.profiling.workload import WorkloadConfig
+
+MODEL = ModelConfig(vocab_size=96, context_length=16, d_model=32, num_layers=3, num_heads=2, d_ff=64)
+CONFIG = WorkloadConfig(model=MODEL, batch_size=2, device="cpu", size="own")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_ceilings():
+    """Small matrices and copies: these tests are about numbers of operations, not about speed."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ceilings, "MATMUL_SIZE", {"cpu": 64, "cuda": 4096})
+    patch.setattr(ceilings, "COPY_BYTES", {"cpu": 1 << 16, "cuda": 1 << 28})
+    patch.setattr(ceilings, "BUDGET", {"cpu": 0.001, "cuda": 0.05})
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory, small_ceilings):
+    return measure_components(CONFIG, tmp_path_factory.mktemp("cell"))
+
+
+def rows_of(result, direction="forward"):
+    return {row["component"]: row for row in result["components"] if row["direction"] == direction}
+
+
+def test_matrix_products_are_those_of_the_accounting(result):
+    rows = rows_of(result)
+    products = [row for row in rows.values() if row["kind"] == "matmul"]
+    assert sum(row["flops"] * row["count"] for row in products) == accounting.forward_flops(MODEL, 2)
+    attention = ("Q, K, V projections", "scores", "weighted sum", "output projection")
+    assert rows["attention"]["flops"] == sum(rows[name]["flops"] for name in attention)
+    assert rows["feed-forward network"]["flops"] == rows["W1 and W3"]["flops"] + rows["W2"]["flops"]
+    for name, row in rows_of(result, "forward + backward").items():
+        assert row["flops"] == 3 * rows[name]["flops"]
+    assert set(rows_of(result, "forward + backward")) == {"attention", "feed-forward network"}
+
+
+def test_bytes_by_hand(result):
+    rows = rows_of(result)
+    stream, hidden, scores = 2 * 16 * 32, 2 * 16 * 64, 2 * 2 * 16 * 16
+    assert rows["RMSNorm"]["bytes"] == 4 * (2 * stream + 32)
+    assert rows["residual sum"]["bytes"] == 4 * 3 * stream
+    assert rows["Q, K, V projections"]["bytes"] == 4 * (stream + 3 * 32 * 32 + 3 * stream)
+    assert rows["scores"]["bytes"] == 4 * (2 * stream + scores)
+    assert rows["scale, mask, softmax"]["bytes"] == 4 * 2 * scores + 16 * 16
+    assert rows["SiLU and gate"]["bytes"] == 4 * 3 * hidden
+    assert rows["attention"]["bytes"] == 4 * (2 * stream + 4 * 32 * 32)
+    both = rows_of(result, "forward + backward")["attention"]
+    assert both["bytes"] == 4 * (3 * (stream + 4 * 32 * 32) + 2 * stream)
+    assert rows["cross-entropy"]["bytes"] == 4 * 2 * 16 * 96 + 8 * 2 * 16 + 4
+    block = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
+    update = rows_of(result, "update")["AdamW"]
+    assert (update["bytes"], update["flops"]) == (4 * 7 * block, 14 * block)
+
+
+def test_elementwise_flops_and_counts(result):
+    rows = rows_of(result)
+    assert rows["RMSNorm"]["flops"] == 4 * 2 * 16 * 32
+    assert rows["RoPE"]["flops"] == 3 * 2 * (2 * 16 * 32)
+    assert rows["scale, mask, softmax"]["flops"] == 7 * 2 * 2 * 16 * 16
+    assert (rows["RMSNorm"]["count"], rows["residual sum"]["count"], rows["output layer"]["count"]) == (7, 6, 1)
+    assert all(row["seconds"] > 0 and row["issue_seconds"] is None for row in result["components"])
+
+
+def test_half_precision_halves_activations_but_not_weights(tmp_path):
+    config = WorkloadConfig(model=MODEL, batch_size=2, device="cpu", precision="bf16")
+    rows = rows_of(measure_components(config, tmp_path))
+    stream = 2 * 16 * 32
+    assert rows["Q, K, V projections"]["bytes"] == 4 * stream + 4 * 3 * 32 * 32 + 2 * 3 * stream
+    assert rows["scores"]["bytes"] == 2 * (2 * stream + 2 * 2 * 16 * 16)
+
+
+def test_without_norm_rope_and_gate(tmp_path):
+    model = ModelConfig(**to_dict(MODEL) | {"norm": "none", "position": "none", "ffn": "silu", "attention": "sdpa"})
+    rows = rows_of(measure_components(WorkloadConfig(model=model, batch_size=2, device="cpu"), tmp_path))
+    assert not {"RMSNorm", "RoPE", "SiLU and gate", "W2"} & set(rows)
+    assert {"attention", "feed-forward network", "scores"} <= set(rows)
+
+
+def test_roofline_of_a_table():
+    row = {"component": "x", "part_of": "block", "kind": "matmul", "count": 1, "direction": "forward"}
+    measured = [
+        row | {"flops": 100, "bytes": 100, "seconds": 2.0, "issue_seconds": None},
+        row | {"flops": 10_000, "bytes": 100, "seconds": 20.0, "issue_seconds": 1.0},
+    ]
+    roofs = {"peak_flops_per_second": 1000.0, "peak_bytes_per_second": 100.0}
+    result = {"device": "CPU", "ceilings": roofs, "components": measured}
+    lost = {"cell": "b", "config": to_dict(CONFIG), "result": None}
+    table = components_table({"a": {"cell": "a", "config": to_dict(CONFIG), "result": result}, "b": lost})
+    assert table["intensity"].tolist() == [1.0, 100.0]
+    assert table["bound"].tolist() == ["memory", "compute"]
+    assert table["attainable"].tolist() == [100.0, 1000.0]
+    assert table["roofline_share"].tolist() == [0.5, 0.5]
+    assert list(components_table({"b": lost}).columns) == list(table.columns)
+
+
+def test_ceilings_are_rates():
+    found = ceilings.ceilings(torch.device("cpu"), "fp32")
+    assert 1e6 < found["peak_flops_per_second"] < 1e15
+    assert 1e6 < found["peak_bytes_per_second"] < 1e14
+
+
+def test_the_timer_takes_the_median():
+    import time
+
+    pauses = iter([0.0, 0.0, 0.02, 0.03, 0.05])  # one to warm up, one to see how long the host needs
+    timer = ceilings.Timer(torch.device("cpu"))
+    seconds, issue = timer(lambda: time.sleep(next(pauses)))
+    assert 0.03 <= seconds < 0.045
+    assert issue is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_the_timer_sees_the_gpu_alone():
+    """A hundred tiny kernels take the host far longer to launch than the GPU to run."""
+    device = torch.device("cuda")
+    x = torch.zeros(16, device=device)
+    seconds, issue = ceilings.Timer(device)(lambda: [x.add_(1) for _ in range(100)])
+    assert seconds < issue
+    assert components.measure_components(WorkloadConfig(model=MODEL, device="cuda"), None)["components"]

@@ -1,0 +1,163 @@
+"""Timing: statistics, tables with rows that were not measured, both clocks, cells of the handouts."""
+
+import json
+import math
+import time
+
+import pandas as pd
+import pytest
+import torch
+
+from lmcore import accounting
+from lmcore.config import ModelConfig, to_dict
+from lmcore.errors import UserError
+from lmcore.profiling import timing
+from lmcore.profiling.cells import run_cells
+from lmcore.profiling.grids import component_cells, size_cells, warmup_cells
+from lmcore.profiling.workload import PHASES, WorkloadConfig, workload_config
+
+MODEL = ModelConfig(vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2, d_ff=64)
+
+
+def sample(wall: float, warmup: bool = False, cuda: float | None = None, **phases: float) -> dict:
+    step = {"wall": wall, "cuda": cuda} | dict.fromkeys(PHASES) | phases
+    return step | {"warmup": warmup, "device_allocations": None, "page_faults": 3}
+
+
+def record(config: WorkloadConfig, samples: list[dict] | None, device: str = "NVIDIA H200", **changes) -> dict:
+    result = None
+    if samples is not None:
+        result = {"device": device, "samples": samples, "peak_memory_bytes": 7, "peak_reserved_bytes": 9}
+    return {
+        "cell": "a", "config": json.loads(json.dumps(to_dict(config))), "outcome": "complete", "reason": None,
+        "environment": {"device": device}, "result": result,
+    } | changes  # fmt: skip
+
+
+def test_summary_by_hand():
+    assert timing.summary([1.0, 2.0, 6.0]) == {"mean": 3.0, "std": math.sqrt(7), "median": 2.0, "min": 1.0}
+    assert timing.summary([2.0, None])["std"] is None
+    assert timing.summary([None, None]) == {"mean": None, "std": None, "median": None, "min": None}
+    assert timing.summary([])["mean"] is None
+
+
+def test_warmups_are_no_measurements():
+    config = WorkloadConfig(model=MODEL, passes="train_step", precision="bf16")
+    samples = [sample(9.0, warmup=True, cuda=9.0), sample(1.0, cuda=0.5, backward=0.25), sample(3.0, cuda=0.7)]
+    table = timing.timing_table({"a": record(config, samples)})
+    row = table.iloc[0]
+    assert (row["wall_mean"], row["wall_median"], row["wall_min"]) == (2.0, 2.0, 1.0)
+    assert row["wall_std"] == pytest.approx(math.sqrt(2))
+    assert row["cuda_mean"] == pytest.approx(0.6)
+    assert row["backward_median"] == 0.25
+    assert row["optimizer_median"] is None
+    assert row["tokens_per_second"] == 4 * 16 / 2.0
+    assert row["flops"] == accounting.training_flops(MODEL, 4)
+    assert row["mfu"] == pytest.approx(row["flops"] / 2.0 / 989.4e12)
+    long = timing.samples_table({"a": record(config, samples)})
+    assert long["step"].tolist() == [1, 2, 3]
+    assert long["warmup"].tolist() == [True, False, False]
+
+
+def test_a_cell_without_memory_is_a_row():
+    config = workload_config("2.7b", 1024, passes="train_step")
+    lost = record(config, None, outcome="out of memory", reason="CUDA out of memory. Tried to allocate 2 GiB")
+    table = timing.timing_table({"b": lost, "a": record(config, [sample(1.0)], device="CPU")})
+    row = table.iloc[0]
+    assert (row["size"], row["context_length"], row["outcome"]) == ("2.7b", 1024, "out of memory")
+    assert row["reason"].endswith("2 GiB")
+    for name in ("wall_mean", "cuda_median", "tokens_per_second", "flops_per_second", "mfu", "peak_memory_bytes"):
+        assert row[name] is None, name
+    assert table.iloc[1]["mfu"] is None  # of a chip whose peak nobody knows
+    assert table.iloc[1]["cuda_median"] is None
+    assert len(timing.samples_table({"b": lost})) == 0
+    killed = record(config, None, outcome="failed", environment=None)
+    assert timing.timing_table({"b": killed})["device"].tolist() == [None]
+
+
+def test_flops_of_a_step():
+    forward = accounting.forward_flops(MODEL, 4)
+    assert timing.step_flops(MODEL, 4, "forward") == forward
+    assert timing.step_flops(MODEL, 4, "forward_backward") == timing.step_flops(MODEL, 4, "train_step") == 3 * forward
+
+
+@pytest.mark.parametrize(
+    ("passes", "phases"),
+    [("forward", PHASES[:1]), ("forward_backward", PHASES[:3]), ("train_step", PHASES)],
+)
+def test_measure_on_the_cpu(passes, phases, tmp_path):
+    config = WorkloadConfig(model=MODEL, passes=passes, warmup_steps=1, steps=2, device="cpu")
+    result = timing.measure(config, tmp_path)
+    assert [step["warmup"] for step in result["samples"]] == [True, False, False]
+    for step in result["samples"]:
+        assert step["cuda"] is None
+        assert {name for name in PHASES if step[name] is not None} == set(phases)
+        assert 0 < sum(step[name] for name in phases) <= step["wall"]
+    assert result["peak_memory_bytes"] is None
+    json.dumps(result)
+
+
+def test_the_first_step_is_seen_without_warmup(tmp_path):
+    result = timing.measure(WorkloadConfig(model=MODEL, warmup_steps=0, steps=2, device="cpu"), tmp_path)
+    assert [step["warmup"] for step in result["samples"]] == [False, False]
+
+
+def test_compilation_is_no_measurement(tmp_path, monkeypatch):
+    """The first call of a compiled model is slow; with one warm-up no measured step holds it."""
+    compiled = []
+
+    def slow_once(model, **_):
+        def call(*arguments):
+            if not compiled:
+                compiled.append(True)
+                time.sleep(0.2)
+            return model(*arguments)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", slow_once)
+    config = WorkloadConfig(model=MODEL, compile=True, warmup_steps=1, steps=2, device="cpu")
+    steps = timing.measure(config, tmp_path)["samples"]
+    assert steps[0]["wall"] > 0.2
+    assert max(step["wall"] for step in steps if not step["warmup"]) < 0.2
+
+
+def test_cells_in_processes_and_again(tmp_path):
+    cells = {"one": WorkloadConfig(model=MODEL, warmup_steps=0, steps=2, device="cpu")}
+    first = run_cells(timing.measure, cells, tmp_path)
+    second = run_cells(timing.measure, cells, tmp_path)
+    assert first["one"]["outcome"] == "complete"
+    assert second["one"]["result"] == first["one"]["result"]  # times never repeat: it was not measured again
+    assert timing.timing_table(second)["wall_median"].iloc[0] > 0
+
+
+def test_names_and_configs_of_grids():
+    cells = size_cells(["smoke", "2.7b"], [64, 128], ["bf16"], ["forward"], batch_size=2, attention="sdpa")
+    assert list(cells) == [
+        "smoke-64-bf16-forward", "2.7b-64-bf16-forward", "smoke-128-bf16-forward", "2.7b-128-bf16-forward"
+    ]  # fmt: skip
+    config = cells["2.7b-128-bf16-forward"]
+    assert (config.batch_size, config.model.attention, config.model.context_length) == (2, "sdpa", 128)
+    assert (config.model.d_model, config.precision, config.passes, config.size) == (2560, "bf16", "forward", "2.7b")
+    assert [cell.warmup_steps for cell in warmup_cells(["smoke"]).values()] == [0, 1, 2, 5]
+    assert list(component_cells(["smoke"], [32], ["fp32", "fp16"])) == ["smoke-32-fp32", "smoke-32-fp16"]
+    joined = cells | size_cells(["smoke"], [64], ["bf16", "fp32"], ["forward"], batch_size=2, attention="sdpa")
+    assert len(joined) == 5
+    with pytest.raises(UserError, match="no model size 'huge'"):
+        size_cells(["huge"], [64])
+    with pytest.raises(UserError, match="context_length"):
+        size_cells(["smoke"], [0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_both_clocks_agree_on_a_gpu(tmp_path):
+    config = workload_config("small", 256, passes="train_step", warmup_steps=3, steps=5, device="cuda")
+    result = timing.measure(config, tmp_path)
+    measured = pd.DataFrame([step for step in result["samples"] if not step["warmup"]])
+    assert (measured["cuda"] <= measured["wall"]).all()
+    assert (measured["wall"] - measured["cuda"]).max() < 0.05 * measured["wall"].median()
+    phases = measured[list(PHASES)].sum(axis=1)
+    assert (phases <= measured["cuda"] * 1.001).all()
+    assert phases.median() > 0.9 * measured["cuda"].median()
+    assert result["peak_memory_bytes"] > 16 * accounting.num_parameters(config.model)
