@@ -89,6 +89,8 @@ def test_records_of_another_machine_or_damaged_ones_are_measured_again(tmp_path)
     other["environment"]["device"] = "another GPU"
     (tmp_path / "a.json").write_text(json.dumps(other))
     (tmp_path / "b.json").write_text("{half")
+    read = run_cells(measure, cells(a=0), tmp_path, foreign=True)
+    assert read["a"] == other
     second = run_cells(measure, cells(a=0, b=6), tmp_path)
     assert all(second[name]["result"]["pid"] != first[name]["result"]["pid"] for name in "ab")
 

@@ -40,6 +40,7 @@ def run_cells(
     folder: str | os.PathLike,
     title: str = "cells",
     timeout: float | None = None,
+    foreign: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Measures every cell with `task` and returns their records by name, in order.
 
@@ -48,7 +49,8 @@ def run_cells(
     Each cell has a fresh process, so that a lack of memory in one is its outcome and the next starts clean. A record
     {cell, task, config, outcome, reason, seconds, result, environment} is written to folder/<name>.json as each cell
     ends; the task's own files go to folder/<name>/. Cells that are complete or out of memory, with the same task,
-    configuration, device and PyTorch, are not measured again. `timeout` in seconds ends a cell as failed.
+    configuration, device and PyTorch, are not measured again; with `foreign`, those of another machine are not either:
+    what a cluster measured is then read on a laptop. `timeout` in seconds ends a cell as failed.
 
     Raises `UserError`, before anything runs, on names that are no file names and on tasks that cannot be imported.
     """
@@ -57,7 +59,10 @@ def run_cells(
         require(re.fullmatch(r"[\w.+-]+", name) is not None, f"A cell's name must be a file name, not {name!r}.")
     named = task_name(task)
     machine = this_machine() if cells else {}
-    records = {name: finished_record(folder / f"{name}.json", named, config, machine) for name, config in cells.items()}
+    required = {} if foreign else {key: machine.get(key) for key in MACHINE}
+    records = {
+        name: finished_record(folder / f"{name}.json", named, config, required) for name, config in cells.items()
+    }
     reused = sum(record is not None for record in records.values())
     if reused:
         print(f"{title}: {reused} of {len(cells)} cells reused.", flush=True)
@@ -200,7 +205,7 @@ def finished_record(path: Path, task: str, config: WorkloadConfig, machine: Mapp
     if not same or record.get("outcome") not in FINISHED:
         return None
     there = record.get("environment") or {}
-    return record if all(there.get(key) == machine.get(key) for key in MACHINE) else None
+    return record if all(there.get(key) == value for key, value in required.items()) else None
 
 
 def as_json(value: Any) -> Any:
