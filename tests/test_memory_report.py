@@ -152,6 +152,14 @@ def test_a_training_step_that_is_flat():
     assert "can hardly be told" in flat_text
 
 
+def test_a_step_without_the_optimizer():
+    profile = training(layers=12)
+    text = told(profile | {"stages": profile["stages"][:-1]}, passes="forward_backward")
+    assert "forward and backward pass in fp32" in text
+    assert "The optimizer" not in text
+    assert "  " not in text
+
+
 def test_inference_is_a_base_with_teeth():
     text = told(inference(layers=3, passing=200_000_000), passes="forward")
     assert "1.00 GB or 71% of the peak of 1.40 GB" in text
@@ -169,6 +177,9 @@ def test_without_profiles_nothing_is_claimed():
 def test_a_machine_without_a_gpu_says_so():
     on_gpu = answers.device_note(tables.stages_table(records(record(training(), passes="train_step"))))
     assert "CPU" not in on_gpu
+    assert "full" not in on_gpu
+    full = answers.device_note(tables.stages_table(records(record(training(truncated=True), passes="train_step"))))
+    assert "The record of `large-128-fp32-train_step` was full" in full
     profile = training(tool="torch.profiler, CPU allocator", device="CPU")
     text = answers.device_note(tables.stages_table(records(record(profile, "smoke", passes="train_step"))))
     assert "no CUDA GPU" in text

@@ -39,7 +39,8 @@ def _timeline_sentences(stages: pd.DataFrame) -> str:
     by_name = {row["stage"]: row for row in stages.to_dict("records")}
     peak = stages["peak_bytes"].max()
     told = {name: abs(row["end_bytes"] - row["start_bytes"]) >= VISIBLE * peak for name, row in by_name.items()}
-    text = " ".join([_climb(by_name["forward"]), _turn(stages), _fall(by_name["backward"]), _update(by_name)])
+    course = [_climb(by_name["forward"]), _turn(stages), _fall(by_name["backward"]), _update(by_name)]
+    text = " ".join(filter(None, course))
     slopes = [name for name in ("forward", "backward") if told[name]]
     if len(slopes) == 2:
         verdict = "So the stages can be told apart by their slopes, and the peak lies where they meet."
@@ -281,6 +282,9 @@ def device_note(stages: pd.DataFrame) -> str:
     tools, devices = (list(dict.fromkeys(stages[key])) for key in ("tool", "device"))
     sizes = list(dict.fromkeys(stages["size"]))
     text = f"Recorded by {join_words(tools)} on {join_words(devices)}; timelines of size {join_words(sizes)}."
+    full = list(dict.fromkeys(stages.loc[stages["truncated"].astype(bool), "cell"]))
+    if full:
+        text += f" The record of {join_words([f'`{cell}`' for cell in full])} was full, and its beginning is lost."
     if any("CPU" in tool for tool in tools):
         return (
             f"{text} This machine has no CUDA GPU, so the allocator of the **CPU** was measured, on a small model. "

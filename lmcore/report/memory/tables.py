@@ -24,7 +24,7 @@ PEAK_COLUMNS = [
     "reserved_peak_bytes", "predicted_bytes", "predicted_stage", "predicted_moment", "relative_error", "claimed",
 ]  # fmt: skip
 STAGE_COLUMNS = [
-    "cell", *CELL_COLUMNS, "tool", "stage", "start_bytes", "end_bytes", "peak_bytes", "peak_position",
+    "cell", *CELL_COLUMNS, "tool", "truncated", "stage", "start_bytes", "end_bytes", "peak_bytes", "peak_position",
     "predicted_bytes",
     *(f"{edge} {category}" for edge in ("start", "end") for category in CATEGORIES),
 ]  # fmt: skip
@@ -119,6 +119,7 @@ def stages_table(records: Records) -> pd.DataFrame:
             sizes = {key: stage[key] for key in ("start_bytes", "end_bytes", "peak_bytes")}
             rest = {
                 "tool": profile["tool"],
+                "truncated": profile["truncated"],
                 "stage": stage["name"],
                 "peak_position": _position(profile, stage),
                 "predicted_bytes": predicted.get(stage["name"]),
