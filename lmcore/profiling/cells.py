@@ -193,8 +193,10 @@ def _ended(code: int | None) -> tuple[str, str]:
     return "failed", f"The process ended with {how} and said nothing."
 
 
-def finished_record(path: Path, task: str, config: WorkloadConfig, machine: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The record in `path` if it is that of this very measurement and need not be made again, else None."""
+def finished_record(
+    path: Path, task: str, config: WorkloadConfig, required: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The record in `path` if it is of this very measurement and its environment has the values of `required`."""
     if not path.exists():
         return None
     try:
