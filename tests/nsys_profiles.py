@@ -2,6 +2,7 @@
 
 from lmcore.accounting import forward_flops_by_component
 from lmcore.config import to_dict
+from lmcore.profiling.timing import MODEL_COLUMNS
 from lmcore.profiling.workload import workload_config
 
 GPU, CPU = "Nsight Systems 2025.3.1", "torch.profiler (CPU operators)"
@@ -224,11 +225,17 @@ def timings(records: dict, ratio: float = 1.0) -> list[dict]:
     rows = []
     for each in records.values():
         config, result = each["config"], each["result"]
-        keys = ("d_model", "num_layers", "attention", "checkpoint_every", "context_length")
+        keys = MODEL_COLUMNS
         seconds = ratio * result["inference"]["ranges"]["inference"]["seconds"] if result else None
         rows.append(
             {key: config[key] for key in ("size", "precision", "batch_size", "compile", "warmup_steps")}
             | {key: config["model"][key] for key in keys}
-            | {"passes": "forward", "outcome": each["outcome"], "wall_median": seconds, "wall_std": 1e-5}
+            | {
+                "device": each["environment"]["device"],
+                "passes": "forward",
+                "outcome": each["outcome"],
+                "wall_median": seconds,
+                "wall_std": 1e-5,
+            }
         )
     return rows

@@ -1,15 +1,20 @@
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from nsys_profiles import ADAM, CPU, GEMM_NT, MUL, SUM, entry, grid, record, timings
+from nsys_profiles import ADAM, CPU, GEMM_NT, GPU, MUL, SUM, entry, grid, record, timings
 
 from lmcore.accounting import forward_flops_by_component
+from lmcore.profiling.nsys import Nsys
 from lmcore.profiling.trace import build_trace
 from lmcore.profiling.workload import workload_config
 from lmcore.report.figures import use_style
 from lmcore.report.nsys import answers, figures, kernels, pitfalls, profiles, shares, tables, wording
 from lmcore.report.nsys.timeline import block_window, fitting, timeline_figure
+from lmcore.report.tables import write_results
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -18,12 +23,15 @@ def style():
 
 
 def everything(records: dict, ratio: float | None = 1.0) -> tuple:
-    """All tables; the benchmark takes `ratio` times as long as the profile, None: there is none."""
+    """All tables, as they come back from results files; the benchmark takes `ratio` times as long as the profile, None:
+    there is none."""
     table = tables.profile_table(records)
     rows = timings(records, ratio) if ratio else timings(records)[:0]
     columns = list(timings(grid())[0])
     table = tables.with_timings(table, pd.DataFrame(rows, columns=columns))
-    return table, tables.kernel_rows(records), tables.kind_rows(records), tables.attention_rows(records)
+    every = (table, tables.kernel_rows(records), tables.kind_rows(records), tables.attention_rows(records))
+    with tempfile.TemporaryDirectory() as folder:
+        return tuple(write_results(each, Path(folder) / "table.json", {}) for each in every)
 
 
 def texts(records: dict, ratio: float | None = 1.0) -> list[str]:
@@ -69,11 +77,11 @@ def test_profile_table_keeps_what_did_not_fit():
     table, *_ = everything(with_gaps())
     by_cell = table.set_index("cell")
     assert by_cell.loc["xl-1024-fp32", "outcome"] == "out of memory"
-    assert by_cell.loc["xl-1024-fp32", "inference_seconds"] is None
+    assert pd.isna(by_cell.loc["xl-1024-fp32", "inference_seconds"])
     late = by_cell.loc["2.7b-512-fp32"]
     assert late["training_outcome"] == "out of memory"
     assert late["inference_matmul_share"] > 0
-    assert late["training_seconds"] is None
+    assert pd.isna(late["training_seconds"])
     assert late["gpu"]
     done = by_cell.loc["small-128-fp32"]
     assert done["training_busy_seconds"] + done["training_idle_seconds"] == pytest.approx(done["training_gpu_seconds"])
@@ -366,3 +374,40 @@ def test_labels_fit_their_ranges():
     assert fitting("computing softmax", 0.1) == "softmax"
     assert fitting("block 12", 0.04) == "12"
     assert fitting("block 12", 0.001) is None
+
+
+def test_the_report_says_which_tool_and_what_it_noted(monkeypatch):
+    table, *_ = everything(with_gaps())
+    text = answers.tools_text(table, ["A note.", "A note."])
+    assert text == f"5 of 6 cells were profiled on Chip A, by {GPU}. A note."
+    monkeypatch.setenv("NSYS", "off")
+    assert "Until then, the same tables are made by torch.profiler." in answers.nsys_text()
+    monkeypatch.setattr(answers, "find_nsys", lambda: Nsys(Path("nsys"), "2025.3.1", "the PATH"))
+    assert answers.nsys_text() == "Nsight Systems 2025.3.1 is here, in the PATH."
+
+
+def test_phases_of_a_step():
+    text = answers.phases_text(everything(grid(("small",), (128,)))[0])
+    assert [word.strip() for word in text.splitlines()[0].split("|")[3:-1]] == [
+        "forward", "loss", "backward", "optimizer", "whole step", "backward / forward"
+    ]  # fmt: skip
+    assert "No training step was profiled." in answers.phases_text(everything(grid(training=None))[0])
+
+
+def test_only_cells_without_a_benchmark_are_timed():
+    records = with_gaps()
+    profile = tables.profile_table(records)
+    assert tables.untimed(tables.with_timings(profile, pd.DataFrame())) == [
+        "small-128-fp32", "small-512-fp32", "large-128-fp32", "large-512-fp32", "2.7b-512-fp32"
+    ]  # fmt: skip
+    rows = pd.DataFrame(timings(records))
+    assert tables.untimed(tables.with_timings(profile, rows)) == []
+    assert len(tables.untimed(tables.with_timings(profile, rows.assign(device="Chip B")))) == 5
+
+
+def test_long_names_stay_different():
+    names = ["short", "x" * 160, "x" * 1000 + "a", "x" * 1000 + "b"]
+    kept = [tables.kept_name(name) for name in names]
+    assert kept[:2] == names[:2]
+    assert len(set(kept)) == 4
+    assert max(map(len, kept)) == 160

@@ -1,11 +1,14 @@
 """Sentences of notebook 05 on the forward pass: its time, its kernels (nsys_profile (a) to (c))."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
 
+from lmcore.errors import UserError
+from lmcore.profiling.nsys import find_nsys
 from lmcore.report.answers import format_seconds, format_significant, join_words
+from lmcore.report.nsys.profiles import PASS_RANGES
 from lmcore.report.nsys.wording import (
     MISSING,
     between,
@@ -56,6 +59,42 @@ def missing_sentence(table: pd.DataFrame) -> str:
 def nothing_profiled(table: pd.DataFrame) -> str:
     """What every answer says where no cell could be profiled."""
     return f"No cell could be profiled, so there is nothing to answer from. {missing_sentence(table)}".strip()
+
+
+def nsys_text() -> str:
+    """Which Nsight Systems is found here, or what to install."""
+    try:
+        found = find_nsys()
+    except UserError as error:
+        return f"{error} Until then, the same tables are made by torch.profiler."
+    return f"Nsight Systems {found.version} is here, in {found.place}."
+
+
+def tools_text(table: pd.DataFrame, notes: Iterable[str]) -> str:
+    """Which tool made the profiles, on which device, and what it noted."""
+    done = profiled(table)
+    if not len(done):
+        return nothing_profiled(table)
+    tools, devices = (join_words(sorted(set(done[name].dropna()))) for name in ("tool", "device"))
+    text = f"{len(done)} of {len(table)} cells were profiled on {devices}, by {tools}."
+    return " ".join([text, *dict.fromkeys(notes)])
+
+
+def phases_text(table: pd.DataFrame) -> str:
+    """Time of each phase of a training step as a table: on the GPU from first kernel to last, on a CPU of the range."""
+    rows = []
+    for row in table[table["training_seconds"].notna()].to_dict("records"):
+        clock = "gpu_seconds" if row["gpu"] else "seconds"
+        times = {name: row[f"{name}_{clock}"] for name in (*PASS_RANGES, "training")}
+        shown = {name: format_seconds(value) if given(value) else MISSING for name, value in times.items()}
+        shown["whole step"] = shown.pop("training")
+        both = given(times["backward"]) and times["forward"]
+        rows.append(
+            place(row)
+            | shown
+            | {"backward / forward": _ratio(times["backward"], times["forward"]) if both else MISSING}
+        )
+    return markdown(rows) if rows else f"No training step was profiled. {missing_sentence(table)}"
 
 
 def forward_time_answer(table: pd.DataFrame) -> str:

@@ -32,7 +32,7 @@ def shares_figure(table: pd.DataFrame, kinds: pd.DataFrame, precision: str = "fp
     context = max(counts.index, key=lambda length: (counts[length], length))
     chosen = chosen[chosen["context_length"] == context]
     rows = chosen.to_dict("records")
-    figure, (axes,) = panels(1, 2, 0.8 + 0.34 * len(rows), sharey=True)
+    figure, (axes,) = panels(1, 2, max(1.9, 0.8 + 0.34 * len(rows)), sharey=True)
     shown = kinds[kinds["cell"].isin(chosen["cell"]) & kinds["range"].isin(PANELS)]
     names = [kind for kind in KINDS if kind in set(shown["kind"])]
     for own, (label, title) in zip(axes, PANELS.items(), strict=True):
@@ -66,7 +66,7 @@ def _stacked(axes: Axes, place: float, pieces: Sequence[tuple[float, object]], h
 def _share_axis(axes: Axes, title: str) -> None:
     axes.set_title(title)
     axes.set_xlim(0, 1)
-    axes.set_xticks([0, 0.5, 1])
+    axes.set_xticks([0, 0.25, 0.5, 0.75])
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     axes.grid(visible=False, axis="y")
 

@@ -1,11 +1,22 @@
 """What a hasty reading of a trace would get wrong, computed from the trace at hand."""
 
+import os
+from pathlib import Path
+
 import pandas as pd
 
+from lmcore.profiling.nsys import load_trace
+from lmcore.profiling.torch_trace import read_torch_trace
 from lmcore.profiling.trace import Trace, busy_table, instances, kernels_in
 from lmcore.report.answers import format_seconds, format_significant
 from lmcore.report.nsys.profiles import on_gpu
 from lmcore.report.nsys.wording import kernel_word, markdown, percent
+
+
+def trace_in(folder: str | os.PathLike) -> Trace:
+    """The trace that `profile_workload` left in a cell's folder. Raises `UserError` if there is none."""
+    export, record = Path(folder) / "profile.sqlite", Path(folder) / "profile.json.gz"
+    return load_trace(export) if export.exists() else read_torch_trace(record)
 
 
 def pitfalls(trace: Trace, top: str = "training step") -> pd.DataFrame:
@@ -51,8 +62,8 @@ def pitfalls_text(table: pd.DataFrame, tool: str) -> str:
     rules = {
         "work inside": "ranges nest: a sum over all of them counts the same time once for every level",
         "time of the device": "from the first to the last is not busy: gaps count as well",
-        "launched in": f"by thread: {word} of a backward pass are launched by the thread of the autograd engine",
-        "belonging to": f"by the time at which they run: {word} run later than they are launched",
+        "launched in": "only what the thread that opened the range has launched",
+        "belonging to": "whatever runs while the range is open, which on a GPU was launched before",
     }
     rows = []
     for row in table.to_dict("records"):

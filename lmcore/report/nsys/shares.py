@@ -25,8 +25,6 @@ from lmcore.report.nsys.wording import (
 STEADY = 0.01
 """Changes of a share by less than this, one percentage point, are called none."""
 
-BACKWARD_FLOPS = "the backward pass has twice the forward pass's matrix products"
-
 
 def training_answer(table: pd.DataFrame, kinds: pd.DataFrame) -> str:
     """(d): the matmuls' share in a training step against inference, and what becomes of the other kinds."""
@@ -120,7 +118,7 @@ def _optimizer_sentence(trained: pd.DataFrame, kinds: pd.DataFrame) -> str:
         f"{between(shares, percent)} of a step's {device_time(gpu)}"
     )
     if backward:
-        text += f", and the backward pass {between(backward)} times the forward pass, where {BACKWARD_FLOPS}"
+        text += f", and the backward pass {between(backward)} times the forward pass's, with twice its matrix products"
     return f"{text}."
 
 
@@ -244,14 +242,15 @@ def _intensity_sentence(pairs: pd.DataFrame, gpu: bool) -> str:
         between(pairs[f"{name}_intensity"], lambda value: format_significant(value, 2))
         for name in ("softmax", "matmul")
     )
-    # on a CPU, whose balance is lower and whose exponentials are dear, that need not be what sets the time
+    # a GPU does tens of operations in the time of a byte; on a CPU, exponentials may cost more than the memory
+    reason = "The reason is arithmetic intensity" if gpu else "They differ in arithmetic intensity"
     limit = (
         f": memory, not arithmetic, sets its time, as far as the {word} are long enough to be more than overhead"
         if gpu
         else ""
     )
     return (
-        f"The reason is arithmetic intensity: the softmax is five {word}, each of which reads all scores and does one "
+        f"{reason}: the softmax is five {word}, each of which reads all scores and does one "
         f"operation on a number, {soft} FLOPs for each byte it moves, where the products do {products}. "
         f"Counted so, it moves {rates} GB/s{limit}."
     )

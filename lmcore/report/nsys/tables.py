@@ -1,5 +1,6 @@
 """Tidy tables of notebook 05, from the records of `run_cells(profile_workload, …)`."""
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,12 +33,18 @@ RANGES = {
 }
 """Names of ranges in the tables, and where they are in a profile: "forward" is that of a training step."""
 
+WHOLE = ("inference", "training", "forward + backward")
+
 HEAD = (
-    "cell", "size", "d_model", "num_layers", "num_heads", "context_length", "batch_size", "precision", "attention",
-    "tool", "gpu", "device",
+    "cell", "size", "d_model", "num_layers", "num_heads", "d_ff", "vocab_size", "context_length", "batch_size",
+    "precision", "attention", "tool", "gpu", "device",
 )  # fmt: skip
 CLOCKS = ("seconds", "gpu_seconds", "busy_seconds", "idle_seconds")
-TOP = 25
+TOP, TOP_OF_PARTS = 20, 3
+"""Kernels that are kept of inference, training step and forward + backward, and of every range inside them."""
+
+LONGEST_NAME = 160
+"""Characters of a kernel's name in results files; PyTorch's may have a thousand, with all template arguments."""
 
 SOFTMAX_FLOPS = {"maximum": 1, "subtraction": 1, "exponential": 1, "sum": 1, "division": 1}
 """Operations of a softmax for each score; exponential and comparison count as one each."""
@@ -97,24 +104,30 @@ def profile_table(records: Records) -> pd.DataFrame:
     return pd.DataFrame(rows).astype(object).replace({float("nan"): None})
 
 
-def kernel_rows(records: Records, top: int = TOP) -> pd.DataFrame:
+def kernel_rows(records: Records) -> pd.DataFrame:
     """The kernels that take longest in each range of each cell: calls and seconds for each pass, share of its kernels'
     time. "forward + backward" is a training step without its optimizer; inference is also split by `MODEL_PARTS`.
+    Names are shortened (`kept_name`).
     """
     rows = []
     for record in records.values():
         head = _short_head(record)
         for label, found in _parts(record).items():
+            top = TOP if label in WHOLE else TOP_OF_PARTS
+            whole = found.kernel_seconds
             for rank, kernel in enumerate(found.kernels.head(top).to_dict("records"), 1):
-                whole = found.kernel_seconds
-                rows.append(
-                    head
-                    | {"range": label, "rank": rank}
-                    | kernel
-                    | {"share": kernel["seconds"] / whole if whole else None}
-                )
+                kernel["name"] = kept_name(kernel["name"])
+                share = kernel["seconds"] / whole if whole else None
+                rows.append(head | {"range": label, "rank": rank} | kernel | {"share": share})
     columns = ["cell", "size", "context_length", "precision", "gpu", "range", "rank"]
     return pd.DataFrame(rows, columns=[*columns, "name", "short_name", "kind", "calls", "seconds", "share"])
+
+
+def kept_name(name: str) -> str:
+    """A kernel's name, the end of a long one replaced by a checksum of it all: different names stay different."""
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[: LONGEST_NAME - 9]}…{zlib.crc32(name.encode()):08x}"
 
 
 def kind_rows(records: Records) -> pd.DataFrame:
@@ -223,7 +236,11 @@ def attention_work(record: Mapping[str, Any]) -> dict[str, tuple[int, int | None
     }
 
 
-TIMING_KEYS = ("size", "context_length", "precision", "batch_size", "d_model", "num_layers", "attention")
+TIMING_KEYS = (
+    "d_model", "num_layers", "num_heads", "d_ff", "vocab_size", "context_length", "batch_size", "precision",
+    "attention", "device",
+)  # fmt: skip
+"""What a benchmark must have in common with a profile to be of the same forward pass."""
 
 
 def with_timings(profiles: pd.DataFrame, timings: pd.DataFrame) -> pd.DataFrame:
@@ -232,6 +249,8 @@ def with_timings(profiles: pd.DataFrame, timings: pd.DataFrame) -> pd.DataFrame:
     `timings` is a `lmcore.profiling.timing.timing_table`; compiled, checkpointed and unmeasured cells do not count, and
     of several cells of one kind the one with most warm-ups does. None where there is none.
     """
+    if not len(timings):
+        return profiles.assign(benchmark_seconds=None, benchmark_std=None)
     same = timings[(timings["passes"] == "forward") & (timings["outcome"] == "complete")]
     same = same[~same["compile"].astype(bool) & same["checkpoint_every"].isna() & same["wall_median"].notna()]
     same = same.sort_values("warmup_steps", ascending=False)
@@ -243,3 +262,8 @@ def with_timings(profiles: pd.DataFrame, timings: pd.DataFrame) -> pd.DataFrame:
         benchmark_seconds=pd.Series([pair[0] for pair in pairs], index=profiles.index, dtype=object),
         benchmark_std=pd.Series([pair[1] for pair in pairs], index=profiles.index, dtype=object),
     )
+
+
+def untimed(joined: pd.DataFrame) -> list[str]:
+    """Cells of `with_timings` whose forward pass was profiled and not timed."""
+    return list(joined.loc[joined["inference_seconds"].notna() & joined["benchmark_seconds"].isna(), "cell"])
