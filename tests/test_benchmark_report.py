@@ -1,6 +1,7 @@
 """Answers and figures of notebook 04 on synthetic tables: other numbers, other sentences."""
 
 import math
+import tempfile
 
 import numpy as np
 import pandas as pd
@@ -8,13 +9,14 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from lmcore.config import MODEL_SIZES, to_dict
+from lmcore.profiling import timing
 from lmcore.profiling.components import components_table
 from lmcore.profiling.grids import component_cells, size_cells, warmup_cells
-from lmcore.profiling.timing import samples_table, timing_table
 from lmcore.profiling.workload import PHASES
 from lmcore.report.benchmark import answers, figures, roofline, views, warmups
 from lmcore.report.benchmark.roofline_figure import roofline_figure
 from lmcore.report.figures import use_style
+from lmcore.report.tables import write_results
 
 OOM = (
     "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 1 MiB is free."
@@ -47,6 +49,20 @@ def record(name, config, walls, cuda=True, device="NVIDIA H200", split=(0.3, 0.0
     ]
     result = {"device": device, "samples": samples, "peak_memory_bytes": 10**9 if cuda else None}
     return head | {"outcome": "complete", "reason": None, "result": result}
+
+
+def written(table):
+    """The table as a notebook has it: through a results file, which leaves numbers of numpy's, and NaN for None."""
+    with tempfile.TemporaryDirectory() as folder:
+        return write_results(table, f"{folder}/table.json", {})
+
+
+def timing_table(records):
+    return written(timing.timing_table(records))
+
+
+def samples_table(records):
+    return written(timing.samples_table(records))
 
 
 def grid(sizes=("small", "2.7b"), contexts=(256,), precisions=("fp32",), seconds=1.0, lost=(), noise=0.001, **options):
@@ -191,7 +207,7 @@ def parts(attention=2.0, ffn=1.0, gate=0.1, softmax=1.0, issue=None, device="CPU
     components = [dict(zip(keys, row, strict=True)) | {"count": 2, "issue_seconds": issue} for row in rows]
     roofs = {"peak_flops_per_second": 4e12, "peak_bytes_per_second": 4e10}
     result = {"device": device, "ceilings": roofs, "components": components}
-    return components_table({name: {"cell": name, "config": to_dict(config), "result": result}})
+    return written(components_table({name: {"cell": name, "config": to_dict(config), "result": result}}))
 
 
 def test_ffn_slower_than_flops_say_beside_attention():
@@ -246,6 +262,7 @@ def test_components_added_up(seconds, words):
 def test_tables_for_readers():
     table = timing_table(grid(lost=("2.7b-256-fp32-train_step",)))
     shown = views.readable(table)
+    assert shown.equals(views.readable(timing.timing_table(grid(lost=("2.7b-256-fp32-train_step",)))))
     assert "context" not in shown
     assert shown["wall clock (ms)"].iloc[-1] == "out of memory"
     assert "nan" not in shown.to_markdown() + shown.to_latex()

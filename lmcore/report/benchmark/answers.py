@@ -268,4 +268,4 @@ def _values(table: pd.DataFrame, column: str) -> str:
 
 
 def _counted(table: pd.DataFrame, column: str, thing: str) -> str:
-    return f"{_values(table, column)} {thing}{'s' * (table[column].max() != 1)}"
+    return f"{_values(table, column)} {thing}{'' if table[column].max() == 1 else 's'}"

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from lmcore.profiling.workload import PHASES
 from lmcore.report.answers import format_seconds
 from lmcore.report.benchmark.roofline import ratio_table
-from lmcore.report.benchmark.views import PASSES, chosen, complete, measured, size_label
+from lmcore.report.benchmark.views import PASSES, chosen, complete, given, measured, size_label
 from lmcore.report.figures import LEGEND_BESIDE, MUTED, WARNING, category_colors, panels, sequence_colors
 
 PHASE_COLORS = dict(zip(PHASES, category_colors(len(PHASES)), strict=True))
@@ -61,7 +61,7 @@ def _stack(seconds: Axes, shares: Axes, rows: Sequence[dict]) -> None:
             continue
         left = 0.0
         for phase in PHASES:
-            value = row[f"{phase}_median"] or 0.0
+            value = row[f"{phase}_median"] if given(row[f"{phase}_median"]) else 0.0
             label = phase if row is done[0] else None
             seconds.barh(place, value, left=left, color=PHASE_COLORS[phase], label=label)
             shares.barh(place, value / row["wall_median"], left=left / row["wall_median"], color=PHASE_COLORS[phase])

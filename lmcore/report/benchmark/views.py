@@ -114,7 +114,7 @@ def _listed(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _reason(row: Mapping[str, Any]) -> str:
     """The first two sentences of what PyTorch says: what was asked for, and what the device has."""
-    return ". ".join(str(row["reason"] or "").split(". ")[:2]).rstrip(".")
+    return ". ".join(row["reason"].split(". ")[:2]).rstrip(".") if given(row["reason"]) else ""
 
 
 def provenance(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
