@@ -8,6 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from nsys_profiles import ADAM, CPU, GEMM_NT, GPU, MUL, SUM, entry, grid, record, timings
 
 from lmcore.accounting import forward_flops_by_component
+from lmcore.errors import UserError
 from lmcore.profiling.nsys import Nsys
 from lmcore.profiling.trace import build_trace
 from lmcore.profiling.workload import workload_config
@@ -236,8 +237,8 @@ def test_the_share_of_matmuls_falls_rises_or_stays():
     falls = texts(grid())[3]
     assert "the share **falls** in all 4 cells, by 2.7 to 6.0 percentage points." in falls
     assert "optimizer 0.0% → 3.3%" in falls
-    assert "By size, at context 512" in falls or "By size, at context 128" in falls
-    assert "small 84.4%, large 87.6%, rising throughout" in falls
+    assert "By size, at context 512, the training step's share is small 79.7%, large 85.6%, rising throughout." in falls
+    assert "By context, for large: 128: 87.6%, 512: 85.6%, falling throughout." in falls
     records = grid(("small",), (1024,), slow=3e11)
     ranges = records["small-1024-fp32"]["result"]["training"]["ranges"]
     ranges["training step"] = entry({GEMM_NT: (100, 1.0), ADAM: (3, 1e-4)}, 3)
@@ -411,3 +412,9 @@ def test_long_names_stay_different():
     assert kept[:2] == names[:2]
     assert len(set(kept)) == 4
     assert max(map(len, kept)) == 160
+
+
+def test_a_sweep_in_which_nothing_fits_ends_in_a_sentence():
+    with pytest.raises(UserError, match=r"choose a smaller size or context \(small-128-fp32: CUDA out of memory"):
+        tables.require_profiled(tables.profile_table(grid(outcome="out of memory")))
+    tables.require_profiled(tables.profile_table(with_gaps()))

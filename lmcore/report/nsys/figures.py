@@ -15,6 +15,14 @@ from lmcore.report.nsys.wording import given, size_label
 
 KIND_COLORS = dict(zip(KINDS, category_colors(len(KINDS)), strict=True))
 
+ATTENTION_COLORS = dict(
+    zip(
+        ATTENTION_PARTS,
+        (KIND_COLORS["matmul"], KIND_COLORS["elementwise"], KIND_COLORS["softmax/reduction"], "#56b4e9"),
+        strict=True,
+    )
+)
+
 PANELS = {"inference": "inference", "training": "training step"}
 """Ranges of the tables that stand side by side, and their titles."""
 
@@ -46,7 +54,8 @@ def shares_figure(table: pd.DataFrame, kinds: pd.DataFrame, precision: str = "fp
                 )
         _share_axis(own, f"{title}, context {context:,}")
     axes[0].set_yticks(range(len(rows)), [size_label(row) for row in rows])
-    axes[0].invert_yaxis()
+    beyond = max(0.5, 1.5 - len(rows) / 2)  # a single bar is not to fill the figure
+    axes[0].set_ylim(len(rows) - 1 + beyond, -beyond)
     _patches(axes[-1], names, [KIND_COLORS[kind] for kind in names])
     return figure
 
@@ -130,19 +139,18 @@ def attention_figure(attention: pd.DataFrame, pairs: pd.DataFrame) -> Figure:
     heights = (0.55 + 0.28 * len(contexts), 2.2)
     figure = Figure(figsize=(panels(1, 1, 1)[0].get_figwidth(), sum(heights) + 0.5))
     grid = figure.add_gridspec(2, 2, height_ratios=heights)
-    colors = category_colors(len(ATTENTION_PARTS))
     bars = [figure.add_subplot(grid[0, 0])]
     bars.append(figure.add_subplot(grid[0, 1], sharey=bars[0]))
     for axes, (column, title) in zip(bars, (("share_of_time", "time"), ("share_of_flops", "FLOPs")), strict=True):
         for place, context in enumerate(contexts):
             shares = own[own["context_length"] == context].set_index("part")[column]
-            _stacked(axes, place, [(shares.get(name, 0.0), colors[i]) for i, name in enumerate(ATTENTION_PARTS)])
+            _stacked(axes, place, [(shares.get(name, 0.0), color) for name, color in ATTENTION_COLORS.items()])
         _share_axis(axes, f"{title}, {size}")
     bars[0].set_yticks(range(len(contexts)), [f"{context:,}" for context in contexts])
     bars[0].set_ylabel("context length")
     bars[0].invert_yaxis()
     bars[1].tick_params(labelleft=False)
-    _patches(bars[1], ATTENTION_PARTS, colors)
+    _patches(bars[1], list(ATTENTION_COLORS), list(ATTENTION_COLORS.values()))
     _ratio_lines(figure.add_subplot(grid[1, :]), pairs[pairs["precision"] == precision])
     return figure
 

@@ -126,7 +126,8 @@ def _trends(trained: pd.DataFrame) -> list[str]:
     """How the share in a training step goes with size and with context, where several were measured."""
     reference = trained[trained["precision"] == trained["precision"].iloc[0]]
     sentences = []
-    context = reference.groupby("context_length").size().idxmax()
+    cells = reference.groupby("context_length").size()
+    context = max(cells.index, key=lambda length: (cells[length], length))
     sizes = reference[reference["context_length"] == context]
     if len(sizes) > 1:
         shares = [f"{size_label(row)} {percent(row['training_matmul_share'])}" for row in sizes.to_dict("records")]

@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 
 from lmcore.accounting import forward_flops_by_component
+from lmcore.config import require
 from lmcore.profiling.program import INFERENCE, TRAINING
 from lmcore.report.nsys.profiles import (
     FINAL,
@@ -102,6 +103,13 @@ def profile_table(records: Records) -> pd.DataFrame:
         row["launch_seconds"] = launching.seconds if launching else None
         rows.append(row)
     return pd.DataFrame(rows).astype(object).replace({float("nan"): None})
+
+
+def require_profiled(table: pd.DataFrame) -> None:
+    """Raises `UserError` unless the forward pass of some cell of `profile_table` was profiled."""
+    reasons = "; ".join(f"{row['cell']}: {row['reason'] or row['outcome']}" for row in table.to_dict("records"))
+    some = len(table) > 0 and bool(table["inference_seconds"].notna().any())
+    require(some, f"No cell could be profiled; choose a smaller size or context ({reasons or 'there are none'}).")
 
 
 def kernel_rows(records: Records) -> pd.DataFrame:
