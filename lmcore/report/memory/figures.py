@@ -39,7 +39,7 @@ RASTER_DPI = 220
 BYTE_STEPS = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1, "bytes"))
 
 
-def timeline_figure(profiles: Mapping[str, Mapping[str, Any]], detail: float = 0.006) -> Figure:
+def timeline_figure(profiles: Mapping[str, Mapping[str, Any]], detail: float = 0.005) -> Figure:
     """Active memory timelines below each other, each with its own axes: `profiles` maps titles to profiles.
 
     Stacked by category over the sequence of allocations and frees, stages marked, the peak dotted. Allocations of at
@@ -78,7 +78,8 @@ def _timeline(axes: Axes, profile: Mapping[str, Any], detail: float) -> None:
             [outline / (1, unit[0]) for outline in outlines],
             facecolors="none",
             edgecolors="white",
-            linewidths=0.25,
+            linewidths=0.3,
+            alpha=0.6,
             rasterized=True,  # hundreds of them, each with a step wherever something below it comes or goes
         )
     )

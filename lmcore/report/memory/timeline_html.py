@@ -12,7 +12,7 @@ from typing import Any
 from lmcore.config import require
 from lmcore.files import atomic_write
 from lmcore.report.answers import format_bytes
-from lmcore.report.memory.figures import CATEGORY_COLORS
+from lmcore.report.memory.figures import CATEGORY_COLORS, PASSES
 
 DETAIL = 30
 """Percentage of the listed allocations that are drawn one by one at first, the largest."""
@@ -41,7 +41,7 @@ def subtitle(profile: Mapping[str, Any]) -> str:
     kept = len(profile["allocations"])
     listed = f"the {kept:,} largest allocations" if kept < profile["allocations_total"] else "all allocations"
     return (
-        f"{profile['passes'].replace('_', ' ')}, {profile['precision']}, on {profile['device']}; recorded by "
+        f"{PASSES[profile['passes']].capitalize()}, {profile['precision']}, on {profile['device']}; recorded by "
         f"{profile['tool']}. The heights count every allocation; {listed} of {profile['allocations_total']:,} can be "
         f"told apart, from {format_bytes(profile['allocations_smallest_bytes'])} on."
     )
