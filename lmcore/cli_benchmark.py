@@ -74,15 +74,15 @@ def benchmark(
     """
     from lmcore.profiling.cells import FINISHED, run_apart, run_cells
     from lmcore.profiling.timing import measure, samples_table, timing_table
-    from lmcore.report.benchmark.views import failures, provenance
-    from lmcore.report.tables import write_results
+    from lmcore.report.benchmark.views import failures
+    from lmcore.report.tables import provenance_of_cells, write_results
 
     cells = benchmark_cells(settings)
     # in a process of its own: this one is not to hold a GPU while cells are measured
     outcome, reason = run_apart(check_device, (settings.device, settings.precision), None)
     require(outcome == "complete", str(reason))
     records = run_cells(measure, cells, out / "cells", title="benchmark")
-    table, source = timing_table(records), provenance(records)
+    table, source = timing_table(records), provenance_of_cells(records)
     write_results(table, out / "benchmark.json", source)
     write_results(samples_table(records), out / "samples.json", source)
     print(formatted(table, markdown, latex))

@@ -13,6 +13,7 @@ from lmcore.profiling import timing
 from lmcore.profiling.components import components_table
 from lmcore.profiling.grids import component_cells, size_cells, warmup_cells
 from lmcore.profiling.workload import PHASES
+from lmcore.report import tables
 from lmcore.report.benchmark import answers, figures, roofline, views, warmups
 from lmcore.report.benchmark.roofline_figure import roofline_figure
 from lmcore.report.figures import use_style
@@ -271,7 +272,7 @@ def test_tables_for_readers():
     assert views.spread(0.5, None) == "500"
     assert views.spread(None, None) == views.MISSING
     assert [views.rate(value) for value in (2.5e12, 3e10, None)] == ["2.50 TFLOP/s", "30.0 GFLOP/s", views.MISSING]
-    sources = views.provenance(grid(("small",)))
+    sources = tables.provenance_of_cells(grid(("small",)))
     assert (sources["device"], sources["cells"]) == ("NVIDIA H200", 3)
 
 

@@ -1,5 +1,6 @@
 import math
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -8,6 +9,7 @@ import torch
 
 from lmcore.profiling import precision
 from lmcore.profiling.precision import EXPERIMENTS, RMS, ROUNDED, RUNNING, WIDENED, Accumulation
+from lmcore.profiling.workload import WorkloadConfig
 from lmcore.report.benchmark import mixed_precision as mixed
 from lmcore.report.benchmark import precision as answers
 from lmcore.report.benchmark.precision_figures import accumulation_figure, layer_norm_figure
@@ -91,7 +93,7 @@ def test_layer_norm_of_the_toy_model_stays_wide_on_cuda():
 
 
 def toy(**norm_types: str) -> pd.DataFrame:
-    rows = precision.toy_dtype_rows(["cpu"])
+    rows = precision.toy_dtype_rows(WorkloadConfig(device="cpu"), Path())["rows"]
     found = []
     for device, norm in norm_types.items():
         for row in rows:

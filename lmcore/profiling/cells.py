@@ -30,8 +30,9 @@ FINISHED = ("complete", "out of memory")
 MACHINE = ("device", "torch")
 """What must be the same of the environment for an old record to stand."""
 
-PRELOADED = ["lmcore.profiling.workload"]
-"""Modules that are imported once, before the processes of all cells are forked from there."""
+PRELOADED = ["lmcore.profiling.timing", "torch._dynamo"]
+"""Modules that are imported once, before the processes of all cells are forked from there. They leave CUDA alone;
+the second is what PyTorch's optimizers import when the first one is made."""
 
 
 def run_cells(

@@ -2,19 +2,20 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lmcore.config import require
 from lmcore.device import autocast, select_device
 from lmcore.model import RMSNorm
-from lmcore.profiling.cells import run_apart
+from lmcore.profiling.workload import WorkloadConfig
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -169,28 +170,24 @@ def _types(tensors) -> str:
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
 
 
-def toy_dtype_rows(devices: Sequence[str]) -> list[dict[str, str]]:
-    """`toy_dtypes` on each device in fp16 and bf16: rows of device, precision, quantity and dtype."""
-    return [
+def toy_dtype_rows(config: WorkloadConfig, folder: Path) -> dict[str, list[dict[str, str]]]:
+    """`toy_dtypes` in fp16 and bf16 on the accelerator, where there is one, and on the CPU: a task of `run_cells`.
+
+    {"rows": [{device, precision, quantity, dtype}]}. Of the configuration only the device is looked at.
+    """
+    devices = dict.fromkeys([select_device(config.device)[0].type, "cpu"])
+    rows = [
         {"device": device, "precision": precision, "quantity": quantity, "dtype": dtype}
         for device in devices
         for precision in ("fp16", "bf16")
         for quantity, dtype in toy_dtypes(device, precision).items()
     ]
+    return {"rows": rows}
 
 
-def toy_dtype_table() -> pd.DataFrame:
-    """`toy_dtype_rows` on this machine's accelerator, if it has one, and on the CPU.
-
-    In a process of its own: the one that asks holds no memory of the GPU afterwards. Raises `UserError` on a failure.
-    """
-    outcome, rows = run_apart(_toy_rows_here, (), timeout=300)
-    require(outcome == "complete", f"The types of the toy model could not be found: {rows}")
-    return pd.DataFrame(rows)
-
-
-def _toy_rows_here() -> list[dict[str, str]]:
-    return toy_dtype_rows(list(dict.fromkeys([select_device()[0].type, "cpu"])))
+def toy_dtype_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """The rows of `toy_dtype_rows` in these records."""
+    return pd.DataFrame([row for record in records.values() for row in record["result"]["rows"]])
 
 
 def running_sum(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +141,9 @@ def curves_of(curves: pd.DataFrame, names: Mapping[str, str]) -> dict[str, pd.Da
 def provenance_of(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
     """Where the runs come from: machine, versions, commit, command and data; a list where the runs differ."""
     environments = [run.environment() for run in runs.values() if run.environment_file.exists()]
-    provenance: dict[str, Any] = {"time_utc": utc_now(), "runs": len(runs)}
-    for key in (*ENVIRONMENT, "data_fingerprint"):
-        distinct: list[Any] = []
-        for environment in environments:
-            value = environment.get(key)
-            if value not in distinct:
-                distinct.append(value)
-        provenance[key] = distinct[0] if len(distinct) == 1 else distinct
+    provenance = {"time_utc": utc_now(), "runs": len(runs)} | in_common(
+        environments, (*ENVIRONMENT, "data_fingerprint")
+    )
     if environments:
         manifest = environments[0].get("data", {})
         provenance["data"] = {
@@ -156,6 +151,25 @@ def provenance_of(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
             **{f"{split}_tokens": values["tokens"] for split, values in manifest.get("splits", {}).items()},
         }
     return provenance
+
+
+def provenance_of_cells(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Where measurements come from: machine, versions, commit and command; a list where the cells differ."""
+    environments = [record["environment"] for record in records.values() if record["environment"]]
+    return {"time_utc": utc_now(), "cells": len(records)} | in_common(environments)
+
+
+def in_common(environments: Sequence[Mapping[str, Any]], keys: Sequence[str] = ENVIRONMENT) -> dict[str, Any]:
+    """Each of the keys with the value that all environments have; a list of the distinct ones where they differ."""
+    found = {}
+    for key in keys:
+        distinct: list[Any] = []
+        for environment in environments:
+            value = environment.get(key)
+            if value not in distinct:
+                distinct.append(value)
+        found[key] = distinct[0] if len(distinct) == 1 else distinct
+    return found
 
 
 def write_results(

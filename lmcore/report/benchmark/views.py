@@ -5,9 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from lmcore.provenance import utc_now
 from lmcore.report.answers import format_bytes, format_count, format_percent, format_significant
-from lmcore.report.tables import ENVIRONMENT
 
 PASSES = {"forward": "forward", "forward_backward": "forward + backward", "train_step": "training step"}
 """What a cell runs, for readers."""
@@ -115,16 +113,3 @@ def _listed(rows: Sequence[Mapping[str, Any]]) -> str:
 def _reason(row: Mapping[str, Any]) -> str:
     """The first two sentences of what PyTorch says: what was asked for, and what the device has."""
     return ". ".join(row["reason"].split(". ")[:2]).rstrip(".") if given(row["reason"]) else ""
-
-
-def provenance(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Where measurements come from: machine, versions, commit and command; a list where the cells differ."""
-    environments = [record["environment"] for record in records.values() if record["environment"]]
-    found: dict[str, Any] = {"time_utc": utc_now(), "cells": len(records)}
-    for key in ENVIRONMENT:
-        distinct: list[Any] = []
-        for environment in environments:
-            if environment.get(key) not in distinct:
-                distinct.append(environment.get(key))
-        found[key] = distinct[0] if len(distinct) == 1 else distinct
-    return found
