@@ -161,3 +161,13 @@ def test_both_clocks_agree_on_a_gpu(tmp_path):
     assert (phases <= measured["cuda"] * 1.001).all()
     assert phases.median() > 0.9 * measured["cuda"].median()
     assert result["peak_memory_bytes"] > 16 * accounting.num_parameters(config.model)
+
+
+def test_a_grid_can_have_other_passes_in_each_precision():
+    cells = grids.grid_cells(["smoke"], [8, 16], {"fp32": ["forward", "train_step"], "tf32": ["train_step"]}, steps=2)
+    assert set(cells) == {
+        f"smoke-{context}-{rest}"
+        for context in (8, 16)
+        for rest in ("fp32-forward", "fp32-train_step", "tf32-train_step")
+    }
+    assert {cell.steps for cell in cells.values()} == {2}

@@ -1,7 +1,7 @@
 """Cells of the handouts' benchmarks: sizes, contexts, precisions and passes in every combination; warm-ups."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmcore.profiling.workload import WorkloadConfig, workload_config
@@ -25,6 +25,16 @@ def size_cells(
         )
         for context, size, precision, how_far in itertools.product(contexts, sizes, precisions, passes)
     }
+
+
+def grid_cells(
+    sizes: Sequence[str], contexts: Sequence[int], passes: Mapping[str, Sequence[str]], **changes: Any
+) -> dict[str, WorkloadConfig]:
+    """`size_cells` with passes of its own for each precision: {"fp32": ["forward", "train_step"], "tf32": [...]}."""
+    cells = {}
+    for precision, how_far in passes.items():
+        cells |= size_cells(sizes, contexts, [precision], how_far, **changes)
+    return cells
 
 
 def warmup_cells(
