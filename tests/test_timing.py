@@ -13,7 +13,7 @@ from lmcore.config import ModelConfig, to_dict
 from lmcore.errors import UserError
 from lmcore.profiling import timing
 from lmcore.profiling.cells import run_cells
-from lmcore.profiling.grids import component_cells, size_cells, warmup_cells
+from lmcore.profiling.grids import component_cells, grid_cells, size_cells, warmup_cells
 from lmcore.profiling.workload import PHASES, WorkloadConfig, workload_config
 
 MODEL = ModelConfig(vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2, d_ff=64)
@@ -164,7 +164,7 @@ def test_both_clocks_agree_on_a_gpu(tmp_path):
 
 
 def test_a_grid_can_have_other_passes_in_each_precision():
-    cells = grids.grid_cells(["smoke"], [8, 16], {"fp32": ["forward", "train_step"], "tf32": ["train_step"]}, steps=2)
+    cells = grid_cells(["smoke"], [8, 16], {"fp32": ["forward", "train_step"], "tf32": ["train_step"]}, steps=2)
     assert set(cells) == {
         f"smoke-{context}-{rest}"
         for context in (8, 16)
