@@ -23,7 +23,12 @@ def utc_now() -> str:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of lmcore's checkout and whether it holds changes; LMCORE_GIT_COMMIT speaks where there is no .git."""
+    """Commit of lmcore's checkout and whether it holds changes.
+
+    The variable LMCORE_GIT_COMMIT goes before it, for where the files were copied without their history.
+    """
+    if commit := os.environ.get("LMCORE_GIT_COMMIT"):
+        return {"git_commit": commit, "git_dirty": None}
     folder = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str | None:
@@ -36,7 +41,7 @@ def git_state() -> dict[str, Any]:
     own = git("rev-parse", "--show-toplevel") == str(folder.resolve())
     commit = git("rev-parse", "HEAD") if own else None
     if commit is None:
-        return {"git_commit": os.environ.get("LMCORE_GIT_COMMIT"), "git_dirty": None}
+        return {"git_commit": None, "git_dirty": None}
     return {"git_commit": commit, "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
 
 
