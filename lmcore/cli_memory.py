@@ -67,8 +67,8 @@ def memory(
 
 def read(snapshot: Path) -> dict[str, Any]:
     """The summary of a snapshot in a file: what its allocations were for is unknown."""
-    from lmcore.profiling.memory_summary import summary
-    from lmcore.profiling.snapshot import history_of, read_snapshot
+    from lmcore.profiling.memory.snapshot import history_of, read_snapshot
+    from lmcore.profiling.memory.summary import summary
 
     return summary(history_of(read_snapshot(snapshot)))
 
@@ -76,7 +76,7 @@ def read(snapshot: Path) -> dict[str, Any]:
 def record(settings: MemoryConfig, out: Path, keep_snapshot: bool, top: int) -> int:
     """Records all cells, prints each and draws its timeline; returns the exit code."""
     from lmcore.profiling.cells import run_apart, run_cells
-    from lmcore.profiling.memory import profile_memory, profile_memory_without_snapshot
+    from lmcore.profiling.memory.profile import profile_memory, profile_memory_without_snapshot
     from lmcore.report.memory.timeline_html import write_timeline
 
     s = settings

@@ -14,7 +14,7 @@ from lmcore.errors import EXIT_OUT_OF_MEMORY
 if TYPE_CHECKING:  # pandas and PyTorch are imported when the command runs
     import pandas as pd
 
-    from lmcore.profiling.trace import Trace
+    from lmcore.profiling.nsys.trace import Trace
 
 EXIT_FAILED_CELL = 1
 
@@ -75,7 +75,7 @@ def nsys(
     if report is None:
         return record(settings, out, top)
     if trim is not None:
-        from lmcore.profiling.trim import trim_export
+        from lmcore.profiling.nsys.trim import trim_export
 
         written = trim_export(report, trim, () if range is None else (range,))
         print(f"{written}: {written.stat().st_size:,} bytes.")
@@ -86,15 +86,15 @@ def nsys(
 
 def load(report: Path) -> "Trace":
     """The trace of a report by its ending."""
-    from lmcore.profiling.nsys import load_trace
-    from lmcore.profiling.torch_trace import read_torch_trace
+    from lmcore.profiling.nsys.tool import load_trace
+    from lmcore.profiling.nsys.torch_trace import read_torch_trace
 
     return read_torch_trace(report) if report.name.endswith((".json", ".json.gz")) else load_trace(report)
 
 
 def tables(trace: "Trace", range: str | None, scope: str, top: int) -> str:
     """What a trace says of a range, or which ranges it has."""
-    from lmcore.profiling.trace import busy_table, copy_table, kernel_table, kind_table
+    from lmcore.profiling.nsys.trace import busy_table, copy_table, kernel_table, kind_table
 
     if range is None:
         known = trace.ranges.groupby("path", sort=False).agg(instances=("id", "size"), depth=("depth", "first"))
@@ -112,7 +112,7 @@ def tables(trace: "Trace", range: str | None, scope: str, top: int) -> str:
 def record(settings: NsysConfig, out: Path, top: int) -> int:
     """Profiles all cells and prints each; returns the exit code."""
     from lmcore.profiling.cells import run_apart, run_cells
-    from lmcore.profiling.kernel_profile import profile_workload
+    from lmcore.profiling.nsys.profile import profile_workload
 
     s = settings
     cells = benchmark_cells(

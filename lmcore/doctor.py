@@ -14,7 +14,7 @@ import torch
 
 from lmcore.device import device_name, select_device
 from lmcore.errors import UserError
-from lmcore.profiling.nsys import INSTALL, find_nsys
+from lmcore.profiling.nsys.tool import INSTALL, find_nsys
 from lmcore.provenance import environment
 from lmcore.report.answers import format_bytes
 from lmcore.tokenizer import load_gpt2

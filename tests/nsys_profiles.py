@@ -1,4 +1,4 @@
-"""Profiles for tests, in the form of `lmcore.profiling.kernel_profile.profile_workload`, with numbers made up."""
+"""Profiles for tests, in the form of `lmcore.profiling.nsys.profile.profile_workload`, with numbers made up."""
 
 from lmcore.accounting import forward_flops_by_component
 from lmcore.config import to_dict

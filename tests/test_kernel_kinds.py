@@ -3,7 +3,7 @@
 import pytest
 from nsys_exports import FORWARD_BACKWARD, WHOLE_GRAPHS, rows, sample
 
-from lmcore.profiling.kernel_kinds import KINDS, OPERATOR_KINDS, kernel_kind, short_name
+from lmcore.profiling.nsys.kinds import KINDS, OPERATOR_KINDS, kernel_kind, short_name
 
 ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<(int)4, {}, std::array<char *, (unsigned long)3>>(int)"
 UNROLLED = (

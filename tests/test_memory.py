@@ -10,12 +10,12 @@ import torch
 
 from lmcore.accounting import num_parameters
 from lmcore.cli import main
-from lmcore.profiling import memory
-from lmcore.profiling.memory import FULL_NOTE, peak_memory, profile_memory, profile_memory_without_snapshot
-from lmcore.profiling.memory_categories import Known, explained
-from lmcore.profiling.memory_summary import CATEGORIES
-from lmcore.profiling.saved import block_and_input, saved_by_operation
-from lmcore.profiling.snapshot import Allocation, History, Stage, read_snapshot
+from lmcore.profiling.memory import profile as memory
+from lmcore.profiling.memory.categories import Known, explained
+from lmcore.profiling.memory.profile import FULL_NOTE, peak_memory, profile_memory, profile_memory_without_snapshot
+from lmcore.profiling.memory.saved import block_and_input, saved_by_operation
+from lmcore.profiling.memory.snapshot import Allocation, History, Stage, read_snapshot
+from lmcore.profiling.memory.summary import CATEGORIES
 from lmcore.profiling.workload import no_span, workload_config
 
 CONTEXT, VOCABULARY = 32, 1_000
@@ -216,8 +216,8 @@ def test_stages_on_a_gpu_are_found_by_counting(monkeypatch, tmp_path, capacity, 
 
 def test_what_a_block_keeps_is_what_stays_alive_after_its_forward_pass():
     """Held against the profiler: the bytes that a forward pass leaves behind, but for the result."""
-    from lmcore.profiling.memory_events import record_cpu
-    from lmcore.profiling.memory_summary import bytes_by_state
+    from lmcore.profiling.memory.events import record_cpu
+    from lmcore.profiling.memory.summary import bytes_by_state
 
     cell = config()
     block, x = block_and_input(cell, torch.device("cpu"))

@@ -11,7 +11,7 @@ from lmcore.config import model_config
 from lmcore.errors import UserError
 from lmcore.memory_accounting import predicted_peak
 from lmcore.memory_accounting import saved_by_operation as predicted_by_operation
-from lmcore.profiling.saved import saved_by_operation
+from lmcore.profiling.memory.saved import saved_by_operation
 from lmcore.profiling.workload import workload_config
 from lmcore.report.figures import save_figure, use_style
 from lmcore.report.memory import answers, figures, kept, sizes, tables

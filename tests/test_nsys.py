@@ -16,11 +16,13 @@ from lmcore.cli import main
 from lmcore.config import to_dict
 from lmcore.errors import UserError
 from lmcore.files import write_json
-from lmcore.profiling import kernel_profile, nsys, program
-from lmcore.profiling.kernel_profile import attention_parts, profile_with_nsys, profile_workload, summary, timeline
-from lmcore.profiling.nsys import FLAGS, Nsys, export_report, find_nsys, load_trace, run_under_nsys
-from lmcore.profiling.nsys_export import read_export
-from lmcore.profiling.trace import kernels_in, kind_table
+from lmcore.profiling.nsys import profile as kernel_profile
+from lmcore.profiling.nsys import program
+from lmcore.profiling.nsys import tool as nsys
+from lmcore.profiling.nsys.export import read_export
+from lmcore.profiling.nsys.profile import attention_parts, profile_with_nsys, profile_workload, summary, timeline
+from lmcore.profiling.nsys.tool import FLAGS, Nsys, export_report, find_nsys, load_trace, run_under_nsys
+from lmcore.profiling.nsys.trace import kernels_in, kind_table
 from lmcore.profiling.workload import no_span, workload_config
 
 FAKE = """#!{python}
@@ -435,8 +437,8 @@ def test_operators_are_counted_as_the_model_calls_them(on_cpu):
 
 def test_own_times_add_up(on_cpu):
     """Summed own times of operators are the time in which one ran: nothing is counted twice."""
-    from lmcore.profiling.torch_trace import read_torch_trace
-    from lmcore.profiling.trace import busy_table
+    from lmcore.profiling.nsys.torch_trace import read_torch_trace
+    from lmcore.profiling.nsys.trace import busy_table
 
     trace = read_torch_trace(on_cpu[1] / "profile.json.gz")
     for name in ("inference", "training step"):
@@ -486,6 +488,7 @@ def test_kernels_of_torch_profiler_on_a_gpu(tmp_path, monkeypatch):
     backward = result["training"]["ranges"]["training step/backward"]
     forward = result["training"]["ranges"]["training step/forward"]
     matmuls = [next(row["calls"] for row in found["kinds"] if row["kind"] == "matmul") for found in (forward, backward)]
-    assert matmuls[0] >= 7 * 2 + 1 + 2 * 2
-    assert matmuls[1] >= 2 * matmuls[0] - 2
+    products = 9 * 2 + 1  # a product that is split along its inner dimension has a second kernel
+    assert matmuls[0] >= products
+    assert matmuls[1] >= 2 * products
     assert result["training"]["ranges"]["training step/optimizer"]["kinds"][0]["kind"] == "optimizer"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcore.profiling.nsys_export import read_export
-from lmcore.profiling.trace import busy_table, instances, kernel_table, kernels_in, kind_table
+from lmcore.profiling.nsys.export import read_export
+from lmcore.profiling.nsys.trace import busy_table, instances, kernel_table, kernels_in, kind_table
 
 EXPORT = Path(__file__).parent / "data" / "h200_two_layers_nsys2025.3.sqlite"
 LAYERS = STEPS = 2

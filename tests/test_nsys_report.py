@@ -9,8 +9,8 @@ from nsys_profiles import ADAM, CPU, GEMM_NT, GPU, MUL, SUM, entry, grid, record
 
 from lmcore.accounting import forward_flops_by_component
 from lmcore.errors import UserError
-from lmcore.profiling.nsys import Nsys
-from lmcore.profiling.trace import build_trace
+from lmcore.profiling.nsys.tool import Nsys
+from lmcore.profiling.nsys.trace import build_trace
 from lmcore.profiling.workload import workload_config
 from lmcore.report.figures import use_style
 from lmcore.report.nsys import answers, figures, kernels, pitfalls, profiles, shares, tables, wording

@@ -11,7 +11,7 @@ from lmcore.config import model_config
 from lmcore.errors import UserError
 from lmcore.functional import scaled_dot_product_attention
 from lmcore.model import TransformerLM
-from lmcore.profiling.nvtx import annotated, annotated_scaled_dot_product_attention, spans
+from lmcore.profiling.nsys.nvtx import annotated, annotated_scaled_dot_product_attention, spans
 from lmcore.profiling.workload import Workload, no_span, workload_config
 
 ATTENTION = ("computing attention scores", "computing softmax", "final matmul")

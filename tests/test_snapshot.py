@@ -8,16 +8,7 @@ import numpy as np
 import pytest
 
 from lmcore.errors import UserError
-from lmcore.profiling.memory_summary import (
-    CATEGORIES,
-    LARGEST,
-    RECTANGLES,
-    TIMELINE_POINTS,
-    bytes_by_state,
-    detail,
-    summary,
-)
-from lmcore.profiling.snapshot import (
+from lmcore.profiling.memory.snapshot import (
     NO_FRAME,
     Allocation,
     Event,
@@ -29,6 +20,15 @@ from lmcore.profiling.snapshot import (
     replay,
     source_of,
     state_after,
+)
+from lmcore.profiling.memory.summary import (
+    CATEGORIES,
+    LARGEST,
+    RECTANGLES,
+    TIMELINE_POINTS,
+    bytes_by_state,
+    detail,
+    summary,
 )
 
 MODEL = Path(__file__).parents[1] / "lmcore" / "model.py"

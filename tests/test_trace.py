@@ -21,9 +21,9 @@ from nsys_exports import (
 )
 
 from lmcore.errors import UserError
-from lmcore.profiling.nsys_export import read_export
-from lmcore.profiling.torch_trace import CPU_TOOL, CUDA_TOOL, operator_rows, read_torch_trace
-from lmcore.profiling.trace import (
+from lmcore.profiling.nsys.export import read_export
+from lmcore.profiling.nsys.torch_trace import CPU_TOOL, CUDA_TOOL, operator_rows, read_torch_trace
+from lmcore.profiling.nsys.trace import (
     busy_table,
     copy_table,
     instances,
@@ -32,7 +32,7 @@ from lmcore.profiling.trace import (
     kind_table,
     occupied,
 )
-from lmcore.profiling.trim import trim_export
+from lmcore.profiling.nsys.trim import trim_export
 
 KERNEL, RUNTIME = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"
 
@@ -276,7 +276,7 @@ def test_every_kernel_belongs_to_one_range_at_most(tmp_path_factory, spans):
     trace = read_export(export.write(tmp_path_factory.mktemp("e") / "e.sqlite"))
     if not spans:
         return
-    inside = {at for start, length, _ in spans for at in range(start, start + length + 1)}
+    inside = {at for start, length, _ in spans for at in range(start, min(start + length + 1, 40))}
     found = kernels_in(trace, "r")
     assert sorted(found["launched_at"]) == sorted(inside)
     own = {

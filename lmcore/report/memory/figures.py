@@ -11,7 +11,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from lmcore.profiling.memory_summary import CATEGORIES
+from lmcore.profiling.memory.summary import CATEGORIES
 from lmcore.profiling.workload import WorkloadConfig
 from lmcore.report.answers import format_bytes
 from lmcore.report.figures import LEGEND_BESIDE, MUTED, WARNING, category_colors, panels

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from lmcore import memory_accounting
-from lmcore.profiling.saved import saved_by_operation
+from lmcore.profiling.memory.saved import saved_by_operation
 from lmcore.profiling.workload import WorkloadConfig
 from lmcore.report.answers import format_bytes, format_percent, join_words
 from lmcore.report.memory.tables import Records, config_of, exact_bytes
@@ -22,7 +22,7 @@ WEIGHT_COPY = "weight copy"
 
 
 def kept_by_block(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """`lmcore.profiling.saved.saved_by_operation` as a task for `lmcore.profiling.cells.run_cells`."""
+    """`lmcore.profiling.memory.saved.saved_by_operation` as a task for `lmcore.profiling.cells.run_cells`."""
     return {"saved": saved_by_operation(config)}
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 from lmcore.accounting import num_parameters
 from lmcore.config import ModelConfig, from_dict
 from lmcore.memory_accounting import predicted_peak
-from lmcore.profiling.memory_summary import CATEGORIES
+from lmcore.profiling.memory.summary import CATEGORIES
 from lmcore.profiling.workload import WorkloadConfig
 
 PREDICTED = {"optimizer state": "optimizer_state", "other": "inputs"}

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from lmcore.errors import UserError
-from lmcore.profiling.nsys import find_nsys
+from lmcore.profiling.nsys.tool import find_nsys
 from lmcore.report.answers import format_seconds, format_significant, join_words
 from lmcore.report.nsys.profiles import PASS_RANGES
 from lmcore.report.nsys.wording import (

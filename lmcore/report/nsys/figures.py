@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-from lmcore.profiling.kernel_kinds import KINDS
+from lmcore.profiling.nsys.kinds import KINDS
 from lmcore.report.figures import LEGEND_BESIDE, MUTED, category_colors, panels, sequence_colors
 from lmcore.report.nsys.tables import ATTENTION_PARTS
 from lmcore.report.nsys.wording import given, size_label

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from lmcore.profiling.nsys import load_trace
-from lmcore.profiling.torch_trace import read_torch_trace
-from lmcore.profiling.trace import Trace, busy_table, instances, kernels_in
+from lmcore.profiling.nsys.tool import load_trace
+from lmcore.profiling.nsys.torch_trace import read_torch_trace
+from lmcore.profiling.nsys.trace import Trace, busy_table, instances, kernels_in
 from lmcore.report.answers import format_seconds, format_significant
 from lmcore.report.nsys.profiles import on_gpu
 from lmcore.report.nsys.wording import kernel_word, markdown, percent

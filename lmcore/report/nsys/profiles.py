@@ -1,4 +1,4 @@
-"""Reads the results of `lmcore.profiling.kernel_profile.profile_workload`: what ran in a range, for each pass."""
+"""Reads the results of `lmcore.profiling.nsys.profile.profile_workload`: what ran in a range, for each pass."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any
 import pandas as pd
 
 from lmcore.config import ModelConfig, from_dict
-from lmcore.profiling.kernel_kinds import KINDS
-from lmcore.profiling.nvtx import ATTENTION_PARTS
-from lmcore.profiling.program import INFERENCE, TRAINING
+from lmcore.profiling.nsys.kinds import KINDS
+from lmcore.profiling.nsys.nvtx import ATTENTION_PARTS
+from lmcore.profiling.nsys.program import INFERENCE, TRAINING
 
 SUMMARY = {INFERENCE: "inference", TRAINING: "training"}
 """Where a result has the summary of an outermost range."""

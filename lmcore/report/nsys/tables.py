@@ -8,7 +8,7 @@ import pandas as pd
 
 from lmcore.accounting import forward_flops_by_component
 from lmcore.config import require
-from lmcore.profiling.program import INFERENCE, TRAINING
+from lmcore.profiling.nsys.program import INFERENCE, TRAINING
 from lmcore.report.nsys.profiles import (
     FINAL,
     MODEL_PARTS,

@@ -8,7 +8,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from lmcore.profiling.kernel_kinds import KINDS
+from lmcore.profiling.nsys.kinds import KINDS
 from lmcore.report.figures import LEGEND_BESIDE, WIDTH, panels
 from lmcore.report.nsys.figures import KIND_COLORS
 

@@ -11,10 +11,10 @@ import torch
 
 from lmcore.device import device_name, forget_memory, select_device
 from lmcore.files import atomic_write
-from lmcore.profiling.memory_categories import Marks, explained, standing_events, standing_storages
-from lmcore.profiling.memory_events import record_cpu
-from lmcore.profiling.memory_summary import CATEGORIES, bytes_by_state, summary
-from lmcore.profiling.snapshot import History, Stage, counted_states, history_of, state_after
+from lmcore.profiling.memory.categories import Marks, explained, standing_events, standing_storages
+from lmcore.profiling.memory.events import record_cpu
+from lmcore.profiling.memory.snapshot import History, Stage, counted_states, history_of, state_after
+from lmcore.profiling.memory.summary import CATEGORIES, bytes_by_state, summary
 from lmcore.profiling.workload import Span, Workload, WorkloadConfig
 
 MAX_ENTRIES = 1_000_000

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from lmcore.config import require
-from lmcore.profiling.nsys_export import (
+from lmcore.profiling.nsys.export import (
     GRAPH,
     KERNEL,
     MEMCPY,

@@ -14,8 +14,8 @@ import psutil
 
 from lmcore.config import require
 from lmcore.errors import UserError
-from lmcore.profiling.nsys_export import read_export
-from lmcore.profiling.trace import Trace
+from lmcore.profiling.nsys.export import read_export
+from lmcore.profiling.nsys.trace import Trace
 
 PROGRAM_TIMEOUT = 1800.0
 """Seconds that a profiled program may take, with what nsys does after it."""

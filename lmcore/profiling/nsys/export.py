@@ -14,7 +14,7 @@ import pandas as pd
 
 from lmcore.config import require
 from lmcore.errors import UserError
-from lmcore.profiling.trace import NEVER, Trace, build_trace
+from lmcore.profiling.nsys.trace import NEVER, Trace, build_trace
 
 PROCESS_OF_THREAD = -(1 << 24)
 """Mask (0xFFFFFFFFFF000000, signed) that leaves the process in a globalTid: in `globalPid` the thread's bits are 0."""

@@ -1,4 +1,4 @@
-"""Allocation history of the CPU, from the memory events of torch.profiler (see `lmcore.profiling.snapshot`)."""
+"""Allocation history of the CPU, from the memory events of torch.profiler (see `lmcore.profiling.memory.snapshot`)."""
 
 import contextlib
 from bisect import bisect_right
@@ -8,7 +8,7 @@ from typing import Any
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lmcore.profiling.snapshot import NO_FRAME, Event, History, Stage, frame_in_lmcore, replay
+from lmcore.profiling.memory.snapshot import NO_FRAME, Event, History, Stage, frame_in_lmcore, replay
 from lmcore.profiling.workload import Span
 
 TOOL = "torch.profiler, CPU allocator"

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lmcore.device import autocast, select_device, set_matmul_precision
 from lmcore.model import RotaryPositionalEmbedding, TransformerBlock
-from lmcore.profiling.memory_categories import copied_parameter
-from lmcore.profiling.snapshot import frame_in_lmcore
+from lmcore.profiling.memory.categories import copied_parameter
+from lmcore.profiling.memory.snapshot import frame_in_lmcore
 from lmcore.profiling.workload import WorkloadConfig
 
 RESULTS = ("result", "output", "logsumexp", "log_sumexp")

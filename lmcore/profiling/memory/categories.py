@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lmcore.profiling.snapshot import NO_FRAME, Allocation, Event, History
+from lmcore.profiling.memory.snapshot import NO_FRAME, Allocation, Event, History
 from lmcore.profiling.workload import Workload
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from lmcore.config import require
-from lmcore.profiling.snapshot import UNKNOWN, Allocation, History
+from lmcore.profiling.memory.snapshot import UNKNOWN, Allocation, History
 
 CATEGORIES = ("parameters", "optimizer state", "other", "gradients", "activations", "temporary")
-"""What memory is for, from what always stands to what comes and goes (see `lmcore.profiling.memory`)."""
+"""What memory is for, from what always stands to what comes and goes (see `lmcore.profiling.memory.profile`)."""
 
 TIMELINE_POINTS = 2_000
 RECTANGLES = 600

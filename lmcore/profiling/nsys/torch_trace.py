@@ -12,7 +12,7 @@ import pandas as pd
 from torch.profiler import ProfilerActivity, profile
 
 from lmcore.errors import UserError
-from lmcore.profiling.trace import NEVER, Trace, build_trace
+from lmcore.profiling.nsys.trace import NEVER, Trace, build_trace
 
 CUDA_TOOL, CPU_TOOL = "torch.profiler (CUDA)", "torch.profiler (CPU operators)"
 

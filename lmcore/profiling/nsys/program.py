@@ -1,6 +1,6 @@
 """The program that a profiler watches: warm-ups unseen, then inference passes and training steps, each in a range.
 
-`python -m lmcore.profiling.program config.json` runs it for Nsight Systems, which cannot profile a notebook's kernel.
+`python -m lmcore.profiling.nsys.program config.json` runs it for Nsight Systems, which cannot look into a notebook.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from lmcore.config import from_dict
 from lmcore.device import out_of_memory_reason
 from lmcore.errors import EXIT_CODES, EXIT_USER_ERROR, UserError
 from lmcore.files import read_json, write_json
-from lmcore.profiling.nvtx import annotated, spans
+from lmcore.profiling.nsys.nvtx import annotated, spans
 from lmcore.profiling.workload import Span, Workload, WorkloadConfig, no_span
 
 WARM_UP, INFERENCE, TRAINING = "warm-up", "inference", "training step"

@@ -13,13 +13,13 @@ from lmcore.config import to_dict
 from lmcore.device import select_device
 from lmcore.errors import UserError
 from lmcore.files import read_json, write_json
-from lmcore.profiling.kernel_kinds import KINDS
-from lmcore.profiling.nsys import find_nsys, run_under_nsys
-from lmcore.profiling.nsys_export import read_export
-from lmcore.profiling.nvtx import ATTENTION_PARTS, spans
-from lmcore.profiling.program import INFERENCE, OUTCOME_FILE, TRAINING, run_passes
-from lmcore.profiling.torch_trace import record_trace
-from lmcore.profiling.trace import Trace, busy_table, device_copies, inside, instances, kernel_table
+from lmcore.profiling.nsys.export import read_export
+from lmcore.profiling.nsys.kinds import KINDS
+from lmcore.profiling.nsys.nvtx import ATTENTION_PARTS, spans
+from lmcore.profiling.nsys.program import INFERENCE, OUTCOME_FILE, TRAINING, run_passes
+from lmcore.profiling.nsys.tool import find_nsys, run_under_nsys
+from lmcore.profiling.nsys.torch_trace import record_trace
+from lmcore.profiling.nsys.trace import Trace, busy_table, device_copies, inside, instances, kernel_table
 from lmcore.profiling.workload import WorkloadConfig
 
 TOP_KERNELS = 25
@@ -82,7 +82,7 @@ def profile_with_nsys(config: WorkloadConfig, folder: Path) -> tuple[Trace, dict
     settings, outcome_file = folder / "config.json", folder / OUTCOME_FILE
     write_json(settings, to_dict(config))
     outcome_file.unlink(missing_ok=True)
-    program = [sys.executable, "-m", "lmcore.profiling.program", str(settings)]
+    program = [sys.executable, "-m", "lmcore.profiling.nsys.program", str(settings)]
     failure = None
     try:
         export = run_under_nsys(nsys, program, folder, graphs=config.compile)

@@ -26,7 +26,7 @@ NO_FRAME = "no Python frame"
 FREED = ("free_completed", "free")
 """Actions after which the memory may be used again (a request alone may still wait for another stream)."""
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pandas as pd
 
 from lmcore.config import require
 from lmcore.errors import UserError
-from lmcore.profiling.kernel_kinds import KINDS, OPTIMIZER_RANGE, kernel_kind, short_name
+from lmcore.profiling.nsys.kinds import KINDS, OPTIMIZER_RANGE, kernel_kind, short_name
 
 Scope = Literal["process", "thread"]
 """Whose launches count as inside a range: those of every thread of its process while it is open, or its thread's own.
