@@ -124,7 +124,7 @@ def _passes_sentence(sizes: pd.DataFrame) -> str:
             verdict = "about the two that the FLOPs say (a product has two of its size in the backward pass)"
         else:
             side = "less than" if high < 2 else "more than" if low > 2 else "on both sides of"
-            verdict = f"{side} the two that matmul FLOPs say, which what is no matrix product does not follow"
+            verdict = f"{side} the two that the matmul FLOPs say, as what is no matrix product has another ratio"
         text.append(f"The backward pass takes {_range(low, high)} times as long as the forward pass: {verdict}.")
     return " ".join(text)
 

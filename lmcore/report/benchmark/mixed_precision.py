@@ -17,7 +17,7 @@ def speedup_table(table: pd.DataFrame, precision: str = "bf16") -> pd.DataFrame:
     """fp32 against `precision` from a timing table: a row for each size, context, batch and passes, small sizes first.
 
     Columns: size, num_parameters, context_length, batch_size, passes, full and mixed (median seconds by the wall
-    clock, None unless complete), full_outcome and mixed_outcome ("not measured" where there is no row), full_rate and
+    clock, None unless complete), full_outcome and mixed_outcome, full_rate and
     mixed_rate (FLOP/s), speedup, device. Plain attention without checkpointing or compilation only, and of
     repeated cells the one with the longest warm-up.
     """
@@ -27,7 +27,7 @@ def speedup_table(table: pd.DataFrame, precision: str = "bf16") -> pd.DataFrame:
     rows = []
     for key, part in plain[plain["passes"].isin(PASSES)].groupby(keys, dropna=False, sort=False):
         pair = {name: part[part["precision"] == kind] for name, kind in (("full", "fp32"), ("mixed", precision))}
-        if not len(pair["full"]) and not len(pair["mixed"]):
+        if not len(pair["full"]) or not len(pair["mixed"]):
             continue
         sample = part.iloc[0]
         row = dict(zip(keys, key, strict=True)) | {
@@ -35,7 +35,7 @@ def speedup_table(table: pd.DataFrame, precision: str = "bf16") -> pd.DataFrame:
         }  # fmt: skip
         for name, found in pair.items():
             done = found[found["outcome"] == "complete"]
-            row[f"{name}_outcome"] = found.iloc[0]["outcome"] if len(found) else "not measured"
+            row[f"{name}_outcome"] = found.iloc[0]["outcome"]
             row[name] = done.iloc[0]["wall_median"] if len(done) else None
             row[f"{name}_rate"] = done.iloc[0]["flops_per_second"] if len(done) else None
         row["speedup"] = row["full"] / row["mixed"] if row["full"] and row["mixed"] else None
@@ -51,7 +51,7 @@ def mixed_precision_answer(table: pd.DataFrame, precision: str = "bf16") -> str:
     pairs = speedup_table(table, precision)
     done = pairs.dropna(subset="speedup")
     if not len(pairs):
-        return f"Nothing was timed in fp32 or {precision}, so there is nothing to compare."
+        return f"Nothing was timed both in fp32 and in {precision}, so there is nothing to compare."
     context = _context(done if len(done) else pairs)
     shown = markdown([_speedup_row(row, precision) for row in pairs.to_dict("records")])
     if not len(done):

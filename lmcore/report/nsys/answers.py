@@ -61,8 +61,10 @@ def nothing_profiled(table: pd.DataFrame) -> str:
     return f"No cell could be profiled, so there is nothing to answer from. {missing_sentence(table)}".strip()
 
 
-def nsys_text() -> str:
-    """Which Nsight Systems is found here, or what to install."""
+def nsys_text(foreign: bool = False) -> str:
+    """Which Nsight Systems is found here, or what to install; with `foreign`, that it was another machine's."""
+    if foreign:
+        return "The profiles below were made on another machine and brought here."
     try:
         found = find_nsys()
     except UserError as error:
@@ -174,7 +176,8 @@ def _why_apart(rows: pd.DataFrame, ratios: pd.Series) -> list[str]:
         sentences.append(
             f"Slower in the profile {_are(waiting)} {labels(waiting)}, where the GPU is idle for "
             f"{between((idle_share(row) for row in waiting), percent)} of the pass: the CPU cannot launch kernels fast "
-            "enough, and the profiler, which notes down every launch, makes it slower still."
+            "enough, and the profiler, which notes down every launch, makes it slower still. Where the CPU sets the "
+            "pace, times also vary from one process to the next."
         )
     if operators:
         sentences.append(

@@ -13,6 +13,7 @@ from lmcore.report.nsys.wording import (
     all_cells,
     between,
     cell_label,
+    compact,
     in_words,
     kernel_word,
     labels,
@@ -36,11 +37,11 @@ def top_kernel_answer(table: pd.DataFrame, kernels: pd.DataFrame) -> str:
     rows = [
         place(entry)
         | {
-            f"top {word}, forward": f"`{entry['top']['short_name']}`",
+            f"top {word}, forward": f"`{entry['top']['label']}`",
             "calls": _calls(entry["top"]["calls"]),
             "share": percent(entry["top"]["share"]),
             "launched in": entry["launched_in"] or MISSING,
-            f"top {word}, forward + backward": f"`{entry['both']['short_name']}`" if entry["both"] else MISSING,
+            f"top {word}, forward + backward": f"`{entry['both']['label']}`" if entry["both"] else MISSING,
             "its calls": _calls(entry["both"]["calls"]) if entry["both"] else MISSING,
             "its share": percent(entry["both"]["share"]) if entry["both"] else MISSING,
         }
@@ -67,7 +68,10 @@ def _top_kernels(row: Mapping[str, Any], kernels: pd.DataFrame) -> dict[str, Any
 
 def _first(kernels: pd.DataFrame, label: str) -> dict[str, Any] | None:
     chosen = kernels[kernels["range"] == label]
-    return chosen.loc[chosen["rank"].idxmin()].to_dict() if len(chosen) else None
+    if not len(chosen):
+        return None
+    first = chosen.loc[chosen["rank"].idxmin()].to_dict()
+    return first | {"label": compact(first["short_name"])}
 
 
 def _launched_in(kernels: pd.DataFrame, top: Mapping[str, Any]) -> str:
@@ -80,14 +84,14 @@ def _launched_in(kernels: pd.DataFrame, top: Mapping[str, Any]) -> str:
 
 def _top_sentence(found: list[dict[str, Any]], word: str) -> str:
     """How many kernels are on top, what they are, and how their calls follow from the number of blocks."""
-    names = list(dict.fromkeys(entry["top"]["short_name"] for entry in found))
+    names = list(dict.fromkeys(entry["top"]["label"] for entry in found))
     kinds = {entry["top"]["kind"] for entry in found}
     what = "a matrix multiplication" if kinds == {"matmul"} else f"of kind {join_words(sorted(kinds))}"
     text = f"In {all_cells(len(found))} the {word} with most cumulative time in the forward pass is {what}"
     text += f", `{names[0]}`" if len(names) == 1 else f" ({len(names)} different ones, chosen by shape and precision)"
     largest = max(found, key=lambda entry: entry["inference_kernel_seconds"] or 0)
     calls, layers = largest["top"]["calls"], largest["num_layers"]
-    text += f". For {cell_label(largest)}, `{largest['top']['short_name']}` is invoked **{_calls(calls)} times**"
+    text += f". For {cell_label(largest)}, `{largest['top']['label']}` is invoked **{_calls(calls)} times**"
     text += " in one pass"
     each, rest = divmod(round(calls), layers)
     if each:

@@ -53,7 +53,7 @@ def _shares_row(row: Mapping[str, Any], kinds: pd.DataFrame) -> dict[str, str]:
         "its forward": percent(row["forward_matmul_share"]),
         "its backward": percent(row["backward_matmul_share"]),
         **{
-            f"{kind}, training step": percent(own.get(kind))
+            f"{kind.replace('/', ' and ')}, training step": percent(own.get(kind))
             for kind in ("elementwise", "softmax/reduction", "optimizer")
         },
     }

@@ -42,6 +42,18 @@ def in_words(short_name: str, kind: str) -> str:
     )
 
 
+GEMM = re.compile(r"(sm\d+_xmma_gemm)_\w*?_([nt]{2})_[nt]_tilesize(\d+x\d+x\d+)\w*")
+"""A matrix multiplication of cuBLAS: its family, how its operands lie, its tile; then stages, warps, alignments."""
+
+LONGEST_NAME = 44
+
+
+def compact(short_name: str) -> str:
+    """A kernel's short name, short enough for a table: of cuBLAS's long ones what tells most of them apart."""
+    name = GEMM.sub(r"\1 \2 \3", short_name)
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+
+
 def given(value: Any) -> bool:
     """Whether a cell of a table holds a value."""
     return value is not None and not pd.isna(value)
