@@ -7,20 +7,20 @@ from pathlib import Path
 import pandas as pd
 
 from lmcore.config import require
-from lmcore.files import atomic_write
+from lmcore.files import atomic_write, read_json
 from lmcore.recipes import RECIPES
 from lmcore.report.answers import format_count, format_seconds
 from lmcore.report.figures import learning_curves, learning_rate_sweep, save_figure, use_style
+from lmcore.report.reference_measurements import measurement_figures, measurements_block
 from lmcore.report.tables import curves_of, read_results
 from lmcore.report.train.figures import batch_size_figure, divergence_figure
 from lmcore.report.train.recipes import TARGET
 
-README_SETTINGS = "temperature 0.8, top-p 0.9"
 BLOCK = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- /results -->)", re.DOTALL)
 
 
 def write_reference_figures(results: str | os.PathLike, figures: str | os.PathLike) -> list[Path]:
-    """Draws the training figures of a machine's results (`training_runs.json`, `training_curves.json`) as SVG."""
+    """Draws the figures of a machine's results as SVG: those of training, and those of what was measured."""
     use_style()
     table, _, notes = read_results(Path(results) / "training_runs.json")
     curves, _, _ = read_results(Path(results) / "training_curves.json")
@@ -35,6 +35,7 @@ def write_reference_figures(results: str | os.PathLike, figures: str | os.PathLi
         "divergence": divergence_figure(by_rate, notes["unigram_entropy"]),
         "batch_size_curves": learning_curves(by_size, "tokens"),
         "batch_size_sweep": batch_size_figure(sizes),
+        **measurement_figures(Path(results)),
     }
     return [save_figure(figure, Path(figures) / f"{name}.svg") for name, figure in made.items()]
 
@@ -78,18 +79,26 @@ def results_block(results: str | os.PathLike) -> str:
         f"by the loss on this same validation text, which flatters them a "
         "little. Notebook 02 explains each step; the tables, with commits and versions, are in "
         f"[`results/`](results/{Path(results).name}), all answers in "
-        f"[`answers.pdf`](writeup/{Path(results).name}/answers.pdf).\n\n{_sample(Path(results) / 'samples.json')}\n"
+        f"[`answers.pdf`](writeup/{Path(results).name}/answers.pdf).\n\n"
+        f"{_sample(Path(results) / 'generate.json', table)}\n\n{measurements_block(Path(results))}"
     )
 
 
-def _sample(path: Path) -> str:
-    """The first of the sampled stories, as a quotation."""
-    table, provenance, notes = read_results(path)
-    row = table[table["settings"] == README_SETTINGS].iloc[0]
-    lines = row["text"].strip().splitlines()
-    return f"`{provenance['run']}` goes on from “{notes['prompts'][0]}” ({row['settings']}):\n\n> " + "\n>\n> ".join(
-        lines
-    )
+def _sample(path: Path, runs: pd.DataFrame) -> str:
+    """The first of the sampled texts, as a quotation, with the run that wrote it."""
+    generated = read_json(path)
+    run, settings, sample = generated["run"]["config"], generated["settings"], generated["text"][0]
+    like = {
+        "optimizer": run["optimizer"]["name"],
+        "learning_rate": run["optimizer"]["learning_rate"],
+        "steps": run["steps"],
+        "batch_size": run["batch_size"],
+        "tie_embeddings": run["model"]["tie_embeddings"],
+    }
+    name = runs[(runs[list(like)] == pd.Series(like)).all(axis=1)]["name"].iloc[0]
+    how = f"temperature {settings['temperature']:g}, top-p {settings['top_p']:g}"
+    lines = (sample["prompt"] + sample["text"]).strip().splitlines()
+    return f"`{name}` goes on from “{sample['prompt']}” ({how}):\n\n> " + "\n>\n> ".join(filter(None, lines))
 
 
 def _settings(row: dict) -> str:
