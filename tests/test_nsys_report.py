@@ -14,7 +14,7 @@ from lmcore.profiling.nsys.trace import build_trace
 from lmcore.profiling.workload import workload_config
 from lmcore.report.figures import use_style
 from lmcore.report.nsys import answers, figures, kernels, pitfalls, profiles, shares, tables, wording
-from lmcore.report.nsys.timeline import block_window, fitting, timeline_figure
+from lmcore.report.nsys.timeline import binned, block_window, busy_share, fitting, timeline_figure
 from lmcore.report.tables import write_results
 
 
@@ -368,6 +368,30 @@ def test_the_timeline_draws(part):
     assert {"attention", "ffn"} <= {text.get_text() for text in block.texts}
     bare = timeline | {"ranges": timeline["ranges"][:1]}
     assert len(timeline_figure(bare).axes) == 1
+
+
+def piece(start: float, end: float, busy: float, kind: str = "matmul", stream: int = 7) -> dict:
+    return {"start": start, "end": end, "busy": busy, "kind": kind, "stream": stream, "count": 1}
+
+
+def test_the_timeline_is_as_full_as_the_gpu_is_busy():
+    work = [piece(0, 1, 0.2), piece(1, 2, 1.0, "copy"), piece(3, 4, 1.0, stream=-1)]
+    shares = binned(work[:2], 0.0, 4.0, bins=8)
+    assert shares.sum(axis=0) == pytest.approx([0.2, 0.2, 1, 1, 0, 0, 0, 0])
+    assert busy_share(work, 0.0, 4.0) == pytest.approx(0.3)  # the memory copy is no kernel's time
+    title = timeline_figure({"seconds": 4.0, "ranges": [], "work": work}).axes[0].get_title()
+    assert title == "the whole pass: GPU busy 30%"
+    assert (
+        "operators busy" in timeline_figure({"seconds": 4.0, "ranges": [], "work": work}, gpu=False).axes[0].get_title()
+    )
+
+
+def test_an_idle_gpu_leaves_its_lane_white():
+    full, idle = (
+        {"seconds": 4.0, "ranges": [], "work": [piece(0.01 * n, 0.01 * n + 0.01, busy) for n in range(400)]}
+        for busy in (0.01, 0.001)
+    )
+    assert rendered(timeline_figure(full)) > rendered(timeline_figure(idle)) + 0.1
 
 
 def test_labels_fit_their_ranges():

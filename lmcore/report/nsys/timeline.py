@@ -1,8 +1,10 @@
 """The timeline of one pass as a profiler's window shows it: ranges on the CPU above, the work they launched below."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
@@ -26,7 +28,16 @@ CHARACTER = 0.0105 * 6.6 / WIDTH
 """Width of a character of a label as a share of the axes."""
 
 LANE = 0.26
-"""Height of a lane in inches."""
+"""Height of a lane of ranges in inches."""
+
+TALL, WORK_HEIGHT = 2.0, 1.75
+"""Height of a lane of work, and of work that runs all the time in it, in lanes of ranges."""
+
+BINS = 400
+"""Pieces of time of a whole pass, each about a pixel wide."""
+
+THINNEST = 1500
+"""Boxes of work are at least this part of the axes wide."""
 
 COPIES = -1
 """The stream of memory copies in a timeline."""
@@ -35,25 +46,52 @@ COPIES = -1
 def timeline_figure(timeline: Mapping[str, Any], gpu: bool = True) -> Figure:
     """A whole pass and, below it, one block of its forward pass; `timeline` is that of `profile_workload`.
 
-    Upper lanes are the ranges on the CPU, nested by depth, lower ones the work by stream, colored by kind. What is
-    drawn below a range is what ran at that time; on a GPU it may have been launched earlier, by another one.
+    Upper lanes are the ranges on the CPU, nested by depth, lower ones the work by stream, colored by kind. The height
+    of the work is the share of the time in which it ran: of the whole pass in `BINS` pieces of time, each in the color
+    of the kind that took most of it. What is drawn below a range is what ran at that time; on a GPU it may have been
+    launched earlier, by another one.
     """
     ranges, work = timeline["ranges"], timeline["work"]
     window = block_window(ranges)
     windows = [(0.0, timeline["seconds"])] + ([window] if window else [])
     depth = [min(4, _deepest(ranges)), _deepest(ranges)]
     lanes = _lanes(work, gpu)
-    heights = [LANE * (deepest + len(lanes)) + 0.62 for deepest in depth[: len(windows)]]
+    heights = [LANE * (deepest + TALL * len(lanes)) + 0.72 for deepest in depth[: len(windows)]]
     figure, grid = panels(len(windows), 1, sum(heights), height_ratios=heights)
     for number, ((axes,), (begin, end)) in enumerate(zip(grid, windows, strict=True)):
         deepest = depth[number]
         _draw_ranges(axes, [row for row in ranges if row["depth"] < deepest], begin, end)
         for place, stream in enumerate(lanes):
-            _draw_work(axes, [row for row in work if row["stream"] == stream], -deepest - place - 0.15, begin, end)
+            own = [row for row in work if row["stream"] == stream and row["start"] < end and row["end"] > begin]
+            bottom = -deepest - TALL * (place + 1) + 0.1
+            (_draw_binned if number == 0 else _draw_single)(axes, own, bottom, begin, end)
         _finish(axes, begin, end, deepest, list(lanes.values()))
-    grid[0][0].set_title("one pass" if len(windows) == 1 else "the whole pass, and one of its blocks below")
+        share = busy_share(work, begin, end)
+        what = "the whole pass" if number == 0 else "during one of its blocks"
+        axes.set_title(f"{what}: {'GPU' if gpu else 'operators'} busy {share:.0%}" if work else what)
     _kinds_legend(grid[0][0], {row["kind"] for row in work})
     return figure
+
+
+def busy_share(work: Sequence[Mapping[str, Any]], begin: float, end: float) -> float:
+    """Share of the time from `begin` to `end` in which kernels ran, on any stream; copies do not count."""
+    rows = [row for row in work if row["stream"] != COPIES]
+    return float(binned(rows, begin, end).sum(axis=0).clip(max=1).mean())
+
+
+def binned(work: Sequence[Mapping[str, Any]], begin: float, end: float, bins: int = BINS) -> np.ndarray:
+    """Share of each of `bins` equal pieces of time that each kind ran: `KINDS` by bins; a piece of work that joins
+    several kernels is spread evenly over its length."""
+    edges = np.linspace(begin, end, bins + 1)
+    shares = np.zeros((len(KINDS), bins))
+    for row in work:
+        length = row["end"] - row["start"]
+        if length <= 0:
+            continue
+        overlap = np.minimum(edges[1:], row["end"]) - np.maximum(edges[:-1], row["start"])
+        density = min(1.0, row["busy"] / length)
+        shares[KINDS.index(row["kind"])] += overlap.clip(min=0) * density / (edges[1] - edges[0])
+    return shares
 
 
 def block_window(ranges: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
@@ -103,21 +141,39 @@ def fitting(name: str, share: float) -> str | None:
     return next((form for form in forms if (len(form) + 1) * CHARACTER <= share), None)
 
 
-def _draw_work(axes: Axes, work: Sequence[Mapping[str, Any]], top: float, begin: float, end: float) -> None:
+def _draw_binned(axes: Axes, work: Sequence[Mapping[str, Any]], bottom: float, begin: float, end: float) -> None:
+    """Busy shares of the pieces of time; neighbours of one color are one polygon, which keeps a picture small."""
+    shares = binned(work, begin, end)
+    heights, kinds = shares.sum(axis=0).clip(max=1) * WORK_HEIGHT, shares.argmax(axis=0)
+    edges = np.linspace(begin, end, BINS + 1)
+    runs = np.flatnonzero(np.diff(np.where(heights > 0, kinds, -1), prepend=-2, append=-2))
+    shapes: dict[int, list] = {}
+    for first, last in pairwise(runs):
+        if heights[first] > 0:
+            sides = np.repeat(edges[first : last + 1], 2)
+            tops = bottom + np.concatenate([[0], np.repeat(heights[first:last], 2), [0]])
+            shapes.setdefault(int(kinds[first]), []).append(np.column_stack([sides, tops]))
+    for kind, polygons in shapes.items():
+        axes.add_collection(PolyCollection(polygons, facecolor=KIND_COLORS[KINDS[kind]], linewidth=0))
+
+
+def _draw_single(axes: Axes, work: Sequence[Mapping[str, Any]], bottom: float, begin: float, end: float) -> None:
+    """Every piece of work as a box; the shortest are as wide as a thin line."""
+    thin = (end - begin) / THINNEST
     for kind in reversed(KINDS):  # on a CPU, operators that compute lie inside others that only call them
-        spans = [(row["start"], row["end"]) for row in work if row["kind"] == kind]
-        spans = [(max(a, begin), min(b, end)) for a, b in spans if a < end and b > begin]
-        if spans:  # an edge keeps the shortest pieces visible
-            color = KIND_COLORS[kind]
-            axes.add_collection(
-                PolyCollection(_boxes(spans, top - 0.7), facecolor=color, edgecolor=color, linewidth=0.25)
-            )
+        boxes = []
+        for row in (row for row in work if row["kind"] == kind):
+            first, last = max(row["start"], begin), min(row["end"], end)
+            density = min(1.0, row["busy"] / (row["end"] - row["start"])) if row["end"] > row["start"] else 1.0
+            boxes += _boxes([(first, max(last, first + thin))], bottom, WORK_HEIGHT * density)
+        if boxes:
+            axes.add_collection(PolyCollection(boxes, facecolor=KIND_COLORS[kind], linewidth=0))
 
 
 def _finish(axes: Axes, begin: float, end: float, deepest: int, lanes: Sequence[str]) -> None:
     axes.set_xlim(begin, end)
-    axes.set_ylim(-deepest - len(lanes) - 0.1, 0.05)
-    places = [-(deepest - 1) / 2 - 0.5] + [-deepest - number - 0.5 for number in range(len(lanes))]
+    axes.set_ylim(-deepest - TALL * len(lanes) - 0.05, 0.05)
+    places = [-(deepest - 1) / 2 - 0.5] + [-deepest - TALL * (number + 0.5) for number in range(len(lanes))]
     axes.set_yticks(places, ["ranges\n(CPU)", *lanes])
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
