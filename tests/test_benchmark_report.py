@@ -85,7 +85,7 @@ def test_timings_of_several_sizes_with_one_that_does_not_fit():
     assert "| out of memory" in text
     assert "Out of memory, and so without a time: `2.7b-256-fp32-train_step` (CUDA out of memory. Tried to" in text
     assert "A forward pass takes from **750 ms** (`small`) to **2.50 s** (`2.7b`)." in text
-    assert "takes 2.00 times as long as the forward pass: about the two that the FLOPs say" in text
+    assert "takes 2.00 times as long as the forward pass of the same steps: about the two that the FLOPs say" in text
     assert "The standard deviation is small everywhere" in text
     assert "The clocks agree" in text
     assert "CPU" not in text
@@ -95,13 +95,14 @@ def test_timings_of_one_size_on_a_cpu():
     records = grid(("smoke",), device="CPU", cuda=False, noise=0.4, split=(0.2, 0.02, 0.7, 0.08))
     text = answers.timings_answer(timing_table(records), 256)
     assert "**62.5 ms** (`smoke`)." in text
-    assert "takes 3.50 times as long as the forward pass: more than the two" in text
+    assert "takes 3.50 times as long as the forward pass of the same steps: more than the two" in text
     assert "The timings scatter widely" in text
     assert "There is no CUDA device, so there is one clock here" in text
     assert "out of memory" not in text.lower()
     less = grid(("smoke",), split=(0.5, 0.02, 0.4))
-    assert "takes 0.80 times as long as the forward pass: less than the two" in answers.timings_answer(
-        timing_table(less), 256
+    assert (
+        "takes 0.80 times as long as the forward pass of the same steps: less than the two"
+        in answers.timings_answer(timing_table(less), 256)
     )
 
 
@@ -116,6 +117,46 @@ def test_timings_without_any():
     text = answers.timings_answer(forward_only, 256)
     assert "A forward pass takes" in text
     assert "A backward pass" not in text
+
+
+def test_launches_that_set_the_pace():
+    split = (0.4, 0.02, 0.5, 0.08)
+    steady = grid(("small", "2.7b"), contexts=(256, 512), split=split)
+    assert "takes 1.25 times as long as the forward pass of the same steps: less than the two" in (
+        answers.timings_answer(timing_table(steady), 256)
+    )
+    flat = steady | grid(("small",), contexts=(512,), seconds=0.5, split=(0.3, 0.02, 0.6, 0.08))
+    text = answers.timings_answer(timing_table(flat), 256)
+    assert "where the GPU computes longer than the host launches (`2.7b`) it is **1.25**" in text
+    assert "in `small`, whose steps scatter or take hardly longer at the next context" in text
+    scattered = answers.timings_answer(timing_table(grid(split=split, noise=0.1)), 256)
+    assert "at each of these sizes steps scatter" in scattered
+    assert "GPU" not in answers.timings_answer(
+        timing_table(grid(split=split, noise=0.1, cuda=False, device="CPU")), 256
+    )
+
+
+def test_the_ratio_is_that_of_the_means_in_the_row():
+    table = timing_table(grid(("small",)))
+    table.loc[table["passes"] == "forward_backward", ["backward_mean", "forward_mean"]] = [0.9, 0.3]
+    row = next(line for line in answers.timings_answer(table, 256).splitlines() if line.startswith("| small"))
+    cells = [cell.strip() for cell in row.split("|")]
+    assert (cells[5][:3], cells[6][:3], cells[7]) == ("900", "300", "3.00")
+
+
+def test_an_optimizer_that_does_not_grow():
+    table = timing_table(grid(contexts=(128, 512)))
+    steps = table["passes"] == "train_step"
+    table.loc[steps, "wall_median"] -= table.loc[steps, "optimizer_median"] - 0.5
+    table.loc[steps, "optimizer_median"] = 0.5
+    text = answers.contexts_answer(table, "train_step")
+    share = 0.5 / table.loc[steps & (table["size"] == "2.7b") & (table["context_length"] == 128), "wall_median"].iloc[0]
+    assert (
+        f"the optimizer, **{100 * share:.2g}%** of the step of `2.7b` at 128. Without it the time grows **4.0 ×**"
+        in text
+    )
+    assert "time without optimizer" in text
+    assert "optimizer" not in answers.contexts_answer(table)
 
 
 def test_clocks_that_differ():

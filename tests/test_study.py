@@ -159,14 +159,18 @@ def test_context_finds_the_quadratic_part():
     memory = {t: 2e9 + 8 * t * 1.4e6 + 8 * t**2 * 1152 for t in (128, 512, 1024)}
     share = 8 * 1024**2 * 1152 / memory[1024]
     assert f"and {100 * share:.2g}% of the peak at 1,024" in text
-    assert "the fit amounts to 8.0 bytes for each score" in text
+    assert "the fit amounts to 8.0 bytes for each score." in text
+    assert "the probabilities as the second product takes them, in fp16 (2 bytes)" in text
+    full = answers.context_answer(table(context_cells(StudyConfig())).assign(precision="fp32"))
+    assert "takes them, in fp32 (4 bytes)" in full
     assert "the report's 5.0 GB to 25 GB is 5.0 times" in text
     assert f"{memory[1024] / memory[128]:.2g} times as much" in text
-    assert "throughput stays about the same" in text
+    assert "throughput hardly changes, from 120,000 at 128 to 120,000 tokens/s at 1,024." in text
     assert "highest" not in text
     peaked = table(context_cells(StudyConfig())).assign(tokens_per_second=[1e3, 2e3, 5e3, 4e3])
-    assert "throughput rises (1,000 tokens/s and 4,000 tokens/s), and is highest at 512" in answers.context_answer(
-        peaked
+    assert (
+        "throughput rises from 1,000 at 128 to 4,000 tokens/s at 1,024, and is highest at 512"
+        in answers.context_answer(peaked)
     )
 
 

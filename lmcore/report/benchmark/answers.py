@@ -12,7 +12,9 @@ from lmcore.report.answers import (
     format_significant,
     join_words,
 )
+from lmcore.report.benchmark.pace import context_growth, growth_sentences, launches_set_pace
 from lmcore.report.benchmark.views import (
+    ALIKE,
     MISSING,
     PASSES,
     chosen,
@@ -24,9 +26,6 @@ from lmcore.report.benchmark.views import (
     size_label,
     spread,
 )
-
-ALIKE = 0.1
-"""Relative difference from a ratio that is expected, or from a settled time, within which there is none to speak of."""
 
 NOUNS = {"forward": "forward pass", "forward_backward": "forward and backward pass", "train_step": "training step"}
 
@@ -53,10 +52,11 @@ def script_answer(table: pd.DataFrame) -> str:
 
 
 def passes_table(table: pd.DataFrame, context: int, precision: str = "fp32") -> pd.DataFrame:
-    """A row for each size: mean and std of its passes, of the backward pass alone, and backward over forward.
+    """A row for each size: mean and std of its passes, of backward and forward within one step, and their ratio.
 
     The backward pass is a phase of the cell with forward and backward, or of the whole step where there is no such
-    cell; it is compared with the forward pass of the same steps, which keeps activations.
+    cell; it is compared with the forward pass of the same steps (within_*), which keeps activations. The ratio is
+    that of the two means. launches: whether the host's launches set the pace of those steps.
     """
     rows = []
     at = chosen(table, context_length=context, precision=precision)
@@ -71,7 +71,9 @@ def passes_table(table: pd.DataFrame, context: int, precision: str = "fp32") -> 
         whole = [by_passes[p] for p in ("forward_backward", "train_step") if p in by_passes and measured(by_passes[p])]
         phases = whole[0] if whole else {}
         row |= {f"backward_{what}": phases.get(f"backward_{what}") for what in ("mean", "std")}
-        row["ratio"] = phases["backward_median"] / phases["forward_median"] if phases else None
+        row |= {f"within_{what}": phases.get(f"forward_{what}") for what in ("mean", "std")}
+        row["ratio"] = phases["backward_mean"] / phases["forward_mean"] if phases else None
+        row["launches"] = any(launches_set_pace(cell, table) for cell in whole)
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -106,6 +108,7 @@ def _passes_row(row: Mapping[str, Any]) -> dict[str, str]:
         "forward": cell("forward"),
         "forward + backward": cell("forward_backward"),
         "backward alone": spread(row["backward_mean"], row["backward_std"]),
+        "forward of the same steps": spread(row["within_mean"], row["within_std"]),
         "backward / forward": f"{row['ratio']:.2f}" if given(row["ratio"]) else MISSING,
         "training step": cell("train_step"),
     }
@@ -119,14 +122,37 @@ def _passes_sentence(sizes: pd.DataFrame) -> str:
             text.append(f"{words} takes {_from_to(done, f'{name}_mean', format_seconds, bold=True)}.")
     ratios = sizes[sizes["ratio"].notna()]
     if len(ratios):
-        low, high = ratios["ratio"].min(), ratios["ratio"].max()
-        if low >= 2 * (1 - ALIKE) and high <= 2 * (1 + ALIKE):
-            verdict = "about the two that the FLOPs say (a product has two of its size in the backward pass)"
-        else:
-            side = "less than" if high < 2 else "more than" if low > 2 else "on both sides of"
-            verdict = f"{side} the two that the matmul FLOPs say, as what is no matrix product has another ratio"
-        text.append(f"The backward pass takes {_range(low, high)} times as long as the forward pass: {verdict}.")
+        text.append(_ratio_sentence(ratios))
     return " ".join(text)
+
+
+def _ratio_sentence(ratios: pd.DataFrame) -> str:
+    """Backward over forward beside the two of the FLOPs, and where it is not that of the work but of its launches."""
+    low, high = ratios["ratio"].min(), ratios["ratio"].max()
+    text = f"The backward pass takes {_range(low, high)} times as long as the forward pass of the same steps: "
+    if low >= 2 * (1 - ALIKE) and high <= 2 * (1 + ALIKE):
+        return f"{text}about the two that the FLOPs say (a product has two of its size in the backward pass)."
+    launched = ratios["launches"].astype(bool)
+    if launched.any():
+        if launched.all():
+            return (
+                f"{text}at each of these sizes steps scatter, or take hardly longer at the next context, as the clock "
+                "times the host's launches in some or all of them, and their ratio is not the two of the FLOPs."
+            )
+        free = ratios[~launched]
+        span = _range(free["ratio"].min(), free["ratio"].max())
+        return (
+            f"{text}where the GPU computes longer than the host launches ({_sizes(free)}) it is **{span}**, beside the "
+            f"two of the FLOPs; in {_sizes(ratios[launched])}, whose steps scatter or take hardly longer at the next "
+            "context, the clock times the host's launches in some or all steps, and their ratio is not that of the "
+            "FLOPs."
+        )
+    side = "less than" if high < 2 else "more than" if low > 2 else "on both sides of"
+    return f"{text}{side} the two that the matmul FLOPs say, which leave out all that is no matrix product."
+
+
+def _sizes(table: pd.DataFrame) -> str:
+    return join_words([f"`{size}`" for size in table["size"]])
 
 
 def variation_sentence(table: pd.DataFrame) -> str:
@@ -176,36 +202,27 @@ def clocks_sentence(table: pd.DataFrame) -> str:
 def contexts_answer(table: pd.DataFrame, passes: str = "forward", precision: str = "fp32") -> str:
     """How time grows with the context, beside tokens and FLOPs, for each size that was measured at two or more."""
     at = complete(chosen(table, passes=passes, precision=precision))
-    rows, beside_flops = [], []
-    for _, cells in at.groupby("size", sort=False, dropna=False):
-        cells = cells.sort_values("context_length")
-        first, last = cells.iloc[0], cells.iloc[-1]
-        tokens, flops, time = (last[name] / first[name] for name in ("context_length", "flops", "wall_median"))
-        if tokens > 1:
-            beside_flops.append(time / flops)
-            row = {"size": size_label(first)}
-            row |= {"from": f"{first['context_length']:,}", "to": f"{last['context_length']:,}"}
-            row |= {"time there": f"{format_seconds(first['wall_median'])} → {format_seconds(last['wall_median'])}"}
-            named = {"tokens": tokens, "FLOPs": flops, "time": time}
-            rows.append(row | {name: f"{format_significant(value, 2)} ×" for name, value in named.items()})
     lost = failures(chosen(table, passes=passes, precision=precision))
-    if not rows:
+    rows = context_growth(at)
+    if not len(rows):
         return f"No size was measured at more than one context. {lost}".strip()
-    closing = []
-    if min(beside_flops) < 1 - ALIKE:
-        closing.append(
-            "Time that grows less than the FLOPs means that short contexts leave the device waiting or idle."
-        )
-    if max(beside_flops) > 1 + ALIKE:
-        closing.append(
-            "Time that grows more than the FLOPs is that of work which they do not count: the scores, whose number "
-            "grows with the square of the context, are scaled, masked and normalized besides."
-        )
-    if not closing:
-        closing.append("Time grows as the FLOPs do.")
-    text = pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True)
+    shown = pd.DataFrame(
+        {
+            "size": rows["size"],
+            "from": [f"{value:,}" for value in rows["first"]],
+            "to": [f"{value:,}" for value in rows["last"]],
+            "time there": [f"{format_seconds(row.start)} → {format_seconds(row.end)}" for row in rows.itertuples()],
+            **{name: [f"{format_significant(value, 2)} ×" for value in rows[name]] for name in ("tokens", "FLOPs")},
+            "time": [f"{format_significant(value, 2)} ×" for value in rows["time"]],
+        }
+    )
+    if rows["without"].notna().any():
+        shown["time without optimizer"] = [
+            f"{format_significant(value, 2)} ×" if given(value) else MISSING for value in rows["without"]
+        ]
+    text = shown.to_markdown(index=False, disable_numparse=True)
     head = f"A {NOUNS[passes]} in {precision}, at the shortest and at the longest context that were measured:"
-    return f"{head}\n\n{text}\n\n{' '.join(closing)} {lost}".strip()
+    return f"{head}\n\n{text}\n\n{growth_sentences(rows)} {lost}".strip()
 
 
 def utilization_answer(table: pd.DataFrame, context: int, passes: str) -> str:

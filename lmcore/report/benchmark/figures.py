@@ -31,8 +31,7 @@ def seconds_axis(axis: Any) -> None:
 def times_figure(table: pd.DataFrame, context: int, shown: Sequence[str] = ("fp32", "bf16")) -> Figure:
     """A training step by size and its phases, stacked: seconds on the left, shares on the right; a row a precision.
 
-    What is missing to the whole is the clearing of gradients and the time between phases. A size that could not be
-    measured says how it ended.
+    Shares are those of the phases' medians in their sum. A size that could not be measured says how it ended.
     """
     steps = chosen(table, passes="train_step", context_length=context)
     precisions = [precision for precision in shown if len(chosen(steps, precision=precision))]
@@ -42,7 +41,7 @@ def times_figure(table: pd.DataFrame, context: int, shown: Sequence[str] = ("fp3
     for (seconds, shares), precision in zip(grid, precisions, strict=False):
         _stack(seconds, shares, chosen(steps, precision=precision).to_dict("records"))
         seconds.set_title(precision, loc="left")
-    for axes, label in zip(grid[-1], ("median time of a step", "share of the step"), strict=True):
+    for axes, label in zip(grid[-1], ("median time of a step", "share of its phases"), strict=True):
         axes.set_xlabel(label)
     handles, labels = grid[0][0].get_legend_handles_labels()
     if handles:
@@ -59,12 +58,12 @@ def _stack(seconds: Axes, shares: Axes, rows: Sequence[dict]) -> None:
                 row["outcome"], (0, place), (4, 0), textcoords="offset points", va="center", color=WARNING, fontsize=8
             )
             continue
-        left = 0.0
-        for phase in PHASES:
-            value = row[f"{phase}_median"] if given(row[f"{phase}_median"]) else 0.0
+        values = {phase: row[f"{phase}_median"] if given(row[f"{phase}_median"]) else 0.0 for phase in PHASES}
+        left, whole = 0.0, sum(values.values())
+        for phase, value in values.items():
             label = phase if row is done[0] else None
             seconds.barh(place, value, left=left, color=PHASE_COLORS[phase], label=label)
-            shares.barh(place, value / row["wall_median"], left=left / row["wall_median"], color=PHASE_COLORS[phase])
+            shares.barh(place, value / whole, left=left / whole, color=PHASE_COLORS[phase])
             left += value
         seconds.annotate(
             format_seconds(row["wall_median"]),

@@ -6,8 +6,7 @@ from typing import Any
 import pandas as pd
 
 from lmcore.report.answers import format_percent, format_seconds, format_significant, join_words
-from lmcore.report.benchmark.answers import ALIKE
-from lmcore.report.benchmark.views import MISSING, given, rate, size_label
+from lmcore.report.benchmark.views import ALIKE, MISSING, given, rate, size_label
 
 ATTENTION, FFN = "attention", "feed-forward network"
 DIRECTIONS = ("forward", "forward + backward")

@@ -1,7 +1,6 @@
 """Sentences of notebook 04 on the optimisation report: throughput and memory by batch size and by context."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -13,6 +12,7 @@ from lmcore.report.answers import (
     format_significant,
     join_words,
 )
+from lmcore.report.benchmark.fit import fitted
 from lmcore.report.benchmark.published import PUBLISHED, is_published_setting
 
 ALIKE = 0.02
@@ -92,7 +92,11 @@ def _precision_sentence(pairs: pd.DataFrame, precision: str, base: str) -> str:
         elif high < 0:
             text += f" and needs {_percent_span(-high, -low)} more memory"
         else:
-            text += f"; its peak memory is between {format_percent(-low, 2)} higher and {format_percent(high, 2)} lower"
+            ends = [pairs.loc[pairs["saving"] == value, "batch_size"].iloc[0] for value in (low, high)]
+            text += (
+                f"; its peak memory is {format_percent(-low, 2)} higher at batch size {ends[0]:,} and "
+                f"{format_percent(high, 2)} lower at {ends[1]:,}"
+            )
     slower = pairs.loc[pairs["speedup"] < 1 - ALIKE, "batch_size"].tolist()
     if slower:
         text += f"; it is slower at batch size {join_words([f'{size:,}' for size in slower])}"
@@ -163,25 +167,6 @@ def _range_verdict(values: pd.Series, low: float, high: float) -> str:
     return "reach beyond that range" if values.max() > high else "fall short of it in part"
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A polynomial through measured points by least squares of the relative errors."""
-
-    coefficients: tuple[float, ...]
-    """Of the powers 0, 1, …"""
-    residual: float
-    """Largest |fit / value - 1| of the points."""
-
-
-def fitted(x: pd.Series, y: pd.Series, degree: int) -> Fit:
-    """y as a polynomial in x; every point counts by its relative error, so that small values are met as well."""
-    x, y = x.to_numpy(float), y.to_numpy(float)
-    powers = np.stack([x**power for power in range(degree + 1)], axis=1) / y[:, None]
-    scale = np.abs(powers).max(axis=0)  # columns of like size: squares of contexts would drown the constant
-    solution = np.linalg.lstsq(powers / scale, np.ones(len(y)), rcond=None)[0] / scale
-    return Fit(tuple(solution), float(np.abs(powers @ solution - 1).max()))
-
-
 def context_answer(table: pd.DataFrame) -> str:
     """Memory and throughput by context at one batch size, and how much of the growth is the score matrices'."""
     rows = done(table).sort_values("context_length")
@@ -194,10 +179,10 @@ def context_answer(table: pd.DataFrame) -> str:
     ]
     if len(rows) > 1:
         ratio = last["tokens_per_second"] / first["tokens_per_second"]
-        word = "stays about the same" if abs(ratio - 1) <= ALIKE else ("rises" if ratio > 1 else "falls")
+        word = "hardly changes," if abs(ratio - 1) <= ALIKE else ("rises" if ratio > 1 else "falls")
         text.append(
-            f"from context {first['context_length']:,} to {last['context_length']:,}, throughput {word} "
-            f"({_rate(first)} and {_rate(last)}){_best_between(rows)}."
+            f"throughput {word} from {format_rate(first['tokens_per_second'])} at {first['context_length']:,} to "
+            f"{_rate(last)} at {last['context_length']:,}{_best_between(rows)}."
         )
     text.append(_context_memory(rows) if has_memory(rows) else NO_MEMORY)
     text.append(_missing(table, "context_length"))
@@ -253,7 +238,16 @@ def _quadratic(rows: pd.DataFrame) -> str:
         f"{format_percent(share, 2)} of the peak at {context:,} on them. Quadratic are the (context × context) score "
         f"matrices alone, one for each of {last['num_heads']:,} heads, {last['num_layers']:,} layers and "
         f"{last['batch_size']:,} sequences: the fit amounts to {format_significant(square / pairs, 2)} bytes for each "
-        "score, as plain attention keeps scores and their softmax for the backward pass."
+        f"score. {_kept_for_each_score(last['precision'])}"
+    )
+
+
+def _kept_for_each_score(precision: str) -> str:
+    """What plain attention (`lmcore.functional.softmax`) keeps of a score until the backward pass."""
+    width = 2 if precision in ("fp16", "bf16") else 4
+    return (
+        "For the backward pass plain attention keeps the exponentials, in float32 (4 bytes), and the probabilities "
+        f"as the second product takes them, in {precision} ({width} bytes)."
     )
 
 

@@ -12,6 +12,9 @@ PASSES = {"forward": "forward", "forward_backward": "forward + backward", "train
 
 MISSING = "–"
 
+ALIKE = 0.1
+"""Relative difference from a ratio that is expected, or from a settled time, within which there is none to speak of."""
+
 
 def given(value: Any) -> bool:
     """Whether a cell of a table holds a value."""

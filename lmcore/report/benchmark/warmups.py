@@ -5,8 +5,7 @@ from typing import Any
 import pandas as pd
 
 from lmcore.report.answers import format_count, format_significant, join_words
-from lmcore.report.benchmark.answers import ALIKE
-from lmcore.report.benchmark.views import complete, failures, given, size_label, spread
+from lmcore.report.benchmark.views import ALIKE, complete, failures, given, size_label, spread
 
 COSTLY = 1.5
 """How many times a settled step the first one must take to be called costly."""
