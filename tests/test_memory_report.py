@@ -14,9 +14,11 @@ from lmcore.memory_accounting import saved_by_operation as predicted_by_operatio
 from lmcore.profiling.memory.saved import saved_by_operation
 from lmcore.profiling.workload import workload_config
 from lmcore.report.figures import save_figure, use_style
-from lmcore.report.memory import answers, figures, kept, sizes, tables
+from lmcore.report.memory import answers, figures, kept, peak_answers, sizes, tables
 from lmcore.report.memory.timeline_html import timeline_data, write_timeline
 from lmcore.report.tables import write_results
+
+NO_STAGES = tables.stages_table({})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,10 +129,10 @@ def told(profile: dict, **changes) -> str:
 
 def test_a_training_step_that_can_be_read_from_its_slopes():
     text = told(training(layers=12), passes="train_step")
-    assert "activations pile up block by block to 1.44 GB" in text
+    assert "activations pile up block by block, by 1.44 GB" in text
     assert "The peak of 4.51 GB is in the backward pass." in text
     assert "more than is allocated for gradients (1.00 GB), so the level falls" in text
-    assert "can be told apart by their slopes, and the peak lies where they meet" in text
+    assert "the stages can be told by their slopes, **and the peak lies where they meet**" in text
     assert complete(text)
 
 
@@ -138,7 +140,7 @@ def test_a_training_step_whose_gradients_outgrow_its_activations():
     text = told(training(layers=6, activation=1_000_000), passes="train_step")
     assert "less than is allocated for gradients" in text
     assert "so the level climbs" in text
-    assert "only the backward pass changes the level enough" in text
+    assert "**only the backward pass** changes the level enough" in text
     assert "in the optimizer's step" in text
 
 
@@ -195,15 +197,15 @@ def test_peaks_by_context_with_what_did_not_fit():
         exact("2.7b", 128, passes="forward"), exact("2.7b", 512, passes="forward"),
         exact("2.7b", 128, passes="train_step"), lost, exact("2.7b", 128, passes="forward", attention="sdpa"),
     )  # fmt: skip
-    text = answers.peaks_answer(tables.peaks_table(cells))
+    text = peak_answers.peaks_answer(tables.peaks_table(cells), NO_STAGES)
     assert "| 2.7b" in text
     assert "**out of memory**" in text
     assert "**Out of memory** on Chip A: `2.7b-512-fp32-train_step` (CUDA out of memory." in text
     assert text.count("| 512") == 1
     assert "from context 128 to 512" in text
-    assert "training step" in text.splitlines()[2]
+    assert "training step" in text.splitlines()[4]
     assert "at most 2.00 times as much" in text
-    assert answers.peaks_answer(tables.peaks_table(cells), "bf16") == "No cell in bf16 was measured."
+    assert peak_answers.peaks_answer(tables.peaks_table(cells), NO_STAGES, "bf16") == "No cell in bf16 was measured."
 
 
 def compared(forward: float, step: float) -> str:
@@ -216,7 +218,7 @@ def compared(forward: float, step: float) -> str:
         record(training(activation=100_000_000), passes="train_step", precision="bf16"),
     ]
     composition = tables.composition_table(records(*profiles))
-    return answers.precision_answer(tables.peaks_table(records(*cells, *mixed)), composition)
+    return peak_answers.precision_answer(tables.peaks_table(records(*cells, *mixed)), composition, NO_STAGES)
 
 
 def test_mixed_precision_is_judged_by_its_numbers():
@@ -224,20 +226,67 @@ def test_mixed_precision_is_judged_by_its_numbers():
     assert "For a forward pass, bf16 means **more memory** throughout: 1.50 times" in text
     assert "For a training step, bf16 means **less memory** throughout: 0.700 times" in text
     assert "activations go from" in text
-    assert "parameters, optimizer state and" in text
+    assert "parameters and optimizer state make" in text
+    assert "gradients make" not in text  # a small share of this peak
     assert complete(text)
     assert compared(0.95, 1.02).count("**hardly any difference**") == 2
 
 
+def placed(*activations: int, precision: str = "fp32", weights: int = 1_000_000_000) -> list[dict]:
+    """Records of training steps at contexts 128, 256, … whose activations are so large."""
+    return [
+        record(training(activation=a, weights=weights), context=128 * 2**i, passes="train_step", precision=precision)
+        for i, a in enumerate(activations)
+    ]
+
+
+def test_a_peak_in_the_optimizer_says_why_the_context_does_not_matter():
+    cells = records(*placed(1_000_000, 2_000_000, 100_000_000))
+    text = peak_answers.peaks_answer(tables.peaks_table(cells), tables.stages_table(cells))
+    assert "At context 128 and 256 the peak of large lies in the optimizer's step" in text
+    assert "parameters, gradients and optimizer state take 4.00 GB; the activations came to less, at most 36" in text
+    assert "**the context does not change it**" in text
+    assert "At context 512 the peak of large lies in the backward pass: the activations, 1.8" in text
+    assert text.index("| 128") < text.index("| 256") < text.index("| 512")
+    once = records(*placed(1_000_000))
+    text = peak_answers.peaks_answer(tables.peaks_table(once), tables.stages_table(once))
+    assert "lies in the optimizer's step" in text
+    assert "the context does not change it" not in text
+
+
+def moved(plain: list[int], mixed: list[int]) -> str:
+    cells = records(*placed(*plain), *placed(*mixed, precision="bf16"))
+    found = [table(cells) for table in (tables.peaks_table, tables.composition_table, tables.stages_table)]
+    return peak_answers.precision_answer(*found)
+
+
+def test_a_precision_that_moves_the_peak_out_of_the_optimizer():
+    text = moved([1_000_000, 20_000_000], [2_000_000, 90_000_000])
+    assert "At context 128 both peaks of large lie in the optimizer's step" in text
+    assert "At context 256 the activations with the copies of weights that bf16 keeps" in text
+    assert "from the optimizer's step to the backward pass (+" in text
+    text = moved([90_000_000], [1_000_000])
+    assert "the smaller activations" in text
+    assert "from the backward pass to the optimizer's step (−" in text
+    assert complete(text)
+
+
+def test_sizes_stand_in_order():
+    cells = records(exact("2.7b", 128), exact("large", 256), exact("2.7b", 64), exact("large", 128))
+    text = peak_answers.peaks_answer(tables.peaks_table(cells), NO_STAGES)
+    found = re.findall(r"^\| (large|2.7b) +\| (\d+)", text, re.MULTILINE)
+    assert found == [("large", "128"), ("large", "256"), ("2.7b", "64"), ("2.7b", "128")]
+
+
 def test_one_precision_cannot_be_compared():
-    text = answers.precision_answer(tables.peaks_table(records(exact())), tables.composition_table({}))
+    text = peak_answers.precision_answer(tables.peaks_table(records(exact())), tables.composition_table({}), NO_STAGES)
     assert text == "Only fp32 was measured, so nothing can be compared."
 
 
 def test_mixed_precision_where_a_cell_is_missing():
     lost = record(None, passes="train_step", precision="bf16", outcome="out of memory")
     cells = records(exact(passes="train_step"), lost)
-    text = answers.precision_answer(tables.peaks_table(cells), tables.composition_table({}))
+    text = peak_answers.precision_answer(tables.peaks_table(cells), tables.composition_table({}), NO_STAGES)
     assert "–" in text
     assert "`large-128-bf16-train_step`" in text
     assert complete(text)
@@ -256,7 +305,9 @@ def test_the_residual_stream_is_derived():
 def test_the_largest_allocations_are_named():
     profile = inference(passing=4 * 128 * 5120 * 4)
     text = sizes.largest_answer(tables.largest_table(records(record(profile, passes="forward"))))
-    assert "are 12 allocations of **10.0 MB**, from `lmcore/model.py:59 Linear.forward`" in text
+    assert "are 12 allocations of **10.0 MiB**, which is just the size of the hidden layer" in text
+    assert "from `lmcore/model.py:59 Linear.forward`." in text
+    assert "| temporary  | 2.00 ms" in text
     assert "just the size of the hidden layer of a feed-forward network (4 × 128 × 5,120" in text
     odd = sizes.largest_answer(tables.largest_table(records(record(inference(passing=1002), passes="forward"))))
     assert "just the size" not in odd

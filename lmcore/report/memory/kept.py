@@ -34,8 +34,7 @@ def variant_of(config: WorkloadConfig) -> str:
 def kept_table(records: Records) -> pd.DataFrame:
     """A row for each operation of each variant: bytes that one block keeps, measured and predicted, and which tensors.
 
-    A variant that did not fit into the memory has its predictions alone. Tensors that no node of the graph holds were
-    let go again before the block ended, as the maximum of the softmax is, and are not counted.
+    A variant that did not fit into the memory has its predictions alone.
     """
     parts = []
     for record in records.values():
@@ -43,7 +42,7 @@ def kept_table(records: Records) -> pd.DataFrame:
         predicted = pd.DataFrame(
             memory_accounting.saved_by_operation(config.model, config.batch_size, precision=config.precision)
         )
-        rows = [row for row in (record.get("result") or {}).get("saved", []) if row["operations"]]
+        rows = (record.get("result") or {}).get("saved", [])
         measured = pd.DataFrame(
             [row | {"operation": name} for row, name in zip(rows, operation_names(rows), strict=True)],
             columns=["operation", "bytes", "source", "kind"],

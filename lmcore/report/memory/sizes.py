@@ -4,12 +4,12 @@ import pandas as pd
 
 from lmcore.config import ModelConfig
 from lmcore.memory_accounting import residual_stream_bytes
-from lmcore.report.answers import format_bytes, format_percent, format_significant, join_words
-from lmcore.report.memory.answers import BASELINE, NO_CELL
+from lmcore.report.answers import format_bytes, format_percent, format_seconds, format_significant, join_words
+from lmcore.report.memory.answers import BASELINE, NO_CELL, span_words
 from lmcore.report.memory.figures import PASSES
 
 MIB = 2**20
-"""The handout's MB (memory_profiling d): bytes are divided by 1024 twice."""
+"""What the handout calls MB (memory_profiling d): bytes are divided by 1024 twice."""
 
 CLAIM = 0.05
 """Relative error that the prediction claims to stay within."""
@@ -23,16 +23,17 @@ def residual_answer(configs: dict[str, ModelConfig], batch_size: int) -> str:
 
     MB are the handout's: bytes / 1024^2.
     """
+    found = {name: residual_stream_bytes(c, batch_size) for name, c in configs.items()}
     lines = []
     for name, c in configs.items():
-        size = residual_stream_bytes(c, batch_size)
         factors = r" \cdot ".join(_in_math(n) for n in (batch_size, c.context_length, c.d_model, 4))
-        lines.append(f"- {name}: ${factors} = {_in_math(size)}$ bytes, **{mebibytes(size)}**")
+        size = found[name]
+        lines.append(f"- {name}: ${factors} = {_in_math(size)}$ bytes, **{format_significant(size / MIB, 3)} MB**")
     listed = "\n".join(lines)
     return (
-        "The residual stream has a vector of $d_{\\text{model}}$ numbers for each token of the batch, each of 4 bytes "
-        "in single precision: $B \\cdot T \\cdot d_{\\text{model}} \\cdot 4$ bytes, divided by $1024^2$ for MB.\n\n"
-        f"{listed}\n\nEvery block reads it twice, and adds to it twice."
+        "**$B \\cdot T \\cdot d_{\\text{model}} \\cdot 4$ bytes**: a vector of $d_{\\text{model}}$ numbers for each "
+        "token of the batch, each of 4 bytes in single precision. MB are here the handout's, bytes divided by $1024^2$, "
+        f"which elsewhere are called MiB.\n\n{listed}"
     )
 
 
@@ -41,23 +42,29 @@ def _in_math(number: int) -> str:
 
 
 def mebibytes(size: float) -> str:
-    """Bytes in the handout's MB."""
-    return f"{format_significant(size / MIB, 3)} MB"
+    """Bytes in MiB, which the handout calls MB."""
+    return f"{format_significant(size / MIB, 3)} MiB"
 
 
 def largest_answer(largest: pd.DataFrame, passes: str = "forward") -> str:
     """memory_profiling (e): the largest allocations of each profiled pass, their source, and which shape is that size.
 
-    MB are the handout's: bytes / 1024^2.
+    In words for the longest context of each size; the table has all.
     """
     rows = largest[largest["passes"] == passes]
     if not len(rows):
         return NO_CELL
     told = rows[rows["precision"] == BASELINE] if BASELINE in set(rows["precision"]) else rows
-    sentences = [_largest_sentence(part) for _, part in told.groupby("cell", sort=False)]
-    lines = [line for _, part in rows.groupby("cell", sort=False) for line in _largest_lines(part)]
-    table = pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True)
-    return f"{' '.join(sentences)}\n\nThe three largest sizes of each:\n\n{table}"
+    longest = told.groupby("size")["context_length"].transform("max") == told["context_length"]
+    sentences = [_largest_sentence(part) for _, part in told[longest].groupby("cell", sort=False)]
+    by_size = [part.sort_values("context_length", kind="stable") for _, part in rows.groupby("size", sort=False)]
+    cells = (cell for part in by_size for _, cell in part.groupby("cell", sort=False))
+    table = pd.DataFrame([line for cell in cells for line in _largest_lines(cell)])
+    return (
+        f"{' '.join(sentences)}\n\nThe three largest sizes of each, in MiB of $1024^2$ bytes (the handout's MB). "
+        "Lifetimes are by the host's clock, and end with the record for what is kept:\n\n"
+        f"{table.to_markdown(index=False, disable_numparse=True)}"
+    )
 
 
 def _largest_sentence(rows: pd.DataFrame) -> str:
@@ -69,27 +76,36 @@ def _largest_sentence(rows: pd.DataFrame) -> str:
     verb = "is one allocation" if count == 1 else f"are {count:,} allocations"
     return (
         f"In the {PASSES[first['passes']]} of {first['size']} at context {first['context_length']:,} in "
-        f"{first['precision']}, the largest {verb} of **{mebibytes(top.iloc[0]['bytes'])}**, from "
-        f"{_sources(top)}{just}."
+        f"{first['precision']}, the largest {verb} of **{mebibytes(top.iloc[0]['bytes'])}**{just}, from "
+        f"{_sources(top)}."
     )
 
 
 def _largest_lines(rows: pd.DataFrame) -> list[dict[str, str]]:
+    """Lines of the table for one cell: the three largest sizes, each category of them by itself."""
     sizes = sorted(rows["bytes"].unique(), reverse=True)[:3]
     lines = []
-    for size in sizes:
-        part = rows[rows["bytes"] == size]
+    for (size, category), part in rows[rows["bytes"].isin(sizes)].groupby(["bytes", "category"], sort=False):
         shape = part.iloc[0]["shape"]
         lines.append(
             {
                 "cell": f"`{part.iloc[0]['cell']}`",
                 "each": mebibytes(size),
                 "count": f"{int(part['count'].sum()):,}",
+                "category": category,
+                "lifetime": _lifetime(part),
                 "from": _sources(part, most=2),
                 "the size of": shape if isinstance(shape, str) else "–",
             }
         )
     return lines
+
+
+def _lifetime(rows: pd.DataFrame) -> str:
+    """The medians of the lifetimes by source line, from the shortest to the longest, and how many were kept."""
+    text = span_words(rows["seconds"].min(), rows["seconds"].max(), format_seconds)
+    kept, count = int(rows["kept"].sum()), int(rows["count"].sum())
+    return f"{text}{f'; {kept:,} kept' if kept < count else ', kept'}" if kept else text
 
 
 def _sources(rows: pd.DataFrame, most: int = 3) -> str:
