@@ -275,7 +275,12 @@ def test_ffn_as_flops_say_and_above():
 
 def test_launches_that_take_longer_than_the_work():
     slow = roofline.ffn_attention_answer(parts(issue=5.0, device="NVIDIA H200"))
-    assert "In `small` the host needs longer to launch the attention than the GPU to compute it (5.00 s against" in slow
+    assert (
+        "longer to launch the attention than the GPU to compute it in fp32 for `small` (most so 5.00 s against" in slow
+    )
+    assert slow.endswith("so in an eager model of such blocks the launches may set the pace.")
+    both = [parts(issue=0.1), parts(issue=5.0, size="xl", precision="bf16")]
+    assert "in fp32 for no size and in bf16 for `xl` (most so" in roofline.ffn_attention_answer(pd.concat(both))
     fast = roofline.ffn_attention_answer(parts(issue=0.1, device="NVIDIA H200"))
     assert "The host launches the attention faster than the GPU computes it." in fast
 
@@ -290,7 +295,10 @@ def test_roofline_sentences():
     above = roofline.roofline_answer(parts(gate=0.001))
     assert "Above it: SiLU and gate (250%), as caches are faster" in above
     assert roofline.roofline_answer(parts().iloc[:0]).startswith("No components")
-    assert "(250%)" not in roofline.roofline_table(parts())
+    table = roofline.roofline_table(parts())
+    assert "(250%)" not in table
+    assert "times a step" in table
+    assert next(line for line in table.splitlines() if "AdamW" in line).split("|")[3].strip() == "2"
 
 
 @pytest.mark.parametrize(

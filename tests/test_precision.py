@@ -138,14 +138,19 @@ def test_epsilon_in_fp16_is_subnormal():
     table = precision.epsilon_table().set_index("precision")
     assert table["subnormal"].to_dict() == {"fp32": False, "fp16": True, "bf16": False}
     assert table.loc["fp16", "stored"] == float(np.float16(1e-5))
-    assert np.float16(table.loc["fp16", "reach"]) + np.float16(1e-5) > np.float16(table.loc["fp16", "reach"])
+    reach = np.float16(table.loc["fp16", "reach"])
+    below = np.nextafter(reach, np.float16(0))
+    assert reach == np.float16(2**-5)
+    assert reach + np.float16(1e-5) == reach
+    assert below + np.float16(1e-5) > below
     assert precision.epsilon_table(1e-8).set_index("precision").loc["fp16", ["stored", "reach"]].tolist() == [0, 0]
 
 
 def test_the_answer_on_layer_norm_follows_the_table(norms):
     epsilon = precision.epsilon_table()
     text = answers.layer_norm_answer(norms, epsilon)
-    assert "overflows from inputs of standard deviation 16 on, and the norm returns nothing but zeros" in text
+    assert "sum of 1,024 squares, the width tested, overflows from inputs of standard deviation 16 on, and the" in text
+    assert "adding it changes no variance above 0.031." in text
     assert "In **bf16** no variance overflowed or vanished" in text
     assert "the rounding of the output itself" in text
     calm = norms.assign(overflow=norms["overflow"].where(norms["overflow"].isna(), False), underflow=False)
@@ -156,9 +161,9 @@ def test_the_answer_on_layer_norm_follows_the_table(norms):
 
 def timed(size: str, parameters: float, kind: str, seconds: float | None, **changes) -> dict:
     row = {
-        "size": size, "num_parameters": parameters, "precision": kind, "wall_median": seconds, "passes": "forward",
-        "context_length": 256, "batch_size": 4, "compile": False, "attention": "plain", "checkpoint_every": None,
-        "warmup_steps": 5,
+        "size": size, "num_parameters": parameters, "d_model": round(parameters**0.5), "precision": kind,
+        "wall_median": seconds, "passes": "forward", "context_length": 256, "batch_size": 4, "compile": False,
+        "attention": "plain", "checkpoint_every": None, "warmup_steps": 5,
         "outcome": "complete" if seconds else "out of memory", "device": "Chip A",
         "flops_per_second": parameters * 2048 / seconds if seconds else None,
     }  # fmt: skip
@@ -207,6 +212,27 @@ def test_mixed_precision_of_what_did_not_fit_or_was_not_measured():
     slow = mixed.mixed_precision_answer(timings([0.01, 0.1, 0.2], [0.02, 0.2, 0.4], device="CPU"))
     assert "that is a loss" in slow
     assert "gain most" not in slow
+
+
+def test_slower_where_launches_set_the_pace():
+    jitter = {"cuda_median": 0.01, "wall_mean": 0.1, "wall_std": 0.02, "flops": 1e9}
+    table = timings([0.02, 0.1, 0.4], [0.04, 0.08, 0.1], **jitter, device="NVIDIA H200")
+    text = mixed.mixed_precision_answer(table)
+    assert "Autocast adds casts, and so launches, to most operands: where launches set the pace (small)" in text
+    assert "fp32 ones run on the ordinary (CUDA) cores, bf16 ones on tensor cores" in text
+    steady = mixed.mixed_precision_answer(table.assign(wall_std=0.001))
+    assert "set the pace" not in steady
+    cpu = mixed.mixed_precision_answer(timings([0.02, 0.1, 0.4], [0.04, 0.08, 0.1], device="CPU"))
+    assert "Matrix products gain most from bf16;" in cpu
+    assert "cores" not in cpu
+
+
+def test_sizes_are_in_the_order_of_their_width():
+    table = timings([0.02, 0.1, 0.4], [0.02, 0.05, 0.1])
+    table.loc[table["size"] == "medium", "d_model"] = 10**6
+    text = mixed.mixed_precision_answer(table)
+    assert "not steadily; it is largest for xl" in text
+    assert "to 2.00× (medium)" in text
 
 
 def test_only_plain_cells_of_one_context_are_compared():

@@ -222,11 +222,11 @@ OFFSETS = (0.0, 1.0, 4.0, 16.0, 64.0)
 def layer_norm_table(
     scales: Sequence[float] = SCALES, offsets: Sequence[float] = OFFSETS, width: int = 1024, rows: int = 32
 ) -> pd.DataFrame:
-    """How far norms of rows of `width` are from float64, by precision, scale and offset of the inputs.
+    """How far norms of rows of `width` are from float64, by precision, width, scale and offset of the inputs.
 
     Inputs are scale * (z + offset) with z standard normal, rounded to the precision; the reference takes the rounded
-    ones. Each scale is tried without offset, each offset at scale 1. Columns: precision, scale, offset, method (see
-    `RUNNING` and the rest), mean_error (in standard deviations), variance_error (relative), overflow and underflow
+    ones. Each scale is tried without offset, each offset at scale 1. Columns: precision, scale, offset, width, method
+    (see `RUNNING` and the rest), mean_error (in standard deviations), variance_error (relative), overflow and underflow
     (whether any variance came out infinite or zero), error (root of the squared error of all outputs over the squared
     outputs). Where a method does not show its mean and variance, these are None. Computed on the CPU.
     """
@@ -241,7 +241,7 @@ def layer_norm_table(
 
 
 def _norm_rows(x: Tensor, precision: str, scale: float, offset: float) -> list[dict]:
-    place = {"precision": precision, "scale": scale, "offset": offset}
+    place = {"precision": precision, "scale": scale, "offset": offset, "width": x.shape[-1]}
     right, rms = layer_norm_parts(x.double()), RMSNorm(x.shape[-1])
     rows = []
     for method, total in ((RUNNING, running_sum), (ROUNDED, plain_sum)):
@@ -274,8 +274,9 @@ def epsilon_table(eps: float = 1e-5) -> pd.DataFrame:
     """What becomes of layer norm's `eps` in each precision.
 
     stored: its value; relative_error; subnormal: whether it has lost digits by being below the smallest normal number;
-    reach: largest power of two that is another number after `eps` is added, so the variance above which it does
-    nothing; largest: the largest number; unit_roundoff: largest relative error of rounding.
+    reach: the variance from which on adding `eps` changes nothing, twice the last power of two that it changes, as
+    spacing is the same up to the next one; largest: the largest number; unit_roundoff: largest relative error of
+    rounding.
     """
     rows = []
     for precision, dtype in DTYPES.items():
@@ -287,7 +288,7 @@ def epsilon_table(eps: float = 1e-5) -> pd.DataFrame:
                 "stored": stored.item(),
                 "relative_error": abs(stored.item() / eps - 1),
                 "subnormal": stored.item() < info.tiny,
-                "reach": next((power.item() for power in powers if power + stored != power), 0.0),
+                "reach": next((2 * power.item() for power in powers if power + stored != power), 0.0),
                 "largest": info.max,
                 "unit_roundoff": info.eps / 2,
             }

@@ -5,7 +5,9 @@ import itertools
 import pandas as pd
 
 from lmcore.report.answers import format_seconds, format_significant, join_words, scientific
+from lmcore.report.benchmark.pace import launches_set_pace
 from lmcore.report.benchmark.precision import markdown
+from lmcore.report.benchmark.views import given
 
 ALIKE = 0.03
 """Relative difference of times up to which neither is called faster."""
@@ -14,12 +16,12 @@ PASSES = {"forward": "forward", "forward_backward": "forward and backward"}
 
 
 def speedup_table(table: pd.DataFrame, precision: str = "bf16") -> pd.DataFrame:
-    """fp32 against `precision` from a timing table: a row for each size, context, batch and passes, small sizes first.
+    """fp32 against `precision` from a timing table: a row for each size, context, batch and passes, narrow sizes first.
 
-    Columns: size, num_parameters, context_length, batch_size, passes, full and mixed (median seconds by the wall
-    clock, None unless complete), full_outcome and mixed_outcome, full_rate and
-    mixed_rate (FLOP/s), speedup, device. Plain attention without checkpointing or compilation only, and of
-    repeated cells the one with the longest warm-up.
+    Columns: size, num_parameters, d_model, context_length, batch_size, passes, full and mixed (median seconds by the
+    wall clock, None unless complete), full_outcome and mixed_outcome, full_rate and mixed_rate (FLOP/s), speedup,
+    device, cuda (whether a GPU ran), launched (whether the host's launches set the pace of the mixed cell). Plain
+    attention without checkpointing or compilation only, and of repeated cells the one with the longest warm-up.
     """
     plain = table[(~table["compile"].astype(bool)) & (table["attention"] == "plain") & table["checkpoint_every"].isna()]
     plain = plain.sort_values("warmup_steps", ascending=False, kind="stable")
@@ -31,8 +33,12 @@ def speedup_table(table: pd.DataFrame, precision: str = "bf16") -> pd.DataFrame:
             continue
         sample = part.iloc[0]
         row = dict(zip(keys, key, strict=True)) | {
-            "num_parameters": part["num_parameters"].max(), "device": sample["device"]
-        }  # fmt: skip
+            "num_parameters": part["num_parameters"].max(),
+            "d_model": part["d_model"].max(),
+            "device": sample["device"],
+            "cuda": any(given(other.get("cuda_median")) for other in part.to_dict("records")),
+            "launched": launches_set_pace(pair["mixed"].iloc[0].to_dict(), plain),
+        }
         for name, found in pair.items():
             done = found[found["outcome"] == "complete"]
             row[f"{name}_outcome"] = found.iloc[0]["outcome"]
@@ -40,10 +46,9 @@ def speedup_table(table: pd.DataFrame, precision: str = "bf16") -> pd.DataFrame:
             row[f"{name}_rate"] = done.iloc[0]["flops_per_second"] if len(done) else None
         row["speedup"] = row["full"] / row["mixed"] if row["full"] and row["mixed"] else None
         rows.append(row)
-    columns = [*keys, "num_parameters", "full", "mixed", "full_outcome", "mixed_outcome", "full_rate", "mixed_rate"]
-    result = pd.DataFrame(rows, columns=[*columns, "speedup", "device"])
-    result["size_order"] = result["num_parameters"].astype(float)
-    return result.sort_values(["size_order", "context_length", "passes"]).drop(columns="size_order", errors="ignore")
+    columns = [*keys, "num_parameters", "d_model", "full", "mixed", "full_outcome", "mixed_outcome"]
+    columns += ["full_rate", "mixed_rate", "speedup", "device", "cuda", "launched"]
+    return pd.DataFrame(rows, columns=columns).sort_values(["d_model", "num_parameters", "context_length", "passes"])
 
 
 def mixed_precision_answer(table: pd.DataFrame, precision: str = "bf16") -> str:
@@ -126,15 +131,22 @@ def _verdict(speedup: float) -> str:
 
 def _why(rows: pd.DataFrame, precision: str) -> str:
     """What the achieved rates say: where they grow with the size, large matrix products are what gains."""
+    launched = list(dict.fromkeys(rows.loc[rows["launched"] & (rows["speedup"] < 1 - ALIKE), "size"]))
+    casts = (
+        "Autocast adds casts, and so launches, to most operands: where launches set the pace "
+        f"({join_words(launched)}), that can make {precision} the slower."
+        if launched
+        else ""
+    )
     rows = rows[rows["passes"] == "forward"] if (rows["passes"] == "forward").any() else rows
     rated = rows.dropna(subset=["full_rate", "mixed_rate"])
     if (rows["speedup"] < 1 - ALIKE).all():
-        return (
+        return casts or (
             f"Autocast adds a cast before every product; where {precision} products are not faster than fp32 ones on "
             "a device, that is a loss."
         )
     if len(rated) < 2:
-        return ""
+        return casts
     first, last = rated.iloc[0], rated.iloc[-1]
     growth = {name: last[f"{name}_rate"] / first[f"{name}_rate"] for name in ("full", "mixed")}
     rates = ", ".join(
@@ -143,8 +155,9 @@ def _why(rows: pd.DataFrame, precision: str) -> str:
     )
     text = f"From {first['size']} to {last['size']} the achieved rate of the forward pass goes, {rates}."
     if growth["mixed"] > growth["full"] * (1 + ALIKE):
+        cores = f": fp32 ones run on the ordinary (CUDA) cores, {precision} ones on tensor cores"
         text += (
-            f" Matrix products gain most from {precision}; the softmax and the sums of norms stay in float32, weights "
-            "are cast, and launches cost the same: the wider the model, the smaller the share of all these."
+            f" Matrix products gain most from {precision}{cores if rows['cuda'].any() else ''}; the softmax and the "
+            "sums of norms stay in float32, and weights are cast: the wider the model, the smaller the share of these."
         )
-    return text
+    return f"{text} {casts}".strip()

@@ -160,8 +160,8 @@ def _range_sentence(norms: pd.DataFrame, precision: str) -> str:
         first = high.loc[high["scale"].idxmin()]
         broken = "nothing but zeros" if first["error"] == 1 else "outputs that are wrong"
         clauses.append(
-            f"the sum of squares overflows from inputs of standard deviation {first['scale']:g} on, and the norm "
-            f"returns {broken}"
+            f"the sum of {first['width']:,} squares, the width tested, overflows from inputs of standard deviation "
+            f"{first['scale']:g} on, and the norm returns {broken}"
         )
     if len(low):
         clauses.append(f"the variance of inputs at {low['scale'].max():.2g} and below comes out as zero")
@@ -173,7 +173,7 @@ def _epsilon_sentence(epsilon: pd.DataFrame, precision: str) -> str:
     kind = "a subnormal number there" if row["subnormal"] else "stored"
     return (
         f"`eps` is {kind}, off by {format_percent(row['relative_error'], 2)}, and adding it changes no variance above "
-        f"about {format_significant(row['reach'], 2)}."
+        f"{format_significant(row['reach'], 2)}."
     )
 
 
@@ -218,5 +218,5 @@ def _widened_sentence(norms: pd.DataFrame) -> str:
         text += ", the rounding of the output itself"
     return (
         f"{text}. So with bf16 layer norm no longer needs protection from overflow, but its statistics still belong "
-        "into float32, for the digits: bf16 has fewer of them than fp16."
+        "in float32, for the digits: bf16 has fewer of them than fp16."
     )

@@ -119,22 +119,31 @@ def _launches(rows: pd.DataFrame) -> str:
     starved = known[known["attention_issue"] > known["attention"]]
     if not len(starved):
         return "The host launches the attention faster than the GPU computes it."
-    names = join_words(list(dict.fromkeys(f"`{size_label(row)}`" for row in starved.to_dict("records"))))
+    clauses = []
+    for precision in dict.fromkeys(known["precision"]):
+        own = starved[starved["precision"] == precision]
+        names = join_words(list(dict.fromkeys(f"`{size_label(row)}`" for row in own.to_dict("records"))))
+        clauses.append(f"in {precision} {'for no size' if not len(own) else f'for {names}'}")
     worst = starved.loc[(starved["attention_issue"] / starved["attention"]).astype(float).idxmax()]
     return (
-        f"These are times of the GPU alone. In {names} the host needs longer to launch the attention than the GPU to "
-        f"compute it ({format_seconds(worst['attention_issue'])} against {format_seconds(worst['attention'])} in "
-        f"`{size_label(worst)}`), so that in the eager model the number of kernels decides there, not the FLOPs."
+        "These are times of the GPU alone. The host needs longer to launch the attention than the GPU to compute it "
+        f"{join_words(clauses)} (most so {format_seconds(worst['attention_issue'])} against "
+        f"{format_seconds(worst['attention'])}, `{size_label(worst)}` in {worst['precision']}), so in an eager model "
+        "of such blocks the launches may set the pace."
     )
 
 
 def roofline_table(components: pd.DataFrame) -> str:
-    """Every component of one cell as Markdown: intensity, achieved FLOP/s or bytes/s, and the share of its roof."""
+    """Every component of one cell as Markdown: intensity, achieved FLOP/s or bytes/s, and the share of its roof.
+
+    All numbers are of one call; a step makes `times a step` of them: AdamW's is one block's parameters.
+    """
     shown = [
         {
             "component": row["component"],
             "passes": row["direction"],
-            "time": format_seconds(row["seconds"]),
+            "times a step": f"{row['count']:,}",
+            "time of one": format_seconds(row["seconds"]),
             "FLOPs / byte": format_significant(row["intensity"], 2),
             "bound by": row["bound"],
             "FLOP/s": rate(row["flops_per_second"]),
