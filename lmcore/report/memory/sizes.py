@@ -32,8 +32,8 @@ def residual_answer(configs: dict[str, ModelConfig], batch_size: int) -> str:
     listed = "\n".join(lines)
     return (
         "**$B \\cdot T \\cdot d_{\\text{model}} \\cdot 4$ bytes**: a vector of $d_{\\text{model}}$ numbers for each "
-        "token of the batch, each of 4 bytes in single precision. MB are here the handout's, bytes divided by $1024^2$, "
-        f"which elsewhere are called MiB.\n\n{listed}"
+        "token of the batch, each of 4 bytes in single precision. MB are here the handout's, bytes divided by "
+        f"$1024^2$, which elsewhere are called MiB.\n\n{listed}"
     )
 
 
