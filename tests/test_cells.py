@@ -10,7 +10,7 @@ import torch
 
 from lmcore.config import replace
 from lmcore.errors import UserError
-from lmcore.profiling.cells import require_complete, run_cells, task_name
+from lmcore.profiling.cells import measuring_gpus, require_complete, run_cells, task_name
 from lmcore.profiling.workload import Workload, workload_config
 
 SMALL = workload_config("smoke", context_length=8, vocab_size=32, batch_size=1, device="cpu")
@@ -105,7 +105,8 @@ def test_bad_names_and_tasks_are_refused(tmp_path):
 
 def test_several_gpus_measure_side_by_side_each_seen_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("lmcore.profiling.cells.visible_gpus", lambda: ["3", "GPU-b"])
-    found = run_cells(seen, cells(a=0, b=1, c=2, d=3), tmp_path)
+    anywhere = {name: replace(config, device="auto") for name, config in cells(a=0, b=1, c=2, d=3).items()}
+    found = run_cells(seen, anywhere, tmp_path)
     assert list(found) == ["a", "b", "c", "d"]
     assert {record["result"]["gpu"] for record in found.values()} == {"3", "GPU-b"}
 
@@ -114,3 +115,19 @@ def seen(config, folder):
     """A task that takes a moment and says which GPU its process may use."""
     time.sleep(0.5)
     return {"gpu": os.environ.get("CUDA_VISIBLE_DEVICES")}
+
+
+def test_cells_of_a_named_device_are_measured_one_at_a_time(monkeypatch):
+    monkeypatch.setattr("lmcore.profiling.cells.visible_gpus", lambda: ["0", "1"])
+    for device, places in (("auto", ["0", "1"]), ("cuda", ["0", "1"]), ("cpu", [None]), ("cuda:1", [None])):
+        assert measuring_gpus([workload_config("smoke", 8, device=device)]) == places
+
+
+def test_half_a_record_and_a_file_in_the_folder_s_place(tmp_path):
+    first = run_cells(measure, cells(a=0), tmp_path)
+    record = json.loads((tmp_path / "a.json").read_text())
+    (tmp_path / "a.json").write_text(json.dumps(record | {"result": None}))
+    assert run_cells(measure, cells(a=0), tmp_path)["a"]["result"]["pid"] != first["a"]["result"]["pid"]
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(UserError, match="Cannot write"):
+        run_cells(measure, cells(a=0), tmp_path / "taken")

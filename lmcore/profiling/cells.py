@@ -1,5 +1,6 @@
 """Sweeps of measurements: each cell in a process of its own, written down as soon as it is done, never done twice."""
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -8,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from lmcore.config import require, to_dict
 from lmcore.device import out_of_memory_reason, visible_gpus
 from lmcore.errors import UserError
-from lmcore.files import read_json, write_json
+from lmcore.files import atomic_write, read_json, write_json
 from lmcore.profiling.workload import WorkloadConfig
 from lmcore.progress import Progress
 from lmcore.provenance import command_line, environment
@@ -67,9 +68,13 @@ def run_cells(
     reused = sum(record is not None for record in records.values())
     if reused:
         print(f"{title}: {reused} of {len(cells)} cells reused.", flush=True)
+    if reused < len(cells):  # found out before anything is measured
+        with atomic_write(folder / ".writable"):
+            pass
+        (folder / ".writable").unlink()
     progress = Progress(len(cells), title, unit="cell", start=reused)
     gpus: SimpleQueue[str | None] = SimpleQueue()  # those that nobody measures on
-    for gpu in visible_gpus() or [None]:
+    for gpu in measuring_gpus(cells.values()):
         gpus.put(gpu)
 
     def measure(name: str) -> None:
@@ -91,6 +96,15 @@ def run_cells(
             raise
     progress.close()
     return {name: record for name, record in records.items() if record is not None}
+
+
+def measuring_gpus(configs: Iterable[WorkloadConfig]) -> list[str | None]:
+    """GPUs to deal cells out to; only one place, which sees every device, if any cell names another than "cuda".
+
+    Cells on the CPU would else run side by side, and slow each other down; "cuda:1" would be hidden from its own cell.
+    """
+    dealt = all(config.device in ("auto", "cuda") for config in configs)
+    return [*visible_gpus()] or [None] if dealt else [None]
 
 
 def require_complete(records: Mapping[str, Mapping[str, Any]]) -> None:
@@ -182,7 +196,8 @@ def _report(sender: Connection, function: Callable[..., Any], arguments: tuple, 
         traceback.print_exc()
         words = (str(error).strip() or "no message").splitlines()[0]
         answer = ("failed", f"{type(error).__name__}: {words}")
-    sender.send(answer)
+    with contextlib.suppress(BrokenPipeError):  # nobody waits any more: the sweep was ended
+        sender.send(answer)
     sender.close()
 
 
@@ -207,7 +222,10 @@ def finished_record(
     same = isinstance(record, dict) and record.get("task") == task and record.get("config") == as_json(to_dict(config))
     if not same or record.get("outcome") not in FINISHED:
         return None
-    there = record.get("environment") or {}
+    there = record.get("environment")
+    whole = isinstance(there, dict) and {"cell", "reason", "result"} <= set(record)
+    if not whole or (record["outcome"] == "complete" and not isinstance(record["result"], dict)):
+        return None  # half of it is missing: measured again
     return record if all(there.get(key) == value for key, value in required.items()) else None
 
 

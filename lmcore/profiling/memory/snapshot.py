@@ -152,12 +152,14 @@ def history_of(snapshot: Mapping[str, Any], device: int | None = None) -> Histor
     Its segments show what lived at the end of the record. What of it the record does not tell of was there before.
     Raises `UserError` for a snapshot without a history, or one that lacks what the format has.
     """
-    device = busiest_device(snapshot) if device is None else device
     try:
+        device = busiest_device(snapshot) if device is None else device
         trace = [entry for entry in snapshot["device_traces"][device] if entry["action"] in ("alloc", *FREED)]
         events = [cuda_event(entry, index) for index, entry in enumerate(trace)]
         told = {event.address for event in events}
         standing = [block for block in active_blocks(snapshot["segments"], device) if block.address not in told]
+        if any(not isinstance(event.bytes, int) or abs(event.bytes) >= 1 << 48 for event in (*events, *standing)):
+            raise TypeError("an allocation of an impossible size")
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise UserError(f"The snapshot is damaged, or in a format not known here ({error!r}).") from None
     start = events[0].time if events else 0.0

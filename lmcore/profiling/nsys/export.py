@@ -64,7 +64,7 @@ class Export:
         table = next(name for name in VERSION_TABLES if name in self.columns)
         sql = f"SELECT value FROM {table} WHERE name = 'EXPORT_PRODUCT_VERSION'"
         version = self.connection.execute(sql).fetchone()
-        return f"Nsight Systems {'.'.join(version[0].split('.')[:3])}" if version else "Nsight Systems"
+        return f"Nsight Systems {'.'.join(version[0].split('.')[:3])}" if version and version[0] else "Nsight Systems"
 
 
 @contextmanager
@@ -90,7 +90,9 @@ def open_export(path: str | Path) -> Iterator[Export]:
                     "export the .nsys-rep again with Nsight Systems 2022 or newer.",
                 )
             yield export
-        except sqlite3.DatabaseError as error:
+        except UserError:
+            raise
+        except (sqlite3.DatabaseError, ValueError, TypeError) as error:  # also what is no number where one should be
             raise UserError(f"{path} cannot be read as an SQLite export of Nsight Systems ({error}).") from error
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from lmcore.config import to_dict
+from lmcore.config import require, to_dict
 from lmcore.device import select_device
 from lmcore.errors import UserError
 from lmcore.files import read_json, write_json
@@ -17,7 +17,7 @@ from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.kinds import KINDS
 from lmcore.profiling.nsys.nvtx import ATTENTION_PARTS, spans
 from lmcore.profiling.nsys.program import INFERENCE, OUTCOME_FILE, TRAINING, run_passes
-from lmcore.profiling.nsys.tool import find_nsys, run_under_nsys
+from lmcore.profiling.nsys.tool import find_nsys, last_words, run_under_nsys
 from lmcore.profiling.nsys.torch_trace import record_trace
 from lmcore.profiling.nsys.trace import Trace, busy_table, device_copies, inside, instances, kernel_table
 from lmcore.profiling.workload import WorkloadConfig
@@ -93,6 +93,11 @@ def profile_with_nsys(config: WorkloadConfig, folder: Path) -> tuple[Trace, dict
         raise torch.OutOfMemoryError(outcome["reason"])
     if failure is not None:
         raise failure
+    log = folder / "nsys.log"
+    require(
+        outcome["outcome"] == "complete",
+        f"The program under nsys ended before it was done ({last_words(log)}); see {log}.",
+    )
     return read_export(export), {key: outcome.get(key) for key in ("training_outcome", "training_reason")}
 
 

@@ -4,7 +4,9 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -116,7 +118,9 @@ def version_in_path(path: Path) -> tuple[list[int], str]:
 def nsys_version(path: str) -> str | None:
     """The version that the program at `path` says, such as "2025.3.1", or None if it is no nsys that runs."""
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, errors="replace", timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     said = re.search(r"Nsight Systems version (\d+\.\d+\.\d+)", done.stdout)
@@ -167,12 +171,33 @@ def run_logged(command: Sequence[str], log: Path, timeout: float) -> int:
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            return process.wait(timeout)
+            with ending_on_signals(process):
+                return process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise UserError(f"nsys was ended after {timeout:.0f} s without a report; see {log}.") from None
         finally:
             if process.returncode is None:
                 end_with_children(process)
+
+
+@contextlib.contextmanager
+def ending_on_signals(process: subprocess.Popen) -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM end the process with all that it started, too: in its own session it hears neither."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        end_with_children(process)
+        signal.signal(number, former[number])
+        os.kill(os.getpid(), number)
+
+    former = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def end_with_children(process: subprocess.Popen) -> None:
@@ -207,7 +232,11 @@ def export_report(nsys: Nsys, report: Path) -> Path:
     require(report.is_file(), f"There is no file {report}.")
     target = report.with_suffix(".sqlite")
     log = report.with_name("nsys-export.log")
-    log.unlink(missing_ok=True)
+    try:
+        log.unlink(missing_ok=True)
+        log.touch()
+    except OSError as error:
+        raise UserError(f"Cannot export beside {report} ({error.strerror}); copy it to a folder of yours.") from error
     command = [str(nsys.path), "export", "--type=sqlite", "--force-overwrite=true", f"--output={target}", str(report)]
     code = run_logged(command, log, EXPORT_TIMEOUT)
     if code != 0 or not target.exists():

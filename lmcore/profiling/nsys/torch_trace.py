@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,21 @@ def read_torch_trace(path: str | os.PathLike) -> Trace:
     """
     path = Path(path)
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
-            events = json.load(file)["traceEvents"]
+        return trace_of(_events(path))
     except FileNotFoundError:
         raise UserError(f"There is no file {path}.") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    # also what gzip (EOFError, zlib.error), json (RecursionError) and events that lack something raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, RecursionError, zlib.error) as error:
         raise UserError(f"{path} cannot be read as a record of torch.profiler ({error!r}).") from error
+
+
+def _events(path: Path) -> list[Event]:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+        return json.load(file)["traceEvents"]
+
+
+def trace_of(events: list[Event]) -> Trace:
+    """The trace that the events of a record make."""
     lasting = [event for event in events if event.get("ph") == "X"]
     kernels = [event for event in lasting if event.get("cat") == "kernel"]
     launches = first_launches(event for event in lasting if event.get("cat") in LAUNCHES)
@@ -119,7 +129,12 @@ def kernel_row(event: Event, launches: dict[int, dict[str, int]]) -> dict[str, A
 def copy_row(event: Event, launches: dict[int, dict[str, int]]) -> dict[str, Any]:
     """A memory copy or fill; its name is such as "Memcpy HtoD (Pageable -> Device)"."""
     start, end = nanoseconds(event)
-    directions = {"HtoD": "Host-to-Device", "DtoH": "Device-to-Host", "DtoD": "Device-to-Device"}
+    directions = {
+        "HtoD": "Host-to-Device",
+        "DtoH": "Device-to-Host",
+        "DtoD": "Device-to-Device",
+        "PtoP": "Peer-to-Peer",
+    }
     operation = next((words for short, words in directions.items() if short in event["name"]), "Memset")
     row = {"start": start, "end": end, "operation": operation, "bytes": event["args"].get("bytes", 0)}
     return row | launch_of(event, launches)

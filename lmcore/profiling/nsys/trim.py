@@ -1,5 +1,6 @@
 """Cuts an export of Nsight Systems down to what the analysis reads, so that it can be shared."""
 
+import contextlib
 import os
 import sqlite3
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from lmcore.config import require
+from lmcore.errors import UserError
 from lmcore.profiling.nsys.export import (
     GRAPH,
     KERNEL,
@@ -53,16 +55,21 @@ def trim_export(source: str | os.PathLike, target: str | os.PathLike, ranges: Se
         if ranges:
             tables = within(tables, first_ranges(export, ranges))
         if RUNTIME in tables:
-            asked = pd.concat([tables[name]["correlationId"] for name in WORK if name in tables])
+            asked = {number for name in WORK if name in tables for number in tables[name]["correlationId"]}
             tables[RUNTIME] = tables[RUNTIME][tables[RUNTIME]["correlationId"].isin(asked)]
         tables |= other_tables(export, tables)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with closing(sqlite3.connect(target)) as connection:
-        for name, rows in tables.items():
-            if len(rows):
-                rows.to_sql(name, connection, index=False)
-        connection.commit()
-        connection.execute("VACUUM")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with closing(sqlite3.connect(target)) as connection:
+            for name, rows in tables.items():
+                if len(rows):
+                    rows.to_sql(name, connection, index=False)
+            connection.commit()
+            connection.execute("VACUUM")
+    except (OSError, sqlite3.Error, pd.errors.DatabaseError) as error:
+        with contextlib.suppress(OSError):
+            target.unlink(missing_ok=True)
+        raise UserError(f"Cannot write {target} ({error}).") from error
     return target
 
 
