@@ -5,12 +5,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from nsys_profiles import ADAM, CPU, GEMM_NT, GPU, MUL, SUM, entry, grid, record, timings
+from nsys_profiles import ADAM, COPY, CPU, GEMM, GEMM_NT, GPU, MUL, SUM, entry, grid, record, timings
 
 from lmcore.accounting import forward_flops_by_component
 from lmcore.errors import UserError
 from lmcore.profiling.nsys.tool import Nsys
-from lmcore.profiling.nsys.trace import build_trace
+from lmcore.profiling.nsys.trace import Trace, build_trace
 from lmcore.profiling.workload import workload_config
 from lmcore.report.figures import use_style
 from lmcore.report.nsys import answers, figures, kernels, pitfalls, profiles, shares, tables, wording
@@ -207,7 +207,7 @@ def test_the_top_kernel_and_its_calls():
     ("top", "sentence"),
     [
         (GEMM_NT, "**another kernel** in both cells, again a matrix multiplication"),
-        (SUM, "**another kernel** in both cells (kind: softmax/reduction)."),
+        (SUM, "**another kernel** in both cells: a reduction."),
     ],
 )
 def test_another_kernel_leads_with_the_backward_pass(top, sentence):
@@ -220,8 +220,31 @@ def test_another_kernel_leads_with_the_backward_pass(top, sentence):
 
 def test_a_top_kernel_that_multiplies_nothing():
     text = texts(grid(("small",), (1024,), slow=1e11))[1]
-    assert "forward pass is of kind elementwise, `vectorized_elementwise_kernel (Mul)`" in text
+    assert "forward pass is **an elementwise operation**, `vectorized_elementwise_kernel (Mul)`" in text
     assert "is a matrix multiplication" not in text
+
+
+def test_top_kernels_of_several_kinds_are_counted():
+    records = grid(("small",), (128, 256))
+    half = record("small", 256, "bf16")
+    top = half["result"]["inference"]["ranges"]
+    cast = ("void at::native::bfloat16_copy_kernel_cuda", *COPY[1:])
+    top["inference"] = entry({cast: (30, 1.0), GEMM: (85, 0.5)}, 3)
+    text = texts(records | {half["cell"]: half})[1]
+    assert text.startswith("In 2 of 3 cells (fp32) the kernel with most cumulative time in the forward pass is **a mat")
+    assert "in 1 (bf16) **a copy: autocast's casts of weights and activations**" in text
+    assert "In bf16 copies take 66.7%, against" in texts(records | {half["cell"]: half})[2]
+    assert "autocast" not in "".join(texts(records)[1:3])
+
+
+def test_parts_of_the_calls_add_up_to_all():
+    made = record("small", 128)
+    ranges = made["result"]["inference"]["ranges"]
+    ranges["inference/forward/block */ffn"]["kernels"] = []  # as where a list of kernels is cut
+    assert "(attention 48, lm head 1, others 36)" in texts({"a": made | {"cell": "a"}})[1]
+    many = [(f"k{number}", f"k{number}", "elementwise") for number in range(5)]
+    ranges["inference/forward/block */ffn"] = entry({kernel: (1, 1.0) for kernel in many} | {GEMM: (3, 1e-9)}, 36)
+    assert "(attention 48, ffn 36, lm head 1)" in texts({"a": made | {"cell": "a"}})[1]
 
 
 def test_other_kernels_by_what_they_compute():
@@ -245,6 +268,10 @@ def test_the_share_of_matmuls_falls_rises_or_stays():
     rises = texts(records)[3]
     assert "the share **rises** in the one cell" in rises
     ranges["training step"] = records["small-1024-fp32"]["result"]["inference"]["ranges"]["inference"]
+    mixed = grid(("small",), (512,)) | {"b": record("small", 512, "bf16") | {"cell": "b"}}
+    assert "(mean over" not in texts(mixed)[3]
+    assert "from inference to training step: in fp32 " in texts(mixed)[3]
+    assert "; in bf16 " in texts(mixed)[3]
     stays = texts(records)[3]
     assert "1 stay within a point" in stays
     assert "The shares of the other kinds hardly change." in stays
@@ -261,6 +288,21 @@ def test_the_softmax_against_the_products():
     assert "The reason is arithmetic intensity" not in quick
 
 
+def test_the_softmax_against_a_large_copy():
+    table, _, _, attention = everything(grid(("small",), (512,)))
+    rows = pd.DataFrame([{"device": "Chip A", "peak_bytes_per_second": 6e12}])
+    ceiling = shares.copy_ceiling(rows, table)
+    assert ceiling == 6e12
+    assert shares.copy_ceiling(rows.assign(device="Chip B"), table) is None
+    assert shares.copy_ceiling(pd.DataFrame(), table) is None
+    assert "50% of the 6,000 GB/s of a large copy" in shares.softmax_answer(table, attention, ceiling)
+    assert "large copy" not in shares.softmax_answer(table, attention)
+    half = everything({"a": record("small", 512, "bf16")})
+    assert "(in bf16 two more cast the scores to float32 and the result back)" in shares.softmax_answer(
+        half[0], half[3]
+    )
+
+
 def test_the_softmax_by_context():
     records = grid(("small",), (128, 1024))
     attention = tables.attention_rows(records)
@@ -269,7 +311,7 @@ def test_the_softmax_by_context():
     text = shares.softmax_answer(tables.profile_table(records), attention)
     assert "128: 0.125, 1,024: 1.25" in text
     assert "64.0 times the scores" in text
-    assert "the products' 6.40-fold: at short contexts the products are dominated by overhead" in text
+    assert "the products' 6.40-fold: at short contexts the products are too small to fill the GPU" in text
 
 
 def test_a_cpu_has_operators_and_no_gpu_time():
@@ -290,13 +332,14 @@ def test_words_for_kernels():
     assert wording.in_words("sgemm_tn", "matmul") == "matrix multiplication"
     assert wording.in_words("mystery", "elementwise") == "other elementwise"
     assert wording.in_words("mystery", "other") == "other"
+    assert wording.in_words("elementwise_kernel", "elementwise", "void at::native::masked_fill_kernel") == "masking"
     assert "masking" in wording.in_words("elementwise_kernel (masked_fill)", "elementwise")
     assert r"\|" in wording.markdown([{"name": "a|b"}])
     assert "precision" not in wording.markdown([{"precision": "fp32", "x": "1"}])
     assert "bf16" in wording.markdown([{"precision": "fp32", "x": "1"}, {"precision": "bf16", "x": "2"}])
 
 
-def trace_of(thread: int) -> object:
+def trace_of(thread: int, copies: tuple = ()) -> Trace:
     """Two passes of forward and backward; `thread` launches the backward pass's kernels, which run much later."""
     rows, ranges = [], []
     for step in range(2):
@@ -310,8 +353,19 @@ def trace_of(thread: int) -> object:
             rows.append(("gemm", start, start + 400, 0, 7, 1, own, launch, False))
     columns = ["name", "start", "end", "device", "stream", "process", "thread", "launched_at", "graph"]
     frame = pd.DataFrame([(*row, 1, 1) for row in ranges], columns=["name", "start", "end", "process", "thread"])
-    copies = pd.DataFrame(columns=["start", "end", "operation", "bytes", "process", "thread", "launched_at"])
-    return build_trace("Nsight Systems 2025.3.1", pd.DataFrame(rows, columns=columns), frame, copies)
+    moved = ["start", "end", "operation", "bytes", "process", "thread", "launched_at"]
+    copied = pd.DataFrame(list(copies), columns=moved)
+    return build_trace("Nsight Systems 2025.3.1", pd.DataFrame(rows, columns=columns), frame, copied)
+
+
+def test_memory_copies_are_counted_for_each_pass():
+    nothing = kernels.copies_text(trace_of(thread=1), {"training step": "training step"})
+    assert nothing == "No memory copies were recorded."
+    rows = [(4000, 6000, "device to device", 1000, 1, 1, 150 + 10_000 * (n // 3)) for n in range(6)]
+    text = kernels.copies_text(trace_of(1, rows), {"training step": "training step"})
+    assert [word.strip() for word in text.splitlines()[-1].split("|")[1:-1]] == [
+        "training step", "device to device", "3", "3.00 KB", "6.00 µs", "2.00 µs"
+    ]  # fmt: skip
 
 
 def test_pitfalls_are_counted_in_the_trace():
@@ -322,9 +376,10 @@ def test_pitfalls_are_counted_in_the_trace():
     assert table.loc["work inside training step", "hasty"] == pytest.approx(22e-6)
     assert table.loc["time of the device's work in training step", "right"] == pytest.approx(8e-6)
     assert table.loc["time of the device's work in training step", "hasty"] == pytest.approx(9.8e-6)
-    text = pitfalls.pitfalls_text(table.reset_index(), "Nsight Systems 2025.3.1")
+    text = pitfalls.pitfalls_text(table.reset_index(), "Nsight Systems 2025.3.1", 2)
+    assert text.startswith("In the 2 recorded steps together:")
     assert "finds 0 of 10 kernels of the backward pass (0.0%)" in text
-    same = pitfalls.pitfalls_text(pitfalls.pitfalls(trace_of(thread=1)), "Nsight Systems 2025.3.1")
+    same = pitfalls.pitfalls_text(pitfalls.pitfalls(trace_of(thread=1)), "Nsight Systems 2025.3.1", 1)
     assert "come from the very thread that opened the range" in same
 
 
@@ -404,7 +459,9 @@ def test_labels_fit_their_ranges():
 def test_the_report_says_which_tool_and_what_it_noted(monkeypatch):
     table, *_ = everything(with_gaps())
     text = answers.tools_text(table, ["A note.", "A note."])
-    assert text == f"5 of 6 cells were profiled on Chip A, by {GPU}. A note."
+    assert text.startswith(f"5 of 6 cells were profiled on Chip A, by {GPU}. (A version is that which an export names")
+    assert text.endswith(" A note.")
+    assert "export" not in answers.tools_text(everything(grid(("smoke",), (32,), tool=CPU))[0], [])
     monkeypatch.setenv("NSYS", "off")
     assert "Until then, the same tables are made by torch.profiler." in answers.nsys_text()
     monkeypatch.setattr(answers, "find_nsys", lambda: Nsys(Path("nsys"), "2025.3.1", "the PATH"))
@@ -417,6 +474,29 @@ def test_phases_of_a_step():
         "forward", "loss", "backward", "optimizer", "whole step", "backward / forward"
     ]  # fmt: skip
     assert "No training step was profiled." in answers.phases_text(everything(grid(training=None))[0])
+
+
+def test_a_short_backward_pass_is_explained_where_the_gpu_waits():
+    records = grid(("small",), (128,))
+    ranges = records["small-128-fp32"]["result"]["training"]["ranges"]
+    assert "yet takes less time" not in answers.phases_text(everything(records)[0])
+    ranges["training step/forward"] |= {"gpu_seconds": 10.0, "idle_seconds": 5.0, "busy_seconds": 5.0}
+    ranges["training step/backward"] |= {"gpu_seconds": 9.0, "busy_seconds": 8.0}
+    text = answers.phases_text(everything(records)[0])
+    assert "in 1 of 1 cells (small at context 128): there the GPU is idle for 50.0% of the forward pass" in text
+    assert "the backward pass takes 1.60 times as much" in text
+
+
+@pytest.mark.parametrize(
+    ("launch", "tool", "sentence"),
+    [(0.3, GPU, "**CPU runs ahead**"), (1.0, GPU, "**CPU does not run ahead**"), (1.0, CPU, "operators on the CPU")],
+)
+def test_who_is_ahead_is_read_from_the_profile(launch, tool, sentence):
+    made = record("small", 128, tool=tool)
+    ranges = made["result"]["inference"]["ranges"]
+    ranges["inference/forward"]["seconds"] = launch * ranges["inference"]["gpu_seconds"]
+    text = answers.launching_text(everything({"a": made})[0].iloc[0].to_dict())
+    assert sentence in text
 
 
 def test_only_cells_without_a_benchmark_are_timed():

@@ -27,6 +27,10 @@ IDLE = 0.1
 """Share of the time without any kernel from which on a GPU is said to wait for the CPU."""
 
 
+AHEAD = 0.9
+"""Share of the GPU's time up to which the CPU, having launched all, is said to be ahead."""
+
+
 def profiled(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of `profile_table` whose forward pass was profiled."""
     return table[table["inference_seconds"].notna()] if len(table) else table
@@ -79,6 +83,10 @@ def tools_text(table: pd.DataFrame, notes: Iterable[str]) -> str:
         return nothing_profiled(table)
     tools, devices = (join_words(sorted(set(done[name].dropna()))) for name in ("tool", "device"))
     text = f"{len(done)} of {len(table)} cells were profiled on {devices}, by {tools}."
+    if done["tool"].str.startswith("Nsight").any():
+        text += (
+            " (A version is that which an export names as its writer; the last digit may differ from the program's.)"
+        )
     return " ".join([text, *dict.fromkeys(notes)])
 
 
@@ -96,7 +104,50 @@ def phases_text(table: pd.DataFrame) -> str:
             | shown
             | {"backward / forward": _ratio(times["backward"], times["forward"]) if both else MISSING}
         )
-    return markdown(rows) if rows else f"No training step was profiled. {missing_sentence(table)}"
+    if not rows:
+        return f"No training step was profiled. {missing_sentence(table)}"
+    return f"{markdown(rows)}\n\n{_phases_sentence(table)}".rstrip()
+
+
+def _phases_sentence(table: pd.DataFrame) -> str:
+    """Why a backward pass, with twice the products, is here and there no longer than the forward pass."""
+    rows = [
+        row | {"ratio": row["backward_gpu_seconds"] / row["forward_gpu_seconds"]}
+        for row in table[table["training_seconds"].notna()].to_dict("records")
+        if row["gpu"] and given(row["backward_gpu_seconds"]) and row["forward_gpu_seconds"]
+    ]
+    waiting = [
+        row for row in rows if row["ratio"] < 1 and row["forward_idle_seconds"] > IDLE * row["forward_gpu_seconds"]
+    ]
+    if not waiting:
+        return ""
+    idle = between((row["forward_idle_seconds"] / row["forward_gpu_seconds"] for row in waiting), percent)
+    busy = between(row["backward_busy_seconds"] / row["forward_busy_seconds"] for row in waiting)
+    return (
+        f"With twice the matrix products, the backward pass takes less time than the forward pass in {len(waiting)} of "
+        f"{len(rows)} cells ({labels(waiting)}): there the GPU is idle for {idle} of the forward pass, whose time is "
+        f"that of launching. Of the time in which the GPU is busy, the backward pass takes {busy} times as much."
+    )
+
+
+def launching_text(row: Mapping[str, Any]) -> str:
+    """Who is ahead in a cell's inference, the CPU that launches or the GPU that computes; to read a timeline by."""
+    if not row["gpu"]:
+        return "Here operators on the CPU were timed: each stands below the range that it was called in."
+    launch, whole = row["launch_seconds"], row["inference_gpu_seconds"]
+    if not given(launch) or not given(whole) or not whole:
+        return ""
+    times = f"launching takes {format_seconds(launch)}, the GPU {format_seconds(whole)} from first kernel to last"
+    if launch < AHEAD * whole:
+        return (
+            f"In {cell_label(row)} the **CPU runs ahead**: {times}. What stands below a range was often launched by an "
+            "earlier one."
+        )
+    idle = f" and is idle for {percent(idle_share(row))} of that" if given(idle_share(row)) else ""
+    return (
+        f"In {cell_label(row)} the **CPU does not run ahead**: {times}{idle}. The GPU waits for the next launch, and "
+        "what stands below a range was mostly launched by it."
+    )
 
 
 def forward_time_answer(table: pd.DataFrame) -> str:
@@ -105,10 +156,9 @@ def forward_time_answer(table: pd.DataFrame) -> str:
     if not len(done):
         return nothing_profiled(table)
     rows = [_forward_row(row) for row in table.to_dict("records")]
-    text = " ".join(
-        filter(None, [*_against_benchmark(done), _idle_sentence(done), _launch_sentence(done), missing_sentence(table)])
-    )
-    return f"{markdown(rows)}\n\n{text}"
+    first, *why = _against_benchmark(done)
+    text = " ".join(filter(None, [*why, _idle_sentence(done), _launch_sentence(done), missing_sentence(table)]))
+    return f"{first}\n\n{markdown(rows)}\n\n{text}"
 
 
 def _forward_row(row: Mapping[str, Any]) -> dict[str, str]:
@@ -224,7 +274,7 @@ def _idle_sentence(done: pd.DataFrame) -> str:
 def _launch_sentence(done: pd.DataFrame) -> str:
     """Launching ahead: how the range on the CPU and the time on the GPU differ."""
     rows = [row for row in done.to_dict("records") if row["gpu"] and given(row["launch_seconds"])]
-    ahead = [row for row in rows if row["launch_seconds"] < 0.9 * row["inference_gpu_seconds"]]
+    ahead = [row for row in rows if row["launch_seconds"] < AHEAD * row["inference_gpu_seconds"]]
     if not ahead:
         return ""
     most = min(ahead, key=lambda row: row["launch_seconds"] / row["inference_gpu_seconds"])

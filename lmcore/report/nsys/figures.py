@@ -26,8 +26,8 @@ ATTENTION_COLORS = dict(
 PANELS = {"inference": "inference", "training": "training step"}
 """Ranges of the tables that stand side by side, and their titles."""
 
-MIN_LABELLED_SHARE = 0.09
-"""Smallest part of a bar that has room for its percentage."""
+MIN_LABELLED_SHARE = 0.13
+"""Smallest part of a bar that has room for its percentage, in a figure of two columns of bars."""
 
 
 def shares_figure(table: pd.DataFrame, kinds: pd.DataFrame, precision: str = "fp32") -> Figure:
@@ -148,6 +148,7 @@ def attention_figure(attention: pd.DataFrame, pairs: pd.DataFrame) -> Figure:
         _share_axis(axes, f"{title}, {size}")
     bars[0].set_yticks(range(len(contexts)), [f"{context:,}" for context in contexts])
     bars[0].set_ylabel("context length")
+    figure.get_layout_engine().set(hspace=0.12)  # the title below is not to sit on the ticks above
     bars[0].invert_yaxis()
     bars[1].tick_params(labelleft=False)
     _patches(bars[1], list(ATTENTION_COLORS), list(ATTENTION_COLORS.values()))

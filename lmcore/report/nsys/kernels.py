@@ -1,11 +1,13 @@
 """Sentences of notebook 05 on the kernels of a forward pass (nsys_profile (b) and (c))."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
-from lmcore.report.answers import format_significant, join_words
+from lmcore.profiling.nsys.trace import Trace, copy_table, instances
+from lmcore.report.answers import format_bytes, format_seconds, format_significant, join_words
 from lmcore.report.nsys.answers import nothing_profiled, profiled
 from lmcore.report.nsys.profiles import MODEL_PARTS
 from lmcore.report.nsys.wording import (
@@ -25,6 +27,9 @@ from lmcore.report.nsys.wording import (
 NON_TRIVIAL = 0.01
 """Share of the time from which on a kernel matters."""
 
+MANY_COPIES = 0.1
+"""Share of copies in half precision from which on they are explained."""
+
 
 def top_kernel_answer(table: pd.DataFrame, kernels: pd.DataFrame) -> str:
     """(b): the kernel with most time in a forward pass, its calls, who launches it, and the same with backward."""
@@ -39,6 +44,7 @@ def top_kernel_answer(table: pd.DataFrame, kernels: pd.DataFrame) -> str:
         | {
             f"top {word}, forward": f"`{entry['top']['label']}`",
             "calls": _calls(entry["top"]["calls"]),
+            "time per call": _each(entry["top"]),
             "share": percent(entry["top"]["share"]),
             "launched in": entry["launched_in"] or MISSING,
             f"top {word}, forward + backward": f"`{entry['both']['label']}`" if entry["both"] else MISSING,
@@ -47,11 +53,18 @@ def top_kernel_answer(table: pd.DataFrame, kernels: pd.DataFrame) -> str:
         }
         for entry in found
     ]
-    return f"{markdown(rows)}\n\n{_top_sentence(found, word)} {_same_sentence(found, word)}"
+    return (
+        f"{_top_sentence(found, word)} {_example_sentence(found, word)}\n\n{markdown(rows)}\n\n"
+        f"{_same_sentence(found, word)}"
+    )
 
 
 def _calls(value: float) -> str:
     return f"{value:,.0f}" if abs(value - round(value)) < 0.005 else format_significant(value)
+
+
+def _each(kernel: Mapping[str, Any]) -> str:
+    return format_seconds(kernel["seconds"] / kernel["calls"]) if kernel["calls"] else MISSING
 
 
 def _top_kernels(row: Mapping[str, Any], kernels: pd.DataFrame) -> dict[str, Any] | None:
@@ -75,24 +88,73 @@ def _first(kernels: pd.DataFrame, label: str) -> dict[str, Any] | None:
 
 
 def _launched_in(kernels: pd.DataFrame, top: Mapping[str, Any]) -> str:
-    """How often each part of the model launches a kernel, the most frequent first; empty where that is not known."""
+    """How often each part of the model launches a kernel, the most frequent first, and how often none of them does;
+    empty where that is not known."""
     parts = {f"inference: {name}": name for name in MODEL_PARTS}
     chosen = kernels[kernels["range"].isin(list(parts)) & (kernels["name"] == top["name"])]
     chosen = chosen.sort_values("calls", ascending=False)
-    return ", ".join(f"{parts[row['range']]} {_calls(row['calls'])}" for row in chosen.to_dict("records"))
+    named = [f"{parts[row['range']]} {_calls(row['calls'])}" for row in chosen.to_dict("records")]
+    others = top["calls"] - chosen["calls"].sum()
+    return ", ".join(named + ([f"others {_calls(others)}"] if named and others >= 0.5 else []))
+
+
+KIND_WORDS = {
+    "matmul": "a matrix multiplication",
+    "attention": "fused attention",
+    "softmax/reduction": "a reduction",
+    "elementwise": "an elementwise operation",
+    "copy": "a copy",
+    "optimizer": "a part of the optimizer",
+    "other": "of no kind known here",
+}
+"""What a kernel is, by its kind."""
+
+HALF = ("bf16", "fp16")
+CASTING = r"(?i)bfloat16|float16|half|WithCast|_to_copy"
+CASTS = "autocast's casts of weights and activations"
+
+
+def _by_kind(entries: list[dict[str, Any]], which: str) -> dict[str, list[dict[str, Any]]]:
+    """Cells by the kind of a kernel of theirs, the most frequent kind first."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for entry in entries:
+        groups.setdefault(entry[which]["kind"], []).append(entry)
+    return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
+
+
+def _kind_words(kind: str, cells: list[dict[str, Any]], which: str = "top") -> str:
+    """What a kind is; of copies in half precision whose names say that they cast, that autocast asks for them."""
+    casts = kind == "copy" and all(
+        cell["precision"] in HALF and re.search(CASTING, cell[which]["name"]) for cell in cells
+    )
+    return f"{KIND_WORDS[kind]}{f': {CASTS}' if casts else ''}"
 
 
 def _top_sentence(found: list[dict[str, Any]], word: str) -> str:
-    """How many kernels are on top, what they are, and how their calls follow from the number of blocks."""
+    """What the kernels on top are, and in how many cells."""
+    groups = _by_kind(found, "top")
     names = list(dict.fromkeys(entry["top"]["label"] for entry in found))
-    kinds = {entry["top"]["kind"] for entry in found}
-    what = "a matrix multiplication" if kinds == {"matmul"} else f"of kind {join_words(sorted(kinds))}"
-    text = f"In {all_cells(len(found))} the {word} with most cumulative time in the forward pass is {what}"
-    text += f", `{names[0]}`" if len(names) == 1 else f" ({len(names)} different ones, chosen by shape and precision)"
+    several = f" ({len(names)} different {word}s, chosen by shape and precision)"
+    which = f", `{names[0]}`" if len(names) == 1 else several
+    start = f"the {word} with most cumulative time in the forward pass is"
+    if len(groups) == 1:
+        ((kind, cells),) = groups.items()
+        return f"In {all_cells(len(found))} {start} **{_kind_words(kind, cells)}**{which}."
+    clauses = []
+    for kind, cells in groups.items():
+        here = {cell["precision"] for cell in cells}
+        elsewhere = {cell["precision"] for other, rows in groups.items() if other != kind for cell in rows}
+        precision = f" ({join_words(sorted(here))})" if not here & elsewhere else ""
+        count = f"{len(cells)} of {len(found)} cells{precision}" if not clauses else f"in {len(cells)}{precision}"
+        clauses.append(f"{count} {f'{start} ' if not clauses else ''}**{_kind_words(kind, cells)}**")
+    return f"In {', '.join(clauses)}{which if len(names) > 1 else ''}."
+
+
+def _example_sentence(found: list[dict[str, Any]], word: str) -> str:
+    """How the calls of the cell that takes longest follow from the number of blocks."""
     largest = max(found, key=lambda entry: entry["inference_kernel_seconds"] or 0)
     calls, layers = largest["top"]["calls"], largest["num_layers"]
-    text += f". For {cell_label(largest)}, `{largest['top']['label']}` is invoked **{_calls(calls)} times**"
-    text += " in one pass"
+    text = f"For {cell_label(largest)}, `{largest['top']['label']}` is invoked **{_calls(calls)} times** in one pass"
     each, rest = divmod(round(calls), layers)
     if each:
         text += f", {each} in each of {layers} blocks" + (f" and {rest} more" if rest else "")
@@ -108,7 +170,6 @@ def _same_sentence(found: list[dict[str, Any]], word: str) -> str:
     if len(same) == len(both):
         return f"It is **the same {word}** with the backward pass, in {all_cells(len(both))}."
     other = [entry for entry in both if entry not in same]
-    kinds = join_words(sorted({entry["both"]["kind"] for entry in other}))
     start = (
         f"With the backward pass it is **another {word}** in {all_cells(len(both))}"
         if not same
@@ -120,7 +181,31 @@ def _same_sentence(found: list[dict[str, Any]], word: str) -> str:
             f"{start}, again a matrix multiplication: the products for the gradients read their operands in another "
             f"order, for which there are other {word}s."
         )
-    return f"{start} (kind: {kinds})."
+    groups = _by_kind(other, "both")
+    if len(groups) == 1:
+        return f"{start}: {_kind_words(*next(iter(groups.items())), 'both')}."
+    return f"{start}: {join_words([f'{KIND_WORDS[kind]} in {len(cells)}' for kind, cells in groups.items()])}."
+
+
+def copies_text(trace: Trace, passes: Mapping[str, str]) -> str:
+    """Memory copies and fills (no kernels) in one pass, by operation: `passes` gives a title to the name of a range."""
+    rows = []
+    for name, title in passes.items():
+        count = len(instances(trace, name))
+        for copy in copy_table(trace, name).to_dict("records"):
+            rows.append(
+                {
+                    "pass": title,
+                    "operation": copy["operation"],
+                    "calls": _calls(copy["calls"] / count),
+                    "bytes": format_bytes(copy["bytes"] / count),
+                    "time": format_seconds(copy["total_seconds"] / count),
+                    "time per call": format_seconds(copy["total_seconds"] / copy["calls"]),
+                }
+            )
+    if not rows:
+        return "No memory copies were recorded."
+    return f"Memory copies and fills, which are no kernels, in one pass (mean):\n\n{markdown(rows)}"
 
 
 def other_kernels_answer(table: pd.DataFrame, kernels: pd.DataFrame, kinds: pd.DataFrame) -> str:
@@ -137,8 +222,21 @@ def other_kernels_answer(table: pd.DataFrame, kernels: pd.DataFrame, kinds: pd.D
         own = shares[shares["cell"] == row["cell"]].set_index("kind")["share"]
         rows.append(place(row) | {kind: percent(own.get(kind)) for kind in order})
     word = kernel_word(done["gpu"].any())
-    text = [_other_kinds_sentence(shares, word), _named_sentence(done, kernels, word)]
-    return f"{markdown(rows)}\n\n{' '.join(filter(None, text))}"
+    text = [_named_sentence(done, kernels, word), _casts_sentence(shares)]
+    return f"{_other_kinds_sentence(shares, word)}\n\n{markdown(rows)}\n\n{' '.join(filter(None, text))}".rstrip()
+
+
+def _casts_sentence(shares: pd.DataFrame) -> str:
+    """Where the copies of half precision come from; empty where they are few."""
+    copies = shares[shares["kind"] == "copy"]
+    half = copies[copies["precision"].isin(HALF)]
+    if not len(half) or half["share"].max() < MANY_COPIES:
+        return ""
+    other = copies[~copies["precision"].isin(HALF)]
+    text = f"In {join_words(sorted(set(half['precision'])))} copies take {between(half['share'], percent)}"
+    if len(other):
+        text += f", against {between(other['share'], percent)} in {join_words(sorted(set(other['precision'])))}"
+    return f"{text}: among them are {CASTS}."
 
 
 def _other_kinds_sentence(shares: pd.DataFrame, word: str) -> str:
@@ -150,8 +248,8 @@ def _other_kinds_sentence(shares: pd.DataFrame, word: str) -> str:
     spans = spans.sort_values("max", ascending=False)
     clauses = [f"{kind} ({between([row['min'], row['max']], percent)})" for kind, row in spans.iterrows()]
     return (
-        f"Besides matrix multiplication, {between(rest, percent)} of the {word}s' time goes to other work; kinds with "
-        f"at least {NON_TRIVIAL:.0%} of a cell: {join_words(clauses)}."
+        f"Besides matrix multiplication, **{between(rest, percent)}** of the {word}s' time goes to other work; kinds "
+        f"with at least {NON_TRIVIAL:.0%} of a cell: {join_words(clauses)}."
     )
 
 
@@ -161,7 +259,7 @@ def _named_sentence(done: pd.DataFrame, kernels: pd.DataFrame, word: str) -> str
     own = kernels[(kernels["cell"] == row["cell"]) & (kernels["range"] == "inference") & (kernels["kind"] != "matmul")]
     if not len(own):
         return ""
-    own = own.assign(words=[in_words(k["short_name"], k["kind"]) for k in own.to_dict("records")])
+    own = own.assign(words=[in_words(k["short_name"], k["kind"], k["name"]) for k in own.to_dict("records")])
     groups = own.groupby("words", sort=False)
     sums = groups[["share", "calls"]].sum().assign(example=groups["short_name"].first())
     sums = sums[sums["share"] >= NON_TRIVIAL].sort_values("share", ascending=False)

@@ -56,8 +56,8 @@ def _overlap(trace: Trace, top: str) -> dict[str, float]:
     return {"right": float(busy["busy_seconds"].sum()), "hasty": float(busy["gpu_seconds"].sum())}
 
 
-def pitfalls_text(table: pd.DataFrame, tool: str) -> str:
-    """The table of `pitfalls` in words, with a rule for each."""
+def pitfalls_text(table: pd.DataFrame, tool: str, steps: int) -> str:
+    """The table of `pitfalls` in words, with a rule for each; its numbers are sums over `steps` recorded steps."""
     word = kernel_word(on_gpu(tool), plural=True)
     rules = {
         "work inside": "ranges nest: a sum over all of them counts the same time once for every level",
@@ -77,7 +77,8 @@ def pitfalls_text(table: pd.DataFrame, tool: str) -> str:
                 "how the hasty one counts": rule,
             }
         )
-    return f"{markdown(rows)}\n\n{_scope_sentence(table, word)}"
+    whole = "the one recorded step" if steps == 1 else f"the {steps} recorded steps together"
+    return f"In {whole}:\n\n{markdown(rows)}\n\n{_scope_sentence(table, word)}"
 
 
 def _value(value: float, unit: str) -> str:

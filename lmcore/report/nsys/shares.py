@@ -35,13 +35,13 @@ def training_answer(table: pd.DataFrame, kinds: pd.DataFrame) -> str:
         return f"No training step could be profiled, so there is nothing to compare.{only} {missing_sentence(table)}"
     rows = [_shares_row(row, kinds) for row in table.to_dict("records") if given(row["inference_matmul_share"])]
     text = [
-        _matmul_sentence(trained),
+        "The last three columns are shares of the training step.",
         _kinds_sentence(trained, kinds),
         _optimizer_sentence(trained, kinds),
         *_trends(trained),
         missing_sentence(table),
     ]
-    return f"{markdown(rows)}\n\n{' '.join(filter(None, text))}"
+    return f"{_matmul_sentence(trained)}\n\n{markdown(rows)}\n\n{' '.join(filter(None, text))}"
 
 
 def _shares_row(row: Mapping[str, Any], kinds: pd.DataFrame) -> dict[str, str]:
@@ -49,12 +49,16 @@ def _shares_row(row: Mapping[str, Any], kinds: pd.DataFrame) -> dict[str, str]:
     absent = row["training_outcome"] if given(row["training_outcome"]) else MISSING
     return place(row) | {
         "matmul, inference": percent(row["inference_matmul_share"]),
-        "matmul, training step": percent(row["training_matmul_share"]) if len(own) else absent,
+        "training step": percent(row["training_matmul_share"]) if len(own) else absent,
         "its forward": percent(row["forward_matmul_share"]),
         "its backward": percent(row["backward_matmul_share"]),
         **{
-            f"{kind.replace('/', ' and ')}, training step": percent(own.get(kind))
-            for kind in ("elementwise", "softmax/reduction", "optimizer")
+            title: percent(own.get(kind))
+            for title, kind in (
+                ("elementwise", "elementwise"),
+                ("softmax etc.", "softmax/reduction"),
+                ("optimizer", "optimizer"),
+            )
         },
     }
 
@@ -85,19 +89,32 @@ def _points(change: pd.Series) -> str:
 
 
 def _kinds_sentence(trained: pd.DataFrame, kinds: pd.DataFrame) -> str:
-    """How the other kinds' shares change, by their mean over the cells."""
-    own = kinds[kinds["cell"].isin(trained["cell"]) & (kinds["kind"] != "matmul")]
+    """How the other kinds' shares change, by their mean over the cells of each precision."""
+    groups = list(trained.groupby("precision", sort=False))
+    clauses = []
+    for precision, cells in groups:
+        moved = _moved(cells, kinds)
+        where = f"in {precision} " if len(groups) > 1 else ""
+        clauses.append(f"{where}{', '.join(moved) or 'hardly any change'}")
+    if all(clause.endswith("hardly any change") for clause in clauses):
+        return "The shares of the other kinds hardly change."
+    mean = " (mean over the cells)" if len(trained) > len(groups) else ""
+    return f"Other kinds, from inference to training step{mean}: {'; '.join(clauses)}."
+
+
+def _moved(cells: pd.DataFrame, kinds: pd.DataFrame) -> list[str]:
+    """The kinds whose mean share over some cells changes, that which changes most first."""
+    own = kinds[kinds["cell"].isin(cells["cell"]) & (kinds["kind"] != "matmul")]
     means = own.pivot_table(index="kind", columns="range", values="share", aggfunc="sum").reindex(
         columns=["inference", "training"]
     )
-    means = means.fillna(0.0) / len(trained)
+    means = means.fillna(0.0) / len(cells)
     change = (means["training"] - means["inference"]).sort_values(key=abs, ascending=False)
-    moved = [kind for kind, value in change.items() if abs(value) > STEADY]
-    if not moved:
-        return "The shares of the other kinds hardly change."
-    clauses = [f"{kind} {percent(means['inference'][kind])} → {percent(means['training'][kind])}" for kind in moved]
-    where = "" if len(trained) == 1 else ", mean over the cells"
-    return f"Other kinds, from inference to training step{where}: {', '.join(clauses)}."
+    return [
+        f"{kind} {percent(means['inference'][kind])} → {percent(means['training'][kind])}"
+        for kind, value in change.items()
+        if abs(value) > STEADY
+    ]
 
 
 def _optimizer_sentence(trained: pd.DataFrame, kinds: pd.DataFrame) -> str:
@@ -114,7 +131,8 @@ def _optimizer_sentence(trained: pd.DataFrame, kinds: pd.DataFrame) -> str:
         if given(row["backward_kernel_seconds"]) and row["forward_kernel_seconds"]
     ]
     text = (
-        f"The optimizer, which multiplies no matrices and reads and writes weights, gradients and both moments, takes "
+        f"The optimizer, which multiplies no matrices, reads weights, gradients and both moments and writes "
+        f"weights and moments, takes "
         f"{between(shares, percent)} of a step's {device_time(gpu)}"
     )
     if backward:
@@ -153,8 +171,17 @@ def _way(rows: pd.DataFrame) -> str:
     return ", falling throughout" if (change < 0).all() else ""
 
 
-def softmax_answer(table: pd.DataFrame, attention: pd.DataFrame) -> str:
-    """(e): softmax against the two matmuls of attention, in time and FLOPs, by context, and why."""
+def copy_ceiling(components: pd.DataFrame, table: pd.DataFrame) -> float | None:
+    """Bytes per second of a large copy, as notebook 04 measured it on the device of the profiles; None where not."""
+    if not len(components):
+        return None
+    rates = components.loc[components["device"].isin(table["device"].dropna()), "peak_bytes_per_second"].dropna()
+    return float(rates.max()) if len(rates) else None
+
+
+def softmax_answer(table: pd.DataFrame, attention: pd.DataFrame, ceiling: float | None = None) -> str:
+    """(e): softmax against the two matmuls of attention, in time and FLOPs, by context, and why; `ceiling` is
+    `copy_ceiling`."""
     if not len(attention):
         if not table["inference_seconds"].notna().any():
             return nothing_profiled(table)
@@ -176,8 +203,8 @@ def softmax_answer(table: pd.DataFrame, attention: pd.DataFrame) -> str:
         for row in pairs.to_dict("records")
     ]
     gpu = bool(pairs["gpu"].any())
-    text = [_ratio_sentence(pairs, gpu), _intensity_sentence(pairs, gpu), *_context_trend(pairs)]
-    return f"{markdown(rows)}\n\n{' '.join(filter(None, text))}"
+    text = [_intensity_sentence(pairs, gpu, ceiling), *_context_trend(pairs, gpu)]
+    return f"{_ratio_sentence(pairs)}\n\n{markdown(rows)}\n\n{' '.join(filter(None, text))}".rstrip()
 
 
 def softmax_pairs(attention: pd.DataFrame) -> pd.DataFrame:
@@ -210,7 +237,7 @@ def softmax_pairs(attention: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _ratio_sentence(pairs: pd.DataFrame, gpu: bool) -> str:
+def _ratio_sentence(pairs: pd.DataFrame) -> str:
     longer = pairs["time_ratio"] > 1
     text = (
         f"Inside attention the softmax takes **{between(pairs['time_ratio'])} times** as long as the two matrix "
@@ -234,11 +261,16 @@ def _ratio_sentence(pairs: pd.DataFrame, gpu: bool) -> str:
     )
 
 
-def _intensity_sentence(pairs: pd.DataFrame, gpu: bool) -> str:
+def _intensity_sentence(pairs: pd.DataFrame, gpu: bool, ceiling: float | None) -> str:
     if not (pairs["slowdown"] > 1).any():
         return ""
     word = kernel_word(gpu, plural=True)
-    rates = between(pairs["softmax_bytes_per_second"] / 1e9)
+    rates = f"{between(pairs['softmax_bytes_per_second'] / 1e9)} GB/s"
+    if ceiling:
+        shares = between(pairs["softmax_bytes_per_second"] / ceiling, lambda value: f"{value:.0%}")
+        rates += f", {shares} of the {format_significant(ceiling / 1e9)} GB/s of a large copy (notebook 04)"
+    half = sorted(set(pairs["precision"]) & {"bf16", "fp16"})
+    casts = f" (in {join_words(half)} two more cast the scores to float32 and the result back)" if half else ""
     soft, products = (
         between(pairs[f"{name}_intensity"], lambda value: format_significant(value, 2))
         for name in ("softmax", "matmul")
@@ -252,12 +284,12 @@ def _intensity_sentence(pairs: pd.DataFrame, gpu: bool) -> str:
     )
     return (
         f"{reason}: the softmax is five {word}, each of which reads all scores and does one "
-        f"operation on a number, {soft} FLOPs for each byte it moves, where the products do {products}. "
-        f"Counted so, it moves {rates} GB/s{limit}."
+        f"operation on a number{casts}, {soft} FLOPs for each byte it moves, where the products do {products}. "
+        f"Counted so, it moves {rates}{limit}."
     )
 
 
-def _context_trend(pairs: pd.DataFrame) -> list[str]:
+def _context_trend(pairs: pd.DataFrame, gpu: bool) -> list[str]:
     """How the ratio of times goes with the context, for the size with most contexts."""
     reference = pairs[pairs["precision"] == pairs["precision"].iloc[0]]
     counts = reference.groupby("size", sort=False)["context_length"].nunique()
@@ -273,12 +305,13 @@ def _context_trend(pairs: pd.DataFrame) -> list[str]:
         f"By context, for {size}, the ratio of times is {', '.join(steps)}; the ratio of FLOPs stays, as both grow "
         f"with the square of the context. From {first['context_length']:,} to {last['context_length']:,} "
         f"({format_significant(growth**2)} times the scores) the softmax's time grows {format_significant(soft)}-fold, "
-        f"the products' {format_significant(own)}-fold{_why_growth(own, soft, growth**2)}."
+        f"the products' {format_significant(own)}-fold{_why_growth(own, soft, growth**2, gpu)}."
     ]
 
 
-def _why_growth(own: float, soft: float, square: float) -> str:
+def _why_growth(own: float, soft: float, square: float, gpu: bool) -> str:
     slow = [name for name, value in (("products", own), ("softmax", soft)) if value < 0.75 * square]
     if not slow:
         return ""
-    return f": at short contexts the {join_words(slow)} {'is' if slow == ['softmax'] else 'are'} dominated by overhead"
+    verb, device = "is" if slow == ["softmax"] else "are", "the GPU" if gpu else "the processor"
+    return f": at short contexts the {join_words(slow)} {verb} too small to fill {device}"

@@ -114,16 +114,21 @@ def require_profiled(table: pd.DataFrame) -> None:
 
 def kernel_rows(records: Records) -> pd.DataFrame:
     """The kernels that take longest in each range of each cell: calls and seconds for each pass, share of its kernels'
-    time. "forward + backward" is a training step without its optimizer; inference is also split by `MODEL_PARTS`.
+    time. "forward + backward" is a training step without its optimizer; inference is also split by `MODEL_PARTS`, each
+    with the kernel that leads in inference, however little time that takes there.
     Names are shortened (`kept_name`).
     """
     rows = []
     for record in records.values():
         head = _short_head(record)
-        for label, found in _parts(record).items():
+        parts = _parts(record)
+        leading = set(parts["inference"].kernels["name"].head(1)) if "inference" in parts else set()
+        for label, found in parts.items():
             top = TOP if label in WHOLE else TOP_OF_PARTS
             whole = found.kernel_seconds
-            for rank, kernel in enumerate(found.kernels.head(top).to_dict("records"), 1):
+            for rank, kernel in enumerate(found.kernels.to_dict("records"), 1):
+                if rank > top and kernel["name"] not in leading:
+                    continue
                 kernel["name"] = kept_name(kernel["name"])
                 share = kernel["seconds"] / whole if whole else None
                 rows.append(head | {"range": label, "rank": rank} | kernel | {"share": share})

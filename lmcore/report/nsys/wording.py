@@ -32,12 +32,12 @@ WORDS: tuple[tuple[str, str], ...] = (
 """What PyTorch's kernels and operators compute, by their short names; the first that is found."""
 
 
-def in_words(short_name: str, kind: str) -> str:
-    """What a kernel does, for a sentence; its kind where the name does not say."""
+def in_words(short_name: str, kind: str, name: str = "") -> str:
+    """What a kernel does, for a sentence: by its short name, else by its full one; its kind where neither says."""
     if kind == "matmul":
         return "matrix multiplication"
     return next(
-        (words for pattern, words in WORDS if re.search(pattern, short_name)),
+        (words for each in (short_name, name) for pattern, words in WORDS if re.search(pattern, each)),
         f"other {kind}" if kind != "other" else "other",
     )
 
