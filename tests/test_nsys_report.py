@@ -333,6 +333,9 @@ def test_words_for_kernels():
     assert wording.in_words("mystery", "elementwise") == "other elementwise"
     assert wording.in_words("mystery", "other") == "other"
     assert wording.in_words("elementwise_kernel", "elementwise", "void at::native::masked_fill_kernel") == "masking"
+    masked = "void at::native::elementwise_kernel<128, 2, at::native::<unnamed>::masked_fill_kernel(at::TensorIter"
+    assert wording.telling("elementwise_kernel", masked) == "elementwise_kernel (masked_fill)"
+    assert wording.telling("elementwise_kernel (Mul)", masked) == "elementwise_kernel (Mul)"
     assert "masking" in wording.in_words("elementwise_kernel (masked_fill)", "elementwise")
     assert r"\|" in wording.markdown([{"name": "a|b"}])
     assert "precision" not in wording.markdown([{"precision": "fp32", "x": "1"}])

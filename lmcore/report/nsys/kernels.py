@@ -22,6 +22,7 @@ from lmcore.report.nsys.wording import (
     markdown,
     percent,
     place,
+    telling,
 )
 
 NON_TRIVIAL = 0.01
@@ -260,8 +261,9 @@ def _named_sentence(done: pd.DataFrame, kernels: pd.DataFrame, word: str) -> str
     if not len(own):
         return ""
     own = own.assign(words=[in_words(k["short_name"], k["kind"], k["name"]) for k in own.to_dict("records")])
+    own["label"] = [telling(k["short_name"], k["name"]) for k in own.to_dict("records")]
     groups = own.groupby("words", sort=False)
-    sums = groups[["share", "calls"]].sum().assign(example=groups["short_name"].first())
+    sums = groups[["share", "calls"]].sum().assign(example=groups["label"].first())
     sums = sums[sums["share"] >= NON_TRIVIAL].sort_values("share", ascending=False)
     if not len(sums):
         return f"In {cell_label(row)} no single one of them reaches {NON_TRIVIAL:.0%}."

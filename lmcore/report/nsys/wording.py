@@ -42,6 +42,12 @@ def in_words(short_name: str, kind: str, name: str = "") -> str:
     )
 
 
+def telling(short_name: str, name: str) -> str:
+    """A kernel's short name, with the function that its full one quotes where the short one is a launcher's alone."""
+    quoted = re.search(r"::(\w+)_kernel\(", name) if re.fullmatch(r"\w*elementwise_kernel", short_name) else None
+    return f"{short_name} ({quoted[1]})" if quoted else short_name
+
+
 GEMM = re.compile(r"(sm\d+_xmma_gemm)_\w*?_([nt]{2})_[nt]_tilesize(\d+x\d+x\d+)\w*")
 """A matrix multiplication of cuBLAS: its family, how its operands lie, its tile; then stages, warps, alignments."""
 
