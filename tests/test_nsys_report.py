@@ -495,7 +495,7 @@ def test_a_short_backward_pass_is_explained_where_the_gpu_waits():
     [(0.3, GPU, "**CPU runs ahead**"), (1.0, GPU, "**CPU does not run ahead**"), (1.0, CPU, "operators on the CPU")],
 )
 def test_who_is_ahead_is_read_from_the_profile(launch, tool, sentence):
-    made = record("small", 128, tool=tool)
+    made = record("small", 128, tool=tool, idle=0.5)
     ranges = made["result"]["inference"]["ranges"]
     ranges["inference/forward"]["seconds"] = launch * ranges["inference"]["gpu_seconds"]
     text = answers.launching_text(everything({"a": made})[0].iloc[0].to_dict())

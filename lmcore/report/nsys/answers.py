@@ -138,7 +138,7 @@ def launching_text(row: Mapping[str, Any]) -> str:
     if not given(launch) or not given(whole) or not whole:
         return ""
     times = f"launching takes {format_seconds(launch)}, the GPU {format_seconds(whole)} from first kernel to last"
-    if launch < AHEAD * whole:
+    if launch < AHEAD * whole or (idle_share(row) or 0) <= IDLE:
         return (
             f"In {cell_label(row)} the **CPU runs ahead**: {times}. What stands below a range was often launched by an "
             "earlier one."
