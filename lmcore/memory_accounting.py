@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lmcore.accounting import num_parameters, parameter_counts
-from lmcore.config import ModelConfig, require
+from lmcore.config import ModelConfig, require, require_positive
 from lmcore.saved_tensors import FLOAT, Saved, Sizes, saved_after_blocks, saved_bytes, saved_in_block, sizes
 
 TOKEN_ID = 8
@@ -71,9 +71,11 @@ def predicted_peak(
     `passes` are those of `lmcore.profiling.workload.WorkloadConfig`. Keys: parameters, gradients, optimizer_state,
     activations (kept for the backward pass), temporary, inputs (token ids and position tables), peak_bytes (their
     sum), stage ("forward", "loss", "backward" or "optimizer"), moment (in words), and by_stage, the peak of each
-    stage. Raises `UserError` for unknown passes or precisions, and for more tokens than the context.
+    stage. Raises `UserError` for unknown passes or precisions, sizes below 1, and more tokens than the context.
     """
     require(passes in PASSES, f"passes must be one of {', '.join(PASSES)}, not {passes!r}.")
+    require_positive("batch_size", batch_size)
+    require_positive("seq_len", config.context_length if seq_len is None else seq_len)
     c, s = config, sizes(config, batch_size, seq_len, precision)
     parameters = FLOAT * num_parameters(c)
     constant = {

@@ -10,7 +10,7 @@ import torch
 
 from lmcore.config import replace
 from lmcore.errors import UserError
-from lmcore.profiling.cells import measuring_gpus, require_complete, run_cells, task_name
+from lmcore.profiling.cells import alone_in, measuring_gpus, require_complete, run_cells, task_name
 from lmcore.profiling.workload import Workload, workload_config
 
 SMALL = workload_config("smoke", context_length=8, vocab_size=32, batch_size=1, device="cpu")
@@ -98,6 +98,8 @@ def test_records_of_another_machine_or_damaged_ones_are_measured_again(tmp_path)
 def test_bad_names_and_tasks_are_refused(tmp_path):
     with pytest.raises(UserError, match="must be a file name"):
         run_cells(measure, {"../a": SMALL}, tmp_path)
+    with pytest.raises(UserError, match="must be a file name"):
+        run_cells(measure, {"..": SMALL}, tmp_path)
     with pytest.raises(UserError, match="function at the top of a module"):
         run_cells(lambda config, folder: {}, {"a": SMALL}, tmp_path)
     assert task_name(measure).endswith("test_cells:measure")
@@ -131,3 +133,11 @@ def test_half_a_record_and_a_file_in_the_folder_s_place(tmp_path):
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(UserError, match="Cannot write"):
         run_cells(measure, cells(a=0), tmp_path / "taken")
+
+
+def test_two_sweeps_do_not_measure_in_one_folder(tmp_path):
+    with alone_in(tmp_path), pytest.raises(UserError, match="Another process is measuring in"):
+        run_cells(measure, cells(a=0), tmp_path)
+    run_cells(measure, cells(a=0), tmp_path)
+    with alone_in(tmp_path):  # what is finished can be read all the same
+        assert run_cells(measure, cells(a=0), tmp_path)["a"]["outcome"] == "complete"

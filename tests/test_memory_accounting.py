@@ -238,3 +238,9 @@ def test_unknown_precision_passes_and_too_long_sequences_are_refused():
         predicted_peak(config, 1, passes="backward")
     with pytest.raises(UserError, match="context_length"):
         predicted_peak(config, 1, config.context_length + 1)
+
+
+@pytest.mark.parametrize("sizes", [{"batch_size": 0}, {"batch_size": 1.5}, {"seq_len": 0}, {"seq_len": -5}])
+def test_sizes_below_one_are_refused(sizes):
+    with pytest.raises(UserError, match="must be a positive whole number"):
+        predicted_peak(model_config("smoke"), **sizes)

@@ -9,12 +9,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from lmcore.config import require, to_dict
 from lmcore.device import out_of_memory_reason, visible_gpus
@@ -58,7 +60,7 @@ def run_cells(
     """
     folder = Path(folder)
     for name in cells:
-        require(re.fullmatch(r"[\w.+-]+", name) is not None, f"A cell's name must be a file name, not {name!r}.")
+        require(re.fullmatch(r"\w[\w.+-]*", name) is not None, f"A cell's name must be a file name, not {name!r}.")
     named = task_name(task)
     machine = this_machine() if cells else {}
     required = {} if foreign else {key: machine.get(key) for key in MACHINE}
@@ -68,10 +70,6 @@ def run_cells(
     reused = sum(record is not None for record in records.values())
     if reused:
         print(f"{title}: {reused} of {len(cells)} cells reused.", flush=True)
-    if reused < len(cells):  # found out before anything is measured
-        with atomic_write(folder / ".writable"):
-            pass
-        (folder / ".writable").unlink()
     progress = Progress(len(cells), title, unit="cell", start=reused)
     gpus: SimpleQueue[str | None] = SimpleQueue()  # those that nobody measures on
     for gpu in measuring_gpus(cells.values()):
@@ -88,14 +86,33 @@ def run_cells(
         done = sum(record is not None for record in records.values())
         progress.update(done, f"{name} {record['outcome']}")
 
-    with ThreadPoolExecutor(max_workers=gpus.qsize()) as pool:
+    missing = [name for name, record in records.items() if record is None]
+    holding = alone_in(folder) if missing else contextlib.nullcontext()
+    with holding, ThreadPoolExecutor(max_workers=gpus.qsize()) as pool:
         try:
-            list(pool.map(measure, [name for name, record in records.items() if record is None]))
+            list(pool.map(measure, missing))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     progress.close()
     return {name: record for name, record in records.items() if record is not None}
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Holds the folder for this process. Raises `UserError` if another measures there, or it cannot be written to."""
+    with atomic_write(folder / ".writable"):
+        pass
+    (folder / ".writable").unlink()
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"Another process is measuring in {folder}; wait for it or choose another folder.") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def measuring_gpus(configs: Iterable[WorkloadConfig]) -> list[str | None]:

@@ -237,14 +237,16 @@ def export_report(nsys: Nsys, report: Path) -> Path:
         log.touch()
     except OSError as error:
         raise UserError(f"Cannot export beside {report} ({error.strerror}); copy it to a folder of yours.") from error
-    command = [str(nsys.path), "export", "--type=sqlite", "--force-overwrite=true", f"--output={target}", str(report)]
+    new = report.with_suffix(".new.sqlite")  # an older export stands until this one is whole
+    new.unlink(missing_ok=True)
+    command = [str(nsys.path), "export", "--type=sqlite", "--force-overwrite=true", f"--output={new}", str(report)]
     code = run_logged(command, log, EXPORT_TIMEOUT)
-    if code != 0 or not target.exists():
+    if code != 0 or not new.exists():
         words = log.read_text(errors="replace")
         old = re.search(r"newer|unsupported|version", words, re.IGNORECASE)
         why = "which seems to be of a newer version; install that one" if old else "and it may be damaged"
         raise UserError(f"nsys {nsys.version} cannot read {report}, {why}; nsys said: {last_words(log)}")
-    return target
+    return new.rename(target)
 
 
 def last_words(log: Path) -> str:
