@@ -220,7 +220,7 @@ def test_another_kernel_leads_with_the_backward_pass(top, sentence):
 
 def test_a_top_kernel_that_multiplies_nothing():
     text = texts(grid(("small",), (1024,), slow=1e11))[1]
-    assert "forward pass is **an elementwise operation**, `vectorized_elementwise_kernel (Mul)`" in text
+    assert "forward pass is **an elementwise operation**, `vectorized elementwise (Mul)`" in text
     assert "is a matrix multiplication" not in text
 
 
@@ -525,3 +525,21 @@ def test_a_sweep_in_which_nothing_fits_ends_in_a_sentence():
     with pytest.raises(UserError, match=r"choose a smaller size or context \(small-128-fp32: CUDA out of memory"):
         tables.require_profiled(tables.profile_table(grid(outcome="out of memory")))
     tables.require_profiled(tables.profile_table(with_gaps()))
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        (
+            "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x64x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_execute_"
+            "kernel__5x_cublas",
+            "sm80_xmma_gemm tn 128x64x8",
+        ),
+        ("cutlass_80_simt_sgemm_256x128_8x4_nn_align1", "cutlass sgemm nn 256x128"),
+        ("vectorized_elementwise_kernel (bfloat16_copy)", "vectorized elementwise (bfloat16_co…"),
+        ("elementwise_kernel (Div)", "elementwise (Div)"),
+        ("aten::mm", "aten::mm"),
+    ],
+)
+def test_names_of_kernels_fit_into_a_table(name, shown):
+    assert wording.compact(name) == shown

@@ -138,6 +138,7 @@ def roofline_table(components: pd.DataFrame) -> str:
 
     All numbers are of one call; a step makes `times a step` of them: AdamW's is one block's parameters.
     """
+    scale, unit = (1e12, "TFLOP/s") if components["flops_per_second"].max() >= 1e12 else (1e9, "GFLOP/s")
     shown = [
         {
             "component": row["component"],
@@ -146,7 +147,7 @@ def roofline_table(components: pd.DataFrame) -> str:
             "time of one": format_seconds(row["seconds"]),
             "FLOPs / byte": format_significant(row["intensity"], 2),
             "bound by": row["bound"],
-            "FLOP/s": rate(row["flops_per_second"]),
+            unit: format_significant(row["flops_per_second"] / scale),
             "GB/s": format_significant(row["bytes_per_second"] / 1e9),
             "of the roof": format_percent(row["roofline_share"], 2),
         }

@@ -55,7 +55,7 @@ def _shares_row(row: Mapping[str, Any], kinds: pd.DataFrame) -> dict[str, str]:
         **{
             title: percent(own.get(kind))
             for title, kind in (
-                ("elementwise", "elementwise"),
+                ("element-wise", "elementwise"),
                 ("softmax etc.", "softmax/reduction"),
                 ("optimizer", "optimizer"),
             )
