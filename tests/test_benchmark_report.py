@@ -351,3 +351,26 @@ def test_figures_can_be_drawn(machine):
         assert min(box.x0, box.y0, width - box.x1, height - box.y1) >= -0.05, "a label is cut"
         assert all(np.isfinite(axes.get_xlim()).all() and axes.get_position().width > 0.1 for axes in figure.axes)
     assert math.isclose(figures.times_figure(table, 256).get_size_inches()[0], 6.6)
+
+
+@pytest.mark.parametrize(
+    ("means", "words", "absent"),
+    [
+        (
+            (1.0, 0.75, 0.57, 0.65),
+            ["above it by 15.4% after 1", "below it by 12.3% after 2", "it is the processes"],
+            [],
+        ),
+        ((1.0, 0.75, 0.70, 0.65), ["above it by 15.4% after 1", "above it by 7.7% after 2"], ["the processes"]),
+        ((1.0, 0.65, 0.65, 0.65), ["by 0.0% after 1"], ["times as large"]),
+    ],
+)
+def test_few_warmups_against_the_most(means, words, absent):
+    std = 0.001 if "times as large" in absent else 0.05
+    rows = [
+        {"size": "small", "warmup_steps": steps, "mean": mean, "std": std}
+        for steps, mean in zip((0, 1, 2, 5), means, strict=True)
+    ]
+    text = warmups.few_sentence(pd.DataFrame(rows))
+    assert all(word in text for word in words)
+    assert not any(word in text for word in absent)

@@ -533,7 +533,7 @@ def test_a_sweep_in_which_nothing_fits_ends_in_a_sentence():
         (
             "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x64x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_execute_"
             "kernel__5x_cublas",
-            "sm80_xmma_gemm tn 128x64x8",
+            "xmma gemm tn 128x64x8",
         ),
         ("cutlass_80_simt_sgemm_256x128_8x4_nn_align1", "cutlass sgemm nn 256x128"),
         ("vectorized_elementwise_kernel (bfloat16_copy)", "vectorized elementwise (bfloat16_co…"),

@@ -10,6 +10,9 @@ from lmcore.report.benchmark.views import ALIKE, complete, failures, given, size
 COSTLY = 1.5
 """How many times a settled step the first one must take to be called costly."""
 
+SMALL_SPREAD = 0.01
+"""Share of the mean up to which a standard deviation or a difference of means says nothing."""
+
 
 def settled_at(seconds: pd.Series) -> int:
     """The first step, from 1, that takes no more than the settled ones: the median of the later half, and a tenth."""
@@ -51,7 +54,7 @@ def warmup_answer(table: pd.DataFrame, samples: pd.DataFrame) -> str:
         }
     ).to_markdown(index=False, disable_numparse=True)
     sentences = [_without(part) for _, part in rows.groupby("size", sort=False)]
-    sentences += [_few(part) for _, part in rows.groupby("size", sort=False)]
+    sentences += [few_sentence(part) for _, part in rows.groupby("size", sort=False)]
     sentences += [_evidence(complete(table), samples), _why(complete(table)), failures(table)]
     return f"{shown}\n\n{' '.join(filter(None, sentences))}"
 
@@ -73,21 +76,25 @@ def _without(rows: pd.DataFrame) -> str:
     return f"{first} the median; the mean is {mean} times{scatter} and the median {median} times {after}."
 
 
-def _few(rows: pd.DataFrame) -> str:
+def few_sentence(rows: pd.DataFrame) -> str:
     """One or two warm-ups against the most, of one size."""
     most = rows.iloc[-1]
     few = rows[(rows["warmup_steps"] > 0) & (rows["warmup_steps"] < most["warmup_steps"])]
-    clauses = []
+    clauses, changes = [], []
     for row in few.to_dict("records"):
-        clause = f"by {abs(row['mean'] / most['mean'] - 1):.1%} after {row['warmup_steps']}"
-        if given(row["std"]) and given(most["std"]) and most["std"] > 0:
+        change = row["mean"] / most["mean"] - 1
+        changes.append(change)
+        clause = f"{'above' if change > 0 else 'below'} it by {abs(change):.1%} after {row['warmup_steps']}"
+        spreads = [row["std"], most["std"]]
+        if all(map(given, spreads)) and min(spreads) > 0 and max(spreads) > SMALL_SPREAD * most["mean"]:
             clause += f" (standard deviation {format_significant(row['std'] / most['std'], 2)} times as large)"
         clauses.append(clause)
     if not clauses:
         return ""
-    return (
-        f"From the mean after {most['warmup_steps']} warm-ups, that of `{most['size']}` differs {join_words(clauses)}."
-    )
+    text = f"Against the mean after {most['warmup_steps']} warm-ups, that of `{most['size']}` is {join_words(clauses)}."
+    if min(changes) < -SMALL_SPREAD and max(changes) > SMALL_SPREAD:
+        text += " As both occur, it is the processes that differ there, not the warm-ups."
+    return text
 
 
 def _evidence(table: pd.DataFrame, samples: pd.DataFrame) -> str:

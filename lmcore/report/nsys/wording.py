@@ -48,7 +48,7 @@ def telling(short_name: str, name: str) -> str:
     return f"{short_name} ({quoted[1]})" if quoted else short_name
 
 
-GEMM = re.compile(r"(sm\d+_xmma_gemm)_\w*?_([nt]{2})_[nt]_tilesize(\d+x\d+x\d+)\w*")
+GEMM = re.compile(r"sm\d+_(xmma)_gemm_\w*?_([nt]{2})_[nt]_tilesize(\d+x\d+x\d+)\w*")
 """A matrix multiplication of cuBLAS: its family, how its operands lie, its tile; then stages, warps, alignments."""
 
 CUTLASS = re.compile(r"cutlass_\d+_(?:simt_|tensorop_)?(\w*?gemm)_(\d+x\d+)_\w*?_([nt]{2})_align\d+")
@@ -61,7 +61,7 @@ LONGEST_NAME = 36
 
 def compact(short_name: str) -> str:
     """A kernel's short name, short enough for a table: of the long ones what tells most of them apart."""
-    name = CUTLASS.sub(r"cutlass \1 \3 \2", GEMM.sub(r"\1 \2 \3", short_name))
+    name = CUTLASS.sub(r"cutlass \1 \3 \2", GEMM.sub(r"\1 gemm \2 \3", short_name))
     name = ELEMENTWISE.sub(lambda found: f"{found[1] or ''}elementwise".replace("_", " "), name)
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
