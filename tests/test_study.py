@@ -274,3 +274,15 @@ def test_bars_have_the_height_of_the_numbers():
     assert [bar.get_height() for bar in speed.patches][:2] == [1000, 700]
     assert [bar.get_height() for bar in memory.patches][:2] == [30, 9]
     assert speed.texts[0].get_text() == "−30.0%"
+
+
+def test_why_both_optimizations_save_no_more_than_one_is_said_only_where_it_is_so():
+    rows = optimized()
+    memory = rows["peak_memory_bytes"].tolist()
+    rows["peak_memory_bytes"] = [memory[0], memory[1], memory[2], memory[1]]
+    text = levers.optimizations_answer(rows, StudyConfig())
+    assert "Both together save no more memory than checkpointing alone" in text
+    assert "lies in the loss (exponentials of the logits)" in text
+    assert "save no more" not in levers.optimizations_answer(rows)
+    rows["peak_memory_bytes"] = [memory[0], memory[1], memory[2], memory[1] // 2]
+    assert "save no more" not in levers.optimizations_answer(rows, StudyConfig())

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from lmcore.profiling.study import OPTIMIZATIONS, CheckpointingCheck
+from lmcore.memory_accounting import predicted_peak
+from lmcore.profiling.study import OPTIMIZATIONS, CheckpointingCheck, StudyConfig
 from lmcore.report.answers import format_bytes, join_words
 from lmcore.report.benchmark.precision import markdown
 from lmcore.report.benchmark.published import PUBLISHED, is_published_setting
@@ -13,6 +14,10 @@ from lmcore.report.benchmark.study import NO_MEMORY, done, format_rate, has_memo
 
 NEAR = 0.05
 """Changes that are no further apart than this (five percentage points) count as the same finding."""
+
+
+SAME_MEMORY = 0.01
+"""Relative difference of peaks up to which they count as the same."""
 
 
 def optimization_of(row: Mapping) -> str:
@@ -38,8 +43,11 @@ def optimizations_table(table: pd.DataFrame) -> pd.DataFrame:
     return result.reset_index()
 
 
-def optimizations_answer(table: pd.DataFrame) -> str:
-    """What checkpointing, fused attention and both buy and cost, beside the report's findings."""
+def optimizations_answer(table: pd.DataFrame, study: StudyConfig | None = None) -> str:
+    """What checkpointing, fused attention and both buy and cost, beside the report's findings.
+
+    With the `study` that made the cells, also why both together may save no more than checkpointing alone.
+    """
     rows = optimizations_table(table)
     shown = markdown([_optimization_row(row) for row in rows.to_dict("records")])
     named = {row["name"]: row for row in rows.to_dict("records")}
@@ -64,7 +72,22 @@ def optimizations_answer(table: pd.DataFrame) -> str:
     if not has_memory(done(table)):
         text.append(NO_MEMORY)
     text.append(_lever(named))
+    text.append(_no_more_saved(named, study))
     return f"{shown}\n\n{' '.join(part for part in text if part)}"
+
+
+def _no_more_saved(named: Mapping[str, Mapping], study: StudyConfig | None) -> str:
+    """Where the peak lies when fused attention saves nothing beside checkpointing: predicted from the shapes."""
+    alone, both = (named.get(name, {}).get("peak_memory_bytes") for name in ("checkpointing", "both"))
+    if study is None or pd.isna(alone) or pd.isna(both) or abs(both / alone - 1) > SAME_MEMORY:
+        return ""
+    row = named["both"]
+    model = study.model(row["context_length"], **OPTIMIZATIONS["both"])
+    peak = predicted_peak(model, row["batch_size"], precision=row["precision"], passes="train_step")
+    return (
+        f"Both together save no more memory than checkpointing alone: by the prediction from the shapes, the peak then "
+        f"lies in the {peak['stage']} ({peak['moment']}), which fused attention does not touch."
+    )
 
 
 def _optimization_row(row: Mapping) -> dict[str, str]:
