@@ -9,6 +9,9 @@ class UserError(ValueError):
     """
 
 
+EXIT_FAILURE = 1
+"""Exit code of a command whose work failed: a notebook, a cell."""
+
 EXIT_USER_ERROR = 2
 """Exit code of every command that refuses its input."""
 

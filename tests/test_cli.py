@@ -10,8 +10,9 @@ import pytest
 from notebook_projects import SVG, code, make_project, parameters
 
 from lmcore import cli
+from lmcore.cli.application import EXIT_CTRL_C
 from lmcore.config import TrainConfig, model_config, replace, to_dict
-from lmcore.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_USER_ERROR
+from lmcore.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER_ERROR
 from lmcore.train import RunResult
 
 
@@ -24,7 +25,9 @@ def test_help(command, capsys):
 
 
 def test_help_does_not_wait_for_torch():
-    source = "import sys\nfrom lmcore.cli import application\napplication([])\nsys.exit('torch' in sys.modules)"
+    source = (
+        "import sys\nfrom lmcore.cli.application import application\napplication([])\nsys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", source], check=False).returncode == 0
 
 
@@ -100,7 +103,7 @@ def test_ctrl_c_has_no_traceback(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lmcore.train.train", interrupted)
-    assert cli.main(["train", "--run", "r"]) == cli.EXIT_CTRL_C
+    assert cli.main(["train", "--run", "r"]) == EXIT_CTRL_C
     assert capsys.readouterr().err == "lmcore: stopped.\n"
 
 
@@ -184,7 +187,7 @@ def test_workbook_and_writeup(tmp_path, monkeypatch, capsys):
     assert str(tmp_path / "runs" / "smoke" / "writeup" / "answers.pdf") in output
     assert cli.main(["writeup", "runs/smoke", "--check"]) == 0
     assert "1 notebooks, 1 figures" in capsys.readouterr().out
-    assert cli.main(["workbook"]) == cli.EXIT_FAILURE
+    assert cli.main(["workbook"]) == EXIT_FAILURE
     assert "Notebook 02_bad failed at code cell 2" in capsys.readouterr().err
     assert cli.main(["writeup", "runs/smoke"]) == 0
     assert cli.main(["writeup", "runs/smoke", "--check"]) == EXIT_USER_ERROR

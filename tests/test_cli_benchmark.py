@@ -5,9 +5,9 @@ import json
 import pytest
 
 from lmcore import cli
-from lmcore.cli_benchmark import BenchmarkConfig, benchmark_cells, check_device
 from lmcore.config import ModelConfig, model_config, to_dict
 from lmcore.errors import EXIT_USER_ERROR, UserError
+from lmcore.profiling.options import BenchmarkConfig, benchmark_cells, check_device
 
 SIZES = {"d-model": 32, "num-layers": 1, "num-heads": 2, "d-ff": 64, "vocab-size": 64}
 TINY = [word for name, value in SIZES.items() for word in (f"--model.{name}", str(value))]

@@ -464,7 +464,7 @@ def test_command_reads_reports(capsys, tmp_path):
 
 
 def test_command_shows_profiles(on_cpu):
-    from lmcore.cli_nsys import described, unfinished
+    from lmcore.cli.nsys import described, unfinished
 
     result, _ = on_cpu
     shown = described(result, 5)

@@ -7,11 +7,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from lmcore.cli_benchmark import BenchmarkConfig, benchmark_cells, check_device
 from lmcore.config import ModelConfig, require, require_choices
-from lmcore.errors import EXIT_OUT_OF_MEMORY
-
-EXIT_FAILED_CELL = 1
+from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY
+from lmcore.profiling.options import BenchmarkConfig, benchmark_cells, check_device
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ def exit_code(records: Mapping[str, Mapping[str, Any]]) -> int:
     """1 if a cell failed, else 4 if one did not fit into the memory, else 0."""
     outcomes = {found["outcome"] for found in records.values()}
     if "failed" in outcomes:
-        return EXIT_FAILED_CELL
+        return EXIT_FAILURE
     return EXIT_OUT_OF_MEMORY if "out of memory" in outcomes else 0
 
 

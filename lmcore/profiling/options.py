@@ -1,22 +1,15 @@
-"""`lmcore benchmark`: one cell or a sweep of them, timed (CS336 A2 benchmarking_script (a))."""
+"""What `lmcore benchmark`, `nsys`, `memory` and sweeps can be asked to measure, and the cells that follow from it."""
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Literal
 
 from lmcore.config import MODEL_SIZES, ModelConfig, OptimizerConfig, model_config, replace, require, require_choices
 from lmcore.errors import UserError
 
-if TYPE_CHECKING:  # PyTorch is imported when the command runs
-    import pandas as pd
-
+if TYPE_CHECKING:  # PyTorch is imported when the cells are made
     from lmcore.profiling.workload import WorkloadConfig
-
-EXIT_FAILED_CELL = 1
 
 
 @dataclass(frozen=True)
@@ -50,44 +43,6 @@ class BenchmarkConfig:
         own = [name for name in MODEL_SIZES["small"] if getattr(self.model, name) != getattr(defaults, name)]
         options = ", ".join(f"--model.{name.replace('_', '-')}" for name in own)
         require(not (self.size and own), f"A named size has its own numbers: give either --size or {options}.")
-
-
-DEFAULTS = BenchmarkConfig()
-
-
-def benchmark(
-    settings: Annotated[BenchmarkConfig, tyro.conf.arg(name="")] = DEFAULTS,
-    out: Path = Path("runs/benchmark"),
-    markdown: bool = False,
-    latex: bool = False,
-) -> int:
-    """Time forward, backward and optimizer of a model, or of many: each cell in a process of its own.
-
-    A cell that does not fit into the memory is a row that says so. The same command goes on where it was stopped. Exit
-    codes: 0 measured or out of memory, 1 a cell failed.
-
-    Args:
-        settings: What is timed.
-        out: Folder for the cells, and for benchmark.json, samples.json and the same as CSV.
-        markdown: Print the table as Markdown.
-        latex: Print the table as LaTeX.
-    """
-    from lmcore.profiling.cells import FINISHED, run_apart, run_cells
-    from lmcore.profiling.timing import measure, samples_table, timing_table
-    from lmcore.report.benchmark.views import failures
-    from lmcore.report.tables import provenance_of_cells, write_results
-
-    cells = benchmark_cells(settings)
-    # in a process of its own: this one is not to hold a GPU while cells are measured
-    outcome, reason = run_apart(check_device, (settings.device, settings.precision), None)
-    require(outcome == "complete", str(reason))
-    records = run_cells(measure, cells, out / "cells", title="benchmark")
-    table, source = timing_table(records), provenance_of_cells(records)
-    write_results(table, out / "benchmark.json", source)
-    write_results(samples_table(records), out / "samples.json", source)
-    print(formatted(table, markdown, latex))
-    print(failures(table) or f"Written to {out}/benchmark.json and .csv, every step to samples.json.")
-    return 0 if all(record["outcome"] in FINISHED for record in records.values()) else EXIT_FAILED_CELL
 
 
 def benchmark_cells(settings: BenchmarkConfig) -> "dict[str, WorkloadConfig]":
@@ -132,16 +87,3 @@ def check_device(device: str, precisions: Sequence[str]) -> None:
             raise UserError(
                 f"{chosen.type} does not compute in {precision} ({why}); choose another --precision or --device."
             ) from None
-
-
-def formatted(table: "pd.DataFrame", markdown: bool = False, latex: bool = False) -> str:
-    """The table for the terminal, or as Markdown, or as LaTeX, or both."""
-    from lmcore.report.benchmark.views import readable
-
-    shown = readable(table)
-    texts = []
-    if markdown:
-        texts.append(shown.to_markdown(index=False, disable_numparse=True))
-    if latex:
-        texts.append(shown.to_latex(index=False, escape=True).replace("±", r"$\pm$").replace("–", "--"))
-    return "\n\n".join(texts) or shown.to_string(index=False)

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from lmcore.cli_benchmark import BenchmarkConfig, benchmark_cells, check_device
 from lmcore.config import ModelConfig, require, require_choices
-from lmcore.errors import EXIT_OUT_OF_MEMORY
+from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY
+from lmcore.profiling.options import BenchmarkConfig, benchmark_cells, check_device
 
 if TYPE_CHECKING:  # pandas and PyTorch are imported when the command runs
     import pandas as pd
 
     from lmcore.profiling.nsys.trace import Trace
-
-EXIT_FAILED_CELL = 1
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ def record(settings: NsysConfig, out: Path, top: int) -> int:
         print(f"\n{name}\n{words}")
     outcomes = {found["outcome"] for found in records.values()}
     if "failed" in outcomes:
-        return EXIT_FAILED_CELL
+        return EXIT_FAILURE
     return EXIT_OUT_OF_MEMORY if "out of memory" in outcomes else 0
 
 

@@ -1,0 +1,112 @@
+"""`lmcore`: each command is a thin call into a function of the library, imported only when the command runs."""
+
+import contextlib
+import functools
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tyro
+
+from lmcore.cli.benchmark import benchmark
+from lmcore.cli.data import data_commands, tokenizer_commands
+from lmcore.cli.memory import memory
+from lmcore.cli.nsys import nsys
+from lmcore.cli.sweep import sweep
+from lmcore.cli.training import generate, starting_config, train_command
+from lmcore.cli.workbook import refresh, workbook, writeup
+from lmcore.config import TrainConfig
+from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, UserError
+
+EXIT_CTRL_C = 130
+
+
+def doctor(json: bool = False) -> int:
+    """Say what this machine has: Python, torch, the device and why, disk, optional parts, data.
+
+    Args:
+        json: Print it as JSON.
+    """
+    from lmcore.doctor import as_json, as_text, examine
+
+    print((as_json if json else as_text)(examine()))
+    return 0
+
+
+def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
+    """All commands; the chosen one with its own defaults, the costly ones only named unless they are chosen."""
+    chosen = arguments[0] if arguments else None
+    base = starting_config(arguments[1:]) if chosen == "train" else TrainConfig()
+    app = tyro.extras.SubcommandApp()
+    app.command(deferred(doctor))
+    data = data_commands(deferred) if chosen == "data" else doctor
+    app.command(data, name="data", help="Prepare, download and look at corpora.")
+    tokenizer = tokenizer_commands(deferred)
+    app.command(tokenizer, name="tokenizer", help="Train a tokenizer; encode and decode with one.")
+    commands = (train_command(base), generate, sweep, benchmark, nsys, memory, workbook, refresh, writeup)
+    for command in commands:
+        app.command(deferred(command))
+    return app
+
+
+def deferred(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
+    """The command as a function that only takes its arguments: parsing ends before anything runs."""
+
+    @functools.wraps(command)
+    def parsed(*arguments: Any, **options: Any) -> Callable[[], int]:
+        return functools.partial(command, *arguments, **options)
+
+    return parsed
+
+
+def parse(arguments: Sequence[str]) -> Callable[[], int]:
+    """The chosen command with its arguments. A value that a config refuses raises its own `UserError`.
+
+    tyro would print such a sentence broken into a box, and prints its own ones so.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return application(arguments).cli(args=arguments, prog="lmcore")
+    except SystemExit as stop:
+        cause: BaseException | None = stop
+        while cause is not None:
+            if isinstance(cause, UserError):
+                raise cause from None
+            cause = cause.__context__
+        if not said.getvalue():
+            raise
+        raise UserError(unboxed(said.getvalue())) from None
+
+
+def unboxed(box: str) -> str:
+    """What tyro says of wrong arguments, in one sentence.
+
+    Its message is in the first section of a box, or in the second, after a title, where the terminal has no boxes.
+    """
+    sections: list[list[str]] = [[]]
+    for line in box.splitlines():
+        text = line.strip("│ ")
+        if text and set(text) <= {"─", "-"}:
+            sections.append([])
+        elif text and not line.startswith(("╭", "╰")):
+            sections[-1].append(text)
+    message = sections[0] if "╭" in box or len(sections) == 1 else sections[1]
+    return f"{' '.join(message).rstrip('.')}; see lmcore --help."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code. A user's mistake is one sentence on standard error and code 2."""
+    try:
+        return parse(list(sys.argv[1:] if arguments is None else arguments))()
+    except UserError as error:
+        print(f"lmcore: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+    except KeyboardInterrupt:
+        print("lmcore: stopped.", file=sys.stderr)
+        return EXIT_CTRL_C

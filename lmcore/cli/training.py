@@ -1,0 +1,106 @@
+"""`lmcore train` and `lmcore generate`: a run folder from a configuration, and texts from a run folder."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config, require
+from lmcore.errors import EXIT_CODES
+from lmcore.files import read_json
+from lmcore.text import utf8_text
+
+GENERATE_DEFAULTS = GenerateConfig()
+
+
+def train_command(base: TrainConfig) -> Callable[..., int]:
+    """The train command, whose options default to `base`."""
+
+    def train(
+        run: Path,
+        settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = base,
+        preset: str | None = None,
+        config: Path | None = None,
+    ) -> int:
+        """Train a model into a run folder, or go on with the run that is there.
+
+        The options override the settings of --preset or --config. Exit codes: 0 complete, 3 diverged, 4 out of
+        memory, 75 stopped by a signal, saved, ready to go on.
+
+        Args:
+            run: Run folder.
+            settings: What is trained, on what, how long.
+            preset: Named settings to start from.
+            config: JSON file of settings to start from, such as a run's config.json.
+        """
+        from lmcore.train import train
+
+        result = train(settings, run)
+        loss = "" if result.valid_loss is None else f", validation loss {result.valid_loss:.4f} nats per token"
+        print(f"{run}: {result.state} at step {result.step}{loss}.")
+        return EXIT_CODES[result.state]
+
+    return train
+
+
+def generate(
+    run: Annotated[Path, tyro.conf.Positional],
+    settings: Annotated[GenerateConfig, tyro.conf.arg(name="")] = GENERATE_DEFAULTS,
+    prompt: tuple[str, ...] = ("",),
+    tokenizer: str | None = None,
+    device: str = "auto",
+) -> int:
+    """Continue prompts with the best weights of a run: one of them word by word, several in one batch.
+
+    Args:
+        run: Run folder.
+        settings: How to sample.
+        prompt: Texts to continue; empty: the beginning of a document.
+        tokenizer: gpt2 or a tokenizer's folder; by default the one of the run's data.
+        device: auto, cpu, mps, cuda or cuda:N.
+    """
+    from lmcore.checkpoint import load_model
+    from lmcore.data import open_data, tokenizer_for
+    from lmcore.device import select_device
+    from lmcore.generate import generate_text
+    from lmcore.run import RunFolder
+
+    prompt, folder = tuple(utf8_text(prompt)), RunFolder(run)
+    model = load_model(folder.best_weights, select_device(device)[0])
+    codec = tokenizer_for(tokenizer, "embedded") if tokenizer else open_data(folder.config().data).tokenizer
+    if len(prompt) > 1:
+        for sample in generate_text(model, codec, prompt, settings):
+            print(f"{sample.prompt}{sample.text}\n")
+        return 0
+    said = list(prompt)  # before the first piece: by then nothing is refused any more
+
+    def stream(_: int, piece: str) -> None:
+        print(*said, piece, sep="", end="", flush=True)
+        said.clear()
+
+    generate_text(model, codec, prompt, settings, stream=stream)
+    print(*said)
+    return 0
+
+
+def preset_config(name: str) -> TrainConfig:
+    """The recipe of that name, else the defaults with the model size of that name."""
+    from lmcore.recipes import RECIPES
+
+    presets = {size: TrainConfig(model=model_config(size)) for size in MODEL_SIZES} | RECIPES
+    require(name in presets, f"There is no preset {name!r}; choose one of {', '.join(presets)}.")
+    return presets[name]
+
+
+def starting_config(arguments: Sequence[str]) -> TrainConfig:
+    """Settings that `lmcore train` starts from: those of --preset or --config, else the defaults."""
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    options.add_argument("--preset")
+    options.add_argument("--config")
+    given, _ = options.parse_known_args(arguments)
+    require(given.preset is None or given.config is None, "Give either --preset or --config, not both.")
+    if given.config is not None:
+        return from_dict(TrainConfig, read_json(given.config))
+    return TrainConfig() if given.preset is None else preset_config(given.preset)

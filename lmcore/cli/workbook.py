@@ -1,0 +1,72 @@
+"""`lmcore workbook`, `refresh` and `writeup`: the notebooks, executed, and what is made from them."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED
+
+
+def workbook(
+    scale: str = "smoke",
+    data: str = "embedded",
+    out: Path | None = None,
+    notebooks: tuple[str, ...] = (),
+    parameters: tuple[str, ...] = (),
+) -> int:
+    """Execute the notebooks in order and make the writeup. Exit codes: 1 a notebook failed, 75 stopped by a signal.
+
+    Args:
+        scale: smoke, laptop or gpu: a file in papermill_jobs/parameters/.
+        data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
+        out: Folder for everything that is made (default: runs/<scale>).
+        notebooks: Only these, by number or name.
+        parameters: name=value pairs that override notebook parameters of that name; values are Python literals or YAML.
+    """
+    from lmcore.parameters import parse_overrides
+    from lmcore.workbook import run_workbook
+
+    try:
+        result = run_workbook(scale, data, out, notebooks or None, parse_overrides(parameters))
+    except KeyboardInterrupt:
+        print("lmcore: stopped; the same command goes on with the runs that are saved.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    if result.failure:
+        print(result.failure, file=sys.stderr)
+    print(f"HTML: {result.html}\nPDF:  {result.pdf}")
+    return EXIT_FAILURE if result.failure else 0
+
+
+def refresh(notebooks: tuple[str, ...] = ()) -> int:
+    """Execute the notebooks at their defaults and rewrite their committed outputs: those of cells tagged keep_output.
+
+    Args:
+        notebooks: Only these, by number or name.
+    """
+    from lmcore.workbook import refresh
+
+    changed = refresh(notebooks=notebooks or None)
+    print("\n".join(f"{path}: rewritten" for path in changed) or "The committed outputs are up to date.")
+    return 0
+
+
+def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False) -> int:
+    """Make the writeup of an executed workbook again, or check the one that is there.
+
+    Args:
+        out: The workbook's folder.
+        check: Only verify that HTML and PDF are sound, complete and without an error.
+    """
+    if check:
+        from lmcore.report.verify import check_writeup
+
+        found = check_writeup(out)
+        print("Writeup complete: " + ", ".join(f"{count} {name}" for name, count in found.items()) + ".")
+    else:
+        from lmcore.report.writeup import write_writeup
+
+        html, pdf = write_writeup(out)
+        print(f"HTML: {html}\nPDF:  {pdf}")
+    return 0
