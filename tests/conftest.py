@@ -5,6 +5,18 @@ from pathlib import Path
 
 import pytest
 
+LONG_SUITES = ("slurm", "faults")
+"""Markers of the suites that take minutes: they run only where the marker is asked for (`pytest -m slurm`)."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the long suites that `-m` does not name."""
+    unasked = [name for name in LONG_SUITES if name not in config.getoption("markexpr")]
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in unasked)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
