@@ -1,1 +1,1 @@
-"""Jobs of a batch system: scripts, submission, requeueing, sweeps as arrays, and what has become of them."""
+"""The workbook as jobs: rendering scripts, submitting them in order, and going on after a time limit."""
