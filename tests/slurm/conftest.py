@@ -1,0 +1,17 @@
+"""The private Slurm cluster that the tests of this folder share."""
+
+from collections.abc import Iterator
+
+import pytest
+from cluster import Cluster, missing_daemons
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    """A running cluster of three nodes; the test is skipped where Slurm is not installed."""
+    if missing := missing_daemons():
+        pytest.skip(
+            f"no {', '.join(missing)} here: install Debian's slurmctld slurmd slurm-client munge to run these tests"
+        )
+    with Cluster(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
