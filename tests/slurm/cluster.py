@@ -182,7 +182,7 @@ class Cluster:
         return [dict(re.findall(r"(?:^|\s)([\w:/]+)=(\S*)", line)) for line in lines]
 
     def info(self, job: str) -> dict[str, str]:
-        """`scontrol show job` as a dictionary (JobState, NodeList, Restarts, Reason …); of an array its first record."""
+        """What `scontrol show job` says (JobState, NodeList, Restarts, Reason …); of an array its first record."""
         records = self.records(job)
         if not records:
             raise AssertionError(f"Slurm knows no job {job}:\n{self.describe()}")
