@@ -14,6 +14,7 @@ from lmcore.cli.benchmark import benchmark
 from lmcore.cli.data import data_commands, tokenizer_commands
 from lmcore.cli.memory import memory
 from lmcore.cli.nsys import nsys
+from lmcore.cli.submission import submission
 from lmcore.cli.sweep import sweep
 from lmcore.cli.training import generate, starting_config, train_command
 from lmcore.cli.workbook import refresh, workbook, writeup
@@ -45,7 +46,7 @@ def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
     app.command(data, name="data", help="Prepare, download and look at corpora.")
     tokenizer = tokenizer_commands(deferred)
     app.command(tokenizer, name="tokenizer", help="Train a tokenizer; encode and decode with one.")
-    commands = (train_command(base), generate, sweep, benchmark, nsys, memory, workbook, refresh, writeup)
+    commands = (train_command(base), generate, sweep, benchmark, nsys, memory, workbook, refresh, writeup, submission)
     for command in commands:
         app.command(deferred(command))
     return app

@@ -1,0 +1,28 @@
+"""`lmcore submission`: the hand-in."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+
+def submission(
+    out: Annotated[Path | None, tyro.conf.Positional] = None,
+    to: Path = Path("submission"),
+    names: Literal["cse599o", "cs336"] = "cse599o",
+    incomplete: bool = False,
+) -> int:
+    """Make the hand-in: code.zip without caches, data, checkpoints or secrets, the answers' PDF, the learning curve.
+
+    Args:
+        out: Folder of an executed workbook (default: the one in runs/ whose writeup was made last).
+        to: Folder for the hand-in.
+        names: cse599o: code.zip and answers.pdf; cs336: code.zip and writeup.pdf.
+        incomplete: Also where the writeup is missing or reports a failure.
+    """
+    from lmcore.parameters import find_project
+    from lmcore.submission import describe, make_submission, newest_writeup
+
+    project = find_project()
+    print(describe(make_submission(project, out or newest_writeup(project / "runs"), to, names, incomplete)))
+    return 0

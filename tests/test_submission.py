@@ -1,0 +1,235 @@
+"""The hand-in: what goes into code.zip, what never does, and when it is refused."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import nbformat
+import pytest
+from notebook_projects import code, make_project, parameters
+
+from lmcore import cli
+from lmcore.errors import EXIT_USER_ERROR, UserError
+from lmcore.files import write_json
+from lmcore.project_files import MAX_FILE_BYTES, is_secret_name, project_files, refuse_secrets
+from lmcore.submission import describe, make_submission, newest_writeup
+
+ROOT = Path(__file__).parents[1]
+
+KEYS = {  # put together here, so that no line of this file is one
+    "a private key": "-----BEGIN RSA " + "PRIVATE KEY-----",
+    "a Hugging Face token": "token = 'hf_" + "a1B2" * 9 + "'",
+    "a GitHub token": "ghp_" + "a1B2" * 9,
+    "an AWS access key": "AKIA" + "A1B2" * 4,
+    "an API key": "WANDB_API_KEY=" + "0123456789" * 4,
+}
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A small project with an executed workbook, a writeup and a learning curve in runs/smoke."""
+    folder = make_project(tmp_path / "project", _01_good=["# 01 Good", parameters(), code("1")])
+    (folder / "lmcore").mkdir()
+    (folder / "lmcore" / "tokenizer.py").write_text("SIZE = 1\n")
+    (folder / "run.sh").write_text("#!/bin/sh\n")
+    (folder / "run.sh").chmod(0o755)
+    out = folder / "runs" / "smoke"
+    for name in ("notebooks", "writeup", "figures"):
+        (out / name).mkdir(parents=True)
+    shutil.copy(folder / "notebooks" / "01_good.ipynb", out / "notebooks")
+    write_record(out, "done")
+    (out / "figures" / "recipe_curves.svg").write_text("<svg/>")
+    (out / "writeup" / "answers.html").write_text("<html></html>")
+    (out / "writeup" / "answers.pdf").write_bytes(b"%PDF-1.7 answers")
+    return folder
+
+
+def write_record(out, state):
+    entry = {"name": "01_good", "state": state, "seconds": 1.0, "cell": None, "heading": None, "error": None}
+    write_json(out / "workbook.json", {"scale": "smoke", "data": "embedded", "notebooks": [entry]})
+    os.utime(out / "notebooks" / "01_good.ipynb", (1e9, 1e9))
+
+
+def submit(project, **options):
+    return make_submission(project, project / "runs" / "smoke", project / "submission", **options)
+
+
+def git(project, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run(["git", "-C", project, *identity, *arguments], check=True, capture_output=True)
+
+
+def names_in(project):
+    with zipfile.ZipFile(project / "submission" / "code.zip") as archive:
+        assert archive.testzip() is None
+        return archive.namelist()
+
+
+def test_the_hand_in_is_code_answers_and_learning_curve(project):
+    done = submit(project)
+    assert sorted(path.name for path in done.written) == ["answers.pdf", "code.zip", "learning_curve.svg"]
+    assert sorted(path.name for path in (project / "submission").iterdir()) == sorted(p.name for p in done.written)
+    assert (project / "submission" / "answers.pdf").read_bytes() == b"%PDF-1.7 answers"
+    expected = ["learning_curve.svg", "lmcore/tokenizer.py", "notebooks/01_good.ipynb", "run.sh"]
+    assert names_in(project) == [f"code/{n}" for n in [*expected[:3], "papermill_jobs/parameters/smoke.yaml", "run.sh"]]
+    assert done.notes == []
+    assert "code.zip: 0.00 MB, 4 files of the project" in describe(done)
+
+
+def test_the_other_course_calls_the_answers_writeup(project):
+    submit(project)
+    submit(project, names="cs336")
+    assert sorted(p.name for p in (project / "submission").iterdir()) == [
+        "code.zip",
+        "learning_curve.svg",
+        "writeup.pdf",
+    ]
+
+
+def test_the_archive_is_reproducible(project):
+    submit(project)
+    first = (project / "submission" / "code.zip").read_bytes()
+    for path in project.rglob("*.py"):
+        os.utime(path, (1.5e9, 1.5e9))
+    (project / "lmcore" / "__pycache__").mkdir()
+    (project / "lmcore" / "__pycache__" / "tokenizer.pyc").touch()
+    submit(project)
+    assert (project / "submission" / "code.zip").read_bytes() == first
+    with zipfile.ZipFile(project / "submission" / "code.zip") as archive:
+        modes = {entry.filename: entry.external_attr >> 16 & 0o777 for entry in archive.infolist()}
+    assert modes["code/run.sh"] == 0o755
+    assert modes["code/lmcore/tokenizer.py"] == 0o644
+
+
+@pytest.mark.parametrize("checkout", [False, True])
+def test_what_is_made_or_secret_stays_out(project, checkout):
+    out_of_it = [
+        ".env",
+        "hf_token.txt",
+        "keys/id_rsa",
+        "server.pem",
+        ".netrc",
+        "credentials.json",
+        "model.pt",
+        "weights.safetensors",
+        "train.bin",
+        "data/stories/train.txt",
+        ".venv/lib/x.py",
+        "lmcore/__pycache__/x.pyc",
+        ".pytest_cache/x",
+        "lmcore.egg-info/PKG-INFO",
+        "old/.ipynb_checkpoints/a.ipynb",
+        "slurm-12.out",
+    ]
+    for name in out_of_it:
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("secret")
+    (project / "large.txt").write_bytes(b"a" * (MAX_FILE_BYTES + 1))
+    (project / "link").symlink_to("/etc/hostname")
+    executed = nbformat.v4.new_notebook(metadata={"papermill": {"version": "2"}})
+    nbformat.write(executed, project / "executed.ipynb")
+    if checkout:
+        git(project, "init")
+        git(project, "add", "--force", "model.pt", ".env", "lmcore", "notebooks")
+        git(project, "commit", "-m", "x")
+        (project / ".gitignore").write_text("ignored.py\n")
+        (project / "ignored.py").touch()
+        (project / "lmcore" / "new.py").touch()
+    files, left_out = project_files(project, excluded=[project / "runs" / "smoke"])
+    kept = {path.as_posix() for path in files}
+    expected = {"lmcore/tokenizer.py", "notebooks/01_good.ipynb", "papermill_jobs/parameters/smoke.yaml", "run.sh"}
+    assert kept == expected | ({"lmcore/new.py", ".gitignore"} if checkout else set())
+    assert {".env", "hf_token.txt", "server.pem", "keys/id_rsa"} <= set(left_out["named like a secret"])
+    assert left_out["larger than 5 MB"] == ["large.txt"]
+    assert left_out["a notebook as papermill executed it"] == ["executed.ipynb"]
+    assert left_out["a link"] == ["link"]
+    assert ("ignored by git" in left_out) == checkout
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.py", "tokens.py", "test_data_tokens.py", "hf_token.py", "token.md", "keys.py"]
+)
+def test_code_is_no_secret_by_its_name(name):
+    assert not is_secret_name(name)
+
+
+@pytest.mark.parametrize("what", KEYS)
+@pytest.mark.parametrize("place", ["lmcore/config.py", "runs/smoke/writeup/answers.html"])
+def test_a_key_is_refused_and_nothing_written(project, what, place):
+    (project / place).write_text(f"x = 1\n\n{KEYS[what]}\n")
+    with pytest.raises(UserError, match=f"{place} line 3 looks like {what}"):
+        submit(project)
+    assert not (project / "submission").exists()
+
+
+def test_a_commit_is_no_key(project):
+    (project / "a.json").write_text('{"git_commit": "' + "0123456789" * 4 + '", "sha256": "' + "0a" * 32 + '"}')
+    refuse_secrets([project / "a.json"])
+
+
+@pytest.mark.parametrize("state", ["failed", "stopped", "running", "not run"])
+def test_a_writeup_that_reports_a_failure_is_refused(project, state):
+    write_record(project / "runs" / "smoke", state)
+    with pytest.raises(UserError, match=f"Notebook 01_good is not complete .*{state}.*--incomplete"):
+        submit(project)
+    assert not (project / "submission").exists()
+    assert f"Note: Notebook 01_good is not complete (its state is “{state}”" in describe(
+        submit(project, incomplete=True)
+    )
+
+
+def test_a_writeup_older_than_its_notebooks_is_refused(project):
+    later = time.time() + 100
+    os.utime(project / "runs" / "smoke" / "notebooks" / "01_good.ipynb", (later, later))
+    with pytest.raises(UserError, match="older than notebook 01_good: run `lmcore writeup"):
+        submit(project)
+
+
+def test_a_missing_writeup_is_refused(project):
+    submit(project)
+    (project / "runs" / "smoke" / "writeup" / "answers.pdf").unlink()
+    with pytest.raises(UserError, match="There is no writeup"):
+        submit(project)
+    done = submit(project, incomplete=True)
+    assert [path.name for path in done.written] == ["code.zip", "learning_curve.svg"]
+    assert not (project / "submission" / "answers.pdf").exists()  # that of the first hand-in would not be this one's
+
+
+def test_the_command_takes_the_newest_writeup(project, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    assert cli.main(["submission", "--names", "cs336"]) == 0
+    assert "writeup.pdf" in capsys.readouterr().out
+    assert newest_writeup(project / "runs") == project / "runs" / "smoke"
+    shutil.rmtree(project / "runs")
+    assert cli.main(["submission"]) == EXIT_USER_ERROR
+    assert "run `make workbook` first" in capsys.readouterr().err
+
+
+def test_a_damaged_record_is_one_sentence(project):
+    write_json(project / "runs" / "smoke" / "workbook.json", {"notebooks": [{}]})
+    with pytest.raises(UserError, match=r"workbook\.json"):
+        submit(project)
+
+
+def test_this_project_unpacks_to_one_that_works(tmp_path):
+    done = make_submission(ROOT, tmp_path / "nothing", tmp_path / "to", incomplete=True)
+    assert len(done.files) > 100
+    with zipfile.ZipFile(tmp_path / "to" / "code.zip") as archive:
+        archive.extractall(tmp_path)
+    unpacked = tmp_path / "code"
+    for name in ("pyproject.toml", "constraints.txt", "Makefile", "notebooks/01_build.ipynb", "tests/conftest.py"):
+        assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
+    compiled = [sys.executable, "-m", "compileall", "-q", unpacked / "lmcore", unpacked / "tests"]
+    assert subprocess.run(compiled, check=False).returncode == 0
+    source = "import lmcore, lmcore.submission; print(lmcore.__file__)"
+    done = subprocess.run([sys.executable, "-c", source], cwd=unpacked, capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()).is_relative_to(unpacked)
+    wanted = subprocess.run(["make", "-n", "test"], cwd=unpacked, capture_output=True, text=True, check=True)
+    assert "pytest" in wanted.stdout
+    assert {p.name for p in (ROOT / "tests" / "data").iterdir() if p.is_file()} == {
+        p.name for p in (unpacked / "tests" / "data").iterdir() if p.is_file()
+    }
