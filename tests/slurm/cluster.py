@@ -19,7 +19,7 @@ import psutil
 NODES = ("n1", "n2", "n3")
 GPUS_PER_NODE = 2
 CPUS_PER_NODE = 8
-DAEMONS = ("munged", "slurmctld", "slurmd")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "setpriv")
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
 START_SECONDS = 60
 SEARCH_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -53,6 +53,7 @@ MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none
+MailProg=/bin/true
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -77,9 +78,9 @@ SPOT_GRACE_SECONDS = 20
 """How long a preempted job of the partition spot may save: it gets its `--signal` first and is requeued after this."""
 
 
-def missing_daemons() -> list[str]:
+def missing_programs() -> list[str]:
     """The programs of a Slurm cluster that are not installed here."""
-    return [name for name in (*DAEMONS, "sbatch", "srun", "scontrol") if not shutil.which(name, path=SEARCH_PATH)]
+    return [name for name in PROGRAMS if not shutil.which(name, path=SEARCH_PATH)]
 
 
 def free_ports(count: int) -> list[int]:
@@ -302,8 +303,8 @@ class Cluster:
         """Starts a daemon in the foreground, in a session of its own, its output in NAME.out."""
         with (self.folder / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
-                [shutil.which(command[0], path=SEARCH_PATH), *command[1:]],
-                env=self.environment | {"SLURMD_NODENAME": name},
+                ["setpriv", "--pdeathsig", "KILL", *command],  # it ends with the tests, also when they are killed
+                env=self.environment | {"SLURMD_NODENAME": name},  # by which _processes knows the node
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -359,7 +360,10 @@ class Cluster:
 
 def _kill(processes: Iterator[psutil.Process]) -> None:
     """SIGKILL to the processes, and waits until they have ended (a zombie has, whoever its parent is)."""
-    found = [process for process in processes if process.pid != os.getpid()]
+    found = {process for process in processes if process.pid != os.getpid()}
+    for process in list(found):  # a job may have emptied its environment: it is known as a slurmstepd's child
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(process.children(recursive=True))
     for process in found:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
