@@ -5,7 +5,9 @@ the job itself, see papermill_jobs/job.sh, so that what became of it can be read
 """
 
 import os
+import re
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +28,7 @@ class JobRecord:
     script: str
     """Path of the rendered script, relative to the output folder."""
     log: str
-    """Absolute path of the log, in which %j, %A and %a stand for job, array and task, as in Slurm."""
+    """Absolute path of the log, in which %j, %A and %a stand for job, array and task, as in Slurm, and %% for %."""
     submitted_utc: str
     after: list[str] = field(default_factory=list)
     """Ids of the jobs that it waits for."""
@@ -45,8 +47,8 @@ class JobRecord:
 
     def log_file(self, task: int | None = None) -> Path:
         """Path of the log of the job, or of one task of the array."""
-        name = self.log.replace("%j", self.id).replace("%A", self.id)
-        return Path(name if task is None else name.replace("%a", str(task)))
+        words = {"%j": self.id, "%A": self.id, "%a": "%a" if task is None else str(task), "%%": "%"}
+        return Path(re.sub("%[jAa%]", lambda found: words[found[0]], self.log))
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class StateLine:
     """The job's id; "17_3" for a task of an array."""
     time_utc: str
     state: str
-    """running, requeued, gave up or exit."""
+    """running, requeued, gave up, exit, or cancelled: what it waited for failed, so that it never ran."""
     host: str | None = None
     restart: int | None = None
     """How often the job had been started before; only with "running"."""
@@ -77,18 +79,32 @@ def write_job(out: str | os.PathLike, record: JobRecord) -> Path:
     return path
 
 
+def append_state(out: str | os.PathLike, job: str, state: str) -> None:
+    """Adds a line to what a job says of itself, with the time before it."""
+    folder = jobs_folder(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{job}.state", "a", encoding="utf-8") as file:
+        file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {state}\n")
+
+
 def read_jobs(out: str | os.PathLike) -> list[JobRecord]:
     """All jobs of an output folder, the first submitted first. Raises `UserError` naming a record that is damaged."""
-    records = []
-    for path in jobs_folder(out).glob("*.json"):
-        if path.name.endswith(".progress.json"):
-            continue
-        values: Any = read_json(path)
-        needed = {"id", "name", "kind", "script", "log", "submitted_utc"}
-        whole = isinstance(values, dict) and needed <= values.keys()
-        require(whole, f"{path} is not the record of a job; remove it to go on without.")
-        records.append(from_dict(JobRecord, values))
+    records = [read_job(path) for path in record_files(out)]
     return sorted(records, key=lambda record: (record.submitted_utc, natural(record.id)))
+
+
+def record_files(out: str | os.PathLike) -> list[Path]:
+    """Files of the records of an output folder's jobs."""
+    return [path for path in jobs_folder(out).glob("*.json") if not path.name.endswith(".progress.json")]
+
+
+def read_job(path: Path) -> JobRecord:
+    """The record of one job. Raises `UserError` naming a file that is damaged."""
+    values: Any = read_json(path)
+    needed = {"id", "name", "kind", "script", "log", "submitted_utc"}
+    whole = isinstance(values, dict) and needed <= values.keys()
+    require(whole, f"{path} is not the record of a job; remove it to go on without.")
+    return from_dict(JobRecord, values)
 
 
 def natural(job: str) -> tuple[int, str]:
@@ -118,8 +134,8 @@ def read_states(file: Path) -> list[StateLine]:
                 found.append(StateLine(file.stem, time, "running", host=host, restart=int(number)))
             case [time, "exit", number] if number.isdigit():
                 found.append(StateLine(file.stem, time, "exit", code=int(number)))
-            case [time, "requeued"]:
-                found.append(StateLine(file.stem, time, "requeued"))
+            case [time, "requeued" | "cancelled" as state]:
+                found.append(StateLine(file.stem, time, state))
             case [time, "gave", "up"]:
                 found.append(StateLine(file.stem, time, "gave up"))
     return found
