@@ -173,10 +173,12 @@ def test_a_batch_system_can_stop_the_workbook(tmp_path, monkeypatch, capsys):
     before = signal.getsignal(signal.SIGTERM)
     assert cli.main(["workbook"]) == EXIT_INTERRUPTED
     assert signal.getsignal(signal.SIGTERM) == before
-    assert "the same command goes on" in capsys.readouterr().err
-    assert cli.main(["writeup", "runs/smoke"]) == 0
+    assert "stopped by SIGTERM in notebook 01_good, cell 3; the same command" in capsys.readouterr().err
+    assert cli.main(["writeup", "runs/smoke"]) == EXIT_FAILURE
+    assert "Notebook 01_good was stopped by SIGTERM at code cell 3" in capsys.readouterr().err
     page = (tmp_path / "runs" / "smoke" / "writeup" / "answers.html").read_text(encoding="utf-8")
-    assert "Notebook 01_good was stopped before its end." in page
+    assert "Notebook 01_good was stopped by SIGTERM at code cell 3 (under “01 Good”)." in page
+    assert "failed" not in page
 
 
 def test_workbook_and_writeup(tmp_path, monkeypatch, capsys):
@@ -189,5 +191,6 @@ def test_workbook_and_writeup(tmp_path, monkeypatch, capsys):
     assert "1 notebooks, 1 figures" in capsys.readouterr().out
     assert cli.main(["workbook"]) == EXIT_FAILURE
     assert "Notebook 02_bad failed at code cell 2" in capsys.readouterr().err
-    assert cli.main(["writeup", "runs/smoke"]) == 0
+    assert cli.main(["writeup", "runs/smoke"]) == EXIT_FAILURE
+    assert "Notebook 02_bad failed at code cell 2" in capsys.readouterr().err
     assert cli.main(["writeup", "runs/smoke", "--check"]) == EXIT_USER_ERROR

@@ -1,7 +1,6 @@
 """The headless run: what it executes, what it refuses, and what it says of a notebook that fails."""
 
 import ast
-import json
 import os
 import re
 import sys
@@ -15,7 +14,7 @@ from lmcore.errors import UserError
 from lmcore.notebook import declared_parameters, execution_fault, read_notebook
 from lmcore.parameters import parse_overrides
 from lmcore.report.verify import check_writeup
-from lmcore.workbook import refresh, run_workbook
+from lmcore.workbook import read_record, refresh, run_workbook
 
 GOOD = {
     "_01_first": [
@@ -67,7 +66,7 @@ def test_runs_this_very_interpreter(good_run):
 
 
 def test_record_and_writeup(good_run):
-    record = json.loads((good_run.out / "workbook.json").read_text())
+    record = read_record(good_run.out)
     assert record["parameters"]["01_first"]["steps"] == 7
     assert record["environment"]["python"]
     found = check_writeup(good_run.out)
@@ -179,8 +178,11 @@ def test_cells_must_have_run_in_order():
 
 def test_two_processes_in_one_folder(tmp_path):
     project = make_project(tmp_path, _01_first=[parameters(), code("1")])
-    (project / "made").mkdir()
-    with FileLock(project / "made" / ".workbook.lock"), pytest.raises(UserError, match="Another process"):
+    (project / "made" / "notebooks").mkdir(parents=True)
+    with (
+        FileLock(project / "made" / "notebooks" / ".01_first.lock"),
+        pytest.raises(UserError, match="Another process is running notebook 01_first"),
+    ):
         run(project)
 
 

@@ -15,6 +15,9 @@ def workbook(
     out: Path | None = None,
     notebooks: tuple[str, ...] = (),
     parameters: tuple[str, ...] = (),
+    resume: bool = False,
+    writeup: bool = True,
+    stop_seconds: float = 100.0,
 ) -> int:
     """Execute the notebooks in order and make the writeup. Exit codes: 1 a notebook failed, 75 stopped by a signal.
 
@@ -24,18 +27,34 @@ def workbook(
         out: Folder for everything that is made (default: runs/<scale>).
         notebooks: Only these, by number or name.
         parameters: name=value pairs that override notebook parameters of that name; values are Python literals or YAML.
+        resume: Keep the notebooks that are done with the same scale, data, parameters and cells.
+        writeup: Make the writeup, too.
+        stop_seconds: How long training may take to save itself after SIGUSR1 (after SIGTERM at most 20 s).
     """
     from lmcore.parameters import parse_overrides
     from lmcore.workbook import run_workbook
 
     try:
-        result = run_workbook(scale, data, out, notebooks or None, parse_overrides(parameters))
+        result = run_workbook(
+            scale,
+            data,
+            out,
+            notebooks or None,
+            parse_overrides(parameters),
+            resume=resume,
+            writeup=writeup,
+            stop_seconds=stop_seconds,
+        )
     except KeyboardInterrupt:
         print("lmcore: stopped; the same command goes on with the runs that are saved.", file=sys.stderr)
         return EXIT_INTERRUPTED
+    if result.stopped:
+        print(f"lmcore: {result.stopped}", file=sys.stderr)
+        return EXIT_INTERRUPTED
     if result.failure:
         print(result.failure, file=sys.stderr)
-    print(f"HTML: {result.html}\nPDF:  {result.pdf}")
+    if result.html:
+        print(f"HTML: {result.html}\nPDF:  {result.pdf}")
     return EXIT_FAILURE if result.failure else 0
 
 
@@ -53,7 +72,7 @@ def refresh(notebooks: tuple[str, ...] = ()) -> int:
 
 
 def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False) -> int:
-    """Make the writeup of an executed workbook again, or check the one that is there.
+    """Make the writeup of an executed workbook again, or check the one that is there. Exit code 1: a notebook lacks.
 
     Args:
         out: The workbook's folder.
@@ -64,9 +83,12 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False) -> 
 
         found = check_writeup(out)
         print("Writeup complete: " + ", ".join(f"{count} {name}" for name, count in found.items()) + ".")
-    else:
-        from lmcore.report.writeup import write_writeup
+        return 0
+    from lmcore.report.writeup import write_writeup
+    from lmcore.workbook import read_record, unfinished
 
-        html, pdf = write_writeup(out)
-        print(f"HTML: {html}\nPDF:  {pdf}")
-    return 0
+    html, pdf = write_writeup(out)
+    print(f"HTML: {html}\nPDF:  {pdf}")
+    if lacking := unfinished(read_record(out)):
+        print("\n".join(lacking), file=sys.stderr)
+    return EXIT_FAILURE if lacking else 0

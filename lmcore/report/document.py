@@ -71,14 +71,18 @@ class Piece:
     parsed: list[Node] = field(default_factory=list)
 
 
-def read_document(name: str, notebook: nbformat.NotebookNode, folder: Path, figures: Path) -> NotebookDocument:
+def read_document(
+    name: str, notebook: nbformat.NotebookNode, folder: Path, figures: Path, show_fault: bool = True
+) -> NotebookDocument:
     """The document of an executed notebook. Its pictures are written into `figures`, and the tree names them there.
 
-    `folder` is where the notebook's own relative links start.
+    `folder` is where the notebook's own relative links start. `show_fault` marks the cell that failed; in a notebook
+    that was stopped none has.
     """
     answers: list[Answered] = []
     store = FigureStore(name, figures)
-    pieces = list(_pieces(name, notebook, answers, store))
+    fault = execution_fault(notebook) if show_fault else None
+    pieces = list(_pieces(name, notebook, answers, store, fault))
     for kind, source in (("markdown", None), ("html", "html-native_divs-native_spans")):
         chosen = [piece for piece in pieces if piece.kind == kind]
         texts = [piece.content for piece in chosen]
@@ -113,8 +117,13 @@ class FigureStore:
         return f"{self.folder.name}/{file.name}"
 
 
-def _pieces(name: str, notebook: nbformat.NotebookNode, answers: list[Answered], store: FigureStore) -> Iterator[Piece]:
-    fault = execution_fault(notebook)
+def _pieces(
+    name: str,
+    notebook: nbformat.NotebookNode,
+    answers: list[Answered],
+    store: FigureStore,
+    fault: tuple[int, str] | None,
+) -> Iterator[Piece]:
     numbers = {cell.id: number for number, cell in code_cells(notebook)}
     for cell in notebook.cells:
         if cell.cell_type == "markdown" and "papermill-error-cell-tag" not in tags(cell):

@@ -7,9 +7,9 @@ from typing import Any
 
 from lmcore.config import require
 from lmcore.errors import UserError
-from lmcore.files import read_json
 from lmcore.report.document import NotebookDocument
-from lmcore.report.writeup import HTML_NAME, PDF_NAME, RECORD, read_documents
+from lmcore.report.writeup import HTML_NAME, PDF_NAME, read_documents
+from lmcore.workbook.record import read_record
 
 
 def check_writeup(out: str | Path) -> dict[str, int]:
@@ -19,14 +19,14 @@ def check_writeup(out: str | Path) -> dict[str, int]:
     figure or an answer lost, an error shown, LaTeX left raw. Reads the PDF with pypdf (the `dev` extra).
     """
     out = Path(out)
-    record, html_file, pdf_file = read_json(out / RECORD), out / "writeup" / HTML_NAME, out / "writeup" / PDF_NAME
+    record, html_file, pdf_file = read_record(out), out / "writeup" / HTML_NAME, out / "writeup" / PDF_NAME
     for file in (html_file, pdf_file):
         require(file.is_file(), f"The writeup lacks {file}.")
     html = html_file.read_text(encoding="utf-8")
-    with tempfile.TemporaryDirectory() as folder:
-        documents = read_documents(out, record, Path(folder))
     for entry in record["notebooks"]:
         require(entry["state"] == "done", f"Notebook {entry['name']} is not complete: its state is {entry['state']!r}.")
+    with tempfile.TemporaryDirectory() as folder:
+        documents = read_documents(out, record, Path(folder))
     figures = sum(document.figures for document in documents)
     shown = len(re.findall(r'<img[^>]+src="data:image/', html))
     require(figures > 0, "The executed notebooks hold no figure.")

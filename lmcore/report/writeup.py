@@ -5,6 +5,7 @@ import json
 import re
 import tempfile
 import unicodedata
+from collections.abc import Callable
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -12,14 +13,14 @@ from typing import Any
 
 from lmcore.config import require
 from lmcore.errors import UserError
-from lmcore.files import atomic_write, read_json
+from lmcore.files import atomic_write
 from lmcore.notebook import read_notebook
 from lmcore.report.answers import format_seconds
 from lmcore.report.document import Answered, NotebookDocument, read_document
 from lmcore.report.pandoc import Node, div, inlines, link, para, run_pandoc, strong, table, transform
+from lmcore.workbook.record import read_record, sentence
 
 TITLE = "Building, training and measuring a Transformer language model"
-RECORD = "workbook.json"
 HTML_NAME, PDF_NAME = "answers.html", "answers.pdf"
 CODE_COLUMNS = 94
 """Characters of a line of preformatted text on the PDF's page."""
@@ -35,11 +36,11 @@ MIME = {".svg": "image/svg+xml", ".png": "image/png", ".jpg": "image/jpeg"}
 def write_writeup(out: str | Path) -> tuple[Path, Path]:
     """Renders the executed workbook in `out` into out/writeup/answers.html and answers.pdf; returns their paths.
 
-    Notebooks that failed are shown as far as they came, and the failure is told at the top. Raises `UserError` where no
-    workbook was executed.
+    Notebooks that failed or were stopped are shown as far as they came, and that is told at the top. Raises `UserError`
+    where no workbook was executed.
     """
     out = Path(out)
-    record = read_json(out / RECORD)
+    record = read_record(out)
     folder = out / "writeup"
     with tempfile.TemporaryDirectory(prefix="lmcore-writeup-") as temporary:
         build = Path(temporary)
@@ -54,11 +55,23 @@ def write_writeup(out: str | Path) -> tuple[Path, Path]:
 
 
 def read_documents(out: Path, record: dict[str, Any], build: Path) -> list[NotebookDocument]:
-    """The documents of all notebooks that were started."""
-    names = [entry["name"] for entry in record["notebooks"] if entry["state"] != "not run"]
-    require(bool(names), f"No notebook was executed in {out}; run `lmcore workbook` first.")
+    """The documents of all notebooks that were started. Raises `UserError` if one that is done is missing."""
     folder = out / "notebooks"
-    return [read_document(name, read_notebook(folder / f"{name}.ipynb"), folder, build / "figures") for name in names]
+    shown = [
+        entry
+        for entry in record["notebooks"]
+        if entry["state"] == "done"
+        or (
+            entry["state"] != "not run" and (folder / f"{entry['name']}.ipynb").exists()
+        )  # stopped before its first cell
+    ]
+    require(bool(shown), f"No notebook was executed in {out}; run `lmcore workbook` first.")
+    documents = []
+    for entry in shown:
+        name, ended = entry["name"], entry["state"] in ("done", "failed")
+        notebook = read_notebook(folder / f"{name}.ipynb")
+        documents.append(read_document(name, notebook, folder, build / "figures", show_fault=ended))
+    return documents
 
 
 def assemble(record: dict[str, Any], documents: list[NotebookDocument]) -> Node:
@@ -78,40 +91,50 @@ def assemble(record: dict[str, Any], documents: list[NotebookDocument]) -> Node:
 
 
 def provenance_table(record: dict[str, Any]) -> Node:
-    """What ran, on what, from which code, and when."""
-    environment = record.get("environment", {})
-    commit = environment.get("git_commit")
-    dirty = ", with uncommitted changes" if environment.get("git_dirty") else ""
-    packages = {"python": environment.get("python")} | (environment.get("packages") or {})
-    driver = f", driver {environment['driver']}" if environment.get("driver") else ""
+    """What ran, on what, from which code, and when. Notebooks may differ in that: then each value is named once."""
     started = [entry for entry in record["notebooks"] if entry["state"] != "not run"]
+    environments = [entry.get("environment") or record.get("environment") or {} for entry in started]
     duration = format_seconds(sum(entry["seconds"] for entry in started))
     notebooks = "1 notebook" if len(started) == 1 else f"{len(started)} notebooks"
+    first = min((environment.get("time_utc") or "" for environment in environments), default="")
     rows = {
         "Scale": record["scale"],
         "Data": Path(record["data"]).name,
-        "Device": f"{environment.get('device', 'unknown')}{driver}",
-        "Code": f"{commit[:12]}{dirty}" if commit else "not from a git checkout",
-        "Libraries": ", ".join(f"{name} {version}" for name, version in packages.items() if version),
-        "Executed": f"{environment.get('time_utc', '')}, {duration} for {notebooks}",
+        "Device": _each(environments, _device),
+        "Code": _each(environments, _commit),
+        "Libraries": _each(environments, _libraries),
+        "Executed": f"{first}, {duration} for {notebooks}",
     }
     return table([[[strong(name)], inlines(str(text))] for name, text in rows.items()])
 
 
+def _each(environments: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str]) -> str:
+    """The values of all notebooks, in order, each named once."""
+    return "; ".join(dict.fromkeys(describe(environment) for environment in environments))
+
+
+def _device(environment: dict[str, Any]) -> str:
+    driver = f", driver {environment['driver']}" if environment.get("driver") else ""
+    return f"{environment.get('device', 'unknown')}{driver}"
+
+
+def _commit(environment: dict[str, Any]) -> str:
+    dirty = ", with uncommitted changes" if environment.get("git_dirty") else ""
+    commit = environment.get("git_commit")
+    return f"{commit[:12]}{dirty}" if commit else "not from a git checkout"
+
+
+def _libraries(environment: dict[str, Any]) -> str:
+    packages = {"python": environment.get("python")} | (environment.get("packages") or {})
+    return ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+
+
 def failure_notices(record: dict[str, Any]) -> list[Node]:
-    """A box for each notebook that failed or was stopped, and one for those that were not run because of it."""
-    boxes = []
-    for entry in record["notebooks"]:
-        where = f" (under “{entry['heading']}”)" if entry.get("heading") else ""
-        if entry["state"] == "failed":
-            sentence = f"Notebook {entry['name']} failed at code cell {entry['cell']}{where}: {entry['error']}."
-            boxes.append(div([para(*inlines(sentence))], "", "failure"))
-        if entry["state"] == "running":
-            boxes.append(div([para(*inlines(f"Notebook {entry['name']} was stopped before its end."))], "", "failure"))
-    waiting = [entry["name"] for entry in record["notebooks"] if entry["state"] == "not run"]
-    if waiting:
-        boxes.append(div([para(*inlines(f"Not run: {', '.join(waiting)}."))], "", "failure"))
-    return boxes
+    """A box for each notebook that failed, was stopped or still runs, and one for those that were not run."""
+    told = [words for e in record["notebooks"] if e["state"] != "not run" and (words := sentence(e))]
+    if waiting := [entry["name"] for entry in record["notebooks"] if entry["state"] == "not run"]:
+        told.append(f"Not run: {', '.join(waiting)}.")
+    return [div([para(*inlines(words))], "", "failure") for words in told]
 
 
 def answers_table(answers: list[Answered], titles: dict[str, str]) -> Node:

@@ -1,0 +1,245 @@
+"""The record of a workbook: which notebooks are planned in a folder, and what became of each of them.
+
+Every notebook has a file and a lock of its own, so that several processes may run notebooks in one folder.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from lmcore.config import require
+from lmcore.errors import UserError
+from lmcore.files import read_json, write_json
+from lmcore.notebook import read_notebook, tags
+
+RECORD = "workbook.json"
+"""The plan: scale, data, and the names of the notebooks in order."""
+
+STATES = ("not run", "running", "done", "failed", "stopped")
+LOCK_SECONDS = 2.0
+"""How long a lock is waited for: someone who only asks whether it is held has it for a moment."""
+PLAN_SECONDS = 60.0
+
+
+@dataclass
+class NotebookRecord:
+    """What became of one notebook, and of what it was made."""
+
+    name: str
+    state: str = "not run"
+    """not run, running, done, failed or stopped."""
+    seconds: float = 0.0
+    cell: int | None = None
+    """Code cell that failed or was stopped, from 1."""
+    heading: str | None = None
+    """The heading under which it stands."""
+    error: str | None = None
+    """Why it failed, or the name of the signal that stopped it."""
+    scale: str | None = None
+    data: str | None = None
+    parameters: dict[str, Any] | None = None
+    source: str | None = None
+    """SHA-256 of the notebook's cells, without outputs."""
+    environment: dict[str, Any] | None = None
+    """Provenance of the latest start."""
+    job: str | None = None
+    """The batch system's number of the job that ran it."""
+
+    @property
+    def sentence(self) -> str | None:
+        """The state in words, or None if the notebook is done."""
+        return sentence(dataclasses.asdict(self))
+
+    def stands_for(self, other: "NotebookRecord") -> bool:
+        """Whether this is of a finished run of the very notebook that `other` is about to run."""
+        keys = ("scale", "data", "parameters", "source")
+        same = all(as_json(getattr(self, key)) == as_json(getattr(other, key)) for key in keys)
+        return self.state == "done" and same
+
+
+def sentence(entry: Mapping[str, Any]) -> str | None:
+    """The state of a notebook in words, or None if it is done."""
+    name, state, cell = f"Notebook {entry['name']}", entry["state"], entry.get("cell")
+    where = f" at code cell {cell}" if cell else ""
+    where += f" (under “{entry['heading']}”)" if entry.get("heading") else ""
+    reason = entry.get("error")
+    return {
+        "not run": f"{name} was not run.",
+        "running": f"{name} is still running.",
+        "failed": f"{name} failed{where}: {reason}.",
+        "stopped": f"{name} was stopped{f' by {reason}' if reason else ''}{where or ' before its end'}.",
+    }.get(state)
+
+
+def unfinished(record: Mapping[str, Any]) -> list[str]:
+    """A sentence for each notebook of the plan that is not done."""
+    return [words for entry in record["notebooks"] if (words := sentence(entry))]
+
+
+def as_json(value: Any) -> Any:
+    """Plain data as it comes back from a file: tuples as lists, paths as text."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def source_hash(path: Path) -> str:
+    """SHA-256 of kind, tags and text of a notebook's cells: outputs and metadata of runs leave it as it is."""
+    cells = [[cell.cell_type, tags(cell), cell.source] for cell in read_notebook(path).cells]
+    return hashlib.sha256(json.dumps(cells, ensure_ascii=False).encode()).hexdigest()
+
+
+def record_file(out: Path, name: str) -> Path:
+    """The file that holds the record of one notebook."""
+    return out / "notebooks" / f"{name}.json"
+
+
+def read_notebook_record(out: Path, name: str) -> NotebookRecord | None:
+    """The record of one notebook, or None if it was never run here. Raises `UserError` for a damaged file."""
+    file = record_file(out, name)
+    if not file.exists():
+        return None
+    values = read_json(file)
+    require(
+        isinstance(values, dict) and values.get("name") == name and values.get("state") in STATES,
+        f"{file} is damaged: it must name the notebook and its state; remove it to run the notebook again.",
+    )
+    known = {field.name for field in dataclasses.fields(NotebookRecord)}
+    return NotebookRecord(**{key: value for key, value in values.items() if key in known})
+
+
+def write_notebook_record(out: Path, record: NotebookRecord) -> None:
+    """Replaces the record of one notebook."""
+    write_json(record_file(out, record.name), dataclasses.asdict(record))
+
+
+def read_plan(out: Path) -> dict[str, Any]:
+    """out/workbook.json. Raises `UserError` if it is missing or damaged."""
+    plan = read_json(out / RECORD)
+    good = isinstance(plan, dict) and {"scale", "data"} <= plan.keys() and isinstance(plan.get("notebooks"), list)
+    good = good and all(
+        isinstance(n, str) or (isinstance(n, dict) and {"name", "state"} <= n.keys()) for n in plan["notebooks"]
+    )
+    require(good, f"{out / RECORD} is damaged: it must name scale, data and notebooks; remove it and run the workbook.")
+    return plan
+
+
+def read_record(out: str | os.PathLike) -> dict[str, Any]:
+    """The plan with what became of its notebooks: {scale, data, parameters, environment, notebooks: [record, ...]}.
+
+    A record of another scale or other data than the plan's is left out: its notebook was "not run". One that says
+    "running" while nobody holds the notebook was "stopped" with its process. `environment` is the first notebook's.
+    Folders made before every notebook had its own record are read as well. Raises `UserError` where there is no plan.
+    """
+    out = Path(out)
+    plan = read_plan(out)
+    entries = []
+    for item in plan["notebooks"]:
+        entry = _old_entry(plan, item) if isinstance(item, dict) else _entry(out, plan, item)
+        if entry["state"] == "running" and not is_held(out, entry["name"]):
+            entry["state"] = "stopped"
+        entries.append(entry)
+    started = [entry for entry in entries if entry["state"] != "not run"]
+    return {
+        "scale": plan["scale"],
+        "data": plan["data"],
+        "parameters": {entry["name"]: entry["parameters"] for entry in entries},
+        "environment": next((entry["environment"] for entry in started if entry["environment"]), {}),
+        "notebooks": entries,
+    }
+
+
+def _entry(out: Path, plan: Mapping[str, Any], name: str) -> dict[str, Any]:
+    record = read_notebook_record(out, name)
+    if record is None or (record.scale, record.data) != (plan["scale"], plan["data"]):
+        record = NotebookRecord(name)
+    return dataclasses.asdict(record)
+
+
+def _old_entry(plan: Mapping[str, Any], item: Mapping[str, Any]) -> dict[str, Any]:
+    """An outcome as it stood in workbook.json when that was the only record."""
+    return dataclasses.asdict(NotebookRecord(item["name"])) | {
+        "scale": plan["scale"],
+        "data": plan["data"],
+        "parameters": (plan.get("parameters") or {}).get(item["name"]),
+        "environment": plan.get("environment"),
+        **item,
+    }
+
+
+def update_plan(out: str | os.PathLike, scale: str, data: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Adds notebooks to the plan in `out`; `known` are all notebooks of the project, in order.
+
+    A plan of another scale or other data is replaced. Raises `UserError` if a notebook of that one is still running.
+    """
+    out = Path(out)
+    with exclusive(out / ".workbook.lock", PLAN_SECONDS, f"Another process is writing to {out}; try again."):
+        before = read_plan(out) if (out / RECORD).exists() else {"scale": scale, "data": data, "notebooks": []}
+        for item in before["notebooks"]:
+            if isinstance(item, dict) and not record_file(out, item["name"]).exists():
+                entry = _old_entry(before, item)
+                fields = {field.name: entry[field.name] for field in dataclasses.fields(NotebookRecord)}
+                write_notebook_record(out, NotebookRecord(**fields))
+        there = [item["name"] if isinstance(item, dict) else item for item in before["notebooks"]]
+        if (before["scale"], before["data"]) != (scale, data):
+            for name in set(there) - set(names):
+                require(
+                    not is_held(out, name),
+                    f"Another process is running notebook {name} in {out} with scale {before['scale']} and data "
+                    f"{before['data']}; wait for it or choose another OUT.",
+                )
+            there = []
+        planned = [name for name in known if name in {*there, *names}]
+        write_json(out / RECORD, {"scale": scale, "data": data, "notebooks": planned})
+
+
+@contextmanager
+def exclusive(file: Path, seconds: float, refusal: str) -> Iterator[None]:
+    """Holds a lock file for this process. Raises `UserError` if another does, or it cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(file)
+        lock.acquire(timeout=seconds)
+    except Timeout:
+        raise UserError(refusal) from None
+    except OSError as error:
+        raise UserError(f"The folder {file.parent} cannot be written to ({error.strerror}).") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def lock_file(out: Path, name: str) -> Path:
+    """The file whose lock a process holds while it runs the notebook."""
+    return out / "notebooks" / f".{name}.lock"
+
+
+@contextmanager
+def holding(out: Path, names: Sequence[str]) -> Iterator[None]:
+    """Holds notebooks for this process. Raises `UserError` naming the first that another one runs."""
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            refusal = f"Another process is running notebook {name} in {out}; wait for it or choose another OUT."
+            stack.enter_context(exclusive(lock_file(out, name), LOCK_SECONDS, refusal))
+        yield
+
+
+def is_held(out: Path, name: str) -> bool:
+    """Whether a process runs the notebook at this moment."""
+    if not lock_file(out, name).exists():
+        return False
+    try:
+        with FileLock(lock_file(out, name)).acquire(timeout=0):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # a folder that can only be read
+        return False
