@@ -11,6 +11,7 @@ import nbformat
 
 from lmcore.errors import UserError
 from lmcore.files import atomic_write
+from lmcore.text import ANSI_ESCAPE
 
 PARAMETERS, INJECTED = "parameters", "injected-parameters"
 """Tags of the cell that declares the parameters, and of the one that papermill puts after it."""
@@ -20,8 +21,6 @@ KEEP_OUTPUT, CHECK_OUTPUT = "keep_output", "nbval-check-output"
 
 KEPT_METADATA = ("tags", "caption", "jupyter")
 """Metadata of a cell that an author sets; the rest is a run's or an editor's."""
-
-ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
 
 
 def read_notebook(path: str | os.PathLike) -> nbformat.NotebookNode:

@@ -2,6 +2,7 @@
 
 import codecs
 import gzip
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ END_OF_TEXT = "<|endoftext|>"
 """The special token between documents."""
 
 CHUNK_BYTES = 1 << 20
+
+ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
+"""What a terminal takes as colours and movements."""
 
 
 def utf8_text(pieces: Iterable[str]) -> Iterator[str]:

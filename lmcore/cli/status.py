@@ -1,0 +1,37 @@
+"""`lmcore jobs`: what became of submitted jobs, and what they are doing."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+def jobs(
+    outs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (), tail: int | None = None, json: bool = False
+) -> int:
+    """Show the jobs of output folders: state, attempts, what they are doing, time left, why they wait, and logs.
+
+    The time left is that of the training run or the array at hand, from the rate of the present attempt.
+
+    Args:
+        outs: Output folders (default: all in runs/ and runs/sweeps/ that have jobs).
+        tail: Show so many last lines of each log (default: one of those that failed).
+        json: Print it as JSON.
+    """
+    from lmcore.jobs.status import folders_with_jobs, status_of
+    from lmcore.jobs.table import as_json, as_text
+
+    folders = list(outs)
+    if not folders:
+        from lmcore.parameters import find_project
+
+        runs = Path("runs") if Path("runs").is_dir() else find_project() / "runs"
+        folders = folders_with_jobs(runs)
+        if not folders and not json:
+            print(
+                f"No jobs: none was submitted for a folder in {runs}/. To submit the workbook: lmcore submit workbook"
+            )
+            return 0
+    rows, fault = status_of(folders, tail)
+    print((as_json if json else as_text)(rows, fault))
+    return 0
