@@ -3,12 +3,17 @@
 import hashlib
 import json
 import os
+import secrets
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from lmcore.errors import UserError
+
+SEAL = "crc32"
+"""Key of a sealed value's checksum."""
 
 
 @contextmanager
@@ -19,7 +24,8 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
     or the new one, never a part. Raises `UserError` when the folder cannot be written to or is full.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # process ids repeat on the hosts that share a file system
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8"})) as file:
@@ -38,11 +44,32 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
         temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
 
 
+def leftovers(path: Path) -> list[Path]:
+    """Temporary files beside `path` of processes that were killed while they wrote it."""
+    return sorted(path.parent.glob(f".{path.name}.*.tmp"))
+
+
 def write_json(path: str | os.PathLike, value: Any) -> None:
     """Writes `value` as indented JSON, atomically."""
     with atomic_write(path, "w") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False, default=str)
-        file.write("\n")
+        file.write(_as_json(value))
+
+
+def write_in_place(path: str | os.PathLike, value: Any) -> None:
+    """Writes JSON over a file that is there: where the disk is full there may be room for that only.
+
+    Not atomic: for values that are sealed and can be done without. Raises `UserError` if it cannot be written.
+    """
+    try:
+        with open(path, "r+", encoding="utf-8") as file:
+            file.write(_as_json(value))
+            file.truncate()
+    except OSError as error:
+        raise UserError(f"Cannot write {path}: {error.strerror or error}.") from error
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
 
 
 def read_json(path: str | os.PathLike) -> Any:
@@ -53,6 +80,18 @@ def read_json(path: str | os.PathLike) -> Any:
         raise UserError(f"There is no file {path}.") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}).") from error
+
+
+def sealed(value: dict[str, Any], previous: str = "") -> dict[str, Any]:
+    """`value` with a checksum over its JSON and over `previous`, the checksum of the value before it in a file."""
+    text = json.dumps(value, default=str)
+    return value | {SEAL: f"{zlib.crc32(text.encode(), int(previous or '0', 16)):08x}"}
+
+
+def unsealed(value: dict[str, Any], previous: str = "") -> dict[str, Any] | None:
+    """A value without its checksum; None if that does not match. A value that was never sealed is taken as it is."""
+    plain = {key: item for key, item in value.items() if key != SEAL}
+    return plain if SEAL not in value or sealed(plain, previous) == value else None
 
 
 def sha256_file(path: str | os.PathLike, progress: Callable[[int], None] | None = None) -> str:

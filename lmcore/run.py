@@ -1,9 +1,9 @@
 """The run folder: everything one training run wrote, and who may write to it."""
 
-import json
+import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,19 @@ from filelock import FileLock, Timeout
 
 from lmcore.config import TrainConfig, from_dict, require, to_dict
 from lmcore.errors import UserError
-from lmcore.files import atomic_write, read_json, write_json
+from lmcore.files import leftovers, read_json, sealed, unsealed, write_in_place, write_json
+from lmcore.metrics import MetricsFile
 from lmcore.provenance import utc_now
 
 FREE_TO_CHANGE = {"data", "device", "trackers", "keep_checkpoints", "checkpoint_interval"}
 """Fields that a resumed run may change: they do not change its numbers (data is compared by its fingerprint)."""
+
+
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+"""What a file system answers that is mounted without locks, as Lustre and NFS can be."""
+
+SECONDS_TO_WAIT = 1.0
+"""How long a busy folder is tried: `is_busy` of another process holds it for an instant."""
 
 
 class RunBusy(UserError):
@@ -35,6 +43,8 @@ class RunFolder:
         self.log_file = self.path / "log.txt"
         self.checkpoint_folder = self.path / "checkpoints"
         self.best_weights = self.checkpoint_folder / "best.safetensors"
+        self.last_weights = self.checkpoint_folder / "last.safetensors"
+        self.metrics_log = MetricsFile(self.metrics_file)
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -45,18 +55,24 @@ class RunFolder:
         return self.path.name
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Holds the folder for this process. Raises `RunBusy` if another does, `UserError` if it cannot be written."""
+    def lock(self, seconds: float = SECONDS_TO_WAIT) -> Iterator[None]:
+        """Holds the folder for this process. Raises `RunBusy` if another does, `UserError` if it cannot be held."""
         try:
             self.checkpoint_folder.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.path / ".lock")
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=seconds)
         except Timeout:
             raise RunBusy(
                 f"Another process is using the run folder {self.path}; wait for it or choose another."
             ) from None
-        except OSError as error:
-            raise UserError(f"The run folder {self.path} cannot be written to ({error.strerror}).") from error
+        except (OSError, NotImplementedError) as error:
+            number = getattr(error, "errno", errno.ENOSYS)
+            require(
+                number not in NO_LOCKS,
+                f"The file system of the run folder {self.path} cannot lock files, so two processes could spoil the "
+                "run; mount it with flock, or choose a folder on another file system.",
+            )
+            raise UserError(f"The run folder {self.path} cannot be written to ({os.strerror(number)}).") from error
         try:
             yield
         finally:
@@ -67,14 +83,37 @@ class RunFolder:
         if not (self.path / ".lock").exists():
             return False
         try:
-            with self.lock():
+            with self.lock(seconds=0):
                 return False
         except RunBusy:
             return True
 
+    def remove_leftovers(self) -> None:
+        """Removes what a killed process had begun to write; only the process that holds the folder may."""
+        own = (self.config_file, self.environment_file, self.metrics_file, self.status_file)
+        in_checkpoints = self.checkpoint_folder.glob(".*.tmp")
+        for path in (*(left for file in own for left in leftovers(file)), *in_checkpoints):
+            path.unlink(missing_ok=True)
+
     def config(self) -> TrainConfig:
-        """The run's resolved configuration."""
-        return from_dict(TrainConfig, read_json(self.config_file))
+        """The run's resolved configuration. Raises `UserError` if it is not the one that the run began with."""
+        starts = self.starts()
+        try:
+            config = from_dict(TrainConfig, read_json(self.config_file))
+        except UserError as error:
+            where = f"; put it back: {self.environment_file} notes it with the first start" if starts else ""
+            raise UserError(f"{str(error).rstrip('.')}{where}.") from error
+        noted = flatten(starts[0].get("config", {})) if starts else {}
+        here = flatten(to_dict(config))
+        changed = [
+            f"{key} ({noted[key]} there, {value} here)" for key, value in here.items() if value != noted.get(key, value)
+        ]
+        require(
+            not changed,
+            f"{self.config_file} was changed after the run began: its fields differ from those noted in "
+            f"{self.environment_file.name}: {', '.join(changed)}; put them back.",
+        )
+        return config
 
     def begin(self, config: TrainConfig, environment: dict[str, Any]) -> None:
         """Writes config and environment, or checks that a folder that has them was made with the same.
@@ -83,11 +122,13 @@ class RunFolder:
         """
         environment = environment | {"config": to_dict(config)}
         starts = self.starts()
+        if not starts and self.checkpoints():
+            print(f"{self.environment_file} is gone: whether the data is the same was not checked.", flush=True)
         if self.config_file.exists():
             self.require_same(config, environment.get("data_fingerprint"))
         else:
             write_json(self.config_file, to_dict(config))
-        write_json(self.environment_file, [*starts, environment])
+        write_json(self.environment_file, [sealed(start) for start in (*starts, environment)])
 
     def require_same(self, config: TrainConfig, data_fingerprint: str | None) -> None:
         """Raises `UserError` unless the folder was made with this configuration and this data."""
@@ -124,46 +165,38 @@ class RunFolder:
 
     def starts(self) -> list[dict[str, Any]]:
         """Provenance of every start of the run, the first one first."""
-        starts = read_json(self.environment_file) if self.environment_file.exists() else []
+        starts = _json_or_none(self.environment_file) if self.environment_file.exists() else []
+        sound = isinstance(starts, list) and all(isinstance(start, dict) for start in starts)
+        plain = [unsealed(start) for start in starts] if sound else [None]
         require(
-            isinstance(starts, list) and all(isinstance(start, dict) for start in starts),
-            f"{self.environment_file} is damaged: it must be a list of starts; put it right, or choose another folder.",
+            None not in plain,
+            f"{self.environment_file} is damaged: it must be the list of starts that was written; put it right, or "
+            "remove it to go on without knowing what the run began with.",
         )
-        return starts
+        return plain
 
     def status(self) -> dict[str, Any]:
-        """State (new, running, interrupted, diverged or complete), step, and what else the trainer noted."""
-        status = read_json(self.status_file) if self.status_file.exists() else {"state": "new", "step": 0}
+        """State (new, running, interrupted, failed, diverged, out of memory or complete), step, and further notes."""
+        status = _json_or_none(self.status_file) if self.status_file.exists() else {"state": "new", "step": 0}
+        plain = unsealed(status) if isinstance(status, dict) and {"state", "step"} <= status.keys() else None
         require(
-            isinstance(status, dict) and {"state", "step"} <= status.keys(),
-            f"{self.status_file} is damaged: it must name state and step; remove it to go on from the last checkpoint.",
+            plain is not None,
+            f"{self.status_file} is damaged: it must be the state and step that were written; lmcore train on "
+            f"{self.path} writes it again.",
         )
-        return status
+        return plain
 
     def write_status(self, state: str, step: int, **notes: Any) -> None:
-        """Replaces the status."""
-        write_json(self.status_file, {"state": state, "step": step, "time_utc": utc_now(), **notes})
+        """Replaces the status; on a full disk in place, which needs no room."""
+        status = sealed({"state": state, "step": step, "time_utc": utc_now(), **notes})
+        try:
+            write_json(self.status_file, status)
+        except UserError:
+            write_in_place(self.status_file, status)
 
     def metrics_lines(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl; a last line that was cut off by a crash is left out."""
-        if not self.metrics_file.is_file():
-            return []
-        lines = self.metrics_file.read_text(encoding="utf-8", errors="replace").splitlines()
-        values = []
-        for number, line in enumerate(lines, 1):
-            try:
-                value = json.loads(line)
-            except ValueError:
-                value = None
-            if isinstance(value, dict) and "step" in value:
-                values.append(value)
-            else:
-                require(
-                    number == len(lines),
-                    f"{self.metrics_file} line {number} is damaged: it is not a JSON object with a step; mend or "
-                    "remove that line.",
-                )
-        return values
+        return self.metrics_log.lines()
 
     def metrics(self) -> pd.DataFrame:
         """metrics.jsonl as a table, one row per line; `valid_loss` is NaN where nothing was evaluated."""
@@ -173,20 +206,7 @@ class RunFolder:
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Adds one line. Raises `UserError` if it cannot be written, as on a full disk."""
-        try:
-            with open(self.metrics_file, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise UserError(
-                f"Cannot write {self.metrics_file}: {error.strerror or error}; the same command goes on from the last "
-                "checkpoint."
-            ) from error
-
-    def keep_metrics_until(self, step: int) -> None:
-        """Drops the lines after `step`, which a resumed run will write again."""
-        lines = [line for line in self.metrics_lines() if line["step"] <= step]
-        with atomic_write(self.metrics_file, "w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        self.metrics_log.append(line)
 
     def checkpoint_file(self, step: int) -> Path:
         """Path of the full checkpoint after `step` steps."""
@@ -195,6 +215,11 @@ class RunFolder:
     def checkpoints(self) -> list[Path]:
         """Full checkpoints, the newest first."""
         return sorted(self.checkpoint_folder.glob("step_*.pt"), reverse=True)
+
+
+def _json_or_none(path: Path) -> Any:
+    with suppress(UserError):
+        return read_json(path)
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,21 +1,19 @@
 """The training loop: a configuration in, a run folder out (CSE599-O A1 section 5.3)."""
 
+import errno
 import math
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmcore.accounting import training_flops
-from lmcore.checkpoint import read_checkpoint, restore, save_checkpoint, save_weights
+from lmcore.checkpoint import restore, save_checkpoint, save_weights
 from lmcore.config import TrainConfig, require
 from lmcore.data import PreparedData, batch_at_step, open_data, require_context, validation_batches
 from lmcore.device import autocast, device_name, forget_memory, out_of_memory_reason, peak_flops, select_device
@@ -24,12 +22,15 @@ from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer, get_lr_cosine_schedule, gradient_clipping
 from lmcore.progress import Progress
-from lmcore.provenance import environment
+from lmcore.provenance import environment, job_id
 from lmcore.reproducibility import reproducible, rng_state, set_rng_state
+from lmcore.resume import is_complete, newest_state
 from lmcore.run import RunFolder
-from lmcore.tracking import open_trackers
+from lmcore.stopping import stop_signals
+from lmcore.tracking import Tracker, open_trackers
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Errors of a disk, quota or file that is full."""
 
 
 @dataclass(frozen=True)
@@ -53,31 +54,37 @@ class Diverged(Exception):
 def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
     """Trains, or goes on training, the run in `folder`; returns how it ended.
 
-    Resumes from the last good checkpoint; a complete run with the same configuration and data is returned as it is.
-    SIGINT, SIGTERM and SIGUSR1 end the current step, save and return with state "interrupted". A loss that is not
-    finite returns with state "diverged", the last good checkpoint kept; too large a model or batch for the device
-    with "out of memory". Raises `UserError` for a folder of another configuration, a folder in use or without one
-    readable checkpoint among those it has, data that does not fit the model, or a device that is not there.
+    Resumes from the last good checkpoint; a complete run with the same configuration and data is returned as it is,
+    or mended if its results are damaged. SIGTERM and SIGUSR1, and SIGINT once steps are taken, end the current step,
+    save and return with state "interrupted". A loss that is not finite returns with state "diverged", the last good
+    checkpoint kept; too large a model or batch for the device with "out of memory". Raises `UserError` for a folder of
+    another configuration, a folder in use, one whose damage cannot be mended, data that does not fit the model, a
+    device that is not there, or a full disk; the same call then goes on from the last checkpoint.
     """
-    device, _ = select_device(config.device)
-    data = open_data(config.data)
-    check_data(config, data)
-    run = RunFolder(folder)
-    with run.lock():
-        run.begin(config, environment() | {"data_fingerprint": data.fingerprint, "data": data.manifest})
-        if run.status()["state"] == "complete":
-            return result_of(run)
-        forget_memory(device)  # a sweep's runs share a process
-        with reproducible(config, device):
-            try:
-                trainer = Trainer(config, data, run, device)
-            except (RuntimeError, MemoryError) as error:
-                if (reason := out_of_memory_reason(error)) is None:
-                    raise
-                run.write_status("out of memory", run.status()["step"], reason=reason)
-                print(f"{run.name}: {reason}", flush=True)
+    with stop_signals() as stop:
+        device, _ = select_device(config.device)
+        data = open_data(config.data)
+        check_data(config, data)
+        run = RunFolder(folder)
+        if stop.is_set():
+            print(f"{run.name}: stopped before it began; nothing is lost.", flush=True)
+            return RunResult("interrupted", 0, None, None)
+        with run.lock():
+            run.remove_leftovers()
+            run.begin(config, environment() | {"data_fingerprint": data.fingerprint, "data": data.manifest})
+            if is_complete(run):
                 return result_of(run)
-            return trainer.fit()
+            forget_memory(device)  # a sweep's runs share a process
+            with reproducible(config, device):
+                try:
+                    trainer = Trainer(config, data, run, device)
+                except (RuntimeError, MemoryError) as error:
+                    if (reason := out_of_memory_reason(error)) is None:
+                        raise
+                    run.write_status("out of memory", 0, reason=reason)
+                    print(f"{run.name}: {reason}", flush=True)
+                    return result_of(run)
+                return trainer.fit()
 
 
 def check_data(config: TrainConfig, data: PreparedData) -> None:
@@ -97,21 +104,6 @@ def result_of(run: RunFolder) -> RunResult:
     return RunResult(status["state"], status["step"], status.get("valid_loss"), status.get("best_valid_loss"))
 
 
-@contextmanager
-def stop_signals() -> Iterator[threading.Event]:
-    """Turns the stop signals into an event for as long as the block lasts; only the main thread can."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    before = {number: signal.signal(number, lambda *_: event.set()) for number in STOP_SIGNALS}
-    try:
-        yield event
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 class Trainer:
     """The state of one run in memory, and the steps that change it."""
 
@@ -123,10 +115,10 @@ class Trainer:
         if config.compile:
             torch.compiler.reset()  # a sweep's runs share a process, and PyTorch limits recompilations of one function
         self.loss_function = torch.compile(self._loss, dynamic=False) if config.compile else self._loss
-        self.step = 0
+        self.step = self.saved_step = 0
         self.seconds = 0.0
         self.valid_loss: float | None = None
-        self.best_valid_loss = math.inf
+        self.best_valid_loss, self.best_step = math.inf, 0
         self.losses: list[float] = []  # since the last metrics line
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # step, lr, loss, gradient norm: still on the device
         self.last_lr, self.last_norm = 0.0, 0.0
@@ -142,36 +134,49 @@ class Trainer:
 
     def fit(self) -> RunResult:
         """Runs to the last step, a stop signal or divergence."""
-        config, trackers = self.config, open_trackers(self.run, self.config, self.step)
-        progress = Progress(config.steps, self.run.name, start=self.step)
-        self.run.write_status("running", self.step, pid=os.getpid())
+        trackers = open_trackers(self.run, self.config, self.step)
+        progress = Progress(self.config.steps, self.run.name, start=self.step)
+        self.run.write_status("running", self.step, pid=os.getpid(), job=job_id())
         try:
-            with stop_signals() as stop:
-                while self.step < config.steps:
-                    self.train_step()
-                    last = self.step == config.steps
-                    evaluate = last or self.step % config.eval_interval == 0
-                    if evaluate or self.step % config.log_interval == 0:
-                        line = self.metrics_line(evaluate)
-                        self.run.append_metrics(line)
-                        for tracker in trackers:
-                            tracker.log(line)
-                        progress.update(self.step, describe(line))
-                    if last or stop.is_set() or self.step % config.checkpoint_interval == 0:
-                        self.checkpoint()
-                    if stop.is_set() and not last:
-                        return self._end("interrupted")
-            return self._end("complete")
+            return self._end(self._steps(trackers, progress))
         except Diverged as error:
             return self._end("diverged", reason=str(error), diverged_at_step=error.step, lr=error.learning_rate)
         except (RuntimeError, MemoryError) as error:
             if (reason := out_of_memory_reason(error)) is None:
+                self._note_failure(error)
                 raise
             return self._end("out of memory", reason=reason)
+        except Exception as error:
+            self._note_failure(error)
+            if isinstance(error, OSError) and error.errno in NO_ROOM:  # even a line of progress may find no room
+                raise UserError(
+                    f"{self.run.name}: {error.strerror}; the same command goes on from the last checkpoint."
+                ) from error
+            raise
         finally:
             progress.close()
             for tracker in trackers:
                 tracker.close()
+
+    def _steps(self, trackers: list[Tracker], progress: Progress) -> str:
+        """Takes the steps that are left, with all that is due between them; returns complete or interrupted."""
+        config = self.config
+        with stop_signals(signal.SIGINT) as stop:
+            while self.step < config.steps and not stop.is_set():
+                self.train_step()
+                last = self.step == config.steps
+                evaluate = last or self.step % config.eval_interval == 0
+                if evaluate or self.step % config.log_interval == 0:
+                    line = self.metrics_line(evaluate)
+                    self.run.append_metrics(line)
+                    for tracker in trackers:
+                        tracker.log(line)
+                    progress.update(self.step, describe(line))
+                if last or self.step % config.checkpoint_interval == 0:
+                    self.checkpoint()
+        if self.saved_step != self.step:
+            self.checkpoint()
+        return "complete" if self.step == config.steps else "interrupted"
 
     def train_step(self) -> None:
         """One batch, one update (section 5.3). Loss and gradient norm stay on the device until they are needed."""
@@ -232,10 +237,13 @@ class Trainer:
         if evaluate:
             self.valid_loss = line["valid_loss"] = self.evaluate()
             if self.valid_loss < self.best_valid_loss:
-                self.best_valid_loss = self.valid_loss
-                save_weights(self.model, self.run.best_weights, step=self.step, valid_loss=self.valid_loss)
+                self.best_valid_loss, self.best_step = self.valid_loss, self.step
+                self._save_best()
             forget_memory(self.device)  # the peak in the lines is that of training steps alone
         return line | {"seconds": self._elapsed()}
+
+    def _save_best(self) -> None:
+        save_weights(self.model, self.run.best_weights, step=self.best_step, valid_loss=self.best_valid_loss)
 
     def _elapsed(self) -> float:
         now = time.perf_counter()
@@ -267,42 +275,42 @@ class Trainer:
             "losses": self.losses,
             "valid_loss": self.valid_loss,
             "best_valid_loss": self.best_valid_loss,
+            "best_step": self.best_step,
+            "metrics": self.run.metrics_log.text(),
             "last": [self.last_lr, self.last_norm],
             "scaler": self.scaler.state_dict(),
             "rng": rng_state(self.device),
         }
         save_checkpoint(self.model, self.optimizer, self.step, self.run.checkpoint_file(self.step), extra)
+        self.saved_step = self.step
+        self._prune()
+
+    def _prune(self) -> None:
         for path in self.run.checkpoints()[self.config.keep_checkpoints :]:
             path.unlink()
 
     def _resume(self) -> None:
-        unreadable = []
-        for path in self.run.checkpoints():
-            try:
-                content = read_checkpoint(path)
-            except UserError as error:
-                print(f"{error} The checkpoint before it is tried.", flush=True)
-                unreadable.append(path)
-                continue
-            self._load(content, path)
+        content, damaged = newest_state(self.run)
+        if content is not None:
+            self._load(content)
             print(f"{self.run.name}: goes on from step {self.step}.", flush=True)
-            break
-        else:  # beginning again would throw away what the folder still holds
-            require(
-                not unreadable,
-                f"No checkpoint in {self.run.checkpoint_folder} can be read; put a whole one back, or choose another "
-                "run folder.",
-            )
-        self.run.keep_metrics_until(self.step)
-        for path in unreadable:
+        metrics = "" if content is None else content["extra"].get("metrics")
+        if metrics is None:  # the checkpoint of an earlier version: the file is all there is
+            self.run.metrics_log.keep_until(self.step)
+        elif not self.run.metrics_log.restore(metrics):
+            print(f"{self.run.metrics_file} was damaged: its lines come from the checkpoint.", flush=True)
+        for path in damaged:
             path.rename(path.with_suffix(".damaged"))  # out of the way of the run, which will write that step again
+        if content is not None and self.best_step == self.step:
+            self._save_best()
 
-    def _load(self, content: dict[str, Any], path: Path) -> None:
+    def _load(self, content: dict[str, Any]) -> None:
         extra = content["extra"]
-        require("rng" in extra, f"{path} was not written by a training run, so none can go on from it; remove it.")
-        self.step = restore(content, self.model, self.optimizer, name=str(path))
+        name = str(self.run.checkpoint_file(content["iteration"]))
+        self.step = self.saved_step = restore(content, self.model, self.optimizer, name=name)
         self.seconds, self.losses = extra["seconds"], extra["losses"]
         self.valid_loss, self.best_valid_loss = extra["valid_loss"], extra["best_valid_loss"]
+        self.best_step = extra.get("best_step", 0)
         self.last_lr, self.last_norm = extra["last"]
         self.scaler.load_state_dict(extra["scaler"])
         set_rng_state(self.device, extra["rng"])
@@ -311,11 +319,18 @@ class Trainer:
         best = self.best_valid_loss if math.isfinite(self.best_valid_loss) else None
         notes |= {"valid_loss": self.valid_loss, "best_valid_loss": best, "seconds": self._elapsed()}
         if state == "complete":
-            save_weights(self.model, self.run.checkpoint_folder / "last.safetensors", step=self.step)
+            self._prune()
+            self.run.metrics_log.flush()
+            save_weights(self.model, self.run.last_weights, step=self.step)
         self.run.write_status(state, self.step, **notes)
         if "reason" in notes:
             print(f"{self.run.name}: {notes['reason']}", flush=True)
         return result_of(self.run)
+
+    def _note_failure(self, error: Exception) -> None:
+        with suppress(UserError):
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self.run.write_status("failed", self.step, reason=reason)
 
 
 def describe(line: dict[str, Any]) -> str:

@@ -19,8 +19,9 @@ def test_metrics_survive_a_last_line_that_was_cut_off(tmp_path):
     text = run.metrics_file.read_text()
     run.metrics_file.write_text(text[:-7])
     assert [entry["step"] for entry in run.metrics_lines()] == [1, 2]
-    run.keep_metrics_until(1)
-    assert run.metrics_file.read_text() == json.dumps(line(1)) + "\n"
+    run.metrics_log.keep_until(1)
+    assert run.metrics_lines() == [line(1)]
+    assert run.metrics_file.read_text() == text.splitlines(keepends=True)[0]
 
 
 @pytest.mark.parametrize("damaged", ["{x", "3", "[1]", '{"train_loss": 1.0}'])

@@ -15,7 +15,7 @@ from lmcore.checkpoint import digest, load_model, read_checkpoint, save_checkpoi
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.data import open_data
 from lmcore.errors import EXIT_INTERRUPTED, UserError
-from lmcore.files import read_json, write_json
+from lmcore.files import write_json
 from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
@@ -137,9 +137,8 @@ def test_other_settings_or_data_are_refused_by_name(tmp_path, config, embedded_d
     with pytest.raises(UserError, match=r"made with other settings: steps \(12 there, 13 here\)"):
         train(replace(config, steps=13), tmp_path / "run")
     train(replace(config, keep_checkpoints=1), tmp_path / "run")
-    starts = read_json(tmp_path / "run" / "environment.json")
-    starts[0]["data_fingerprint"] = "another"
-    write_json(tmp_path / "run" / "environment.json", starts)
+    starts = RunFolder(tmp_path / "run").starts()
+    write_json(tmp_path / "run" / "environment.json", [start | {"data_fingerprint": "another"} for start in starts])
     with pytest.raises(UserError, match="the data"):
         train(config, tmp_path / "run")
 
