@@ -7,7 +7,6 @@ imported.
 
 import json
 import os
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,8 +34,6 @@ class NotebookProgress:
     cell: int | None = None
     """Code cell that runs, or at which it ended, from 1."""
     cells: int | None = None
-    heading: str | None = None
-    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ def read_notebooks(out: Path) -> list[NotebookProgress]:
         record = read_object(path)
         if record is None or not isinstance(record.get("state"), str):
             continue
-        cell, cells, heading = executed_cells(path.with_suffix(".ipynb"))
+        cell, cells = executed_cells(path.with_suffix(".ipynb"))
         found.append(
             NotebookProgress(
                 name=path.stem,
@@ -77,28 +74,25 @@ def read_notebooks(out: Path) -> list[NotebookProgress]:
                 job=None if record.get("job") is None else str(record["job"]),
                 cell=record.get("cell") or cell,
                 cells=cells,
-                heading=record.get("heading") or heading,
-                error=record.get("error"),
             )
         )
     return found
 
 
-def executed_cells(path: Path) -> tuple[int | None, int | None, str | None]:
-    """Of a notebook that papermill writes: the code cell that runs, from 1, how many there are, and its heading."""
-    notebook = read_object(path) or {}
-    number, cells, heading, current = None, 0, None, None
-    for cell in notebook.get("cells", []):
-        source = "".join(cell.get("source", ""))
-        metadata = cell.get("metadata", {})
-        if cell.get("cell_type") == "markdown" and number is None:
-            heading = (re.findall(r"^#{1,6}\s+(.+?)\s*#*$", source, flags=re.MULTILINE) or [heading])[-1]
-        if cell.get("cell_type") != "code" or "injected-parameters" in metadata.get("tags", []):
-            continue
-        cells += 1
-        if number is None and metadata.get("papermill", {}).get("status") not in ("completed", "failed"):
-            number, current = cells, heading
-    return (number or cells, cells, current) if cells else (None, None, None)
+def executed_cells(path: Path) -> tuple[int | None, int | None]:
+    """Of a notebook that papermill writes: the code cell that runs, from 1, and how many there are; None: not known."""
+    number, cells = None, 0
+    try:
+        for cell in (read_object(path) or {}).get("cells", []):
+            metadata = cell.get("metadata", {})
+            if cell["cell_type"] != "code" or "injected-parameters" in metadata.get("tags", []):
+                continue
+            cells += 1
+            if number is None and metadata.get("papermill", {}).get("status") not in ("completed", "failed"):
+                number = cells
+    except (AttributeError, KeyError, TypeError):  # some other JSON
+        return None, None
+    return (number or cells, cells) if cells else (None, None)
 
 
 def read_runs(out: Path) -> list[RunProgress]:

@@ -1,0 +1,424 @@
+"""lmcore jobs, from files made by hand and a squeue that says what it is told; tests/slurm/ has the real one."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+
+import nbformat
+import pytest
+from notebook_projects import code, parameters
+
+from lmcore.cli.status import jobs as jobs_command
+from lmcore.errors import UserError
+from lmcore.files import write_json
+from lmcore.jobs.ledger import JobRecord, write_job
+from lmcore.jobs.progress import executed_cells, format_duration, last_lines, read_runs
+from lmcore.jobs.queue import ask_slurm, plain
+from lmcore.jobs.status import folders_with_jobs, status_of
+from lmcore.jobs.table import WIDTH, as_json, as_text
+
+HOST = socket.gethostname()
+
+
+@pytest.fixture
+def out(tmp_path):
+    (tmp_path / "runs" / "gpu" / "jobs").mkdir(parents=True)
+    return tmp_path / "runs" / "gpu"
+
+
+@pytest.fixture
+def no_slurm(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.fixture
+def slurm(monkeypatch, tmp_path):
+    """Makes squeue print these lines, or fail with these words."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+
+    def answer(*lines, error="", code=0, sacct=""):
+        for name, text in {"squeue": "\n".join(lines), "sacct": sacct}.items():
+            body = f"cat <<'END'\n{text}\nEND\n" if text else ""
+            body += f"echo '{error}' >&2\nexit {code}\n" if name == "squeue" else f"exit {0 if sacct else 1}\n"
+            (programs / name).write_text(f"#!/bin/sh\n{body}")
+            (programs / name).chmod(0o755)
+
+    return answer
+
+
+def submit(out, id, name="workbook", kind="workbook", **fields):
+    record = JobRecord(
+        id, name, kind, f"jobs/{name}.sbatch", str(out / "jobs" / f"{name}-%j.log"), "2026-01-01", **fields
+    )
+    write_job(out, record)
+    return record
+
+
+def say(out, id, *words, ago=100.0):
+    """Appends lines to a state file, the first so many seconds ago, the others a second apart."""
+    with open(out / "jobs" / f"{id}.state", "a") as file:
+        for number, line in enumerate(words):
+            time_utc = datetime.fromtimestamp(time.time() - ago + number, UTC).isoformat(timespec="seconds")
+            file.write(f"{time_utc} {line}\n")
+
+
+def train_run(folder, step=300, steps=5000, started=0, state="running", **status):
+    """A run with a line every 10 steps, which take 2 seconds, the last one written just now."""
+    write_json(folder / "config.json", {"steps": steps})
+    write_json(folder / "status.json", {"state": state, "step": started, **status})
+    lines = [{"step": n, "seconds": n / 5, "train_loss": 2.5} for n in range(10, step + 1, 10)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def notebook(out, name, state="running", done=2, cells=5, **fields):
+    """A notebook of which papermill has executed so many cells."""
+    made = [nbformat.v4.new_markdown_cell("# Title\n## Learning rates"), parameters()]
+    made += [code(str(number)) for number in range(cells - 1)]
+    for number, cell in enumerate(made[1:], 1):
+        cell.metadata.papermill = {"status": "completed" if number <= done else "pending"}
+    made.insert(2, code("scale = 'gpu'", "injected-parameters"))
+    (out / "notebooks").mkdir(exist_ok=True)
+    nbformat.write(nbformat.v4.new_notebook(cells=made), out / "notebooks" / f"{name}.ipynb")
+    write_json(out / "notebooks" / f"{name}.json", {"name": name, "state": state, **fields})
+
+
+def one(out, **options):
+    (row,), fault = status_of([out], **options)
+    return row, fault
+
+
+def test_a_running_job_says_what_it_does(out, slurm):
+    slurm("17|RUNNING|None|1:00|2026-01-01T10:00:00|n1|workbook")
+    submit(out, "17")
+    say(out, "17", "running n0 restart 0", "requeued", "running n1 restart 1")
+    notebook(out, "02_train", job="17")
+    notebook(out, "01_build", state="done", job="17")
+    train_run(out / "runs" / "best", step=3000, started=1000, job="17")
+    row, fault = one(out)
+    assert fault is None
+    assert (row.id, row.name, row.state, row.attempts) == ("17", "workbook", "running", 2)
+    assert row.doing == "02_train, cell 3/5; best: step 3,000/5,000, loss 2.500, 5 steps/s"
+    assert row.seconds_left == pytest.approx(400, abs=5)
+    assert row.log == str(out / "jobs" / "workbook-17.log")
+    assert row.tail == ()
+
+
+def test_a_run_belongs_to_the_job_that_trains_it(out, slurm):
+    slurm("17|RUNNING|None|1:00|N/A|n1|train", "18|RUNNING|None|1:00|N/A|n1|benchmark")
+    submit(out, "17", "train", "notebook", notebooks=["02_train"])
+    submit(out, "18", "benchmark", "notebook", notebooks=["04_benchmark"])
+    notebook(out, "02_train")
+    notebook(out, "04_benchmark")
+    train_run(out / "runs" / "best", job="17")
+    train, benchmark = status_of([out])[0]
+    assert train.doing.startswith("02_train, cell 3/5; best: step 300/5,000")
+    assert benchmark.doing == "04_benchmark, cell 3/5"
+    assert benchmark.seconds_left is None
+
+
+def test_a_run_that_is_left_from_an_earlier_attempt_is_not_shown(out, slurm):
+    slurm("17|RUNNING|None|1:00|N/A|n1|train")
+    submit(out, "17")
+    train_run(out / "runs" / "old")
+    os.utime(out / "runs" / "old" / "metrics.jsonl", (1e9, 1e9))
+    say(out, "17", "running n1 restart 1")
+    assert one(out)[0].doing == ""
+
+
+def test_the_time_left_is_unknown_rather_than_guessed(out):
+    train_run(out / "runs" / "one_line", step=1010, started=1000)
+    train_run(out / "runs" / "silent", step=1000)
+    os.utime(out / "runs" / "silent" / "metrics.jsonl", (time.time() - 1000,) * 2)
+    train_run(out / "runs" / "no_config", step=1000)
+    (out / "runs" / "no_config" / "config.json").unlink()
+    runs = {run.name: run for run in read_runs(out)}
+    assert [runs[name].seconds_left for name in ("one_line", "silent", "no_config")] == [None, None, None]
+    assert runs["silent"].silent_seconds == pytest.approx(1000, abs=5)
+    assert runs["no_config"].steps_per_second == pytest.approx(5)
+
+
+def test_the_runs_of_a_sweep_are_counted(out, slurm):
+    slurm("17|RUNNING|None|1:00|N/A|n1|workbook")
+    submit(out, "17")
+    folder = out / "runs" / "rates"
+    write_json(folder / "sweep.json", {"a": {}, "b": {}, "c": {}})
+    train_run(folder / "a", state="complete", started=5000)
+    train_run(folder / "b")
+    assert one(out)[0].doing == "b of rates 1/3: step 300/5,000, loss 2.500, 5 steps/s"
+
+
+def test_why_a_job_waits(out, slurm):
+    slurm(
+        "17|PENDING|Resources|0:00|2026-01-01T10:00:00||train",
+        "18|PENDING|Dependency|0:00|N/A||writeup",
+        "19|PENDING|BeginTime|0:00|N/A||again",
+    )
+    submit(out, "17", "train")
+    submit(out, "18", "writeup", "writeup", after=["17"])
+    submit(out, "19", "again")
+    say(out, "19", "running n1 restart 0", "requeued")
+    first, second, third = status_of([out])[0]
+    assert first.notes == ("It waits: Resources; expected to start 2026-01-01T10:00:00.",)
+    assert second.notes == ("It waits for job 17: Dependency.",)
+    assert [row.state for row in (first, second, third)] == ["pending", "pending", "requeued"]
+    assert third.attempts == 1
+
+
+def test_what_slurm_has_forgotten_the_state_files_know(out, slurm):
+    slurm(error="slurm_load_jobs error: Invalid job id specified", code=1)
+    said = {"1": "exit 0", "2": "exit 1", "3": "exit 75", "4": "gave up", "5": None, "6": "requeued"}
+    for id, words in said.items():
+        submit(out, id)
+        say(out, id, "running n1 restart 0", *([words] if words else []))
+    submit(out, "7")
+    rows, fault = status_of([out])
+    assert fault is None
+    assert [row.state for row in rows] == ["completed", "failed", "stopped", "gave up", "lost", "requeued", "unknown"]
+    assert rows[1].notes == ("It ended with exit code 1.",)
+    assert "was running on n1" in rows[4].notes[0]
+
+
+def test_the_accounting_is_asked_for_what_the_controller_forgot(out, slurm):
+    slurm("17|RUNNING|None|1:00|N/A|n1|a", sacct="18|CANCELLED by 1000|00:01:00|n2|b")
+    submit(out, "17")
+    submit(out, "18")
+    assert [row.state for row in status_of([out])[0]] == ["running", "cancelled"]
+
+
+def test_without_slurm_the_files_are_read(out, no_slurm):
+    submit(out, "17")
+    say(out, "17", "running n1 restart 0")
+    row, fault = one(out)
+    assert row.state == "running"
+    assert "no squeue" in fault
+    assert fault in as_text([row], fault).splitlines()[0]
+
+
+def test_a_controller_that_does_not_answer_is_one_sentence(out, slurm):
+    slurm(error="slurm_load_jobs error: Unable to contact slurm controller (connect failure)", code=1)
+    submit(out, "17")
+    row, fault = one(out)
+    assert row.state == "unknown"
+    assert fault.startswith("Slurm does not answer (slurm_load_jobs error: Unable to contact")
+
+
+def test_a_program_that_hangs_is_given_up(slurm, tmp_path, monkeypatch):
+    slurm()
+    (tmp_path / "programs" / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr("lmcore.jobs.queue.SECONDS_TO_ANSWER", 0.2)
+    assert ask_slurm(["1"]) == (
+        {},
+        "Slurm does not answer (squeue gave no answer within 0.2 s): the states are what the jobs themselves last "
+        "wrote.",
+    )
+
+
+def test_a_failed_job_shows_the_last_line_of_its_log(out, slurm):
+    slurm("17|FAILED|NonZeroExitCode|1:00|N/A|n1|workbook")
+    submit(out, "17")
+    say(out, "17", "running n1 restart 0", "exit 1")
+    notebook(out, "02_train", state="failed", cell=3, job="17", error="ValueError: no")
+    log = "one\nbar 1%\rbar 100%\n\x1b[31mNotebook 02_train failed\x1b[0m\n\n"
+    (out / "jobs" / "workbook-17.log").write_text(log)
+    row, _ = one(out)
+    assert row.tail == ("Notebook 02_train failed",)
+    assert row.doing == "02_train failed at cell 3/5"
+    assert one(out, tail=0)[0].tail == ()
+    assert one(out, tail=9)[0].tail == ("one", "bar 100%", "Notebook 02_train failed")
+    text = as_text([row], None)
+    assert "    | Notebook 02_train failed" in text
+    assert "It ended with exit code 1." in text
+
+
+def test_a_cancelled_job_is_not_running(out, slurm):
+    slurm("17|CANCELLED|None|1:00|N/A|n1|workbook")
+    submit(out, "17")
+    say(out, "17", "running n1 restart 0")
+    assert one(out)[0].state == "cancelled"
+
+
+def test_an_array_is_one_row_and_one_for_each_failed_task(out, slurm):
+    slurm(
+        "17_0|COMPLETED|None|1:00|N/A|n1|sweep",
+        "17_1|FAILED|NonZeroExitCode|1:00|N/A|n1|sweep",
+        "17_3|RUNNING|None|1:00|N/A|n1|sweep",
+        "17_4|PENDING|JobArrayTaskLimit|0:00|N/A||sweep",
+        "17_5|PENDING|JobArrayTaskLimit|0:00|N/A||sweep",
+    )
+    log = str(out / "jobs" / "sweep-%A_%a.log")
+    write_job(out, JobRecord("17", "sweep", "sweep", "s", log, "2026-01-01", tasks=[0, 1, 2, 3, 4, 5]))
+    for task in (0, 2):  # 60 and 70 seconds
+        say(out, f"17_{task}", "running n1 restart 0", ago=200)
+        say(out, f"17_{task}", "exit 0", ago=140 - 5 * task)
+    say(out, "17_1", "running n1 restart 0", "exit 1")
+    (out / "jobs" / "sweep-17_1.log").write_text("lmcore: no such data\n")
+    say(out, "17_3", "running n1 restart 0")
+    train_run(out / "runs" / "lr_1", job="17_3")
+    whole, failed = status_of([out])[0]
+    assert whole.tasks == {"completed": 2, "failed": 1, "running": 1, "pending": 2}
+    assert (whole.id, whole.state) == ("17", "running")
+    assert whole.doing.startswith("2/6 tasks done, 2 pending, 1 failed, 1 running, lr_1: step 300/5,000")
+    assert whole.seconds_left == pytest.approx(3 * 65, abs=5)
+    assert whole.notes == ("It waits: JobArrayTaskLimit.",)
+    assert (failed.id, failed.state, failed.tail) == ("17_1", "failed", ("lmcore: no such data",))
+    assert failed.log == str(out / "jobs" / "sweep-17_1.log")
+
+
+def test_a_job_submitted_by_hand_is_shown(out, slurm, tmp_path, monkeypatch):
+    slurm("99|RUNNING|None|1:00|N/A|n1|lmcore-workbook")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lmcore-workbook-99.log").write_text("hello\n")
+    say(out, "99", "running n1 restart 0")
+    say(out, "98_1", "running n1 restart 0", "exit 3")
+    array, task, job = status_of([out], tail=1)[0]
+    assert (array.id, array.tasks, task.id) == ("98", {"failed": 1}, "98_1")
+    assert (job.name, job.state, job.tail) == ("lmcore-workbook", "running", ("hello",))
+    assert "submitted by hand" in job.notes[0]
+
+
+def test_damaged_and_foreign_files_are_rows_or_nothing(out, slurm):
+    slurm("17|RUNNING|None|1:00|N/A|n1|workbook")
+    submit(out, "17")
+    say(out, "17", "running n1 restart 0")
+    (out / "jobs" / "18.json").write_text('{"id": "18", "na')
+    (out / "jobs" / "20.json").write_text('{"a": 1}')
+    (out / "jobs" / "21.json").write_bytes(b"\xff\xfe\x00")
+    (out / "jobs" / "17.progress.json").write_text("[]")
+    (out / "jobs" / "22.state").write_bytes(b"\x00\xffrunn")
+    (out / "jobs" / "notes.txt").touch()
+    (out / "notebooks").mkdir()
+    (out / "notebooks" / "02_train.json").write_text("[1, 2")
+    notebook(out, "03_generate")
+    (out / "notebooks" / "03_generate.ipynb").write_text('{"cells": [')
+    for name, content in {"a": "[", "b": "[]", "c": '{"state": 3, "step": "x"}'}.items():
+        (out / "runs" / name).mkdir(parents=True)
+        (out / "runs" / name / "status.json").write_text(content)
+    train_run(out / "runs" / "d")
+    with open(out / "runs" / "d" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 310, "tra')
+    rows = {row.id: row for row in status_of([out])[0]}
+    assert {id: row.state for id, row in rows.items()} == {
+        "17": "running",
+        "18": "damaged",
+        "20": "damaged",
+        "21": "damaged",
+        "22": "unknown",
+    }
+    assert "18.json" in rows["18"].notes[0]
+    assert rows["17"].doing == "03_generate; d: step 300/5,000, loss 2.500, 5 steps/s"
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [3],
+        [{"cell_type": "code", "metadata": {"papermill": 7}}],
+        {"a": 1},
+        [{"cell_type": "code", "metadata": []}],
+        None,
+    ],
+)
+def test_a_foreign_notebook_is_no_traceback(tmp_path, cells):
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    assert executed_cells(tmp_path / "a.ipynb") == (None, None)
+
+
+@pytest.mark.parametrize("line", ['{"step": 1, "seconds": "x"}', '{"step": true}', "7", "{}", '{"step": 3}'])
+def test_foreign_metrics_are_no_traceback(out, line):
+    train_run(out / "runs" / "a", step=20)
+    with open(out / "runs" / "a" / "metrics.jsonl", "a") as file:
+        file.write(line + "\n")
+    assert read_runs(out)[0].state == "running"
+
+
+def test_only_the_end_of_a_long_file_is_read(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(100_000)))
+    lines = last_lines(tmp_path / "metrics.jsonl")
+    assert lines[-1]["step"] == 99_999
+    assert 1000 < len(lines) < 50_000
+
+
+def test_a_local_job_is_looked_for_among_the_processes(out, no_slurm):
+    submit(out, "local-1", scheduler="local")
+    submit(out, "local-2", scheduler="local")
+    say(out, "local-1", f"running {HOST} restart 0")
+    say(out, "local-2", f"running {HOST} restart 0")
+    variables = os.environ | {"LMCORE_JOB_ID": "local-1"}
+    child = subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], env=variables, stdin=-1, stdout=-1)
+    try:
+        child.stdout.readline()
+        rows, fault = status_of([out])
+    finally:
+        child.communicate()
+    assert fault is None  # Slurm has nothing to do with them
+    assert [row.state for row in rows] == ["running", "lost"]
+
+
+def test_folders_that_have_jobs(out, tmp_path):
+    (tmp_path / "runs" / "sweeps" / "rates" / "jobs").mkdir(parents=True)
+    (tmp_path / "runs" / "smoke").mkdir()
+    assert folders_with_jobs(tmp_path / "runs") == [out, tmp_path / "runs" / "sweeps" / "rates"]
+    with pytest.raises(UserError, match="No job was submitted for"):
+        status_of([tmp_path / "runs" / "smoke"])
+
+
+def test_the_table_fits_its_width(out, slurm):
+    slurm("17|PENDING|Resources|0:00|N/A||" + "long" * 9)
+    submit(out, "17", "a" * 30)
+    submit(out, "1" * 20, after=["17"])
+    rows, _ = status_of([out])
+    rows[0].__dict__["doing"] = "word " * 60
+    lines = as_text(rows, None).splitlines()
+    assert max(len(line) for line in lines if "log:" not in line) <= WIDTH
+    assert lines[1].split() == ["JOB", "NAME", "STATE", "TRIES", "LEFT", "DOING"]
+
+
+def test_json_is_for_programs(out, no_slurm):
+    submit(out, "17")
+    say(out, "17", "running n1 restart 0")
+    rows, fault = status_of([out])
+    value = json.loads(as_json(rows, fault))
+    assert value["slurm"] == fault
+    assert value["jobs"][0]["id"] == "17"
+    assert value["jobs"][0]["seconds_left"] is None
+
+
+def test_the_command_finds_the_folders(out, slurm, tmp_path, monkeypatch, capsys):
+    slurm("17|RUNNING|None|1:00|N/A|n1|workbook")
+    submit(out, "17")
+    monkeypatch.chdir(tmp_path)
+    assert jobs_command() == 0
+    assert "runs/gpu\nJOB" in capsys.readouterr().out
+    assert jobs_command((out,), json=True) == 0
+    assert json.loads(capsys.readouterr().out)["jobs"][0]["state"] == "running"
+
+
+def test_no_jobs_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert jobs_command() == 0
+    assert "lmcore submit workbook" in capsys.readouterr().out
+
+
+def test_it_does_not_wait_for_torch():
+    source = (
+        "import sys\nfrom lmcore.jobs import status, table\nprint({'torch', 'pandas', 'nbformat'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (245, "4:05"), (3753, "1:02:33"), (183600, "2-03:00:00")])
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(("word", "text"), [("NODE_FAIL", "node fail"), ("CANCELLED by 0", "cancelled"), ("R+", "r")])
+def test_states_in_words(word, text):
+    assert plain(word) == text
