@@ -90,7 +90,7 @@ def checked(
     project: Path, scale: str, data: str, out: Path, notebooks: Sequence[str], parameters: Sequence[str]
 ) -> tuple[list[Path], dict[str, str]]:
     """The notebooks, and the variables that all their jobs have; raises `UserError` on anything that is wrong."""
-    from lmcore.workbook import locate
+    from lmcore.workbook.run import locate
 
     paths = find_notebooks(project, notebooks or None)
     located = locate(data)

@@ -1,0 +1,227 @@
+"""`lmcore submit` and `lmcore requeue`: the workbook, a notebook or a sweep as jobs of Slurm, or the same here."""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from lmcore.errors import EXIT_FAILURE
+
+if TYPE_CHECKING:
+    from lmcore.jobs.ledger import JobRecord
+    from lmcore.jobs.plan import Job
+    from lmcore.jobs.site import Site
+
+
+def workbook(
+    scale: str = "smoke",
+    data: str = "embedded",
+    out: Path | None = None,
+    notebooks: tuple[str, ...] = (),
+    parameters: tuple[str, ...] = (),
+    one_job: bool = False,
+    site: Path | None = None,
+    time: str | None = None,
+    dry_run: bool = False,
+    local: bool = False,
+    again: bool = False,
+) -> int:
+    """Submit the workbook: a job for each notebook, then one for the writeup, also when a notebook failed.
+
+    Notebooks run side by side, but 03_generate after 02_train. Where there is no Slurm the same jobs run here, one
+    after another. Exit codes: 2 refused, nothing is left in the queue; here, also 1 a job failed, 75 stopped.
+
+    Args:
+        scale: smoke, laptop or gpu: a file in papermill_jobs/parameters/.
+        data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
+        out: Folder for everything that is made (default: runs/<scale>, in the site's scratch folder if it has one).
+        notebooks: Only these, by number or name.
+        parameters: name=value pairs that override notebook parameters of that name.
+        one_job: All notebooks and the writeup in one job.
+        site: What your cluster wants (default: papermill_jobs/site.yaml).
+        time: Limit of each job, in place of the site's; a job that needs longer goes on in the next one.
+        dry_run: Only show the scripts and how they would be submitted.
+        local: Run the jobs here, without Slurm.
+        again: Submit although jobs of the same folder are still queued or running.
+    """
+    from lmcore.jobs.plan import plan_workbook
+    from lmcore.parameters import find_project
+
+    project = find_project()
+    settings = settings_of(project, site)
+    folder = folder_of(out, settings, project, scale)
+    jobs = plan_workbook(project, scale, data, folder, notebooks, parameters, one_job)
+    return carry_out(project, jobs, settings, folder, time, dry_run, local, again)
+
+
+def notebook(
+    name: Annotated[str, tyro.conf.Positional],
+    scale: str = "smoke",
+    data: str = "embedded",
+    out: Path | None = None,
+    parameters: tuple[str, ...] = (),
+    site: Path | None = None,
+    time: str | None = None,
+    dry_run: bool = False,
+    local: bool = False,
+    again: bool = False,
+) -> int:
+    """Submit one notebook, without a writeup: `lmcore writeup OUT` makes it afterwards.
+
+    Args:
+        name: Its number or name: 02, 02_train.
+        scale: smoke, laptop or gpu: a file in papermill_jobs/parameters/.
+        data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
+        out: Folder for everything that is made (default: runs/<scale>, in the site's scratch folder if it has one).
+        parameters: name=value pairs that override notebook parameters of that name.
+        site: What your cluster wants (default: papermill_jobs/site.yaml).
+        time: The job's limit, in place of the site's.
+        dry_run: Only show the script and how it would be submitted.
+        local: Run the job here, without Slurm.
+        again: Submit although jobs of the same folder are still queued or running.
+    """
+    from lmcore.jobs.plan import plan_notebook
+    from lmcore.parameters import find_project
+
+    project = find_project()
+    settings = settings_of(project, site)
+    folder = folder_of(out, settings, project, scale)
+    jobs = plan_notebook(project, scale, data, folder, name, parameters)
+    return carry_out(project, jobs, settings, folder, time, dry_run, local, again)
+
+
+def sweep(
+    definition: Annotated[str, tyro.conf.Positional],
+    out: Path | None = None,
+    concurrency: int | None = None,
+    set: tuple[str, ...] = (),
+    site: Path | None = None,
+    time: str | None = None,
+    dry_run: bool = False,
+    local: bool = False,
+    again: bool = False,
+) -> int:
+    """Submit the cells of a sweep that are not finished as an array, and the table of all cells after them.
+
+    Args:
+        definition: A name in papermill_jobs/sweeps/, or a file.
+        out: The sweep's folder (default: runs/<name>, in the site's scratch folder if it has one).
+        concurrency: At most so many cells at a time.
+        set: name=value pairs that change the definition.
+        site: What your cluster wants (default: papermill_jobs/site.yaml).
+        time: Limit of each cell's job, in place of the site's.
+        dry_run: Only show the scripts and how they would be submitted.
+        local: Run the jobs here, without Slurm.
+        again: Submit although jobs of the same folder are still queued or running.
+    """
+    from lmcore.jobs.plan import plan_sweep
+    from lmcore.jobs.sweeps import load_definition
+    from lmcore.parameters import find_project
+
+    project = find_project()
+    settings = settings_of(project, site)
+    folder = folder_of(out, settings, project, load_definition(definition, set).name)
+    jobs = plan_sweep(definition, folder, set, concurrency)
+    if not jobs:
+        print(f"All cells in {folder} are finished; lmcore sweep table {folder} makes their table.")
+        return 0
+    return carry_out(project, jobs, settings, folder, time, dry_run, local, again)
+
+
+def settings_of(project: Path, file: Path | None) -> "Site":
+    """The site's settings: of this file, else of the project's, which may be missing."""
+    from lmcore.jobs.site import Site, load_site
+
+    default = project / "papermill_jobs" / "site.yaml"
+    if file is None and not default.is_file():
+        return Site()
+    sweeps = sorted(path.stem for path in (project / "papermill_jobs" / "sweeps").glob("*.yaml"))
+    notebooks = sorted(path.stem for path in (project / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    return load_site(file or default, [*notebooks, *sweeps])
+
+
+def folder_of(out: Path | None, site: "Site", project: Path, name: str) -> Path:
+    """The output folder in full: the one that was named, else runs/<name>."""
+    return (site.folder(project) / "runs" / name if out is None else out).resolve()
+
+
+def carry_out(
+    project: Path,
+    jobs: "Sequence[Job]",
+    site: "Site",
+    out: Path,
+    time: str | None,
+    dry_run: bool,
+    local: bool,
+    again: bool,
+) -> int:
+    """Shows, submits or runs the jobs; returns the exit code."""
+    from lmcore.jobs.scheduler import has_slurm
+    from lmcore.jobs.submission import described, run_locally, scripts_of, submit_to_slurm
+
+    scripts = scripts_of(project, jobs, site, out, time)
+    announce = functools.partial(announce_notebooks, project, jobs, out)
+    if dry_run:
+        print(described(jobs, scripts, out))
+        return 0
+    if local or not has_slurm():
+        if not local:
+            print("There is no sbatch on this machine: the jobs run here, one after another.", flush=True)
+        return run_locally(project, jobs, scripts, out, again, announce)
+    print(listed(submit_to_slurm(project, jobs, scripts, out, again, announce)))
+    print(f"To watch them: lmcore jobs {out}")
+    return 0
+
+
+def announce_notebooks(project: Path, jobs: "Sequence[Job]", out: Path) -> None:
+    """Adds the notebooks of the jobs to the plan of the folder, so that a writeup names those that never ran, too."""
+    from lmcore.parameters import find_notebooks
+    from lmcore.workbook.record import update_plan
+
+    names = [name for job in jobs if job.kind in ("workbook", "notebook") for name in job.notebooks]
+    if names:
+        known = [path.stem for path in find_notebooks(project)]
+        update_plan(out, jobs[0].variables["SCALE"], jobs[0].variables["DATA"], names, known)
+
+
+def listed(records: "Sequence[JobRecord]") -> str:
+    """A line for each job: id, name, what it waits for, log."""
+    width = max(len(record.name) for record in records)
+    lines = []
+    for record in records:
+        cells = "" if record.tasks is None else f", {len(record.tasks)} cells"
+        after = f", after {', '.join(record.after)}" if record.after else ""
+        log = record.log_file() if record.tasks is None else record.log.replace("%A", record.id)
+        lines.append(f"{record.id}  {record.name:<{width}}  {log}{cells}{after}")
+    return "\n".join(lines)
+
+
+def requeue(out: Annotated[Path, tyro.conf.Positional], attempts: int = 3) -> int:
+    """For a job that was stopped after saving: queue itself again, unless it gets nowhere. job.sh calls this.
+
+    Args:
+        out: The job's output folder.
+        attempts: After so many stops in a row without anything new saved, the job is not queued again.
+    """
+    from lmcore.jobs.requeue import requeue as queue_again
+
+    if queue_again(out, attempts):
+        print("It is queued again, and goes on from what is saved.")
+        return 0
+    print(
+        f"lmcore: This job was stopped {attempts} times in a row with nothing new saved, so it is not queued "
+        "again: give it a longer --time, or let it save more often (checkpoint_interval).",
+        file=sys.stderr,
+    )
+    return EXIT_FAILURE
+
+
+def submit_commands(wrap: Callable) -> tyro.extras.SubcommandApp:
+    """lmcore submit ...; `wrap` is applied to each command."""
+    app = tyro.extras.SubcommandApp()
+    for command in (workbook, notebook, sweep):
+        app.command(wrap(command))
+    return app
