@@ -4,46 +4,57 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from lmcore.config import TrainConfig, from_dict, require, to_dict
 from lmcore.data import open_data
 from lmcore.device import visible_gpus
-from lmcore.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, UserError
+from lmcore.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError
 from lmcore.files import read_json, write_json
 from lmcore.progress import Progress
+from lmcore.resume import damage
 from lmcore.run import RunBusy, RunFolder
+from lmcore.stopping import stop_signals
 
 SECONDS_BETWEEN_LOOKS = 0.5
 FINISHED = ("complete", "diverged", "out of memory")
 
 
 def is_finished(config: TrainConfig, run: RunFolder) -> bool:
-    """Whether `run` ended, complete or diverged, with this configuration and this data."""
-    if run.status()["state"] not in FINISHED or not run.config_file.exists():
+    """Whether `run` ended, complete and undamaged or diverged, with this configuration and this data."""
+    state = _status(run)["state"]
+    if state not in FINISHED or not run.config_file.exists():
         return False
-    return not run.differences(config, open_data(config.data).fingerprint)
+    if run.differences(config, open_data(config.data).fingerprint):
+        return False
+    return state != "complete" or damage(run) is None  # training again mends what is damaged
 
 
 def run_or_reuse(config: TrainConfig, folder: str | os.PathLike) -> RunFolder:
     """Trains in a child process and follows its metrics; a finished run with the same config and data is reused.
 
     The child outlives this process: a lost notebook loses nothing, and calling again follows the run that is still
-    going. Output goes to log.txt in the run folder. Raises `UserError` with the child's last words if it fails.
+    going. Where the process that is followed ends before the run does, this one goes on with it. Output goes to
+    log.txt in the run folder. Raises `UserError` with the child's last words if it fails.
     """
     run = RunFolder(folder)
-    if is_finished(config, run):
-        state = run.status()
-        print(f"{run.name}: reused, {state['state']} at step {state['step']}.")
+    while not is_finished(config, run):
+        if run.config_file.exists():
+            run.require_same(config, open_data(config.data).fingerprint)
+        if run.is_busy():
+            print(f"{run.name}: another process trains it; this one follows.", flush=True)
+            _follow(run, config.steps, None)
+            continue
+        child = _start(["train", "--config", str(_request(config, run)), "--run", str(run.path)], run)
+        _follow(run, config.steps, child)
+        if child.returncode == EXIT_USER_ERROR and (run.is_busy() or is_finished(config, run)):
+            continue  # another process was faster, and ours was refused
+        _check(child.returncode, run)
         return run
-    if run.config_file.exists():
-        run.require_same(config, open_data(config.data).fingerprint)
-    child = (
-        None
-        if run.is_busy()
-        else _start(["train", "--config", str(_request(config, run)), "--run", str(run.path)], run)
-    )
-    _follow(run, config.steps, child)
+    state = run.status()
+    print(f"{run.name}: reused, {state['state']} at step {state['step']}.")
     return run
 
 
@@ -51,44 +62,57 @@ def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: 
     """Trains every run in its own subfolder of `folder`, `workers` at a time; finished runs are reused.
 
     Each worker is a process that takes the next run nobody else holds; with several GPUs they are dealt out in turn.
-    A run that diverges is a result. Raises `UserError` if a worker fails otherwise.
+    A run that diverges is a result. Runs that another call had begun and did not end are gone on with. Raises
+    `UserError` if a worker fails otherwise.
     """
     folder = Path(folder)
     write_json(folder / "sweep.json", {name: to_dict(config) for name, config in runs.items()})
     folders = {name: RunFolder(folder / name) for name in runs}
-    open_runs = [name for name, config in runs.items() if not is_finished(config, folders[name])]
-    if not open_runs:
+    reused = True
+    while left := sum(not is_finished(config, folders[name]) for name, config in runs.items()):
+        reused = False
+        _train_all(folder, folders, min(workers, left), left)
+    if reused:
         print(f"{folder.name}: all {len(runs)} runs reused.")
-        return folders
-    logs = [RunFolder(folder / f".worker{index}") for index in range(min(workers, len(open_runs)))]
-    children = [_start(["sweep", str(folder)], log, gpu=index) for index, log in enumerate(logs)]
-    progress = Progress(len(runs), folder.name, unit="run", start=len(runs) - len(open_runs))
-    while any(child.poll() is None for child in children) or any(run.is_busy() for run in folders.values()):
-        time.sleep(SECONDS_BETWEEN_LOOKS)  # a run may also be in the hands of a worker of an earlier call
-        progress.update(sum(run.status()["state"] in FINISHED for run in folders.values()))
-    progress.close()
-    for child, log in zip(children, logs, strict=True):
-        _check(child.returncode, log)
     return folders
 
 
-def work(folder: str | os.PathLike) -> None:
-    """What one worker of `run_sweep` does: trains, in order, each run of sweep.json that is neither done nor taken."""
-    from lmcore.train import train  # here, because only the worker needs the trainer
+def _train_all(folder: Path, folders: dict[str, RunFolder], workers: int, left: int) -> None:
+    """Starts workers and waits for them, and for those of an earlier call that hold some of the runs."""
+    logs = [RunFolder(folder / f".worker{index}") for index in range(workers)]
+    children = [_start(["sweep", "work", str(folder)], log, gpu=index) for index, log in enumerate(logs)]
+    progress = Progress(len(folders), folder.name, unit="run", start=len(folders) - left)
+    while any(child.poll() is None for child in children) or any(run.is_busy() for run in folders.values()):
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+        progress.update(sum(_status(run)["state"] in FINISHED for run in folders.values()))
+    progress.close()
+    for child, log in zip(children, logs, strict=True):
+        _check(child.returncode, log)
 
-    folder = Path(folder)
-    runs = read_json(folder / "sweep.json")
-    require(isinstance(runs, dict), f"{folder / 'sweep.json'} must be a mapping of run names to settings.")
-    for name, values in runs.items():
-        config, run = from_dict(TrainConfig, values), RunFolder(folder / name)
-        if is_finished(config, run):
-            continue
-        try:
-            result = train(config, run)
-        except RunBusy:
-            continue
-        if result.state == "interrupted":
-            raise SystemExit(EXIT_INTERRUPTED)
+
+def work(folder: str | os.PathLike) -> None:
+    """What one worker of `run_sweep` does: trains, in order, each run of sweep.json that is neither done nor taken.
+
+    A stop signal, also one between two runs, ends it with the exit code EXIT_INTERRUPTED.
+    """
+    with stop_signals() as stop:
+        from lmcore.train import train  # here, because only the worker needs the trainer
+
+        folder = Path(folder)
+        runs = read_json(folder / "sweep.json")
+        require(isinstance(runs, dict), f"{folder / 'sweep.json'} must be a mapping of run names to settings.")
+        for name, values in runs.items():
+            if stop.is_set():
+                raise SystemExit(EXIT_INTERRUPTED)
+            config, run = from_dict(TrainConfig, values), RunFolder(folder / name)
+            if is_finished(config, run):
+                continue
+            try:
+                result = train(config, run)
+            except RunBusy:
+                continue
+            if result.state == "interrupted":
+                raise SystemExit(EXIT_INTERRUPTED)
 
 
 def _request(config: TrainConfig, run: RunFolder) -> Path:
@@ -117,11 +141,13 @@ def _start(arguments: list[str], run: RunFolder, gpu: int | None = None) -> subp
 
 def _follow(run: RunFolder, steps: int, child: subprocess.Popen | None) -> None:
     """Shows the run's progress until its process ends; `child` is None for a process started by someone else."""
-    progress = Progress(steps, run.name, start=run.status()["step"])
+    progress = Progress(steps, run.name, start=_status(run)["step"])
     done = False
     while not done:
         done = not run.is_busy() if child is None else child.poll() is not None
-        lines = run.metrics_lines()
+        lines = []
+        with suppress(UserError):  # damaged: the process that trains mends it, or says why not
+            lines = run.metrics_lines()
         if lines:
             progress.update(lines[-1]["step"], f"loss {lines[-1]['train_loss']:.3f}")
         if not done:
@@ -129,6 +155,14 @@ def _follow(run: RunFolder, steps: int, child: subprocess.Popen | None) -> None:
     progress.close()
     if child is not None:
         _check(child.returncode, run)
+
+
+def _status(run: RunFolder) -> dict[str, Any]:
+    """The run's status; that of a new run where it cannot be read, since training goes by the checkpoints."""
+    try:
+        return run.status()
+    except UserError:
+        return {"state": "new", "step": 0}
 
 
 def _check(code: int, run: RunFolder) -> None:
@@ -139,4 +173,7 @@ def _check(code: int, run: RunFolder) -> None:
             f"The run {run.path} was stopped by a signal; run this again to go on from where it saved itself."
         )
     words = run.log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    raise UserError(f"The process of {run.path} ended with code {code}: {words[-1] if words else 'it said nothing'}")
+    said = words[-1] if words else "it said nothing"
+    if not said.startswith("lmcore: "):  # a log on a full disk lacks the last words
+        said = _status(run).get("reason", said)
+    raise UserError(f"The process of {run.path} ended with code {code}: {said}")

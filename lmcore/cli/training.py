@@ -10,6 +10,7 @@ import tyro
 from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config, require
 from lmcore.errors import EXIT_CODES
 from lmcore.files import read_json
+from lmcore.stopping import stop_signals
 from lmcore.text import utf8_text
 
 GENERATE_DEFAULTS = GenerateConfig()
@@ -35,9 +36,10 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
             preset: Named settings to start from.
             config: JSON file of settings to start from, such as a run's config.json.
         """
-        from lmcore.train import train
+        with stop_signals():  # from here on, as importing torch takes a while
+            from lmcore.train import train
 
-        result = train(settings, run)
+            result = train(settings, run)
         loss = "" if result.valid_loss is None else f", validation loss {result.valid_loss:.4f} nats per token"
         print(f"{run}: {result.state} at step {result.step}{loss}.")
         return EXIT_CODES[result.state]
