@@ -69,7 +69,8 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
     overrides = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
-        require(bool(equals) and name.isidentifier(), f"A parameter is given as name=value, not {pair!r}.")
+        named = all(word.isidentifier() for word in name.split("."))  # dotted: a setting within a setting
+        require(bool(equals) and named, f"A parameter is given as name=value, not {pair!r}.")
         try:
             overrides[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):

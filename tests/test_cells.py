@@ -10,7 +10,8 @@ import torch
 
 from lmcore.config import replace
 from lmcore.errors import UserError
-from lmcore.profiling.cells import alone_in, measuring_gpus, require_complete, run_cells, task_name
+from lmcore.profiling.cells import measuring_gpus, require_complete, run_cells, task_name
+from lmcore.profiling.records import alone_in
 from lmcore.profiling.workload import Workload, workload_config
 
 SMALL = workload_config("smoke", context_length=8, vocab_size=32, batch_size=1, device="cpu")

@@ -1,12 +1,65 @@
-"""`lmcore sweep`: many runs or measurements."""
+"""`lmcore sweep ...`: many runs or measurements, as one command or as the tasks of a job array."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from lmcore.errors import EXIT_FAILURE
 
-def sweep(folder: Annotated[Path, tyro.conf.Positional]) -> int:
+Overrides = Annotated[tuple[str, ...], tyro.conf.arg(name="set")]
+
+
+def run(
+    definition: Annotated[str, tyro.conf.Positional],
+    out: Path | None = None,
+    task: int | None = None,
+    overrides: Overrides = (),
+) -> int:
+    """Do one cell of a sweep, or all that are not finished, in turn.
+
+    Exit codes: 0 done, also if a run diverged or did not fit into the memory, 1 a cell failed, 75 stopped by a signal:
+    the same command goes on.
+
+    Args:
+        definition: Name of a definition in papermill_jobs/sweeps/, or a YAML file.
+        out: Folder for the sweep (default: runs/sweeps/<name>).
+        task: Number of the cell, from 0 in the definition's order; default: all.
+        overrides: name=value pairs: settings of the base, or values of a setting that is varied, as steps=20 or
+            optimizer.learning_rate=1e-3,1e-2.
+    """
+    from lmcore.jobs.sweeps import load_definition, run_definition, sweep_folder
+
+    sweep = load_definition(definition, overrides)
+    return run_definition(sweep, out or sweep_folder(sweep), task)
+
+
+def table(out: Annotated[Path, tyro.conf.Positional], definition: str | None = None, overrides: Overrides = ()) -> int:
+    """Merge the cells of a sweep into one table: a row for each, whether it has run or not.
+
+    It goes to out/results/<name>.json and .csv, for training runs with their curves, for measurements with each step.
+
+    Exit codes: 0, or 1 if a cell failed.
+
+    Args:
+        out: Folder of the sweep.
+        definition: Name of a definition, or a YAML file; default: the one that the folder remembers.
+        overrides: name=value pairs as for lmcore sweep run, with --definition.
+    """
+    from lmcore.config import require
+    from lmcore.jobs.sweep_table import summary, write_sweep_table
+    from lmcore.jobs.sweeps import load_definition, require_remembered
+
+    require(definition is not None or not overrides, "--set changes a definition: give --definition with it.")
+    sweep = load_definition(definition, overrides) if definition else require_remembered(out)
+    rows, file = write_sweep_table(sweep, out)
+    print(summary(sweep, rows))
+    print(f"Written to {file} and .csv.")
+    return EXIT_FAILURE if (rows["outcome"] == "failed").any() else 0
+
+
+def work(folder: Annotated[Path, tyro.conf.Positional]) -> int:
     """Train, one after another, the runs of a sweep that nobody else has taken: one worker of `lmcore.sweep.run_sweep`.
 
     Args:
@@ -16,3 +69,12 @@ def sweep(folder: Annotated[Path, tyro.conf.Positional]) -> int:
 
     work(folder)
     return 0
+
+
+def sweep_commands(wrap: Callable) -> tyro.extras.SubcommandApp:
+    """lmcore sweep ...; `wrap` is applied to each command."""
+    app = tyro.extras.SubcommandApp()
+    app.command(wrap(run))
+    app.command(wrap(table))
+    app.command(wrap(work))
+    return app

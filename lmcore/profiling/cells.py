@@ -7,21 +7,21 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from lmcore.config import require, to_dict
 from lmcore.device import out_of_memory_reason, visible_gpus
 from lmcore.errors import UserError
-from lmcore.files import atomic_write, read_json, write_json
+from lmcore.files import write_json
+from lmcore.profiling.records import FINISHED, alone_in, finished_record, holding_cell, require_writable
 from lmcore.profiling.workload import WorkloadConfig
 from lmcore.progress import Progress
 from lmcore.provenance import command_line, environment
@@ -29,7 +29,6 @@ from lmcore.provenance import command_line, environment
 Task = Callable[[WorkloadConfig, Path], dict[str, Any]]
 """Measures one cell, may write files into the folder it is given, and returns what JSON can hold."""
 
-FINISHED = ("complete", "out of memory")
 MACHINE = ("device", "torch")
 """What must be the same of the environment for an old record to stand."""
 
@@ -45,6 +44,7 @@ def run_cells(
     title: str = "cells",
     timeout: float | None = None,
     foreign: bool = False,
+    shared: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Measures every cell with `task` and returns their records by name, in order.
 
@@ -56,7 +56,11 @@ def run_cells(
     configuration, device and PyTorch, are not measured again; with `foreign`, those of another machine are not either:
     what a cluster measured is then read on a laptop. `timeout` in seconds ends a cell as failed.
 
-    Raises `UserError`, before anything runs, on names that are no file names and on tasks that cannot be imported.
+    One process measures in a folder. With `shared`, as for the jobs of a cluster that each have a GPU of their own,
+    others may measure other cells there at the same time. No cell is ever in two hands.
+
+    Raises `UserError`, before anything runs, on names that are no file names and on tasks that cannot be imported;
+    and when a folder or a cell is in other hands.
     """
     folder = Path(folder)
     for name in cells:
@@ -74,45 +78,46 @@ def run_cells(
     gpus: SimpleQueue[str | None] = SimpleQueue()  # those that nobody measures on
     for gpu in measuring_gpus(cells.values()):
         gpus.put(gpu)
+    stopped = threading.Event()
+
+    def measured(name: str) -> dict[str, Any] | None:
+        with holding_cell(folder, name):
+            record = finished_record(folder / f"{name}.json", named, cells[name], required)
+            if record is not None:  # another process was faster
+                return record
+            gpu = gpus.get()
+            try:
+                record = measure_cell(task, name, cells[name], folder, timeout, gpu) | {"environment": machine}
+            finally:
+                gpus.put(gpu)
+            if stopped.is_set():  # the cell did not fail, it was ended
+                return None
+            write_json(folder / f"{name}.json", record)
+            return record
 
     def measure(name: str) -> None:
-        gpu = gpus.get()
-        try:
-            record = measure_cell(task, name, cells[name], folder, timeout, gpu) | {"environment": machine}
-        finally:
-            gpus.put(gpu)
-        write_json(folder / f"{name}.json", record)
+        record = measured(name)
+        if record is None:
+            return
         records[name] = record
         done = sum(record is not None for record in records.values())
         progress.update(done, f"{name} {record['outcome']}")
 
     missing = [name for name, record in records.items() if record is None]
-    holding = alone_in(folder) if missing else contextlib.nullcontext()
+    if missing:
+        require_writable(folder)
+    holding = alone_in(folder) if missing and not shared else contextlib.nullcontext()
     with holding, ThreadPoolExecutor(max_workers=gpus.qsize()) as pool:
         try:
             list(pool.map(measure, missing))
         except BaseException:
+            stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():  # else the cells that have begun are waited for
+                child.terminate()
             raise
     progress.close()
     return {name: record for name, record in records.items() if record is not None}
-
-
-@contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Holds the folder for this process. Raises `UserError` if another measures there, or it cannot be written to."""
-    with atomic_write(folder / ".writable"):
-        pass
-    (folder / ".writable").unlink()
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(f"Another process is measuring in {folder}; wait for it or choose another folder.") from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def measuring_gpus(configs: Iterable[WorkloadConfig]) -> list[str | None]:
@@ -224,33 +229,6 @@ def _ended(code: int | None) -> tuple[str, str]:
         return "out of memory", "The system ended the process, as it does when the host's memory is used up (SIGKILL)."
     how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
     return "failed", f"The process ended with {how} and said nothing."
-
-
-def finished_record(
-    path: Path, task: str, config: WorkloadConfig, required: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """The record in `path` if it is of this very measurement and its environment has the values of `required`."""
-    if not path.exists():
-        return None
-    try:
-        record = read_json(path)
-    except UserError:  # damaged: measured again
-        return None
-    same = isinstance(record, dict) and record.get("task") == task and record.get("config") == as_json(to_dict(config))
-    if not same or record.get("outcome") not in FINISHED:
-        return None
-    there = record.get("environment")
-    whole = isinstance(there, dict) and {"cell", "reason", "result"} <= set(record)
-    if not whole or (record["outcome"] == "complete" and not isinstance(record["result"], dict)):
-        return None  # half of it is missing: measured again
-    return record if all(there.get(key) == value for key, value in required.items()) else None
-
-
-def as_json(value: Any) -> Any:
-    """Plain data as it comes back from a JSON file: tuples as lists."""
-    if isinstance(value, dict):
-        return {key: as_json(item) for key, item in value.items()}
-    return [as_json(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def this_machine() -> dict[str, Any]:
