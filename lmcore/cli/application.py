@@ -12,10 +12,12 @@ import tyro
 
 from lmcore.cli.benchmark import benchmark
 from lmcore.cli.data import data_commands, tokenizer_commands
+from lmcore.cli.jobs import requeue, submit_commands
 from lmcore.cli.memory import memory
 from lmcore.cli.nsys import nsys
+from lmcore.cli.status import jobs
 from lmcore.cli.submission import submission
-from lmcore.cli.sweep import sweep
+from lmcore.cli.sweep import sweep_commands
 from lmcore.cli.training import generate, starting_config, train_command
 from lmcore.cli.workbook import refresh, workbook, writeup
 from lmcore.config import TrainConfig
@@ -46,7 +48,22 @@ def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
     app.command(data, name="data", help="Prepare, download and look at corpora.")
     tokenizer = tokenizer_commands(deferred)
     app.command(tokenizer, name="tokenizer", help="Train a tokenizer; encode and decode with one.")
-    commands = (train_command(base), generate, sweep, benchmark, nsys, memory, workbook, refresh, writeup, submission)
+    sweep = sweep_commands(deferred) if chosen == "sweep" else doctor
+    app.command(sweep, name="sweep", help="Many runs or measurements: one cell or all of them, and their table.")
+    app.command(submit_commands(deferred), name="submit", help="The workbook, a notebook or a sweep as Slurm jobs.")
+    commands = (
+        requeue,
+        train_command(base),
+        generate,
+        benchmark,
+        nsys,
+        memory,
+        workbook,
+        refresh,
+        writeup,
+        jobs,
+        submission,
+    )
     for command in commands:
         app.command(deferred(command))
     return app
