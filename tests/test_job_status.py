@@ -10,15 +10,17 @@ from datetime import UTC, datetime
 
 import nbformat
 import pytest
+from filelock import FileLock
 from notebook_projects import code, parameters
 
 from lmcore.cli.status import jobs as jobs_command
 from lmcore.errors import UserError
 from lmcore.files import write_json
+from lmcore.jobs.found import folders_with_jobs, local_jobs_run, runs_folders
 from lmcore.jobs.ledger import JobRecord, write_job
 from lmcore.jobs.progress import executed_cells, format_duration, last_lines, read_runs
 from lmcore.jobs.queue import ask_slurm, plain
-from lmcore.jobs.status import folders_with_jobs, status_of
+from lmcore.jobs.status import status_of
 from lmcore.jobs.table import WIDTH, as_json, as_text
 
 HOST = socket.gethostname()
@@ -172,10 +174,10 @@ def test_why_a_job_waits(out, slurm):
 
 def test_what_slurm_has_forgotten_the_state_files_know(out, slurm):
     slurm(error="slurm_load_jobs error: Invalid job id specified", code=1)
-    said = {"1": "exit 0", "2": "exit 1", "3": "exit 75", "4": "gave up", "5": None, "6": "requeued"}
+    said = {"1": ["exit 0"], "2": ["exit 1"], "3": ["exit 75"], "4": ["gave up", "exit 75"], "5": [], "6": ["requeued"]}
     for id, words in said.items():
         submit(out, id)
-        say(out, id, "running n1 restart 0", *([words] if words else []))
+        say(out, id, "running n1 restart 0", *words)
     submit(out, "7")
     rows, fault = status_of([out])
     assert fault is None
@@ -358,6 +360,28 @@ def test_a_local_job_is_looked_for_among_the_processes(out, no_slurm):
         child.communicate()
     assert fault is None  # Slurm has nothing to do with them
     assert [row.state for row in rows] == ["running", "lost"]
+
+
+def test_local_jobs_that_wait_and_those_that_nobody_runs(out, no_slurm):
+    submit(out, "local-1", scheduler="local")
+    assert one(out)[0].state == "not run"
+    with FileLock(out / "jobs" / ".local.lock"):
+        source = "import sys\nfrom pathlib import Path\nfrom lmcore.jobs.status import status_of\n"
+        source += "print(status_of([Path(sys.argv[1])])[0][0].state)"
+        done = subprocess.run([sys.executable, "-c", source, out], capture_output=True, text=True, check=True)
+    assert done.stdout == "pending\n"
+    assert not local_jobs_run(out)
+
+
+def test_a_site_may_have_its_runs_in_a_scratch_folder(tmp_path, monkeypatch):
+    (tmp_path / "papermill_jobs" / "parameters").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "papermill_jobs")
+    site = tmp_path / "papermill_jobs" / "site.yaml"
+    assert runs_folders() == [tmp_path / "runs"]
+    site.write_text(f"scratch: {tmp_path}/scratch\njobs:\n  02_train: {{time: '1:00:00'}}\n")
+    assert runs_folders() == [tmp_path / "runs", tmp_path / "scratch" / "runs"]
+    site.write_text("scratch: [\n")
+    assert runs_folders() == [tmp_path / "runs"]
 
 
 def test_folders_that_have_jobs(out, tmp_path):

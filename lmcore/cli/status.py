@@ -18,20 +18,15 @@ def jobs(
         tail: Show so many last lines of each log (default: one of those that failed).
         json: Print it as JSON.
     """
-    from lmcore.jobs.status import folders_with_jobs, status_of
+    from lmcore.jobs.found import folders_with_jobs, runs_folders
+    from lmcore.jobs.status import status_of
     from lmcore.jobs.table import as_json, as_text
 
-    folders = list(outs)
-    if not folders:
-        from lmcore.parameters import find_project
-
-        runs = Path("runs") if Path("runs").is_dir() else find_project() / "runs"
-        folders = folders_with_jobs(runs)
-        if not folders and not json:
-            print(
-                f"No jobs: none was submitted for a folder in {runs}/. To submit the workbook: lmcore submit workbook"
-            )
-            return 0
+    folders = list(outs) or [folder for runs in runs_folders() for folder in folders_with_jobs(runs)]
+    if not folders and not json:
+        places = " or ".join(f"{runs}/" for runs in runs_folders())
+        print(f"No jobs: none was submitted for a folder in {places}. To submit the workbook: lmcore submit workbook")
+        return 0
     rows, fault = status_of(folders, tail)
     print((as_json if json else as_text)(rows, fault))
     return 0

@@ -116,8 +116,8 @@ class Site:
         return project / path
 
 
-def load_site(file: Path, names: typing.Collection[str] = ()) -> Site:
-    """Reads a site's file; `names` are the jobs that its `jobs` may speak of, besides kinds.
+def load_site(file: Path, names: typing.Collection[str] | None = ()) -> Site:
+    """Reads a site's file; `names` are the jobs that its `jobs` may speak of, besides kinds; None: any.
 
     Raises `UserError` in one sentence that names the file and the field.
     """
@@ -131,8 +131,8 @@ def load_site(file: Path, names: typing.Collection[str] = ()) -> Site:
     try:
         site = Site(**converted(values))
         for name, changes in site.jobs.items():
-            known = name in KINDS or name in names
-            require(known, f"jobs: there is no job {name!r}; there are {', '.join([*KINDS, *names])}.")
+            known = names is None or name in KINDS or name in names
+            require(known, f"jobs: there is no job {name!r}; there are {', '.join([*KINDS, *(names or ())])}.")
             for key in ("jobs", "scratch"):
                 require(key not in converted(changes), f"jobs: {name} cannot have its own {key}.")
             site.for_job(name, name)

@@ -5,18 +5,16 @@ work itself writes. Where Slurm knows a job, its word counts; else the last line
 """
 
 import re
-import socket
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import psutil
-
 from lmcore.config import require
-from lmcore.errors import EXIT_INTERRUPTED, UserError
-from lmcore.jobs.ledger import JobRecord, StateLine, jobs_folder, natural, read_job, read_states, record_files
+from lmcore.errors import EXIT_INTERRUPTED
+from lmcore.jobs.found import Job, is_gone, local_jobs_run, read_ledger, this_attempt
+from lmcore.jobs.ledger import JobRecord, StateLine, jobs_folder, natural
 from lmcore.jobs.progress import (
     NotebookProgress,
     RunProgress,
@@ -59,28 +57,6 @@ class JobStatus:
     """Of an array: how many tasks are in each state."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """A job of the ledger, or one that was submitted by hand and wrote a state file."""
-
-    id: str
-    out: Path
-    record: JobRecord | None
-    lines: dict[str, list[StateLine]]
-    """What it, or each task of the array, said of itself, by its id."""
-
-    @property
-    def is_local(self) -> bool:
-        """Whether Slurm has nothing to do with it."""
-        return not self.id[:1].isdigit() or (self.record is not None and self.record.scheduler == "local")
-
-
-def folders_with_jobs(runs: Path) -> list[Path]:
-    """The folders in runs/ and runs/sweeps/ that jobs were submitted for."""
-    places = [*sorted(runs.glob("*/jobs")), *sorted((runs / "sweeps").glob("*/jobs"))]
-    return [place.parent for place in places if place.is_dir() and place.parent.name != "sweeps"]
-
-
 def status_of(outs: Sequence[Path], tail: int | None = None) -> tuple[list[JobStatus], str | None]:
     """A row for each job of the output folders, and a sentence if Slurm could not be asked about them.
 
@@ -88,7 +64,7 @@ def status_of(outs: Sequence[Path], tail: int | None = None) -> tuple[list[JobSt
     job was submitted for.
     """
     require(tail is None or tail >= 0, f"--tail must be a number of lines from 0 on, not {tail}.")
-    found: list[tuple[Path, list[Job], list[JobStatus]]] = []
+    found: list[tuple[Path, list[Job], dict[str, str]]] = []
     for out in outs:
         require(jobs_folder(out).is_dir(), f"No job was submitted for {out}: it has no folder jobs/.")
         found.append((out, *read_ledger(out)))
@@ -97,37 +73,11 @@ def status_of(outs: Sequence[Path], tail: int | None = None) -> tuple[list[JobSt
     rows = []
     for out, jobs, damaged in found:
         notebooks, runs = read_notebooks(out), read_runs(out)
-        rows += damaged
+        for id, fault_of_record in damaged.items():
+            rows.append(JobStatus(str(out), id, "?", "unknown", "damaged", notes=(fault_of_record,)))
         for job in jobs:
             rows += rows_of(job, slurm, fault is None, notebooks, runs)
     return [with_tail(row, tail) for row in rows], fault
-
-
-def read_ledger(out: Path) -> tuple[list[Job], list[JobStatus]]:
-    """The jobs of a folder, the first submitted first, and a row for each record that is damaged."""
-    folder = jobs_folder(out)
-    lines: dict[str, dict[str, list[StateLine]]] = {}
-    for path in sorted(folder.glob("*.state")):
-        try:
-            lines.setdefault(whole(path.stem), {})[path.stem] = read_states(path)
-        except OSError:
-            continue
-    records, damaged = [], []
-    for path in sorted(record_files(out), key=lambda path: natural(path.stem)):
-        try:
-            records.append(read_job(path))
-        except UserError as error:
-            damaged.append(JobStatus(str(out), path.stem, "?", "unknown", "damaged", notes=(str(error),)))
-    jobs = [Job(record.id, out, record, lines.pop(record.id, {})) for record in records]
-    unreadable = {row.id for row in damaged}
-    jobs += [Job(id, out, None, own) for id, own in lines.items() if id not in unreadable]
-    return sorted(jobs, key=lambda job: (submitted(job), natural(job.id))), damaged
-
-
-def submitted(job: Job) -> str:
-    """When the job was submitted, or first said something, as far as it is known."""
-    times = [lines[0].time_utc for lines in job.lines.values() if lines]
-    return job.record.submitted_utc if job.record else min(times, default="")
 
 
 def rows_of(
@@ -159,8 +109,8 @@ def row_of(job: Job, id: str, entry: QueueEntry | None, answered: bool) -> JobSt
     state, notes = entry.state if entry else own_state(job, id, lines, answered), []
     if state == "pending" and attempts:
         state = "requeued"
-    last = lines[-1] if lines else None
-    if last is not None and last.state == "gave up" and state not in (*WAITING, *ACTIVE):
+    last, attempt = lines[-1] if lines else None, this_attempt(lines)
+    if "gave up" in attempt and state not in (*WAITING, *ACTIVE):
         state = "gave up"
         notes.append("It made no progress in several attempts, and was not requeued again.")
     if entry is not None and entry.state in WAITING:
@@ -180,26 +130,15 @@ def row_of(job: Job, id: str, entry: QueueEntry | None, answered: bool) -> JobSt
 def own_state(job: Job, id: str, lines: Sequence[StateLine], answered: bool) -> str:
     """The state by the job's own words, where Slurm does not know it, or (not `answered`) was not asked."""
     if not lines:
-        return "unknown"
+        return "unknown" if not job.is_local else "pending" if local_jobs_run(job.out) else "not run"
     last = lines[-1]
+    if "gave up" in this_attempt(lines):
+        return "gave up"
     if last.state == "exit":
         return {0: "completed", EXIT_INTERRUPTED: "stopped"}.get(last.code, "failed")
     if last.state == "running" and (answered if not job.is_local else is_gone(id, last.host)):
         return "lost"
     return last.state
-
-
-def is_gone(id: str, host: str | None) -> bool:
-    """Whether a local job has no process any more; unknown, thus not, on another host than this."""
-    if host not in (socket.gethostname(), socket.gethostname().split(".")[0]):
-        return False
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("LMCORE_JOB_ID") == id and process.status() != psutil.STATUS_ZOMBIE:
-                return False
-        except (psutil.Error, OSError):
-            continue
-    return True
 
 
 def why_it_waits(entry: QueueEntry, record: JobRecord | None) -> list[str]:
