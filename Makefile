@@ -8,6 +8,7 @@ SCALE ?= smoke
 DATA ?= embedded
 OUT ?= runs/$(SCALE)
 NOTEBOOKS ?=
+NAMES ?= cse599o
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +17,7 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3 python,\
   $(shell command -v $(name) >/dev/null 2>&1 && $(name) -c '$(SUITABLE)' >/dev/null 2>&1 && echo $(name))))
 
-.PHONY: help workbook test lab refresh-notebooks clean
+.PHONY: help workbook test test-slurm test-faults submission lab refresh-notebooks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -31,6 +32,15 @@ test: $(INSTALLED)  ## lint, tests, and the notebooks against their committed ou
 	$(BIN)/ruff format --check .
 	$(BIN)/pytest
 	env -u MPLBACKEND $(BIN)/pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=900 notebooks
+
+test-slurm: $(INSTALLED)  ## the job scripts on a private Slurm cluster on this machine, which needs Slurm's daemons
+	$(BIN)/pytest -m slurm -rs tests/slurm
+
+test-faults: $(INSTALLED)  ## training runs killed, damaged and starved at random moments: they go on as if nothing was
+	$(BIN)/pytest -m faults -rs tests/faults
+
+submission: $(INSTALLED)  ## the hand-in of the newest writeup, or of OUT: submission/code.zip (NAMES=cse599o|cs336)
+	@$(BIN)/lmcore submission $(if $(filter-out file,$(origin OUT) $(origin SCALE)),"$(OUT)") --names "$(NAMES)"
 
 lab: $(INSTALLED)  ## JupyterLab in notebooks/
 	$(BIN)/jupyter lab --notebook-dir . notebooks
