@@ -14,9 +14,10 @@ import torch
 
 from lmcore.device import device_name, select_device
 from lmcore.errors import UserError
+from lmcore.jobs.queue import run as ask
 from lmcore.profiling.nsys.tool import INSTALL, find_nsys
 from lmcore.provenance import environment
-from lmcore.report.answers import format_bytes
+from lmcore.report.answers import format_bytes, join_words
 from lmcore.tokenizer import load_gpt2
 
 OPTIONAL_MODULES = {
@@ -30,7 +31,7 @@ OPTIONAL_MODULES = {
     "triton": ("torch.compile on a GPU", "comes with the CUDA build of torch, on Linux"),
 }
 OPTIONAL_PROGRAMS = {
-    "sbatch": ("submitting to Slurm", "log in to a cluster's front end"),
+    "shellcheck": ("checking the job scripts (make test)", "it is in most systems' packages"),
 }
 DATA_FOLDER = Path("data")
 
@@ -50,7 +51,7 @@ def examine(folder: str | os.PathLike = ".") -> dict[str, Any]:
         "driver": here["driver"],
         "git_commit": here["git_commit"],
         "disk_free_bytes": shutil.disk_usage(folder).free,
-        "optional": [*optional_parts(), nsight_systems()],
+        "optional": [*optional_parts(), nsight_systems(), slurm()],
         "data": {
             "prepared": prepared_corpora(Path(folder) / DATA_FOLDER),
             "gpt2_tokenizer": gpt2_tokenizer(),
@@ -77,6 +78,30 @@ def nsight_systems() -> dict[str, Any]:
         return part | {"present": False, "remedy": INSTALL}
     detail = f"{nsys.version} ({nsys.path}), from {nsys.place}"
     return part | {"present": True, "remedy": "", "detail": detail}
+
+
+def slurm() -> dict[str, Any]:
+    """The part of Slurm: its version, whether its controller answers, and then the partitions that have GPUs."""
+    part = {"name": "slurm", "purpose": "jobs on a cluster, without which lmcore submit runs them here"}
+    if shutil.which("sbatch") is None:
+        return part | {"present": False, "remedy": "log in to a cluster's front end"}
+    version = ask(["sbatch", "--version"])[1].strip().rpartition(" ")[2] or "version unknown"
+    code, shown, said = ask(["sinfo", "--noheader", "--format=%R|%G"])
+    if code != 0:
+        words = said.splitlines()[-1:] or ["sinfo said nothing"]
+        return part | {
+            "present": True,
+            "remedy": "",
+            "detail": f"{version}; its controller does not answer ({words[0]})",
+        }
+    partitions: dict[str, set[str]] = {}
+    for name, _, resources in (line.strip().partition("|") for line in shown.splitlines()):
+        found = [resource.partition("(")[0] for resource in resources.split(",") if resource.startswith("gpu")]
+        partitions.setdefault(name, set()).update(found)
+    gpus = [f"{name} ({' or '.join(sorted(found))})" for name, found in partitions.items() if found]
+    places = f"GPUs in {join_words(gpus)}" if gpus else "no partition with GPUs"
+    count = f"{len(partitions)} partition{'' if len(partitions) == 1 else 's'}"
+    return part | {"present": True, "remedy": "", "detail": f"{version}, {count}, {places}"}
 
 
 def prepared_corpora(folder: Path) -> list[dict[str, Any]]:

@@ -74,3 +74,38 @@ def test_gpt2_tokenizer_is_looked_for_without_a_download(tmp_path, monkeypatch):
 def test_gpt2_tokenizer_is_found(shared_data, monkeypatch):
     monkeypatch.setenv("LMCORE_GPT2", str(shared_data / "gpt2"))
     assert doctor.gpt2_tokenizer() == {"present": True, "error": None}
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Makes programs that print what they are told; no others are found."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if shutil.which("sbatch") is None else str(tmp_path))
+
+    def add(name, text, code=0):
+        words = f"printf '%s\\n' '{text}' >&{1 if code == 0 else 2}"
+        (tmp_path / name).write_text(f"#!/bin/sh\n{words}\nexit {code}\n")
+        (tmp_path / name).chmod(0o755)
+
+    return add
+
+
+def test_slurm_is_not_there(programs):
+    part = doctor.slurm()
+    assert part["present"] is False
+    assert "front end" in part["remedy"]
+
+
+def test_partitions_with_gpus(programs):
+    programs("sbatch", "slurm-wlm 22.05.8")
+    programs("sinfo", "main|gpu:a40:8(S:0-1),ssd:1\nmain|gpu:h200:4\ncompute|(null)\nspot|gpu:2")
+    assert doctor.slurm()["detail"] == "22.05.8, 3 partitions, GPUs in main (gpu:a40:8 or gpu:h200:4) and spot (gpu:2)"
+    programs("sinfo", "compute|(null)")
+    assert doctor.slurm()["detail"] == "22.05.8, 1 partition, no partition with GPUs"
+
+
+def test_a_controller_that_does_not_answer(programs):
+    programs("sbatch", "slurm 24.11.0")
+    programs("sinfo", "slurm_load_partitions: Unable to contact slurm controller", code=1)
+    part = doctor.slurm()
+    assert part["present"] is True
+    assert part["detail"].startswith("24.11.0; its controller does not answer (slurm_load_partitions: Unable")
