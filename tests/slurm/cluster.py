@@ -1,81 +1,23 @@
 """A private Slurm cluster on one host: munged, slurmctld and three slurmd, started for the tests and surely stopped."""
 
 import contextlib
-import getpass
 import os
 import re
 import shutil
 import signal
-import socket
-import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
+from slurm_configuration import NODES, write_configuration
+from slurm_processes import cluster_processes, kill
 
-NODES = ("n1", "n2", "n3")
-GPUS_PER_NODE = 2
-CPUS_PER_NODE = 8
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "setpriv")
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
 START_SECONDS = 60
 SEARCH_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 """The Python that runs the tests first, so that jobs find its `lmcore`; Debian keeps the daemons in /usr/sbin."""
-
-# Facts that took trying:
-# - cgroups need a delegated hierarchy; with proctrack/cgroup and without one jobs never run, although srun returns 0.
-# - A requeued job waits until the credentials of its first run have expired: two minutes, unless cred_expire is short.
-# - Node names do not resolve, so all nodes are 127.0.0.1 with ports of their own.
-# - config_overrides believes the CPUs and memory stated here, whatever the host has.
-SLURM_CONF = """\
-ClusterName=lmcore
-SlurmctldHost={hostname}(127.0.0.1)
-SlurmctldPort={controller_port}
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
-CredType=cred/munge
-StateSaveLocation={folder}/state
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdSpoolDir={folder}/%n
-SlurmdPidFile={folder}/%n.pid
-SlurmdLogFile={folder}/%n.log
-SlurmdDebug=verbose
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
-MpiDefault=none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-JobCompType=jobcomp/none
-MailProg=/bin/true
-SlurmdParameters=config_overrides
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerType=sched/backfill
-SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
-PriorityType=priority/basic
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-SlurmctldParameters=preempt_send_user_signal
-JobRequeue=1
-ReturnToService=2
-SlurmdTimeout=10
-KillWait=5
-MinJobAge=86400
-InactiveLimit=0
-{gres_types}
-{nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF State=UP
-PartitionName=spot Nodes=ALL MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace} State=UP
-"""
-SPOT_GRACE_SECONDS = 20
-"""How long a preempted job of the partition spot may save: it gets its `--signal` first and is requeued after this."""
 
 
 def missing_programs() -> list[str]:
@@ -83,20 +25,11 @@ def missing_programs() -> list[str]:
     return [name for name in PROGRAMS if not shutil.which(name, path=SEARCH_PATH)]
 
 
-def free_ports(count: int) -> list[int]:
-    """Different TCP ports that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
 class Cluster:
     """Slurm with the nodes n1, n2 and n3 and the partitions main and spot (preempted by main), all in `folder`.
 
     A context manager: on entry all nodes are idle, on exit every daemon and every process of a job has ended.
-    Where the process is root, each node has two pretended GPUs (`has_gpus`).
+    Each node has two pretended GPUs.
 
     Args:
         folder: an existing folder of the user alone (munge refuses others), with a short path: sockets lie in it.
@@ -112,14 +45,14 @@ class Cluster:
             "LMCORE_TEST_CLUSTER": str(self.folder),
             "PATH": SEARCH_PATH,
         }
-        self.has_gpus = os.geteuid() == 0
+        self.has_gpus = True
         self._daemons: dict[str, subprocess.Popen] = {}
         self._scripts = 0
         self._last_states: dict[str, str] = {}
 
     def __enter__(self) -> "Cluster":
         try:
-            self._configure()
+            write_configuration(self.folder)
             self._start_munged()
             self._start("slurmctld", "slurmctld", "-D", "-c")
             for name in NODES:
@@ -139,7 +72,7 @@ class Cluster:
             self.kill_node(name)
         for name in ("slurmctld", "munged"):
             self._kill_daemon(name)
-        _kill(self._processes())
+        kill(cluster_processes(self.folder))
 
     # Commands and jobs
 
@@ -227,18 +160,19 @@ class Cluster:
 
     def describe(self, job: str | None = None) -> str:
         """The queue, the nodes, the ends of the daemons' logs and a job's record and log, for messages of failure."""
-        parts = [self.run("squeue", "--all", check=False).stdout, self.run("sinfo", "-N", check=False).stdout]
+        parts = [self._daemon_logs(), self.run("squeue", "--all", check=False).stdout]
+        parts.append(self.run("sinfo", "-N", check=False).stdout)
         if job is not None:
             parts.append(self.run("scontrol", "show", "job", job, check=False).stdout)
             parts += [f"log of {r['JobId']}:\n{_tail(Path(r.get('StdOut', '')))}" for r in self.records(job)]
-        return "\n".join([*parts, self._daemon_logs()])
+        return "\n".join(parts)
 
     # Nodes
 
     def kill_node(self, name: str) -> None:
         """What a power failure does: SIGKILL to the node's slurmd, slurmstepds and job processes."""
         self._kill_daemon(name)
-        _kill(self._processes(name))
+        kill(cluster_processes(self.folder, name))
 
     def start_node(self, name: str, wait: bool = True) -> None:
         """Starts a node's slurmd, and waits until the node takes jobs."""
@@ -252,47 +186,8 @@ class Cluster:
 
     # The inside
 
-    def _configure(self) -> None:
-        """Writes slurm.conf, gres.conf and the munge key, and makes the devices that stand for GPUs."""
-        self.folder.chmod(0o700)
-        (self.folder / "state").mkdir()
-        controller_port, *ports = free_ports(1 + len(NODES))
-        hostname = socket.gethostname().split(".")[0]
-        if self.has_gpus:
-            self._make_gpus()
-        gres = f"Gres=gpu:{GPUS_PER_NODE} " if self.has_gpus else ""
-        nodes = [
-            f"NodeName={name} NodeHostname={hostname} NodeAddr=127.0.0.1 Port={port} Sockets=1 "
-            f"CoresPerSocket={CPUS_PER_NODE} ThreadsPerCore=1 RealMemory=64000 {gres}State=UNKNOWN"
-            for name, port in zip(NODES, ports, strict=True)
-        ]
-        text = SLURM_CONF.format(
-            folder=self.folder,
-            user=getpass.getuser(),
-            hostname=hostname,
-            controller_port=controller_port,
-            gres_types="GresTypes=gpu" if self.has_gpus else "",
-            nodes="\n".join(nodes),
-            grace=SPOT_GRACE_SECONDS,
-        )
-        (self.folder / "slurm.conf").write_text(text)
-
-    def _make_gpus(self) -> None:
-        """Slurm sets CUDA_VISIBLE_DEVICES only for character devices: these are like /dev/null under other names."""
-        lines = []
-        for name in NODES:
-            (self.folder / name).mkdir()
-            for index in range(GPUS_PER_NODE):
-                with contextlib.suppress(FileExistsError):
-                    os.mknod(self.folder / name / f"gpu{index}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-            lines.append(f"NodeName={name} Name=gpu File={self.folder}/{name}/gpu[0-{GPUS_PER_NODE - 1}]")
-        (self.folder / "gres.conf").write_text("\n".join(lines) + "\n")
-
     def _start_munged(self) -> None:
         """Starts munged with a key of its own, and waits for its socket."""
-        key = self.folder / "munge.key"
-        key.touch(mode=0o600)
-        key.write_bytes(os.urandom(128))
         paths = {"key-file": "key", "socket": "socket", "log-file": "log", "pid-file": "pid", "seed-file": "seed"}
         options = [f"--{option}={self.folder}/munge.{suffix}" for option, suffix in paths.items()]
         # forced: munged wants a socket that other users can reach, and there are none here
@@ -304,7 +199,7 @@ class Cluster:
         with (self.folder / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *command],  # it ends with the tests, also when they are killed
-                env=self.environment | {"SLURMD_NODENAME": name},  # by which _processes knows the node
+                env=self.environment | {"SLURMD_NODENAME": name},  # by which cluster_processes knows the node
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -337,45 +232,7 @@ class Cluster:
             time.sleep(0.1)
 
     def _daemon_logs(self) -> str:
-        paths = sorted([*self.folder.glob("*.out"), *self.folder.glob("*.log")])
-        return "\n".join(f"{path.name}:\n{_tail(path)}" for path in paths if path.stat().st_size)
-
-    def _processes(self, node: str | None = None) -> Iterator[psutil.Process]:
-        """Processes of this cluster, or of one of its nodes, known by their environment and by their open log.
-
-        (A slurmstepd writes its title over its environment, but holds the log of its node open.)
-        """
-        logs = {str(self.folder / f"{name}.log") for name in ([node] if node else NODES)}
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.name().startswith("slurmstepd"):
-                    found = any(each.path in logs for each in process.open_files())
-                else:
-                    variables = process.environ()
-                    found = variables.get("LMCORE_TEST_CLUSTER") == str(self.folder)
-                    found = found and (node is None or variables.get("SLURMD_NODENAME") == node)
-                if found:
-                    yield process
-
-
-def _kill(processes: Iterator[psutil.Process]) -> None:
-    """SIGKILL to the processes, and waits until they have ended (a zombie has, whoever its parent is)."""
-    found = {process for process in processes if process.pid != os.getpid()}
-    for process in list(found):  # a job may have emptied its environment: it is known as a slurmstepd's child
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.update(process.children(recursive=True))
-    for process in found:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    end = time.monotonic() + 10
-    while any(_alive(process) for process in found) and time.monotonic() < end:
-        time.sleep(0.02)
-
-
-def _alive(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
+        return "\n".join(f"{path.stem} said:\n{_tail(path)}" for path in sorted(self.folder.glob("*.out")))
 
 
 def _tail(path: Path, lines: int = 30) -> str:

@@ -1,0 +1,109 @@
+"""The files of the private Slurm cluster: slurm.conf, gres.conf, the munge key and the devices that stand for GPUs."""
+
+import contextlib
+import getpass
+import os
+import socket
+from pathlib import Path
+
+NODES = ("n1", "n2", "n3")
+GPUS_PER_NODE = 2
+CPUS_PER_NODE = 8
+
+# Facts that took trying:
+# - cgroups need a delegated hierarchy; with proctrack/cgroup and without one jobs never run, although srun returns 0.
+# - A requeued job waits until the credentials of its first run have expired: two minutes, unless cred_expire is short.
+# - Node names do not resolve, so all nodes are 127.0.0.1 with ports of their own.
+# - config_overrides believes the CPUs and memory stated here, whatever the host has.
+SLURM_CONF = """\
+ClusterName=lmcore
+SlurmctldHost={hostname}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdSpoolDir={folder}/%n
+SlurmdPidFile={folder}/%n.pid
+SlurmdLogFile={folder}/%n.log
+SlurmdDebug=verbose
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+MailProg=/bin/true
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
+PriorityType=priority/basic
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+JobRequeue=1
+ReturnToService=2
+SlurmdTimeout=10
+KillWait=5
+MinJobAge=86400
+InactiveLimit=0
+GresTypes=gpu
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF State=UP
+PartitionName=spot Nodes=ALL MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace} State=UP
+"""
+SPOT_GRACE_SECONDS = 20
+"""How long a preempted job of the partition spot may save: it gets its `--signal` first and is requeued after this."""
+
+
+def write_configuration(folder: Path) -> None:
+    """Writes the files into the cluster's folder, with ports that are free now."""
+    folder.chmod(0o700)
+    (folder / "state").mkdir()
+    key = folder / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(os.urandom(128))
+    controller_port, *ports = free_ports(1 + len(NODES))
+    hostname = socket.gethostname().split(".")[0]
+    nodes = [
+        f"NodeName={name} NodeHostname={hostname} NodeAddr=127.0.0.1 Port={port} Sockets=1 "
+        f"CoresPerSocket={CPUS_PER_NODE} ThreadsPerCore=1 RealMemory=64000 Gres=gpu:{GPUS_PER_NODE} State=UNKNOWN"
+        for name, port in zip(NODES, ports, strict=True)
+    ]
+    text = SLURM_CONF.format(
+        folder=folder,
+        user=getpass.getuser(),
+        hostname=hostname,
+        controller_port=controller_port,
+        nodes="\n".join(nodes),
+        grace=SPOT_GRACE_SECONDS,
+    )
+    (folder / "slurm.conf").write_text(text)
+    _write_gpus(folder)
+
+
+def _write_gpus(folder: Path) -> None:
+    """Slurm sets CUDA_VISIBLE_DEVICES for numbered character devices alone: these are /dev/null under other names."""
+    lines = []
+    for name in NODES:
+        (folder / name).mkdir()
+        for index in range(GPUS_PER_NODE):
+            (folder / name / f"gpu{index}").symlink_to(os.devnull)
+        lines.append(f"NodeName={name} Name=gpu File={folder}/{name}/gpu[0-{GPUS_PER_NODE - 1}]\n")
+    (folder / "gres.conf").write_text("".join(lines))
+
+
+def free_ports(count: int) -> list[int]:
+    """Different TCP ports that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
