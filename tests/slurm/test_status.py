@@ -1,0 +1,157 @@
+"""`lmcore jobs` and `lmcore doctor` against a real Slurm: every state as it comes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from job_projects import job_project, touching
+from notebook_projects import code
+
+from lmcore.jobs.ledger import JobRecord, write_job
+
+pytestmark = pytest.mark.slurm
+
+TRAIN = """
+from lmcore.config import replace
+from lmcore.data import CorpusConfig, prepare
+from lmcore.recipes import recipe
+from lmcore.sweep import run_or_reuse
+
+data = prepare("embedded", "bpe:300", Path(out, "data"), CorpusConfig(num_documents=200), progress=False)
+config = replace(recipe("smoke", str(data.folder), data.vocab_size), steps=1_000_000, log_interval=5, device="cpu")
+"""
+"""A cell that prepares a run of more steps than any test waits for."""
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    """A project whose notebooks train for ever, need that, fail, and succeed."""
+    return job_project(
+        tmp_path / "project",
+        _02_train=touching("02_train", code(TRAIN), code('run_or_reuse(config, Path(out, "runs", "long"))'), code("1")),
+        _03_generate=touching("03_generate"),
+        _04_benchmark=touching("04_benchmark", code("1 / 0")),
+        _05_nsys=touching("05_nsys"),
+    )
+
+
+def shown(cluster, project: Path, *outs: str) -> dict[str, dict]:
+    """What `lmcore jobs --json` says, by the jobs' names (ids for tasks of arrays)."""
+    answer = json.loads(cluster.run("lmcore", "jobs", *outs, "--json", cwd=project).stdout)
+    assert answer["slurm"] is None
+    return {row["id"] if "_" in row["id"] else row["name"]: row for row in answer["jobs"]}
+
+
+def test_every_state_of_a_chain(cluster, project):
+    said = cluster.run("lmcore", "submit", "workbook", cwd=project).stdout.splitlines()
+    ids = {line.split()[1]: line.split()[0] for line in said if line[0].isdigit()}
+    train = ids["02_train"]
+    cluster.wait(ids["04_benchmark"], "FAILED")
+    cluster.wait(ids["05_nsys"], "COMPLETED")
+
+    def trains(attempts: int) -> bool:
+        row = shown(cluster, project)["02_train"]
+        return row["attempts"] == attempts and row["seconds_left"] is not None
+
+    cluster.wait_until(lambda: trains(1), "the training was shown with the time left", job=train)
+    rows = shown(cluster, project)
+    assert {name: row["id"] for name, row in rows.items()} == ids
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "02_train": "running",
+        "03_generate": "pending",
+        "04_benchmark": "failed",
+        "05_nsys": "completed",
+        "writeup": "pending",
+    }
+    assert rows["02_train"]["doing"].startswith("02_train, cell 4/5; long: step ")
+    assert "/1,000,000, loss " in rows["02_train"]["doing"]
+    assert rows["03_generate"]["notes"] == [f"It waits for job {train}: Dependency."]
+    assert rows["04_benchmark"]["doing"] == "04_benchmark failed at cell 3/3"
+    assert "It ended with exit code 1." in rows["04_benchmark"]["notes"]
+    assert "ZeroDivisionError" in " ".join(rows["04_benchmark"]["tail"])
+    assert rows["05_nsys"]["tail"] == []
+    table = cluster.run("lmcore", "jobs", cwd=project).stdout
+    assert "runs/smoke" in table
+    assert f"log: {project / 'runs' / 'smoke' / 'jobs' / f'02_train-{train}.log'}" in table
+
+    step = json.loads((project / "runs/smoke/runs/long/metrics.jsonl").read_text().splitlines()[-1])["step"]
+    cluster.run("scancel", "--batch", "--signal=USR1", train)
+    seen = set()
+
+    def goes_on() -> bool:
+        row = shown(cluster, project)["02_train"]
+        seen.add(row["state"])
+        return row["state"] == "running" and trains(2)
+
+    cluster.wait_until(goes_on, "the training went on in a second attempt", job=train)
+    assert seen <= {"running", "completing", "requeued"}
+    assert "requeued" in seen
+    row = shown(cluster, project)["02_train"]
+    assert int(row["doing"].partition("long: step ")[2].partition("/")[0].replace(",", "")) > step
+
+    cluster.run("scancel", *ids.values())
+    cluster.wait(train, "CANCELLED")
+    cluster.wait_until(lambda: shown(cluster, project)["02_train"]["state"] == "cancelled", "it was shown as cancelled")
+    assert shown(cluster, project)["05_nsys"]["state"] == "completed"
+
+
+def test_an_array_task_by_task(cluster, tmp_path):
+    out = tmp_path / "out"
+    (out / "jobs").mkdir(parents=True)
+    script = (
+        f"#!/bin/bash\nwhile [[ ! -e {tmp_path}/go ]]; do sleep 0.1; done\n"
+        'echo "task $SLURM_ARRAY_TASK_ID"\n[[ $SLURM_ARRAY_TASK_ID != 1 ]]\n'
+    )
+    log = str(out / "jobs" / "rates-%A_%a.log")
+    job = cluster.sbatch(script, options=["--array=0-3%1", "--job-name=rates", f"--output={log}"])
+    write_job(out, JobRecord(job, "rates", "sweep", "s", log, "2026-01-01", tasks=[0, 1, 2, 3]))
+    cluster.wait_until(lambda: shown(cluster, tmp_path, str(out))["rates"]["tasks"].get("running") == 1, "it ran")
+    row = shown(cluster, tmp_path, str(out))["rates"]
+    assert (row["state"], row["tasks"]) == ("running", {"running": 1, "pending": 3})
+    assert row["doing"] == "0/4 tasks done, 3 pending, 1 running"
+    assert row["notes"] == ["It waits: JobArrayTaskLimit."]
+    (tmp_path / "go").touch()
+    cluster.wait(job, "FAILED", "COMPLETED")
+    cluster.wait_until(
+        lambda: shown(cluster, tmp_path, str(out))["rates"]["tasks"] == {"completed": 3, "failed": 1}, "all tasks ended"
+    )
+    rows = shown(cluster, tmp_path, str(out))
+    assert list(rows) == ["rates", f"{job}_1"]
+    assert rows["rates"]["doing"] == "3/4 tasks done, 1 failed"
+    assert rows[f"{job}_1"]["tail"] == ["task 1"]
+
+
+def test_a_job_that_waits_for_nodes_and_one_that_slurm_never_had(cluster, tmp_path):
+    (tmp_path / "jobs").mkdir()
+    job = cluster.sbatch("#!/bin/sh\n", options=["--hold", "--job-name=held"])
+    for id in (job, "99999999"):
+        write_job(tmp_path, JobRecord(id, f"job{id}", "workbook", "s", str(tmp_path / "log"), "2026-01-01"))
+    rows = shown(cluster, tmp_path, str(tmp_path))
+    assert rows[f"job{job}"]["state"] == "pending"
+    assert rows[f"job{job}"]["notes"] == ["It waits: JobHeldUser."]
+    assert rows["job99999999"]["state"] == "unknown"
+    cluster.run("scancel", job)
+
+
+def test_a_controller_that_is_gone_leaves_the_files(cluster, tmp_path):
+    (tmp_path / "jobs").mkdir()
+    write_job(tmp_path, JobRecord("1", "old", "workbook", "s", str(tmp_path / "log"), "2026-01-01"))
+    (tmp_path / "jobs" / "1.state").write_text("2026-01-01T00:00:00+00:00 running n1 restart 0\n")
+    text = Path(cluster.environment["SLURM_CONF"]).read_text()
+    (tmp_path / "slurm.conf").write_text(
+        "\n".join("SlurmctldPort=9" if line.startswith("SlurmctldPort=") else line for line in text.splitlines())
+        + "\nMessageTimeout=2\n"
+    )
+    command = ["lmcore", "jobs", tmp_path, "--json"]
+    done = cluster.run(*command, SLURM_CONF=tmp_path / "slurm.conf")
+    answer = json.loads(done.stdout)
+    assert answer["slurm"].startswith("Slurm does not answer (")
+    assert answer["jobs"][0]["state"] == "running"
+    assert done.stderr == ""
+
+
+def test_doctor_names_the_partitions(cluster, tmp_path):
+    facts = json.loads(cluster.run("lmcore", "doctor", "--json", cwd=tmp_path).stdout)
+    (part,) = (part for part in facts["optional"] if part["name"] == "slurm")
+    gpus = "GPUs in main (gpu:2) and spot (gpu:2)" if cluster.has_gpus else "no partition with GPUs"
+    assert part["detail"].endswith(f", 2 partitions, {gpus}")
