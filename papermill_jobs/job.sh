@@ -76,9 +76,9 @@ supervise() {
     CHILD=
   fi
   if was_interrupted "$code" && is_to_go_on; then
-    echo "Stopped by $STOPPED after saving."
+    code=$INTERRUPTED
     # it writes "requeued" or "gave up" into the diary
-    if lmcore requeue "$OUT" --attempts "$ATTEMPTS"; then exit "$INTERRUPTED"; fi
+    if lmcore requeue "$OUT" --attempts "$ATTEMPTS"; then exit "$code"; fi
   fi
   note "exit $code"
   exit "$code"

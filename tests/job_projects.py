@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from tests.notebook_projects import code, make_project, parameters
+from notebook_projects import code, make_project, parameters
 
 SCRIPTS = Path(__file__).parents[1] / "papermill_jobs"
 

@@ -209,7 +209,7 @@ def requeue(out: Annotated[Path, tyro.conf.Positional], attempts: int = 3) -> in
     from lmcore.jobs.requeue import requeue as queue_again
 
     if queue_again(out, attempts):
-        print("It is queued again, and goes on from what is saved.")
+        print("Stopped by a signal: queued again, to go on from what is saved.")
         return 0
     print(
         f"lmcore: This job was stopped {attempts} times in a row with nothing new saved, so it is not queued "
