@@ -26,6 +26,12 @@ from lmcore.report.tables import (
 )
 from lmcore.run import RunFolder, flatten
 
+OF_A_BEGUN_RUN = (
+    "final_valid_loss", "best_valid_loss", "best_step", "diverged_at_step", "max_spike", "seconds",
+    "tokens_per_second", "peak_memory_bytes", "device",
+)  # fmt: skip
+"""Columns of `run_table` that are empty for a run that has not begun."""
+
 SHOWN = ("final_valid_loss", "best_valid_loss", "tokens_per_second", "seconds")
 """Columns of a training sweep that are printed, besides what is varied."""
 
@@ -96,6 +102,7 @@ def planned_row(name: str, config: TrainConfig) -> dict[str, Any]:
         "dropout": config.model.dropout,
         "sampling": config.sampling,
         "outcome": "not run",
+        **dict.fromkeys(OF_A_BEGUN_RUN),
     }
 
 
@@ -123,7 +130,7 @@ def write_measured(definition: SweepDefinition, out: Path, file: Path, notes: Ma
         records[name] |= {"outcome": state, "reason": reason}
     table = pd.concat([timing_table(part) for part in (records, kept) if part], ignore_index=True)
     table.insert(len(table.columns), "in_definition", [True] * len(records) + [False] * len(kept))
-    measured = {f"{name}": record for name, record in [*records.items(), *kept.items()] if record["result"]}
+    measured = {number: record for number, record in enumerate([*records.values(), *kept.values()]) if record["result"]}
     source = provenance_of_cells(measured)
     write_results(samples_table(measured), file.with_stem(f"{file.stem}_samples"), source, **notes)
     return write_results(table, file, source, **notes)
@@ -135,10 +142,13 @@ def summary(definition: SweepDefinition, table: pd.DataFrame) -> str:
         shown = readable(table)
         shown.insert(0, "cell", table["cell"])
     else:
-        varied = [key for key in table if key in {key for _, settings in definition.varied() for key in settings}]
+        varied = list(definition.vary)  # named runs say by their names how they differ
         shown = table[["name", *varied, "outcome", *SHOWN]].rename(columns={"name": "cell"})
         shown = shown.astype(object).where(shown.notna(), "–")
     counts = ", ".join(f"{count} {outcome}" for outcome, count in table["outcome"].value_counts().items())
     first = table.columns[0]
     failed = [f"{row[first]}: {row['reason']}" for row in table.to_dict("records") if row["outcome"] == "failed"]
-    return "\n".join([shown.to_string(index=False), "", f"{definition.name}: {len(table)} cells: {counts}.", *failed])
+    others = int((~table["in_definition"].astype(bool)).sum())
+    also = f" {others} of them are not, or no longer, in the definition." if others else ""
+    count = f"{definition.name}: {len(table)} cells: {counts}.{also}"
+    return "\n".join([shown.to_string(index=False), "", count, *failed])

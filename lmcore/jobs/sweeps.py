@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +22,9 @@ from lmcore.jobs.sweep_definition import (
     train_cells,
     write_definition,
 )
+from lmcore.resume import damage
 from lmcore.run import RunBusy, RunFolder
+from lmcore.stopping import STOP_SIGNALS, stop_signals
 
 if TYPE_CHECKING:  # PyTorch is imported when cells are run
     from lmcore.data import PreparedData
@@ -36,10 +37,6 @@ REMEMBERED = "sweep.yaml"
 FINISHED = ("complete", "diverged", "out of memory")
 STATES = ("not run", "running", "stopped", "failed", *FINISHED)
 """What can be said of a cell. stopped: begun, and neither ended nor in anyone's hands; a training run goes on."""
-
-LOOKS = 10
-SECONDS_BETWEEN_LOOKS = 0.2
-"""A run folder is held for a moment by whoever looks whether it is held."""
 
 
 def sweep_folder(definition: SweepDefinition) -> Path:
@@ -68,16 +65,18 @@ def run_definition(definition: SweepDefinition, out: str | os.PathLike, task: in
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """SIGUSR1 and SIGTERM end this process with code 75; while a run is being trained, its trainer handles them."""
+    """Stop signals end this process with code 75; where runs are trained, `stop_signals` is used instead."""
 
     def stop(number: int, _: Any) -> None:
+        for again in before:  # the same one may come twice, and is not to disturb what is put away now
+            signal.signal(again, signal.SIG_IGN)
         print(f"Stopped by {signal.Signals(number).name}; the same command goes on.", flush=True)
         raise SystemExit(EXIT_INTERRUPTED)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:
         yield
     finally:
@@ -142,18 +141,19 @@ def train_chosen(definition: SweepDefinition, out: Path, names: Sequence[str], o
         if run.config_file.exists():
             run.require_same(cells[name], data.fingerprint)
     ended = []
-    for name in names:
-        if states[name][0] in FINISHED:
-            print(f"{name}: skipped, it is finished: {states[name][0]}.", flush=True)
-            continue
-        try:
-            ended.append(train_one(cells[name], run_folder(out, name)))
-        except RunBusy:
-            if not others_may:
-                raise
-            print(f"{name}: left to the process that is training it.", flush=True)
-        if ended and ended[-1] == "interrupted":
-            return EXIT_INTERRUPTED
+    with stop_signals() as stop:
+        for name in names:
+            if states[name][0] in FINISHED:
+                print(f"{name}: skipped, it is finished: {states[name][0]}.", flush=True)
+                continue
+            try:
+                ended.append(train_one(cells[name], run_folder(out, name)))
+            except RunBusy:
+                if not others_may:
+                    raise
+                print(f"{name}: left to the process that is training it.", flush=True)
+            if stop.is_set() and (name != names[-1] or "interrupted" in ended):
+                return EXIT_INTERRUPTED
     return EXIT_FAILURE if "failed" in ended else 0
 
 
@@ -161,24 +161,20 @@ def train_one(config: TrainConfig, run: RunFolder) -> str:
     """How the run ended; `failed` is noted in its folder, with the reason. Raises `RunBusy`."""
     from lmcore.train import train
 
-    for look in range(LOOKS):
-        try:
-            return train(config, run).state
-        except RunBusy:
-            if look == LOOKS - 1:
-                raise
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-        except Exception as error:
-            if isinstance(error, UserError):
-                reason = str(error)
-            else:
-                traceback.print_exc()
-                reason = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
-            print(f"{run.name}: failed: {reason}", file=sys.stderr, flush=True)
-            with suppress(UserError), run.lock():
-                run.write_status("failed", run.status()["step"], reason=reason)
-            return "failed"
-    raise AssertionError("unreachable")
+    try:
+        return train(config, run).state
+    except RunBusy:
+        raise
+    except Exception as error:
+        if isinstance(error, UserError):
+            reason = str(error)
+        else:
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    print(f"{run.name}: failed: {reason}", file=sys.stderr, flush=True)
+    with suppress(UserError), run.lock():
+        run.write_status("failed", run.status()["step"], reason=reason)
+    return "failed"
 
 
 def measure_chosen(definition: SweepDefinition, out: Path, names: Sequence[str], alone: bool) -> int:
@@ -267,6 +263,8 @@ def train_state(config: TrainConfig, run: RunFolder, data: "PreparedData | None"
     except UserError as error:
         return "failed", str(error)
     state = status["state"]
+    if state == "complete" and (reason := damage(run)):
+        return "stopped", f"{reason} Training again mends it."
     return (state if state in STATES and state != "running" else "stopped"), status.get("reason")
 
 
