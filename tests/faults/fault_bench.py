@@ -1,0 +1,169 @@
+"""What every fault is held against: a small run, done once undisturbed, and processes that repeat it."""
+
+import multiprocessing
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from lmcore.checkpoint import digest, read_checkpoint, read_weights
+from lmcore.config import OptimizerConfig, TrainConfig, model_config
+from lmcore.errors import EXIT_CODES, EXIT_USER_ERROR, UserError
+from lmcore.run import RunFolder
+
+TIMES = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}
+"""Fields of a metrics line that no two runs share."""
+
+
+class Bench:
+    """The run that faults are tried on: its settings, its undisturbed results, and ways to start it."""
+
+    def __init__(self, folder: Path):
+        import torch
+
+        from lmcore.data import CorpusConfig, prepare
+        from lmcore.train import train
+
+        torch.set_num_threads(1)
+        self.folder, self.number = folder, 0
+        data = prepare("embedded", "bpe:300", folder / "data", CorpusConfig(num_documents=40), progress=False).folder
+        self.config = TrainConfig(
+            model=model_config(
+                "smoke", vocab_size=300, context_length=16, d_model=16, num_layers=1, num_heads=2, d_ff=24, dropout=0.1
+            ),
+            optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=3),
+            data=str(data),
+            batch_size=4,
+            steps=20,
+            log_interval=2,
+            eval_interval=4,
+            checkpoint_interval=3,
+            eval_batch_size=64,
+            device="cpu",
+        )
+        self.processes = multiprocessing.get_context("forkserver")
+        self.processes.set_forkserver_preload(["lmcore.train"])
+        self.straight = RunFolder(folder / "straight")
+        train(self.config, self.straight)
+
+    def new(self) -> RunFolder:
+        """A run folder that is not there yet."""
+        self.number += 1
+        return RunFolder(self.folder / f"run{self.number}")
+
+    def copy(self, run: RunFolder) -> RunFolder:
+        """A new run folder with the files of another."""
+        copied = self.new()
+        shutil.copytree(run.path, copied.path)
+        return copied
+
+    def start(self, run: RunFolder, prepare: Callable[[], None] | None = None) -> multiprocessing.Process:
+        """Trains in a process forked from one that has everything imported; `prepare` is called in it first."""
+        run.path.mkdir(parents=True, exist_ok=True)
+        log = self.folder / f"{run.name}.log"
+        process = self.processes.Process(target=train_here, args=(self.config, run.path, log, prepare))
+        process.start()
+        return process
+
+    def said(self, run: RunFolder) -> str:
+        """What the processes of a run printed."""
+        return (self.folder / f"{run.name}.log").read_text()
+
+    def finish(self, run: RunFolder) -> str:
+        """Trains in this process to the end; returns what was said, a refusal's sentence included."""
+        from lmcore.train import train
+
+        said = StringIO()
+        with redirect_stdout(said):
+            try:
+                train(self.config, run)
+            except UserError as error:
+                print(f"lmcore: {error}")
+        return said.getvalue()
+
+    def require_same(self, run: RunFolder) -> None:
+        """Fails unless `run` ended with all that the undisturbed run has, bitwise, but for the times."""
+        there, here = results(self.straight), results(run)
+        for key, value in there.items():
+            assert here[key] == value, f"{key} of {run.name}: {here[key]}, undisturbed {value}"
+
+    def forget(self, run: RunFolder) -> None:
+        """Removes a run that passed."""
+        shutil.rmtree(run.path)
+
+
+def train_here(config: TrainConfig, folder: Path, log: Path, prepare: Callable[[], None] | None) -> None:
+    """What a started process does; ends with the exit code of `lmcore train`."""
+    import torch
+
+    from lmcore.train import train
+
+    torch.set_num_threads(1)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    if prepare is not None:
+        prepare()
+    try:
+        sys.exit(EXIT_CODES[train(config, folder).state])
+    except UserError as error:
+        print(f"lmcore: {error}", flush=True)
+        sys.exit(EXIT_USER_ERROR)
+
+
+def results(run: RunFolder) -> dict[str, Any]:
+    """All that a run is for, times left out."""
+    status, newest = run.status(), run.checkpoints()[0]
+    state = read_checkpoint(newest)
+    best, best_notes = read_weights(run.best_weights)
+    return {
+        "state": status["state"],
+        "losses": (status["valid_loss"], status["best_valid_loss"], status["step"]),
+        "last": digest(read_weights(run.last_weights)[0]),
+        "best": (digest(best), best_notes),
+        "metrics": [{k: v for k, v in line.items() if k not in TIMES} for line in run.metrics_lines()],
+        "training state": digest({key: state[key] for key in ("iteration", "model", "optimizer")}),
+        "generators": digest(state["extra"]["rng"]),
+        "checkpoints": [path.name for path in run.checkpoints()],
+        "leftovers": [path.name for path in run.path.rglob("*.tmp")],
+    }
+
+
+@dataclass
+class Fault:
+    """One fault that is tried; survived unless it says otherwise."""
+
+    refused: bool = False
+
+
+@dataclass
+class Tally:
+    """How many faults of each kind were tried, and what became of the runs."""
+
+    seed: int
+    counts: dict[str, Counter] = field(default_factory=dict)
+
+    @contextmanager
+    def fault(self, kind: str) -> Iterator[Fault]:
+        """Counts a fault: lost if the block fails, else refused in words if it says so, else survived."""
+        fault, count = Fault(), self.counts.setdefault(kind, Counter())
+        count["tried"] += 1
+        try:
+            yield fault
+        except BaseException:
+            count["lost"] += 1
+            raise
+        count["refused_in_words" if fault.refused else "survived"] += 1
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each kind."""
+        columns = ("tried", "survived", "refused_in_words", "lost")
+        return [
+            {"kind": kind, **{c: count[c] for c in columns}, "seed": self.seed} for kind, count in self.counts.items()
+        ]

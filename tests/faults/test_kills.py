@@ -1,0 +1,129 @@
+"""SIGKILL: at random moments of training, and at every kind of operation on the run's files."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from fault_bench import Bench, Tally
+from file_faults import Operations
+
+from lmcore.config import to_dict
+from lmcore.files import write_json
+
+RANDOM_KILLS = 100
+COMMAND_KILLS = 10
+WRITES_OF_A_FILE = 3
+"""A checkpoint is written in hundreds of pieces: so many of them are tried for each file."""
+
+
+def test_random_moments(bench: Bench, tally: Tally, rng: random.Random):
+    life = min(timed(bench) for _ in range(3))
+    killed = 0
+    while killed < RANDOM_KILLS:
+        run = bench.new()
+        kills = rng.choice((1, 1, 2, 3))
+        for _ in range(kills):
+            process = bench.start(run)
+            time.sleep(rng.uniform(0, life))
+            process.kill()
+            process.join()
+            if process.exitcode != -signal.SIGKILL:
+                break  # it had ended before
+            killed += 1
+            with tally.fault("SIGKILL at a random moment of training"):
+                rest = bench.copy(run)
+                said = bench.finish(rest)
+                assert not said.startswith("lmcore:"), said
+                bench.require_same(rest)
+                bench.forget(rest)
+        bench.forget(run)
+
+
+def timed(bench: Bench) -> float:
+    """Seconds that an undisturbed process lives."""
+    run, started = bench.new(), time.perf_counter()
+    process = bench.start(run)
+    process.join()
+    assert process.exitcode == 0, bench.said(run)
+    bench.require_same(run)
+    return time.perf_counter() - started
+
+
+def test_random_moments_of_the_command(bench: Bench, tally: Tally, rng: random.Random):
+    write_json(bench.folder / "config.json", to_dict(bench.config))
+    life = None
+    killed = 0
+    while killed < COMMAND_KILLS:
+        run, started = bench.new(), time.perf_counter()
+        command = [sys.executable, "-m", "lmcore", "train", "--config", str(bench.folder / "config.json")]
+        child = subprocess.Popen([*command, "--run", str(run.path)], stdout=subprocess.DEVNULL)
+        if life is None:
+            assert child.wait() == 0
+            life = time.perf_counter() - started
+            bench.require_same(run)
+            continue
+        if killed % 2:  # most of a command's life is spent on imports: every second one may begin to train first
+            while not run.status_file.exists() and child.poll() is None:
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, life / 10))
+        else:
+            time.sleep(rng.uniform(0, life))
+        child.kill()
+        if child.wait() != -signal.SIGKILL:
+            continue
+        killed += 1
+        with tally.fault("SIGKILL of the command at a random moment"):
+            bench.finish(run)
+            bench.require_same(run)
+
+
+def test_every_operation_on_a_file(bench: Bench, tally: Tally, rng: random.Random):
+    recorded, record = bench.new(), bench.folder / "operations.jsonl"
+    process = bench.start(recorded, Operations(recorded.path, record=record))
+    process.join()
+    assert process.exitcode == 0, bench.said(recorded)
+    bench.require_same(recorded)
+    operations = [tuple(json.loads(line)) for line in record.read_text().splitlines()]
+    for number in chosen(operations, rng):
+        what, name = operations[number - 1]
+        kind = "SIGKILL in the middle of a write" if what == "write" else f"SIGKILL just before {WORDS[what]}"
+        run = bench.new()
+        with tally.fault(kind):
+            process = bench.start(run, Operations(run.path, victim=number))
+            process.join()
+            assert process.exitcode == -signal.SIGKILL, f"{what} {name}: {bench.said(run)}"
+            said = bench.finish(run)
+            assert not said.startswith("lmcore:"), said
+            bench.require_same(run)
+            bench.forget(run)
+
+
+WORDS = {
+    "open": "a file is opened",
+    "fsync": "an fsync",
+    "rename": "a rename",
+    "remove": "a removal",
+    "mkdir": "a folder is made",
+}
+
+
+def chosen(operations: list[tuple[str, str]], rng: random.Random) -> list[int]:
+    """Numbers, from 1, of the operations to die at: each kind of each file, of the many pieces of a file a few."""
+    numbers = defaultdict(list)
+    for number, operation in enumerate(operations, 1):
+        numbers[operation].append(number)
+    some = []
+    for same in numbers.values():
+        some += (
+            same
+            if len(same) <= WRITES_OF_A_FILE
+            else [same[0], same[-1], *rng.sample(same[1:-1], WRITES_OF_A_FILE - 2)]
+        )
+    assert {Path(name).suffix for _, name in numbers} >= {".json", ".jsonl", ".pt", ".safetensors"}
+    assert {what for what, _ in numbers} == {"write", *WORDS}
+    return sorted(some)
