@@ -17,11 +17,13 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3 python,\
   $(shell command -v $(name) >/dev/null 2>&1 && $(name) -c '$(SUITABLE)' >/dev/null 2>&1 && echo $(name))))
 
-.PHONY: help workbook test test-slurm test-faults submission lab refresh-notebooks clean
+.PHONY: help install workbook test test-slurm test-faults submission lab refresh-notebooks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 	@echo 'For example: make workbook SCALE=gpu DATA=path/to/stories OUT=runs/full'
+
+install: $(INSTALLED)  ## only .venv with lmcore in it
 
 workbook: $(INSTALLED)  ## execute all notebooks and make the writeup (SCALE=smoke|laptop|gpu DATA= OUT= NOTEBOOKS=)
 	@$(BIN)/lmcore workbook --scale "$(SCALE)" --data "$(DATA)" --out "$(OUT)" \

@@ -14,7 +14,7 @@ from typing import IO, Literal
 
 from lmcore.config import require
 from lmcore.errors import UserError
-from lmcore.files import atomic_write, read_json
+from lmcore.files import atomic_write
 from lmcore.project_files import project_files, refuse_secrets
 
 Names = Literal["cse599o", "cs336"]
@@ -88,20 +88,13 @@ def copy(source: Path | None, target: Path) -> bool:
 
 def writeup_faults(out: Path) -> list[str]:
     """Sentences on what keeps the writeup in `out` from being handed in, the gravest first."""
-    from lmcore.report.writeup import PDF_NAME, RECORD
+    from lmcore.report.writeup import PDF_NAME
+    from lmcore.workbook.record import read_record, unfinished
 
     pdf = out / "writeup" / PDF_NAME
     if not pdf.is_file() or not pdf.read_bytes().startswith(b"%PDF"):
         return [f"There is no writeup {pdf}: run `lmcore workbook --out {out}` first, or `lmcore writeup {out}`."]
-    record = read_json(out / RECORD)
-    entries = record.get("notebooks") if isinstance(record, dict) else None
-    sound = isinstance(entries, list) and all(isinstance(e, dict) and {"name", "state"} <= e.keys() for e in entries)
-    require(sound, f"{out / RECORD} is damaged: it must list notebooks with their states; run the workbook again.")
-    faults = [
-        f"Notebook {entry['name']} is not complete (its state is “{entry['state']}”), and the writeup says so."
-        for entry in entries
-        if entry["state"] != "done"
-    ]
+    faults = unfinished(read_record(out))
     newer = [path.stem for path in (out / "notebooks").glob("*.ipynb") if path.stat().st_mtime > pdf.stat().st_mtime]
     if newer:
         faults.append(f"The writeup {pdf} is older than notebook {min(newer)}: run `lmcore writeup {out}`.")
@@ -119,11 +112,12 @@ def write_zip(file: IO[bytes], project: Path, files: Sequence[Path], curve: Path
             archive.writestr(entry, source.read_bytes())
 
 
-def newest_writeup(runs: Path) -> Path:
-    """The output folder below `runs` whose writeup was made last. Raises `UserError` where there is none."""
-    found = [path for path in runs.glob("*/writeup/answers.pdf") if path.is_file()]
+def newest_writeup(places: Sequence[Path]) -> Path:
+    """The output folder in one of these whose writeup was made last. Raises `UserError` where there is none."""
+    found = [path for place in places for path in place.glob("*/writeup/answers.pdf") if path.is_file()]
     if not found:
-        raise UserError(f"No workbook has left a writeup in {runs}/: run `make workbook` first, or name its folder.")
+        where = " or ".join(f"{place}/" for place in places)
+        raise UserError(f"No workbook has left a writeup in {where}: run `make workbook` first, or name its folder.")
     return max(found, key=lambda path: path.stat().st_mtime).parents[1]
 
 

@@ -17,6 +17,7 @@ from lmcore.errors import EXIT_USER_ERROR, UserError
 from lmcore.files import write_json
 from lmcore.project_files import MAX_FILE_BYTES, is_secret_name, project_files, refuse_secrets
 from lmcore.submission import describe, make_submission, newest_writeup
+from lmcore.workbook.record import NotebookRecord, write_notebook_record
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,8 +50,10 @@ def project(tmp_path):
 
 
 def write_record(out, state):
-    entry = {"name": "01_good", "state": state, "seconds": 1.0, "cell": None, "heading": None, "error": None}
-    write_json(out / "workbook.json", {"scale": "smoke", "data": "embedded", "notebooks": [entry]})
+    write_notebook_record(
+        out, NotebookRecord("01_good", state, scale="smoke", data="embedded", cell=2, error="it broke")
+    )
+    write_json(out / "workbook.json", {"scale": "smoke", "data": "embedded", "notebooks": ["01_good"]})
     os.utime(out / "notebooks" / "01_good.ipynb", (1e9, 1e9))
 
 
@@ -171,15 +174,16 @@ def test_a_commit_is_no_key(project):
     refuse_secrets([project / "a.json"])
 
 
-@pytest.mark.parametrize("state", ["failed", "stopped", "running", "not run"])
-def test_a_writeup_that_reports_a_failure_is_refused(project, state):
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [("failed", "failed at code cell 2: it broke"), ("running", "stopped"), ("not run", "was not run")],
+)
+def test_a_writeup_that_reports_a_failure_is_refused(project, state, words):
     write_record(project / "runs" / "smoke", state)
-    with pytest.raises(UserError, match=f"Notebook 01_good is not complete .*{state}.*--incomplete"):
+    with pytest.raises(UserError, match=f"Notebook 01_good .*{words}.*--incomplete"):
         submit(project)
     assert not (project / "submission").exists()
-    assert f"Note: Notebook 01_good is not complete (its state is “{state}”" in describe(
-        submit(project, incomplete=True)
-    )
+    assert f"{words}" in describe(submit(project, incomplete=True)).partition("Note: Notebook 01_good")[2]
 
 
 def test_a_writeup_older_than_its_notebooks_is_refused(project):
@@ -203,7 +207,7 @@ def test_the_command_takes_the_newest_writeup(project, monkeypatch, capsys):
     monkeypatch.chdir(project)
     assert cli.main(["submission", "--names", "cs336"]) == 0
     assert "writeup.pdf" in capsys.readouterr().out
-    assert newest_writeup(project / "runs") == project / "runs" / "smoke"
+    assert newest_writeup([project / "runs", project / "nowhere"]) == project / "runs" / "smoke"
     shutil.rmtree(project / "runs")
     assert cli.main(["submission"]) == EXIT_USER_ERROR
     assert "run `make workbook` first" in capsys.readouterr().err

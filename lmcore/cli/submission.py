@@ -15,14 +15,15 @@ def submission(
     """Make the hand-in: code.zip without caches, data, checkpoints or secrets, the answers' PDF, the learning curve.
 
     Args:
-        out: Folder of an executed workbook (default: the one in runs/ whose writeup was made last).
+        out: Folder of an executed workbook (default: that in runs/ whose writeup was made last).
         to: Folder for the hand-in.
         names: cse599o: code.zip and answers.pdf; cs336: code.zip and writeup.pdf.
         incomplete: Also where the writeup is missing or reports a failure.
     """
+    from lmcore.jobs.found import runs_folders
     from lmcore.parameters import find_project
     from lmcore.submission import describe, make_submission, newest_writeup
 
-    project = find_project()
-    print(describe(make_submission(project, out or newest_writeup(project / "runs"), to, names, incomplete)))
+    out = out or newest_writeup(runs_folders())
+    print(describe(make_submission(find_project(), out, to, names, incomplete)))
     return 0
