@@ -1,0 +1,291 @@
+"""Stop signals that hit a running workbook: real processes, real signals, real training."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from notebook_projects import code, make_project, parameters
+from safetensors.torch import load_file
+
+from lmcore.config import OptimizerConfig, TrainConfig, model_config, to_dict
+from lmcore.errors import EXIT_INTERRUPTED
+from lmcore.notebook import read_notebook
+from lmcore.run import RunFolder
+from lmcore.workbook import read_record
+from lmcore.workbook.kernel import LAUNCHER
+from lmcore.workbook.stopping import MARK, command_line, is_training
+
+PATIENCE = 120
+"""Seconds after which a condition that has not come true fails the test."""
+
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+"""Environment of processes that do not slow each other down."""
+
+KEPT = code("'an output to keep'")
+TRAIN = """import json
+from lmcore.config import TrainConfig, from_dict
+from lmcore.sweep import run_or_reuse, run_sweep
+config = from_dict(TrainConfig, json.load(open("../config.json")))
+run_or_reuse(config, f"{out}/runs/toy").status()["state"]"""
+SWEEP = """import json
+from lmcore.config import TrainConfig, from_dict, replace
+from lmcore.sweep import run_sweep
+config = from_dict(TrainConfig, json.load(open("../config.json")))
+runs = run_sweep({f"seed_{i}": replace(config, seed=i) for i in (1, 2)}, f"{out}/runs", workers=2)
+[run.status()["state"] for run in runs.values()]"""
+
+
+def touch(name: str) -> str:
+    """Source that leaves a file in the project's folder."""
+    return f"import os, time; open('../{name}', 'w').close()\n"
+
+
+@pytest.fixture(scope="module")
+def config(embedded_data) -> TrainConfig:
+    return TrainConfig(
+        model=model_config("smoke", vocab_size=300, context_length=16, d_model=16, num_heads=2, d_ff=24),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+        data=str(embedded_data),
+        batch_size=4,
+        steps=1000,
+        log_interval=5,
+        eval_interval=500,
+        eval_batch_size=64,
+        checkpoint_interval=250,
+        device="cpu",
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config, tmp_path_factory) -> RunFolder:
+    """The run that nobody stops, in a process like those of the notebooks."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "config.json").write_text(json.dumps(to_dict(config)))
+    command = [sys.executable, "-m", "lmcore", "train", "--config", str(folder / "config.json"), "--run"]
+    subprocess.run([*command, str(folder / "run")], check=True, capture_output=True, env=ONE_THREAD)
+    return RunFolder(folder / "run")
+
+
+class Workbook:
+    """`lmcore workbook` in a process of its own, on a toy project."""
+
+    def __init__(self, folder: Path, *cells, config: TrainConfig | None = None, **others):
+        self.folder = make_project(folder / "project", _01_toy=["# 01 Toy", parameters(), KEPT, *cells], **others)
+        self.out = self.folder / "made"
+        if config is not None:
+            (self.folder / "config.json").write_text(json.dumps(to_dict(config)))
+
+    def start(self, *options: str) -> "Workbook":
+        command = [sys.executable, "-m", "lmcore", "workbook", "--out", str(self.out), "--resume", *options]
+        self.process = subprocess.Popen(
+            command, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ONE_THREAD
+        )
+        return self
+
+    def wait_for(self, condition) -> None:
+        """Waits until the condition is true. Fails if the workbook ends before, with what it said."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def wait_for_file(self, name: str) -> None:
+        self.wait_for((self.folder / name).exists)
+
+    def wait_for_steps(self, *runs: str) -> None:
+        self.wait_for(lambda: all(self.run(name).metrics_lines() for name in runs))
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and what was said."""
+        said, _ = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, said
+
+    def run(self, name: str) -> RunFolder:
+        return RunFolder(self.out / "runs" / name)
+
+    def record(self, name: str = "01_toy") -> dict:
+        return next(entry for entry in read_record(self.out)["notebooks"] if entry["name"] == name)
+
+    def family(self) -> list[psutil.Process]:
+        """All processes that run in the project's folder."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if Path(process.cwd()).is_relative_to(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def results(self) -> list[str]:
+        """The results of the cells in the executed notebook."""
+        cells = read_notebook(self.out / "notebooks" / "01_toy.ipynb").cells
+        outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
+        return [output["data"]["text/plain"] for output in outputs if output.output_type == "execute_result"]
+
+
+@pytest.fixture
+def workbook(tmp_path):
+    """A function that makes a `Workbook`; its processes are ended after the test."""
+    made = []
+
+    def make(*cells, **options) -> Workbook:
+        made.append(Workbook(tmp_path, *cells, **options))
+        return made[-1]
+
+    yield make
+    for book in made:
+        for process in book.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def require_same_run(run: RunFolder, other: RunFolder) -> None:
+    """Bitwise the same weights, and metrics that differ in wall-clock fields alone."""
+    weights = [load_file(r.checkpoint_folder / "last.safetensors") for r in (run, other)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    clock = {"seconds", "tokens_per_second", "mfu"}
+    lines = [[{k: v for k, v in line.items() if k not in clock} for line in r.metrics_lines()] for r in (run, other)]
+    assert lines[0] == lines[1]
+
+
+def require_stopped(book: Workbook, name: str, cell: int) -> str:
+    """The workbook ends as one that was stopped, and no process is left; returns what it said."""
+    code, said = book.end()
+    assert code == EXIT_INTERRUPTED, said
+    assert f"stopped by {name} in notebook 01_toy, cell {cell}; the same command goes on from there." in said
+    assert book.record()["state"] == "stopped"
+    assert (book.record()["cell"], book.record()["error"]) == (cell, name)
+    assert "'an output to keep'" in book.results()
+    assert book.family() == []
+    return said
+
+
+def test_training_is_stopped_and_goes_on_as_if_nothing_had_been(workbook, config, undisturbed):
+    book = workbook(code(TRAIN), config=config).start("--no-writeup")
+    book.wait_for_steps("toy")
+    book.signal(signal.SIGUSR1)
+    book.signal(signal.SIGUSR1)
+    require_stopped(book, "SIGUSR1", 3)
+    status = book.run("toy").status()
+    assert status["state"] == "interrupted"
+    assert 0 < status["step"] < config.steps
+    assert book.start("--no-writeup").end()[0] == 0
+    assert book.results()[-1] == "'complete'"
+    assert "goes on from step" in book.run("toy").log_file.read_text()
+    require_same_run(book.run("toy"), undisturbed)
+
+
+def test_all_workers_of_a_sweep_are_stopped(workbook, config):
+    book = workbook(code(SWEEP), config=config).start("--no-writeup")
+    book.wait_for_steps("seed_1", "seed_2")
+    book.signal(signal.SIGTERM)
+    require_stopped(book, "SIGTERM", 3)
+    assert [book.run(name).status()["state"] for name in ("seed_1", "seed_2")] == ["interrupted"] * 2
+
+
+def test_every_process_gets_the_signal_at_once(workbook, config):
+    book = workbook(code(TRAIN), config=config).start("--no-writeup")
+    book.wait_for_steps("toy")
+    family = book.family()
+    assert any(LAUNCHER in command_line(process) for process in family)
+    for process in sorted(family, key=lambda process: LAUNCHER not in command_line(process)):  # the kernel dies first
+        process.send_signal(signal.SIGTERM)
+    require_stopped(book, "SIGTERM", 3)
+    assert book.run("toy").checkpoints()
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "while True: pass",
+        "while True:\n    try:\n        time.sleep(9)\n    except KeyboardInterrupt:\n        pass",
+        "import subprocess; subprocess.run(['sleep', '1000'], start_new_session=True)",
+    ],
+    ids=["a loop", "a cell that does not listen", "a child in a session of its own"],
+)
+def test_a_cell_without_training_is_interrupted(workbook, loop):
+    book = workbook(code(touch("begun") + loop), code("1")).start()
+    book.wait_for_file("begun")
+    book.signal(signal.SIGUSR1)
+    require_stopped(book, "SIGUSR1", 3)
+    assert not (book.out / "writeup").exists()
+
+
+def test_while_the_kernel_starts(workbook):
+    book = workbook().start()
+    book.wait_for(lambda: any(LAUNCHER in command_line(process) for process in book.family()))
+    book.signal(signal.SIGTERM)
+    code, said = book.end()
+    assert code == EXIT_INTERRUPTED
+    assert "stopped by SIGTERM in notebook 01_toy" in said
+    assert book.record()["state"] == "stopped"
+    assert book.family() == []
+
+
+def test_between_notebooks_and_while_the_writeup_is_made(workbook):
+    second = ["# 02", parameters(), code("1")]
+    stop = code("import os, signal; os.kill(os.getppid(), signal.SIGUSR1)")
+    book = workbook(stop, _02_second=second).start()
+    code_, said = book.end()
+    assert code_ == EXIT_INTERRUPTED
+    assert "stopped by SIGUSR1 before notebook 02_second; the same command goes on from there." in said
+    assert [entry["state"] for entry in read_record(book.out)["notebooks"]] == ["done", "not run"]
+    book.start()
+    book.wait_for(lambda: book.record("02_second")["state"] == "done")
+    book.signal(signal.SIGUSR1)
+    code_, said = book.end()
+    assert code_ == 0
+    assert "01_toy: kept, done before" in said
+    assert (book.out / "writeup" / "answers.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_training_that_does_not_end_is_left_behind(workbook, config):
+    book = workbook(code(TRAIN), config=config).start("--no-writeup", "--stop-seconds", "1")
+    book.wait_for_steps("toy")
+    (training,) = [process for process in book.family() if is_training(process)]
+    training.suspend()
+    book.signal(signal.SIGUSR1)
+    code_, said = book.end()
+    assert code_ == EXIT_INTERRUPTED
+    assert f"left behind: process {training.pid} ({book.out / 'runs' / 'toy'})" in said
+    assert book.family() == [training]
+    training.resume()
+    training.wait(PATIENCE)
+    assert book.run("toy").status()["state"] == "interrupted"
+
+
+def test_the_driver_is_killed(workbook, config, undisturbed):
+    book = workbook(code(TRAIN), config=config).start("--no-writeup")
+    book.wait_for_steps("toy")
+    kernels = [process for process in book.family() if LAUNCHER in command_line(process)]
+    assert kernels
+    book.signal(signal.SIGKILL)
+    book.end()
+    assert json.loads((book.out / "notebooks" / "01_toy.json").read_text())["state"] == "running"
+    assert book.record()["state"] == "stopped"
+    assert book.results() == ["'an output to keep'"]
+    _, alive = psutil.wait_procs(kernels, timeout=PATIENCE)
+    assert alive == []
+    assert book.start("--no-writeup").end()[0] == 0
+    assert book.results()[-1] == "'complete'"
+    assert len(book.run("toy").starts()) >= 1
+    require_same_run(book.run("toy"), undisturbed)
+
+
+def test_the_mark_is_on_every_process_of_a_notebook(workbook):
+    book = workbook(code(f"import os, subprocess; '{MARK}' in os.environ")).start("--no-writeup")
+    assert book.end()[0] == 0
+    assert book.results()[-1] == "True"
+    assert MARK not in os.environ
