@@ -1,6 +1,7 @@
 """`lmcore submit` and `lmcore requeue`: the workbook, a notebook or a sweep as jobs of Slurm, or the same here."""
 
 import functools
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,7 +53,7 @@ def workbook(
 
     project = find_project()
     settings = settings_of(project, site)
-    folder = folder_of(out, settings, project, scale)
+    folder = folder_of(out, settings, project, Path("runs") / scale)
     jobs = plan_workbook(project, scale, data, folder, notebooks, parameters, one_job)
     return carry_out(project, jobs, settings, folder, time, dry_run, local, again)
 
@@ -88,7 +89,7 @@ def notebook(
 
     project = find_project()
     settings = settings_of(project, site)
-    folder = folder_of(out, settings, project, scale)
+    folder = folder_of(out, settings, project, Path("runs") / scale)
     jobs = plan_notebook(project, scale, data, folder, name, parameters)
     return carry_out(project, jobs, settings, folder, time, dry_run, local, again)
 
@@ -108,7 +109,7 @@ def sweep(
 
     Args:
         definition: A name in papermill_jobs/sweeps/, or a file.
-        out: The sweep's folder (default: runs/<name>, in the site's scratch folder if it has one).
+        out: The sweep's folder (default: runs/sweeps/<name>, in the site's scratch folder if it has one).
         concurrency: At most so many cells at a time.
         set: name=value pairs that change the definition.
         site: What your cluster wants (default: papermill_jobs/site.yaml).
@@ -118,12 +119,12 @@ def sweep(
         again: Submit although jobs of the same folder are still queued or running.
     """
     from lmcore.jobs.plan import plan_sweep
-    from lmcore.jobs.sweeps import load_definition
+    from lmcore.jobs.sweeps import load_definition, sweep_folder
     from lmcore.parameters import find_project
 
     project = find_project()
     settings = settings_of(project, site)
-    folder = folder_of(out, settings, project, load_definition(definition, set).name)
+    folder = folder_of(out, settings, project, sweep_folder(load_definition(definition, set)))
     jobs = plan_sweep(definition, folder, set, concurrency)
     if not jobs:
         print(f"All cells in {folder} are finished; lmcore sweep table {folder} makes their table.")
@@ -143,9 +144,9 @@ def settings_of(project: Path, file: Path | None) -> "Site":
     return load_site(file or default, [*notebooks, *sweeps])
 
 
-def folder_of(out: Path | None, site: "Site", project: Path, name: str) -> Path:
-    """The output folder in full: the one that was named, else runs/<name>."""
-    return (site.folder(project) / "runs" / name if out is None else out).resolve()
+def folder_of(out: Path | None, site: "Site", project: Path, default: Path) -> Path:
+    """The output folder in full: the one that was named, else the default in the site's folder for results."""
+    return (site.folder(project) / default if out is None else out).resolve()
 
 
 def carry_out(
@@ -208,6 +209,8 @@ def requeue(out: Annotated[Path, tyro.conf.Positional], attempts: int = 3) -> in
     """
     from lmcore.jobs.requeue import requeue as queue_again
 
+    # Slurm ends the processes of a job that it queues again, and job.sh is to hear that this was done
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if queue_again(out, attempts):
         print("Stopped by a signal: queued again, to go on from what is saved.")
         return 0

@@ -133,18 +133,25 @@ def plan_sweep(
     Raises `UserError` on a definition that is wrong and on a concurrency below 1.
     """
     from lmcore.jobs.sweeps import load_definition, unfinished
+    from lmcore.workbook.run import locate
 
     require(concurrency is None or concurrency >= 1, f"--concurrency must be at least 1, not {concurrency}.")
     definition = load_definition(name_or_file, overrides)
+    if definition.kind == "train":
+        locate(definition.corpus["data"])
     tasks = tuple(unfinished(definition, out))
     if not tasks:
         return []
-    source = str(Path(name_or_file).resolve()) if Path(name_or_file).is_file() else name_or_file
-    settings = ("--set", *overrides) if overrides else ()
+    changes = ("--set", *overrides) if overrides else ()
     variables = {"OUT": str(out)}
     array = Job(
-        definition.name, "sweep", "sweep.sbatch", variables | {"SWEEP": source}, settings,
-        tasks=tasks, concurrency=concurrency,
-    )  # fmt: skip
+        definition.name,
+        "sweep",
+        "sweep.sbatch",
+        variables | {"SWEEP": str(Path(definition.file).resolve())},
+        changes,
+        tasks=tasks,
+        concurrency=concurrency,
+    )
     table = f"{definition.name}-table"
     return [array, Job(table, "sweep-table", "sweep-table.sbatch", variables, after_any=(array.name,))]

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +13,7 @@ from lmcore.files import read_json, write_json
 from lmcore.jobs.ledger import append_state, jobs_folder
 from lmcore.jobs.scheduler import Refused
 from lmcore.jobs.scheduler import requeue as slurm_requeue
+from lmcore.jobs.sweep_definition import cell_names, load_definition
 
 CHECKPOINT = re.compile(r"step_(\d+)\.pt")
 CELL = re.compile(r'\s*\{\s*"cell":')
@@ -39,6 +39,20 @@ def progress(out: Path) -> dict[str, int]:
         else:
             found |= {f"{where}/{name}": 1 for name in files if name.endswith(".json") and is_done(here / name)}
     return found
+
+
+def own_progress(out: Path, variables: Mapping[str, str]) -> dict[str, int]:
+    """The progress that is this job's: all of it, but for a task of a sweep that of its own cell."""
+    found = progress(out)
+    task = variables.get("SLURM_ARRAY_TASK_ID", "")
+    if not (task.isdecimal() and (out / "sweep.yaml").exists()):
+        return found
+    try:
+        names = cell_names(load_definition(out / "sweep.yaml"))
+    except UserError:
+        return found
+    own = names[int(task)] if int(task) < len(names) else ""
+    return {file: count for file, count in found.items() if own in (Path(file).stem, *Path(file).parts)}
 
 
 def is_done(file: Path) -> bool:
@@ -73,7 +87,7 @@ def requeue(out: str | os.PathLike, attempts: int = 3, variables: Mapping[str, s
     out, job = Path(out), variables.get("LMCORE_JOB_ID")
     require(job is not None, "This is for jobs, to queue themselves again: papermill_jobs/job.sh calls it.")
     file = jobs_folder(out) / f"{job}.progress.json"
-    before, now = last_stop(file), progress(out)
+    before, now = last_stop(file), own_progress(out, variables)
     vain = 0 if got_somewhere(before["found"], now) else before["vain"] + 1
     write_json(file, {"time_utc": datetime.now(UTC).isoformat(timespec="seconds"), "vain": vain, "found": now})
     if vain >= attempts:
@@ -81,15 +95,11 @@ def requeue(out: str | os.PathLike, attempts: int = 3, variables: Mapping[str, s
         return False
     append_state(out, job, "requeued")
     if variables.get("SLURM_JOB_ID"):
-        # Slurm ends the job as it queues it again; this process is to see the answer
-        handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             slurm_requeue(job)
         except Refused:
             append_state(out, job, "gave up")
             raise
-        finally:
-            signal.signal(signal.SIGTERM, handler)
     return True
 
 

@@ -12,7 +12,7 @@ from lmcore.config import require
 from lmcore.errors import UserError
 from lmcore.files import atomic_write
 from lmcore.jobs import scheduler
-from lmcore.jobs.ledger import JobRecord, jobs_folder, read_jobs, write_job
+from lmcore.jobs.ledger import JobRecord, jobs_folder, natural, read_jobs, write_job
 from lmcore.jobs.local import LocalJobs, new_ids
 from lmcore.jobs.plan import Job
 from lmcore.jobs.queue import ask_slurm
@@ -170,7 +170,7 @@ def require_idle(out: Path) -> None:
     if ids and scheduler.has_slurm():
         entries, fault = ask_slurm(ids)
         require(fault is None, f"It is unknown whether jobs of {out} are still queued. {fault}")
-        active = [job for job, entry in entries.items() if entry.state not in ENDED]
+        active = sorted((job for job, entry in entries.items() if entry.state not in ENDED), key=natural)
         require(
             not active,
             f"Jobs of {out} are still queued or running ({', '.join(active)}): wait for them, cancel them with "
