@@ -14,6 +14,7 @@ from file_faults import Operations
 
 from lmcore.config import to_dict
 from lmcore.files import write_json
+from lmcore.run import RunFolder
 
 RANDOM_KILLS = 100
 COMMAND_KILLS = 10
@@ -54,12 +55,13 @@ def timed(bench: Bench) -> float:
     return time.perf_counter() - started
 
 
-def test_random_moments_of_the_command(bench: Bench, tally: Tally, rng: random.Random):
+def test_random_moments_of_the_command(bench: Bench, tally: Tally, rng: random.Random, tmp_path: Path):
+    """On the disk, where a save waits for fsync."""
     write_json(bench.folder / "config.json", to_dict(bench.config))
     life = None
     killed = 0
     while killed < COMMAND_KILLS:
-        run, started = bench.new(), time.perf_counter()
+        run, started = RunFolder(tmp_path / bench.new().name), time.perf_counter()
         command = [sys.executable, "-m", "lmcore", "train", "--config", str(bench.folder / "config.json")]
         child = subprocess.Popen([*command, "--run", str(run.path)], stdout=subprocess.DEVNULL)
         if life is None:

@@ -1,0 +1,191 @@
+"""Files that were cut off, changed by a bit or lost: found, and mended or refused in a sentence."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fault_bench import Bench, Tally
+
+from lmcore.config import replace
+from lmcore.run import RunFolder
+
+CUTS, FLIPS = 12, 25
+
+
+@pytest.fixture(scope="module")
+def stopped(bench: Bench) -> RunFolder:
+    """A run that ended after two thirds, with checkpoints of its steps 9 and 12."""
+    run = bench.new()
+    process = bench.start(run, stop_after(13))
+    process.join()
+    assert process.exitcode != 0, bench.said(run)
+    assert [path.name for path in run.checkpoints()] == ["step_00000012.pt", "step_00000009.pt"]
+    return run
+
+
+class stop_after:
+    """Called in a process: kills it after a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def __call__(self) -> None:
+        from file_faults import die
+
+        from lmcore.train import Trainer
+
+        train_step = Trainer.train_step
+
+        def last_step(trainer: Trainer) -> None:
+            train_step(trainer)
+            if trainer.step == self.step:
+                die()
+
+        Trainer.train_step = last_step
+
+
+def cut(path: Path, rng: random.Random) -> None:
+    """Truncates a file, at its very beginning and end more often than elsewhere."""
+    content = path.read_bytes()
+    path.write_bytes(content[: rng.choice((0, len(content) - 1, rng.randrange(len(content))))])
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    """Changes one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def lose(path: Path, rng: random.Random) -> None:
+    """Removes a file."""
+    path.unlink()
+
+
+def half_line(path: Path, rng: random.Random) -> None:
+    """Adds the beginning of a line, or half of the last line with the next one's beginning."""
+    text = path.read_text()
+    line = text.splitlines()[-1]
+    path.write_text(text + line[: rng.randrange(1, len(line))] + rng.choice(("", "\n")))
+
+
+def other_number(path: Path, rng: random.Random) -> None:
+    """Changes a digit of a loss, which leaves the line good JSON."""
+    lines = path.read_text().splitlines(keepends=True)
+    number = rng.randrange(len(lines))
+    value = json.loads(lines[number])
+    old = str(value["train_loss"])
+    lines[number] = lines[number].replace(old, old[:-1] + str((int(old[-1]) + 1) % 10))
+    path.write_text("".join(lines))
+
+
+Damage = Callable[[Path, random.Random], None]
+
+
+@pytest.mark.parametrize(("damage", "times", "kind"), [(cut, CUTS, "truncated"), (flip, FLIPS, "with a flipped bit")])
+def test_newest_checkpoint(bench: Bench, stopped, tally: Tally, rng, damage: Damage, times: int, kind: str):
+    for _ in range(times):
+        run = bench.copy(stopped)
+        newest, _ = run.checkpoints()
+        damage(newest, rng)
+        with tally.fault(f"newest checkpoint {kind}"):
+            said = bench.finish(run)
+            if "goes on from step 12" not in said:  # a bit of padding may not matter
+                assert f"{newest.name} is" in said
+                assert "The checkpoint before it is tried" in said
+                assert "goes on from step 9" in said
+                assert newest.with_suffix(".damaged").exists()
+            bench.require_same(run)
+        bench.forget(run)
+
+
+@pytest.mark.parametrize("damage", [cut, flip])
+def test_every_checkpoint(bench: Bench, stopped, tally: Tally, rng, damage: Damage):
+    for _ in range(CUTS):
+        run = bench.copy(stopped)
+        whole = {path: path.read_bytes() for path in run.checkpoints()}
+        for path in whole:
+            damage(path, rng)
+        with tally.fault("every checkpoint damaged") as fault:
+            there = files(run)
+            said = bench.finish(run)
+            if "No checkpoint in" in said:
+                fault.refused = True
+                assert one_sentence(said)
+                after = files(run)
+                assert {path: after[path] for path in there if path.suffix in (".pt", ".safetensors", ".jsonl")} == {
+                    path: there[path] for path in there if path.suffix in (".pt", ".safetensors", ".jsonl")
+                }
+                for path, content in whole.items():  # as the sentence says
+                    path.write_bytes(content)
+                bench.finish(run)
+            bench.require_same(run)
+        bench.forget(run)
+
+
+@pytest.mark.parametrize("damage", [cut, flip, lose, half_line, other_number])
+@pytest.mark.parametrize("ended", [False, True], ids=["stopped", "complete"])
+def test_metrics(bench: Bench, stopped, tally: Tally, rng, damage: Damage, ended: bool):
+    for _ in range(1 if damage is lose else CUTS):
+        run = bench.copy(bench.straight if ended else stopped)
+        text = run.metrics_file.read_text()
+        damage(run.metrics_file, rng)
+        with tally.fault(f"metrics of a {'complete' if ended else 'stopped'} run damaged"):
+            said = bench.finish(run)
+            if ended:
+                assert "is damaged" in said or damage is half_line, said
+                assert run.metrics_file.read_text() == text or damage is half_line
+            bench.require_same(run)
+        bench.forget(run)
+
+
+@pytest.mark.parametrize("damage", [cut, flip, lose])
+@pytest.mark.parametrize("name", ["status.json", "config.json", "environment.json"])
+def test_notes(bench: Bench, stopped, tally: Tally, rng, damage: Damage, name: str):
+    for number in range(1 if damage is lose else CUTS):
+        run = bench.copy(bench.straight if number % 2 else stopped)
+        before = (run.path / name).read_bytes()
+        damage(run.path / name, rng)
+        with tally.fault(f"{name} damaged") as fault:
+            said = bench.finish(run)
+            if "lmcore:" in said:
+                fault.refused = True
+                assert one_sentence(said)
+                assert name in said or "made with other settings" in said
+                (run.path / name).write_bytes(before)
+                bench.finish(run)
+            bench.require_same(run)
+            assert run.config() == replace(bench.config)
+        bench.forget(run)
+
+
+@pytest.mark.parametrize("damage", [cut, flip, lose])
+@pytest.mark.parametrize("name", ["best.safetensors", "last.safetensors"])
+def test_weights(bench: Bench, stopped, tally: Tally, rng, damage: Damage, name: str):
+    for number in range(CUTS):
+        run = bench.copy(bench.straight if number % 2 or name.startswith("last") else stopped)
+        path = run.checkpoint_folder / name
+        before = path.read_bytes()
+        damage(path, rng)
+        with tally.fault(f"{name} damaged") as fault:
+            said = bench.finish(run)
+            if "lmcore:" in said:
+                fault.refused = True
+                assert one_sentence(said)
+                assert name in said
+                path.write_bytes(before)
+                bench.finish(run)
+            bench.require_same(run)
+        bench.forget(run)
+
+
+def files(run: RunFolder) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+
+def one_sentence(said: str) -> bool:
+    """Whether a refusal is one line that ends in a full stop, without a traceback."""
+    refusals = [line for line in said.splitlines() if line.startswith("lmcore:")]
+    return len(refusals) == 1 and refusals[0].endswith(".") and "Traceback" not in said

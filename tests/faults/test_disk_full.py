@@ -1,0 +1,108 @@
+"""No room on the disk: a sentence, nothing lost, and the same command goes on once there is room."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fault_bench import Bench, Tally
+
+from lmcore.errors import EXIT_USER_ERROR
+
+PAGE = 4096
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system in memory with room for one run and little more."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder]
+    if os.geteuid() or shutil.which("mount") is None or subprocess.run(command, check=False).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_at_every_stage(bench: Bench, tally: Tally, small_disk: Path, monkeypatch):
+    """Room is cut page by page, so that each kind of file is at some time the first that does not fit."""
+    needed = sum(-(-path.stat().st_size // PAGE) for path in bench.straight.path.rglob("*")) + 60
+    monkeypatch.setattr(bench, "folder", small_disk)
+    refused_files = set()
+    for pages in range(0, needed, 3):
+        run = bench.new()
+        fill(small_disk, leaving=pages)
+        with tally.fault("disk full") as fault:
+            said = bench.finish(run)
+            if "lmcore:" in said:
+                fault.refused = True
+                sentence = next(line for line in said.splitlines() if line.startswith("lmcore:"))
+                assert "No space left on device" in sentence or "file_utils" in sentence or "write" in sentence, said
+                refused_files.add(next((word for word in NAMES if word in sentence), sentence))
+                assert not list(run.path.rglob("*.tmp")), "a file that did not fit was left behind"
+                if run.status_file.exists():
+                    assert run.status()["state"] in ("failed", "new"), run.status()
+                fill(small_disk, leaving=None)
+                said = bench.finish(run)
+                assert "lmcore:" not in said, said
+            bench.require_same(run)
+        fill(small_disk, leaving=None)
+        bench.forget(run)
+    assert refused_files >= {"config.json", "step_", "metrics.jsonl", "best.safetensors"}, refused_files
+
+
+NAMES = (
+    "config.json",
+    "environment.json",
+    "status.json",
+    "metrics.jsonl",
+    "step_",
+    "best.safetensors",
+    "last.safetensors",
+)
+
+
+def fill(folder: Path, leaving: int | None) -> None:
+    """Fills a file system but for some pages; None: empties it again."""
+    ballast = folder / "ballast"
+    ballast.unlink(missing_ok=True)
+    if leaving is None:
+        return
+    free = os.statvfs(folder)
+    with open(ballast, "wb") as file:
+        file.write(bytes(max(0, free.f_bavail * free.f_frsize - leaving * PAGE)))
+
+
+@dataclass(frozen=True)
+class SmallFiles:
+    """Called in a process: no file that it writes can be larger than so many bytes."""
+
+    size: int
+
+    def __call__(self) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def test_a_limit_on_the_size_of_files(bench: Bench, tally: Tally):
+    """Quotas and limits end a write in the same way, with another error."""
+    sizes = sorted(path.stat().st_size for path in bench.straight.path.rglob("*") if path.is_file())
+    for size in sorted({100, *(size - 1 for size in sizes if size > 100), *(size // 2 for size in sizes)}):
+        run = bench.new()
+        with tally.fault("limit on the size of files") as fault:
+            process = bench.start(run, SmallFiles(size))
+            process.join()
+            said = bench.said(run)
+            assert process.exitcode in (0, EXIT_USER_ERROR), f"{process.exitcode} {said}"
+            if process.exitcode:
+                fault.refused = True
+                assert "Traceback" not in said
+                assert "lmcore: " in said
+                bench.finish(run)
+            bench.require_same(run)
+            bench.forget(run)

@@ -1,0 +1,165 @@
+"""Several processes on one run folder, and signals that stop them: one trains, the others wait or are refused."""
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fault_bench import Bench, Tally
+
+from lmcore.config import to_dict
+from lmcore.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from lmcore.files import write_json
+from lmcore.run import RunFolder
+from lmcore.sweep import run_or_reuse, run_sweep, work
+
+
+def test_two_train_at_once(bench: Bench, tally: Tally, rng: random.Random):
+    for _ in range(6):
+        run = bench.new()
+        with tally.fault("two processes train in one folder"):
+            processes = [bench.start(run) for _ in range(3)]
+            for process in processes:
+                process.join()
+            codes = [process.exitcode for process in processes]
+            assert set(codes) <= {0, EXIT_USER_ERROR}, bench.said(run)
+            assert codes.count(0) >= 1
+            if EXIT_USER_ERROR in codes:
+                assert "Another process is using the run folder" in bench.said(run)
+            bench.require_same(run)
+
+
+def test_two_notebooks_want_one_run(bench: Bench, tally: Tally):
+    run = bench.new()
+    with tally.fault("two notebooks want one run"), ThreadPoolExecutor() as threads:
+        for ended in [threads.submit(run_or_reuse, bench.config, run.path) for _ in range(2)]:
+            assert ended.result().status()["state"] == "complete"
+        bench.require_same(run)
+
+
+def test_a_notebook_goes_on_when_the_process_it_follows_is_killed(bench: Bench, tally: Tally):
+    run = bench.new()
+    with tally.fault("the followed process is killed"), ThreadPoolExecutor() as threads:
+        process = bench.start(run, Slow(0.2))
+        while not run.is_busy():
+            time.sleep(0.01)
+        following = threads.submit(run_or_reuse, bench.config, run.path)
+        while not run.metrics_lines():
+            time.sleep(0.01)
+        process.kill()
+        process.join()
+        following.result()
+        bench.require_same(run)
+
+
+def test_a_sweep_goes_on_when_another_ones_worker_is_killed(bench: Bench, tally: Tally):
+    sweep = bench.new()
+    config = bench.config
+    first = RunFolder(sweep.path / "first")
+    with tally.fault("another sweep's worker is killed"), ThreadPoolExecutor() as threads:
+        write_json(sweep.path / "sweep.json", {"first": to_dict(config)})
+        worker = bench.processes.Process(target=slow_worker, args=(sweep.path,))
+        worker.start()
+        while not first.is_busy():
+            time.sleep(0.01)
+        following = threads.submit(run_sweep, {"first": config, "second": config}, sweep.path)
+        while not (sweep.path / "second").exists():
+            time.sleep(0.01)
+        worker.kill()
+        worker.join()
+        for run in following.result().values():
+            bench.require_same(run)
+
+
+class Slow:
+    """Called in a process: every step takes so many seconds more."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def __call__(self) -> None:
+        from lmcore.train import Trainer
+
+        train_step = Trainer.train_step
+
+        def slow_step(trainer: Trainer) -> None:
+            time.sleep(self.seconds)
+            train_step(trainer)
+
+        Trainer.train_step = slow_step
+
+
+def slow_worker(folder) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    Slow(1.0)()
+    work(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_stop_signals_at_random_moments(bench: Bench, tally: Tally, rng: random.Random, number: signal.Signals):
+    """From the first moment at which the worker listens, also between two runs."""
+    names = ("a", "b", "c")
+    for _ in range(10):
+        sweep = bench.new()
+        write_json(sweep.path / "sweep.json", {name: to_dict(bench.config) for name in names})
+        with tally.fault(f"{number.name} at a random moment of a sweep's worker"):
+            stops = 0
+            while True:
+                ready, listens = multiprocessing.Pipe()
+                worker = bench.processes.Process(target=listening_worker, args=(sweep.path, listens))
+                worker.start()
+                ready.recv()
+                if stops < 4:
+                    time.sleep(rng.uniform(0, 0.4))
+                    os.kill(worker.pid, number)
+                worker.join()
+                stops += 1
+                assert worker.exitcode in (0, EXIT_INTERRUPTED)
+                if worker.exitcode == 0:
+                    break
+            for name in names:
+                bench.require_same(RunFolder(sweep.path / name))
+        bench.forget(sweep)
+
+
+def listening_worker(folder, listens) -> None:
+    import torch
+
+    from lmcore.stopping import stop_signals
+
+    torch.set_num_threads(1)
+    with stop_signals():
+        listens.send("listens")
+        work(folder)
+
+
+def test_a_command_stopped_while_it_starts(bench: Bench, tally: Tally, config_file):
+    """The signal comes while torch is imported, long before training."""
+    run = bench.new()
+    with tally.fault("SIGUSR1 while the command starts"):
+        command = [sys.executable, "-X", "importtime", "-m", "lmcore", "train", "--config", str(config_file)]
+        child = subprocess.Popen(
+            [*command, "--run", str(run.path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for line in child.stderr:
+            if line.rstrip().endswith("torch.types"):
+                break
+        child.send_signal(signal.SIGUSR1)
+        said, _ = child.communicate()
+        assert child.returncode == EXIT_INTERRUPTED
+        assert "stopped before it began; nothing is lost" in said
+        bench.finish(run)
+        bench.require_same(run)
+
+
+@pytest.fixture
+def config_file(bench: Bench, tmp_path):
+    write_json(tmp_path / "config.json", to_dict(bench.config))
+    return tmp_path / "config.json"
