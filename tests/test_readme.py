@@ -1,0 +1,112 @@
+"""Every command of the READMEs is one that there is, with options that it takes."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lmcore import cli
+from lmcore.cli.application import parse
+from lmcore.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "papermill_jobs/README.md")
+OTHERS = {"git", "cd", "source", "nano", "srun"}
+"""Programs that are not ours."""
+
+
+def commands(page: str) -> list[str]:
+    """Lines of the page's shell blocks without comments; && makes two of one."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    lines = [re.sub(r"(^|\s+)#.*", "", line) for block in blocks for line in block.splitlines()]
+    return [part for line in lines if line for part in ([line] if line.startswith("srun") else line.split(" && "))]
+
+
+LINES = sorted({line for page in PAGES for line in commands(page)})
+LMCORE = [line for line in LINES if line.startswith("lmcore ")]
+SUBMITTED = [line for line in LMCORE if line.startswith("lmcore submit ") and "data/tinystories" not in line]
+"""Those that can be tried without Slurm and without that data."""
+
+
+def words_of(line: str) -> tuple[dict[str, str], list[str]]:
+    """Variables before the command, and the command's words."""
+    words = shlex.split(line.replace("<this repository>", "repository"))
+    count = next(number for number, word in enumerate(words) if not re.fullmatch(r"[A-Z]+=.*", word))
+    return dict(word.split("=", 1) for word in words[:count]), words[count:]
+
+
+def test_there_are_commands():
+    assert {words_of(line)[1][0] for line in LINES} >= {"lmcore", "make", "sbatch", "git"}
+    assert len(LMCORE) > 15
+    assert len(SUBMITTED) > 5
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_programs_are_known(page):
+    assert {words_of(line)[1][0] for line in commands(page)} <= {"lmcore", "make", "sbatch", *OTHERS}
+
+
+@pytest.mark.parametrize("line", LMCORE)
+def test_lmcore_takes_it(line):
+    assert callable(parse(words_of(line)[1][1:]))
+
+
+def test_another_option_is_refused():
+    with pytest.raises(UserError, match="Unrecognized"):
+        parse(["jobs", "--tial", "3"])
+
+
+@pytest.mark.parametrize("line", SUBMITTED)
+def test_it_can_be_submitted(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert cli.main([*words_of(line)[1][1:], "--dry-run", "--out", str(tmp_path)]) == 0
+    assert "sbatch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("make ")])
+def test_make_has_the_target(line):
+    words = words_of(line)[1][1:]
+    done = subprocess.run(
+        ["make", "--dry-run", "PYTHON=python3", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for word in words[1:]:
+        assert f"\n{word.partition('=')[0]} ?=" in makefile
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if words_of(line)[1][0] == "sbatch"])
+def test_the_script_is_there(line):
+    variables, words = words_of(line)
+    script = next(word for word in words[1:] if not word.startswith("-"))
+    text = (ROOT / script).read_text(encoding="utf-8") + (ROOT / "papermill_jobs" / "job.sh").read_text(
+        encoding="utf-8"
+    )
+    for name in variables:
+        assert re.search(rf"\${{?{name}\b", text), f"{script} has no variable {name}"
+    if "SWEEP" in variables:
+        from lmcore.jobs.sweeps import cell_names, load_definition
+
+        last = re.search(r"--array=0-(\d+)", line)[1]
+        assert int(last) == len(cell_names(load_definition(variables["SWEEP"], ()))) - 1
+
+
+def test_what_is_sourced_and_named_is_there():
+    page = (ROOT / "papermill_jobs" / "README.md").read_text(encoding="utf-8")
+    assert "export_rendezvous() {" in (ROOT / "papermill_jobs" / "job.sh").read_text(encoding="utf-8")
+    site = (ROOT / "papermill_jobs" / "site.yaml").read_text(encoding="utf-8")
+    for setting in ("signal_seconds", "attempts_without_progress", "scratch", "gpus"):
+        assert setting in page
+        assert f"{setting}:" in site
+    for target in re.findall(r"\]\(([^)#:]+)\)", page):
+        assert (ROOT / "papermill_jobs" / target).exists()
+
+
+def test_from_login_to_writeup_in_under_ten_lines():
+    block = re.search(r"## On a cluster.*?```bash\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)[1]
+    assert len(block.splitlines()) < 10
+    for word in ("git clone", "make install", "site.yaml", "lmcore submit workbook", "lmcore jobs"):
+        assert word in block
