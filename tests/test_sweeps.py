@@ -59,7 +59,8 @@ def start(*arguments: object) -> subprocess.Popen:
     """`lmcore sweep run ...` as a process of its own."""
     command = [sys.executable, "-m", "lmcore", "sweep", "run", *map(str, arguments)]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=variables, start_new_session=True, **pipes)
 
 
 def wait_for(condition, process: subprocess.Popen) -> None:
@@ -423,8 +424,8 @@ def test_tasks_measure_other_cells_of_one_folder_side_by_side_and_never_the_same
     assert again.returncode == 2, said
     assert f"Another process is measuring {names[0]}" in said
     assert [state for state, _ in cell_states(load_definition(path), out).values()] == ["running", "running"]
-    for task in tasks:
-        task.send_signal(signal.SIGUSR1)
+    tasks[0].send_signal(signal.SIGUSR1)
+    os.killpg(tasks[1].pid, signal.SIGTERM)  # what a scheduler does that cancels a job: all of its processes
     said = [task.communicate()[0] for task in tasks]
     assert [task.returncode for task in tasks] == [EXIT_INTERRUPTED] * 2, said
     assert [state for state, _ in cell_states(load_definition(path), out).values()] == ["stopped", "stopped"]

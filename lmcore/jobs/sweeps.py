@@ -68,7 +68,7 @@ def stopped_by_signals() -> Iterator[None]:
     """Stop signals end this process with code 75; where runs are trained, `stop_signals` is used instead."""
 
     def stop(number: int, _: Any) -> None:
-        for again in before:  # the same one may come twice, and is not to disturb what is put away now
+        for again in STOP_SIGNALS:  # the same one may come twice, and is not to disturb what is put away now
             signal.signal(again, signal.SIG_IGN)
         print(f"Stopped by {signal.Signals(number).name}; the same command goes on.", flush=True)
         raise SystemExit(EXIT_INTERRUPTED)

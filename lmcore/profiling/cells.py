@@ -32,6 +32,9 @@ Task = Callable[[WorkloadConfig, Path], dict[str, Any]]
 MACHINE = ("device", "torch")
 """What must be the same of the environment for an old record to stand."""
 
+SECONDS_OF_A_SIGNAL = 0.5
+"""A signal that ends a cell, as Ctrl-C does, reaches the process of the sweep in this time if it was meant for both."""
+
 PRELOADED = ["lmcore.profiling.timing", "torch._dynamo"]
 """Modules that are imported once, before the processes of all cells are forked from there. They leave CUDA alone;
 the second is what PyTorch's optimizers import when the first one is made."""
@@ -90,8 +93,8 @@ def run_cells(
                 record = measure_cell(task, name, cells[name], folder, timeout, gpu) | {"environment": machine}
             finally:
                 gpus.put(gpu)
-            if stopped.is_set():  # the cell did not fail, it was ended
-                return None
+            if record["outcome"] not in FINISHED and stopped.wait(SECONDS_OF_A_SIGNAL):
+                return None  # it did not fail, it was ended
             write_json(folder / f"{name}.json", record)
             return record
 
