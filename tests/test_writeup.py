@@ -190,6 +190,41 @@ def test_provenance_heads_the_page(writeup):
             assert fact in text
 
 
+def test_notebooks_of_several_machines_name_each_once(tmp_path):
+    out = executed_workbook(tmp_path / "out", _01_build=FIRST[:1], _02_train=SECOND, _03_generate=SECOND)
+    record = json.loads((out / "workbook.json").read_text())
+    for number, entry in enumerate(record["notebooks"]):
+        commit = "abcdef1234567890" if number < 2 else "0123456789abcdef"
+        device, time = ("GPU" if number else "CPU"), f"2026-01-0{3 - number}"
+        entry["environment"] = record["environment"] | {"device": device, "git_commit": commit, "time_utc": time}
+    (out / "workbook.json").write_text(json.dumps(record))
+    html, _ = write_writeup(out)
+    page = html.read_text()
+    for row in ("CPU; GPU", "abcdef123456; 0123456789ab", "python 3.11", "2026-01-01, 4.50 s for 3 notebooks"):
+        assert f"<td>{row}</td>" in page
+
+
+def test_every_state_has_its_sentence(tmp_path):
+    out = executed_workbook(tmp_path / "out", _01_build=FIRST[:1], _02_train=SECOND, _03_generate=SECOND, _04_x=SECOND)
+    record = json.loads((out / "workbook.json").read_text())
+    changes = [{}, {"state": "stopped", "cell": 3, "error": "SIGUSR1"}, {"state": "running"}, {"state": "not run"}]
+    for entry, change in zip(record["notebooks"], changes, strict=True):
+        entry |= change
+    (out / "workbook.json").write_text(json.dumps(record))
+    (out / "notebooks" / "03_generate.ipynb").unlink()  # it was killed before anything was saved
+    html, pdf = write_writeup(out)
+    for text in (html.read_text(), re.sub(r"\s+", " ", pdf_text(pdf))):
+        told = [
+            "Notebook 02_train was stopped by SIGUSR1 at code cell 3.",
+            "Notebook 03_generate was stopped before its end.",
+            "Not run: 04_x.",
+        ]
+        assert [text.index(words) for words in told] == sorted(text.index(words) for words in told)
+        assert "failed" not in text
+    with pytest.raises(UserError, match="02_train is not complete: its state is 'stopped'"):
+        check_writeup(out)
+
+
 def text_sizes(pdf) -> dict[str, float]:
     """Heights of the pieces of text in a PDF, in points."""
     sizes: dict[str, float] = {}
