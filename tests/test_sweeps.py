@@ -147,6 +147,8 @@ WRONG = {
     "unknown setting": ({"vary": {"optimizer.rate": [1]}}, "optimizer.rate 1: OptimizerConfig has no field rate"),
     "refused value": ({"vary": {"batch_size": [4, 0]}}, "batch_size 0: batch_size must be a positive whole number"),
     "no recipe": ({"base": {}}, "the base needs a recipe"),
+    "a list for a recipe": ({"base": {"recipe": ["smoke"]}}, "the base needs a recipe, by its name"),
+    "no documents": ({"base": {"recipe": "smoke", "num_documents": "many"}}, "num_documents must be a positive whole"),
     "unknown recipe": ({"base": {"recipe": "nice"}}, "There is no recipe 'nice'"),
     "data varied": ({"vary": {"data": ["a", "b"]}}, "data cannot be varied"),
     "the same twice": ({"vary": {"batch_size": [4, 4]}}, "two cells are named batch_4"),

@@ -70,6 +70,12 @@ class SweepDefinition:
             varied = key in self.vary or any(key in settings for settings in self.runs.values())
             self.require(not varied, f"{key} cannot be varied, as all runs of a sweep have one corpus; set it in base")
 
+        if self.kind == "train":
+            for key in ("data", "tokenizer"):
+                self.require(isinstance(self.corpus[key], str), f"{key} must be a text, not {self.corpus[key]!r}")
+            with naming(self, None, {}):
+                require_positive("num_documents", self.corpus["num_documents"])
+
     def require(self, condition: bool, sentence: str) -> None:
         """Raises `UserError`, naming the file, unless `condition` holds."""
         require(condition, f"{self.file or self.name}: {sentence}.")
@@ -197,7 +203,7 @@ def train_cells(
 
 def train_config(settings: Mapping[str, Any], data: str, vocab_size: int) -> TrainConfig:
     """One run of a training sweep. Raises `UserError` on a setting that there is not, or a value that is refused."""
-    require("recipe" in settings, "the base needs a recipe")
+    require(isinstance(settings.get("recipe"), str), "the base needs a recipe, by its name")
     base = recipe(settings["recipe"], data, vocab_size, settings.get("steps"))
     fields = {key: value for key, value in settings.items() if key not in (*CORPUS, *OF_A_RUN)}
     tokens = settings.get("tokens")
@@ -233,8 +239,9 @@ def naming(definition: SweepDefinition, name: str | None, settings: Mapping[str,
     try:
         yield
     except UserError as error:
-        where = f"runs.{name}" if name else ", ".join(f"{key} {value}" for key, value in settings.items())
-        raise UserError(f"{definition.file or definition.name}, {where}: {str(error).rstrip('.')}.") from None
+        words = f"runs.{name}" if name else ", ".join(f"{key} {value}" for key, value in settings.items())
+        places = [definition.file or definition.name, *([words] if words else [])]
+        raise UserError(f"{', '.join(places)}: {str(error).rstrip('.')}.") from None
 
 
 def add(cells: dict[str, Any], name: str, config: Any) -> None:
