@@ -91,7 +91,7 @@ def test_every_import_is_declared(folder, extras):
     declared = {canonicalize_name(requirement.name) for requirement in requirements(*extras)}
     declared |= {"packaging", "lmcore"}  # packaging comes with pytest, which is what uses it here
     distributions = metadata.packages_distributions()
-    own = {path.stem for path in (ROOT / folder).glob("*.py")}
+    own = {path.stem for path in (ROOT / folder).glob("**/*.py" if folder == "tests" else "*.py")}
     for name in imported_modules(ROOT / folder) - set(sys.stdlib_module_names) - own - {"lmcore", "tiktoken_ext"}:
         owners = {canonicalize_name(owner) for owner in distributions.get(name, [name])}
         assert owners & declared, f"{folder} imports {name}, which pyproject.toml does not declare"
@@ -120,6 +120,12 @@ def test_hooks_have_the_pinned_versions():
 def test_licence_is_mit():
     assert PROJECT["license"] == {"text": "MIT"}
     assert (ROOT / "LICENSE").read_text(encoding="utf-8").startswith("MIT License")
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="there is no shellcheck")
+def test_ci_script_is_clean():
+    done = subprocess.run(["shellcheck", ROOT / ".ci" / "run"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
