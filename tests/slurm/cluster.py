@@ -54,7 +54,7 @@ class Cluster:
         try:
             write_configuration(self.folder)
             self._start_munged()
-            self._start("slurmctld", "slurmctld", "-D", "-c")
+            self.start_controller()
             for name in NODES:
                 self.start_node(name, wait=False)
             self._wait_until_idle(*NODES)
@@ -179,6 +179,15 @@ class Cluster:
         self._start(name, "slurmd", "-D", "-N", name)
         if wait:
             self._wait_until_idle(name)
+
+    def kill_controller(self) -> None:
+        """SIGKILL to slurmctld: jobs go on, but nobody answers."""
+        self._kill_daemon("slurmctld")
+
+    def start_controller(self) -> None:
+        """Starts slurmctld, with the jobs that it knew before, and waits until it answers."""
+        self._start("slurmctld", "slurmctld", "-D")
+        self._wait_for(lambda: self.run("scontrol", "ping", check=False).returncode == 0, "slurmctld did not answer")
 
     def node_state(self, name: str) -> str:
         """IDLE, MIXED, ALLOCATED, DOWN … with Slurm's suffixes, as `scontrol show node` says it."""

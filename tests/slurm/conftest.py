@@ -1,5 +1,6 @@
 """The private Slurm cluster that the tests of this folder share."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,5 +14,6 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
         pytest.skip(
             f"no {', '.join(missing)} here: install Debian's slurmctld slurmd slurm-client munge to run these tests"
         )
+    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("ended by SIGTERM", 143))  # stops the cluster, too
     with Cluster(tmp_path_factory.mktemp("slurm")) as running:
         yield running

@@ -1,0 +1,150 @@
+"""Real training on a real Slurm, which takes its node away in every way that there is: the run ends the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from job_projects import job_project
+from notebook_projects import code, parameters
+from safetensors.torch import load_file
+
+from lmcore.config import OptimizerConfig, TrainConfig, model_config, to_dict
+from lmcore.run import RunFolder
+
+pytestmark = pytest.mark.slurm
+
+WALL_CLOCK = ("seconds", "tokens_per_second", "mfu")
+CHECKPOINT_INTERVAL = 250
+SCRIPT = "papermill_jobs/notebook.sbatch"
+LOG = "--output=%x-%j.log"
+
+TRAIN = """import json
+from lmcore.config import TrainConfig, from_dict
+from lmcore.sweep import run_or_reuse
+config = from_dict(TrainConfig, json.load(open("../config.json")))
+run_or_reuse(config, f"{out}/runs/toy").status()["state"]"""
+
+WAIT_THE_FIRST_TIME = """import os, time
+time.sleep(0 if os.environ["SLURM_RESTART_COUNT"] == "1" else 3600)"""
+
+
+@pytest.fixture(scope="module")
+def config(embedded_data) -> TrainConfig:
+    return TrainConfig(
+        model=model_config("smoke", vocab_size=300, context_length=16, d_model=16, num_heads=2, d_ff=24),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+        data=str(embedded_data),
+        batch_size=4,
+        steps=2000,
+        log_interval=5,
+        eval_interval=2000,
+        eval_batch_size=64,
+        checkpoint_interval=CHECKPOINT_INTERVAL,
+        device="cpu",
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, config, tmp_path_factory) -> RunFolder:
+    """The run that nobody stops."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "config.json").write_text(json.dumps(to_dict(config)))
+    cluster.run("lmcore", "train", "--config", folder / "config.json", "--run", folder / "run", OMP_NUM_THREADS=1)
+    return RunFolder(folder / "run")
+
+
+class Training:
+    """A job that trains in a notebook, submitted as a user does by hand."""
+
+    def __init__(self, cluster, folder: Path, config: TrainConfig, *options: str):
+        self.cluster = cluster
+        self.project = job_project(folder / "project", _02_train=["# 02 Train", parameters(), code(TRAIN)])
+        (self.project / "config.json").write_text(json.dumps(to_dict(config)))
+        self.run = RunFolder(self.project / "runs" / "smoke" / "runs" / "toy")
+        self.job = cluster.sbatch(SCRIPT, options=options, cwd=self.project, NOTEBOOKS="02", OMP_NUM_THREADS=1)
+
+    def wait_for_checkpoint(self) -> None:
+        """Waits until training has saved and is beyond."""
+        self.cluster.wait_until(lambda: self.step() > CHECKPOINT_INTERVAL, "it has trained and saved", job=self.job)
+
+    def step(self) -> int:
+        """The last step in the metrics."""
+        lines = self.run.metrics_lines() if self.run.path.is_dir() else []
+        return lines[-1]["step"] if lines else 0
+
+    def diary(self) -> list[str]:
+        """The first words of what the job has noted about itself."""
+        text = (self.project / "runs" / "smoke" / "jobs" / f"{self.job}.state").read_text()
+        return [line.split()[1] for line in text.splitlines()]
+
+    def require_equal(self, undisturbed: RunFolder) -> None:
+        """The job ended well after one restart, with the undisturbed run's weights and metrics, bit for bit."""
+        assert self.cluster.wait(self.job) == "COMPLETED"
+        assert self.cluster.info(self.job)["Restarts"] == "1"
+        assert len(self.run.starts()) == 2
+        assert "goes on from step" in self.run.log_file.read_text()
+        mine, other = (load_file(run.checkpoint_folder / "last.safetensors") for run in (self.run, undisturbed))
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(mine[name], other[name]) for name in mine)
+        assert numbers(self.run) == numbers(undisturbed)
+
+
+def numbers(run: RunFolder) -> list[dict]:
+    """The metrics without what the clock says."""
+    return [{key: value for key, value in line.items() if key not in WALL_CLOCK} for line in run.metrics_lines()]
+
+
+def test_the_node_dies(cluster, tmp_path, config, undisturbed):
+    training = Training(cluster, tmp_path, config, "--exclude=n2,n3")
+    training.wait_for_checkpoint()
+    cluster.kill_node("n1")
+    try:
+        cluster.wait(training.job, "PENDING")
+        assert cluster.node_state("n1").startswith("DOWN")
+        assert training.run.status()["state"] == "running"  # nobody could write another word
+        cluster.run("scontrol", "update", f"JobId={training.job}", "ExcNodeList=")
+        training.require_equal(undisturbed)
+    finally:
+        cluster.start_node("n1")
+    assert training.diary() == ["running", "running", "exit"]
+
+
+@pytest.mark.parametrize("grace", [20, 0], ids=["with_time_to_save", "at_once"])
+def test_main_takes_the_node_from_spot(cluster, tmp_path, config, undisturbed, grace):
+    cluster.run("scontrol", "update", "PartitionName=spot", f"GraceTime={grace}")
+    training = Training(cluster, tmp_path, config, "-p", "spot", "-w", "n3", "--exclusive")
+    training.wait_for_checkpoint()
+    main = cluster.sbatch("#!/bin/bash\necho main", options=["-w", "n3", "--exclusive"])
+    assert cluster.wait(main) == "COMPLETED"
+    assert cluster.log(main) == "main\n"
+    training.require_equal(undisturbed)
+    assert training.diary() == ["running", "requeued", "running", "exit"]
+
+
+def test_an_operator_requeues_the_job(cluster, tmp_path, config, undisturbed):
+    training = Training(cluster, tmp_path, config)
+    training.wait_for_checkpoint()
+    cluster.run("scontrol", "requeue", training.job)
+    training.require_equal(undisturbed)
+
+
+def test_the_controller_dies_and_comes_back(cluster, tmp_path, config, undisturbed):
+    """Training goes on meanwhile, and the job can still queue itself again."""
+    training = Training(cluster, tmp_path, config)
+    training.wait_for_checkpoint()
+    cluster.kill_controller()
+    cluster.start_controller()
+    cluster.run("scancel", "--batch", "--signal=USR1", training.job)
+    training.require_equal(undisturbed)
+    assert training.diary() == ["running", "requeued", "running", "exit"]
+
+
+def test_the_time_limit_comes(cluster, tmp_path):
+    """Slurm itself sends the signal, some time before the end of the only minute; without it the job is a TIMEOUT."""
+    project = job_project(tmp_path / "project", _02_train=["# 02", parameters(), code(WAIT_THE_FIRST_TIME)])
+    options = ["--time=1", "--signal=B:USR1@30"]
+    job = cluster.sbatch(SCRIPT, options=options, cwd=project, NOTEBOOKS="02")
+    assert cluster.wait(job) == "COMPLETED"
+    assert cluster.info(job)["Restarts"] == "1"
+    assert "Stopped by USR1 after saving." in cluster.log(job)
