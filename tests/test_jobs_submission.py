@@ -1,0 +1,240 @@
+"""`lmcore submit`: what it prints, and what it does where Slurm refuses or is silent (tests/slurm has a real one)."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job_projects import job_project
+
+from lmcore.cli import main
+from lmcore.jobs import scheduler
+from lmcore.jobs.ledger import read_jobs
+
+SBATCH = """
+for word; do script=$word; done
+name=$(sed -n 's/^#SBATCH --job-name=//p' "$script")
+if [[ $name == "$REFUSED" ]]; then
+  echo "sbatch: error: invalid partition specified: nowhere" >&2
+  echo "sbatch: error: Batch job submission failed: Invalid partition name specified" >&2
+  exit 1
+fi
+number=$(($(cat number 2>/dev/null || echo 100) + 1))
+echo $number >number
+echo "$number|PENDING|None|0:00|N/A||$name" >>queue
+echo "$number;cluster"
+"""
+
+
+class Slurm:
+    """Stand-ins for Slurm's commands, for answers that a real one gives only in trouble."""
+
+    def __init__(self, folder: Path):
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        self.queue = folder / "queue"
+        self.calls = folder / "calls"
+        self.command("sbatch", SBATCH)
+        self.command("squeue", "cat queue 2>/dev/null || true")
+        self.command("scancel", "true")
+
+    def command(self, name: str, script: str) -> None:
+        """Makes one of the commands do something else."""
+        here = f'cd "{self.bin.parent}"\necho {name} "$@" >>calls\n'
+        (self.bin / name).write_text(f"#!/bin/bash\n{here}{script}\n")
+        (self.bin / name).chmod(0o755)
+
+    def called(self, name: str) -> list[str]:
+        """The arguments of each call of a command."""
+        lines = self.calls.read_text().splitlines() if self.calls.exists() else []
+        return [line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")]
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch) -> Slurm:
+    made = Slurm(tmp_path)
+    monkeypatch.setenv("PATH", f"{made.bin}:/usr/bin:/bin")
+    return made
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Path:
+    made = job_project(tmp_path / "project")
+    monkeypatch.chdir(made)
+    return made
+
+
+def refusal(capsys, *arguments: str) -> str:
+    """The sentence with which the command refuses: one line, code 2, nothing on standard output."""
+    assert main(["submit", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    return said.err.removeprefix("lmcore: ").strip()
+
+
+def test_it_prints_a_line_for_each_job_and_how_to_watch_them(slurm, project, capsys):
+    assert main(["submit", "workbook", "--out", "runs/it"]) == 0
+    out = project / "runs" / "it"
+    assert capsys.readouterr().out.splitlines() == [
+        f"101  02_train      {out}/jobs/02_train-101.log",
+        f"102  03_generate   {out}/jobs/03_generate-102.log, after 101",
+        f"103  04_benchmark  {out}/jobs/04_benchmark-103.log",
+        f"104  writeup       {out}/jobs/writeup-104.log, after 101, 102, 103",
+        f"To watch them: lmcore jobs {out}",
+    ]
+    assert slurm.called("sbatch") == [
+        f"--parsable {out}/jobs/02_train.sbatch",
+        f"--parsable --dependency=afterok:101 {out}/jobs/03_generate.sbatch",
+        f"--parsable {out}/jobs/04_benchmark.sbatch",
+        f"--parsable --dependency=afterany:101:102:103 {out}/jobs/writeup.sbatch",
+    ]
+    jobs = read_jobs(out)
+    assert [job.id for job in jobs] == ["101", "102", "103", "104"]
+    assert [(job.kind, job.notebooks) for job in jobs][1] == ("notebook", ["03_generate"])
+    assert all((out / job.script).is_file() for job in jobs)
+    planned = json.loads((out / "workbook.json").read_text())
+    assert planned["notebooks"] == ["02_train", "03_generate", "04_benchmark"]
+
+
+def test_dry_run_shows_scripts_and_graph_and_does_nothing(slurm, project, capsys):
+    assert main(["submit", "workbook", "--dry-run", "--time", "30"]) == 0
+    said = capsys.readouterr().out
+    out = project / "runs" / "smoke"
+    assert said.count("#SBATCH --time=30\n") == 4
+    assert f"sbatch --parsable --dependency=afterok:<02_train> {out}/jobs/03_generate.sbatch" in said
+    assert said.count("#!/usr/bin/env bash") == 4
+    assert not slurm.calls.exists()
+    assert not (project / "runs").exists()
+
+
+def test_the_sites_scratch_folder_holds_the_results(slurm, project, tmp_path, capsys):
+    site = tmp_path / "site.yaml"
+    site.write_text(f"scratch: {tmp_path}/scratch\njobs:\n  02_train: {{memory: 64G}}\n")
+    assert main(["submit", "notebook", "02", "--site", str(site)]) == 0
+    assert "#SBATCH --mem=64G\n" in (tmp_path / "scratch" / "runs" / "smoke" / "jobs" / "02_train.sbatch").read_text()
+
+
+def test_a_double_click_submits_once(slurm, project, capsys):
+    assert main(["submit", "workbook"]) == 0
+    capsys.readouterr()
+    said = refusal(capsys, "workbook")
+    assert "still queued or running (101, 102, 103, 104): wait for them, cancel them with scancel, or" in said
+    assert len(slurm.called("sbatch")) == 4
+    assert main(["submit", "workbook", "--again"]) == 0
+    assert len(slurm.called("sbatch")) == 8
+
+
+def test_two_submissions_at_once_make_one_chain(slurm, project):
+    """Both would find the queue empty, if they did not wait for each other."""
+    slurm.command("sbatch", "sleep 0.2\n" + SBATCH)
+    command = [sys.executable, "-m", "lmcore", "submit", "workbook"]
+    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
+    assert sorted(process.wait(timeout=120) for process in both) == [0, 2]
+    assert len(slurm.called("sbatch")) == 4
+
+
+def test_jobs_that_have_ended_or_that_slurm_has_forgotten_are_no_obstacle(slurm, project):
+    assert main(["submit", "notebook", "02"]) == 0
+    slurm.queue.write_text("101|FAILED|NonZeroExitCode|0:10|N/A||02_train\n")
+    assert main(["submit", "notebook", "02"]) == 0
+    slurm.queue.unlink()
+    slurm.command("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert main(["submit", "notebook", "02"]) == 0
+
+
+def test_where_slurm_does_not_answer_nothing_is_submitted(slurm, project, capsys):
+    assert main(["submit", "notebook", "02"]) == 0
+    capsys.readouterr()
+    slurm.command("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    said = refusal(capsys, "notebook", "02")
+    assert said.startswith("It is unknown whether jobs of")
+    assert "Unable to contact slurm controller" in said
+    assert len(slurm.called("sbatch")) == 1
+
+
+def test_what_sbatch_refuses_cancels_the_jobs_before_it(slurm, project, monkeypatch, capsys):
+    monkeypatch.setenv("REFUSED", "04_benchmark")
+    assert refusal(capsys, "workbook") == (
+        "sbatch: invalid partition specified: nowhere; Batch job submission failed: Invalid partition name specified. "
+        "The jobs before it are cancelled: 101, 102."
+    )
+    assert slurm.called("scancel") == ["101 102"]
+    assert read_jobs(project / "runs" / "smoke") == []
+    assert not (project / "runs" / "smoke" / "workbook.json").exists()
+
+
+def test_jobs_that_cannot_be_cancelled_are_named_and_stay_in_the_ledger(slurm, project, monkeypatch, capsys):
+    monkeypatch.setenv("REFUSED", "04_benchmark")
+    slurm.command("scancel", "echo 'scancel: error: Unable to contact slurm controller' >&2; exit 1")
+    said = refusal(capsys, "workbook")
+    assert said.endswith("The jobs 101, 102 could not be cancelled: scancel: Unable to contact slurm controller.")
+    assert [job.id for job in read_jobs(project / "runs" / "smoke")] == ["101", "102"]
+
+
+def test_a_silent_controller_is_one_sentence(slurm, project, monkeypatch, capsys):
+    monkeypatch.setattr(scheduler, "SECONDS_TO_ANSWER", 0.5)
+    slurm.command("sbatch", "exec sleep 60")
+    assert refusal(capsys, "notebook", "02") == "sbatch gave no answer within 0.5 s; see whether sinfo does."
+
+
+def test_an_answer_without_an_id_is_one_sentence(slurm, project, capsys):
+    slurm.command("sbatch", "echo Submitted")
+    assert "sbatch gave no job id for" in refusal(capsys, "notebook", "02")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["workbook", "--data", "no/where"], "There is no file or folder no/where"),
+        (["workbook", "--scale", "huge"], "There is no scale 'huge'"),
+        (["workbook", "--parameters", "stepz=1"], "No notebook has a parameter 'stepz'"),
+        (["workbook", "--site", "hyak.yaml"], "There is no file hyak.yaml"),
+        (["workbook", "--time", "soon"], "time must be minutes"),
+        (["notebook", "9"], "There is no notebook '9'"),
+        (["notebook", "0"], "'0' names 3 notebooks"),
+        (["sweep", "none"], "There is no sweep 'none'"),
+    ],
+)
+def test_wrong_input_is_refused_before_anything_is_submitted(slurm, project, capsys, arguments, sentence):
+    assert sentence in refusal(capsys, *arguments)
+    assert not slurm.calls.exists()
+    assert not (project / "runs").exists()
+
+
+SWEEP = "name: tiny\nkind: benchmark\nbase: {warmup_steps: 1, steps: 1, device: cpu, passes: forward}\nvary: {size: [smoke, laptop]}\n"
+
+
+def test_a_sweep_is_an_array_over_what_is_left_and_a_table(slurm, project, capsys):
+    """A cell that is done is left out when it is submitted again; when all are, nothing is submitted."""
+    sweeps = project / "papermill_jobs" / "sweeps"
+    sweeps.mkdir()
+    (sweeps / "tiny.yaml").write_text(SWEEP)
+    assert main(["submit", "sweep", "tiny", "--concurrency", "1", "--set", "context_length=8,16"]) == 0
+    out = project / "runs" / "sweeps" / "tiny"
+    assert capsys.readouterr().out.splitlines() == [
+        f"101  tiny        {out}/jobs/tiny-101_%a.log, 4 cells",
+        f"102  tiny-table  {out}/jobs/tiny-table-102.log, after 101",
+        f"To watch them: lmcore jobs {out}",
+    ]
+    script = (out / "jobs" / "tiny.sbatch").read_text()
+    assert "#SBATCH --array=0-3%1\n" in script
+    assert f"export SWEEP={sweeps / 'tiny.yaml'}\n" in script
+    assert "set -- --set context_length=8,16" in script
+    array, table = read_jobs(out)
+    assert (array.tasks, array.kind, table.kind, table.after) == ([0, 1, 2, 3], "sweep", "sweep-table", ["101"])
+
+
+def test_finished_cells_are_left_out_and_where_all_are_nothing_is_submitted(slurm, project, capsys):
+    (project / "tiny.yaml").write_text(SWEEP)
+    out = str(project / "out")
+    chosen = ["tiny.yaml", "--out", out, "--set", "size=smoke"]
+    assert main(["sweep", "run", "--task", "1", *chosen, "context_length=8,16"]) == 0
+    assert main(["submit", "sweep", *chosen, "context_length=8,16"]) == 0
+    assert read_jobs(out)[0].tasks == [0]
+    capsys.readouterr()
+    slurm.queue.unlink()
+    assert main(["submit", "sweep", *chosen, "context_length=16"]) == 0
+    assert capsys.readouterr().out.startswith(f"All cells in {out} are finished")
+    assert len(slurm.called("sbatch")) == 2
