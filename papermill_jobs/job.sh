@@ -5,13 +5,15 @@
 #   export_rendezvous   alone, also in the tasks of an srun: see the end of this file
 #
 # Variables, the same as the Makefile's: SCALE, DATA, OUT, NOTEBOOKS. ATTEMPTS: how often in a row a job may be stopped
-# without having got anywhere before it is no longer queued again.
+# without having got anywhere before it is no longer queued again. STOP_SECONDS: how long training may take to save
+# itself, less than the time between the signal and the end (--signal in the scripts).
 
 SCALE=${SCALE:-smoke}
 DATA=${DATA:-embedded}
 OUT=${OUT:-runs/$SCALE}
 NOTEBOOKS=${NOTEBOOKS:-}
 ATTEMPTS=${ATTEMPTS:-3}
+STOP_SECONDS=${STOP_SECONDS:-100}
 
 INTERRUPTED=75 # the exit code of lmcore when a signal stopped it and everything is saved
 STOPPED=       # the signal that this job got: USR1 or TERM

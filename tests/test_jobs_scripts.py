@@ -177,12 +177,14 @@ def test_variables_setup_and_arguments_reach_the_command_whatever_is_in_them(tmp
     job = plan_notebook(project, "smoke", "embedded", out, "02", ["rates=[0.5, 1.0]"])[0]
     setup = ("test -z $NOT_SET_ANYWHERE", "export MODULE='loaded it'", f"PATH={shlex.quote(str(bin))}:$PATH")
     script = tmp_path / "job.sbatch"
-    script.write_text(render(project, job, Site(setup=setup, environment={"WORDS": "a 'b' $c"}), out))
+    script.write_text(
+        render(project, job, Site(setup=setup, environment={"WORDS": "a 'b' $c"}, signal_seconds=60), out)
+    )
     done = subprocess.run(["bash", script], cwd="/", capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
         "a 'b' $c", "loaded it", "workbook", "--resume", "--no-writeup", "--scale", "smoke", "--data", "embedded",
-        "--out", str(out), "--notebooks", "02_train", "--parameters", "rates=[0.5, 1.0]",
+        "--out", str(out), "--stop-seconds", "50", "--notebooks", "02_train", "--parameters", "rates=[0.5, 1.0]",
     ]  # fmt: skip
 
 

@@ -203,7 +203,12 @@ def test_wrong_input_is_refused_before_anything_is_submitted(slurm, project, cap
     assert not (project / "runs").exists()
 
 
-SWEEP = "name: tiny\nkind: benchmark\nbase: {warmup_steps: 1, steps: 1, device: cpu, passes: forward}\nvary: {size: [smoke, laptop]}\n"
+SWEEP = """
+name: tiny
+kind: benchmark
+base: {warmup_steps: 1, steps: 1, device: cpu, passes: forward}
+vary: {size: [smoke, laptop]}
+"""
 
 
 def test_a_sweep_is_an_array_over_what_is_left_and_a_table(slurm, project, capsys):

@@ -119,6 +119,21 @@ def test_a_job_that_is_cancelled_saves_itself_and_is_not_queued_again(saving, nu
     assert (job.out / "signals").read_text() == "SIGTERM\n"
 
 
+@pytest.mark.parametrize(
+    ("shown", "expected"), [("2026-11-21T16:51:17", ["running", "requeued"]), ("None", ["running", "exit"])]
+)
+def test_term_is_a_preemption_where_slurm_says_so(saving, tmp_path, monkeypatch, shown, expected):
+    """Where preempted jobs are given time they may get TERM alone, as cancelled ones do."""
+    program = tmp_path / "scontrol"
+    program.write_text(f"#!/bin/bash\necho '   PreemptEligibleTime=2026-11-21T16:51:14 PreemptTime={shown}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    job = saving(SLURM_JOB_ID="local-1", MASTER_PORT="1")
+    job.send(signal.SIGTERM)
+    assert job.end()[0] == 75
+    assert job.diary() == expected
+
+
 def test_who_cancels_a_job_that_saves_itself_is_obeyed(project):
     """USR1, then TERM while the command still saves."""
     slow = "trap 'touch out/told; sleep 2; exit 75' USR1; trap '' TERM; touch out/ready; while :; do sleep 0.1; done"

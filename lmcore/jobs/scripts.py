@@ -71,8 +71,13 @@ def directives(options: dict[str, str], job: Job, site: Site, out: Path) -> list
 
 def settings(project: Path, job: Job, site: Site) -> list[str]:
     """Lines of shell that fix what the job depends on, and the site's setup."""
-    variables = {"LMCORE_PROJECT": str(project), "ATTEMPTS": str(site.attempts_without_progress)}
-    variables |= job.variables | site.environment
+    variables = {
+        "LMCORE_PROJECT": str(project),
+        "ATTEMPTS": str(site.attempts_without_progress),
+        "STOP_SECONDS": str(max(site.signal_seconds * 5 // 6, 1)),  # the rest is for the notebook, and to queue again
+        **job.variables,
+        **site.environment,
+    }
     lines = ["# Settings of this job, fixed when it was submitted."]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     program = Path(sys.executable).parent / "lmcore"

@@ -234,6 +234,20 @@ def test_an_early_signal_is_not_lost(cluster, tmp_path):
     assert said == ["running", "requeued", "running", "exit"]
 
 
+def test_a_preempted_job_saves_itself_and_goes_on_later(cluster, tmp_path):
+    """A partition of lower priority loses its nodes to the other one: USR1, then 20 s to be gone."""
+    first = "if not Path(out, 'first').exists():\n    Path(out, 'first').touch()\n    time.sleep(3600)"
+    project = job_project(tmp_path / "project", _02_train=touching("02_train", code(first)))
+    (project / "papermill_jobs" / "site.yaml").write_text("partition: spot\n")
+    job = submit(cluster, project, "notebook", "02")["02_train"]
+    cluster.wait_until((project / "runs" / "smoke" / "first").exists, "the notebook ran", job=job)
+    other = cluster.sbatch("#!/bin/bash\nsleep 1\n", options=["--nodes=3", "--exclusive", "--partition=main"])
+    assert cluster.wait(other) == "COMPLETED"
+    assert cluster.wait(job) == "COMPLETED"
+    assert [line.split()[0] for line in diary(project, job)] == ["running", "requeued", "running", "exit"]
+    assert record(project, "02_train")["state"] == "done"
+
+
 def test_options_with_spaces_and_signs_reach_slurm_whole(cluster, tmp_path):
     project = job_project(tmp_path / "a project")
     site = project / "papermill_jobs" / "site.yaml"
