@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import re
 import socket
 import subprocess
 import sys
@@ -291,6 +293,11 @@ def test_damaged_and_foreign_files_are_rows_or_nothing(out, slurm):
     (out / "jobs" / "18.json").write_text('{"id": "18", "na')
     (out / "jobs" / "20.json").write_text('{"a": 1}')
     (out / "jobs" / "21.json").write_bytes(b"\xff\xfe\x00")
+    submit(out, "23")
+    submit(out, "24")
+    for id, damage in {"23": {"tasks": 1}, "24": {"after": ["17", 5]}}.items():
+        path = out / "jobs" / f"{id}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | damage))
     (out / "jobs" / "17.progress.json").write_text("[]")
     (out / "jobs" / "22.state").write_bytes(b"\x00\xffrunn")
     (out / "jobs" / "notes.txt").touch()
@@ -311,9 +318,48 @@ def test_damaged_and_foreign_files_are_rows_or_nothing(out, slurm):
         "20": "damaged",
         "21": "damaged",
         "22": "unknown",
+        "23": "damaged",
+        "24": "damaged",
     }
-    assert "18.json" in rows["18"].notes[0]
+    for id in ("18", "20", "21", "23", "24"):
+        assert f"{id}.json" in rows[id].notes[0]
     assert rows["17"].doing == "03_generate; d: step 300/5,000, loss 2.500, 5 steps/s"
+
+
+def damaged(content: bytes, chance: random.Random) -> bytes:
+    """The content cut off, with a flipped bit, with a piece missing, or with a value of another type."""
+    start = chance.randrange(len(content))
+    flipped = bytes([content[start] ^ 1 << chance.randrange(8)])
+    value = chance.choice([*re.finditer(rb"(?<=: )[^,\n}]+", content), None])
+    other = chance.choice([b"null", b"[]", b"{}", b'"x"', b"-1", b"1e999", b"NaN", b"true", b"[1]"])
+    return chance.choice(
+        [
+            content[:start],
+            content[:start] + flipped + content[start + 1 :],
+            content[:start] + content[start + chance.randrange(50) :],
+            content[: value.start()] + other + content[value.end() :] if value else b"",
+        ]
+    )
+
+
+def test_no_damage_is_a_traceback(out, no_slurm):
+    submit(out, "17")
+    write_job(out, JobRecord("18", "sweep", "sweep", "s", str(out / "jobs" / "%A_%a.log"), "2026-01-01", tasks=[0, 1]))
+    for id, end in {"17": [], "18_0": ["exit 1"], "18_1": []}.items():
+        say(out, id, "running n1 restart 0", *end)
+    notebook(out, "02_train", job="17")
+    train_run(out / "runs" / "rates" / "a", step=100, job="17")
+    write_json(out / "runs" / "rates" / "sweep.json", {"a": {}, "b": {}})
+    chance, files = random.Random(0), [path for path in sorted(out.rglob("*")) if path.is_file()]
+    for _ in range(500):
+        path = chance.choice(files)
+        content = path.read_bytes()
+        path.write_bytes(damaged(content, chance))
+        rows, fault = status_of([out], tail=1)
+        assert len(rows) >= 2
+        assert json.loads(as_json(rows, fault))
+        assert as_text(rows, fault)
+        path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +377,17 @@ def test_a_foreign_notebook_is_no_traceback(tmp_path, cells):
     assert executed_cells(tmp_path / "a.ipynb") == (None, None)
 
 
-@pytest.mark.parametrize("line", ['{"step": 1, "seconds": "x"}', '{"step": true}', "7", "{}", '{"step": 3}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 30, "seconds": Infinity, "train_loss": NaN}',
+        '{"step": 30, "seconds": "x"}',
+        '{"step": true}',
+        "7",
+        "{}",
+        '{"step": 3}',
+    ],
+)
 def test_foreign_metrics_are_no_traceback(out, line):
     train_run(out / "runs" / "a", step=20)
     with open(out / "runs" / "a" / "metrics.jsonl", "a") as file:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmcore.config import from_dict, require, require_choices
+from lmcore.errors import UserError
 from lmcore.files import read_json, write_json
 
 Kind = Literal["workbook", "notebook", "writeup", "sweep", "sweep-table"]
@@ -39,6 +40,10 @@ class JobRecord:
 
     def __post_init__(self):
         require_choices(self)
+        for name, kind in {"after": str, "notebooks": str, "tasks": int}.items():
+            values = [] if name == "tasks" and self.tasks is None else getattr(self, name)
+            whole = isinstance(values, list) and all(type(value) is kind for value in values)
+            require(whole, f"{name} must be a list of {'numbers' if kind is int else 'names'}, not {values!r}.")
 
     @property
     def task_ids(self) -> list[str]:
@@ -104,7 +109,10 @@ def read_job(path: Path) -> JobRecord:
     needed = {"id", "name", "kind", "script", "log", "submitted_utc"}
     whole = isinstance(values, dict) and needed <= values.keys()
     require(whole, f"{path} is not the record of a job; remove it to go on without.")
-    return from_dict(JobRecord, values)
+    try:
+        return from_dict(JobRecord, values)
+    except UserError as error:
+        raise UserError(f"{path} is damaged: {error} Remove it to go on without.") from None
 
 
 def natural(job: str) -> tuple[int, str]:

@@ -6,6 +6,7 @@ imported.
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -118,7 +119,7 @@ def read_run(folder: Path) -> RunProgress | None:
         return None
     lines = last_lines(folder / "metrics.jsonl")
     last = lines[-1] if lines else {}
-    own = [line for line in lines if line["step"] > started and isinstance(line.get("seconds"), int | float)]
+    own = [line for line in lines if line["step"] > started and is_number(line.get("seconds"))]
     rate = rate_of(own) if status["state"] == "running" else None
     step = max(started, last.get("step", 0)) if status["state"] == "running" else started
     changed = modified(folder / "metrics.jsonl", folder / "status.json")
@@ -130,7 +131,7 @@ def read_run(folder: Path) -> RunProgress | None:
         job=None if status.get("job") is None else str(status["job"]),
         step=step,
         steps=steps if isinstance(steps, int) else None,
-        loss=last["train_loss"] if isinstance(last.get("train_loss"), int | float) else None,
+        loss=last["train_loss"] if is_number(last.get("train_loss")) else None,
         steps_per_second=rate,
         seconds_left=max(0.0, (steps - step) / rate - (time.time() - changed)) if known else None,
         changed=changed,
@@ -139,12 +140,18 @@ def read_run(folder: Path) -> RunProgress | None:
     )
 
 
+def is_number(value: Any) -> bool:
+    """Whether this is a finite number, which JSON's NaN and Infinity are not."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def rate_of(lines: list[dict[str, Any]]) -> float | None:
     """Steps per second between the first and the last of a run's lines."""
     if len(lines) < 2:
         return None
     seconds = lines[-1]["seconds"] - lines[0]["seconds"]
-    return (lines[-1]["step"] - lines[0]["step"]) / seconds if seconds > 0 else None
+    steps = lines[-1]["step"] - lines[0]["step"]
+    return steps / seconds if seconds > 0 and steps > 0 else None
 
 
 def silence(lines: list[dict[str, Any]], changed: float) -> float | None:
