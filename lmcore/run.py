@@ -101,8 +101,8 @@ class RunFolder:
         try:
             config = from_dict(TrainConfig, read_json(self.config_file))
         except UserError as error:
-            where = f"; put it back: {self.environment_file} notes it with the first start" if starts else ""
-            raise UserError(f"{str(error).rstrip('.')}{where}.") from error
+            where = f": put it back, {self.environment_file} notes it with the first start" if starts else ""
+            raise UserError(f"{self.config_file} is damaged{where} ({str(error).rstrip('.')}).") from error
         noted = flatten(starts[0].get("config", {})) if starts else {}
         here = flatten(to_dict(config))
         changed = [

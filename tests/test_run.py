@@ -1,10 +1,15 @@
+import errno
+import fcntl
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from lmcore.config import TrainConfig, replace
 from lmcore.errors import UserError
+from lmcore.files import atomic_write
 from lmcore.run import RunFolder, flatten
 
 
@@ -30,6 +35,117 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path, damaged):
     run.metrics_file.write_text(f"{json.dumps(line(1))}\n{damaged}\n{json.dumps(line(3))}\n")
     with pytest.raises(UserError, match=r"metrics\.jsonl line 2 is damaged"):
         run.metrics_lines()
+
+
+@pytest.mark.parametrize("change", ["another number", "a line less", "two lines swapped", "a line twice"])
+def test_changed_metrics_are_found_although_they_are_json(tmp_path, change):
+    run = RunFolder(tmp_path)
+    for step in (1, 2, 3, 4):
+        run.append_metrics(line(step))
+    first, second, third, last = run.metrics_file.read_text().splitlines(keepends=True)
+    changed = {
+        "another number": first + second.replace("0.5", "0.4") + third + last,
+        "a line less": first + third + last,
+        "two lines swapped": first + third + second + last,
+        "a line twice": first + second + second + third + last,
+    }[change]
+    run.metrics_file.write_text(changed)
+    with pytest.raises(UserError, match=r"metrics\.jsonl line [23] is damaged"):
+        run.metrics_lines()
+
+
+def test_metrics_go_on_from_the_lines_that_are_there(tmp_path):
+    RunFolder(tmp_path).append_metrics(line(1))
+    RunFolder(tmp_path).append_metrics(line(2))
+    assert RunFolder(tmp_path).metrics_lines() == [line(1), line(2)]
+
+
+def test_metrics_without_checksums_are_read_and_continued(tmp_path):
+    run = RunFolder(tmp_path)
+    run.metrics_file.write_text(json.dumps(line(1)) + "\n")
+    run.append_metrics(line(2))
+    run.append_metrics(line(3))
+    assert run.metrics_lines() == [line(1), line(2), line(3)]
+
+
+def test_a_changed_status_is_found(tmp_path):
+    run = RunFolder(tmp_path)
+    run.write_status("complete", 12, valid_loss=2.25, folder=Path("x"))
+    assert run.status()["valid_loss"] == 2.25
+    run.status_file.write_text(run.status_file.read_text().replace("2.25", "2.35"))
+    with pytest.raises(UserError, match=r"status\.json is damaged"):
+        run.status()
+
+
+def test_a_changed_config_is_found(tmp_path):
+    run = RunFolder(tmp_path)
+    run.begin(TrainConfig(steps=7), {"data_fingerprint": "a"})
+    run.config_file.write_text(run.config_file.read_text().replace('"steps": 7', '"steps": 3'))
+    with pytest.raises(UserError, match=r"config\.json was changed .*steps \(7 there, 3 here\)"):
+        run.config()
+    run.config_file.write_text("{")
+    with pytest.raises(UserError, match=r"config\.json is damaged.*environment\.json notes it"):
+        run.config()
+
+
+def test_status_is_written_in_place_where_there_is_no_room(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path)
+    run.write_status("running", 1, note="a status that is longer than the one after it" * 3)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", full)
+    run.write_status("failed", 2)
+    assert run.status()["state"] == "failed"
+    with pytest.raises(UserError, match="Cannot write"):
+        RunFolder(tmp_path / "new").write_status("running", 0)
+
+
+def test_leftovers_of_killed_writers_are_removed(tmp_path):
+    run = RunFolder(tmp_path)
+    run.checkpoint_folder.mkdir()
+    left = [tmp_path / ".status.json.12-ab.tmp", run.checkpoint_folder / ".step_00000003.pt.12-ab.tmp"]
+    others = [tmp_path / ".requested.json.12-ab.tmp", tmp_path / "notes.tmp"]
+    for path in left + others:
+        path.touch()
+    run.remove_leftovers()
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in others)
+
+
+def test_two_writers_of_one_file_do_not_share_a_temporary_one(tmp_path):
+    with atomic_write(tmp_path / "a") as one, atomic_write(tmp_path / "a") as other:
+        assert one.name != other.name
+        one.write(b"1")
+        other.write(b"2")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch, number):
+    def unsupported(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(UserError, match="cannot lock files"), RunFolder(tmp_path / "run").lock():
+        pass
+
+
+def test_a_folder_held_for_an_instant_is_waited_for(tmp_path):
+    run, held = RunFolder(tmp_path), threading.Event()
+
+    def hold():
+        with RunFolder(tmp_path).lock():
+            held.set()
+            threading.Event().wait(0.1)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    with run.lock(seconds=60):
+        assert RunFolder(tmp_path).is_busy()
+    thread.join()
 
 
 def test_damaged_files_are_named(tmp_path):

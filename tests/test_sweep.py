@@ -1,9 +1,14 @@
 import math
+import os
+import signal
+import threading
+import types
 
 import pytest
 
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
-from lmcore.errors import UserError
+from lmcore.errors import EXIT_INTERRUPTED, UserError
+from lmcore.files import write_json
 from lmcore.run import RunFolder
 from lmcore.sweep import run_or_reuse, run_sweep, work
 
@@ -57,10 +62,54 @@ def test_a_sweep_that_is_no_mapping_is_refused(tmp_path):
 
 
 def test_a_run_in_other_hands_is_left_to_them(tmp_path, config):
-    from lmcore.files import write_json
-
     write_json(tmp_path / "sweep.json", {"taken": {"data": config.data}})
     taken = RunFolder(tmp_path / "taken")
     with taken.lock():
         work(tmp_path)
     assert taken.status()["state"] == "new"
+
+
+def test_a_run_that_another_process_leaves_is_gone_on_with(tmp_path, config, capsys):
+    run, held = RunFolder(tmp_path / "run"), threading.Event()
+
+    def other_process():
+        with RunFolder(run.path).lock():
+            held.set()
+            while "this one follows" not in said:
+                said.append(capsys.readouterr().out.split(": another process trains it; ")[-1].strip(".\n"))
+                threading.Event().wait(0.05)
+
+    said: list[str] = []
+    thread = threading.Thread(target=other_process)
+    thread.start()
+    held.wait()
+    assert run_or_reuse(config, run.path).status()["state"] == "complete"
+    thread.join()
+
+
+def test_damaged_results_are_mended_not_reused(tmp_path, config):
+    run = run_or_reuse(config, tmp_path / "run")
+    lines = run.metrics_lines()
+    text = run.metrics_file.read_text()
+    run.metrics_file.write_text(text.replace('"step": 4', '"step": 5'))
+    run_or_reuse(config, tmp_path / "run")
+    assert run.metrics_lines() == lines
+    assert run.metrics_file.read_text() == text
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_worker_stops_between_two_runs(tmp_path, config, monkeypatch, number):
+    trained = []
+
+    def train(_, run):
+        trained.append(run.name)
+        os.kill(os.getpid(), number)
+        return types.SimpleNamespace(state="complete")
+
+    monkeypatch.setattr("lmcore.train.train", train)
+    write_json(tmp_path / "sweep.json", {name: {"data": config.data} for name in ("a", "b")})
+    with pytest.raises(SystemExit) as ended:
+        work(tmp_path)
+    assert ended.value.code == EXIT_INTERRUPTED
+    assert trained == ["a"]
+    assert signal.getsignal(number) == signal.SIG_DFL

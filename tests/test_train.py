@@ -1,3 +1,4 @@
+import errno
 import itertools
 import json
 import os
@@ -175,6 +176,113 @@ def test_a_run_does_not_begin_again_over_checkpoints_that_cannot_be_read(tmp_pat
     checkpoints[1].write_bytes(whole)
     assert train(config, run).state == "complete"
     assert checkpoints[0].with_suffix(".damaged").read_bytes() == b"damaged"
+
+
+def test_a_checkpoint_of_an_earlier_version_is_gone_on_from(tmp_path, config, monkeypatch):
+    """Format 1 as it was before: without the metrics and the step of the best weights."""
+    straight, run = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
+    train(config, straight)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 7)
+        train(config, run)
+    content = read_checkpoint(run.checkpoints()[0])
+    del content["extra"]["metrics"], content["extra"]["best_step"]
+    torch.save(content | {"lmcore_format": 1, "digest": digest(content)}, run.checkpoints()[0])
+    run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in run.metrics_lines()))
+    assert train(config, run).state == "complete"
+    assert weights(run) == weights(straight)
+    assert lines_without_times(run) == lines_without_times(straight)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/last.safetensors", "checkpoints/best.safetensors"])
+@pytest.mark.parametrize("damaged", ["cut", "missing"])
+def test_damaged_results_of_a_complete_run_are_mended(tmp_path, config, capsys, name, damaged):
+    run = RunFolder(tmp_path / "run")
+    train(config, run)
+    lines, last, best = run.metrics_lines(), weights(run), digest(load_model(run.best_weights).state_dict())
+    path = run.path / name
+    if damaged == "cut":
+        path.write_bytes(path.read_bytes()[:-100])
+    else:
+        path.unlink()
+    assert train(config, run).state == "complete"
+    assert "mended from the last checkpoint" in capsys.readouterr().out
+    assert lines_without_times(run) == [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+    assert (weights(run), digest(load_model(run.best_weights).state_dict())) == (last, best)
+
+
+def test_best_weights_that_cannot_be_made_again_are_refused(tmp_path, config, monkeypatch):
+    """The best of step 4 is in no checkpoint, and both checkpoints are later: going on would lose it unnoticed."""
+    losses = iter([1.0, 2.0, 3.0, 1.0, 2.0, 3.0])
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: next(losses))
+    run = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 11)
+        train(config, run)
+    run.checkpoint_file(5).unlink(missing_ok=True)
+    whole = run.best_weights.read_bytes()
+    run.best_weights.write_bytes(whole[:-5])
+    with pytest.raises(UserError, match=r"best\.safetensors is damaged, and no checkpoint from before"):
+        train(config, run)
+    run.best_weights.unlink()
+    assert train(config, run).state == "complete"
+
+
+def test_a_full_disk_is_noted_and_the_run_goes_on_later(tmp_path, config, monkeypatch):
+    straight, run = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
+    train(config, straight)
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lmcore.train, "describe", full)
+        with pytest.raises(UserError, match="No space left on device; the same command goes on"):
+            train(config, run)
+    assert run.status()["state"] == "failed"
+    assert "No space left" in run.status()["reason"]
+    assert train(config, run).state == "complete"
+    assert weights(run) == weights(straight)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_before_training_begins(tmp_path, config, monkeypatch, capsys, number):
+    opened = lmcore.train.open_data
+
+    def stopped(folder):
+        os.kill(os.getpid(), number)
+        return opened(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lmcore.train, "open_data", stopped)
+        assert train(config, tmp_path / "run").state == "interrupted"
+    assert "stopped before it began; nothing is lost" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+    assert signal.getsignal(number) == signal.SIG_DFL
+    with monkeypatch.context() as patch:
+        patch.setattr(lmcore.train, "is_complete", lambda _: os.kill(os.getpid(), number))
+        assert train(config, tmp_path / "run").state == "interrupted"
+    assert RunFolder(tmp_path / "run").checkpoints() == []
+    assert train(config, tmp_path / "run").state == "complete"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_stopped_and_resumed_on_a_gpu_equals_one_straight_run_bitwise(
+    tmp_path, config, monkeypatch, precision, compiled
+):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    config = replace(config, device="cuda", deterministic=True, precision=precision, compile=compiled)
+    straight, resumed = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "resumed")
+    assert train(config, straight).state == "complete"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 7)
+        assert train(config, resumed).state == "interrupted"
+    assert train(config, resumed).state == "complete"
+    assert weights(resumed) == weights(straight)
+    assert lines_without_times(resumed) == lines_without_times(straight)
 
 
 def test_a_checkpoint_that_is_not_of_a_run_is_refused(tmp_path, config, monkeypatch):

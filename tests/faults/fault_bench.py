@@ -1,5 +1,6 @@
 """What every fault is held against: a small run, done once undisturbed, and processes that repeat it."""
 
+import gc
 import multiprocessing
 import os
 import shutil
@@ -51,6 +52,7 @@ class Bench:
         self.processes.set_forkserver_preload(["lmcore.train"])
         self.straight = RunFolder(folder / "straight")
         train(self.config, self.straight)
+        gc.freeze()
 
     def new(self) -> RunFolder:
         """A run folder that is not there yet."""
@@ -89,6 +91,7 @@ class Bench:
 
     def require_same(self, run: RunFolder) -> None:
         """Fails unless `run` ended with all that the undisturbed run has, bitwise, but for the times."""
+        assert run.status()["state"] == "complete", run.status()
         there, here = results(self.straight), results(run)
         for key, value in there.items():
             assert here[key] == value, f"{key} of {run.name}: {here[key]}, undisturbed {value}"
@@ -105,6 +108,7 @@ def train_here(config: TrainConfig, folder: Path, log: Path, prepare: Callable[[
     from lmcore.train import train
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported: evaluations collect garbage, which would be most of a small run's life
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
