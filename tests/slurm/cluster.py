@@ -45,7 +45,6 @@ class Cluster:
             "LMCORE_TEST_CLUSTER": str(self.folder),
             "PATH": SEARCH_PATH,
         }
-        self.has_gpus = True
         self._daemons: dict[str, subprocess.Popen] = {}
         self._scripts = 0
         self._last_states: dict[str, str] = {}
