@@ -75,9 +75,7 @@ class Training:
         return lines[-1]["step"] if lines else 0
 
     def diary(self) -> list[str]:
-        """The first words of what the job has noted about itself."""
-        text = (self.project / "runs" / "smoke" / "jobs" / f"{self.job}.state").read_text()
-        return [line.split()[1] for line in text.splitlines()]
+        return diary(self.project, self.job)
 
     def require_equal(self, undisturbed: RunFolder) -> None:
         """The job ended well after one restart, with the undisturbed run's weights and metrics, bit for bit."""
@@ -89,6 +87,12 @@ class Training:
         assert mine.keys() == other.keys()
         assert all(torch.equal(mine[name], other[name]) for name in mine)
         assert numbers(self.run) == numbers(undisturbed)
+
+
+def diary(project: Path, job: str) -> list[str]:
+    """The first words of what the job has noted about itself."""
+    text = (project / "runs" / "smoke" / "jobs" / f"{job}.state").read_text()
+    return [line.split()[1] for line in text.splitlines()]
 
 
 def numbers(run: RunFolder) -> list[dict]:
@@ -151,4 +155,4 @@ def test_the_time_limit_comes(cluster, tmp_path):
     job = cluster.sbatch(SCRIPT, options=options, cwd=project, NOTEBOOKS="02")
     assert cluster.wait(job) == "COMPLETED"
     assert cluster.info(job)["Restarts"] == "1"
-    assert "Stopped by USR1 after saving." in cluster.log(job)
+    assert diary(project, job) == ["running", "requeued", "running", "exit"]
