@@ -1,0 +1,105 @@
+"""The whole smoke workbook on the cluster: as one job, and as a chain whose training is interrupted. Both end alike."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lmcore.checkpoint import digest, read_weights
+from lmcore.report.verify import check_writeup
+from lmcore.run import RunFolder
+from lmcore.workbook.record import read_record
+
+pytestmark = pytest.mark.slurm
+
+PROJECT = Path(__file__).parents[2]
+ONE_THREAD = {"OMP_NUM_THREADS": 1}  # sums of floats differ between numbers of threads
+WALL_CLOCK = ("seconds", "tokens_per_second", "mfu", "peak_memory_bytes")
+MINUTES = 60.0
+
+
+@pytest.fixture(scope="module")
+def one_job(cluster, tmp_path_factory):
+    """OUT of `sbatch papermill_jobs/workbook.sbatch`, and the job's log."""
+    out = tmp_path_factory.mktemp("one") / "out"
+    log = f"--output={out.parent}/%x-%j.log"
+    job = cluster.sbatch("papermill_jobs/workbook.sbatch", options=[log], cwd=PROJECT, OUT=out, **ONE_THREAD)
+    assert cluster.wait(job, timeout=12 * MINUTES) == "COMPLETED"
+    return out, cluster.log(job)
+
+
+@pytest.fixture(scope="module")
+def chain(cluster, one_job, tmp_path_factory):
+    """OUT of `lmcore submit workbook`, whose training got USR1 in its middle; and the ids of the jobs by name."""
+    out = tmp_path_factory.mktemp("chain") / "out"
+    said = cluster.run("lmcore", "submit", "workbook", "--out", out, cwd=PROJECT, **ONE_THREAD).stdout
+    jobs = {name: job for job, name in re.findall(r"^(\d+)\s+(\w+)", said, flags=re.MULTILINE)}
+    train = jobs["02_train"]
+    cluster.wait_until(lambda: training_step(out) >= 100, "training is under way", 6 * MINUTES, train)
+    cluster.run("scancel", "--batch", "--signal=USR1", train)
+    for job in jobs.values():
+        assert cluster.wait(job, timeout=15 * MINUTES) == "COMPLETED", cluster.describe(job)
+    return out, jobs
+
+
+def training_step(out: Path) -> int:
+    """The step of the recipe's own run."""
+    status = out / "runs" / "smoke" / "metrics.jsonl"
+    return json.loads(status.read_text().splitlines()[-1])["step"] if status.is_file() and status.stat().st_size else 0
+
+
+def test_one_job_makes_the_writeup(one_job):
+    out, log = one_job
+    found = check_writeup(out)
+    assert found["notebooks"] == 6
+    assert f"PDF:  {out / 'writeup' / 'answers.pdf'}" in log
+
+
+def test_the_chain_makes_the_writeup(chain):
+    out, _ = chain
+    assert check_writeup(out)["notebooks"] == 6
+    assert {entry["state"] for entry in read_record(out)["notebooks"]} == {"done"}
+
+
+def test_jobs_ran_in_their_order(cluster, chain):
+    """03_generate after 02_train, 04 to 06 without waiting for it, the writeup last."""
+    times = {name: cluster.info(job) for name, job in chain[1].items()}
+    assert times["03_generate"]["StartTime"] >= times["02_train"]["EndTime"]
+    assert all(times["writeup"]["StartTime"] >= info["EndTime"] for name, info in times.items() if name != "writeup")
+    early = [name for name in times if name[:2] in ("04", "05", "06")]
+    assert len(early) == 3
+    assert all(times[name]["SubmitTime"] <= times[name]["StartTime"] < times["02_train"]["EndTime"] for name in early)
+
+
+def test_training_was_interrupted_and_requeued(cluster, chain):
+    out, jobs = chain
+    assert cluster.info(jobs["02_train"])["Restarts"] == "1"
+    log = cluster.log(jobs["02_train"])
+    assert "queued again" in log
+    starts = RunFolder(out / "runs" / "smoke").starts()
+    assert len(starts) == 2  # the run was begun, and gone on with once
+    states = [line.split()[1] for line in (out / "jobs" / f"{jobs['02_train']}.state").read_text().splitlines()]
+    assert states == ["running", "requeued", "running", "exit"]
+
+
+def test_the_interrupted_run_equals_the_undisturbed_one(one_job, chain):
+    """Every run of both workbooks: the same weights, bit for bit, and the same metrics but for the wall clock."""
+    undisturbed, interrupted = (
+        {path.parent.relative_to(out): RunFolder(path.parent) for path in out.rglob("metrics.jsonl")}
+        for out in (one_job[0], chain[0])
+    )
+    assert Path("runs/smoke") in undisturbed
+    assert undisturbed.keys() == interrupted.keys()
+    for name, run in undisturbed.items():
+        other = interrupted[name]
+        assert run.status()["state"] == other.status()["state"], name
+        assert numbers(run) == numbers(other), name
+        for mine, theirs in ((run.best_weights, other.best_weights), (run.last_weights, other.last_weights)):
+            assert mine.is_file() == theirs.is_file(), mine
+            assert not mine.is_file() or digest(read_weights(mine)[0]) == digest(read_weights(theirs)[0]), mine
+
+
+def numbers(run: RunFolder) -> list[dict]:
+    """The metrics lines without what the clock says."""
+    return [{key: value for key, value in line.items() if key not in WALL_CLOCK} for line in run.metrics_lines()]
