@@ -23,6 +23,9 @@ FREE_TO_CHANGE = {"data", "device", "trackers", "keep_checkpoints", "checkpoint_
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 """What a file system answers that is mounted without locks, as Lustre and NFS can be."""
 
+BUSY = "Another process is using the run folder"
+"""Beginning of the sentence that refuses a second process."""
+
 SECONDS_TO_WAIT = 1.0
 """How long a busy folder is tried: `is_busy` of another process holds it for an instant."""
 
@@ -62,9 +65,7 @@ class RunFolder:
             lock = FileLock(self.path / ".lock")
             lock.acquire(timeout=seconds)
         except Timeout:
-            raise RunBusy(
-                f"Another process is using the run folder {self.path}; wait for it or choose another."
-            ) from None
+            raise RunBusy(f"{BUSY} {self.path}; wait for it or choose another.") from None
         except (OSError, NotImplementedError) as error:
             number = getattr(error, "errno", errno.ENOSYS)
             require(

@@ -15,7 +15,7 @@ from lmcore.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, E
 from lmcore.files import read_json, write_json
 from lmcore.progress import Progress
 from lmcore.resume import damage
-from lmcore.run import RunBusy, RunFolder
+from lmcore.run import BUSY, RunBusy, RunFolder
 from lmcore.stopping import stop_signals
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -47,9 +47,10 @@ def run_or_reuse(config: TrainConfig, folder: str | os.PathLike) -> RunFolder:
             print(f"{run.name}: another process trains it; this one follows.", flush=True)
             _follow(run, config.steps, None)
             continue
+        said = run.log_file.stat().st_size if run.log_file.exists() else 0
         child = _start(["train", "--config", str(_request(config, run)), "--run", str(run.path)], run)
         _follow(run, config.steps, child)
-        if child.returncode == EXIT_USER_ERROR and (run.is_busy() or is_finished(config, run)):
+        if child.returncode == EXIT_USER_ERROR and BUSY in run.log_file.read_bytes()[said:].decode(errors="replace"):
             continue  # another process was faster, and ours was refused
         _check(child.returncode, run)
         return run
@@ -153,8 +154,6 @@ def _follow(run: RunFolder, steps: int, child: subprocess.Popen | None) -> None:
         if not done:
             time.sleep(SECONDS_BETWEEN_LOOKS)
     progress.close()
-    if child is not None:
-        _check(child.returncode, run)
 
 
 def _status(run: RunFolder) -> dict[str, Any]:
