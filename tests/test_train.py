@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from lmcore.checkpoint import digest, load_model, read_checkpoint, save_checkpoi
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.data import open_data
 from lmcore.errors import EXIT_INTERRUPTED, UserError
-from lmcore.files import write_json
+from lmcore.files import read_json, write_json
 from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
@@ -457,3 +458,14 @@ def test_wandb_gets_the_lines_and_continues_its_page(tmp_path, config, monkeypat
     assert [step for step, _ in lines] == [line["step"] for line in RunFolder(tmp_path / "run").metrics_lines()]
     assert all(None not in values.values() for _, values in lines)
     assert last == "finish"
+
+
+def test_the_committed_figures_of_the_fault_suite_lost_nothing():
+    report = Path(__file__).parents[1] / "results" / "faults.json"
+    if not report.exists():
+        pytest.skip("results/faults.json is made by: pytest -m faults tests/faults --faults-report results/faults.json")
+    rows = read_json(report)["faults"]
+    assert all(row["lost"] == 0 for row in rows)
+    assert all(row["tried"] == row["survived"] + row["refused_in_words"] for row in rows)
+    kills = [row for row in rows if row["kind"].startswith("SIGKILL at a random moment")]
+    assert sum(row["survived"] for row in kills) >= 100
