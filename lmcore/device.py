@@ -96,7 +96,7 @@ def out_of_memory_reason(error: Exception) -> str | None:
 
 def forget_memory(device: torch.device) -> None:
     """Returns what earlier work in this process no longer uses, and starts the record of peak memory anew."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()  # what only a cycle still holds: on a CPU it goes by itself, and looking for it takes time
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
