@@ -1,5 +1,7 @@
 """Errors that are the user's to mend: one clear sentence, no traceback (plan of the house, section 7)."""
 
+import errno
+
 
 class UserError(ValueError):
     """A mistake in input, configuration or environment.
@@ -31,3 +33,6 @@ EXIT_CODES = {
     "interrupted": EXIT_INTERRUPTED,
 }
 """Exit code of `lmcore train` for each state in which a run can end."""
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Errors of a disk, quota or file that is full."""

@@ -1,6 +1,5 @@
 """The training loop: a configuration in, a run folder out (CSE599-O A1 section 5.3)."""
 
-import errno
 import math
 import os
 import signal
@@ -17,7 +16,7 @@ from lmcore.checkpoint import restore, save_checkpoint, save_weights
 from lmcore.config import TrainConfig, require
 from lmcore.data import PreparedData, batch_at_step, open_data, require_context, validation_batches
 from lmcore.device import autocast, device_name, forget_memory, out_of_memory_reason, peak_flops, select_device
-from lmcore.errors import UserError
+from lmcore.errors import NO_ROOM, UserError
 from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer, get_lr_cosine_schedule, gradient_clipping
@@ -28,9 +27,6 @@ from lmcore.resume import is_complete, newest_state
 from lmcore.run import RunFolder
 from lmcore.stopping import stop_signals
 from lmcore.tracking import Tracker, open_trackers
-
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""Errors of a disk, quota or file that is full."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from notebook_projects import SVG, code, make_project, parameters
@@ -105,6 +106,17 @@ def test_ctrl_c_has_no_traceback(monkeypatch, capsys):
     monkeypatch.setattr("lmcore.train.train", interrupted)
     assert cli.main(["train", "--run", "r"]) == EXIT_CTRL_C
     assert capsys.readouterr().err == "lmcore: stopped.\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_output_to_a_full_disk():
+    """The exit code is the right one also where no sentence can be written, and there is no traceback."""
+    mistake, doctor = ([sys.executable, "-m", "lmcore", *words] for words in (["writeup", "nowhere"], ["doctor"]))
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(mistake, check=False, stderr=full, stdout=full).returncode == EXIT_USER_ERROR
+        said = subprocess.run(doctor, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert said.returncode == EXIT_USER_ERROR
+    assert said.stderr == "lmcore: No space left on device: make room, or write elsewhere, and run this again.\n"
 
 
 def test_from_text_to_generation(tmp_path, capsys):

@@ -72,7 +72,7 @@ def test_a_run_that_recovered_has_not_diverged(tmp_path):
 
 @pytest.mark.parametrize(
     ("state", "outcome"),
-    [("out of memory", "out of memory"), ("interrupted", "interrupted"), ("running", "interrupted")],
+    [(end, end) for end in ("out of memory", "interrupted", "failed")] + [("running", "interrupted")],
 )
 def test_a_run_without_a_line(tmp_path, state, outcome):
     row = row_of(make_run(tmp_path, [], state))

@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import tyro
 
@@ -21,7 +21,7 @@ from lmcore.cli.sweep import sweep_commands
 from lmcore.cli.training import generate, starting_config, train_command
 from lmcore.cli.workbook import refresh, workbook, writeup
 from lmcore.config import TrainConfig
-from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, UserError
+from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
 
 EXIT_CTRL_C = 130
 
@@ -118,13 +118,36 @@ def unboxed(box: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code. A user's mistake is one sentence on standard error and code 2."""
     try:
-        return parse(list(sys.argv[1:] if arguments is None else arguments))()
+        code = parse(list(sys.argv[1:] if arguments is None else arguments))()
+        sys.stdout.flush()  # while an error of it can still be said
+        return code
     except UserError as error:
-        print(f"lmcore: {error}", file=sys.stderr)
+        say(f"lmcore: {error}")
         return EXIT_USER_ERROR
     except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
         return EXIT_FAILURE
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        discard(sys.stdout)
+        where = f" ({error.filename})" if error.filename else ""
+        say(f"lmcore: {error.strerror}{where}: make room, or write elsewhere, and run this again.")
+        return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print("lmcore: stopped.", file=sys.stderr)
+        say("lmcore: stopped.")
         return EXIT_CTRL_C
+
+
+def say(sentence: str) -> None:
+    """Prints to standard error, or nowhere if that goes to a full disk: the exit code is still to be the right one."""
+    try:
+        print(sentence, file=sys.stderr, flush=True)
+    except OSError:
+        discard(sys.stderr)
+
+
+def discard(stream: TextIO) -> None:
+    """Sends what a stream still holds nowhere, or Python would try again to write it when it ends."""
+    with contextlib.suppress(OSError):  # a stream in memory has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

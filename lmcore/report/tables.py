@@ -49,9 +49,9 @@ def unigram_entropy(data: PreparedData) -> float:
 def run_table(runs: Mapping[str, RunFolder], unigram_entropy: float) -> pd.DataFrame:
     """One row for each run: its settings, how it ended, what it reached and what it took.
 
-    `outcome` is complete, diverged, out of memory or interrupted. A run has diverged if a loss was not finite, or if
-    its training loss rose by more than `DIVERGENCE_RISE` and ended above `unigram_entropy`: it has then unlearned even
-    the frequencies of the tokens. A run that was merely too short to learn them is complete.
+    `outcome` is complete, diverged, out of memory, failed or interrupted. A run has diverged if a loss was not finite,
+    or if its training loss rose by more than `DIVERGENCE_RISE` and ended above `unigram_entropy`: it has then unlearned
+    even the frequencies of the tokens. A run that was merely too short to learn them is complete.
     """
     return pd.DataFrame([_row(name, run, unigram_entropy) for name, run in runs.items()])
 
@@ -93,7 +93,7 @@ def _outcome(status: Mapping[str, Any], spike: float | None, entropy: float) -> 
     state, loss = status["state"], status.get("valid_loss")
     if state == "complete" and loss > entropy and spike is not None and spike > DIVERGENCE_RISE:
         return "diverged"
-    return state if state in ("complete", "diverged", "out of memory") else "interrupted"
+    return state if state in ("complete", "diverged", "out of memory", "failed") else "interrupted"
 
 
 def _peak_memory(metrics: pd.DataFrame) -> int | None:
