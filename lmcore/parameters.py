@@ -27,7 +27,8 @@ def find_notebooks(project: Path, names: Sequence[str] | None = None) -> list[Pa
     require(bool(found), f"There are no notebooks named like 01_build.ipynb in {project / 'notebooks'}.")
     for name in names or []:
         known = ", ".join(path.stem for path in found)
-        require(any(path.stem.startswith(name) for path in found), f"There is no notebook {name!r}; there are {known}.")
+        there = name and any(path.stem.startswith(name) for path in found)
+        require(bool(there), f"There is no notebook {name!r}; there are {known}.")
     return [path for path in found if not names or any(path.stem.startswith(name) for name in names)]
 
 
@@ -43,10 +44,11 @@ def resolve_parameters(
     folder = project / "papermill_jobs" / "parameters"
     file = folder / f"{scale}.yaml"
     scales = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-    require(file.is_file(), f"There is no scale {scale!r} ({file} is missing); choose one of {scales}.")
+    known = Path(scale).name == scale and file.is_file()  # a scale is a folder's name in runs/, too
+    require(known, f"There is no scale {scale!r} ({file} is missing); choose one of {scales}.")
     try:
         sections = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} is not YAML ({str(error).splitlines()[0]}).") from error
     names = {path.stem for path in find_notebooks(project)}
     for section, values in sections.items() if isinstance(sections, dict) else [(None, None)]:
@@ -73,7 +75,7 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
         require(bool(equals) and named, f"A parameter is given as name=value, not {pair!r}.")
         try:
             overrides[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # {[]: 1} is a TypeError
             try:
                 overrides[name] = yaml.safe_load(text)
             except yaml.YAMLError:

@@ -32,7 +32,7 @@ begin_job() {
   trap 'pass_on TERM' TERM INT
   if ! command -v lmcore >/dev/null; then
     if [[ ! -x $PWD/.venv/bin/lmcore ]]; then
-      echo "lmcore: It is not installed here: activate its environment before sbatch (or in site.yaml's setup), or run make workbook once in $PWD." >&2
+      echo "lmcore: It is not installed here: activate its environment before sbatch (or in site.yaml's setup), or run make install once in $PWD." >&2
       exit 2
     fi
     PATH=$PWD/.venv/bin:$PATH
@@ -41,6 +41,7 @@ begin_job() {
     echo "lmcore: The folder $OUT/jobs cannot be made; choose another OUT." >&2
     exit 2
   fi
+  unset SLURM_STEP_NUM_NODES SLURM_STEP_NODELIST # of a step from which this was submitted
   export_rendezvous
 }
 
@@ -94,6 +95,7 @@ was_interrupted() {
 # USR1: the time limit is near, or somebody needs the node. TERM is mostly scancel, which is meant; but where a
 # partition gives preempted jobs time, they get TERM too, and Slurm knows of the preemption.
 is_to_go_on() {
+  [[ $JOB_ID == by-hand-* ]] && return 1 # nobody would start it again
   [[ $STOPPED == USR1 ]] && return
   [[ -n ${SLURM_JOB_ID:-} ]] && scontrol show job "$JOB_ID" 2>/dev/null | grep -q 'PreemptTime=[0-9]'
 }
@@ -107,7 +109,8 @@ is_to_go_on() {
 # MASTER_ADDR and MASTER_PORT that are set already stay.
 export_rendezvous() {
   local tasks=${SLURM_NTASKS:-1} gpus=${SLURM_GPUS_ON_NODE:-1}
-  NNODES=${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}
+  # a step (srun) may have fewer nodes than its job
+  NNODES=${SLURM_STEP_NUM_NODES:-${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}}
   NODE_RANK=${SLURM_NODEID:-0}
   if ((tasks > NNODES)); then # a task for each process
     NPROC_PER_NODE=$((tasks / NNODES))
@@ -122,9 +125,9 @@ export_rendezvous() {
   fi
   if [[ -z ${MASTER_ADDR:-} ]]; then
     MASTER_ADDR=127.0.0.1
-    if ((NNODES > 1)); then MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1); fi
+    if ((NNODES > 1)); then MASTER_ADDR=$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}" | head -n 1); fi
   fi
-  # the same in all tasks, and another one for each job of a node
-  MASTER_PORT=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-0} % 20000))}
+  # the same in all tasks, another one for each job of a node, and below those that the system gives to anyone (32768 on)
+  MASTER_PORT=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-0} % 12000))}
   export NNODES NODE_RANK NPROC_PER_NODE WORLD_SIZE RANK LOCAL_RANK MASTER_ADDR MASTER_PORT
 }

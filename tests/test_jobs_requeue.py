@@ -118,9 +118,10 @@ def test_a_task_of_a_sweep_is_judged_by_its_own_cell(tmp_path):
 
 def test_a_damaged_note_of_the_last_stop_counts_as_none(tmp_path):
     assert requeue(tmp_path, 1, LOCAL | {"LMCORE_JOB_ID": "x"}) is False
-    (tmp_path / "jobs" / "local-1.progress.json").write_text("{")
     checkpoint(tmp_path, 1)
-    assert requeue(tmp_path, 1, LOCAL)
+    for damage in ("{", '{"vain": 0, "found": {"checkpoints": "1"}}'):
+        (tmp_path / "jobs" / "local-1.progress.json").write_text(damage)
+        assert requeue(tmp_path, 1, LOCAL)
 
 
 def slurm(folder: Path, script: str, monkeypatch) -> Path:
@@ -184,6 +185,14 @@ def test_a_damaged_record_is_named(tmp_path):
         read_jobs(tmp_path)
     (tmp_path / "jobs" / "10.json").write_text(json.dumps({**vars(record("10")), "kind": "party"}))
     with pytest.raises(UserError, match="kind must be one of workbook"):
+        read_jobs(tmp_path)
+    for id in ("9", "", "10; rm", "local-10"):
+        (tmp_path / "jobs" / "10.json").write_text(json.dumps({**vars(record("10")), "id": id}))
+        with pytest.raises(UserError, match=f"it cannot be of job '{id}'"):
+            read_jobs(tmp_path)
+    (tmp_path / "jobs" / "10.json").unlink()
+    (tmp_path / "jobs" / "local-x.json").write_text(json.dumps({**vars(record("local-x")), "scheduler": "local"}))
+    with pytest.raises(UserError, match="it cannot be of job 'local-x'"):
         read_jobs(tmp_path)
 
 

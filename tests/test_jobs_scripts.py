@@ -114,6 +114,8 @@ def test_each_notebook_gets_the_parameters_that_it_declares(tmp_path):
     ("options", "sentence"),
     [
         ({"notebooks": ["09"]}, "There is no notebook '09'"),
+        ({"notebooks": [""]}, "There is no notebook ''"),
+        ({"parameters": ["steps={[]: 1}"]}, "steps"),
         ({"parameters": ["stepz=1"]}, "No notebook has a parameter 'stepz'"),
         ({"parameters": ["steps"]}, "A parameter is given as name=value"),
         ({"parameters": ["steps='many'"]}, "steps"),
@@ -196,3 +198,24 @@ def test_a_script_without_its_mark_is_refused(project):
     file.unlink()
     with pytest.raises(UserError, match=r"There is no file .*notebook\.sbatch"):
         render(project, workbook_of(project)["02_train"], Site(), project / "runs")
+
+
+def test_a_scale_is_no_path(project):
+    (project / "papermill_jobs" / "other.yaml").write_text("common: {}\n")
+    with pytest.raises(UserError, match=r"There is no scale '\.\./other'"):
+        plan_workbook(project, "../other", "embedded", project / "runs" / "x")
+
+
+@pytest.mark.parametrize("limit", ["2", "1:30"])
+def test_a_limit_that_ends_with_the_warning_is_refused(project, limit):
+    """The job would be told to save itself as it starts, and be queued again in vain."""
+    with pytest.raises(UserError, match=f"02_train: a time limit of {limit} is over before the warning 120 s"):
+        render(project, workbook_of(project)["02_train"], Site(time=limit), project / "runs")
+    assert "--time=3" in render(project, workbook_of(project)["02_train"], Site(time="3"), project / "runs")
+
+
+@pytest.mark.parametrize("name", ["back\\slash", "two\nlines"])
+def test_folders_that_slurm_cannot_write_a_log_to_are_refused(project, name):
+    with pytest.raises(UserError, match="Slurm cannot write to") as refused:
+        render(project, workbook_of(project)["02_train"], Site(), project / name)
+    assert "\n" not in str(refused.value)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lmcore.errors import UserError
-from lmcore.jobs.site import Site, load_site
+from lmcore.jobs.site import Site, load_site, seconds_of_limit
 
 SITES = Path(__file__).parents[1] / "papermill_jobs"
 NOTEBOOKS = sorted(path.stem for path in (SITES.parent / "notebooks").glob("*.ipynb"))
@@ -85,7 +85,13 @@ def test_scratch_is_the_folder_of_the_results(tmp_path, monkeypatch):
         ("jobs: {wrietup: {gpus: 0}}", "jobs: there is no job 'wrietup'; there are workbook, notebook"),
         ("jobs: {writeup: {gpu: 0}}", "there is no setting 'gpu'"),
         ("jobs: {writeup: {scratch: /tmp}}", "jobs: writeup cannot have its own scratch"),
-        ("jobs: {02_train: 4}", "the settings must be a mapping"),
+        ("jobs: {02_train: 4}", "jobs: 02_train must be a mapping of settings"),
+        ("jobs: {writeup: }", "jobs: writeup must be a mapping of settings"),
+        ("environment: {OUT: /tmp}", "environment: OUT is set by lmcore submit itself"),
+        ("environment: {PATH: '/opt:$PATH'}", "change PATH in setup"),
+        ("extra: [--output=x.log]", "extra: '--output=x.log' is set by lmcore submit itself"),
+        ("extra: ['-a 0-3']", "extra: '-a 0-3' is set by lmcore submit itself"),
+        ("extra: [--no-requeue]", "extra: '--no-requeue' is set by lmcore submit itself"),
         ("account: |\n  two\n  lines\n", "account must be one line"),
         ("account: 'lab", "cannot be read as YAML"),
     ],
@@ -124,3 +130,14 @@ def test_the_commented_settings_of_site_yaml_are_sound(tmp_path):
     assert site.setup[-1] == "conda activate lmcore"
     assert site.account == "mylab"
     assert site.extra == ("--mail-type=END,FAIL",)
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("2", 120), ("2:30", 150), ("1:00:00", 3600), ("1-2", 93_600), ("1-2:30", 95_400), ("1-2:30:10", 95_410),
+        ("0", None), ("soon", None),
+    ],
+)  # fmt: skip
+def test_time_limits_are_read_as_sbatch_reads_them(time, seconds):
+    assert seconds_of_limit(time) == seconds

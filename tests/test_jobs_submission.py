@@ -11,6 +11,7 @@ from job_projects import job_project
 from lmcore.cli import main
 from lmcore.jobs import scheduler
 from lmcore.jobs.ledger import read_jobs
+from lmcore.jobs.sweep_definition import load_definition
 
 SBATCH = """
 for word; do script=$word; done
@@ -38,6 +39,7 @@ class Slurm:
         self.command("sbatch", SBATCH)
         self.command("squeue", "cat queue 2>/dev/null || true")
         self.command("scancel", "true")
+        self.command("scontrol", "echo 'MaxArraySize            = 4'")
 
     def command(self, name: str, script: str) -> None:
         """Makes one of the commands do something else."""
@@ -219,16 +221,52 @@ def test_a_sweep_is_an_array_over_what_is_left_and_a_table(slurm, project, capsy
     assert main(["submit", "sweep", "tiny", "--concurrency", "1", "--set", "context_length=8,16"]) == 0
     out = project / "runs" / "sweeps" / "tiny"
     assert capsys.readouterr().out.splitlines() == [
-        f"101  tiny        {out}/jobs/tiny-101_%a.log, 4 cells",
+        f"101  tiny        {out}/jobs/tiny-101_*.log, 4 cells",
         f"102  tiny-table  {out}/jobs/tiny-table-102.log, after 101",
         f"To watch them: lmcore jobs {out}",
     ]
     script = (out / "jobs" / "tiny.sbatch").read_text()
     assert "#SBATCH --array=0-3%1\n" in script
-    assert f"export SWEEP={sweeps / 'tiny.yaml'}\n" in script
-    assert "set -- --set context_length=8,16" in script
+    (frozen,) = (out / "jobs").glob("tiny-*.yaml")
+    assert f"export SWEEP={frozen}\n" in script
+    assert "set -- " not in script
+    wanted = load_definition("tiny", ["context_length=8,16"])
+    assert load_definition(frozen) == load_definition(out / "sweep.yaml") == wanted
     array, table = read_jobs(out)
     assert (array.tasks, array.kind, table.kind, table.after) == ([0, 1, 2, 3], "sweep", "sweep-table", ["101"])
+
+
+def test_jobs_do_what_was_submitted_whatever_becomes_of_the_definition(slurm, project, capsys):
+    """A task's number is a place in the definition: tasks that wait must not find another one there."""
+    (project / "tiny.yaml").write_text(SWEEP)
+    out = project / "out"
+    assert main(["submit", "sweep", "tiny.yaml", "--out", str(out)]) == 0
+    (first,) = (out / "jobs").glob("tiny-*.yaml")
+    before = first.read_bytes()
+    (project / "tiny.yaml").write_text(SWEEP.replace("[smoke, laptop]", "[laptop, smoke]"))
+    assert main(["submit", "sweep", "tiny.yaml", "--out", str(out), "--again"]) == 0
+    assert first.read_bytes() == before
+    (second,) = set((out / "jobs").glob("tiny-*.yaml")) - {first}
+    assert f"export SWEEP={second}\n" in (out / "jobs" / "tiny.sbatch").read_text()
+
+
+def test_an_array_larger_than_the_clusters_is_refused(slurm, project, capsys):
+    (project / "tiny.yaml").write_text(SWEEP)
+    said = refusal(capsys, "sweep", "tiny.yaml", "--set", "size=smoke,laptop,tinystories,small,medium")
+    assert said.startswith("tiny has cells up to number 4, but this cluster's arrays end at 3 (MaxArraySize)")
+    assert not slurm.called("sbatch")
+
+
+def test_a_job_that_submits_does_not_pass_its_own_numbers_on(slurm, project, monkeypatch):
+    """sbatch hands on its environment, and a task's number would give the new jobs another name."""
+    slurm.command("sbatch", "env >environment\n" + SBATCH)
+    for name in ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID", "SLURM_STEP_NODELIST", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setenv("SLURM_CLUSTERS", "here")
+    assert main(["submit", "notebook", "04"]) == 0
+    handed_on = (slurm.bin.parent / "environment").read_text()
+    assert "SLURM_CLUSTERS=here\n" in handed_on
+    assert "=3\n" not in handed_on
 
 
 def test_finished_cells_are_left_out_and_where_all_are_nothing_is_submitted(slurm, project, capsys):

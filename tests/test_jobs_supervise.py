@@ -225,7 +225,7 @@ def test_the_command_hears_ctrl_c(project):
         # a task for each of two GPUs
         (
             {
-                "SLURM_JOB_ID": "20031", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "2", "SLURM_GPUS_ON_NODE": "2",
+                "SLURM_JOB_ID": "12031", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "2", "SLURM_GPUS_ON_NODE": "2",
                 "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0",
             },
             "nodes 1/0 processes 2 rank 1/2 local 1 at 127.0.0.1:20031",
@@ -255,6 +255,32 @@ def test_what_torchrun_reads_comes_from_slurms_variables(project, variables, exp
         "at $MASTER_ADDR:$MASTER_PORT'"
     )
     assert JobUnderTest(project, shown, **variables).end() == (0, expected + "\n")
+
+
+def test_a_step_smaller_than_its_job_meets_at_its_own_first_node(project, tmp_path):
+    """srun --nodes=2 in a job of four: a task on each."""
+    (tmp_path / "scontrol").write_text('#!/bin/bash\n[[ $* == "show hostnames n[3-4]" ]] && printf "n3\\nn4\\n"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    variables = {
+        "SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "n[3-4]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_NODEID": "1",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }  # fmt: skip
+    shown = '. papermill_jobs/job.sh && export_rendezvous && echo "$NNODES/$NODE_RANK $RANK/$WORLD_SIZE $MASTER_ADDR"'
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "MASTER"))}
+    done = subprocess.run(
+        ["bash", "-c", shown], cwd=project, env=clean | variables, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "2/1 1/2 n3\n"
+
+
+def test_a_script_that_was_started_by_hand_is_not_said_to_be_queued_again(saving):
+    job = saving(LMCORE_JOB_ID="")
+    job.send(signal.SIGUSR1)
+    code, said = job.end()
+    assert (code, "queued again" in said) == (75, False)
+    (diary,) = (job.out / "jobs").glob("by-hand-*.state")
+    assert diary.read_text().splitlines()[-1].endswith(" exit 75")
 
 
 def test_an_output_folder_that_cannot_be_made_is_named(project):

@@ -128,6 +128,17 @@ def test_benchmarks_are_the_cells_of_the_benchmark_command(tmp_path):
     assert [config.model.attention for config in measured_cells(loaded(tmp_path, named)).values()] == ["plain", "sdpa"]
 
 
+def test_an_override_may_list_names(tmp_path, training):
+    """As numbers: size=small,medium is two values, with a space after the comma or without."""
+    file = tmp_path / "sizes.yaml"
+    file.write_text("name: sizes\nkind: benchmark\nbase: {passes: forward}\nvary: {size: [smoke]}\n")
+    assert load_definition(file, ["size=smoke, laptop"]).vary == {"size": ["smoke", "laptop"]}
+    assert load_definition(file, ["passes=forward,train_step"]).base == {"passes": ["forward", "train_step"]}
+    assert len(cell_names(load_definition(file, ["size=smoke,laptop", "passes=forward,train_step"]))) == 4
+    norms = loaded(tmp_path, training | {"vary": {"model.norm": ["pre"]}}, "model.norm=none,post")
+    assert norms.vary["model.norm"] == ["none", "post"]
+
+
 def test_overrides_replace_varied_values_and_settings_of_the_base(tmp_path, training):
     definition = loaded(tmp_path, training, "optimizer.learning_rate=1e-2,1e-1", "steps=7", "model.norm=none")
     cells = train_cells(definition)

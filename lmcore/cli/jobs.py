@@ -1,6 +1,7 @@
 """`lmcore submit` and `lmcore requeue`: the workbook, a notebook or a sweep as jobs of Slurm, or the same here."""
 
 import functools
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from lmcore.cli.arguments import Flag, Names, OptionalFile, OptionalFolder, OptionalNumber, OptionalTime, Pairs
 from lmcore.errors import EXIT_FAILURE
 
 if TYPE_CHECKING:
@@ -20,27 +22,28 @@ if TYPE_CHECKING:
 def workbook(
     scale: str = "smoke",
     data: str = "embedded",
-    out: Path | None = None,
-    notebooks: tuple[str, ...] = (),
-    parameters: tuple[str, ...] = (),
-    one_job: bool = False,
-    site: Path | None = None,
-    time: str | None = None,
-    dry_run: bool = False,
-    local: bool = False,
-    again: bool = False,
+    out: OptionalFolder = None,
+    notebooks: Names = (),
+    parameters: Pairs = (),
+    one_job: Flag = False,
+    site: OptionalFile = None,
+    time: OptionalTime = None,
+    dry_run: Flag = False,
+    local: Flag = False,
+    again: Flag = False,
 ) -> int:
     """Submit the workbook: a job for each notebook, then one for the writeup, also when a notebook failed.
 
     Notebooks run side by side, but 03_generate after 02_train. Where there is no Slurm the same jobs run here, one
-    after another. Exit codes: 2 refused, nothing is left in the queue; here, also 1 a job failed, 75 stopped.
+    after another. Exit codes: 0 submitted, 2 refused, nothing is left in the queue; without Slurm 0 done, 1 a job
+    failed, 75 stopped.
 
     Args:
         scale: smoke, laptop or gpu: a file in papermill_jobs/parameters/.
         data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
         out: Folder for everything that is made (default: runs/<scale>, in the site's scratch folder if it has one).
         notebooks: Only these, by number or name.
-        parameters: name=value pairs that override notebook parameters of that name.
+        parameters: Parameters of the notebooks that are to have other values: workers=2.
         one_job: All notebooks and the writeup in one job.
         site: What your cluster wants (default: papermill_jobs/site.yaml).
         time: Limit of each job, in place of the site's; a job that needs longer goes on in the next one.
@@ -59,16 +62,16 @@ def workbook(
 
 
 def notebook(
-    name: Annotated[str, tyro.conf.Positional],
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NOTEBOOK")],
     scale: str = "smoke",
     data: str = "embedded",
-    out: Path | None = None,
-    parameters: tuple[str, ...] = (),
-    site: Path | None = None,
-    time: str | None = None,
-    dry_run: bool = False,
-    local: bool = False,
-    again: bool = False,
+    out: OptionalFolder = None,
+    parameters: Pairs = (),
+    site: OptionalFile = None,
+    time: OptionalTime = None,
+    dry_run: Flag = False,
+    local: Flag = False,
+    again: Flag = False,
 ) -> int:
     """Submit one notebook, without a writeup: `lmcore writeup OUT` makes it afterwards.
 
@@ -77,7 +80,7 @@ def notebook(
         scale: smoke, laptop or gpu: a file in papermill_jobs/parameters/.
         data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
         out: Folder for everything that is made (default: runs/<scale>, in the site's scratch folder if it has one).
-        parameters: name=value pairs that override notebook parameters of that name.
+        parameters: Parameters of the notebooks that are to have other values: workers=2.
         site: What your cluster wants (default: papermill_jobs/site.yaml).
         time: The job's limit, in place of the site's.
         dry_run: Only show the script and how it would be submitted.
@@ -95,15 +98,15 @@ def notebook(
 
 
 def sweep(
-    definition: Annotated[str, tyro.conf.Positional],
-    out: Path | None = None,
-    concurrency: int | None = None,
-    set: tuple[str, ...] = (),
-    site: Path | None = None,
-    time: str | None = None,
-    dry_run: bool = False,
-    local: bool = False,
-    again: bool = False,
+    definition: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SWEEP")],
+    out: OptionalFolder = None,
+    concurrency: OptionalNumber = None,
+    set: Pairs = (),
+    site: OptionalFile = None,
+    time: OptionalTime = None,
+    dry_run: Flag = False,
+    local: Flag = False,
+    again: Flag = False,
 ) -> int:
     """Submit the cells of a sweep that are not finished as an array, and the table of all cells after them.
 
@@ -111,7 +114,7 @@ def sweep(
         definition: A name in papermill_jobs/sweeps/, or a file.
         out: The sweep's folder (default: runs/sweeps/<name>, in the site's scratch folder if it has one).
         concurrency: At most so many cells at a time.
-        set: name=value pairs that change the definition.
+        set: Settings of the definition that are to have other values: steps=20 context_length=128,256.
         site: What your cluster wants (default: papermill_jobs/site.yaml).
         time: Limit of each cell's job, in place of the site's.
         dry_run: Only show the scripts and how they would be submitted.
@@ -119,17 +122,24 @@ def sweep(
         again: Submit although jobs of the same folder are still queued or running.
     """
     from lmcore.jobs.plan import plan_sweep
-    from lmcore.jobs.sweeps import load_definition, sweep_folder
+    from lmcore.jobs.sweep_definition import freeze
+    from lmcore.jobs.sweeps import load_definition, remember, sweep_folder
     from lmcore.parameters import find_project
 
     project = find_project()
     settings = settings_of(project, site)
-    folder = folder_of(out, settings, project, sweep_folder(load_definition(definition, set)))
+    changed = load_definition(definition, set)
+    folder = folder_of(out, settings, project, sweep_folder(changed))
     jobs = plan_sweep(definition, folder, set, concurrency)
     if not jobs:
-        print(f"All cells in {folder} are finished; lmcore sweep table {folder} makes their table.")
+        print(f"All cells in {folder} are finished; lmcore sweep table {shlex.quote(str(folder))} makes their table.")
         return 0
-    return carry_out(project, jobs, settings, folder, time, dry_run, local, again)
+
+    def prepare() -> None:
+        freeze(changed, folder)
+        remember(changed, folder)
+
+    return carry_out(project, jobs, settings, folder, time, dry_run, local, again, prepare)
 
 
 def settings_of(project: Path, file: Path | None) -> "Site":
@@ -158,6 +168,7 @@ def carry_out(
     dry_run: bool,
     local: bool,
     again: bool,
+    prepare: Callable[[], None] = lambda: None,
 ) -> int:
     """Shows, submits or runs the jobs; returns the exit code."""
     from lmcore.jobs.scheduler import has_slurm
@@ -171,9 +182,9 @@ def carry_out(
     if local or not has_slurm():
         if not local:
             print("There is no sbatch on this machine: the jobs run here, one after another.", flush=True)
-        return run_locally(project, jobs, scripts, out, again, announce)
-    print(listed(submit_to_slurm(project, jobs, scripts, out, again, announce)))
-    print(f"To watch them: lmcore jobs {out}")
+        return run_locally(project, jobs, scripts, out, again, announce, prepare)
+    print(listed(submit_to_slurm(project, jobs, scripts, out, again, announce, prepare)))
+    print(f"To watch them: lmcore jobs {shlex.quote(str(out))}")
     return 0
 
 
@@ -195,8 +206,7 @@ def listed(records: "Sequence[JobRecord]") -> str:
     for record in records:
         cells = "" if record.tasks is None else f", {len(record.tasks)} cells"
         after = f", after {', '.join(record.after)}" if record.after else ""
-        log = record.log_file() if record.tasks is None else record.log.replace("%A", record.id)
-        lines.append(f"{record.id}  {record.name:<{width}}  {log}{cells}{after}")
+        lines.append(f"{record.id}  {record.name:<{width}}  {record.log_file()}{cells}{after}")
     return "\n".join(lines)
 
 

@@ -61,7 +61,7 @@ def read_ledger(out: Path) -> tuple[list[Job], dict[str, str]]:
     """The jobs of a folder, the first submitted first, and by its id what is wrong with each damaged record."""
     lines: dict[str, dict[str, list[StateLine]]] = {}
     for path in sorted(jobs_folder(out).glob("*.state")):
-        with suppress(OSError):
+        with suppress(UserError):
             lines.setdefault(whole(path.stem), {})[path.stem] = read_states(path)
     records, damaged = [], {}
     for path in sorted(record_files(out), key=lambda path: natural(path.stem)):

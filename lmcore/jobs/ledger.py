@@ -15,6 +15,9 @@ from lmcore.config import from_dict, require, require_choices
 from lmcore.errors import UserError
 from lmcore.files import read_json, write_json
 
+ID = {"slurm": re.compile(r"[0-9]+"), "local": re.compile(r"local-[0-9]+")}
+"""What an id looks like, by scheduler."""
+
 Kind = Literal["workbook", "notebook", "writeup", "sweep", "sweep-table"]
 
 
@@ -51,8 +54,8 @@ class JobRecord:
         return [self.id] if self.tasks is None else [f"{self.id}_{task}" for task in self.tasks]
 
     def log_file(self, task: int | None = None) -> Path:
-        """Path of the log of the job, or of one task of the array."""
-        words = {"%j": self.id, "%A": self.id, "%a": "%a" if task is None else str(task), "%%": "%"}
+        """Path of the log of the job, or of one task of the array; with * for those of all its tasks."""
+        words = {"%j": self.id, "%A": self.id, "%a": "*" if task is None else str(task), "%%": "%"}
         return Path(re.sub("%[jAa%]", lambda found: words[found[0]], self.log))
 
 
@@ -85,11 +88,14 @@ def write_job(out: str | os.PathLike, record: JobRecord) -> Path:
 
 
 def append_state(out: str | os.PathLike, job: str, state: str) -> None:
-    """Adds a line to what a job says of itself, with the time before it."""
+    """Adds a line to what a job says of itself, with the time before it. Raises `UserError` if it cannot be written."""
     folder = jobs_folder(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{job}.state", "a", encoding="utf-8") as file:
-        file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {state}\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f"{job}.state", "a", encoding="utf-8") as file:
+            file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {state}\n")
+    except OSError as error:
+        raise UserError(f"Cannot write {folder / f'{job}.state'}: {error.strerror or error}.") from error
 
 
 def read_jobs(out: str | os.PathLike) -> list[JobRecord]:
@@ -110,9 +116,12 @@ def read_job(path: Path) -> JobRecord:
     whole = isinstance(values, dict) and needed <= values.keys()
     require(whole, f"{path} is not the record of a job; remove it to go on without.")
     try:
-        return from_dict(JobRecord, values)
+        record = from_dict(JobRecord, values)
     except UserError as error:
         raise UserError(f"{path} is damaged: {error} Remove it to go on without.") from None
+    named = record.id == path.stem and ID[record.scheduler].fullmatch(record.id)
+    require(bool(named), f"{path} is damaged: it cannot be of job {record.id!r}. Remove it to go on without.")
+    return record
 
 
 def natural(job: str) -> tuple[int, str]:
@@ -136,11 +145,15 @@ def states(out: str | os.PathLike, job: str) -> list[StateLine]:
 def read_states(file: Path) -> list[StateLine]:
     """The whole lines of one state file."""
     found = []
-    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
+    try:
+        content = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}).") from error
+    for text in content.splitlines():
         match text.split():
-            case [time, "running", host, "restart", number] if number.isdigit():
+            case [time, "running", host, "restart", number] if number.isdecimal():
                 found.append(StateLine(file.stem, time, "running", host=host, restart=int(number)))
-            case [time, "exit", number] if number.isdigit():
+            case [time, "exit", number] if number.isdecimal():
                 found.append(StateLine(file.stem, time, "exit", code=int(number)))
             case [time, "requeued" | "cancelled" as state]:
                 found.append(StateLine(file.stem, time, state))

@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED
+from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED, UserError
 from lmcore.jobs.ledger import JobRecord, append_state, read_jobs, states
 from lmcore.jobs.plan import Job
 
@@ -81,7 +82,7 @@ class LocalJobs:
         """Runs one script until it is done or need not be started again; returns its exit code."""
         restart = 0
         while True:
-            with open(log, "a", encoding="utf-8") as file:
+            with appending(log) as file:
                 self.process = subprocess.Popen(
                     ["bash", str(script)],
                     cwd=self.project,
@@ -99,6 +100,17 @@ class LocalJobs:
             if self.stopped or not again:
                 return code
             restart += 1
+
+
+@contextmanager
+def appending(log: Path) -> Iterator[IO]:
+    """The log, to write at its end. Raises `UserError` if it cannot be written."""
+    try:
+        file = open(log, "a", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"Cannot write the log {log}: {error.strerror or error}.") from error
+    with file:
+        yield file
 
 
 def variables(array: str, name: str, task: int | None) -> dict[str, str]:

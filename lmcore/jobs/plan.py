@@ -130,8 +130,10 @@ def plan_sweep(
 ) -> list[Job]:
     """An array over the cells of a sweep that are not finished, then the table of all; nothing if all are finished.
 
-    Raises `UserError` on a definition that is wrong and on a concurrency below 1.
+    The tasks follow `frozen_file`, not the definition, which may be edited before they start. Raises `UserError` on a
+    definition that is wrong and on a concurrency below 1.
     """
+    from lmcore.jobs.sweep_definition import frozen_file
     from lmcore.jobs.sweeps import load_definition, unfinished
     from lmcore.workbook.run import locate
 
@@ -142,14 +144,12 @@ def plan_sweep(
     tasks = tuple(unfinished(definition, out))
     if not tasks:
         return []
-    changes = ("--set", *overrides) if overrides else ()
     variables = {"OUT": str(out)}
     array = Job(
         definition.name,
         "sweep",
         "sweep.sbatch",
-        variables | {"SWEEP": str(Path(definition.file).resolve())},
-        changes,
+        variables | {"SWEEP": str(frozen_file(definition, out))},
         tasks=tasks,
         concurrency=concurrency,
     )

@@ -111,4 +111,4 @@ def last_stop(file: Path) -> dict[str, Any]:
     except UserError:
         return nothing
     whole = isinstance(values, dict) and isinstance(values.get("vain"), int) and isinstance(values.get("found"), dict)
-    return values if whole else nothing
+    return values if whole and all(isinstance(count, int) for count in values["found"].values()) else nothing

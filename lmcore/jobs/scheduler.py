@@ -1,9 +1,10 @@
 """Submitting and cancelling by Slurm's own commands."""
 
+import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lmcore.config import require
@@ -30,11 +31,26 @@ def sbatch_command(script: Path | str, after_ok: Sequence[str], after_any: Seque
 
 def submit(script: Path, project: Path, after_ok: Sequence[str] = (), after_any: Sequence[str] = ()) -> str:
     """Submits a script from the project's folder and returns the job's id. Raises `Refused` with Slurm's sentence."""
-    answer = run(sbatch_command(script, after_ok, after_any), project)
+    answer = run(sbatch_command(script, after_ok, after_any), project, outside_of_jobs(os.environ))
     job = answer.strip().splitlines()[-1].partition(";")[0] if answer.strip() else ""  # id, or id;cluster
     if not job.isdecimal():
         raise Refused(f"sbatch gave no job id for {script}, but {answer.strip()!r}.")
     return job
+
+
+def outside_of_jobs(variables: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what a job around it has set: sbatch hands that on, a task's number, too."""
+    own = ("SLURM_ARRAY_", "SLURM_STEP", "SLURM_RESTART_COUNT", "LMCORE_JOB_ID", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in variables.items() if not name.startswith(own)}
+
+
+def max_array_size() -> int | None:
+    """Numbers of an array's tasks are below this; None where Slurm does not tell."""
+    try:
+        found = re.search(r"^MaxArraySize\s*=\s*(\d+)", run(["scontrol", "show", "config"]), re.MULTILINE)
+    except UserError:
+        return None
+    return int(found[1]) if found else None
 
 
 def cancel(jobs: Sequence[str]) -> None:
@@ -48,12 +64,18 @@ def requeue(job: str) -> None:
     run(["scontrol", "requeue", job])
 
 
-def run(command: Sequence[str], folder: Path | None = None) -> str:
+def run(command: Sequence[str], folder: Path | None = None, environment: Mapping[str, str] | None = None) -> str:
     """What one of Slurm's commands prints. Raises `Refused` with the words that it ends with."""
     require(shutil.which(command[0]) is not None, f"There is no {command[0]} on this machine; submit with --local.")
     try:
         done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=SECONDS_TO_ANSWER, check=False
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS_TO_ANSWER,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise Refused(f"{command[0]} gave no answer within {SECONDS_TO_ANSWER} s; see whether sinfo does.") from None

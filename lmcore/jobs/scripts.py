@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lmcore.config import require
 from lmcore.jobs.plan import Job
-from lmcore.jobs.site import Site
+from lmcore.jobs.site import Site, seconds_of_limit
 
 MARK = "# lmcore submit: settings"
 """The line of a plain script that the settings replace."""
@@ -23,6 +23,11 @@ def log_pattern(job: Job, out: Path) -> str:
 
 def render(project: Path, job: Job, site: Site, out: Path) -> str:
     """The script of one job. Raises `UserError` if the plain one is missing or has lost the line for the settings."""
+    for path in (project, out):  # Slurm takes a backslash in a log's name away, and ends a line at its end
+        require(
+            not {"\\", "\n"} & set(str(path)),
+            f"Slurm cannot write to {str(path)!r}; choose a folder without \\ and line breaks.",
+        )
     plain = project / "papermill_jobs" / job.script
     require(plain.is_file(), f"There is no file {plain}; take it from the project's repository.")
     lines = plain.read_text(encoding="utf-8").splitlines()
@@ -59,6 +64,12 @@ def directives(options: dict[str, str], job: Job, site: Site, out: Path) -> list
     """#SBATCH lines: those of the plain script, then the job's own and the site's in place of them."""
     chosen: dict[str, str | None] = {**options, "job-name": job.name, "output": log_pattern(job, out)}
     chosen |= {"array": job.array} | site.options()
+    limit = seconds_of_limit(chosen["time"] or "")
+    require(
+        limit is None or limit > site.signal_seconds,
+        f"{job.name}: a time limit of {chosen['time']} is over before the warning {site.signal_seconds} s ahead of it "
+        "is of use; give a longer --time, or set a smaller signal_seconds in site.yaml.",
+    )
     if job.after_ok:
         chosen["kill-on-invalid-dep"] = "yes"  # else it would wait for ever
     lines = [

@@ -30,8 +30,29 @@ OPTIONS = {
 }
 """Options of sbatch by field."""
 
+OWN_VARIABLES = ("LMCORE_PROJECT", "SCALE", "DATA", "OUT", "NOTEBOOKS", "SWEEP", "ATTEMPTS", "STOP_SECONDS", "PATH")
+"""What `environment` may not set: where a job's results go is fixed when it is submitted."""
+
+OWN_OPTIONS = re.compile(r"-[oJa].*|--(output|job-name|array|signal|open-mode|no-requeue)([= ].*)?")
+"""What `extra` may not say: logs and arrays would not be found again, or the job not be queued again."""
+
 TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
 """Minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]] (sbatch's manual page)."""
+
+
+def seconds_of_limit(time: str) -> int | None:
+    """A time limit as sbatch takes it, in seconds; None: no limit (0), or none that can be read here."""
+    if not TIME.fullmatch(time):
+        return None
+    days, dash, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if dash:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, seconds = [0, *parts] if len(parts) == 2 else [*parts, 0, 0, 0][:3]
+        if len(parts) == 1:
+            hours, minutes = 0, parts[0]
+    return (((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds) or None
 
 
 @dataclass(frozen=True)
@@ -73,8 +94,14 @@ class Site:
         require(self.signal_seconds <= 65535, f"signal_seconds must be at most 65535, not {self.signal_seconds}.")
         for name in self.environment:
             require(re.fullmatch(r"[A-Za-z_]\w*", name) is not None, f"environment: {name!r} is no variable's name.")
+            own = name not in OWN_VARIABLES
+            require(
+                own, f"environment: {name} is set by lmcore submit itself; change PATH in setup, others by its words."
+            )
         for option in self.extra:
             require(re.match(r"--?[a-zA-Z]", option) is not None, f"extra: {option!r} is not an option of sbatch.")
+            own = OWN_OPTIONS.fullmatch(option) is None
+            require(own, f"extra: {option!r} is set by lmcore submit itself; remove it (signal_seconds sets --signal).")
         for name in [*OPTIONS, "scratch"]:
             line = "\n" not in str(getattr(self, name))
             require(line, f"{name} must be one line.")
@@ -133,8 +160,9 @@ def load_site(file: Path, names: typing.Collection[str] | None = ()) -> Site:
         for name, changes in site.jobs.items():
             known = names is None or name in KINDS or name in names
             require(known, f"jobs: there is no job {name!r}; there are {', '.join([*KINDS, *(names or ())])}.")
+            require(isinstance(changes, dict), f"jobs: {name} must be a mapping of settings, {{}} for none.")
             for key in ("jobs", "scratch"):
-                require(key not in converted(changes), f"jobs: {name} cannot have its own {key}.")
+                require(key not in changes, f"jobs: {name} cannot have its own {key}.")
             site.for_job(name, name)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
@@ -143,7 +171,7 @@ def load_site(file: Path, names: typing.Collection[str] | None = ()) -> Site:
 
 def converted(values: Any) -> dict[str, Any]:
     """Values of a YAML file, all of them text, as the fields of `Site` want them. Raises `UserError`."""
-    require(isinstance(values, dict), f"the settings must be a mapping of names to values, not {values!r}.")
+    require(isinstance(values, dict), f"settings must be a mapping of names to values, not {values!r}.")
     names = [known.name for known in dataclasses.fields(Site)]
     result = {}
     for name, value in values.items():

@@ -60,8 +60,10 @@ def submit_to_slurm(
     out: Path,
     again: bool = False,
     announce: Callable[[], None] = nothing,
+    prepare: Callable[[], None] = nothing,
 ) -> list[JobRecord]:
-    """Submits the jobs in their order and returns their records; `announce` says in the folder what is planned.
+    """Submits the jobs in their order and returns their records; `announce` says in the folder what is planned,
+    `prepare` writes what the jobs read.
 
     Raises `UserError` if jobs of this folder are still queued or running (unless `again`), and if Slurm refuses one:
     those that were submitted before it are then cancelled.
@@ -69,9 +71,12 @@ def submit_to_slurm(
     with submitting(out):
         if not again:
             require_idle(out)
+        prepare()
         records: dict[str, JobRecord] = {}
         try:
             for job in jobs:
+                if job.tasks:
+                    require_array(job)
                 write_script(job, scripts, out)
                 waits = [[records[name].id for name in names] for names in (job.after_ok, job.after_any)]
                 submitted = scheduler.submit(script_file(job, out), project, *waits)
@@ -82,6 +87,16 @@ def submit_to_slurm(
             withdraw(list(records.values()), out, error)
             raise
     return list(records.values())
+
+
+def require_array(job: Job) -> None:
+    """Raises `UserError` if the array is larger than the cluster takes."""
+    size, last = scheduler.max_array_size(), max(job.tasks or (0,))
+    require(
+        size is None or last < size,
+        f"{job.name} has cells up to number {last}, but this cluster's arrays end at {(size or 0) - 1} (MaxArraySize): "
+        "make several definitions of it, or run it with --local.",
+    )
 
 
 def withdraw(records: Sequence[JobRecord], out: Path, error: BaseException) -> None:
@@ -106,11 +121,13 @@ def run_locally(
     out: Path,
     again: bool = False,
     announce: Callable[[], None] = nothing,
+    prepare: Callable[[], None] = nothing,
 ) -> int:
     """Runs the jobs here, in their order; returns the exit code of `LocalJobs.run`."""
     with submitting(out):
         if not again:
             require_idle(out)
+        prepare()
         lock = hold_local(out)
         ids = dict(zip([job.name for job in jobs], new_ids(out, len(jobs)), strict=True))
         pairs = []

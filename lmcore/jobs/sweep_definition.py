@@ -1,7 +1,9 @@
 """Sweeps as YAML files: what is varied on which base, and the training runs or measurements that follow from it."""
 
 import dataclasses
+import hashlib
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,6 +123,8 @@ def load_definition(
         require(texts, f"{path}: every name in {key} must be a text; quote those that YAML reads otherwise.")
     base, vary = dict(values["base"]), dict(values["vary"])
     for key, value in parse_overrides(overrides).items():
+        if isinstance(value, str) and "," in value and (key in vary or key in LISTS):  # names: size=small,medium
+            value = tuple(parse_overrides([f"{key}={word.strip()}"])[key] for word in value.split(","))
         value = list(value) if isinstance(value, tuple) else value
         if key in vary:
             vary[key] = value if isinstance(value, list) else [value]
@@ -172,7 +176,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         place = getattr(error, "problem_mark", None)
         line = f", line {place.line + 1}" if place else ""
-        raise UserError(f"{path}{line}: not YAML ({getattr(error, 'problem', None) or error}).") from None
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"{path}{line}: not YAML ({problem}).") from None
     require(isinstance(values, dict), f"{path} must be a mapping with name, kind, base, and vary or runs.")
     return values
 
@@ -182,6 +187,17 @@ def write_definition(definition: SweepDefinition, path: str | os.PathLike) -> No
     values = {key: value for key, value in dataclasses.asdict(definition).items() if key != "file" and value}
     with atomic_write(path, "w") as file:
         yaml.safe_dump(values, file, sort_keys=False, allow_unicode=True, width=120)
+
+
+def frozen_file(definition: SweepDefinition, out: Path) -> Path:
+    """Where `freeze` keeps a definition that is submitted; another one has another name, as tasks may wait."""
+    values = json.dumps(dataclasses.asdict(dataclasses.replace(definition, file="")), default=str)
+    return out / "jobs" / f"{definition.name}-{hashlib.sha256(values.encode()).hexdigest()[:8]}.yaml"
+
+
+def freeze(definition: SweepDefinition, out: Path) -> None:
+    """Writes the definition as it is now for the tasks that are submitted. Raises `UserError` if it cannot."""
+    write_definition(definition, frozen_file(definition, out))
 
 
 def cell_names(definition: SweepDefinition) -> list[str]:

@@ -122,6 +122,10 @@ def write_notebook_record(out: Path, record: NotebookRecord) -> None:
 
 def read_plan(out: Path) -> dict[str, Any]:
     """out/workbook.json. Raises `UserError` if it is missing or damaged."""
+    here = (out / RECORD).exists()
+    require(
+        here, f"There is no workbook in {out} (no {RECORD}): run `lmcore workbook --out {out}`, or name its folder."
+    )
     plan = read_json(out / RECORD)
     good = isinstance(plan, dict) and {"scale", "data"} <= plan.keys() and isinstance(plan.get("notebooks"), list)
     good = good and all(
