@@ -1,6 +1,7 @@
 """What a run goes on from: the newest checkpoint that is whole and leads to everything an undisturbed run has."""
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,28 @@ def is_complete(run: RunFolder) -> bool:
     require(bool(run.checkpoints()), f"{reason} No checkpoint is left to mend it from; train in another folder.")
     print(f"{reason} It is mended from the last checkpoint.", flush=True)
     return False
+
+
+def require_same_data(run: RunFolder, fingerprint: str) -> None:
+    """Compares the data with those that the checkpoints note, where environment.json is gone.
+
+    Says so where nothing tells. Raises `UserError` if the data are others.
+    """
+    if run.starts() or not run.checkpoints():
+        return  # the start compares them, or there is nothing to go on with
+    noted = None
+    for path in run.checkpoints():
+        with suppress(UserError):  # damaged: whoever goes on from it will say so
+            noted = read_checkpoint(path)["extra"].get("data_fingerprint")
+            break
+    if noted is None:
+        print(f"{run.environment_file} is gone: whether the data is the same was not checked.", flush=True)
+        return
+    require(
+        noted == fingerprint,
+        f"The checkpoints of {run.path} were made with other data (fingerprint {noted[:12]} there, {fingerprint[:12]} "
+        "here); choose another folder, or remove this one.",
+    )
 
 
 def newest_state(run: RunFolder) -> tuple[dict[str, Any] | None, list[Path]]:

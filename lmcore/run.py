@@ -123,8 +123,6 @@ class RunFolder:
         """
         environment = environment | {"config": to_dict(config)}
         starts = self.starts()
-        if not starts and self.checkpoints():
-            print(f"{self.environment_file} is gone: whether the data is the same was not checked.", flush=True)
         if self.config_file.exists():
             self.require_same(config, environment.get("data_fingerprint"))
         else:

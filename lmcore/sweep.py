@@ -25,8 +25,8 @@ FINISHED = ("complete", "diverged", "out of memory")
 def is_finished(config: TrainConfig, run: RunFolder) -> bool:
     """Whether `run` ended, complete and undamaged or diverged, with this configuration and this data."""
     state = _status(run)["state"]
-    if state not in FINISHED or not run.config_file.exists():
-        return False
+    if state not in FINISHED or not run.config_file.exists() or not run.environment_file.exists():
+        return False  # training again looks for what the data were
     if run.differences(config, open_data(config.data).fingerprint):
         return False
     return state != "complete" or damage(run) is None  # training again mends what is damaged

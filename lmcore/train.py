@@ -23,7 +23,7 @@ from lmcore.optimizer import build_optimizer, get_lr_cosine_schedule, gradient_c
 from lmcore.progress import Progress
 from lmcore.provenance import environment, job_id
 from lmcore.reproducibility import reproducible, rng_state, set_rng_state
-from lmcore.resume import is_complete, newest_state
+from lmcore.resume import is_complete, newest_state, require_same_data
 from lmcore.run import RunFolder
 from lmcore.stopping import stop_signals
 from lmcore.tracking import Tracker, open_trackers
@@ -67,6 +67,7 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
             return RunResult("interrupted", 0, None, None)
         with run.lock():
             run.remove_leftovers()
+            require_same_data(run, data.fingerprint)
             run.begin(config, environment() | {"data_fingerprint": data.fingerprint, "data": data.manifest})
             if is_complete(run):
                 return result_of(run)
@@ -276,6 +277,7 @@ class Trainer:
             "last": [self.last_lr, self.last_norm],
             "scaler": self.scaler.state_dict(),
             "rng": rng_state(self.device),
+            "data_fingerprint": self.data.fingerprint,
         }
         save_checkpoint(self.model, self.optimizer, self.step, self.run.checkpoint_file(self.step), extra)
         self.saved_step = self.step
