@@ -50,11 +50,12 @@ def bench(tmp_path_factory) -> Iterator[Bench]:
 
 @pytest.fixture(scope="session")
 def tally(request, seed) -> Iterator[Tally]:
-    tally = Tally(seed)
+    from lmcore.provenance import environment
+
+    tally, provenance = Tally(seed), environment()  # of the code that is tried: minutes later there may be another
     yield tally
     if report := request.config.getoption("--faults-report"):
         from lmcore.files import write_json
-        from lmcore.provenance import environment
 
-        write_json(report, {"provenance": environment(), "faults": tally.rows()})
+        write_json(report, {"provenance": provenance, "faults": tally.rows()})
     print(json.dumps(tally.rows(), indent=2))

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -20,6 +21,27 @@ from lmcore.run import RunFolder
 
 TIMES = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}
 """Fields of a metrics line that no two runs share."""
+
+SECONDS = 120.0
+"""Limit of every wait: far more than any of them takes on a busy machine."""
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> None:
+    """Waits for a condition that another process or thread brings about; fails saying `what` did not come."""
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {SECONDS:.0f} seconds"
+        time.sleep(0.005)
+
+
+def ended(process: multiprocessing.Process) -> int:
+    """Waits for a process and returns its exit code; one that does not end is killed, and that is a failure."""
+    process.join(SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise AssertionError(f"the process {process.pid} had not ended after {SECONDS:.0f} seconds and was killed")
+    return process.exitcode
 
 
 class Bench:
@@ -49,7 +71,7 @@ class Bench:
             device="cpu",
         )
         self.processes = multiprocessing.get_context("forkserver")
-        self.processes.set_forkserver_preload(["lmcore.train"])
+        self.processes.set_forkserver_preload(["lmcore.train", "torch._dynamo"])  # optimizers import the latter
         self.straight = RunFolder(folder / "straight")
         train(self.config, self.straight)
         gc.freeze()

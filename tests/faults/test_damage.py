@@ -2,11 +2,12 @@
 
 import json
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fault_bench import Bench, Tally
+from fault_bench import Bench, Tally, ended
 
 from lmcore.config import replace
 from lmcore.run import RunFolder
@@ -19,8 +20,7 @@ def stopped(bench: Bench) -> RunFolder:
     """A run that ended after two thirds, with checkpoints of its steps 9 and 12."""
     run = bench.new()
     process = bench.start(run, stop_after(13))
-    process.join()
-    assert process.exitcode != 0, bench.said(run)
+    assert ended(process) == -signal.SIGKILL, bench.said(run)
     assert [path.name for path in run.checkpoints()] == ["step_00000012.pt", "step_00000009.pt"]
     return run
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fault_bench import Bench, Tally
+from fault_bench import Bench, Tally, ended
 
 from lmcore.errors import EXIT_USER_ERROR
 
@@ -97,10 +97,9 @@ def test_a_limit_on_the_size_of_files(bench: Bench, tally: Tally):
         run = bench.new()
         with tally.fault("limit on the size of files") as fault:
             process = bench.start(run, SmallFiles(size))
-            process.join()
-            said = bench.said(run)
-            assert process.exitcode in (0, EXIT_USER_ERROR), f"{process.exitcode} {said}"
-            if process.exitcode:
+            code, said = ended(process), bench.said(run)
+            assert code in (0, EXIT_USER_ERROR), f"{code} {said}"
+            if code:
                 fault.refused = True
                 assert "Traceback" not in said
                 assert "lmcore: " in said

@@ -1,15 +1,17 @@
 """SIGKILL: at random moments of training, and at every kind of operation on the run's files."""
 
 import json
+import multiprocessing
 import random
 import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
-from fault_bench import Bench, Tally
+from fault_bench import SECONDS, Bench, Tally, ended, wait_until
 from file_faults import Operations
 
 from lmcore.config import to_dict
@@ -23,20 +25,23 @@ WRITES_OF_A_FILE = 3
 
 
 def test_random_moments(bench: Bench, tally: Tally, rng: random.Random):
-    life = min(timed(bench) for _ in range(3))
+    """Each run is killed up to three times; after each kill a copy of it goes on to the end without another."""
+    life, steps_begin = min(timed(bench) for _ in range(3))
     killed = 0
     while killed < RANDOM_KILLS:
         run = bench.new()
-        kills = rng.choice((1, 1, 2, 3))
-        for _ in range(kills):
+        for _ in range(rng.choice((1, 1, 2, 3))):
             process = bench.start(run)
-            time.sleep(rng.uniform(0, life))
+            if killed % 5:
+                wait_until(partial(trains_or_ended, process, run), "the process trains")
+                time.sleep(rng.uniform(0, life - steps_begin))
+            else:
+                time.sleep(rng.uniform(0, life))
             process.kill()
-            process.join()
-            if process.exitcode != -signal.SIGKILL:
+            if ended(process) != -signal.SIGKILL:
                 break  # it had ended before
-            killed += 1
-            with tally.fault("SIGKILL at a random moment of training"):
+            killed += trains(process, run)  # the others are extra
+            with tally.fault(f"SIGKILL at a random moment {moment(process, run)}"):
                 rest = bench.copy(run)
                 said = bench.finish(rest)
                 assert not said.startswith("lmcore:"), said
@@ -45,14 +50,33 @@ def test_random_moments(bench: Bench, tally: Tally, rng: random.Random):
         bench.forget(run)
 
 
-def timed(bench: Bench) -> float:
-    """Seconds that an undisturbed process lives."""
+def trains(process: multiprocessing.Process | subprocess.Popen, run: RunFolder) -> bool:
+    """Whether the process has begun to take steps; it may have ended since."""
+    return run.status().get("pid") == process.pid or run.status()["state"] == "complete"
+
+
+def trains_or_ended(process: multiprocessing.Process | subprocess.Popen, run: RunFolder) -> bool:
+    """Whether there is nothing more to wait for."""
+    done = process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+    return done is not None or trains(process, run)
+
+
+def moment(process: multiprocessing.Process, run: RunFolder) -> str:
+    """What a process was doing when it was killed, as far as its files tell."""
+    if not trains(process, run):
+        return "while it starts"
+    return "in the middle of a save" if list(run.path.rglob("*.tmp")) else "of training"
+
+
+def timed(bench: Bench) -> tuple[float, float]:
+    """Seconds that an undisturbed process lives, and after which of them it takes its first step."""
     run, started = bench.new(), time.perf_counter()
     process = bench.start(run)
-    process.join()
-    assert process.exitcode == 0, bench.said(run)
+    wait_until(run.status_file.exists, "the process trains")
+    steps_begin = time.perf_counter() - started
+    assert ended(process) == 0, bench.said(run)
     bench.require_same(run)
-    return time.perf_counter() - started
+    return time.perf_counter() - started, steps_begin
 
 
 def test_random_moments_of_the_command(bench: Bench, tally: Tally, rng: random.Random, tmp_path: Path):
@@ -65,18 +89,17 @@ def test_random_moments_of_the_command(bench: Bench, tally: Tally, rng: random.R
         command = [sys.executable, "-m", "lmcore", "train", "--config", str(bench.folder / "config.json")]
         child = subprocess.Popen([*command, "--run", str(run.path)], stdout=subprocess.DEVNULL)
         if life is None:
-            assert child.wait() == 0
+            assert child.wait(SECONDS) == 0
             life = time.perf_counter() - started
             bench.require_same(run)
             continue
         if killed % 2:  # most of a command's life is spent on imports: every second one may begin to train first
-            while not run.status_file.exists() and child.poll() is None:
-                time.sleep(0.001)
-            time.sleep(rng.uniform(0, life / 10))
+            wait_until(partial(trains_or_ended, child, run), "the command trains")
+            time.sleep(rng.uniform(0, life / 20))
         else:
             time.sleep(rng.uniform(0, life))
         child.kill()
-        if child.wait() != -signal.SIGKILL:
+        if child.wait(SECONDS) != -signal.SIGKILL:
             continue
         killed += 1
         with tally.fault("SIGKILL of the command at a random moment"):
@@ -87,8 +110,7 @@ def test_random_moments_of_the_command(bench: Bench, tally: Tally, rng: random.R
 def test_every_operation_on_a_file(bench: Bench, tally: Tally, rng: random.Random):
     recorded, record = bench.new(), bench.folder / "operations.jsonl"
     process = bench.start(recorded, Operations(recorded.path, record=record))
-    process.join()
-    assert process.exitcode == 0, bench.said(recorded)
+    assert ended(process) == 0, bench.said(recorded)
     bench.require_same(recorded)
     operations = [tuple(json.loads(line)) for line in record.read_text().splitlines()]
     for number in chosen(operations, rng):
@@ -97,8 +119,7 @@ def test_every_operation_on_a_file(bench: Bench, tally: Tally, rng: random.Rando
         run = bench.new()
         with tally.fault(kind):
             process = bench.start(run, Operations(run.path, victim=number))
-            process.join()
-            assert process.exitcode == -signal.SIGKILL, f"{what} {name}: {bench.said(run)}"
+            assert ended(process) == -signal.SIGKILL, f"{what} {name}: {bench.said(run)}"
             said = bench.finish(run)
             assert not said.startswith("lmcore:"), said
             bench.require_same(run)

@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fault_bench import Bench, Tally
+from fault_bench import SECONDS, Bench, Tally, ended, wait_until
 
 from lmcore.config import to_dict
 from lmcore.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
@@ -24,9 +24,7 @@ def test_two_train_at_once(bench: Bench, tally: Tally, rng: random.Random):
         run = bench.new()
         with tally.fault("two processes train in one folder"):
             processes = [bench.start(run) for _ in range(3)]
-            for process in processes:
-                process.join()
-            codes = [process.exitcode for process in processes]
+            codes = [ended(process) for process in processes]
             assert set(codes) <= {0, EXIT_USER_ERROR}, bench.said(run)
             assert codes.count(0) >= 1
             if EXIT_USER_ERROR in codes:
@@ -37,8 +35,8 @@ def test_two_train_at_once(bench: Bench, tally: Tally, rng: random.Random):
 def test_two_notebooks_want_one_run(bench: Bench, tally: Tally):
     run = bench.new()
     with tally.fault("two notebooks want one run"), ThreadPoolExecutor() as threads:
-        for ended in [threads.submit(run_or_reuse, bench.config, run.path) for _ in range(2)]:
-            assert ended.result().status()["state"] == "complete"
+        for other in [threads.submit(run_or_reuse, bench.config, run.path) for _ in range(2)]:
+            assert other.result(SECONDS).status()["state"] == "complete"
         bench.require_same(run)
 
 
@@ -46,14 +44,12 @@ def test_a_notebook_goes_on_when_the_process_it_follows_is_killed(bench: Bench, 
     run = bench.new()
     with tally.fault("the followed process is killed"), ThreadPoolExecutor() as threads:
         process = bench.start(run, Slow(0.2))
-        while not run.is_busy():
-            time.sleep(0.01)
+        wait_until(run.is_busy, "the process has the folder")
         following = threads.submit(run_or_reuse, bench.config, run.path)
-        while not run.metrics_lines():
-            time.sleep(0.01)
+        wait_until(run.metrics_lines, "the process has written metrics")
         process.kill()
-        process.join()
-        following.result()
+        assert ended(process) == -signal.SIGKILL
+        following.result(SECONDS)
         bench.require_same(run)
 
 
@@ -65,14 +61,14 @@ def test_a_sweep_goes_on_when_another_ones_worker_is_killed(bench: Bench, tally:
         write_json(sweep.path / "sweep.json", {"first": to_dict(config)})
         worker = bench.processes.Process(target=slow_worker, args=(sweep.path,))
         worker.start()
-        while not first.is_busy():
-            time.sleep(0.01)
+        wait_until(first.is_busy, "the worker has the first run")
         following = threads.submit(run_sweep, {"first": config, "second": config}, sweep.path)
-        while not (sweep.path / "second").exists():
-            time.sleep(0.01)
+        second = sweep.path / "second"
+        wait_until(lambda: second.exists() or following.done(), "the other sweep's worker has taken the second run")
+        assert second.exists(), following.result()
         worker.kill()
-        worker.join()
-        for run in following.result().values():
+        assert ended(worker) == -signal.SIGKILL, "the worker was to be killed in the first run"
+        for run in following.result(SECONDS).values():
             bench.require_same(run)
 
 
@@ -115,14 +111,15 @@ def test_stop_signals_at_random_moments(bench: Bench, tally: Tally, rng: random.
                 ready, listens = multiprocessing.Pipe()
                 worker = bench.processes.Process(target=listening_worker, args=(sweep.path, listens))
                 worker.start()
+                assert ready.poll(SECONDS), "the worker has not begun"
                 ready.recv()
                 if stops < 4:
                     time.sleep(rng.uniform(0, 0.4))
                     os.kill(worker.pid, number)
-                worker.join()
+                code = ended(worker)
                 stops += 1
-                assert worker.exitcode in (0, EXIT_INTERRUPTED)
-                if worker.exitcode == 0:
+                assert code in (0, EXIT_INTERRUPTED), code
+                if code == 0:
                     break
             for name in names:
                 bench.require_same(RunFolder(sweep.path / name))
@@ -152,7 +149,7 @@ def test_a_command_stopped_while_it_starts(bench: Bench, tally: Tally, config_fi
             if line.rstrip().endswith("torch.types"):
                 break
         child.send_signal(signal.SIGUSR1)
-        said, _ = child.communicate()
+        said, _ = child.communicate(timeout=SECONDS)
         assert child.returncode == EXIT_INTERRUPTED
         assert "stopped before it began; nothing is lost" in said
         bench.finish(run)
