@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -24,6 +25,7 @@ from lmcore.jobs.progress import executed_cells, format_duration, last_lines, re
 from lmcore.jobs.queue import ask_slurm, plain
 from lmcore.jobs.status import status_of
 from lmcore.jobs.table import WIDTH, as_json, as_text
+from lmcore.parameters import find_project
 
 HOST = socket.gethostname()
 
@@ -154,7 +156,7 @@ def test_the_runs_of_a_sweep_are_counted(out, slurm):
     write_json(folder / "sweep.json", {"a": {}, "b": {}, "c": {}})
     train_run(folder / "a", state="complete", started=5000)
     train_run(folder / "b")
-    assert one(out)[0].doing == "b of rates 1/3: step 300/5,000, loss 2.500, 5 steps/s"
+    assert one(out)[0].doing == "b (rates 1/3 done): step 300/5,000, loss 2.500, 5 steps/s"
 
 
 def test_why_a_job_waits(out, slurm):
@@ -502,3 +504,11 @@ def test_durations(seconds, text):
 @pytest.mark.parametrize(("word", "text"), [("NODE_FAIL", "node fail"), ("CANCELLED by 0", "cancelled"), ("R+", "r")])
 def test_states_in_words(word, text):
     assert plain(word) == text
+
+
+def test_outside_of_a_project_the_jobs_are_those_of_the_checkout(tmp_path, monkeypatch):
+    """`lmcore submit` submits its notebooks from there."""
+    monkeypatch.chdir(tmp_path)
+    assert runs_folders()[0] == find_project() / "runs"
+    (tmp_path / "runs").mkdir()
+    assert runs_folders() == [Path("runs")]

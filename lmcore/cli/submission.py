@@ -5,12 +5,14 @@ from typing import Annotated, Literal
 
 import tyro
 
+from lmcore.cli.arguments import Flag
+
 
 def submission(
-    out: Annotated[Path | None, tyro.conf.Positional] = None,
+    out: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[OUT]", help_behavior_hint="")] = None,
     to: Path = Path("submission"),
     names: Literal["cse599o", "cs336"] = "cse599o",
-    incomplete: bool = False,
+    incomplete: Flag = False,
 ) -> int:
     """Make the hand-in: code.zip without caches, data, checkpoints or secrets, the answers' PDF, the learning curve.
 
@@ -18,7 +20,7 @@ def submission(
         out: Folder of an executed workbook (default: that in runs/ whose writeup was made last).
         to: Folder for the hand-in.
         names: cse599o: code.zip and answers.pdf; cs336: code.zip and writeup.pdf.
-        incomplete: Also where the writeup is missing or reports a failure.
+        incomplete: Also where the writeup is missing, out of date or reports a failure.
     """
     from lmcore.jobs.found import runs_folders
     from lmcore.parameters import find_project

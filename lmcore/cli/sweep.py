@@ -6,15 +6,17 @@ from typing import Annotated
 
 import tyro
 
+from lmcore.cli.arguments import OptionalFolder, OptionalNumber
 from lmcore.errors import EXIT_FAILURE
 
-Overrides = Annotated[tuple[str, ...], tyro.conf.arg(name="set")]
+Overrides = Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...", help_behavior_hint="")]
+Definition = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 
 
 def run(
-    definition: Annotated[str, tyro.conf.Positional],
-    out: Path | None = None,
-    task: int | None = None,
+    definition: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SWEEP")],
+    out: OptionalFolder = None,
+    task: OptionalNumber = None,
     overrides: Overrides = (),
 ) -> int:
     """Do one cell of a sweep, or all that are not finished, in turn.
@@ -26,7 +28,7 @@ def run(
         definition: Name of a definition in papermill_jobs/sweeps/, or a YAML file.
         out: Folder for the sweep (default: runs/sweeps/<name>).
         task: Number of the cell, from 0 in the definition's order; default: all.
-        overrides: name=value pairs: settings of the base, or values of a setting that is varied, as steps=20 or
+        overrides: Settings of the base, or values of a setting that is varied: steps=20, or
             optimizer.learning_rate=1e-3,1e-2.
     """
     from lmcore.jobs.sweeps import load_definition, run_definition, sweep_folder
@@ -35,7 +37,7 @@ def run(
     return run_definition(sweep, out or sweep_folder(sweep), task)
 
 
-def table(out: Annotated[Path, tyro.conf.Positional], definition: str | None = None, overrides: Overrides = ()) -> int:
+def table(out: Annotated[Path, tyro.conf.Positional], definition: Definition = None, overrides: Overrides = ()) -> int:
     """Merge the cells of a sweep into one table: a row for each, whether it has run or not.
 
     It goes to out/results/<name>.json and .csv, for training runs with their curves, for measurements with each step.
@@ -45,7 +47,7 @@ def table(out: Annotated[Path, tyro.conf.Positional], definition: str | None = N
     Args:
         out: Folder of the sweep.
         definition: Name of a definition, or a YAML file; default: the one that the folder remembers.
-        overrides: name=value pairs as for lmcore sweep run, with --definition.
+        overrides: As for lmcore sweep run, with --definition.
     """
     from lmcore.config import require
     from lmcore.jobs.sweep_table import summary, write_sweep_table

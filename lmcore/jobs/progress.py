@@ -235,7 +235,7 @@ def format_duration(seconds: float) -> str:
 
 def describe_run(run: RunProgress) -> str:
     """Name, step, loss and rate of a run."""
-    sweep = f" of {run.sweep}" if run.sweep else ""
+    sweep = f" ({run.sweep} done)" if run.sweep else ""
     steps = f"step {run.step:,}/{run.steps:,}" if run.steps else f"step {run.step:,}"
     loss = "" if run.loss is None else f", loss {run.loss:.3f}"
     rate = "" if run.steps_per_second is None else f", {run.steps_per_second:.3g} steps/s"

@@ -13,6 +13,8 @@ COLUMNS = {"job": 16, "name": 20, "state": 13, "tries": 5, "left": 10}
 """Columns and their widths; what the job does has the rest of the line."""
 
 GAP = "  "
+TAIL_LINES = 3
+"""So many lines of the table a line of a log has at most."""
 
 
 def as_text(rows: Sequence[JobStatus], fault: str | None) -> str:
@@ -44,7 +46,10 @@ def lines_of(row: JobStatus) -> list[str]:
         lines += textwrap.wrap(note, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
     if row.log:
         lines.append(f"    log: {row.log}")  # whole, also where it is longer than the line: it is to be copied
-    return [*lines, *(f"    | {cut(line, WIDTH - 6)}" for line in row.tail)]
+    said = [
+        part for line in row.tail for part in textwrap.wrap(line, WIDTH - 6, max_lines=TAIL_LINES, placeholder=" …")
+    ]
+    return [*lines, *(f"    | {part}" for part in said)]
 
 
 def cut(text: str, width: int) -> str:
