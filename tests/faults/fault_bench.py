@@ -156,7 +156,7 @@ def results(run: RunFolder) -> dict[str, Any]:
         "metrics": [{k: v for k, v in line.items() if k not in TIMES} for line in run.metrics_lines()],
         "training state": digest({key: state[key] for key in ("iteration", "model", "optimizer")}),
         "generators": digest(state["extra"]["rng"]),
-        "checkpoints": [path.name for path in run.checkpoints()],
+        "checkpoints": (newest.name, len(run.checkpoints())),  # a stop saves one more, at a step of its own
         "leftovers": [path.name for path in run.path.rglob("*.tmp")],
     }
 
