@@ -37,8 +37,9 @@ begin_job() {
     fi
     PATH=$PWD/.venv/bin:$PATH
   fi
-  if ! mkdir -p "$OUT/jobs"; then
-    echo "lmcore: The folder $OUT/jobs cannot be made; choose another OUT." >&2
+  local said
+  if ! said=$(mkdir -p "$OUT/jobs" 2>&1); then
+    echo "lmcore: The folder $OUT/jobs cannot be made (${said##*: }); choose another OUT." >&2
     exit 2
   fi
   unset SLURM_STEP_NUM_NODES SLURM_STEP_NODELIST # of a step from which this was submitted

@@ -255,6 +255,7 @@ def test_an_array_larger_than_the_clusters_is_refused(slurm, project, capsys):
     said = refusal(capsys, "sweep", "tiny.yaml", "--set", "size=smoke,laptop,tinystories,small,medium")
     assert said.startswith("tiny has cells up to number 4, but this cluster's arrays end at 3 (MaxArraySize)")
     assert not slurm.called("sbatch")
+    assert not (project / "runs").exists()
 
 
 def test_a_job_that_submits_does_not_pass_its_own_numbers_on(slurm, project, monkeypatch):

@@ -287,4 +287,4 @@ def test_an_output_folder_that_cannot_be_made_is_named(project):
     (project / "out").write_text("a file")
     code, said = JobUnderTest(project, "true").end()
     assert code == 2
-    assert said.splitlines()[-1] == f"lmcore: The folder {project / 'out'}/jobs cannot be made; choose another OUT."
+    assert said == f"lmcore: The folder {project / 'out'}/jobs cannot be made (Not a directory); choose another OUT.\n"

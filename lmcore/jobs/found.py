@@ -14,6 +14,7 @@ from lmcore.errors import UserError
 from lmcore.jobs.ledger import JobRecord, StateLine, jobs_folder, natural, read_job, read_states, record_files
 from lmcore.jobs.queue import whole
 from lmcore.jobs.site import load_site
+from lmcore.parameters import find_project
 
 LOCAL_LOCK = ".local.lock"
 """File in OUT/jobs/ that is locked while local jobs run."""
@@ -42,9 +43,16 @@ class Job:
 
 
 def runs_folders() -> list[Path]:
-    """Folders in which output folders lie by default: runs/ of the project, and of the site's scratch folder."""
+    """Folders in which output folders lie by default: runs/ of the project, and of the site's scratch folder.
+
+    Outside of a project it is lmcore's checkout, to which `lmcore submit` submits from there.
+    """
     here = Path.cwd()
-    project = next((folder for folder in (here, *here.parents) if (folder / "papermill_jobs").is_dir()), here)
+    project = next((folder for folder in (here, *here.parents) if (folder / "papermill_jobs").is_dir()), None)
+    if project is None and not (here / "runs").is_dir():
+        with suppress(UserError):
+            project = find_project()
+    project = project or here
     found = [project / "runs"]
     with suppress(UserError):  # what `lmcore submit` refuses, it has not submitted with
         found.append(load_site(project / "papermill_jobs" / "site.yaml", None).folder(project) / "runs")

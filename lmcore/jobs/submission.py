@@ -68,6 +68,9 @@ def submit_to_slurm(
     Raises `UserError` if jobs of this folder are still queued or running (unless `again`), and if Slurm refuses one:
     those that were submitted before it are then cancelled.
     """
+    for job in jobs:
+        if job.tasks:
+            require_array(job)
     with submitting(out):
         if not again:
             require_idle(out)
@@ -75,8 +78,6 @@ def submit_to_slurm(
         records: dict[str, JobRecord] = {}
         try:
             for job in jobs:
-                if job.tasks:
-                    require_array(job)
                 write_script(job, scripts, out)
                 waits = [[records[name].id for name in names] for names in (job.after_ok, job.after_any)]
                 submitted = scheduler.submit(script_file(job, out), project, *waits)

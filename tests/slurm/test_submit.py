@@ -262,3 +262,47 @@ def test_options_with_spaces_and_signs_reach_slurm_whole(cluster, tmp_path):
     refused = cluster.run("lmcore", "submit", "notebook", "04", "--again", cwd=project, check=False)
     assert refused.returncode == 2
     assert "Invalid feature specification" in refused.stderr
+
+
+def test_whatever_is_in_a_path_or_a_value_reaches_the_notebook(cluster, tmp_path):
+    """Spaces, quotes, $ and % in OUT, DATA and parameters; by hand, OUT is relative to the project."""
+    project = job_project(tmp_path / "a $2 project")
+    text = tmp_path / 'it\'s $HOME "data".txt'
+    text.write_text("Once.")
+    out = tmp_path / 'it\'s $HOME "out" 100%j'
+    words = ["--out", out, "--data", text, "--parameters", "rates=[0.5, 1.0]"]
+    done = cluster.run("lmcore", "submit", "notebook", "04", *words, cwd=project)
+    job = done.stdout.split()[0]
+    assert cluster.wait(job) == "COMPLETED"
+    made = json.loads((out / "notebooks" / "04_benchmark.json").read_text())
+    assert (made["data"], made["parameters"]["rates"]) == (str(text), [0.5, 1.0])
+    assert "04_benchmark: done" in (out / "jobs" / f"04_benchmark-{job}.log").read_text()
+    script = project / "papermill_jobs" / "notebook.sbatch"
+    by_hand = cluster.sbatch(script, cwd=project, OUT="runs/$a 'b'", DATA=text, NOTEBOOKS="02 04")
+    assert cluster.wait(by_hand) == "COMPLETED"
+    assert {path.stem for path in (project / "runs" / "$a 'b'" / "notebooks").glob("*.json")} == {
+        "02_train", "04_benchmark",
+    }  # fmt: skip
+
+
+def test_a_task_that_submits_a_job_does_not_give_it_its_own_name(cluster, tmp_path):
+    project = job_project(tmp_path / "project")
+    submits = f"#!/bin/bash\ncd {project}\nlmcore submit notebook 04\n"
+    array = cluster.sbatch(submits, options=["--array=3"])
+    assert cluster.wait(array) == "COMPLETED"
+    (record_file,) = (project / "runs" / "smoke" / "jobs").glob("[0-9]*.json")
+    job = json.loads(record_file.read_text())["id"]
+    assert cluster.wait(job) == "COMPLETED"
+    assert [line.split()[0] for line in diary(project, job)] == ["running", "exit"]
+
+
+def test_an_array_beyond_the_clusters_size_is_refused(cluster, tmp_path):
+    project = job_project(tmp_path / "project")
+    numbers = ", ".join(map(str, range(1002)))
+    (project / "many.yaml").write_text(
+        f"name: many\nkind: benchmark\nbase: {{size: smoke, passes: forward}}\nvary: {{seed: [{numbers}]}}\n"
+    )
+    refused = cluster.run("lmcore", "submit", "sweep", "many.yaml", cwd=project, check=False)
+    assert refused.returncode == 2
+    assert "many has cells up to number 1001, but this cluster's arrays end at 1000" in refused.stderr
+    assert not (project / "runs").exists()
