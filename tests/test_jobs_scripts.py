@@ -219,3 +219,20 @@ def test_folders_that_slurm_cannot_write_a_log_to_are_refused(project, name):
     with pytest.raises(UserError, match="Slurm cannot write to") as refused:
         render(project, workbook_of(project)["02_train"], Site(), project / name)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("sweep", "out"), [("rates", None), ("my sweeps/rates.yaml", None), ("rates", "runs/other")])
+def test_a_sweep_by_hand_goes_where_lmcore_sweep_run_puts_it(project, tmp_path, sweep, out):
+    (tmp_path / "lmcore").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "lmcore").chmod(0o755)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("SLURM") and key != "OUT"}
+    variables = clean | {"SWEEP": sweep, "PATH": f"{tmp_path}:{os.environ['PATH']}"} | ({"OUT": out} if out else {})
+    wanted = out or "runs/sweeps/rates"
+
+    def words(script: str, **more: str) -> list[str]:
+        command = ["bash", f"papermill_jobs/{script}"]
+        done = subprocess.run(command, cwd=project, env=variables | more, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    assert words("sweep.sbatch", SLURM_ARRAY_TASK_ID="2") == ["sweep", "run", sweep, "--out", wanted, "--task", "2"]
+    assert words("sweep-table.sbatch") == ["sweep", "table", wanted]

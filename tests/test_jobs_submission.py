@@ -205,6 +205,16 @@ def test_wrong_input_is_refused_before_anything_is_submitted(slurm, project, cap
     assert not (project / "runs").exists()
 
 
+def test_a_damaged_plan_is_refused_before_anything_is_submitted(slurm, project, capsys):
+    file = project / "runs" / "smoke" / "workbook.json"
+    file.parent.mkdir(parents=True)
+    file.write_text("{")
+    said = refusal(capsys, "workbook")
+    assert said.startswith(f"{file} cannot be read as JSON")
+    assert said.endswith("remove it and run the workbook again, which keeps what is done.")
+    assert not slurm.calls.exists()
+
+
 SWEEP = """
 name: tiny
 kind: benchmark

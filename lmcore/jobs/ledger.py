@@ -111,7 +111,10 @@ def record_files(out: str | os.PathLike) -> list[Path]:
 
 def read_job(path: Path) -> JobRecord:
     """The record of one job. Raises `UserError` naming a file that is damaged."""
-    values: Any = read_json(path)
+    try:
+        values: Any = read_json(path)
+    except UserError as error:
+        raise UserError(f"{str(error).rstrip('.')}; remove it to go on without.") from None
     needed = {"id", "name", "kind", "script", "log", "submitted_utc"}
     whole = isinstance(values, dict) and needed <= values.keys()
     require(whole, f"{path} is not the record of a job; remove it to go on without.")

@@ -90,8 +90,11 @@ def checked(
     project: Path, scale: str, data: str, out: Path, notebooks: Sequence[str], parameters: Sequence[str]
 ) -> tuple[list[Path], dict[str, str]]:
     """The notebooks, and the variables that all their jobs have; raises `UserError` on anything that is wrong."""
+    from lmcore.workbook.record import RECORD, read_plan
     from lmcore.workbook.run import locate
 
+    if (out / RECORD).exists():
+        read_plan(out)
     paths = find_notebooks(project, notebooks or None)
     located = locate(data)
     common = {"scale": scale, "data": located, "out": str(out)}

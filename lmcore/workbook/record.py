@@ -106,7 +106,10 @@ def read_notebook_record(out: Path, name: str) -> NotebookRecord | None:
     file = record_file(out, name)
     if not file.exists():
         return None
-    values = read_json(file)
+    try:
+        values = read_json(file)
+    except UserError as error:
+        raise UserError(f"{str(error).rstrip('.')}; remove it to run the notebook again.") from None
     require(
         isinstance(values, dict) and values.get("name") == name and values.get("state") in STATES,
         f"{file} is damaged: it must name the notebook and its state; remove it to run the notebook again.",
@@ -126,7 +129,12 @@ def read_plan(out: Path) -> dict[str, Any]:
     require(
         here, f"There is no workbook in {out} (no {RECORD}): run `lmcore workbook --out {out}`, or name its folder."
     )
-    plan = read_json(out / RECORD)
+    try:
+        plan = read_json(out / RECORD)
+    except UserError as error:
+        raise UserError(
+            f"{str(error).rstrip('.')}; remove it and run the workbook again, which keeps what is done."
+        ) from None
     good = isinstance(plan, dict) and {"scale", "data"} <= plan.keys() and isinstance(plan.get("notebooks"), list)
     good = good and all(
         isinstance(n, str) or (isinstance(n, dict) and {"name", "state"} <= n.keys()) for n in plan["notebooks"]
