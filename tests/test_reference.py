@@ -6,15 +6,25 @@ from pathlib import Path
 import pytest
 
 from lmcore.errors import UserError
-from lmcore.report.reference import BLOCK, results_block, write_readme, write_reference_figures
+from lmcore.report.reference import FAULTS, block, results_block, write_readme, write_reference_figures
+from lmcore.report.survival import faults_block
 
 PROJECT = Path(__file__).parents[1]
 RESULTS = PROJECT / "results" / "h200"
 
 
-def test_the_readme_says_what_the_results_hold():
+@pytest.mark.parametrize(
+    ("name", "text"), [("results", lambda: results_block(RESULTS)), ("faults", lambda: faults_block(PROJECT / FAULTS))]
+)
+def test_the_readme_says_what_the_results_hold(name, text):
     readme = (PROJECT / "README.md").read_text(encoding="utf-8")
-    assert BLOCK.search(readme)[0] == results_block(RESULTS)
+    assert block(name).search(readme)[0] == text()
+
+
+def test_a_report_that_is_none_is_refused(tmp_path):
+    (tmp_path / "faults.json").write_text('{"faults": [{"kind": "kill"}]}')
+    with pytest.raises(UserError, match="is not a report of the fault suite"):
+        faults_block(tmp_path / "faults.json")
 
 
 def test_pictures_and_links_of_the_readme_exist():
@@ -33,4 +43,4 @@ def test_the_committed_figures_are_drawn_from_the_committed_results(tmp_path):
 def test_a_readme_without_markers_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("nothing")
     with pytest.raises(UserError, match="lacks the markers"):
-        write_readme(tmp_path / "README.md", RESULTS)
+        write_readme(tmp_path / "README.md", {"faults": "text"})

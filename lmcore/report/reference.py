@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -12,11 +13,12 @@ from lmcore.recipes import RECIPES
 from lmcore.report.answers import format_count, format_seconds
 from lmcore.report.figures import learning_curves, learning_rate_sweep, save_figure, use_style
 from lmcore.report.reference_measurements import measurement_figures, measurements_block
+from lmcore.report.survival import faults_block
 from lmcore.report.tables import curves_of, read_results
 from lmcore.report.train.figures import batch_size_figure, divergence_figure
 from lmcore.report.train.recipes import TARGET
 
-BLOCK = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- /results -->)", re.DOTALL)
+FAULTS = Path("results/faults.json")
 
 
 def write_reference_figures(results: str | os.PathLike, figures: str | os.PathLike) -> list[Path]:
@@ -109,14 +111,22 @@ def _settings(row: dict) -> str:
     return ", ".join([*parts, f"{row['steps']:,} × {row['batch_size']}"])
 
 
-def write_readme(readme: str | os.PathLike, results: str | os.PathLike) -> None:
-    """Puts `results_block` between the README's markers. Raises `UserError` if they are missing."""
+def block(name: str) -> re.Pattern[str]:
+    """What stands between the README's markers of this name."""
+    return re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
+
+
+def write_readme(readme: str | os.PathLike, blocks: Mapping[str, str]) -> None:
+    """Puts each text between the README's markers of that name. Raises `UserError` if they are missing."""
     text = Path(readme).read_text(encoding="utf-8")
-    require(BLOCK.search(text) is not None, f"{readme} lacks the markers <!-- results --> and <!-- /results -->.")
+    for name, content in blocks.items():
+        there = block(name)
+        require(there.search(text) is not None, f"{readme} lacks the markers <!-- {name} --> and <!-- /{name} -->.")
+        text = there.sub(lambda _, content=content: content, text)
     with atomic_write(readme, "w") as file:
-        file.write(BLOCK.sub(lambda _: results_block(results), text))
+        file.write(text)
 
 
 if __name__ == "__main__":
     write_reference_figures("results/h200", "figures/h200")
-    write_readme("README.md", "results/h200")
+    write_readme("README.md", {"results": results_block("results/h200"), "faults": faults_block(FAULTS)})
