@@ -56,7 +56,7 @@ def resolve_parameters(
         require(isinstance(values, dict | None), f"{file}: section {section!r} must be a mapping of parameters.")
     declared = {path.stem: declared_parameters(read_notebook(path), path.stem) for path in notebooks}
     for key in overrides:
-        known = sorted({name for parameters in declared.values() for name in parameters})
+        known = ", ".join(sorted({name for parameters in declared.values() for name in parameters}))
         require(any(key in p for p in declared.values()), f"No notebook has a parameter {key!r}; there are {known}.")
     resolved = {}
     for name, known in declared.items():

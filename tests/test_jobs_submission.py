@@ -160,7 +160,8 @@ def test_what_sbatch_refuses_cancels_the_jobs_before_it(slurm, project, monkeypa
     monkeypatch.setenv("REFUSED", "04_benchmark")
     assert refusal(capsys, "workbook") == (
         "sbatch: invalid partition specified: nowhere; Batch job submission failed: Invalid partition name specified. "
-        "The jobs before it are cancelled: 101, 102."
+        "What your cluster wants stands in papermill_jobs/site.yaml, or in the file after --site; sinfo -s lists "
+        "partitions. The jobs before it are cancelled: 101, 102."
     )
     assert slurm.called("scancel") == ["101 102"]
     assert read_jobs(project / "runs" / "smoke") == []

@@ -13,6 +13,9 @@ from lmcore.errors import UserError
 SECONDS_TO_ANSWER = 60
 """Slurm's commands try again by themselves for some time."""
 
+SITE_WORDS = re.compile(r"partition|account|qos|gres|node configuration|node count|time limit|memory", re.IGNORECASE)
+WHERE_TO_CHANGE = "What your cluster wants stands in papermill_jobs/site.yaml, or in the file after --site; sinfo -s lists partitions."
+
 
 class Refused(UserError):
     """Slurm did not take a job, or did not answer."""
@@ -31,7 +34,12 @@ def sbatch_command(script: Path | str, after_ok: Sequence[str], after_any: Seque
 
 def submit(script: Path, project: Path, after_ok: Sequence[str] = (), after_any: Sequence[str] = ()) -> str:
     """Submits a script from the project's folder and returns the job's id. Raises `Refused` with Slurm's sentence."""
-    answer = run(sbatch_command(script, after_ok, after_any), project, outside_of_jobs(os.environ))
+    try:
+        answer = run(sbatch_command(script, after_ok, after_any), project, outside_of_jobs(os.environ))
+    except Refused as error:
+        if SITE_WORDS.search(str(error)):
+            raise Refused(f"{error} {WHERE_TO_CHANGE}") from None
+        raise
     job = answer.strip().splitlines()[-1].partition(";")[0] if answer.strip() else ""  # id, or id;cluster
     if not job.isdecimal():
         raise Refused(f"sbatch gave no job id for {script}, but {answer.strip()!r}.")
