@@ -14,7 +14,10 @@ SECONDS_TO_ANSWER = 60
 """Slurm's commands try again by themselves for some time."""
 
 SITE_WORDS = re.compile(r"partition|account|qos|gres|node configuration|node count|time limit|memory", re.IGNORECASE)
-WHERE_TO_CHANGE = "What your cluster wants stands in papermill_jobs/site.yaml, or in the file after --site; sinfo -s lists partitions."
+WHERE_TO_CHANGE = (
+    "What your cluster wants stands in papermill_jobs/site.yaml, or in the file after --site; sinfo -s lists "
+    "partitions."
+)
 
 
 class Refused(UserError):
