@@ -16,6 +16,8 @@ from slurm_processes import cluster_processes, kill
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "setpriv")
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
 START_SECONDS = 60
+LONGEST_PATH = 70
+"""Sockets lie in the cluster's folder, and their paths have at most 107 characters."""
 SEARCH_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 """The Python that runs the tests first, so that jobs find its `lmcore`; Debian keeps the daemons in /usr/sbin."""
 
@@ -37,8 +39,8 @@ class Cluster:
 
     def __init__(self, folder: Path):
         self.folder = folder.resolve()
-        if len(str(self.folder)) > 70:
-            raise ValueError(f"{self.folder} is too long for the paths of sockets: choose one below 70 characters")
+        if len(str(self.folder)) > LONGEST_PATH:
+            raise ValueError(f"{self.folder} is too long for sockets: choose one of {LONGEST_PATH} characters at most")
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SRUN"))}
         self.environment = inherited | {
             "SLURM_CONF": str(self.folder / "slurm.conf"),

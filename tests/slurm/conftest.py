@@ -1,10 +1,12 @@
 """The private Slurm cluster that the tests of this folder share."""
 
 import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from cluster import Cluster, missing_programs
+from cluster import LONGEST_PATH, Cluster, missing_programs
 
 
 @pytest.fixture(scope="session")
@@ -15,5 +17,10 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
             f"no {', '.join(missing)} here: install Debian's slurmctld slurmd slurm-client munge to run these tests"
         )
     signal.signal(signal.SIGTERM, lambda *_: pytest.exit("ended by SIGTERM", 143))  # stops the cluster, too
-    with Cluster(tmp_path_factory.mktemp("slurm")) as running:
+    folder = tmp_path_factory.mktemp("slurm")
+    if len(str(folder)) <= LONGEST_PATH:
+        with Cluster(folder) as running:
+            yield running
+        return
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as short, Cluster(Path(short)) as running:
         yield running
