@@ -1,5 +1,6 @@
 """The committed results, and what the README and the committed figures make of them."""
 
+import json
 import re
 from pathlib import Path
 
@@ -19,6 +20,23 @@ RESULTS = PROJECT / "results" / "h200"
 def test_the_readme_says_what_the_results_hold(name, text):
     readme = (PROJECT / "README.md").read_text(encoding="utf-8")
     assert block(name).search(readme)[0] == text()
+
+
+def test_kinds_of_faults_are_counted_together(tmp_path):
+    kinds = ["metrics damaged", "metrics of a complete run damaged", "lightning", "SIGKILL just before a rename"]
+    rows = [{"kind": kind, "tried": 3, "survived": 2, "refused_in_words": 1, "lost": 0} for kind in kinds]
+    report = {"provenance": {"torch": "2", "git_commit": "abc"}, "faults": rows}
+    (tmp_path / "faults.json").write_text(json.dumps(report))
+    text = faults_block(tmp_path / "faults.json")
+    assert text.startswith("12 faults were tried on training runs: 8 survived, 4 refused, 0 lost.")
+    cells = [[word.strip() for word in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")][
+        1:
+    ]
+    assert cells == [
+        ["metrics damaged", "6", "4", "2", "0"],
+        ["lightning", "3", "2", "1", "0"],
+        ["SIGKILL at every kind of file operation of a save", "3", "2", "1", "0"],
+    ]
 
 
 def test_a_report_that_is_none_is_refused(tmp_path):
