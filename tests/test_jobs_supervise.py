@@ -47,6 +47,8 @@ class JobUnderTest:
         self.process = subprocess.Popen(
             ["bash", str(script)], cwd=project, env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            # bash cannot trap what it was started to ignore, as by nohup or &
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
 
     def wait_for(self, name: str) -> None:

@@ -1,22 +1,14 @@
 """Sweeps as many jobs: definitions, cells by number, processes side by side, one table of everything."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
-from filelock import FileLock
-from safetensors.torch import load_file
+from sweep_definitions import BENCHMARK, RATES, loaded, training_sweep, written
 
 from lmcore.cli import main
 from lmcore.config import TrainConfig, replace
-from lmcore.errors import EXIT_INTERRUPTED, UserError
+from lmcore.errors import UserError
 from lmcore.files import read_json
 from lmcore.jobs.sweep_definition import measured_cells, train_cells, write_definition
 from lmcore.jobs.sweep_table import OF_A_BEGUN_RUN, planned_row, summary, write_sweep_table
@@ -27,49 +19,11 @@ from lmcore.report.tables import read_results, run_table
 from lmcore.run import RunFolder
 
 PROJECT = Path(__file__).parents[1]
-TINY = {"model.d_model": 16, "model.num_layers": 1, "model.num_heads": 2, "model.d_ff": 24, "model.context_length": 16}
-RATES = [0.001, 0.01, 0.1]
 
 
 @pytest.fixture
-def training(tmp_path, embedded_data) -> dict:
-    """A sweep of three tiny runs."""
-    base = {"recipe": "smoke", "data": str(embedded_data), "device": "cpu", "batch_size": 2, "steps": 4} | TINY
-    return {"name": "rates", "kind": "train", "base": base, "vary": {"optimizer.learning_rate": RATES}}
-
-
-BENCHMARK = {
-    "name": "times",
-    "kind": "benchmark",
-    "base": {"size": "smoke", "device": "cpu", "warmup_steps": 0, "steps": 1, "passes": "forward", "batch_size": 1},
-    "vary": {"context_length": [8, 16]},
-}
-
-
-def written(folder: Path, values: dict) -> Path:
-    """The definition as a file."""
-    path = folder / "definition.yaml"
-    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-    return path
-
-
-def loaded(folder: Path, values: dict, *overrides: str):
-    return load_definition(written(folder, values), overrides)
-
-
-def start(*arguments: object) -> subprocess.Popen:
-    """`lmcore sweep run ...` as a process of its own."""
-    command = [sys.executable, "-m", "lmcore", "sweep", "run", *map(str, arguments)]
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=variables, start_new_session=True, **pipes)
-
-
-def wait_for(condition, process: subprocess.Popen) -> None:
-    """Waits until `condition()`; a process that has ended before is shown."""
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
+def training(embedded_data) -> dict:
+    return training_sweep(embedded_data)
 
 
 # Definitions
@@ -220,19 +174,6 @@ def test_tasks_do_their_cells_and_none_twice(tmp_path, training, capsys):
         run_definition(definition, out, task=-1)
 
 
-def test_data_are_prepared_once_by_tasks_side_by_side(tmp_path, training):
-    training["base"] |= {"data": "embedded", "tokenizer": "bpe:300", "num_documents": 100}
-    path, out = written(tmp_path, training), tmp_path / "out"
-    tasks = [start(path, "--out", out, "--task", number) for number in range(3)]
-    said = [task.communicate()[0] for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0, 0], said
-    assert sum("encode train" in text for text in said) == 1
-    definition = load_definition(path)
-    assert {state for state, _ in cell_states(definition, out).values()} == {"complete"}
-    with pytest.raises(UserError, match=r"other settings of the data \(num_documents\)"):
-        run_definition(load_definition(path, ["num_documents=50"]), out)
-
-
 def test_a_diverged_run_is_a_result_and_a_failed_one_is_tried_again(tmp_path, training, monkeypatch, capsys):
     training |= {"vary": {"optimizer.learning_rate": [0.01, 1e30]}}
     training["base"] |= {"optimizer.name": "sgd", "optimizer.max_grad_norm": None, "optimizer.warmup_steps": 0}
@@ -296,40 +237,6 @@ def test_two_tasks_on_one_cell(tmp_path, training, capsys):
         table, _ = write_sweep_table(definition, out)
         assert list(table["outcome"]) == ["complete", "running", "complete"]
     assert unfinished(definition, out) == [1]
-
-
-def test_a_task_that_is_stopped_goes_on_to_the_weights_of_an_undisturbed_one(tmp_path, training):
-    training["base"] |= {"steps": 3000, "checkpoint_interval": 3000, "log_interval": 1, "eval_interval": 3000}
-    path, out = written(tmp_path, training), tmp_path / "out"
-    run = run_folder(out, "lr_0.01")
-    task = start(path, "--out", out, "--task", 1)
-    wait_for(lambda: run.metrics_file.exists() and len(run.metrics_lines()) > 2, task)
-    task.send_signal(signal.SIGUSR1)
-    said = task.communicate()[0]
-    assert task.returncode == EXIT_INTERRUPTED, said
-    definition = load_definition(path)
-    assert cell_states(definition, out)["lr_0.01"][0] == "stopped"
-    assert 0 < run.status()["step"] < 3000
-    task = start(path, "--out", out, "--task", 1)
-    said = task.communicate()[0]
-    assert task.returncode == 0, said
-    assert "goes on from step" in said
-    assert run_definition(definition, tmp_path / "straight", task=1) == 0
-    straight = run_folder(tmp_path / "straight", "lr_0.01")
-    mine, theirs = (load_file(each.last_weights) for each in (run, straight))
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine | theirs)
-
-
-def test_a_signal_before_training_ends_with_75_too(tmp_path, training):
-    training["base"] |= {"data": "embedded", "tokenizer": "bpe:300", "num_documents": 100}
-    path, out = written(tmp_path, training), tmp_path / "out"
-    (out / "data").mkdir(parents=True)
-    with FileLock(out / "data" / ".lock"):  # as if another task were preparing the data
-        task = start(path, "--out", out, "--task", 0)
-        wait_for((out / "sweep.yaml").exists, task)
-        task.send_signal(signal.SIGUSR1)
-        assert task.wait(timeout=60) == EXIT_INTERRUPTED
-    assert "Stopped by SIGUSR1" in task.communicate()[0]
 
 
 # The table
@@ -425,26 +332,6 @@ def test_benchmark_cells_by_number_and_their_table(tmp_path, capsys):
     assert run_definition(changed, out, task=0) == 0
     assert f"{names[0]}: was measured with other settings, and is measured again" in capsys.readouterr().out
     assert list(write_sweep_table(changed, out)[0]["outcome"]) == ["complete", "not run", "complete"]
-
-
-def test_tasks_measure_other_cells_of_one_folder_side_by_side_and_never_the_same(tmp_path):
-    path, out = written(tmp_path, BENCHMARK | {"base": BENCHMARK["base"] | {"steps": 100_000}}), tmp_path / "out"
-    names = cell_names(load_definition(path))
-    locks = [out / "cells" / f".{name}.lock" for name in names]
-    tasks = [start(path, "--out", out, "--task", number) for number in range(2)]
-    for task, lock in zip(tasks, locks, strict=True):
-        wait_for(lock.exists, task)
-    again = start(path, "--out", out, "--task", 0)
-    said = again.communicate()[0]
-    assert again.returncode == 2, said
-    assert f"Another process is measuring {names[0]}" in said
-    assert [state for state, _ in cell_states(load_definition(path), out).values()] == ["running", "running"]
-    tasks[0].send_signal(signal.SIGUSR1)
-    os.killpg(tasks[1].pid, signal.SIGTERM)  # what a scheduler does that cancels a job: all of its processes
-    said = [task.communicate()[0] for task in tasks]
-    assert [task.returncode for task in tasks] == [EXIT_INTERRUPTED] * 2, said
-    assert [state for state, _ in cell_states(load_definition(path), out).values()] == ["stopped", "stopped"]
-    assert not list((out / "cells").glob("*.json"))  # a cell that was stopped has not failed
 
 
 def test_a_benchmark_that_fails_is_a_row(tmp_path, monkeypatch, capsys):

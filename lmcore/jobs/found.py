@@ -14,7 +14,6 @@ from lmcore.errors import UserError
 from lmcore.jobs.ledger import JobRecord, StateLine, jobs_folder, natural, read_job, read_states, record_files
 from lmcore.jobs.queue import whole
 from lmcore.jobs.site import load_site
-from lmcore.parameters import find_project
 
 LOCAL_LOCK = ".local.lock"
 """File in OUT/jobs/ that is locked while local jobs run."""
@@ -50,6 +49,8 @@ def runs_folders() -> list[Path]:
     here = Path.cwd()
     project = next((folder for folder in (here, *here.parents) if (folder / "papermill_jobs").is_dir()), None)
     if project is None and not (here / "runs").is_dir():
+        from lmcore.parameters import find_project  # which reads notebooks, by a package that is slow to import
+
         with suppress(UserError):
             project = find_project()
     project = project or here
