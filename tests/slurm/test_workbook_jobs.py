@@ -20,27 +20,32 @@ MINUTES = 60.0
 
 
 @pytest.fixture(scope="module")
-def one_job(cluster, tmp_path_factory):
+def workbooks(cluster, tmp_path_factory) -> tuple[tuple[Path, str], tuple[Path, dict[str, str]]]:
+    """Two workbooks that ran at the same time, as `one_job` and `chain` give them."""
+    one, chain = (tmp_path_factory.mktemp(name) / "out" for name in ("one", "chain"))
+    log = f"--output={one.parent}/%x-%j.log"
+    whole = cluster.sbatch("papermill_jobs/workbook.sbatch", options=[log], cwd=PROJECT, OUT=one, **ONE_THREAD)
+    said = cluster.run("lmcore", "submit", "workbook", "--out", chain, cwd=PROJECT, **ONE_THREAD).stdout
+    jobs = {name: job for job, name in re.findall(r"^(\d+)\s+(\w+)", said, flags=re.MULTILINE)}
+    train = jobs["02_train"]
+    cluster.wait_until(lambda: training_step(chain) >= 100, "training is under way", 8 * MINUTES, train)
+    cluster.run("scancel", "--batch", "--signal=USR1", train)
+    for job in (*jobs.values(), whole):
+        assert cluster.wait(job, timeout=15 * MINUTES) == "COMPLETED", cluster.describe(job)
+    return (one, whole), (chain, jobs)
+
+
+@pytest.fixture(scope="module")
+def one_job(cluster, workbooks):
     """OUT of `sbatch papermill_jobs/workbook.sbatch`, and the job's log."""
-    out = tmp_path_factory.mktemp("one") / "out"
-    log = f"--output={out.parent}/%x-%j.log"
-    job = cluster.sbatch("papermill_jobs/workbook.sbatch", options=[log], cwd=PROJECT, OUT=out, **ONE_THREAD)
-    assert cluster.wait(job, timeout=12 * MINUTES) == "COMPLETED"
+    out, job = workbooks[0]
     return out, cluster.log(job)
 
 
 @pytest.fixture(scope="module")
-def chain(cluster, one_job, tmp_path_factory):
+def chain(workbooks):
     """OUT of `lmcore submit workbook`, whose training got USR1 in its middle; and the ids of the jobs by name."""
-    out = tmp_path_factory.mktemp("chain") / "out"
-    said = cluster.run("lmcore", "submit", "workbook", "--out", out, cwd=PROJECT, **ONE_THREAD).stdout
-    jobs = {name: job for job, name in re.findall(r"^(\d+)\s+(\w+)", said, flags=re.MULTILINE)}
-    train = jobs["02_train"]
-    cluster.wait_until(lambda: training_step(out) >= 100, "training is under way", 6 * MINUTES, train)
-    cluster.run("scancel", "--batch", "--signal=USR1", train)
-    for job in jobs.values():
-        assert cluster.wait(job, timeout=15 * MINUTES) == "COMPLETED", cluster.describe(job)
-    return out, jobs
+    return workbooks[1]
 
 
 def training_step(out: Path) -> int:
