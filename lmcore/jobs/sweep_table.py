@@ -21,6 +21,7 @@ from lmcore.report.tables import (
     provenance_of,
     provenance_of_cells,
     run_table,
+    settings_columns,
     unigram_entropy,
     write_results,
 )
@@ -90,20 +91,7 @@ def run_row(name: str, run: RunFolder, entropy: float) -> dict[str, Any] | None:
 
 def planned_row(name: str, config: TrainConfig) -> dict[str, Any]:
     """The row of a run of which nothing is known but its configuration."""
-    return {
-        "name": name,
-        "optimizer": config.optimizer.name,
-        "learning_rate": config.optimizer.learning_rate,
-        "weight_decay": config.optimizer.weight_decay,
-        "batch_size": config.batch_size,
-        "steps": config.steps,
-        "tokens": 0,
-        "tie_embeddings": config.model.tie_embeddings,
-        "dropout": config.model.dropout,
-        "sampling": config.sampling,
-        "outcome": "not run",
-        **dict.fromkeys(OF_A_BEGUN_RUN),
-    }
+    return {**settings_columns(name, config, 0), "outcome": "not run", **dict.fromkeys(OF_A_BEGUN_RUN)}
 
 
 def settings_row(definition: SweepDefinition, config: TrainConfig, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lmcore.config import require
+from lmcore.config import TrainConfig, require
 from lmcore.data import PreparedData
 from lmcore.files import atomic_write, read_json
 from lmcore.provenance import utc_now
@@ -56,6 +56,22 @@ def run_table(runs: Mapping[str, RunFolder], unigram_entropy: float) -> pd.DataF
     return pd.DataFrame([_row(name, run, unigram_entropy) for name, run in runs.items()])
 
 
+def settings_columns(name: str, config: TrainConfig, steps_done: int) -> dict[str, Any]:
+    """The columns of `run_table` that a run's settings tell, and the tokens of the steps that it has taken."""
+    return {
+        "name": name,
+        "optimizer": config.optimizer.name,
+        "learning_rate": config.optimizer.learning_rate,
+        "weight_decay": config.optimizer.weight_decay,
+        "batch_size": config.batch_size,
+        "steps": config.steps,
+        "tokens": steps_done * config.tokens_per_step,
+        "tie_embeddings": config.model.tie_embeddings,
+        "dropout": config.model.dropout,
+        "sampling": config.sampling,
+    }
+
+
 def _row(name: str, run: RunFolder, entropy: float) -> dict[str, Any]:
     config, status, metrics = run.config(), run.status(), run.metrics()
     steady = metrics["tokens_per_second"].iloc[1:] if len(metrics) > 1 else metrics["tokens_per_second"]
@@ -66,16 +82,7 @@ def _row(name: str, run: RunFolder, entropy: float) -> dict[str, Any]:
     ended_at = status.get("diverged_at_step", unlearned_at(metrics, entropy))
     environment = run.environment() if run.environment_file.exists() else {}
     return {
-        "name": name,
-        "optimizer": config.optimizer.name,
-        "learning_rate": config.optimizer.learning_rate,
-        "weight_decay": config.optimizer.weight_decay,
-        "batch_size": config.batch_size,
-        "steps": config.steps,
-        "tokens": status["step"] * config.tokens_per_step,
-        "tie_embeddings": config.model.tie_embeddings,
-        "dropout": config.model.dropout,
-        "sampling": config.sampling,
+        **settings_columns(name, config, status["step"]),
         "outcome": outcome,
         "final_valid_loss": status.get("valid_loss") if outcome == "complete" else None,
         "best_valid_loss": None if lowest is None else float(lowest["valid_loss"]),
