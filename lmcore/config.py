@@ -39,8 +39,8 @@ class ModelConfig:
     dropout: float = 0.0
     embedding_init_std: float | None = None
     """Standard deviation of the token embedding; None: 1 (section 3.4.1), or d_model**-0.5 when tied to the output."""
-    attention: Literal["plain", "sdpa"] = "plain"
-    """plain: the definition, which writes out the scores; sdpa: PyTorch's fused kernels, for comparison."""
+    attention: Literal["plain", "sdpa", "flash"] = "plain"
+    """plain: the definition, which writes out the scores; flash: our FlashAttention-2; sdpa: PyTorch's choice of one."""
     checkpoint_every: int | None = None
     """Gradient checkpointing (Chen et al. 2016): while training, only the input of every so many blocks is kept, and
     the blocks are computed again in the backward pass. None: off, everything is kept."""
@@ -165,7 +165,10 @@ class TrainConfig:
     """Latest checkpoints kept, besides the best by validation loss."""
     device: str = "auto"
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    ops: Literal["plain", "fused"] = "plain"
+    """plain: PyTorch's operations and autograd; fused: our kernels in an explicit step, where they cover the model."""
     compile: bool = False
+    """torch.compile, for what runs as plain operations."""
     deterministic: bool = False
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
 
@@ -192,6 +195,8 @@ class GenerateConfig:
     top_k: int | None = None
     seed: int = 0
     kv_cache: bool = True
+    ops: Literal["plain", "fused"] = "plain"
+    """plain: the model as it is; fused: our decoding kernels with a static cache, where they cover the model."""
 
     def __post_init__(self):
         require_positive("max_new_tokens", self.max_new_tokens)
@@ -199,6 +204,7 @@ class GenerateConfig:
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}.")
         require_seed(self.seed)
         require(self.top_k is None or self.top_k >= 1, f"top_k must be at least 1 or None, not {self.top_k}.")
+        require_choices(self)
 
 
 def require_positive(name: str, value: Any) -> None:

@@ -4,6 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels then run on the CPU
 
 LONG_SUITES = ("slurm", "faults")
 """Markers of the suites that take minutes: they run only where the marker is asked for (`pytest -m slurm`)."""
@@ -16,6 +20,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels are tested: the GPU, or the CPU with Triton's interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(scope="session")

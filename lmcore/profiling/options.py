@@ -23,7 +23,7 @@ class BenchmarkConfig:
     precision: tuple[Literal["fp32", "tf32", "bf16", "fp16"], ...] = ("fp32",)
     passes: tuple[Literal["forward", "forward_backward", "train_step"], ...] = ("forward", "forward_backward")
     """forward: inference; forward_backward: with loss and gradients; train_step: and AdamW's update."""
-    attention: tuple[Literal["plain", "sdpa"], ...] = ()
+    attention: tuple[Literal["plain", "sdpa", "flash"], ...] = ()
     """None: that of --model.attention."""
     batch_size: int = 4
     warmup_steps: int = 5

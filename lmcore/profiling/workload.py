@@ -47,6 +47,8 @@ class WorkloadConfig:
     the optimizer's update."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """fp32, the same with TF32 matmuls, or mixed precision by autocast; fp16 with loss scaling."""
+    ops: Literal["plain", "fused"] = "plain"
+    """plain: the model as it is; fused: our kernels in an explicit step, where they cover the model."""
     compile: bool = False
     warmup_steps: int = 5
     steps: int = 10

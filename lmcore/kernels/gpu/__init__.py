@@ -1,0 +1,1 @@
+"""Triton and Gluon code of `lmcore.kernels`. Importing a module of this folder needs Triton."""
