@@ -138,8 +138,11 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
     return (x.mT if tall else x).to(matrices.dtype)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """The configured optimizer over `model`: weight decay on matrices, none on the gains of norms."""
+def build_optimizer(model: nn.Module, config: OptimizerConfig, adamw: Callable[..., Optimizer] = AdamW) -> Optimizer:
+    """The configured optimizer over `model`: weight decay on matrices, none on the gains of norms.
+
+    `adamw` makes it where AdamW is configured.
+    """
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     gains = [p for p in model.parameters() if p.ndim < 2]
     if config.name == "sgd":
@@ -147,7 +150,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     settings = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
     if config.name == "adamw":
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}]
-        return AdamW([g for g in groups if g["params"]], **settings)
+        return adamw([g for g in groups if g["params"]], **settings)
     hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("layers.")]
     hidden_ids = {id(p) for p in hidden}
     embeddings = [p for p in matrices if id(p) not in hidden_ids]

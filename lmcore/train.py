@@ -9,24 +9,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lmcore.accounting import training_flops
 from lmcore.checkpoint import restore, save_checkpoint, save_weights
 from lmcore.config import TrainConfig, require
-from lmcore.data import PreparedData, batch_at_step, open_data, require_context, validation_batches
-from lmcore.device import autocast, device_name, forget_memory, out_of_memory_reason, peak_flops, select_device
+from lmcore.data import PreparedData, open_data, require_context, validation_batches
+from lmcore.data.prefetch import prefetched
+from lmcore.device import device_name, forget_memory, out_of_memory_reason, peak_flops, select_device
 from lmcore.errors import NO_ROOM, UserError
-from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
-from lmcore.optimizer import build_optimizer, get_lr_cosine_schedule, gradient_clipping
+from lmcore.optimizer import get_lr_cosine_schedule
 from lmcore.progress import Progress
 from lmcore.provenance import environment, job_id
+from lmcore.readback import Readback
 from lmcore.reproducibility import reproducible, rng_state, set_rng_state
 from lmcore.resume import is_complete, newest_state, require_same_data
 from lmcore.run import RunFolder
 from lmcore.stopping import stop_signals
-from lmcore.tracking import Tracker, open_trackers
+from lmcore.tracking import open_trackers
+from lmcore.training_step import training_step
 
 
 @dataclass(frozen=True)
@@ -107,17 +108,16 @@ class Trainer:
     def __init__(self, config: TrainConfig, data: PreparedData, run: RunFolder, device: torch.device):
         self.config, self.data, self.run, self.device = config, data, run, device
         self.model = TransformerLM(config.model).to(device)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-        if config.compile:
-            torch.compiler.reset()  # a sweep's runs share a process, and PyTorch limits recompilations of one function
-        self.loss_function = torch.compile(self._loss, dynamic=False) if config.compile else self._loss
+        self.update, reason = training_step(self.model, config, device)
+        if reason is not None:
+            print(f"{run.name}: plain operations, as the fused step does not cover {reason}.", flush=True)
         self.step = self.saved_step = 0
         self.seconds = 0.0
         self.valid_loss: float | None = None
         self.best_valid_loss, self.best_step = math.inf, 0
         self.losses: list[float] = []  # since the last metrics line
-        self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # step, lr, loss, gradient norm: still on the device
+        self.readback = Readback()
+        self.line_step: int | None = None  # step of the metrics line whose numbers are on their way
         self.last_lr, self.last_norm = 0.0, 0.0
         self._resume()
         self.clock = time.perf_counter()
@@ -125,17 +125,13 @@ class Trainer:
         self.flops_per_step = training_flops(config.model, config.batch_size)
         self.peak_flops = peak_flops(device_name(device), config.precision)
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with autocast(self.device, self.config.precision):
-            return cross_entropy(self.model(inputs), targets)
-
     def fit(self) -> RunResult:
         """Runs to the last step, a stop signal or divergence."""
-        trackers = open_trackers(self.run, self.config, self.step)
-        progress = Progress(self.config.steps, self.run.name, start=self.step)
+        self.trackers = open_trackers(self.run, self.config, self.step)
+        self.progress = Progress(self.config.steps, self.run.name, start=self.step)
         self.run.write_status("running", self.step, pid=os.getpid(), job=job_id())
         try:
-            return self._end(self._steps(trackers, progress))
+            return self._end(self._steps())
         except Diverged as error:
             return self._end("diverged", reason=str(error), diverged_at_step=error.step, lr=error.learning_rate)
         except (RuntimeError, MemoryError) as error:
@@ -151,26 +147,31 @@ class Trainer:
                 ) from error
             raise
         finally:
-            progress.close()
-            for tracker in trackers:
+            self.progress.close()
+            for tracker in self.trackers:
                 tracker.close()
 
-    def _steps(self, trackers: list[Tracker], progress: Progress) -> str:
+    def _steps(self) -> str:
         """Takes the steps that are left, with all that is due between them; returns complete or interrupted."""
-        config = self.config
-        with stop_signals(signal.SIGINT) as stop:
+        config, wait = self.config, self.device.type != "cuda"
+        with (
+            stop_signals(signal.SIGINT) as stop,
+            prefetched(self.data.train, config, self.step, self.device) as self.batches,
+        ):
             while self.step < config.steps and not stop.is_set():
                 self.train_step()
+                self._write_line()  # of the step before: this one keeps the device busy meanwhile
                 last = self.step == config.steps
                 evaluate = last or self.step % config.eval_interval == 0
+                save = last or self.step % config.checkpoint_interval == 0
                 if evaluate or self.step % config.log_interval == 0:
-                    line = self.metrics_line(evaluate)
-                    self.run.append_metrics(line)
-                    for tracker in trackers:
-                        tracker.log(line)
-                    progress.update(self.step, describe(line))
-                if last or self.step % config.checkpoint_interval == 0:
+                    self.line_step = self.step
+                    self.readback.start()
+                    if wait or evaluate or save:
+                        self._write_line(evaluate)
+                if save:
                     self.checkpoint()
+        self._write_line()
         if self.saved_step != self.step:
             self.checkpoint()
         return "complete" if self.step == config.steps else "interrupted"
@@ -178,19 +179,12 @@ class Trainer:
     def train_step(self) -> None:
         """One batch, one update (section 5.3). Loss and gradient norm stay on the device until they are needed."""
         started = time.perf_counter()
-        inputs, targets = batch_at_step(self.data.train, self.config, self.step, self.device)
+        inputs, targets = next(self.batches)
         self.step += 1
         lr = self._learning_rate(self.step)
-        for group in self.optimizer.param_groups:
+        for group in self.update.optimizer.param_groups:
             group["lr"] = lr
-        loss = self.loss_function(inputs, targets)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scaler.scale(loss).backward()
-        self.scaler.unscale_(self.optimizer)
-        norm = gradient_clipping(self.model.parameters(), self.config.optimizer.max_grad_norm or math.inf)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.pending.append((self.step, lr, loss.detach(), norm))
+        self.readback.push(self.step, lr, *self.update(inputs, targets))
         self.busy_seconds += time.perf_counter() - started
         self.busy_steps += 1
 
@@ -199,30 +193,38 @@ class Trainer:
         last = o.cosine_steps or self.config.steps
         return get_lr_cosine_schedule(step, o.learning_rate, o.min_learning_rate, o.warmup_steps, last)
 
-    def collect(self) -> None:
-        """Reads the pending losses back from the device. Raises `Diverged` at the first that is not finite."""
-        if not self.pending:
-            return
+    def _collect(self) -> None:
+        """Takes over the losses whose copy has begun. Raises `Diverged` at the first that is not finite."""
         started = time.perf_counter()
-        values = torch.stack([torch.stack((loss.float(), norm.float())) for _, _, loss, norm in self.pending]).tolist()
+        values = self.readback.read()
         self.busy_seconds += time.perf_counter() - started
-        for (step, lr, _, _), (loss, norm) in zip(self.pending, values, strict=True):
-            if not math.isfinite(loss):
-                raise Diverged(step, lr, "loss")
-            if not math.isfinite(norm) and not self.scaler.is_enabled():  # loss scaling skips such steps by design
-                raise Diverged(step, lr, "gradient norm")
-            self.losses.append(loss)
-            self.last_lr, self.last_norm = lr, norm
-        self.pending.clear()
+        for v in values:
+            if not math.isfinite(v.loss):
+                raise Diverged(v.step, v.lr, "loss")
+            if not math.isfinite(v.norm) and not self.update.scaler.is_enabled():  # loss scaling skips such steps
+                raise Diverged(v.step, v.lr, "gradient norm")
+            self.losses.append(v.loss)
+            self.last_lr, self.last_norm = v.lr, v.norm
+
+    def _write_line(self, evaluate: bool = False) -> None:
+        """Writes the metrics line that is due, if one is."""
+        if self.line_step is None:
+            return
+        line = self.metrics_line(evaluate)
+        self.line_step = None
+        self.run.append_metrics(line)
+        for tracker in self.trackers:
+            tracker.log(line)
+        self.progress.update(line["step"], describe(line))
 
     def metrics_line(self, evaluate: bool) -> dict[str, Any]:
         """The line for the steps since the last one; with `evaluate` also the loss over the whole validation set."""
-        self.collect()
+        self._collect()
         rate = self.busy_steps / self.busy_seconds if self.busy_steps else 0.0
         cuda = self.device.type == "cuda"
         line = {
-            "step": self.step,
-            "tokens": self.step * self.config.tokens_per_step,
+            "step": self.line_step,
+            "tokens": self.line_step * self.config.tokens_per_step,
             "train_loss": math.fsum(self.losses) / len(self.losses),
             "lr": self.last_lr,
             "grad_norm": self.last_norm if math.isfinite(self.last_norm) else None,
@@ -255,7 +257,7 @@ class Trainer:
         context, batch_size = self.config.model.context_length, self.config.eval_batch_size
         for inputs, targets in validation_batches(self.data.valid, context, batch_size, self.device):
             whole = inputs.shape[0] == batch_size  # a smaller last batch would be compiled again
-            loss = (self.loss_function if whole else self._loss)(inputs, targets)
+            loss = self.update.evaluation_loss(inputs, targets, usual_shape=whole)
             total += loss.cpu().double() * targets.numel()
             count += targets.numel()
         self.model.train()
@@ -266,7 +268,8 @@ class Trainer:
 
     def checkpoint(self) -> None:
         """Saves everything that a resumed run needs, then removes checkpoints beyond the latest few."""
-        self.collect()
+        self.readback.start()
+        self._collect()
         extra = {
             "seconds": self._elapsed(),
             "losses": self.losses,
@@ -275,11 +278,11 @@ class Trainer:
             "best_step": self.best_step,
             "metrics": self.run.metrics_log.text(),
             "last": [self.last_lr, self.last_norm],
-            "scaler": self.scaler.state_dict(),
+            "scaler": self.update.scaler.state_dict(),
             "rng": rng_state(self.device),
             "data_fingerprint": self.data.fingerprint,
         }
-        save_checkpoint(self.model, self.optimizer, self.step, self.run.checkpoint_file(self.step), extra)
+        save_checkpoint(self.model, self.update.optimizer, self.step, self.run.checkpoint_file(self.step), extra)
         self.saved_step = self.step
         self._prune()
 
@@ -305,12 +308,13 @@ class Trainer:
     def _load(self, content: dict[str, Any]) -> None:
         extra = content["extra"]
         name = str(self.run.checkpoint_file(content["iteration"]))
-        self.step = self.saved_step = restore(content, self.model, self.optimizer, name=name)
+        self.step = self.saved_step = restore(content, self.model, self.update.optimizer, name=name)
         self.seconds, self.losses = extra["seconds"], extra["losses"]
         self.valid_loss, self.best_valid_loss = extra["valid_loss"], extra["best_valid_loss"]
         self.best_step = extra.get("best_step", 0)
         self.last_lr, self.last_norm = extra["last"]
-        self.scaler.load_state_dict(extra["scaler"])
+        self.update.scaler.load_state_dict(extra["scaler"])
+        self.update.weights_changed()
         set_rng_state(self.device, extra["rng"])
 
     def _end(self, state: str, **notes: Any) -> RunResult:

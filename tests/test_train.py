@@ -24,6 +24,7 @@ from lmcore.optimizer import build_optimizer
 from lmcore.run import RunBusy, RunFolder
 from lmcore.sweep import is_finished
 from lmcore.train import Trainer, train
+from lmcore.training_step import PlainStep
 
 TIMES = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}
 
@@ -315,17 +316,18 @@ def test_a_checkpoint_that_is_not_of_a_run_is_refused(tmp_path, config, monkeypa
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 def test_divergence_is_a_result_that_names_step_and_rate(tmp_path, config, monkeypatch, capsys, poison):
-    original = Trainer._loss
+    original, calls = PlainStep.loss, []
 
     def poisoned(self, inputs, targets):
         loss = original(self, inputs, targets)
-        if self.step == 8 and self.model.training:
+        calls.append(self.model.training)
+        if self.model.training and sum(calls) == 8:
             return (
                 loss * float("nan") if poison == "loss" else loss + (self.model.lm_head.weight * 1e38 * 1e38).sum() * 0
             )
         return loss
 
-    monkeypatch.setattr(Trainer, "_loss", poisoned)
+    monkeypatch.setattr(PlainStep, "loss", poisoned)
     result = train(config, tmp_path / "run")
     run = RunFolder(tmp_path / "run")
     assert result.state == "diverged"
