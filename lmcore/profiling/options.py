@@ -28,6 +28,8 @@ class BenchmarkConfig:
     batch_size: int = 4
     warmup_steps: int = 5
     steps: int = 10
+    ops: Literal["plain", "fused"] = "plain"
+    """fused: our kernels in an explicit step, one graph on a GPU; its parts are not timed apart."""
     compile: bool = False
     device: str = "auto"
     """auto, cpu, mps, cuda or cuda:N."""
@@ -56,11 +58,12 @@ def benchmark_cells(settings: BenchmarkConfig) -> "dict[str, WorkloadConfig]":
         context, attention, precision, passes = ways
         config = WorkloadConfig(
             model=replace(model, context_length=context, attention=attention),
-            batch_size=s.batch_size, passes=passes, precision=precision, compile=s.compile,
+            batch_size=s.batch_size, passes=passes, precision=precision, ops=s.ops, compile=s.compile,
             warmup_steps=s.warmup_steps, steps=s.steps, optimizer=s.optimizer, seed=s.seed, device=s.device, size=size,
         )  # fmt: skip
         name = [size or f"own-{model.num_layers}x{model.d_model}", str(context), precision, passes]
-        name += [attention] * (attention != "plain") + ["compiled"] * s.compile + [f"b{s.batch_size}"]
+        name += [attention] * (attention != "plain") + ["fused"] * (s.ops == "fused") + ["compiled"] * s.compile
+        name += [f"b{s.batch_size}"]
         cells["-".join(name)] = config
     return cells
 

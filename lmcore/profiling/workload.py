@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from torch import Tensor
 from lmcore.config import (
     ModelConfig,
     OptimizerConfig,
+    TrainConfig,
     from_dict,
     model_config,
+    replace,
     require,
     require_choices,
     require_positive,
@@ -23,6 +25,9 @@ from lmcore.device import autocast, select_device, set_matmul_precision
 from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
+
+if TYPE_CHECKING:
+    from lmcore.training_step import FusedTrainingStep
 
 Span = Callable[[str], AbstractContextManager]
 """Makes the context that a named part of a step runs in: a timer, a profiler's range, or nothing."""
@@ -93,6 +98,19 @@ def workload_config(
     return from_dict(WorkloadConfig, {"model": model, "size": size} | rest)
 
 
+def fused_step(model: TransformerLM, config: WorkloadConfig) -> "FusedTrainingStep":
+    """The fused training step of a cell. Raises `UserError` where it does not cover the cell: that would be measured
+    as something else."""
+    from lmcore.fused.model import why_not
+    from lmcore.training_step import FusedTrainingStep
+
+    reason = why_not(config.model, config.precision)
+    require(reason is None, f"The fused step does not cover {reason}; measure this cell with ops plain.")
+    settings = replace(config.optimizer, max_grad_norm=None)
+    shape = {"batch_size": config.batch_size, "precision": config.precision}
+    return FusedTrainingStep(model, TrainConfig(model=config.model, optimizer=settings, **shape))
+
+
 class Workload:
     """The model, batch and optimizer of a cell, on its device, and one step of its passes.
 
@@ -106,8 +124,9 @@ class Workload:
         set_matmul_precision(self.device, config.precision)
         torch.manual_seed(config.seed)
         self.model = TransformerLM(config.model, device=self.device)
+        self.fused = fused_step(self.model, config) if config.ops == "fused" else None
         self.forward = torch.compile(self.model, dynamic=False) if config.compile else self.model
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer = build_optimizer(self.model, config.optimizer) if self.fused is None else self.fused.optimizer
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
         shape = (config.batch_size, config.model.context_length)
         self.inputs, self.targets = (
@@ -118,7 +137,10 @@ class Workload:
         """One step of the passes; its parts run inside `span("forward")`, `span("loss")`, … (see `PHASES`).
 
         Returns the logits of a forward pass, (batch, context, vocab), else the loss. Old gradients are dropped first.
+        A fused step has no parts and no logits: its forward pass ends in the loss, too.
         """
+        if self.fused is not None:
+            return self._fused_step(self.fused)
         if self.config.passes == "forward":
             with span("forward"), torch.no_grad(), autocast(self.device, self.config.precision):
                 return self.forward(self.inputs)
@@ -136,6 +158,13 @@ class Workload:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
         return loss.detach()
+
+    def _fused_step(self, fused: "FusedTrainingStep") -> Tensor:
+        if self.config.passes == "forward":
+            return fused.step.model.loss(self.inputs, self.targets)
+        if self.config.passes == "forward_backward":
+            return fused.step.model.forward_backward(self.inputs, self.targets)
+        return fused(self.inputs, self.targets)[0]
 
     def synchronize(self) -> None:
         """Waits until the device has done all that it was given."""
