@@ -10,6 +10,7 @@ from lmcore.data.batches import (
 )
 from lmcore.data.corpora import CorpusConfig, EmbeddedCorpus, TextCorpus, open_corpus
 from lmcore.data.downloads import download
+from lmcore.data.prefetch import prefetched
 from lmcore.data.prepared import PreparedData, is_prepared, open_data
 from lmcore.data.specification import tokenizer_for
 from lmcore.data.story_grammar import (
@@ -40,6 +41,7 @@ __all__ = [
     "open_corpus",
     "open_data",
     "open_or_prepare",
+    "prefetched",
     "prepare",
     "require_context",
     "stories",

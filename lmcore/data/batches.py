@@ -1,5 +1,6 @@
 """From one long sequence of token ids to batches of inputs and next-token targets (CSE599-O A1 section 5.1)."""
 
+import mmap
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -40,7 +41,7 @@ def get_batch(
     """
     require_context(x, context_length)
     generator = generator or np.random.default_rng()
-    return gather(x, generator.integers(0, len(x) - context_length, size=batch_size), context_length, device)
+    return gather(x, random_starts(x, batch_size, context_length, generator), context_length, device)
 
 
 def batch_at_step(x: np.ndarray, config: TrainConfig, step: int, device: str | torch.device) -> Batch:
@@ -49,18 +50,27 @@ def batch_at_step(x: np.ndarray, config: TrainConfig, step: int, device: str | t
     `sampling="random"` draws uniform offsets as `get_batch` does; "epoch" walks through `epoch_starts`, epoch after
     epoch, a batch spanning two epochs where one ends.
     """
+    return gather(x, starts_at_step(x, config, step), config.model.context_length, device)
+
+
+def starts_at_step(x: np.ndarray, config: TrainConfig, step: int) -> np.ndarray:
+    """Where the windows of a training step begin, (batch_size,); the rest of `batch_at_step` only reads them."""
     context_length = config.model.context_length
     require_context(x, context_length, config.data)
     if config.sampling == "random":
-        generator = np.random.default_rng([config.seed, step])
-        return get_batch(x, config.batch_size, context_length, device, generator)
+        return random_starts(x, config.batch_size, context_length, np.random.default_rng([config.seed, step]))
     windows = num_windows_per_epoch(len(x), context_length)
     epochs, indices = np.divmod(np.arange(step * config.batch_size, (step + 1) * config.batch_size), windows)
     starts = np.empty_like(indices)
     for epoch in range(epochs[0], epochs[-1] + 1):
         here = epochs == epoch
         starts[here] = epoch_starts(len(x), context_length, config.seed, epoch)[indices[here]]
-    return gather(x, starts, context_length, device)
+    return starts
+
+
+def random_starts(x: np.ndarray, batch_size: int, context_length: int, generator: np.random.Generator) -> np.ndarray:
+    """Independent uniform starts of windows with all their targets, (batch_size,)."""
+    return generator.integers(0, len(x) - context_length, size=batch_size)
 
 
 def num_windows_per_epoch(num_tokens: int, context_length: int) -> int:
@@ -103,11 +113,31 @@ def validation_batches(
 
 
 def gather(x: np.ndarray, starts: np.ndarray, context_length: int, device: str | torch.device) -> Batch:
-    """The windows of `x` at `starts` and the same shifted by one, on `device`."""
-    windows = torch.from_numpy(x[starts[:, None] + np.arange(context_length + 1)].astype(np.int64))
-    inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    """The windows of `x` at `starts` and the same shifted by one, on `device`. Raises as `read_windows` does."""
+    both = torch.empty((2, len(starts), context_length), dtype=torch.int64)
+    read_windows(x, starts, both)
     if torch.device(device).type == "cuda" and torch.cuda.is_available():
         # from pinned memory the copy runs beside the GPU's work on the step before
-        inputs, targets = inputs.pin_memory(), targets.pin_memory()
-        return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-    return inputs.to(device), targets.to(device)
+        both = both.pin_memory().to(device, non_blocking=True)
+    else:
+        both = both.to(device)
+    return both[0], both[1]
+
+
+def read_windows(x: np.ndarray, starts: np.ndarray, out: Int[Tensor, "2 batch_size context_length"]) -> None:
+    """Reads the windows of `x` at `starts` into `out[0]`, and the same shifted by one into `out[1]`; both on the CPU.
+
+    Raises `UserError` if the file behind a memmap has become shorter: touching its missing end would kill the process.
+    """
+    memory = x
+    while isinstance(memory, np.ndarray):
+        memory = memory.base
+    if isinstance(memory, mmap.mmap):
+        require(
+            memory.size() >= len(memory),
+            f"{getattr(x, 'filename', None) or 'The file of tokens'} was cut from {len(memory):,} to {memory.size():,} "
+            "bytes while it was in use; run `lmcore data prepare` again.",
+        )
+    windows = x[starts[:, None] + np.arange(out.shape[-1] + 1)]
+    inputs, targets = out.numpy()
+    inputs[:], targets[:] = windows[:, :-1], windows[:, 1:]

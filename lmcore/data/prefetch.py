@@ -85,13 +85,19 @@ class BatchReader:
         self._thread = threading.Thread(target=self._read, name="lmcore-batches", daemon=True)
 
     def __enter__(self) -> "BatchReader":
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # an interrupt may come when it runs already
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error) -> None:
         self._closed.set()
         self._free.put(None)
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._ready.put(None)  # a batch asked for behind the block is an end, not a wait
 
     def take(self) -> Tensor | BaseException | None:
         """Waits for the next batch, (2, batch_size, context_length): inputs and targets, the caller's until given back.

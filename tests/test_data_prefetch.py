@@ -1,0 +1,243 @@
+"""Batches read ahead: the very same ones, in order, from any step; errors and ends reach the one who asks."""
+
+import os
+import random
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcore.config import ModelConfig, TrainConfig
+from lmcore.data import batch_at_step, prefetch
+from lmcore.data.prefetch import BatchReader, prefetched
+from lmcore.errors import UserError
+
+SAMPLINGS = pytest.mark.parametrize("sampling", ["random", "epoch"])
+
+
+def train_config(context_length=8, batch_size=4, steps=20, **options):
+    return TrainConfig(ModelConfig(context_length=context_length), batch_size=batch_size, steps=steps, **options)
+
+
+def tokens_in_file(path, count=500, dtype=np.uint16):
+    np.arange(count, dtype=dtype).tofile(path)
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def read_all(reader):
+    """Copies of all batches of a reader, whose buffers go back at once."""
+    while isinstance(item := reader.take(), torch.Tensor):
+        yield tuple(item.clone())
+        reader.give_back(item)
+    if item is not None:
+        raise item
+
+
+def reader_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "lmcore-batches"]
+
+
+def assert_same(batches, expected):
+    assert len(batches) == len(expected)
+    for batch, other in zip(batches, expected, strict=True):
+        assert batch[0].dtype == batch[1].dtype == torch.int64
+        assert batch[0].is_contiguous()
+        assert batch[1].is_contiguous()
+        assert torch.equal(batch[0].cpu(), other[0])
+        assert torch.equal(batch[1].cpu(), other[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sampling=st.sampled_from(["random", "epoch"]),
+    dtype=st.sampled_from([np.uint8, np.uint16, np.uint32, np.int64]),
+    context_length=st.integers(1, 9),
+    batch_size=st.integers(1, 40),
+    first_step=st.integers(0, 11),
+    depth=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+)
+def test_batches_are_those_of_the_steps(sampling, dtype, context_length, batch_size, first_step, depth, seed):
+    """Both ways to read ahead, from any step; 11 is behind the last one. Several epochs pass."""
+    x = np.arange(100, dtype=dtype)
+    config = train_config(context_length, batch_size, steps=11, sampling=sampling, seed=seed)
+    expected = [batch_at_step(x, config, step, "cpu") for step in range(first_step, 11)]
+    with prefetched(x, config, first_step, "cpu") as batches:
+        assert_same(list(batches), expected)
+    with BatchReader(x, config, first_step, pinned=False, depth=depth) as reader:
+        assert_same(list(read_all(reader)), expected)
+    assert not reader_threads()
+
+
+@SAMPLINGS
+def test_a_buffer_is_left_alone_until_it_is_given_back(sampling):
+    x, config = np.arange(500), train_config(sampling=sampling)
+    with BatchReader(x, config, 0, pinned=False, depth=3) as reader:
+        held = [reader.take() for _ in range(3)]
+        assert_same(held, [batch_at_step(x, config, step, "cpu") for step in range(3)])
+        assert len({buffer.data_ptr() for buffer in held}) == 3
+        reader.give_back(held[1])
+        assert reader.take().data_ptr() == held[1].data_ptr()
+        assert_same([held[0]], [batch_at_step(x, config, 0, "cpu")])
+        assert_same([held[1]], [batch_at_step(x, config, 3, "cpu")])
+
+
+def test_an_error_comes_behind_the_batches_before_it(monkeypatch):
+    def starts(x, config, step):
+        if step == 7:
+            raise OSError("the disk is gone")
+        return np.arange(config.batch_size) + step
+
+    monkeypatch.setattr(prefetch, "starts_at_step", starts)
+    good = []
+    reading = BatchReader(np.arange(100), train_config(), 4, pinned=False)
+    with pytest.raises(OSError, match="the disk is gone"), reading as reader:
+        good.extend(read_all(reader))
+    assert [int(inputs[0, 0]) for inputs, _ in good] == [4, 5, 6]
+    assert not reader_threads()
+
+
+def test_a_file_cut_while_it_is_in_use_is_an_error_not_the_end_of_the_process(tmp_path):
+    """Reading the missing end of a memmap would be a bus error."""
+    x = tokens_in_file(tmp_path / "train.bin", 50_000)
+    config = train_config()
+    with BatchReader(x, config, 0, pinned=False, depth=1) as reader, prefetched(x, config, 0, "cpu") as batches:
+        buffer = reader.take()
+        next(batches)
+        os.truncate(tmp_path / "train.bin", 100)
+        reader.give_back(buffer)
+        with pytest.raises(UserError, match=r"train\.bin was cut from 100,000 to 100 bytes"):
+            list(read_all(reader))
+        with pytest.raises(UserError, match="was cut"):
+            next(batches)
+
+
+def test_a_file_replaced_or_removed_while_it_is_in_use_is_still_read(tmp_path):
+    """As preparing the corpus anew does: the memmap keeps the file that it has opened."""
+    x = tokens_in_file(tmp_path / "train.bin")
+    config = train_config()
+    expected = batch_at_step(x, config, 0, "cpu")
+    tokens_in_file(tmp_path / "new.bin", 3)
+    (tmp_path / "new.bin").rename(tmp_path / "train.bin")
+    assert_same([batch_at_step(x, config, 0, "cpu")], [expected])
+    (tmp_path / "train.bin").unlink()
+    assert_same([batch_at_step(x[:], config, 0, "cpu")], [expected])
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_leaving_early_ends_the_thread(taken):
+    x, config = np.arange(500), train_config(steps=10**9)
+    with BatchReader(x, config, 0, pinned=False) as reader:
+        for _ in range(taken):
+            reader.give_back(reader.take())
+        assert len(reader_threads()) == 1
+    assert not reader_threads()
+    while reader.take() is not None:  # what it had read; then an end instead of a wait
+        pass
+
+
+def test_an_interrupt_reaches_the_one_who_waits(monkeypatch):
+    """Ctrl-C while the next batch is awaited."""
+    asked, slow = threading.Event(), threading.Event()
+
+    def starts(x, config, step):
+        asked.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+        slow.wait(60)
+        return np.arange(config.batch_size)
+
+    def ask(reader):
+        asked.set()
+        reader.take()
+
+    monkeypatch.setattr(prefetch, "starts_at_step", starts)
+    with BatchReader(np.arange(100), train_config(), 0, pinned=False) as reader:
+        with pytest.raises(KeyboardInterrupt):
+            ask(reader)
+        slow.set()
+    assert not reader_threads()
+
+
+def test_an_interrupt_at_the_beginning_leaves_no_thread(monkeypatch):
+    class Interrupted(threading.Thread):
+        def start(self):
+            super().start()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading, "Thread", Interrupted)
+    with pytest.raises(KeyboardInterrupt), BatchReader(np.arange(100), train_config(), 0, pinned=False):
+        pass
+    assert not reader_threads()
+
+
+def test_random_states_are_left_alone():
+    x, config = np.arange(500), train_config()
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    with BatchReader(x, config, 0, pinned=False) as reader:
+        assert len(list(read_all(reader))) == config.steps
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
+
+
+def test_data_too_short_and_devices_that_are_not_there():
+    with prefetched(np.arange(8), train_config(), 0, "cpu") as batches, pytest.raises(UserError, match="at least 9"):
+        next(batches)
+    with pytest.raises(UserError, match="not there"), prefetched(np.arange(99), train_config(), 0, "cuda:99"):
+        pass
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@SAMPLINGS
+def test_batches_on_the_gpu(sampling, tmp_path):
+    """Also those that are kept, and those that slow work reads long after they were handed out."""
+    x = tokens_in_file(tmp_path / "x.bin", 60_000)
+    config = train_config(256, 64, steps=200, sampling=sampling)
+    expected = [batch_at_step(x, config, step, "cpu") for step in range(50, 200)]
+    copies, kept = [], []
+    with prefetched(x, config, 50, "cuda") as batches:
+        for step, (inputs, targets) in enumerate(batches):
+            torch.cuda._sleep(2_000_000)  # the copies below run milliseconds after the loop has gone on
+            copies.append((inputs.clone(), targets.clone()))
+            if step % 5 == 0:
+                kept.append((inputs, targets))
+            del inputs, targets
+    assert_same(copies, expected)
+    assert_same(kept, expected[::5])
+    assert not reader_threads()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_is_captured_while_batches_are_read():
+    x, config = np.arange(60_000), train_config(256, 64, steps=60)
+    held = torch.zeros(64, 256, dtype=torch.int64, device="cuda")
+    sums = []
+    with prefetched(x, config, 0, "cuda") as batches:
+        held.copy_(next(batches)[0])
+        held.sum()  # allocates what the capture needs
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            total = held.sum()
+        for inputs, _ in batches:
+            held.copy_(inputs)
+            graph.replay()
+            sums.append(total.clone())
+    assert [s.item() for s in sums] == [batch_at_step(x, config, step, "cpu")[0].sum() for step in range(1, 60)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_errors_and_early_ends_on_the_gpu(tmp_path):
+    x = tokens_in_file(tmp_path / "train.bin", 50_000)
+    with prefetched(x, train_config(steps=10**9), 0, "cuda") as batches:
+        next(batches)
+        os.truncate(tmp_path / "train.bin", 100)
+        with pytest.raises(UserError, match="was cut"):
+            list(batches)
+    assert not reader_threads()
+    assert next(batches, None) is None
