@@ -1,0 +1,222 @@
+"""AdamW as one pass over all parameters: clipping folded in, working copies written beside, no wait for the device."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lmcore.config import require
+from lmcore.kernels.support import runs_triton
+from lmcore.optimizer import AdamW, gradient_norm
+
+
+class Slot(NamedTuple):
+    """The tensors of one parameter, all of its size and contiguous."""
+
+    p: Tensor  # float32
+    gradient: Tensor  # bfloat16 or float32
+    m: Tensor  # float32
+    v: Tensor  # float32
+    copy: Tensor | None  # bfloat16 or float32: the parameter that the model computes with
+
+
+class Settings(NamedTuple):
+    """Scalars of one parameter's update (Algorithm 1), as a row of the kernels' table."""
+
+    beta1: float
+    gain1: float  # 1 - beta1
+    beta2: float
+    gain2: float  # 1 - beta2
+    lr_t: float
+    eps: float
+    keep: float  # 1 - lr * weight_decay
+    max_norm: float
+
+
+class FusedAdamW(AdamW):
+    """`lmcore.optimizer.AdamW` and the clipping of gradients in one pass; states of the two are interchangeable.
+
+    Parameters are float32 and contiguous, all on one device. `max_grad_norm` None neither measures nor clips the
+    gradients; math.inf measures alone. Clipping scales them as `gradient_clipping` does, but on their way into the
+    update: the gradients themselves stay as they are. On CUDA the pass is a Triton kernel over a table of addresses,
+    elsewhere plain operations.
+
+    `norm` is a scalar on the device: the joint l2 norm of the last step's gradients before clipping (NaN: not
+    measured). A gradient that is not finite leaves weights that are not, as the plain clipping does.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_grad_norm: float | None = None,
+    ):
+        super().__init__(params, lr, betas, eps, weight_decay)
+        require(max_grad_norm is None or max_grad_norm > 0, f"max_grad_norm must be positive, not {max_grad_norm}.")
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for p in parameters:
+            require(p.dtype == torch.float32, f"FusedAdamW updates float32 parameters, not {p.dtype}.")
+        self.max_grad_norm = max_grad_norm
+        self.norm = torch.full((), math.nan, device=parameters[0].device)
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._copies: dict[Tensor, Tensor] = {}
+        self._moments: dict[Tensor, tuple[Tensor, Tensor]] = {}  # their addresses outlive a loaded state
+        self._slots: list[Slot] | None = None
+        self._addresses: list[int] = []
+        self._rows: list[Settings] = []
+        self._table = None
+
+    def bind(self, gradients: Mapping[nn.Parameter, Tensor], copies: Mapping[nn.Parameter, Tensor] | None = None):
+        """Reads gradients from `gradients` (default: p.grad) and writes every new parameter into `copies` as well.
+
+        Both map a parameter to a contiguous tensor of its shape on its device, bfloat16 or float32.
+        """
+        for p, tensor in [*gradients.items(), *(copies or {}).items()]:
+            _check(p, tensor)
+        self._gradients, self._copies = dict(gradients), dict(copies or {})
+        self._slots = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every parameter that has a gradient; returns what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.prepare()
+        self.launch()
+        return loss
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """The host's part of a step: counts it, and sends the scalars that depend on t and the learning rate.
+
+        Nothing waits for the device. With a `launch` in a CUDA graph, call it before every replay.
+        """
+        found = self._with_gradient()
+        addresses = [tensor.data_ptr() for _, p, gradient in found for tensor in (p, gradient)]
+        if self._slots is None or addresses != self._addresses:
+            self._build(found)
+            self._addresses = addresses
+        known: dict[tuple[int, int], int] = {}  # most parameters share their settings
+        rows, index = [], []
+        for group, p, _ in found:
+            state = self.state[p]
+            if not state:
+                m, v = self._moments[p]
+                state.update(t=0, m=m, v=v)
+            state["t"] += 1
+            key = (id(group), state["t"])
+            if key not in known:
+                known[key] = len(rows)
+                rows.append(self._settings(group, state["t"]))
+            index.append(known[key])
+        self._rows = [rows[i] for i in index]
+        if self._table is not None and rows:
+            self._table.send(torch.tensor(rows, dtype=torch.float32)[index])
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """The device's part of a step: norm, clipping and update. After `prepare`; a CUDA graph can capture it."""
+        require(self._slots is not None, "FusedAdamW.launch needs a prepare before it.")
+        measured = self.max_grad_norm is not None
+        if self._table is None:
+            update(self._slots, self._rows, self.norm if measured else None)
+        else:
+            self._table.launch(self.norm if measured else None)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Loads a state of AdamW or FusedAdamW. The moments keep their addresses, which graphs may have captured."""
+        super().load_state_dict(state_dict)
+        for p, state in self.state.items():
+            for mine, loaded in zip(self._moments_of(p), (state["m"], state["v"]), strict=True):
+                mine.copy_(loaded)
+            state["m"], state["v"] = self._moments_of(p)
+        for p, moments in self._moments.items():
+            if p not in self.state:
+                for moment in moments:
+                    moment.zero_()
+
+    def warm_up(self) -> None:
+        """Builds the tables and compiles the kernels for the present gradients, and changes nothing else."""
+        found = self._with_gradient()
+        self._build(found)
+        self._addresses = [tensor.data_ptr() for _, p, gradient in found for tensor in (p, gradient)]
+        if self._table is not None:
+            self._table.warm_up(self.max_grad_norm is not None)
+
+    def _with_gradient(self) -> list[tuple[dict, Tensor, Tensor]]:
+        """(group, parameter, gradient) of every parameter that has one."""
+        parameters = [
+            (group, p, self._gradients.get(p, p.grad)) for group in self.param_groups for p in group["params"]
+        ]
+        return [(group, p, gradient) for group, p, gradient in parameters if gradient is not None]
+
+    def _settings(self, group: dict, t: int) -> Settings:
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        lr_t = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+        keep = 1 - lr * group["weight_decay"]
+        return Settings(beta1, 1 - beta1, beta2, 1 - beta2, lr_t, group["eps"], keep, self.max_grad_norm or math.inf)
+
+    def _moments_of(self, p: Tensor) -> tuple[Tensor, Tensor]:
+        if p not in self._moments:
+            self._moments[p] = torch.zeros_like(p), torch.zeros_like(p)
+        return self._moments[p]
+
+    def _build(self, found: list[tuple[dict, Tensor, Tensor]]) -> None:
+        slots = []
+        for _, p, gradient in found:
+            _check(p, p)
+            _check(p, gradient)
+            slots.append(Slot(p, gradient, *self._moments_of(p), self._copies.get(p)))
+        devices = {slot.p.device for slot in slots}
+        require(len(devices) <= 1, f"FusedAdamW updates parameters of one device, not of {len(devices)}.")
+        self._slots, self._table = slots, None
+        if not slots:
+            return
+        device = slots[0].p.device
+        if self.norm.device != device:
+            self.norm = torch.full((), math.nan, device=device)
+        if runs_triton(device):
+            from lmcore.kernels.gpu.adamw import Table
+
+            self._table = Table(slots)
+
+
+def update(slots: list[Slot], rows: list[Settings], norm: Tensor | None) -> None:
+    """Lines 7 to 11 of Algorithm 1 for all `slots`, each with its row of settings: the plain twin of the kernels.
+
+    With `norm`, the gradients' joint norm is written there and they are clipped by it.
+    """
+    scale = None
+    if norm is not None:
+        gradients = [slot.gradient.float() for slot in slots]
+        norm.copy_(gradient_norm(gradients) if gradients else torch.zeros(()))
+    for (p, gradient, m, v, copy), row in zip(slots, rows, strict=True):
+        g = gradient.float()
+        if norm is not None:
+            scale = torch.clamp(row.max_norm / (norm + 1e-6), max=1.0) if scale is None else scale
+            g = g * scale
+        m.mul_(row.beta1).add_(g, alpha=row.gain1)
+        v.mul_(row.beta2).addcmul_(g, g, value=row.gain2)
+        p.addcdiv_(m, v.sqrt().add_(row.eps), value=-row.lr_t)
+        p.mul_(row.keep)
+        if copy is not None:
+            copy.copy_(p)
+
+
+def _check(p: Tensor, tensor: Tensor) -> None:
+    """That `tensor` can stand beside the parameter `p` in the kernels' table."""
+    name = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
+    require(
+        tensor.dtype in (torch.bfloat16, torch.float32) and tensor.shape == p.shape and tensor.device == p.device,
+        f"A gradient or copy of a parameter {tuple(p.shape)} on {p.device} must be bfloat16 or float32, "
+        f"of its shape and on its device; this is {name}.",
+    )
+    require(tensor.is_contiguous(), f"FusedAdamW needs contiguous tensors; {name}, has strides {tensor.stride()}.")

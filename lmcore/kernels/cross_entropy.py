@@ -1,0 +1,212 @@
+"""Output embedding and cross-entropy in one, without ever holding more than a chunk of the logits.
+
+The rows go through in chunks: logits of a chunk, their softmax, and at once the gradients, which the logits' own
+gradient p - onehot(target) needs nothing else for. It overwrites the logits in place, so that the memory is that of
+one chunk whatever the batch. The products are PyTorch's; the pass between them is a Triton kernel on CUDA.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lmcore.config import require
+from lmcore.errors import UserError
+from lmcore.functional import at_least_float32
+from lmcore.kernels.support import runs_triton
+
+CHUNK_BYTES = 540 * 2**20
+"""Most memory for the logits of a chunk: fewer chunks mean fewer passes over the sum of the weight's gradient."""
+
+ALIGNMENT = 64
+"""Columns in memory of a row of logits are a multiple of this: matrix products want aligned rows."""
+
+
+def linear_cross_entropy(x: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], targets: Int[Tensor, " N"]) -> Tensor:
+    """Mean of -log softmax(x weight^T)[target] over the rows, in nats: `cross_entropy(x @ weight.T, targets)`.
+
+    Differentiable in `x` and `weight`: the gradients are computed in the forward pass, where the logits are, if
+    gradients are enabled at all. Under autocast the products are in its precision; the softmax is in float32 (or
+    float64) always. Raises `UserError` for shapes that do not fit, no rows, and on the CPU for ids outside the
+    vocabulary; on other devices such an id makes the loss NaN.
+    """
+    if not torch.is_grad_enabled():
+        x, weight = x.detach(), weight.detach()
+    return _LinearCrossEntropy.apply(x, weight, targets)
+
+
+def linear_cross_entropy_gradients(
+    x: Float[Tensor, "N D"],
+    weight: Float[Tensor, "rows D"],
+    targets: Int[Tensor, " N"],
+    num_rows: int | None = None,
+    dx: Float[Tensor, "N D"] | None = None,
+    dw: Float[Tensor, "rows D"] | None = None,
+    chunk_rows: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, dx, dw): the mean cross-entropy and its gradients, outside of autograd; a CUDA graph can capture it.
+
+    Only the first `num_rows` rows of `weight` are the vocabulary; the rest is padding and gets zero gradients.
+    `dx` and `dw` are written if given; `dw` may be float32 beside half-precision inputs, and is summed in float32
+    anyway. `chunk_rows` is the number of rows of `x` at a time.
+    """
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if dx is None else dx
+    losses, dw = _chunks(x, weight, targets, num_rows, dx, weight.dtype if dw is None else dw, chunk_rows)
+    return losses.mean(), dx, dw
+
+
+def linear_cross_entropy_loss(
+    x: Float[Tensor, "N D"],
+    weight: Float[Tensor, "rows D"],
+    targets: Int[Tensor, " N"],
+    num_rows: int | None = None,
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """The mean cross-entropy alone, for evaluation; see `linear_cross_entropy_gradients`."""
+    return _chunks(x, weight, targets, num_rows, None, None, chunk_rows)[0].mean()
+
+
+def softmax_gradient(
+    logits: Float[Tensor, "n columns"], targets: Int[Tensor, " n"], losses: Tensor, num_rows: int, scale: float | None
+) -> None:
+    """Writes each row's cross-entropy into `losses`, and (p - onehot(target)) * scale over the logits.
+
+    Columns from `num_rows` on are padding: they count for nothing and get zeros. Without `scale` the logits stay.
+    """
+    shifted = at_least_float32(logits[:, :num_rows])
+    shifted = shifted - shifted.amax(dim=-1, keepdim=True)
+    exponentials = shifted.exp()
+    totals = exponentials.sum(dim=-1, keepdim=True)
+    torch.sub(totals.log(), shifted.gather(-1, targets.unsqueeze(-1)), out=losses.unsqueeze(-1))
+    if scale is not None:
+        gradient = exponentials.mul_(scale / totals)
+        gradient.scatter_add_(-1, targets.unsqueeze(-1), torch.full_like(totals, -scale))
+        logits[:, :num_rows] = gradient
+        logits[:, num_rows:] = 0
+
+
+def default_chunk_rows(num_rows: int, columns: int, itemsize: int) -> int:
+    """Rows per chunk: as many as `CHUNK_BYTES` hold, in chunks of nearly equal size that are multiples of 128."""
+    most = max(CHUNK_BYTES // (columns * itemsize) // 128, 1)
+    blocks = -(-num_rows // 128)
+    chunks = -(-blocks // most)
+    return min(-(-blocks // chunks) * 128, num_rows)
+
+
+def _chunks(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    num_rows: int | None,
+    dx: Tensor | None,
+    dw: Tensor | torch.dtype | None,
+    chunk_rows: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """(loss of each row, dw): one chunk after another; gradients where `dx` and `dw` (a tensor or its type) are."""
+    num_rows = _check(x, weight, targets, num_rows, dx, dw)
+    x, weight, targets = x.contiguous(), weight.contiguous(), targets.contiguous()
+    n, rows = len(x), len(weight)
+    columns = -(-rows // ALIGNMENT) * ALIGNMENT
+    size = chunk_rows or default_chunk_rows(n, columns, x.element_size())
+    softmax = softmax_gradient
+    if runs_triton(x.device) and x.dtype != torch.float64:
+        from lmcore.kernels.gpu.cross_entropy import softmax_gradient as softmax
+    losses = x.new_empty(n, dtype=torch.promote_types(x.dtype, torch.float32))
+    buffer = x.new_empty(min(size, n), columns)[:, :rows]
+    total = _sum_for(dw, weight, size >= n)
+    wants_gradient = dx is not None or total is not None
+    for start in range(0, n, size):
+        part = slice(start, min(start + size, n))
+        logits = buffer[: part.stop - start]
+        torch.mm(x[part], weight.t(), out=logits)
+        softmax(logits, targets[part], losses[part], num_rows, 1 / n if wants_gradient else None)
+        if dx is not None:
+            torch.mm(logits, weight, out=dx[part])
+        if total is not None:
+            _add_product(total, logits.t(), x[part], first=start == 0)
+    del buffer, logits  # their memory serves the gradient in the weight's own type
+    if isinstance(dw, Tensor):
+        return losses, dw if dw is total else dw.copy_(total)
+    return losses, total if dw is None else total.to(dw)
+
+
+def _sum_for(dw: Tensor | torch.dtype | None, weight: Tensor, single: bool) -> Tensor | None:
+    """Where the weight's gradient is summed: `dw` itself, unless several chunks would round it each time."""
+    if dw is None:
+        return None
+    dtype = dw.dtype if isinstance(dw, Tensor) else dw
+    wide = torch.promote_types(dtype, torch.float32)
+    if isinstance(dw, Tensor) and (single or dtype == wide):
+        return dw
+    return torch.empty_like(weight, dtype=dtype if single else wide)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total = a @ b, or total += a @ b, in the type of `total`, which may be wider than that of `a` and `b`."""
+    if total.dtype == a.dtype:
+        torch.mm(a, b, out=total) if first else total.addmm_(a, b)
+    elif a.is_cuda:
+        if first:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        product = a.to(total.dtype) @ b.to(total.dtype)
+        total.copy_(product) if first else total.add_(product)
+
+
+def _check(x: Tensor, weight: Tensor, targets: Tensor, num_rows: int | None, dx, dw) -> int:
+    require(
+        x.ndim == 2 and weight.ndim == 2 and x.shape[1] == weight.shape[1] and targets.shape == x.shape[:1],
+        "linear_cross_entropy needs x (N, D), weight (V, D) and targets (N), "
+        f"not {tuple(x.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}.",
+    )
+    require(len(x) > 0, "linear_cross_entropy needs at least one row: the mean of none is not defined.")
+    require(x.dtype == weight.dtype, f"x and weight must have one type, not {x.dtype} and {weight.dtype}.")
+    require(
+        x.dtype != torch.float16,
+        "linear_cross_entropy has no float16: a loss scale would come too late for its gradients; use bfloat16.",
+    )
+    num_rows = len(weight) if num_rows is None else num_rows
+    require(0 < num_rows <= len(weight), f"num_rows must be from 1 to {len(weight)}, not {num_rows}.")
+    if dx is not None:
+        require(dx.shape == x.shape and dx.dtype == x.dtype, "dx must have the shape and type of x.")
+    if isinstance(dw, Tensor):
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        require(
+            dw.shape == weight.shape and dw.dtype in (weight.dtype, wide),
+            f"dw must have the shape of weight and its type or {wide}.",
+        )
+    if targets.device.type == "cpu":
+        low, high = targets.min().item(), targets.max().item()
+        if low < 0 or high >= num_rows:
+            wrong = low if low < 0 else high
+            raise UserError(f"Targets must be from 0 to {num_rows - 1}; they hold {wrong}.")
+    return num_rows
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Computes the gradients together with the loss; the backward pass scales them."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        if dtype == x.dtype and weight.dtype != x.dtype:
+            raise UserError(f"x and weight must have one type, not {x.dtype} and {weight.dtype}.")
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        with torch.autocast(kind, enabled=False):
+            narrow = x.detach().to(dtype)
+            dx = torch.empty_like(narrow, memory_format=torch.contiguous_format) if needs_x else None
+            # under autocast the sum in float32 is what the float32 weight gets, never rounded to half precision
+            dw = weight.dtype if needs_weight else None
+            losses, dw = _chunks(narrow, weight.detach().to(dtype), targets, None, dx, dw, None)
+        ctx.save_for_backward(dx if dx is None else dx.to(x.dtype), dw)
+        return losses.mean()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        dx, dw = ctx.saved_tensors
+        if gradient.device.type == "cpu" and gradient.item() == 1:
+            return dx, dw, None
+        return *(d if d is None else (d * gradient).to(d.dtype) for d in (dx, dw)), None
