@@ -1,0 +1,231 @@
+"""Forward and backward pass of the Transformer written out by hand, over packed weights and our kernels.
+
+The same mathematics as `lmcore.model` with autograd, in fewer passes over memory and without its graph. Letters: B
+batch, T positions, H heads, K head size, D d_model, F d_ff, V vocabulary, N = B * T rows, L layers, G layers a group.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lmcore.config import ModelConfig
+from lmcore.fused.packing import PackedMatrices, gains_of
+from lmcore.fused.streams import Aside
+from lmcore.kernels.attention import attention_backward, attention_forward
+from lmcore.kernels.cross_entropy import linear_cross_entropy_gradients, linear_cross_entropy_loss
+from lmcore.kernels.embedding import embedding_backward_
+from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward
+from lmcore.kernels.rope import rope_
+from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
+from lmcore.model import TransformerLM
+
+LARGEST_HEAD = 128
+WIDEST_ROW = 8192
+"""Largest head size of the attention kernels, and largest d_model of the norm's, which hold whole rows."""
+
+ROWS_PER_PRODUCT = 16_384
+"""Rows of activations that one batched product of weight gradients takes: fewer would leave multiprocessors idle."""
+
+
+def why_not(config: ModelConfig, precision: str) -> str | None:
+    """What of this model or precision the fused step does not cover, to end a sentence with; None if it covers it."""
+    obstacles = {
+        f"norm={config.norm}": config.norm != "pre",
+        f"position={config.position}": config.position == "sinusoidal",
+        f"ffn={config.ffn}": config.ffn != "swiglu",
+        f"dropout={config.dropout}": config.dropout > 0,
+        f"checkpoint_every={config.checkpoint_every}": config.checkpoint_every is not None,
+        f"heads of {config.d_k} features (at most {LARGEST_HEAD})": config.d_k > LARGEST_HEAD,
+        f"d_model={config.d_model} (at most {WIDEST_ROW})": config.d_model > WIDEST_ROW,
+        f"precision={precision}": precision not in ("bf16", "fp32", "tf32"),
+    }
+    found = [name for name, present in obstacles.items() if present]
+    return ", ".join(found) or None
+
+
+class Group:
+    """What the backward pass needs of G consecutive layers: operands of weight gradients stacked, the rest in lists."""
+
+    def __init__(self, config: ModelConfig, layers: range, x: Tensor):
+        size, rows, d, f = len(layers), x.shape[0], config.d_model, config.d_ff
+        self.layers = layers
+        self.normed1, self.heads, self.normed2 = (x.new_empty(size, rows, d) for _ in range(3))
+        self.qkv = x.new_empty(size, rows, 3 * d)
+        self.ab = x.new_empty(size, rows, 2 * f)  # W1 x and W3 x; in the backward pass their gradients
+        self.h = x.new_empty(size, rows, f)
+        self.saved: list[Saved] = []
+
+    def begin_backward(self) -> None:
+        """Makes room for the gradients of what the layers' matrices gave out."""
+        self.dy, self.dx2 = torch.empty_like(self.normed1), torch.empty_like(self.normed1)
+        self.dqkv = torch.empty_like(self.qkv)
+
+
+@dataclass
+class Saved:
+    """Of one layer: inputs of its norms (N, D), their 1 / rms (N,), and attention's log-sum-exp."""
+
+    x1: Tensor
+    rstd1: Tensor
+    lse: Tensor = field(init=False)
+    x2: Tensor = field(init=False)
+    rstd2: Tensor = field(init=False)
+
+
+class FusedTransformer:
+    """The loss of a `TransformerLM` and its gradients, in `dtype`, which is bfloat16 or float32.
+
+    `copies` maps each matrix of the model to a working copy in `dtype`; the parameters themselves are the masters, and
+    `refresh` brings the copies up to date with them. The gains of norms are read where they are. `gradients` maps every
+    parameter to where `forward_backward` leaves its gradient: in `dtype` for matrices, float32 for gains. Both are
+    views that stay. `overlap` computes weight gradients beside the chain of the others; `layers_per_product` is G, how
+    many layers share one batched product of them (None: by the number of rows).
+    """
+
+    def __init__(
+        self, model: TransformerLM, dtype: torch.dtype, overlap: bool = True, layers_per_product: int | None = None
+    ):
+        self.model, self.config, self.dtype = model, model.config, dtype
+        self.device = model.lm_head.weight.device
+        self.weights, self.grads = PackedMatrices(model, dtype), PackedMatrices(model, dtype)
+        self.gains = gains_of(model)
+        self.gain_grads = torch.zeros(len(self.gains), self.config.d_model, device=self.device)
+        self.copies: dict[nn.Parameter, Tensor] = dict(self.weights.views)
+        self.gradients = self.grads.views | dict(zip(self.gains, self.gain_grads, strict=True))
+        self.rope = model.layers[0].attn.rope
+        self.eps = model.ln_final.eps
+        self.aside = Aside(self.device, overlap)
+        self.layers_per_product = layers_per_product
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copies the parameters into the working copies, after anything but `FusedAdamW` changed them."""
+        torch._foreach_copy_(list(self.copies.values()), [p.detach() for p in self.copies])
+
+    @torch.no_grad()
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats of `targets` (B, T) after `inputs` (B, T); nothing is kept for a backward pass."""
+        x = self._embed(inputs)
+        branch = None
+        for index in range(self.config.num_layers):
+            group = Group(self.config, range(index, index + 1), x)
+            x, branch = self._layer_forward(group, 0, x, branch, inputs.shape)
+        _, normed, _ = rmsnorm_forward(x, self.gains[-1], self.eps, branch)
+        return linear_cross_entropy_loss(normed, self.weights.head, targets.flatten(), self.config.vocab_size)
+
+    @torch.no_grad()
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The same loss; leaves its gradients in `gradients`, in place of what was there. No host synchronisation."""
+        with self.aside():
+            sorted_ids, order = inputs.flatten().sort(stable=True)
+            if not self.config.tie_embeddings:
+                self.grads.embedding.zero_()  # rows of tokens that do not occur
+        groups, x, branch = self._forward_groups(inputs)
+        x, normed, rstd = rmsnorm_forward(x, self.gains[-1], self.eps, branch)
+        loss, dnormed, _ = linear_cross_entropy_gradients(
+            normed, self.weights.head, targets.flatten(), self.config.vocab_size, dw=self.grads.head
+        )
+        partials = x.new_empty(len(self.gains), num_partials(x), self.config.d_model, dtype=torch.float32)
+        groups[-1].begin_backward()
+        rmsnorm_backward(dnormed, x, self.gains[-1], rstd, dx=groups[-1].dy[-1], partials=partials[-1])
+        dx = torch.empty_like(x)
+        self._backward_groups(groups, dx, inputs.shape, partials)
+        torch.sum(partials, dim=1, out=self.gain_grads)
+        self.aside.join()
+        embedding_backward_(dx, sorted_ids, order, self.grads.embedding, accumulate=self.config.tie_embeddings)
+        return loss
+
+    def _embed(self, inputs: Tensor) -> Tensor:
+        return self.weights.embedding.index_select(0, inputs.flatten())
+
+    def _forward_groups(self, inputs: Tensor) -> tuple[list[Group], Tensor, Tensor]:
+        """All layers; returns what was kept, and the two summands of the residual stream at the end."""
+        x, branch, groups = self._embed(inputs), None, []
+        per_group = self.layers_per_product or max(1, ROWS_PER_PRODUCT // x.shape[0])
+        for first in range(0, self.config.num_layers, per_group):
+            group = Group(self.config, range(first, min(first + per_group, self.config.num_layers)), x)
+            for i in range(len(group.layers)):
+                x, branch = self._layer_forward(group, i, x, branch, inputs.shape)
+            groups.append(group)
+        return groups, x, branch
+
+    def _layer_forward(
+        self, group: Group, i: int, x: Tensor, branch: Tensor | None, shape: torch.Size
+    ) -> tuple[Tensor, Tensor]:
+        """Layer `i` of the group on the sum x + branch (N, D); gives back its result as two summands likewise."""
+        layer, w, qkv = group.layers[i], self.weights, group.qkv[i]
+        x, normed, rstd = rmsnorm_forward(x, self.gains[2 * layer], self.eps, branch, group.normed1[i])
+        saved = Saved(x, rstd)
+        torch.mm(normed, w.qkv[layer].t(), out=qkv)
+        if self.rope is not None:
+            rope_(qkv, self.rope.cos, self.rope.sin, shape[1])
+        heads = self._heads(group.heads[i], shape)
+        _, saved.lse = attention_forward(*self._q_k_v(qkv, shape), True, out=heads)
+        branch = torch.mm(group.heads[i], w.out[layer].t())
+        saved.x2, normed, saved.rstd2 = rmsnorm_forward(
+            x, self.gains[2 * layer + 1], self.eps, branch, group.normed2[i]
+        )
+        torch.mm(normed, w.w13[layer].t(), out=group.ab[i])
+        swiglu_forward(group.ab[i], group.h[i])
+        group.saved.append(saved)
+        return saved.x2, torch.mm(group.h[i], w.w2[layer].t())
+
+    def _backward_groups(self, groups: list[Group], dx: Tensor, shape: torch.Size, partials: Tensor) -> None:
+        """Goes back through all layers; the gradient of their result is in the last group's `dy`, leaves that of the
+        embeddings (N, D) in `dx`."""
+        aside: list[tuple[Group, torch.cuda.Event | None]] = []
+        while groups:
+            group = groups.pop()
+            if groups:
+                groups[-1].begin_backward()
+            for i in reversed(range(len(group.layers))):
+                before = group.dy[i - 1] if i else groups[-1].dy[-1] if groups else dx
+                self._layer_backward(group, i, before, shape, partials)
+            with self.aside():
+                self._weight_gradients(group)
+            aside.append((group, self.aside.mark()))
+            if len(aside) > 1:  # at most two groups are in memory
+                self.aside.join(aside.pop(0)[1])
+        self.aside.join()
+
+    def _layer_backward(self, group: Group, i: int, dx: Tensor, shape: torch.Size, partials: Tensor) -> None:
+        """Writes the gradient of layer `i`'s input into `dx`, given that of its result in `group.dy[i]`."""
+        layer, w, saved = group.layers[i], self.weights, group.saved[i]
+        swiglu_backward_(torch.mm(group.dy[i], w.w2[layer]), group.ab[i])
+        rmsnorm_backward(
+            torch.mm(group.ab[i], w.w13[layer]), saved.x2, self.gains[2 * layer + 1], saved.rstd2,
+            residual=group.dy[i], dx=group.dx2[i], partials=partials[2 * layer + 1],
+        )  # fmt: skip
+        dheads = self._heads(torch.mm(group.dx2[i], w.out[layer]), shape)
+        attention_backward(
+            *self._q_k_v(group.qkv[i], shape), self._heads(group.heads[i], shape), saved.lse, dheads, True,
+            *self._q_k_v(group.dqkv[i], shape), deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        if self.rope is not None:
+            rope_(group.dqkv[i], self.rope.cos, self.rope.sin, shape[1], inverse=True)
+        rmsnorm_backward(
+            torch.mm(group.dqkv[i], w.qkv[layer]), saved.x1, self.gains[2 * layer], saved.rstd1,
+            residual=group.dx2[i], dx=dx, partials=partials[2 * layer],
+        )  # fmt: skip
+
+    def _weight_gradients(self, group: Group) -> None:
+        """dW = dy^T x of every matrix of the group's layers, one batched product per kind of matrix."""
+        layers = slice(group.layers.start, group.layers.stop)
+        for dy, x, dw in (
+            (group.dy, group.h, self.grads.w2),
+            (group.ab, group.normed2, self.grads.w13),
+            (group.dx2, group.heads, self.grads.out),
+            (group.dqkv, group.normed1, self.grads.qkv),
+        ):
+            torch.bmm(dy.transpose(1, 2), x, out=dw[layers])
+
+    def _q_k_v(self, qkv: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+        """q, k and v (B, H, T, K) as views of their joint projection (N, 3D)."""
+        c = self.config
+        return qkv.view(*shape, 3, c.num_heads, c.d_k).permute(2, 0, 3, 1, 4).unbind()
+
+    def _heads(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """A view (B, H, T, K) of (N, D), whose rows hold all heads one after the other."""
+        return x.view(*shape, self.config.num_heads, self.config.d_k).transpose(1, 2)

@@ -1,0 +1,126 @@
+"""A whole training step, forward, backward, clipping and update, as one launch: on CUDA a graph of all its kernels."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lmcore.config import require
+from lmcore.fused.model import FusedTransformer
+from lmcore.kernels.adamw import FusedAdamW
+from lmcore.model import TransformerLM
+from lmcore.optimizer import gradient_clipping
+
+
+class FusedStep:
+    """Updates `model` by one batch of (batch_size, context_length) token ids per call, computing in `dtype`.
+
+    The parameters are the float32 masters and current after every call. On CUDA the first call captures the step in a
+    CUDA graph, which further calls replay: nothing is launched one by one, and nothing waits for the host. With
+    `FusedAdamW` the graph holds everything, and the clipping is the optimizer's own; any other optimizer finds float32
+    gradients in `p.grad`, clipped to `max_grad_norm`, and takes its own step outside of the graph. Learning rates may
+    change between calls. `overlap` and `layers_per_product` are those of `FusedTransformer`, `.model`.
+    """
+
+    def __init__(
+        self,
+        model: TransformerLM,
+        optimizer: Optimizer,
+        batch_size: int,
+        context_length: int,
+        dtype: torch.dtype = torch.bfloat16,
+        max_grad_norm: float | None = None,
+        overlap: bool = True,
+        layers_per_product: int | None = None,
+    ):
+        self.model = FusedTransformer(model, dtype, overlap, layers_per_product)
+        self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
+        self.parameters = list(self.model.gradients)
+        self.shape = torch.Size((batch_size, context_length))
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if isinstance(optimizer, FusedAdamW):
+            optimizer.bind(self.model.gradients, self.model.copies)
+        else:
+            for p, gradient in self.model.gradients.items():  # what is float32 already serves as it is
+                p.grad = gradient if gradient.dtype == p.dtype else torch.zeros_like(p)
+        if self.model.device.type == "cuda":
+            self.batch = torch.zeros(2, *self.shape, dtype=torch.int64, device=self.model.device)
+
+    @torch.no_grad()
+    def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes a step; returns the loss (nats) and the gradients' norm before clipping, scalars on the device.
+
+        Raises `UserError` for a batch of another shape, and `torch.OutOfMemoryError` if the step does not fit.
+        """
+        require(
+            inputs.shape == targets.shape == self.shape,
+            f"This step was made for batches of {tuple(self.shape)} ids, not {tuple(inputs.shape)}.",
+        )
+        if self.model.device.type != "cuda":
+            return self._eager(inputs, targets)
+        self.batch[0].copy_(inputs, non_blocking=True)
+        self.batch[1].copy_(targets, non_blocking=True)
+        if self.graph is None:
+            self._capture()
+        if isinstance(self.optimizer, FusedAdamW):
+            self.optimizer.prepare()
+            self.graph.replay()
+            loss, norm = self.result.clone().unbind()  # the next replay writes over the graph's own
+            return loss, norm
+        self.graph.replay()
+        return self.result.clone()[0], self._other_update()
+
+    def _eager(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The step without a graph."""
+        if isinstance(self.optimizer, FusedAdamW):
+            loss = self.model.forward_backward(inputs, targets)
+            self.optimizer.step()
+            return loss, self.optimizer.norm.clone()
+        loss = self._gradients_for_others(inputs, targets)
+        return loss, self._other_update()
+
+    def _gradients_for_others(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward and backward pass, with the gradients in `p.grad`."""
+        loss = self.model.forward_backward(inputs, targets)
+        pairs = [(p.grad, g) for p, g in self.model.gradients.items() if p.grad.data_ptr() != g.data_ptr()]
+        if pairs:
+            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        return loss
+
+    def _other_update(self) -> Tensor:
+        norm = gradient_clipping(self.parameters, self.max_grad_norm or math.inf)
+        self.optimizer.step()
+        self.model.refresh()
+        return norm
+
+    def _launches(self) -> None:
+        """What the graph holds; leaves (loss, norm) in `result`."""
+        if isinstance(self.optimizer, FusedAdamW):
+            loss = self.model.forward_backward(*self.batch)
+            self.optimizer.launch()
+            self.result = torch.stack((loss.float(), self.optimizer.norm))
+        else:
+            self.result = self._gradients_for_others(*self.batch).float()[None]
+
+    def _capture(self) -> None:
+        """Records the graph. Kernels are compiled before, by passes that write nothing but gradients."""
+        device = self.model.device
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # memory that the first pass allocates in bits, the second finds in place
+                self.model.forward_backward(*self.batch)
+            if isinstance(self.optimizer, FusedAdamW):
+                self.optimizer.warm_up()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # relaxed: other threads may go on allocating, as one that prefetches batches does
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+                self._launches()
+        except RuntimeError as error:  # ending a capture that ran out of memory fails as well, and hides why
+            if isinstance(error.__context__, torch.OutOfMemoryError):
+                raise error.__context__ from None
+            raise
+        self.graph = graph

@@ -1,0 +1,41 @@
+"""A second stream for work that nothing in the main one waits for: small products then share the GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Aside:
+    """Work beside the current stream of a CUDA device; in turn with it elsewhere, or where not `enabled`.
+
+    The stream forks off and joins by events, as a CUDA graph that captures both records it. The caller keeps every
+    tensor that the other stream still uses: memory freed too early would be given out again.
+    """
+
+    def __init__(self, device: torch.device, enabled: bool = True):
+        self.stream = torch.cuda.Stream(device) if enabled and device.type == "cuda" else None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Runs the block's operations aside, after all that was launched before."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """A point in the work aside that `join` can wait for."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def join(self, mark: torch.cuda.Event | None = None) -> None:
+        """Lets the current stream wait for the work aside up to `mark`, or for all of it."""
+        if self.stream is None:
+            return
+        current = torch.cuda.current_stream(self.stream.device)
+        if mark is None:
+            current.wait_stream(self.stream)
+        else:
+            current.wait_event(mark)

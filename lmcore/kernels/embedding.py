@@ -1,0 +1,29 @@
+"""Gradient of the token embedding: sums of rows by token, in a fixed order (section 3.4.3)."""
+
+from torch import Tensor
+
+from lmcore.functional import at_least_float32
+from lmcore.kernels.support import runs_triton
+
+
+def embedding_backward_(
+    dx: Tensor, sorted_ids: Tensor, order: Tensor, gradient: Tensor, accumulate: bool = False
+) -> Tensor:
+    """Writes the sums of the rows of `dx` (N, D) with the same token into the rows of `gradient` (V, D); returns it.
+
+    `sorted_ids, order = ids.sort(stable=True)` of the N tokens: with equal tokens side by side, each sum has one
+    author and one order, so that it repeats itself bit by bit, which atomic additions do not. Rows of tokens that do
+    not occur are left alone; `accumulate` adds to the others instead of replacing them (tied embeddings). Sums are in
+    at least float32.
+    """
+    if runs_triton(dx.device):
+        from lmcore.kernels.gpu import embedding
+
+        return embedding.embedding_backward_(dx, sorted_ids, order, gradient, accumulate)
+    wide = at_least_float32(dx)
+    sums = wide.new_zeros(gradient.shape).index_add_(0, sorted_ids, wide[order])
+    if accumulate:
+        return gradient.add_(sums)
+    occurring = sorted_ids.unique_consecutive()
+    gradient[occurring] = sums[occurring].to(gradient.dtype)
+    return gradient

@@ -1,0 +1,119 @@
+"""Triton kernels of `lmcore.kernels.rmsnorm`. Letters: N rows, D d_model, P programs of the backward pass."""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 2048
+"""Elements that a program holds at a time, unless a row is longer."""
+
+PROGRAMS_PER_PROCESSOR = 4
+"""Programs of the backward pass per multiprocessor, for rows of at most TILE / 2; half as many for longer ones."""
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, branch_ptr, gain_ptr, total_ptr, y_ptr, rstd_ptr, num_rows, eps,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Program i: rows i * ROWS and following, whole."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    at = rows[:, None].to(tl.int64) * D + columns[None, :]
+    inside = (rows[:, None] < num_rows) & (columns[None, :] < D)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(branch_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + at, total, mask=inside)
+        x = total.to(tl.float32)  # the norm is that of the rounded sum: the backward pass has no other
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / D + eps)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
+    gain = tl.load(gain_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+    y = x * rstd[:, None] * gain[None, :]
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kernel(
+    dy_ptr, x_ptr, gain_ptr, rstd_ptr, residual_ptr, dx_ptr, partials_ptr, num_rows,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Program i of P: every P-th block of ROWS rows, and the sum of its share of the gain's gradient."""
+    columns = tl.arange(0, BLOCK)
+    gain = tl.load(gain_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+        rows = block * ROWS + tl.arange(0, ROWS)
+        at = rows[:, None].to(tl.int64) * D + columns[None, :]
+        inside = (rows[:, None] < num_rows) & (columns[None, :] < D)
+        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
+        xhat = x * rstd[:, None]
+        sums += tl.sum(dy * xhat, axis=0)
+        weighted = dy * gain[None, :]
+        mean = tl.sum(weighted * xhat, axis=1) / D
+        dx = rstd[:, None] * (weighted - xhat * mean[:, None])
+        if ADD:
+            dx += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    tl.store(partials_ptr + tl.program_id(0) * D + columns, sums, mask=columns < D)
+
+
+def rmsnorm_forward(
+    x: Tensor, gain: Tensor, eps: float = 1e-5, branch: Tensor | None = None, y: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `lmcore.kernels.rmsnorm.rmsnorm_forward`."""
+    num_rows, d = x.shape
+    tile, warps = _tile(d)
+    total = x if branch is None else torch.empty_like(x)
+    y = torch.empty_like(x) if y is None else y
+    rstd = x.new_empty(num_rows, dtype=torch.float32)
+    forward_kernel[(triton.cdiv(num_rows, tile["ROWS"]),)](
+        x, x if branch is None else branch, gain, total, y, rstd, num_rows, eps,
+        **tile, D=d, ADD=branch is not None, num_warps=warps,
+    )  # fmt: skip
+    return total, y, rstd
+
+
+def rmsnorm_backward(
+    dy: Tensor,
+    x: Tensor,
+    gain: Tensor,
+    rstd: Tensor,
+    residual: Tensor | None = None,
+    dx: Tensor | None = None,
+    partials: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `lmcore.kernels.rmsnorm.rmsnorm_backward`."""
+    num_rows, d = x.shape
+    tile, warps = _tile(d)
+    dx = torch.empty_like(x) if dx is None else dx
+    partials = x.new_empty(num_partials(x), d, dtype=torch.float32) if partials is None else partials
+    backward_kernel[(num_partials(x),)](
+        dy, x, gain, rstd, dy if residual is None else residual, dx, partials, num_rows,
+        **tile, D=d, ADD=residual is not None, num_warps=warps,
+    )  # fmt: skip
+    return dx, partials
+
+
+def num_partials(x: Tensor) -> int:
+    """See `lmcore.kernels.rmsnorm.num_partials`."""
+    num_rows, d = x.shape
+    per_processor = PROGRAMS_PER_PROCESSOR if d <= TILE // 2 else PROGRAMS_PER_PROCESSOR // 2
+    return min(triton.cdiv(num_rows, _tile(d)[0]["ROWS"]), per_processor * _processors(x.device))
+
+
+def _tile(d: int) -> tuple[dict[str, int], int]:
+    """Rows and columns of a program's tile, and its warps."""
+    block = triton.next_power_of_2(d)
+    return {"ROWS": max(1, TILE // block), "BLOCK": block}, max(4, min(16, block // 512))
+
+
+@lru_cache(maxsize=8)
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -1,0 +1,29 @@
+"""Rotary position embedding of queries and keys where they lie, side by side with the values (section 3.5.3)."""
+
+import torch
+from torch import Tensor
+
+from lmcore.functional import at_least_float32
+from lmcore.kernels.support import runs_triton
+
+
+def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, seq_length: int, inverse: bool = False) -> Tensor:
+    """Rotates the queries and keys in `qkv` (N, 3D) in place, by the angle of their position; returns `qkv`.
+
+    A row holds q, k and v of all heads one after the other; row n has position n modulo `seq_length`. `cos` and `sin`
+    are (at least seq_length, K / 2) in float32 as in `lmcore.model.RotaryPositionalEmbedding`: feature pairs (2i,
+    2i + 1) of a head turn by angle i. `inverse` turns back, which is the backward pass: a rotation's inverse is its
+    transpose. Computed in at least float32.
+    """
+    if runs_triton(qkv.device):
+        from lmcore.kernels.gpu import rope
+
+        return rope.rope_(qkv, cos, sin, seq_length, inverse)
+    rows, width = qkv.shape
+    half = cos.shape[1]
+    heads = qkv[:, : 2 * width // 3].view(rows // seq_length, seq_length, -1, half, 2)
+    c, s = cos[:seq_length, None], sin[:seq_length, None]
+    s = -s if inverse else s
+    even, odd = at_least_float32(heads[..., 0]), at_least_float32(heads[..., 1])
+    heads.copy_(torch.stack((even * c - odd * s, even * s + odd * c), dim=-1))
+    return qkv
