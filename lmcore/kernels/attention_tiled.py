@@ -42,23 +42,23 @@ def forward(
 ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H T"]]:
     """softmax(Q Kᵀ / sqrt(K)) V and the logarithm of each row's sum of exponentials (Dao 2023, algorithm 1).
 
-    A tile of queries meets one tile of keys after the other. It carries the largest score so far, m, and the sum l and
+    A tile of queries meets one tile of keys after the other. It carries the largest score so far, m, and the sum and
     the weighted values acc of the exponentials relative to m; when m grows, both shrink by the same factor.
     """
     length = q.shape[-2]
     out = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:-1], device=q.device, dtype=at_least_float32(q[..., :0]).dtype)
     for queries in tiles(0, length, tile):
-        m, l, acc = float("-inf"), 0.0, 0.0
+        m, total, acc = float("-inf"), 0.0, 0.0
         for keys in tiles(0, queries.stop if causal else length, tile):  # what a causal mask hides is never computed
             s = tile_scores(q, k, queries, keys, causal)
             new = s.amax(-1, keepdim=True).clamp_min(m)
             p, shrink = torch.exp(s - new), torch.exp(m - new)
-            l = l * shrink + p.sum(-1, keepdim=True)
+            total = total * shrink + p.sum(-1, keepdim=True)
             acc = acc * shrink + p @ v[..., keys, :].to(p.dtype)
             m = new
-        out[..., queries, :] = acc / l
-        lse[..., queries] = (m + l.log()).squeeze(-1)
+        out[..., queries, :] = acc / total
+        lse[..., queries] = (m + total.log()).squeeze(-1)
     return out, lse
 
 

@@ -1,0 +1,96 @@
+"""FlashAttention-2 on Hopper for half precision: the launches of its kernels, with what `attention` has for the rest.
+
+The log-sum-exp is that of `lmcore.kernels.gpu.attention`, so that either module's backward pass takes it.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from lmcore.kernels.gpu.attention import LOG2_E, block_of, lse_rows_of
+from lmcore.kernels.gpu.attention_hopper_backward import backward_kernel, finish_kernel, prepare_kernel
+from lmcore.kernels.gpu.attention_hopper_forward import forward_kernel
+from lmcore.kernels.gpu.hopper import is_aligned, row_descriptor, tile_descriptor
+
+PRODUCER_REGISTERS = 24
+"""Of a thread: the producer hands the others to the consumers."""
+
+
+class Tiles(NamedTuple):
+    """Queries and keys of a tile, buffers of a ring, registers of a consumer's thread and, all warps' mean, at launch.
+
+    168 registers fill the multiprocessor with one program, 80 with two.
+    """
+
+    queries: int
+    keys: int
+    stages: int = 2
+    registers: int = 240
+    mean_registers: int = 168
+
+
+def forward_tiles(size: int, length: int, causal: bool) -> Tiles:
+    """By measurement on the H200; `size` is a power of two."""
+    return Tiles(128, 128)
+
+
+def backward_tiles(size: int, length: int, causal: bool) -> Tiles:
+    """By measurement on the H200; `size` is a power of two."""
+    return Tiles(64, 128)
+
+
+def readable(x: Tensor) -> Tensor:
+    """`x`, copied if TMA cannot read it."""
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, out: Tensor, tiles: Tiles | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; see `lmcore.kernels.attention.attention_forward`."""
+    batch, heads, length, size = q.shape
+    q, k, v = readable(q), readable(k), readable(v)
+    o = out if is_aligned(out) else torch.empty_like(q, memory_format=torch.contiguous_format)
+    rows, block = lse_rows_of(length), block_of(q)
+    lse = torch.empty(batch, heads, rows, device=q.device, dtype=torch.float32)
+    m, n, stages, registers, mean = tiles or forward_tiles(block, length, causal)
+    forward_kernel[(triton.cdiv(length, m) * batch * heads,)](
+        tile_descriptor(q, m // 2, block), tile_descriptor(k, n, block), tile_descriptor(v, n, block),
+        tile_descriptor(o, m // 2, block), lse, heads, length, rows, LOG2_E / math.sqrt(size), m, n, block, stages,
+        causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
+    )  # fmt: skip
+    return (out if o is out else out.copy_(o)), lse
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, dq: Tensor, dk: Tensor,
+    dv: Tensor, tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients into dq, dk and dv. The sum of dQ's parts has no fixed order: its last bits may differ."""
+    batch, heads, length, size = q.shape
+    q, k, v, do = readable(q), readable(k), readable(v), readable(do)
+    made = [x if is_aligned(x) else torch.empty_like(k, memory_format=torch.contiguous_format) for x in (dk, dv)]
+    rows, block = lse.shape[-1], max(32, block_of(q))
+    delta, scale = torch.empty_like(lse), 1 / math.sqrt(size)
+    sums = torch.empty(batch, heads, length, size, device=q.device, dtype=torch.float32)
+    prepare_kernel[(triton.cdiv(rows, 32) * batch * heads,)](
+        o, do, delta, sums, *o.stride()[:3], *do.stride()[:3], heads, length, rows, size, block_of(q), 32
+    )
+    m, n, stages, registers, mean = tiles or backward_tiles(block, length, causal)
+    backward_kernel[(triton.cdiv(length, n) * batch * heads,)](
+        tile_descriptor(q, m, block), tile_descriptor(do, m, block), tile_descriptor(k, n, block),
+        tile_descriptor(v, n, block), row_descriptor(lse.flatten(0, 1), m), row_descriptor(delta.flatten(0, 1), m),
+        tile_descriptor(sums, m, block // 2), tile_descriptor(made[0], n // 2, block),
+        tile_descriptor(made[1], n // 2, block), heads, length, scale * LOG2_E, scale, m, n, block, stages, causal,
+        registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
+    )  # fmt: skip
+    finish_kernel[(triton.cdiv(length, 32) * batch * heads,)](
+        sums, dq, *dq.stride()[:3], heads, length, scale, size, block_of(q), 32
+    )
+    for given, computed in zip((dk, dv), made, strict=True):
+        if given is not computed:
+            given.copy_(computed)
+    return dq, dk, dv
