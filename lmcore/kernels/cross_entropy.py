@@ -111,19 +111,20 @@ def _chunks(
     if runs_triton(x.device) and x.dtype != torch.float64:
         from lmcore.kernels.gpu.cross_entropy import softmax_gradient as softmax
     losses = x.new_empty(n, dtype=torch.promote_types(x.dtype, torch.float32))
-    buffer = x.new_empty(min(size, n), columns)[:, :rows]
+    buffer = x.new_empty(min(size, n), columns)
     total = _sum_for(dw, weight, size >= n)
     wants_gradient = dx is not None or total is not None
     for start in range(0, n, size):
         part = slice(start, min(start + size, n))
-        logits = buffer[: part.stop - start]
+        padded = buffer[: part.stop - start]
+        logits = padded[:, :rows]
         torch.mm(x[part], weight.t(), out=logits)
-        softmax(logits, targets[part], losses[part], num_rows, 1 / n if wants_gradient else None)
+        softmax(padded, targets[part], losses[part], num_rows, 1 / n if wants_gradient else None)
         if dx is not None:
             torch.mm(logits, weight, out=dx[part])
         if total is not None:
             _add_product(total, logits.t(), x[part], first=start == 0)
-    del buffer, logits  # their memory serves the gradient in the weight's own type
+    del buffer, padded, logits  # their memory serves the gradient in the weight's own type
     if isinstance(dw, Tensor):
         return losses, dw if dw is total else dw.copy_(total)
     return losses, total if dw is None else total.to(dw)

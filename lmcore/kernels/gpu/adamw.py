@@ -1,0 +1,174 @@
+"""The Triton kernels of `lmcore.kernels.adamw`: one launch goes through many tensors by a table of their addresses."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lmcore.kernels.adamw import Settings, Slot
+
+BLOCK, WARPS = 1024, 4  # elements and warps of one program of the update
+PARTS = 16  # blocks that one program of the norm goes through
+COLUMNS = tl.constexpr(6)  # of the table: addresses of p, gradient, m, v and copy, and the number of elements
+SCALARS = tl.constexpr(len(Settings._fields))
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit
+def address(table, row, column: tl.constexpr, first, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointer to element `first` of the tensor at (row, column) of the table."""
+    pointer = tl.load(table + row * COLUMNS + column).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer + first
+
+
+@triton.jit
+def elements_from(table, row, first, ALIGNED: tl.constexpr):
+    """Number of elements of the tensor from `first` on."""
+    n = tl.load(table + row * COLUMNS + COLUMNS - 1)
+    if ALIGNED:
+        n = tl.multiple_of(n, 16)  # or the mask would keep loads from being wide
+    return n - first
+
+
+@triton.jit
+def update_kernel(
+    table, blocks, settings, norm,
+    CLIP: tl.constexpr, GRADIENT: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program i: block blocks[i, 1] of the tensor in row blocks[i, 0], lines 7 to 11 of Algorithm 1."""
+    i = tl.program_id(0)
+    row = tl.load(blocks + 2 * i)
+    first = tl.load(blocks + 2 * i + 1).to(tl.int64) * BLOCK
+    at = tl.arange(0, BLOCK)
+    inside = at < elements_from(table, row, first, ALIGNED)
+    p_at = address(table, row, 0, first, tl.float32, ALIGNED) + at
+    m_at = address(table, row, 2, first, tl.float32, ALIGNED) + at
+    v_at = address(table, row, 3, first, tl.float32, ALIGNED) + at
+    g = tl.load(address(table, row, 1, first, GRADIENT, ALIGNED) + at, mask=inside).to(tl.float32)
+    p, m, v = tl.load(p_at, mask=inside), tl.load(m_at, mask=inside), tl.load(v_at, mask=inside)
+    scalars = settings + row * SCALARS
+    beta1, gain1, beta2, gain2 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3)
+    lr_t, eps, keep = tl.load(scalars + 4), tl.load(scalars + 5), tl.load(scalars + 6)
+    if CLIP:
+        scale = tl.load(scalars + 7) / (tl.load(norm) + 1e-6)
+        g *= tl.where(scale > 1.0, 1.0, scale)  # a norm of NaN stays one, which a minimum would drop
+    m = beta1 * m + gain1 * g
+    v = beta2 * v + gain2 * g * g
+    p = (p - lr_t * tl.div_rn(m, tl.sqrt_rn(v) + eps)) * keep
+    tl.store(p_at, p, mask=inside)
+    tl.store(m_at, m, mask=inside)
+    tl.store(v_at, v, mask=inside)
+    if COPY is not None:
+        tl.store(address(table, row, 4, first, COPY, ALIGNED) + at, p.to(COPY), mask=inside)
+
+
+@triton.jit
+def squares_kernel(
+    table, chunks, sums, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr
+):
+    """Program i: sum of squares of PARTS blocks of one gradient, into sums[i]."""
+    i = tl.program_id(0)
+    row = tl.load(chunks + 2 * i)
+    first = tl.load(chunks + 2 * i + 1).to(tl.int64) * (BLOCK * PARTS)
+    n = elements_from(table, row, first, ALIGNED)
+    pointer = address(table, row, 1, first, GRADIENT, ALIGNED)
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        at = part * BLOCK + tl.arange(0, BLOCK)
+        g = tl.load(pointer + at, mask=at < n, other=0.0).to(tl.float32)
+        total += g * g
+    tl.store(sums + i, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def norm_kernel(sums, count, norm, BLOCK: tl.constexpr):
+    """The root of the sum of `count` sums, always in the same order."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        total += tl.load(sums + at, mask=at < count, other=0.0)
+    tl.store(norm, tl.sqrt_rn(tl.sum(total, 0)))
+
+
+class Kind:
+    """The slots that one launch serves: alike in the types of gradient and copy, and in alignment."""
+
+    def __init__(self, key: tuple, rows: list[int], sizes: list[int], device: torch.device):
+        gradient, copy, aligned = key
+        self.types = {"GRADIENT": TYPES[gradient], "ALIGNED": aligned}
+        self.copy = None if copy is None else TYPES[copy]
+        self.blocks = _parts(rows, sizes, BLOCK, device)
+        self.chunks = _parts(rows, sizes, BLOCK * PARTS, device)
+
+
+class Table:
+    """Addresses and settings of all slots on the device, and the launches over them."""
+
+    def __init__(self, slots: list[Slot]):
+        slots = [slot._replace(gradient=slot.gradient.detach(), p=slot.p.detach()) for slot in slots]
+        device = slots[0].p.device
+        rows = [[0 if t is None else t.data_ptr() for t in slot] + [slot.p.numel()] for slot in slots]
+        self.slots = slots  # keeps what the addresses point to
+        self.addresses = torch.tensor(rows).to(device)
+        self.settings = torch.ones(len(slots), len(Settings._fields), device=device)
+        by_kind: dict[tuple, list[int]] = {}
+        for i, slot in enumerate(slots):
+            by_kind.setdefault(_kind(slot), []).append(i)
+        sizes = [slot.p.numel() for slot in slots]
+        self.kinds = [Kind(key, rows, [sizes[i] for i in rows], device) for key, rows in by_kind.items()]
+        self.sums = torch.zeros(sum(len(kind.chunks) for kind in self.kinds), device=device)
+
+    def send(self, settings: Tensor) -> None:
+        """Puts the (slots, 8) settings of this step on the device, without waiting for it."""
+        if self.settings.is_cuda:  # PyTorch reuses pinned memory only after the copies out of it
+            settings = settings.pin_memory()
+        self.settings.copy_(settings, non_blocking=True)
+
+    def launch(self, norm: Tensor | None) -> None:
+        """The kernels of one step; with `norm`, the gradients' norm goes there and they are clipped by it."""
+        if norm is not None:
+            self._measure(norm)
+        for kind in self.kinds:
+            if len(kind.blocks):
+                update_kernel[(len(kind.blocks),)](
+                    self.addresses, kind.blocks, self.settings, norm,
+                    CLIP=norm is not None, COPY=kind.copy, BLOCK=BLOCK, num_warps=WARPS, **kind.types,
+                )  # fmt: skip
+
+    def _measure(self, norm: Tensor) -> None:
+        done = 0
+        for kind in self.kinds:
+            if count := len(kind.chunks):
+                sums = self.sums[done : done + count]
+                squares_kernel[(count,)](
+                    self.addresses, kind.chunks, sums, BLOCK=BLOCK, PARTS=PARTS, num_warps=WARPS, **kind.types
+                )
+                done += count
+        norm_kernel[(1,)](self.sums, done, norm, BLOCK=4096, num_warps=16)
+
+    def warm_up(self, measured: bool) -> None:
+        """Compiles what `launch` will need, by steps over small tensors of the same kinds."""
+        firsts = {_kind(slot): slot for slot in self.slots}
+        small = []
+        for kind, slot in firsts.items():
+            offset = 0 if kind[-1] else 1
+            tensors = [None if t is None else t.new_zeros(16 + offset)[offset:] for t in slot]
+            small.append(Slot(*tensors))
+        Table(small).launch(self.settings.new_zeros(()) if measured else None)
+
+
+def _kind(slot: Slot) -> tuple[torch.dtype, torch.dtype | None, bool]:
+    """Types of gradient and copy, and whether all addresses and the size are multiples of 16."""
+    aligned = all(t is None or t.data_ptr() % 16 == 0 for t in slot) and slot.p.numel() % 16 == 0
+    return slot.gradient.dtype, None if slot.copy is None else slot.copy.dtype, aligned
+
+
+def _parts(rows: list[int], sizes: list[int], size: int, device: torch.device) -> Tensor:
+    """(programs, 2): the row and the index of every part of `size` elements of the tensors in `rows`."""
+    counts = torch.tensor([-(-n // size) for n in sizes])
+    starts = counts.cumsum(0) - counts
+    which = torch.repeat_interleave(torch.tensor(rows), counts)
+    index = torch.arange(len(which)) - torch.repeat_interleave(starts, counts)
+    return torch.stack((which, index), dim=1).to(torch.int32).to(device)
