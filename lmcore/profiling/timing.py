@@ -3,7 +3,7 @@
 import contextlib
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from timeit import default_timer
 from typing import Any
@@ -101,8 +101,13 @@ def measure(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     first step, is not among them unless there is no warm-up. Peak memory is that of the measured steps, None without
     CUDA. The result holds `samples`, one for each step with `warmup` true or false, in order.
     """
+    return timed_steps(Workload, config)
+
+
+def timed_steps(kind: Callable[[WorkloadConfig], Workload], config: WorkloadConfig) -> dict[str, Any]:
+    """`measure` of the workload that `kind` makes of the cell, whatever it takes for a step."""
     began = default_timer()
-    workload = Workload(config)
+    workload = kind(config)
     workload.synchronize()
     setup_seconds = default_timer() - began
     watch = Stopwatch(workload)

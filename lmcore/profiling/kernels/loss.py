@@ -1,0 +1,91 @@
+"""The model's head and its loss alone, with logits in memory and without (tasks and cells of notebook 07)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from lmcore.config import from_dict
+from lmcore.device import device_name, select_device, set_matmul_precision
+from lmcore.functional import cross_entropy
+from lmcore.kernels.cross_entropy import default_chunk_rows, linear_cross_entropy_gradients
+from lmcore.profiling.kernels.measuring import activation_dtype, measured
+from lmcore.profiling.workload import WorkloadConfig, workload_config
+
+CHUNKS = 8
+"""At least so many chunks, so that small sizes show what large ones gain: the library's own chunks would hold all."""
+
+
+def variant_cells(
+    size: str, context_length: int, compiled: bool, prefix: str = "", **changes: Any
+) -> dict[str, WorkloadConfig]:
+    """One cell with plain operations, one with fused ones, and with `compiled` one that torch.compile has made."""
+    wanted = {"plain": {}, **({"compiled": {"compile": True}} if compiled else {}), "fused": {"ops": "fused"}}
+    return {
+        f"{prefix}{size}-{context_length}-{name}": workload_config(size, context_length, **changes, **switches)
+        for name, switches in wanted.items()
+    }
+
+
+def variant_of(config: WorkloadConfig) -> str:
+    """What `variant_cells` calls this one."""
+    return "fused" if config.ops == "fused" else "compiled" if config.compile else "plain"
+
+
+def plain_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of the logits x W^T, (N, V), which are written out."""
+    return cross_entropy(x @ weight.T, targets)
+
+
+def measure_loss(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
+    """Time and memory of head and loss of the cell's size with both gradients: a task of `run_cells`.
+
+    The result holds `device`, `seconds` and `extra_bytes`; the gradients of activations and head are part of those.
+    """
+    device, _ = select_device(config.device)
+    set_matmul_precision(device, config.precision)
+    torch.manual_seed(config.seed)
+    dtype, rows = activation_dtype(config), config.tokens_per_step
+    x = torch.randn(rows, config.model.d_model, device=device, dtype=dtype, requires_grad=True)
+    weight = (0.02 * torch.randn(config.model.vocab_size, config.model.d_model, device=device)).to(dtype)
+    weight.requires_grad_()
+    targets = torch.randint(config.model.vocab_size, (rows,), device=device)
+    loss = torch.compile(plain_loss, dynamic=False) if config.compile else plain_loss
+    chunk = min(default_chunk_rows(rows, config.model.vocab_size, dtype.itemsize), max(1, rows // CHUNKS))
+
+    def both() -> tuple[Tensor, ...]:
+        if config.ops == "fused":
+            return linear_cross_entropy_gradients(x.detach(), weight.detach(), targets, chunk_rows=chunk)
+        return torch.autograd.grad(loss(x, weight, targets), (x, weight))
+
+    return {"device": device_name(device), "chunk_rows": chunk} | measured(both, device)
+
+
+def loss_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """One row for each record of `measure_loss`; `logits_bytes` is the size of the (N, V) logits in that precision."""
+    rows = []
+    for record in records.values():
+        config, result = from_dict(WorkloadConfig, record["config"]), record["result"] or {}
+        width = activation_dtype(config).itemsize
+        rows.append(
+            {
+                "cell": record["cell"],
+                "variant": variant_of(config),
+                "rows": config.tokens_per_step,
+                "d_model": config.model.d_model,
+                "vocab_size": config.model.vocab_size,
+                "precision": config.precision,
+                "outcome": record["outcome"],
+                "reason": record["reason"],
+                "seconds": result.get("seconds"),
+                "chunk_rows": result.get("chunk_rows"),
+                "extra_bytes": result.get("extra_bytes"),
+                "logits_bytes": config.tokens_per_step * config.model.vocab_size * width,
+                "gradient_bytes": (config.tokens_per_step + config.model.vocab_size) * config.model.d_model * width,
+                "device": result.get("device") or (record["environment"] or {}).get("device"),
+            }
+        )
+    return pd.DataFrame(rows)
