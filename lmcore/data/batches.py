@@ -138,6 +138,6 @@ def read_windows(x: np.ndarray, starts: np.ndarray, out: Int[Tensor, "2 batch_si
             f"{getattr(x, 'filename', None) or 'The file of tokens'} was cut from {len(memory):,} to {memory.size():,} "
             "bytes while it was in use; run `lmcore data prepare` again.",
         )
-    windows = x[starts[:, None] + np.arange(out.shape[-1] + 1)]
+    windows = np.lib.stride_tricks.sliding_window_view(x, out.shape[-1] + 1)[starts]
     inputs, targets = out.numpy()
     inputs[:], targets[:] = windows[:, :-1], windows[:, 1:]
