@@ -1,0 +1,86 @@
+"""Hugging Face's Llama with the dimensions and the weights of one of our models, as a user would set it up for speed."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lmcore.config import ModelConfig
+from lmcore.model import TransformerLM
+
+from .measuring import Absent
+
+NAMES = (
+    ("token_embeddings.", "model.embed_tokens."),
+    ("layers.", "model.layers."),
+    (".attn.output_proj.", ".self_attn.o_proj."),
+    (".attn.", ".self_attn."),
+    (".ffn.w1.", ".mlp.gate_proj."),
+    (".ffn.w2.", ".mlp.down_proj."),
+    (".ffn.w3.", ".mlp.up_proj."),
+    (".ln1.", ".input_layernorm."),
+    (".ln2.", ".post_attention_layernorm."),
+    ("ln_final.", "model.norm."),
+)
+"""Parts of our parameters' names, and what they are called there."""
+
+CAUSAL = "sdpa_by_flag"
+
+
+def llama(model: TransformerLM, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
+    """`LlamaForCausalLM` that computes the same function as `model`, on its device. Raises `Absent` without it."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError as error:
+        raise Absent(f"Hugging Face transformers is not installed ({error}).") from error
+    c, weight = model.config, model.token_embeddings.weight
+    config = LlamaConfig(
+        hidden_size=c.d_model,
+        intermediate_size=c.d_ff,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_heads,
+        vocab_size=c.vocab_size,
+        max_position_embeddings=c.context_length,
+        rms_norm_eps=1e-5,
+        rope_theta=c.rope_theta,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        **{"attn_implementation": "sdpa", "use_cache": False} | settings,
+    )
+    with weight.device:
+        theirs = LlamaForCausalLM(config)
+    theirs.load_state_dict(renamed(model.state_dict(), c))
+    return theirs.to(dtype)
+
+
+def by_flag() -> str:
+    """An attention implementation for training: SDPA told that it is causal, instead of given a mask.
+
+    Under torch.compile the library writes a mask out, and PyTorch then has to pass over its fastest kernels.
+    """
+    try:
+        from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    except ImportError:
+        return "sdpa"
+    AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+    return CAUSAL
+
+
+def renamed(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Our weights under their names. Rotated pairs are neighbors in ours, and half a head apart in theirs."""
+
+    def halves(weight: Tensor) -> Tensor:
+        pairs = weight.view(config.num_heads, config.d_k // 2, 2, config.d_model)
+        return pairs.transpose(1, 2).reshape(weight.shape)
+
+    weights = {}
+    for name, weight in state.items():
+        rotated = ".q_proj." in name or ".k_proj." in name
+        for ours, theirs in NAMES:
+            if name.startswith(ours) or (ours.startswith(".") and ours in name):
+                name = name.replace(ours, theirs, 1)
+        weights[name] = halves(weight) if rotated else weight
+    return weights

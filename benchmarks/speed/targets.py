@@ -1,0 +1,84 @@
+"""What has to be reached, on one H200 in bf16, and how far every row is from it and from the best peer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+GIB = 1 << 30
+
+OUR_OTHERS = ("lmcore", "plain", "+")
+"""How the names of our contestants begin that are not the one that has to be fast."""
+
+CUDNN, FLASH = "SDPA cuDNN", "SDPA FlashAttention"
+
+
+def _at_most(row: str, measure: str, number: float, text: str) -> dict[str, Any]:
+    return {"row": row, "measure": measure, "at_most": number, "text": text}
+
+
+def _at_least(row: str, measure: str, number: float, text: str) -> dict[str, Any]:
+    return {"row": row, "measure": measure, "at_least": number, "text": text}
+
+
+TARGETS: list[dict[str, Any]] = [
+    _at_most("step-tinystories-32x256", "median", 2.4, "≤ 2.4 ms"),
+    _at_most("step-tinystories-256x256", "median", 14.5, "≤ 14.5 ms"),
+    _at_least("step-tinystories-256x256", "share", 0.50, "≥ 50 % MFU"),
+    _at_most("step-small-4x256", "median", 3.0, "≤ 3.0 ms"),
+    _at_most("step-small-4x1024", "median", 7.4, "≤ 7.4 ms"),
+    _at_most("step-large-4x1024", "median", 43.0, "≤ 43 ms"),
+    _at_least("step-large-4x1024", "share", 0.60, "≥ 60 % MFU"),
+    _at_most("step-2.7b-4x256", "median", 57.0, "≤ 57 ms"),
+    _at_most("attention-64-16384-both", "median", 4.4, "≤ 4.4 ms"),
+    *(
+        target
+        for length in (4096, 16384)
+        for passes in ("forward", "both")
+        for target in (
+            _at_least(f"attention-128-{length}-{passes}", f"rate over {CUDNN}", 1.0, "≥ cuDNN"),
+            _at_least(f"attention-128-{length}-{passes}", f"rate over {FLASH}", 1.3, "≥ 1.3 × FA2"),
+        )
+    ),
+    _at_most("adamw", "median", 7.5, "≤ 7.5 ms"),
+    _at_least("adamw", "share", 0.93, "≥ 93 % of copy"),
+    _at_most("loss", "median", 7.0, "≤ 7 ms"),
+    _at_most("loss", "peak_bytes", 0.7 * GIB, "≤ 0.7 GiB extra"),
+    _at_least("decode-small-1", "rate", 5000, "≥ 5,000 tok/s"),
+    _at_least("decode-2.7b-1", "rate", 480, "≥ 480 tok/s"),
+]
+"""`measure` is a field of our row, or `rate over NAME`: our rate divided by that contestant's in the same row."""
+
+
+def measured(target: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None:
+    """What came out for the target's measure; None where that was not measured."""
+    ours = best([row for row in rows if row["row"] == target["row"] and row["ours"]])
+    if ours is None:
+        return None
+    field, _, other = target["measure"].partition(" over ")
+    if not other:
+        return ours[field]
+    peer = next((row for row in rows if row["row"] == target["row"] and row["contestant"] == other), None)
+    if peer is None or not peer[field] or not ours[field]:
+        return None
+    return ours[field] / peer[field]
+
+
+def is_reached(target: dict[str, Any], value: float) -> bool:
+    """Whether the measured value meets the target."""
+    return value <= target["at_most"] if "at_most" in target else value >= target["at_least"]
+
+
+def best(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The fastest of the rows that were measured, or None."""
+    done = [row for row in rows if row["outcome"] == "complete" and row["median"] is not None]
+    return min(done, key=lambda row: row["median"], default=None)
+
+
+def times_faster(rows: Sequence[dict[str, Any]]) -> float | None:
+    """How many times as fast as the best peer ours is in one cell's rows; None without both."""
+    ours, peer = best([row for row in rows if row["ours"]]), best([row for row in rows if is_peer(row)])
+    return None if ours is None or peer is None else peer["median"] / ours["median"]
+
+
+def is_peer(row: dict[str, Any]) -> bool:
+    """Whether the row is of someone else's software: our own plain ways are there for comparison only."""
+    return not row["ours"] and not row["contestant"].startswith(OUR_OTHERS)
