@@ -23,7 +23,7 @@ PARTS = 16
 @triton.jit
 def chunk_kernel(
     dx_ptr, ids_ptr, order_ptr, gradient_ptr, parts_ptr, num_tokens,
-    D: tl.constexpr, ACCUMULATE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    D: tl.constexpr, ACCUMULATE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (c, j): the runs of chunk c in COLUMNS columns. parts[c, 0]: a run begun earlier; parts[c, 1]: one that
     begins here and goes on."""
@@ -36,9 +36,9 @@ def chunk_kernel(
     before = tl.load(ids_ptr + chunk * CHUNK - 1, mask=chunk > 0, other=-1)
     rows = tl.load(order_ptr + places, mask=there, other=0)
     inside = there[:, None] & (columns[None, :] < D)
-    x = tl.load(dx_ptr + rows[:, None] * D + columns[None, :], mask=inside, other=0.0)
-    same = (ids[:, None] == ids[None, :]).to(x.dtype)
-    sums = tl.dot(same, x, input_precision="ieee")  # row i: the sum of all rows of its run in this chunk
+    x = tl.load(dx_ptr + rows[:, None] * D + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    same = (ids[:, None] == ids[None, :]).to(tl.float32)
+    sums = tl.dot(same, x, input_precision=PRECISION)  # row i: the sum of all rows of its run in this chunk
     at_end = places == chunk * CHUNK + CHUNK - 1
     last = there & ((ids != next_ids) | at_end)  # of its run, in this chunk
     earlier = last & (ids == before)
@@ -96,8 +96,8 @@ def embedding_backward_(
     parts = dx.new_empty(chunks, 2, d, dtype=torch.float32)
     grid = (chunks, triton.cdiv(d, COLUMNS))
     chunk_kernel[grid](
-        dx, sorted_ids, order, gradient, parts, num_tokens,
-        D=d, ACCUMULATE=accumulate, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=4,
+        dx, sorted_ids, order, gradient, parts, num_tokens, D=d, ACCUMULATE=accumulate, CHUNK=CHUNK, COLUMNS=COLUMNS,
+        PRECISION="ieee" if dx.dtype == torch.float32 else "tf32", num_warps=4,  # TF32 holds half precision exactly
     )  # fmt: skip
     join_kernel[grid](
         sorted_ids, gradient, parts, num_tokens, chunks,

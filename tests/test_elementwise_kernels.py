@@ -1,0 +1,177 @@
+"""The elementwise kernels and their plain twins against the definitions in float64: odd sizes, extreme values."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmcore.functional import silu
+from lmcore.kernels.embedding import embedding_backward_
+from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, rmsnorm_plain
+from lmcore.kernels.rope import rope_
+from lmcore.kernels.support import has_triton
+from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
+from lmcore.model import RotaryPositionalEmbedding
+
+TOLERANCE = {
+    torch.float32: 2e-6,
+    torch.bfloat16: 8e-3,
+}  # the interpreter rounds to bfloat16 by truncation: 2**-7 at most
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+class Twins:
+    """The functions of the dispatch, which are the plain ones on the CPU."""
+
+    rmsnorm_forward = staticmethod(rmsnorm_forward)
+    rmsnorm_backward = staticmethod(rmsnorm_backward)
+    num_partials = staticmethod(num_partials)
+    rope_ = staticmethod(rope_)
+    swiglu_forward = staticmethod(swiglu_forward)
+    swiglu_backward_ = staticmethod(swiglu_backward_)
+    embedding_backward_ = staticmethod(embedding_backward_)
+
+
+@pytest.fixture(params=["twin", "triton"])
+def kernels(request, device):
+    """The plain twins (on the CPU), or the launchers of the Triton kernels."""
+    if request.param == "twin":
+        return Twins, torch.device("cpu")
+    if not has_triton():
+        pytest.skip("Triton is not installed")
+    from lmcore.kernels.gpu import embedding, rmsnorm, rope, swiglu
+
+    class Launchers(Twins):
+        pass
+
+    for module in (rmsnorm, rope, swiglu, embedding):
+        for name in vars(Twins):
+            if hasattr(module, name) and not name.startswith("_"):
+                setattr(Launchers, name, staticmethod(getattr(module, name)))
+    return Launchers, device
+
+
+def drawn(*shape: int, device, dtype=torch.float32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).to(device=device, dtype=dtype)
+
+
+def assert_close(out: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Relative error by norms, in float64; everything finite."""
+    out, expected = out.double().cpu(), expected.double().cpu()
+    assert out.shape == expected.shape
+    assert out.isfinite().all()
+    error = (out - expected).norm() / expected.norm().clamp_min(1e-30)
+    assert error <= tolerance, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "d", "scale"), [(5, 48, 1.0), (7, 80, 1e4), (1, 768, 1e-4), (9, 33, 1.0)])
+@pytest.mark.parametrize("added", [False, True])
+def test_rmsnorm(kernels, dtype, rows, d, scale, added):
+    k, device = kernels
+    torch.manual_seed(rows)
+    x, branch = (drawn(rows, d, device=device, dtype=dtype, scale=scale) for _ in range(2))
+    gain, dy = drawn(d, device=device), drawn(rows, d, device=device, dtype=dtype)
+    total, y, rstd = k.rmsnorm_forward(x, gain, 1e-5, branch if added else None)
+    assert_close(total, x.double() + branch.double() if added else x, TOLERANCE[dtype] if added else 0)
+    reference = total.double().requires_grad_()
+    reference_gain = gain.double().requires_grad_()
+    _, expected = rmsnorm_plain(reference, reference_gain)
+    assert_close(y, expected.detach(), TOLERANCE[dtype])
+    assert_close(rstd, (total.double().square().mean(-1) + 1e-5).rsqrt(), 2e-6)
+    expected.backward(dy.double())
+    residual = drawn(rows, d, device=device, dtype=dtype, scale=0.1 / scale) if added else None
+    dx, partials = k.rmsnorm_backward(dy, total, gain, rstd, residual)
+    assert partials.shape == (k.num_partials(total), d)
+    assert_close(dx, reference.grad + (residual.double() if added else 0), TOLERANCE[dtype])
+    assert_close(partials.sum(0), reference_gain.grad, 1e-5)  # the terms of the sums cancel in part
+
+
+def test_rmsnorm_writes_where_it_is_told(kernels):
+    k, device = kernels
+    x, dy, gain = drawn(6, 40, device=device), drawn(6, 40, device=device), drawn(40, device=device)
+    y, dx = (torch.empty_like(x) for _ in range(2))
+    partials = torch.empty(k.num_partials(x), 40, device=device)
+    total, y_again, rstd = k.rmsnorm_forward(x, gain, y=y)
+    dx_again, partials_again = k.rmsnorm_backward(dy, x, gain, rstd, dx=dx, partials=partials)
+    assert total is x
+    assert y_again is y
+    assert dx_again is dx
+    assert partials_again is partials
+    assert_close(y, rmsnorm_plain(x.double(), gain.double())[1], 2e-6)
+
+
+def test_rmsnorm_of_zeros_is_zero(kernels):
+    k, device = kernels
+    x, gain = torch.zeros(3, 48, device=device), torch.ones(48, device=device)
+    total, y, rstd = k.rmsnorm_forward(x, gain)
+    dx, partials = k.rmsnorm_backward(torch.ones_like(x), total, gain, rstd)
+    assert not y.any()
+    assert not partials.any()
+    assert_close(dx, torch.full_like(x, 1e-5**-0.5), 2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("batch", "length", "heads", "size"), [(2, 5, 3, 16), (1, 9, 2, 80), (3, 4, 1, 6)])
+def test_rope(kernels, dtype, batch, length, heads, size):
+    k, device = kernels
+    torch.manual_seed(length)
+    d = heads * size
+    rope = RotaryPositionalEmbedding(10_000.0, size, length + 3, device=device)
+    before = drawn(batch * length, 3 * d, device=device, dtype=dtype)
+    q_k_v = before.double().view(batch, length, 3, heads, size).permute(2, 0, 3, 1, 4)
+    positions = torch.arange(length, device=device)
+    expected = torch.stack((rope(q_k_v[0], positions), rope(q_k_v[1], positions), q_k_v[2]))
+    rotated = before.clone()
+    assert k.rope_(rotated, rope.cos, rope.sin, length) is rotated
+    assert_close(rotated.view(batch, length, 3, heads, size).permute(2, 0, 3, 1, 4), expected, TOLERANCE[dtype])
+    assert torch.equal(rotated[:, 2 * d :], before[:, 2 * d :])
+    assert_close(k.rope_(rotated, rope.cos, rope.sin, length, inverse=True), before, 2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "f", "scale"), [(5, 100, 1.0), (3, 64, 1e4), (1, 513, 30.0), (6, 7, 1.0)])
+def test_swiglu(kernels, dtype, rows, f, scale):
+    k, device = kernels
+    torch.manual_seed(f)
+    ab, dh = drawn(rows, 2 * f, device=device, dtype=dtype, scale=scale), drawn(rows, f, device=device, dtype=dtype)
+    ab[0, :3] = torch.tensor([0.0, -1e4, 1e4])
+    reference = ab.double().requires_grad_()
+    a, b = reference.chunk(2, dim=-1)
+    expected = silu(a) * b
+    assert_close(k.swiglu_forward(ab), expected.detach(), TOLERANCE[dtype])
+    h = torch.empty_like(dh)
+    assert k.swiglu_forward(ab, h) is h
+    expected.backward(dh.double())
+    assert k.swiglu_backward_(dh, ab) is ab
+    assert_close(ab, reference.grad, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "d"),
+    [(5, 7, 48), (64, 3, 20), (130, 2, 16), (97, 40, 130), (700, 2, 8)],
+)
+def test_embedding_gradient(kernels, dtype, accumulate, tokens, vocabulary, d):
+    """Tokens that fill whole chunks, cross their ends, end with them, or are alone."""
+    k, device = kernels
+    torch.manual_seed(tokens)
+    ids = torch.randint(vocabulary, (tokens,)).to(device)
+    ids[: tokens // 2] = vocabulary - 1
+    dx = drawn(tokens, d, device=device, dtype=dtype)
+    gradient = drawn(vocabulary + 2, d, device=device, dtype=dtype)  # two tokens that never occur
+    before = gradient.double()
+    sums = torch.zeros_like(before).index_add_(0, ids, dx.double())
+    k.embedding_backward_(dx, *ids.sort(stable=True), gradient, accumulate)
+    occurs = torch.zeros(vocabulary + 2, dtype=torch.bool, device=device).index_fill_(0, ids, True)
+    assert_close(gradient[occurs], (sums + before if accumulate else sums)[occurs], TOLERANCE[dtype])
+    assert torch.equal(gradient[~occurs].double(), before[~occurs])
+
+
+def test_embedding_gradient_of_one_token_and_of_all_different(kernels):
+    k, device = kernels
+    for ids in (torch.full((96,), 3), torch.randperm(96)):
+        ids, dx, gradient = ids.to(device), drawn(96, 32, device=device), torch.zeros(96, 32, device=device)
+        k.embedding_backward_(dx, *ids.sort(stable=True), gradient)
+        expected = torch.zeros(96, 32, device=device, dtype=torch.float64).index_add_(0, ids, dx.double())
+        assert_close(gradient, expected, 2e-6)
