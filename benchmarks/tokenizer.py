@@ -8,7 +8,6 @@ All take turns on the same text, so that what else the machine does falls on eac
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import tiktoken
 import tokenizers
 import tyro
+from cpu.turns import take_turns, turn_by_turn
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from lmcore.errors import UserError
@@ -65,26 +65,14 @@ def main(
     print(f"written to {out}")
 
 
-def take_turns(contestants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each contestant, every repeat in another order."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for repeat in range(repeats):
-        for name in list(contestants)[:: -1 if repeat % 2 else 1]:
-            start = time.perf_counter()
-            contestants[name]()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
 def summary(seconds: dict[str, list[float]], ours: str, theirs: str) -> dict[str, Any]:
     """All seconds, their medians, and how many times as long ours took: medians, and turn by turn."""
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    by_turn = [a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True)]
     return {
         "seconds": seconds,
         "median_seconds": medians,
         "ratio": medians[ours] / medians[theirs],
-        "ratio_by_turn": by_turn,
+        "ratio_by_turn": turn_by_turn(seconds, ours, theirs),
     }
 
 

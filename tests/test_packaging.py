@@ -49,7 +49,7 @@ def pins() -> dict[str, str]:
 def test_constraints_pin_every_dependency():
     pinned = pins()
     assert pinned["torch"] == "2.13.0"
-    for requirement in requirements("dev", "wikitext", "tensorboard"):
+    for requirement in requirements("dev", "wikitext", "tensorboard", "benchmark"):
         version = pinned[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), f"{requirement} against {version}"
 

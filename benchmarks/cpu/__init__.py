@@ -1,0 +1,1 @@
+"""Parts of `benchmarks/cpu.py`: taking turns, the loader, training."""
