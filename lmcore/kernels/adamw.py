@@ -66,8 +66,8 @@ class FusedAdamW(AdamW):
         self._gradients: dict[Tensor, Tensor] = {}
         self._copies: dict[Tensor, Tensor] = {}
         self._moments: dict[Tensor, tuple[Tensor, Tensor]] = {}  # their addresses outlive a loaded state
-        self._slots: list[Slot] | None = None
-        self._addresses: list[int] = []
+        self._slots: list[Slot] = []  # only where the plain twin works: a table holds no gradient alive
+        self._addresses: list[int] | None = None  # what the slots or the table were built for
         self._rows: list[Settings] = []
         self._table = None
 
@@ -79,7 +79,7 @@ class FusedAdamW(AdamW):
         for p, tensor in [*gradients.items(), *(copies or {}).items()]:
             _check(p, tensor)
         self._gradients, self._copies = dict(gradients), dict(copies or {})
-        self._slots = None
+        self._addresses = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -90,6 +90,8 @@ class FusedAdamW(AdamW):
                 loss = closure()
         self.prepare()
         self.launch()
+        if self._table is None:
+            self._slots, self._addresses = [], None  # gradients may go once they are used
         return loss
 
     @torch.no_grad()
@@ -99,10 +101,7 @@ class FusedAdamW(AdamW):
         Nothing waits for the device. With a `launch` in a CUDA graph, call it before every replay.
         """
         found = self._with_gradient()
-        addresses = [tensor.data_ptr() for _, p, gradient in found for tensor in (p, gradient)]
-        if self._slots is None or addresses != self._addresses:
-            self._build(found)
-            self._addresses = addresses
+        self._build(found)
         known: dict[tuple[int, int], int] = {}  # most parameters share their settings
         rows, index = [], []
         for group, p, _ in found:
@@ -123,7 +122,7 @@ class FusedAdamW(AdamW):
     @torch.no_grad()
     def launch(self) -> None:
         """The device's part of a step: norm, clipping and update. After `prepare`; a CUDA graph can capture it."""
-        require(self._slots is not None, "FusedAdamW.launch needs a prepare before it.")
+        require(self._addresses is not None, "FusedAdamW.launch needs a prepare before it.")
         measured = self.max_grad_norm is not None
         if self._table is None:
             update(self._slots, self._rows, self.norm if measured else None)
@@ -145,9 +144,7 @@ class FusedAdamW(AdamW):
 
     def warm_up(self) -> None:
         """Builds the tables and compiles the kernels for the present gradients, and changes nothing else."""
-        found = self._with_gradient()
-        self._build(found)
-        self._addresses = [tensor.data_ptr() for _, p, gradient in found for tensor in (p, gradient)]
+        self._build(self._with_gradient())
         if self._table is not None:
             self._table.warm_up(self.max_grad_norm is not None)
 
@@ -170,23 +167,28 @@ class FusedAdamW(AdamW):
         return self._moments[p]
 
     def _build(self, found: list[tuple[dict, Tensor, Tensor]]) -> None:
+        """Slots or table for these parameters and gradients, unless they are those of the last step."""
+        addresses = [tensor.data_ptr() for _, p, gradient in found for tensor in (p, gradient)]
+        if addresses == self._addresses:
+            return
         slots = []
         for _, p, gradient in found:
             _check(p, p)
             _check(p, gradient)
-            slots.append(Slot(p, gradient, *self._moments_of(p), self._copies.get(p)))
+            slots.append(Slot(p.detach(), gradient.detach(), *self._moments_of(p), self._copies.get(p)))
         devices = {slot.p.device for slot in slots}
         require(len(devices) <= 1, f"FusedAdamW updates parameters of one device, not of {len(devices)}.")
-        self._slots, self._table = slots, None
-        if not slots:
-            return
-        device = slots[0].p.device
-        if self.norm.device != device:
-            self.norm = torch.full((), math.nan, device=device)
-        if runs_triton(device):
+        self._slots, self._addresses = slots, addresses
+        if not slots or not runs_triton(slots[0].p.device):
+            self._table = None
+        elif self._table is None or not self._table.move(slots):
             from lmcore.kernels.gpu.adamw import Table
 
             self._table = Table(slots)
+        if self._table is not None:
+            self._slots = []
+        if slots and self.norm.device != slots[0].p.device:
+            self.norm = torch.full((), math.nan, device=slots[0].p.device)
 
 
 def update(slots: list[Slot], rows: list[Settings], norm: Tensor | None) -> None:

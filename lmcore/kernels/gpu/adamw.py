@@ -104,27 +104,29 @@ class Kind:
 
 
 class Table:
-    """Addresses and settings of all slots on the device, and the launches over them."""
+    """Addresses and settings of all slots on the device, and the launches over them. It keeps no tensor alive."""
 
     def __init__(self, slots: list[Slot]):
-        slots = [slot._replace(gradient=slot.gradient.detach(), p=slot.p.detach()) for slot in slots]
         device = slots[0].p.device
-        rows = [[0 if t is None else t.data_ptr() for t in slot] + [slot.p.numel()] for slot in slots]
-        self.slots = slots  # keeps what the addresses point to
-        self.addresses = torch.tensor(rows).to(device)
+        self.kind_of, self.sizes = _kinds_and_sizes(slots)
+        self.addresses = _addresses(slots).to(device)
         self.settings = torch.ones(len(slots), len(Settings._fields), device=device)
         by_kind: dict[tuple, list[int]] = {}
-        for i, slot in enumerate(slots):
-            by_kind.setdefault(_kind(slot), []).append(i)
-        sizes = [slot.p.numel() for slot in slots]
-        self.kinds = [Kind(key, rows, [sizes[i] for i in rows], device) for key, rows in by_kind.items()]
+        for i, key in enumerate(self.kind_of):
+            by_kind.setdefault(key, []).append(i)
+        self.kinds = [Kind(key, rows, [self.sizes[i] for i in rows], device) for key, rows in by_kind.items()]
         self.sums = torch.zeros(sum(len(kind.chunks) for kind in self.kinds), device=device)
+
+    def move(self, slots: list[Slot]) -> bool:
+        """Puts other addresses in place, without waiting for the device; False if the slots are of other kinds."""
+        if (self.kind_of, self.sizes) != _kinds_and_sizes(slots) or slots[0].p.device != self.addresses.device:
+            return False
+        _send(_addresses(slots), self.addresses)
+        return True
 
     def send(self, settings: Tensor) -> None:
         """Puts the (slots, 8) settings of this step on the device, without waiting for it."""
-        if self.settings.is_cuda:  # PyTorch reuses pinned memory only after the copies out of it
-            settings = settings.pin_memory()
-        self.settings.copy_(settings, non_blocking=True)
+        _send(settings, self.settings)
 
     def launch(self, norm: Tensor | None) -> None:
         """The kernels of one step; with `norm`, the gradients' norm goes there and they are clipped by it."""
@@ -150,19 +152,31 @@ class Table:
 
     def warm_up(self, measured: bool) -> None:
         """Compiles what `launch` will need, by steps over small tensors of the same kinds."""
-        firsts = {_kind(slot): slot for slot in self.slots}
-        small = []
-        for kind, slot in firsts.items():
-            offset = 0 if kind[-1] else 1
-            tensors = [None if t is None else t.new_zeros(16 + offset)[offset:] for t in slot]
-            small.append(Slot(*tensors))
-        Table(small).launch(self.settings.new_zeros(()) if measured else None)
+        device, slots = self.addresses.device, []
+        for gradient, copy, aligned in dict.fromkeys(self.kind_of):
+            types = [torch.float32, gradient, torch.float32, torch.float32, copy]
+            skip = 0 if aligned else 1
+            slots.append(Slot(*(t and torch.zeros(16 + skip, dtype=t, device=device)[skip:] for t in types)))
+        Table(slots).launch(self.settings.new_zeros(()) if measured else None)
 
 
-def _kind(slot: Slot) -> tuple[torch.dtype, torch.dtype | None, bool]:
-    """Types of gradient and copy, and whether all addresses and the size are multiples of 16."""
-    aligned = all(t is None or t.data_ptr() % 16 == 0 for t in slot) and slot.p.numel() % 16 == 0
-    return slot.gradient.dtype, None if slot.copy is None else slot.copy.dtype, aligned
+def _kinds_and_sizes(slots: list[Slot]) -> tuple[list[tuple], list[int]]:
+    """Of every slot: types of gradient and copy, whether all addresses and the size are multiples of 16; the size."""
+    kinds = []
+    for slot in slots:
+        aligned = all(t is None or t.data_ptr() % 16 == 0 for t in slot) and slot.p.numel() % 16 == 0
+        kinds.append((slot.gradient.dtype, None if slot.copy is None else slot.copy.dtype, aligned))
+    return kinds, [slot.p.numel() for slot in slots]
+
+
+def _addresses(slots: list[Slot]) -> Tensor:
+    return torch.tensor([[0 if t is None else t.data_ptr() for t in slot] + [slot.p.numel()] for slot in slots])
+
+
+def _send(source: Tensor, destination: Tensor) -> None:
+    if destination.is_cuda:  # PyTorch gives pinned memory to others only after the copies out of it
+        source = source.pin_memory()
+    destination.copy_(source, non_blocking=True)
 
 
 def _parts(rows: list[int], sizes: list[int], size: int, device: torch.device) -> Tensor:
