@@ -141,6 +141,8 @@ def generate(
       from 0 again, and grows from there. The rule is the same with and without the KV cache, and so are the tokens.
     - `on_token(row, id)` is called as soon as a token of the output is there.
     - `num_ids`: ids from this one on are never sampled (a model's vocabulary may be padded to a round size).
+    - With `config.ops` "fused" the decoder of `lmcore.fused` makes the same tokens (up to rounding of the logits) where
+      it covers the model; a printed line says where it does not. `on_token` comes a few tokens later then.
 
     The model is in evaluation mode meanwhile, and then as it was. The caller chooses the precision, with
     `lmcore.device.autocast` around the call.
@@ -152,6 +154,10 @@ def generate(
     outputs: list[list[int]] = [[] for _ in windows]
     generators = [torch.Generator().manual_seed(config.seed + row) for row in range(len(windows))]
     context = model.config.context_length
+    if config.ops == "fused" and windows and (dtype := _fused_dtype(model, config)) is not None:
+        from lmcore.fused.generation import fused_generate
+
+        return fused_generate(model, windows, config, dtype, eot_id, on_token, num_ids)
     forward = PlainForward(model)
     if config.kv_cache and windows:
         num_slots = min(context, max(map(len, windows)) + config.max_new_tokens)
@@ -175,6 +181,22 @@ def generate(
                     going.append(row)
             active = going
     return outputs
+
+
+def _fused_dtype(model: TransformerLM, config: GenerateConfig) -> torch.dtype | None:
+    """The precision that the fused decoder would work in, autocast's if it is on; None, and why, if it cannot."""
+    from lmcore.fused.decoder import why_not
+
+    require(config.kv_cache, "The fused decoder always has a KV cache: leave kv_cache on, or take ops=plain.")
+    weight = model.token_embeddings.weight
+    device, dtype = weight.device.type, weight.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    reason = why_not(model.config, dtype)
+    if reason is not None:
+        print(f"Decoding with plain operations: the fused ones do not cover this model ({reason}).")
+        return None
+    return dtype
 
 
 def _checked(index: int, prompt: Sequence[int], model: TransformerLM, eot_id: int | None) -> list[int]:

@@ -52,16 +52,28 @@ def sample_next(
     cumulative probability exceeds u. The numbers come from the CPU, so that a seed means the same on every device.
     Raises `UserError` if a logit is not finite.
     """
+    require_finite(bool(logits.isfinite().all()))
+    if config.temperature == 0:
+        return logits.argmax(dim=-1)
+    u = torch.cat([torch.rand(1, generator=generator) for generator in generators])
+    return draw(logits, config, u.to(logits.device))
+
+
+def require_finite(finite: bool) -> None:
+    """Raises `UserError` unless all logits that a token was to be taken from are finite."""
     require(
-        bool(logits.isfinite().all()),
+        finite,
         "The model's output holds NaN or infinity, so nothing can be sampled; its weights have diverged, or the "
         "precision is too low: load an earlier checkpoint or use fp32.",
     )
-    if config.temperature == 0:
-        return logits.argmax(dim=-1)
+
+
+def draw(
+    logits: Float[Tensor, "batch vocab"], config: GenerateConfig, u: Float[Tensor, "batch"]
+) -> Int[Tensor, "batch"]:
+    """The token of each row for its uniform number u in [0, 1); see `sample_next`. The host does not wait for it."""
     q, ids = next_token_distribution(logits, config)
-    u = torch.stack([torch.rand(1, generator=generator) for generator in generators]).to(q.device, q.dtype)
-    rank = (q.cumsum(dim=-1) <= u).sum(dim=-1, keepdim=True)
+    rank = (q.cumsum(dim=-1) <= u.to(q.dtype).unsqueeze(-1)).sum(dim=-1, keepdim=True)
     # the cumulative sum may end a rounding error below 1, and u lie above it: the last token then
     rank = rank.minimum((q > 0).sum(dim=-1, keepdim=True) - 1)
     return ids.gather(-1, rank).squeeze(-1)

@@ -1,0 +1,239 @@
+"""Decoding with a static cache: one step is a fixed chain of kernels, on CUDA one CUDA graph that is launched again.
+
+Nothing of a step depends on the host: positions, the tokens and what is drawn from are on the device, and a token
+becomes the next step's input there. Each weight is read once for a token of all rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lmcore.config import GenerateConfig, ModelConfig, require
+from lmcore.kernels import decode as ops
+from lmcore.model import TransformerLM
+from lmcore.sampling import draw
+
+GREEDY = GenerateConfig(temperature=0)
+KEYS_PER_PART = 64
+"""A part of the keys has at least so many; more parts than it takes to fill the chip gain nothing."""
+
+
+def why_not(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    """What the fused step does not cover, as part of a sentence; None if it covers the model."""
+    if config.norm != "pre":
+        return f"norm is {config.norm}, not pre"
+    if config.position != "rope":
+        return f"position is {config.position}, not rope"
+    if config.ffn != "swiglu":
+        return f"ffn is {config.ffn}, not swiglu"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"the precision is {str(dtype).removeprefix('torch.')}, not bf16 or fp32"
+    return None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer's parameters as its kernels read them: matrices in the working precision, gains as they are."""
+
+    attention_norm: Float[Tensor, "D"]
+    qkv: Float[Tensor, "3D D"]
+    output: Float[Tensor, "D D"]
+    ffn_norm: Float[Tensor, "D"]
+    gate_up: Float[Tensor, "2F D"]
+    down: Float[Tensor, "D F"]
+
+
+class FusedDecoder:
+    """Continues `num_rows` sequences of `num_slots` positions at most, token by token, all rows at once.
+
+        decoder = FusedDecoder(model, num_rows=1, num_slots=256, dtype=torch.bfloat16)
+        decoder.place([0], [prompt])         # rows, and their tokens so far
+        tokens = decoder.decode(240)         # (240, 1), on the device, without waiting for it
+
+    To time it: `place`, a `decode` of a few tokens (the first captures the graph), then `decode` between two
+    synchronisations. `config` says how tokens are chosen (greedy unless given), `num_ids` from which id on none is.
+    The weights are copies: `refresh` after the model's have changed. Rows may be placed anew at any time.
+    """
+
+    def __init__(
+        self,
+        model: TransformerLM,
+        num_rows: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        config: GenerateConfig = GREEDY,
+        num_ids: int | None = None,
+    ):
+        reason = why_not(model.config, dtype)
+        require(reason is None, f"The fused decoder does not cover this model: {reason}.")
+        require(
+            num_slots <= model.config.context_length,
+            f"num_slots ({num_slots}) must be at most the model's context_length ({model.config.context_length}).",
+        )
+        c, self.model, self.config, self.dtype = model.config, model, config, dtype
+        self.num_rows, self.num_slots, self.num_ids = num_rows, num_slots, num_ids or c.vocab_size
+        self.device = device = next(model.parameters()).device
+        self.refresh()
+        self._rope = model.layers[0].attn.rope
+        cache = (c.num_layers, num_rows, c.num_heads, num_slots, c.d_k)
+        self.keys, self.values = (torch.zeros(cache, device=device, dtype=dtype) for _ in range(2))
+        # what passes from kernel to kernel is small and stays in float32
+        wide = {"device": device, "dtype": torch.promote_types(dtype, torch.float32)}
+        parts = _num_parts(num_rows * c.num_heads, num_slots)
+        self._x = torch.zeros(num_rows, c.d_model, **wide)
+        self._qkv = torch.empty(num_rows, 3 * c.d_model, **wide)
+        self._parts = torch.empty(parts, num_rows, c.d_model, **wide)
+        self._lse = torch.empty(parts, num_rows, c.num_heads, **wide)
+        self._hidden = torch.empty(num_rows, c.d_ff, **wide)
+        self._logits = torch.empty(num_rows, c.vocab_size, **wide)
+        # rings of the tokens and random numbers of the latest steps
+        self.capacity = max(64, num_slots)
+        self._tokens = torch.zeros(self.capacity, num_rows, device=device, dtype=torch.int32)
+        self._uniforms = torch.zeros(self.capacity, num_rows, device=device)
+        self._steps, self._positions = (torch.zeros(num_rows, device=device, dtype=torch.int32) for _ in range(2))
+        self._done = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copies the model's weights as they are now; into the same memory from the second time on."""
+        packed = [self._pack(layer) for layer in self.model.layers]
+        head = self.model.lm_head.weight.to(self.dtype)
+        if not hasattr(self, "_layers"):
+            self._layers, self._head = packed, head
+            return
+        for mine, new in zip(self._layers, packed, strict=True):
+            for name, tensor in vars(new).items():
+                getattr(mine, name).copy_(tensor)
+        self._head.copy_(head)
+
+    def _pack(self, layer) -> LayerWeights:
+        def together(*parts: Tensor) -> Tensor:
+            return torch.cat([part.to(self.dtype) for part in parts]).contiguous()
+
+        attn, ffn = layer.attn, layer.ffn
+        return LayerWeights(
+            attention_norm=layer.ln1.weight.detach(),
+            qkv=together(attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight),
+            output=attn.output_proj.weight.detach().to(self.dtype),
+            ffn_norm=layer.ln2.weight.detach(),
+            gate_up=together(ffn.w1.weight, ffn.w3.weight),
+            down=ffn.w2.weight.detach().to(self.dtype),
+        )
+
+    @torch.no_grad()
+    def place(self, rows: Sequence[int], windows: Sequence[Sequence[int]]) -> None:
+        """Puts each of `rows` at the end of its window (token ids, at least one, at most `num_slots`).
+
+        The plain model computes the keys and values of all tokens but the last, which the next step is fed.
+        """
+        lengths = torch.tensor([len(window) - 1 for window in windows])
+        which, last = torch.tensor(rows), torch.tensor([window[-1] for window in windows])
+        require(int(lengths.min()) >= 0, "A window to continue must hold a token.")
+        require(
+            int(lengths.max()) < self.num_slots,
+            f"A window of {int(lengths.max()) + 1} tokens does not fit into {self.num_slots} slots.",
+        )
+        which, last = which.to(self.device), last.to(self.device)
+        self._positions[which] = lengths.to(self.device, torch.int32)
+        self._x[which] = self.model.token_embeddings.weight[last].to(self._x.dtype)
+        longest = int(lengths.max())
+        if longest:
+            tokens = torch.tensor([[*window[:-1], *[0] * (longest + 1 - len(window))] for window in windows])
+            self._prefill(which, tokens.to(self.device))
+
+    def _prefill(self, rows: Int[Tensor, "rows"], tokens: Int[Tensor, "rows seq"]) -> None:
+        """What is right of a row's end is never seen: attention is causal, and steps overwrite its slots in turn."""
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        positions = torch.arange(tokens.shape[1], device=self.device)
+        half = self.dtype != torch.float32
+        with torch.autocast(self.device.type, dtype=self.dtype if half else torch.bfloat16, enabled=half):
+            x = self.model.token_embeddings(tokens)
+            for index, layer in enumerate(self.model.layers):
+                x = layer(x, positions, None, _Slots(rows, self.keys[index], self.values[index]))
+        for module in training:
+            module.training = True
+
+    @torch.no_grad()
+    def decode(
+        self, num_tokens: int, uniforms: Float[Tensor, "num_tokens B"] | None = None
+    ) -> Int[Tensor, "num_tokens B"]:
+        """The next `num_tokens` tokens of every row (at most `capacity`), on the device; the host does not wait.
+
+        A token is -1 where the logits it was to be taken from were not finite. `uniforms`, from [0, 1), are what
+        tokens are drawn with unless `config.temperature` is 0. A row must not outgrow its slots: from then on its
+        tokens mean nothing.
+        """
+        require(
+            0 < num_tokens <= self.capacity, f"decode takes 1 to {self.capacity} tokens at a time, not {num_tokens}."
+        )
+        ring = torch.arange(self._done, self._done + num_tokens) % self.capacity
+        ring = ring.to(self.device, non_blocking=True)
+        if self.config.temperature > 0:
+            require(uniforms is not None, "decode needs uniforms to draw tokens with.")
+            self._uniforms[ring] = uniforms.to(self._uniforms)
+        for _ in range(num_tokens):
+            if self.device.type == "cuda":
+                self._replay()
+            else:
+                self._step()
+        self._done += num_tokens
+        return self._tokens[ring]
+
+    def _replay(self) -> None:
+        if self._graph is None:
+            state = (self._x, self._positions, self._steps, self._tokens)
+            kept = [tensor.clone() for tensor in state]
+            self._step()  # compiles the kernels, and is undone
+            for tensor, before in zip(state, kept, strict=True):
+                tensor.copy_(before)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._step()
+        self._graph.replay()
+
+    def _step(self) -> None:
+        """One token for every row, from the residual stream of its last one."""
+        x, rope = self._x, self._rope
+        for index, layer in enumerate(self._layers):
+            ops.norm_linear(x, layer.attention_norm, layer.qkv, self._qkv, overlap=index > 0)
+            ops.attend(
+                self._qkv, rope.cos, rope.sin, self.keys[index], self.values[index], self._positions,
+                self._parts, self._lse, overlap=True,
+            )  # fmt: skip
+            ops.heads_linear_add(self._parts, self._lse, layer.output, x, overlap=True)
+            ops.norm_swiglu(x, layer.ffn_norm, layer.gate_up, self._hidden, overlap=True)
+            ops.linear_add(self._hidden, layer.down, x, overlap=True)
+        ops.norm_linear(x, self.model.ln_final.weight, self._head, self._logits, overlap=True)
+        state = (self._tokens, self._steps, self._positions, self.model.token_embeddings.weight, x, self.num_slots)
+        if self.config.temperature == 0:
+            ops.greedy(self._logits, self.num_ids, *state, overlap=True)
+            return
+        logits = self._logits[:, : self.num_ids]
+        u = self._uniforms.gather(0, (self._steps.long() % self.capacity).unsqueeze(0)).squeeze(0)
+        ops.advance(ops.finite_or_minus_one(logits, draw(logits, self.config, u)), *state)
+
+
+class _Slots:
+    """Takes the keys and values of a prompt from the plain model (`lmcore.model.Cache`) into the static cache."""
+
+    def __init__(self, rows: Int[Tensor, "rows"], keys: Tensor, values: Tensor):
+        self.rows, self.keys, self.values = rows, keys, values
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        length = k.shape[-2]
+        self.keys[self.rows, :, :length] = k.to(self.keys.dtype)
+        self.values[self.rows, :, :length] = v.to(self.values.dtype)
+        return k, v
+
+
+def _num_parts(num_heads: int, num_slots: int) -> int:
+    """Into how many parts the keys of each of so many heads are split, a power of two: about 256 programs."""
+    parts = 1
+    while parts < 8 and parts * num_heads < 192 and 2 * parts * KEYS_PER_PART <= num_slots:
+        parts *= 2
+    return parts

@@ -1,0 +1,184 @@
+"""One decoding step in five operations a layer, written out: what the kernels compute, and the choice between the two.
+
+For each layer, on the residual stream x (B, D) in float32, with weights W in the working precision:
+
+    qkv = W_qkv norm(x)               `norm_linear`, also the output head
+    heads = attention over the cache  `attend`, which turns q and k by the position and writes k and v into the cache
+    x += W_o heads                    `heads_linear_add`
+    h = silu(W_1 norm(x)) W_3 norm(x) `norm_swiglu`
+    x += W_2 h                        `linear_add`
+
+then `greedy` or `advance` takes the next token. Outputs are written into tensors that exist, so that a step can be
+one CUDA graph. With `overlap` a kernel may begin, on a chip that can, before the one in front of it has ended; that
+is wrong for the first of a step only, which must see what the last of the step before has written.
+
+Shape letters: B rows (sequences), D d_model, H heads, K head size, S slots of the cache, P parts that the keys are
+split into, F d_ff, V vocabulary.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lmcore.functional import at_least_float32, silu
+from lmcore.kernels.support import runs_triton
+
+
+def norm_linear(
+    x: Float[Tensor, "B D"],
+    gain: Float[Tensor, "D"],
+    weight: Float[Tensor, "M D"],
+    out: Float[Tensor, "B M"],
+    eps: float = 1e-5,
+    overlap: bool = False,
+) -> None:
+    """out = weight (x / rms(x) * gain), as `lmcore.model.RMSNorm` and `Linear` one after the other."""
+    if runs_triton(x.device):
+        _gpu().linear(x, weight, out, gain=gain, eps=eps, overlap=overlap)
+        return
+    out.copy_(_normed(x, gain, eps).to(weight.dtype) @ weight.T)
+
+
+def norm_swiglu(
+    x: Float[Tensor, "B D"],
+    gain: Float[Tensor, "D"],
+    weight: Float[Tensor, "2F D"],
+    out: Float[Tensor, "B F"],
+    eps: float = 1e-5,
+    overlap: bool = False,
+) -> None:
+    """out = silu(W_1 y) * W_3 y with y = x / rms(x) * gain; `weight` holds W_1 above W_3."""
+    if runs_triton(x.device):
+        _gpu().linear(x, weight, out, gain=gain, gated=True, eps=eps, overlap=overlap)
+        return
+    gate, up = (_normed(x, gain, eps).to(weight.dtype) @ weight.T).to(out.dtype).chunk(2, dim=-1)
+    out.copy_(silu(gate) * up)
+
+
+def linear_add(
+    h: Float[Tensor, "B F"], weight: Float[Tensor, "D F"], x: Float[Tensor, "B D"], overlap: bool = False
+) -> None:
+    """x += weight h."""
+    if runs_triton(x.device):
+        _gpu().linear(h, weight, x, add=True, overlap=overlap)
+        return
+    x.add_(h.to(weight.dtype) @ weight.T)
+
+
+def heads_linear_add(
+    parts: Float[Tensor, "P B D"],
+    lse: Float[Tensor, "P B H"],
+    weight: Float[Tensor, "D D"],
+    x: Float[Tensor, "B D"],
+    overlap: bool = False,
+) -> None:
+    """x += weight heads, where heads = sum over P of softmax(lse) * parts (see `attend`)."""
+    if runs_triton(x.device):
+        _gpu().linear(parts, weight, x, add=True, lse=lse, overlap=overlap)
+        return
+    shares = lse.softmax(dim=0).repeat_interleave(parts.shape[-1] // lse.shape[-1], dim=-1)
+    x.add_((shares * parts).sum(dim=0).to(weight.dtype) @ weight.T)
+
+
+def attend(
+    qkv: Float[Tensor, "B 3D"],
+    cos: Float[Tensor, "positions half_K"],
+    sin: Float[Tensor, "positions half_K"],
+    keys: Float[Tensor, "B H S K"],
+    values: Float[Tensor, "B H S K"],
+    positions: Int[Tensor, "B"],
+    parts: Float[Tensor, "P B D"],
+    lse: Float[Tensor, "P B H"],
+    overlap: bool = False,
+) -> None:
+    """Attention of one new position for each row: turns q and k (RoPE), puts k and v into slot `positions[b]`, attends.
+
+    Row b sees its slots 0 to `positions[b]`. The keys may be split among P programs, as in flash-decoding: part p has
+    the attention over its keys in `parts[p]` and the logarithm of the sum of their exponentials in `lse[p]`, -inf
+    where it has none. The plain version puts all of it into part 0.
+    """
+    if runs_triton(qkv.device):
+        _gpu().attend(qkv, cos, sin, keys, values, positions, parts, lse, overlap)
+        return
+    batch, heads, slots, head_size = keys.shape
+    q, k, v = qkv.view(batch, 3, heads, head_size).unbind(1)
+    cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    rows = torch.arange(batch, device=keys.device)
+    keys[rows, :, positions] = _turned(k, cos, sin).to(keys.dtype)
+    values[rows, :, positions] = v.to(values.dtype)
+    used = int(positions.max()) + 1 if positions.device.type == "cpu" else slots
+    scores = torch.einsum("bhk,bhsk->bhs", _turned(q, cos, sin), keys[:, :, :used].to(q.dtype)) / math.sqrt(head_size)
+    hidden = torch.arange(used, device=keys.device) > positions.unsqueeze(-1)
+    scores.masked_fill_(hidden.unsqueeze(1), -math.inf)
+    parts.zero_()
+    lse.fill_(-math.inf)
+    parts[0] = torch.einsum("bhs,bhsk->bhk", scores.softmax(dim=-1), values[:, :, :used].to(q.dtype)).flatten(1)
+    lse[0] = scores.logsumexp(dim=-1)
+
+
+def greedy(
+    logits: Float[Tensor, "B V"],
+    num_ids: int,
+    tokens: Int[Tensor, "capacity B"],
+    steps: Int[Tensor, "B"],
+    positions: Int[Tensor, "B"],
+    embedding: Float[Tensor, "V D"],
+    x: Float[Tensor, "B D"],
+    num_slots: int,
+    overlap: bool = False,
+) -> None:
+    """Takes the likeliest of the first `num_ids` tokens, the lowest of equal ones; -1 if a logit is not finite.
+
+    See `advance` for the rest.
+    """
+    if runs_triton(x.device):
+        _gpu().greedy(logits, num_ids, tokens, steps, positions, embedding, x, num_slots, overlap)
+        return
+    chosen = finite_or_minus_one(logits[:, :num_ids], logits[:, :num_ids].argmax(dim=-1))
+    advance(chosen, tokens, steps, positions, embedding, x, num_slots)
+
+
+def advance(
+    chosen: Int[Tensor, "B"],
+    tokens: Int[Tensor, "capacity B"],
+    steps: Int[Tensor, "B"],
+    positions: Int[Tensor, "B"],
+    embedding: Float[Tensor, "V D"],
+    x: Float[Tensor, "B D"],
+    num_slots: int,
+) -> None:
+    """Notes the chosen tokens in row `steps % capacity` of `tokens`, and makes them the input of the next step.
+
+    `steps` and `positions` grow by one, positions to the last slot at most (a row that has ended stays there).
+    """
+    if runs_triton(x.device):
+        _gpu().advance(chosen, tokens, steps, positions, embedding, x, num_slots)
+        return
+    rows = torch.arange(len(steps), device=x.device)
+    tokens[steps.long() % tokens.shape[0], rows] = chosen.to(tokens.dtype)
+    steps.add_(1)
+    positions.add_(1).clamp_(max=num_slots - 1)
+    x.copy_(embedding[chosen.clamp(min=0).long()])
+
+
+def finite_or_minus_one(logits: Float[Tensor, "B V"], chosen: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
+    """The chosen tokens, -1 where a logit of the row is NaN or infinite."""
+    return torch.where(logits.isfinite().all(dim=-1), chosen, -1)
+
+
+def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    wide = at_least_float32(x)
+    return wide / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * gain
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+
+
+def _gpu():
+    from lmcore.kernels.gpu import decode
+
+    return decode
