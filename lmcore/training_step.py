@@ -63,7 +63,7 @@ class FusedTrainingStep:
         from lmcore.fused.step import FusedStep
         from lmcore.kernels.adamw import FusedAdamW
 
-        limit = config.optimizer.max_grad_norm
+        limit = config.optimizer.max_grad_norm or math.inf  # without a limit the norm is measured all the same
         self.optimizer = build_optimizer(model, config.optimizer, partial(FusedAdamW, max_grad_norm=limit))
         self.scaler = torch.amp.GradScaler(enabled=False)
         dtype = FUSED_DTYPES[config.precision]
