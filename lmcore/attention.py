@@ -1,15 +1,23 @@
-"""Fused attention of PyTorch, which the plain definition of `lmcore.functional` is measured against."""
+"""Attention in one kernel, which the plain definition of `lmcore.functional` is measured against."""
 
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from lmcore.kernels.attention import flash_attention
+
 
 def fused_causal_attention(
-    Q: Float[Tensor, "... heads seq d_k"], K: Float[Tensor, "... heads seq d_k"], V: Float[Tensor, "... heads seq d_v"]
-) -> Float[Tensor, "... heads seq d_v"]:
-    """Causal scaled dot-product attention in one kernel that never writes out the scores (Dao et al. 2022).
+    Q: Float[Tensor, "... heads seq d_k"],
+    K: Float[Tensor, "... heads seq d_k"],
+    V: Float[Tensor, "... heads seq d_k"],
+    kernel: str = "sdpa",
+) -> Float[Tensor, "... heads seq d_k"]:
+    """Causal scaled dot-product attention that never writes out the scores (Dao et al. 2022).
 
-    Which kernel is PyTorch's choice: FlashAttention for half precision on a GPU, others elsewhere.
+    `kernel` is "flash" for our own, or "sdpa" for PyTorch's choice of one: FlashAttention for half precision on a GPU,
+    others elsewhere.
     """
+    if kernel == "flash":
+        return flash_attention(Q, K, V)
     return functional.scaled_dot_product_attention(Q, K, V, is_causal=True)

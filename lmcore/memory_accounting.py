@@ -239,7 +239,7 @@ def _softmax_temporaries(s: Sizes) -> int:
 
 def _attention_forward(c: ModelConfig, s: Sizes) -> int:
     around = _stream_and_input(c, s) + 3 * s.width * s.stream
-    if c.attention == "sdpa":
+    if c.attention != "plain":
         return around + s.width * s.stream + FLOAT * s.heads_rows
     softmax = (FLOAT + s.width) * s.pairs + FLOAT * s.heads_rows + _softmax_temporaries(s)
     return around + softmax

@@ -160,14 +160,14 @@ class CausalMultiHeadSelfAttention(nn.Module):
         rope: RotaryPositionalEmbedding | None = None,
         device=None,
         dtype=None,
-        fused: bool = False,
+        kernel: str = "plain",  # as `ModelConfig.attention`; masks of one's own are the plain definition's
     ):
         super().__init__()
         if d_model % num_heads:
             raise UserError(f"d_model ({d_model}) must be divisible by num_heads ({num_heads}).")
         self.num_heads = num_heads
         self.rope = rope
-        self.fused = fused
+        self.kernel = kernel
         self.q_proj = Linear(d_model, d_model, device=device, dtype=dtype)
         self.k_proj = Linear(d_model, d_model, device=device, dtype=dtype)
         self.v_proj = Linear(d_model, d_model, device=device, dtype=dtype)
@@ -200,8 +200,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
         return self.output_proj(rearrange(heads, "... heads seq d_k -> ... seq (heads d_k)"))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        if self.fused and mask is None and q.shape[-2] == k.shape[-2]:
-            return fused_causal_attention(q, k, v)
+        if self.kernel != "plain" and mask is None and q.shape[-2] == k.shape[-2]:
+            return fused_causal_attention(q, k, v, self.kernel)
         if mask is None:
             mask = causal_mask(q.shape[-2], k.shape[-2], device=q.device)
         elif mask.ndim > 2:
@@ -217,14 +217,14 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, rope: RotaryPositionalEmbedding | None = None, device=None, dtype=None):
         super().__init__()
-        self.norm, self.dropout = config.norm, config.dropout
-        feed_forward = {"swiglu": SwiGLU, "silu": SiLUFeedForward}[config.ffn]
-        fused = config.attention == "sdpa"
-        self.attn = CausalMultiHeadSelfAttention(config.d_model, config.num_heads, rope, device, dtype, fused)
-        self.ffn = feed_forward(config.d_model, config.d_ff, device=device, dtype=dtype)
-        if config.norm != "none":
-            self.ln1 = RMSNorm(config.d_model, device=device, dtype=dtype)
-            self.ln2 = RMSNorm(config.d_model, device=device, dtype=dtype)
+        c, place = config, {"device": device, "dtype": dtype}
+        self.norm, self.dropout = c.norm, c.dropout
+        feed_forward = {"swiglu": SwiGLU, "silu": SiLUFeedForward}[c.ffn]
+        self.attn = CausalMultiHeadSelfAttention(c.d_model, c.num_heads, rope, **place, kernel=c.attention)
+        self.ffn = feed_forward(c.d_model, c.d_ff, **place)
+        if c.norm != "none":
+            self.ln1 = RMSNorm(c.d_model, **place)
+            self.ln2 = RMSNorm(c.d_model, **place)
 
     def forward(
         self,

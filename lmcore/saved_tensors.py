@@ -90,7 +90,7 @@ def saved_in_block(
     kernel, which float32 takes on a GPU, lays its output out by position, so that no copy of it is needed.
     """
     c, s = config, sizes(config, batch_size, seq_len, precision)
-    attention = _fused_attention(c, s) if c.attention == "sdpa" else _plain_attention(c, s)
+    attention = _plain_attention(c, s) if c.attention == "plain" else _fused_attention(c, s)
     return [
         *_norm(c, s, "norm 1", "ln1", post_input="x + attention"),
         *(_inputs(c, s, "q, k, v projections", "x", c.d_model * c.d_model, products=3)),
@@ -167,10 +167,10 @@ def _plain_attention(c: ModelConfig, s: Sizes) -> list[Saved]:
 
 
 def _fused_attention(c: ModelConfig, s: Sizes) -> list[Saved]:
-    function = "fused_causal_attention"
-    # the output is laid out as the queries: rotated ones are contiguous by head, and the heads side by side are a copy,
-    # unless there is but one head or one position
-    by_head = c.position == "rope" and c.num_heads > 1 and s.mask > 1
+    function = "flash_attention" if c.attention == "flash" else "fused_causal_attention"
+    # PyTorch lays the output out as the queries: rotated ones are contiguous by head, and the heads side by side are a
+    # copy, unless there is but one head or one position; our own kernels lay it out by position
+    by_head = c.attention == "sdpa" and c.position == "rope" and c.num_heads > 1 and s.mask > 1
     copy = Saved("output projection", "heads side by side", s.width * s.stream, "rearrange(heads, ...) in forward")
     return [
         *_rope(c, s),

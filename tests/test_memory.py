@@ -232,7 +232,7 @@ def test_what_a_block_keeps_is_what_stays_alive_after_its_forward_pass():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("attention", ["plain", "sdpa"])
+@pytest.mark.parametrize("attention", ["plain", "sdpa", "flash"])
 def test_fake_tensors_keep_what_real_ones_do(precision, attention):
     cell = config(precision=precision, attention=attention)
     rows = saved_by_operation(cell)

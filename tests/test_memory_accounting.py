@@ -26,7 +26,7 @@ SWITCHES = [
         ("pre", "post", "none"), ("rope", "sinusoidal", "none"), ("swiglu", "silu"), (False, True), (0.0, 0.1)
     )
 ]
-SWITCHES += [{**switches, "attention": "sdpa"} for switches in SWITCHES]
+SWITCHES += [{**switches, "attention": kernel} for kernel in ("sdpa", "flash") for switches in SWITCHES]
 
 
 @st.composite
@@ -184,7 +184,9 @@ def test_predicted_peak_follows_the_switches(shape, switches):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("passes", ["forward", "train_step"])
-@pytest.mark.parametrize("switches", [{}, {"checkpoint_every": 2}, {"attention": "sdpa"}], ids=str)
+@pytest.mark.parametrize(
+    "switches", [{}, {"checkpoint_every": 2}, {"attention": "sdpa"}, {"attention": "flash"}], ids=str
+)
 def test_predicted_peak_on_a_gpu(switches, passes, precision):
     model = model_config("small", context_length=512, **switches)
     work = Workload(WorkloadConfig(model=model, batch_size=4, passes=passes, precision=precision, device="cuda"))

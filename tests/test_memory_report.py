@@ -334,7 +334,7 @@ def test_predictions_inside_and_outside_of_their_claim():
 # what a block keeps
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"attention": "sdpa"}])
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"attention": "sdpa"}, {"attention": "flash"}])
 def test_what_a_block_keeps_is_the_prediction_operation_by_operation(changes):
     config = workload_config("smoke", 32, vocab_size=100, passes="train_step", device="cpu", **changes)
     entry = record(None, "smoke", 32, vocab_size=100, passes="train_step", **changes)

@@ -116,8 +116,9 @@ def test_off_touches_nothing(model, tokens):
         assert lmcore.model.scaled_dot_product_attention is plain
 
 
-def test_fused_attention_has_its_range(tokens):
-    model = TransformerLM(model_config("smoke", context_length=16, attention="sdpa"))
+@pytest.mark.parametrize("kernel", ["sdpa", "flash"])
+def test_fused_attention_has_its_range(tokens, kernel):
+    model = TransformerLM(model_config("smoke", context_length=16, attention=kernel))
     plain = model(tokens)
     span = Recorder()
     with annotated(model, span):

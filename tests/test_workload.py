@@ -92,10 +92,11 @@ def test_gradient_checkpointing_keeps_less():
     assert kept[1] < kept[0] / 3
 
 
-def test_fused_attention_agrees_with_the_definition():
+@pytest.mark.parametrize("kernel", ["sdpa", "flash"])
+def test_fused_attention_agrees_with_the_definition(kernel):
     torch.manual_seed(0)
     plain = TransformerLM(SMALL.model)
-    fused = TransformerLM(replace(SMALL.model, attention="sdpa"))
+    fused = TransformerLM(replace(SMALL.model, attention=kernel))
     fused.load_state_dict(plain.state_dict())
     tokens = torch.randint(50, (2, 16))
     torch.testing.assert_close(plain(tokens), fused(tokens), rtol=1e-5, atol=1e-5)

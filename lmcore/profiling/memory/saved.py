@@ -109,14 +109,15 @@ def name_operations(y: Tensor, saved: dict[int, Saved]) -> None:
     """Tells every storage which nodes of `y`'s autograd graph keep it, in order of the forward pass."""
     for node in reversed(nodes_before(y)):
         for attribute in dir(node):
-            if not attribute.startswith("_saved_"):
+            ours = attribute == "saved_tensors"  # an operation in Python, which keeps nothing else but these
+            if not (ours or attribute.startswith("_saved_")):
                 continue
             value = getattr(node, attribute)
             for tensor in value if isinstance(value, list | tuple) else [value]:
                 found = saved.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
                 if found is not None:
                     found.operations.append(node.name())
-                    found.gradient |= attribute.endswith(RESULTS)  # not known yet when it was saved
+                    found.gradient |= ours or attribute.endswith(RESULTS)  # not known yet when it was saved
 
 
 def nodes_before(y: Tensor) -> list[Any]:

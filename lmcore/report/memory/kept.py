@@ -28,7 +28,7 @@ def kept_by_block(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
 
 def variant_of(config: WorkloadConfig) -> str:
     """How a cell differs from the others: "bf16, fused attention"."""
-    return config.precision + (", fused attention" if config.model.attention == "sdpa" else "")
+    return config.precision + (", fused attention" if config.model.attention != "plain" else "")
 
 
 def kept_table(records: Records) -> pd.DataFrame:
@@ -80,6 +80,7 @@ def operation_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 "RMSNorm.forward": "norm 2" if attended else "norm 1",
                 "RotaryPositionalEmbedding.forward": "rope",
                 "fused_causal_attention": "fused attention",
+                "flash_attention": "fused attention",
                 "SwiGLU.forward": "gate",
             }.get(function, function)
         names.append(name)
