@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from speed.cells import cells, toy_cells
+from speed.rows import Cell, Conditions, Row
+from speed.table import lines
+from speed.targets import TARGETS
 
 from lmcore.config import require
 from lmcore.device import select_device
@@ -23,10 +27,6 @@ from lmcore.errors import UserError
 from lmcore.files import read_json, write_json
 from lmcore.profiling.cells import run_apart
 from lmcore.provenance import environment
-from speed.cells import cells, toy_cells
-from speed.rows import Cell, Conditions, Row
-from speed.table import lines
-from speed.targets import TARGETS
 
 GRACE = 120.0
 """Seconds beyond its estimate after which a cell is given up."""

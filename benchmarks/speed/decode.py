@@ -1,5 +1,8 @@
 """Decoding: tokens per second of a batch of sequences, each token from the one before, greedily."""
 
+import statistics
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -7,7 +10,7 @@ from lmcore import accounting
 from lmcore.config import model_config
 from lmcore.model import TransformerLM
 
-from .measuring import Absent, Built, Contestant, Race
+from .measuring import Absent, Built, Clock, Contestant, Plan, Race
 from .peers import llama
 from .rows import Cell, Conditions, Row
 
@@ -21,7 +24,7 @@ def measure(cell: Cell, conditions: Conditions) -> list[Row]:
     race = Race(
         cell,
         conditions,
-        [Contestant(HF, bench.hugging_face), Contestant("lmcore fused", bench.fused, ours=True)],
+        [Contestant(HF, bench.hugging_face), Contestant(OURS, bench.fused, ours=True)],
         alone=False,
         amount=s["batch_size"] * s["new_tokens"],
         rate_unit="tok/s",
@@ -31,7 +34,7 @@ def measure(cell: Cell, conditions: Conditions) -> list[Row]:
     return agreeing(race.rows(), bench)
 
 
-HF = "HF generate, static cache"
+HF, OURS = "HF generate, static cache", "lmcore fused"
 
 
 class Bench:
@@ -55,19 +58,15 @@ class Bench:
         if self.device.type != "cuda" and not self.conditions.toy:
             raise Absent("The static cache is measured compiled for a GPU.")
         model = llama(self.model(), torch.bfloat16, use_cache=True).eval()
-        settings = {
-            "max_new_tokens": self.settings["new_tokens"],
-            "min_new_tokens": self.settings["new_tokens"],
-            "do_sample": False,
-            "use_cache": True,
-            "cache_implementation": "static",
-            "pad_token_id": 0,
-        }
+        settings = {"do_sample": False, "use_cache": True, "cache_implementation": "static", "pad_token_id": 0}
         mask = torch.ones_like(self.prompts)
 
         def run() -> Tensor:
+            new = self.settings["new_tokens"]
             with torch.no_grad():
-                return model.generate(self.prompts, attention_mask=mask, **settings)
+                return model.generate(
+                    self.prompts, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, **settings
+                )
 
         for _ in range(3):  # compiles, then records its graphs
             tokens = run()
@@ -75,7 +74,29 @@ class Bench:
         return Built(run)
 
     def fused(self) -> Built:
-        raise Absent("FusedDecoder is not there yet.")
+        from lmcore.fused.decoder import FusedDecoder
+
+        s, prompts = self.settings, self.prompts.tolist()
+        rows, slots = range(s["batch_size"]), s["prompt_tokens"] + s["new_tokens"]
+        decoder = FusedDecoder(self.model(), len(rows), slots, torch.bfloat16)
+
+        def run(new_tokens: int = s["new_tokens"]) -> Tensor:
+            decoder.place(rows, prompts)
+            return decoder.decode(new_tokens)
+
+        self.tokens[OURS] = run().T.clone()
+        return Built(run, notes={"milliseconds_per_token": self._alone(run)})
+
+    def _alone(self, run: Callable[[int], Tensor]) -> float | None:
+        """Milliseconds that one more token takes, the prompt left out: from a short and a whole continuation."""
+        clock, whole = Clock(self.device, alone=False), self.settings["new_tokens"]
+        short = max(1, whole // 4)
+        for tokens in (short, whole):  # whatever is made once
+            run(tokens)
+        seconds = [
+            statistics.median(clock(Built(lambda n=n: run(n)), Plan(1, 0, 0)) for _ in range(3)) for n in (short, whole)
+        ]
+        return round((seconds[1] - seconds[0]) / (whole - short) * 1e3, 5)
 
 
 def agreeing(rows: list[Row], bench: Bench) -> list[Row]:

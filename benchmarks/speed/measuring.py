@@ -175,7 +175,7 @@ class Clock:
 
     def __init__(self, device: torch.device, alone: bool):
         self.device, self.alone, self.cuda = device, alone, device.type == "cuda"
-        self.buffer = torch.empty(FLUSH_BYTES if self.cuda else 0, dtype=torch.uint8, device=device)
+        self.buffer = torch.empty(FLUSH_BYTES if self.cuda and alone else 0, dtype=torch.uint8, device=device)
 
     def plan(self, built: Built) -> Plan:
         """Warms up, and finds out how many calls make a repeat and how many writes hide what the host does."""

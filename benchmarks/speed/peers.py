@@ -1,4 +1,4 @@
-"""Hugging Face's Llama with the dimensions and the weights of one of our models, as a user would set it up for speed."""
+"""Hugging Face's Llama with the dimensions and weights of one of our models, as a user would set it up for speed."""
 
 from typing import Any
 

@@ -1,0 +1,189 @@
+"""benchmarks/speed.py: who is compared and how, what is a target reached, and the whole command at toy sizes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmcore.config import model_config
+from lmcore.errors import UserError
+from lmcore.model import TransformerLM
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from speed import attention, cells, steps, targets  # noqa: E402
+from speed.measuring import Absent, Built, Contestant, Race, relative_error  # noqa: E402
+from speed.peers import llama  # noqa: E402
+from speed.rows import OUTCOMES, Cell, Conditions, Row  # noqa: E402
+from speed.table import lines  # noqa: E402
+
+TOY = Conditions("cpu", True, 0.01, {"copy_bytes_per_second": 1e10, "bf16_flops_per_second": 1e11})
+CELL = Cell("work", "group", "some work", "", {}, 1)
+
+
+def row(contestant: str, median: float | None, ours: bool = False, **fields) -> dict:
+    """A row as it is in the file."""
+    outcome = "absent" if median is None else "complete"
+    times = dict.fromkeys(("median", "low", "high"), median)
+    return Row("work", "group", "some work", {}, contestant, ours, outcome=outcome, **times, **fields).to_json()
+
+
+def test_contestants_take_turns_and_every_end_is_a_row():
+    calls = []
+
+    def raising(error: Exception):
+        def build() -> Built:
+            raise error
+
+        return build
+
+    def later() -> Built:
+        def run() -> None:
+            calls.append("later")
+            if len([call for call in calls if call == "later"]) > 6:  # builds and warms up, then fails
+                raise ValueError("later")
+
+        return Built(run)
+
+    race = Race(
+        CELL,
+        TOY,
+        [
+            Contestant("a", lambda: Built(lambda: calls.append("a"), results=torch.tensor([1.0, 2.0])), ours=True),
+            Contestant("b", lambda: Built(lambda: calls.append("b"), results=torch.tensor([1.0, 2.2]))),
+            Contestant("gone", raising(Absent("not here"))),
+            Contestant("big", raising(torch.OutOfMemoryError("too big"))),
+            Contestant("wrong", raising(ValueError("wrong"))),
+        ],
+        reference=torch.tensor([1.0, 2.0]),
+        amount=10.0,
+        rate_unit="things/s",
+    )
+    rows = {row.contestant: row for row in race.rows()}
+    assert [row.outcome for row in rows.values()] == ["complete", "complete", "absent", "out of memory", "failed"]
+    assert set(OUTCOMES) == {row.outcome for row in rows.values()}
+    assert rows["gone"].reason == "not here"
+    assert rows["wrong"].reason == "ValueError: wrong"
+    a, b = rows["a"], rows["b"]
+    assert a.ours
+    assert not b.ours
+    assert a.low <= a.median <= a.high
+    assert a.rate == pytest.approx(10.0 / (a.median / 1e3))
+    assert a.notes["relative_error"] == 0
+    assert b.notes["relative_error"] == pytest.approx(0.2 / 5**0.5, rel=1e-5)
+    timed = calls[-2 * a.repeats :]  # each round in the other order
+    assert timed[:4] in (["a", "b", "b", "a"], ["b", "a", "a", "b"])
+    ended = Race(CELL, TOY, [Contestant("later", later)]).rows()
+    assert ended[0].outcome == "failed"
+
+
+def test_a_reset_comes_before_every_timed_call():
+    calls = []
+    Race(CELL, TOY, [Contestant("a", lambda: Built(lambda: calls.append(1), reset=lambda: calls.append(0)))]).rows()
+    assert calls == [0, 1] * (len(calls) // 2)
+
+
+def test_an_error_that_is_not_finite_is_infinite():
+    wanted = torch.ones(3)
+    assert relative_error(torch.tensor([1.0, float("nan"), 1.0]), wanted) == float("inf")
+    assert relative_error([wanted, 2 * wanted], [wanted, wanted]) == pytest.approx(1.0)
+
+
+def test_ratios_are_to_the_best_peer_and_targets_to_our_row():
+    rows = [
+        row("HF eager", 6.0),
+        row("SDPA cuDNN", 4.0, rate=100.0),
+        row("lmcore plain", 1.0),
+        row("FlexAttention", None),
+        row("lmcore fused", 2.0, ours=True, rate=150.0, share=0.5, peak_bytes=10),
+    ]
+    assert targets.times_faster(rows) == 2.0  # lmcore's plain way is no peer
+    assert targets.times_faster(rows[:-1]) is None
+    for measure, value in {"median": 2.0, "share": 0.5, "peak_bytes": 10, "rate over SDPA cuDNN": 1.5}.items():
+        assert targets.measured({"row": "work", "measure": measure}, rows) == value
+    assert targets.measured({"row": "work", "measure": "rate over FlexAttention"}, rows) is None
+    assert targets.measured({"row": "other", "measure": "median"}, rows) is None
+    assert targets.is_reached({"at_most": 2.0}, 2.0)
+    assert not targets.is_reached({"at_most": 2.0}, 2.1)
+    assert not targets.is_reached({"at_least": 2.0}, 1.9)
+    text = "\n".join(lines(rows, [{"row": "work", "measure": "median", "at_most": 1.0, "text": "≤ 1 ms"}]))
+    assert "2.00 times as fast" in text
+    assert "0.50 × best peer's time" in text
+    assert "NOT reached, 2.00 of the target" in text
+
+
+def test_every_target_is_of_a_cell_and_compares_with_a_contestant_of_it():
+    found = {cell.row: cell for cell in cells.cells()}
+    assert len(found) == len(cells.cells())
+    for target in targets.TARGETS:
+        cell = found[target["row"]]
+        other = target["measure"].partition(" over ")[2]
+        assert not other or other in cell.settings["contestants"]
+    for cell in found.values():
+        for name in cell.settings.get("contestants", ()):
+            assert name in (attention.WAYS if cell.group == "attention" else steps.BUILDERS)
+
+
+def test_attention_flops_are_those_of_its_products():
+    s = attention.settings(64, 128, "forward", batch_size=2, heads=3)
+    full = 2 * 3 * 2 * (2 * 128 * 128 * 64)  # two products for each head, 2 FLOPs a multiplication
+    assert attention.flops(s | {"causal": False}) == full
+    assert attention.flops(s) == full / 2
+    assert attention.flops(s | {"passes": "both"}) == 3.5 * full / 2
+
+
+def test_hugging_face_has_the_weights_of_our_model():
+    pytest.importorskip("transformers")
+    model = TransformerLM(model_config("smoke", vocab_size=64, context_length=16))
+    tokens = torch.randint(64, (2, 16))
+    with torch.no_grad():
+        torch.testing.assert_close(llama(model)(input_ids=tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    """The benchmark's command, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / "speed.py"), *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_command_measures_checks_and_goes_on_where_it_ended(tmp_path):
+    out = tmp_path / "speed.json"
+    ran = command("--toy", "--device", "cpu", "--out", str(out), "--seconds", "0.01", "--only", "optimizer", "loss")
+    assert ran.returncode == 0, ran.stderr
+    first = json.loads(out.read_text())
+    assert {row["row"] for row in first["rows"]} == {"adamw", "loss"}
+    ran = command("--toy", "--device", "cpu", "--out", str(out))
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(out.read_text())
+    kept = [row for row in result["rows"] if row["row"] in ("adamw", "loss")]
+    assert kept == first["rows"]
+    assert [len(run["cells"]) for run in result["runs"]] == [2, len(cells.toy_cells()) - 2]
+    assert result["ceilings"]["copy_bytes_per_second"] > 0
+    for row in result["rows"]:
+        assert row["outcome"] in ("complete", "absent"), row
+        if row["outcome"] == "complete":
+            assert row["repeats"] >= 7
+            if "relative_error" in row["notes"]:
+                assert row["notes"]["relative_error"] < 1e-2, row
+        if row["contestant"].startswith("lmcore"):
+            assert row["outcome"] == "complete", row
+            assert abs(row["notes"].get("fall_beside_first", 1) - 1) < 0.05, row
+    assert "times as fast as the best peer" in ran.stdout
+
+
+def test_bad_requests_are_refused_in_one_sentence(tmp_path):
+    out = tmp_path / "speed.json"
+    ran = command("--toy", "--only", "nonsense", "--out", str(out))
+    assert ran.returncode == 1
+    assert "no group or cell nonsense" in ran.stderr
+    assert not out.exists()
+    out.write_text('{"rows": [], "runs": [], "toy": false}')
+    ran = command("--toy", "--out", str(out))
+    assert "holds real sizes" in ran.stderr
+    with pytest.raises(UserError, match="There is no model size"):
+        steps.measure(cells.step_cell("huge", 1, 8, (steps.OURS,), 1), TOY)
