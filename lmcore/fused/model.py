@@ -4,7 +4,9 @@ The same mathematics as `lmcore.model` with autograd, in fewer passes over memor
 batch, T positions, H heads, K head size, D d_model, F d_ff, V vocabulary, N = B * T rows, L layers, G layers a group.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +44,21 @@ def why_not(config: ModelConfig, precision: str) -> str | None:
     }
     found = [name for name, present in obstacles.items() if present]
     return ", ".join(found) or None
+
+
+def without_filling(function: Callable) -> Callable:
+    """Deterministic algorithms fill all new memory with NaN, to show what reads it unwritten; not in this function."""
+
+    @wraps(function)
+    def call(*arguments, **settings):
+        before = torch.utils.deterministic.fill_uninitialized_memory
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        try:
+            return function(*arguments, **settings)
+        finally:
+            torch.utils.deterministic.fill_uninitialized_memory = before
+
+    return call
 
 
 class Group:
@@ -116,6 +133,7 @@ class FusedTransformer:
         return linear_cross_entropy_loss(normed, self.weights.head, targets.flatten(), self.config.vocab_size)
 
     @torch.no_grad()
+    @without_filling
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The same loss; leaves its gradients in `gradients`, in place of what was there. No host synchronisation."""
         with self.aside():
