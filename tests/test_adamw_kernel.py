@@ -1,0 +1,351 @@
+"""The fused AdamW, plain and in Triton, against the plain class and the formula in float64."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lmcore.config import OptimizerConfig, model_config
+from lmcore.errors import UserError
+from lmcore.kernels import adamw
+from lmcore.kernels.adamw import FusedAdamW
+from lmcore.model import TransformerLM
+from lmcore.optimizer import AdamW, build_optimizer, gradient_clipping
+
+SHAPES = [(1,), (5,), (1023,), (1025,), (20, 16), (0, 3)]
+
+
+@pytest.fixture(params=["plain", "triton"])
+def kernels(request, monkeypatch) -> str:
+    """Which code does the update; Triton's kernels run in the interpreter where there is no GPU."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setattr(adamw, "runs_triton", lambda device: request.param == "triton")
+    return request.param
+
+
+def parameters(device, shapes=SHAPES, seed=0, dtype=torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes]
+
+
+def gradients(shapes, step: int) -> list[torch.Tensor]:
+    """Fresh gradients whose sizes differ widely between parameters, exact in bfloat16."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    values = [torch.randn(shape, generator=generator) * 10.0 ** (-2 * i) for i, shape in enumerate(shapes)]
+    return [value.bfloat16().float() for value in values]
+
+
+def give(parameters: list[nn.Parameter], step: int) -> None:
+    for p, gradient in zip(parameters, gradients([p.shape for p in parameters], step), strict=True):
+        p.grad = gradient.to(p.device, p.dtype)
+
+
+def distance(ours, theirs) -> float:
+    """Relative l2 distance of two lists of tensors."""
+    a, b = (torch.cat([t.detach().double().flatten() for t in tensors]) for tensors in (ours, theirs))
+    return ((a - b).norm() / b.norm()).item()
+
+
+def moments(optimizer) -> list[torch.Tensor]:
+    return [state[name] for state in optimizer.state.values() for name in ("m", "v")]
+
+
+def groups_of(parameters):
+    """Three groups with settings of their own."""
+    return [
+        {"params": parameters[:2]},
+        {"params": parameters[2:4], "lr": 1e-2, "weight_decay": 0.0},
+        {"params": parameters[4:], "betas": (0.5, 0.99), "eps": 1e-3},
+    ]
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
+def test_fifty_steps_follow_the_formula_in_float64(device, kernels, max_norm):
+    ours, plain, exact = (parameters(device, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.float64))
+    optimizer = FusedAdamW(groups_of(ours), lr=1e-3, weight_decay=0.1, max_grad_norm=max_norm)
+    others = [AdamW(groups_of(p), lr=1e-3, weight_decay=0.1) for p in (plain, exact)]
+    for step in range(50):
+        for p in (ours, plain, exact):
+            give(p, step)
+        if max_norm is not None:
+            norms = [gradient_clipping(p, max_norm) for p in (plain, exact)]
+        for o in (optimizer, *others):
+            for group in o.param_groups:
+                group["lr"] *= 0.99  # as a schedule would
+            o.step()
+        if max_norm is not None:
+            assert optimizer.norm.item() == pytest.approx(norms[1].item(), rel=1e-5)
+    assert distance(ours, exact) < 1e-6
+    assert distance(moments(optimizer), moments(others[1])) < 1e-5
+    if kernels == "plain":
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+def test_it_agrees_with_pytorchs_adam_where_the_two_formulas_meet(device, kernels):
+    """Without decay and with a negligible eps, its place in the formula does not matter."""
+    ours, exact = parameters(device), parameters(device, dtype=torch.float64)
+    settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-20, "weight_decay": 0.0}
+    optimizer, reference = FusedAdamW(ours, **settings), torch.optim.AdamW(exact, **settings)
+    for step in range(10):
+        give(ours, step)
+        give(exact, step)
+        optimizer.step()
+        reference.step()
+    assert distance(ours, exact) < 1e-6
+
+
+def packed(shapes, dtype, device, gap: int) -> list[torch.Tensor]:
+    """Contiguous views into one buffer, `gap` elements apart: with an odd gap most are not aligned."""
+    buffer = torch.zeros(sum(math.prod(shape) + gap for shape in shapes), dtype=dtype, device=device)
+    views, start = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        views.append(buffer[start : start + size].view(shape))
+        start += size + gap
+    return views
+
+
+@pytest.mark.parametrize("gap", [0, 1, 64])
+@pytest.mark.parametrize("gradient_type", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("copy_type", [torch.bfloat16, torch.float32])
+def test_bound_gradients_and_working_copies_in_packed_buffers(device, kernels, gap, gradient_type, copy_type):
+    ours, plain = parameters(device), parameters(device)
+    read, written = packed(SHAPES, gradient_type, device, gap), packed(SHAPES, copy_type, device, gap)
+    optimizer, reference = FusedAdamW(ours, lr=1e-2, max_grad_norm=1.0), AdamW(plain, lr=1e-2)
+    # the first parameter keeps p.grad and the last but one has no copy: kinds are mixed
+    optimizer.bind(dict(zip(ours[1:], read[1:], strict=True)), dict(zip(ours[:4], written[:4], strict=True)))
+    for step in range(3):
+        give(plain, step)
+        for view, p in zip(read, plain, strict=True):
+            view.copy_(p.grad)
+        ours[0].grad = plain[0].grad.clone()
+        gradient_clipping(plain, 1.0)
+        optimizer.step()
+        reference.step()
+    assert distance(ours, plain) < 1e-6
+    for p, c in zip(ours[:4], written[:4], strict=True):
+        if kernels == "triton" and device.type == "cpu":  # the interpreter cuts digits off instead of rounding
+            torch.testing.assert_close(c.float(), p.detach(), rtol=2**-7, atol=0)
+        else:
+            assert torch.equal(c, p.detach().to(copy_type))
+    assert not any(c.any() for c in written[4:])
+
+
+def test_clipping_leaves_the_gradients_as_they_are(device, kernels):
+    ours = parameters(device)
+    give(ours, 0)
+    before = [p.grad.clone() for p in ours]
+    FusedAdamW(ours, max_grad_norm=1e-3).step()
+    assert all(torch.equal(p.grad, b) for p, b in zip(ours, before, strict=True))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_does_what_it_does_to_the_plain_class(device, kernels, bad):
+    for max_norm in (None, 1.0):
+        ours, plain = parameters(device, [(5,), (20,)]), parameters(device, [(5,), (20,)])
+        optimizer, reference = FusedAdamW(ours, max_grad_norm=max_norm), AdamW(plain)
+        for p in (ours, plain):
+            give(p, 0)
+            p[0].grad[3] = bad
+        if max_norm is not None:
+            gradient_clipping(plain, max_norm)
+        optimizer.step()
+        reference.step()
+        for a, b in zip(ours, plain, strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True)
+        assert not torch.isfinite(ours[0]).all()
+        assert math.isnan(optimizer.norm.item()) if max_norm is None else not math.isfinite(optimizer.norm.item())
+
+
+def test_parameters_without_gradient_are_skipped_until_they_have_one(device, kernels):
+    ours, plain = parameters(device), parameters(device)
+    optimizer, reference = FusedAdamW(ours, lr=1e-2, max_grad_norm=1.0), AdamW(plain, lr=1e-2)
+    optimizer.step()
+    assert optimizer.norm.item() == 0
+    assert not optimizer.state
+    for step in range(6):
+        for p in (ours, plain):
+            give(p, step)
+            p[step % 3].grad = None
+        gradient_clipping(plain, 1.0)
+        optimizer.step()
+        reference.step()
+    assert distance(ours, plain) < 1e-6
+    assert [s["t"] for s in optimizer.state.values()] == [s["t"] for s in reference.state.values()]
+
+
+def test_gradients_may_move_between_steps_and_are_not_kept(device, kernels):
+    ours, plain = parameters(device), parameters(device)
+    optimizer, reference = FusedAdamW(ours, lr=1e-2), AdamW(plain, lr=1e-2)
+    held = []
+    for step in range(4):
+        give(ours, step)
+        give(plain, step)
+        held.append(torch.cat([p.grad.flatten() for p in ours]))  # takes the place of the last gradients
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        assert optimizer._slots == []
+    assert distance(ours, plain) < 1e-6
+
+
+def loaded(optimizer, other):
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return other
+
+
+def test_states_go_from_one_class_to_the_other_and_back(device, kernels):
+    ours, plain = parameters(device), parameters(device)
+    settings = {"lr": 1e-2, "weight_decay": 0.1}
+    optimizer, reference = FusedAdamW(groups_of(ours), **settings), AdamW(groups_of(plain), **settings)
+    for step in range(9):
+        give(ours, step)
+        give(plain, step)
+        optimizer.step()
+        reference.step()
+        if step == 2:  # a new object of each class goes on from the other's state
+            new, old = FusedAdamW(groups_of(ours), **settings), AdamW(groups_of(plain), **settings)
+            optimizer, reference = loaded(reference, new), loaded(optimizer, old)
+        if step == 5:  # objects in use
+            state = copy.deepcopy(optimizer.state_dict())
+            loaded(reference, optimizer)
+            reference.load_state_dict(state)
+    assert distance(ours, plain) < 1e-6
+    mine, theirs = optimizer.state_dict(), reference.state_dict()
+    assert mine["param_groups"] == theirs["param_groups"]
+    assert [(s["t"], set(s)) for s in mine["state"].values()] == [(9, {"t", "m", "v"})] * len(SHAPES)
+    assert [(s["t"], set(s)) for s in theirs["state"].values()] == [(9, {"t", "m", "v"})] * len(SHAPES)
+
+
+def test_a_loaded_state_keeps_the_addresses_that_a_graph_may_hold(device, kernels):
+    ours = parameters(device)
+    optimizer = FusedAdamW(ours, lr=1e-2)
+    fresh = copy.deepcopy(optimizer.state_dict())
+    give(ours, 0)
+    optimizer.step()
+    used, start = [m.data_ptr() for m in moments(optimizer)], [p.detach().clone() for p in ours]
+    source = AdamW(parameters(device))
+    give(source.param_groups[0]["params"], 7)
+    source.step()
+    table = optimizer._table
+    loaded(source, optimizer)
+    assert [m.data_ptr() for m in moments(optimizer)] == used
+    assert distance(moments(optimizer), moments(source)) == 0
+    optimizer.load_state_dict(fresh)  # of no step: the moments are zero again
+    assert not optimizer.state
+    give(ours, 0)
+    optimizer.step()
+    assert [m.data_ptr() for m in moments(optimizer)] == used
+    assert optimizer._table is table
+    again = parameters(device)
+    for p, s in zip(again, start, strict=True):
+        p.data.copy_(s)
+    give(again, 0)
+    AdamW(again, lr=1e-2).step()
+    assert distance(ours, again) < 1e-6
+
+
+def test_warming_up_changes_nothing(device, kernels):
+    ours = parameters(device)
+    give(ours, 0)
+    before = [p.detach().clone() for p in ours]
+    optimizer = FusedAdamW(ours, max_grad_norm=1.0)
+    optimizer.warm_up()
+    assert all(torch.equal(p, b) for p, b in zip(ours, before, strict=True))
+    assert not optimizer.state
+
+
+def test_a_model_with_tied_embeddings_trains_as_with_the_plain_class(device, kernels):
+    models = []
+    for kind in (AdamW, FusedAdamW):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 50, "d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 24, "context_length": 8}
+        model = TransformerLM(model_config("tinystories", **sizes, tie_embeddings=True)).to(device)
+        groups = build_optimizer(model, OptimizerConfig()).param_groups
+        optimizer = kind([{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups], lr=1e-2)
+        for step in range(3):
+            ids = torch.arange(8 * step, 8 * step + 8, device=device).view(1, 8)
+            model(ids).square().mean().backward()
+            optimizer.step(lambda: 0.0)
+            optimizer.zero_grad()
+        models.append(list(model.parameters()))
+    assert distance(*models) < 1e-6
+
+
+def test_what_it_cannot_update_is_said_in_a_sentence(device, kernels):
+    with pytest.raises(UserError, match="updates float32 parameters"):
+        FusedAdamW(parameters(device, dtype=torch.bfloat16))
+    with pytest.raises(UserError, match="max_grad_norm must be positive"):
+        FusedAdamW(parameters(device), max_grad_norm=0.0)
+    ours = parameters(device, [(4, 6)])
+    optimizer = FusedAdamW(ours)
+    with pytest.raises(UserError, match="needs a prepare"):
+        optimizer.launch()
+    with pytest.raises(UserError, match="of its shape"):
+        optimizer.bind({ours[0]: torch.zeros(6, 4, device=device)}, {})
+    with pytest.raises(UserError, match="bfloat16 or float32"):
+        optimizer.bind({ours[0]: torch.zeros(4, 6, device=device, dtype=torch.float16)}, {})
+    with pytest.raises(UserError, match="contiguous"):
+        optimizer.bind({}, {ours[0]: torch.zeros(6, 4, device=device).t()})
+    ours[0].grad = torch.zeros(6, 4, device=device).t()
+    before = ours[0].detach().clone()
+    with pytest.raises(UserError, match="contiguous"):
+        optimizer.step()
+    assert torch.equal(ours[0], before)
+    assert not optimizer.state
+
+
+def test_step_returns_what_the_closure_returns(device, kernels):
+    ours = parameters(device, [(5,)])
+    optimizer = FusedAdamW(ours, lr=0.1)
+
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        give(ours, 0)
+        return 1.5
+
+    assert optimizer.step(closure) == 1.5
+    assert optimizer.state[ours[0]]["t"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_replays_of_a_graph_are_steps_and_nothing_waits_for_the_device():
+    shapes = [(1000, 300), (7,), (4096, 512)]
+    ours, plain = parameters("cuda", shapes), parameters("cuda", shapes)
+    optimizer, reference = FusedAdamW(ours, lr=1e-2, max_grad_norm=1.0), FusedAdamW(plain, lr=1e-2, max_grad_norm=1.0)
+    read = {p: torch.zeros_like(p, dtype=torch.bfloat16) for p in ours}
+    written = {p: torch.zeros_like(p, dtype=torch.bfloat16) for p in ours}
+    optimizer.bind(read, written)
+    optimizer.warm_up()
+    optimizer.prepare()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.launch()
+    graph.replay()  # the first step belongs to the first prepare: its gradients are zero
+    give(plain, 0)
+    for p in plain:
+        p.grad.zero_()
+    reference.step()
+    for step in range(20):
+        give(plain, step)
+        for p, q in zip(ours, plain, strict=True):
+            read[p].copy_(q.grad)
+            q.grad = read[p].float()
+        for o in (optimizer, reference):
+            o.param_groups[0]["lr"] *= 0.9
+        if step == 10:
+            optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        optimizer.prepare()
+        graph.replay()
+        torch.cuda.set_sync_debug_mode("default")
+        reference.step()
+        assert torch.equal(optimizer.norm, reference.norm)
+    assert all(torch.equal(p, q) for p, q in zip(ours, plain, strict=True))
+    assert all(torch.equal(written[p], p.bfloat16()) for p in ours)
+    assert {s["t"] for s in optimizer.state.values()} == {21}

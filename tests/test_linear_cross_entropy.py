@@ -1,0 +1,295 @@
+"""The loss by chunks, plain and in Triton, against cross_entropy(x @ weight.T) in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcore.errors import UserError
+from lmcore.functional import cross_entropy
+from lmcore.kernels import cross_entropy as module
+from lmcore.kernels.cross_entropy import (
+    default_chunk_rows,
+    linear_cross_entropy,
+    linear_cross_entropy_gradients,
+    linear_cross_entropy_loss,
+)
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+"""Relative l2 error of loss and gradients; in bfloat16 that of rounding the logits and their gradients."""
+
+
+@pytest.fixture(params=["plain", "triton"])
+def kernels(request, monkeypatch) -> str:
+    """Which code does the pass over the logits; Triton's runs in the interpreter where there is no GPU."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setattr(module, "runs_triton", lambda device: request.param == "triton")
+    return request.param
+
+
+def problem(device, dtype, n, vocab, d, seed=0, scale=1.0):
+    """x, weight and targets; values are exact in `dtype`, so that the reference sees the same problem."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, d, generator=generator).to(dtype)
+    weight = (torch.randn(vocab, d, generator=generator) * scale * d**-0.5).to(dtype)
+    targets = torch.randint(vocab, (n,), generator=generator)
+    return x.to(device), weight.to(device), targets.to(device)
+
+
+def reference(x, weight, targets):
+    """(loss, dx, dw) of the definition in float64."""
+    x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    loss = cross_entropy(x @ weight.T, targets)
+    return loss.detach(), *torch.autograd.grad(loss, (x, weight))
+
+
+def error(ours, exact) -> float:
+    return ((ours.double() - exact).norm() / exact.norm()).item()
+
+
+def padded(weight, rows: int, fill: float = 3.0):
+    """`weight` with rows that are no part of the vocabulary, and not zero either."""
+    return torch.cat((weight, torch.full((rows, weight.shape[1]), fill, dtype=weight.dtype, device=weight.device)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("n", "vocab", "d", "chunk_rows"), [(1, 67, 16, None), (5, 130, 24, 2), (33, 1000, 16, 16)])
+def test_loss_and_gradients_are_those_of_the_definition(device, kernels, dtype, n, vocab, d, chunk_rows):
+    x, weight, targets = problem(device, dtype, n, vocab, d)
+    exact = reference(x, weight, targets)
+    ours = linear_cross_entropy_gradients(x, weight, targets, chunk_rows=chunk_rows)
+    for a, b in zip(ours, exact, strict=True):
+        assert error(a, b) < TOLERANCE[dtype]
+    assert ours[0].dtype == torch.promote_types(dtype, torch.float32)
+    assert (ours[1].dtype, ours[2].dtype) == (dtype, dtype)
+    loss = linear_cross_entropy_loss(x, weight, targets, chunk_rows=chunk_rows)
+    assert torch.equal(loss, ours[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_rows", [None, 4])
+@pytest.mark.parametrize("wide", [False, True])
+def test_padding_gets_no_gradient_and_given_buffers_are_filled(device, kernels, dtype, chunk_rows, wide):
+    x, weight, targets = problem(device, dtype, 9, 67, 16)
+    exact = reference(x, weight, targets)
+    weight = padded(weight, 61)
+    dx = torch.full_like(x, 7.0)
+    dw = torch.full_like(weight, 7.0, dtype=torch.float32 if wide else dtype)
+    loss, same_dx, same_dw = linear_cross_entropy_gradients(x, weight, targets, 67, dx, dw, chunk_rows)
+    assert same_dx is dx
+    assert same_dw is dw
+    for a, b in zip((loss, dx, dw[:67]), exact, strict=True):
+        assert error(a, b) < TOLERANCE[dtype]
+    assert not dw[67:].any()
+    assert torch.equal(linear_cross_entropy_loss(x, weight, targets, 67, chunk_rows), loss)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 200), st.integers(1, 20), st.integers(1, 25), st.integers(0, 10**6))
+def test_any_shape_and_chunk(n, vocab, d, chunk_rows, seed):
+    x, weight, targets = problem("cpu", torch.float64, n, vocab, d, seed)
+    exact = reference(x, weight, targets)
+    ours = linear_cross_entropy_gradients(x, weight, targets, chunk_rows=chunk_rows)
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
+
+
+def extreme_logits(kind: str) -> torch.Tensor:
+    """(4, 100) logits."""
+    generator = torch.Generator().manual_seed(0)
+    logits = {
+        "huge": 1e4 * torch.randn(4, 100, generator=generator).sign(),
+        "all low": torch.full((4, 100), -1e4),
+        "equal": torch.zeros(4, 100),
+        "one hot": torch.eye(4, 100) * 1e4,
+        "spread": torch.linspace(-1e4, 1e4, 400).view(4, 100),
+    }
+    return logits[kind]
+
+
+@pytest.mark.parametrize("kind", ["huge", "all low", "equal", "one hot", "spread"])
+@pytest.mark.parametrize("rows", [0, 28])
+def test_extreme_logits(device, kernels, kind, rows):
+    """With x the identity the weight's rows are the logits' columns."""
+    logits = extreme_logits(kind)
+    x, weight = torch.eye(4, device=device), logits.T.contiguous().to(device)
+    targets = torch.tensor([0, 1, 99, 50], device=device)
+    exact = reference(x, weight, targets)
+    ours = linear_cross_entropy_gradients(x, padded(weight, rows, 3e4), targets, 100)
+    torch.testing.assert_close(ours[0], exact[0].float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours[2][:100], exact[2].float(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(ours[1], exact[1].float(), rtol=1e-5, atol=1e-3)
+
+
+def test_autograd_scales_by_what_comes_in(device, kernels):
+    x, weight, targets = problem(device, torch.float32, 9, 67, 16)
+    exact = reference(x, weight, targets)
+    x.requires_grad_()
+    weight.requires_grad_()
+    for factor in (1.0, -2.5):
+        loss = linear_cross_entropy(x, weight, targets)
+        grads = torch.autograd.grad(loss * factor, (x, weight), retain_graph=True)
+        again = torch.autograd.grad(loss * factor, (x, weight))
+        for grad, repeated, expected in zip(grads, again, exact[1:], strict=True):
+            assert error(grad, factor * expected) < TOLERANCE[torch.float32]
+            assert torch.equal(grad, repeated)
+    hidden = torch.tanh(x)  # through something else, and added to what is there
+    linear_cross_entropy(hidden, weight, targets).backward()
+    linear_cross_entropy(hidden.detach(), weight, targets).backward()
+    once = reference(hidden.detach(), weight, targets)
+    assert error(weight.grad, 2 * once[2]) < TOLERANCE[torch.float32]
+    assert error(x.grad, once[1] * (1 - hidden.detach().double() ** 2)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_what_needs_no_gradient_gets_none(device, kernels, frozen, monkeypatch):
+    x, weight, targets = problem(device, torch.float32, 9, 67, 16)
+    exact = dict(zip(("loss", "x", "weight"), reference(x, weight, targets), strict=True))
+    tensors = {"x": x, "weight": weight}
+    (trained,) = tensors.keys() - {frozen}
+    tensors[trained].requires_grad_()
+    linear_cross_entropy(x, weight, targets).backward()
+    assert tensors[frozen].grad is None
+    assert error(tensors[trained].grad, exact[trained]) < TOLERANCE[torch.float32]
+
+
+def test_without_gradients_only_the_loss_is_computed(device, kernels, monkeypatch):
+    x, weight, targets = problem(device, torch.float32, 9, 67, 16)
+    exact = reference(x, weight, targets)
+    x.requires_grad_()
+    monkeypatch.setattr(module, "_add_product", None)
+    with torch.no_grad():
+        loss = linear_cross_entropy(x, weight.requires_grad_(), targets)
+    assert not loss.requires_grad
+    assert error(loss, exact[0]) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("chunk_bytes", [module.CHUNK_BYTES, 1])
+def test_autocast_computes_products_in_bfloat16_and_keeps_the_weights_gradient_wide(
+    device, kernels, chunk_bytes, monkeypatch
+):
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+    x, weight, targets = problem(device, torch.float32, 150, 67, 16)
+    exact = reference(x, weight, targets)
+    x.requires_grad_()
+    weight.requires_grad_()
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = linear_cross_entropy(x, weight, targets)
+    loss.backward()
+    assert loss.dtype == x.grad.dtype == weight.grad.dtype == torch.float32
+    for a, b in zip((loss.detach(), x.grad, weight.grad), exact, strict=True):
+        assert 1e-7 < error(a, b) < TOLERANCE[torch.bfloat16]
+    assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
+
+
+def test_gradients_by_finite_differences():
+    x, weight, targets = problem("cpu", torch.float64, 5, 13, 4)
+    assert torch.autograd.gradcheck(linear_cross_entropy, (x.requires_grad_(), weight.requires_grad_(), targets))
+
+
+def test_strided_inputs(device, kernels):
+    x, weight, targets = problem(device, torch.float32, 9, 67, 16)
+    exact = reference(x, weight, targets)
+    strided = x.t().contiguous().t(), weight.t().contiguous().t(), targets.repeat_interleave(2)[::2]
+    for a, b in zip(linear_cross_entropy_gradients(*strided, chunk_rows=4), exact, strict=True):
+        assert error(a, b) < TOLERANCE[torch.float32]
+
+
+def test_the_same_numbers_every_time(device, kernels):
+    x, weight, targets = problem(device, torch.bfloat16, 33, 130, 16)
+    first, second = (linear_cross_entropy_gradients(x, weight, targets, chunk_rows=10) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_chunks_are_few_equal_and_within_their_memory():
+    for n in (1, 127, 128, 129, 5000, 16_384, 65_536):
+        for columns, itemsize in ((64, 2), (10_048, 2), (50_304, 2), (50_304, 4), (2**21, 4)):
+            rows = default_chunk_rows(n, columns, itemsize)
+            assert 1 <= rows <= n
+            assert rows == n or rows % 128 == 0
+            assert rows * columns * itemsize <= max(module.CHUNK_BYTES, 128 * columns * itemsize)
+            chunks = -(-n // rows)
+            assert chunks * rows - n < 128 * chunks
+    assert default_chunk_rows(16_384, 50_304, 2) == 5504
+
+
+def test_bad_input_is_refused_in_a_sentence():
+    x, weight, targets = problem("cpu", torch.float32, 5, 13, 4)
+    for bad, sentence in (
+        ((x[:0], weight, targets[:0]), "at least one row"),
+        ((x, weight, targets[:3]), "needs x"),
+        ((x, weight[:, :3], targets), "needs x"),
+        ((x, weight.double(), targets), "one type"),
+        ((x.half(), weight.half(), targets), "no float16"),
+        ((x, weight, targets + 13), "Targets must be from 0 to 12"),
+        ((x, weight, targets - 13), "Targets must be from 0 to 12"),
+    ):
+        for f in (linear_cross_entropy, linear_cross_entropy_gradients, linear_cross_entropy_loss):
+            with pytest.raises(UserError, match=sentence):
+                f(*bad)
+    with pytest.raises(UserError, match="num_rows must be from 1 to 13"):
+        linear_cross_entropy_loss(x, weight, targets, 14)
+    with pytest.raises(UserError, match="dw must have"):
+        linear_cross_entropy_gradients(x, weight, targets, dw=torch.zeros(12, 4))
+    with pytest.raises(UserError, match="dx must have"):
+        linear_cross_entropy_gradients(x, weight, targets, dx=torch.zeros(5, 4, dtype=torch.bfloat16))
+    with pytest.raises(UserError, match="Targets must be from 0 to 9"):
+        linear_cross_entropy_loss(x, weight, torch.full((5,), 10), 10)
+
+
+def test_triton_makes_the_loss_of_an_id_outside_the_vocabulary_nan(device):
+    pytest.importorskip("triton")
+    from lmcore.kernels.gpu.cross_entropy import softmax_gradient
+
+    for target in (-1, 67, 10**12):
+        logits, losses = torch.randn(2, 128, device=device), torch.zeros(2, device=device)
+        softmax_gradient(logits, torch.tensor([3, target], device=device), losses, 67, 1.0)
+        assert torch.isfinite(losses[0])
+        assert torch.isnan(losses[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "vocab", "d"), [(300, 50_257, 768), (1000, 10_000, 512), (129, 513, 80)])
+def test_real_sizes(dtype, n, vocab, d, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", 128 * 50_304 * 2)
+    x, weight, targets = problem("cuda", dtype, n, vocab, d)
+    exact = reference(x, weight, targets)
+    for rows in (0, -vocab % 64):
+        ours = linear_cross_entropy_gradients(x, padded(weight, rows), targets, vocab)
+        for a, b in zip((ours[0], ours[1], ours[2][:vocab]), exact, strict=True):
+            assert error(a, b) < TOLERANCE[dtype]
+        assert not ours[2][vocab:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_stays_small():
+    """16,384 rows, GPT-2's vocabulary, d_model 768: the logits alone would be 1.53 GiB in bfloat16."""
+    x, weight, targets = problem("cuda", torch.bfloat16, 16_384, 50_257, 768)
+    x.requires_grad_()
+    weight.requires_grad_()
+    linear_cross_entropy(x[:128], weight, targets[:128]).backward()  # workspaces of the matrix products
+    x.grad = weight.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    linear_cross_entropy(x, weight, targets).backward()
+    assert torch.cuda.max_memory_allocated() - before <= 0.7 * 2**30
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_captures_it():
+    x, weight, targets = problem("cuda", torch.bfloat16, 300, 1000, 64)
+    dx, dw = torch.empty_like(x), torch.empty_like(weight)
+    for _ in range(2):
+        linear_cross_entropy_gradients(x, weight, targets, dx=dx, dw=dw, chunk_rows=128)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss, _, _ = linear_cross_entropy_gradients(x, weight, targets, dx=dx, dw=dw, chunk_rows=128)
+    x.normal_()
+    graph.replay()
+    for a, b in zip((loss, dx, dw), reference(x, weight, targets), strict=True):
+        assert error(a, b) < TOLERANCE[torch.bfloat16]
