@@ -1,0 +1,166 @@
+"""The speed measurements of a machine (results/<machine>/speed.json): ours, the best peer and the target of each row.
+
+`benchmarks/speed.py` writes the file: rows of contestants, the targets, the machine's ceilings and its provenance.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lmcore.config import require
+from lmcore.files import read_json
+from lmcore.report.answers import format_bytes, format_count, format_percent, format_significant
+
+NAME = "speed.json"
+
+MEASURED_FIELDS = ["median", "low", "high", "peak_bytes", "rate", "share"]
+
+COLUMNS = [
+    "row", "group", "work", "settings", "contestant", "ours", "unit", *MEASURED_FIELDS, "repeats", "rate_unit",
+    "share_of", "outcome", "reason", "notes",
+]  # fmt: skip
+
+OUR_WAYS = ("lmcore", "plain", "+")
+"""How the names of our own contestants begin, the slower ones too."""
+
+COMPARED_GROUPS = ("step", "attention", "optimizer", "loss", "decode", "elementwise")
+"""Groups of rows in which ours stands beside peers; the others are for figures."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a speed file holds; a row for each contestant of each piece of work."""
+
+    rows: pd.DataFrame
+    targets: list[dict[str, Any]]
+    provenance: dict[str, Any]
+    ceilings: dict[str, float]
+
+    @property
+    def device(self) -> str:
+        """The chip that was measured."""
+        return str(self.provenance.get("device", "an unknown device"))
+
+    def of(self, group: str) -> pd.DataFrame:
+        """The rows of a group."""
+        return self.rows[self.rows["group"] == group]
+
+
+def read_speed(results: str | os.PathLike) -> Speed | None:
+    """The speed measurements in a folder of results; None if there are none. Raises `UserError` on a damaged file."""
+    path = Path(results) / NAME
+    if not path.exists():
+        return None
+    content = read_json(path)
+    keys = {"provenance", "ceilings", "rows", "targets"}
+    whole = isinstance(content, dict) and keys <= content.keys() and all(map(is_row, content["rows"]))
+    require(whole, f"{path} holds no speed measurements; make it with benchmarks/speed.py.")
+    rows = pd.DataFrame(content["rows"]).reindex(columns=COLUMNS)
+    for name in MEASURED_FIELDS:
+        rows[name] = rows[name].astype(float)
+    return Speed(rows, content["targets"], content["provenance"], content["ceilings"])
+
+
+def is_row(row: Any) -> bool:
+    """Whether this is a row of a speed file."""
+    return isinstance(row, dict) and {"row", "group", "work", "contestant", "ours", "outcome", "median"} <= row.keys()
+
+
+def fastest(rows: pd.DataFrame) -> pd.Series | None:
+    """The row with the smallest median of those that were measured."""
+    done = rows[(rows["outcome"] == "complete") & rows["median"].notna()]
+    return done.loc[done["median"].idxmin()] if len(done) else None
+
+
+def ours_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """Our rows: the fast path."""
+    return rows[rows["ours"].astype(bool)]
+
+
+def peers_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of other software; our own slower ways are no peers."""
+    return rows[~rows["ours"].astype(bool) & ~rows["contestant"].str.startswith(OUR_WAYS)]
+
+
+def comparison(speed: Speed) -> pd.DataFrame:
+    """One row for each piece of work with ours, the best peer and how many times as fast ours is, with its targets.
+
+    Columns: row, group, work, settings; ours and peer, rows as dictionaries or None where nothing was measured; ended,
+    how ours did in that case; faster; targets, each with what was `measured` and whether it is `reached`.
+    """
+    found = []
+    shown = speed.rows[speed.rows["group"].isin(COMPARED_GROUPS)]
+    for name, rows in shown.groupby("row", sort=False):
+        ours, peer = fastest(ours_of(rows)), fastest(peers_of(rows))
+        head = rows.iloc[0]
+        found.append(
+            {
+                **{key: head[key] for key in ("row", "group", "work", "settings")},
+                "ours": None if ours is None else ours.to_dict(),
+                "ended": None if ours is not None else outcome_words(ours_of(rows)),
+                "peer": None if peer is None else peer.to_dict(),
+                "faster": None if ours is None or peer is None else peer["median"] / ours["median"],
+                "targets": [judged(target, rows) for target in speed.targets if target["row"] == name],
+            }
+        )
+    return pd.DataFrame(found)
+
+
+def outcome_words(rows: pd.DataFrame) -> str:
+    """How contestants without a time have ended: "out of memory"."""
+    return ", ".join(dict.fromkeys(rows["outcome"])) or "absent"
+
+
+def judged(target: dict[str, Any], rows: pd.DataFrame) -> dict[str, Any]:
+    """The target with what was `measured`, and whether it is `reached`; both None where it was not measured.
+
+    `measure` is a field of our row, or "rate over NAME": our rate divided by that contestant's in the same rows.
+    """
+    ours, (field, _, other) = fastest(ours_of(rows)), target["measure"].partition(" over ")
+    value = None if ours is None or pd.isna(ours[field]) else float(ours[field])
+    if value is not None and other:
+        theirs = rows.loc[(rows["contestant"] == other) & (rows["outcome"] == "complete"), field].dropna()
+        value = value / float(theirs.iloc[0]) if len(theirs) else None
+    if value is None:
+        return target | {"measured": None, "reached": None}
+    reached = value <= target["at_most"] if "at_most" in target else value >= target["at_least"]
+    return target | {"measured": value, "reached": bool(reached)}
+
+
+def measure_words(target: dict[str, Any]) -> str:
+    """What was measured for a target, with its unit: "2.31 ms", "48.2%", "1.05 times cuDNN"."""
+    value, measure = target["measured"], target["measure"]
+    if value is None:
+        return "not measured"
+    if measure == "share":
+        return format_percent(value)
+    if measure == "peak_bytes":
+        return f"{format_significant(value / 2**30)} GiB"
+    if " over " in measure:
+        return f"{format_significant(value)} times {measure.partition(' over ')[2]}"
+    return f"{format_significant(value)} ms" if measure == "median" else f"{three_digits(value)} tok/s"
+
+
+def three_digits(value: float) -> str:
+    """A rate to three digits, whole numbers too: 23,200."""
+    return format_count(float(f"{value:.3g}"))
+
+
+def milliseconds(row: dict[str, Any] | None) -> str:
+    """The median of a row with its unit."""
+    return "–" if row is None else f"{format_significant(row['median'])} {row['unit']}"
+
+
+def rate_words(row: dict[str, Any] | None) -> str:
+    """The rate of a row with its unit, if it has one."""
+    if row is None or pd.isna(row["rate"]):
+        return ""
+    return f"{three_digits(row['rate'])} {row['rate_unit']}"
+
+
+def bytes_words(row: dict[str, Any] | None) -> str:
+    """The memory of a row, if it is known."""
+    return "" if row is None or pd.isna(row["peak_bytes"]) else format_bytes(row["peak_bytes"])

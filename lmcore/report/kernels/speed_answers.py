@@ -1,0 +1,164 @@
+"""Words about the speed measurements of the reference machine: the table, the targets, and what limits the misses."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lmcore.report.answers import format_percent, format_significant, join_words
+from lmcore.report.kernels.speed import (
+    Speed,
+    comparison,
+    measure_words,
+    milliseconds,
+    rate_words,
+    read_speed,
+)
+
+NO_FILE = (
+    "The kernels have not been measured beside their peers on the reference machine yet: "
+    "`python benchmarks/speed.py` does it on a GPU and writes the table here."
+)
+
+SUMMARIZED = ("step", "attention", "optimizer", "loss", "decode")
+"""Groups of which the README shows the rows that have a target."""
+
+
+def speed_table(speed: Speed, only_targets: bool = False) -> str:
+    """Every piece of work as a row of a Markdown table: ours, the best peer, the ratio, and the target.
+
+    With `only_targets`, those for which a target is set.
+    """
+    rows = [speed_row(row) for row in comparison(speed).to_dict("records") if row["targets"] or not only_targets]
+    return pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True)
+
+
+def speed_row(row: Mapping[str, Any]) -> dict[str, str]:
+    """One row of the table, as text."""
+    ours, peer = row["ours"], row["peer"]
+    return {
+        "work": row["work"],
+        "lmcore": _figures(ours) if ours else row["ended"],
+        "best peer": f"{_figures(peer)} ({peer['contestant']})" if peer else "–",
+        "times as fast": "–" if row["faster"] is None or pd.isna(row["faster"]) else f"{row['faster']:.2f}",
+        "target": "; ".join(target_words(target) for target in row["targets"]) or "–",
+    }
+
+
+def _figures(row: Mapping[str, Any] | None) -> str:
+    parts = [part for part in (milliseconds(row), rate_words(row)) if part]
+    if row is not None and row["group"] == "decode":
+        parts = parts[1:] or parts
+    return ", ".join(parts)
+
+
+def target_words(target: Mapping[str, Any]) -> str:
+    """A target and whether it is reached: "≤ 2.4 ms: yes", or what came out instead."""
+    if target["reached"] is None:
+        return f"{target['text']}: not measured"
+    return f"{target['text']}: {'yes' if target['reached'] else f'**no**, {measure_words(target)}'}"
+
+
+def limits(row: Mapping[str, Any]) -> str:
+    """What our row of a missed target reaches of what the machine can do, in words; with what the record notes."""
+    ours = row["ours"]
+    if ours is None:
+        return ""
+    parts = []
+    if not pd.isna(ours["share"]):
+        parts.append(f"it runs at {format_percent(ours['share'], 2)} of the {ours['share_of'] or 'ceiling'}")
+    notes = ours["notes"] if isinstance(ours["notes"], dict) else {}
+    if limit := notes.get("limit"):
+        parts.append(str(limit))
+    return ", ".join(parts)
+
+
+def misses(speed: Speed) -> str:
+    """The targets that are not reached, each with its number and what limits it; or that all are."""
+    judged = [(row, target) for row in comparison(speed).to_dict("records") for target in row["targets"]]
+    measured = [(row, target) for row, target in judged if target["reached"] is not None]
+    missed = [(row, target) for row, target in measured if not target["reached"]]
+    unmeasured = list(dict.fromkeys(row["work"] for row, target in judged if target["reached"] is None))
+    reached = len(measured) - len(missed)
+    text = f"{reached} of {len(measured)} targets are reached." if measured else "No target was measured."
+    if measured and not missed:
+        text = f"All {len(measured)} targets are reached."
+    if unmeasured:
+        text += f" Not measured: {join_words(unmeasured)}."
+    if not missed:
+        return text
+    lines = []
+    for name in dict.fromkeys(row["row"] for row, _ in missed):
+        row = next(row for row, _ in missed if row["row"] == name)
+        told = [
+            f"{measure_words(target)} (target {target['text']})" for other, target in missed if other["row"] == name
+        ]
+        timed = [t for other, t in missed if other["row"] == name and t["measure"] not in ("share", "peak_bytes")]
+        lines.append(f"- {row['work']}: {'; '.join([join_words(told), *([limits(row)] if timed else [])])}.")
+    return text + " Missed:\n\n" + "\n".join(lines)
+
+
+def ratios_sentence(speed: Speed) -> str:
+    """Between which ratios ours is faster than the best peer, by group."""
+    rows = comparison(speed)
+    rows = rows[rows["faster"].notna()]
+    names = {
+        "step": "a training step", "attention": "attention", "optimizer": "AdamW", "loss": "the loss",
+        "decode": "decoding", "elementwise": "elementwise kernels",
+    }  # fmt: skip
+    parts = []
+    for group, words in names.items():
+        ratios = rows.loc[rows["group"] == group, "faster"].astype(float)
+        if len(ratios):
+            low, high = format_significant(ratios.min(), 3), format_significant(ratios.max(), 3)
+            parts.append(f"{words} {low if low == high else f'{low} to {high}'}")
+    return f"Times as fast as the best peer: {join_words(parts)}." if parts else ""
+
+
+def ceilings_sentence(speed: Speed) -> str:
+    """What the machine can do at best, as measured in the same run."""
+    known = speed.ceilings
+    copy, product = known.get("copy_bytes_per_second"), known.get("bf16_flops_per_second")
+    if not copy or not product:
+        return ""
+    return (
+        f"Ceilings measured in the same run: a large copy {format_significant(copy / 1e12)} TB/s, a large bf16 matrix "
+        f"product {format_significant(product / 1e12)} TFLOP/s."
+    )
+
+
+def reference_answer(speed: Speed | None) -> str:
+    """The whole table of the reference machine with its targets; a sentence where there is no file."""
+    if speed is None:
+        return NO_FILE
+    versions = _versions(speed.provenance)
+    text = (
+        f"On one {speed.device}{versions}, medians, all contestants of a row in one process, taking turns:\n\n"
+        f"{speed_table(speed)}\n\n{ratios_sentence(speed)} {ceilings_sentence(speed)} {misses(speed)}"
+    )
+    return text.strip()
+
+
+def _versions(provenance: Mapping[str, Any]) -> str:
+    torch, packages = provenance.get("torch"), provenance.get("packages") or {}
+    named = [f"PyTorch {torch}"] if torch else []
+    named += [f"{name} {packages[name]}" for name in ("triton", "transformers") if packages.get(name)]
+    return f" with {join_words(named)}" if named else ""
+
+
+def speed_block(results: str | os.PathLike) -> str:
+    """What the README says of the fast path: the rows with targets, ratios and misses; numbers from the file alone."""
+    speed = read_speed(results)
+    if speed is None:
+        return f"{NO_FILE}\n"
+    folder = Path(results).name
+    return (
+        f"One {speed.device}{_versions(speed.provenance)}, bf16, everything in one run; medians:\n\n"
+        f"{speed_table(speed, only_targets=True)}\n\n"
+        f"{ratios_sentence(speed)} {ceilings_sentence(speed)}\n\n{misses(speed)}\n\n"
+        f"All rows, with peers, spread and memory: [`speed.json`](results/{folder}/speed.json); what was tried on the "
+        "way: [`benchmarks/LOG.md`](benchmarks/LOG.md). Notebook 07 explains each gain and measures it on your "
+        "machine.\n"
+    )
