@@ -14,7 +14,6 @@ from torch import Tensor
 from lmcore.config import GenerateConfig, ModelConfig, require
 from lmcore.kernels import decode as ops
 from lmcore.model import TransformerLM
-from lmcore.sampling import draw
 
 GREEDY = GenerateConfig(temperature=0)
 KEYS_PER_PART = 64
@@ -212,10 +211,8 @@ class FusedDecoder:
         state = (self._tokens, self._steps, self._positions, self.model.token_embeddings.weight, x, self.num_slots)
         if self.config.temperature == 0:
             ops.greedy(self._logits, self.num_ids, *state, overlap=True)
-            return
-        logits = self._logits[:, : self.num_ids]
-        u = self._uniforms.gather(0, (self._steps.long() % self.capacity).unsqueeze(0)).squeeze(0)
-        ops.advance(ops.finite_or_minus_one(logits, draw(logits, self.config, u)), *state)
+        else:
+            ops.sampled(self._logits, self.num_ids, self.config, self._uniforms, *state, overlap=True)
 
 
 class _Slots:

@@ -8,7 +8,7 @@ For each layer, on the residual stream x (B, D) in float32, with weights W in th
     h = silu(W_1 norm(x)) W_3 norm(x) `norm_swiglu`
     x += W_2 h                        `linear_add`
 
-then `greedy` or `advance` takes the next token. Outputs are written into tensors that exist, so that a step can be
+then `greedy` or `sampled` takes the next token. Outputs are written into tensors that exist, so that a step can be
 one CUDA graph. With `overlap` a kernel may begin, on a chip that can, before the one in front of it has ended; that
 is wrong for the first of a step only, which must see what the last of the step before has written.
 
@@ -22,8 +22,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lmcore.config import GenerateConfig
 from lmcore.functional import at_least_float32, silu
 from lmcore.kernels.support import runs_triton
+from lmcore.sampling import draw
 
 
 def norm_linear(
@@ -138,6 +140,34 @@ def greedy(
         return
     chosen = finite_or_minus_one(logits[:, :num_ids], logits[:, :num_ids].argmax(dim=-1))
     advance(chosen, tokens, steps, positions, embedding, x, num_slots)
+
+
+def sampled(
+    logits: Float[Tensor, "B V"],
+    num_ids: int,
+    config: GenerateConfig,
+    uniforms: Float[Tensor, "capacity B"],
+    tokens: Int[Tensor, "capacity B"],
+    steps: Int[Tensor, "B"],
+    positions: Int[Tensor, "B"],
+    embedding: Float[Tensor, "V D"],
+    x: Float[Tensor, "B D"],
+    num_slots: int,
+    overlap: bool = False,
+) -> None:
+    """Draws from the first `num_ids` tokens as `lmcore.sampling.draw` does; -1 if a logit is not finite.
+
+    Row b uses the uniform number `uniforms[steps[b] % capacity, b]`. See `advance` for the rest. The kernel finds the
+    token without sorting; where a uniform number is within rounding of the edge between two tokens it may take the
+    other one.
+    """
+    state = (tokens, steps, positions, embedding, x, num_slots)
+    if runs_triton(x.device) and num_ids <= _gpu().MAX_SAMPLED:
+        _gpu().sampled(logits, num_ids, config, uniforms, *state, overlap)
+        return
+    logits = logits[:, :num_ids]
+    u = uniforms.gather(0, (steps.long() % uniforms.shape[0]).unsqueeze(0)).squeeze(0)
+    advance(finite_or_minus_one(logits, draw(logits, config, u)), *state)
 
 
 def advance(
