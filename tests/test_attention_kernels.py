@@ -1,0 +1,326 @@
+"""FlashAttention against the definition in float64: the tiled explanation, Triton's kernels and the Hopper kernels."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lmcore.errors import UserError
+from lmcore.functional import scaled_dot_product_attention
+from lmcore.kernels import attention_tiled
+from lmcore.kernels.attention import (
+    attention_backward,
+    attention_forward,
+    backward_op,
+    flash_attention,
+    forward_op,
+    hopper_kernels,
+)
+from lmcore.kernels.support import is_hopper
+from lmcore.model import causal_mask
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
+"""Of the norm of a difference, relative to the norm: half precision rounds P and dS to it before their products."""
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def packed(batch: int, length: int, heads: int, size: int, dtype=torch.float32, device="cpu", seed=0) -> list[Tensor]:
+    """Q, K and V as views of one buffer, and the output's gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, length, 4, heads, size, generator=generator).to(device, dtype)
+    return [*x[:, :, :3].clone().permute(2, 0, 3, 1, 4), x[:, :, 3].transpose(1, 2)]
+
+
+def defined(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> list[Tensor]:
+    """Output and gradients of the definition in float64."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    o = scaled_dot_product_attention(q, k, v, causal_mask(q.shape[-2], q.shape[-2], q.device) if causal else None)
+    return [o.detach(), *torch.autograd.grad(o, (q, k, v), do.double())]
+
+
+def assert_close(found, wanted, tolerance: float, slack: float = 0.0) -> None:
+    """Relative to the norm, which of gradients that vanish is a hundredth of the largest; `slack` is absolute."""
+    least = max(1e-2 * reference.norm().item() for reference in wanted)
+    for name, ours, reference in zip(("o", "dq", "dk", "dv"), found, wanted, strict=True):
+        allowed = tolerance * max(reference.norm().item(), least) + slack
+        assert (ours.double() - reference).norm().item() <= allowed, name
+
+
+def by_module(module, q, k, v, do, causal, **options) -> list[Tensor]:
+    """Output and gradients of one implementation, into views of one buffer that held something else."""
+    batch, heads, length, size = q.shape
+    made = torch.full((batch, length, 4, heads, size), 7.0, device=q.device, dtype=q.dtype)
+    o, *gradients = made.permute(2, 0, 3, 1, 4)
+    given, lse = module.forward(q, k, v, causal, o, **options)
+    assert given is o
+    module.backward(q, k, v, o, lse, do, causal, *gradients, **options)
+    return [o, *gradients]
+
+
+# the explanation
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 9), st.integers(1, 8), st.booleans())
+def test_tiled_attention_is_the_definition(length, size, tile, causal):
+    tensors = packed(2, length, 3, size, torch.float64, seed=length)
+    assert_close(by_module(attention_tiled, *tensors, causal, tile=tile), defined(*tensors, causal), 1e-12)
+
+
+def test_tiled_attention_never_holds_all_scores():
+    """The largest tensor that it makes beside its results is a tile of scores."""
+    largest = 0
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, Tensor):
+                largest = max(largest, result.numel())
+            return result
+
+    tensors = packed(1, 64, 1, 8)
+    with Largest():
+        by_module(attention_tiled, *tensors, True, tile=16)
+    assert 16 * 16 <= largest < 64 * 64
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_by_differences(causal):
+    q, k, v = (x.contiguous().requires_grad_() for x in packed(1, 5, 2, 3, torch.float64)[:3])
+    assert torch.autograd.gradcheck(lambda *x: flash_attention(*x, causal), (q, k, v))
+
+
+# the public function
+
+
+@pytest.mark.parametrize("shape", [(3, 7, 16), (2, 3, 7, 16), (2, 1, 3, 7, 16)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_any_leading_dimensions_and_types(shape, dtype, device):
+    q, k, v, do = (torch.randn(shape).to(device, dtype).requires_grad_() for _ in range(4))
+    o = flash_attention(q, k, v)
+    assert o.dtype == dtype
+    assert o.shape == shape
+    found = [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
+    assert_close(found, defined(q, k, v, do, True), TOLERANCE[dtype])
+
+
+def test_features_that_are_not_side_by_side(device):
+    q, k, v, do = (x.to(device).mT.contiguous().mT.requires_grad_() for x in packed(2, 6, 2, 16))
+    o = flash_attention(q, k, v)
+    found = [o.detach(), *torch.autograd.grad(o, (q, k, v), torch.ones_like(o).sum().expand_as(o))]
+    assert_close(found, defined(q, k, v, torch.full_like(do, o.numel()), True), 1e-5)
+
+
+def test_operators_keep_their_promises(device):
+    q, k, v, do = packed(1, 5, 2, 16, device=device)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(forward_op, (*inputs, True))
+    o, lse = attention_forward(q, k, v, True)
+    torch.library.opcheck(backward_op, (q, k, v, o, lse, do, True))
+
+
+def test_compiled_and_under_autocast(device):
+    q, k, v, do = packed(2, 9, 2, 16, device=device)
+    q.requires_grad_()
+    compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager")
+    found = []
+    with torch.autocast(device.type, torch.bfloat16):
+        for function in (compiled, flash_attention):
+            o = function(q, k, v)
+            assert o.dtype == torch.bfloat16
+            found.append((o.detach(), torch.autograd.grad(o, q, do.bfloat16())[0]))
+    for ours, plain, wanted in zip(*found, defined(q, k, v, do, True)[:2], strict=True):
+        assert torch.equal(ours, plain)
+        assert (plain.double() - wanted).norm() < 1e-2 * wanted.norm()
+    with torch.no_grad():
+        assert flash_attention(q, k, v).grad_fn is None
+
+
+def test_what_is_kept_is_the_log_sum_exp_alone(device):
+    q, k, v = (x.contiguous().requires_grad_() for x in packed(2, 128, 2, 16, device=device)[:3])
+    kept = []
+
+    def pack(x: Tensor) -> Tensor:
+        kept.append(x.untyped_storage())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        flash_attention(q, k, v)
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in kept}
+    assert sorted(sizes.values()) == [4 * 2 * 2 * 128] + 4 * [q.nbytes]
+
+
+def test_nothing_to_attend_to(device):
+    for shape in ((0, 2, 3, 16), (2, 2, 0, 16)):
+        x = torch.zeros(shape, device=device, requires_grad=True)
+        o = flash_attention(x, x, x)
+        assert o.shape == shape
+        o.sum().backward()
+        assert x.grad.shape == shape
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    x = torch.zeros(2, 3, 5, 16)
+    with pytest.raises(UserError, match="not 5 queries with 9 keys and 9 values: plain attention serves those"):
+        flash_attention(x, torch.zeros(2, 3, 9, 16), torch.zeros(2, 3, 9, 16))
+    with pytest.raises(UserError, match=r"of one shape, not \(2, 3, 5, 16\), \(2, 3, 5, 16\) and \(2, 3, 5, 8\)"):
+        flash_attention(x, x, x[..., :8])
+    with pytest.raises(UserError, match="one type and device, not float32 on cpu, float64 on cpu"):
+        flash_attention(x, x, x.double())
+    with pytest.raises(UserError, match=r"takes \(..., H, T, K\), not \(5, 16\)"):
+        flash_attention(x[0, 0], x[0, 0], x[0, 0])
+    with pytest.raises(UserError, match=r"floating-point numbers, not torch\.int64"):
+        flash_attention(x.long(), x.long(), x.long())
+
+
+# Triton's kernels: in the interpreter, or on a GPU
+
+PORTABLE = [
+    (1, 16, True), (17, 80, False), (63, 32, True), (65, 48, False), (130, 16, True), (130, 16, False), (97, 20, True)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("length", "size", "causal"), PORTABLE)
+def test_portable_kernels_are_the_definition(length, size, causal, dtype, device):
+    pytest.importorskip("triton")
+    from lmcore.kernels.gpu import attention
+
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter multiplies matrices of bfloat16 as if they were integers")
+    tensors = packed(1, length, 2, size, dtype, device, seed=length)
+    assert_close(by_module(attention, *tensors, causal), defined(*tensors, causal), TOLERANCE[dtype])
+
+
+SCALES = {"large": (100.0, 100.0), "one wins": (1e3, 1e1), "equal": (0.0, 1.0), "negative": (-30.0, 30.0)}
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")  # outside the tensor
+@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize("implementation", ["tiled", "portable"])
+def test_extreme_scores(kind, implementation, device):
+    """Scores of ten thousand, all alike, or all far below zero, where exponentials of scores would vanish."""
+    module = attention_tiled
+    if implementation == "portable":
+        pytest.importorskip("triton")
+        from lmcore.kernels.gpu import attention as module
+    q, k, v, do = packed(1, 70, 1, 16, device=device)
+    if kind == "negative":
+        q, k = q.abs(), k.abs()
+    q, k = q * SCALES[kind][0], k * SCALES[kind][1]
+    for causal in (True, False):
+        wanted = defined(q, k, v, do, causal)
+        scores = (q.double() @ k.double().mT / 4).abs().max().item()
+        assert (scores > 5e3) == (kind != "equal")
+        # a score of 1e4 is known to 1e-3 in float32, and so is its exponential, here as in the definition; where one
+        # key has all the weight, dQ and dK are zero, and computed as differences of numbers as large as K and Q
+        slack = 1e-6 * max(q.norm().item(), k.norm().item())
+        assert_close(by_module(module, q, k, v, do, causal), wanted, max(1e-5, 2e-7 * scores), slack)
+
+
+def test_portable_kernels_repeat_bit_by_bit(device):
+    pytest.importorskip("triton")
+    from lmcore.kernels.gpu import attention
+
+    tensors = packed(1, 70, 2, 16, torch.float16, device)
+    first, second = (by_module(attention, *tensors, True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# Hopper's kernels
+
+
+def compiled_for_hopper() -> list[dict]:
+    """Lines of `tests/hopper_compilation.py`, in a process of its own: Triton must not be its interpreter there."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("hopper_compilation.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_hopper_kernels_compile_without_a_gpu():
+    """For the chip, not on it: registers suffice, and matrix products stay asynchronous (ptxas says if not)."""
+    pytest.importorskip("triton")
+    rows = compiled_for_hopper()
+    assert {row["kernel"] for row in rows} == {"forward_kernel", "backward_kernel"}
+    for row in rows:
+        assert not row["serialized"], row
+        assert row["spilled_bytes"] <= (128 if row["size"] == 128 and row["kernel"] == "backward_kernel" else 0), row
+        assert row["shared_bytes"] <= 227 * 1024, row
+
+
+def hopper() -> bool:
+    return torch.cuda.is_available() and is_hopper(torch.device("cuda")) and hopper_kernels() is not None
+
+
+on_hopper = pytest.mark.skipif(not hopper(), reason="needs a GPU with Hopper's instructions")
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [1, 17, 64, 127, 129, 256, 1000])
+@pytest.mark.parametrize("size", [16, 32, 48, 64, 80, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_hopper_kernels_are_the_definition(dtype, size, length, causal, device):
+    from lmcore.kernels.gpu import attention_hopper
+
+    tensors = packed(2, length, 3, size, dtype, device, seed=torch.randint(2**31, ()).item())
+    assert_close(by_module(attention_hopper, *tensors, causal), defined(*tensors, causal), TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_hopper_kernels_with_keys_far_below_zero(device):
+    """Keys behind the last position are zeros: their exponentials would overflow beside scores far below zero."""
+    q, k, v, do = packed(1, 100, 2, 64, torch.bfloat16, device)
+    q, k = q.abs() * 10, -k.abs() * 10
+    found = [*attention_forward(q, k, v, False)]
+    found[1:] = attention_backward(q, k, v, *found, do, False)
+    assert_close(found, defined(q, k, v, do, False), 0.05)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_hopper_kernels_repeat(device):
+    """But for dQ, whose parts are added in any order, unless determinism is asked for."""
+    q, k, v, do = packed(2, 1024, 4, 128, torch.bfloat16, device)
+    o, lse = attention_forward(q, k, v, True)
+    first = attention_backward(q, k, v, o, lse, do, True)
+    fixed = attention_backward(q, k, v, o, lse, do, True, deterministic=True)
+    for _ in range(10):
+        again = attention_backward(q, k, v, o, lse, do, True)
+        assert torch.equal(first[1], again[1])
+        assert torch.equal(first[2], again[2])
+        again = attention_backward(q, k, v, o, lse, do, True, deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(fixed, again, strict=True))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("size", [20, 64, 80])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_graph_holds_both_passes(dtype, size, device):
+    """Captured once, replayed on other values; head size 20 is none that TMA could copy."""
+    q, k, v, do = packed(2, 200, 3, size, dtype, device)
+    o, lse = attention_forward(q, k, v, True)
+    gradients = attention_backward(q, k, v, o, lse, do, True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, lse = attention_forward(q, k, v, True)
+        gradients = attention_backward(q, k, v, o, lse, do, True)
+    for x, new in zip((q, k, v, do), packed(2, 200, 3, size, dtype, device, seed=1), strict=True):
+        x.copy_(new)
+    graph.replay()
+    assert_close([o, *gradients], defined(q, k, v, do, True), TOLERANCE[dtype])
