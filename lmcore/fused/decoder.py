@@ -129,19 +129,16 @@ class FusedDecoder:
 
         The plain model computes the keys and values of all tokens but the last, which the next step is fed.
         """
+        longest = max(map(len, windows))
+        require(min(map(len, windows)) > 0, "A window to continue must hold a token.")
+        require(longest <= self.num_slots, f"A window of {longest} tokens does not fit into {self.num_slots} slots.")
         lengths = torch.tensor([len(window) - 1 for window in windows])
         which, last = torch.tensor(rows), torch.tensor([window[-1] for window in windows])
-        require(int(lengths.min()) >= 0, "A window to continue must hold a token.")
-        require(
-            int(lengths.max()) < self.num_slots,
-            f"A window of {int(lengths.max()) + 1} tokens does not fit into {self.num_slots} slots.",
-        )
         which, last = which.to(self.device), last.to(self.device)
         self._positions[which] = lengths.to(self.device, torch.int32)
         self._x[which] = self.model.token_embeddings.weight[last].to(self._x.dtype)
-        longest = int(lengths.max())
-        if longest:
-            tokens = torch.tensor([[*window[:-1], *[0] * (longest + 1 - len(window))] for window in windows])
+        if longest > 1:
+            tokens = torch.tensor([[*window[:-1], *[0] * (longest - len(window))] for window in windows])
             self._prefill(which, tokens.to(self.device))
 
     def _prefill(self, rows: Int[Tensor, "rows"], tokens: Int[Tensor, "rows seq"]) -> None:
@@ -170,8 +167,7 @@ class FusedDecoder:
         require(
             0 < num_tokens <= self.capacity, f"decode takes 1 to {self.capacity} tokens at a time, not {num_tokens}."
         )
-        ring = torch.arange(self._done, self._done + num_tokens) % self.capacity
-        ring = ring.to(self.device, non_blocking=True)
+        ring = torch.arange(self._done, self._done + num_tokens, device=self.device) % self.capacity
         if self.config.temperature > 0:
             require(uniforms is not None, "decode needs uniforms to draw tokens with.")
             self._uniforms[ring] = uniforms.to(self._uniforms)

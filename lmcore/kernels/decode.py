@@ -138,7 +138,8 @@ def greedy(
     if runs_triton(x.device):
         _gpu().greedy(logits, num_ids, tokens, steps, positions, embedding, x, num_slots, overlap)
         return
-    chosen = finite_or_minus_one(logits[:, :num_ids], logits[:, :num_ids].argmax(dim=-1))
+    logits = logits[:, :num_ids]
+    chosen = torch.where(logits.isfinite().all(dim=-1), logits.argmax(dim=-1), -1)
     advance(chosen, tokens, steps, positions, embedding, x, num_slots)
 
 
@@ -167,7 +168,9 @@ def sampled(
         return
     logits = logits[:, :num_ids]
     u = uniforms.gather(0, (steps.long() % uniforms.shape[0]).unsqueeze(0)).squeeze(0)
-    advance(finite_or_minus_one(logits, draw(logits, config, u)), *state)
+    finite = logits.isfinite().all(dim=-1)
+    chosen = draw(torch.where(finite.unsqueeze(-1), logits, 0.0), config, u)
+    advance(torch.where(finite, chosen, -1), *state)
 
 
 def advance(
@@ -191,11 +194,6 @@ def advance(
     steps.add_(1)
     positions.add_(1).clamp_(max=num_slots - 1)
     x.copy_(embedding[chosen.clamp(min=0).long()])
-
-
-def finite_or_minus_one(logits: Float[Tensor, "B V"], chosen: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
-    """The chosen tokens, -1 where a logit of the row is NaN or infinite."""
-    return torch.where(logits.isfinite().all(dim=-1), chosen, -1)
 
 
 def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:

@@ -350,10 +350,11 @@ def _sampled_kernel(
         total = tl.sum(tl.where(keys > last, mass, 0.0), 0) + kept * p
     if TOP_P:
         nucleus = tl.max(_key_where_reached(keys, mass, top_p * total, False), 0)
+        below = nucleus > last
         last = tl.maximum(last, nucleus)
         before = tl.sum(tl.where(keys > last, mass, 0.0), 0)
         p = tl.max(tl.where(keys == last, mass, 0.0), 0)
-        limit = tl.where(nucleus < last, kept, tl.sum(tl.where(keys == last, 1, 0), 0))
+        limit = tl.where(below, tl.sum(tl.where(keys == last, 1, 0), 0), kept)
         kept = tl.minimum(tl.maximum(tl.ceil((top_p * total - before) / p).to(tl.int32), 1), limit)
         total = before + kept * p
     u = tl.load(uniforms_ptr + (tl.load(steps_ptr + row) % capacity) * batch + row)

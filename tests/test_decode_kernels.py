@@ -1,0 +1,311 @@
+"""The kernels of a decoding step: the plain versions against float64 definitions, Triton's against the plain ones."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcore.config import GenerateConfig
+from lmcore.functional import scaled_dot_product_attention, silu
+from lmcore.kernels import decode as plain
+from lmcore.model import RMSNorm, RotaryPositionalEmbedding
+from lmcore.sampling import next_token_distribution
+
+HALF = pytest.param(torch.bfloat16, id="bf16")
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Of weights in that dtype; the sums are in float32 everywhere."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    pytest.importorskip("triton")
+    from lmcore.kernels.gpu import decode
+
+    return decode
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def draw(seed: int, device: torch.device):
+    """Fresh random tensors of a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=generator).to(device)
+
+
+def normed(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    norm = RMSNorm(x.shape[-1], device=x.device, dtype=torch.float64)
+    norm.weight.data.copy_(gain)
+    return norm(x.double()).detach()
+
+
+# ---------------------------------------------------------------------------------------------- matrix products
+
+SHAPES = [(1, 48, 50), (3, 33, 21), (6, 48, 50)]  # rows, D, F: sums in registers; tiles
+
+
+def products(x, gain, matrix, hidden, down, dtype):
+    """The three products, as (function's name, arguments, float64 definition)."""
+    y = normed(x, gain) @ matrix.double().T
+    gate, up = y.chunk(2, dim=-1)
+    return [
+        ("norm_linear", (x, gain, matrix), y),
+        ("norm_swiglu", (x, gain, matrix), silu(gate) * up),
+        ("linear_add", (hidden, down), x.double() + hidden.double() @ down.double().T),
+    ]
+
+
+def run(module_or_kernel, name: str, arguments, x, expected) -> torch.Tensor:
+    """The product by the plain version, or by the kernel in its place."""
+    out = x.clone() if name == "linear_add" else torch.full(expected.shape, math.nan, device=x.device)
+    if module_or_kernel is plain:
+        getattr(plain, name)(*arguments, out)
+    elif name == "linear_add":
+        module_or_kernel.linear(*arguments, out, add=True)
+    else:
+        x, gain, matrix = arguments
+        module_or_kernel.linear(x, matrix, out, gain=gain, gated=name == "norm_swiglu")
+    return out
+
+
+def check_products(implementation, rows, d_model, d_ff, dtype, device, scale=1.0, seed=0):
+    tensor = draw(seed, device)
+    x, gain, hidden = scale * tensor(rows, d_model), 1 + 0.3 * tensor(d_model), tensor(rows, d_ff)
+    matrix, down = tensor(2 * d_ff, d_model).to(dtype) / math.sqrt(d_model), tensor(d_model, d_ff).to(dtype)
+    for name, arguments, expected in products(x, gain, matrix, hidden, down, dtype):
+        found = run(implementation, name, arguments, x, expected)
+        assert error(found, expected) < TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_plain_products_are_the_definitions(shape, dtype):
+    check_products(plain, *shape, dtype, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_product_kernels_are_the_definitions(gpu, device, shape, dtype):
+    if device.type == "cpu" and dtype == torch.bfloat16 and shape[0] > gpu.VECTOR_ROWS:
+        pytest.skip("the interpreter multiplies bfloat16 tiles as if they were integers")
+    check_products(gpu, *shape, dtype, device)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_product_kernels_at_extreme_values(gpu, device, scale):
+    tensor = draw(1, device)
+    x, gain, matrix = scale * tensor(2, 48), tensor(48), tensor(11, 48)
+    out = torch.full((2, 11), math.nan, device=device)
+    gpu.linear(x, matrix, out, gain=gain)
+    expected = normed(x, gain) @ matrix.double().T
+    assert (out.double() - expected).norm() <= 2e-6 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 17, 64, 100])
+@pytest.mark.parametrize(("d_model", "d_ff"), [(512, 1344), (768, 3072), (2560, 10240), (80, 96)])
+def test_product_kernels_at_real_sizes(gpu, rows, d_model, d_ff, dtype):
+    check_products(gpu, rows, d_model, d_ff, dtype, torch.device("cuda"), seed=rows)
+
+
+# ---------------------------------------------------------------------------------------------- attention
+
+
+def attention_case(rows, heads, head_size, slots, dtype, device, seed=0):
+    tensor = draw(seed, device)
+    rope = RotaryPositionalEmbedding(10_000.0, head_size, slots, device=device)
+    keys, values = (tensor(rows, heads, slots, head_size).to(dtype) for _ in range(2))
+    qkv = tensor(rows, 3 * heads * head_size)
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.randint(0, slots, (rows,), generator=generator, dtype=torch.int32).to(device)
+    positions[0], positions[-1] = 0, slots - 1  # (of one row: the last)
+    return qkv, rope, keys, values, positions
+
+
+def check_attention(attend, combine, rows, heads, head_size, slots, parts, dtype, device, seed=0):
+    """Attention and output projection against the definitions of the model, row by row, in float64."""
+    qkv, rope, keys, values, positions = attention_case(rows, heads, head_size, slots, dtype, device, seed)
+    width = heads * head_size
+    split = torch.full((parts, rows, width), math.nan, device=device)
+    lse = torch.full((parts, rows, heads), math.nan, device=device)
+    before = keys.clone(), values.clone()
+    attend(qkv, rope.cos, rope.sin, keys, values, positions, split, lse)
+    weight, x = draw(seed + 1, device)(width, width).to(dtype), torch.zeros(rows, width, device=device)
+    combine(split, lse, weight, x)
+    for row, position in enumerate(positions.tolist()):
+        q, k, v = qkv[row].double().view(3, heads, 1, head_size)
+        at = torch.tensor([position], device=device)
+        k, v = rope(k, at).to(dtype).double(), v.to(dtype).double()
+        all_keys = torch.cat((before[0][row, :, :position].double(), k), dim=1)
+        all_values = torch.cat((before[1][row, :, :position].double(), v), dim=1)
+        expected = scaled_dot_product_attention(rope(q, at), all_keys, all_values).flatten() @ weight.double().T
+        assert error(x[row], expected) < TOLERANCE[dtype]
+        # the new key and value are in their slot, and no other slot has changed
+        assert error(keys[row, :, position], k[:, 0]) < TOLERANCE[dtype]
+        assert error(values[row, :, position], v[:, 0]) < TOLERANCE[dtype]
+        others = torch.arange(slots, device=device) != position
+        assert torch.equal(keys[row][:, others], before[0][row][:, others])
+        assert torch.equal(values[row][:, others], before[1][row][:, others])
+
+
+ATTENTION = [(1, 2, 24, 9, 1), (3, 2, 16, 600, 2), (2, 1, 16, 600, 4), (2, 1, 80, 70, 2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("case", ATTENTION, ids=str)
+def test_plain_attention_is_the_definition(case, dtype):
+    check_attention(plain.attend, plain.heads_linear_add, *case, dtype, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("case", ATTENTION, ids=str)
+def test_attention_kernel_is_the_definition(gpu, device, case, dtype):
+    def combine(split, lse, weight, x):
+        gpu.linear(split, weight, x, add=True, lse=lse)
+
+    check_attention(gpu.attend, combine, *case, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+@pytest.mark.parametrize("case", [(1, 12, 64, 256), (4, 32, 80, 3000), (20, 4, 128, 1000), (2, 16, 32, 5000)], ids=str)
+def test_attention_kernel_at_real_sizes(gpu, case, parts):
+    def combine(split, lse, weight, x):
+        gpu.linear(split, weight, x, add=True, lse=lse)
+
+    for seed in range(3):
+        check_attention(gpu.attend, combine, *case, parts, torch.float32, torch.device("cuda"), seed)
+        check_attention(gpu.attend, combine, *case, parts, torch.bfloat16, torch.device("cuda"), seed)
+
+
+# ---------------------------------------------------------------------------------------------- the next token
+
+
+def state(rows: int, vocab: int, device: torch.device):
+    """tokens, steps, positions, embedding, x of `advance`: at different steps, one row in its last slot."""
+    tokens = torch.full((4, rows), -7, dtype=torch.int32, device=device)
+    steps = torch.arange(rows, dtype=torch.int32, device=device) * 3
+    positions = torch.full((rows,), 9, dtype=torch.int32, device=device)
+    positions[0] = 2
+    return tokens, steps, positions, draw(5, device)(vocab, 24), torch.zeros(rows, 24, device=device)
+
+
+def check_state(after, chosen: list[int], rows: int, vocab: int, device: torch.device):
+    tokens, steps, positions, embedding, x = state(rows, vocab, device)
+    for row, token in enumerate(chosen):
+        tokens[int(steps[row]) % 4, row] = token
+        x[row] = embedding[max(token, 0)]
+    expected = (tokens, steps + 1, (positions + 1).clamp(max=9), embedding, x)
+    for found, wanted in zip(after, expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
+def test_greedy_takes_the_first_of_the_largest_and_marks_what_is_not_finite(request, kernel, device):
+    module = request.getfixturevalue("gpu") if kernel else plain
+    device = device if kernel else torch.device("cpu")
+    logits = draw(2, device)(6, 67)
+    logits[0, [5, 9]] = 50.0
+    logits[1, 66] = 99.0  # an id that is not to be taken
+    logits[2, 3], logits[3, 4], logits[4, 5] = math.nan, math.inf, -math.inf
+    logits[5, 65] = math.nan
+    chosen = [5, int(logits[1, :60].argmax()), -1, -1, -1, int(logits[5, :60].argmax())]
+    after = state(6, 67, device)
+    module.greedy(logits, 60, *after, 10)
+    check_state(after, chosen, 6, 67, device)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
+def test_advance_takes_the_token_that_it_is_given(request, kernel, device):
+    module = request.getfixturevalue("gpu") if kernel else plain
+    device = device if kernel else torch.device("cpu")
+    after = state(3, 67, device)
+    module.advance(torch.tensor([3, -1, 66], device=device), *after, 10)
+    check_state(after, [3, -1, 66], 3, 67, device)
+
+
+SETTINGS = [
+    GenerateConfig(),
+    GenerateConfig(temperature=0.3),
+    GenerateConfig(temperature=1e-30),
+    GenerateConfig(top_k=1),
+    GenerateConfig(top_k=5),
+    GenerateConfig(top_k=1000),
+    GenerateConfig(top_p=0.7),
+    GenerateConfig(top_p=1e-6),
+    GenerateConfig(temperature=1.4, top_k=20, top_p=0.5),
+]
+
+
+def allowed(logits: torch.Tensor, u: torch.Tensor, config: GenerateConfig) -> list[set[int]]:
+    """The token of each row for u, and those of numbers within rounding of it: an interval of u for each token."""
+    q, ids = next_token_distribution(logits.double(), config)
+    ends = q.cumsum(dim=-1)
+    near = (ends > u.double().unsqueeze(-1) - 1e-6) & (ends - q < u.double().unsqueeze(-1) + 1e-6) & (q > 0)
+    return [set(row_ids[row_near].tolist()) for row_ids, row_near in zip(ids, near, strict=True)]
+
+
+def check_sampled(module, logits, u, config, num_ids):
+    rows, vocab = logits.shape
+    tokens, steps, positions, embedding, x = state(rows, vocab, logits.device)
+    uniforms = torch.rand(4, rows).to(logits.device)
+    uniforms[steps.long() % 4, torch.arange(rows)] = u
+    at = steps.long() % 4
+    module.sampled(logits, num_ids, config, uniforms, tokens, steps, positions, embedding, x, 10)
+    chosen = tokens[at, torch.arange(rows)].tolist()
+    for token, possible in zip(chosen, allowed(logits[:, :num_ids], u, config), strict=True):
+        assert token in possible
+    check_state((tokens, steps, positions, embedding, x), chosen, rows, vocab, logits.device)
+
+
+@settings(deadline=None, max_examples=12)
+@given(seed=st.integers(0, 10_000), config=st.sampled_from(SETTINGS), ties=st.booleans(), scale=st.sampled_from([1, 9]))
+def test_sampling_kernel_draws_from_the_distribution(gpu, device, seed, config, ties, scale):
+    logits = scale * draw(seed, device)(4, 67)
+    u = torch.rand(4, generator=torch.Generator().manual_seed(seed)).to(device)
+    u[0] = 0.0
+    check_sampled(gpu, logits.round() if ties else logits, u, config, 60)
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10_000), config=st.sampled_from(SETTINGS), ties=st.booleans())
+def test_plain_sampling_draws_from_the_distribution(seed, config, ties):
+    logits = draw(seed, torch.device("cpu"))(4, 67)
+    u = torch.rand(4, generator=torch.Generator().manual_seed(seed))
+    check_sampled(plain, logits.round() if ties else logits, u, config, 60)
+
+
+def test_sampling_kernel_at_the_edges(gpu, device):
+    logits = draw(3, device)(5, 67)
+    logits[1] = 0.0
+    logits[2, 7], logits[3, 7], logits[4, 66] = math.nan, -math.inf, math.nan
+    after = state(5, 67, device)
+    uniforms = torch.full((4, 5), 1 - 2**-24, device=device)  # the largest number there is
+    at = after[1].long() % 4
+    gpu.sampled(logits, 60, GenerateConfig(top_p=0.9), uniforms, *after, 10)
+    chosen = after[0][at, torch.arange(5)].tolist()
+    q, ids = next_token_distribution(logits[:2, :60], GenerateConfig(top_p=0.9))
+    assert chosen[:2] == [int(ids[row, (q[row] > 0).sum() - 1]) for row in range(2)]
+    assert chosen[2:4] == [-1, -1]
+    assert chosen[4] >= 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [257, 10_000, 16_000, 50_257])
+@pytest.mark.parametrize("config", SETTINGS, ids=str)
+def test_sampling_at_real_sizes(vocab, config):
+    for seed in range(5):
+        logits = 3 * draw(seed, torch.device("cuda"))(8, vocab)
+        check_sampled(plain, logits.bfloat16().float(), torch.rand(8).cuda(), config, vocab - 5)

@@ -1,0 +1,241 @@
+"""The decoder with a static cache: the tokens of plain `generate`, row by row, and its own rules."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcore.config import GenerateConfig, ModelConfig, model_config
+from lmcore.device import autocast
+from lmcore.errors import UserError
+from lmcore.fused.decoder import FusedDecoder, why_not
+from lmcore.generate import generate
+from lmcore.model import TransformerLM
+
+CONTEXT, VOCAB = 12, 67
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models this small are slower with more threads, which wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def build(seed: int = 0, device: torch.device = CPU, **changes) -> TransformerLM:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": VOCAB, "context_length": CONTEXT, "d_model": 48, "num_layers": 2, "num_heads": 2, "d_ff": 40}
+    return TransformerLM(ModelConfig(**sizes | changes)).to(device)
+
+
+def both(model, prompts, config, eot_id=None, num_ids=None):
+    """Tokens, and calls of on_token, by plain operations and by the fused decoder."""
+    results = []
+    for ops in ("plain", "fused"):
+        told = []
+
+        def tell(row: int, token: int, told=told) -> None:
+            told.append((row, token))
+
+        rows = generate(model, prompts, dataclasses.replace(config, ops=ops), eot_id, tell, num_ids)
+        results.append((rows, told))
+    return results
+
+
+PROMPTS = [[1, 2, 3], [9], list(range(20, 20 + CONTEXT)), [4] * (CONTEXT - 1), [60, 50, 3, 50, 60]]
+SETTINGS = [
+    GenerateConfig(max_new_tokens=40, temperature=0),
+    GenerateConfig(max_new_tokens=40, seed=3),
+    GenerateConfig(max_new_tokens=33, temperature=0.7, top_k=7, seed=2**63 - 10),
+    GenerateConfig(max_new_tokens=16, temperature=1.3, top_p=0.8),
+    GenerateConfig(max_new_tokens=1, top_p=0.9, top_k=50),
+]
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=["greedy", "sampled", "top-k", "top-p", "one"])
+@pytest.mark.parametrize("eot_id", [None, 7])
+@pytest.mark.parametrize("num_ids", [None, 61])
+def test_tokens_are_those_of_plain_decoding_beyond_the_context(config, eot_id, num_ids):
+    for seed in range(3):
+        plain, fused = both(build(seed), PROMPTS, config, eot_id, num_ids)
+        assert plain == fused
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=5),
+    seed=st.integers(0, 1000),
+    temperature=st.sampled_from([0.0, 0.7, 1.3]),
+    max_new_tokens=st.integers(1, 50),
+    context=st.integers(1, CONTEXT),
+)
+def test_tokens_are_those_of_plain_decoding_for_any_batch(lengths, seed, temperature, max_new_tokens, context):
+    numbers = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(0, VOCAB, (min(n, context),), generator=numbers).tolist() for n in lengths]
+    config = GenerateConfig(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    plain, fused = both(build(1, context_length=context), prompts, config, eot_id=3)
+    assert plain == fused
+
+
+@pytest.mark.parametrize("changes", [{"tie_embeddings": True}, {"dropout": 0.5}, {"attention": "sdpa"}], ids=str)
+def test_switches_of_the_model_that_it_covers(changes):
+    model = build(**changes)
+    before = [module.training for module in model.modules()]
+    plain, fused = both(model, PROMPTS, SETTINGS[1])
+    assert plain == fused
+    assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"norm": "post"}, "norm is post"),
+        ({"position": "sinusoidal"}, "position is sinusoidal"),
+        ({"ffn": "silu"}, "ffn is silu"),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_cover_is_decoded_plainly_and_said_once(capsys, changes, reason):
+    plain, fused = both(build(**changes), PROMPTS, SETTINGS[0])
+    said = capsys.readouterr().out
+    assert plain == fused
+    assert said.count("\n") == 1
+    assert reason in said
+
+
+def test_half_precision_under_autocast(capsys):
+    model = build()
+    config = GenerateConfig(max_new_tokens=20, temperature=0, ops="fused")
+    with autocast(CPU, "bf16"):
+        rows = generate(model, PROMPTS, config)
+    assert [len(row) for row in rows] == [20] * len(PROMPTS)
+    assert capsys.readouterr().out == ""
+    assert "float16" in why_not(model.config, torch.float16)
+
+
+def test_the_cache_cannot_be_turned_off():
+    with pytest.raises(UserError, match="always has a KV cache"):
+        generate(build(), [[1]], GenerateConfig(ops="fused", kv_cache=False))
+
+
+def test_nothing_to_do_and_bad_prompts():
+    config = GenerateConfig(ops="fused")
+    assert generate(build(), [], config) == []
+    with pytest.raises(UserError, match="Prompt 0 is empty"):
+        generate(build(), [[]], config)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_that_are_not_finite_are_refused_after_the_tokens_before_them(temperature):
+    model = build()
+    config = GenerateConfig(max_new_tokens=30, temperature=temperature, ops="fused")
+    fine = generate(model, [[1]], config)[0]
+    model.token_embeddings.weight.data[fine[5]] = math.nan  # comes in when this token is the last for the first time
+    first = fine.index(fine[5])
+    told = []
+    with pytest.raises(UserError, match="NaN or infinity"):
+        generate(model, [[1]], config, on_token=lambda row, token: told.append(token))
+    assert told[: first + 1] == fine[: first + 1]
+    assert len(told) == first + 1
+
+
+def test_a_row_that_has_ended_may_break_without_harm():
+    """What a row says after its end is nobody's business, NaN included."""
+    model = build()
+    free = generate(model, PROMPTS, SETTINGS[0])
+    eot = free[0][0]
+    model.token_embeddings.weight.data[eot] = math.nan
+    prompts = [prompt for prompt in PROMPTS if eot not in prompt]
+    plain, fused = both(model, prompts, SETTINGS[0], eot_id=eot)
+    assert plain == fused
+    assert plain[0][0] == []
+
+
+# ---------------------------------------------------------------------------------------------- the decoder itself
+
+
+def greedy(model: TransformerLM, prompt: list[int], count: int) -> list[int]:
+    return generate(model, [prompt], GenerateConfig(max_new_tokens=count, temperature=0))[0]
+
+
+def test_decode_goes_on_where_it_was_and_rows_are_placed_anew():
+    model = build()
+    decoder = FusedDecoder(model, num_rows=3, num_slots=CONTEXT, dtype=torch.float32)
+    decoder.place([0, 1, 2], [[1, 2], [5], [7, 8, 9]])
+    tokens = torch.cat([decoder.decode(2), decoder.decode(3)])
+    assert tokens.T.tolist() == [greedy(model, prompt, 5) for prompt in ([1, 2], [5], [7, 8, 9])]
+    decoder.place([1], [[30, 31]])
+    tokens = decoder.decode(4).T.tolist()
+    assert tokens[1] == greedy(model, [30, 31], 4)
+    assert tokens[0] == greedy(model, [1, 2], 9)[5:]
+
+
+def test_refresh_takes_the_weights_as_they_are_now():
+    model, other = build(0), build(1)
+    decoder = FusedDecoder(model, 1, CONTEXT, torch.bfloat16)
+    model.load_state_dict(other.state_dict())
+    decoder.refresh()
+    fresh = FusedDecoder(other, 1, CONTEXT, torch.bfloat16)
+    for each in (decoder, fresh):
+        each.place([0], [[1, 2, 3]])
+    assert torch.equal(decoder.decode(8), fresh.decode(8))
+
+
+def test_bad_calls_are_refused():
+    model = build()
+    with pytest.raises(UserError, match="does not cover this model: norm is none"):
+        FusedDecoder(build(norm="none"), 1, 4, torch.float32)
+    with pytest.raises(UserError, match=r"num_slots \(13\) must be at most"):
+        FusedDecoder(model, 1, CONTEXT + 1, torch.float32)
+    decoder = FusedDecoder(model, 1, 4, torch.float32)
+    with pytest.raises(UserError, match="must hold a token"):
+        decoder.place([0], [[]])
+    with pytest.raises(UserError, match="A window of 5 tokens does not fit into 4 slots"):
+        decoder.place([0], [[1] * 5])
+    with pytest.raises(UserError, match="1 to 64 tokens at a time, not 65"):
+        decoder.decode(65)
+    with pytest.raises(UserError, match="needs uniforms"):
+        FusedDecoder(model, 1, 4, torch.float32, GenerateConfig()).decode(1)
+
+
+# ---------------------------------------------------------------------------------------------- on the GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", SETTINGS, ids=["greedy", "sampled", "top-k", "top-p", "one"])
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1], PROMPTS * 4], ids=len)
+def test_tokens_on_the_gpu_in_float32(config, prompts):
+    plain, fused = both(build(2, torch.device("cuda")), prompts, config, eot_id=7, num_ids=61)
+    assert plain == fused
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 8, 33])
+def test_logits_on_the_gpu_in_bfloat16(rows):
+    model = TransformerLM(model_config("small", context_length=512, num_layers=3), device="cuda")
+    decoder = FusedDecoder(model, rows, 512, torch.bfloat16)
+    prompts = torch.randint(0, 10_000, (rows, 300)).tolist()
+    decoder.place(list(range(rows)), prompts)
+    tokens = decoder.decode(100).T.tolist()
+    windows = torch.tensor([prompt + row[:-1] for prompt, row in zip(prompts, tokens, strict=True)], device="cuda")
+    with torch.no_grad():
+        exact = model(windows)[:, -1]
+    assert ((decoder._logits - exact).norm() / exact.norm()).item() < 0.02
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_all_tokens(monkeypatch):
+    captured = []
+    begin = torch.cuda.CUDAGraph.capture_begin
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph, "capture_begin", lambda *args, **kwargs: captured.append(1) or begin(*args, **kwargs)
+    )
+    rows = generate(build(device=torch.device("cuda")), PROMPTS, GenerateConfig(max_new_tokens=100, ops="fused"))
+    assert len(captured) == 1
+    assert [len(row) for row in rows] == [100] * len(PROMPTS)
