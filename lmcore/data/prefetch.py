@@ -55,12 +55,10 @@ def copied_ahead(reader: "BatchReader", device: torch.device) -> Iterator[Batch]
 
     item, batch, copied = begin(reader.take())
     while batch is not None:
-        consumer = torch.cuda.current_stream(device)
-        consumer.wait_event(copied)
-        batch.record_stream(consumer)  # its memory is the copying stream's, which must not use it again too early
-        inputs, targets = batch[0], batch[1]
-        copied.synchronize()  # begun a step ago, behind nothing but other copies: this does not wait for the GPU's work
+        copied.synchronize()  # begun a step ago and behind nothing but other copies: this waits for no work of the GPU
         reader.give_back(item)
+        batch.record_stream(torch.cuda.current_stream(device))  # where it is used, and not to be overwritten before
+        inputs, targets = batch[0], batch[1]
         item, batch, copied = begin(reader.take())
         yield inputs, targets
     if item is not None:
