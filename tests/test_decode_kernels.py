@@ -97,7 +97,7 @@ def test_plain_products_are_the_definitions(shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_product_kernels_are_the_definitions(gpu, device, shape, dtype):
-    if device.type == "cpu" and dtype == torch.bfloat16 and shape[0] > gpu.VECTOR_ROWS:
+    if device.type == "cpu" and dtype == torch.bfloat16 and shape[0] > 4:
         pytest.skip("the interpreter multiplies bfloat16 tiles as if they were integers")
     check_products(gpu, *shape, dtype, device)
 
