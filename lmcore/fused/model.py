@@ -16,7 +16,7 @@ from lmcore.fused.packing import PackedMatrices, gains_of
 from lmcore.fused.streams import Aside
 from lmcore.kernels.attention import attention_backward, attention_forward
 from lmcore.kernels.cross_entropy import linear_cross_entropy_gradients, linear_cross_entropy_loss
-from lmcore.kernels.embedding import embedding_backward_
+from lmcore.kernels.embedding import embedding_backward_, sorted_tokens
 from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward
 from lmcore.kernels.rope import rope_
 from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
@@ -137,7 +137,7 @@ class FusedTransformer:
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The same loss; leaves its gradients in `gradients`, in place of what was there. No host synchronisation."""
         with self.aside():
-            sorted_ids, order = inputs.flatten().sort(stable=True)
+            sorted_ids, order = sorted_tokens(inputs.flatten(), self.config.vocab_size)
             if not self.config.tie_embeddings:
                 self.grads.embedding.zero_()  # rows of tokens that do not occur
         groups, x, branch = self._forward_groups(inputs)

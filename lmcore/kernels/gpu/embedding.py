@@ -21,7 +21,7 @@ PARTS = 16
 
 
 @triton.jit
-def chunk_kernel(
+def embedding_chunk_kernel(
     dx_ptr, ids_ptr, order_ptr, gradient_ptr, parts_ptr, num_tokens,
     D: tl.constexpr, ACCUMULATE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def chunk_kernel(
     earlier = last & (ids == before)
     later = last & at_end & (ids == next_ids) & (ids != before)
     whole = last & (earlier == 0) & (later == 0)
-    store = gradient_ptr + ids[:, None] * D + columns[None, :]
+    store = gradient_ptr + ids[:, None].to(tl.int64) * D + columns[None, :]
     mask = whole[:, None] & (columns[None, :] < D)
     if ACCUMULATE:
         total = sums + tl.load(store, mask=mask, other=0.0).to(tl.float32)
@@ -57,7 +57,7 @@ def chunk_kernel(
 
 
 @triton.jit
-def join_kernel(
+def embedding_join_kernel(
     ids_ptr, gradient_ptr, parts_ptr, num_tokens, num_chunks,
     D: tl.constexpr, ACCUMULATE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def join_kernel(
             sums += tl.sum(parts, axis=0)
             more = tl.where(tl.sum(mine.to(tl.int32), axis=0) == PARTS, 1, 0)
             first += PARTS
-        store = gradient_ptr + token * D + columns
+        store = gradient_ptr + token.to(tl.int64) * D + columns
         if ACCUMULATE:
             sums += tl.load(store, mask=columns < D, other=0.0).to(tl.float32)
         tl.store(store, sums.to(gradient_ptr.dtype.element_ty), mask=columns < D)
@@ -95,11 +95,11 @@ def embedding_backward_(
     chunks = triton.cdiv(num_tokens, CHUNK)
     parts = dx.new_empty(chunks, 2, d, dtype=torch.float32)
     grid = (chunks, triton.cdiv(d, COLUMNS))
-    chunk_kernel[grid](
+    embedding_chunk_kernel[grid](
         dx, sorted_ids, order, gradient, parts, num_tokens, D=d, ACCUMULATE=accumulate, CHUNK=CHUNK, COLUMNS=COLUMNS,
         PRECISION="ieee" if dx.dtype == torch.float32 else "tf32", num_warps=4,  # TF32 holds half precision exactly
     )  # fmt: skip
-    join_kernel[grid](
+    embedding_join_kernel[grid](
         sorted_ids, gradient, parts, num_tokens, chunks,
         D=d, ACCUMULATE=accumulate, CHUNK=CHUNK, COLUMNS=COLUMNS, PARTS=PARTS, num_warps=4,
     )  # fmt: skip

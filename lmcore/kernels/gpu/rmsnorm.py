@@ -15,7 +15,7 @@ PROGRAMS_PER_PROCESSOR = 4
 
 
 @triton.jit
-def forward_kernel(
+def rmsnorm_forward_kernel(
     x_ptr, branch_ptr, gain_ptr, total_ptr, y_ptr, rstd_ptr, num_rows, eps,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +38,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def rmsnorm_backward_kernel(
     dy_ptr, x_ptr, gain_ptr, rstd_ptr, residual_ptr, dx_ptr, partials_ptr, num_rows,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +73,7 @@ def rmsnorm_forward(
     total = x if branch is None else torch.empty_like(x)
     y = torch.empty_like(x) if y is None else y
     rstd = x.new_empty(num_rows, dtype=torch.float32)
-    forward_kernel[(triton.cdiv(num_rows, tile["ROWS"]),)](
+    rmsnorm_forward_kernel[(triton.cdiv(num_rows, tile["ROWS"]),)](
         x, x if branch is None else branch, gain, total, y, rstd, num_rows, eps,
         **tile, D=d, ADD=branch is not None, num_warps=warps,
     )  # fmt: skip
@@ -94,7 +94,7 @@ def rmsnorm_backward(
     tile, warps = _tile(d)
     dx = torch.empty_like(x) if dx is None else dx
     partials = x.new_empty(num_partials(x), d, dtype=torch.float32) if partials is None else partials
-    backward_kernel[(num_partials(x),)](
+    rmsnorm_backward_kernel[(num_partials(x),)](
         dy, x, gain, rstd, dy if residual is None else residual, dx, partials, num_rows,
         **tile, D=d, ADD=residual is not None, num_warps=warps,
     )  # fmt: skip

@@ -9,7 +9,7 @@ ROWS, COLUMNS = 4, 512
 
 
 @triton.jit
-def forward_kernel(ab_ptr, h_ptr, num_rows, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def swiglu_forward_kernel(ab_ptr, h_ptr, num_rows, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Program (i, j): a tile of ROWS × COLUMNS of h."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -22,7 +22,7 @@ def forward_kernel(ab_ptr, h_ptr, num_rows, F: tl.constexpr, ROWS: tl.constexpr,
 
 
 @triton.jit
-def backward_kernel(dh_ptr, ab_ptr, num_rows, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def swiglu_backward_kernel(dh_ptr, ab_ptr, num_rows, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Program (i, j): the gradients of a tile of ROWS × COLUMNS of both halves, where the halves were."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -42,14 +42,14 @@ def swiglu_forward(ab: Tensor, h: Tensor | None = None) -> Tensor:
     """See `lmcore.kernels.swiglu.swiglu_forward`."""
     num_rows, f = ab.shape[0], ab.shape[1] // 2
     h = ab.new_empty(num_rows, f) if h is None else h
-    forward_kernel[_grid(num_rows, f)](ab, h, num_rows, F=f, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
+    swiglu_forward_kernel[_grid(num_rows, f)](ab, h, num_rows, F=f, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
     return h
 
 
 def swiglu_backward_(dh: Tensor, ab: Tensor) -> Tensor:
     """See `lmcore.kernels.swiglu.swiglu_backward_`."""
     num_rows, f = dh.shape
-    backward_kernel[_grid(num_rows, f)](dh, ab, num_rows, F=f, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
+    swiglu_backward_kernel[_grid(num_rows, f)](dh, ab, num_rows, F=f, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
     return ab
 
 
