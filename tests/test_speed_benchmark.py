@@ -15,7 +15,7 @@ from lmcore.model import TransformerLM
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from speed import attention, cells, steps, targets  # noqa: E402
+from speed import attention, cells, decode, steps, targets  # noqa: E402
 from speed.measuring import Absent, Built, Contestant, Race, relative_error  # noqa: E402
 from speed.peers import llama  # noqa: E402
 from speed.rows import OUTCOMES, Cell, Conditions, Row  # noqa: E402
@@ -123,9 +123,14 @@ def test_every_target_is_of_a_cell_and_compares_with_a_contestant_of_it():
         cell = found[target["row"]]
         other = target["measure"].partition(" over ")[2]
         assert not other or other in cell.settings["contestants"]
-    for cell in found.values():
-        for name in cell.settings.get("contestants", ()):
-            assert name in (attention.WAYS if cell.group == "attention" else steps.BUILDERS)
+    known = {
+        "attention": set(attention.WAYS),
+        "step": set(steps.BUILDERS),
+        "study": set(steps.BUILDERS),
+        "decode": {decode.GENERATE, decode.GRAPH, decode.OURS},
+    }
+    for cell in [*found.values(), *cells.toy_cells()]:
+        assert set(cell.settings.get("contestants", ())) <= known.get(cell.group, set())
 
 
 def test_attention_flops_are_those_of_its_products():

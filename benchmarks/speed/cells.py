@@ -1,6 +1,6 @@
 """All cells of the benchmark, the most important first, and small ones of every kind to try the command with."""
 
-from . import attention, steps
+from . import attention, decode, steps
 from .rows import Cell
 
 HF_BEST, OURS = "HF compiled + CUDA graph", steps.OURS
@@ -13,7 +13,7 @@ TOKENS = 16384
 def cells() -> list[Cell]:
     """The cells that an H200 is measured with; `estimate` is what each takes there."""
     return [
-        *(attention_cell(128, length, passes) for length in (4096, 16384) for passes in ("forward", "both")),
+        *(attention_cell(128, length, passes) for length in (4096, 16384) for passes in ("both", "forward")),
         attention_cell(64, 16384, "both"),
         Cell("adamw", "optimizer", "AdamW, 1.07 B fp32 parameters", "speed.optimizer:measure",
              {"d_model": 2560, "d_ff": 10240, "blocks": 10, "parameters": 1_048_627_200}, 12),
@@ -25,16 +25,16 @@ def cells() -> list[Cell]:
         step_cell("small", 4, 256, (HF_BEST, OURS), 50),
         step_cell("large", 4, 1024, (HF_BEST, OURS), 50),
         step_cell("2.7b", 4, 256, (HF_BEST, OURS), 50),
-        decode_cell("small", 1, 60),
-        decode_cell("2.7b", 1, 100),
+        decode_cell("small", 1, (decode.GENERATE, decode.GRAPH, OURS), 50),
+        decode_cell("2.7b", 1, (decode.GRAPH, OURS), 90),
         *(sweep_cell(head_size, passes) for head_size in (64, 128) for passes in ("forward", "both")),
         memory_cell(),
         step_memory_cell(),
         Cell("study", "study", "TinyStories model, 8 × 1,024, one change after the other", "speed.steps:measure",
              steps.settings("tinystories", 8, 1024, steps.LADDER), 70),
         *(kernel_cell(name) for name in KERNELS),
-        decode_cell("small", 8, 60),
-        decode_cell("small", 64, 60),
+        decode_cell("small", 8, (decode.GRAPH, OURS), 35),
+        decode_cell("small", 64, (decode.GRAPH, OURS), 35),
     ]  # fmt: skip
 
 
@@ -86,10 +86,10 @@ def step_cell(size: str, batch_size: int, length: int, contestants: tuple[str, .
                 "speed.steps:measure", steps.settings(size, batch_size, length, contestants), estimate)  # fmt: skip
 
 
-def decode_cell(size: str, batch_size: int, estimate: float) -> Cell:
+def decode_cell(size: str, batch_size: int, contestants: tuple[str, ...], estimate: float) -> Cell:
     """Decoding of 256 tokens after a prompt of 16."""
-    settings = {"size": size, "batch_size": batch_size, "prompt_tokens": 16, "new_tokens": 256,
-                "context_length": 512, "vocab_size": 10_000, "precision": "bf16"}  # fmt: skip
+    settings = {"size": size, "batch_size": batch_size, "prompt_tokens": 16, "new_tokens": 256, "context_length": 512,
+                "vocab_size": 10_000, "precision": "bf16", "contestants": list(contestants)}  # fmt: skip
     return Cell(f"decode-{size}-{batch_size}", "decode", f"decode, batch {batch_size}, {size}",
                 "speed.decode:measure", settings, estimate)  # fmt: skip
 
@@ -122,7 +122,7 @@ def toy_cells() -> list[Cell]:
              {"rows": 40, "d_model": 32, "vocab_size": 130, "precision": "bf16"}, 1),
         step_cell("smoke", 2, 16, ("HF eager", HF_BEST, "lmcore plain", "lmcore compiled", OURS), 1),
         Cell("decode-smoke-2", "decode", "decode, batch 2, smoke", "speed.decode:measure",
-             shape | {"vocab_size": 512, "precision": "bf16"}, 1),
+             shape | {"vocab_size": 512, "contestants": [decode.GENERATE, decode.GRAPH, OURS]}, 1),
         Cell("attention-16-sweep-both", "sweep", "attention by length, head size 16", "speed.sweeps:lengths",
              {"head_size": 16, "passes": "both", "lengths": [16, 32], "tokens": 64, "heads": 2}, 1),
         Cell("memory-attention", "memory", "memory of attention by length", "speed.sweeps:attention_memory",

@@ -2,15 +2,16 @@
 
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lmcore import accounting
 from lmcore.config import model_config
 from lmcore.model import TransformerLM
 
-from .measuring import Absent, Built, Clock, Contestant, Plan, Race
+from .measuring import Absent, Built, Clock, Contestant, Plan, Race, captured, compiled
 from .peers import llama
 from .rows import Cell, Conditions, Row
 
@@ -24,7 +25,7 @@ def measure(cell: Cell, conditions: Conditions) -> list[Row]:
     race = Race(
         cell,
         conditions,
-        [Contestant(HF, bench.hugging_face), Contestant(OURS, bench.fused, ours=True)],
+        [Contestant(name, bench.builders[name], name == OURS) for name in s["contestants"]],
         alone=False,
         amount=s["batch_size"] * s["new_tokens"],
         rate_unit="tok/s",
@@ -34,7 +35,7 @@ def measure(cell: Cell, conditions: Conditions) -> list[Row]:
     return agreeing(race.rows(), bench)
 
 
-HF, OURS = "HF generate, static cache", "lmcore fused"
+GENERATE, GRAPH, OURS = "HF generate, static cache", "HF static cache, compiled + CUDA graph", "lmcore fused"
 
 
 class Bench:
@@ -46,6 +47,7 @@ class Bench:
         self.config = model_config(s["size"], context_length=s["context_length"], vocab_size=s["vocab_size"])
         torch.manual_seed(1)
         self.prompts = torch.randint(s["vocab_size"], (s["batch_size"], s["prompt_tokens"]), device=self.device)
+        self.builders = {GENERATE: self.hf_generate, GRAPH: self.hf_graph, OURS: self.fused}
         self.tokens: dict[str, Tensor] = {}
         """Continuations by contestant, (batch, new_tokens)."""
 
@@ -54,24 +56,62 @@ class Bench:
         torch.manual_seed(0)
         return TransformerLM(self.config, device=self.device)
 
-    def hugging_face(self) -> Built:
+    def hf_generate(self) -> Built:
+        """`generate` as documented for a static cache: it compiles its own decoding step."""
         if self.device.type != "cuda" and not self.conditions.toy:
             raise Absent("The static cache is measured compiled for a GPU.")
-        model = llama(self.model(), torch.bfloat16, use_cache=True).eval()
+        model = self._llama()
         settings = {"do_sample": False, "use_cache": True, "cache_implementation": "static", "pad_token_id": 0}
         mask = torch.ones_like(self.prompts)
 
         def run() -> Tensor:
-            new = self.settings["new_tokens"]
             with torch.no_grad():
-                return model.generate(
-                    self.prompts, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, **settings
+                tokens = model.generate(
+                    self.prompts, attention_mask=mask, max_new_tokens=self.settings["new_tokens"], **settings
                 )
+            return tokens[:, self.prompts.shape[1] :]
 
-        for _ in range(3):  # compiles, then records its graphs
-            tokens = run()
-        self.tokens[HF] = tokens[:, self.prompts.shape[1] :].clone()
-        return Built(run)
+        for _ in range(2):  # compiles, then records its graphs
+            run()
+        return self._built(GENERATE, run)
+
+    def hf_graph(self) -> Built:
+        """A loop of one's own around the same model and cache: a compiled greedy step in one CUDA graph."""
+        model, new = self._llama(), self.settings["new_tokens"]
+        from transformers import StaticCache
+
+        cache = StaticCache(config=model.config, max_cache_len=self.prompts.shape[1] + new)
+        forward = compiled(model, self.conditions)
+        token = self.prompts[:, :1].clone()
+        tokens = torch.empty(len(token), new, dtype=torch.long, device=self.device)
+
+        @torch.no_grad()
+        def step() -> None:
+            logits = forward(input_ids=token, past_key_values=cache, use_cache=True).logits
+            token.copy_(logits[:, -1].argmax(-1, keepdim=True))
+
+        @torch.no_grad()
+        def begin() -> None:
+            cache.reset()
+            logits = model(input_ids=self.prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            token.copy_(logits[:, -1].argmax(-1, keepdim=True))
+
+        begin()
+        replay = step if self.conditions.toy else captured(step, self.device)[0]
+
+        def run() -> Tensor:
+            begin()
+            tokens[:, :1] = token
+            for place in range(1, new):
+                replay()
+                tokens[:, place : place + 1] = token
+            return tokens
+
+        return self._built(GRAPH, run)
+
+    def _llama(self) -> nn.Module:
+        torch.set_float32_matmul_precision("high")
+        return llama(self.model(), torch.bfloat16, use_cache=True).eval()
 
     def fused(self) -> Built:
         from lmcore.fused.decoder import FusedDecoder
@@ -84,8 +124,11 @@ class Bench:
             decoder.place(rows, prompts)
             return decoder.decode(new_tokens)
 
-        self.tokens[OURS] = run().T.clone()
-        return Built(run, notes={"milliseconds_per_token": self._alone(run)})
+        return self._built(OURS, lambda: run().T, {"milliseconds_per_token": self._alone(run)})
+
+    def _built(self, name: str, run: Callable[[], Tensor], notes: dict[str, Any] | None = None) -> Built:
+        self.tokens[name] = run().clone()
+        return Built(run, notes=notes or {})
 
     def _alone(self, run: Callable[[int], Tensor]) -> float | None:
         """Milliseconds that one more token takes, the prompt left out: from a short and a whole continuation."""
@@ -100,14 +143,13 @@ class Bench:
 
 
 def agreeing(rows: list[Row], bench: Bench) -> list[Row]:
-    """The rows, with the share of tokens before the first on which a sequence differs from Hugging Face's noted.
+    """The rows, with the share of tokens before the first on which a sequence differs from the first contestant's.
 
-    Both round in bf16, each in its own places: where two tokens are about as likely, one may take the other.
+    All round in bf16, each in its own places: where two tokens are about as likely, one may take the other.
     """
-    theirs = bench.tokens.get(HF)
+    first = next(iter(bench.tokens.values()), None)
     for row in rows:
-        tokens = bench.tokens.get(row.contestant)
-        if theirs is not None and tokens is not None and row.contestant != HF:
-            same = (tokens.to(theirs.device) == theirs).long().cumprod(dim=1)
+        if row.contestant in bench.tokens:
+            same = (bench.tokens[row.contestant].to(first.device) == first).long().cumprod(dim=1)
             row.notes["share_of_tokens_before_a_difference"] = round(same.float().mean().item(), 4)
     return rows

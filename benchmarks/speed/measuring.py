@@ -170,7 +170,7 @@ class Plan:
 class Clock:
     """Seconds of one call on a device: by CUDA events on a GPU, by the wall clock elsewhere."""
 
-    REPEAT_SECONDS = 0.02
+    REPEAT_SECONDS = 0.05
     """Length of a repeat of calls that run back to back."""
 
     def __init__(self, device: torch.device, alone: bool):
