@@ -237,9 +237,9 @@ def test_a_graph_is_captured_while_batches_are_read():
 def test_errors_and_early_ends_on_the_gpu(monkeypatch):
     monkeypatch.setattr(prefetch, "starts_at_step", starts_until_7)
     good = []
-    with pytest.raises(OSError, match="the disk is gone"), prefetched(np.arange(99), train_config(), 4, "cuda") as all:
-        for inputs, _ in all:
-            good.append(int(inputs[0, 0]))
+    ahead = prefetched(np.arange(99), train_config(), 4, "cuda")
+    with pytest.raises(OSError, match="the disk is gone"), ahead as batches:
+        good.extend(int(inputs[0, 0]) for inputs, _ in batches)
     assert good == [4, 5, 6]
     with prefetched(np.arange(99), train_config(steps=10**9), 4, "cuda") as batches:
         next(batches)
