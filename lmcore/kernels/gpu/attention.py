@@ -63,14 +63,14 @@ def attend(q, acc, m, total, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, rows
         keys = tile * N + tl.arange(0, N)
         k_tile = tile_of(k, k_b, k_h, k_t, bh, heads, keys, T, SIZE, D, MASKED)
         v_tile = tile_of(v, v_b, v_h, v_t, bh, heads, keys, T, SIZE, D, MASKED)
-        s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION) * scale
+        s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
         if MASKED:
             keep = keys[None, :] < T
             if CAUSAL:
                 keep = keep & (keys[None, :] <= rows[:, None])
             s = tl.where(keep, s, float("-inf"))
-        new = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - new[:, None])
+        new = tl.maximum(m, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - new[:, None])
         shrink = tl.exp2(m - new)
         total = total * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)
@@ -114,8 +114,8 @@ def gather_dq(dq, q, do, lse, delta, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, hea
         keys = tile * N + tl.arange(0, N)
         k_tile = tile_of(k, k_b, k_h, k_t, bh, heads, keys, T, SIZE, D, MASKED)
         v_tile = tile_of(v, v_b, v_h, v_t, bh, heads, keys, T, SIZE, D, MASKED)
-        s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION) * scale
-        p = tl.exp2(s - lse[:, None])
+        s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+        p = tl.exp2(s * scale - lse[:, None])
         if MASKED:
             keep = keys[None, :] < T
             if CAUSAL:
@@ -169,8 +169,8 @@ def gather_dk_dv(dk, dv, k, v, lse, delta, q, q_b, q_h, q_t, do, do_b, do_h, do_
         do_tile = tile_of(do, do_b, do_h, do_t, bh, heads, rows, T, SIZE, D, MASKED)
         lse_tile = tl.load(lse + at, mask=rows < T, other=float("inf"))  # no probability behind the last position
         delta_tile = tl.load(delta + at, mask=rows < T, other=0.0)
-        s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION) * scale
-        p = tl.exp2(s - lse_tile[None, :])
+        s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
+        p = tl.exp2(s * scale - lse_tile[None, :])
         if MASKED and CAUSAL:
             p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
         dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
