@@ -70,10 +70,11 @@ def test_loss_and_gradients_are_those_of_the_definition(device, kernels, dtype, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk_rows", [None, 4])
 @pytest.mark.parametrize("wide", [False, True])
-def test_padding_gets_no_gradient_and_given_buffers_are_filled(device, kernels, dtype, chunk_rows, wide):
+@pytest.mark.parametrize("rows", [0, 1, 61])
+def test_padding_gets_no_gradient_and_given_buffers_are_filled(device, kernels, dtype, chunk_rows, wide, rows):
     x, weight, targets = problem(device, dtype, 9, 67, 16)
     exact = reference(x, weight, targets)
-    weight = padded(weight, 61)
+    weight = padded(weight, rows)
     dx = torch.full_like(x, 7.0)
     dw = torch.full_like(weight, 7.0, dtype=torch.float32 if wide else dtype)
     loss, same_dx, same_dw = linear_cross_entropy_gradients(x, weight, targets, 67, dx, dw, chunk_rows)
@@ -204,14 +205,14 @@ def test_the_same_numbers_every_time(device, kernels):
 
 def test_chunks_are_few_equal_and_within_their_memory():
     for n in (1, 127, 128, 129, 5000, 16_384, 65_536):
-        for columns, itemsize in ((64, 2), (10_048, 2), (50_304, 2), (50_304, 4), (2**21, 4)):
-            rows = default_chunk_rows(n, columns, itemsize)
+        for row_bytes in (128, 20_096, 100_608, 201_216, 2**23):
+            rows = default_chunk_rows(n, row_bytes, module.CHUNK_BYTES)
             assert 1 <= rows <= n
             assert rows == n or rows % 128 == 0
-            assert rows * columns * itemsize <= max(module.CHUNK_BYTES, 128 * columns * itemsize)
+            assert rows * row_bytes <= max(module.CHUNK_BYTES, 128 * row_bytes)
             chunks = -(-n // rows)
             assert chunks * rows - n < 128 * chunks
-    assert default_chunk_rows(16_384, 50_304, 2) == 5504
+    assert default_chunk_rows(16_384, 100_608, module.CHUNK_BYTES) == 5504
 
 
 def test_bad_input_is_refused_in_a_sentence():

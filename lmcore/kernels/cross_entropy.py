@@ -1,13 +1,14 @@
 """Output embedding and cross-entropy in one, without ever holding more than a chunk of the logits.
 
-The rows go through in chunks: logits of a chunk, their softmax, and at once the gradients, which the logits' own
-gradient p - onehot(target) needs nothing else for. It overwrites the logits in place, so that the memory is that of
-one chunk whatever the batch. The products are PyTorch's; the pass between them is a Triton kernel on CUDA.
+The rows go through in chunks: the logits of a chunk, their softmax, and at once the gradients, for which nothing else
+is needed than p - onehot(target), the gradient of the logits. It overwrites them in place, so that the memory is that
+of one chunk whatever the batch. The products are PyTorch's; the pass between them is a Triton kernel on CUDA.
 """
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lmcore.config import require
 from lmcore.errors import UserError
@@ -18,7 +19,8 @@ CHUNK_BYTES = 540 * 2**20
 """Most memory for the logits of a chunk: fewer chunks mean fewer passes over the sum of the weight's gradient."""
 
 ALIGNMENT = 64
-"""Columns in memory of a row of logits are a multiple of this: matrix products want aligned rows."""
+"""Rows of the weight are padded to a multiple of this: products with GPT-2's 50,257 columns run at a seventh of the
+speed of those with 50,304."""
 
 
 def linear_cross_entropy(x: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], targets: Int[Tensor, " N"]) -> Tensor:
@@ -84,9 +86,9 @@ def softmax_gradient(
         logits[:, num_rows:] = 0
 
 
-def default_chunk_rows(num_rows: int, columns: int, itemsize: int) -> int:
-    """Rows per chunk: as many as `CHUNK_BYTES` hold, in chunks of nearly equal size that are multiples of 128."""
-    most = max(CHUNK_BYTES // (columns * itemsize) // 128, 1)
+def default_chunk_rows(num_rows: int, row_bytes: int, chunk_bytes: int) -> int:
+    """Rows per chunk: as many as `chunk_bytes` hold, in chunks of nearly equal size that are multiples of 128."""
+    most = max(chunk_bytes // row_bytes // 128, 1)
     blocks = -(-num_rows // 128)
     chunks = -(-blocks // most)
     return min(-(-blocks // chunks) * 128, num_rows)
@@ -103,42 +105,46 @@ def _chunks(
 ) -> tuple[Tensor, Tensor | None]:
     """(loss of each row, dw): one chunk after another; gradients where `dx` and `dw` (a tensor or its type) are."""
     num_rows = _check(x, weight, targets, num_rows, dx, dw)
-    x, weight, targets = x.contiguous(), weight.contiguous(), targets.contiguous()
     n, rows = len(x), len(weight)
-    columns = -(-rows // ALIGNMENT) * ALIGNMENT
-    size = chunk_rows or default_chunk_rows(n, columns, x.element_size())
+    padding, padded_bytes = -rows % ALIGNMENT, 0
+    if padding:
+        weight = pad(weight, (0, 0, 0, padding))
+        padded_bytes = weight.nbytes
+    x, weight, targets = x.contiguous(), weight.contiguous(), targets.contiguous()
+    columns = len(weight)
+    size = chunk_rows or default_chunk_rows(n, columns * x.element_size(), CHUNK_BYTES - padded_bytes)
     softmax = softmax_gradient
     if runs_triton(x.device) and x.dtype != torch.float64:
         from lmcore.kernels.gpu.cross_entropy import softmax_gradient as softmax
     losses = x.new_empty(n, dtype=torch.promote_types(x.dtype, torch.float32))
     buffer = x.new_empty(min(size, n), columns)
-    total = _sum_for(dw, weight, size >= n)
-    wants_gradient = dx is not None or total is not None
+    total = _sum_for(dw, weight, single=size >= n)
+    scale = None if dx is None and total is None else 1 / n
     for start in range(0, n, size):
         part = slice(start, min(start + size, n))
-        padded = buffer[: part.stop - start]
-        logits = padded[:, :rows]
+        logits = buffer[: part.stop - start]
         torch.mm(x[part], weight.t(), out=logits)
-        softmax(padded, targets[part], losses[part], num_rows, 1 / n if wants_gradient else None)
+        softmax(logits, targets[part], losses[part], num_rows, scale)
         if dx is not None:
             torch.mm(logits, weight, out=dx[part])
         if total is not None:
             _add_product(total, logits.t(), x[part], first=start == 0)
-    del buffer, padded, logits  # their memory serves the gradient in the weight's own type
+    del buffer, logits  # their memory serves the gradient in the weight's own type
     if isinstance(dw, Tensor):
-        return losses, dw if dw is total else dw.copy_(total)
-    return losses, total if dw is None else total.to(dw)
+        return losses, dw if dw is total else dw.copy_(total[:rows])
+    return losses, total if dw is None else total[:rows].to(dw)
 
 
 def _sum_for(dw: Tensor | torch.dtype | None, weight: Tensor, single: bool) -> Tensor | None:
-    """Where the weight's gradient is summed: `dw` itself, unless several chunks would round it each time."""
+    """Where the gradient of the padded weight is summed: `dw` itself, if it has room and rounds nothing on the way."""
     if dw is None:
         return None
     dtype = dw.dtype if isinstance(dw, Tensor) else dw
-    wide = torch.promote_types(dtype, torch.float32)
-    if isinstance(dw, Tensor) and (single or dtype == wide):
+    if not single:  # several chunks would be rounded each time
+        dtype = torch.promote_types(dtype, torch.float32)
+    if isinstance(dw, Tensor) and dw.shape == weight.shape and dw.dtype == dtype and dw.is_contiguous():
         return dw
-    return torch.empty_like(weight, dtype=dtype if single else wide)
+    return torch.empty_like(weight, dtype=dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LANES, WIDE, WARPS = 1024, 8, 32
+LANES, WIDE, WARPS, UNROLL = 512, 8, 16, 1
 """Running maxima of a program, neighbouring columns that feed each, and warps.
 
 A program per row of logits, large enough for few rows to be on the way at once: the second reading then finds them in
@@ -17,38 +17,58 @@ LOWEST = tl.constexpr(-1.0e38)  # rather than -inf, whose difference with itself
 
 
 @triton.jit
+def read(row, at, num_rows, columns, MASKED: tl.constexpr):
+    """Logits in float32; `MASKED` is for the last columns, where padding counts as the lowest of all."""
+    if MASKED:
+        x = tl.load(row + at, mask=at < columns, other=0.0).to(tl.float32)
+        return tl.where(at < num_rows, x, LOWEST)
+    return tl.load(row + at).to(tl.float32)
+
+
+@triton.jit
+def accumulate(x, top, total):
+    """Every lane's maximum (times log2(e)) and sum of exponentials relative to it, with the columns x added."""
+    new = tl.maximum(top, tl.max(x, 1) * LOG2_E)
+    # whatever `new` was rounded to, the sum is relative to just that: with x * LOG2_E - new one operation, it is exact
+    total = total * tl.exp2(top - new) + tl.sum(tl.exp2(x * LOG2_E - new[:, None]), 1)
+    return new, total
+
+
+@triton.jit
 def softmax_kernel(
     logits, targets, losses, num_rows, columns, stride, scale,
-    GRADIENT: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr,
+    GRADIENT: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Program i: row i. Every lane keeps the maximum and the sum of its own columns until the row is read."""
     i = tl.program_id(0).to(tl.int64)
     row = logits + i * stride
     target = tl.load(targets + i)
-    lanes = tl.arange(0, LANES)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
-    top = tl.full([LANES], LOWEST, tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    for start in range(0, num_rows, LANES * WIDE):
-        at = start + lanes
-        x = tl.load(row + at, mask=at < columns, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        x = tl.where(at < num_rows, x, LOWEST)
-        new = tl.maximum(top, tl.max(x, 1))
-        total = total * tl.exp2((top - new) * LOG2_E) + tl.sum(tl.exp2((x - new[:, None]) * LOG2_E), 1)
-        top = new
-    highest = tl.max(top, 0)
-    sum_of_all = tl.sum(total * tl.exp2((top - highest) * LOG2_E), 0)
     known = (target >= 0) & (target < num_rows)
     x_target = tl.load(row + target, mask=known, other=float("nan")).to(tl.float32)
-    tl.store(losses + i, tl.log2(sum_of_all) * LN_2 - (x_target - highest))
+    lanes = tl.arange(0, LANES)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    whole = num_rows // (LANES * WIDE) * (LANES * WIDE)  # columns in blocks that need no mask
+    top = tl.full([LANES], LOWEST * LOG2_E, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    for start in tl.range(0, whole, LANES * WIDE, loop_unroll_factor=UNROLL):
+        top, total = accumulate(read(row, start + lanes, num_rows, columns, False), top, total)
+    if whole < num_rows:
+        top, total = accumulate(read(row, whole + lanes, num_rows, columns, True), top, total)
+    highest = tl.max(top, 0)
+    sum_of_all = tl.sum(total * tl.exp2(top - highest), 0)
+    relative = x_target * LOG2_E - highest
+    tl.store(losses + i, (tl.log2(sum_of_all) - relative) * LN_2)
     if GRADIENT:
-        tl.debug_barrier()  # every thread has read its target before any overwrites it
         factor = scale / sum_of_all
-        for start in range(0, columns, LANES * WIDE):
+        for start in tl.range(0, whole, LANES * WIDE, loop_unroll_factor=UNROLL):
+            p = tl.exp2(read(row, start + lanes, num_rows, columns, False) * LOG2_E - highest)
+            tl.store(row + start + lanes, (p * factor).to(logits.dtype.element_ty))
+        for start in range(whole, columns, LANES * WIDE):
             at = start + lanes
-            x = tl.load(row + at, mask=at < columns, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            p = tl.exp2((tl.where(at < num_rows, x, LOWEST) - highest) * LOG2_E)
-            gradient = p * factor - tl.where(at == target, scale, 0.0)
-            tl.store(row + at, gradient.to(logits.dtype.element_ty), mask=at < columns)
+            p = tl.exp2(read(row, at, num_rows, columns, True) * LOG2_E - highest)
+            tl.store(row + at, (p * factor).to(logits.dtype.element_ty), mask=at < columns)
+        tl.debug_barrier()  # the target's column is written once more
+        gradient = tl.exp2(relative) * factor - scale
+        tl.store(row + target, gradient.to(logits.dtype.element_ty), mask=known)
 
 
 def softmax_gradient(logits: Tensor, targets: Tensor, losses: Tensor, num_rows: int, scale: float | None) -> None:
@@ -56,5 +76,5 @@ def softmax_gradient(logits: Tensor, targets: Tensor, losses: Tensor, num_rows: 
     n, columns = logits.shape
     softmax_kernel[(n,)](
         logits, targets, losses, num_rows, columns, logits.stride(0), scale or 0.0,
-        GRADIENT=scale is not None, LANES=LANES, WIDE=WIDE, num_warps=WARPS,
+        GRADIENT=scale is not None, LANES=LANES, WIDE=WIDE, UNROLL=UNROLL, num_warps=WARPS,
     )  # fmt: skip
