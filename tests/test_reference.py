@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmcore.errors import UserError
+from lmcore.report.kernels.speed_answers import speed_block
 from lmcore.report.reference import FAULTS, block, results_block, write_readme, write_reference_figures
 from lmcore.report.survival import faults_block
 
@@ -15,7 +16,12 @@ RESULTS = PROJECT / "results" / "h200"
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("results", lambda: results_block(RESULTS)), ("faults", lambda: faults_block(PROJECT / FAULTS))]
+    ("name", "text"),
+    [
+        ("results", lambda: results_block(RESULTS)),
+        ("speed", lambda: speed_block(RESULTS)),
+        ("faults", lambda: faults_block(PROJECT / FAULTS)),
+    ],
 )
 def test_the_readme_says_what_the_results_hold(name, text):
     readme = (PROJECT / "README.md").read_text(encoding="utf-8")

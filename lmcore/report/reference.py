@@ -12,6 +12,7 @@ from lmcore.files import atomic_write, read_json
 from lmcore.recipes import RECIPES
 from lmcore.report.answers import format_count, format_seconds
 from lmcore.report.figures import learning_curves, learning_rate_sweep, save_figure, use_style
+from lmcore.report.kernels.speed_answers import speed_block
 from lmcore.report.reference_measurements import measurement_figures, measurements_block
 from lmcore.report.survival import faults_block
 from lmcore.report.tables import curves_of, read_results
@@ -129,4 +130,5 @@ def write_readme(readme: str | os.PathLike, blocks: Mapping[str, str]) -> None:
 
 if __name__ == "__main__":
     write_reference_figures("results/h200", "figures/h200")
-    write_readme("README.md", {"results": results_block("results/h200"), "faults": faults_block(FAULTS)})
+    blocks = {"results": results_block("results/h200"), "speed": speed_block("results/h200")}
+    write_readme("README.md", blocks | {"faults": faults_block(FAULTS)})

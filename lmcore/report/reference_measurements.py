@@ -1,4 +1,4 @@
-"""The measured part of the reference results: the figures of notebooks 04 to 06, and what the README says of them."""
+"""The measured part of the reference results: the figures of notebooks 04 to 07, and what the README says of them."""
 
 import gzip
 import json
@@ -12,6 +12,8 @@ from lmcore.report.answers import format_bytes, format_percent, format_seconds, 
 from lmcore.report.benchmark import figures as benchmark
 from lmcore.report.benchmark.roofline_figure import roofline_figure
 from lmcore.report.benchmark.study_figures import batch_figure, context_figure, optimizations_figure
+from lmcore.report.kernels.speed import read_speed
+from lmcore.report.kernels.speed_figures import speed_figures
 from lmcore.report.memory import figures as memory
 from lmcore.report.nsys import figures as nsys
 from lmcore.report.nsys.shares import softmax_pairs
@@ -52,6 +54,7 @@ def measurement_figures(results: Path) -> dict[str, Figure]:
         "memory_kept": memory.kept_figure(kept),
         **{f"memory_composition_{size}": memory.composition_figure(part) for size, part in steps.groupby("size")},
         **{f"memory_timeline_{size}": _memory_timeline(results, size) for size in ("large", "2.7b")},
+        **speed_figures(read_speed(results)),
     }
 
 

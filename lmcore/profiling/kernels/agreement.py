@@ -1,6 +1,5 @@
 """Our kernels against the definitions in float64, on random inputs: how far off they are, and plain operations."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from lmcore.functional import scaled_dot_product_attention, silu
 from lmcore.kernels.attention import flash_attention
 from lmcore.kernels.cross_entropy import linear_cross_entropy
 from lmcore.kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward, rmsnorm_plain
-from lmcore.kernels.support import has_triton, runs_triton
+from lmcore.kernels.support import runs_triton
 from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.model import causal_mask
 from lmcore.profiling.kernels.loss import plain_loss
@@ -171,45 +170,6 @@ def measure_agreement(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
         "by": "Triton kernels" if kernels else "plain-PyTorch twins",
         "rows": rows,
     }
-
-
-def measure_interpreted(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """The portable Triton attention itself, interpreted on the CPU: a task of `run_cells`, for machines without a GPU.
-
-    The result is that of `measure_agreement`; without Triton, or on a GPU, `rows` is empty and `reason` says why.
-    """
-    device, _ = select_device(config.device)
-    head = {"device": "CPU", "by": "Triton kernels, interpreted", "rows": []}
-    if device.type == "cuda":
-        return head | {"reason": "the kernels themselves run on this GPU"}
-    if not has_triton():
-        return head | {"reason": "Triton is not installed (it is part of PyTorch's CUDA builds for Linux)"}
-    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
-    from lmcore.kernels.gpu import attention as kernels
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        return Interpreted.apply(kernels, q, k, v, causal)
-
-    rows = attention_rows(attend, torch.device("cpu"), ((1, 1, 37, 16), (1, 2, 48, 32)), ["fp32"])
-    return head | {"rows": rows}
-
-
-class Interpreted(torch.autograd.Function):
-    """The Triton kernels on tensors of the CPU, for which the choice of `lmcore.kernels` is the twin."""
-
-    @staticmethod
-    def forward(ctx: Any, kernels: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        output, lse = kernels.forward(q, k, v, causal, torch.empty_like(q))
-        ctx.save_for_backward(q, k, v, output, lse)
-        ctx.kernels, ctx.causal = kernels, causal
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, output, lse = ctx.saved_tensors
-        into = [torch.empty_like(x) for x in (q, k, v)]
-        gradients = ctx.kernels.backward(q, k, v, output, lse, gradient.contiguous(), ctx.causal, *into)
-        return None, *gradients, None
 
 
 def agreement_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:

@@ -1,12 +1,13 @@
 """What the tasks of notebook 07 share: types, and the time and memory of a function."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from lmcore.device import forget_memory
-from lmcore.profiling.ceilings import Timer
+from lmcore.device import forget_memory, select_device
+from lmcore.profiling.ceilings import Timer, ceilings
 from lmcore.profiling.memory.events import record_cpu
 from lmcore.profiling.memory.snapshot import UNKNOWN
 from lmcore.profiling.memory.summary import bytes_by_state
@@ -38,6 +39,11 @@ def extra_bytes(function: Callable[[], Any], device: torch.device) -> int | None
     history = record_cpu(lambda span: function(), (), sources=False)
     levels = bytes_by_state(history, (UNKNOWN,))[0]
     return int(levels.max() - levels[0])
+
+
+def measure_ceilings(config: WorkloadConfig, folder: Path) -> dict[str, float]:
+    """`lmcore.profiling.ceilings.ceilings` of the cell's precision: a task of `lmcore.profiling.cells.run_cells`."""
+    return ceilings(select_device(config.device)[0], config.precision)
 
 
 def measured(function: Callable[[], Any], device: torch.device, timer: Timer | None = None) -> dict[str, Any]:

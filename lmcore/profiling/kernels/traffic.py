@@ -90,9 +90,11 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) ->
 
 
 def lines(table: pd.DataFrame, per: int, unit: str) -> Iterator[str]:
-    """The rows of `traffic_table` as lines of text, with bytes divided by `per`, and their sum."""
+    """The rows of `traffic_table` as lines of text, bytes divided by `per`, and their sum; scalars are left out."""
     for row in table.to_dict("records"):
         read, written = row["read"] / per, row["written"] / per
+        if read + written < 0.01:
+            continue
         yield f"{row['operation']:<18} {row['calls']:2} ×  read {read:6.2f}  written {written:6.2f}  bytes per {unit}"
     total = (table["read"].sum() + table["written"].sum()) / per
     yield f"together {total:.2f} bytes per {unit}"

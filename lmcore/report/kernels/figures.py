@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from lmcore.report.answers import format_bytes, format_seconds, format_significant
 from lmcore.report.figures import LEGEND_BESIDE, MUTED, WARNING, category_colors, panels
@@ -101,8 +101,9 @@ def ladder_figure(names: Sequence[str], seconds: Sequence[float | None], notes: 
             words, (left, place), (4, 0), textcoords="offset points", va="center", fontsize=8, color=style
         )  # fmt: skip
     axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(0, 1.3 * longest)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value) if value else "0"))
     axes.set_xlabel("median time of a training step")
     axes.grid(visible=False, axis="y")

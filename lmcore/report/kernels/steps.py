@@ -1,0 +1,161 @@
+"""Sentences of notebook 07 on the whole step: the ladder of gains, and the learning curve with the fast path."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from lmcore.config import TrainConfig, replace
+from lmcore.recipes import fast
+from lmcore.report.answers import format_bytes, format_percent, format_seconds, format_significant
+from lmcore.report.benchmark.study import format_rate
+from lmcore.report.benchmark.views import MISSING, given
+from lmcore.report.kernels.figures import ladder_figure, relative_difference
+from lmcore.run import RunFolder
+
+LOSS_TOLERANCES = {"fp32": 2e-3, "tf32": 1e-2, "bf16": 2e-2, "fp16": 2e-2}
+"""Largest relative difference of the losses of two runs that differ in rounding alone, averaged over a window of
+steps. bfloat16 rounds to one part in 256, and what is rounded otherwise in one step grows in the next ones."""
+
+WINDOWS = 10
+"""Parts of a run over which losses are averaged before they are compared."""
+
+
+def ladder_answer(table: pd.DataFrame) -> str:
+    """The rungs as a table: time, tokens per second, memory, and the gain of each; what cannot run here is a row."""
+    done = table.dropna(subset="wall_median")
+    if not len(done):
+        return "No step was measured."
+    first, rows, before = done.iloc[0], [], None
+    for row in table.to_dict("records"):
+        timed = given(row["wall_median"])
+        rows.append(
+            {
+                "step": row["rung"],
+                "what": row["what"],
+                "median time": format_seconds(row["wall_median"]) if timed else f"**{row['outcome']}**",
+                "tokens/s": format_rate(row["tokens_per_second"]) if timed else MISSING,
+                "times as fast as the first": _ratio(first["wall_median"], row) if timed else MISSING,
+                "as the one before": _ratio(before, row) if timed and before else MISSING,
+                "peak memory": format_bytes(row["peak_memory_bytes"]) if given(row["peak_memory_bytes"]) else MISSING,
+                "MFU": format_percent(row["mfu"]) if given(row["mfu"]) else MISSING,
+            }
+        )
+        before = row["wall_median"] if timed else before
+    shown = pd.DataFrame(rows)
+    empty = [name for name in ("peak memory", "MFU") if (shown[name] == MISSING).all()]
+    reasons = [f"`{row['rung']}`: {row['reason']}" for row in table.to_dict("records") if not given(row["wall_median"])]
+    last = done.iloc[-1]
+    text = (
+        f"A training step of size `{first['size']}` at batch {first['batch_size']:,.0f}, context "
+        f"{first['context_length']:,.0f}, {first['precision']}, on {first['device']}, without clipping:\n\n"
+        f"{shown.drop(columns=empty).to_markdown(index=False, disable_numparse=True)}\n\n"
+        f"From `{first['rung']}` to `{last['rung']}` a step becomes "
+        f"**{format_significant(first['wall_median'] / last['wall_median'])} times as fast**. {_largest_gain(done)}"
+    )
+    return " ".join([text, *(f"Not measured, {reason}" for reason in reasons)]).strip()
+
+
+def _ratio(before: float, row: Mapping) -> str:
+    return f"{before / row['wall_median']:.2f}"
+
+
+def _largest_gain(done: pd.DataFrame) -> str:
+    if len(done) < 2:
+        return ""
+    gains = done["wall_median"].astype(float).shift() / done["wall_median"].astype(float)
+    best, worst = gains.idxmax(), gains.idxmin()
+    text = (
+        f"The largest gain is that of `{done.loc[best, 'rung']}` ({gains[best]:.2f} times as fast as the rung before)"
+    )
+    if gains[worst] < 1:
+        text += f"; `{done.loc[worst, 'rung']}` is slower than the rung before ({gains[worst]:.2f})"
+    return text + "."
+
+
+def rungs_figure(table: pd.DataFrame):
+    """The ladder as bars; a rung that was not measured says so."""
+    return ladder_figure(table["rung"].tolist(), table["wall_median"].tolist(), table["outcome"].tolist())
+
+
+def curve_runs(config: TrainConfig) -> dict[str, TrainConfig]:
+    """The same run twice: with plain operations one by one, and with the fast path."""
+    plain = replace(config, ops="plain", compile=False, model__attention="plain")
+    return {"plain": plain, "fast": fast(plain)}
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Two runs of one configuration, and how far their losses are apart."""
+
+    plain: pd.DataFrame
+    fast: pd.DataFrame
+    valid_losses: tuple[float, float]
+    """Final validation losses, plain and fast."""
+    rates: tuple[float, float]
+    """Tokens per second."""
+    precision: str
+    steps: int
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """The metrics of both, by label; the definition first."""
+        return {"plain operations": self.plain, "fast path": self.fast}
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference that is taken for rounding."""
+        return LOSS_TOLERANCES[self.precision]
+
+    @property
+    def largest_difference(self) -> float:
+        """Of the training losses, relative, each averaged over a tenth of the run."""
+        _, difference = relative_difference(windowed(self.fast), windowed(self.plain))
+        return float(np.abs(difference).max())
+
+    @property
+    def validation_difference(self) -> float:
+        """Of the final validation losses, relative."""
+        plain, fast = self.valid_losses
+        return abs(fast / plain - 1)
+
+    @property
+    def agree(self) -> bool:
+        """Whether both differences are within the tolerance."""
+        return max(self.largest_difference, self.validation_difference) <= self.tolerance
+
+
+def windowed(metrics: pd.DataFrame, windows: int = WINDOWS) -> pd.DataFrame:
+    """Mean training loss of each part of a run; `step` is the part's last."""
+    parts = np.arange(len(metrics)) * min(windows, len(metrics)) // max(len(metrics), 1)
+    return metrics.groupby(parts).agg(step=("step", "last"), train_loss=("train_loss", "mean"))
+
+
+def read_curves(runs: Mapping[str, RunFolder]) -> Curves:
+    """The curves of the runs of `curve_runs`."""
+    plain, fast = runs["plain"], runs["fast"]
+    tables = plain.metrics(), fast.metrics()
+    config = plain.config()
+    return Curves(
+        *tables,
+        valid_losses=tuple(run.status()["valid_loss"] for run in (plain, fast)),
+        rates=tuple(float(metrics["tokens_per_second"].iloc[1:].median()) for metrics in tables),
+        precision=config.precision,
+        steps=config.steps,
+    )
+
+
+def curves_answer(curves: Curves) -> str:
+    """Whether the fast path has the same learning curve, and how much faster the run is."""
+    verdict = "**the same learning curve**" if curves.agree else "**another learning curve**"
+    plain, fast = (f"{loss:.4f}" for loss in curves.valid_losses)
+    text = (
+        f"Over {curves.steps:,} steps in {curves.precision} the two have {verdict}: averaged over a tenth of the run, "
+        f"the training losses differ by at most {format_percent(curves.largest_difference, 2)}, and the final "
+        f"validation losses, {plain} and {fast}, by {format_percent(curves.validation_difference, 2)}; "
+        f"{format_percent(curves.tolerance, 2)} is allowed. Both runs start from the same weights and see the same "
+        "batches, so that what is left is rounding, which grows from step to step as in any two runs that do not add "
+        "in the same order."
+    )
+    before, after = curves.rates
+    return f"{text} The fast run goes through {format_significant(after / before)} times as many tokens per second."
