@@ -16,6 +16,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from speed import attention, cells, decode, steps, targets  # noqa: E402
+from speed.command import main  # noqa: E402
 from speed.measuring import Absent, Built, Contestant, Race, relative_error  # noqa: E402
 from speed.peers import llama  # noqa: E402
 from speed.rows import OUTCOMES, Cell, Conditions, Row  # noqa: E402
@@ -149,21 +150,12 @@ def test_hugging_face_has_the_weights_of_our_model():
         torch.testing.assert_close(llama(model)(input_ids=tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    """The benchmark's command, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, str(BENCHMARKS / "speed.py"), *arguments], capture_output=True, text=True, check=False
-    )
-
-
-def test_the_command_measures_checks_and_goes_on_where_it_ended(tmp_path):
+def test_the_command_measures_checks_and_goes_on_where_it_ended(tmp_path, capsys):
     out = tmp_path / "speed.json"
-    ran = command("--toy", "--device", "cpu", "--out", str(out), "--seconds", "0.01", "--only", "optimizer", "loss")
-    assert ran.returncode == 0, ran.stderr
+    main(out, only=("optimizer", "loss"), device="cpu", toy=True)
     first = json.loads(out.read_text())
     assert {row["row"] for row in first["rows"]} == {"adamw", "loss"}
-    ran = command("--toy", "--device", "cpu", "--out", str(out))
-    assert ran.returncode == 0, ran.stderr
+    main(out, device="cpu", toy=True)
     result = json.loads(out.read_text())
     kept = [row for row in result["rows"] if row["row"] in ("adamw", "loss")]
     assert kept == first["rows"]
@@ -173,22 +165,29 @@ def test_the_command_measures_checks_and_goes_on_where_it_ended(tmp_path):
         assert row["outcome"] in ("complete", "absent"), row
         if row["outcome"] == "complete":
             assert row["repeats"] >= 7
-            if "relative_error" in row["notes"]:
-                assert row["notes"]["relative_error"] < 1e-2, row
+            assert row["notes"].get("relative_error", 0) < 1e-2, row
         if row["contestant"].startswith("lmcore"):
             assert row["outcome"] == "complete", row
             assert abs(row["notes"].get("fall_beside_first", 1) - 1) < 0.05, row
-    assert "times as fast as the best peer" in ran.stdout
+    assert "times as fast as the best peer" in capsys.readouterr().out
+
+
+def test_without_time_nothing_is_measured(tmp_path, capsys):
+    main(tmp_path / "speed.json", budget=0, device="cpu", toy=True)
+    assert capsys.readouterr().out.count("left out") == len(cells.toy_cells())
+    assert not list(tmp_path.iterdir())
 
 
 def test_bad_requests_are_refused_in_one_sentence(tmp_path):
     out = tmp_path / "speed.json"
-    ran = command("--toy", "--only", "nonsense", "--out", str(out))
+    command = [sys.executable, str(BENCHMARKS / "speed.py"), "--toy", "--only", "nonsense", "--out", str(out)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 1
-    assert "no group or cell nonsense" in ran.stderr
+    assert ran.stderr.startswith("There is no group or cell nonsense; choose from ")
+    assert ran.stderr.count("\n") == 1
     assert not out.exists()
     out.write_text('{"rows": [], "runs": [], "toy": false}')
-    ran = command("--toy", "--out", str(out))
-    assert "holds real sizes" in ran.stderr
+    with pytest.raises(UserError, match="holds real sizes"):
+        main(out, device="cpu", toy=True)
     with pytest.raises(UserError, match="There is no model size"):
         steps.measure(cells.step_cell("huge", 1, 8, (steps.OURS,), 1), TOY)

@@ -1,0 +1,126 @@
+"""The command: which cells are measured, each in a process of its own, and what is kept of them."""
+
+import importlib
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lmcore.config import require
+from lmcore.device import select_device
+from lmcore.files import read_json, write_json
+from lmcore.profiling.cells import run_apart
+from lmcore.provenance import environment
+
+from .cells import cells, toy_cells
+from .rows import Cell, Conditions, Row
+from .table import lines
+from .targets import TARGETS
+
+GRACE = 120.0
+"""Seconds beyond its estimate after which a cell is given up."""
+
+
+def main(
+    out: Path = Path("results/h200/speed.json"),
+    only: tuple[str, ...] = (),
+    budget: float | None = None,
+    seconds: float = 8.0,
+    device: str = "auto",
+    toy: bool = False,
+    again: bool = False,
+) -> None:
+    """Measures, prints and writes.
+
+    Args:
+        out: the JSON file to write, cell by cell; what it holds already is kept.
+        only: groups (step, attention, optimizer, loss, decode, sweep, memory, study, elementwise) or cells by name.
+        budget: seconds after which no cell is begun that would take longer than what is left.
+        seconds: how long the contestants of a cell take turns.
+        device: auto, cuda, cuda:N, mps or cpu.
+        toy: small sizes, nothing compiled: to try the command; its times mean nothing.
+        again: measure cells anew that the file holds.
+    """
+    began = time.monotonic()
+    chosen = asked_for(only, toy)
+    result = earlier(out, toy)
+    outcome, place = run_apart(examined, (device, toy), timeout=None)
+    require(outcome == "complete", f"The device cannot be examined: {place}")
+    result |= {"provenance": place["environment"], "ceilings": place["ceilings"]}
+    done = set() if again else {name for run in result["runs"] for name in run["cells"]}
+    result["runs"].append(place | {"cells": []})
+    conditions = Conditions(place["device"], toy, 0.05 if toy else seconds, place["ceilings"])
+    for cell in chosen:
+        left = math.inf if budget is None else budget - (time.monotonic() - began)
+        if cell.row in done:
+            continue
+        if left < cell.estimate:
+            print(f"{cell.row}: left out, as {left:.0f} s are left and it takes {cell.estimate:.0f} s", flush=True)
+            continue
+        rows, took = measured(cell, conditions, left)
+        keep(result, cell, rows)
+        write_json(out, result)
+        print(f"{cell.row}: {took:.0f} s", *lines(rows, ()), sep="\n", flush=True)
+    print(f"\n{'-' * 100}", *lines(result["rows"], result["targets"]), f"all in {out}", sep="\n")
+
+
+def asked_for(only: Sequence[str], toy: bool) -> list[Cell]:
+    """The cells of these groups or names, all if none is given. Raises `UserError` on unknown ones."""
+    every = toy_cells() if toy else cells()
+    known = {cell.group for cell in every} | {cell.row for cell in every}
+    unknown = [name for name in only if name not in known]
+    require(not unknown, f"There is no group or cell {', '.join(unknown)}; choose from {', '.join(sorted(known))}.")
+    return [cell for cell in every if not only or cell.group in only or cell.row in only]
+
+
+def earlier(out: Path, toy: bool) -> dict[str, Any]:
+    """What the file holds, or an empty result. Raises `UserError` rather than mix toy sizes with real ones."""
+    targets = [] if toy else TARGETS
+    if not out.exists():
+        return {"provenance": {}, "ceilings": {}, "toy": toy, "runs": [], "rows": [], "targets": targets}
+    result = read_json(out)
+    require(isinstance(result, dict) and "rows" in result, f"{out} is not a result of this benchmark.")
+    require(result["toy"] == toy, f"{out} holds {'toy' if result['toy'] else 'real'} sizes: choose another --out.")
+    return result | {"targets": targets}
+
+
+def examined(device: str, toy: bool) -> dict[str, Any]:
+    """In a process of its own: the device, the environment and the ceilings of this run."""
+    from lmcore.profiling.ceilings import ceilings
+
+    chosen, _ = select_device(device)
+    roofs = ceilings(chosen, "fp32" if toy else "bf16")
+    return {
+        "device": str(chosen),
+        "environment": environment(),
+        "ceilings": {
+            "copy_bytes_per_second": roofs["peak_bytes_per_second"],
+            "bf16_flops_per_second": roofs["peak_flops_per_second"],
+        },
+    }
+
+
+def measured(cell: Cell, conditions: Conditions, left: float) -> tuple[list[dict[str, Any]], float]:
+    """The cell's rows, and the seconds that it took; a single row for a cell that ended as a whole."""
+    began = time.monotonic()
+    limit = min(left, cell.estimate + GRACE)
+    outcome, rows = run_apart(perform, (cell, conditions), limit)
+    if outcome != "complete":
+        whole = Row(cell.row, cell.group, cell.work, cell.settings, "all", ours=False, outcome=outcome, reason=rows)
+        rows = [whole.to_json()]
+    return rows, time.monotonic() - began
+
+
+def perform(cell: Cell, conditions: Conditions) -> list[dict[str, Any]]:
+    """In the cell's process: its measurement, as plain data."""
+    module, _, function = cell.measure.partition(":")
+    return [row.to_json() for row in getattr(importlib.import_module(module), function)(cell, conditions)]
+
+
+def keep(result: dict[str, Any], cell: Cell, rows: Sequence[dict[str, Any]]) -> None:
+    """Puts rows into the result in the place of earlier ones of the same names; the cell is done if any is complete."""
+    names = {row["row"] for row in rows}
+    result["rows"] = [row for row in result["rows"] if row["row"] not in names] + list(rows)
+    if any(row["outcome"] == "complete" for row in rows):
+        result["runs"][-1]["cells"].append(cell.row)
