@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lmcore.functional import silu
 from lmcore.kernels.embedding import embedding_backward_, sorted_tokens
-from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, rmsnorm_plain
+from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, rmsnorm_plain, sum_partials
 from lmcore.kernels.rope import rope_
 from lmcore.kernels.support import has_triton
 from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
@@ -25,6 +25,7 @@ class Twins:
     rmsnorm_forward = staticmethod(rmsnorm_forward)
     rmsnorm_backward = staticmethod(rmsnorm_backward)
     num_partials = staticmethod(num_partials)
+    sum_partials = staticmethod(sum_partials)
     rope_ = staticmethod(rope_)
     swiglu_forward = staticmethod(swiglu_forward)
     swiglu_backward_ = staticmethod(swiglu_backward_)
@@ -98,6 +99,14 @@ def test_rmsnorm_writes_where_it_is_told(kernels):
     assert dx_again is dx
     assert partials_again is partials
     assert_close(y, rmsnorm_plain(x.double(), gain.double())[1], 2e-6)
+
+
+@pytest.mark.parametrize(("norms", "parts", "d"), [(1, 1, 5), (3, 67, 48), (2, 200, 130)])
+def test_sums_of_partial_sums(kernels, norms, parts, d):
+    k, device = kernels
+    partials, out = drawn(norms, parts, d, device=device), torch.empty(norms, d, device=device)
+    assert k.sum_partials(partials, out) is out
+    assert_close(out, partials.double().sum(dim=1), 2e-6)
 
 
 def test_rmsnorm_of_zeros_is_zero(kernels):

@@ -17,7 +17,7 @@ from lmcore.fused.streams import Aside
 from lmcore.kernels.attention import attention_backward, attention_forward
 from lmcore.kernels.cross_entropy import linear_cross_entropy_gradients, linear_cross_entropy_loss
 from lmcore.kernels.embedding import embedding_backward_, sorted_tokens
-from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward
+from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
 from lmcore.kernels.rope import rope_
 from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.model import TransformerLM
@@ -140,6 +140,7 @@ class FusedTransformer:
             sorted_ids, order = sorted_tokens(inputs.flatten(), self.config.vocab_size)
             if not self.config.tie_embeddings:
                 self.grads.embedding.zero_()  # rows of tokens that do not occur
+            tokens_sorted = self.aside.mark()
         groups, x, branch = self._forward_groups(inputs)
         x, normed, rstd = rmsnorm_forward(x, self.gains[-1], self.eps, branch)
         loss, dnormed, _ = linear_cross_entropy_gradients(
@@ -149,10 +150,12 @@ class FusedTransformer:
         groups[-1].begin_backward()
         rmsnorm_backward(dnormed, x, self.gains[-1], rstd, dx=groups[-1].dy[-1], partials=partials[-1])
         dx = torch.empty_like(x)
-        self._backward_groups(groups, dx, inputs.shape, partials)
-        torch.sum(partials, dim=1, out=self.gain_grads)
-        self.aside.join()
+        in_use = self._backward_groups(groups, dx, inputs.shape, partials)
+        sum_partials(partials, self.gain_grads)
+        self.aside.join(tokens_sorted)
         embedding_backward_(dx, sorted_ids, order, self.grads.embedding, accumulate=self.config.tie_embeddings)
+        self.aside.join()
+        del in_use
         return loss
 
     def _embed(self, inputs: Tensor) -> Tensor:
@@ -190,10 +193,10 @@ class FusedTransformer:
         group.saved.append(saved)
         return saved.x2, torch.mm(group.h[i], w.w2[layer].t())
 
-    def _backward_groups(self, groups: list[Group], dx: Tensor, shape: torch.Size, partials: Tensor) -> None:
+    def _backward_groups(self, groups: list[Group], dx: Tensor, shape: torch.Size, partials: Tensor) -> list:
         """Goes back through all layers; the gradient of their result is in the last group's `dy`, leaves that of the
-        embeddings (N, D) in `dx`."""
-        aside: list[tuple[Group, torch.cuda.Event | None]] = []
+        embeddings (N, D) in `dx`. Gives back what the weight gradients aside still read."""
+        in_use: list[tuple[Group, torch.cuda.Event | None]] = []
         while groups:
             group = groups.pop()
             if groups:
@@ -203,10 +206,10 @@ class FusedTransformer:
                 self._layer_backward(group, i, before, shape, partials)
             with self.aside():
                 self._weight_gradients(group)
-            aside.append((group, self.aside.mark()))
-            if len(aside) > 1:  # at most two groups are in memory
-                self.aside.join(aside.pop(0)[1])
-        self.aside.join()
+                in_use.append((group, self.aside.mark()))
+            if len(in_use) > 1:  # at most two groups are in memory
+                self.aside.join(in_use.pop(0)[1])
+        return in_use
 
     def _layer_backward(self, group: Group, i: int, dx: Tensor, shape: torch.Size, partials: Tensor) -> None:
         """Writes the gradient of layer `i`'s input into `dx`, given that of its result in `group.dy[i]`."""

@@ -43,7 +43,7 @@ def rmsnorm_backward(
 
     With xhat = x * rstd and w = dy * gain, the first is rstd * (w - xhat * mean(w * xhat)); `x` is the sum that was
     normalized. The gain's gradient is the sum of dy * xhat over the rows. It comes as (P, D) sums in float32 over parts
-    of the rows, for P see `num_partials`: the caller adds them up, all norms of a model at once, in a fixed order.
+    of the rows, for P see `num_partials`: `sum_partials` adds them up for all norms of a model at once.
     """
     if runs_triton(x.device):
         from lmcore.kernels.gpu import rmsnorm
@@ -66,6 +66,15 @@ def num_partials(x: Tensor) -> int:
 
         return rmsnorm.num_partials(x)
     return 1
+
+
+def sum_partials(partials: Tensor, out: Tensor) -> Tensor:
+    """Adds up the partial sums (M, P, D) of M norms into the gradients of their gains `out` (M, D), in a fixed order."""
+    if runs_triton(partials.device):
+        from lmcore.kernels.gpu import rmsnorm
+
+        return rmsnorm.sum_partials(partials, out)
+    return torch.sum(partials, dim=1, out=out)
 
 
 def rmsnorm_plain(x: Tensor, gain: Tensor, eps: float = 1e-5, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ CHUNK = 32
 COLUMNS = 128
 """Columns per program."""
 
-PARTS = 16
+PARTS = 64
 """Partial sums that are added up at a time."""
 
 

@@ -7,11 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 2048
-"""Elements that a program holds at a time, unless a row is longer."""
+FORWARD_TILE, BACKWARD_TILE = 2048, 4096
+"""Elements that a program holds at a time, unless a row is longer; in the backward pass many, to load them together."""
 
 PROGRAMS_PER_PROCESSOR = 4
-"""Programs of the backward pass per multiprocessor, for rows of at most TILE / 2; half as many for longer ones."""
+"""Programs of the backward pass per multiprocessor, for rows of at most half a tile; half as many for longer ones."""
+
+SUM_ROWS, SUM_COLUMNS = 64, 64
+"""Tile of a program that adds up partial sums."""
 
 
 @triton.jit
@@ -64,12 +67,25 @@ def rmsnorm_backward_kernel(
     tl.store(partials_ptr + tl.program_id(0) * D + columns, sums, mask=columns < D)
 
 
+@triton.jit
+def sum_kernel(partials_ptr, sums_ptr, num_parts, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Program (i, j): COLUMNS columns of sum i of `num_parts` rows, always in the same order."""
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first = partials_ptr + tl.program_id(0).to(tl.int64) * num_parts * D
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, num_parts, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        inside = (rows[:, None] < num_parts) & (columns[None, :] < D)
+        total += tl.load(first + rows[:, None] * D + columns[None, :], mask=inside, other=0.0)
+    tl.store(sums_ptr + tl.program_id(0) * D + columns, tl.sum(total, axis=0), mask=columns < D)
+
+
 def rmsnorm_forward(
     x: Tensor, gain: Tensor, eps: float = 1e-5, branch: Tensor | None = None, y: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `lmcore.kernels.rmsnorm.rmsnorm_forward`."""
     num_rows, d = x.shape
-    tile, warps = _tile(d)
+    tile, warps = _tile(d, FORWARD_TILE)
     total = x if branch is None else torch.empty_like(x)
     y = torch.empty_like(x) if y is None else y
     rstd = x.new_empty(num_rows, dtype=torch.float32)
@@ -91,7 +107,7 @@ def rmsnorm_backward(
 ) -> tuple[Tensor, Tensor]:
     """See `lmcore.kernels.rmsnorm.rmsnorm_backward`."""
     num_rows, d = x.shape
-    tile, warps = _tile(d)
+    tile, warps = _tile(d, BACKWARD_TILE)
     dx = torch.empty_like(x) if dx is None else dx
     partials = x.new_empty(num_partials(x), d, dtype=torch.float32) if partials is None else partials
     rmsnorm_backward_kernel[(num_partials(x),)](
@@ -104,14 +120,23 @@ def rmsnorm_backward(
 def num_partials(x: Tensor) -> int:
     """See `lmcore.kernels.rmsnorm.num_partials`."""
     num_rows, d = x.shape
-    per_processor = PROGRAMS_PER_PROCESSOR if d <= TILE // 2 else PROGRAMS_PER_PROCESSOR // 2
-    return min(triton.cdiv(num_rows, _tile(d)[0]["ROWS"]), per_processor * _processors(x.device))
+    per_processor = PROGRAMS_PER_PROCESSOR if d <= BACKWARD_TILE // 2 else PROGRAMS_PER_PROCESSOR // 2
+    return min(triton.cdiv(num_rows, _tile(d, BACKWARD_TILE)[0]["ROWS"]), per_processor * _processors(x.device))
 
 
-def _tile(d: int) -> tuple[dict[str, int], int]:
+def sum_partials(partials: Tensor, out: Tensor) -> Tensor:
+    """See `lmcore.kernels.rmsnorm.sum_partials`."""
+    sums, num_parts, d = partials.shape
+    sum_kernel[(sums, triton.cdiv(d, SUM_COLUMNS))](
+        partials, out, num_parts, D=d, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=4
+    )
+    return out
+
+
+def _tile(d: int, elements: int) -> tuple[dict[str, int], int]:
     """Rows and columns of a program's tile, and its warps."""
     block = triton.next_power_of_2(d)
-    return {"ROWS": max(1, TILE // block), "BLOCK": block}, max(4, min(16, block // 512))
+    return {"ROWS": max(1, elements // block), "BLOCK": block}, max(4, min(16, block // 512))
 
 
 @lru_cache(maxsize=8)
