@@ -69,7 +69,7 @@ def num_partials(x: Tensor) -> int:
 
 
 def sum_partials(partials: Tensor, out: Tensor) -> Tensor:
-    """Adds up the partial sums (M, P, D) of M norms into the gradients of their gains `out` (M, D), in a fixed order."""
+    """Adds up partial sums (M, P, D) of M norms into the gradients of their gains `out` (M, D), in a fixed order."""
     if runs_triton(partials.device):
         from lmcore.kernels.gpu import rmsnorm
 
