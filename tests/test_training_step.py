@@ -1,0 +1,109 @@
+"""Which step a configuration trains with, and that both lead to the same weights."""
+
+import pytest
+import torch
+
+from lmcore.checkpoint import digest, read_weights
+from lmcore.config import ModelConfig, TrainConfig, replace
+from lmcore.errors import UserError
+from lmcore.model import TransformerLM
+from lmcore.profiling.workload import Workload, WorkloadConfig
+from lmcore.recipes import RECIPES, fast
+from lmcore.run import RunFolder
+from lmcore.train import Trainer, train
+from lmcore.training_step import FusedTrainingStep, PlainStep, training_step
+
+MODEL = ModelConfig(vocab_size=300, context_length=16, d_model=32, num_layers=2, num_heads=2, d_ff=40)
+
+
+@pytest.fixture
+def config(embedded_data) -> TrainConfig:
+    return TrainConfig(
+        model=MODEL,
+        data=str(embedded_data),
+        batch_size=4,
+        steps=12,
+        log_interval=3,
+        eval_interval=6,
+        checkpoint_interval=6,
+        device="cpu",
+    )
+
+
+def lines(run: RunFolder) -> list[dict]:
+    clocks = ("seconds", "tokens_per_second", "mfu", "peak_memory_bytes")
+    return [{key: value for key, value in line.items() if key not in clocks} for line in run.metrics_lines()]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_fused_training_is_plain_training(tmp_path, config, optimizer, tied):
+    config = replace(config, optimizer__name=optimizer, model__tie_embeddings=tied, optimizer__warmup_steps=2)
+    plain, fused = RunFolder(tmp_path / "plain"), RunFolder(tmp_path / "fused")
+    train(config, plain)
+    train(fast(config), fused)
+    assert len(lines(plain)) == 4
+    for one, other in zip(lines(plain), lines(fused), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+@pytest.mark.parametrize("ops", ["plain", "fused"])
+def test_resuming_gives_the_run_that_was_never_stopped(tmp_path, config, monkeypatch, ops):
+    config = replace(config, ops=ops)
+    whole, cut = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "cut")
+    train(config, whole)
+    original = Trainer.train_step
+
+    def broken(self):
+        original(self)
+        if self.step == 8:
+            raise RuntimeError("stopped here")
+
+    monkeypatch.setattr(Trainer, "train_step", broken)
+    with pytest.raises(RuntimeError, match="stopped here"):
+        train(config, cut)
+    monkeypatch.undo()
+    train(config, cut)
+    assert lines(whole) == lines(cut)
+    assert digest(read_weights(whole.last_weights)[0]) == digest(read_weights(cut.last_weights)[0])
+
+
+@pytest.mark.parametrize(
+    ("switches", "reason"),
+    [({"norm": "post"}, "norm=post"), ({"ffn": "silu"}, "ffn=silu"), ({"dropout": 0.1}, "dropout=0.1")],
+)
+def test_a_model_that_the_fused_step_does_not_cover_trains_plainly(tmp_path, config, capsys, switches, reason):
+    config = replace(config, steps=2, eval_interval=2, **{f"model__{key}": value for key, value in switches.items()})
+    assert train(fast(config), tmp_path / "run").state == "complete"
+    assert f"run: plain operations, as the fused step does not cover {reason}." in capsys.readouterr().out
+
+
+def test_which_step(config):
+    cpu = torch.device("cpu")
+    for ops, kind in {"plain": PlainStep, "fused": FusedTrainingStep}.items():
+        step, reason = training_step(TransformerLM(MODEL), replace(config, ops=ops), cpu)
+        assert isinstance(step, kind)
+        assert reason is None
+    step, reason = training_step(TransformerLM(MODEL), replace(config, ops="fused", precision="fp16"), cpu)
+    assert isinstance(step, PlainStep)
+    assert reason == "precision=fp16"
+
+
+def test_the_gpu_recipes_are_fast():
+    assert all((c.ops, c.model.attention) == ("fused", "flash") for c in RECIPES.values() if c.precision == "bf16")
+    assert (RECIPES["smoke"].ops, RECIPES["smoke"].model.attention) == ("plain", "plain")
+
+
+@pytest.mark.parametrize("passes", ["forward", "forward_backward", "train_step"])
+def test_a_fused_workload_has_the_plain_loss(passes):
+    cell = WorkloadConfig(model=MODEL, batch_size=2, passes=passes, device="cpu")
+    plain = Workload(replace(cell, passes="forward_backward")).step()
+    assert Workload(replace(cell, ops="fused")).step() == pytest.approx(plain.item(), rel=1e-5)
+
+
+def test_a_fused_workload_measures_nothing_else():
+    cell = WorkloadConfig(
+        model=replace(MODEL, norm="post"), batch_size=2, passes="train_step", ops="fused", device="cpu"
+    )
+    with pytest.raises(UserError, match="does not cover norm=post; measure this cell with ops plain"):
+        Workload(cell)
