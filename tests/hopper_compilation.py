@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from lmcore.kernels.gpu import attention_hopper
-from lmcore.kernels.gpu.attention_hopper_backward import backward_kernel
-from lmcore.kernels.gpu.attention_hopper_forward import forward_kernel
+from lmcore.kernels.gpu.attention_hopper_backward import attention_backward_kernel
+from lmcore.kernels.gpu.attention_hopper_forward import attention_forward_kernel
 
 PTXAS = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "ptxas"
 FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -58,7 +58,7 @@ def forward(size: int, length: int, causal: bool) -> dict:
     half, keys = tile(m // 2, size), tile(n, size)
     types = {"q_desc": half, "k_desc": keys, "v_desc": keys, "o_desc": half, "lse_ptr": "*fp32"}
     types |= {"heads": "i32", "length": "i32", "lse_rows": "i32", "scale": "fp32"}
-    return compiled(forward_kernel, types, constants(m, n, size, stages, causal, registers), mean)
+    return compiled(attention_forward_kernel, types, constants(m, n, size, stages, causal, registers), mean)
 
 
 def backward(size: int, length: int, causal: bool) -> dict:
@@ -67,7 +67,7 @@ def backward(size: int, length: int, causal: bool) -> dict:
     types = {"q_desc": queries, "do_desc": queries, "k_desc": keys, "v_desc": keys, "lse_desc": row(m)}
     types |= {"delta_desc": row(m), "dq_desc": tile(m, size // 2, "fp32", gl.float32), "dk_desc": half, "dv_desc": half}
     types |= {"heads": "i32", "length": "i32", "scale2": "fp32", "scale": "fp32"}
-    return compiled(backward_kernel, types, constants(m, n, size, stages, causal, registers), mean)
+    return compiled(attention_backward_kernel, types, constants(m, n, size, stages, causal, registers), mean)
 
 
 def constants(m: int, n: int, size: int, stages: int, causal: bool, registers: int) -> dict[str, int]:

@@ -79,9 +79,9 @@ def attend(q, acc, m, total, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, rows
 
 
 @triton.jit
-def forward_kernel(q, k, v, o, lse, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, heads, T, lse_rows,
-                   scale, M: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
-                   PRECISION: tl.constexpr):
+def attention_forward_kernel(q, k, v, o, lse, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, heads, T,
+                             lse_rows, scale, M: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+                             CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
     """One tile of queries of one head; with a causal mask those with most keys start first."""
     tiles = tl.cdiv(T, M)
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -128,10 +128,10 @@ def gather_dq(dq, q, do, lse, delta, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, hea
 
 
 @triton.jit
-def query_gradients_kernel(q, k, v, o, do, dq, lse, delta, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
-                           do_b, do_h, do_t, dq_b, dq_h, dq_t, heads, T, lse_rows, scale2, scale, M: tl.constexpr,
-                           N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
-                           PRECISION: tl.constexpr):
+def attention_query_gradients_kernel(q, k, v, o, do, dq, lse, delta, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b,
+                                     o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, heads, T, lse_rows, scale2, scale,
+                                     M: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+                                     CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
     """dQ of one tile of queries of one head; also delta = sum(dO · O), which the other gradients need."""
     tiles = tl.cdiv(T, M)
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -181,10 +181,10 @@ def gather_dk_dv(dk, dv, k, v, lse, delta, q, q_b, q_h, q_t, do, do_b, do_h, do_
 
 
 @triton.jit
-def key_gradients_kernel(q, k, v, do, dk, dv, lse, delta, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h,
-                         do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, heads, T, lse_rows, scale2, scale, M: tl.constexpr,
-                         N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
-                         PRECISION: tl.constexpr):
+def attention_key_gradients_kernel(q, k, v, do, dk, dv, lse, delta, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b,
+                                   do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, heads, T, lse_rows, scale2, scale,
+                                   M: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+                                   CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
     """dK and dV of one tile of keys of one head; with a causal mask the first keys have most queries."""
     tiles = tl.cdiv(T, N)
     tile = tl.program_id(0) % tiles
@@ -254,7 +254,7 @@ def block_of(q: Tensor) -> int:
 
 def precision_of(q: Tensor) -> str:
     """Of matrix products of float32: whole, unless PyTorch's own may round to TF32."""
-    return "tf32" if q.is_cuda and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def lse_rows_of(length: int) -> int:
@@ -267,7 +267,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, out: Tensor, tiles: T
     batch, heads, length, size = q.shape
     lse = torch.empty(batch, heads, lse_rows_of(length), device=q.device, dtype=torch.float32)
     m, n, warps, stages = tiles or forward_tiles(q, length)
-    forward_kernel[(triton.cdiv(length, m) * batch * heads,)](
+    attention_forward_kernel[(triton.cdiv(length, m) * batch * heads,)](
         q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], heads, length,
         lse.shape[-1], LOG2_E / math.sqrt(size), m, n, size, block_of(q), causal, precision_of(q), num_warps=warps,
         num_stages=stages,
@@ -287,12 +287,12 @@ def backward(
     common = (heads, length, rows, scale * LOG2_E, scale)
     sizes = (size, block_of(q), causal, precision_of(q))
     n, m, warps, stages = of_queries
-    query_gradients_kernel[(triton.cdiv(length, m) * batch * heads,)](
+    attention_query_gradients_kernel[(triton.cdiv(length, m) * batch * heads,)](
         q, k, v, o, do, dq, lse, delta, *strides["q"], *strides["k"], *strides["v"], *strides["o"], *strides["do"],
         *dq.stride()[:3], *common, m, n, *sizes, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     m, n, warps, stages = of_keys
-    key_gradients_kernel[(triton.cdiv(length, n) * batch * heads,)](
+    attention_key_gradients_kernel[(triton.cdiv(length, n) * batch * heads,)](
         q, k, v, do, dk, dv, lse, delta, *strides["q"], *strides["k"], *strides["v"], *strides["do"],
         *dk.stride()[:3], *dv.stride()[:3], *common, m, n, *sizes, num_warps=warps, num_stages=stages,
     )  # fmt: skip

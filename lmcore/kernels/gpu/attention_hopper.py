@@ -11,8 +11,12 @@ import triton
 from torch import Tensor
 
 from lmcore.kernels.gpu.attention import LOG2_E, block_of, lse_rows_of
-from lmcore.kernels.gpu.attention_hopper_backward import backward_kernel, finish_kernel, prepare_kernel
-from lmcore.kernels.gpu.attention_hopper_forward import forward_kernel
+from lmcore.kernels.gpu.attention_hopper_backward import (
+    attention_backward_kernel,
+    attention_finish_kernel,
+    attention_prepare_kernel,
+)
+from lmcore.kernels.gpu.attention_hopper_forward import attention_forward_kernel
 from lmcore.kernels.gpu.hopper import is_aligned, row_descriptor, tile_descriptor
 
 PRODUCER_REGISTERS = 24
@@ -57,7 +61,7 @@ def forward(
     rows, block = lse_rows_of(length), block_of(q)
     lse = torch.empty(batch, heads, rows, device=q.device, dtype=torch.float32)
     m, n, stages, registers, mean = tiles or forward_tiles(block, length, causal)
-    forward_kernel[(triton.cdiv(length, m) * batch * heads,)](
+    attention_forward_kernel[(triton.cdiv(length, m) * batch * heads,)](
         tile_descriptor(q, m // 2, block), tile_descriptor(k, n, block), tile_descriptor(v, n, block),
         tile_descriptor(o, m // 2, block), lse, heads, length, rows, LOG2_E / math.sqrt(size), m, n, block, stages,
         causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
@@ -76,18 +80,18 @@ def backward(
     rows, block = lse.shape[-1], max(32, block_of(q))
     delta, scale = torch.empty_like(lse), 1 / math.sqrt(size)
     sums = torch.empty(batch, heads, length, size, device=q.device, dtype=torch.float32)
-    prepare_kernel[(triton.cdiv(rows, 32) * batch * heads,)](
+    attention_prepare_kernel[(triton.cdiv(rows, 32) * batch * heads,)](
         o, do, delta, sums, *o.stride()[:3], *do.stride()[:3], heads, length, rows, size, block_of(q), 32
     )
     m, n, stages, registers, mean = tiles or backward_tiles(block, length, causal)
-    backward_kernel[(triton.cdiv(length, n) * batch * heads,)](
+    attention_backward_kernel[(triton.cdiv(length, n) * batch * heads,)](
         tile_descriptor(q, m, block), tile_descriptor(do, m, block), tile_descriptor(k, n, block),
         tile_descriptor(v, n, block), row_descriptor(lse.flatten(0, 1), m), row_descriptor(delta.flatten(0, 1), m),
         tile_descriptor(sums, m, block // 2), tile_descriptor(made[0], n // 2, block),
         tile_descriptor(made[1], n // 2, block), heads, length, scale * LOG2_E, scale, m, n, block, stages, causal,
         registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
     )  # fmt: skip
-    finish_kernel[(triton.cdiv(length, 32) * batch * heads,)](
+    attention_finish_kernel[(triton.cdiv(length, 32) * batch * heads,)](
         sums, dq, *dq.stride()[:3], heads, length, scale, size, block_of(q), 32
     )
     for given, computed in zip((dk, dv), made, strict=True):

@@ -23,8 +23,8 @@ from lmcore.kernels.gpu.hopper import as_matrix, load_tile, tma_add
 
 
 @triton.jit
-def prepare_kernel(o, do, delta, sums, o_b, o_h, o_t, do_b, do_h, do_t, heads, length, lse_rows,
-                   SIZE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+def attention_prepare_kernel(o, do, delta, sums, o_b, o_h, o_t, do_b, do_h, do_t, heads, length, lse_rows,
+                             SIZE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
     """delta = sum over features of dO · O (Dao 2023, algorithm 2, line 4), and zeros for the sums of dQ."""
     blocks = tl.cdiv(lse_rows, ROWS)
     rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
@@ -40,8 +40,8 @@ def prepare_kernel(o, do, delta, sums, o_b, o_h, o_t, do_b, do_h, do_t, heads, l
 
 
 @triton.jit
-def finish_kernel(sums, dq, dq_b, dq_h, dq_t, heads, length, scale,
-                  SIZE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+def attention_finish_kernel(sums, dq, dq_b, dq_h, dq_t, heads, length, scale, SIZE: tl.constexpr, D: tl.constexpr,
+                            ROWS: tl.constexpr):
     """dQ from the sums of its parts."""
     blocks = tl.cdiv(length, ROWS)
     rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
@@ -179,10 +179,10 @@ def backward_consumer(dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, del
 
 
 @gluon.jit
-def backward_kernel(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc,
-                    heads, length, scale2, scale,
-                    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr,
-                    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
+def attention_backward_kernel(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, heads,
+                              length, scale2, scale, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+                              ST: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
+                              PRODUCER_REGISTERS: gl.constexpr):
     """One tile of BN keys of one head; with a causal mask the first have the most queries, and start first."""
     dtype: gl.constexpr = q_desc.dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)

@@ -122,9 +122,9 @@ def forward_consumer(o_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_e
 
 
 @gluon.jit
-def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, length, lse_rows, scale,
-                   BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr,
-                   REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
+def attention_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, length, lse_rows, scale, BM: gl.constexpr,
+                             BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr,
+                             REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
     """One tile of BM queries of one head; long tiles start first."""
     dtype: gl.constexpr = q_desc.dtype
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
