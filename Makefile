@@ -36,7 +36,7 @@ test: $(INSTALLED)  ## lint, tests, and the notebooks against their committed ou
 	env -u MPLBACKEND $(BIN)/pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=900 notebooks
 
 test-slurm: $(INSTALLED)  ## the job scripts on a private Slurm cluster on this machine, which needs Slurm's daemons
-	$(BIN)/pytest -m slurm -rs tests/slurm
+	$(BIN)/python tests/slurm/side_by_side.py -rs
 
 test-faults: $(INSTALLED)  ## training runs killed, damaged and starved at random moments: they go on as if nothing was
 	$(BIN)/pytest -m faults -rs tests/faults

@@ -3,6 +3,7 @@
 import contextlib
 import getpass
 import os
+import random
 import socket
 from pathlib import Path
 
@@ -101,9 +102,13 @@ def _write_gpus(folder: Path) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports that nobody listens on now."""
+    """Different TCP ports that nobody listens on now, drawn from those that no outgoing connection is given."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        found = []
+        for port in random.sample(range(15_000, 30_000), 200):
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise RuntimeError(f"{count} free TCP ports were not found")
