@@ -5,6 +5,7 @@ batch, T positions, H heads, K head size, D d_model, F d_ff, V vocabulary, N = B
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 
@@ -46,17 +47,22 @@ def why_not(config: ModelConfig, precision: str) -> str | None:
     return ", ".join(found) or None
 
 
-def without_filling(function: Callable) -> Callable:
-    """Deterministic algorithms fill all new memory with NaN, to show what reads it unwritten; not in this function."""
+def on_its_device(method: Callable) -> Callable:
+    """A method of `FusedTransformer` without autograd, on the model's device, where Triton launches its kernels.
 
-    @wraps(function)
-    def call(*arguments, **settings):
-        before = torch.utils.deterministic.fill_uninitialized_memory
+    New memory stays as it is: deterministic algorithms would fill it, to show what reads it before it is written.
+    """
+
+    @wraps(method)
+    def call(self, *arguments):
+        device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        fills = torch.utils.deterministic.fill_uninitialized_memory
         torch.utils.deterministic.fill_uninitialized_memory = False
         try:
-            return function(*arguments, **settings)
+            with device, torch.no_grad():
+                return method(self, *arguments)
         finally:
-            torch.utils.deterministic.fill_uninitialized_memory = before
+            torch.utils.deterministic.fill_uninitialized_memory = fills
 
     return call
 
@@ -116,12 +122,12 @@ class FusedTransformer:
         self.layers_per_product = layers_per_product
         self.refresh()
 
-    @torch.no_grad()
+    @on_its_device
     def refresh(self) -> None:
         """Copies the parameters into the working copies, after anything but `FusedAdamW` changed them."""
         torch._foreach_copy_(list(self.copies.values()), [p.detach() for p in self.copies])
 
-    @torch.no_grad()
+    @on_its_device
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats of `targets` (B, T) after `inputs` (B, T); nothing is kept for a backward pass."""
         x = self._embed(inputs)
@@ -132,8 +138,7 @@ class FusedTransformer:
         _, normed, _ = rmsnorm_forward(x, self.gains[-1], self.eps, branch)
         return linear_cross_entropy_loss(normed, self.weights.head, targets.flatten(), self.config.vocab_size)
 
-    @torch.no_grad()
-    @without_filling
+    @on_its_device
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The same loss; leaves its gradients in `gradients`, in place of what was there. No host synchronisation."""
         with self.aside():

@@ -16,7 +16,7 @@ FORWARD_TILE, BACKWARD_TILE = 2048, 4096
 PROGRAMS_PER_PROCESSOR = 4
 """Programs of the backward pass per multiprocessor, for rows of at most half a tile; half as many for longer ones."""
 
-SUM_ROWS, SUM_COLUMNS = 64, 64
+SUM_ROWS, SUM_COLUMNS = 32, 32
 """Tile of a program that adds up partial sums."""
 
 
