@@ -44,48 +44,47 @@ def draw(seed: int, device: torch.device):
     return lambda *shape: torch.randn(shape, generator=generator).to(device)
 
 
-def normed(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    norm = RMSNorm(x.shape[-1], device=x.device, dtype=torch.float64)
-    norm.weight.data.copy_(gain)
-    return norm(x.double()).detach()
+def normed(x: torch.Tensor) -> torch.Tensor:
+    return RMSNorm(x.shape[-1], device=x.device, dtype=torch.float64)(x.double()).detach()
 
 
 # ---------------------------------------------------------------------------------------------- matrix products
 
-SHAPES = [(1, 48, 50), (3, 33, 21), (6, 48, 50)]  # rows, D, F: sums in registers; tiles
+SHAPES = [(1, 48, 50), (3, 33, 21), (10, 48, 50)]  # rows, D, F: sums in registers; tiles
 
 
-def products(x, gain, matrix, hidden, down, dtype):
-    """The three products, as (function's name, arguments, float64 definition)."""
-    y = normed(x, gain) @ matrix.double().T
+def products(x, matrix, hidden, down):
+    """The three products as (function's name, input, weight, float64 definition); `down` adds to ones."""
+    y = normed(x) @ matrix.double().T
     gate, up = y.chunk(2, dim=-1)
     return [
-        ("norm_linear", (x, gain, matrix), y),
-        ("norm_swiglu", (x, gain, matrix), silu(gate) * up),
-        ("linear_add", (hidden, down), x.double() + hidden.double() @ down.double().T),
+        ("norm_linear", x, matrix, y),
+        ("norm_swiglu", x, matrix, silu(gate) * up),
+        ("linear_add", hidden, down, 1 + hidden.double() @ down.double().T),
     ]
 
 
-def run(module_or_kernel, name: str, arguments, x, expected) -> torch.Tensor:
+def run(module, name: str, x, weight, out, copy) -> None:
     """The product by the plain version, or by the kernel in its place."""
-    out = x.clone() if name == "linear_add" else torch.full(expected.shape, math.nan, device=x.device)
-    if module_or_kernel is plain:
-        getattr(plain, name)(*arguments, out)
+    if module is plain:
+        getattr(plain, name)(x, weight, out, *([copy] if name == "linear_add" else []))
     elif name == "linear_add":
-        module_or_kernel.linear(*arguments, out, add=True)
+        module.linear(x, weight, out, copy=copy, add=True)
     else:
-        x, gain, matrix = arguments
-        module_or_kernel.linear(x, matrix, out, gain=gain, gated=name == "norm_swiglu")
-    return out
+        module.linear(x, weight, out, norm=True, gated=name == "norm_swiglu")
 
 
-def check_products(implementation, rows, d_model, d_ff, dtype, device, scale=1.0, seed=0):
+def check_products(module, rows, d_model, d_ff, dtype, device, seed=0):
     tensor = draw(seed, device)
-    x, gain, hidden = scale * tensor(rows, d_model), 1 + 0.3 * tensor(d_model), tensor(rows, d_ff)
-    matrix, down = tensor(2 * d_ff, d_model).to(dtype) / math.sqrt(d_model), tensor(d_model, d_ff).to(dtype)
-    for name, arguments, expected in products(x, gain, matrix, hidden, down, dtype):
-        found = run(implementation, name, arguments, x, expected)
-        assert error(found, expected) < TOLERANCE[dtype], name
+    x, hidden = tensor(rows, d_model).to(dtype), tensor(rows, d_ff).to(dtype)
+    matrix, down = (tensor(2 * d_ff, d_model) / math.sqrt(d_model)).to(dtype), tensor(d_model, d_ff).to(dtype)
+    for name, x_in, weight, expected in products(x, matrix, hidden, down):
+        out = torch.ones(expected.shape, device=device)
+        copy = torch.full(expected.shape, math.nan, device=device, dtype=dtype)
+        run(module, name, x_in, weight, out, copy)
+        assert error(out, expected) < TOLERANCE[dtype], name
+        if name == "linear_add":
+            assert error(copy, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -97,7 +96,7 @@ def test_plain_products_are_the_definitions(shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_product_kernels_are_the_definitions(gpu, device, shape, dtype):
-    if device.type == "cpu" and dtype == torch.bfloat16 and shape[0] > 4:
+    if device.type == "cpu" and dtype == torch.bfloat16 and shape[0] > 8:
         pytest.skip("the interpreter multiplies bfloat16 tiles as if they were integers")
     check_products(gpu, *shape, dtype, device)
 
@@ -105,16 +104,16 @@ def test_product_kernels_are_the_definitions(gpu, device, shape, dtype):
 @pytest.mark.parametrize("scale", [1e-12, 1e12])
 def test_product_kernels_at_extreme_values(gpu, device, scale):
     tensor = draw(1, device)
-    x, gain, matrix = scale * tensor(2, 48), tensor(48), tensor(11, 48)
+    x, matrix = scale * tensor(2, 48), tensor(11, 48)
     out = torch.full((2, 11), math.nan, device=device)
-    gpu.linear(x, matrix, out, gain=gain)
-    expected = normed(x, gain) @ matrix.double().T
+    gpu.linear(x, matrix, out, norm=True)
+    expected = normed(x) @ matrix.double().T
     assert (out.double() - expected).norm() <= 2e-6 * expected.norm()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 17, 64, 100])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 17, 64, 100])
 @pytest.mark.parametrize(("d_model", "d_ff"), [(512, 1344), (768, 3072), (2560, 10240), (80, 96)])
 def test_product_kernels_at_real_sizes(gpu, rows, d_model, d_ff, dtype):
     check_products(gpu, rows, d_model, d_ff, dtype, torch.device("cuda"), seed=rows)
@@ -134,24 +133,22 @@ def attention_case(rows, heads, head_size, slots, dtype, device, seed=0):
     return qkv, rope, keys, values, positions
 
 
-def check_attention(attend, combine, rows, heads, head_size, slots, parts, dtype, device, seed=0):
-    """Attention and output projection against the definitions of the model, row by row, in float64."""
+def check_attention(module, rows, heads, head_size, slots, parts, dtype, device, seed=0):
+    """Attention against the definitions of the model, row by row, in float64."""
     qkv, rope, keys, values, positions = attention_case(rows, heads, head_size, slots, dtype, device, seed)
     width = heads * head_size
-    split = torch.full((parts, rows, width), math.nan, device=device)
-    lse = torch.full((parts, rows, heads), math.nan, device=device)
+    out = torch.full((rows, width), math.nan, device=device, dtype=dtype)
+    scratch = [torch.full((parts, rows, each), math.nan, device=device) for each in (width, heads)] if parts > 1 else []
     before = keys.clone(), values.clone()
-    attend(qkv, rope.cos, rope.sin, keys, values, positions, split, lse)
-    weight, x = draw(seed + 1, device)(width, width).to(dtype), torch.zeros(rows, width, device=device)
-    combine(split, lse, weight, x)
+    module.attend(qkv, rope.cos, rope.sin, keys, values, positions, out, *scratch)
     for row, position in enumerate(positions.tolist()):
         q, k, v = qkv[row].double().view(3, heads, 1, head_size)
         at = torch.tensor([position], device=device)
         k, v = rope(k, at).to(dtype).double(), v.to(dtype).double()
         all_keys = torch.cat((before[0][row, :, :position].double(), k), dim=1)
         all_values = torch.cat((before[1][row, :, :position].double(), v), dim=1)
-        expected = scaled_dot_product_attention(rope(q, at), all_keys, all_values).flatten() @ weight.double().T
-        assert error(x[row], expected) < TOLERANCE[dtype]
+        expected = scaled_dot_product_attention(rope(q, at), all_keys, all_values).flatten()
+        assert error(out[row], expected) < TOLERANCE[dtype]
         # the new key and value are in their slot, and no other slot has changed
         assert error(keys[row, :, position], k[:, 0]) < TOLERANCE[dtype]
         assert error(values[row, :, position], v[:, 0]) < TOLERANCE[dtype]
@@ -160,54 +157,48 @@ def check_attention(attend, combine, rows, heads, head_size, slots, parts, dtype
         assert torch.equal(values[row][:, others], before[1][row][:, others])
 
 
-ATTENTION = [(1, 2, 24, 9, 1), (3, 2, 16, 600, 2), (2, 1, 16, 600, 4), (2, 1, 80, 70, 2)]
+ATTENTION = [(1, 2, 24, 9, 1), (3, 1, 16, 1500, 1), (2, 1, 16, 2300, 4), (2, 1, 80, 300, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
 def test_plain_attention_is_the_definition(case, dtype):
-    check_attention(plain.attend, plain.heads_linear_add, *case, dtype, torch.device("cpu"))
+    check_attention(plain, *case, dtype, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
 def test_attention_kernel_is_the_definition(gpu, device, case, dtype):
-    def combine(split, lse, weight, x):
-        gpu.linear(split, weight, x, add=True, lse=lse)
-
-    check_attention(gpu.attend, combine, *case, dtype, device)
+    check_attention(gpu, *case, dtype, device)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+@pytest.mark.parametrize("parts", [1, 2, 4, 16])
 @pytest.mark.parametrize("case", [(1, 12, 64, 256), (4, 32, 80, 3000), (20, 4, 128, 1000), (2, 16, 32, 5000)], ids=str)
 def test_attention_kernel_at_real_sizes(gpu, case, parts):
-    def combine(split, lse, weight, x):
-        gpu.linear(split, weight, x, add=True, lse=lse)
-
     for seed in range(3):
-        check_attention(gpu.attend, combine, *case, parts, torch.float32, torch.device("cuda"), seed)
-        check_attention(gpu.attend, combine, *case, parts, torch.bfloat16, torch.device("cuda"), seed)
+        check_attention(gpu, *case, parts, torch.float32, torch.device("cuda"), seed)
+        check_attention(gpu, *case, parts, torch.bfloat16, torch.device("cuda"), seed)
 
 
 # ---------------------------------------------------------------------------------------------- the next token
 
 
 def state(rows: int, vocab: int, device: torch.device):
-    """tokens, steps, positions, embedding, x of `advance`: at different steps, one row in its last slot."""
+    """tokens, steps, positions, embedding, x, copy of `advance`: at different steps, one row not in its last slot."""
     tokens = torch.full((4, rows), -7, dtype=torch.int32, device=device)
     steps = torch.arange(rows, dtype=torch.int32, device=device) * 3
     positions = torch.full((rows,), 9, dtype=torch.int32, device=device)
     positions[0] = 2
-    return tokens, steps, positions, draw(5, device)(vocab, 24), torch.zeros(rows, 24, device=device)
+    return tokens, steps, positions, draw(5, device)(vocab, 24), *torch.zeros(2, rows, 24, device=device)
 
 
 def check_state(after, chosen: list[int], rows: int, vocab: int, device: torch.device):
-    tokens, steps, positions, embedding, x = state(rows, vocab, device)
+    tokens, steps, positions, embedding, x, _ = state(rows, vocab, device)
     for row, token in enumerate(chosen):
         tokens[int(steps[row]) % 4, row] = token
         x[row] = embedding[max(token, 0)]
-    expected = (tokens, steps + 1, (positions + 1).clamp(max=9), embedding, x)
+    expected = (tokens, steps + 1, (positions + 1).clamp(max=9), embedding, x, x)
     for found, wanted in zip(after, expected, strict=True):
         assert torch.equal(found, wanted)
 
@@ -259,15 +250,15 @@ def allowed(logits: torch.Tensor, u: torch.Tensor, config: GenerateConfig) -> li
 
 def check_sampled(module, logits, u, config, num_ids):
     rows, vocab = logits.shape
-    tokens, steps, positions, embedding, x = state(rows, vocab, logits.device)
+    after = state(rows, vocab, logits.device)
+    at = after[1].long() % 4
     uniforms = torch.rand(4, rows).to(logits.device)
-    uniforms[steps.long() % 4, torch.arange(rows)] = u
-    at = steps.long() % 4
-    module.sampled(logits, num_ids, config, uniforms, tokens, steps, positions, embedding, x, 10)
-    chosen = tokens[at, torch.arange(rows)].tolist()
+    uniforms[at, torch.arange(rows)] = u
+    module.sampled(logits, num_ids, config, uniforms, *after, 10)
+    chosen = after[0][at, torch.arange(rows)].tolist()
     for token, possible in zip(chosen, allowed(logits[:, :num_ids], u, config), strict=True):
         assert token in possible
-    check_state((tokens, steps, positions, embedding, x), chosen, rows, vocab, logits.device)
+    check_state(after, chosen, rows, vocab, logits.device)
 
 
 @settings(deadline=None, max_examples=12)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lmcore.config import GenerateConfig, ModelConfig, require
 from lmcore.kernels import decode as ops
-from lmcore.model import TransformerLM
+from lmcore.model import Linear, TransformerBlock, TransformerLM
 
 GREEDY = GenerateConfig(temperature=0)
-KEYS_PER_PART = 64
+KEYS_PER_PART = 256
 """A part of the keys has at least so many; more parts than it takes to fill the chip gain nothing."""
 
 
@@ -35,12 +35,10 @@ def why_not(config: ModelConfig, dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's parameters as its kernels read them: matrices in the working precision, gains as they are."""
+    """One layer's matrices as its kernels read them: in the working precision, the gains of the norms folded in."""
 
-    attention_norm: Float[Tensor, "D"]
     qkv: Float[Tensor, "3D D"]
     output: Float[Tensor, "D D"]
-    ffn_norm: Float[Tensor, "D"]
     gate_up: Float[Tensor, "2F D"]
     down: Float[Tensor, "D F"]
 
@@ -79,14 +77,16 @@ class FusedDecoder:
         self._rope = model.layers[0].attn.rope
         cache = (c.num_layers, num_rows, c.num_heads, num_slots, c.d_k)
         self.keys, self.values = (torch.zeros(cache, device=device, dtype=dtype) for _ in range(2))
-        # what passes from kernel to kernel is small and stays in float32
-        wide = {"device": device, "dtype": torch.promote_types(dtype, torch.float32)}
-        parts = _num_parts(num_rows * c.num_heads, num_slots)
+        narrow, wide = ({"device": device, "dtype": kind} for kind in (dtype, torch.float32))
         self._x = torch.zeros(num_rows, c.d_model, **wide)
+        self._copy = torch.zeros(num_rows, c.d_model, **narrow)
         self._qkv = torch.empty(num_rows, 3 * c.d_model, **wide)
-        self._parts = torch.empty(parts, num_rows, c.d_model, **wide)
-        self._lse = torch.empty(parts, num_rows, c.num_heads, **wide)
-        self._hidden = torch.empty(num_rows, c.d_ff, **wide)
+        self._heads = torch.empty(num_rows, c.d_model, **narrow)
+        self._parts = self._lse = None
+        if (parts := _num_parts(num_rows * c.num_heads, num_slots)) > 1:
+            self._parts = torch.empty(parts, num_rows, c.d_model, **wide)
+            self._lse = torch.empty(parts, num_rows, c.num_heads, **wide)
+        self._hidden = torch.empty(num_rows, c.d_ff, **narrow)
         self._logits = torch.empty(num_rows, c.vocab_size, **wide)
         # rings of the tokens and random numbers of the latest steps
         self.capacity = max(64, num_slots)
@@ -99,28 +99,26 @@ class FusedDecoder:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copies the model's weights as they are now; into the same memory from the second time on."""
-        packed = [self._pack(layer) for layer in self.model.layers]
-        head = self.model.lm_head.weight.to(self.dtype)
+        norm = self.model.ln_final.weight
+        packed = [self._pack(layer) for layer in self.model.layers], (self.model.lm_head.weight * norm).to(self.dtype)
         if not hasattr(self, "_layers"):
-            self._layers, self._head = packed, head
+            self._layers, self._head = packed
             return
-        for mine, new in zip(self._layers, packed, strict=True):
+        for mine, new in zip(self._layers, packed[0], strict=True):
             for name, tensor in vars(new).items():
                 getattr(mine, name).copy_(tensor)
-        self._head.copy_(head)
+        self._head.copy_(packed[1])
 
-    def _pack(self, layer) -> LayerWeights:
-        def together(*parts: Tensor) -> Tensor:
-            return torch.cat([part.to(self.dtype) for part in parts]).contiguous()
+    def _pack(self, layer: TransformerBlock) -> LayerWeights:
+        def together(gain: Tensor, *matrices: Linear) -> Tensor:
+            return torch.cat([(matrix.weight * gain).to(self.dtype) for matrix in matrices])
 
         attn, ffn = layer.attn, layer.ffn
         return LayerWeights(
-            attention_norm=layer.ln1.weight.detach(),
-            qkv=together(attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight),
-            output=attn.output_proj.weight.detach().to(self.dtype),
-            ffn_norm=layer.ln2.weight.detach(),
-            gate_up=together(ffn.w1.weight, ffn.w3.weight),
-            down=ffn.w2.weight.detach().to(self.dtype),
+            qkv=together(layer.ln1.weight, attn.q_proj, attn.k_proj, attn.v_proj),
+            output=attn.output_proj.weight.to(self.dtype),
+            gate_up=together(layer.ln2.weight, ffn.w1, ffn.w3),
+            down=ffn.w2.weight.to(self.dtype),
         )
 
     @torch.no_grad()
@@ -137,6 +135,7 @@ class FusedDecoder:
         which, last = which.to(self.device), last.to(self.device)
         self._positions[which] = lengths.to(self.device, torch.int32)
         self._x[which] = self.model.token_embeddings.weight[last].to(self._x.dtype)
+        self._copy[which] = self._x[which].to(self.dtype)
         if longest > 1:
             tokens = torch.tensor([[*window[:-1], *[0] * (longest - len(window))] for window in windows])
             self._prefill(which, tokens.to(self.device))
@@ -181,7 +180,7 @@ class FusedDecoder:
 
     def _replay(self) -> None:
         if self._graph is None:
-            state = (self._x, self._positions, self._steps, self._tokens)
+            state = (self._x, self._copy, self._positions, self._steps, self._tokens)
             kept = [tensor.clone() for tensor in state]
             self._step()  # compiles the kernels, and is undone
             for tensor, before in zip(state, kept, strict=True):
@@ -193,18 +192,19 @@ class FusedDecoder:
 
     def _step(self) -> None:
         """One token for every row, from the residual stream of its last one."""
-        x, rope = self._x, self._rope
+        x, copy, rope = self._x, self._copy, self._rope
         for index, layer in enumerate(self._layers):
-            ops.norm_linear(x, layer.attention_norm, layer.qkv, self._qkv, overlap=index > 0)
+            ops.norm_linear(copy, layer.qkv, self._qkv, overlap=index > 0)
             ops.attend(
                 self._qkv, rope.cos, rope.sin, self.keys[index], self.values[index], self._positions,
-                self._parts, self._lse, overlap=True,
+                self._heads, self._parts, self._lse, overlap=True,
             )  # fmt: skip
-            ops.heads_linear_add(self._parts, self._lse, layer.output, x, overlap=True)
-            ops.norm_swiglu(x, layer.ffn_norm, layer.gate_up, self._hidden, overlap=True)
-            ops.linear_add(self._hidden, layer.down, x, overlap=True)
-        ops.norm_linear(x, self.model.ln_final.weight, self._head, self._logits, overlap=True)
-        state = (self._tokens, self._steps, self._positions, self.model.token_embeddings.weight, x, self.num_slots)
+            ops.linear_add(self._heads, layer.output, x, copy, overlap=True)
+            ops.norm_swiglu(copy, layer.gate_up, self._hidden, overlap=True)
+            ops.linear_add(self._hidden, layer.down, x, copy, overlap=True)
+        ops.norm_linear(copy, self._head, self._logits, overlap=True)
+        embedding = self.model.token_embeddings.weight
+        state = (self._tokens, self._steps, self._positions, embedding, x, copy, self.num_slots)
         if self.config.temperature == 0:
             ops.greedy(self._logits, self.num_ids, *state, overlap=True)
         else:
@@ -227,6 +227,6 @@ class _Slots:
 def _num_parts(num_heads: int, num_slots: int) -> int:
     """Into how many parts the keys of each of so many heads are split, a power of two: about 256 programs."""
     parts = 1
-    while parts < 8 and parts * num_heads < 192 and 2 * parts * KEYS_PER_PART <= num_slots:
+    while parts < 16 and parts * num_heads < 192 and 2 * parts * KEYS_PER_PART <= num_slots:
         parts *= 2
     return parts

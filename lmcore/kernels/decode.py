@@ -1,12 +1,13 @@
 """One decoding step in five operations a layer, written out: what the kernels compute, and the choice between the two.
 
-For each layer, on the residual stream x (B, D) in float32, with weights W in the working precision:
+For each layer, with the residual stream x (B, D) in float32, its copy c in the working precision of the weights W,
+and norm(c) = c / rms(c) without a gain (the gains are folded into the weights behind them):
 
-    qkv = W_qkv norm(x)               `norm_linear`, also the output head
+    qkv = W_qkv norm(c)               `norm_linear`, also the output head
     heads = attention over the cache  `attend`, which turns q and k by the position and writes k and v into the cache
-    x += W_o heads                    `heads_linear_add`
-    h = silu(W_1 norm(x)) W_3 norm(x) `norm_swiglu`
-    x += W_2 h                        `linear_add`
+    x += W_o heads, c = x             `linear_add`
+    h = silu(W_1 norm(c)) W_3 norm(c) `norm_swiglu`
+    x += W_2 h, c = x                 `linear_add`
 
 then `greedy` or `sampled` takes the next token. Outputs are written into tensors that exist, so that a step can be
 one CUDA graph. With `overlap` a kernel may begin, on a chip that can, before the one in front of it has ended; that
@@ -30,58 +31,46 @@ from lmcore.sampling import draw
 
 def norm_linear(
     x: Float[Tensor, "B D"],
-    gain: Float[Tensor, "D"],
     weight: Float[Tensor, "M D"],
     out: Float[Tensor, "B M"],
     eps: float = 1e-5,
     overlap: bool = False,
 ) -> None:
-    """out = weight (x / rms(x) * gain), as `lmcore.model.RMSNorm` and `Linear` one after the other."""
+    """out = weight (x / rms(x)); see `lmcore.model.RMSNorm`."""
     if runs_triton(x.device):
-        _gpu().linear(x, weight, out, gain=gain, eps=eps, overlap=overlap)
+        _gpu().linear(x, weight, out, norm=True, eps=eps, overlap=overlap)
         return
-    out.copy_(_normed(x, gain, eps).to(weight.dtype) @ weight.T)
+    out.copy_(_normed(x, eps) @ weight.T)
 
 
 def norm_swiglu(
     x: Float[Tensor, "B D"],
-    gain: Float[Tensor, "D"],
     weight: Float[Tensor, "2F D"],
     out: Float[Tensor, "B F"],
     eps: float = 1e-5,
     overlap: bool = False,
 ) -> None:
-    """out = silu(W_1 y) * W_3 y with y = x / rms(x) * gain; `weight` holds W_1 above W_3."""
+    """out = silu(W_1 y) * W_3 y with y = x / rms(x); `weight` holds W_1 above W_3."""
     if runs_triton(x.device):
-        _gpu().linear(x, weight, out, gain=gain, gated=True, eps=eps, overlap=overlap)
+        _gpu().linear(x, weight, out, norm=True, gated=True, eps=eps, overlap=overlap)
         return
-    gate, up = (_normed(x, gain, eps).to(weight.dtype) @ weight.T).to(out.dtype).chunk(2, dim=-1)
+    gate, up = at_least_float32(_normed(x, eps) @ weight.T).chunk(2, dim=-1)
     out.copy_(silu(gate) * up)
 
 
 def linear_add(
-    h: Float[Tensor, "B F"], weight: Float[Tensor, "D F"], x: Float[Tensor, "B D"], overlap: bool = False
-) -> None:
-    """x += weight h."""
-    if runs_triton(x.device):
-        _gpu().linear(h, weight, x, add=True, overlap=overlap)
-        return
-    x.add_(h.to(weight.dtype) @ weight.T)
-
-
-def heads_linear_add(
-    parts: Float[Tensor, "P B D"],
-    lse: Float[Tensor, "P B H"],
-    weight: Float[Tensor, "D D"],
+    h: Float[Tensor, "B F"],
+    weight: Float[Tensor, "D F"],
     x: Float[Tensor, "B D"],
+    copy: Float[Tensor, "B D"],
     overlap: bool = False,
 ) -> None:
-    """x += weight heads, where heads = sum over P of softmax(lse) * parts (see `attend`)."""
+    """x += weight h, and `copy` becomes x."""
     if runs_triton(x.device):
-        _gpu().linear(parts, weight, x, add=True, lse=lse, overlap=overlap)
+        _gpu().linear(h, weight, x, copy=copy, add=True, overlap=overlap)
         return
-    shares = lse.softmax(dim=0).repeat_interleave(parts.shape[-1] // lse.shape[-1], dim=-1)
-    x.add_((shares * parts).sum(dim=0).to(weight.dtype) @ weight.T)
+    x.add_(h @ weight.T)
+    copy.copy_(x)
 
 
 def attend(
@@ -91,21 +80,21 @@ def attend(
     keys: Float[Tensor, "B H S K"],
     values: Float[Tensor, "B H S K"],
     positions: Int[Tensor, "B"],
-    parts: Float[Tensor, "P B D"],
-    lse: Float[Tensor, "P B H"],
+    heads: Float[Tensor, "B D"],
+    parts: Float[Tensor, "P B D"] | None = None,
+    lse: Float[Tensor, "P B H"] | None = None,
     overlap: bool = False,
 ) -> None:
     """Attention of one new position for each row: turns q and k (RoPE), puts k and v into slot `positions[b]`, attends.
 
-    Row b sees its slots 0 to `positions[b]`. The keys may be split among P programs, as in flash-decoding: part p has
-    the attention over its keys in `parts[p]` and the logarithm of the sum of their exponentials in `lse[p]`, -inf
-    where it has none. The plain version puts all of it into part 0.
+    Row b sees its slots 0 to `positions[b]`. With `parts` and `lse`, which are scratch memory, the keys of a head are
+    split among P programs (a power of two), for a long cache and few heads (flash-decoding, Dao et al. 2023).
     """
     if runs_triton(qkv.device):
-        _gpu().attend(qkv, cos, sin, keys, values, positions, parts, lse, overlap)
+        _gpu().attend(qkv, cos, sin, keys, values, positions, heads, parts, lse, overlap)
         return
-    batch, heads, slots, head_size = keys.shape
-    q, k, v = qkv.view(batch, 3, heads, head_size).unbind(1)
+    batch, num_heads, slots, head_size = keys.shape
+    q, k, v = qkv.view(batch, 3, num_heads, head_size).unbind(1)
     cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
     rows = torch.arange(batch, device=keys.device)
     keys[rows, :, positions] = _turned(k, cos, sin).to(keys.dtype)
@@ -114,10 +103,7 @@ def attend(
     scores = torch.einsum("bhk,bhsk->bhs", _turned(q, cos, sin), keys[:, :, :used].to(q.dtype)) / math.sqrt(head_size)
     hidden = torch.arange(used, device=keys.device) > positions.unsqueeze(-1)
     scores.masked_fill_(hidden.unsqueeze(1), -math.inf)
-    parts.zero_()
-    lse.fill_(-math.inf)
-    parts[0] = torch.einsum("bhs,bhsk->bhk", scores.softmax(dim=-1), values[:, :, :used].to(q.dtype)).flatten(1)
-    lse[0] = scores.logsumexp(dim=-1)
+    heads.copy_(torch.einsum("bhs,bhsk->bhk", scores.softmax(dim=-1), values[:, :, :used].to(q.dtype)).flatten(1))
 
 
 def greedy(
@@ -128,6 +114,7 @@ def greedy(
     positions: Int[Tensor, "B"],
     embedding: Float[Tensor, "V D"],
     x: Float[Tensor, "B D"],
+    copy: Float[Tensor, "B D"],
     num_slots: int,
     overlap: bool = False,
 ) -> None:
@@ -136,11 +123,11 @@ def greedy(
     See `advance` for the rest.
     """
     if runs_triton(x.device):
-        _gpu().greedy(logits, num_ids, tokens, steps, positions, embedding, x, num_slots, overlap)
+        _gpu().greedy(logits, num_ids, tokens, steps, positions, embedding, x, copy, num_slots, overlap)
         return
     logits = logits[:, :num_ids]
     chosen = torch.where(logits.isfinite().all(dim=-1), logits.argmax(dim=-1), -1)
-    advance(chosen, tokens, steps, positions, embedding, x, num_slots)
+    advance(chosen, tokens, steps, positions, embedding, x, copy, num_slots)
 
 
 def sampled(
@@ -153,6 +140,7 @@ def sampled(
     positions: Int[Tensor, "B"],
     embedding: Float[Tensor, "V D"],
     x: Float[Tensor, "B D"],
+    copy: Float[Tensor, "B D"],
     num_slots: int,
     overlap: bool = False,
 ) -> None:
@@ -162,7 +150,7 @@ def sampled(
     token without sorting; where a uniform number is within rounding of the edge between two tokens it may take the
     other one.
     """
-    state = (tokens, steps, positions, embedding, x, num_slots)
+    state = (tokens, steps, positions, embedding, x, copy, num_slots)
     if runs_triton(x.device) and num_ids <= _gpu().MAX_SAMPLED:
         _gpu().sampled(logits, num_ids, config, uniforms, *state, overlap)
         return
@@ -180,6 +168,7 @@ def advance(
     positions: Int[Tensor, "B"],
     embedding: Float[Tensor, "V D"],
     x: Float[Tensor, "B D"],
+    copy: Float[Tensor, "B D"],
     num_slots: int,
 ) -> None:
     """Notes the chosen tokens in row `steps % capacity` of `tokens`, and makes them the input of the next step.
@@ -187,18 +176,19 @@ def advance(
     `steps` and `positions` grow by one, positions to the last slot at most (a row that has ended stays there).
     """
     if runs_triton(x.device):
-        _gpu().advance(chosen, tokens, steps, positions, embedding, x, num_slots)
+        _gpu().advance(chosen, tokens, steps, positions, embedding, x, copy, num_slots)
         return
     rows = torch.arange(len(steps), device=x.device)
     tokens[steps.long() % tokens.shape[0], rows] = chosen.to(tokens.dtype)
     steps.add_(1)
     positions.add_(1).clamp_(max=num_slots - 1)
     x.copy_(embedding[chosen.clamp(min=0).long()])
+    copy.copy_(x)
 
 
-def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+def _normed(x: Tensor, eps: float) -> Tensor:
     wide = at_least_float32(x)
-    return wide / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * gain
+    return (wide / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

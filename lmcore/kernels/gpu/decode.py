@@ -20,6 +20,9 @@ from lmcore.kernels.gpu.overlap import early, launch_options
 
 __all__ = ["MAX_SAMPLED", "advance", "attend", "greedy", "linear", "sampled"]
 
+BLOCK_ELEMENTS = 16 * 1024
+"""Of the keys, and of the values, that a program holds at once: 64 registers of its 256 threads."""
+
 
 @triton.jit
 def _attend_kernel(
@@ -29,7 +32,7 @@ def _attend_kernel(
     keys_ptr,  # (B, H, S, K)
     values_ptr,
     positions_ptr,  # (B,)
-    parts_ptr,  # (SPLITS, B, D)
+    heads_ptr,  # (B, D), or (SPLITS, B, D) in float32 with
     lse_ptr,  # (SPLITS, B, H)
     batch,
     heads,
@@ -61,16 +64,16 @@ def _attend_kernel(
     q_ptr = qkv_ptr + row * 3 * width + head * HEAD_SIZE
     k_ptr = q_ptr + width
     pair = i + 1 - 2 * (i % 2)  # the other feature of the pair that turns together
-    q = tl.load(q_ptr + i, mask=feature, other=0.0, cache_modifier=".cg") * cos
-    q += tl.load(q_ptr + pair, mask=feature, other=0.0, cache_modifier=".cg") * sin
+    q = tl.load(q_ptr + i, mask=feature, other=0.0) * cos
+    q += tl.load(q_ptr + pair, mask=feature, other=0.0) * sin
     q *= scale * 1.4426950408889634  # log2(e): powers of two below
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     o = tl.zeros([WIDTH], tl.float32)
     if (position // BLOCK) % SPLITS == split:
-        k = tl.load(k_ptr + i, mask=feature, other=0.0, cache_modifier=".cg") * cos
-        k += tl.load(k_ptr + pair, mask=feature, other=0.0, cache_modifier=".cg") * sin
-        v = tl.load(k_ptr + width + i, mask=feature, other=0.0, cache_modifier=".cg")
+        k = tl.load(k_ptr + i, mask=feature, other=0.0) * cos
+        k += tl.load(k_ptr + pair, mask=feature, other=0.0) * sin
+        v = tl.load(k_ptr + width + i, mask=feature, other=0.0)
         k = k.to(keys_ptr.dtype.element_ty)
         v = v.to(values_ptr.dtype.element_ty)
         tl.store(keys_ptr + base + position * HEAD_SIZE + i, k, mask=feature)
@@ -92,11 +95,39 @@ def _attend_kernel(
         total = total * old + tl.sum(p, 0)
         o = o * old + tl.sum(p[:, None] * values.to(tl.float32), 0)
         top = higher
-    some = total > 0
-    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf"))
     at = (split * batch + row) * heads + head
-    tl.store(lse_ptr + at + tl.arange(0, 1), lse)
-    tl.store(parts_ptr + at * HEAD_SIZE + i, o / tl.where(some, total, 1.0), mask=feature)
+    if SPLITS > 1:  # a part may have no keys
+        some = total > 0
+        total = tl.where(some, total, 1.0)
+        tl.store(lse_ptr + at + tl.arange(0, 1), tl.where(some, top + tl.log2(total), float("-inf")))
+    tl.store(heads_ptr + at * HEAD_SIZE + i, o / total, mask=feature)
+
+
+@triton.jit
+def _combine_kernel(
+    parts_ptr,  # (SPLITS, B, D)
+    lse_ptr,  # (SPLITS, B, H), to the base 2
+    heads_ptr,  # (B, D)
+    count,  # B * H
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Heads from the parts of their keys: sum of parts weighted by the exponentials of their lse, over their sum."""
+    head = tl.program_id(0)
+    s = tl.arange(0, SPLITS)
+    i = tl.arange(0, WIDTH)
+    feature = i < HEAD_SIZE
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    lse = tl.load(lse_ptr + s * count + head)
+    shares = tl.exp2(lse - tl.max(lse, 0))
+    at = (s[:, None] * count + head) * HEAD_SIZE + i[None, :]
+    parts = tl.load(parts_ptr + at, mask=feature[None, :], other=0.0)
+    combined = tl.sum(parts * shares[:, None], 0) / tl.sum(shares, 0)
+    tl.store(heads_ptr + head * HEAD_SIZE + i, combined, mask=feature)
 
 
 def attend(
@@ -106,15 +137,23 @@ def attend(
     keys: Tensor,
     values: Tensor,
     positions: Tensor,
-    parts: Tensor,
-    lse: Tensor,
+    heads: Tensor,
+    parts: Tensor | None = None,
+    lse: Tensor | None = None,
     overlap: bool = False,
 ) -> None:
-    batch, heads, slots, head_size = keys.shape
-    splits = parts.shape[0]
+    batch, num_heads, slots, head_size = keys.shape
+    splits = 1 if parts is None else parts.shape[0]
     width = max(16, triton.next_power_of_2(head_size))
-    _attend_kernel[(heads, splits, batch)](
-        qkv, cos, sin, keys, values, positions, parts, lse, batch, heads, slots, head_size**-0.5,
-        HEAD_SIZE=head_size, WIDTH=width, BLOCK=4096 // width, SPLITS=splits, EARLY=early(qkv.device),
-        num_warps=4, **launch_options(qkv.device, overlap),
+    options = {"HEAD_SIZE": head_size, "WIDTH": width, "SPLITS": splits, "EARLY": early(qkv.device)}
+    block = min(BLOCK_ELEMENTS // width, max(16, triton.next_power_of_2(slots)))
+    _attend_kernel[(num_heads, splits, batch)](
+        qkv, cos, sin, keys, values, positions, heads if parts is None else parts, heads if lse is None else lse,
+        batch, num_heads, slots, head_size**-0.5, BLOCK=block, num_warps=8,
+        **options, **launch_options(qkv.device, overlap),
     )  # fmt: skip
+    if parts is not None:
+        count = batch * num_heads
+        _combine_kernel[(count,)](
+            parts, lse, heads, count, num_warps=1, **options, **launch_options(qkv.device, overlap)
+        )

@@ -7,42 +7,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmcore.kernels.gpu.overlap import early, launch_options
 
-VECTOR_ROWS = 4
+VECTOR_ROWS = 8
 """Up to so many rows the products are sums in registers; above, tiles for the tensor cores."""
 
 
 @triton.jit
-def _input(x_ptr, lse_ptr, row, i, mask, batch, width, SPLITS: tl.constexpr, HEAD_SIZE: tl.constexpr):
-    """Features `i` of row `row` of the input: x itself, or heads put together from the parts of their keys.
-
-    Part s has the output o_s and the log-sum-exp l_s of its scores: o = sum(exp(l_s) o_s) / sum(exp(l_s)).
-    Past L1 (.cg), whose lines may be from before the kernel in front of this one.
-    """
-    if SPLITS == 1:
-        return tl.load(x_ptr + row * width + i, mask=mask, other=0.0, cache_modifier=".cg")
-    heads = width // HEAD_SIZE
-    top = tl.full(i.shape, float("-inf"), tl.float32)
-    for s in tl.static_range(SPLITS):
-        at = (s * batch + row) * heads + i // HEAD_SIZE
-        top = tl.maximum(top, tl.load(lse_ptr + at, mask=mask, other=0.0, cache_modifier=".cg"))
-    total = tl.zeros(i.shape, tl.float32)
-    weighted = tl.zeros(i.shape, tl.float32)
-    for s in tl.static_range(SPLITS):
-        at = (s * batch + row) * heads + i // HEAD_SIZE
-        share = tl.exp(tl.load(lse_ptr + at, mask=mask, other=0.0, cache_modifier=".cg") - top)
-        part = tl.load(x_ptr + (s * batch + row) * width + i, mask=mask, other=0.0, cache_modifier=".cg")
-        total += share
-        weighted += share * part
-    return weighted / total
-
-
-@triton.jit
 def _vector_kernel(
-    x_ptr,  # (B, N), or (SPLITS, B, N) with lse_ptr (SPLITS, B, H)
-    lse_ptr,
-    gain_ptr,  # (N,)
+    x_ptr,  # (B, N), of the weights' dtype
     w_ptr,  # (M, N), or (2M, N) when gated
     out_ptr,  # (B, M)
+    copy_ptr,  # (B, M): the sum once more, in the weights' dtype (ADD)
     eps,
     M: tl.constexpr,
     B: tl.constexpr,
@@ -52,58 +26,56 @@ def _vector_kernel(
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Matrix times few vectors: a program holds all of ROWS rows of the matrix in registers."""
+    """Matrix times few vectors: a program holds all of ROWS rows of the matrix in registers.
+
+    x is loaded as a row of the weights' tile: the same layout, so nothing has to go through shared memory.
+    """
     CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     base = w_ptr + rows.to(tl.int64)[:, None] * N
-    w, gate, gain = (), (), ()
+    w, gate = (), ()
     for c in tl.static_range(CHUNKS):
-        i = c * CHUNK + tl.arange(0, CHUNK)
-        inside = (rows < M)[:, None] & (i < N)[None, :]
-        w += (tl.load(base + i[None, :], mask=inside, other=0.0),)
+        i = (c * CHUNK + tl.arange(0, CHUNK))[None, :]
+        inside = (rows < M)[:, None] & (i < N)
+        w += (tl.load(base + i, mask=inside, other=0.0),)
         if GATED:
-            gate += (tl.load(base + M * N + i[None, :], mask=inside, other=0.0),)
-        if NORM:
-            gain += (tl.load(gain_ptr + i, mask=i < N, other=0.0),)
+            gate += (tl.load(base + M * N + i, mask=inside, other=0.0),)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     for b in tl.static_range(B):
         y = tl.zeros([ROWS, CHUNK], tl.float32)
         z = tl.zeros([ROWS, CHUNK], tl.float32)
-        squares = tl.zeros([CHUNK], tl.float32)
+        squares = tl.zeros([1, CHUNK], tl.float32)
         for c in tl.static_range(CHUNKS):
-            i = c * CHUNK + tl.arange(0, CHUNK)
-            x = _input(x_ptr, lse_ptr, b, i, i < N, B, N, SPLITS, HEAD_SIZE)
+            i = (c * CHUNK + tl.arange(0, CHUNK))[None, :]
+            x = tl.load(x_ptr + b * N + i, mask=i < N, other=0.0).to(tl.float32)
             if NORM:
                 squares += x * x
-                x = x * gain[c].to(tl.float32)
-            y += w[c].to(tl.float32) * x[None, :]
+            y += w[c].to(tl.float32) * x
             if GATED:
-                z += gate[c].to(tl.float32) * x[None, :]
+                z += gate[c].to(tl.float32) * x
         out = tl.sum(y, 1)
         scale = 1.0
         if NORM:  # the same for all features, so it can come after the product
-            scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / N + eps)
+            scale = 1.0 / tl.sqrt(tl.sum(squares, 1) / N + eps)
             out = out * scale
         if GATED:
             out = out / (1.0 + tl.exp(-out)) * (tl.sum(z, 1) * scale)
         if ADD:
-            out += tl.load(out_ptr + b * M + rows, mask=rows < M, cache_modifier=".cg")
+            out += tl.load(out_ptr + b * M + rows, mask=rows < M)
+            tl.store(copy_ptr + b * M + rows, out, mask=rows < M)
         tl.store(out_ptr + b * M + rows, out, mask=rows < M)
 
 
 @triton.jit
 def _tile_kernel(
     x_ptr,
-    lse_ptr,
-    gain_ptr,
     w_ptr,
     out_ptr,
+    copy_ptr,
     eps,
     batch,
     M: tl.constexpr,
@@ -114,63 +86,68 @@ def _tile_kernel(
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """The same for many vectors, BATCH at a time, on the tensor cores."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b = tl.program_id(1) * BATCH + tl.arange(0, BATCH)
-    base = w_ptr + rows.to(tl.int64)[:, None] * N
-    y = tl.zeros([ROWS, BATCH], tl.float32)
-    z = tl.zeros([ROWS, BATCH], tl.float32)
+    x_rows = x_ptr + b[:, None] * N
+    w_rows = w_ptr + rows.to(tl.int64)[None, :] * N
+    y = tl.zeros([BATCH, ROWS], tl.float32)
+    z = tl.zeros([BATCH, ROWS], tl.float32)
     squares = tl.zeros([BATCH], tl.float32)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     for start in tl.range(0, N, CHUNK):
         i = start + tl.arange(0, CHUNK)
-        inside = (rows < M)[:, None] & (i < N)[None, :]
-        w = tl.load(base + i[None, :], mask=inside, other=0.0)
-        mask = (i < N)[:, None] & (b < batch)[None, :]
-        x = _input(
-            x_ptr, lse_ptr, b[None, :] + 0 * i[:, None], i[:, None] + 0 * b[None, :], mask, batch, N, SPLITS, HEAD_SIZE
-        )
-        x = tl.where(mask, x, 0.0)
-        if NORM:
-            squares += tl.sum(x * x, 0)
-            x = x * tl.load(gain_ptr + i, mask=i < N, other=0.0).to(tl.float32)[:, None]
-        x = x.to(w.dtype)
-        y = tl.dot(w, x, y, input_precision="ieee")
+        x = tl.load(x_rows + i[None, :], mask=(b < batch)[:, None] & (i < N)[None, :], other=0.0)
+        inside = (rows < M)[None, :] & (i < N)[:, None]
+        w = tl.load(w_rows + i[:, None], mask=inside, other=0.0)
+        y = tl.dot(x, w, y, input_precision="ieee")
         if GATED:
-            gate = tl.load(base + M * N + i[None, :], mask=inside, other=0.0)
-            z = tl.dot(gate, x, z, input_precision="ieee")
+            gate = tl.load(w_rows + M * N + i[:, None], mask=inside, other=0.0)
+            z = tl.dot(x, gate, z, input_precision="ieee")
+        if NORM:
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
     if NORM:
-        scale = 1.0 / tl.sqrt(squares / N + eps)
-        y = y * scale[None, :]
-        z = z * scale[None, :]
+        scale = (1.0 / tl.sqrt(squares / N + eps))[:, None]
+        y = y * scale
+        z = z * scale
     if GATED:
         y = y / (1.0 + tl.exp(-y)) * z
-    at = out_ptr + b[None, :] * M + rows[:, None]
-    mask = (rows < M)[:, None] & (b < batch)[None, :]
+    at = b[:, None] * M + rows[None, :]
+    mask = (b < batch)[:, None] & (rows < M)[None, :]
     if ADD:
-        y += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
-    tl.store(at, y, mask=mask)
+        y += tl.load(out_ptr + at, mask=mask, other=0.0)
+        tl.store(copy_ptr + at, y, mask=mask)
+    tl.store(out_ptr + at, y, mask=mask)
+
+
+WARP_BYTES = 10 * 1024
+"""Of weights that a warp holds: 80 registers a thread, so that a multiprocessor has some 170 KiB on their way."""
 
 
 def _vector_tile(num_outputs: int, num_inputs: int, itemsize: int, matrices: int) -> tuple[int, int, int]:
-    """(rows of a program, inputs at a time, warps): about 24 KiB of weights for each program.
+    """(rows of a program, inputs at a time, warps): rows in the registers of one warp, or of four for long rows.
 
-    So much fits into the registers of four warps, and several programs on a multiprocessor keep its loads in flight.
-    A warp takes 16 bytes a thread of one row at a time.
+    A thread takes 16 bytes of a row at a time. All warps of a program share a row, so that a row of the weights' tile
+    and one of x have the same layout; with a single warp nothing passes through shared memory at all.
     """
-    row_bytes = num_inputs * itemsize * matrices
-    rows = 16
-    while rows > 1 and (rows * row_bytes > 24 * 1024 or num_outputs // rows < 132):
+    warps = 1 if num_inputs <= 4096 else 4
+    row_bytes, rows = num_inputs * itemsize * matrices, 16
+    while rows > 1 and (rows * row_bytes > warps * WARP_BYTES or num_outputs // rows < 264):
         rows //= 2
-    warps = 4 if rows * row_bytes <= 48 * 1024 else 8
-    chunk = max(512 // itemsize, 512 // itemsize * warps // rows)
-    return rows, chunk, warps
+    return rows, warps * 512 // itemsize, warps
+
+
+def _tile(num_outputs: int, batch: int) -> tuple[int, int]:
+    """(rows of the matrix, vectors) of a program: enough programs for every multiprocessor to have one."""
+    rows = 32
+    while rows > 8 and num_outputs // rows < 96:
+        rows //= 2
+    return rows, min(64, max(16, triton.next_power_of_2(batch)))
 
 
 def linear(
@@ -178,31 +155,29 @@ def linear(
     weight: Tensor,
     out: Tensor,
     *,
-    gain: Tensor | None = None,
+    copy: Tensor | None = None,
+    norm: bool = False,
     gated: bool = False,
     add: bool = False,
-    lse: Tensor | None = None,
     eps: float = 1e-5,
     overlap: bool = False,
 ) -> None:
-    """All matrix products of a step: with a norm before, a gate or a residual sum after it, or heads to combine."""
+    """All matrix products of a step: with a norm before it, a gate or a residual sum (and its copy) after it."""
     batch, num_outputs = out.shape
     num_inputs = weight.shape[1]
-    splits, head_size = (1, 1) if lse is None else (lse.shape[0], num_inputs // lse.shape[2])
+    pointers = (x, weight, out, out if copy is None else copy, eps)
     options = {
-        "M": num_outputs, "N": num_inputs, "NORM": gain is not None, "GATED": gated, "ADD": add, "SPLITS": splits,
-        "HEAD_SIZE": head_size, "EARLY": early(out.device), **launch_options(out.device, overlap),
+        "M": num_outputs, "N": num_inputs, "NORM": norm, "GATED": gated, "ADD": add, "EARLY": early(out.device),
+        **launch_options(out.device, overlap),
     }  # fmt: skip
-    pointers = (x, x if lse is None else lse, weight if gain is None else gain, weight, out)
     if batch <= VECTOR_ROWS:
         rows, chunk, warps = _vector_tile(num_outputs, num_inputs, weight.element_size(), 1 + gated)
         grid = (triton.cdiv(num_outputs, rows),)
-        _vector_kernel[grid](*pointers, eps, B=batch, ROWS=rows, CHUNK=chunk, num_warps=warps, **options)
+        _vector_kernel[grid](*pointers, B=batch, ROWS=rows, CHUNK=chunk, num_warps=warps, **options)
         return
-    width = min(64, max(16, triton.next_power_of_2(batch)))
-    rows = 64 if num_outputs >= 64 * 132 else 32 if num_outputs >= 32 * 132 else 16
+    rows, width = _tile(num_outputs, batch)
     grid = (triton.cdiv(num_outputs, rows), triton.cdiv(batch, width))
+    chunk = (256 if width == 16 else 128) // weight.element_size() * (1 if gated else 2)
     _tile_kernel[grid](
-        *pointers, eps, batch, BATCH=width, ROWS=rows, CHUNK=128 // weight.element_size(),
-        num_warps=4, num_stages=3, **options,
+        *pointers, batch, BATCH=width, ROWS=rows, CHUNK=chunk, num_warps=4, num_stages=4, **options
     )  # fmt: skip

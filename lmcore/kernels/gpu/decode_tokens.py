@@ -14,8 +14,8 @@ MAX_SAMPLED = 1 << 14
 
 
 @triton.jit
-def _begin_next(token, row, batch, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, capacity, slots,
-                D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _begin_next(token, row, batch, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, capacity,
+                slots, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Notes the token and makes it the input of the next step."""
     step = tl.load(steps_ptr + row)
     tl.store(tokens_ptr + (step % capacity) * batch + row, token)
@@ -24,7 +24,9 @@ def _begin_next(token, row, batch, tokens_ptr, steps_ptr, positions_ptr, embeddi
     tl.store(positions_ptr + row, tl.minimum(position + 1, slots - 1))
     d = tl.arange(0, BLOCK_D)
     source = embedding_ptr + tl.maximum(token, 0).to(tl.int64) * D
-    tl.store(x_ptr + row * D + d, tl.load(source + d, mask=d < D, other=0.0).to(tl.float32), mask=d < D)
+    x = tl.load(source + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(x_ptr + row * D + d, x, mask=d < D)
+    tl.store(copy_ptr + row * D + d, x, mask=d < D)
 
 
 @triton.jit
@@ -35,6 +37,7 @@ def _greedy_kernel(
     positions_ptr,  # (B,)
     embedding_ptr,  # (V, D)
     x_ptr,  # (B, D)
+    copy_ptr,  # (B, D)
     batch,
     vocab,
     num_ids,
@@ -55,15 +58,15 @@ def _greedy_kernel(
     wrong = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(0, num_ids, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        logits = tl.load(logits_ptr + row * vocab + i, mask=i < num_ids, other=-3e38, cache_modifier=".cg")
+        logits = tl.load(logits_ptr + row * vocab + i, mask=i < num_ids, other=-3e38)
         wrong += tl.where(tl.abs(logits) < float("inf"), 0, 1)
         better = logits > best
         best = tl.where(better, logits, best)
         ids = tl.where(better, i, ids)
     token = tl.min(tl.where(best == tl.max(best, 0), ids, num_ids), 0)
     token = tl.where(tl.sum(wrong, 0) > 0, -1, token)
-    _begin_next(token, row, batch, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, capacity, slots,
-                D, BLOCK_D)  # fmt: skip
+    _begin_next(token, row, batch, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, capacity,
+                slots, D, BLOCK_D)  # fmt: skip
 
 
 @triton.jit
@@ -84,7 +87,7 @@ def _key_where_reached(keys, mass, target, STRICT: tl.constexpr):
 def _sampled_kernel(
     logits_ptr,  # (B, V)
     uniforms_ptr,  # (capacity, B)
-    tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, batch, vocab, num_ids, capacity, slots,
+    tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, batch, vocab, num_ids, capacity, slots,
     temperature, top_p, top_k,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, EARLY: tl.constexpr,
@@ -100,7 +103,7 @@ def _sampled_kernel(
         gdc_launch_dependents()
         gdc_wait()
     inside = i < num_ids
-    logits = tl.load(logits_ptr + row * vocab + i, mask=inside, other=float("-inf"), cache_modifier=".cg")
+    logits = tl.load(logits_ptr + row * vocab + i, mask=inside, other=float("-inf"))
     wrong = tl.sum(tl.where(inside & ~(tl.abs(logits) < float("inf")), 1, 0), 0)
     logits = tl.where(logits == 0, 0.0, logits)  # -0 is not less than 0
     bits = logits.to(tl.int32, bitcast=True)
@@ -134,20 +137,20 @@ def _sampled_kernel(
     rank = tl.cumsum(tl.where(equal, 1, 0), 0)
     token = tl.sum(tl.where(equal & (rank == index + 1), i, 0), 0)
     token = tl.where(wrong > 0, -1, token)
-    _begin_next(token, row, batch, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, capacity, slots,
-                D, BLOCK_D)  # fmt: skip
+    _begin_next(token, row, batch, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, capacity,
+                slots, D, BLOCK_D)  # fmt: skip
 
 
 @triton.jit
 def _advance_kernel(
     chosen_ptr,  # (B,)
-    tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, batch, capacity, slots,
+    tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, batch, capacity, slots,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     token = tl.load(chosen_ptr + row).to(tl.int32)
-    _begin_next(token, row, batch, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, capacity, slots,
-                D, BLOCK_D)  # fmt: skip
+    _begin_next(token, row, batch, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, capacity,
+                slots, D, BLOCK_D)  # fmt: skip
 
 
 def greedy(
@@ -158,6 +161,7 @@ def greedy(
     positions: Tensor,
     embedding: Tensor,
     x: Tensor,
+    copy: Tensor,
     num_slots: int,
     overlap: bool = False,
 ) -> None:
@@ -165,7 +169,7 @@ def greedy(
     d_model = x.shape[1]
     block = min(8192, triton.next_power_of_2(num_ids))
     _greedy_kernel[(batch,)](
-        logits, tokens, steps, positions, embedding, x, batch, vocab, num_ids, tokens.shape[0], num_slots,
+        logits, tokens, steps, positions, embedding, x, copy, batch, vocab, num_ids, tokens.shape[0], num_slots,
         D=d_model, BLOCK_D=triton.next_power_of_2(d_model), BLOCK=block, EARLY=early(x.device),
         num_warps=16 if block > 2048 else 4, **launch_options(x.device, overlap),
     )  # fmt: skip
@@ -178,11 +182,12 @@ def advance(
     positions: Tensor,
     embedding: Tensor,
     x: Tensor,
+    copy: Tensor,
     num_slots: int,
 ) -> None:
     batch, d_model = x.shape
     _advance_kernel[(batch,)](
-        chosen, tokens, steps, positions, embedding, x, batch, tokens.shape[0], num_slots,
+        chosen, tokens, steps, positions, embedding, x, copy, batch, tokens.shape[0], num_slots,
         D=d_model, BLOCK_D=triton.next_power_of_2(d_model), num_warps=4,
     )  # fmt: skip
 
@@ -197,6 +202,7 @@ def sampled(
     positions: Tensor,
     embedding: Tensor,
     x: Tensor,
+    copy: Tensor,
     num_slots: int,
     overlap: bool = False,
 ) -> None:
@@ -205,8 +211,9 @@ def sampled(
     block = triton.next_power_of_2(num_ids)
     cut = config.top_k is not None and config.top_k < num_ids
     _sampled_kernel[(batch,)](
-        logits, uniforms, tokens, steps, positions, embedding, x, batch, vocab, num_ids, tokens.shape[0], num_slots,
-        max(config.temperature, torch.finfo(torch.float32).tiny), config.top_p, config.top_k if cut else 0,
+        logits, uniforms, tokens, steps, positions, embedding, x, copy, batch, vocab, num_ids,
+        tokens.shape[0], num_slots, max(config.temperature, torch.finfo(torch.float32).tiny), config.top_p,
+        config.top_k if cut else 0,
         D=d_model, BLOCK_D=triton.next_power_of_2(d_model), BLOCK=block, TOP_K=cut, TOP_P=config.top_p < 1,
         EARLY=early(x.device), num_warps=32 if block > 8192 else 8, **launch_options(x.device, overlap),
     )  # fmt: skip
