@@ -51,7 +51,8 @@ def undisturbed(cluster, config, tmp_path_factory) -> RunFolder:
     """The run that nobody stops."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "config.json").write_text(json.dumps(to_dict(config)))
-    cluster.run("lmcore", "train", "--config", folder / "config.json", "--run", folder / "run", OMP_NUM_THREADS=1)
+    words = ["--config", folder / "config.json", "--run", folder / "run"]
+    cluster.run("lmcore", "train", *words, timeout=600, OMP_NUM_THREADS=1)
     return RunFolder(folder / "run")
 
 
