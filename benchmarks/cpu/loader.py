@@ -61,7 +61,7 @@ def read_ahead(reader: BatchReader) -> Iterator[Batch]:
 
 
 def compare_loaders(
-    repeats: int, tokens: int = 100_000_000, seconds_per_turn: float = 0.15, shapes: tuple = SHAPES
+    repeats: int, tokens: int, seconds_per_turn: float, shapes: tuple[tuple[int, int], ...] = SHAPES
 ) -> list[dict[str, Any]]:
     """Takes batches of each shape from a file of random ids (uint16), the file's pages in memory."""
     with tempfile.TemporaryDirectory() as folder:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from speed.peers import halves, llama
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -37,52 +38,13 @@ class PeerStep:
 
 def hugging_face(source: TransformerLM) -> tuple[nn.Module, Loss]:
     """`LlamaForCausalLM` with the weights of `source`. Raises ImportError where transformers is not installed."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    c = source.config
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=c.vocab_size,
-            hidden_size=c.d_model,
-            intermediate_size=c.d_ff,
-            num_hidden_layers=c.num_layers,
-            num_attention_heads=c.num_heads,
-            num_key_value_heads=c.num_heads,
-            max_position_embeddings=c.context_length,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-            attn_implementation="sdpa",
-            use_cache=False,
-        )
-    )
-    names = {"token_embeddings": "model.embed_tokens", "ln_final": "model.norm", "lm_head": "lm_head"}
-    parts = {
-        "ln1": "input_layernorm", "ln2": "post_attention_layernorm", "attn.output_proj": "self_attn.o_proj",
-        "attn.q_proj": "self_attn.q_proj", "attn.k_proj": "self_attn.k_proj", "attn.v_proj": "self_attn.v_proj",
-        "ffn.w1": "mlp.gate_proj", "ffn.w3": "mlp.up_proj", "ffn.w2": "mlp.down_proj",
-    }  # fmt: skip
-    for layer in range(c.num_layers):
-        names |= {f"layers.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in parts.items()}
-    state = {}
-    for name, weight in source.state_dict().items():
-        module = name.removesuffix(".weight")
-        turned = module.endswith(("q_proj", "k_proj"))
-        state[names[module] + ".weight"] = halves(weight, c.num_heads) if turned else weight
-    model.load_state_dict(state)
+    model = llama(source)
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         logits = model(input_ids=inputs).logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     return model, loss
-
-
-def halves(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of a (D, D) projection for a RoPE that rotates the halves of a head, while lmcore's rotates neighbours.
-
-    First come the pairs' first members, then the second ones; attention does not see the order.
-    """
-    return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
 
 class TorchBlock(nn.Module):

@@ -14,7 +14,6 @@ from lmcore.accounting import training_flops
 from lmcore.config import TrainConfig, replace
 from lmcore.errors import UserError
 from lmcore.model import TransformerLM
-from lmcore.recipes import RECIPES
 from lmcore.training_step import training_step
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -35,18 +34,23 @@ TOLERANCE = 1e-3
 """How far the losses of the first steps may be apart, relatively: all compute the same function."""
 
 
-def compare_training(size: str, repeats: int, seconds_per_turn: float = 0.5) -> dict[str, Any]:
-    """Full steps (forward, backward, clipping, AdamW) in float32 of the recipe `size`, in turns of some steps each.
+def compare_training(
+    config: TrainConfig, repeats: int, compiled: bool = True, seconds_per_turn: float = 0.5
+) -> dict[str, Any]:
+    """Full steps (forward, backward, clipping, AdamW) in float32 of a configuration, in turns of some steps each.
 
     All start from the same weights and see the same batches. A contestant that cannot run here is a row that says why.
+    Raises `UserError` if they do not compute the same.
     """
-    config = replace(RECIPES[size], device="cpu", model__tie_embeddings=False)
+    config = replace(config, device="cpu", precision="fp32", model__tie_embeddings=False)
     torch.manual_seed(config.seed)
     source = TransformerLM(config.model)
     batches = random_batches(config)
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
     for name, make in contestants(source, config).items():
+        if "compiled" in name and not compiled:
+            continue
         try:
             steps[name] = step = make()
             losses = [step(*batch)[0].item() for batch in batches[:WARMUPS]]
@@ -65,7 +69,6 @@ def compare_training(size: str, repeats: int, seconds_per_turn: float = 0.5) -> 
         rows[name]["flops_per_second"] = training_flops(config.model, config.batch_size) / rows[name]["median"]
         rows[name]["times_plain"] = median_and_spread(turn_by_turn(turns, name, "lmcore plain"))
     return {
-        "size": size,
         "parameters": sum(p.numel() for p in source.parameters()),
         "batch_size": config.batch_size,
         "context_length": config.model.context_length,
@@ -127,7 +130,7 @@ def require_same_losses(rows: dict[str, dict[str, Any]]) -> None:
 def print_training(result: dict[str, Any]) -> None:
     """The rates and ratios, for people."""
     print(
-        f"training {result['size']}: {result['parameters'] / 1e6:.2f} M parameters, "
+        f"training {result.get('size', '')}: {result['parameters'] / 1e6:.2f} M parameters, "
         f"{result['batch_size']} × {result['context_length']} tokens, full step in float32"
     )
     for name, row in result["contestants"].items():
