@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from lmcore.config import ModelConfig
 from lmcore.model import TransformerLM
 
-from .measuring import Absent
-
 NAMES = (
     ("token_embeddings.", "model.embed_tokens."),
     ("layers.", "model.layers."),
@@ -28,11 +26,9 @@ CAUSAL = "sdpa_by_flag"
 
 
 def llama(model: TransformerLM, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
-    """`LlamaForCausalLM` that computes the same function as `model`, on its device. Raises `Absent` without it."""
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError as error:
-        raise Absent(f"Hugging Face transformers is not installed ({error}).") from error
+    """`LlamaForCausalLM` that computes what `model` does, on its device. Raises ImportError without transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     c, weight = model.config, model.token_embeddings.weight
     config = LlamaConfig(
         hidden_size=c.d_model,
@@ -70,17 +66,20 @@ def by_flag() -> str:
 
 
 def renamed(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our weights under their names. Rotated pairs are neighbors in ours, and half a head apart in theirs."""
-
-    def halves(weight: Tensor) -> Tensor:
-        pairs = weight.view(config.num_heads, config.d_k // 2, 2, config.d_model)
-        return pairs.transpose(1, 2).reshape(weight.shape)
-
+    """Our weights under their names."""
     weights = {}
     for name, weight in state.items():
         rotated = ".q_proj." in name or ".k_proj." in name
         for ours, theirs in NAMES:
             if name.startswith(ours) or (ours.startswith(".") and ours in name):
                 name = name.replace(ours, theirs, 1)
-        weights[name] = halves(weight) if rotated else weight
+        weights[name] = halves(weight, config.num_heads) if rotated else weight
     return weights
+
+
+def halves(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of a (D, D) projection for a RoPE that rotates the halves of a head, while lmcore's rotates neighbors.
+
+    First come the pairs' first members, then the second ones; attention does not see the order.
+    """
+    return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(weight.shape)

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-GIB = 1 << 30
+from lmcore.report.kernels.speed import OUR_WAYS
 
-OUR_OTHERS = ("lmcore", "plain", "+")
-"""How the names of our contestants begin that are not the one that has to be fast."""
+GIB = 1 << 30
 
 CUDNN, FLASH = "SDPA cuDNN", "SDPA FlashAttention"
 
@@ -81,4 +80,4 @@ def times_faster(rows: Sequence[dict[str, Any]]) -> float | None:
 
 def is_peer(row: dict[str, Any]) -> bool:
     """Whether the row is of someone else's software: our own plain ways are there for comparison only."""
-    return not row["ours"] and not row["contestant"].startswith(OUR_OTHERS)
+    return not row["ours"] and not row["contestant"].startswith(OUR_WAYS)
