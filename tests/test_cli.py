@@ -129,7 +129,13 @@ def test_from_text_to_generation(tmp_path, capsys):
     assert cli.main(["train", "--run", run, "--data", data, "--device", "cpu", *options]) == 0
     assert "complete at step 2" in capsys.readouterr().out
     assert cli.main(["generate", run, "--prompt", "One", "--max-new-tokens", "5", "--device", "cpu"]) == 0
-    assert capsys.readouterr().out.startswith("One")
+    plainly = capsys.readouterr().out
+    assert plainly.startswith("One")
+    fused = ["generate", run, "--prompt", "One", "--max-new-tokens", "5", "--device", "cpu", "--ops", "fused"]
+    assert cli.main(fused) == 0
+    assert capsys.readouterr().out == plainly
+    assert cli.main([*fused, "--no-kv-cache"]) == EXIT_USER_ERROR
+    assert "always has a KV cache" in capsys.readouterr().err
     assert cli.main(["generate", run, "--prompt", "One", "The", "--max-new-tokens", "5", "--device", "cpu"]) == 0
     first, second = capsys.readouterr().out.strip().split("\n\n")
     assert first.startswith("One")
