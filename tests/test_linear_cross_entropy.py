@@ -104,12 +104,13 @@ def extreme_logits(kind: str) -> torch.Tensor:
         "all low": torch.full((4, 100), -1e4),
         "equal": torch.zeros(4, 100),
         "one hot": torch.eye(4, 100) * 1e4,
+        "diverged": torch.eye(4, 100) * 1e30,
         "spread": torch.linspace(-1e4, 1e4, 400).view(4, 100),
     }
     return logits[kind]
 
 
-@pytest.mark.parametrize("kind", ["huge", "all low", "equal", "one hot", "spread"])
+@pytest.mark.parametrize("kind", ["huge", "all low", "equal", "one hot", "diverged", "spread"])
 @pytest.mark.parametrize("rows", [0, 28])
 def test_extreme_logits(device, kernels, kind, rows):
     """With x the identity the weight's rows are the logits' columns."""

@@ -52,7 +52,11 @@ def linear_cross_entropy_gradients(
     anyway. `chunk_rows` is the number of rows of `x` at a time.
     """
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if dx is None else dx
-    losses, dw = _chunks(x, weight, targets, num_rows, dx, weight.dtype if dw is None else dw, chunk_rows)
+    losses, total = _chunks(x, weight, targets, num_rows, dx, weight.dtype if dw is None else dw, chunk_rows)
+    if dw is None:
+        dw = total.to(weight.dtype)
+    elif dw is not total:
+        dw.copy_(total)
     return losses.mean(), dx, dw
 
 
@@ -86,6 +90,17 @@ def softmax_gradient(
         logits[:, num_rows:] = 0
 
 
+def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """tensor * factor, a scalar, in `dtype`: a new tensor, unless nothing would change that the CPU can see."""
+    if runs_triton(tensor.device) and tensor.dtype != torch.float64 != dtype and tensor.is_contiguous():
+        from lmcore.kernels.gpu.cross_entropy import scaled as in_one_pass
+
+        return in_one_pass(tensor, factor, dtype)
+    if factor.device.type == "cpu" and factor.item() == 1:
+        return tensor.to(dtype)
+    return (tensor * factor).to(dtype)
+
+
 def default_chunk_rows(num_rows: int, row_bytes: int, chunk_bytes: int) -> int:
     """Rows per chunk: as many as `chunk_bytes` hold, in chunks of nearly equal size that are multiples of 128."""
     most = max(chunk_bytes // row_bytes // 128, 1)
@@ -103,7 +118,10 @@ def _chunks(
     dw: Tensor | torch.dtype | None,
     chunk_rows: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(loss of each row, dw): one chunk after another; gradients where `dx` and `dw` (a tensor or its type) are."""
+    """(loss of each row, sum of the weight's gradient), chunk after chunk; no gradients where `dx` and `dw` are None.
+
+    The sum is `dw` itself where that can be; of several chunks it is at least float32, for the caller to round.
+    """
     num_rows = _check(x, weight, targets, num_rows, dx, dw)
     n, rows = len(x), len(weight)
     padding, padded_bytes = -rows % ALIGNMENT, 0
@@ -129,10 +147,7 @@ def _chunks(
             torch.mm(logits, weight, out=dx[part])
         if total is not None:
             _add_product(total, logits.t(), x[part], first=start == 0)
-    del buffer, logits  # their memory serves the gradient in the weight's own type
-    if isinstance(dw, Tensor):
-        return losses, dw if dw is total else dw.copy_(total[:rows])
-    return losses, total if dw is None else total[:rows].to(dw)
+    return losses, total if total is None or total is dw else total[:rows]
 
 
 def _sum_for(dw: Tensor | torch.dtype | None, weight: Tensor, single: bool) -> Tensor | None:
@@ -206,14 +221,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dx = torch.empty_like(narrow, memory_format=torch.contiguous_format) if needs_x else None
             # under autocast the sum in float32 is what the float32 weight gets, never rounded to half precision
             dw = weight.dtype if needs_weight else None
-            losses, dw = _chunks(narrow, weight.detach().to(dtype), targets, None, dx, dw, None)
-        ctx.save_for_backward(dx if dx is None else dx.to(x.dtype), dw)
+            losses, total = _chunks(narrow, weight.detach().to(dtype), targets, None, dx, dw, None)
+        ctx.save_for_backward(dx, total)
+        ctx.types = x.dtype, weight.dtype
         return losses.mean()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        dx, dw = ctx.saved_tensors
-        if gradient.device.type == "cpu" and gradient.item() == 1:
-            return dx, dw, None
-        return *(d if d is None else (d * gradient).to(d.dtype) for d in (dx, dw)), None
+        pairs = zip(ctx.saved_tensors, ctx.types, strict=True)
+        return *(tensor if tensor is None else scaled(tensor, gradient, dtype) for tensor, dtype in pairs), None
