@@ -73,7 +73,7 @@ class FusedDecoder:
         c, self.model, self.config, self.dtype = model.config, model, config, dtype
         self.num_rows, self.num_slots, self.num_ids = num_rows, num_slots, num_ids or c.vocab_size
         self.device = device = next(model.parameters()).device
-        self.refresh()
+        self._layers, self._head = self._packed()
         self._rope = model.layers[0].attn.rope
         cache = (c.num_layers, num_rows, c.num_heads, num_slots, c.d_k)
         self.keys, self.values = (torch.zeros(cache, device=device, dtype=dtype) for _ in range(2))
@@ -98,16 +98,18 @@ class FusedDecoder:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copies the model's weights as they are now; into the same memory from the second time on."""
-        norm = self.model.ln_final.weight
-        packed = [self._pack(layer) for layer in self.model.layers], (self.model.lm_head.weight * norm).to(self.dtype)
-        if not hasattr(self, "_layers"):
-            self._layers, self._head = packed
-            return
-        for mine, new in zip(self._layers, packed[0], strict=True):
+        """Copies the model's weights as they are now, into the same memory: a captured graph sees them."""
+        layers, head = self._packed()
+        for mine, new in zip(self._layers, layers, strict=True):
             for name, tensor in vars(new).items():
                 getattr(mine, name).copy_(tensor)
-        self._head.copy_(packed[1])
+        self._head.copy_(head)
+
+    @torch.no_grad()
+    def _packed(self) -> tuple[list[LayerWeights], Float[Tensor, "V D"]]:
+        model = self.model
+        head = (model.lm_head.weight * model.ln_final.weight).to(self.dtype)
+        return [self._pack(layer) for layer in model.layers], head
 
     def _pack(self, layer: TransformerBlock) -> LayerWeights:
         def together(gain: Tensor, *matrices: Linear) -> Tensor:
@@ -116,9 +118,9 @@ class FusedDecoder:
         attn, ffn = layer.attn, layer.ffn
         return LayerWeights(
             qkv=together(layer.ln1.weight, attn.q_proj, attn.k_proj, attn.v_proj),
-            output=attn.output_proj.weight.to(self.dtype),
+            output=attn.output_proj.weight.detach().to(self.dtype),
             gate_up=together(layer.ln2.weight, ffn.w1, ffn.w3),
-            down=ffn.w2.weight.to(self.dtype),
+            down=ffn.w2.weight.detach().to(self.dtype),
         )
 
     @torch.no_grad()
