@@ -180,7 +180,7 @@ def agreements(**changes):
 
 def test_agreement_in_words():
     text = attention.agreement_answer(agreements())
-    assert "2, 1 × 2 × 3 × 4 to 5 × 6 × 7 × 8" in text
+    assert "(batch, heads, positions, head size) are 1 × 2 × 3 × 4 and 5 × 6 × 7 × 8." in text
     assert "**All 2 comparisons hold.**" in text
     assert "Nowhere is ours more than twice as far off" in text
     text = attention.agreement_answer(agreements(error=1e-3, holds=False), "no Triton")
