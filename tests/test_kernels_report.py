@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from lmcore.config import TrainConfig, model_config, to_dict
 from lmcore.errors import UserError
-from lmcore.profiling.kernels import agreement, decoding, elementwise, loss, optimizer, steps, traffic
+from lmcore.profiling.kernels import agreement, decoding, elementwise, interpreted, loss, optimizer, steps, traffic
 from lmcore.profiling.kernels import attention as attention_cells
 from lmcore.profiling.kernels.measuring import extra_bytes, measure_ceilings
 from lmcore.profiling.workload import workload_config
@@ -198,6 +198,19 @@ def test_a_wrong_kernel_is_found():
     assert [row["holds"] for row in rows] == [False, False]
     assert agreement.relative_error(torch.zeros(3), torch.ones(3)) == 1
     assert agreement.relative_error(torch.zeros(3), torch.zeros(3)) == 0
+
+
+def test_the_triton_code_is_interpreted():
+    pytest.importorskip("triton")
+    result = interpreted.measure_interpreted(workload_config("smoke", device="cpu"), None)
+    assert [row["holds"] for row in result["rows"]] == [True] * 4
+    assert result["by"] == "Triton kernels, interpreted"
+
+
+def test_without_triton_nothing_is_interpreted(monkeypatch):
+    monkeypatch.setattr(interpreted, "has_triton", lambda: False)
+    result = interpreted.measure_interpreted(workload_config("smoke", device="cpu"), None)
+    assert (result["rows"], "not installed" in result["reason"]) == ([], True)
 
 
 def test_the_other_kernels_agree():

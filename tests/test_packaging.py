@@ -92,6 +92,7 @@ def test_every_import_is_declared(folder, extras):
     declared |= {"packaging", "lmcore"}  # packaging comes with pytest, which is what uses it here
     distributions = metadata.packages_distributions()
     own = {path.stem for path in (ROOT / folder).glob("**/*.py" if folder == "tests" else "*.py")}
+    own |= {path.stem for path in (ROOT / "benchmarks").iterdir()} if folder == "tests" else set()
     for name in imported_modules(ROOT / folder) - set(sys.stdlib_module_names) - own - {"lmcore", "tiktoken_ext"}:
         owners = {canonicalize_name(owner) for owner in distributions.get(name, [name])}
         assert owners & declared, f"{folder} imports {name}, which pyproject.toml does not declare"
