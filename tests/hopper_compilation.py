@@ -32,8 +32,9 @@ def row(columns: int) -> str:
     return f"tensordesc<fp32[1, {columns}],{FLAT!r}>"
 
 
-def compiled(kernel, types: dict[str, str], constants: dict[str, int], mean_registers: int) -> dict:
+def compiled(kernel, types: dict[str, str], shape: dict[str, int], registers: int, mean_registers: int) -> dict:
     """What ptxas says of one kernel."""
+    constants = shape | {"REGISTERS": registers, "PRODUCER_REGISTERS": attention_hopper.PRODUCER_REGISTERS}
     signature = types | dict.fromkeys(constants, "constexpr")
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     options = {"num_warps": 4, "maxnreg": mean_registers}
@@ -54,29 +55,26 @@ def compiled(kernel, types: dict[str, str], constants: dict[str, int], mean_regi
 
 
 def forward(size: int, length: int, causal: bool) -> dict:
-    m, n, stages, registers, mean = attention_hopper.forward_tiles(size, length, causal)
-    half, keys = tile(m // 2, size), tile(n, size)
-    types = {"q_desc": half, "k_desc": keys, "v_desc": keys, "o_desc": half, "lse_ptr": "*fp32"}
+    m, n, stages, registers, mean = attention_hopper.forward_tiles(size, length)
+    queries, keys = tile(64, size), tile(n, size)
+    types = {"q_desc": queries, "k_desc": keys, "v_desc": keys, "o_desc": queries, "lse_ptr": "*fp32"}
     types |= {"heads": "i32", "length": "i32", "lse_rows": "i32", "scale": "fp32"}
-    return compiled(attention_forward_kernel, types, constants(m, n, size, stages, causal, registers), mean)
+    shape = {"C": m // 64, "BN": n, "D": size, "ST": stages, "CAUSAL": causal}
+    return compiled(attention_forward_kernel, types, shape, registers, mean)
 
 
 def backward(size: int, length: int, causal: bool) -> dict:
-    m, n, stages, registers, mean = attention_hopper.backward_tiles(size, length, causal)
+    m, n, stages, registers, mean = attention_hopper.backward_tiles(size)
     queries, keys, half = tile(m, size), tile(n, size), tile(n // 2, size)
     types = {"q_desc": queries, "do_desc": queries, "k_desc": keys, "v_desc": keys, "lse_desc": row(m)}
     types |= {"delta_desc": row(m), "dq_desc": tile(m, size // 2, "fp32", gl.float32), "dk_desc": half, "dv_desc": half}
     types |= {"heads": "i32", "length": "i32", "scale2": "fp32", "scale": "fp32"}
-    return compiled(attention_backward_kernel, types, constants(m, n, size, stages, causal, registers), mean)
-
-
-def constants(m: int, n: int, size: int, stages: int, causal: bool, registers: int) -> dict[str, int]:
     shape = {"BM": m, "BN": n, "D": size, "ST": stages, "CAUSAL": causal}
-    return shape | {"REGISTERS": registers, "PRODUCER_REGISTERS": attention_hopper.PRODUCER_REGISTERS}
+    return compiled(attention_backward_kernel, types, shape, registers, mean)
 
 
 KERNELS = [
-    (forward, 64, False), (forward, 128, True), (backward, 32, True), (backward, 64, False), (backward, 128, True),
+    (forward, 64, True), (forward, 128, False), (backward, 32, True), (backward, 64, False), (backward, 128, True),
     (backward, 128, False),
 ]  # fmt: skip
 

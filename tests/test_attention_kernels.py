@@ -276,9 +276,18 @@ on_hopper = pytest.mark.skipif(not hopper(), reason="needs a GPU with Hopper's i
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_hopper_kernels_are_the_definition(dtype, size, length, causal, device):
     from lmcore.kernels.gpu import attention_hopper
+    from lmcore.kernels.gpu.attention import block_of
 
-    tensors = packed(2, length, 3, size, dtype, device, seed=torch.randint(2**31, ()).item())
-    assert_close(by_module(attention_hopper, *tensors, causal), defined(*tensors, causal), TOLERANCE[dtype])
+    tensors = q, k, v, do = packed(2, length, 3, size, dtype, device, seed=torch.randint(2**31, ()).item())
+    wanted = defined(*tensors, causal)
+    assert_close(by_module(attention_hopper, *tensors, causal), wanted, TOLERANCE[dtype])
+    # short sequences may have gone to the portable kernels: now all shapes of tiles that there are, whatever the length
+    for forward in {attention_hopper.forward_tiles(block_of(q), n) for n in (256, 4096)}:
+        found = [torch.empty_like(q) for _ in range(4)]
+        _, lse = attention_hopper.forward(q, k, v, causal, found[0], forward)
+        backward = attention_hopper.backward_tiles(max(32, block_of(q)))
+        attention_hopper.backward(q, k, v, found[0], lse, do, causal, *found[1:], backward)
+        assert_close(found, wanted, TOLERANCE[dtype])
 
 
 @pytest.mark.gpu

@@ -10,7 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
-from lmcore.kernels.gpu.attention import LOG2_E, block_of, lse_rows_of
+from lmcore.kernels.gpu import attention
+from lmcore.kernels.gpu.attention import block_of, lse_rows_of
+from lmcore.kernels.gpu.attention_forward import LOG2_E
 from lmcore.kernels.gpu.attention_hopper_backward import (
     attention_backward_kernel,
     attention_finish_kernel,
@@ -26,7 +28,8 @@ PRODUCER_REGISTERS = 24
 class Tiles(NamedTuple):
     """Queries and keys of a tile, buffers of a ring, registers of a consumer's thread and, all warps' mean, at launch.
 
-    168 registers fill the multiprocessor with one program, 80 with two.
+    Two warpgroups of consumers fill the multiprocessor's registers with a mean of 168, and half of them with 80; three
+    fill them with 128.
     """
 
     queries: int
@@ -36,14 +39,29 @@ class Tiles(NamedTuple):
     mean_registers: int = 168
 
 
-def forward_tiles(size: int, length: int, causal: bool) -> Tiles:
-    """By measurement on the H200; `size` is a power of two."""
-    return Tiles(128, 128)
+SHORT = 256
+"""Positions up to which the start of a program matters most."""
 
 
-def backward_tiles(size: int, length: int, causal: bool) -> Tiles:
+def forward_tiles(size: int, length: int) -> Tiles:
+    """By measurement on the H200; `size` is a power of two. 64 (queries / 64 - 1) / keys must be less than stages."""
+    if size <= 32:
+        return Tiles(128, 64, 2, 104, 80)
+    if length <= SHORT:
+        return Tiles(128, 64)
+    return Tiles(192, 128, 2, 160, 128) if size == 64 else Tiles(128, 128)
+
+
+def backward_tiles(size: int) -> Tiles:
     """By measurement on the H200; `size` is a power of two."""
-    return Tiles(64, 128)
+    return Tiles(128, 128) if size <= 32 else Tiles(64, 128)
+
+
+def portable_is_faster(q: Tensor, forward: bool) -> bool:
+    """Where many small programs beat few large ones: short sequences of small heads, and few programs at all."""
+    batch, heads, length, size = q.shape
+    few = not forward and triton.cdiv(length, 64) * batch * heads <= attention.FEW_TILES
+    return length <= SHORT and (size <= 32 or (size <= 64 and few))
 
 
 def readable(x: Tensor) -> Tensor:
@@ -55,16 +73,18 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, out: Tensor, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see `lmcore.kernels.attention.attention_forward`."""
+    if tiles is None and portable_is_faster(q, forward=True):
+        return attention.forward(q, k, v, causal, out)
     batch, heads, length, size = q.shape
     q, k, v = readable(q), readable(k), readable(v)
     o = out if is_aligned(out) else torch.empty_like(q, memory_format=torch.contiguous_format)
     rows, block = lse_rows_of(length), block_of(q)
     lse = torch.empty(batch, heads, rows, device=q.device, dtype=torch.float32)
-    m, n, stages, registers, mean = tiles or forward_tiles(block, length, causal)
+    m, n, stages, registers, mean = tiles or forward_tiles(block, length)
     attention_forward_kernel[(triton.cdiv(length, m) * batch * heads,)](
-        tile_descriptor(q, m // 2, block), tile_descriptor(k, n, block), tile_descriptor(v, n, block),
-        tile_descriptor(o, m // 2, block), lse, heads, length, rows, LOG2_E / math.sqrt(size), m, n, block, stages,
-        causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
+        tile_descriptor(q, 64, block), tile_descriptor(k, n, block), tile_descriptor(v, n, block),
+        tile_descriptor(o, 64, block), lse, heads, length, rows, LOG2_E.value / math.sqrt(size), m // 64, n, block,
+        stages, causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
     )  # fmt: skip
     return (out if o is out else out.copy_(o)), lse
 
@@ -74,6 +94,8 @@ def backward(
     dv: Tensor, tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients into dq, dk and dv. The sum of dQ's parts has no fixed order: its last bits may differ."""
+    if tiles is None and portable_is_faster(q, forward=False):
+        return attention.backward(q, k, v, o, lse, do, causal, dq, dk, dv)
     batch, heads, length, size = q.shape
     q, k, v, do = readable(q), readable(k), readable(v), readable(do)
     made = [x if is_aligned(x) else torch.empty_like(k, memory_format=torch.contiguous_format) for x in (dk, dv)]
@@ -83,13 +105,13 @@ def backward(
     attention_prepare_kernel[(triton.cdiv(rows, 32) * batch * heads,)](
         o, do, delta, sums, *o.stride()[:3], *do.stride()[:3], heads, length, rows, size, block_of(q), 32
     )
-    m, n, stages, registers, mean = tiles or backward_tiles(block, length, causal)
+    m, n, stages, registers, mean = tiles or backward_tiles(block)
     attention_backward_kernel[(triton.cdiv(length, n) * batch * heads,)](
         tile_descriptor(q, m, block), tile_descriptor(do, m, block), tile_descriptor(k, n, block),
         tile_descriptor(v, n, block), row_descriptor(lse.flatten(0, 1), m), row_descriptor(delta.flatten(0, 1), m),
         tile_descriptor(sums, m, block // 2), tile_descriptor(made[0], n // 2, block),
-        tile_descriptor(made[1], n // 2, block), heads, length, scale * LOG2_E, scale, m, n, block, stages, causal,
-        registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
+        tile_descriptor(made[1], n // 2, block), heads, length, scale * LOG2_E.value, scale, m, n, block, stages,
+        causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
     )  # fmt: skip
     attention_finish_kernel[(triton.cdiv(length, 32) * batch * heads,)](
         sums, dq, *dq.stride()[:3], heads, length, scale, size, block_of(q), 32

@@ -22,25 +22,27 @@ from lmcore.kernels.gpu.hopper import as_matrix, load_tile
 # fmt: off
 
 
+ROWS = gl.constexpr(64)
+"""Queries of a warpgroup of consumers."""
+
+
 @gluon.jit
-def key_tiles(query_tile, length, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many tiles of keys the queries of a tile attend to."""
+def key_tiles(last_query, length, BN: gl.constexpr, CAUSAL: gl.constexpr):
+    """How many tiles of keys the queries up to this one attend to."""
     tiles = gl.cdiv(length, BN)
     if CAUSAL:
-        tiles = gl.minimum(tiles, gl.cdiv((query_tile + 1) * BM, BN))
+        tiles = gl.minimum(tiles, gl.cdiv(last_query + 1, BN))
     return tiles
 
 
 @gluon.jit
-def forward_producer(q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-                     tile, batch, head, length, BM: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr,
-                     CAUSAL: gl.constexpr):
+def forward_producer(q_desc, k_desc, v_desc, rings, place, C: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr):
     """Loads the queries, then keys and values from the last tile to the first."""
-    HALF: gl.constexpr = BM // 2
-    tiles = key_tiles(tile, length, BM, BN, CAUSAL)
-    for w in gl.static_range(2):
+    q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty = rings
+    first, tiles, batch, head = place
+    for w in gl.static_range(C):
         mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
-        load_tile(q_desc, batch, head, tile * BM + w * HALF, q_full.index(w), q_s.index(w))
+        load_tile(q_desc, batch, head, first + w * ROWS, q_full.index(w), q_s.index(w))
     for j in range(tiles):
         row = (tiles - 1 - j) * BN
         stage = j % ST
@@ -63,36 +65,41 @@ def online_softmax(s, m, total, scale):
 
 
 @gluon.jit
-def forward_consumer(o_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, lse_ptr,
-                     tile, batch, head, heads, length, lse_rows, scale, W: gl.constexpr,
-                     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr):
-    """Half of a tile of queries: softmax of one tile of scores while the product of the next one runs."""
-    HALF: gl.constexpr = BM // 2
+def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexpr, BN: gl.constexpr,
+                     D: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr):
+    """Some of a tile's queries: softmax of one tile of scores while the product of the next one runs."""
+    q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty = rings
+    first, tiles, batch, head = place
+    heads, length, lse_rows = sizes
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_L: gl.constexpr = gl.DotOperandLayout(0, O_L, 2)
     ROWS_S: gl.constexpr = gl.SliceLayout(1, S_L)
     ROWS_O: gl.constexpr = gl.SliceLayout(1, O_L)
     dtype: gl.constexpr = o_desc.dtype
-    tiles = key_tiles(tile, length, BM, BN, CAUSAL)
-    rows = tile * BM + W * HALF + gl.arange(0, HALF, layout=ROWS_S)
+    own = key_tiles(first + W * ROWS + ROWS - 1, length, BN, CAUSAL)
+    skip = tiles - own  # tiles that only the other warpgroups need: fewer than there are buffers
+    for j in range(skip):
+        mbarrier.arrive(k_empty.index(j))
+        mbarrier.arrive(v_empty.index(j))
+    rows = first + W * ROWS + gl.arange(0, ROWS, layout=ROWS_S)
     q = as_matrix(q_s.index(W))
-    m = gl.full([HALF], -float("inf"), gl.float32, layout=ROWS_S)
-    total = gl.full([HALF], 0.0, gl.float32, layout=ROWS_S)
-    acc = gl.zeros([HALF, D], gl.float32, layout=O_L)
-    zero = gl.zeros([HALF, BN], gl.float32, layout=S_L)
+    m = gl.full([ROWS], -float("inf"), gl.float32, layout=ROWS_S)
+    total = gl.full([ROWS], 0.0, gl.float32, layout=ROWS_S)
+    acc = gl.zeros([ROWS, D], gl.float32, layout=O_L)
+    zero = gl.zeros([ROWS, BN], gl.float32, layout=S_L)
     mbarrier.wait(q_full.index(W), 0)
-    mbarrier.wait(k_full.index(0), 0)
-    s = warpgroup_mma(q, as_matrix(k_s.index(0)).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(k_full.index(skip), 0)
+    s = warpgroup_mma(q, as_matrix(k_s.index(skip)).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, [s])
-    mbarrier.arrive(k_empty.index(0))
-    keys = (tiles - 1) * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, S_L))  # only the last tile needs a mask
+    mbarrier.arrive(k_empty.index(skip))
+    keys = (own - 1) * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, S_L))  # only the last tile needs a mask
     keep = gl.expand_dims(keys, 0) < length
     if CAUSAL:
         keep = keep & (gl.expand_dims(keys, 0) <= gl.expand_dims(rows, 1))
     p, m, total, alpha = online_softmax(gl.where(keep, s, -1.0e30), m, total, scale)
     p_operand = gl.convert_layout(p.to(dtype), P_L)
-    for j in range(1, tiles):
+    for j in range(skip + 1, tiles):
         stage = j % ST
         before = (j - 1) % ST
         mbarrier.wait(k_full.index(stage), (j // ST) & 1)
@@ -114,48 +121,60 @@ def forward_consumer(o_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_e
     acc = warpgroup_mma_wait(0, [acc])
     acc = acc * gl.expand_dims(gl.convert_layout(1.0 / total, ROWS_O), 1)
     lse = gl.where(rows < length, m + gl.log2(total), float("inf"))  # no probability behind the last position
-    gl.store(lse_ptr + (batch * heads + head).to(gl.int64) * lse_rows + rows, lse)
+    gl.store(lse_ptr + (batch * heads + head).to(gl.int64) * lse_rows + rows, lse, mask=rows < lse_rows)
     q.store(acc.to(dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(o_desc, [batch, head, tile * BM + W * HALF, 0], q_s.index(W))
+    tma.async_copy_shared_to_global(o_desc, [batch, head, first + W * ROWS, 0], q_s.index(W))
     tma.store_wait(0)
 
 
 @gluon.jit
-def attention_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, length, lse_rows, scale, BM: gl.constexpr,
+def attention_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, length, lse_rows, scale, C: gl.constexpr,
                              BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr,
                              REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
-    """One tile of BM queries of one head; long tiles start first."""
+    """One tile of 64 C queries of one head; with a causal mask those with most keys start first."""
     dtype: gl.constexpr = q_desc.dtype
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BM // 2, D], q_desc.layout)
+    q_s = gl.allocate_shared_memory(dtype, [C, 1, 1, ROWS, D], q_desc.layout)
     k_s = gl.allocate_shared_memory(dtype, [ST, 1, 1, BN, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(dtype, [ST, 1, 1, BN, D], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    q_full = gl.allocate_shared_memory(gl.int64, [C, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [ST, 1], BAR)
     k_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [ST, 1], BAR)
     v_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], BAR)
-    for w in gl.static_range(2):
+    for w in gl.static_range(C):
         mbarrier.init(q_full.index(w), count=1)
     for i in gl.static_range(ST):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=C)
+        mbarrier.init(v_empty.index(i), count=C)
     fence_async_shared()
-    tiles = gl.cdiv(length, BM)
-    tile = tiles - 1 - gl.program_id(0) % tiles
-    batch = gl.program_id(0) // tiles // heads
-    head = gl.program_id(0) // tiles % heads
-    gl.warp_specialize(
-        [
-            (forward_consumer, (o_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, lse_ptr,
-                                tile, batch, head, heads, length, lse_rows, scale, 0, BM, BN, D, ST, CAUSAL)),
-            (forward_consumer, (o_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, lse_ptr,
-                                tile, batch, head, heads, length, lse_rows, scale, 1, BM, BN, D, ST, CAUSAL)),
-            (forward_producer, (q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-                                tile, batch, head, length, BM, BN, ST, CAUSAL)),
-        ],
-        [4, 1], [REGISTERS, PRODUCER_REGISTERS],
-    )
+    blocks = gl.cdiv(length, C * ROWS)
+    first = (blocks - 1 - gl.program_id(0) % blocks) * C * ROWS
+    batch = gl.program_id(0) // blocks // heads
+    head = gl.program_id(0) // blocks % heads
+    tiles = key_tiles(first + C * ROWS - 1, length, BN, CAUSAL)
+    rings = (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty)
+    place = (first, tiles, batch, head)
+    sizes = (heads, length, lse_rows)
+    if C == 2:
+        gl.warp_specialize(
+            [
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, BN, D, ST, CAUSAL)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 1, BN, D, ST, CAUSAL)),
+                (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BN, ST)),
+            ],
+            [4, 1], [REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, BN, D, ST, CAUSAL)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 1, BN, D, ST, CAUSAL)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 2, BN, D, ST, CAUSAL)),
+                (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BN, ST)),
+            ],
+            [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )
