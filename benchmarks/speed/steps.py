@@ -139,7 +139,7 @@ class Bench:
             torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=True)
 
         loss = self._loss(lambda x: model(input_ids=x, use_cache=False).logits, model.model.layers, compile)
-        return self._built(self._step(loss, optimizer, clip), graph)
+        return self._built(self._step(loss, optimizer, clip), graph, compile)
 
     def plain(self) -> Built:
         """The definition, as `lmcore train` runs it by default, but in bf16."""
@@ -175,7 +175,7 @@ class Bench:
         if fused_loss:
             model.lm_head = nn.Identity()  # the loss takes what goes into the output layer, and its weights
         loss = self._loss(model, model.layers, compile, head if fused_loss else None)
-        return self._built(self._step(loss, optimizer, clip))
+        return self._built(self._step(loss, optimizer, clip), compile=compile)
 
     def fused(self) -> Built:
         from lmcore.fused.step import FusedStep
@@ -233,13 +233,13 @@ class Bench:
 
         return step
 
-    def _built(self, step: Callable[[], Tensor], graph: bool = False) -> Built:
+    def _built(self, step: Callable[[], Tensor], graph: bool = False, compile: bool = False) -> Built:
         if graph:
             run, losses = captured(step, self.device, COMPARED_STEPS)
         else:
             run, losses = step, [step().clone() for _ in range(COMPARED_STEPS)]
         losses = [loss.float() for loss in losses]
-        how = "by layer" if self.by_layer else "whole"
-        return Built(
-            run, results=losses[0], notes={"losses": [round(loss.item(), 5) for loss in losses], "compiled": how}
-        )
+        notes: dict[str, Any] = {"losses": [round(loss.item(), 5) for loss in losses]}
+        if compile:
+            notes["compiled"] = "by layer" if self.by_layer else "as a whole"
+        return Built(run, results=losses[0], notes=notes)
