@@ -28,7 +28,7 @@ OPTIONAL_MODULES = {
     "pyarrow": ("WikiText-103, which comes as Parquet", "pip install -e .[wikitext]"),
     "tensorboard": ("watching training in TensorBoard", "pip install -e .[tensorboard]"),
     "wandb": ("watching training in Weights & Biases", "pip install -e .[wandb]"),
-    "triton": ("torch.compile on a GPU", "comes with the CUDA build of torch, on Linux"),
+    "triton": ("our kernels and torch.compile on a GPU", "comes with the CUDA build of torch, on Linux"),
 }
 OPTIONAL_PROGRAMS = {
     "shellcheck": ("checking the job scripts (make test)", "it is in most systems' packages"),
