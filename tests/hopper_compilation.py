@@ -59,7 +59,7 @@ def forward(size: int, length: int, causal: bool) -> dict:
     queries, keys = tile(64, size), tile(n, size)
     types = {"q_desc": queries, "k_desc": keys, "v_desc": keys, "o_desc": queries, "lse_ptr": "*fp32"}
     types |= {"heads": "i32", "length": "i32", "lse_rows": "i32", "scale": "fp32"}
-    shape = {"C": m // 64, "BN": n, "D": size, "ST": stages, "CAUSAL": causal}
+    shape = {"C": m // 64, "BN": n, "D": size, "DEPTH": size, "ST": stages, "CAUSAL": causal}
     return compiled(attention_forward_kernel, types, shape, registers, mean)
 
 
@@ -69,7 +69,7 @@ def backward(size: int, length: int, causal: bool) -> dict:
     types = {"q_desc": queries, "do_desc": queries, "k_desc": keys, "v_desc": keys, "lse_desc": row(m)}
     types |= {"delta_desc": row(m), "dq_desc": tile(m, size // 2, "fp32", gl.float32), "dk_desc": half, "dv_desc": half}
     types |= {"heads": "i32", "length": "i32", "scale2": "fp32", "scale": "fp32"}
-    shape = {"BM": m, "BN": n, "D": size, "ST": stages, "CAUSAL": causal}
+    shape = {"BM": m, "BN": n, "D": size, "DEPTH": size, "ST": stages, "CAUSAL": causal}
     return compiled(attention_backward_kernel, types, shape, registers, mean)
 
 

@@ -19,7 +19,7 @@ from lmcore.kernels.gpu.attention_hopper_backward import (
     attention_prepare_kernel,
 )
 from lmcore.kernels.gpu.attention_hopper_forward import attention_forward_kernel
-from lmcore.kernels.gpu.hopper import is_aligned, row_descriptor, tile_descriptor
+from lmcore.kernels.gpu.hopper import depth_of, is_aligned, row_descriptor, tile_descriptor
 
 PRODUCER_REGISTERS = 24
 """Of a thread: the producer hands the others to the consumers."""
@@ -84,7 +84,7 @@ def forward(
     attention_forward_kernel[(triton.cdiv(length, m) * batch * heads,)](
         tile_descriptor(q, 64, block), tile_descriptor(k, n, block), tile_descriptor(v, n, block),
         tile_descriptor(o, 64, block), lse, heads, length, rows, LOG2_E.value / math.sqrt(size), m // 64, n, block,
-        stages, causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
+        depth_of(size, block), stages, causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
     )  # fmt: skip
     return (out if o is out else out.copy_(o)), lse
 
@@ -110,8 +110,8 @@ def backward(
         tile_descriptor(q, m, block), tile_descriptor(do, m, block), tile_descriptor(k, n, block),
         tile_descriptor(v, n, block), row_descriptor(lse.flatten(0, 1), m), row_descriptor(delta.flatten(0, 1), m),
         tile_descriptor(sums, m, block // 2), tile_descriptor(made[0], n // 2, block),
-        tile_descriptor(made[1], n // 2, block), heads, length, scale * LOG2_E.value, scale, m, n, block, stages,
-        causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
+        tile_descriptor(made[1], n // 2, block), heads, length, scale * LOG2_E.value, scale, m, n, block,
+        depth_of(size, block), stages, causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
     )  # fmt: skip
     attention_finish_kernel[(triton.cdiv(length, 32) * batch * heads,)](
         sums, dq, *dq.stride()[:3], heads, length, scale, size, block_of(q), 32

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lmcore.kernels.gpu.hopper import as_matrix, load_tile, tma_add
+from lmcore.kernels.gpu.hopper import as_matrix, features_product, load_tile, tma_add
 
 # signatures and calls of kernels are lists of operands: they stay as they are written
 # fmt: off
@@ -89,10 +89,10 @@ def add_query_gradients(dq, dq_desc, dq_s, batch, head, row, W: gl.constexpr, CO
 
 
 @gluon.jit
-def backward_consumer(dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
-                      kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, kv_done,
-                      tile, batch, head, first, count, length, scale2, scale, W: gl.constexpr,
-                      BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr):
+def backward_consumer(dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, kv_full, q_full,
+                      q_empty, do_full, do_empty, ds_full, ds_empty, kv_done, tile, batch, head, first, count, length,
+                      scale2, scale, W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+                      DEPTH: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr):
     """Half of a tile of keys: its dK and dV stay in registers; dS goes through shared memory for dQ.
 
     dQ of a tile of queries is computed one turn late, from the dS of both warpgroups, so that neither waits for the
@@ -129,11 +129,11 @@ def backward_consumer(dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, del
         q = as_matrix(q_s.index(stage))
         do = as_matrix(do_s.index(stage))
         mbarrier.wait(q_full.index(stage), phase)
-        s_token = warpgroup_mma(k_half, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s_token = features_product(k_half, q, zero, D, DEPTH)
         mbarrier.wait(do_full.index(stage), phase)
-        dp_token = warpgroup_mma(v_half, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp_token = features_product(v_half, do, zero, D, DEPTH)
         lse = lse_s.index(stage).reshape([BM]).load(COLS)
-        s = warpgroup_mma_wait(1, [s_token])
+        s = warpgroup_mma_wait(1 if DEPTH == D else 2, [s_token])
         p = gl.exp2(s * scale2 - gl.expand_dims(lse, 0))
         if CAUSAL:
             if j * BM < BN:  # a tile on the diagonal
@@ -181,7 +181,7 @@ def backward_consumer(dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, del
 @gluon.jit
 def attention_backward_kernel(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, heads,
                               length, scale2, scale, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-                              ST: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
+                              DEPTH: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
                               PRODUCER_REGISTERS: gl.constexpr):
     """One tile of BN keys of one head; with a causal mask the first have the most queries, and start first."""
     dtype: gl.constexpr = q_desc.dtype
@@ -226,10 +226,10 @@ def attention_backward_kernel(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_d
         [
             (backward_consumer, (dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, kv_full,
                                  q_full, q_empty, do_full, do_empty, ds_full, ds_empty, kv_done, tile, batch, head,
-                                 first, count, length, scale2, scale, 0, BM, BN, D, ST, CAUSAL)),
+                                 first, count, length, scale2, scale, 0, BM, BN, D, DEPTH, ST, CAUSAL)),
             (backward_consumer, (dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, kv_full,
                                  q_full, q_empty, do_full, do_empty, ds_full, ds_empty, kv_done, tile, batch, head,
-                                 first, count, length, scale2, scale, 1, BM, BN, D, ST, CAUSAL)),
+                                 first, count, length, scale2, scale, 1, BM, BN, D, DEPTH, ST, CAUSAL)),
             (backward_producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s, lse_s,
                                  delta_s, kv_full, q_full, q_empty, do_full, do_empty, tile, batch, head, heads,
                                  first, count, BM, BN, ST)),

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lmcore.kernels.gpu.hopper import as_matrix, load_tile
+from lmcore.kernels.gpu.hopper import as_matrix, features_product, load_tile
 
 # signatures and calls of kernels are lists of operands: they stay as they are written
 # fmt: off
@@ -65,8 +65,8 @@ def online_softmax(s, m, total, scale):
 
 
 @gluon.jit
-def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexpr, BN: gl.constexpr,
-                     D: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr):
+def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+                     DEPTH: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr):
     """Some of a tile's queries: softmax of one tile of scores while the product of the next one runs."""
     q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty = rings
     first, tiles, batch, head = place
@@ -90,7 +90,7 @@ def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexp
     zero = gl.zeros([ROWS, BN], gl.float32, layout=S_L)
     mbarrier.wait(q_full.index(W), 0)
     mbarrier.wait(k_full.index(skip), 0)
-    s = warpgroup_mma(q, as_matrix(k_s.index(skip)).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = features_product(q, as_matrix(k_s.index(skip)), zero, D, DEPTH)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(k_empty.index(skip))
     keys = (own - 1) * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, S_L))  # only the last tile needs a mask
@@ -103,9 +103,7 @@ def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexp
         stage = j % ST
         before = (j - 1) % ST
         mbarrier.wait(k_full.index(stage), (j // ST) & 1)
-        s_token = warpgroup_mma(
-            q, as_matrix(k_s.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True
-        )
+        s_token = features_product(q, as_matrix(k_s.index(stage)), zero, D, DEPTH)
         mbarrier.wait(v_full.index(before), ((j - 1) // ST) & 1)
         acc_token = warpgroup_mma(p_operand, as_matrix(v_s.index(before)), acc, is_async=True)
         s = warpgroup_mma_wait(1, [s_token])
@@ -130,8 +128,8 @@ def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexp
 
 @gluon.jit
 def attention_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, length, lse_rows, scale, C: gl.constexpr,
-                             BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr,
-                             REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
+                             BN: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, ST: gl.constexpr,
+                             CAUSAL: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
     """One tile of 64 C queries of one head; with a causal mask those with most keys start first."""
     dtype: gl.constexpr = q_desc.dtype
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
@@ -162,8 +160,8 @@ def attention_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, len
     if C == 2:
         gl.warp_specialize(
             [
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, BN, D, ST, CAUSAL)),
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 1, BN, D, ST, CAUSAL)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, BN, D, DEPTH, ST, CAUSAL)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 1, BN, D, DEPTH, ST, CAUSAL)),
                 (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BN, ST)),
             ],
             [4, 1], [REGISTERS, PRODUCER_REGISTERS],
@@ -171,9 +169,9 @@ def attention_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, len
     else:
         gl.warp_specialize(
             [
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, BN, D, ST, CAUSAL)),
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 1, BN, D, ST, CAUSAL)),
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 2, BN, D, ST, CAUSAL)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, BN, D, DEPTH, ST, CAUSAL)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 1, BN, D, DEPTH, ST, CAUSAL)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 2, BN, D, DEPTH, ST, CAUSAL)),
                 (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BN, ST)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS],

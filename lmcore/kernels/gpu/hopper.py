@@ -5,12 +5,13 @@ memory and tells a barrier. What lies outside of the tensor arrives as zeros and
 """
 
 import torch
+import triton
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core as gluon_core
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 ALIGNMENT = 16
@@ -38,6 +39,23 @@ def load_tile(desc, batch, head, row, full, tile):
 def as_matrix(tile):
     """A 1 × 1 × rows × columns tile as rows × columns."""
     return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+@gluon.jit
+def features_product(a, b, zero, D: gl.constexpr, DEPTH: gl.constexpr):
+    """Starts a · bᵀ over the first DEPTH of D features, of which the others are zeros: one product, or two."""
+    if DEPTH == D:
+        return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        left, right = a.slice(0, D // 2, 1), b.slice(0, D // 2, 1)
+        token = warpgroup_mma(left, right.permute((1, 0)), zero, use_acc=False, is_async=True)
+        left, right = a.slice(D // 2, DEPTH - D // 2, 1), b.slice(D // 2, DEPTH - D // 2, 1)
+        return warpgroup_mma(left, right.permute((1, 0)), token, is_async=True)
+
+
+def depth_of(size: int, block: int) -> int:
+    """Features that `features_product` takes of a head size filled up to `block`: half of it and a power of two."""
+    return min(block, block // 2 + max(16, triton.next_power_of_2(max(1, size - block // 2))))
 
 
 def strides_of(x: Tensor) -> list[int]:
