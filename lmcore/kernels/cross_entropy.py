@@ -8,7 +8,6 @@ of one chunk whatever the batch. The products are PyTorch's; the pass between th
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lmcore.config import require
 from lmcore.errors import UserError
@@ -125,10 +124,11 @@ def _chunks(
     """
     num_rows = _check(x, weight, targets, num_rows, dx, dw)
     n, rows = len(x), len(weight)
-    padding, padded_bytes = -rows % ALIGNMENT, 0
-    if padding:
-        weight = pad(weight, (0, 0, 0, padding))
-        padded_bytes = weight.nbytes
+    padded_bytes = 0
+    if rows % ALIGNMENT:
+        padded = weight.new_empty(rows + -rows % ALIGNMENT, weight.shape[1])
+        padded[:rows], padded[rows:] = weight, 0
+        weight, padded_bytes = padded, padded.nbytes
     x, weight, targets = x.contiguous(), weight.contiguous(), targets.contiguous()
     columns = len(weight)
     size = chunk_rows or default_chunk_rows(n, columns * x.element_size(), CHUNK_BYTES - padded_bytes)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TUNED = ((32_768, (1024, 32, 1)), (0, (256, 8, 2)))
+TUNED = ((32_768, (1024, 32, 2)), (0, (256, 8, 2)))
 """From how many columns on: running maxima of a program, its warps, and blocks of columns per turn of the loop.
 
 A program takes one row. For long rows it is large, so that few of them are on the way at once: the second reading
@@ -18,12 +18,16 @@ LOWEST = tl.constexpr(-1.0e38)  # rather than -inf, whose difference with itself
 
 
 @triton.jit
-def read(row, at, num_rows, columns, MASKED: tl.constexpr, POLICY: tl.constexpr):
-    """Logits in float32; `MASKED` is for the last columns, where padding counts as the lowest of all."""
+def read(row, at, num_rows, columns, MASKED: tl.constexpr, KEEP: tl.constexpr):
+    """Logits in float32, kept in the caches if they will be read again (`KEEP`).
+
+    `MASKED` is for the last columns, where padding counts as the lowest of all.
+    """
+    policy: tl.constexpr = "evict_last" if KEEP else ""
     if MASKED:
-        x = tl.load(row + at, mask=at < columns, other=0.0, eviction_policy=POLICY).to(tl.float32)
+        x = tl.load(row + at, mask=at < columns, other=0.0, eviction_policy=policy).to(tl.float32)
         return tl.where(at < num_rows, x, LOWEST)
-    return tl.load(row + at, eviction_policy=POLICY).to(tl.float32)
+    return tl.load(row + at, eviction_policy=policy).to(tl.float32)
 
 
 @triton.jit
@@ -38,7 +42,6 @@ def accumulate(x, top, total):
 def softmax_kernel(
     logits, targets, losses, num_rows, columns, stride, scale,
     GRADIENT: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, UNROLL: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
     """Program i: row i. Every lane keeps the maximum and the sum of its own columns until the row is read."""
     i = tl.program_id(0).to(tl.int64)
@@ -51,22 +54,21 @@ def softmax_kernel(
     top = tl.full([LANES], LOWEST, tl.float32)
     total = tl.zeros([LANES], tl.float32)
     for start in tl.range(0, whole, LANES * WIDE, loop_unroll_factor=UNROLL):
-        top, total = accumulate(read(row, start + lanes, num_rows, columns, False, FIRST), top, total)
+        top, total = accumulate(read(row, start + lanes, num_rows, columns, False, GRADIENT), top, total)
     if whole < num_rows:
-        top, total = accumulate(read(row, whole + lanes, num_rows, columns, True, FIRST), top, total)
+        top, total = accumulate(read(row, whole + lanes, num_rows, columns, True, GRADIENT), top, total)
     highest = tl.max(top, 0)
     sum_of_all = tl.sum(total * tl.exp2((top - highest) * LOG2_E), 0)
     tl.store(losses + i, tl.log2(sum_of_all) * LN_2 - (x_target - highest))
     if GRADIENT:
         factor = scale / sum_of_all
+        for start in tl.range(0, whole, LANES * WIDE, loop_unroll_factor=UNROLL):
+            p = tl.exp2((read(row, start + lanes, num_rows, columns, False, False) - highest) * LOG2_E)
+            tl.store(row + start + lanes, (p * factor).to(logits.dtype.element_ty))
         for start in range(whole, columns, LANES * WIDE):
             at = start + lanes
-            p = tl.exp2((read(row, at, num_rows, columns, True, SECOND) - highest) * LOG2_E)
+            p = tl.exp2((read(row, at, num_rows, columns, True, False) - highest) * LOG2_E)
             tl.store(row + at, (p * factor).to(logits.dtype.element_ty), mask=at < columns)
-        for done in tl.range(0, whole, LANES * WIDE, loop_unroll_factor=UNROLL):
-            at = whole - LANES * WIDE - done + lanes  # backwards: what was read last is still near
-            p = tl.exp2((read(row, at, num_rows, columns, False, SECOND) - highest) * LOG2_E)
-            tl.store(row + at, (p * factor).to(logits.dtype.element_ty))
         tl.debug_barrier()  # the target's column is written once more
         gradient = tl.exp2((x_target - highest) * LOG2_E) * factor - scale
         tl.store(row + target, gradient.to(logits.dtype.element_ty), mask=known)
@@ -86,7 +88,7 @@ def softmax_gradient(logits: Tensor, targets: Tensor, losses: Tensor, num_rows: 
     lanes, warps, unroll = next(tuned for least, tuned in TUNED if columns >= least)
     softmax_kernel[(n,)](
         logits, targets, losses, num_rows, columns, logits.stride(0), scale or 0.0,
-        GRADIENT=scale is not None, LANES=lanes, WIDE=8, UNROLL=unroll, FIRST="", SECOND="", num_warps=warps,
+        GRADIENT=scale is not None, LANES=lanes, WIDE=8, UNROLL=unroll, num_warps=warps,
     )  # fmt: skip
 
 
