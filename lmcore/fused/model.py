@@ -21,6 +21,7 @@ from lmcore.kernels.embedding import embedding_backward_, sorted_tokens
 from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
 from lmcore.kernels.rope import rope_
 from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
+from lmcore.kernels.turned_attention import split_heads, turned_attention_backward
 from lmcore.model import TransformerLM
 
 LARGEST_HEAD = 128
@@ -188,7 +189,7 @@ class FusedTransformer:
         if self.rope is not None:
             rope_(qkv, self.rope.cos, self.rope.sin, shape[1])
         heads = self._heads(group.heads[i], shape)
-        _, saved.lse = attention_forward(*self._q_k_v(qkv, shape), True, out=heads)
+        _, saved.lse = attention_forward(*split_heads(qkv, (*shape, self.config.num_heads)), True, out=heads)
         branch = torch.mm(group.heads[i], w.out[layer].t())
         saved.x2, normed, saved.rstd2 = rmsnorm_forward(
             x, self.gains[2 * layer + 1], self.eps, branch, group.normed2[i]
@@ -224,17 +225,21 @@ class FusedTransformer:
             torch.mm(group.ab[i], w.w13[layer]), saved.x2, self.gains[2 * layer + 1], saved.rstd2,
             residual=group.dy[i], dx=group.dx2[i], partials=partials[2 * layer + 1],
         )  # fmt: skip
-        dheads = self._heads(torch.mm(group.dx2[i], w.out[layer]), shape)
-        attention_backward(
-            *self._q_k_v(group.qkv[i], shape), self._heads(group.heads[i], shape), saved.lse, dheads, True,
-            *self._q_k_v(group.dqkv[i], shape), deterministic=torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
-        if self.rope is not None:
-            rope_(group.dqkv[i], self.rope.cos, self.rope.sin, shape[1], inverse=True)
+        self._attention_backward(group, i, torch.mm(group.dx2[i], w.out[layer]), shape)
         rmsnorm_backward(
             torch.mm(group.dqkv[i], w.qkv[layer]), saved.x1, self.gains[2 * layer], saved.rstd1,
             residual=group.dx2[i], dx=dx, partials=partials[2 * layer],
         )  # fmt: skip
+
+    def _attention_backward(self, group: Group, i: int, dheads: Tensor, shape: torch.Size) -> None:
+        """Leaves the gradient of layer `i`'s joint projection in `group.dqkv[i]`, given that of the heads (N, D)."""
+        qkv, dqkv, heads, lse = group.qkv[i], group.dqkv[i], group.heads[i], group.saved[i].lse
+        sizes = (*shape, self.config.num_heads)
+        if self.rope is not None:
+            turned_attention_backward(qkv, heads, lse, dheads, dqkv, self.rope.cos, self.rope.sin, sizes)
+        else:
+            o, do = self._heads(heads, shape), self._heads(dheads, shape)
+            attention_backward(*split_heads(qkv, sizes), o, lse, do, True, *split_heads(dqkv, sizes))
 
     def _weight_gradients(self, group: Group) -> None:
         """dW = dy^T x of every matrix of the group's layers, one batched product per kind of matrix."""
@@ -246,11 +251,6 @@ class FusedTransformer:
             (group.dqkv, group.normed1, self.grads.qkv),
         ):
             torch.bmm(dy.transpose(1, 2), x, out=dw[layers])
-
-    def _q_k_v(self, qkv: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
-        """q, k and v (B, H, T, K) as views of their joint projection (N, 3D)."""
-        c = self.config
-        return qkv.view(*shape, 3, c.num_heads, c.d_k).permute(2, 0, 3, 1, 4).unbind()
 
     def _heads(self, x: Tensor, shape: torch.Size) -> Tensor:
         """A view (B, H, T, K) of (N, D), whose rows hold all heads one after the other."""
