@@ -116,7 +116,8 @@ def kernels(q: Tensor, deterministic: bool = False) -> ModuleType:
     """The module whose `forward` or `backward` serves inputs like this one."""
     if not uses_triton(q):
         return attention_tiled
-    hopper = q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and is_hopper(q.device)  # TMA copies 16 bytes
+    whole = q.shape[-1] % 8 == 0 and q.shape[-1] >= 16  # TMA copies pieces of 16 bytes
+    hopper = q.dtype != torch.float32 and whole and is_hopper(q.device)
     if hopper and not deterministic and (module := hopper_kernels()) is not None:
         return module
     from lmcore.kernels.gpu import attention
