@@ -135,9 +135,9 @@ def _vector_tile(num_outputs: int, num_inputs: int, itemsize: int, matrices: int
     A thread takes 16 bytes of a row at a time. All warps of a program share a row, so that a row of the weights' tile
     and one of x have the same layout; with a single warp nothing passes through shared memory at all.
     """
-    warps = 1 if num_inputs <= 4096 else 4
+    warps = 1 if num_inputs < 3072 else 4
     row_bytes, rows = num_inputs * itemsize * matrices, 16
-    while rows > 1 and (rows * row_bytes > warps * WARP_BYTES or num_outputs // rows < 264):
+    while rows > 1 and (rows * row_bytes > warps * WARP_BYTES or num_outputs // rows < 132):
         rows //= 2
     return rows, warps * 512 // itemsize, warps
 
