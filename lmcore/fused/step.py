@@ -31,7 +31,7 @@ class FusedStep:
         context_length: int,
         dtype: torch.dtype = torch.bfloat16,
         max_grad_norm: float | None = None,
-        overlap: bool = True,
+        overlap: bool | None = None,
         layers_per_product: int | None = None,
     ):
         self.model = FusedTransformer(model, dtype, overlap, layers_per_product)
