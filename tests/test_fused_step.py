@@ -179,6 +179,14 @@ def test_a_batch_of_another_shape_is_refused():
         step(inputs, targets)
 
 
+def test_too_long_a_batch_is_refused():
+    fused = FusedTransformer(model_of(SHAPES["odd"]), torch.float32)
+    ids = torch.zeros(1, 14, dtype=torch.int64)
+    for function in (fused.loss, fused.forward_backward):
+        with pytest.raises(UserError, match="14 positions; context_length is 13"):
+            function(ids, ids)
+
+
 def test_what_is_not_finite_shows():
     model = model_of(SHAPES["odd"])
     with torch.no_grad():

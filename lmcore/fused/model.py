@@ -12,7 +12,7 @@ from functools import wraps
 import torch
 from torch import Tensor, nn
 
-from lmcore.config import ModelConfig
+from lmcore.config import ModelConfig, require
 from lmcore.fused.packing import PackedMatrices, gains_of
 from lmcore.fused.streams import Aside
 from lmcore.kernels.attention import attention_backward, attention_forward
@@ -174,6 +174,8 @@ class FusedTransformer:
         return loss
 
     def _embed(self, inputs: Tensor) -> Tensor:
+        length, most = inputs.shape[1], self.config.context_length
+        require(length <= most, f"The input has {length} positions; context_length is {most}.")
         return self.weights.embedding.index_select(0, inputs.flatten())
 
     def _forward_groups(self, inputs: Tensor) -> tuple[list[Group], Tensor, Tensor]:
