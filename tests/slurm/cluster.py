@@ -78,7 +78,7 @@ class Cluster:
     # Commands and jobs
 
     def run(
-        self, *command: object, check: bool = True, cwd: Path | None = None, timeout: float = 120, **variables: object
+        self, *command: object, check: bool = True, cwd: Path | None = None, timeout: float = 300, **variables: object
     ) -> subprocess.CompletedProcess:
         """Runs a command in the cluster's environment; with `check`, failing is an AssertionError with its output."""
         environment = self.environment | {key: str(value) for key, value in variables.items()}
@@ -133,7 +133,7 @@ class Cluster:
         self._last_states[job] = (unfinished or failed or states)[0]
         return self._last_states[job]
 
-    def wait(self, job: str, *states: str, timeout: float = 120) -> str:
+    def wait(self, job: str, *states: str, timeout: float = 300) -> str:
         """Waits for one of `states`, or without them until the job has ended, and returns the state.
 
         A job that has ended in another state, or is late, is an AssertionError with the queue and all logs.
@@ -146,7 +146,7 @@ class Cluster:
             time.sleep(0.1)
         return state
 
-    def wait_until(self, condition, what: str, timeout: float = 120, job: str | None = None) -> None:
+    def wait_until(self, condition, what: str, timeout: float = 300, job: str | None = None) -> None:
         """Waits until `condition()` is true; late, it is an AssertionError that says `what` did not happen."""
         end = time.monotonic() + timeout
         while not condition():
