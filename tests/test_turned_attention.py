@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from lmcore.functional import scaled_dot_product_attention
-from lmcore.kernels import turned_attention
 from lmcore.kernels.attention import attention_forward
 from lmcore.kernels.rope import rope_
-from lmcore.kernels.support import has_triton
+from lmcore.kernels.support import has_triton, is_hopper
 from lmcore.kernels.turned_attention import split_heads, takes_whole_heads, turned_attention_backward
 from lmcore.model import RotaryPositionalEmbedding, causal_mask
 
@@ -61,9 +60,8 @@ def test_the_twin():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "size"), [((32, 256, 16), 32), ((80, 200, 4), 16), ((300, 61, 1), 24)])
-def test_whole_heads_at_real_sizes(shape, size, monkeypatch):
-    monkeypatch.setattr(turned_attention, "WHOLE_HEADS", True)
+def test_whole_heads_at_real_sizes(shape, size):
     arguments, expected = gradients(shape, size, torch.bfloat16, torch.device("cuda"))
-    assert takes_whole_heads(arguments[0], shape) == turned_attention.is_hopper(torch.device("cuda"))
+    assert takes_whole_heads(arguments[0], shape) == is_hopper(torch.device("cuda"))
     turned_attention_backward(*arguments, shape)
     assert_near(arguments[4], expected, 1e-2)

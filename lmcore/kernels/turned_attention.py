@@ -7,9 +7,6 @@ from lmcore.kernels.attention import attention_backward
 from lmcore.kernels.rope import rope_
 from lmcore.kernels.support import is_hopper
 
-WHOLE_HEADS = False
-"""Whether the kernel with one program a head is used at all."""
-
 LONGEST = 256
 LARGEST_HEAD = 32
 """Sequences and head sizes whose gradients fit into a program's registers."""
@@ -56,4 +53,4 @@ def takes_whole_heads(qkv: Tensor, shape: tuple[int, int, int]) -> bool:
     batch, length, heads = shape
     size = qkv.shape[1] // (3 * heads)
     small = length <= LONGEST and size <= LARGEST_HEAD and batch * heads >= FEWEST_HEADS
-    return WHOLE_HEADS and small and qkv.dtype == torch.bfloat16 and is_hopper(qkv.device)
+    return small and qkv.dtype == torch.bfloat16 and is_hopper(qkv.device)

@@ -11,8 +11,3 @@ def early(device: torch.device) -> bool:
 def launch_options(device: torch.device, overlap: bool) -> dict[str, bool]:
     """Triton's launch options for a kernel that may (`overlap`) begin early; such a kernel waits by `gdc_wait`."""
     return {"launch_pdl": True} if overlap and early(device) else {}
-
-
-def waiting_options(device: torch.device) -> dict[str, bool]:
-    """The same with the kernel's own switch EARLY, for one that waits before it reads anything."""
-    return {"EARLY": early(device), **launch_options(device, True)}

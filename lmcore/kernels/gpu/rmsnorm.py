@@ -6,9 +6,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
-
-from lmcore.kernels.gpu.overlap import waiting_options
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 4096
 """Elements that a program holds at a time, unless a row is longer; in the backward pass many, to load them together."""
@@ -23,11 +20,9 @@ SUM_ROWS, SUM_COLUMNS = 32, 32
 @triton.jit
 def rmsnorm_forward_kernel(
     x_ptr, branch_ptr, gain_ptr, total_ptr, y_ptr, rstd_ptr, num_rows, eps,
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Program i: rows i * ROWS and following, whole."""
-    if EARLY:
-        gdc_wait()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     at = rows[:, None].to(tl.int64) * D + columns[None, :]
@@ -48,11 +43,9 @@ def rmsnorm_forward_kernel(
 @triton.jit
 def rmsnorm_backward_kernel(
     dy_ptr, x_ptr, gain_ptr, rstd_ptr, residual_ptr, dx_ptr, partials_ptr, num_rows,
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Program i of P: every P-th block of ROWS rows, and the sum of its share of the gain's gradient."""
-    if EARLY:
-        gdc_wait()
     columns = tl.arange(0, BLOCK)
     gain = tl.load(gain_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
@@ -98,7 +91,7 @@ def rmsnorm_forward(
     rstd = x.new_empty(num_rows, dtype=torch.float32)
     rmsnorm_forward_kernel[(triton.cdiv(num_rows, tile["ROWS"]),)](
         x, x if branch is None else branch, gain, total, y, rstd, num_rows, eps,
-        **tile, D=d, ADD=branch is not None, num_warps=warps, **waiting_options(x.device),
+        **tile, D=d, ADD=branch is not None, num_warps=warps,
     )  # fmt: skip
     return total, y, rstd
 
@@ -119,7 +112,7 @@ def rmsnorm_backward(
     partials = x.new_empty(num_partials(x), d, dtype=torch.float32) if partials is None else partials
     rmsnorm_backward_kernel[(num_partials(x),)](
         dy, x, gain, rstd, dy if residual is None else residual, dx, partials, num_rows,
-        **tile, D=d, ADD=residual is not None, num_warps=warps, **waiting_options(x.device),
+        **tile, D=d, ADD=residual is not None, num_warps=warps,
     )  # fmt: skip
     return dx, partials
 

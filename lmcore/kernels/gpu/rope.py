@@ -3,9 +3,6 @@
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
-
-from lmcore.kernels.gpu.overlap import waiting_options
 
 ROWS, PAIRS = 4, 256
 """Rows and feature pairs that a program rotates."""
@@ -15,11 +12,8 @@ ROWS, PAIRS = 4, 256
 def rope_kernel(
     qkv_ptr, cos_ptr, sin_ptr, num_rows, seq_length,
     D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, INVERSE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): pairs j * PAIRS and following of the 2D features of q and k, in ROWS rows."""
-    if EARLY:
-        gdc_wait()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     features = tl.program_id(1) * 2 * PAIRS + tl.arange(0, 2 * PAIRS)
     pairs = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
@@ -45,6 +39,5 @@ def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, seq_length: int, inverse: bool 
     rope_kernel[(triton.cdiv(num_rows, ROWS), triton.cdiv(d, PAIRS))](
         qkv, cos, sin, num_rows, seq_length,
         D=d, HALF=cos.shape[1], ROWS=ROWS, PAIRS=PAIRS, INVERSE=inverse, num_warps=4,
-        **waiting_options(qkv.device),
     )  # fmt: skip
     return qkv

@@ -3,21 +3,14 @@
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
-
-from lmcore.kernels.gpu.overlap import waiting_options
 
 ROWS, COLUMNS = 4, 512
 """Rows and columns of the N × F results that a program computes."""
 
 
 @triton.jit
-def swiglu_forward_kernel(
-    ab_ptr, h_ptr, num_rows, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr
-):
+def swiglu_forward_kernel(ab_ptr, h_ptr, num_rows, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Program (i, j): a tile of ROWS × COLUMNS of h."""
-    if EARLY:
-        gdc_wait()
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows[:, None] < num_rows) & (columns[None, :] < F)
@@ -29,12 +22,8 @@ def swiglu_forward_kernel(
 
 
 @triton.jit
-def swiglu_backward_kernel(
-    dh_ptr, ab_ptr, num_rows, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr
-):
+def swiglu_backward_kernel(dh_ptr, ab_ptr, num_rows, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Program (i, j): the gradients of a tile of ROWS × COLUMNS of both halves, where the halves were."""
-    if EARLY:
-        gdc_wait()
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows[:, None] < num_rows) & (columns[None, :] < F)
@@ -53,18 +42,14 @@ def swiglu_forward(ab: Tensor, h: Tensor | None = None) -> Tensor:
     """See `lmcore.kernels.swiglu.swiglu_forward`."""
     num_rows, f = ab.shape[0], ab.shape[1] // 2
     h = ab.new_empty(num_rows, f) if h is None else h
-    swiglu_forward_kernel[_grid(num_rows, f)](
-        ab, h, num_rows, F=f, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4, **waiting_options(ab.device)
-    )
+    swiglu_forward_kernel[_grid(num_rows, f)](ab, h, num_rows, F=f, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
     return h
 
 
 def swiglu_backward_(dh: Tensor, ab: Tensor) -> Tensor:
     """See `lmcore.kernels.swiglu.swiglu_backward_`."""
     num_rows, f = dh.shape
-    swiglu_backward_kernel[_grid(num_rows, f)](
-        dh, ab, num_rows, F=f, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4, **waiting_options(ab.device)
-    )
+    swiglu_backward_kernel[_grid(num_rows, f)](dh, ab, num_rows, F=f, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
     return ab
 
 
