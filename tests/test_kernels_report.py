@@ -241,6 +241,7 @@ def test_the_loss_in_words(tmp_path):
     assert "the room of 3.0 logit matrices" in text
     assert "128 rows at a time" in text
     assert "**6.0 times less**, in 0.50 times the time." in text
+    assert "takes a chunk of rows at a time" in parts.loss_answer(loss_table(tmp_path, chunk_rows=None))
     assert "logit matrices" not in parts.loss_answer(loss_table(tmp_path, extra_bytes=None))
 
 

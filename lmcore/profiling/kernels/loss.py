@@ -11,12 +11,12 @@ from torch import Tensor
 from lmcore.config import from_dict
 from lmcore.device import device_name, select_device, set_matmul_precision
 from lmcore.functional import cross_entropy
-from lmcore.kernels.cross_entropy import default_chunk_rows, linear_cross_entropy_gradients
+from lmcore.kernels.cross_entropy import CHUNK_BYTES, linear_cross_entropy_gradients
 from lmcore.profiling.kernels.measuring import activation_dtype, measured
 from lmcore.profiling.workload import WorkloadConfig, workload_config
 
 CHUNKS = 8
-"""At least so many chunks, so that small sizes show what large ones gain: the library's own chunks would hold all."""
+"""Chunks of sizes that the library would take in one, so that small ones show what large ones gain."""
 
 
 def variant_cells(
@@ -43,7 +43,8 @@ def plain_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def measure_loss(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     """Time and memory of head and loss of the cell's size with both gradients: a task of `run_cells`.
 
-    The result holds `device`, `seconds` and `extra_bytes`; the gradients of activations and head are part of those.
+    The result holds `device`, `seconds` and `extra_bytes`, of which the gradients of activations and head are a part;
+    and `chunk_rows`, None where the library's own chunks were taken.
     """
     device, _ = select_device(config.device)
     set_matmul_precision(device, config.precision)
@@ -54,7 +55,8 @@ def measure_loss(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     weight.requires_grad_()
     targets = torch.randint(config.model.vocab_size, (rows,), device=device)
     loss = torch.compile(plain_loss, dynamic=False) if config.compile else plain_loss
-    chunk = min(default_chunk_rows(rows, config.model.vocab_size, dtype.itemsize), max(1, rows // CHUNKS))
+    in_one = rows * config.model.vocab_size * dtype.itemsize <= CHUNK_BYTES
+    chunk = max(1, rows // CHUNKS) if in_one else None
 
     def both() -> tuple[Tensor, ...]:
         if config.ops == "fused":

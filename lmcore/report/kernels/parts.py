@@ -48,7 +48,7 @@ def loss_answer(table: pd.DataFrame) -> str:
             logits = plain["extra_bytes"] / plain["logits_bytes"]
             text += (
                 f" Operation by operation the loss needs the room of {format_significant(logits, 2)} logit matrices; "
-                f"ours, which goes through {fused['chunk_rows']:,.0f} rows at a time and turns their logits into "
+                f"ours, which takes {_chunk(fused['chunk_rows'])} at a time and turns their logits into "
                 f"gradients at once, **{format_significant(plain['extra_bytes'] / fused['extra_bytes'], 2)} times "
                 "less**"
             )
@@ -56,6 +56,10 @@ def loss_answer(table: pd.DataFrame) -> str:
         elif given(plain["seconds"]) and given(fused["seconds"]):
             text += f" Ours takes {_times(plain['seconds'], fused['seconds'])}."
     return f"On {first['device']}:\n\n{markdown(rows)}\n\n{text}"
+
+
+def _chunk(rows: float | None) -> str:
+    return f"{rows:,.0f} rows" if given(rows) else "a chunk of rows"
 
 
 def _times(before: float, after: float) -> str:
