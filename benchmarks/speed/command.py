@@ -26,7 +26,7 @@ def main(
     out: Path = Path("results/h200/speed.json"),
     only: tuple[str, ...] = (),
     budget: float | None = None,
-    seconds: float = 4.0,
+    seconds: float = 2.5,
     device: str = "auto",
     toy: bool = False,
     again: bool = False,

@@ -17,7 +17,10 @@ from .rows import Cell, Conditions, Row
 
 
 def measure(cell: Cell, conditions: Conditions) -> list[Row]:
-    """Times prompt and continuation; the share is that of reading all weights but the embeddings once a token."""
+    """Times the continuation of a prompt; the share is that of reading all weights but the embeddings once a token.
+
+    Reading the prompt is not in it; the rate of the whole call is in the notes.
+    """
     s, bench = cell.settings, Bench(cell, conditions)
     counts = accounting.parameter_counts(bench.config)
     weights = 2 * (sum(counts.values()) - counts["token_embeddings"])
@@ -57,7 +60,7 @@ class Bench:
         return TransformerLM(self.config, device=self.device)
 
     def hf_generate(self) -> Built:
-        """`generate` as documented for a static cache: it compiles its own decoding step."""
+        """`generate` as documented for a static cache: it compiles its own decoding step. The prompt is timed too."""
         if self.device.type != "cuda" and not self.conditions.toy:
             raise Absent("The static cache is measured compiled for a GPU.")
         model = self._llama()
@@ -73,7 +76,7 @@ class Bench:
 
         for _ in range(2):  # compiles, then records its graphs
             run()
-        return self._built(GENERATE, run)
+        return self._built(GENERATE, None, run)
 
     def hf_graph(self) -> Built:
         """A loop of one's own around the same model and cache: a compiled greedy step in one CUDA graph."""
@@ -100,14 +103,12 @@ class Bench:
         replay = step if self.conditions.toy else captured(step, self.device)[0]
 
         def run() -> Tensor:
-            begin()
-            tokens[:, :1] = token
-            for place in range(1, new):
-                replay()
+            for place in range(new):
                 tokens[:, place : place + 1] = token
+                replay()
             return tokens
 
-        return self._built(GRAPH, run)
+        return self._built(GRAPH, begin, run)
 
     def _llama(self) -> nn.Module:
         torch.set_float32_matmul_precision("high")
@@ -119,27 +120,19 @@ class Bench:
         s, prompts = self.settings, self.prompts.tolist()
         rows, slots = range(s["batch_size"]), s["prompt_tokens"] + s["new_tokens"]
         decoder = FusedDecoder(self.model(), len(rows), slots, torch.bfloat16)
+        return self._built(OURS, lambda: decoder.place(rows, prompts), lambda: decoder.decode(s["new_tokens"]).T)
 
-        def run(new_tokens: int = s["new_tokens"]) -> Tensor:
-            decoder.place(rows, prompts)
-            return decoder.decode(new_tokens)
-
-        return self._built(OURS, lambda: run().T, {"milliseconds_per_token": self._alone(run)})
-
-    def _built(self, name: str, run: Callable[[], Tensor], notes: dict[str, Any] | None = None) -> Built:
+    def _built(self, name: str, begin: Callable[[], Any] | None, run: Callable[[], Tensor]) -> Built:
+        built = Built(run, reset=begin)
+        built.call()  # whatever is made once
+        if begin is not None:
+            begin()
         self.tokens[name] = run().clone()
-        return Built(run, notes=notes or {})
-
-    def _alone(self, run: Callable[[int], Tensor]) -> float | None:
-        """Milliseconds that one more token takes, the prompt left out: from a short and a whole continuation."""
-        clock, whole = Clock(self.device, alone=False), self.settings["new_tokens"]
-        short = max(1, whole // 4)
-        for tokens in (short, whole):  # whatever is made once
-            run(tokens)
-        seconds = [
-            statistics.median(clock(Built(lambda n=n: run(n)), Plan(1, 0, 0)) for _ in range(3)) for n in (short, whole)
-        ]
-        return round((seconds[1] - seconds[0]) / (whole - short) * 1e3, 5)
+        clock = Clock(self.device, alone=False)
+        seconds = statistics.median(clock(Built(built.call), Plan(1, 0, 0)) for _ in range(3))
+        tokens = self.settings["batch_size"] * self.settings["new_tokens"]
+        built.notes["tokens_per_second_with_prompt"] = round(tokens / seconds, 1)
+        return built
 
 
 def agreeing(rows: list[Row], bench: Bench) -> list[Row]:

@@ -32,7 +32,7 @@ class Built:
 
     run: Callable[[], Any]
     reset: Callable[[], Any] | None = None
-    """Called before every timed call of a contestant that works in place."""
+    """Called, untimed, before every timed call of a contestant that works in place or goes on from somewhere."""
     results: Any = None
     """Tensor or tensors that `Race.reference` is held against."""
     notes: dict[str, Any] = field(default_factory=dict)
@@ -188,7 +188,8 @@ class Clock:
         self.synchronize()
         took = default_timer() - began
         if not self.alone:
-            calls = max(1, math.ceil(self.REPEAT_SECONDS / took)) if self.cuda else 1
+            many = self.cuda and built.reset is None
+            calls = max(1, math.ceil(self.REPEAT_SECONDS / took)) if many else 1
             return Plan(calls, 0, calls * took)
         if not self.cuda:
             return Plan(1, 0, took)
