@@ -39,17 +39,18 @@ class Tiles(NamedTuple):
     mean_registers: int = 168
 
 
-SHORT = 256
-"""Positions up to which the start of a program matters most."""
+SHORT, LONG = 256, 2048
+"""Positions up to which the start of a program matters most, and from which many programs are busy all along."""
 
 
 def forward_tiles(size: int, length: int) -> Tiles:
-    """By measurement on the H200; `size` is a power of two. 64 (queries / 64 - 1) / keys must be less than stages."""
+    """By measurement on the H200; `size` is a power of two.
+
+    A warpgroup skips at most (queries - 64) / keys tiles, rounded up, which must be less than there are buffers.
+    """
     if size <= 32:
         return Tiles(128, 64, 2, 104, 80)
-    if length <= SHORT:
-        return Tiles(128, 64)
-    return Tiles(192, 128, 2, 160, 128) if size == 64 else Tiles(128, 128)
+    return Tiles(192, 128, 2, 160, 128) if size == 64 and length >= LONG else Tiles(128, 128)
 
 
 def backward_tiles(size: int) -> Tiles:

@@ -65,8 +65,8 @@ def online_softmax(s, m, total, scale):
 
 
 @gluon.jit
-def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-                     DEPTH: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr):
+def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexpr, C: gl.constexpr, BN: gl.constexpr,
+                     D: gl.constexpr, DEPTH: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr):
     """Some of a tile's queries: softmax of one tile of scores while the product of the next one runs."""
     q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty = rings
     first, tiles, batch, head = place
@@ -77,11 +77,16 @@ def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexp
     ROWS_S: gl.constexpr = gl.SliceLayout(1, S_L)
     ROWS_O: gl.constexpr = gl.SliceLayout(1, O_L)
     dtype: gl.constexpr = o_desc.dtype
-    own = key_tiles(first + W * ROWS + ROWS - 1, length, BN, CAUSAL)
-    skip = tiles - own  # tiles that only the other warpgroups need: fewer than there are buffers
-    for j in range(skip):
-        mbarrier.arrive(k_empty.index(j))
-        mbarrier.arrive(v_empty.index(j))
+    own = tiles
+    skip = 0
+    if CAUSAL and BN % (C * ROWS) != 0:  # the last tiles may be of use to the other warpgroups alone
+        own = key_tiles(first + W * ROWS + ROWS - 1, length, BN, CAUSAL)
+        skip = tiles - own  # fewer than there are buffers
+        for j in range(skip):  # a buffer that was given back before it is full would be taken for full in its next turn
+            mbarrier.wait(k_full.index(j), 0)
+            mbarrier.arrive(k_empty.index(j))
+            mbarrier.wait(v_full.index(j), 0)
+            mbarrier.arrive(v_empty.index(j))
     rows = first + W * ROWS + gl.arange(0, ROWS, layout=ROWS_S)
     q = as_matrix(q_s.index(W))
     m = gl.full([ROWS], -float("inf"), gl.float32, layout=ROWS_S)
@@ -160,8 +165,8 @@ def attention_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, len
     if C == 2:
         gl.warp_specialize(
             [
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, BN, D, DEPTH, ST, CAUSAL)),
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 1, BN, D, DEPTH, ST, CAUSAL)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, C, BN, D, DEPTH, ST, CAUSAL)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 1, C, BN, D, DEPTH, ST, CAUSAL)),
                 (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BN, ST)),
             ],
             [4, 1], [REGISTERS, PRODUCER_REGISTERS],
@@ -169,9 +174,9 @@ def attention_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, len
     else:
         gl.warp_specialize(
             [
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, BN, D, DEPTH, ST, CAUSAL)),
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 1, BN, D, DEPTH, ST, CAUSAL)),
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 2, BN, D, DEPTH, ST, CAUSAL)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, C, BN, D, DEPTH, ST, CAUSAL)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 1, C, BN, D, DEPTH, ST, CAUSAL)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 2, C, BN, D, DEPTH, ST, CAUSAL)),
                 (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BN, ST)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
