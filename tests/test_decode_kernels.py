@@ -119,6 +119,20 @@ def test_product_kernels_at_real_sizes(gpu, rows, d_model, d_ff, dtype):
     check_products(gpu, rows, d_model, d_ff, dtype, torch.device("cuda"), seed=rows)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [8, 16, 64])
+def test_products_are_the_same_every_time(gpu, rows):
+    tensor = draw(4, torch.device("cuda"))
+    x, w = tensor(rows, 768).bfloat16(), tensor(10_000, 768).bfloat16()
+    for outputs, gated in ((10_000, False), (2304, False), (5000, True)):
+        first = torch.empty(rows, outputs, device="cuda")
+        gpu.linear(x, w, first, norm=True, gated=gated)
+        for _ in range(300):
+            again = torch.full_like(first, math.nan)
+            gpu.linear(x, w, again, norm=True, gated=gated)
+            assert torch.equal(first, again)
+
+
 # ---------------------------------------------------------------------------------------------- attention
 
 
@@ -240,15 +254,15 @@ SETTINGS = [
 ]
 
 
-def allowed(logits: torch.Tensor, u: torch.Tensor, config: GenerateConfig) -> list[set[int]]:
+def allowed(logits: torch.Tensor, u: torch.Tensor, config: GenerateConfig, slack: float) -> list[set[int]]:
     """The token of each row for u, and those of numbers within rounding of it: an interval of u for each token."""
     q, ids = next_token_distribution(logits.double(), config)
     ends = q.cumsum(dim=-1)
-    near = (ends > u.double().unsqueeze(-1) - 1e-6) & (ends - q < u.double().unsqueeze(-1) + 1e-6) & (q > 0)
+    near = (ends > u.double().unsqueeze(-1) - slack) & (ends - q < u.double().unsqueeze(-1) + slack) & (q > 0)
     return [set(row_ids[row_near].tolist()) for row_ids, row_near in zip(ids, near, strict=True)]
 
 
-def check_sampled(module, logits, u, config, num_ids):
+def check_sampled(module, logits, u, config, num_ids, slack=1e-6):
     rows, vocab = logits.shape
     after = state(rows, vocab, logits.device)
     at = after[1].long() % 4
@@ -256,7 +270,7 @@ def check_sampled(module, logits, u, config, num_ids):
     uniforms[at, torch.arange(rows)] = u
     module.sampled(logits, num_ids, config, uniforms, *after, 10)
     chosen = after[0][at, torch.arange(rows)].tolist()
-    for token, possible in zip(chosen, allowed(logits[:, :num_ids], u, config), strict=True):
+    for token, possible in zip(chosen, allowed(logits[:, :num_ids], u, config, slack), strict=True):
         assert token in possible
     check_state(after, chosen, rows, vocab, logits.device)
 
@@ -285,9 +299,9 @@ def test_sampling_kernel_at_the_edges(gpu, device):
     after = state(5, 67, device)
     uniforms = torch.full((4, 5), 1 - 2**-24, device=device)  # the largest number there is
     at = after[1].long() % 4
-    gpu.sampled(logits, 60, GenerateConfig(top_p=0.9), uniforms, *after, 10)
+    gpu.sampled(logits, 60, GenerateConfig(top_p=0.91), uniforms, *after, 10)
     chosen = after[0][at, torch.arange(5)].tolist()
-    q, ids = next_token_distribution(logits[:2, :60], GenerateConfig(top_p=0.9))
+    q, ids = next_token_distribution(logits[:2, :60], GenerateConfig(top_p=0.91))
     assert chosen[:2] == [int(ids[row, (q[row] > 0).sum() - 1]) for row in range(2)]
     assert chosen[2:4] == [-1, -1]
     assert chosen[4] >= 0
@@ -299,4 +313,5 @@ def test_sampling_kernel_at_the_edges(gpu, device):
 def test_sampling_at_real_sizes(vocab, config):
     for seed in range(5):
         logits = 3 * draw(seed, torch.device("cuda"))(8, vocab)
-        check_sampled(plain, logits.bfloat16().float(), torch.rand(8).cuda(), config, vocab - 5)
+        # rounding may keep or drop the token at the edge of the nucleus, which moves all others by its probability
+        check_sampled(plain, logits.bfloat16().float(), torch.rand(8).cuda(), config, vocab - 5, slack=1e-3)

@@ -30,9 +30,11 @@ def _vector_kernel(
 ):
     """Matrix times few vectors: a program holds all of ROWS rows of the matrix in registers.
 
-    x is loaded as a row of the weights' tile: the same layout, so nothing has to go through shared memory.
+    x is loaded as a row of the weights' tile: the same layout, so nothing has to go through shared memory. A thread
+    adds up its own features first (those of one load), which leaves one sum for each of its loads' places and rows.
     """
     CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
+    OWN: tl.constexpr = 128 // w_ptr.dtype.element_ty.primitive_bitwidth
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     base = w_ptr + rows.to(tl.int64)[:, None] * N
     w, gate = (), ()
@@ -45,25 +47,32 @@ def _vector_kernel(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    for b in tl.static_range(B):
-        y = tl.zeros([ROWS, CHUNK], tl.float32)
-        z = tl.zeros([ROWS, CHUNK], tl.float32)
-        squares = tl.zeros([1, CHUNK], tl.float32)
-        for c in tl.static_range(CHUNKS):
-            i = (c * CHUNK + tl.arange(0, CHUNK))[None, :]
+    y, z, squares = (), (), ()
+    for c in tl.static_range(CHUNKS):
+        i = (c * CHUNK + tl.arange(0, CHUNK))[None, :]
+        wide = w[c].to(tl.float32)
+        if GATED:
+            wide_gate = gate[c].to(tl.float32)
+        y_before, z_before, squares_before = y, z, squares
+        y, z, squares = (), (), ()
+        for b in tl.static_range(B):
             x = tl.load(x_ptr + b * N + i, mask=i < N, other=0.0).to(tl.float32)
-            if NORM:
-                squares += x * x
-            y += w[c].to(tl.float32) * x
+            part = tl.sum(tl.reshape(wide * x, [ROWS, CHUNK // OWN, OWN]), 2)
+            y += (part if c == 0 else y_before[b] + part,)
             if GATED:
-                z += gate[c].to(tl.float32) * x
-        out = tl.sum(y, 1)
+                part = tl.sum(tl.reshape(wide_gate * x, [ROWS, CHUNK // OWN, OWN]), 2)
+                z += (part if c == 0 else z_before[b] + part,)
+            if NORM:
+                part = tl.sum(tl.reshape(x * x, [1, CHUNK // OWN, OWN]), 2)
+                squares += (part if c == 0 else squares_before[b] + part,)
+    for b in tl.static_range(B):
+        out = tl.sum(y[b], 1)
         scale = 1.0
         if NORM:  # the same for all features, so it can come after the product
-            scale = 1.0 / tl.sqrt(tl.sum(squares, 1) / N + eps)
+            scale = 1.0 / tl.sqrt(tl.sum(squares[b], 1) / N + eps)
             out = out * scale
         if GATED:
-            out = out / (1.0 + tl.exp(-out)) * (tl.sum(z, 1) * scale)
+            out = out / (1.0 + tl.exp(-out)) * (tl.sum(z[b], 1) * scale)
         if ADD:
             out += tl.load(out_ptr + b * M + rows, mask=rows < M)
             tl.store(copy_ptr + b * M + rows, out, mask=rows < M)
@@ -99,6 +108,11 @@ def _tile_kernel(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
+    if NORM:  # in a loop of its own: x in shared memory, as the product wants it, is not to be read beside it
+        for start in tl.range(0, N, CHUNK, num_stages=1):
+            i = start + tl.arange(0, CHUNK)
+            x = tl.load(x_rows + i[None, :], mask=(b < batch)[:, None] & (i < N)[None, :], other=0.0).to(tl.float32)
+            squares += tl.sum(x * x, 1)
     for start in tl.range(0, N, CHUNK):
         i = start + tl.arange(0, CHUNK)
         x = tl.load(x_rows + i[None, :], mask=(b < batch)[:, None] & (i < N)[None, :], other=0.0)
@@ -108,9 +122,6 @@ def _tile_kernel(
         if GATED:
             gate = tl.load(w_rows + M * N + i[:, None], mask=inside, other=0.0)
             z = tl.dot(x, gate, z, input_precision="ieee")
-        if NORM:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
     if NORM:
         scale = (1.0 / tl.sqrt(squares / N + eps))[:, None]
         y = y * scale
