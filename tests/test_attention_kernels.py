@@ -265,15 +265,20 @@ def hopper() -> bool:
     return torch.cuda.is_available() and is_hopper(torch.device("cuda")) and hopper_kernels() is not None
 
 
+HOPPER = [
+    *((torch.bfloat16, size, length) for size in (16, 32, 48, 64, 80, 96, 128) for length in (17, 129, 1000)),
+    *((torch.bfloat16, 64, length) for length in (1, 64, 127, 256)),
+    *((torch.float16, size, 129) for size in (64, 80)),
+]
+"""Few of the combinations, since each kind of kernel is compiled for more than a second."""
+
 on_hopper = pytest.mark.skipif(not hopper(), reason="needs a GPU with Hopper's instructions")
 
 
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("length", [1, 17, 64, 127, 129, 256, 1000])
-@pytest.mark.parametrize("size", [16, 32, 48, 64, 80, 96, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "size", "length"), HOPPER)
 def test_hopper_kernels_are_the_definition(dtype, size, length, causal, device):
     from lmcore.kernels.gpu import attention_hopper
     from lmcore.kernels.gpu.attention import block_of
