@@ -14,12 +14,16 @@ LONG_SUITES = ("slurm", "faults")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the long suites that `-m` does not name."""
+    """Leaves out the long suites that `-m` does not name; skips what needs a GPU where there is none."""
     unasked = [name for name in LONG_SUITES if name not in config.getoption("markexpr")]
     left_out = [item for item in items if any(item.get_closest_marker(name) for name in unasked)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(scope="session")

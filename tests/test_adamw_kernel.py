@@ -312,7 +312,6 @@ def test_step_returns_what_the_closure_returns(device, kernels):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_replays_of_a_graph_are_steps_and_nothing_waits_for_the_device():
     shapes = [(1000, 300), (7,), (4096, 512)]
     ours, plain = parameters("cuda", shapes), parameters("cuda", shapes)

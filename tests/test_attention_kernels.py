@@ -29,8 +29,6 @@ from lmcore.model import causal_mask
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 """Of the norm of a difference, relative to the norm: half precision rounds P and dS to it before their products."""
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def packed(batch: int, length: int, heads: int, size: int, dtype=torch.float32, device="cpu", seed=0) -> list[Tensor]:
     """Q, K and V as views of one buffer, and the output's gradient."""
@@ -339,7 +337,6 @@ def test_hopper_kernels_repeat(device):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("size", [20, 64, 80])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_graph_holds_both_passes(dtype, size, device):

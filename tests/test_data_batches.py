@@ -161,7 +161,6 @@ def test_validation_covers_everything_in_order(context_length, extra, batch_size
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_batches_reach_the_gpu():
     x = np.arange(1000, dtype=np.uint16)
     for step in range(20):

@@ -193,7 +193,6 @@ def test_data_too_short_and_devices_that_are_not_there():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @SAMPLINGS
 def test_batches_on_the_gpu(sampling, tmp_path):
     """Also those that are kept, and those that slow work reads long after they were handed out."""
@@ -214,7 +213,6 @@ def test_batches_on_the_gpu(sampling, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_graph_is_captured_while_batches_are_read():
     x, config = np.arange(60_000), train_config(256, 64, steps=60)
     held = torch.zeros(64, 256, dtype=torch.int64, device="cuda")
@@ -233,7 +231,6 @@ def test_a_graph_is_captured_while_batches_are_read():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_errors_and_early_ends_on_the_gpu(monkeypatch):
     monkeypatch.setattr(prefetch, "starts_at_step", starts_until_7)
     good = []

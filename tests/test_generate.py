@@ -432,7 +432,6 @@ def test_padding_of_the_vocabulary_is_never_sampled():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_as_on_the_cpu(model):
     config = GenerateConfig(max_new_tokens=40, seed=4, top_p=0.9)
     expected = generate(model, PROMPTS, config)

@@ -252,7 +252,6 @@ def test_triton_makes_the_loss_of_an_id_outside_the_vocabulary_nan(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "vocab", "d"), [(300, 50_257, 768), (1000, 10_000, 512), (129, 513, 80)])
 def test_real_sizes(dtype, n, vocab, d, monkeypatch):
@@ -267,7 +266,6 @@ def test_real_sizes(dtype, n, vocab, d, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_stays_small():
     """16,384 rows, GPT-2's vocabulary, d_model 768: the logits alone would be 1.53 GiB in bfloat16."""
     x, weight, targets = problem("cuda", torch.bfloat16, 16_384, 50_257, 768)
@@ -282,7 +280,6 @@ def test_memory_stays_small():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_graph_captures_it():
     x, weight, targets = problem("cuda", torch.bfloat16, 300, 1000, 64)
     dx, dw = torch.empty_like(x), torch.empty_like(weight)

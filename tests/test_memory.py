@@ -281,7 +281,6 @@ def test_the_command_reads_snapshots_of_others_and_refuses_what_is_none(tmp_path
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
     "changes", [{}, {"passes": "forward"}, {"precision": "bf16"}, {"checkpoint_every": 1}], ids=str
 )

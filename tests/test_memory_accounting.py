@@ -181,7 +181,6 @@ def test_predicted_peak_follows_the_switches(shape, switches):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("passes", ["forward", "train_step"])
 @pytest.mark.parametrize(

@@ -86,7 +86,6 @@ def test_types_of_the_toy_model_on_the_cpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_layer_norm_of_the_toy_model_stays_wide_on_cuda():
     for kind in ("fp16", "bf16"):
         assert precision.toy_dtypes("cuda", kind)["output of layer norm"] == "float32"

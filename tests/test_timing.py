@@ -150,7 +150,6 @@ def test_names_and_configs_of_grids():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_both_clocks_agree_on_a_gpu(tmp_path):
     config = workload_config("small", 256, passes="train_step", warmup_steps=3, steps=5, device="cuda")
     result = timing.measure(config, tmp_path)

@@ -285,7 +285,6 @@ def test_a_signal_before_training_begins(tmp_path, config, monkeypatch, capsys, 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_stopped_and_resumed_on_a_gpu_equals_one_straight_run_bitwise(
