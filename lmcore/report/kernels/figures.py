@@ -56,11 +56,18 @@ def by_length(axes: Axes, lines: Mapping[str, pd.DataFrame], measure: str, log: 
     axes.set_xscale("log", base=2)
     if log:
         axes.set_yscale("log")
-    axes.set_xticks(contexts, [f"{context:,}" for context in contexts], rotation=45 if len(contexts) > 4 else 0)
+    context_ticks(axes, contexts)
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_minor_locator(LogLocator(base=2, numticks=1))
     axes.set_xlabel("context length")
     axes.margins(x=0.08)
+
+
+def context_ticks(axes: Axes, contexts: Sequence[int]) -> None:
+    """A tick for each length; with many of them in short: 512, 1k, 2k."""
+    short = len(contexts) > 4
+    labels = [f"{length // 1024}k" if short and length % 1024 == 0 else f"{length:,}" for length in contexts]
+    axes.set_xticks(list(contexts), labels)
 
 
 def squared(axes: Axes, rows: pd.DataFrame | None, measure: str) -> None:

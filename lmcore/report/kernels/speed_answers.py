@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from lmcore.report.answers import format_percent, format_significant, join_words
+from lmcore.report.kernels.figures import PASSES
 from lmcore.report.kernels.speed import (
     Speed,
     comparison,
@@ -16,6 +17,7 @@ from lmcore.report.kernels.speed import (
     rate_words,
     read_speed,
 )
+from lmcore.report.kernels.speed_limits import FLOORS_INTRO, floor_words
 
 NO_FILE = (
     "The kernels have not been measured beside their peers on the reference machine yet: "
@@ -61,13 +63,14 @@ def target_words(target: Mapping[str, Any]) -> str:
     return f"{target['text']}: {'yes' if target['reached'] else f'**no**, {measure_words(target)}'}"
 
 
-def limits(row: Mapping[str, Any]) -> str:
-    """What our row of a missed target reaches of what the machine can do, in words; with what the record notes."""
+def limits(row: Mapping[str, Any], ceilings: Mapping[str, float]) -> str:
+    """What limits our row of a missed target, in words: counted floors of a step, or the share of a ceiling."""
     ours = row["ours"]
     if ours is None:
         return ""
-    parts = []
-    if not pd.isna(ours["share"]):
+    floors = floor_words(row, ceilings)
+    parts = [floors] if floors else []
+    if not floors and not pd.isna(ours["share"]):
         parts.append(f"it runs at {format_percent(ours['share'], 2)} of the {ours['share_of'] or 'ceiling'}")
     notes = ours["notes"] if isinstance(ours["notes"], dict) else {}
     if limit := notes.get("limit"):
@@ -89,15 +92,18 @@ def misses(speed: Speed) -> str:
         text += f" Not measured: {join_words(unmeasured)}."
     if not missed:
         return text
-    lines = []
+    lines, floors = [], False
     for name in dict.fromkeys(row["row"] for row, _ in missed):
         row = next(row for row, _ in missed if row["row"] == name)
         told = [
             f"{measure_words(target)} (target {target['text']})" for other, target in missed if other["row"] == name
         ]
         timed = [t for other, t in missed if other["row"] == name and t["measure"] not in ("share", "peak_bytes")]
-        lines.append(f"- {row['work']}: {'; '.join([join_words(told), *([limits(row)] if timed else [])])}.")
-    return text + " Missed:\n\n" + "\n".join(lines)
+        floors |= bool(timed and floor_words(row, speed.ceilings))
+        limited = [limits(row, speed.ceilings)] if timed else []
+        lines.append(f"- {row['work']}: {'; '.join(filter(None, [join_words(told), *limited]))}.")
+    intro = f" {FLOORS_INTRO}" if floors else ""
+    return f"{text}{intro} Missed:\n\n" + "\n".join(lines)
 
 
 def ratios_sentence(speed: Speed) -> str:
@@ -114,7 +120,37 @@ def ratios_sentence(speed: Speed) -> str:
         if len(ratios):
             low, high = format_significant(ratios.min(), 3), format_significant(ratios.max(), 3)
             parts.append(f"{words} {low if low == high else f'{low} to {high}'}")
-    return f"Times as fast as the best peer: {join_words(parts)}." if parts else ""
+    if not parts:
+        return ""
+    return " ".join(filter(None, [f"Times as fast as the best peer: {join_words(parts)}.", behind_sentence(rows)]))
+
+
+def behind_sentence(rows: pd.DataFrame) -> str:
+    """Where a peer is faster, of a `comparison`: attention by head size and lengths, other work by its name."""
+    lengths: dict[tuple[str, str], list[int]] = {}
+    others = []
+    for row in rows[rows["faster"] < 1].to_dict("records"):
+        settings = row["settings"] or {}
+        if row["group"] == "attention" and {"head_size", "passes", "context_length"} <= settings.keys():
+            which = f"{PASSES[settings['passes']]}, head size {settings['head_size']},", row["peer"]["contestant"]
+            lengths.setdefault(which, []).append(settings["context_length"])
+        else:
+            others.append(f"{row['work']} ({row['peer']['contestant']})")
+    named = [
+        f"attention {which} at {join_words([f'{length:,}' for length in sorted(found)])} positions ({peer})"
+        for (which, peer), found in lengths.items()
+    ]
+    return f"The peer is ahead in {join_words([*named, *others])}." if named or others else ""
+
+
+def missing_sentence(speed: Speed) -> str:
+    """What `benchmarks/speed.py` measures beside this and the file has no rows of."""
+    words = {
+        "study": "the ladder of one change after the other", "elementwise": "elementwise kernels",
+        "memory": "memory of whole steps by length",
+    }  # fmt: skip
+    absent = [text for group, text in words.items() if not len(speed.of(group))]
+    return f"Not in this record yet: {join_words(absent)}." if absent else ""
 
 
 def ceilings_sentence(speed: Speed) -> str:
@@ -136,7 +172,8 @@ def reference_answer(speed: Speed | None) -> str:
     versions = _versions(speed.provenance)
     text = (
         f"On one {speed.device}{versions}, medians, all contestants of a row in one process, taking turns:\n\n"
-        f"{speed_table(speed)}\n\n{ratios_sentence(speed)} {ceilings_sentence(speed)} {misses(speed)}"
+        f"{speed_table(speed)}\n\n{ratios_sentence(speed)} {ceilings_sentence(speed)}\n\n"
+        f"{misses(speed)}\n\n{missing_sentence(speed)}"
     )
     return text.strip()
 
@@ -160,5 +197,6 @@ def speed_block(results: str | os.PathLike) -> str:
         f"{ratios_sentence(speed)} {ceilings_sentence(speed)}\n\n{misses(speed)}\n\n"
         f"All rows, with peers, spread and memory: [`speed.json`](results/{folder}/speed.json); what was tried on the "
         "way: [`benchmarks/LOG.md`](benchmarks/LOG.md). Notebook 07 explains each gain and measures it on your "
-        "machine.\n"
+        f"machine. {missing_sentence(speed)}".rstrip()
+        + "\n"
     )

@@ -4,8 +4,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from lmcore.report.answers import format_bytes, format_seconds
-from lmcore.report.figures import LEGEND_BESIDE, WARNING, category_colors, panels
-from lmcore.report.kernels.figures import PASSES, by_length, ladder_figure, readable_log, squared
+from lmcore.report.figures import LEGEND_BESIDE, MUTED, WARNING, category_colors, panels
+from lmcore.report.kernels.figures import PASSES, by_length, context_ticks, ladder_figure, readable_log, squared
 from lmcore.report.kernels.speed import Speed
 
 
@@ -19,7 +19,10 @@ def speed_figures(speed: Speed | None) -> dict[str, Figure]:
         "speed_memory": ("memory", memory_by_length),
         "speed_ladder": ("study", ladder),
     }
-    return {name: make(speed) for name, (group, make) in makers.items() if _has(speed.of(group))}
+    found = {name: make(speed) for name, (group, make) in makers.items() if _has(speed.of(group))}
+    if "speed_memory" not in found and (figure := attention_memory(speed)) is not None:
+        found["speed_memory"] = figure
+    return found
 
 
 def _has(rows: pd.DataFrame) -> bool:
@@ -50,6 +53,8 @@ def attention_rates(speed: Speed) -> Figure:
             handles |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
         line[0].set_ylabel("TFLOP/s")
         line[0].set_ylim(0, 1.08 * rows.loc[rows["passes"] == which, "rate"].max())
+    for axes in grid.flat:
+        context_ticks(axes, sorted(set(rows["context_length"])))  # the panels share their lengths
     for axes in grid[:-1].flat:
         axes.set_xlabel("")
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=min(len(handles), 4))
@@ -101,6 +106,29 @@ def memory_by_length(speed: Speed) -> Figure:
         low, high = axes.get_ylim()
         axes.set_ylim(low, high * (high / low) ** 0.35)  # room for the legend
     grid[0].set_ylabel("memory beside what was there")
+    return figure
+
+
+def attention_memory(speed: Speed) -> Figure | None:
+    """Memory of the attention rows by length, where the file has no rows of memory alone; None without a sweep.
+
+    Dashed: one matrix of scores of every head in half precision, counted, which all of them do without.
+    """
+    rows = with_setting(speed.of("attention"), "head_size", "context_length", "passes", "causal", "heads", "batch_size")
+    rows = rows[(rows["passes"] == "both") & rows["peak_bytes"].notna() & rows["heads"].notna()]
+    lengths = rows.groupby("head_size")["context_length"].nunique()
+    if not len(lengths) or lengths.max() < 3:
+        return None
+    rows = rows[rows["head_size"] == lengths.idxmax()]
+    figure, ((axes,),) = panels(1, 1, 2.6)
+    by_length(axes, dict(iter(rows.groupby("contestant", sort=False))), "peak_bytes")
+    shapes = rows.drop_duplicates("context_length").sort_values("context_length")
+    scores = 2 * shapes["batch_size"] * shapes["heads"] * shapes["context_length"].astype(float) ** 2
+    axes.plot(shapes["context_length"], scores, color=MUTED, linestyle="--", linewidth=1, label="the scores alone")
+    axes.set_title(f"attention, forward + backward, head size {lengths.idxmax()}")
+    axes.set_ylabel("memory beside the inputs")
+    readable_log(axes.yaxis, lambda value: format_bytes(value, 1))
+    axes.legend(**LEGEND_BESIDE)
     return figure
 
 
