@@ -147,10 +147,11 @@ def generate(
     The model is in evaluation mode meanwhile, and then as it was. The caller chooses the precision, with
     `lmcore.device.autocast` around the call.
     Raises `UserError` for a prompt longer than the context, ids outside the vocabulary, an empty prompt without
-    `eot_id`, and logits that are not finite.
+    `eot_id`, no ids to sample from, and logits that are not finite.
     """
     config = config or GenerateConfig()
     windows = [_checked(i, prompt, model, eot_id) for i, prompt in enumerate(prompts)]
+    require(num_ids is None or num_ids > 0, f"num_ids must be at least 1 or None, not {num_ids}.")
     outputs: list[list[int]] = [[] for _ in windows]
     generators = [torch.Generator().manual_seed(config.seed + row) for row in range(len(windows))]
     context = model.config.context_length
@@ -194,7 +195,7 @@ def _fused_dtype(model: TransformerLM, config: GenerateConfig) -> torch.dtype | 
         dtype = torch.get_autocast_dtype(device)
     reason = why_not(model.config, dtype)
     if reason is not None:
-        print(f"Decoding with plain operations: the fused ones do not cover this model ({reason}).")
+        print(f"Decoding with plain operations, as the fused decoder does not cover {reason}.")
         return None
     return dtype
 

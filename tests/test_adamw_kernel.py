@@ -290,8 +290,11 @@ def test_what_it_cannot_update_is_said_in_a_sentence(device, kernels):
         optimizer.bind({ours[0]: torch.zeros(4, 6, device=device, dtype=torch.float16)}, {})
     with pytest.raises(UserError, match="contiguous"):
         optimizer.bind({}, {ours[0]: torch.zeros(6, 4, device=device).t()})
-    ours[0].grad = torch.zeros(6, 4, device=device).t()
     before = ours[0].detach().clone()
+    ours[0].grad = torch.zeros(4, 6, device=device).to_sparse()
+    with pytest.raises(UserError, match="no sparse gradients"):
+        optimizer.step()
+    ours[0].grad = torch.zeros(6, 4, device=device).t()
     with pytest.raises(UserError, match="contiguous"):
         optimizer.step()
     assert torch.equal(ours[0], before)

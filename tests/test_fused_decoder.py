@@ -95,9 +95,9 @@ def test_switches_of_the_model_that_it_covers(changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"norm": "post"}, "norm is post"),
-        ({"position": "sinusoidal"}, "position is sinusoidal"),
-        ({"ffn": "silu"}, "ffn is silu"),
+        ({"norm": "post"}, "norm=post"),
+        ({"position": "sinusoidal"}, "position=sinusoidal"),
+        ({"ffn": "silu"}, "ffn=silu"),
     ],
     ids=str,
 )
@@ -116,7 +116,10 @@ def test_half_precision_under_autocast(capsys):
         rows = generate(model, PROMPTS, config)
     assert [len(row) for row in rows] == [20] * len(PROMPTS)
     assert capsys.readouterr().out == ""
-    assert "float16" in why_not(model.config, torch.float16)
+    assert why_not(model.config, torch.float16) == "precision=float16"
+    assert why_not(build(dropout=0.5, checkpoint_every=1).config, torch.bfloat16) is None
+    both_reasons = why_not(build(norm="post", position="none").config, torch.float64)
+    assert both_reasons == "norm=post, precision=float64, position=none"
 
 
 def test_the_cache_cannot_be_turned_off():
@@ -129,6 +132,19 @@ def test_nothing_to_do_and_bad_prompts():
     assert generate(build(), [], config) == []
     with pytest.raises(UserError, match="Prompt 0 is empty"):
         generate(build(), [[]], config)
+    for ops in ("plain", "fused"):
+        with pytest.raises(UserError, match="num_ids must be at least 1 or None, not 0"):
+            generate(build(), [[1]], GenerateConfig(ops=ops), num_ids=0)
+
+
+def test_more_ids_than_the_vocabulary_are_all_of_it():
+    """A kernel would read beyond the logits."""
+    model = build()
+    assert FusedDecoder(model, 1, 4, torch.float32, num_ids=1000).num_ids == model.config.vocab_size
+    plain, fused = (
+        generate(model, [[1, 2]], GenerateConfig(max_new_tokens=5, ops=ops), num_ids=1000) for ops in ("plain", "fused")
+    )
+    assert plain == fused
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
@@ -190,7 +206,7 @@ def test_refresh_takes_the_weights_as_they_are_now(dtype):
 
 def test_bad_calls_are_refused():
     model = build()
-    with pytest.raises(UserError, match="does not cover this model: norm is none"):
+    with pytest.raises(UserError, match="does not cover norm=none"):
         FusedDecoder(build(norm="none"), 1, 4, torch.float32)
     with pytest.raises(UserError, match=r"num_slots \(13\) must be at most"):
         FusedDecoder(model, 1, CONTEXT + 1, torch.float32)

@@ -204,6 +204,17 @@ def test_the_same_numbers_every_time(device, kernels):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_what_is_outside_of_autograd_takes_parameters_too():
+    x, weight, targets = problem("cpu", torch.float32, 300, 67, 16)
+    exact = reference(x, weight, targets)
+    x.requires_grad_()
+    weight.requires_grad_()
+    for a, b in zip(linear_cross_entropy_gradients(x, weight, targets), exact, strict=True):
+        assert error(a, b) < TOLERANCE[torch.float32]
+        assert not a.requires_grad
+    assert error(linear_cross_entropy_loss(x, weight, targets), exact[0]) < TOLERANCE[torch.float32]
+
+
 def test_chunks_are_few_equal_and_within_their_memory():
     for n in (1, 127, 128, 129, 5000, 16_384, 65_536):
         for row_bytes in (128, 20_096, 100_608, 201_216, 2**23):
@@ -224,6 +235,9 @@ def test_bad_input_is_refused_in_a_sentence():
         ((x, weight[:, :3], targets), "needs x"),
         ((x, weight.double(), targets), "one type"),
         ((x.half(), weight.half(), targets), "no float16"),
+        ((x.long(), weight.long(), targets), "floating-point numbers, not torch.int64"),
+        ((x, weight, targets.float()), "int64 or int32, not torch.float32"),
+        ((x, weight, targets.short()), "int64 or int32, not torch.int16"),
         ((x, weight, targets + 13), "Targets must be from 0 to 12"),
         ((x, weight, targets - 13), "Targets must be from 0 to 12"),
     ):
@@ -232,6 +246,8 @@ def test_bad_input_is_refused_in_a_sentence():
                 f(*bad)
     with pytest.raises(UserError, match="num_rows must be from 1 to 13"):
         linear_cross_entropy_loss(x, weight, targets, 14)
+    with pytest.raises(UserError, match="chunk_rows must be at least 1, not -1"):
+        linear_cross_entropy_loss(x, weight, targets, chunk_rows=-1)
     with pytest.raises(UserError, match="dw must have"):
         linear_cross_entropy_gradients(x, weight, targets, dw=torch.zeros(12, 4))
     with pytest.raises(UserError, match="dx must have"):

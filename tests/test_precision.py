@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
 from lmcore.profiling import precision
 from lmcore.profiling.precision import EXPERIMENTS, RMS, ROUNDED, RUNNING, WIDENED, Accumulation

@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lmcore.config import GenerateConfig, ModelConfig, require
+from lmcore.config import GenerateConfig, ModelConfig, replace, require
+from lmcore.fused.model import why_not as training_why_not
 from lmcore.kernels import decode as ops
 from lmcore.model import Linear, TransformerBlock, TransformerLM
 
@@ -21,16 +22,13 @@ KEYS_PER_PART = 256
 
 
 def why_not(config: ModelConfig, dtype: torch.dtype) -> str | None:
-    """What the fused step does not cover, as part of a sentence; None if it covers the model."""
-    if config.norm != "pre":
-        return f"norm is {config.norm}, not pre"
-    if config.position != "rope":
-        return f"position is {config.position}, not rope"
-    if config.ffn != "swiglu":
-        return f"ffn is {config.ffn}, not swiglu"
-    if dtype not in (torch.bfloat16, torch.float32):
-        return f"the precision is {str(dtype).removeprefix('torch.')}, not bf16 or fp32"
-    return None
+    """As `lmcore.fused.model.why_not`, for decoding: without dropout and backward pass, and not without RoPE."""
+    name = str(dtype).removeprefix("torch.")
+    precision = {"bfloat16": "bf16", "float32": "fp32"}.get(name, name)
+    found = [training_why_not(replace(config, dropout=0.0, checkpoint_every=None), precision)]
+    if config.position == "none":
+        found.append("position=none")
+    return ", ".join(filter(None, found)) or None
 
 
 @dataclass(frozen=True)
@@ -65,13 +63,13 @@ class FusedDecoder:
         num_ids: int | None = None,
     ):
         reason = why_not(model.config, dtype)
-        require(reason is None, f"The fused decoder does not cover this model: {reason}.")
+        require(reason is None, f"The fused decoder does not cover {reason}.")
         require(
             num_slots <= model.config.context_length,
             f"num_slots ({num_slots}) must be at most the model's context_length ({model.config.context_length}).",
         )
         c, self.model, self.config, self.dtype = model.config, model, config, dtype
-        self.num_rows, self.num_slots, self.num_ids = num_rows, num_slots, num_ids or c.vocab_size
+        self.num_rows, self.num_slots, self.num_ids = num_rows, num_slots, min(num_ids or c.vocab_size, c.vocab_size)
         self.device = device = next(model.parameters()).device
         self._layers, self._head = self._packed()
         self._rope = model.layers[0].attn.rope

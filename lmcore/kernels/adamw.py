@@ -153,7 +153,10 @@ class FusedAdamW(AdamW):
         parameters = [
             (group, p, self._gradients.get(p, p.grad)) for group in self.param_groups for p in group["params"]
         ]
-        return [(group, p, gradient) for group, p, gradient in parameters if gradient is not None]
+        found = [(group, p, gradient) for group, p, gradient in parameters if gradient is not None]
+        dense = all(gradient.layout == torch.strided for _, _, gradient in found)
+        require(dense, "FusedAdamW takes no sparse gradients.")
+        return found
 
     def _settings(self, group: dict, t: int) -> Settings:
         (beta1, beta2), lr = group["betas"], group["lr"]
