@@ -1,6 +1,7 @@
 """FlashAttention against the definition in float64: the tiled explanation, Triton's kernels and the Hopper kernels."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -197,6 +198,21 @@ def test_portable_kernels_are_the_definition(length, size, causal, dtype, device
         pytest.skip("Triton's interpreter multiplies matrices of bfloat16 as if they were integers")
     tensors = packed(1, length, 2, size, dtype, device, seed=length)
     assert_close(by_module(attention, *tensors, causal), defined(*tensors, causal), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("length", [1, 5, 64, 65, 128, 129])
+def test_rows_of_the_log_sum_exp_behind_the_last_position_are_infinite(length, device, monkeypatch):
+    """All of them: what an operator gives back is the same every time, and no probability there can be a number."""
+    pytest.importorskip("triton")
+    from lmcore.kernels.gpu import attention
+
+    q, k, v, _ = packed(1, length, 2, 16, device=device)
+    monkeypatch.setattr(attention.torch, "empty", lambda *shape, **place: torch.full(shape, 7.0, **place))
+    _, lse = attention.forward(q, k, v, True, torch.full_like(q, 7.0))
+    scores = (q.double() @ k.double().mT / 4).masked_fill(~causal_mask(length, length, q.device), -math.inf)
+    assert torch.allclose(lse[..., :length].double() * math.log(2), scores.logsumexp(-1), atol=1e-5)
+    assert lse.shape[-1] % 128 == 0
+    assert (lse[..., length:] == math.inf).all()
 
 
 SCALES = {"large": (100.0, 100.0), "one wins": (1e3, 1e1), "equal": (0.0, 1.0), "negative": (-30.0, 30.0)}

@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
 def forward_tiles(q: Tensor) -> Tiles:
     """Tiles of the forward pass by type and head size, by measurement on the H200.
 
-    At least 64 queries, so that whole pieces of 64 rows of the log-sum-exp are written.
+    At least 64 queries: the last program also writes the rows of the log-sum-exp behind its tile, one tile at most.
     """
     size = block_of(q)
     if q.dtype == torch.float32:

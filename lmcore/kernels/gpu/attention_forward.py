@@ -83,4 +83,7 @@ def attention_forward_kernel(q, k, v, o, lse, q_b, q_h, q_t, k_b, k_h, k_t, v_b,
                            scale, N, SIZE, D, CAUSAL, True, PRECISION)
     store_tile(o, o_b, o_h, o_t, bh, heads, rows, T, acc / total[:, None], SIZE, D)
     value = tl.where(rows < T, m + tl.log2(total), float("inf"))
-    tl.store(lse + bh.to(tl.int64) * lse_rows + rows, value, mask=rows < lse_rows)
+    lse_at = lse + bh.to(tl.int64) * lse_rows + rows
+    tl.store(lse_at, value, mask=rows < lse_rows)
+    if tile == tiles - 1:  # whole pieces of 128 rows: at most one tile more
+        tl.store(lse_at + M, tl.full([M], float("inf"), tl.float32), mask=rows + M < lse_rows)

@@ -124,7 +124,11 @@ def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexp
     acc = warpgroup_mma_wait(0, [acc])
     acc = acc * gl.expand_dims(gl.convert_layout(1.0 / total, ROWS_O), 1)
     lse = gl.where(rows < length, m + gl.log2(total), float("inf"))  # no probability behind the last position
-    gl.store(lse_ptr + (batch * heads + head).to(gl.int64) * lse_rows + rows, lse, mask=rows < lse_rows)
+    lse_at = lse_ptr + (batch * heads + head).to(gl.int64) * lse_rows + rows
+    gl.store(lse_at, lse, mask=rows < lse_rows)
+    if W == 2:  # tiles of three warpgroups may leave the last 64 rows
+        behind = (first + C * ROWS >= length) & (rows + ROWS < lse_rows)
+        gl.store(lse_at + ROWS, gl.full([ROWS], float("inf"), gl.float32, layout=ROWS_S), mask=behind)
     q.store(acc.to(dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(o_desc, [batch, head, first + W * ROWS, 0], q_s.index(W))
