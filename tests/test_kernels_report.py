@@ -274,7 +274,7 @@ def test_the_optimizer_in_words(tmp_path):
     text = parts.optimizer_answer(written(optimizer_rows("ours, as plain operations", (0.4, None, 0.01)), tmp_path))
     assert "absent (not here)" in text
     assert "gains nothing" in text
-    assert "Where it is above 100%, a part stays in the cache." in text
+    assert "Where it is above 100%, a part stays in the cache, or more is read than written" in text
 
 
 def test_the_optimizer_is_measured():

@@ -97,7 +97,11 @@ def optimizer_answer(table: pd.DataFrame) -> str:
         f"{format_seconds(floor)} here."
     )
     cached = table["bytes_per_second"] > 1.05 * table["copy_bytes_per_second"]
-    text += " Where it is above 100%, a part stays in the cache." if cached.any() else ""
+    if cached.any():
+        text += (
+            " Where it is above 100%, a part stays in the cache, or more is read than written, of which a copy does as "
+            "much of the one as of the other."
+        )
     return f"{text} {_fastest(table)}".strip()
 
 
@@ -111,7 +115,10 @@ def _fastest(table: pd.DataFrame) -> str:
         "plain one"
     )
     if "plain operations" in ours["contestant"].iloc[0]:
-        text += "; without Triton it is the same operations, and gains nothing"
+        text += (
+            "; without Triton it is plain operations, too, with clipped gradients in new memory instead of in place, "
+            "and gains nothing"
+        )
     return text + "."
 
 
@@ -175,6 +182,10 @@ def decoding_answer(table: pd.DataFrame) -> str:
         told.append(f"our kernels {_ratio(single, 'fused', 'cached')} times as fast as the cache")
         share = single.loc["fused", "tokens_per_second"] / single.loc["fused", "bound"]
         told.append(f"and reach {format_percent(share, 2)} of the bound")
+        if first["device"] == "CPU" and share < 0.5:
+            told[-1] += (
+                "; a CPU runs the kernels' plain twins, and starting operations takes longer than reading weights"
+            )
     return text + (", ".join(told) + f". {_same(table)}" if told else _same(table))
 
 

@@ -54,6 +54,11 @@ def ladder_answer(table: pd.DataFrame) -> str:
         f"From `{first['rung']}` to `{last['rung']}` a step becomes "
         f"**{format_significant(first['wall_median'] / last['wall_median'])} times as fast**. {_largest_gain(done)}"
     )
+    if last["device"] == "CPU":
+        text += (
+            " On a CPU `flash` and `fused` are the kernels' twins in plain PyTorch: the rungs show that every change "
+            "computes the same step, and the gain is the GPU's matter (section 8)."
+        )
     return " ".join([text, *(f"Not measured, {reason}" for reason in reasons)]).strip()
 
 
@@ -145,14 +150,19 @@ def read_curves(runs: Mapping[str, RunFolder]) -> Curves:
     )
 
 
+def _at_most(difference: float, words: str = "at most ") -> str:
+    """A relative difference, without digits where it is far below any that matters."""
+    return "less than 0.001%" if difference < 1e-5 else f"{words}{format_percent(difference, 2)}"
+
+
 def curves_answer(curves: Curves) -> str:
     """Whether the fast path has the same learning curve, and how much faster the run is."""
     verdict = "**the same learning curve**" if curves.agree else "**another learning curve**"
     plain, fast = (f"{loss:.4f}" for loss in curves.valid_losses)
     text = (
         f"Over {curves.steps:,} steps in {curves.precision} the two have {verdict}: averaged over a tenth of the run, "
-        f"the training losses differ by at most {format_percent(curves.largest_difference, 2)}, and the final "
-        f"validation losses, {plain} and {fast}, by {format_percent(curves.validation_difference, 2)}; "
+        f"the training losses differ by {_at_most(curves.largest_difference)}, and the final "
+        f"validation losses, {plain} and {fast}, by {_at_most(curves.validation_difference, '')}; "
         f"{format_percent(curves.tolerance, 2)} is allowed. Both runs start from the same weights and see the same "
         "batches, so that what is left is rounding, which grows from step to step as in any two runs that do not add "
         "in the same order."
