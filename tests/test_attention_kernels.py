@@ -1,20 +1,15 @@
-"""FlashAttention against the definition in float64: the tiled explanation, Triton's kernels and the Hopper kernels."""
+"""FlashAttention against the definition in float64: the tiled explanation and Triton's portable kernels."""
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from attention_cases import TOLERANCE, assert_close, by_module, defined, packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from lmcore.errors import UserError
-from lmcore.functional import scaled_dot_product_attention
 from lmcore.kernels import attention_tiled
 from lmcore.kernels.attention import (
     attention_backward,
@@ -22,47 +17,8 @@ from lmcore.kernels.attention import (
     backward_op,
     flash_attention,
     forward_op,
-    hopper_kernels,
 )
-from lmcore.kernels.support import is_hopper
 from lmcore.model import causal_mask
-
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
-"""Of the norm of a difference, relative to the norm: half precision rounds P and dS to it before their products."""
-
-
-def packed(batch: int, length: int, heads: int, size: int, dtype=torch.float32, device="cpu", seed=0) -> list[Tensor]:
-    """Q, K and V as views of one buffer, and the output's gradient."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, length, 4, heads, size, generator=generator).to(device, dtype)
-    return [*x[:, :, :3].clone().permute(2, 0, 3, 1, 4), x[:, :, 3].transpose(1, 2)]
-
-
-def defined(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> list[Tensor]:
-    """Output and gradients of the definition in float64."""
-    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    o = scaled_dot_product_attention(q, k, v, causal_mask(q.shape[-2], q.shape[-2], q.device) if causal else None)
-    return [o.detach(), *torch.autograd.grad(o, (q, k, v), do.double())]
-
-
-def assert_close(found, wanted, tolerance: float, slack: float = 0.0) -> None:
-    """Relative to the norm, which of gradients that vanish is a hundredth of the largest; `slack` is absolute."""
-    least = max(1e-2 * reference.norm().item() for reference in wanted)
-    for name, ours, reference in zip(("o", "dq", "dk", "dv"), found, wanted, strict=True):
-        allowed = tolerance * max(reference.norm().item(), least) + slack
-        assert (ours.double() - reference).norm().item() <= allowed, name
-
-
-def by_module(module, q, k, v, do, causal, **options) -> list[Tensor]:
-    """Output and gradients of one implementation, into views of one buffer that held something else."""
-    batch, heads, length, size = q.shape
-    made = torch.full((batch, length, 4, heads, size), 7.0, device=q.device, dtype=q.dtype)
-    o, *gradients = made.permute(2, 0, 3, 1, 4)
-    given, lse = module.forward(q, k, v, causal, o, **options)
-    assert given is o
-    module.backward(q, k, v, o, lse, do, causal, *gradients, **options)
-    return [o, *gradients]
-
 
 # the explanation
 
@@ -248,108 +204,6 @@ def test_portable_kernels_repeat_bit_by_bit(device):
     tensors = packed(1, 70, 2, 16, torch.float16, device)
     first, second = (by_module(attention, *tensors, True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-# Hopper's kernels
-
-
-def compiled_for_hopper() -> list[dict]:
-    """Lines of `tests/hopper_compilation.py`, in a process of its own: Triton must not be its interpreter there."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name("hopper_compilation.py"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def test_hopper_kernels_compile_without_a_gpu():
-    """For the chip, not on it: registers suffice, and matrix products stay asynchronous (ptxas says if not)."""
-    pytest.importorskip("triton")
-    rows = compiled_for_hopper()
-    assert {row["kernel"] for row in rows} == {"attention_forward_kernel", "attention_backward_kernel"}
-    for row in rows:
-        assert not row["serialized"], row
-        assert row["spilled_bytes"] <= (
-            128 if row["size"] == 128 and row["kernel"] == "attention_backward_kernel" else 0
-        ), row
-        assert row["shared_bytes"] <= 227 * 1024, row
-
-
-def hopper() -> bool:
-    return torch.cuda.is_available() and is_hopper(torch.device("cuda")) and hopper_kernels() is not None
-
-
-HOPPER = [
-    *((torch.bfloat16, size, length) for size in (16, 32, 48, 64, 80, 96, 128) for length in (17, 129, 1000)),
-    *((torch.bfloat16, 64, length) for length in (1, 64, 127, 256)),
-    *((torch.float16, size, 129) for size in (64, 80)),
-]
-"""Few of the combinations, since each kind of kernel is compiled for more than a second."""
-
-on_hopper = pytest.mark.skipif(not hopper(), reason="needs a GPU with Hopper's instructions")
-
-
-@pytest.mark.gpu
-@on_hopper
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("dtype", "size", "length"), HOPPER)
-def test_hopper_kernels_are_the_definition(dtype, size, length, causal, device):
-    from lmcore.kernels.gpu import attention_hopper
-    from lmcore.kernels.gpu.attention import block_of
-
-    tensors = q, k, v, do = packed(2, length, 3, size, dtype, device, seed=torch.randint(2**31, ()).item())
-    wanted = defined(*tensors, causal)
-    assert_close(by_module(attention_hopper, *tensors, causal), wanted, TOLERANCE[dtype])
-    # short sequences may have gone to the portable kernels: now all shapes of tiles that there are, whatever the length
-    for forward in {attention_hopper.forward_tiles(block_of(q), n) for n in (256, 4096)}:
-        found = [torch.empty_like(q) for _ in range(4)]
-        _, lse = attention_hopper.forward(q, k, v, causal, found[0], forward)
-        backward = attention_hopper.backward_tiles(max(32, block_of(q)))
-        attention_hopper.backward(q, k, v, found[0], lse, do, causal, *found[1:], backward)
-        assert_close(found, wanted, TOLERANCE[dtype])
-
-
-@pytest.mark.gpu
-@on_hopper
-def test_hopper_kernels_with_keys_far_below_zero(device):
-    """Keys behind the last position are zeros: their exponentials would overflow beside scores far below zero."""
-    q, k, v, do = packed(1, 100, 2, 64, torch.bfloat16, device)
-    q, k = q.abs() * 10, -k.abs() * 10
-    found = [*attention_forward(q, k, v, False)]
-    found[1:] = attention_backward(q, k, v, *found, do, False)
-    assert_close(found, defined(q, k, v, do, False), 0.05)
-
-
-@pytest.mark.gpu
-@on_hopper
-@pytest.mark.parametrize("size", [32, 64])
-def test_warpgroups_never_overtake_their_buffers(size, device):
-    """Thousands of programs at a time, many times: every shape of tiles gives the same bits again."""
-    from lmcore.kernels.gpu import attention_hopper
-
-    q, k, v, _ = packed(32, 512, 12, size, torch.bfloat16, device)
-    for tiles in {attention_hopper.forward_tiles(size, length) for length in (256, 4096)}:
-        first = attention_hopper.forward(q, k, v, True, torch.empty_like(q), tiles)
-        for _ in range(200):
-            again = attention_hopper.forward(q, k, v, True, torch.empty_like(q), tiles)
-            assert torch.equal(first[0], again[0])
-            assert torch.equal(first[1], again[1])
-
-
-@pytest.mark.gpu
-@on_hopper
-def test_hopper_kernels_repeat(device):
-    """But for dQ, whose parts are added in any order, unless determinism is asked for."""
-    q, k, v, do = packed(2, 1024, 4, 128, torch.bfloat16, device)
-    o, lse = attention_forward(q, k, v, True)
-    first = attention_backward(q, k, v, o, lse, do, True)
-    fixed = attention_backward(q, k, v, o, lse, do, True, deterministic=True)
-    for _ in range(10):
-        again = attention_backward(q, k, v, o, lse, do, True)
-        assert torch.equal(first[1], again[1])
-        assert torch.equal(first[2], again[2])
-        again = attention_backward(q, k, v, o, lse, do, True, deterministic=True)
-        assert all(torch.equal(a, b) for a, b in zip(fixed, again, strict=True))
 
 
 @pytest.mark.gpu
