@@ -198,22 +198,23 @@ def test_attention_kernel_at_real_sizes(gpu, case, parts):
 # ---------------------------------------------------------------------------------------------- the next token
 
 
-def state(rows: int, vocab: int, device: torch.device):
-    """tokens, steps, positions, embedding, x, copy of `advance`: at different steps, one row not in its last slot."""
+def state(rows: int, vocab: int, device: torch.device) -> plain.Sequences:
+    """Rows at different steps, one not in its last slot."""
     tokens = torch.full((4, rows), -7, dtype=torch.int32, device=device)
     steps = torch.arange(rows, dtype=torch.int32, device=device) * 3
     positions = torch.full((rows,), 9, dtype=torch.int32, device=device)
     positions[0] = 2
-    return tokens, steps, positions, draw(5, device)(vocab, 24), *torch.zeros(2, rows, 24, device=device)
+    x, copy = torch.zeros(2, rows, 24, device=device)
+    return plain.Sequences(tokens, steps, positions, draw(5, device)(vocab, 24), x, copy, num_slots=10)
 
 
 def check_state(after, chosen: list[int], rows: int, vocab: int, device: torch.device):
-    tokens, steps, positions, embedding, x, _ = state(rows, vocab, device)
+    tokens, steps, positions, embedding, x, *_ = state(rows, vocab, device)
     for row, token in enumerate(chosen):
         tokens[int(steps[row]) % 4, row] = token
         x[row] = embedding[max(token, 0)]
     expected = (tokens, steps + 1, (positions + 1).clamp(max=9), embedding, x, x)
-    for found, wanted in zip(after, expected, strict=True):
+    for found, wanted in zip(after[:6], expected, strict=True):
         assert torch.equal(found, wanted)
 
 
@@ -228,7 +229,7 @@ def test_greedy_takes_the_first_of_the_largest_and_marks_what_is_not_finite(requ
     logits[5, 65] = math.nan
     chosen = [5, int(logits[1, :60].argmax()), -1, -1, -1, int(logits[5, :60].argmax())]
     after = state(6, 67, device)
-    module.greedy(logits, 60, *after, 10)
+    module.greedy(logits, 60, after)
     check_state(after, chosen, 6, 67, device)
 
 
@@ -237,7 +238,7 @@ def test_advance_takes_the_token_that_it_is_given(request, kernel, device):
     module = request.getfixturevalue("gpu") if kernel else plain
     device = device if kernel else torch.device("cpu")
     after = state(3, 67, device)
-    module.advance(torch.tensor([3, -1, 66], device=device), *after, 10)
+    module.advance(torch.tensor([3, -1, 66], device=device), after)
     check_state(after, [3, -1, 66], 3, 67, device)
 
 
@@ -268,7 +269,7 @@ def check_sampled(module, logits, u, config, num_ids, slack=1e-6):
     at = after[1].long() % 4
     uniforms = torch.rand(4, rows).to(logits.device)
     uniforms[at, torch.arange(rows)] = u
-    module.sampled(logits, num_ids, config, uniforms, *after, 10)
+    module.sampled(logits, num_ids, config, uniforms, after)
     chosen = after[0][at, torch.arange(rows)].tolist()
     for token, possible in zip(chosen, allowed(logits[:, :num_ids], u, config, slack), strict=True):
         assert token in possible
@@ -299,7 +300,7 @@ def test_sampling_kernel_at_the_edges(gpu, device):
     after = state(5, 67, device)
     uniforms = torch.full((4, 5), 1 - 2**-24, device=device)  # the largest number there is
     at = after[1].long() % 4
-    gpu.sampled(logits, 60, GenerateConfig(top_p=0.91), uniforms, *after, 10)
+    gpu.sampled(logits, 60, GenerateConfig(top_p=0.91), uniforms, after)
     chosen = after[0][at, torch.arange(5)].tolist()
     q, ids = next_token_distribution(logits[:2, :60], GenerateConfig(top_p=0.91))
     assert chosen[:2] == [int(ids[row, (q[row] > 0).sum() - 1]) for row in range(2)]

@@ -204,11 +204,11 @@ class FusedDecoder:
             ops.linear_add(self._hidden, layer.down, x, copy, overlap=True)
         ops.norm_linear(copy, self._head, self._logits, overlap=True)
         embedding = self.model.token_embeddings.weight
-        state = (self._tokens, self._steps, self._positions, embedding, x, copy, self.num_slots)
+        sequences = ops.Sequences(self._tokens, self._steps, self._positions, embedding, x, copy, self.num_slots)
         if self.config.temperature == 0:
-            ops.greedy(self._logits, self.num_ids, *state, overlap=True)
+            ops.greedy(self._logits, self.num_ids, sequences, overlap=True)
         else:
-            ops.sampled(self._logits, self.num_ids, self.config, self._uniforms, *state, overlap=True)
+            ops.sampled(self._logits, self.num_ids, self.config, self._uniforms, sequences, overlap=True)
 
 
 class _Slots:

@@ -18,6 +18,7 @@ split into, F d_ff, V vocabulary.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -27,6 +28,20 @@ from lmcore.config import GenerateConfig
 from lmcore.functional import at_least_float32, silu
 from lmcore.kernels.support import runs_triton
 from lmcore.sampling import draw
+
+
+class Sequences(NamedTuple):
+    """What the end of a step writes, and the next one begins with."""
+
+    tokens: Int[Tensor, "capacity B"]
+    """A ring: row `steps % capacity` takes the tokens of this step."""
+    steps: Int[Tensor, "B"]
+    positions: Int[Tensor, "B"]
+    embedding: Float[Tensor, "V D"]
+    x: Float[Tensor, "B D"]
+    copy: Float[Tensor, "B D"]
+    num_slots: int
+    """The last slot is where a row that has ended stays."""
 
 
 def norm_linear(
@@ -106,28 +121,17 @@ def attend(
     heads.copy_(torch.einsum("bhs,bhsk->bhk", scores.softmax(dim=-1), values[:, :, :used].to(q.dtype)).flatten(1))
 
 
-def greedy(
-    logits: Float[Tensor, "B V"],
-    num_ids: int,
-    tokens: Int[Tensor, "capacity B"],
-    steps: Int[Tensor, "B"],
-    positions: Int[Tensor, "B"],
-    embedding: Float[Tensor, "V D"],
-    x: Float[Tensor, "B D"],
-    copy: Float[Tensor, "B D"],
-    num_slots: int,
-    overlap: bool = False,
-) -> None:
+def greedy(logits: Float[Tensor, "B V"], num_ids: int, sequences: Sequences, overlap: bool = False) -> None:
     """Takes the likeliest of the first `num_ids` tokens, the lowest of equal ones; -1 if a logit is not finite.
 
     See `advance` for the rest.
     """
-    if runs_triton(x.device):
-        _gpu().greedy(logits, num_ids, tokens, steps, positions, embedding, x, copy, num_slots, overlap)
+    if runs_triton(logits.device):
+        _gpu().greedy(logits, num_ids, sequences, overlap)
         return
     logits = logits[:, :num_ids]
     chosen = torch.where(logits.isfinite().all(dim=-1), logits.argmax(dim=-1), -1)
-    advance(chosen, tokens, steps, positions, embedding, x, copy, num_slots)
+    advance(chosen, sequences)
 
 
 def sampled(
@@ -135,13 +139,7 @@ def sampled(
     num_ids: int,
     config: GenerateConfig,
     uniforms: Float[Tensor, "capacity B"],
-    tokens: Int[Tensor, "capacity B"],
-    steps: Int[Tensor, "B"],
-    positions: Int[Tensor, "B"],
-    embedding: Float[Tensor, "V D"],
-    x: Float[Tensor, "B D"],
-    copy: Float[Tensor, "B D"],
-    num_slots: int,
+    sequences: Sequences,
     overlap: bool = False,
 ) -> None:
     """Draws from the first `num_ids` tokens as `lmcore.sampling.draw` does; -1 if a logit is not finite.
@@ -150,34 +148,25 @@ def sampled(
     token without sorting; where a uniform number is within rounding of the edge between two tokens it may take the
     other one.
     """
-    state = (tokens, steps, positions, embedding, x, copy, num_slots)
-    if runs_triton(x.device) and num_ids <= _gpu().MAX_SAMPLED:
-        _gpu().sampled(logits, num_ids, config, uniforms, *state, overlap)
+    if runs_triton(logits.device) and num_ids <= _gpu().MAX_SAMPLED:
+        _gpu().sampled(logits, num_ids, config, uniforms, sequences, overlap)
         return
     logits = logits[:, :num_ids]
-    u = uniforms.gather(0, (steps.long() % uniforms.shape[0]).unsqueeze(0)).squeeze(0)
+    u = uniforms.gather(0, (sequences.steps.long() % uniforms.shape[0]).unsqueeze(0)).squeeze(0)
     finite = logits.isfinite().all(dim=-1)
     chosen = draw(torch.where(finite.unsqueeze(-1), logits, 0.0), config, u)
-    advance(torch.where(finite, chosen, -1), *state)
+    advance(torch.where(finite, chosen, -1), sequences)
 
 
-def advance(
-    chosen: Int[Tensor, "B"],
-    tokens: Int[Tensor, "capacity B"],
-    steps: Int[Tensor, "B"],
-    positions: Int[Tensor, "B"],
-    embedding: Float[Tensor, "V D"],
-    x: Float[Tensor, "B D"],
-    copy: Float[Tensor, "B D"],
-    num_slots: int,
-) -> None:
+def advance(chosen: Int[Tensor, "B"], sequences: Sequences) -> None:
     """Notes the chosen tokens in row `steps % capacity` of `tokens`, and makes them the input of the next step.
 
     `steps` and `positions` grow by one, positions to the last slot at most (a row that has ended stays there).
     """
-    if runs_triton(x.device):
-        _gpu().advance(chosen, tokens, steps, positions, embedding, x, copy, num_slots)
+    if runs_triton(chosen.device):
+        _gpu().advance(chosen, sequences)
         return
+    tokens, steps, positions, embedding, x, copy, num_slots = sequences
     rows = torch.arange(len(steps), device=x.device)
     tokens[steps.long() % tokens.shape[0], rows] = chosen.to(tokens.dtype)
     steps.add_(1)

@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmcore.config import GenerateConfig
+from lmcore.kernels.decode import Sequences
 from lmcore.kernels.gpu.overlap import early, launch_options
 
 MAX_SAMPLED = 1 << 14
@@ -153,42 +154,37 @@ def _advance_kernel(
                 slots, D, BLOCK_D)  # fmt: skip
 
 
-def greedy(
-    logits: Tensor,
-    num_ids: int,
-    tokens: Tensor,
-    steps: Tensor,
-    positions: Tensor,
-    embedding: Tensor,
-    x: Tensor,
-    copy: Tensor,
-    num_slots: int,
-    overlap: bool = False,
-) -> None:
+def tensors_of(sequences: Sequences) -> tuple[Tensor, ...]:
+    """All of its tensors, in the kernels' order."""
+    return sequences[:6]
+
+
+def sizes_of(sequences: Sequences) -> tuple[int, int]:
+    """Capacity of the ring of tokens, and slots of the cache."""
+    return len(sequences.tokens), sequences.num_slots
+
+
+def widths_of(sequences: Sequences) -> dict[str, int]:
+    """d_model, and the power of two that holds it."""
+    d_model = sequences.x.shape[1]
+    return {"D": d_model, "BLOCK_D": triton.next_power_of_2(d_model)}
+
+
+def greedy(logits: Tensor, num_ids: int, sequences: Sequences, overlap: bool = False) -> None:
     batch, vocab = logits.shape
-    d_model = x.shape[1]
+    device = logits.device
     block = min(8192, triton.next_power_of_2(num_ids))
     _greedy_kernel[(batch,)](
-        logits, tokens, steps, positions, embedding, x, copy, batch, vocab, num_ids, tokens.shape[0], num_slots,
-        D=d_model, BLOCK_D=triton.next_power_of_2(d_model), BLOCK=block, EARLY=early(x.device),
-        num_warps=16 if block > 2048 else 4, **launch_options(x.device, overlap),
+        logits, *tensors_of(sequences), batch, vocab, num_ids, *sizes_of(sequences),
+        BLOCK=block, EARLY=early(device), num_warps=16 if block > 2048 else 4,
+        **widths_of(sequences), **launch_options(device, overlap),
     )  # fmt: skip
 
 
-def advance(
-    chosen: Tensor,
-    tokens: Tensor,
-    steps: Tensor,
-    positions: Tensor,
-    embedding: Tensor,
-    x: Tensor,
-    copy: Tensor,
-    num_slots: int,
-) -> None:
-    batch, d_model = x.shape
+def advance(chosen: Tensor, sequences: Sequences) -> None:
+    batch = len(chosen)
     _advance_kernel[(batch,)](
-        chosen, tokens, steps, positions, embedding, x, copy, batch, tokens.shape[0], num_slots,
-        D=d_model, BLOCK_D=triton.next_power_of_2(d_model), num_warps=4,
+        chosen, *tensors_of(sequences), batch, *sizes_of(sequences), num_warps=4, **widths_of(sequences)
     )  # fmt: skip
 
 
@@ -197,23 +193,17 @@ def sampled(
     num_ids: int,
     config: GenerateConfig,
     uniforms: Tensor,
-    tokens: Tensor,
-    steps: Tensor,
-    positions: Tensor,
-    embedding: Tensor,
-    x: Tensor,
-    copy: Tensor,
-    num_slots: int,
+    sequences: Sequences,
     overlap: bool = False,
 ) -> None:
     batch, vocab = logits.shape
-    d_model = x.shape[1]
+    device = logits.device
     block = triton.next_power_of_2(num_ids)
     cut = config.top_k is not None and config.top_k < num_ids
     _sampled_kernel[(batch,)](
-        logits, uniforms, tokens, steps, positions, embedding, x, copy, batch, vocab, num_ids,
-        tokens.shape[0], num_slots, max(config.temperature, torch.finfo(torch.float32).tiny), config.top_p,
+        logits, uniforms, *tensors_of(sequences), batch, vocab, num_ids, *sizes_of(sequences),
+        max(config.temperature, torch.finfo(torch.float32).tiny), config.top_p,
         config.top_k if cut else 0,
-        D=d_model, BLOCK_D=triton.next_power_of_2(d_model), BLOCK=block, TOP_K=cut, TOP_P=config.top_p < 1,
-        EARLY=early(x.device), num_warps=32 if block > 8192 else 8, **launch_options(x.device, overlap),
+        BLOCK=block, TOP_K=cut, TOP_P=config.top_p < 1, EARLY=early(device), num_warps=32 if block > 8192 else 8,
+        **widths_of(sequences), **launch_options(device, overlap),
     )  # fmt: skip
