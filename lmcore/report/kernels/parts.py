@@ -115,10 +115,7 @@ def _fastest(table: pd.DataFrame) -> str:
         "plain one"
     )
     if "plain operations" in ours["contestant"].iloc[0]:
-        text += (
-            "; without Triton it is plain operations, too, with clipped gradients in new memory instead of in place, "
-            "and gains nothing"
-        )
+        text += "; without Triton it is plain operations, too, and gains nothing of note"
     return text + "."
 
 
