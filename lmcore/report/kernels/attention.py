@@ -157,6 +157,8 @@ def agreement_answer(table: pd.DataFrame, reason: str | None = None) -> str:
         text += f" In {len(worse)} comparisons ours is more than twice as far off."
     else:
         text += " Nowhere is ours more than twice as far off as those."
+    if table["by"].str.contains("twins").any():
+        text += " Twins are the kernels' counterparts in plain PyTorch, which run where there is no GPU for Triton."
     if reason:
         text += f" The Triton code was not interpreted here: {reason}."
     shown = pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True)
@@ -166,11 +168,10 @@ def agreement_answer(table: pd.DataFrame, reason: str | None = None) -> str:
 def _agreement_row(rows: pd.DataFrame) -> dict[str, str]:
     first = rows.iloc[0]
     return {
-        "computed by": first["by"],
+        "by": first["by"].removeprefix("plain-PyTorch ").replace(" kernels", ""),
         "kernel": first["kernel"],
         "precision": first["precision"],
-        "shapes": f"{rows['shape'].nunique()}",
-        "comparisons": f"{len(rows)}",
+        "checks": f"{len(rows)}",
         "largest error": _small(rows["error"].max()),
         "plain operations": _small(rows["plain_error"].max()),
         "tolerance": scientific(first["tolerance"], 1),
