@@ -14,7 +14,7 @@ import torch
 
 from lmcore.device import device_name, select_device
 
-PACKAGES = ("torch", "numpy", "triton", "tiktoken", "safetensors", "einops")
+PACKAGES = ("torch", "numpy", "triton", "tiktoken", "safetensors", "einops", "transformers")
 
 
 def utc_now() -> str:
