@@ -44,8 +44,7 @@ class Readback:
         if values.is_cuda:
             self.values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self.values.copy_(values, non_blocking=True)
-            self.copied = torch.cuda.Event()
-            self.copied.record()
+            self.copied = torch.cuda.current_stream(values.device).record_event()
         else:
             self.values = values
 

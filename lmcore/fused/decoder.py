@@ -14,6 +14,7 @@ from torch import Tensor
 from lmcore.config import GenerateConfig, ModelConfig, replace, require
 from lmcore.fused.model import why_not as training_why_not
 from lmcore.kernels import decode as ops
+from lmcore.kernels.support import on_device_of
 from lmcore.model import Linear, TransformerBlock, TransformerLM
 
 GREEDY = GenerateConfig(temperature=0)
@@ -170,11 +171,12 @@ class FusedDecoder:
         if self.config.temperature > 0:
             require(uniforms is not None, "decode needs uniforms to draw tokens with.")
             self._uniforms[ring] = uniforms.to(self._uniforms)
-        for _ in range(num_tokens):
-            if self.device.type == "cuda":
-                self._replay()
-            else:
-                self._step()
+        with on_device_of(self._x):
+            for _ in range(num_tokens):
+                if self.device.type == "cuda":
+                    self._replay()
+                else:
+                    self._step()
         self._done += num_tokens
         return self._tokens[ring]
 

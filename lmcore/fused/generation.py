@@ -86,9 +86,7 @@ class _Generation:
             return _Chunk(tokens.cpu(), None), steps
         on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         on_host.copy_(tokens, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return _Chunk(on_host, arrived), steps
+        return _Chunk(on_host, torch.cuda.current_stream(tokens.device).record_event()), steps
 
     def _read(self, chunk: _Chunk) -> None:
         for tokens in chunk.rows():

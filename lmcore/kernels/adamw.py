@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lmcore.config import require
-from lmcore.kernels.support import runs_triton
+from lmcore.kernels.support import on_device_of, runs_triton
 from lmcore.optimizer import AdamW, gradient_norm
 
 
@@ -127,7 +127,8 @@ class FusedAdamW(AdamW):
         if self._table is None:
             update(self._slots, self._rows, self.norm if measured else None)
         else:
-            self._table.launch(self.norm if measured else None)
+            with on_device_of(self.norm):
+                self._table.launch(self.norm if measured else None)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
@@ -146,7 +147,8 @@ class FusedAdamW(AdamW):
         """Builds the tables and compiles the kernels for the present gradients, and changes nothing else."""
         self._build(self._with_gradient())
         if self._table is not None:
-            self._table.warm_up(self.max_grad_norm is not None)
+            with on_device_of(self.norm):
+                self._table.warm_up(self.max_grad_norm is not None)
 
     def _with_gradient(self) -> list[tuple[dict, Tensor, Tensor]]:
         """(group, parameter, gradient) of every parameter that has one."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmcore.config import require
 from lmcore.kernels import attention_tiled
-from lmcore.kernels.support import is_hopper, runs_triton
+from lmcore.kernels.support import is_hopper, on_device_of, runs_triton
 
 MAX_HEAD_SIZE = 128
 """Of the Triton kernels."""
@@ -59,7 +59,7 @@ def attention_forward(
     out = by_position(q) if out is None else out
     if q.numel() == 0:
         return out, log_sum_exp(q)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False), on_device_of(q):
         return kernels(q).forward(q, k, v, causal, out)
 
 
@@ -84,7 +84,7 @@ def attention_backward(
     if q.numel() == 0:
         return dq, dk, dv
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False), on_device_of(q):
         return kernels(q, deterministic).backward(q, k, v, o, lse, do, causal, dq, dk, dv)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lmcore.config import require
 from lmcore.errors import UserError
 from lmcore.functional import at_least_float32
-from lmcore.kernels.support import runs_triton
+from lmcore.kernels.support import on_device_of, runs_triton
 
 CHUNK_BYTES = 540 * 2**20
 """Most memory for the logits of a chunk: fewer chunks mean fewer passes over the sum of the weight's gradient."""
@@ -100,7 +100,8 @@ def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if runs_triton(tensor.device) and tensor.dtype != torch.float64 != dtype and tensor.is_contiguous():
         from lmcore.kernels.gpu.cross_entropy import scaled as in_one_pass
 
-        return in_one_pass(tensor, factor, dtype)
+        with on_device_of(tensor):
+            return in_one_pass(tensor, factor, dtype)
     if factor.device.type == "cpu" and factor.item() == 1:
         return tensor.to(dtype)
     return (tensor * factor).to(dtype)
@@ -149,7 +150,8 @@ def _chunks(
         part = slice(start, min(start + size, n))
         logits = buffer[: part.stop - start]
         torch.mm(x[part], weight.t(), out=logits)
-        softmax(logits, targets[part], losses[part], num_rows, scale)
+        with on_device_of(logits):
+            softmax(logits, targets[part], losses[part], num_rows, scale)
         if dx is not None:
             torch.mm(logits, weight, out=dx[part])
         if total is not None:

@@ -1,9 +1,11 @@
-"""Which of the kernels this machine can run."""
+"""Which of the kernels this machine can run, and where."""
 
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 HOPPER = (9, 0)
 """CUDA compute capability of the H100 and H200."""
@@ -24,3 +26,9 @@ def runs_triton(device: torch.device) -> bool:
 def is_hopper(device: torch.device) -> bool:
     """Whether the device has what Hopper's own instructions need (TMA, warpgroup matrix products)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Makes the CUDA device of `x` the current one, which is where Triton launches its kernels, whatever they are
+    given. Nothing for other devices."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
