@@ -5,11 +5,13 @@ import torch
 from attention_cases import assert_close, defined, packed
 
 from lmcore.config import GenerateConfig, ModelConfig, TrainConfig
-from lmcore.functional import cross_entropy
+from lmcore.functional import cross_entropy, silu
 from lmcore.generate import generate
 from lmcore.kernels.adamw import FusedAdamW
 from lmcore.kernels.attention import flash_attention
 from lmcore.kernels.cross_entropy import linear_cross_entropy
+from lmcore.kernels.rmsnorm import rmsnorm_forward, rmsnorm_plain
+from lmcore.kernels.swiglu import swiglu_forward
 from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW, gradient_clipping
 from lmcore.readback import Readback
@@ -36,6 +38,14 @@ def test_loss():
     found = torch.autograd.grad(linear_cross_entropy(x, weight, targets), (x, weight))
     wanted = torch.autograd.grad(cross_entropy(x.double() @ weight.double().T, targets), (x, weight))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_elementwise_kernels():
+    x, branch = torch.randn(2, 9, 48, device=OTHER)
+    gain = torch.rand(48, device=OTHER)
+    torch.testing.assert_close(rmsnorm_forward(x, gain, branch=branch)[:2], rmsnorm_plain(x, gain, branch=branch))
+    a, b = x.chunk(2, dim=1)
+    torch.testing.assert_close(swiglu_forward(x), silu(a) * b)
 
 
 def test_adamw():

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lmcore.functional import at_least_float32
-from lmcore.kernels.support import runs_triton
+from lmcore.kernels.support import on_device_of, runs_triton
 
 
 def sorted_tokens(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,8 @@ def embedding_backward_(
     if runs_triton(dx.device):
         from lmcore.kernels.gpu import embedding
 
-        return embedding.embedding_backward_(dx, sorted_ids, order, gradient, accumulate)
+        with on_device_of(dx):
+            return embedding.embedding_backward_(dx, sorted_ids, order, gradient, accumulate)
     wide, sorted_ids = at_least_float32(dx), sorted_ids.long()
     sums = wide.new_zeros(gradient.shape).index_add_(0, sorted_ids, wide[order])
     if accumulate:

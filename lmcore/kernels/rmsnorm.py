@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmcore.functional import at_least_float32
-from lmcore.kernels.support import runs_triton
+from lmcore.kernels.support import on_device_of, runs_triton
 
 
 def rmsnorm_forward(
@@ -22,7 +22,8 @@ def rmsnorm_forward(
     if runs_triton(x.device):
         from lmcore.kernels.gpu import rmsnorm
 
-        return rmsnorm.rmsnorm_forward(x, gain, eps, branch, y)
+        with on_device_of(x):
+            return rmsnorm.rmsnorm_forward(x, gain, eps, branch, y)
     total = x if branch is None else (at_least_float32(x) + branch).to(x.dtype)
     wide = at_least_float32(total)
     rstd = (wide.square().mean(dim=-1) + eps).rsqrt()
@@ -48,7 +49,8 @@ def rmsnorm_backward(
     if runs_triton(x.device):
         from lmcore.kernels.gpu import rmsnorm
 
-        return rmsnorm.rmsnorm_backward(dy, x, gain, rstd, residual, dx, partials)
+        with on_device_of(x):
+            return rmsnorm.rmsnorm_backward(dy, x, gain, rstd, residual, dx, partials)
     wide_dy, xhat = at_least_float32(dy), at_least_float32(x) * rstd[:, None]
     weighted = wide_dy * gain
     result = rstd[:, None] * (weighted - xhat * (weighted * xhat).mean(dim=-1, keepdim=True))
@@ -73,7 +75,8 @@ def sum_partials(partials: Tensor, out: Tensor) -> Tensor:
     if runs_triton(partials.device):
         from lmcore.kernels.gpu import rmsnorm
 
-        return rmsnorm.sum_partials(partials, out)
+        with on_device_of(partials):
+            return rmsnorm.sum_partials(partials, out)
     return torch.sum(partials, dim=1, out=out)
 
 

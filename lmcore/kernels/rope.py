@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lmcore.functional import at_least_float32
-from lmcore.kernels.support import runs_triton
+from lmcore.kernels.support import on_device_of, runs_triton
 
 
 def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, seq_length: int, inverse: bool = False) -> Tensor:
@@ -18,7 +18,8 @@ def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, seq_length: int, inverse: bool 
     if runs_triton(qkv.device):
         from lmcore.kernels.gpu import rope
 
-        return rope.rope_(qkv, cos, sin, seq_length, inverse)
+        with on_device_of(qkv):
+            return rope.rope_(qkv, cos, sin, seq_length, inverse)
     rows, width = qkv.shape
     half = cos.shape[1]
     heads = qkv[:, : 2 * width // 3].view(rows // seq_length, seq_length, -1, half, 2)

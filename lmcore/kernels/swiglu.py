@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lmcore.functional import at_least_float32, silu
-from lmcore.kernels.support import runs_triton
+from lmcore.kernels.support import on_device_of, runs_triton
 
 
 def swiglu_forward(ab: Tensor, h: Tensor | None = None) -> Tensor:
@@ -12,7 +12,8 @@ def swiglu_forward(ab: Tensor, h: Tensor | None = None) -> Tensor:
     if runs_triton(ab.device):
         from lmcore.kernels.gpu import swiglu
 
-        return swiglu.swiglu_forward(ab, h)
+        with on_device_of(ab):
+            return swiglu.swiglu_forward(ab, h)
     a, b = at_least_float32(ab).chunk(2, dim=-1)
     result = (silu(a) * b).to(ab.dtype)
     return result if h is None else h.copy_(result)
@@ -26,7 +27,8 @@ def swiglu_backward_(dh: Tensor, ab: Tensor) -> Tensor:
     if runs_triton(ab.device):
         from lmcore.kernels.gpu import swiglu
 
-        return swiglu.swiglu_backward_(dh, ab)
+        with on_device_of(ab):
+            return swiglu.swiglu_backward_(dh, ab)
     a, b = at_least_float32(ab).chunk(2, dim=-1)
     wide, s = at_least_float32(dh), torch.sigmoid(a)
     gradients = torch.cat((wide * b * s * (1 + a * (1 - s)), wide * a * s), dim=-1)

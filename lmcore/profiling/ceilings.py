@@ -71,11 +71,12 @@ class Timer:
         self._synchronize()
         for _ in range(flushes):
             self.buffer.zero_()
-        begin.record()
+        stream = torch.cuda.current_stream(self.device)
+        begin.record(stream)
         began = default_timer()
         function()
         issued = default_timer() - began
-        end.record()
+        end.record(stream)
         self._synchronize()
         return begin.elapsed_time(end) / 1e3, issued
 

@@ -38,7 +38,7 @@ class Stopwatch:
         """The present moment: a recorded CUDA event, or the wall clock once the device has done its work."""
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(torch.cuda.current_stream(self.workload.device))
             return event
         self.workload.synchronize()
         return default_timer()
