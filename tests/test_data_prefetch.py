@@ -142,7 +142,7 @@ def test_leaving_early_ends_the_thread(taken):
         pass
 
 
-def test_an_interrupt_reaches_the_one_who_waits(monkeypatch):
+def test_an_interrupt_reaches_the_one_who_waits(monkeypatch, request):
     """Ctrl-C while the next batch is awaited."""
     asked, slow = threading.Event(), threading.Event()
 
@@ -157,6 +157,9 @@ def test_an_interrupt_reaches_the_one_who_waits(monkeypatch):
         reader.take()
 
     monkeypatch.setattr(prefetch, "starts_at_step", starts)
+    # what a shell starts in the background ignores the signal
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
     with BatchReader(np.arange(100), train_config(), 0, pinned=False) as reader:
         with pytest.raises(KeyboardInterrupt):
             ask(reader)
