@@ -32,6 +32,15 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Models this small are slower with more threads, which wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Folder of real corpora and tokenizer files (tinystories/, gpt2/, …); the test is skipped where there is none."""

@@ -19,13 +19,7 @@ CONTEXT, VOCAB = 12, 67
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small are slower with more threads, which wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build(seed: int = 0, device: torch.device = CPU, **changes) -> TransformerLM:

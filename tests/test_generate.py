@@ -18,13 +18,7 @@ EOT = 256
 CONTEXT = 12
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small are slower with more threads, which wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class ByteTokenizer:

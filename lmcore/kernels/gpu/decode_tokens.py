@@ -171,6 +171,7 @@ def widths_of(sequences: Sequences) -> dict[str, int]:
 
 
 def greedy(logits: Tensor, num_ids: int, sequences: Sequences, overlap: bool = False) -> None:
+    """See `lmcore.kernels.decode.greedy`."""
     batch, vocab = logits.shape
     device = logits.device
     block = min(8192, triton.next_power_of_2(num_ids))
@@ -182,6 +183,7 @@ def greedy(logits: Tensor, num_ids: int, sequences: Sequences, overlap: bool = F
 
 
 def advance(chosen: Tensor, sequences: Sequences) -> None:
+    """See `lmcore.kernels.decode.advance`."""
     batch = len(chosen)
     _advance_kernel[(batch,)](
         chosen, *tensors_of(sequences), batch, *sizes_of(sequences), num_warps=4, **widths_of(sequences)
@@ -196,6 +198,7 @@ def sampled(
     sequences: Sequences,
     overlap: bool = False,
 ) -> None:
+    """See `lmcore.kernels.decode.sampled`."""
     batch, vocab = logits.shape
     device = logits.device
     block = triton.next_power_of_2(num_ids)

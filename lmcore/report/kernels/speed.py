@@ -12,7 +12,7 @@ import pandas as pd
 
 from lmcore.config import require
 from lmcore.files import read_json
-from lmcore.report.answers import format_bytes, format_count, format_percent, format_significant
+from lmcore.report.answers import format_count, format_percent, format_significant
 
 NAME = "speed.json"
 
@@ -159,8 +159,3 @@ def rate_words(row: dict[str, Any] | None) -> str:
     if row is None or pd.isna(row["rate"]):
         return ""
     return f"{three_digits(row['rate'])} {row['rate_unit']}"
-
-
-def bytes_words(row: dict[str, Any] | None) -> str:
-    """The memory of a row, if it is known."""
-    return "" if row is None or pd.isna(row["peak_bytes"]) else format_bytes(row["peak_bytes"])

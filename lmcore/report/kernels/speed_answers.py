@@ -24,9 +24,6 @@ NO_FILE = (
     "`python benchmarks/speed.py` does it on a GPU and writes the table here."
 )
 
-SUMMARIZED = ("step", "attention", "optimizer", "loss", "decode")
-"""Groups of which the README shows the rows that have a target."""
-
 
 def speed_table(speed: Speed, only_targets: bool = False) -> str:
     """Every piece of work as a row of a Markdown table: ours, the best peer, the ratio, and the target.
