@@ -58,7 +58,7 @@ def forward(size: int, length: int, causal: bool) -> dict:
     m, n, stages, registers, mean = attention_hopper.forward_tiles(size, length)
     queries, keys = tile(64, size), tile(n, size)
     types = {"q_desc": queries, "k_desc": keys, "v_desc": keys, "o_desc": queries, "lse_ptr": "*fp32"}
-    types |= {"heads": "i32", "length": "i32", "lse_rows": "i32", "scale": "fp32"}
+    types |= dict.fromkeys(("all_heads", "heads", "group", "length", "lse_rows"), "i32") | {"scale": "fp32"}
     shape = {"C": m // 64, "BN": n, "D": size, "DEPTH": size, "ST": stages, "CAUSAL": causal}
     return compiled(attention_forward_kernel, types, shape, registers, mean)
 
@@ -68,7 +68,7 @@ def backward(size: int, length: int, causal: bool) -> dict:
     queries, keys, half = tile(m, size), tile(n, size), tile(n // 2, size)
     types = {"q_desc": queries, "do_desc": queries, "k_desc": keys, "v_desc": keys, "lse_desc": row(m)}
     types |= {"delta_desc": row(m), "dq_desc": tile(m, size // 2, "fp32", gl.float32), "dk_desc": half, "dv_desc": half}
-    types |= {"heads": "i32", "length": "i32", "scale2": "fp32", "scale": "fp32"}
+    types |= dict.fromkeys(("all_heads", "heads", "group", "length"), "i32") | {"scale2": "fp32", "scale": "fp32"}
     shape = {"BM": m, "BN": n, "D": size, "DEPTH": size, "ST": stages, "CAUSAL": causal}
     return compiled(attention_backward_kernel, types, shape, registers, mean)
 

@@ -156,6 +156,34 @@ def test_portable_kernels_are_the_definition(length, size, causal, dtype, device
     assert_close(by_module(attention, *tensors, causal), defined(*tensors, causal), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 100])
+def test_any_number_of_heads_in_a_group(group, device, monkeypatch):
+    """Programs go by length over the heads of a group, of which the last may have fewer."""
+    pytest.importorskip("triton")
+    from lmcore.kernels.gpu import attention
+
+    monkeypatch.setattr(attention, "heads_of_group", lambda *given: group)
+    q, k, v, do = packed(1, 70, 5, 16, device=device)
+    found = [torch.full_like(q, math.nan) for _ in range(4)]
+    _, lse = attention.forward(q, k, v, True, found[0], attention.Tiles(16, 32, 4, 1))
+    attention.backward(q, k, v, found[0], lse, do, True, *found[1:], {"both": attention.Tiles(32, 32, 4, 1)})
+    assert_close(found, defined(q, k, v, do, True), 1e-5)
+
+
+def test_groups_fill_a_part_of_the_cache(device):
+    """All heads of short sequences, few of long ones, one at least; one without a mask, where no order is better."""
+    pytest.importorskip("triton")
+    from lmcore.kernels.gpu.attention import heads_of_group
+
+    short = torch.empty(2, 3, 64, 64, device=device, dtype=torch.float16)
+    assert heads_of_group(short, True) == heads_of_group(short, True, backward=True) == 6
+    assert heads_of_group(short, False) == 1
+    long = short[:, :1, :1, :1].expand(2, 3, 2**26, 64)
+    assert heads_of_group(long, True) == 1
+    some = [heads_of_group(short[:1, :1, :1].expand(1, 2**20, 2**12, 64), True, part) for part in (False, True)]
+    assert 1 <= some[1] < some[0] < 2**10
+
+
 @pytest.mark.parametrize("length", [1, 5, 64, 65, 128, 129])
 def test_rows_of_the_log_sum_exp_behind_the_last_position_are_infinite(length, device, monkeypatch):
     """All of them: what an operator gives back is the same every time, and no probability there can be a number."""

@@ -31,10 +31,7 @@ class Tiles(NamedTuple):
 
 
 def forward_tiles(q: Tensor) -> Tiles:
-    """Tiles of the forward pass by type and head size, by measurement on the H200.
-
-    At least 64 queries: the last program also writes the rows of the log-sum-exp behind its tile, one tile at most.
-    """
+    """Tiles of the forward pass by type and head size, by measurement on the H200."""
     size = block_of(q)
     if q.dtype == torch.float32:
         return Tiles(64, 32, 4, 1 if size > 64 else 2)
@@ -78,15 +75,29 @@ def lse_rows_of(length: int) -> int:
     return triton.cdiv(length, 128) * 128
 
 
+def heads_of_group(q: Tensor, causal: bool, backward: bool = False) -> int:
+    """Heads whose tiles are put in order of their length together, since a long program at the end is waited for.
+
+    What all programs of a group read over and over again fills half of the second-level cache: keys and values, or
+    queries, gradients of the output and sums of dQ in float32. Without a mask all are of one length: head by head.
+    """
+    batch, heads, length, size = q.shape
+    if not causal:
+        return 1
+    cache = torch.cuda.get_device_properties(q.device).L2_cache_size if q.is_cuda else 2**25
+    bytes_of_head = length * size * (2 * q.element_size() + (4 if backward else 0))
+    return max(1, min(batch * heads, cache // 2 // bytes_of_head))
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, out: Tensor, tiles: Tiles | None = None):
     """Output and log-sum-exp; see `lmcore.kernels.attention.attention_forward`."""
     batch, heads, length, size = q.shape
     lse = torch.empty(batch, heads, lse_rows_of(length), device=q.device, dtype=torch.float32)
     m, n, warps, stages = tiles or forward_tiles(q)
     attention_forward_kernel[(triton.cdiv(length, m) * batch * heads,)](
-        q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], heads, length,
-        lse.shape[-1], LOG2_E.value / math.sqrt(size), m, n, size, block_of(q), causal, precision_of(q),
-        num_warps=warps, num_stages=stages,
+        q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], batch * heads,
+        heads, heads_of_group(q, causal), length, lse.shape[-1], LOG2_E.value / math.sqrt(size), m, n, size,
+        block_of(q), causal, precision_of(q), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse
 
@@ -99,10 +110,12 @@ def backward(
     batch, heads, length, size = q.shape
     delta = torch.empty_like(lse)
     strides = [stride for x in (q, k, v, o, do, dq, dk, dv) for stride in x.stride()[:3]]
+    group = heads_of_group(q, causal)
     for part, (m, n, warps, stages) in (tiles or backward_tiles(q)).items():
         programs = triton.cdiv(length, m) * batch * heads * (2 if part == "both" else 1)
         attention_backward_kernel[(programs,)](
-            q, k, v, o, do, dq, dk, dv, lse, delta, *strides, heads, length, lse.shape[-1], 1 / math.sqrt(size), m, n,
-            size, block_of(q), causal, precision_of(q), part, num_warps=warps, num_stages=stages,
+            q, k, v, o, do, dq, dk, dv, lse, delta, *strides, batch * heads, heads, group, length, lse.shape[-1],
+            1 / math.sqrt(size), m, n, size, block_of(q), causal, precision_of(q), part, num_warps=warps,
+            num_stages=stages,
         )  # fmt: skip
     return dq, dk, dv

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from lmcore.kernels.gpu.attention_forward import LOG2_E, store_tile, tile_of
+from lmcore.kernels.gpu.attention_forward import LOG2_E, store_tile, tile_and_head, tile_of
 
 # signatures and calls of kernels are lists of operands: they stay as they are written
 # fmt: off
@@ -114,14 +114,16 @@ def key_gradients(q, k, v, o, do, dk, dv, lse, delta, q_b, q_h, q_t, k_b, k_h, k
     store_tile(dv, dv_b, dv_h, dv_t, bh, heads, keys, T, dv_tile, SIZE, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["all_heads", "group"])
 def attention_backward_kernel(q, k, v, o, do, dq, dk, dv, lse, delta, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b,
-                              o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, heads,
-                              T, lse_rows, scale, M: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr,
-                              D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr):
+                              o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+                              all_heads, heads, group, T, lse_rows, scale, M: tl.constexpr, N: tl.constexpr,
+                              SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+                              PART: tl.constexpr):
     """dQ of a tile of M positions, or dK and dV of one; for both, even programs do the first and odd ones the second.
 
-    With a causal mask the last queries have most keys and the first keys most queries: these start first.
+    With a causal mask the last queries have most keys and the first keys most queries: those of a group of heads start
+    first.
     """
     tiles = tl.cdiv(T, M)
     program = tl.program_id(0)
@@ -129,8 +131,7 @@ def attention_backward_kernel(q, k, v, o, do, dq, dk, dv, lse, delta, q_b, q_h, 
     if PART == "both":
         of_keys = program % 2 == 1
         program = program // 2
-    bh = program // tiles
-    tile = program % tiles
+    tile, bh = tile_and_head(program, tiles, all_heads, group)
     if of_keys:
         key_gradients(q, k, v, o, do, dk, dv, lse, delta, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
                       do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, tile, bh, heads, T, lse_rows, scale, N, M,

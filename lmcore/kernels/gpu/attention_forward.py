@@ -13,6 +13,15 @@ LOG2_E: tl.constexpr = tl.constexpr(1 / math.log(2))
 
 
 @triton.jit
+def tile_and_head(program, tiles, all_heads, group):
+    """The longest programs first: the first tiles of all heads of a group, then their second ones, and so on."""
+    before = program // (group * tiles) * group
+    here = tl.minimum(group, all_heads - before)
+    rest = program % (group * tiles)
+    return rest // here, before + rest % here
+
+
+@triton.jit
 def tile_of(pointer, stride_b, stride_h, stride_t, bh, heads, rows, T, SIZE: tl.constexpr, D: tl.constexpr,
             CHECK: tl.constexpr):
     """Loads rows of one head, zeros where there is nothing."""
@@ -59,14 +68,14 @@ def attend(q, acc, m, total, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, rows
     return acc, m, total
 
 
-@triton.jit
-def attention_forward_kernel(q, k, v, o, lse, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, heads, T,
-                             lse_rows, scale, M: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-                             CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
-    """One tile of queries of one head; with a causal mask those with most keys start first."""
+@triton.jit(do_not_specialize=["all_heads", "group"])
+def attention_forward_kernel(q, k, v, o, lse, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, all_heads,
+                             heads, group, T, lse_rows, scale, M: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr,
+                             D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
+    """One tile of queries of one head; of a group of heads those with most keys start first."""
     tiles = tl.cdiv(T, M)
-    tile = tiles - 1 - tl.program_id(0) % tiles
-    bh = tl.program_id(0) // tiles
+    rank, bh = tile_and_head(tl.program_id(0), tiles, all_heads, group)
+    tile = tiles - 1 - rank
     rows = tile * M + tl.arange(0, M)
     q_tile = tile_of(q, q_b, q_h, q_t, bh, heads, rows, T, SIZE, D, True)
     acc = tl.zeros([M, D], tl.float32)
@@ -85,5 +94,8 @@ def attention_forward_kernel(q, k, v, o, lse, q_b, q_h, q_t, k_b, k_h, k_t, v_b,
     value = tl.where(rows < T, m + tl.log2(total), float("inf"))
     lse_at = lse + bh.to(tl.int64) * lse_rows + rows
     tl.store(lse_at, value, mask=rows < lse_rows)
-    if tile == tiles - 1:  # whole pieces of 128 rows: at most one tile more
-        tl.store(lse_at + M, tl.full([M], float("inf"), tl.float32), mask=rows + M < lse_rows)
+    if tile == tiles - 1:  # whole pieces of 128 rows
+        for _ in tl.static_range(128 // M - 1):
+            rows += M
+            lse_at += M
+            tl.store(lse_at, tl.full([M], float("inf"), tl.float32), mask=rows < lse_rows)

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from lmcore.kernels.gpu import attention
-from lmcore.kernels.gpu.attention import block_of, lse_rows_of
+from lmcore.kernels.gpu.attention import block_of, heads_of_group, lse_rows_of
 from lmcore.kernels.gpu.attention_forward import LOG2_E
 from lmcore.kernels.gpu.attention_hopper_backward import (
     attention_backward_kernel,
@@ -84,8 +84,9 @@ def forward(
     m, n, stages, registers, mean = tiles or forward_tiles(block, length)
     attention_forward_kernel[(triton.cdiv(length, m) * batch * heads,)](
         tile_descriptor(q, 64, block), tile_descriptor(k, n, block), tile_descriptor(v, n, block),
-        tile_descriptor(o, 64, block), lse, heads, length, rows, LOG2_E.value / math.sqrt(size), m // 64, n, block,
-        depth_of(size, block), stages, causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
+        tile_descriptor(o, 64, block), lse, batch * heads, heads, heads_of_group(q, causal), length, rows,
+        LOG2_E.value / math.sqrt(size), m // 64, n, block, depth_of(size, block), stages, causal, registers,
+        PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
     )  # fmt: skip
     return (out if o is out else out.copy_(o)), lse
 
@@ -111,8 +112,9 @@ def backward(
         tile_descriptor(q, m, block), tile_descriptor(do, m, block), tile_descriptor(k, n, block),
         tile_descriptor(v, n, block), row_descriptor(lse.flatten(0, 1), m), row_descriptor(delta.flatten(0, 1), m),
         tile_descriptor(sums, m, block // 2), tile_descriptor(made[0], n // 2, block),
-        tile_descriptor(made[1], n // 2, block), heads, length, scale * LOG2_E.value, scale, m, n, block,
-        depth_of(size, block), stages, causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
+        tile_descriptor(made[1], n // 2, block), batch * heads, heads, heads_of_group(q, causal, backward=True), length,
+        scale * LOG2_E.value, scale, m, n, block, depth_of(size, block), stages, causal, registers,
+        PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
     )  # fmt: skip
     attention_finish_kernel[(triton.cdiv(length, 32) * batch * heads,)](
         sums, dq, *dq.stride()[:3], heads, length, scale, size, block_of(q), 32

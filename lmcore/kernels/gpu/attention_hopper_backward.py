@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from lmcore.kernels.gpu.attention_forward import tile_and_head
 from lmcore.kernels.gpu.hopper import as_matrix, features_product, load_tile, tma_add
 
 # signatures and calls of kernels are lists of operands: they stay as they are written
@@ -178,12 +179,12 @@ def backward_consumer(dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, del
     tma.store_wait(0)
 
 
-@gluon.jit
-def attention_backward_kernel(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, heads,
-                              length, scale2, scale, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-                              DEPTH: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
-                              PRODUCER_REGISTERS: gl.constexpr):
-    """One tile of BN keys of one head; with a causal mask the first have the most queries, and start first."""
+@gluon.jit(do_not_specialize=["all_heads", "group"])
+def attention_backward_kernel(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc,
+                              all_heads, heads, group, length, scale2, scale, BM: gl.constexpr, BN: gl.constexpr,
+                              D: gl.constexpr, DEPTH: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr,
+                              REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
+    """One tile of BN keys of one head; with a causal mask a group's first ones have most queries, and start first."""
     dtype: gl.constexpr = q_desc.dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
@@ -214,10 +215,9 @@ def attention_backward_kernel(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_d
         mbarrier.init(q_empty.index(i), count=2)
         mbarrier.init(do_empty.index(i), count=2)
     fence_async_shared()
-    tiles = gl.cdiv(length, BN)
-    tile = gl.program_id(0) % tiles
-    batch = gl.program_id(0) // tiles // heads
-    head = gl.program_id(0) // tiles % heads
+    tile, bh = tile_and_head(gl.program_id(0), gl.cdiv(length, BN), all_heads, group)
+    batch = bh // heads
+    head = bh % heads
     first = 0
     if CAUSAL:
         first = tile * BN // BM

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from lmcore.kernels.gpu.attention_forward import tile_and_head
 from lmcore.kernels.gpu.hopper import as_matrix, features_product, load_tile
 
 # signatures and calls of kernels are lists of operands: they stay as they are written
@@ -126,7 +127,7 @@ def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexp
     lse = gl.where(rows < length, m + gl.log2(total), float("inf"))  # no probability behind the last position
     lse_at = lse_ptr + (batch * heads + head).to(gl.int64) * lse_rows + rows
     gl.store(lse_at, lse, mask=rows < lse_rows)
-    if W == 2:  # tiles of three warpgroups may leave the last 64 rows
+    if C % 2 == 1 and W == C - 1:  # odd numbers of warpgroups may leave the last 64 rows
         behind = (first + C * ROWS >= length) & (rows + ROWS < lse_rows)
         gl.store(lse_at + ROWS, gl.full([ROWS], float("inf"), gl.float32, layout=ROWS_S), mask=behind)
     q.store(acc.to(dtype))
@@ -135,11 +136,11 @@ def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexp
     tma.store_wait(0)
 
 
-@gluon.jit
-def attention_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, length, lse_rows, scale, C: gl.constexpr,
-                             BN: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, ST: gl.constexpr,
+@gluon.jit(do_not_specialize=["all_heads", "group"])
+def attention_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, all_heads, heads, group, length, lse_rows, scale,
+                             C: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, ST: gl.constexpr,
                              CAUSAL: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
-    """One tile of 64 C queries of one head; with a causal mask those with most keys start first."""
+    """One tile of 64 C queries of one head; of a group of heads those with most keys start first."""
     dtype: gl.constexpr = q_desc.dtype
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_s = gl.allocate_shared_memory(dtype, [C, 1, 1, ROWS, D], q_desc.layout)
@@ -159,14 +160,23 @@ def attention_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, len
         mbarrier.init(v_empty.index(i), count=C)
     fence_async_shared()
     blocks = gl.cdiv(length, C * ROWS)
-    first = (blocks - 1 - gl.program_id(0) % blocks) * C * ROWS
-    batch = gl.program_id(0) // blocks // heads
-    head = gl.program_id(0) // blocks % heads
+    tile, bh = tile_and_head(gl.program_id(0), blocks, all_heads, group)
+    first = (blocks - 1 - tile) * C * ROWS
+    batch = bh // heads
+    head = bh % heads
     tiles = key_tiles(first + C * ROWS - 1, length, BN, CAUSAL)
     rings = (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty)
     place = (first, tiles, batch, head)
     sizes = (heads, length, lse_rows)
-    if C == 2:
+    if C == 1:
+        gl.warp_specialize(
+            [
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, C, BN, D, DEPTH, ST, CAUSAL)),
+                (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BN, ST)),
+            ],
+            [1], [PRODUCER_REGISTERS],
+        )
+    elif C == 2:
         gl.warp_specialize(
             [
                 (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, C, BN, D, DEPTH, ST, CAUSAL)),
