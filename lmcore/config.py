@@ -195,6 +195,9 @@ class GenerateConfig:
     top_k: int | None = None
     seed: int = 0
     kv_cache: bool = True
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """bf16 and fp16 are mixed precision by autocast, for the fused decoder the type of its weights; with fp32 an
+    autocast around the call decides."""
     ops: Literal["plain", "fused"] = "plain"
     """plain: the model as it is; fused: our decoding kernels with a static cache, where they cover the model."""
 

@@ -71,6 +71,18 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     return torch.autocast(device.type, dtype=dtypes[precision])
 
 
+def require_precision(device: torch.device, precision: str) -> None:
+    """Raises `UserError` unless the device computes in this precision."""
+    try:
+        with autocast(device, precision):
+            torch.ones(2, 2, device=device) @ torch.ones(2, 2, device=device)
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        raise UserError(
+            f"{device.type} does not compute in {precision} ({why}); choose another --precision or --device."
+        ) from None
+
+
 def set_matmul_precision(device: torch.device, precision: str) -> None:
     """Lets float32 matmuls use TF32 on CUDA for every precision but fp32. MPS is left alone: it trains wrongly then."""
     if device.type == "cuda":

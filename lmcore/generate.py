@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lmcore.config import GenerateConfig, require
+from lmcore.device import autocast, require_precision
 from lmcore.model import TransformerLM
 from lmcore.sampling import sample_next
 
@@ -144,23 +145,41 @@ def generate(
     - With `config.ops` "fused" the decoder of `lmcore.fused` makes the same tokens (up to rounding of the logits) where
       it covers the model; a printed line says where it does not. `on_token` comes a few tokens later then.
 
-    The model is in evaluation mode meanwhile, and then as it was. The caller chooses the precision, with
-    `lmcore.device.autocast` around the call.
+    The model is in evaluation mode meanwhile, and then as it was. `config.precision` is the precision; with its fp32
+    the caller may choose another, with `lmcore.device.autocast` around the call.
     Raises `UserError` for a prompt longer than the context, ids outside the vocabulary, an empty prompt without
-    `eot_id`, no ids to sample from, and logits that are not finite.
+    `eot_id`, no ids to sample from, a precision that the device lacks, and logits that are not finite.
     """
     config = config or GenerateConfig()
     windows = [_checked(i, prompt, model, eot_id) for i, prompt in enumerate(prompts)]
     require(num_ids is None or num_ids > 0, f"num_ids must be at least 1 or None, not {num_ids}.")
+    if not windows:
+        return []
+    device = next(model.parameters()).device
+    if config.precision != "fp32":
+        require_precision(device, config.precision)
+    with autocast(device, config.precision):
+        if config.ops == "fused" and (dtype := _fused_dtype(model, config)) is not None:
+            from lmcore.fused.generation import fused_generate
+
+            return fused_generate(model, windows, config, dtype, eot_id, on_token, num_ids)
+        return _plain_generate(model, windows, config, eot_id, on_token, num_ids)
+
+
+def _plain_generate(
+    model: TransformerLM,
+    windows: list[list[int]],
+    config: GenerateConfig,
+    eot_id: int | None,
+    on_token: Callable[[int, int], None] | None,
+    num_ids: int | None,
+) -> list[list[int]]:
+    """`generate` of checked windows, at least one, by the model's own forward pass."""
     outputs: list[list[int]] = [[] for _ in windows]
     generators = [torch.Generator().manual_seed(config.seed + row) for row in range(len(windows))]
     context = model.config.context_length
-    if config.ops == "fused" and windows and (dtype := _fused_dtype(model, config)) is not None:
-        from lmcore.fused.generation import fused_generate
-
-        return fused_generate(model, windows, config, dtype, eot_id, on_token, num_ids)
     forward = PlainForward(model)
-    if config.kv_cache and windows:
+    if config.kv_cache:
         num_slots = min(context, max(map(len, windows)) + config.max_new_tokens)
         forward = CachedForward(model, len(windows), num_slots)
     active = list(range(len(windows)))

@@ -78,6 +78,7 @@ def test_train_exit_codes(trained, state, code):
         (["train", "--run", "r", "--config", "nowhere.json"], "nowhere.json"),
         (["train", "--run", "r", "--model.d-model", "63"], "d_model (63) must be divisible by num_heads (16)"),
         (["generate", "r", "--temperature", "-1"], "temperature must be 0 (greedy) or positive, not -1.0"),
+        (["generate", "r", "--precision", "fp8"], "invalid choice 'fp8'"),
         (["data", "info", "nowhere"], "nowhere is not a prepared corpus"),
         (["writeup", "nowhere"], "workbook.json"),
         (["workbook", "--parameters", "steps"], "name=value"),
@@ -134,6 +135,9 @@ def test_from_text_to_generation(tmp_path, capsys):
     fused = ["generate", run, "--prompt", "One", "--max-new-tokens", "5", "--device", "cpu", "--ops", "fused"]
     assert cli.main(fused) == 0
     assert capsys.readouterr().out == plainly
+    for words in (fused[:-2], fused):
+        assert cli.main([*words, "--precision", "bf16"]) == 0
+        assert capsys.readouterr().out.startswith("One")
     assert cli.main([*fused, "--no-kv-cache"]) == EXIT_USER_ERROR
     assert "always has a KV cache" in capsys.readouterr().err
     assert cli.main(["generate", run, "--prompt", "One", "The", "--max-new-tokens", "5", "--device", "cpu"]) == 0

@@ -109,11 +109,26 @@ def test_half_precision_under_autocast(capsys):
     with autocast(CPU, "bf16"):
         rows = generate(model, PROMPTS, config)
     assert [len(row) for row in rows] == [20] * len(PROMPTS)
-    assert capsys.readouterr().out == ""
+    assert generate(model, PROMPTS, dataclasses.replace(config, precision="bf16")) == rows
+    assert "".join(capsys.readouterr()) == ""
     assert why_not(model.config, torch.float16) == "precision=float16"
     assert why_not(build(dropout=0.5, checkpoint_every=1).config, torch.bfloat16) is None
     both_reasons = why_not(build(norm="post", position="none").config, torch.float64)
     assert both_reasons == "norm=post, precision=float64, position=none"
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_the_decoder_works_in_the_precision_that_is_asked_for(monkeypatch, precision, dtype):
+    made = []
+
+    class Recorded(FusedDecoder):
+        def __init__(self, model, num_rows, num_slots, dtype, *rest):
+            made.append(dtype)
+            super().__init__(model, num_rows, num_slots, dtype, *rest)
+
+    monkeypatch.setattr("lmcore.fused.generation.FusedDecoder", Recorded)
+    generate(build(), PROMPTS, GenerateConfig(max_new_tokens=2, ops="fused", precision=precision))
+    assert made == [dtype]
 
 
 def test_the_cache_cannot_be_turned_off():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lmcore.config import GenerateConfig, ModelConfig
+from lmcore.config import GenerateConfig, ModelConfig, replace
 from lmcore.device import autocast
 from lmcore.errors import UserError
 from lmcore.generate import KVCache, TextStream, evaluating, generate, generate_text
@@ -288,6 +288,31 @@ def test_the_seed_decides(model):
     assert first != other
     same_prompt = generate(model, [[1], [1]], config)
     assert same_prompt[0] != same_prompt[1]
+
+
+@pytest.mark.parametrize("kv_cache", [False, True])
+def test_precision_is_autocast_around_the_forward_passes(model, kv_cache):
+    seen = set()
+    config = GenerateConfig(max_new_tokens=20, seed=3, kv_cache=kv_cache)
+    with autocast(torch.device("cpu"), "bf16"):
+        expected = generate(model, PROMPTS, config)
+    hook = model.lm_head.register_forward_hook(lambda module, given, out: seen.add(out.dtype))
+    try:
+        assert generate(model, PROMPTS, replace(config, precision="bf16")) == expected
+        assert seen == {torch.bfloat16}
+        generate(model, PROMPTS, config)
+        assert seen == {torch.bfloat16, torch.float32}
+    finally:
+        hook.remove()
+
+
+def test_a_precision_that_the_device_lacks_is_one_sentence(model, monkeypatch):
+    def refuse(device, precision):
+        raise RuntimeError("no bfloat16 here\nat a place")
+
+    monkeypatch.setattr("lmcore.device.autocast", refuse)
+    with pytest.raises(UserError, match=r"^cpu does not compute in bf16 \(no bfloat16 here\); choose another"):
+        generate(model, [[1]], GenerateConfig(precision="bf16"))
 
 
 def test_the_global_random_state_is_left_alone(model):
