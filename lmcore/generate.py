@@ -1,5 +1,6 @@
 """Decoding: from a model and a prompt to a sampled continuation (CSE599-O A1 section 6)."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ def generate(
     - `on_token(row, id)` is called as soon as a token of the output is there.
     - `num_ids`: ids from this one on are never sampled (a model's vocabulary may be padded to a round size).
     - With `config.ops` "fused" the decoder of `lmcore.fused` makes the same tokens (up to rounding of the logits) where
-      it covers the model; a printed line says where it does not. `on_token` comes a few tokens later then.
+      it covers the model; a line on stderr says where it does not. `on_token` comes a few tokens later then.
 
     The model is in evaluation mode meanwhile, and then as it was. `config.precision` is the precision; with its fp32
     the caller may choose another, with `lmcore.device.autocast` around the call.
@@ -214,7 +215,7 @@ def _fused_dtype(model: TransformerLM, config: GenerateConfig) -> torch.dtype | 
         dtype = torch.get_autocast_dtype(device)
     reason = why_not(model.config, dtype)
     if reason is not None:
-        print(f"Decoding with plain operations, as the fused decoder does not cover {reason}.")
+        print(f"Decoding with plain operations, as the fused decoder does not cover {reason}.", file=sys.stderr)
         return None
     return dtype
 
