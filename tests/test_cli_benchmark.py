@@ -6,7 +6,7 @@ import pytest
 
 from lmcore import cli
 from lmcore.config import ModelConfig, model_config, to_dict
-from lmcore.errors import EXIT_USER_ERROR, UserError
+from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, UserError
 from lmcore.profiling.options import BenchmarkConfig, benchmark_cells, check_device
 
 SIZES = {"d-model": 32, "num-layers": 1, "num-heads": 2, "d-ff": 64, "vocab-size": 64}
@@ -64,6 +64,8 @@ def test_command_measures_writes_and_resumes(tmp_path, capsys):
         ("--precision", "Give at least one precision"),
         ("--model.num-heads 7", "d_model (512) must be divisible by num_heads (7)"),
         ("--steps 0", "steps must be a positive whole number"),
+        ("--ops fused --model.norm post", "The fused step does not cover norm=post: take --ops plain."),
+        ("--ops fused --precision fp16 --model.ffn silu", "does not cover ffn=silu, precision=fp16: take --ops plain."),
     ],
 )
 def test_one_sentence_for_a_mistake(options, words, tmp_path, capsys):
@@ -72,6 +74,19 @@ def test_one_sentence_for_a_mistake(options, words, tmp_path, capsys):
     assert words in said.err
     assert len(said.err.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_grid_that_the_fused_step_covers_in_part(tmp_path, capsys):
+    """What it covers is measured; the row of the rest says why not."""
+    options = ["--ops", "fused", "--precision", "fp32", "fp16", "--passes", "forward", "--steps", "1"]
+    command = ["benchmark", *TINY, "--context-length", "8", *options, "--warmup-steps", "0", "--device", "cpu"]
+    assert cli.main([*command, "--out", str(tmp_path)]) == EXIT_FAILURE
+    assert "Failed: `own-1x32-8-fp16-forward-fused-b4` (The fused step does not cover precision=fp16" in (
+        capsys.readouterr().out
+    )
+    rows = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
+    assert [row["outcome"] for row in rows] == ["complete", "failed"]
+    assert rows[0]["wall_mean"] > 0
 
 
 def test_a_precision_that_the_device_lacks(monkeypatch):

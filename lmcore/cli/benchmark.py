@@ -7,7 +7,7 @@ import tyro
 
 from lmcore.config import require
 from lmcore.errors import EXIT_FAILURE
-from lmcore.profiling.options import BenchmarkConfig, benchmark_cells, check_device
+from lmcore.profiling.options import BenchmarkConfig, benchmark_cells, check_device, require_covered
 
 if TYPE_CHECKING:  # PyTorch is imported when the command runs
     import pandas as pd
@@ -38,6 +38,8 @@ def benchmark(
     from lmcore.report.tables import provenance_of_cells, write_results
 
     cells = benchmark_cells(settings)
+    if settings.ops == "fused":
+        require_covered(cells)
     # in a process of its own: this one is not to hold a GPU while cells are measured
     outcome, reason = run_apart(check_device, (settings.device, settings.precision), None)
     require(outcome == "complete", str(reason))

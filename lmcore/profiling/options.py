@@ -1,12 +1,11 @@
 """What `lmcore benchmark`, `nsys`, `memory` and sweeps can be asked to measure, and the cells that follow from it."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from lmcore.config import MODEL_SIZES, ModelConfig, OptimizerConfig, model_config, replace, require, require_choices
-from lmcore.errors import UserError
 
 if TYPE_CHECKING:  # PyTorch is imported when the cells are made
     from lmcore.profiling.workload import WorkloadConfig
@@ -76,17 +75,18 @@ def model_size(name: str) -> str:
 
 def check_device(device: str, precisions: Sequence[str]) -> None:
     """Raises `UserError` where no cell could run: the device is not there, or does not compute in a precision."""
-    import torch
-
-    from lmcore.device import autocast, select_device
+    from lmcore.device import require_precision, select_device
 
     chosen, _ = select_device(device)
     for precision in precisions:
-        try:
-            with autocast(chosen, precision):
-                torch.ones(2, 2, device=chosen) @ torch.ones(2, 2, device=chosen)
-        except RuntimeError as error:
-            why = str(error).splitlines()[0]
-            raise UserError(
-                f"{chosen.type} does not compute in {precision} ({why}); choose another --precision or --device."
-            ) from None
+        require_precision(chosen, precision)
+
+
+def require_covered(cells: "Mapping[str, WorkloadConfig]") -> None:
+    """Raises `UserError` where the fused step covers none of the cells, and so all would fail. Where it covers some,
+    each of the others fails with its own reason."""
+    from lmcore.fused.model import why_not
+
+    reasons = dict.fromkeys(why_not(cell.model, cell.precision) for cell in cells.values())
+    missing = "; ".join(filter(None, reasons))
+    require(None in reasons, f"The fused step does not cover {missing}: take --ops plain.")
