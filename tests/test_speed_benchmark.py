@@ -17,7 +17,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from speed import attention, cells, decode, steps, targets  # noqa: E402
 from speed.command import main  # noqa: E402
-from speed.measuring import Absent, Built, Contestant, Race, relative_error  # noqa: E402
+from speed.measuring import Absent, Built, Clock, Contestant, Race, relative_error  # noqa: E402
 from speed.peers import llama  # noqa: E402
 from speed.rows import OUTCOMES, Cell, Conditions, Row  # noqa: E402
 from speed.table import lines  # noqa: E402
@@ -31,6 +31,28 @@ def row(contestant: str, median: float | None, ours: bool = False, **fields) -> 
     outcome = "absent" if median is None else "complete"
     times = dict.fromkeys(("median", "low", "high"), median)
     return Row("work", "group", "some work", {}, contestant, ours, outcome=outcome, **times, **fields).to_json()
+
+
+def test_events_are_recorded_where_the_work_is(monkeypatch):
+    """With cuda:1 the current stream is still that of cuda:0, where nothing happens."""
+    recorded = []
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self, stream=None):
+            recorded.append(stream)
+
+        def elapsed_time(self, end):
+            return 6.0
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device=None: f"stream of {device}")
+    clock = Clock(torch.device("cpu"), alone=False)
+    clock.device = torch.device("cuda", 1)
+    assert clock._events(Built(lambda: recorded.append("work")), calls=2, flushes=0) == 3e-3
+    assert recorded == ["stream of cuda:1", "work", "work", "stream of cuda:1"]
 
 
 def test_contestants_take_turns_and_every_end_is_a_row():

@@ -210,15 +210,16 @@ class Clock:
 
     def _events(self, built: Built, calls: int, flushes: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self.device)  # that of the current device is another, with cuda:1
         if built.reset is not None:
             built.reset()
         self.synchronize()
         for _ in range(flushes):
             self.buffer.zero_()
-        begin.record()
+        begin.record(stream)
         for _ in range(calls):
             built.run()
-        end.record()
+        end.record(stream)
         self.synchronize()
         return begin.elapsed_time(end) / 1e3 / calls
 
@@ -264,14 +265,15 @@ def captured(step: Callable[[], Any], device: torch.device, warmups: int = 3) ->
     """The step as one CUDA graph, and what it returned while it warmed up. Raises `Absent` off CUDA."""
     if device.type != "cuda":
         raise Absent("CUDA graphs need a CUDA device.")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        returned = [step() for _ in range(warmups)]
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            returned = [step() for _ in range(warmups)]
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):  # its own default is of the first device that captured
+            step()
 
     def replay(kept: Callable[[], Any] = step) -> None:  # the graph itself keeps no hold on the tensors it works on
         graph.replay()
