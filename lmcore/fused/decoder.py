@@ -188,7 +188,8 @@ class FusedDecoder:
             for tensor, before in zip(state, kept, strict=True):
                 tensor.copy_(before)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            # a stream of this device: PyTorch's default is one of the first device that anything was captured on
+            with torch.cuda.graph(self._graph, stream=torch.cuda.Stream()):
                 self._step()
         self._graph.replay()
 
