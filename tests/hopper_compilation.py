@@ -74,9 +74,9 @@ def backward(size: int, length: int, causal: bool) -> dict:
 
 
 KERNELS = [
-    (forward, 64, True), (forward, 128, False), (backward, 32, True), (backward, 64, False), (backward, 128, True),
-    (backward, 128, False),
+    (forward, 64, 256, True), (forward, 64, 4096, True), (forward, 128, 256, True), (forward, 128, 4096, False),
+    (backward, 32, 4096, True), (backward, 64, 4096, False), (backward, 128, 4096, True), (backward, 128, 4096, False),
 ]  # fmt: skip
 
-for way, size, causal in KERNELS:
-    print(json.dumps({"size": size, "causal": causal} | way(size, 4096, causal)))
+for way, size, length, causal in KERNELS:
+    print(json.dumps({"size": size, "causal": causal} | way(size, length, causal)))

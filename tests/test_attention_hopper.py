@@ -72,6 +72,18 @@ def test_hopper_kernels_are_the_definition(dtype, size, length, causal, device):
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_hopper_kernels_take_the_heads_of_a_group_together(group, device, monkeypatch):
+    """Also those of the first group, which has fewer."""
+    from lmcore.kernels.gpu import attention_hopper
+
+    monkeypatch.setattr(attention_hopper, "heads_of_group", lambda *given, **also: group)
+    tensors = packed(2, 500, 7, 64, torch.bfloat16, device)
+    assert_close(by_module(attention_hopper, *tensors, True), defined(*tensors, True), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.gpu
+@on_hopper
 def test_hopper_kernels_with_keys_far_below_zero(device):
     """Keys behind the last position are zeros: their exponentials would overflow beside scores far below zero."""
     q, k, v, do = packed(1, 100, 2, 64, torch.bfloat16, device)

@@ -158,7 +158,7 @@ def test_portable_kernels_are_the_definition(length, size, causal, dtype, device
 
 @pytest.mark.parametrize("group", [1, 2, 3, 100])
 def test_any_number_of_heads_in_a_group(group, device, monkeypatch):
-    """Programs go by length over the heads of a group, of which the last may have fewer."""
+    """Programs go by length over the heads of a group, of which the first may have fewer."""
     pytest.importorskip("triton")
     from lmcore.kernels.gpu import attention
 

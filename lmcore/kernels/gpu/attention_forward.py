@@ -14,10 +14,15 @@ LOG2_E: tl.constexpr = tl.constexpr(1 / math.log(2))
 
 @triton.jit
 def tile_and_head(program, tiles, all_heads, group):
-    """The longest programs first: the first tiles of all heads of a group, then their second ones, and so on."""
-    before = program // (group * tiles) * group
-    here = tl.minimum(group, all_heads - before)
-    rest = program % (group * tiles)
+    """The first tiles of all heads of a group, then their second ones, and so on; then the next group.
+
+    The first group may have fewer heads, the last one has all: what is long must not start late.
+    """
+    missing = tl.cdiv(all_heads, group) * group - all_heads
+    end = ((program + missing * tiles) // (group * tiles) + 1) * group - missing
+    before = tl.maximum(end - group, 0)
+    rest = program - before * tiles
+    here = end - before
     return rest // here, before + rest % here
 
 

@@ -29,7 +29,8 @@ class Tiles(NamedTuple):
     """Queries and keys of a tile, buffers of a ring, registers of a consumer's thread and, all warps' mean, at launch.
 
     Two warpgroups of consumers fill the multiprocessor's registers with a mean of 168, and half of them with 80; three
-    fill them with 128.
+    fill them with 128; a single one fills half of them with 128, and a third with 80. Where several programs share a
+    multiprocessor, one computes while others start or end.
     """
 
     queries: int
@@ -40,7 +41,7 @@ class Tiles(NamedTuple):
 
 
 SHORT, LONG = 256, 2048
-"""Positions up to which the start of a program matters most, and from which many programs are busy all along."""
+"""Positions up to which the start of a program matters most, and from which large tiles are worth their start."""
 
 
 def forward_tiles(size: int, length: int) -> Tiles:
@@ -50,7 +51,9 @@ def forward_tiles(size: int, length: int) -> Tiles:
     """
     if size <= 32:
         return Tiles(128, 64, 2, 104, 80)
-    return Tiles(192, 128, 2, 160, 128) if size == 64 and length >= LONG else Tiles(128, 128)
+    if size == 64:
+        return Tiles(192, 128, 2, 160, 128) if length >= LONG else Tiles(64, 64, 2, 136, 80)
+    return Tiles(64, 64, 2, 232, 128) if length <= SHORT else Tiles(128, 128)
 
 
 def backward_tiles(size: int) -> Tiles:
