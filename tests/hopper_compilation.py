@@ -55,7 +55,7 @@ def compiled(kernel, types: dict[str, str], shape: dict[str, int], registers: in
 
 
 def forward(size: int, length: int, causal: bool) -> dict:
-    m, n, stages, registers, mean = attention_hopper.forward_tiles(size, length)
+    m, n, stages, registers, mean, _ = attention_hopper.forward_tiles(size, length)
     queries, keys = tile(64, size), tile(n, size)
     types = {"q_desc": queries, "k_desc": keys, "v_desc": keys, "o_desc": queries, "lse_ptr": "*fp32"}
     types |= dict.fromkeys(("all_heads", "heads", "group", "length", "lse_rows"), "i32") | {"scale": "fp32"}
@@ -64,12 +64,13 @@ def forward(size: int, length: int, causal: bool) -> dict:
 
 
 def backward(size: int, length: int, causal: bool) -> dict:
-    m, n, stages, registers, mean = attention_hopper.backward_tiles(size)
+    m, n, stages, registers, mean, buffers = attention_hopper.backward_tiles(size)
     queries, keys, half = tile(m, size), tile(n, size), tile(n // 2, size)
     types = {"q_desc": queries, "do_desc": queries, "k_desc": keys, "v_desc": keys, "lse_desc": row(m)}
     types |= {"delta_desc": row(m), "dq_desc": tile(m, size // 2, "fp32", gl.float32), "dk_desc": half, "dv_desc": half}
     types |= dict.fromkeys(("all_heads", "heads", "group", "length"), "i32") | {"scale2": "fp32", "scale": "fp32"}
-    shape = {"BM": m, "BN": n, "D": size, "DEPTH": size, "ST": stages, "CAUSAL": causal}
+    types |= {"counter": "*i32"}
+    shape = {"BM": m, "BN": n, "D": size, "DEPTH": size, "ST": stages, "KV": buffers, "CAUSAL": causal}
     return compiled(attention_backward_kernel, types, shape, registers, mean)
 
 

@@ -111,9 +111,10 @@ def test_warpgroups_never_overtake_their_buffers(size, device):
 
 @pytest.mark.gpu
 @on_hopper
-def test_hopper_kernels_repeat(device):
+@pytest.mark.parametrize(("heads", "size"), [(4, 128), (20, 64)])
+def test_hopper_kernels_repeat(heads, size, device):
     """But for dQ, whose parts are added in any order, unless determinism is asked for."""
-    q, k, v, do = packed(2, 1024, 4, 128, torch.bfloat16, device)
+    q, k, v, do = packed(2, 1024, heads, size, torch.bfloat16, device)
     o, lse = attention_forward(q, k, v, True)
     first = attention_backward(q, k, v, o, lse, do, True)
     fixed = attention_backward(q, k, v, o, lse, do, True, deterministic=True)

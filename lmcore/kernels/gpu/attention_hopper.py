@@ -13,12 +13,9 @@ from torch import Tensor
 from lmcore.kernels.gpu import attention
 from lmcore.kernels.gpu.attention import block_of, heads_of_group, lse_rows_of
 from lmcore.kernels.gpu.attention_forward import LOG2_E
-from lmcore.kernels.gpu.attention_hopper_backward import (
-    attention_backward_kernel,
-    attention_finish_kernel,
-    attention_prepare_kernel,
-)
+from lmcore.kernels.gpu.attention_hopper_backward import attention_backward_kernel
 from lmcore.kernels.gpu.attention_hopper_forward import attention_forward_kernel
+from lmcore.kernels.gpu.attention_hopper_sums import attention_finish_kernel, attention_prepare_kernel
 from lmcore.kernels.gpu.hopper import depth_of, is_aligned, row_descriptor, tile_descriptor
 
 PRODUCER_REGISTERS = 24
@@ -27,6 +24,9 @@ PRODUCER_REGISTERS = 24
 
 class Tiles(NamedTuple):
     """Queries and keys of a tile, buffers of a ring, registers of a consumer's thread and, all warps' mean, at launch.
+
+    `key_buffers`, of the backward pass: with two, one program a multiprocessor claims one tile of keys after the other,
+    and loads the next one meanwhile.
 
     Two warpgroups of consumers fill the multiprocessor's registers with a mean of 168, and half of them with 80; three
     fill them with 128; a single one fills half of them with 128, and a third with 80. Where several programs share a
@@ -38,9 +38,10 @@ class Tiles(NamedTuple):
     stages: int = 2
     registers: int = 240
     mean_registers: int = 168
+    key_buffers: int = 1
 
 
-SHORT, LONG = 256, 2048
+SHORT, LONG = 256, 4096
 """Positions up to which the start of a program matters most, and from which large tiles are worth their start."""
 
 
@@ -53,12 +54,14 @@ def forward_tiles(size: int, length: int) -> Tiles:
         return Tiles(128, 64, 2, 104, 80)
     if size == 64:
         return Tiles(192, 128, 2, 160, 128) if length >= LONG else Tiles(64, 64, 2, 136, 80)
-    return Tiles(64, 64, 2, 232, 128) if length <= SHORT else Tiles(128, 128)
+    return Tiles(64, 64, 2, 232, 128) if length <= 2 * SHORT else Tiles(128, 128)
 
 
 def backward_tiles(size: int) -> Tiles:
     """By measurement on the H200; `size` is a power of two."""
-    return Tiles(128, 128) if size <= 32 else Tiles(64, 128)
+    if size <= 32:
+        return Tiles(128, 128)
+    return Tiles(64, 128, key_buffers=2 if size == 64 else 1)
 
 
 def portable_is_faster(q: Tensor, forward: bool) -> bool:
@@ -84,7 +87,7 @@ def forward(
     o = out if is_aligned(out) else torch.empty_like(q, memory_format=torch.contiguous_format)
     rows, block = lse_rows_of(length), block_of(q)
     lse = torch.empty(batch, heads, rows, device=q.device, dtype=torch.float32)
-    m, n, stages, registers, mean = tiles or forward_tiles(block, length)
+    m, n, stages, registers, mean, _ = tiles or forward_tiles(block, length)
     attention_forward_kernel[(triton.cdiv(length, m) * batch * heads,)](
         tile_descriptor(q, 64, block), tile_descriptor(k, n, block), tile_descriptor(v, n, block),
         tile_descriptor(o, 64, block), lse, batch * heads, heads, heads_of_group(q, causal), length, rows,
@@ -107,17 +110,21 @@ def backward(
     rows, block = lse.shape[-1], max(32, block_of(q))
     delta, scale = torch.empty_like(lse), 1 / math.sqrt(size)
     sums = torch.empty(batch, heads, length, size, device=q.device, dtype=torch.float32)
+    counter = torch.empty(1, device=q.device, dtype=torch.int32)
     attention_prepare_kernel[(triton.cdiv(rows, 32) * batch * heads,)](
-        o, do, delta, sums, *o.stride()[:3], *do.stride()[:3], heads, length, rows, size, block_of(q), 32
+        o, do, delta, sums, counter, *o.stride()[:3], *do.stride()[:3], heads, length, rows, size, block_of(q), 32
     )
-    m, n, stages, registers, mean = tiles or backward_tiles(block)
-    attention_backward_kernel[(triton.cdiv(length, n) * batch * heads,)](
+    m, n, stages, registers, mean, buffers = tiles or backward_tiles(block)
+    programs = triton.cdiv(length, n) * batch * heads
+    if buffers > 1:
+        programs = min(programs, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    attention_backward_kernel[(programs,)](
         tile_descriptor(q, m, block), tile_descriptor(do, m, block), tile_descriptor(k, n, block),
         tile_descriptor(v, n, block), row_descriptor(lse.flatten(0, 1), m), row_descriptor(delta.flatten(0, 1), m),
         tile_descriptor(sums, m, block // 2), tile_descriptor(made[0], n // 2, block),
-        tile_descriptor(made[1], n // 2, block), batch * heads, heads, heads_of_group(q, causal, backward=True), length,
-        scale * LOG2_E.value, scale, m, n, block, depth_of(size, block), stages, causal, registers,
-        PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
+        tile_descriptor(made[1], n // 2, block), counter, batch * heads, heads,
+        heads_of_group(q, causal, backward=True), length, scale * LOG2_E.value, scale, m, n, block,
+        depth_of(size, block), stages, buffers, causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
     )  # fmt: skip
     attention_finish_kernel[(triton.cdiv(length, 32) * batch * heads,)](
         sums, dq, *dq.stride()[:3], heads, length, scale, size, block_of(q), 32
