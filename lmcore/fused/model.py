@@ -19,9 +19,8 @@ from lmcore.kernels.attention import attention_backward, attention_forward
 from lmcore.kernels.cross_entropy import linear_cross_entropy_gradients, linear_cross_entropy_loss
 from lmcore.kernels.embedding import embedding_backward_, sorted_tokens
 from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
-from lmcore.kernels.rope import rope_
 from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
-from lmcore.kernels.turned_attention import split_heads, turned_attention_backward
+from lmcore.kernels.turned_attention import split_heads, turned_attention_backward, turned_attention_forward
 from lmcore.model import TransformerLM
 
 LARGEST_HEAD = 128
@@ -197,10 +196,12 @@ class FusedTransformer:
         x, normed, rstd = rmsnorm_forward(x, self.gains[2 * layer], self.eps, branch, group.normed1[i])
         saved = Saved(x, rstd)
         torch.mm(normed, w.qkv[layer].t(), out=qkv)
+        sizes = (*shape, self.config.num_heads)
         if self.rope is not None:
-            rope_(qkv, self.rope.cos, self.rope.sin, shape[1])
-        heads = self._heads(group.heads[i], shape)
-        _, saved.lse = attention_forward(*split_heads(qkv, (*shape, self.config.num_heads)), True, out=heads)
+            saved.lse = turned_attention_forward(qkv, self.rope.cos, self.rope.sin, sizes, group.heads[i])
+        else:
+            heads = self._heads(group.heads[i], shape)
+            _, saved.lse = attention_forward(*split_heads(qkv, sizes), True, out=heads)
         branch = torch.mm(group.heads[i], w.out[layer].t())
         saved.x2, normed, saved.rstd2 = rmsnorm_forward(
             x, self.gains[2 * layer + 1], self.eps, branch, group.normed2[i]

@@ -1,11 +1,11 @@
-"""Attention's backward pass and that of RoPE before it, in one kernel where sequences are short and heads small."""
+"""RoPE and attention after it, forward and backward, in one kernel each where sequences are short and heads small."""
 
 import torch
 from torch import Tensor
 
-from lmcore.kernels.attention import attention_backward
+from lmcore.kernels.attention import attention_backward, attention_forward
 from lmcore.kernels.rope import rope_
-from lmcore.kernels.support import is_hopper
+from lmcore.kernels.support import is_hopper, on_device_of
 
 LONGEST = 256
 LARGEST_HEAD = 32
@@ -13,6 +13,22 @@ LARGEST_HEAD = 32
 
 FEWEST_HEADS = 264
 """Heads of all sequences from which on a program for each fills the GPU: two per multiprocessor."""
+
+
+def turned_attention_forward(qkv: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, int, int], out: Tensor) -> Tensor:
+    """Turns queries and keys of the joint projection `qkv` (N, 3D) in place; causal attention goes into `out` (N, D).
+
+    Gives back the log-sum-exp; what is in it is the business of `turned_attention_backward`. `shape` is (B, T, H); for
+    `cos` and `sin` see `lmcore.kernels.rope`.
+    """
+    q_k_v, o = split_heads(qkv, shape), heads_of(out, shape)
+    if takes_whole_heads(qkv, shape):
+        from lmcore.kernels.gpu import attention_heads
+
+        with on_device_of(qkv):
+            return attention_heads.turned_attention_forward(q_k_v, cos, sin, o)
+    rope_(qkv, cos, sin, shape[1])
+    return attention_forward(*q_k_v, True, o)[1]
 
 
 def turned_attention_backward(
@@ -27,19 +43,24 @@ def turned_attention_backward(
 ) -> Tensor:
     """Writes into `dqkv` (N, 3D) the gradient of the joint projection, before its queries and keys were turned.
 
-    `qkv` (N, 3D) are the turned ones, `o` and `do` (N, D) causal attention's output and its gradient, `lse` what
-    `attention_forward` gave; `shape` is (B, T, H). For `cos` and `sin` see `lmcore.kernels.rope`.
+    `qkv` (N, 3D) and `lse` are what `turned_attention_forward` left, `o` and `do` (N, D) its output and the gradient of
+    that; `shape`, `cos` and `sin` as there.
     """
-    batch, length, heads = shape
     q_k_v, gradients = split_heads(qkv, shape), split_heads(dqkv, shape)
-    o, do = (x.view(batch, length, heads, -1).transpose(1, 2) for x in (o, do))
+    o, do = heads_of(o, shape), heads_of(do, shape)
     if takes_whole_heads(qkv, shape):
         from lmcore.kernels.gpu import attention_heads
 
-        attention_heads.turned_attention_backward(q_k_v, o, lse, do, gradients, cos, sin)
+        with on_device_of(qkv):
+            attention_heads.turned_attention_backward(q_k_v, o, lse, do, gradients, cos, sin)
         return dqkv
     attention_backward(*q_k_v, o, lse, do, True, *gradients)
-    return rope_(dqkv, cos, sin, length, inverse=True)
+    return rope_(dqkv, cos, sin, shape[1], inverse=True)
+
+
+def heads_of(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """A view (B, H, T, K) of (N, D)."""
+    return x.view(*shape, -1).transpose(1, 2)
 
 
 def split_heads(qkv: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, ...]:

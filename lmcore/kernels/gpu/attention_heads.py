@@ -1,89 +1,112 @@
-"""All gradients of attention for short sequences, one program a head, turned back by RoPE on their way out.
+"""Attention of short sequences by one program a head: queries and keys are turned by RoPE on their way in, and their
+gradients turned back on their way out.
 
-The tiles of dQ stay in registers while those of keys and values pass by, so that scores are computed once, nothing is
-added up in memory and the order of all sums is fixed (Dao 2023, algorithm 2, with the loop over queries unrolled).
+In the backward pass the tiles of dQ stay in registers while those of keys and values pass by, so that scores are
+computed once, nothing is added up in memory and the order of all sums is fixed (Dao 2023, algorithm 2, with the loop
+over queries unrolled).
 """
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lmcore.kernels.gpu.attention import block_of, precision_of
-from lmcore.kernels.gpu.attention_forward import LOG2_E, store_tile, tile_of
+from lmcore.kernels.gpu.attention_forward import LOG2_E
+from lmcore.kernels.gpu.attention_heads_forward import (
+    head_forward_kernel,
+    load_angles,
+    load_rows,
+    store_rows,
+    turned,
+)
 
 TILE, WARPS = 64, 4
 """Queries, and keys, of a tile, and warps of a program."""
+
+FORWARD_REGISTERS = 96
+"""Of a thread: five programs share a multiprocessor, which by measurement outweighs a few registers spilled."""
 
 # signatures and calls of kernels are lists of operands: they stay as they are written
 # fmt: off
 
 
 @triton.jit
-def turned_back(x, rows, cos, sin, T, SIZE: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
-    """Rows of a head turned by the negative angles of their positions."""
-    pair = tl.arange(0, D // 2)
-    at = rows[:, None] * (SIZE // 2) + pair[None, :]
-    inside = (rows[:, None] < T) & (pair[None, :] < SIZE // 2)
-    c = tl.load(cos + at, mask=inside, other=0.0)
-    s = tl.load(sin + at, mask=inside, other=0.0)
-    even, odd = tl.split(tl.reshape(x, [M, D // 2, 2]))
-    return tl.reshape(tl.join(even * c + odd * s, odd * c - even * s), [M, D])
+def head_gradients_kernel(q, k, v, o, do, dq, dk, dv, lse, cos, sin, x_b, x_h, x_t, o_b, o_h, o_t, do_b, do_h, do_t,
+                          g_b, g_h, g_t, heads, T, scale2, scale, M: tl.constexpr, TILES: tl.constexpr,
+                          SIZE: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr):
+    """dQ, dK and dV of one head of at most M * TILES positions; WHOLE: of exactly so many.
 
-
-@triton.jit
-def head_gradients_kernel(q, k, v, o, do, dq, dk, dv, lse, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
-                          o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, heads,
-                          T, lse_rows, scale2, scale, M: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr,
-                          D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr):
-    """dQ, dK and dV of one head of at most M * TILES positions; WHOLE: of exactly so many."""
+    Scores are queries × keys, so that a query's log-sum-exp and delta are one register of a row, not one of each
+    column. Queries behind the last have an infinite log-sum-exp: their probabilities are zero.
+    """
     bh = tl.program_id(0)
+    queries = ()
+    dos = ()
+    lses = ()
     deltas = ()
     dqs = ()
     for i in tl.static_range(TILES):
         rows = i * M + tl.arange(0, M)
-        do_i = tile_of(do, do_b, do_h, do_t, bh, heads, rows, T, SIZE, D, not WHOLE)
-        o_i = tile_of(o, o_b, o_h, o_t, bh, heads, rows, T, SIZE, D, not WHOLE)
+        do_i = load_rows(do, do_b, do_h, do_t, bh, heads, rows, T, SIZE, D, WHOLE)
+        o_i = load_rows(o, o_b, o_h, o_t, bh, heads, rows, T, SIZE, D, WHOLE)
+        queries = queries + (load_rows(q, x_b, x_h, x_t, bh, heads, rows, T, SIZE, D, WHOLE),)  # noqa: RUF005
+        dos = dos + (do_i,)  # noqa: RUF005
         deltas = deltas + (tl.sum(do_i.to(tl.float32) * o_i.to(tl.float32), 1),)  # noqa: RUF005
+        lses = lses + (tl.load(lse + bh.to(tl.int64) * T + rows, mask=rows < T, other=float("inf")),)  # noqa: RUF005
         dqs = dqs + (tl.zeros([M, D], tl.float32),)  # noqa: RUF005
     for j in tl.static_range(TILES):
         keys = j * M + tl.arange(0, M)
-        k_j = tile_of(k, k_b, k_h, k_t, bh, heads, keys, T, SIZE, D, not WHOLE)
-        v_j = tile_of(v, v_b, v_h, v_t, bh, heads, keys, T, SIZE, D, not WHOLE)
+        k_j = load_rows(k, x_b, x_h, x_t, bh, heads, keys, T, SIZE, D, WHOLE)
+        v_j = load_rows(v, x_b, x_h, x_t, bh, heads, keys, T, SIZE, D, WHOLE)
         dk_j = tl.zeros([M, D], tl.float32)
         dv_j = tl.zeros([M, D], tl.float32)
         new = ()
         for i in tl.static_range(TILES):
             dq_i = dqs[i]
-            if i >= j or not CAUSAL:
+            if i >= j:
                 rows = i * M + tl.arange(0, M)
-                q_i = tile_of(q, q_b, q_h, q_t, bh, heads, rows, T, SIZE, D, not WHOLE)
-                do_i = tile_of(do, do_b, do_h, do_t, bh, heads, rows, T, SIZE, D, not WHOLE)
-                lse_i = tl.load(lse + bh.to(tl.int64) * lse_rows + rows, mask=rows < T, other=float("inf"))
-                s = tl.dot(k_j, tl.trans(q_i), input_precision=PRECISION)
-                p = tl.exp2(s * scale2 - lse_i[None, :])
-                if CAUSAL and i == j:
-                    p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
-                elif not WHOLE:
-                    p = tl.where(keys[:, None] < T, p, 0.0)
-                dp = tl.dot(v_j, tl.trans(do_i), input_precision=PRECISION)
-                dv_j = tl.dot(p.to(do_i.dtype), do_i, dv_j, input_precision=PRECISION)
-                ds = (p * (dp - deltas[i][None, :])).to(q_i.dtype)
-                dk_j = tl.dot(ds, q_i, dk_j, input_precision=PRECISION)
-                dq_i = tl.dot(tl.trans(ds), k_j, dq_i, input_precision=PRECISION)
+                s = tl.dot(queries[i], tl.trans(k_j), input_precision=PRECISION)
+                if i == j:
+                    s = tl.where(keys[None, :] <= rows[:, None], s, float("-inf"))
+                p = tl.exp2(s * scale2 - lses[i][:, None])
+                dp = tl.dot(dos[i], tl.trans(v_j), input_precision=PRECISION)
+                ds = (p * (dp - deltas[i][:, None])).to(k_j.dtype)
+                dv_j = tl.dot(tl.trans(p.to(k_j.dtype)), dos[i], dv_j, input_precision=PRECISION)
+                dk_j = tl.dot(tl.trans(ds), queries[i], dk_j, input_precision=PRECISION)
+                dq_i = tl.dot(ds, k_j, dq_i, input_precision=PRECISION)
             new = new + (dq_i,)  # noqa: RUF005
         dqs = new
-        dk_j = turned_back(dk_j * scale, keys, cos, sin, T, SIZE, M, D)
-        store_tile(dk, dk_b, dk_h, dk_t, bh, heads, keys, T, dk_j, SIZE, D)
-        store_tile(dv, dv_b, dv_h, dv_t, bh, heads, keys, T, dv_j, SIZE, D)
+        c = load_angles(cos, keys, T, SIZE, D, WHOLE)
+        s = load_angles(sin, keys, T, SIZE, D, WHOLE)
+        dk_j = turned(dk_j * scale, c, -s, M, D)
+        store_rows(dk, g_b, g_h, g_t, bh, heads, keys, T, dk_j, SIZE, D)
+        store_rows(dv, g_b, g_h, g_t, bh, heads, keys, T, dv_j, SIZE, D)
     for i in tl.static_range(TILES):
         rows = i * M + tl.arange(0, M)
-        dq_i = turned_back(dqs[i] * scale, rows, cos, sin, T, SIZE, M, D)
-        store_tile(dq, dq_b, dq_h, dq_t, bh, heads, rows, T, dq_i, SIZE, D)
+        c = load_angles(cos, rows, T, SIZE, D, WHOLE)
+        s = load_angles(sin, rows, T, SIZE, D, WHOLE)
+        store_rows(dq, g_b, g_h, g_t, bh, heads, rows, T, turned(dqs[i] * scale, c, -s, M, D), SIZE, D)
 
 
 # fmt: on
+
+
+def turned_attention_forward(
+    q_k_v: tuple[Tensor, ...], cos: Tensor, sin: Tensor, o: Tensor, tile: int = TILE, warps: int = WARPS
+) -> Tensor:
+    """See `lmcore.kernels.turned_attention`; the log-sum-exp (B, H, T) is in base 2."""
+    q, k, v = q_k_v
+    batch, heads, length, size = q.shape
+    lse = torch.empty(batch, heads, length, device=q.device, dtype=torch.float32)
+    head_forward_kernel[(batch * heads,)](
+        q, k, v, o, lse, cos, sin, *q.stride()[:3], *o.stride()[:3], heads, length, LOG2_E / math.sqrt(size),
+        M=tile, TILES=triton.cdiv(length, tile), SIZE=size, D=block_of(q), PRECISION=precision_of(q),
+        WHOLE=length % tile == 0, num_warps=warps, num_stages=1, maxnreg=FORWARD_REGISTERS,
+    )  # fmt: skip
+    return lse
 
 
 def turned_attention_backward(
@@ -97,13 +120,13 @@ def turned_attention_backward(
     tile: int = TILE,
     warps: int = WARPS,
 ) -> None:
-    """See `lmcore.kernels.turned_attention`; causal."""
-    batch, heads, length, size = q_k_v[0].shape
-    tensors = (*q_k_v, o, do, *gradients)
-    strides = [stride for x in tensors for stride in x.stride()[:3]]
+    """See `lmcore.kernels.turned_attention`; `lse` as `turned_attention_forward` gives it."""
+    q, dq = q_k_v[0], gradients[0]
+    batch, heads, length, size = q.shape
+    strides = [stride for x in (q, o, do, dq) for stride in x.stride()[:3]]
     scale = 1 / math.sqrt(size)
     head_gradients_kernel[(batch * heads,)](
-        *tensors, lse, cos, sin, *strides, heads, length, lse.shape[-1], scale * LOG2_E, scale,
-        M=tile, TILES=triton.cdiv(length, tile), SIZE=size, D=block_of(do), CAUSAL=True, PRECISION=precision_of(do),
+        *q_k_v, o, do, *gradients, lse, cos, sin, *strides, heads, length, scale * LOG2_E, scale,
+        M=tile, TILES=triton.cdiv(length, tile), SIZE=size, D=block_of(q), PRECISION=precision_of(q),
         WHOLE=length % tile == 0, num_warps=warps, num_stages=1,
     )  # fmt: skip
