@@ -252,6 +252,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss in nats per token over all non-overlapping windows of the validation set."""
+        self.update.finish()
         self.model.eval()
         total, count = torch.zeros((), dtype=torch.float64), 0
         context, batch_size = self.config.model.context_length, self.config.eval_batch_size
@@ -268,6 +269,7 @@ class Trainer:
 
     def checkpoint(self) -> None:
         """Saves everything that a resumed run needs, then removes checkpoints beyond the latest few."""
+        self.update.finish()
         self.readback.start()
         self._collect()
         extra = {

@@ -49,6 +49,9 @@ class PlainStep:
         """The loss alone; a batch of an unusual shape would be compiled again."""
         return (self.loss_function if usual_shape else self.loss)(inputs, targets)
 
+    def finish(self) -> None:
+        """To be called before anything reads the weights or the optimizer's state: they are current here."""
+
     def weights_changed(self) -> None:
         """To be called when something else has written the weights: nothing depends on them here."""
 
@@ -56,7 +59,7 @@ class PlainStep:
 class FusedTrainingStep:
     """The same by the explicit step of `lmcore.fused`: on CUDA one graph, with weights in the configured precision.
 
-    The model's own parameters stay the float32 masters, and are current after every step.
+    The model's own parameters stay the float32 masters, and are current after `finish`.
     """
 
     def __init__(self, model: TransformerLM, config: TrainConfig):
@@ -76,11 +79,16 @@ class FusedTrainingStep:
 
     def evaluation_loss(self, inputs: Tensor, targets: Tensor, usual_shape: bool) -> Tensor:
         """The loss alone, in chunks of logits."""
+        self.finish()
         return self.step.model.loss(inputs, targets)
+
+    def finish(self) -> None:
+        """To be called before anything reads the weights or the optimizer's state: takes the update that is due."""
+        self.step.finish()
 
     def weights_changed(self) -> None:
         """To be called when something else has written the weights: copies the masters again."""
-        self.step.model.refresh()
+        self.step.weights_changed()
 
 
 def training_step(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmcore.checkpoint import digest
 from lmcore.config import ModelConfig, OptimizerConfig, TrainConfig
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
@@ -120,6 +121,7 @@ def test_training_is_that_of_the_plain_step(name, optimizer):
                 group["lr"] = 1e-3 * (1 + number % 3)
             results.append([value.item() for value in step(inputs, targets)])
         assert results[1] == pytest.approx(results[0], rel=1e-5)
+    steps[1].finish()
     for (path, p), q in zip(plain.named_parameters(), fused.parameters(), strict=True):
         assert relative_error(q, p) < 1e-5, path
     expected = plain_step(plain).evaluation_loss(inputs, targets, True).item()
@@ -133,12 +135,50 @@ def test_working_copies_follow_the_masters():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     step = fused_step(model, 2, torch.bfloat16)
     step(*batch_of(config))
+    step.finish()
     assert all((value != before[name]).any() for name, value in model.state_dict().items())
     assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.model.copies.items())
     model.load_state_dict(before)
     step.model.refresh()
     assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.model.copies.items())
     assert step.model.weights.head[config.vocab_size :].count_nonzero() == 0
+
+
+def test_an_update_that_is_due_is_dropped_with_the_weights_it_was_for():
+    config = SHAPES["odd"]
+    model = model_of(config)
+    step = fused_step(model, 2, pipelined=True)
+    loaded = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    step(*batch_of(config))
+    model.load_state_dict(loaded)
+    step.weights_changed()
+    step.finish()
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+    assert all(map(torch.equal, step.model.copies, step.model.copies.values()))
+
+
+@pytest.mark.parametrize("name", ["odd", "tied"])
+def test_updating_beside_the_next_forward_pass_changes_nothing(name, device):
+    """Losses, norms, weights and the optimizer's state are those of steps that end with their update, bit by bit."""
+    config = SHAPES[name]
+    models = [model_of(config, device) for _ in range(2)]
+    steps = [fused_step(model, 2, limit=0.5, pipelined=flag) for model, flag in zip(models, (True, False), strict=True)]
+    batches = [batch_of(config, device=device) for _ in range(6)]
+    for number, batch in enumerate(batches):
+        results = []
+        for step in steps:
+            for group in step.optimizer.param_groups:
+                group["lr"] = 1e-3 * (1 + number % 3)
+            results.append(torch.stack(step(*batch)))
+        assert torch.equal(*results)
+        if number in (0, 3):  # as for an evaluation; twice is no different
+            for _ in range(2):
+                steps[0].finish()
+            assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    steps[0].finish()
+    states = [digest(step.optimizer.state_dict()) for step in steps]
+    assert states[0] == states[1]
+    assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
 
 
 def test_half_precision_is_near(device):
@@ -256,17 +296,20 @@ def test_deterministic_steps_repeat_themselves(deterministic, layers_per_product
 
 
 @pytest.mark.gpu
-def test_the_graph_is_the_eager_step(deterministic):
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_graph_is_the_eager_step(deterministic, pipelined):
     """Replays equal the same kernels launched one by one, bit by bit, with a learning rate that changes."""
     device = torch.device("cuda")
     models = [model_of(GPU_MODEL, device) for _ in range(2)]
-    graph, eager = (fused_step(model, 8, torch.bfloat16) for model in models)
+    graph, eager = (fused_step(model, 8, torch.bfloat16, pipelined=pipelined) for model in models)
     for number in range(5):
         for step in (graph, eager):
             for group in step.optimizer.param_groups:
                 group["lr"] = 1e-3 / (1 + number)
         batch = repeated_text(GPU_MODEL, 8, device)
         assert torch.equal(torch.stack(graph(*batch)), torch.stack(eager._eager(*batch)))
+    graph.finish()
+    eager.finish()
     assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models), strict=True))
 
 

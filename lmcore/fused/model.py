@@ -4,7 +4,7 @@ The same mathematics as `lmcore.model` with autograd, in fewer passes over memor
 batch, T positions, H heads, K head size, D d_model, F d_ff, V vocabulary, N = B * T rows, L layers, G layers a group.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
@@ -19,7 +19,7 @@ from lmcore.kernels.attention import attention_backward, attention_forward
 from lmcore.kernels.cross_entropy import linear_cross_entropy_gradients, linear_cross_entropy_loss
 from lmcore.kernels.embedding import embedding_backward_, sorted_tokens
 from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
-from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
+from lmcore.kernels.swiglu import linear_swiglu_backward_, swiglu_forward
 from lmcore.kernels.turned_attention import split_heads, turned_attention_backward, turned_attention_forward
 from lmcore.model import TransformerLM
 
@@ -147,24 +147,47 @@ class FusedTransformer:
         _, normed, _ = rmsnorm_forward(x, self.gains[-1], self.eps, branch)
         return linear_cross_entropy_loss(normed, self.weights.head, targets.flatten(), self.config.vocab_size)
 
+    @property
+    def parts(self) -> dict[nn.Parameter, int]:
+        """In which part of the forward pass each parameter is first read: embedding and gains, the layers, the head."""
+        names = {p: name for name, p in self.model.named_parameters()}
+        first = {p: 0 for p in (*self.gains, self.model.token_embeddings.weight)}
+        layers = {p: 1 + int(name.split(".")[1]) for p, name in names.items() if name.startswith("layers.")}
+        return {self.model.lm_head.weight: 1 + self.config.num_layers} | layers | first
+
     @on_its_device
-    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The same loss; leaves its gradients in `gradients`, in place of what was there. No host synchronisation."""
+    def forward_backward(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        before: Callable[[int], None] = lambda part: None,
+        after: Callable[[Collection[int]], None] = lambda parts: None,
+    ) -> Tensor:
+        """The same loss; leaves its gradients in `gradients`, in place of what was there. No host synchronisation.
+
+        `before(part)` is called ahead of each of the `parts` of the forward pass; gradients change after the last.
+        `after(parts)` is called, aside, where the gradients of layers and head are final.
+        """
+        before(0)
         with self.aside():
             sorted_ids, order = sorted_tokens(inputs.flatten(), self.config.vocab_size)
             if not self.config.tie_embeddings:
                 self.grads.embedding.zero_()  # rows of tokens that do not occur
             tokens_sorted = self.aside.mark()
-        groups, x, branch = self._forward_groups(inputs)
+        groups, x, branch = self._forward_groups(inputs, before)
+        before(1 + self.config.num_layers)
         x, normed, rstd = rmsnorm_forward(x, self.gains[-1], self.eps, branch)
         loss, dnormed, _ = linear_cross_entropy_gradients(
             normed, self.weights.head, targets.flatten(), self.config.vocab_size, dw=self.grads.head
         )
+        if not self.config.tie_embeddings:
+            with self.aside():
+                after({1 + self.config.num_layers})
         partials = x.new_empty(len(self.gains), num_partials(x), self.config.d_model, dtype=torch.float32)
         groups[-1].begin_backward()
         rmsnorm_backward(dnormed, x, self.gains[-1], rstd, dx=groups[-1].dy[-1], partials=partials[-1])
         dx = torch.empty_like(x)
-        in_use = self._backward_groups(groups, dx, inputs.shape, partials)
+        in_use = self._backward_groups(groups, dx, inputs.shape, partials, after)
         sum_partials(partials, self.gain_grads)
         self.aside.join(tokens_sorted)
         embedding_backward_(dx, sorted_ids, order, self.grads.embedding, accumulate=self.config.tie_embeddings)
@@ -177,13 +200,14 @@ class FusedTransformer:
         require(length <= most, f"The input has {length} positions; context_length is {most}.")
         return self.weights.embedding.index_select(0, inputs.flatten())
 
-    def _forward_groups(self, inputs: Tensor) -> tuple[list[Group], Tensor, Tensor]:
+    def _forward_groups(self, inputs: Tensor, before: Callable[[int], None]) -> tuple[list[Group], Tensor, Tensor]:
         """All layers; returns what was kept, and the two summands of the residual stream at the end."""
         x, branch, groups = self._embed(inputs), None, []
         per_group = self.layers_per_product or (max(1, ROWS_PER_PRODUCT // x.shape[0]) if self.small else 1)
         for first in range(0, self.config.num_layers, per_group):
             group = Group(self.config, range(first, min(first + per_group, self.config.num_layers)), x)
             for i in range(len(group.layers)):
+                before(1 + group.layers[i])
                 x, branch = self._layer_forward(group, i, x, branch, inputs.shape)
             groups.append(group)
         return groups, x, branch
@@ -211,7 +235,9 @@ class FusedTransformer:
         group.saved.append(saved)
         return saved.x2, torch.mm(group.h[i], w.w2[layer].t())
 
-    def _backward_groups(self, groups: list[Group], dx: Tensor, shape: torch.Size, partials: Tensor) -> list:
+    def _backward_groups(
+        self, groups: list[Group], dx: Tensor, shape: torch.Size, partials: Tensor, after: Callable
+    ) -> list:
         """Goes back through all layers; the gradient of their result is in the last group's `dy`, leaves that of the
         embeddings (N, D) in `dx`. Gives back what the weight gradients aside still read."""
         in_use: list[tuple[Group, torch.cuda.Event | None]] = []
@@ -225,6 +251,7 @@ class FusedTransformer:
             with self.aside():
                 self._weight_gradients(group)
                 in_use.append((group, self.aside.mark()))
+                after({1 + layer for layer in group.layers})
             if len(in_use) > 1:  # at most two groups are in memory
                 self.aside.join(in_use.pop(0)[1])
         return in_use
@@ -232,7 +259,7 @@ class FusedTransformer:
     def _layer_backward(self, group: Group, i: int, dx: Tensor, shape: torch.Size, partials: Tensor) -> None:
         """Writes the gradient of layer `i`'s input into `dx`, given that of its result in `group.dy[i]`."""
         layer, w, saved = group.layers[i], self.weights, group.saved[i]
-        swiglu_backward_(torch.mm(group.dy[i], w.w2[layer]), group.ab[i])
+        linear_swiglu_backward_(group.dy[i], w.w2[layer], group.ab[i])
         rmsnorm_backward(
             torch.mm(group.ab[i], w.w13[layer]), saved.x2, self.gains[2 * layer + 1], saved.rstd2,
             residual=group.dy[i], dx=group.dx2[i], partials=partials[2 * layer + 1],

@@ -1,6 +1,7 @@
 """A whole training step, forward, backward, clipping and update, as one launch: on CUDA a graph of all its kernels."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -8,19 +9,31 @@ from torch.optim import Optimizer
 
 from lmcore.config import require
 from lmcore.fused.model import FusedTransformer
+from lmcore.fused.streams import HIGH, Aside
 from lmcore.kernels.adamw import FusedAdamW
 from lmcore.model import TransformerLM
 from lmcore.optimizer import gradient_clipping
+
+FEW_ROWS = 2048
+"""Tokens of a batch up to which the update fits in beside the forward pass, by measurement on the H200."""
+
+
+def nothing(part: int) -> None:
+    """What is done ahead of a part of the forward pass if its update is no longer due."""
 
 
 class FusedStep:
     """Updates `model` by one batch of (batch_size, context_length) token ids per call, computing in `dtype`.
 
-    The parameters are the float32 masters and current after every call. On CUDA the first call captures the step in a
-    CUDA graph, which further calls replay: nothing is launched one by one, and nothing waits for the host. With
-    `FusedAdamW` the graph holds everything, and the clipping is the optimizer's own; any other optimizer finds float32
-    gradients in `p.grad`, clipped to `max_grad_norm`, and takes its own step outside of the graph. Learning rates may
-    change between calls. `overlap` and `layers_per_product` are those of `FusedTransformer`, `.model`.
+    The parameters are the float32 masters. On CUDA the first call captures the step in a CUDA graph, which further
+    calls replay: nothing is launched one by one, and nothing waits for the host. With `FusedAdamW` the graph holds
+    everything, and the clipping is the optimizer's own; any other optimizer finds float32 gradients in `p.grad`,
+    clipped to `max_grad_norm`, and takes its own step outside of the graph. Learning rates may change between calls.
+
+    A `pipelined` step takes its update with the next call, layer after layer beside that call's forward pass, and
+    `finish` takes the one that is due: before it, the parameters, the optimizer's moments and `.model` are one step
+    behind. Any other call ends with its update. It is the default with `FusedAdamW` on CUDA for small batches, whose
+    kernels leave multiprocessors idle. `overlap` and `layers_per_product` are those of `FusedTransformer`, `.model`.
     """
 
     def __init__(
@@ -33,19 +46,24 @@ class FusedStep:
         max_grad_norm: float | None = None,
         overlap: bool | None = None,
         layers_per_product: int | None = None,
+        pipelined: bool | None = None,
     ):
         self.model = FusedTransformer(model, dtype, overlap, layers_per_product)
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.parameters = list(self.model.gradients)
         self.shape = torch.Size((batch_size, context_length))
         self.graph: torch.cuda.CUDAGraph | None = None
+        small = self.model.device.type == "cuda" and batch_size * context_length <= FEW_ROWS
+        self.pipelined = isinstance(optimizer, FusedAdamW) and (small if pipelined is None else pipelined)
+        self.due = False  # an update
         if isinstance(optimizer, FusedAdamW):
-            optimizer.bind(self.model.gradients, self.model.copies)
+            optimizer.bind(self.model.gradients, self.model.copies, self.model.parts)
         else:
             for p, gradient in self.model.gradients.items():  # what is float32 already serves as it is
                 p.grad = gradient if gradient.dtype == p.dtype else torch.zeros_like(p)
         if self.model.device.type == "cuda":
             self.batch = torch.zeros(2, *self.shape, dtype=torch.int64, device=self.model.device)
+            self.updates = Aside(self.model.device)
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,22 +81,45 @@ class FusedStep:
         self.batch[1].copy_(targets, non_blocking=True)
         if self.graph is None:
             self._capture()
-        if isinstance(self.optimizer, FusedAdamW):
-            self.optimizer.prepare()
+        if not isinstance(self.optimizer, FusedAdamW):
             self.graph.replay()
-            loss, norm = self.result.clone().unbind()  # the next replay writes over the graph's own
-            return loss, norm
+            return self.result.clone()[0], self._other_update()
+        if not self.pipelined:
+            self.optimizer.prepare()
+        elif not self.due:
+            self.optimizer.idle()
         self.graph.replay()
-        return self.result.clone()[0], self._other_update()
+        if self.pipelined:
+            self.optimizer.prepare()
+            self.due = True
+        loss, norm = self.result.clone().unbind()  # the next replay writes over the graph's own
+        return loss, norm
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Takes the update that is due, if one is: parameters and optimizer are then those of the last step."""
+        if self.due:
+            self.optimizer.apply()
+            self.due = False
+
+    def weights_changed(self) -> None:
+        """To be called when something else has written the parameters: copies them again, and drops what was due."""
+        self.due = False
+        self.model.refresh()
 
     def _eager(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The step without a graph."""
-        if isinstance(self.optimizer, FusedAdamW):
-            loss = self.model.forward_backward(inputs, targets)
-            self.optimizer.step()
-            return loss, self.optimizer.norm.clone()
-        loss = self._gradients_for_others(inputs, targets)
-        return loss, self._other_update()
+        """The step without a graph, in the same order."""
+        if not isinstance(self.optimizer, FusedAdamW):
+            loss = self._gradients_for_others(inputs, targets)
+            return loss, self._other_update()
+        before = self.optimizer.apply if self.due else nothing
+        loss = self.model.forward_backward(inputs, targets, before, self.optimizer.begin_measure)
+        self.optimizer.prepare()
+        self.optimizer.measure()
+        self.due = True
+        if not self.pipelined:
+            self.finish()
+        return loss, self.optimizer.norm.clone()
 
     def _gradients_for_others(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward pass, with the gradients in `p.grad`."""
@@ -96,17 +137,29 @@ class FusedStep:
 
     def _launches(self) -> None:
         """What the graph holds; leaves (loss, norm) in `result`."""
-        if isinstance(self.optimizer, FusedAdamW):
-            loss = self.model.forward_backward(*self.batch)
-            self.optimizer.launch()
-            self.result = torch.stack((loss.float(), self.optimizer.norm))
-        else:
+        if not isinstance(self.optimizer, FusedAdamW):
             self.result = self._gradients_for_others(*self.batch).float()[None]
+            return
+        before = self._begin_update() if self.pipelined else nothing
+        loss = self.model.forward_backward(*self.batch, before, self.optimizer.begin_measure)
+        self.optimizer.measure()
+        if not self.pipelined:
+            self.optimizer.apply()
+        self.result = torch.stack((loss.float(), self.optimizer.norm))
+
+    def _begin_update(self) -> Callable[[int], None]:
+        """Launches the update aside, part by part; what is given back lets the current stream wait for a part."""
+        marks = {}
+        with self.updates():
+            for part in sorted(set(self.model.parts.values())):
+                self.optimizer.apply(part)
+                marks[part] = self.updates.mark()
+        return lambda part: self.updates.join(marks[part]) if part in marks else None
 
     def _capture(self) -> None:
         """Records the graph. Kernels are compiled before, by passes that write nothing but gradients."""
         device = self.model.device
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device, priority=HIGH)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):  # memory that the first pass allocates in bits, the second finds in place

@@ -5,6 +5,9 @@ from contextlib import contextmanager
 
 import torch
 
+LOW, HIGH = 0, -1
+"""Priorities of streams: blocks of work in a stream of high priority take free multiprocessors first."""
+
 
 class Aside:
     """Work beside the current stream of a CUDA device; in turn with it elsewhere, or where not `enabled`.
@@ -14,7 +17,7 @@ class Aside:
     """
 
     def __init__(self, device: torch.device, enabled: bool = True):
-        self.stream = torch.cuda.Stream(device) if enabled and device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device, priority=LOW) if enabled and device.type == "cuda" else None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:

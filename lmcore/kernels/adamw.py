@@ -1,7 +1,7 @@
 """AdamW as one pass over all parameters: clipping folded in, working copies written beside, no wait for the device."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,10 @@ class Settings(NamedTuple):
     max_norm: float
 
 
+NOTHING = Settings(beta1=1, gain1=0, beta2=1, gain2=0, lr_t=0, eps=1, keep=1, max_norm=math.inf)
+"""Settings of an update that changes nothing."""
+
+
 class FusedAdamW(AdamW):
     """`lmcore.optimizer.AdamW` and the clipping of gradients in one pass; states of the two are interchangeable.
 
@@ -65,20 +69,29 @@ class FusedAdamW(AdamW):
         self.norm = torch.full((), math.nan, device=parameters[0].device)
         self._gradients: dict[Tensor, Tensor] = {}
         self._copies: dict[Tensor, Tensor] = {}
+        self._parts: dict[Tensor, int] = {}
         self._moments: dict[Tensor, tuple[Tensor, Tensor]] = {}  # their addresses outlive a loaded state
         self._slots: list[Slot] = []  # only where the plain twin works: a table holds no gradient alive
         self._addresses: list[int] | None = None  # what the slots or the table were built for
         self._rows: list[Settings] = []
+        self._part_of: list[int] = []  # of every slot
+        self._squared: set[int] = set()  # parts whose squares `measure` finds in place
         self._table = None
 
-    def bind(self, gradients: Mapping[nn.Parameter, Tensor], copies: Mapping[nn.Parameter, Tensor] | None = None):
+    def bind(
+        self,
+        gradients: Mapping[nn.Parameter, Tensor],
+        copies: Mapping[nn.Parameter, Tensor] | None = None,
+        parts: Mapping[nn.Parameter, int] | None = None,
+    ) -> None:
         """Reads gradients from `gradients` (default: p.grad) and writes every new parameter into `copies` as well.
 
-        Both map a parameter to a contiguous tensor of its shape on its device, bfloat16 or float32.
+        Both map a parameter to a contiguous tensor of its shape on its device, bfloat16 or float32. `parts` numbers
+        the parts that `apply` may be asked for one by one (default: everything is part 0).
         """
         for p, tensor in [*gradients.items(), *(copies or {}).items()]:
             _check(p, tensor)
-        self._gradients, self._copies = dict(gradients), dict(copies or {})
+        self._gradients, self._copies, self._parts = dict(gradients), dict(copies or {}), dict(parts or {})
         self._addresses = None
 
     @torch.no_grad()
@@ -119,16 +132,51 @@ class FusedAdamW(AdamW):
         if self._table is not None and rows:
             self._table.send(torch.tensor(rows, dtype=torch.float32)[index])
 
-    @torch.no_grad()
     def launch(self) -> None:
         """The device's part of a step: norm, clipping and update. After `prepare`; a CUDA graph can capture it."""
-        require(self._addresses is not None, "FusedAdamW.launch needs a prepare before it.")
-        measured = self.max_grad_norm is not None
-        if self._table is None:
-            update(self._slots, self._rows, self.norm if measured else None)
-        else:
+        self.measure()
+        self.apply()
+
+    @torch.no_grad()
+    def begin_measure(self, parts: Collection[int]) -> None:
+        """Ahead of `measure`: sums the squares of these parts' gradients, which may be on another stream."""
+        if self.max_grad_norm is not None and self._table is not None:
+            self._squared.update(parts)
             with on_device_of(self.norm):
-                self._table.launch(self.norm if measured else None)
+                self._table.square(parts)
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """The norm of the gradients, where it is wanted: the first half of `launch`."""
+        require(self._addresses is not None, "FusedAdamW.launch needs a prepare before it.")
+        if self.max_grad_norm is None:
+            return
+        if self._table is None:
+            measure([slot.gradient for slot in self._slots], self.norm)
+            return
+        with on_device_of(self.norm):
+            self._table.square(set(self._part_of) - self._squared)
+            self._table.join_squares(self.norm)
+        self._squared.clear()
+
+    @torch.no_grad()
+    def apply(self, part: int | None = None) -> None:
+        """Clipping by the norm, and the update, of all parameters or of a part: the second half of `launch`."""
+        norm = None if self.max_grad_norm is None else self.norm
+        if self._table is not None:
+            with on_device_of(self.norm):
+                self._table.update(norm, None if part is None else {part})
+            return
+        chosen = [i for i, its_part in enumerate(self._part_of) if part in (None, its_part)]
+        update([self._slots[i] for i in chosen], [self._rows[i] for i in chosen], norm)
+
+    @torch.no_grad()
+    def idle(self) -> None:
+        """Lets the next `apply` change nothing, while its gradients are finite: there is no step to apply."""
+        self._rows = [NOTHING] * len(self._part_of)
+        self.norm.zero_()
+        if self._table is not None:
+            self._table.send(torch.tensor(self._rows, dtype=torch.float32))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
@@ -181,30 +229,34 @@ class FusedAdamW(AdamW):
             _check(p, p)
             _check(p, gradient)
             slots.append(Slot(p.detach(), gradient.detach(), *self._moments_of(p), self._copies.get(p)))
+        self._squared.clear()  # another table, or other gradients
         devices = {slot.p.device for slot in slots}
         require(len(devices) <= 1, f"FusedAdamW updates parameters of one device, not of {len(devices)}.")
         self._slots, self._addresses = slots, addresses
+        self._part_of = [self._parts.get(p, 0) for _, p, _ in found]
         if not slots or not runs_triton(slots[0].p.device):
             self._table = None
         elif self._table is None or not self._table.move(slots):
             from lmcore.kernels.gpu.adamw import Table
 
-            self._table = Table(slots)
+            self._table = Table(slots, self._part_of)
         if self._table is not None:
             self._slots = []
         if slots and self.norm.device != slots[0].p.device:
             self.norm = torch.full((), math.nan, device=slots[0].p.device)
 
 
+def measure(gradients: list[Tensor], norm: Tensor) -> None:
+    """Writes the gradients' joint l2 norm into `norm`: the plain twin of the kernels."""
+    norm.copy_(gradient_norm([g.float() for g in gradients]) if gradients else torch.zeros(()))
+
+
 def update(slots: list[Slot], rows: list[Settings], norm: Tensor | None) -> None:
     """Lines 7 to 11 of Algorithm 1 for all `slots`, each with its row of settings: the plain twin of the kernels.
 
-    With `norm`, the gradients' joint norm is written there and they are clipped by it.
+    With `norm`, the gradients are clipped by it.
     """
     scale = None
-    if norm is not None:
-        gradients = [slot.gradient.float() for slot in slots]
-        norm.copy_(gradient_norm(gradients) if gradients else torch.zeros(()))
     for (p, gradient, m, v, copy), row in zip(slots, rows, strict=True):
         g = gradient.float()
         if norm is not None:

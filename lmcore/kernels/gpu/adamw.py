@@ -1,5 +1,7 @@
 """The Triton kernels of `lmcore.kernels.adamw`: one launch goes through many tensors by a table of their addresses."""
 
+from collections.abc import Collection
+
 import torch
 import triton
 import triton.language as tl
@@ -32,13 +34,13 @@ def elements_from(table, row, first, ALIGNED: tl.constexpr):
     return n - first
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def update_kernel(
-    table, blocks, settings, norm,
+    table, blocks, start, settings, norm,
     CLIP: tl.constexpr, GRADIENT: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program i: block blocks[i, 1] of the tensor in row blocks[i, 0], lines 7 to 11 of Algorithm 1."""
-    i = tl.program_id(0)
+    """Program j, i = start + j: block blocks[i, 1] of the tensor in row blocks[i, 0], lines 7 to 11 of Algorithm 1."""
+    i = start + tl.program_id(0)
     row = tl.load(blocks + 2 * i)
     first = tl.load(blocks + 2 * i + 1).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
@@ -64,12 +66,13 @@ def update_kernel(
         tl.store(address(table, row, 4, first, COPY, ALIGNED) + at, p.to(COPY), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "sums"])
 def squares_kernel(
-    table, chunks, sums, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr
-):
-    """Program i: sum of squares of PARTS blocks of one gradient, into sums[i]."""
-    i = tl.program_id(0)
+    table, chunks, start, sums,
+    GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Program j, i = start + j: sum of squares of PARTS blocks of one gradient, into sums[i]."""
+    i = start + tl.program_id(0)
     row = tl.load(chunks + 2 * i)
     first = tl.load(chunks + 2 * i + 1).to(tl.int64) * (BLOCK * PARTS)
     n = elements_from(table, row, first, ALIGNED)
@@ -95,27 +98,54 @@ def norm_kernel(sums, count, norm, BLOCK: tl.constexpr):
 class Kind:
     """The slots that one launch serves: alike in the types of gradient and copy, and in alignment."""
 
-    def __init__(self, key: tuple, rows: list[int], sizes: list[int], device: torch.device):
+    def __init__(self, key: tuple, rows: list[int], sizes: list[int], parts: list[int], device: torch.device):
         gradient, copy, aligned = key
         self.types = {"GRADIENT": TYPES[gradient], "ALIGNED": aligned}
         self.copy = None if copy is None else TYPES[copy]
-        self.blocks = _parts(rows, sizes, BLOCK, device)
-        self.chunks = _parts(rows, sizes, BLOCK * PARTS, device)
+        self.blocks = Programs(rows, sizes, parts, BLOCK, device)
+        self.chunks = Programs(rows, sizes, parts, BLOCK * PARTS, device)
+
+
+class Programs:
+    """What each program works on: `table` (programs, 2), the row of a tensor and the index of a piece of it."""
+
+    def __init__(self, rows: list[int], sizes: list[int], parts: list[int], size: int, device: torch.device):
+        self.table = _pieces(rows, sizes, size, device)
+        self.ranges: dict[int, tuple[int, int]] = {}  # of programs, by part: parts lie side by side
+        end = 0
+        for n, part in zip(sizes, parts, strict=True):
+            start, _ = self.ranges.get(part, (end, end))
+            end += -(-n // size)
+            self.ranges[part] = start, end
+
+    def of(self, parts: Collection[int] | None) -> list[tuple[int, int]]:
+        """First program and number of programs of each launch for these parts, or for all."""
+        chosen: list[tuple[int, int]] = []
+        for part, (start, end) in self.ranges.items():
+            if parts is not None and part not in parts:
+                continue
+            if chosen and chosen[-1][1] == start:
+                start = chosen.pop()[0]
+            chosen.append((start, end))
+        return [(start, end - start) for start, end in chosen if end > start]
 
 
 class Table:
     """Addresses and settings of all slots on the device, and the launches over them. It keeps no tensor alive."""
 
-    def __init__(self, slots: list[Slot]):
-        device = slots[0].p.device
+    def __init__(self, slots: list[Slot], parts: list[int] | None = None):
+        device, parts = slots[0].p.device, parts or [0] * len(slots)
         self.kind_of, self.sizes = _kinds_and_sizes(slots)
         self.addresses = _addresses(slots).to(device)
         self.settings = torch.ones(len(slots), len(Settings._fields), device=device)
         by_kind: dict[tuple, list[int]] = {}
-        for i, key in enumerate(self.kind_of):
-            by_kind.setdefault(key, []).append(i)
-        self.kinds = [Kind(key, rows, [self.sizes[i] for i in rows], device) for key, rows in by_kind.items()]
-        self.sums = torch.zeros(sum(len(kind.chunks) for kind in self.kinds), device=device)
+        for i in sorted(range(len(slots)), key=lambda i: parts[i]):  # the blocks of a part side by side
+            by_kind.setdefault(self.kind_of[i], []).append(i)
+        self.kinds = [
+            Kind(key, rows, [self.sizes[i] for i in rows], [parts[i] for i in rows], device)
+            for key, rows in by_kind.items()
+        ]
+        self.sums = torch.zeros(sum(len(kind.chunks.table) for kind in self.kinds), device=device)
 
     def move(self, slots: list[Slot]) -> bool:
         """Puts other addresses in place, without waiting for the device; False if the slots are of other kinds."""
@@ -128,27 +158,29 @@ class Table:
         """Puts the (slots, 8) settings of this step on the device, without waiting for it."""
         _send(settings, self.settings)
 
-    def launch(self, norm: Tensor | None) -> None:
-        """The kernels of one step; with `norm`, the gradients' norm goes there and they are clipped by it."""
-        if norm is not None:
-            self._measure(norm)
+    def update(self, norm: Tensor | None, parts: Collection[int] | None = None) -> None:
+        """The update of all slots or those of some parts; with `norm`, gradients are clipped by it."""
         for kind in self.kinds:
-            if len(kind.blocks):
-                update_kernel[(len(kind.blocks),)](
-                    self.addresses, kind.blocks, self.settings, norm,
+            for start, count in kind.blocks.of(parts):
+                update_kernel[(count,)](
+                    self.addresses, kind.blocks.table, start, self.settings, norm,
                     CLIP=norm is not None, COPY=kind.copy, BLOCK=BLOCK, num_warps=WARPS, **kind.types,
                 )  # fmt: skip
 
-    def _measure(self, norm: Tensor) -> None:
-        done = 0
+    def square(self, parts: Collection[int] | None = None) -> None:
+        """Sums the squares of all gradients or of those of some parts, piece by piece: the first half of the norm."""
+        first = 0
         for kind in self.kinds:
-            if count := len(kind.chunks):
-                sums = self.sums[done : done + count]
+            for start, count in kind.chunks.of(parts):
                 squares_kernel[(count,)](
-                    self.addresses, kind.chunks, sums, BLOCK=BLOCK, PARTS=PARTS, num_warps=WARPS, **kind.types
-                )
-                done += count
-        norm_kernel[(1,)](self.sums, done, norm, BLOCK=4096, num_warps=16)
+                    self.addresses, kind.chunks.table, start, self.sums[first:], BLOCK=BLOCK, PARTS=PARTS,
+                    num_warps=WARPS, **kind.types,
+                )  # fmt: skip
+            first += len(kind.chunks.table)
+
+    def join_squares(self, norm: Tensor) -> None:
+        """Writes the gradients' joint l2 norm into `norm`, from the sums of the squares of all parts."""
+        norm_kernel[(1,)](self.sums, len(self.sums), norm, BLOCK=4096, num_warps=16)
 
     def warm_up(self, measured: bool) -> None:
         """Compiles what `launch` will need, by steps over small tensors of the same kinds."""
@@ -157,7 +189,11 @@ class Table:
             types = [torch.float32, gradient, torch.float32, torch.float32, copy]
             skip = 0 if aligned else 1
             slots.append(Slot(*(t and torch.zeros(16 + skip, dtype=t, device=device)[skip:] for t in types)))
-        Table(slots).launch(self.settings.new_zeros(()) if measured else None)
+        table, norm = Table(slots), self.settings.new_zeros(()) if measured else None
+        if norm is not None:
+            table.square()
+            table.join_squares(norm)
+        table.update(norm)
 
 
 def _kinds_and_sizes(slots: list[Slot]) -> tuple[list[tuple], list[int]]:
@@ -179,8 +215,8 @@ def _send(source: Tensor, destination: Tensor) -> None:
     destination.copy_(source, non_blocking=True)
 
 
-def _parts(rows: list[int], sizes: list[int], size: int, device: torch.device) -> Tensor:
-    """(programs, 2): the row and the index of every part of `size` elements of the tensors in `rows`."""
+def _pieces(rows: list[int], sizes: list[int], size: int, device: torch.device) -> Tensor:
+    """(programs, 2): the row and the index of every piece of `size` elements of the tensors in `rows`."""
     counts = torch.tensor([-(-n // size) for n in sizes])
     starts = counts.cumsum(0) - counts
     which = torch.repeat_interleave(torch.tensor(rows), counts)
