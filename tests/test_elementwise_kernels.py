@@ -159,7 +159,7 @@ def test_swiglu(kernels, dtype, rows, f, scale):
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "vocabulary", "d"),
-    [(5, 7, 48), (64, 3, 20), (130, 2, 16), (97, 40, 130), (700, 2, 8)],
+    [(5, 7, 48), (64, 3, 20), (130, 2, 16), (97, 40, 130)],
 )
 def test_embedding_gradient(kernels, dtype, accumulate, tokens, vocabulary, d):
     """Tokens that fill whole chunks, cross their ends, end with them, or are alone."""
@@ -184,3 +184,50 @@ def test_embedding_gradient_of_one_token_and_of_all_different(kernels):
         k.embedding_backward_(dx, *sorted_tokens(ids, 40_000), gradient)
         expected = torch.zeros(96, 32, device=device, dtype=torch.float64).index_add_(0, ids, dx.double())
         assert_close(gradient, expected, 2e-6)
+
+
+RUNS = [[1, 30, 1, 95, 3, 32, 9, 2, 40], [7, 9, 16, 8, 17, 1, 23], [24, 16, 32, 33, 15], [31, 9, 31, 10, 30, 8]]
+
+
+@pytest.mark.parametrize(("chunk", "accumulate"), [(8, False), (32, False), (8, True)])
+@pytest.mark.parametrize("runs", RUNS, ids=str)
+def test_embedding_gradient_of_runs_that_end_anywhere(monkeypatch, device, runs, chunk, accumulate):
+    """Within a chunk or several later, at the end of one or of all; more parts than are added up at a time."""
+    gpu = pytest.importorskip("lmcore.kernels.gpu.embedding", reason="Triton is not installed")
+    monkeypatch.setattr(gpu, "tiles_of", lambda num_tokens: gpu.Tiles(chunk, 4, 2))
+    monkeypatch.setattr(gpu, "PARTS", 4)
+    torch.manual_seed(0)
+    ids = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs))[torch.randperm(sum(runs))].to(device)
+    dx, before = drawn(len(ids), 5, device=device), drawn(len(runs), 5, device=device)
+    expected = (before.double() * accumulate).index_add_(0, ids, dx.double())
+    gpu.embedding_backward_(dx, *sorted_tokens(ids, len(runs)), before, accumulate)
+    assert_close(before, expected, 2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("tokens", "d"), [(4096, 768), (65_536, 512)])
+def test_embedding_gradient_of_text(device, tokens, d, accumulate):
+    """Ids as often as words, the first a tenth of all; the same bits again."""
+    from lmcore.kernels.gpu import embedding
+
+    torch.manual_seed(0)
+    ids = torch.multinomial(1 / torch.arange(1, 10_001).double(), tokens, replacement=True).to(device)
+    dx, before = (drawn(n, d, device=device, dtype=torch.bfloat16) for n in (tokens, 10_000))
+    expected = (before.double() * accumulate).index_add_(0, ids, dx.double())
+    first, second = before.clone(), before.clone()
+    for gradient in (first, second):
+        embedding.embedding_backward_(dx, *sorted_tokens(ids, 10_000), gradient, accumulate)
+    occurs = torch.zeros(10_000, dtype=torch.bool, device=device).index_fill_(0, ids, True)
+    assert_close(first[occurs], expected[occurs], 4e-3)
+    assert torch.equal(first, second)
+    assert torch.equal(first[~occurs], before[~occurs])
+
+
+def test_a_row_that_is_not_finite_spoils_its_own_token_only(kernels):
+    k, device = kernels
+    ids = torch.tensor([4, 0, 2, 4, 1, 2, 0, 4]).to(device)
+    dx, gradient = drawn(8, 16, device=device), torch.zeros(5, 16, device=device)
+    dx[2] = torch.inf
+    k.embedding_backward_(dx, *sorted_tokens(ids, 5), gradient)
+    assert gradient.isfinite().all(1).tolist() == [True, True, False, True, True]

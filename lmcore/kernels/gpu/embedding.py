@@ -1,59 +1,89 @@
 """Triton kernels of `lmcore.kernels.embedding`. Letters: N tokens, V vocabulary, D d_model.
 
-The sorted tokens are cut into chunks of CHUNK. A token whose run of equal ids lies within a chunk is summed there,
-whole. Of a run over several chunks, each chunk sums its part; whoever holds the run's beginning adds up the parts. So a
-token that makes up a tenth of a batch costs no program more than a few dozen rows.
+The sorted tokens are cut into chunks. A token whose run of equal ids lies within a chunk is summed there, whole. Of a
+run over several chunks, each chunk sums its part; whoever holds the run's beginning adds up the parts. So a token that
+makes up a tenth of a batch costs no program more than a few dozen rows.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 32
-"""Sorted tokens per program."""
+COLUMNS, WARPS = 256, 2
+"""Columns per program, and the warps that share them."""
 
-COLUMNS = 128
-"""Columns per program."""
+TILE = 8
+"""Rows of a chunk that are loaded at a time: all loads are under way before the first sum."""
 
 PARTS = 64
 """Partial sums that are added up at a time."""
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """Sorted tokens per program, a multiple of TILE; columns and warps of a program that adds up parts."""
+
+    chunk: int
+    joined_columns: int
+    joining_warps: int
+
+
+def tiles_of(num_tokens: int) -> Tiles:
+    """Few tokens a program while that takes to fill the chip, then more, so that fewer runs have parts. Chosen on an
+    H200, for uniform ids and for Zipf's."""
+    if num_tokens <= 4096:
+        return Tiles(8, 64, 2)
+    return Tiles(32, 64, 2) if num_tokens < 32_768 else Tiles(64, 128, 4)
+
+
 @triton.jit
 def embedding_chunk_kernel(
     dx_ptr, ids_ptr, order_ptr, gradient_ptr, parts_ptr, num_tokens,
-    D: tl.constexpr, ACCUMULATE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, ACCUMULATE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Program (c, j): the runs of chunk c in COLUMNS columns. parts[c, 0]: a run begun earlier; parts[c, 1]: one that
     begins here and goes on."""
     chunk = tl.program_id(0)
-    places = chunk * CHUNK + tl.arange(0, CHUNK)
-    there = places < num_tokens
+    begin = chunk * CHUNK
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    ids = tl.load(ids_ptr + places, mask=there, other=-1)
-    next_ids = tl.load(ids_ptr + places + 1, mask=places + 1 < num_tokens, other=-1)
-    before = tl.load(ids_ptr + chunk * CHUNK - 1, mask=chunk > 0, other=-1)
-    rows = tl.load(order_ptr + places, mask=there, other=0)
-    inside = there[:, None] & (columns[None, :] < D)
-    x = tl.load(dx_ptr + rows[:, None] * D + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    same = (ids[:, None] == ids[None, :]).to(tl.float32)
-    sums = tl.dot(same, x, input_precision=PRECISION)  # row i: the sum of all rows of its run in this chunk
-    at_end = places == chunk * CHUNK + CHUNK - 1
-    last = there & ((ids != next_ids) | at_end)  # of its run, in this chunk
-    earlier = last & (ids == before)
-    later = last & at_end & (ids == next_ids) & (ids != before)
-    whole = last & (earlier == 0) & (later == 0)
-    store = gradient_ptr + ids[:, None].to(tl.int64) * D + columns[None, :]
-    mask = whole[:, None] & (columns[None, :] < D)
-    if ACCUMULATE:
-        total = sums + tl.load(store, mask=mask, other=0.0).to(tl.float32)
-        tl.store(store, total.to(gradient_ptr.dtype.element_ty), mask=mask)
-    else:
-        tl.store(store, sums.to(gradient_ptr.dtype.element_ty), mask=mask)
-    part = parts_ptr + chunk.to(tl.int64) * (2 * D) + columns[None, :] + tl.zeros([CHUNK, 1], tl.int32)
-    tl.store(part, sums, mask=earlier[:, None] & (columns[None, :] < D))
-    tl.store(part + D, sums, mask=later[:, None] & (columns[None, :] < D))
+    inside = columns < D
+    part = parts_ptr + chunk.to(tl.int64) * (2 * D) + columns
+    here = tl.load(ids_ptr + begin).to(tl.int32)
+    earlier = here == tl.load(ids_ptr + begin - 1, mask=chunk > 0, other=-1).to(tl.int32)
+    goes_on = here < 0  # whether the run of the token before goes on with this one: not yet
+    sums = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, CHUNK, TILE):
+        rows, tokens, ends, old = (), (), (), ()
+        for i in tl.static_range(TILE):  # nothing is stored before all loads are under way
+            place = begin + first + i
+            there = place < num_tokens
+            token = tl.load(ids_ptr + place, mask=there, other=-1).to(tl.int32)
+            after = tl.load(ids_ptr + place + 1, mask=place + 1 < num_tokens, other=-1).to(tl.int32)
+            row = tl.load(order_ptr + place, mask=there, other=0).to(tl.int64)
+            rows += (tl.load(dx_ptr + row * D + columns, mask=inside & there, other=0.0),)
+            tokens += (token,)
+            ends += (there & (token != after),)
+            if ACCUMULATE:
+                to_add = tl.load(
+                    gradient_ptr + token.to(tl.int64) * D + columns, mask=inside & there & (token != after), other=0.0
+                )
+                old += (to_add,)
+        for i in tl.static_range(TILE):
+            sums = tl.where(goes_on, sums, 0.0) + rows[i].to(tl.float32)
+            tl.store(part, sums, mask=inside & ends[i] & earlier)
+            total = sums
+            if ACCUMULATE:
+                total += old[i].to(tl.float32)
+            store = gradient_ptr + tokens[i].to(tl.int64) * D + columns
+            tl.store(store, total.to(gradient_ptr.dtype.element_ty), mask=inside & ends[i] & (earlier == 0))
+            goes_on = ends[i] == 0
+            earlier = earlier & goes_on
+    goes_on = goes_on & (begin + CHUNK < num_tokens)
+    tl.store(part, sums, mask=inside & goes_on & earlier)
+    tl.store(part + D, sums, mask=inside & goes_on & (earlier == 0))
 
 
 @triton.jit
@@ -92,15 +122,16 @@ def embedding_backward_(
 ) -> Tensor:
     """See `lmcore.kernels.embedding.embedding_backward_`."""
     num_tokens, d = dx.shape
-    chunks = triton.cdiv(num_tokens, CHUNK)
+    tiles = tiles_of(num_tokens)
+    chunks = triton.cdiv(num_tokens, tiles.chunk)
     parts = dx.new_empty(chunks, 2, d, dtype=torch.float32)
-    grid = (chunks, triton.cdiv(d, COLUMNS))
-    embedding_chunk_kernel[grid](
-        dx, sorted_ids, order, gradient, parts, num_tokens, D=d, ACCUMULATE=accumulate, CHUNK=CHUNK, COLUMNS=COLUMNS,
-        PRECISION="ieee" if dx.dtype == torch.float32 else "tf32", num_warps=4,  # TF32 holds half precision exactly
+    embedding_chunk_kernel[(chunks, triton.cdiv(d, COLUMNS))](
+        dx, sorted_ids, order, gradient, parts, num_tokens,
+        D=d, ACCUMULATE=accumulate, CHUNK=tiles.chunk, TILE=TILE, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
-    embedding_join_kernel[grid](
+    embedding_join_kernel[(chunks, triton.cdiv(d, tiles.joined_columns))](
         sorted_ids, gradient, parts, num_tokens, chunks,
-        D=d, ACCUMULATE=accumulate, CHUNK=CHUNK, COLUMNS=COLUMNS, PARTS=PARTS, num_warps=4,
+        D=d, ACCUMULATE=accumulate, CHUNK=tiles.chunk, COLUMNS=tiles.joined_columns, PARTS=PARTS,
+        num_warps=tiles.joining_warps,
     )  # fmt: skip
     return gradient
