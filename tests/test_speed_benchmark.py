@@ -16,7 +16,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from speed import attention, cells, decode, steps, targets  # noqa: E402
-from speed.command import main  # noqa: E402
+from speed.command import keep, main  # noqa: E402
 from speed.measuring import Absent, Built, Clock, Contestant, Race, relative_error  # noqa: E402
 from speed.peers import llama  # noqa: E402
 from speed.rows import OUTCOMES, Cell, Conditions, Row  # noqa: E402
@@ -194,6 +194,21 @@ def test_the_command_measures_checks_and_goes_on_where_it_ended(tmp_path, capsys
             assert row["outcome"] == "complete", row
             assert abs(row["notes"].get("fall_beside_first", 1) - 1) < 0.05, row
     assert "times as fast as the best peer" in capsys.readouterr().out
+
+
+def test_rows_know_their_run_and_a_failure_does_not_displace_a_measurement():
+    cell = Cell("loss", "loss", "work", "", {}, 1)
+    done, lost = ({"row": "loss", "outcome": outcome} for outcome in ("complete", "failed"))
+    result = {"rows": [], "runs": [{"cells": []}]}
+    keep(result, cell, [lost])
+    assert result["rows"] == [lost | {"run": 0}]
+    assert result["runs"][0]["cells"] == []
+    result["runs"].append({"cells": []})
+    keep(result, cell, [done])
+    result["runs"].append({"cells": []})
+    keep(result, cell, [lost])
+    assert result["rows"] == [done | {"run": 1}]
+    assert [run["cells"] for run in result["runs"]] == [[], ["loss"], []]
 
 
 def test_without_time_nothing_is_measured(tmp_path, capsys):

@@ -26,7 +26,7 @@ def speed_row(row, group, contestant, ours, median, **more):
     } | more  # fmt: skip
 
 
-def speed_file(folder, step=2.0, changes=()):
+def speed_file(folder, step=2.0, changes=(), runs=()):
     rows = [
         speed_row("step-a", "step", "HF eager", False, 9.0, rate=1000.0, rate_unit="tok/s"),
         speed_row("step-a", "step", "HF compiled", False, 4.0),
@@ -74,7 +74,7 @@ def speed_file(folder, step=2.0, changes=()):
     content = {
         "provenance": {"device": "NVIDIA H200", "torch": "2.11", "packages": {"triton": "3.6.0"}},
         "ceilings": {"copy_bytes_per_second": 4e12, "bf16_flops_per_second": 8e14},
-        "rows": [*rows, *changes], "targets": targets,
+        "rows": [*rows, *changes], "targets": targets, "runs": list(runs),
     }  # fmt: skip
     (folder / "speed.json").write_text(json.dumps(content))
     return folder
@@ -147,3 +147,13 @@ def test_the_readme_block_has_the_rows_with_targets(tmp_path):
     assert "work of attention-64-512-forward" not in text
     assert "Not measured" not in text
     assert text.endswith("\n")
+
+
+def test_rows_of_earlier_runs_are_named_with_their_commit(tmp_path):
+    assert "everything in one run" in speed_block(speed_file(tmp_path))
+    runs = [{"environment": {"git_commit": commit * 40}} for commit in "ab"]
+    later = [speed_row("loss", "loss", name, name == "lmcore fused", 2.0, run=1) for name in ("eager", "lmcore fused")]
+    text = speed_block(speed_file(tmp_path, changes=later, runs=runs))
+    assert "one run but for some rows of earlier ones: 1 of step, 1 of study, 6 of attention" in text
+    assert "(commit aaaaaaaaa)" in text
+    assert "bbbbbbbbb" not in text

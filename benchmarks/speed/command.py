@@ -119,8 +119,15 @@ def perform(cell: Cell, conditions: Conditions) -> list[dict[str, Any]]:
 
 
 def keep(result: dict[str, Any], cell: Cell, rows: Sequence[dict[str, Any]]) -> None:
-    """Puts rows into the result in the place of earlier ones of the same names; the cell is done if any is complete."""
-    names = {row["row"] for row in rows}
-    result["rows"] = [row for row in result["rows"] if row["row"] not in names] + list(rows)
+    """Puts rows into the result in the place of earlier ones of the same names; the cell is done if any is complete.
+
+    `run` of a row is the place of its run, with commit, machine and ceilings, in the result's `runs`. Rows that hold
+    no measurement do not take the place of some that do.
+    """
+    names, run = {row["row"] for row in rows}, len(result["runs"]) - 1
+    if not any(row["outcome"] == "complete" for row in rows):
+        names -= {row["row"] for row in result["rows"] if row["outcome"] == "complete"}
+    result["rows"] = [row for row in result["rows"] if row["row"] not in names]
+    result["rows"] += [row | {"run": run} for row in rows if row["row"] in names]
     if any(row["outcome"] == "complete" for row in rows):
         result["runs"][-1]["cells"].append(cell.row)

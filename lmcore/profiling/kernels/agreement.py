@@ -1,6 +1,8 @@
 """Our kernels against the definitions in float64, on random inputs: how far off they are, and plain operations."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from lmcore.kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward, rmsnorm_pl
 from lmcore.kernels.support import runs_triton
 from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.model import causal_mask
+from lmcore.profiling.cells import run_apart
 from lmcore.profiling.kernels.loss import plain_loss
 from lmcore.profiling.kernels.measuring import DTYPES
 from lmcore.profiling.workload import WorkloadConfig
@@ -163,13 +166,34 @@ def measure_agreement(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     device, _ = select_device(config.device)
     kernels = runs_triton(device)
     precisions = [name for name in TOLERANCES if device.type != "mps" or name == "fp32"]
-    rows = attention_rows(flash_attention, device, ATTENTION_SHAPES, precisions)
+    if kernels:
+        rows = side_by_side(device, ATTENTION_SHAPES, precisions)
+    else:
+        rows = attention_rows(flash_attention, device, ATTENTION_SHAPES, precisions)
     rows += other_rows(device, [name for name in precisions if name != "fp16"])  # the fused loss has none
     return {
         "device": device_name(device),
         "by": "Triton kernels" if kernels else "plain-PyTorch twins",
         "rows": rows,
     }
+
+
+def side_by_side(
+    device: torch.device, shapes: Sequence[Sequence[int]], precisions: Sequence[str]
+) -> list[dict[str, Any]]:
+    """`attention_rows` of our kernels with a process for each shape: compiling them is most of the work."""
+    with ThreadPoolExecutor(max(1, min(len(shapes), (os.cpu_count() or 1) // 2))) as pool:
+        calls = [pool.submit(run_apart, rows_of_a_shape, (str(device), shape, precisions), None) for shape in shapes]
+        results = [call.result() for call in calls]
+    for outcome, reason in results:
+        if outcome != "complete":
+            raise RuntimeError(reason)
+    return [row for _, rows in results for row in rows]
+
+
+def rows_of_a_shape(device: str, shape: Sequence[int], precisions: Sequence[str]) -> list[dict[str, Any]]:
+    """In a process of its own: the rows of one shape."""
+    return attention_rows(flash_attention, torch.device(device), [shape], precisions)
 
 
 def agreement_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:

@@ -4,7 +4,7 @@
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ MEASURED_FIELDS = ["median", "low", "high", "peak_bytes", "rate", "share"]
 
 COLUMNS = [
     "row", "group", "work", "settings", "contestant", "ours", "unit", *MEASURED_FIELDS, "repeats", "rate_unit",
-    "share_of", "outcome", "reason", "notes",
+    "share_of", "outcome", "reason", "notes", "run",
 ]  # fmt: skip
 
 OUR_WAYS = ("lmcore", "plain", "+")
@@ -38,6 +38,7 @@ class Speed:
     targets: list[dict[str, Any]]
     provenance: dict[str, Any]
     ceilings: dict[str, float]
+    runs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def device(self) -> str:
@@ -61,7 +62,8 @@ def read_speed(results: str | os.PathLike) -> Speed | None:
     rows = pd.DataFrame(content["rows"]).reindex(columns=COLUMNS)
     for name in MEASURED_FIELDS:
         rows[name] = rows[name].astype(float)
-    return Speed(rows, content["targets"], content["provenance"], content["ceilings"])
+    rows["run"] = rows["run"].fillna(0).astype(int)
+    return Speed(rows, content["targets"], content["provenance"], content["ceilings"], content.get("runs", []))
 
 
 def is_row(row: Any) -> bool:

@@ -168,11 +168,26 @@ def reference_answer(speed: Speed | None) -> str:
         return NO_FILE
     versions = _versions(speed.provenance)
     text = (
-        f"On one {speed.device}{versions}, medians, all contestants of a row in one process, taking turns:\n\n"
+        f"On one {speed.device}{versions}, medians, contestants taking turns; {runs_words(speed)}:\n\n"
         f"{speed_table(speed)}\n\n{ratios_sentence(speed)} {ceilings_sentence(speed)}\n\n"
         f"{misses(speed)}\n\n{missing_sentence(speed)}"
     )
     return text.strip()
+
+
+def runs_words(speed: Speed) -> str:
+    """Whether all rows are of one run; if not, how many are of runs before the last, and of which commit."""
+    last = speed.rows["run"].max()
+    before = speed.rows[speed.rows["run"] < last].drop_duplicates("row")
+    if before.empty:
+        return "everything in one run"
+    found = []
+    for run, rows in before.groupby("run"):
+        environment = speed.runs[run].get("environment", {}) if run < len(speed.runs) else {}
+        commit = str(environment.get("git_commit") or "unknown")[:9]
+        counts = [f"{count} of {group}" for group, count in rows["group"].value_counts(sort=False).items()]
+        found.append(f"{join_words(counts)} (commit {commit})")
+    return f"all contestants of a row in one process; one run but for some rows of earlier ones: {join_words(found)}"
 
 
 def _versions(provenance: Mapping[str, Any]) -> str:
@@ -189,7 +204,7 @@ def speed_block(results: str | os.PathLike) -> str:
         return f"{NO_FILE}\n"
     folder = Path(results).name
     return (
-        f"One {speed.device}{_versions(speed.provenance)}, bf16, everything in one run; medians:\n\n"
+        f"One {speed.device}{_versions(speed.provenance)}, bf16, {runs_words(speed)}; medians:\n\n"
         f"{speed_table(speed, only_targets=True)}\n\n"
         f"{ratios_sentence(speed)} {ceilings_sentence(speed)}\n\n{misses(speed)}\n\n"
         f"All rows, with peers, spread and memory: [`speed.json`](results/{folder}/speed.json); what was tried on the "
