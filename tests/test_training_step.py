@@ -1,11 +1,15 @@
 """Which step a configuration trains with, and that both lead to the same weights."""
 
+from functools import partialmethod
+
 import pytest
 import torch
 
 from lmcore.checkpoint import digest, read_weights
 from lmcore.config import ModelConfig, TrainConfig, replace
+from lmcore.data import CorpusConfig, prepare
 from lmcore.errors import UserError
+from lmcore.fused.step import FusedStep
 from lmcore.model import TransformerLM
 from lmcore.profiling.workload import Workload, WorkloadConfig
 from lmcore.recipes import RECIPES, fast
@@ -48,9 +52,42 @@ def test_fused_training_is_plain_training(tmp_path, config, optimizer, tied):
         assert one == pytest.approx(other, rel=1e-5)
 
 
-@pytest.mark.parametrize("ops", ["plain", "fused"])
-def test_resuming_gives_the_run_that_was_never_stopped(tmp_path, config, monkeypatch, ops):
-    config = replace(config, ops=ops)
+def test_on_real_stories_the_losses_are_the_plain_ones(tmp_path, config, shared_data):
+    """The curve of a small model that learns for 300 steps, in float32."""
+    text = shared_data / "tinystories" / "valid.txt"
+    data = prepare(str(text), "bpe:300", tmp_path / "data", CorpusConfig(num_documents=300), progress=False).folder
+    config = replace(config, data=str(data), steps=300, batch_size=16, log_interval=20, eval_interval=150)
+    runs = [RunFolder(tmp_path / name) for name in ("plain", "fused")]
+    for run, settings in zip(runs, (config, fast(config)), strict=True):
+        train(settings, run)
+    plain, fused = map(lines, runs)
+    assert plain[-1]["train_loss"] < plain[0]["train_loss"] - 1
+    assert [line["train_loss"] for line in fused] == pytest.approx([line["train_loss"] for line in plain], rel=1e-3)
+
+
+@pytest.fixture
+def pipelined():
+    """Fused steps leave their update to the next call, as on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedStep, "__init__", partialmethod(FusedStep.__init__, pipelined=True))
+        yield
+
+
+def test_training_with_updates_due_is_training_without(tmp_path, config, request):
+    ended, due = RunFolder(tmp_path / "ended"), RunFolder(tmp_path / "due")
+    train(fast(config), ended)
+    request.getfixturevalue("pipelined")
+    train(fast(config), due)
+    assert lines(ended) == lines(due)
+    for weights in ("last_weights", "best_weights"):
+        assert digest(read_weights(getattr(ended, weights))[0]) == digest(read_weights(getattr(due, weights))[0])
+
+
+@pytest.mark.parametrize("ops", ["plain", "fused", "pipelined"])
+def test_resuming_gives_the_run_that_was_never_stopped(tmp_path, config, monkeypatch, request, ops):
+    if ops == "pipelined":
+        request.getfixturevalue("pipelined")
+    config = replace(config, ops="plain" if ops == "plain" else "fused")
     whole, cut = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "cut")
     train(config, whole)
     original = Trainer.train_step
