@@ -258,6 +258,68 @@ def test_warming_up_changes_nothing(device, kernels):
     assert not optimizer.state
 
 
+def bound(device, parts, **settings) -> tuple[list, list, list, FusedAdamW]:
+    """Parameters, gradients and bfloat16 copies that stay where they are, and an optimizer of numbered parts."""
+    ours = parameters(device)
+    read, written = ([torch.zeros_like(p, dtype=torch.bfloat16) for p in ours] for _ in range(2))
+    optimizer = FusedAdamW(groups_of(ours), lr=1e-2, **settings)
+    optimizer.bind(*(dict(zip(ours, values, strict=True)) for values in (read, written, parts)))
+    return ours, read, written, optimizer
+
+
+def fill(read: list[torch.Tensor], step: int) -> None:
+    for view, gradient in zip(read, gradients(SHAPES, step), strict=True):
+        view.copy_(gradient)
+
+
+@pytest.mark.parametrize("parts", [(1, 1, 1, 2, 2, 3), (3, 0, 3, 1, 0, 3)], ids=str)
+def test_parts_one_by_one_are_the_whole_bit_by_bit(device, kernels, parts):
+    """Also where the squares of some are summed ahead, and where the numbers of parts change."""
+    one, other = (bound(device, (0,) * 6, max_grad_norm=0.5) for _ in range(2))
+    for step in range(4):
+        if step == 1:
+            for ours, read, written, optimizer in (one, other):
+                optimizer.bind(*(dict(zip(ours, values, strict=True)) for values in (read, written, parts)))
+        for _, read, _, _ in (one, other):
+            fill(read, step)
+        one[-1].prepare()
+        one[-1].launch()
+        if step > 1:
+            other[-1].begin_measure({1, 3})
+        other[-1].prepare()
+        other[-1].measure()
+        for part in set(parts) if step else {0}:
+            other[-1].apply(part)
+        assert torch.equal(one[-1].norm, other[-1].norm)
+    for ours, theirs in ((one[0], other[0]), (one[2], other[2]), (moments(one[-1]), moments(other[-1]))):
+        assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("bad", [1.0, math.nan, math.inf])
+def test_an_idle_update_changes_nothing(device, kernels, bad, max_norm):
+    """Whatever the gradients are; the next step is as if it had not been."""
+    (ours, read, written, optimizer), (theirs, their_read, _, reference) = (
+        bound(device, range(6), max_grad_norm=max_norm) for _ in range(2)
+    )
+    for step in range(2):
+        for views, o in ((read, optimizer), (their_read, reference)):
+            fill(views, step)
+            o.prepare()
+            o.launch()
+        before = [x.detach().clone() for x in (*ours, *written, *moments(optimizer), optimizer.norm)]
+        for view in read:
+            view.fill_(bad)
+        optimizer.idle()
+        for part in range(6):
+            optimizer.apply(part)
+        after = (*ours, *written, *moments(optimizer), optimizer.norm)
+        for x, y in zip(after, before, strict=True):
+            torch.testing.assert_close(x.detach(), y, rtol=0, atol=0, equal_nan=True)
+    assert all(map(torch.equal, ours, theirs))
+    assert {s["t"] for s in optimizer.state.values()} == {2}
+
+
 def test_a_model_with_tied_embeddings_trains_as_with_the_plain_class(device, kernels):
     models = []
     for kind in (AdamW, FusedAdamW):

@@ -172,9 +172,8 @@ class FusedAdamW(AdamW):
 
     @torch.no_grad()
     def idle(self) -> None:
-        """Lets the next `apply` change nothing, while its gradients are finite: there is no step to apply."""
+        """Lets the next `apply` change nothing, whatever the gradients are: there is no step to apply."""
         self._rows = [NOTHING] * len(self._part_of)
-        self.norm.zero_()
         if self._table is not None:
             self._table.send(torch.tensor(self._rows, dtype=torch.float32))
 
@@ -236,7 +235,7 @@ class FusedAdamW(AdamW):
         self._part_of = [self._parts.get(p, 0) for _, p, _ in found]
         if not slots or not runs_triton(slots[0].p.device):
             self._table = None
-        elif self._table is None or not self._table.move(slots):
+        elif self._table is None or not self._table.move(slots, self._part_of):
             from lmcore.kernels.gpu.adamw import Table
 
             self._table = Table(slots, self._part_of)
@@ -258,6 +257,8 @@ def update(slots: list[Slot], rows: list[Settings], norm: Tensor | None) -> None
     """
     scale = None
     for (p, gradient, m, v, copy), row in zip(slots, rows, strict=True):
+        if row is NOTHING:
+            continue
         g = gradient.float()
         if norm is not None:
             scale = torch.clamp(row.max_norm / (norm + 1e-6), max=1.0) if scale is None else scale

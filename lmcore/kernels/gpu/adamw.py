@@ -56,6 +56,7 @@ def update_kernel(
     if CLIP:
         scale = tl.load(scalars + 7) / (tl.load(norm) + 1e-6)
         g *= tl.where(scale > 1.0, 1.0, scale)  # a norm of NaN stays one, which a minimum would drop
+    g = tl.where(gain1 > 0.0, g, 0.0)  # an idle update takes nothing of what is not finite
     m = beta1 * m + gain1 * g
     v = beta2 * v + gain2 * g * g
     p = (p - lr_t * tl.div_rn(m, tl.sqrt_rn(v) + eps)) * keep
@@ -136,6 +137,7 @@ class Table:
     def __init__(self, slots: list[Slot], parts: list[int] | None = None):
         device, parts = slots[0].p.device, parts or [0] * len(slots)
         self.kind_of, self.sizes = _kinds_and_sizes(slots)
+        self.parts = parts
         self.addresses = _addresses(slots).to(device)
         self.settings = torch.ones(len(slots), len(Settings._fields), device=device)
         by_kind: dict[tuple, list[int]] = {}
@@ -147,9 +149,10 @@ class Table:
         ]
         self.sums = torch.zeros(sum(len(kind.chunks.table) for kind in self.kinds), device=device)
 
-    def move(self, slots: list[Slot]) -> bool:
-        """Puts other addresses in place, without waiting for the device; False if the slots are of other kinds."""
-        if (self.kind_of, self.sizes) != _kinds_and_sizes(slots) or slots[0].p.device != self.addresses.device:
+    def move(self, slots: list[Slot], parts: list[int]) -> bool:
+        """Puts other addresses in place, without waiting for the device; False if kinds or parts are others."""
+        alike = (self.kind_of, self.sizes) == _kinds_and_sizes(slots) and self.parts == parts
+        if not alike or slots[0].p.device != self.addresses.device:
             return False
         _send(_addresses(slots), self.addresses)
         return True
