@@ -53,7 +53,7 @@ class PlainStep:
         """To be called before anything reads the weights or the optimizer's state: they are current here."""
 
     def weights_changed(self) -> None:
-        """To be called when something else has written the weights: nothing depends on them here."""
+        """To be called when something else has written weights or optimizer state: nothing depends on them here."""
 
 
 class FusedTrainingStep:
@@ -87,7 +87,7 @@ class FusedTrainingStep:
         self.step.finish()
 
     def weights_changed(self) -> None:
-        """To be called when something else has written the weights: copies the masters again."""
+        """To be called when something else has written weights or optimizer state; drops an update that is due."""
         self.step.weights_changed()
 
 

@@ -1,5 +1,6 @@
 """The explicit training step against the plain model with autograd: losses, gradients, whole runs."""
 
+import copy
 import math
 from dataclasses import asdict
 from functools import partial
@@ -155,6 +156,37 @@ def test_an_update_that_is_due_is_dropped_with_the_weights_it_was_for():
     step.finish()
     assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
     assert all(map(torch.equal, step.model.copies, step.model.copies.values()))
+
+
+def test_only_fused_adamw_is_pipelined():
+    with pytest.raises(UserError, match="needs FusedAdamW; Muon takes its own step"):
+        fused_step(model_of(SHAPES["tied"]), 2, name="muon", pipelined=True)
+    assert not fused_step(model_of(SHAPES["tied"]), 2, name="muon").pipelined
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_training_goes_on_from_what_was_loaded_after_a_step_that_was_not_finite(device, pipelined):
+    """Weights and state of before put back: the same batches give the same results, although a graph is captured."""
+    config = SHAPES["odd"]
+    model = model_of(config, device)
+    step = fused_step(model, 2, pipelined=pipelined)
+    batches = [batch_of(config, device=device) for _ in range(4)]
+    for batch in batches[:2]:
+        step(*batch)
+    step.finish()
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(step.optimizer.state_dict())
+    expected = [torch.stack(step(*batch)) for batch in batches[2:]]
+    with torch.no_grad():
+        model.layers[1].ffn.w2.weight[0, 0] = math.inf
+    step.weights_changed()
+    assert not torch.stack(step(*batches[0])).isfinite().any()
+    model.load_state_dict(weights)
+    step.optimizer.load_state_dict(state)
+    step.weights_changed()
+    for batch, result in zip(batches[2:], expected, strict=True):
+        torch.testing.assert_close(torch.stack(step(*batch)), result, rtol=1e-6, atol=0)
+    step.finish()
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["odd", "tied"])

@@ -1,11 +1,13 @@
 """Which step a configuration trains with, and that both lead to the same weights."""
 
+import os
+import signal
 from functools import partialmethod
 
 import pytest
 import torch
 
-from lmcore.checkpoint import digest, read_weights
+from lmcore.checkpoint import digest, read_checkpoint, read_weights
 from lmcore.config import ModelConfig, TrainConfig, replace
 from lmcore.data import CorpusConfig, prepare
 from lmcore.errors import UserError
@@ -81,6 +83,24 @@ def test_training_with_updates_due_is_training_without(tmp_path, config, request
     assert lines(ended) == lines(due)
     for weights in ("last_weights", "best_weights"):
         assert digest(read_weights(getattr(ended, weights))[0]) == digest(read_weights(getattr(due, weights))[0])
+
+
+def test_a_run_that_is_interrupted_saves_the_update_that_is_due(tmp_path, config, monkeypatch, pipelined):
+    whole, cut = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "cut")
+    train(fast(replace(config, checkpoint_interval=5, keep_checkpoints=3)), whole)
+    original = Trainer.train_step
+
+    def interrupted(self):
+        original(self)
+        if self.step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    result = train(fast(config), cut)
+    assert (result.state, result.step) == ("interrupted", 5)
+    saved = [read_checkpoint(run.checkpoint_file(5)) for run in (whole, cut)]
+    for part in ("model", "optimizer"):
+        assert digest(saved[0][part]) == digest(saved[1][part])
 
 
 @pytest.mark.parametrize("ops", ["plain", "fused", "pipelined"])

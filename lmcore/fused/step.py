@@ -34,6 +34,7 @@ class FusedStep:
     `finish` takes the one that is due: before it, the parameters, the optimizer's moments and `.model` are one step
     behind. Any other call ends with its update. It is the default with `FusedAdamW` on CUDA for small batches, whose
     kernels leave multiprocessors idle. `overlap` and `layers_per_product` are those of `FusedTransformer`, `.model`.
+    Raises `UserError` for a `pipelined` step with another optimizer.
     """
 
     def __init__(
@@ -54,9 +55,14 @@ class FusedStep:
         self.shape = torch.Size((batch_size, context_length))
         self.graph: torch.cuda.CUDAGraph | None = None
         small = self.model.device.type == "cuda" and batch_size * context_length <= FEW_ROWS
-        self.pipelined = isinstance(optimizer, FusedAdamW) and (small if pipelined is None else pipelined)
+        ours = isinstance(optimizer, FusedAdamW)
+        self.pipelined = ours and small if pipelined is None else pipelined
+        require(
+            ours or not self.pipelined,
+            f"A pipelined step needs FusedAdamW; {type(optimizer).__name__} takes its own step after each call.",
+        )
         self.due = False  # an update
-        if isinstance(optimizer, FusedAdamW):
+        if ours:
             optimizer.bind(self.model.gradients, self.model.copies, self.model.parts)
         else:
             for p, gradient in self.model.gradients.items():  # what is float32 already serves as it is
@@ -103,7 +109,10 @@ class FusedStep:
             self.due = False
 
     def weights_changed(self) -> None:
-        """To be called when something else has written the parameters: copies them again, and drops what was due."""
+        """To be called when something else has written the parameters or the optimizer's state, as a checkpoint does.
+
+        Copies the parameters again, and drops an update that is due: `finish` before the writing takes it.
+        """
         self.due = False
         self.model.refresh()
 
