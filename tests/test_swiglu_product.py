@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from lmcore.functional import silu
+from lmcore.kernels import support
 from lmcore.kernels.swiglu import goes_in_one, linear_swiglu_backward_
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
@@ -55,6 +56,16 @@ def test_the_twin():
     assert not goes_in_one(dy, w2)
     assert linear_swiglu_backward_(dy, w2, ab) is ab
     assert error(ab, right) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(("triton", "hip"), [(True, None), (False, None), (True, "6.2")])
+def test_hopper_means_nvidias_with_triton(monkeypatch, triton, hip):
+    """Capability 9.0 is that of an AMD MI200, too; and nothing of Triton is imported where it is not installed."""
+    monkeypatch.setattr(support, "has_triton", lambda: triton)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert support.is_hopper.__wrapped__(torch.device("cuda")) == (triton and hip is None)
+    assert not support.is_hopper.__wrapped__(torch.device("cpu"))
 
 
 @pytest.mark.gpu

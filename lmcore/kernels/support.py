@@ -24,8 +24,11 @@ def runs_triton(device: torch.device) -> bool:
 
 @lru_cache(maxsize=8)
 def is_hopper(device: torch.device) -> bool:
-    """Whether the device has what Hopper's own instructions need (TMA, warpgroup matrix products)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
+    """Whether Triton runs here on what Hopper's own instructions need (TMA, warpgroup matrix products).
+
+    AMD's chips have capabilities of their own, some of them the same number.
+    """
+    return runs_triton(device) and torch.cuda.get_device_capability(device) == HOPPER
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
