@@ -323,6 +323,7 @@ def test_deterministic_steps_repeat_themselves(deterministic, layers_per_product
         step = fused_step(model, 8, torch.bfloat16, layers_per_product=layers_per_product)
         torch.manual_seed(3)
         results = [torch.stack(step(*repeated_text(GPU_MODEL, 8, device))) for _ in range(20)]
+        step.finish()
         runs.append([*results, *(p.detach().clone() for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
