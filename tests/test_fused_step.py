@@ -145,6 +145,23 @@ def test_working_copies_follow_the_masters():
     assert step.model.weights.head[config.vocab_size :].count_nonzero() == 0
 
 
+def test_a_batch_that_fails_leaves_the_update_taken_once():
+    """Also a pipelined step on a CPU: an id outside of the vocabulary, after a good step."""
+    config = SHAPES["odd"]
+    models = [model_of(config) for _ in range(2)]
+    steps = [fused_step(model, 2, pipelined=True) for model in models]
+    inputs, targets = batch_of(config)
+    for step in steps:
+        step(inputs, targets)
+    with pytest.raises((IndexError, RuntimeError)):
+        steps[0](torch.full_like(inputs, config.vocab_size), targets)
+    for step in steps:
+        step.finish()
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    with pytest.raises(UserError, match=r"not \(2, 1\)"):
+        steps[0](inputs, targets[:, :1])
+
+
 def test_an_update_that_is_due_is_dropped_with_the_weights_it_was_for():
     config = SHAPES["odd"]
     model = model_of(config)

@@ -19,7 +19,7 @@ FEW_ROWS = 2048
 
 
 def nothing(part: int) -> None:
-    """What is done ahead of a part of the forward pass if its update is no longer due."""
+    """What is done ahead of a part of the forward pass whose update is not due."""
 
 
 class FusedStep:
@@ -34,7 +34,8 @@ class FusedStep:
     `finish` takes the one that is due: before it, the parameters, the optimizer's moments and `.model` are one step
     behind. Any other call ends with its update. It is the default with `FusedAdamW` on CUDA for small batches, whose
     kernels leave multiprocessors idle. `overlap` and `layers_per_product` are those of `FusedTransformer`, `.model`.
-    Raises `UserError` for a `pipelined` step with another optimizer.
+    An optimizer serves the last step that was made with it. Raises `UserError` for a `pipelined` step with another
+    optimizer than `FusedAdamW`.
     """
 
     def __init__(
@@ -77,10 +78,9 @@ class FusedStep:
 
         Raises `UserError` for a batch of another shape, and `torch.OutOfMemoryError` if the step does not fit.
         """
-        require(
-            inputs.shape == targets.shape == self.shape,
-            f"This step was made for batches of {tuple(self.shape)} ids, not {tuple(inputs.shape)}.",
-        )
+        for shape in (inputs.shape, targets.shape):
+            found = f"This step was made for batches of {tuple(self.shape)} ids, not {tuple(shape)}."
+            require(shape == self.shape, found)
         if self.model.device.type != "cuda":
             return self._eager(inputs, targets)
         self.batch[0].copy_(inputs, non_blocking=True)
@@ -117,12 +117,12 @@ class FusedStep:
         self.model.refresh()
 
     def _eager(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The step without a graph, in the same order."""
+        """The step without a graph; an update that is due comes first."""
         if not isinstance(self.optimizer, FusedAdamW):
             loss = self._gradients_for_others(inputs, targets)
             return loss, self._other_update()
-        before = self.optimizer.apply if self.due else nothing
-        loss = self.model.forward_backward(inputs, targets, before, self.optimizer.begin_measure)
+        self.finish()
+        loss = self.model.forward_backward(inputs, targets, nothing, self.optimizer.begin_measure)
         self.optimizer.prepare()
         self.optimizer.measure()
         self.due = True
