@@ -1,67 +1,18 @@
 """The explicit training step against the plain model with autograd: losses, gradients, whole runs."""
 
-import copy
 import math
 from dataclasses import asdict
-from functools import partial
 
 import pytest
 import torch
+from fused_models import SHAPES, batch_of, fused_step, model_of, plain_step, relative_error
 from torch import Tensor
 
-from lmcore.checkpoint import digest
-from lmcore.config import ModelConfig, OptimizerConfig, TrainConfig
+from lmcore.config import ModelConfig
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
 from lmcore.fused.model import FusedTransformer, why_not
-from lmcore.fused.step import FusedStep
-from lmcore.kernels.adamw import FusedAdamW
 from lmcore.kernels.support import has_triton
-from lmcore.model import TransformerLM
-from lmcore.optimizer import build_optimizer
-from lmcore.training_step import PlainStep
-
-CPU = torch.device("cpu")
-
-SHAPES = {
-    "odd": ModelConfig(101, context_length=13, d_model=48, num_layers=3, num_heads=3, d_ff=100),
-    "tied": ModelConfig(64, context_length=8, d_model=32, num_layers=2, num_heads=2, d_ff=40, tie_embeddings=True),
-    "heads of 80": ModelConfig(130, context_length=20, d_model=160, num_layers=1, num_heads=2, d_ff=96),
-    "no positions": ModelConfig(33, context_length=9, d_model=34, num_layers=2, num_heads=2, d_ff=7, position="none"),
-}
-
-
-def batch_of(config: ModelConfig, size: int = 2, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(config.vocab_size, (size, config.context_length + 1))
-    ids[0, :5] = 3  # a token that occurs more than once
-    return ids[:, :-1].to(device), ids[:, 1:].to(device)
-
-
-def model_of(config: ModelConfig, device: torch.device = CPU, seed: int = 0) -> TransformerLM:
-    torch.manual_seed(seed)
-    model = TransformerLM(config, device=device)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim == 1:  # gains that are not 1
-                p.add_(0.3 * torch.randn_like(p))
-    return model
-
-
-def relative_error(out: Tensor, expected: Tensor) -> float:
-    return ((out.double() - expected.double()).norm() / expected.double().norm()).item()
-
-
-def fused_step(model: TransformerLM, batch_size: int, dtype=torch.float32, limit=1.0, name="adamw", **options):
-    optimizer = build_optimizer(model, OptimizerConfig(name=name), partial(FusedAdamW, max_grad_norm=limit))
-    length = model.config.context_length
-    return FusedStep(model, optimizer, batch_size, length, dtype, max_grad_norm=limit, **options)
-
-
-def plain_step(model: TransformerLM, device: torch.device = CPU, precision="fp32", name="adamw", limit=1.0):
-    config = TrainConfig(
-        model=model.config, optimizer=OptimizerConfig(name=name, max_grad_norm=limit), precision=precision
-    )
-    return PlainStep(model, config, device)
 
 
 @pytest.mark.parametrize("layers_per_product", [None, 1, 2])
@@ -143,91 +94,6 @@ def test_working_copies_follow_the_masters():
     step.model.refresh()
     assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.model.copies.items())
     assert step.model.weights.head[config.vocab_size :].count_nonzero() == 0
-
-
-def test_a_batch_that_fails_leaves_the_update_taken_once():
-    """Also a pipelined step on a CPU: an id outside of the vocabulary, after a good step."""
-    config = SHAPES["odd"]
-    models = [model_of(config) for _ in range(2)]
-    steps = [fused_step(model, 2, pipelined=True) for model in models]
-    inputs, targets = batch_of(config)
-    for step in steps:
-        step(inputs, targets)
-    with pytest.raises((IndexError, RuntimeError)):
-        steps[0](torch.full_like(inputs, config.vocab_size), targets)
-    for step in steps:
-        step.finish()
-    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-    with pytest.raises(UserError, match=r"not \(2, 1\)"):
-        steps[0](inputs, targets[:, :1])
-
-
-def test_an_update_that_is_due_is_dropped_with_the_weights_it_was_for():
-    config = SHAPES["odd"]
-    model = model_of(config)
-    step = fused_step(model, 2, pipelined=True)
-    loaded = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
-    step(*batch_of(config))
-    model.load_state_dict(loaded)
-    step.weights_changed()
-    step.finish()
-    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
-    assert all(map(torch.equal, step.model.copies, step.model.copies.values()))
-
-
-def test_only_fused_adamw_is_pipelined():
-    with pytest.raises(UserError, match="needs FusedAdamW; Muon takes its own step"):
-        fused_step(model_of(SHAPES["tied"]), 2, name="muon", pipelined=True)
-    assert not fused_step(model_of(SHAPES["tied"]), 2, name="muon").pipelined
-
-
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_training_goes_on_from_what_was_loaded_after_a_step_that_was_not_finite(device, pipelined):
-    """Weights and state of before put back: the same batches give the same results, although a graph is captured."""
-    config = SHAPES["odd"]
-    model = model_of(config, device)
-    step = fused_step(model, 2, pipelined=pipelined)
-    batches = [batch_of(config, device=device) for _ in range(4)]
-    for batch in batches[:2]:
-        step(*batch)
-    step.finish()
-    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(step.optimizer.state_dict())
-    expected = [torch.stack(step(*batch)) for batch in batches[2:]]
-    with torch.no_grad():
-        model.layers[1].ffn.w2.weight[0, 0] = math.inf
-    step.weights_changed()
-    assert not torch.stack(step(*batches[0])).isfinite().any()
-    model.load_state_dict(weights)
-    step.optimizer.load_state_dict(state)
-    step.weights_changed()
-    for batch, result in zip(batches[2:], expected, strict=True):
-        torch.testing.assert_close(torch.stack(step(*batch)), result, rtol=1e-6, atol=0)
-    step.finish()
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["odd", "tied"])
-def test_updating_beside_the_next_forward_pass_changes_nothing(name, device):
-    """Losses, norms, weights and the optimizer's state are those of steps that end with their update, bit by bit."""
-    config = SHAPES[name]
-    models = [model_of(config, device) for _ in range(2)]
-    steps = [fused_step(model, 2, limit=0.5, pipelined=flag) for model, flag in zip(models, (True, False), strict=True)]
-    batches = [batch_of(config, device=device) for _ in range(6)]
-    for number, batch in enumerate(batches):
-        results = []
-        for step in steps:
-            for group in step.optimizer.param_groups:
-                group["lr"] = 1e-3 * (1 + number % 3)
-            results.append(torch.stack(step(*batch)))
-        assert torch.equal(*results)
-        if number in (0, 3):  # as for an evaluation; twice is no different
-            for _ in range(2):
-                steps[0].finish()
-            assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-    steps[0].finish()
-    states = [digest(step.optimizer.state_dict()) for step in steps]
-    assert states[0] == states[1]
-    assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
 
 
 def test_half_precision_is_near(device):

@@ -1,0 +1,96 @@
+"""Fused steps that take their update with the next call: the same weights, whatever comes in between."""
+
+import copy
+import math
+
+import pytest
+import torch
+from fused_models import SHAPES, batch_of, fused_step, model_of
+
+from lmcore.checkpoint import digest
+from lmcore.errors import UserError
+
+
+def test_a_batch_that_fails_leaves_the_update_taken_once():
+    """Also a pipelined step on a CPU: an id outside of the vocabulary, after a good step."""
+    config = SHAPES["odd"]
+    models = [model_of(config) for _ in range(2)]
+    steps = [fused_step(model, 2, pipelined=True) for model in models]
+    inputs, targets = batch_of(config)
+    for step in steps:
+        step(inputs, targets)
+    with pytest.raises((IndexError, RuntimeError)):
+        steps[0](torch.full_like(inputs, config.vocab_size), targets)
+    for step in steps:
+        step.finish()
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    with pytest.raises(UserError, match=r"not \(2, 1\)"):
+        steps[0](inputs, targets[:, :1])
+
+
+def test_an_update_that_is_due_is_dropped_with_the_weights_it_was_for():
+    config = SHAPES["odd"]
+    model = model_of(config)
+    step = fused_step(model, 2, pipelined=True)
+    loaded = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    step(*batch_of(config))
+    model.load_state_dict(loaded)
+    step.weights_changed()
+    step.finish()
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+    assert all(map(torch.equal, step.model.copies, step.model.copies.values()))
+
+
+def test_only_fused_adamw_is_pipelined():
+    with pytest.raises(UserError, match="needs FusedAdamW; Muon takes its own step"):
+        fused_step(model_of(SHAPES["tied"]), 2, name="muon", pipelined=True)
+    assert not fused_step(model_of(SHAPES["tied"]), 2, name="muon").pipelined
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_training_goes_on_from_what_was_loaded_after_a_step_that_was_not_finite(device, pipelined):
+    """Weights and state of before put back: the same batches give the same results, although a graph is captured."""
+    config = SHAPES["odd"]
+    model = model_of(config, device)
+    step = fused_step(model, 2, pipelined=pipelined)
+    batches = [batch_of(config, device=device) for _ in range(4)]
+    for batch in batches[:2]:
+        step(*batch)
+    step.finish()
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(step.optimizer.state_dict())
+    expected = [torch.stack(step(*batch)) for batch in batches[2:]]
+    with torch.no_grad():
+        model.layers[1].ffn.w2.weight[0, 0] = math.inf
+    step.weights_changed()
+    assert not torch.stack(step(*batches[0])).isfinite().any()
+    model.load_state_dict(weights)
+    step.optimizer.load_state_dict(state)
+    step.weights_changed()
+    for batch, result in zip(batches[2:], expected, strict=True):
+        torch.testing.assert_close(torch.stack(step(*batch)), result, rtol=1e-6, atol=0)
+    step.finish()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["odd", "tied"])
+def test_updating_beside_the_next_forward_pass_changes_nothing(name, device):
+    """Losses, norms, weights and the optimizer's state are those of steps that end with their update, bit by bit."""
+    config = SHAPES[name]
+    models = [model_of(config, device) for _ in range(2)]
+    steps = [fused_step(model, 2, limit=0.5, pipelined=flag) for model, flag in zip(models, (True, False), strict=True)]
+    batches = [batch_of(config, device=device) for _ in range(6)]
+    for number, batch in enumerate(batches):
+        results = []
+        for step in steps:
+            for group in step.optimizer.param_groups:
+                group["lr"] = 1e-3 * (1 + number % 3)
+            results.append(torch.stack(step(*batch)))
+        assert torch.equal(*results)
+        if number in (0, 3):  # as for an evaluation; twice is no different
+            for _ in range(2):
+                steps[0].finish()
+            assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    steps[0].finish()
+    states = [digest(step.optimizer.state_dict()) for step in steps]
+    assert states[0] == states[1]
+    assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
