@@ -252,7 +252,6 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss in nats per token over all non-overlapping windows of the validation set."""
-        self.update.finish()
         self.model.eval()
         total, count = torch.zeros((), dtype=torch.float64), 0
         context, batch_size = self.config.model.context_length, self.config.eval_batch_size

@@ -20,7 +20,12 @@ from lmcore.kernels.cross_entropy import linear_cross_entropy_gradients, linear_
 from lmcore.kernels.embedding import embedding_backward_, sorted_tokens
 from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
 from lmcore.kernels.swiglu import linear_swiglu_backward_, swiglu_forward
-from lmcore.kernels.turned_attention import split_heads, turned_attention_backward, turned_attention_forward
+from lmcore.kernels.turned_attention import (
+    heads_of,
+    split_heads,
+    turned_attention_backward,
+    turned_attention_forward,
+)
 from lmcore.model import TransformerLM
 
 LARGEST_HEAD = 128
@@ -68,6 +73,10 @@ def on_its_device(method: Callable) -> Callable:
             torch.utils.deterministic.fill_uninitialized_memory = fills
 
     return call
+
+
+def nothing(parts: int | Collection[int]) -> None:
+    """What is done before and after parts of a pass for which nobody waits."""
 
 
 class Group:
@@ -160,8 +169,8 @@ class FusedTransformer:
         self,
         inputs: Tensor,
         targets: Tensor,
-        before: Callable[[int], None] = lambda part: None,
-        after: Callable[[Collection[int]], None] = lambda parts: None,
+        before: Callable[[int], None] = nothing,
+        after: Callable[[Collection[int]], None] = nothing,
     ) -> Tensor:
         """The same loss; leaves its gradients in `gradients`, in place of what was there. No host synchronisation.
 
@@ -224,8 +233,7 @@ class FusedTransformer:
         if self.rope is not None:
             saved.lse = turned_attention_forward(qkv, self.rope.cos, self.rope.sin, sizes, group.heads[i])
         else:
-            heads = self._heads(group.heads[i], shape)
-            _, saved.lse = attention_forward(*split_heads(qkv, sizes), True, out=heads)
+            _, saved.lse = attention_forward(*split_heads(qkv, sizes), True, out=heads_of(group.heads[i], sizes))
         branch = torch.mm(group.heads[i], w.out[layer].t())
         saved.x2, normed, saved.rstd2 = rmsnorm_forward(
             x, self.gains[2 * layer + 1], self.eps, branch, group.normed2[i]
@@ -277,7 +285,7 @@ class FusedTransformer:
         if self.rope is not None:
             turned_attention_backward(qkv, heads, lse, dheads, dqkv, self.rope.cos, self.rope.sin, sizes)
         else:
-            o, do = self._heads(heads, shape), self._heads(dheads, shape)
+            o, do = heads_of(heads, sizes), heads_of(dheads, sizes)
             attention_backward(*split_heads(qkv, sizes), o, lse, do, True, *split_heads(dqkv, sizes))
 
     def _weight_gradients(self, group: Group) -> None:
@@ -290,7 +298,3 @@ class FusedTransformer:
             (group.dqkv, group.normed1, self.grads.qkv),
         ):
             torch.bmm(dy.transpose(1, 2), x, out=dw[layers])
-
-    def _heads(self, x: Tensor, shape: torch.Size) -> Tensor:
-        """A view (B, H, T, K) of (N, D), whose rows hold all heads one after the other."""
-        return x.view(*shape, self.config.num_heads, self.config.d_k).transpose(1, 2)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lmcore.config import require
-from lmcore.fused.model import FusedTransformer
+from lmcore.fused.model import FusedTransformer, nothing
 from lmcore.fused.streams import HIGH, Aside
 from lmcore.kernels.adamw import FusedAdamW
 from lmcore.model import TransformerLM
@@ -16,10 +16,6 @@ from lmcore.optimizer import gradient_clipping
 
 FEW_ROWS = 2048
 """Tokens of a batch up to which the update fits in beside the forward pass, by measurement on the H200."""
-
-
-def nothing(part: int) -> None:
-    """What is done ahead of a part of the forward pass whose update is not due."""
 
 
 class FusedStep:
@@ -70,7 +66,7 @@ class FusedStep:
                 p.grad = gradient if gradient.dtype == p.dtype else torch.zeros_like(p)
         if self.model.device.type == "cuda":
             self.batch = torch.zeros(2, *self.shape, dtype=torch.int64, device=self.model.device)
-            self.updates = Aside(self.model.device)
+            self.updates = Aside(self.model.device, self.pipelined)
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lmcore.kernels.gpu.swiglu import gate_gradients
+
 ROWS, COLUMNS, DEPTH = 128, 128, 64
 """Rows and columns of a tile of dh, and features of D that a turn of the product takes."""
 
@@ -21,11 +23,9 @@ GROUP = 4
 def replace_by_gradients(dh, a_desc, b_desc, row, column):
     """The gradients of a tile of both halves, where the halves were; rounded to dh's own type on the way."""
     a, b = a_desc.load([row, column]), b_desc.load([row, column])
-    dh = dh.to(a.dtype).to(tl.float32)
-    a, b = a.to(tl.float32), b.to(tl.float32)
-    s = tl.sigmoid(a)
-    a_desc.store([row, column], (dh * b * s * (1 + a * (1 - s))).to(a_desc.dtype))
-    b_desc.store([row, column], (dh * a * s).to(a_desc.dtype))
+    da, db = gate_gradients(dh.to(a.dtype).to(tl.float32), a.to(tl.float32), b.to(tl.float32))
+    a_desc.store([row, column], da.to(a_desc.dtype))
+    b_desc.store([row, column], db.to(b_desc.dtype))
 
 
 @triton.jit
