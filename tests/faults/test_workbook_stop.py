@@ -15,7 +15,7 @@ import torch
 from notebook_projects import code, make_project, parameters
 from safetensors.torch import load_file
 
-from lmcore.config import OptimizerConfig, TrainConfig, model_config, to_dict
+from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace, to_dict
 from lmcore.errors import EXIT_INTERRUPTED
 from lmcore.notebook import read_notebook
 from lmcore.run import RunFolder
@@ -55,13 +55,19 @@ def config(embedded_data) -> TrainConfig:
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
         data=str(embedded_data),
         batch_size=4,
-        steps=600,
+        steps=1200,
         log_interval=5,
-        eval_interval=300,
+        eval_interval=600,
         eval_batch_size=64,
         checkpoint_interval=100,
         device="cpu",
     )
+
+
+@pytest.fixture
+def endless(config) -> TrainConfig:
+    """More steps than any test waits for: whatever else keeps the processors busy, a signal comes before the end."""
+    return replace(config, steps=1_000_000, eval_interval=1_000_000)
 
 
 @pytest.fixture(scope="module")
@@ -187,16 +193,16 @@ def test_training_is_stopped_and_goes_on_as_if_nothing_had_been(workbook, config
     require_same_run(book.run("toy"), undisturbed)
 
 
-def test_all_workers_of_a_sweep_are_stopped(workbook, config):
-    book = workbook(code(SWEEP), config=config).start("--no-writeup")
+def test_all_workers_of_a_sweep_are_stopped(workbook, endless):
+    book = workbook(code(SWEEP), config=endless).start("--no-writeup")
     book.wait_for_steps("seed_1", "seed_2")
     book.signal(signal.SIGTERM)
     require_stopped(book, "SIGTERM", 3)
     assert [book.run(name).status()["state"] for name in ("seed_1", "seed_2")] == ["interrupted"] * 2
 
 
-def test_every_process_gets_the_signal_at_once(workbook, config):
-    book = workbook(code(TRAIN), config=config).start("--no-writeup")
+def test_every_process_gets_the_signal_at_once(workbook, endless):
+    book = workbook(code(TRAIN), config=endless).start("--no-writeup")
     book.wait_for_steps("toy")
     family = book.family()
     assert any(LAUNCHER in command_line(process) for process in family)
@@ -250,8 +256,8 @@ def test_between_notebooks_and_while_the_writeup_is_made(workbook):
     assert (book.out / "writeup" / "answers.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_training_that_does_not_end_is_left_behind(workbook, config):
-    book = workbook(code(TRAIN), config=config).start("--no-writeup", "--stop-seconds", "1")
+def test_training_that_does_not_end_is_left_behind(workbook, endless):
+    book = workbook(code(TRAIN), config=endless).start("--no-writeup", "--stop-seconds", "1")
     book.wait_for_steps("toy")
     (training,) = [process for process in book.family() if is_training(process)]
     training.suspend()
