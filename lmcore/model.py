@@ -21,7 +21,7 @@ from lmcore.functional import at_least_float32, dropout, scaled_dot_product_atte
 
 
 class Cache(Protocol):
-    """What attention needs of a key-value cache (see `lmcore.generate.KVCache`): one entry per layer."""
+    """What attention needs of a key-value cache (see `lmcore.kv_cache.KVCache`): one entry per layer."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Adds (B, H, T, K) keys and values of new positions; returns those of all positions so far."""
