@@ -1,18 +1,16 @@
 """Decoding: from a model and a prompt to a sampled continuation (CSE599-O A1 section 6)."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
-from torch import nn
 
 from lmcore.config import GenerateConfig, require
 from lmcore.device import autocast, require_precision
 from lmcore.kv_cache import CachedForward, PlainForward
-from lmcore.model import TransformerLM
+from lmcore.model import TransformerLM, evaluating
 from lmcore.sampling import sample_next
 
 
@@ -151,18 +149,6 @@ def _checked(index: int, prompt: Sequence[int], model: TransformerLM, eot_id: in
         "encode it with the tokenizer that the model was trained with.",
     )
     return ids
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; whatever mode each part had before after it."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class TextStream:

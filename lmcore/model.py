@@ -6,6 +6,7 @@ Shape letters in comments: B batch, T positions, H heads, D d_model, K head size
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -330,3 +331,15 @@ class TransformerLM(nn.Module):
             if low < 0 or high >= self.config.vocab_size:
                 wrong = low if low < 0 else high
                 raise UserError(f"Token ids must be from 0 to {self.config.vocab_size - 1}; the input holds {wrong}.")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block; whatever mode each part had before after it."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from lmcore.config import GenerateConfig, ModelConfig, replace
 from lmcore.device import autocast
 from lmcore.errors import UserError
-from lmcore.generate import TextStream, evaluating, generate, generate_text
+from lmcore.generate import TextStream, generate, generate_text
 from lmcore.kv_cache import KVCache
-from lmcore.model import TransformerLM
+from lmcore.model import TransformerLM, evaluating
 from lmcore.sampling import next_token_distribution, sample_next
 
 EOT = 256

@@ -14,8 +14,8 @@ from lmcore.checkpoint import load_model, read_checkpoint, read_weights
 from lmcore.config import GenerateConfig, replace, require
 from lmcore.data import PreparedData, log_probability
 from lmcore.functional import cross_entropy
-from lmcore.generate import Generation, TextCodec, evaluating, generate_text
-from lmcore.model import TransformerLM
+from lmcore.generate import Generation, TextCodec, generate_text
+from lmcore.model import TransformerLM, evaluating
 from lmcore.run import RunFolder
 
 WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
