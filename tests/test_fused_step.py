@@ -1,6 +1,7 @@
 """The explicit training step against the plain model with autograd: losses, gradients, whole runs."""
 
 import math
+import re
 from dataclasses import asdict
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor
 from lmcore.config import ModelConfig
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
-from lmcore.fused.model import FusedTransformer, why_not
+from lmcore.fused.coverage import why_not
+from lmcore.fused.model import FusedTransformer
+from lmcore.fused.step import FusedStep
 from lmcore.kernels.support import has_triton
 
 
@@ -108,23 +111,45 @@ def test_half_precision_is_near(device):
         assert relative_error(fused.gradients[p], p.grad) < 4e-2, path
 
 
-def test_what_is_not_covered_is_named():
-    covered = asdict(SHAPES["odd"])
-    assert why_not(SHAPES["odd"], "bf16") is None
-    assert why_not(SHAPES["odd"], "fp32") is None
-    for change, words in {
-        ("norm", "post"): "norm=post",
-        ("norm", "none"): "norm=none",
-        ("position", "sinusoidal"): "position=sinusoidal",
-        ("ffn", "silu"): "ffn=silu",
-        ("dropout", 0.1): "dropout=0.1",
-        ("checkpoint_every", 2): "checkpoint_every=2",
-        ("d_model", 3 * 130): "heads of 130 features",
-    }.items():
-        assert words in why_not(ModelConfig(**covered | dict([change])), "bf16")
-    assert "precision=fp16" in why_not(SHAPES["odd"], "fp16")
-    both = why_not(ModelConfig(**covered | {"norm": "post", "dropout": 0.5}), "bf16")
-    assert both == "norm=post, dropout=0.5"
+UNCOVERED = [
+    ({"norm": "post"}, "norm=post"),
+    ({"norm": "none"}, "norm=none"),
+    ({"position": "sinusoidal"}, "position=sinusoidal"),
+    ({"ffn": "silu"}, "ffn=silu"),
+    ({"dropout": 0.1}, "dropout=0.1"),
+    ({"checkpoint_every": 2}, "checkpoint_every=2"),
+    ({"d_model": 3 * 130}, "heads of 130 features (at most 128)"),
+    ({"norm": "post", "dropout": 0.5}, "norm=post, dropout=0.5"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), UNCOVERED, ids=[reason for _, reason in UNCOVERED])
+def test_a_model_that_is_not_covered_is_refused(changes, reason):
+    """Or it would be computed as another one."""
+    config = ModelConfig(**asdict(SHAPES["odd"]) | changes)
+    assert why_not(config, "bf16") == reason
+    sentence = re.escape(f"The fused step does not cover {reason}.")
+    for make in (lambda model: FusedTransformer(model, torch.float32), lambda model: fused_step(model, 2)):
+        with pytest.raises(UserError, match=f"^{sentence}$"):
+            make(model_of(config))
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "fp16"), (torch.float64, "float64")])
+def test_a_precision_that_is_not_covered_is_refused(dtype, name):
+    for precision in ("bf16", "fp32", "tf32"):
+        assert why_not(SHAPES["odd"], precision) is None
+    assert why_not(SHAPES["odd"], name) == f"precision={name}"
+    with pytest.raises(UserError, match=f"^The fused step does not cover precision={name}.$"):
+        FusedTransformer(model_of(SHAPES["odd"]), dtype)
+
+
+def test_an_empty_batch_is_refused_before_anything_is_made():
+    model = model_of(SHAPES["odd"])
+    with pytest.raises(UserError, match="at least one id; batch_size is 0 and context_length 13"):
+        fused_step(model, 0)
+    with pytest.raises(UserError, match="batch_size is 2 and context_length 0"):
+        FusedStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, 0)
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_batch_of_another_shape_is_refused():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lmcore.config import ModelConfig, require
+from lmcore.fused.coverage import precision_of, why_not
 from lmcore.fused.packing import PackedMatrices, gains_of
 from lmcore.fused.streams import Aside
 from lmcore.kernels.attention import attention_backward, attention_forward
@@ -28,31 +29,11 @@ from lmcore.kernels.turned_attention import (
 )
 from lmcore.model import TransformerLM
 
-LARGEST_HEAD = 128
-WIDEST_ROW = 8192
-"""Largest head size of the attention kernels, and largest d_model of the norm's, which hold whole rows."""
-
 FILLING_WIDTH = 1024
 """From this d_model on, each weight gradient is a product large enough to fill a GPU alone (64 tiles of 128 × 128)."""
 
 ROWS_PER_PRODUCT = 16_384
 """Rows of activations that one batched product of weight gradients takes: fewer would leave multiprocessors idle."""
-
-
-def why_not(config: ModelConfig, precision: str) -> str | None:
-    """What of this model or precision the fused step does not cover, to end a sentence with; None if it covers it."""
-    obstacles = {
-        f"norm={config.norm}": config.norm != "pre",
-        f"position={config.position}": config.position == "sinusoidal",
-        f"ffn={config.ffn}": config.ffn != "swiglu",
-        f"dropout={config.dropout}": config.dropout > 0,
-        f"checkpoint_every={config.checkpoint_every}": config.checkpoint_every is not None,
-        f"heads of {config.d_k} features (at most {LARGEST_HEAD})": config.d_k > LARGEST_HEAD,
-        f"d_model={config.d_model} (at most {WIDEST_ROW})": config.d_model > WIDEST_ROW,
-        f"precision={precision}": precision not in ("bf16", "fp32", "tf32"),
-    }
-    found = [name for name, present in obstacles.items() if present]
-    return ", ".join(found) or None
 
 
 def on_its_device(method: Callable) -> Callable:
@@ -116,7 +97,7 @@ class FusedTransformer:
     parameter to where `forward_backward` leaves its gradient: in `dtype` for matrices, float32 for gains. Both are
     views that stay. Where weight gradients are too small to fill a GPU, `overlap` computes them beside the chain of the
     others, and `layers_per_product` is G, how many layers share one batched product of them (None: by d_model, and by
-    the number of rows).
+    the number of rows). Raises `UserError` for a model or a `dtype` that it does not cover.
     """
 
     def __init__(
@@ -126,6 +107,8 @@ class FusedTransformer:
         overlap: bool | None = None,
         layers_per_product: int | None = None,
     ):
+        reason = why_not(model.config, precision_of(dtype))
+        require(reason is None, f"The fused step does not cover {reason}.")
         self.model, self.config, self.dtype = model, model.config, dtype
         self.device = model.lm_head.weight.device
         self.weights, self.grads = PackedMatrices(model, dtype), PackedMatrices(model, dtype)

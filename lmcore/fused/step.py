@@ -30,8 +30,8 @@ class FusedStep:
     `finish` takes the one that is due: before it, the parameters, the optimizer's moments and `.model` are one step
     behind. Any other call ends with its update. It is the default with `FusedAdamW` on CUDA for small batches, whose
     kernels leave multiprocessors idle. `overlap` and `layers_per_product` are those of `FusedTransformer`, `.model`.
-    An optimizer serves the last step that was made with it. Raises `UserError` for a `pipelined` step with another
-    optimizer than `FusedAdamW`.
+    An optimizer serves the last step that was made with it. Raises `UserError` for a model or a `dtype` that is not
+    covered, an empty batch, and a `pipelined` step with another optimizer than `FusedAdamW`.
     """
 
     def __init__(
@@ -46,6 +46,8 @@ class FusedStep:
         layers_per_product: int | None = None,
         pipelined: bool | None = None,
     ):
+        found = f"A batch holds at least one id; batch_size is {batch_size} and context_length {context_length}."
+        require(min(batch_size, context_length) > 0, found)
         self.model = FusedTransformer(model, dtype, overlap, layers_per_product)
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.parameters = list(self.model.gradients)

@@ -1,0 +1,32 @@
+"""Which models and precisions the explicit step covers."""
+
+import torch
+
+from lmcore.config import ModelConfig
+
+LARGEST_HEAD = 128
+WIDEST_ROW = 8192
+"""Largest head size of the attention kernels, and largest d_model of the norm's, which hold whole rows."""
+
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """What settings call computing in `dtype`; of others PyTorch's own name."""
+    return PRECISIONS.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def why_not(config: ModelConfig, precision: str) -> str | None:
+    """What of this model or precision the fused step does not cover, to end a sentence with; None if it covers it."""
+    obstacles = {
+        f"norm={config.norm}": config.norm != "pre",
+        f"position={config.position}": config.position == "sinusoidal",
+        f"ffn={config.ffn}": config.ffn != "swiglu",
+        f"dropout={config.dropout}": config.dropout > 0,
+        f"checkpoint_every={config.checkpoint_every}": config.checkpoint_every is not None,
+        f"heads of {config.d_k} features (at most {LARGEST_HEAD})": config.d_k > LARGEST_HEAD,
+        f"d_model={config.d_model} (at most {WIDEST_ROW})": config.d_model > WIDEST_ROW,
+        f"precision={precision}": precision not in ("bf16", "fp32", "tf32"),
+    }
+    found = [name for name, present in obstacles.items() if present]
+    return ", ".join(found) or None
