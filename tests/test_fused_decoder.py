@@ -112,10 +112,15 @@ def test_half_precision_under_autocast(capsys):
     assert [len(row) for row in rows] == [20] * len(PROMPTS)
     assert generate(model, PROMPTS, dataclasses.replace(config, precision="bf16")) == rows
     assert "".join(capsys.readouterr()) == ""
-    assert why_not(model.config, torch.float16) == "precision=float16"
+    assert why_not(model.config, torch.float16) == "precision=fp16"
     assert why_not(build(dropout=0.5, checkpoint_every=1).config, torch.bfloat16) is None
     both_reasons = why_not(build(norm="post", position="none").config, torch.float64)
     assert both_reasons == "norm=post, precision=float64, position=none"
+
+
+def test_a_precision_is_called_as_it_was_asked_for(capsys):
+    generate(build(), PROMPTS, GenerateConfig(max_new_tokens=2, ops="fused", precision="fp16"))
+    assert "does not cover precision=fp16." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
@@ -212,6 +217,17 @@ def test_refresh_takes_the_weights_as_they_are_now(dtype):
     for each in (decoder, fresh):
         each.place([0], [[1, 2, 3]])
     assert torch.equal(decoder.decode(8), fresh.decode(8))
+
+
+def test_a_prefill_that_fails_leaves_every_module_in_the_mode_it_had():
+    model = build(dropout=0.5)
+    model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    with pytest.raises(IndexError):
+        FusedDecoder(model, 1, CONTEXT, torch.float32).place([0], [[VOCAB, 1]])  # there is no such id
+    assert [module.training for module in model.modules()] == before
+    assert any(before)
+    assert not all(before)
 
 
 def test_bad_calls_are_refused():

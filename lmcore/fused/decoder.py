@@ -12,10 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lmcore.config import GenerateConfig, ModelConfig, replace, require
-from lmcore.fused.model import why_not as training_why_not
+from lmcore.fused.coverage import precision_of
+from lmcore.fused.coverage import why_not as training_why_not
 from lmcore.kernels import decode as ops
 from lmcore.kernels.support import on_device_of
-from lmcore.model import Linear, TransformerBlock, TransformerLM
+from lmcore.model import Linear, TransformerBlock, TransformerLM, evaluating
 
 GREEDY = GenerateConfig(temperature=0)
 KEYS_PER_PART = 256
@@ -23,10 +24,8 @@ KEYS_PER_PART = 256
 
 
 def why_not(config: ModelConfig, dtype: torch.dtype) -> str | None:
-    """As `lmcore.fused.model.why_not`, for decoding: without dropout and backward pass, and not without RoPE."""
-    name = str(dtype).removeprefix("torch.")
-    precision = {"bfloat16": "bf16", "float32": "fp32"}.get(name, name)
-    found = [training_why_not(replace(config, dropout=0.0, checkpoint_every=None), precision)]
+    """As `lmcore.fused.coverage.why_not`, for decoding: without dropout and backward pass, and not without RoPE."""
+    found = [training_why_not(replace(config, dropout=0.0, checkpoint_every=None), precision_of(dtype))]
     if config.position == "none":
         found.append("position=none")
     return ", ".join(filter(None, found)) or None
@@ -143,16 +142,13 @@ class FusedDecoder:
 
     def _prefill(self, rows: Int[Tensor, "rows"], tokens: Int[Tensor, "rows seq"]) -> None:
         """What is right of a row's end is never seen: attention is causal, and steps overwrite its slots in turn."""
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
         positions = torch.arange(tokens.shape[1], device=self.device)
         half = self.dtype != torch.float32
-        with torch.autocast(self.device.type, dtype=self.dtype if half else torch.bfloat16, enabled=half):
+        cast = torch.autocast(self.device.type, dtype=self.dtype if half else torch.bfloat16, enabled=half)
+        with evaluating(self.model), cast:
             x = self.model.token_embeddings(tokens)
             for index, layer in enumerate(self.model.layers):
                 x = layer(x, positions, None, _Slots(rows, self.keys[index], self.values[index]))
-        for module in training:
-            module.training = True
 
     @torch.no_grad()
     def decode(
