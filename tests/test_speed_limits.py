@@ -17,7 +17,12 @@ SETTINGS = {"size": "smoke", "batch_size": 2, "context_length": 16, "vocab_size"
 def measured_row(row, group, contestant, ours, median, settings, **more):
     head = {"row": row, "group": group, "work": f"work of {row}", "settings": settings, "contestant": contestant}
     empty = dict.fromkeys(("rate", "rate_unit", "share", "share_of", "peak_bytes", "reason"))
-    return head | empty | {"ours": ours, "median": median, "unit": "ms", "outcome": "complete", "notes": {}} | more
+    return (
+        head
+        | empty
+        | {"ours": ours, "median": median, "unit": "ms", "outcome": "complete", "notes": {}, "run": 0}
+        | more
+    )
 
 
 def measured(rows, targets=()):
@@ -87,3 +92,12 @@ def test_memory_of_a_sweep_stands_in_for_rows_of_memory():
     assert labels == ["512", "1k", "2k", "4k", "8k"]
     assert "speed_memory" not in speed_figures(measured(rows[:2]))
     assert missing_sentence(measured(rows)).startswith("Not in this record yet: the ladder")
+
+
+def test_what_the_file_lacks_is_named():
+    names = ["study", "elementwise-rope", "memory-attention-512", "memory-step-512", "attention-64-512-both",
+             "attention-128-512-both", "decode-small-8", "decode-small-1-generate"]  # fmt: skip
+    rows = [measured_row(name, "any", "lmcore fused", True, 1.0, {}) for name in names]
+    assert missing_sentence(measured(rows)) == ""
+    text = missing_sentence(measured(rows[:-2]))
+    assert text == "Not in this record yet: decoding in batches and Hugging Face's own loop of generation."

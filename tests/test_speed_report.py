@@ -157,3 +157,22 @@ def test_rows_of_earlier_runs_are_named_with_their_commit(tmp_path):
     assert "one run but for some rows of earlier ones: 1 of step, 1 of study, 6 of attention" in text
     assert "(commit aaaaaaaaa)" in text
     assert "bbbbbbbbb" not in text
+
+
+def test_ceilings_are_those_of_the_run_that_measured_a_row(tmp_path):
+    chip = {"device": "NVIDIA H200"}
+    runs = [
+        {"environment": chip, "ceilings": {"copy_bytes_per_second": n * 1e12, "bf16_flops_per_second": n * 1e14}}
+        for n in (1, 2, 3)
+    ]
+    later = [speed_row("loss", "loss", name, name == "lmcore fused", 2.0, run=1) for name in ("eager", "lmcore fused")]
+    speed = read_speed(speed_file(tmp_path, changes=later, runs=runs))
+    assert "Ceilings measured in the last of these runs: a large copy 2.00 TB/s" in reference_answer(speed)
+    first, last = (speed.rows[speed.rows["row"] == name].iloc[0] for name in ("step-a", "loss"))
+    assert [speed.ceilings_of(row)["bf16_flops_per_second"] for row in (first, last)] == [1e14, 2e14]
+
+
+def test_memory_that_nobody_counted_has_no_figure(tmp_path):
+    speed = read_speed(speed_file(tmp_path))
+    speed.rows["peak_bytes"] = float("nan")
+    assert "speed_memory" not in speed_figures(speed)

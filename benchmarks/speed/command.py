@@ -12,6 +12,7 @@ from lmcore.device import select_device
 from lmcore.files import read_json, write_json
 from lmcore.profiling.cells import run_apart
 from lmcore.provenance import environment
+from lmcore.report.kernels.speed import is_row
 
 from .cells import cells, toy_cells
 from .rows import Cell, Conditions, Row
@@ -43,16 +44,18 @@ def main(
         again: measure cells anew that the file holds.
     """
     began = time.monotonic()
+    require(budget is None or 0 <= budget < math.inf, f"--budget is a number of seconds from 0 on, not {budget}.")
     chosen = asked_for(only, toy)
     result = earlier(out, toy)
     outcome, place = run_apart(examined, (device, toy), timeout=None)
     require(outcome == "complete", f"The device cannot be examined: {place}")
-    result |= {"provenance": place["environment"], "ceilings": place["ceilings"]}
+    here, there = machine(place), {machine(run) for run in result["runs"]}
+    require(there <= {here}, f"{out} holds measurements of {', '.join(there)}, not {here}: choose another --out.")
     done = set() if again else {name for run in result["runs"] for name in run["cells"]}
     result["runs"].append(place | {"cells": []})
     conditions = Conditions(place["device"], toy, 0.05 if toy else seconds, place["ceilings"])
     for cell in chosen:
-        left = math.inf if budget is None else budget - (time.monotonic() - began)
+        left = math.inf if budget is None else max(0.0, budget - (time.monotonic() - began))
         if cell.row in done:
             continue
         if left < cell.estimate:
@@ -62,7 +65,8 @@ def main(
         keep(result, cell, rows)
         write_json(out, result)
         print(f"{cell.row}: {took:.0f} s", *lines(rows, ()), sep="\n", flush=True)
-    print(f"\n{'-' * 100}", *lines(result["rows"], result["targets"]), f"all in {out}", sep="\n")
+    where = f"all in {out}" if out.exists() else "nothing was measured"
+    print(f"\n{'-' * 100}", *lines(result["rows"], result["targets"]), where, sep="\n")
 
 
 def asked_for(only: Sequence[str], toy: bool) -> list[Cell]:
@@ -80,9 +84,21 @@ def earlier(out: Path, toy: bool) -> dict[str, Any]:
     if not out.exists():
         return {"provenance": {}, "ceilings": {}, "toy": toy, "runs": [], "rows": [], "targets": targets}
     result = read_json(out)
-    require(isinstance(result, dict) and "rows" in result, f"{out} is not a result of this benchmark.")
+    whole = isinstance(result, dict) and {"toy", "runs", "rows"} <= result.keys()
+    whole = whole and all(map(is_row, result["rows"])) and all(map(is_run, result["runs"]))
+    require(whole, f"{out} is not a result of this benchmark.")
     require(result["toy"] == toy, f"{out} holds {'toy' if result['toy'] else 'real'} sizes: choose another --out.")
     return result | {"targets": targets}
+
+
+def is_run(run: Any) -> bool:
+    """Whether this is what a result says of one run."""
+    return isinstance(run, dict) and {"device", "environment", "ceilings", "cells"} <= run.keys()
+
+
+def machine(run: dict[str, Any]) -> str:
+    """The chip of a run, and where on that machine it measured."""
+    return f"{run['environment'].get('device')} ({run['device'].partition(':')[0]})"
 
 
 def examined(device: str, toy: bool) -> dict[str, Any]:
@@ -122,12 +138,14 @@ def keep(result: dict[str, Any], cell: Cell, rows: Sequence[dict[str, Any]]) -> 
     """Puts rows into the result in the place of earlier ones of the same names; the cell is done if any is complete.
 
     `run` of a row is the place of its run, with commit, machine and ceilings, in the result's `runs`. Rows that hold
-    no measurement do not take the place of some that do.
+    no measurement do not take the place of some that do, and then the result's `provenance` and `ceilings` stay, too.
     """
-    names, run = {row["row"] for row in rows}, len(result["runs"]) - 1
-    if not any(row["outcome"] == "complete" for row in rows):
+    names, run = {row["row"] for row in rows}, result["runs"][-1]
+    if any(row["outcome"] == "complete" for row in rows):
+        names.add(cell.row)  # a row of the whole cell, which had failed
+        run["cells"].append(cell.row)
+        result |= {"provenance": run["environment"], "ceilings": run["ceilings"]}
+    else:
         names -= {row["row"] for row in result["rows"] if row["outcome"] == "complete"}
     result["rows"] = [row for row in result["rows"] if row["row"] not in names]
-    result["rows"] += [row | {"run": run} for row in rows if row["row"] in names]
-    if any(row["outcome"] == "complete" for row in rows):
-        result["runs"][-1]["cells"].append(cell.row)
+    result["rows"] += [row | {"run": len(result["runs"]) - 1} for row in rows if row["row"] in names]

@@ -3,8 +3,6 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-OUTCOMES = ("complete", "out of memory", "failed", "absent")
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -57,6 +55,7 @@ class Row:
     share: float | None = None
     share_of: str | None = None
     outcome: str = "complete"
+    """Or "out of memory", "failed", "absent", with the `reason`."""
     reason: str | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 

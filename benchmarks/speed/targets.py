@@ -1,9 +1,6 @@
-"""What has to be reached, on one H200 in bf16, and how far every row is from it and from the best peer."""
+"""What has to be reached, on one H200 in bf16."""
 
-from collections.abc import Sequence
 from typing import Any
-
-from lmcore.report.kernels.speed import OUR_WAYS
 
 GIB = 1 << 30
 
@@ -45,39 +42,3 @@ TARGETS: list[dict[str, Any]] = [
     _at_least("decode-2.7b-1", "rate", 480, "≥ 480 tok/s"),
 ]
 """`measure` is a field of our row, or `rate over NAME`: our rate divided by that contestant's in the same row."""
-
-
-def measured(target: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None:
-    """What came out for the target's measure; None where that was not measured."""
-    ours = best([row for row in rows if row["row"] == target["row"] and row["ours"]])
-    if ours is None:
-        return None
-    field, _, other = target["measure"].partition(" over ")
-    if not other:
-        return ours[field]
-    peer = next((row for row in rows if row["row"] == target["row"] and row["contestant"] == other), None)
-    if peer is None or not peer[field] or not ours[field]:
-        return None
-    return ours[field] / peer[field]
-
-
-def is_reached(target: dict[str, Any], value: float) -> bool:
-    """Whether the measured value meets the target."""
-    return value <= target["at_most"] if "at_most" in target else value >= target["at_least"]
-
-
-def best(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The fastest of the rows that were measured, or None."""
-    done = [row for row in rows if row["outcome"] == "complete" and row["median"] is not None]
-    return min(done, key=lambda row: row["median"], default=None)
-
-
-def times_faster(rows: Sequence[dict[str, Any]]) -> float | None:
-    """How many times as fast as the best peer ours is in one cell's rows; None without both."""
-    ours, peer = best([row for row in rows if row["ours"]]), best([row for row in rows if is_peer(row)])
-    return None if ours is None or peer is None else peer["median"] / ours["median"]
-
-
-def is_peer(row: dict[str, Any]) -> bool:
-    """Whether the row is of someone else's software: our own plain ways are there for comparison only."""
-    return not row["ours"] and not row["contestant"].startswith(OUR_WAYS)

@@ -4,6 +4,7 @@
 """
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class Speed:
     targets: list[dict[str, Any]]
     provenance: dict[str, Any]
     ceilings: dict[str, float]
+    """Of the last run that has rows here, as `provenance` is."""
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -49,6 +51,14 @@ class Speed:
         """The rows of a group."""
         return self.rows[self.rows["group"] == group]
 
+    def ceilings_of(self, row: Mapping[str, Any]) -> dict[str, float]:
+        """What the machine could do at best in the run that measured the row."""
+        return _of_run(self.runs, row["run"], "ceilings", self.ceilings)
+
+
+def _of_run(runs: Sequence[Mapping[str, Any]], number: int, key: str, otherwise: dict[str, Any]) -> dict[str, Any]:
+    return runs[number].get(key, otherwise) if number < len(runs) else otherwise
+
 
 def read_speed(results: str | os.PathLike) -> Speed | None:
     """The speed measurements in a folder of results; None if there are none. Raises `UserError` on a damaged file."""
@@ -59,11 +69,19 @@ def read_speed(results: str | os.PathLike) -> Speed | None:
     keys = {"provenance", "ceilings", "rows", "targets"}
     whole = isinstance(content, dict) and keys <= content.keys() and all(map(is_row, content["rows"]))
     require(whole, f"{path} holds no speed measurements; make it with benchmarks/speed.py.")
-    rows = pd.DataFrame(content["rows"]).reindex(columns=COLUMNS)
+    rows, runs = table_of(content["rows"]), content.get("runs", [])
+    last = int(rows["run"].max()) if len(rows) else 0
+    provenance = _of_run(runs, last, "environment", content["provenance"])
+    return Speed(rows, content["targets"], provenance, _of_run(runs, last, "ceilings", content["ceilings"]), runs)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Rows of a speed file as a table; what they do not say is NaN or None, and their run is the first."""
+    table = pd.DataFrame(rows).reindex(columns=COLUMNS)
     for name in MEASURED_FIELDS:
-        rows[name] = rows[name].astype(float)
-    rows["run"] = rows["run"].fillna(0).astype(int)
-    return Speed(rows, content["targets"], content["provenance"], content["ceilings"], content.get("runs", []))
+        table[name] = table[name].astype(float)
+    table["run"] = table["run"].astype(float).fillna(0).astype(int)
+    return table
 
 
 def is_row(row: Any) -> bool:

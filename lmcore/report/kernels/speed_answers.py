@@ -24,6 +24,18 @@ NO_FILE = (
     "`python benchmarks/speed.py` does it on a GPU and writes the table here."
 )
 
+BESIDE_TARGETS = {
+    "study": "the ladder of one change after the other",
+    "elementwise-.*": "elementwise kernels",
+    "memory-attention-.*": "attention's memory alone by length",
+    "memory-step-.*": "memory of whole steps by length",
+    "attention-64-(512|1024|2048|4096|8192)-.*": "attention with head size 64 at other lengths",
+    "attention-128-(512|1024|2048|8192)-.*": "attention with head size 128 at other lengths",
+    "decode-small-(8|64)": "decoding in batches",
+    "decode-small-1-generate": "Hugging Face's own loop of generation",
+}
+"""What `benchmarks/speed.py` measures beside the work with targets: patterns of rows' names, and words."""
+
 
 def speed_table(speed: Speed, only_targets: bool = False) -> str:
     """Every piece of work as a row of a Markdown table: ours, the best peer, the ratio, and the target.
@@ -66,13 +78,9 @@ def limits(row: Mapping[str, Any], ceilings: Mapping[str, float]) -> str:
     if ours is None:
         return ""
     floors = floor_words(row, ceilings)
-    parts = [floors] if floors else []
     if not floors and not pd.isna(ours["share"]):
-        parts.append(f"it runs at {format_percent(ours['share'], 2)} of the {ours['share_of'] or 'ceiling'}")
-    notes = ours["notes"] if isinstance(ours["notes"], dict) else {}
-    if limit := notes.get("limit"):
-        parts.append(str(limit))
-    return ", ".join(parts)
+        return f"it runs at {format_percent(ours['share'], 2)} of the {ours['share_of'] or 'ceiling'}"
+    return floors
 
 
 def misses(speed: Speed) -> str:
@@ -96,8 +104,9 @@ def misses(speed: Speed) -> str:
             f"{measure_words(target)} (target {target['text']})" for other, target in missed if other["row"] == name
         ]
         timed = [t for other, t in missed if other["row"] == name and t["measure"] not in ("share", "peak_bytes")]
-        floors |= bool(timed and floor_words(row, speed.ceilings))
-        limited = [limits(row, speed.ceilings)] if timed else []
+        ceilings = speed.ceilings_of(row["ours"])
+        floors |= bool(timed and floor_words(row, ceilings))
+        limited = [limits(row, ceilings)] if timed else []
         lines.append(f"- {row['work']}: {'; '.join(filter(None, [join_words(told), *limited]))}.")
     intro = f" {FLOORS_INTRO}" if floors else ""
     return f"{text}{intro} Missed:\n\n" + "\n".join(lines)
@@ -142,22 +151,19 @@ def behind_sentence(rows: pd.DataFrame) -> str:
 
 def missing_sentence(speed: Speed) -> str:
     """What `benchmarks/speed.py` measures beside this and the file has no rows of."""
-    words = {
-        "study": "the ladder of one change after the other", "elementwise": "elementwise kernels",
-        "memory": "memory of whole steps by length",
-    }  # fmt: skip
-    absent = [text for group, text in words.items() if not len(speed.of(group))]
+    absent = [text for names, text in BESIDE_TARGETS.items() if not speed.rows["row"].str.fullmatch(names).any()]
     return f"Not in this record yet: {join_words(absent)}." if absent else ""
 
 
 def ceilings_sentence(speed: Speed) -> str:
-    """What the machine can do at best, as measured in the same run."""
+    """What the machine can do at best, as measured in the run of the rows, the last of several."""
     known = speed.ceilings
     copy, product = known.get("copy_bytes_per_second"), known.get("bf16_flops_per_second")
     if not copy or not product:
         return ""
+    run = "the same run" if speed.rows["run"].nunique() == 1 else "the last of these runs"
     return (
-        f"Ceilings measured in the same run: a large copy {format_significant(copy / 1e12)} TB/s, a large bf16 matrix "
+        f"Ceilings measured in {run}: a large copy {format_significant(copy / 1e12)} TB/s, a large bf16 matrix "
         f"product {format_significant(product / 1e12)} TFLOP/s."
     )
 

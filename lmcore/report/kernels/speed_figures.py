@@ -14,19 +14,20 @@ def speed_figures(speed: Speed | None) -> dict[str, Figure]:
     if speed is None:
         return {}
     makers = {
-        "speed_attention": ("attention", attention_rates),
-        "speed_steps": ("step", step_times),
-        "speed_memory": ("memory", memory_by_length),
-        "speed_ladder": ("study", ladder),
+        "speed_attention": ("attention", "rate", attention_rates),
+        "speed_steps": ("step", "median", step_times),
+        "speed_memory": ("memory", "peak_bytes", memory_by_length),
+        "speed_ladder": ("study", "median", ladder),
     }
-    found = {name: make(speed) for name, (group, make) in makers.items() if _has(speed.of(group))}
+    found = {name: make(speed) for name, (group, shown, make) in makers.items() if _has(speed.of(group), shown)}
     if "speed_memory" not in found and (figure := attention_memory(speed)) is not None:
         found["speed_memory"] = figure
     return found
 
 
-def _has(rows: pd.DataFrame) -> bool:
-    return bool((rows["outcome"] == "complete").any())
+def _has(rows: pd.DataFrame, shown: str) -> bool:
+    """Whether any row has what is shown; memory, for one, is counted on GPUs alone."""
+    return bool((rows["outcome"].eq("complete") & rows[shown].notna()).any())
 
 
 def with_setting(rows: pd.DataFrame, *names: str) -> pd.DataFrame:
@@ -93,7 +94,7 @@ def memory_by_length(speed: Speed) -> Figure:
     rows = with_setting(speed.of("memory"), "context_length")
     kinds = {"attention": "attention, forward + backward", "step": "a whole training step"}
     parts = {kind: rows[rows["row"].str.startswith(f"memory-{kind}")] for kind in kinds}
-    parts = {kind: part for kind, part in parts.items() if _has(part)}
+    parts = {kind: part for kind, part in parts.items() if _has(part, "peak_bytes")}
     figure, (grid,) = panels(1, len(parts), 3.4)
     for axes, (kind, part) in zip(grid, parts.items(), strict=True):
         lines = dict(iter(part.groupby("contestant", sort=False)))

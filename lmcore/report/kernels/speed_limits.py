@@ -13,8 +13,8 @@ from lmcore.report.answers import format_percent, format_significant
 
 FLOORS_INTRO = (
     "Floors are counted, not timed: a step's matrix products (of attention the causal half, with what its backward "
-    "pass computes again) at the speed of the large product above, and AdamW with clipping, "
-    f"{ONE_PASS_MIXED} bytes for each parameter, at that of the copy. Norms and SwiGLU's gate are counted at the "
+    "pass computes again) at the speed of a large product in the same run, and AdamW with clipping, "
+    f"{ONE_PASS_MIXED} bytes for each parameter, at that of a large copy. Norms and SwiGLU's gate are counted at the "
     "copy's speed, too, and take less where activations stay in the cache. The rest is attention's exponentials, the "
     "softmax of the loss, RoPE, embeddings, products that do not fill the chip, and the time between kernels."
 )
