@@ -15,6 +15,7 @@ from lmcore.profiling.grids import component_cells, size_cells, warmup_cells
 from lmcore.profiling.workload import PHASES
 from lmcore.report import tables
 from lmcore.report.benchmark import answers, figures, roofline, views, warmups
+from lmcore.report.benchmark.pace import launches_set_pace
 from lmcore.report.benchmark.roofline_figure import roofline_figure
 from lmcore.report.figures import use_style
 from lmcore.report.tables import write_results
@@ -323,6 +324,31 @@ def test_tables_for_readers():
     assert [views.rate(value) for value in (2.5e12, 3e10, None)] == ["2.50 TFLOP/s", "30.0 GFLOP/s", views.MISSING]
     sources = tables.provenance_of_cells(grid(("small",)))
     assert (sources["device"], sources["cells"]) == ("NVIDIA H200", 3)
+
+
+def test_readers_are_told_of_fused_operations():
+    """Of plain ones beside them only, as in tables from before there was a choice."""
+    plain = timing_table(grid(("small",)))
+    records = grid(("small",))
+    fused = timing_table({name: r | {"config": r["config"] | {"ops": "fused"}} for name, r in records.items()})
+    assert plain["ops"].unique().tolist() == ["plain"]
+    assert views.readable(plain).equals(views.readable(plain.drop(columns="ops")))
+    assert "ops" not in views.readable(plain)
+    assert "ops" not in views.readable(plain[:1])
+    assert views.readable(fused)["ops"].unique().tolist() == ["fused"]
+    both = pd.concat([plain.drop(columns="ops"), fused], ignore_index=True)
+    assert views.readable(both)["ops"].tolist() == ["plain"] * 3 + ["fused"] * 3
+    assert views.readable(both)["attention"].tolist() == ["plain"] * 3 + ["flash"] * 3
+
+
+def test_the_pace_of_plain_cells_is_not_measured_by_fused_ones():
+    """Time that hardly grows from one cell to the next larger one is the host's, if the cells are alike."""
+    small, large = (timing_table(grid(("small",), contexts=(context,), noise=1e-6)) for context in (128, 256))
+    small = small.assign(attention="flash")
+    large = large.assign(attention="flash", wall_mean=small["wall_mean"], optimizer_mean=small["optimizer_mean"])
+    for ops, paced in {"plain": True, "fused": False}.items():
+        table = pd.concat([small, large.assign(ops=ops)], ignore_index=True)
+        assert launches_set_pace(table.iloc[0].to_dict(), table) is paced
 
 
 @pytest.mark.filterwarnings("error")

@@ -65,6 +65,12 @@ def test_command_measures_writes_and_resumes(tmp_path, capsys):
         ("--model.num-heads 7", "d_model (512) must be divisible by num_heads (7)"),
         ("--steps 0", "steps must be a positive whole number"),
         ("--ops fused --model.norm post", "The fused step does not cover norm=post: take --ops plain."),
+        ("--ops fused --compile", "The fused step compiles nothing: leave --compile out, or take --ops plain."),
+        (
+            "--ops fused --attention sdpa flash plain",
+            "fused step has FlashAttention, not sdpa, plain: ask for flash",
+        ),
+        ("--ops fused --model.attention sdpa", "FlashAttention, not sdpa: ask for flash, or take --ops plain."),
         ("--ops fused --precision fp16 --model.ffn silu", "does not cover ffn=silu, precision=fp16: take --ops plain."),
     ],
 )
@@ -74,6 +80,32 @@ def test_one_sentence_for_a_mistake(options, words, tmp_path, capsys):
     assert words in said.err
     assert len(said.err.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("asked", [{}, {"attention": ("flash",)}, {"model": ModelConfig(attention="flash")}])
+def test_fused_cells_say_what_they_run(asked):
+    """The same cell, whether its attention is asked for or not; so what is measured once is not measured again."""
+    cells = benchmark_cells(BenchmarkConfig(passes=("train_step",), ops="fused", **asked))
+    ((name, config),) = cells.items()
+    assert name == "own-4x512-256-fp32-train_step-fused-b4"
+    assert (config.ops, config.model.attention, config.compile) == ("fused", "flash", False)
+
+
+def test_fused_and_plain_cells_can_be_told_apart(tmp_path, capsys):
+    """In the table of each command, which is of that command's cells, and by name in the folder that they share."""
+    command = ["benchmark", *TINY, "--context-length", "8", "--passes", "train_step", "--steps", "1"]
+    command += ["--warmup-steps", "0", "--device", "cpu", "--out", str(tmp_path)]
+    found = {}
+    for ops in ("plain", "fused"):
+        assert cli.main([*command, "--ops", ops]) == 0
+        head, row = capsys.readouterr().out.splitlines()[-3:-1]
+        assert ("ops" in head.split(), "fused" in row.split(), "flash" in row.split()) == (ops == "fused",) * 3
+        (found[ops],) = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
+        assert f",{ops}," in (tmp_path / "samples.csv").read_text()
+    assert [(row["ops"], row["attention"], row["compile"]) for row in found.values()] == [
+        ("plain", "plain", False), ("fused", "flash", False)
+    ]  # fmt: skip
+    assert {path.stem for path in (tmp_path / "cells").glob("own*.json")} == {row["cell"] for row in found.values()}
 
 
 def test_a_grid_that_the_fused_step_covers_in_part(tmp_path, capsys):

@@ -132,6 +132,7 @@ def test_timings_are_joined_on_what_was_run():
     records = grid(("small",), (128, 256))
     rows = timings(records)
     rows += [rows[0] | {"compile": True, "wall_median": 1.0}, rows[0] | {"passes": "train_step", "wall_median": 2.0}]
+    rows += [rows[0] | {"ops": "fused", "warmup_steps": 99, "wall_median": 5.0}]
     rows += [rows[0] | {"warmup_steps": 0, "wall_median": 3.0}, rows[1] | {"precision": "bf16", "wall_median": 4.0}]
     table = tables.with_timings(tables.profile_table(records), pd.DataFrame(rows))
     assert table["benchmark_seconds"].tolist() == [rows[0]["wall_median"], rows[1]["wall_median"]]

@@ -77,6 +77,10 @@ def test_benchmarks_are_the_cells_of_the_benchmark_command(tmp_path):
     assert measured_cells(definition) == benchmark_cells(options)
     other = loaded(tmp_path, BENCHMARK | {"vary": {"model.dropout": [0.0, 0.1]}})
     assert [name.partition("-b1-")[2] for name in cell_names(other)] == ["dropout_0", "dropout_0.1"]
+    both = loaded(tmp_path, BENCHMARK | {"vary": {"ops": ["plain", "fused"]}})
+    assert cell_names(both) == [f"smoke-256-fp32-forward-{word}b1" for word in ("", "fused-")]
+    with pytest.raises(UserError, match=r"ops fused: The fused step compiles nothing"):
+        loaded(tmp_path, BENCHMARK | {"vary": {"compile": [True], "ops": ["fused"]}})
     named = {key: value for key, value in BENCHMARK.items() if key != "vary"}
     named["runs"] = {"plain": {}, "fused": {"attention": "sdpa"}}
     assert [config.model.attention for config in measured_cells(loaded(tmp_path, named)).values()] == ["plain", "sdpa"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lmcore import accounting
-from lmcore.config import ModelConfig, to_dict
+from lmcore.config import ModelConfig, replace, to_dict
 from lmcore.errors import UserError
 from lmcore.profiling import timing
 from lmcore.profiling.cells import run_cells
@@ -57,6 +57,21 @@ def test_warmups_are_no_measurements():
     long = timing.samples_table({"a": record(config, samples)})
     assert long["step"].tolist() == [1, 2, 3]
     assert long["warmup"].tolist() == [True, False, False]
+
+
+def test_a_row_tells_of_the_step_that_was_run():
+    """The fused one heeds neither attention nor compile; records from before there was a choice have no ops."""
+    config = WorkloadConfig(model=MODEL, compile=True)
+    old = record(config, [sample(1.0)])
+    del old["config"]["ops"]
+    records = {"old": old, "plain": record(config, [sample(1.0)])}
+    records["fused"] = record(replace(config, ops="fused", model__attention="sdpa"), [sample(1.0)])
+    table, samples = timing.timing_table(records), timing.samples_table(records)
+    expected = [("plain", True), ("plain", True), ("fused", False)]
+    for rows in (table, samples):
+        assert list(zip(rows["ops"], rows["compile"], strict=True)) == expected
+    assert table["attention"].tolist() == [MODEL.attention, MODEL.attention, "flash"]
+    assert old["config"]["compile"] is records["fused"]["config"]["compile"] is True
 
 
 def test_a_cell_without_memory_is_a_row():

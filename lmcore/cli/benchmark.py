@@ -28,7 +28,8 @@ def benchmark(
 
     Args:
         settings: What is timed.
-        out: Folder for the cells, and for benchmark.json, samples.json and the same as CSV.
+        out: Folder for the cells, those of other commands too, and for tables of this command's: benchmark.json,
+            samples.json and the same as CSV.
         markdown: Print the table as Markdown.
         latex: Print the table as LaTeX.
     """

@@ -37,7 +37,7 @@ PREFIXES = {"optimizer.learning_rate": "lr", "batch_size": "batch"}
 LISTS = ("size", "context_length", "precision", "passes", "attention")
 """Options of a benchmark that take several values; they and the next are in the name that `benchmark_cells` gives."""
 
-NAMED = (*LISTS, "batch_size", "compile")
+NAMED = (*LISTS, "batch_size", "ops", "compile")
 VOCABULARY = 50_257
 """Stands for the vocabulary of a corpus that is not prepared yet."""
 

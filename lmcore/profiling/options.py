@@ -28,7 +28,8 @@ class BenchmarkConfig:
     warmup_steps: int = 5
     steps: int = 10
     ops: Literal["plain", "fused"] = "plain"
-    """fused: our kernels in an explicit step, one graph on a GPU; its parts are not timed apart."""
+    """fused: our kernels, FlashAttention among them, in an explicit step that is one graph on a GPU; nothing of it is
+    compiled, and its parts are not timed apart."""
     compile: bool = False
     device: str = "auto"
     """auto, cpu, mps, cuda or cuda:N."""
@@ -44,6 +45,15 @@ class BenchmarkConfig:
         own = [name for name in MODEL_SIZES["small"] if getattr(self.model, name) != getattr(defaults, name)]
         options = ", ".join(f"--model.{name.replace('_', '-')}" for name in own)
         require(not (self.size and own), f"A named size has its own numbers: give either --size or {options}.")
+        if self.ops == "fused":
+            self.require_fused_settings()
+
+    def require_fused_settings(self) -> None:
+        """Raises `UserError` on switches that the fused step would not heed: a table would tell of another step."""
+        require(not self.compile, "The fused step compiles nothing: leave --compile out, or take --ops plain.")
+        asked = self.attention or ({self.model.attention} - {"plain"})  # plain is also what the model has unasked
+        others = ", ".join(name for name in asked if name != "flash")
+        require(not others, f"The fused step has FlashAttention, not {others}: ask for flash, or take --ops plain.")
 
 
 def benchmark_cells(settings: BenchmarkConfig) -> "dict[str, WorkloadConfig]":
@@ -52,7 +62,9 @@ def benchmark_cells(settings: BenchmarkConfig) -> "dict[str, WorkloadConfig]":
 
     s, cells = settings, {}
     models = {size: replace(s.model, **MODEL_SIZES[model_size(size)]) for size in s.size} or {None: s.model}
-    contexts, attentions = s.context_length or (s.model.context_length,), s.attention or (s.model.attention,)
+    fused = s.ops == "fused"
+    contexts = s.context_length or (s.model.context_length,)
+    attentions = ("flash",) if fused else s.attention or (s.model.attention,)
     for (size, model), *ways in itertools.product(models.items(), contexts, attentions, s.precision, s.passes):
         context, attention, precision, passes = ways
         config = WorkloadConfig(
@@ -61,7 +73,7 @@ def benchmark_cells(settings: BenchmarkConfig) -> "dict[str, WorkloadConfig]":
             warmup_steps=s.warmup_steps, steps=s.steps, optimizer=s.optimizer, seed=s.seed, device=s.device, size=size,
         )  # fmt: skip
         name = [size or f"own-{model.num_layers}x{model.d_model}", str(context), precision, passes]
-        name += [attention] * (attention != "plain") + ["fused"] * (s.ops == "fused") + ["compiled"] * s.compile
+        name += ["fused"] if fused else [attention] * (attention != "plain") + ["compiled"] * s.compile
         name += [f"b{s.batch_size}"]
         cells["-".join(name)] = config
     return cells

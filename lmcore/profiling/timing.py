@@ -19,7 +19,7 @@ from lmcore.profiling.workload import PHASES, Workload, WorkloadConfig
 MODEL_COLUMNS = (
     "d_model", "num_layers", "num_heads", "d_ff", "vocab_size", "context_length", "attention", "checkpoint_every"
 )  # fmt: skip
-CELL_COLUMNS = ("batch_size", "passes", "precision", "compile", "warmup_steps", "steps")
+CELL_COLUMNS = ("batch_size", "passes", "precision", "ops", "compile", "warmup_steps", "steps")
 
 
 class Stopwatch:
@@ -154,8 +154,16 @@ def timing_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame([_row(record) for record in records.values()]).astype(object).replace({float("nan"): None})
 
 
+def as_run(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration in a record as it was run: the fused step has FlashAttention and compiles nothing, whatever the
+    switches of the others say. Records from before there was a choice of `ops` are plain."""
+    if config.get("ops", "plain") == "plain":
+        return {**config, "ops": "plain"}
+    return {**config, "compile": False, "model": {**config["model"], "attention": "flash"}}
+
+
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
-    config = record["config"]
+    config = as_run(record["config"])
     model, result = from_dict(ModelConfig, config["model"]), record["result"] or {}
     steps = [sample for sample in result.get("samples", ()) if not sample["warmup"]]
     seconds = {name: summary([step[name] for step in steps]) for name in ("wall", "cuda", *PHASES)}
@@ -188,17 +196,17 @@ def samples_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     """Every step that was timed, in long form: a row for each, `step` counts from 1 at the first warm-up of a cell."""
     rows = []
     for record in records.values():
-        config = record["config"]
+        config = as_run(record["config"])
         head = {
             "cell": record["cell"],
             "size": config["size"],
             "context_length": config["model"]["context_length"],
-            **{name: config[name] for name in ("passes", "precision", "compile", "warmup_steps")},
+            **{name: config[name] for name in ("passes", "precision", "ops", "compile", "warmup_steps")},
         }
         samples = (record["result"] or {}).get("samples", ())
         rows += [head | {"step": number} | sample for number, sample in enumerate(samples, 1)]
     columns = [
-        "cell", "size", "context_length", "passes", "precision", "compile", "warmup_steps", "step", "warmup",
+        "cell", "size", "context_length", "passes", "precision", "ops", "compile", "warmup_steps", "step", "warmup",
         "wall", "cuda", *PHASES, "device_allocations", "page_faults",
     ]  # fmt: skip
     return pd.DataFrame(rows, columns=columns)

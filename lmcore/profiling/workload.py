@@ -53,7 +53,8 @@ class WorkloadConfig:
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """fp32, the same with TF32 matmuls, or mixed precision by autocast; fp16 with loss scaling."""
     ops: Literal["plain", "fused"] = "plain"
-    """plain: the model as it is; fused: our kernels in an explicit step, where they cover the model."""
+    """plain: the model as it is; fused: our kernels in an explicit step, where they cover the model. That has
+    FlashAttention and compiles nothing, whatever the model's `attention` and `compile` are."""
     compile: bool = False
     warmup_steps: int = 5
     steps: int = 10

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from lmcore.report.answers import format_percent, format_significant
-from lmcore.report.benchmark.views import ALIKE, given, size_label
+from lmcore.report.benchmark.views import ALIKE, given, ops_of, size_label
 
 FLAT = 0.5
 """Power of the FLOPs below which time, from one cell to the next larger one, is said not to grow with them."""
@@ -16,7 +16,7 @@ UNSTEADY = 0.03
 """Standard deviation over mean above which a GPU's steps are the host's: kernels that never wait scatter far less."""
 
 SAME = ("size", "passes", "precision", "attention", "compile", "checkpoint_every")
-"""What two cells have in common of which one is but the larger."""
+"""What two cells have in common, beside their ops, of which one is but the larger."""
 
 
 def launches_set_pace(row: Mapping[str, Any], table: pd.DataFrame) -> bool:
@@ -40,6 +40,7 @@ def launches_set_pace(row: Mapping[str, Any], table: pd.DataFrame) -> bool:
 
 def _is_larger(other: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     alike = all(other[name] == row[name] or not (given(other[name]) or given(row[name])) for name in SAME)
+    alike = alike and ops_of(other) == ops_of(row)
     return alike and other["outcome"] == "complete" and other["flops"] > row["flops"]
 
 

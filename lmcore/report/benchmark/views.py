@@ -40,12 +40,16 @@ def rate(value: float | None) -> str:
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """A timing table as text, a row for each cell; columns of settings that are the same everywhere are left out."""
+    """A timing table as text, a row for each cell; columns of settings that are the same everywhere are left out.
+
+    Fused operations are always named, plain ones beside them only.
+    """
     rows = [_row(row) for row in table.to_dict("records")]
     shown = pd.DataFrame(rows)
     constant = [name for name in SETTINGS if name in shown and shown[name].nunique() == 1 and len(shown) > 1]
     empty = [name for name in shown if (shown[name] == MISSING).all()]
-    return shown.drop(columns=list({*constant, *empty} - {"size"}))
+    usual = ["ops"] if rows and all(row["ops"] == "plain" for row in rows) else []
+    return shown.drop(columns=list({*constant, *empty, *usual} - {"size"}))
 
 
 SETTINGS = ("context", "precision", "passes", "batch", "attention", "compiled", "warm-ups", "steps")
@@ -58,6 +62,7 @@ def _row(row: Mapping[str, Any]) -> dict[str, str]:
         "precision": row["precision"],
         "passes": PASSES[row["passes"]],
         "batch": f"{row['batch_size']:,}",
+        "ops": ops_of(row),
         "attention": row["attention"],
         "compiled": "yes" if row["compile"] else "no",
         "warm-ups": str(row["warmup_steps"]),
@@ -70,6 +75,11 @@ def _row(row: Mapping[str, Any]) -> dict[str, str]:
         "MFU": format_percent(row["mfu"]) if given(row["mfu"]) else MISSING,
         "peak memory": format_bytes(row["peak_memory_bytes"]) if given(row["peak_memory_bytes"]) else MISSING,
     }
+
+
+def ops_of(row: Mapping[str, Any]) -> str:
+    """plain or fused operations; plain in tables from before there was a choice, which do not say."""
+    return row["ops"] if given(row.get("ops")) else "plain"
 
 
 def measured(row: Mapping[str, Any]) -> bool:

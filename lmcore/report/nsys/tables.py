@@ -9,6 +9,7 @@ import pandas as pd
 from lmcore.accounting import forward_flops_by_component
 from lmcore.config import require
 from lmcore.profiling.nsys.program import INFERENCE, TRAINING
+from lmcore.report.benchmark.views import ops_of
 from lmcore.report.nsys.profiles import (
     FINAL,
     MODEL_PARTS,
@@ -259,8 +260,8 @@ TIMING_KEYS = (
 def with_timings(profiles: pd.DataFrame, timings: pd.DataFrame) -> pd.DataFrame:
     """`profile_table` with `benchmark_seconds` and `benchmark_std` of the same forward pass, by the host's clock.
 
-    `timings` is a `lmcore.profiling.timing.timing_table`; compiled, checkpointed and unmeasured cells do not count, and
-    of several cells of one kind the one with most warm-ups does. None where there is none.
+    `timings` is a `lmcore.profiling.timing.timing_table`; compiled, checkpointed, fused and unmeasured cells do not
+    count, and of several cells of one kind the one with most warm-ups does. None where there is none.
     """
     if not len(timings):
         return profiles.assign(benchmark_seconds=None, benchmark_std=None)
@@ -269,6 +270,8 @@ def with_timings(profiles: pd.DataFrame, timings: pd.DataFrame) -> pd.DataFrame:
     same = same.sort_values("warmup_steps", ascending=False)
     found: dict[tuple, tuple] = {}
     for row in same.to_dict("records"):
+        if ops_of(row) == "fused":
+            continue
         found.setdefault(tuple(row[key] for key in TIMING_KEYS), (row["wall_median"], row["wall_std"]))
     pairs = [found.get(tuple(row[key] for key in TIMING_KEYS), (None, None)) for row in profiles.to_dict("records")]
     return profiles.assign(
