@@ -97,7 +97,7 @@ def training_step(
     """The configured step of `model`; and, if the fused one was asked for but does not cover it, why not."""
     if config.ops == "plain":
         return PlainStep(model, config, device), None
-    from lmcore.fused.model import why_not
+    from lmcore.fused.coverage import why_not
 
     reason = why_not(config.model, config.precision)
     return (FusedTrainingStep(model, config) if reason is None else PlainStep(model, config, device)), reason

@@ -97,7 +97,7 @@ def check_device(device: str, precisions: Sequence[str]) -> None:
 def require_covered(cells: "Mapping[str, WorkloadConfig]") -> None:
     """Raises `UserError` where the fused step covers none of the cells, and so all would fail. Where it covers some,
     each of the others fails with its own reason."""
-    from lmcore.fused.model import why_not
+    from lmcore.fused.coverage import why_not
 
     reasons = dict.fromkeys(why_not(cell.model, cell.precision) for cell in cells.values())
     missing = "; ".join(filter(None, reasons))

@@ -102,7 +102,7 @@ def workload_config(
 def fused_step(model: TransformerLM, config: WorkloadConfig) -> "FusedTrainingStep":
     """The fused training step of a cell. Raises `UserError` where it does not cover the cell: that would be measured
     as something else."""
-    from lmcore.fused.model import why_not
+    from lmcore.fused.coverage import why_not
     from lmcore.training_step import FusedTrainingStep
 
     reason = why_not(config.model, config.precision)
