@@ -17,7 +17,7 @@ from lmcore.data import PreparedData, open_data, require_context, validation_bat
 from lmcore.data.prefetch import prefetched
 from lmcore.device import device_name, forget_memory, out_of_memory_reason, peak_flops, select_device
 from lmcore.errors import NO_ROOM, UserError
-from lmcore.model import TransformerLM
+from lmcore.model import TransformerLM, evaluating
 from lmcore.optimizer import get_lr_cosine_schedule
 from lmcore.progress import Progress
 from lmcore.provenance import environment, job_id
@@ -252,15 +252,14 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss in nats per token over all non-overlapping windows of the validation set."""
-        self.model.eval()
         total, count = torch.zeros((), dtype=torch.float64), 0
         context, batch_size = self.config.model.context_length, self.config.eval_batch_size
-        for inputs, targets in validation_batches(self.data.valid, context, batch_size, self.device):
-            whole = inputs.shape[0] == batch_size  # a smaller last batch would be compiled again
-            loss = self.update.evaluation_loss(inputs, targets, usual_shape=whole)
-            total += loss.cpu().double() * targets.numel()
-            count += targets.numel()
-        self.model.train()
+        with evaluating(self.model):
+            for inputs, targets in validation_batches(self.data.valid, context, batch_size, self.device):
+                whole = inputs.shape[0] == batch_size  # a smaller last batch would be compiled again
+                loss = self.update.evaluation_loss(inputs, targets, usual_shape=whole)
+                total += loss.cpu().double() * targets.numel()
+                count += targets.numel()
         mean = total.item() / count
         if not math.isfinite(mean):
             raise Diverged(self.step, self.last_lr, "validation loss")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from lmcore.config import model_config
 from lmcore.errors import UserError
 from lmcore.model import TransformerLM
 from lmcore.report.kernels.speed import judged, table_of
+from lmcore.report.kernels.speed_answers import BESIDE_TARGETS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -156,6 +158,20 @@ def test_every_target_is_of_a_cell_and_compares_with_a_contestant_of_it():
     }
     for cell in [*found.values(), *cells.toy_cells()]:
         assert set(cell.settings.get("contestants", ())) <= known.get(cell.group, set())
+
+
+def test_every_row_without_a_target_is_told_of_where_it_is_missing():
+    rows = []
+    for cell in cells.cells():
+        names = {
+            "sweep": lambda n, s=cell.settings: cells.attention_row(s["head_size"], n, s["passes"]),
+            "memory": lambda n, head=cell.row: f"{head}-{n}",
+        }.get(cell.group)
+        rows += [names(length) for length in cell.settings["lengths"]] if names else [cell.row]
+    beside = set(rows) - {target["row"] for target in targets.TARGETS}
+    found = {name: [words for pattern, words in BESIDE_TARGETS.items() if re.fullmatch(pattern, name)] for name in rows}
+    assert all(len(found[name]) == (name in beside) for name in rows), found
+    assert {words for one in found.values() for words in one} == set(BESIDE_TARGETS.values())
 
 
 def test_attention_flops_are_those_of_its_products():

@@ -49,8 +49,8 @@ def main(
     result = earlier(out, toy)
     outcome, place = run_apart(examined, (device, toy), timeout=None)
     require(outcome == "complete", f"The device cannot be examined: {place}")
-    here, there = machine(place), {machine(run) for run in result["runs"]}
-    require(there <= {here}, f"{out} holds measurements of {', '.join(there)}, not {here}: choose another --out.")
+    here, others = machine(place), {machine(run) for run in result["runs"]} - {machine(place)}
+    require(not others, f"{out} holds measurements of {', '.join(sorted(others))}, not {here}: choose another --out.")
     done = set() if again else {name for run in result["runs"] for name in run["cells"]}
     result["runs"].append(place | {"cells": []})
     conditions = Conditions(place["device"], toy, 0.05 if toy else seconds, place["ceilings"])

@@ -3,10 +3,10 @@
 import torch
 
 from lmcore.config import ModelConfig
+from lmcore.kernels.attention import MAX_HEAD_SIZE
 
-LARGEST_HEAD = 128
 WIDEST_ROW = 8192
-"""Largest head size of the attention kernels, and largest d_model of the norm's, which hold whole rows."""
+"""Largest d_model of the norm's kernels, which hold whole rows."""
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -24,7 +24,7 @@ def why_not(config: ModelConfig, precision: str) -> str | None:
         f"ffn={config.ffn}": config.ffn != "swiglu",
         f"dropout={config.dropout}": config.dropout > 0,
         f"checkpoint_every={config.checkpoint_every}": config.checkpoint_every is not None,
-        f"heads of {config.d_k} features (at most {LARGEST_HEAD})": config.d_k > LARGEST_HEAD,
+        f"heads of {config.d_k} features (at most {MAX_HEAD_SIZE})": config.d_k > MAX_HEAD_SIZE,
         f"d_model={config.d_model} (at most {WIDEST_ROW})": config.d_model > WIDEST_ROW,
         f"precision={precision}": precision not in ("bf16", "fp32", "tf32"),
     }

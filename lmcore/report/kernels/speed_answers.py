@@ -29,8 +29,8 @@ BESIDE_TARGETS = {
     "elementwise-.*": "elementwise kernels",
     "memory-attention-.*": "attention's memory alone by length",
     "memory-step-.*": "memory of whole steps by length",
-    "attention-64-(512|1024|2048|4096|8192)-.*": "attention with head size 64 at other lengths",
-    "attention-128-(512|1024|2048|8192)-.*": "attention with head size 128 at other lengths",
+    "attention-64-(?!16384-both).+": "attention with head size 64 at other lengths",
+    "attention-128-(?!4096|16384).+": "attention with head size 128 at other lengths",
     "decode-small-(8|64)": "decoding in batches",
     "decode-small-1-generate": "Hugging Face's own loop of generation",
 }
