@@ -81,3 +81,55 @@ def test_whole_heads_at_real_sizes(shape, size):
     assert_near(e.qkv, separate.double(), 1e-4)
     turned_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape)
     assert_near(e.dqkv, e.gradient, 1e-2)
+
+
+@pytest.mark.parametrize("parts", ["both", "separate"])
+@pytest.mark.parametrize(("shape", "size"), [((2, 70, 1), 16), ((1, 33, 2), 20), ((1, 64, 1), 32)])
+@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+def test_portable_kernels_turn_gradients_back(parts, shape, size, device):
+    from lmcore.kernels.gpu import attention
+
+    e = Example(shape, size, torch.float32, device)
+    rope_(e.qkv, *e.angles, shape[1])
+    q_k_v, o = split_heads(e.qkv, shape), heads_of(e.out, shape)
+    _, lse = attention.forward(*q_k_v, True, o)
+    tiles = dict.fromkeys(["both"] if parts == "both" else ["queries", "keys"], attention.Tiles(32, 32, 4, 1))
+    dqkv = split_heads(e.dqkv, shape)
+    attention.backward(*q_k_v, o, lse, heads_of(e.do, shape), True, *dqkv, tiles, e.angles)
+    assert_near(e.dqkv, e.gradient, 1e-5)
+
+
+@pytest.mark.parametrize(("shape", "size"), [((2, 70, 3), 16), ((1, 33, 2), 20)])
+@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+def test_the_kernel_after_hopper_s_turns_gradients_back(shape, size, device):
+    from lmcore.kernels.gpu.attention_hopper_sums import attention_finish_kernel
+
+    batch, length, heads = shape
+    e = Example(shape, size, torch.float32, device)
+    sums = torch.randn(batch, heads, length, size, device=device)
+    expected = e.qkv.double()  # k's part is dK, turned; that of v is not touched
+    split_heads(expected, shape)[0].copy_(sums * 0.5)
+    rope_(expected, *(x.double() for x in e.angles), length, inverse=True)
+    dq, dk, _ = split_heads(e.qkv, shape)
+    dq.fill_(float("nan"))
+    attention_finish_kernel[(-(-length // 32) * batch * heads,)](
+        sums, dq, dk, *e.angles, *dq.stride()[:3], *dk.stride()[:3], heads, length, 0.5, size, 32, 32, True
+    )
+    assert_near(e.qkv, expected, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "size"), [((4, 256, 12), 64), ((2, 300, 3), 64), ((1, 130, 2), 80), ((1, 1000, 2), 128), ((3, 65, 2), 20)]
+)
+def test_gradients_are_turned_back_at_real_sizes(shape, size, deterministic):
+    e = Example(shape, size, torch.bfloat16, torch.device("cuda"))
+    lse = turned_attention_forward(e.qkv, *e.angles, shape, e.out)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        turned_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_near(e.out, e.expected, 1e-2)
+    assert_near(e.dqkv, e.gradient, 1e-2)

@@ -29,11 +29,9 @@ from lmcore.kernels.turned_attention import (
 )
 from lmcore.model import TransformerLM
 
-FILLING_WIDTH = 1024
-"""From this d_model on, each weight gradient is a product large enough to fill a GPU alone (64 tiles of 128 × 128)."""
-
-ROWS_PER_PRODUCT = 16_384
-"""Rows of activations that one batched product of weight gradients takes: fewer would leave multiprocessors idle."""
+ROWS_PER_PRODUCT, MOST_LAYERS = 16_384, 8
+"""Rows of activations that one batched product of weight gradients takes, since fewer would leave multiprocessors idle,
+and layers at most: beyond, nothing was gained on the H200."""
 
 
 def on_its_device(method: Callable) -> Callable:
@@ -95,16 +93,16 @@ class FusedTransformer:
     `copies` maps each matrix of the model to a working copy in `dtype`; the parameters themselves are the masters, and
     `refresh` brings the copies up to date with them. The gains of norms are read where they are. `gradients` maps every
     parameter to where `forward_backward` leaves its gradient: in `dtype` for matrices, float32 for gains. Both are
-    views that stay. Where weight gradients are too small to fill a GPU, `overlap` computes them beside the chain of the
-    others, and `layers_per_product` is G, how many layers share one batched product of them (None: by d_model, and by
-    the number of rows). Raises `UserError` for a model or a `dtype` that it does not cover.
+    views that stay. `overlap` computes weight gradients beside the chain of the others, and `layers_per_product` is G,
+    how many layers share one batched product of them (None: by the number of rows). Raises `UserError` for a model or a
+    `dtype` that it does not cover.
     """
 
     def __init__(
         self,
         model: TransformerLM,
         dtype: torch.dtype,
-        overlap: bool | None = None,
+        overlap: bool = True,
         layers_per_product: int | None = None,
     ):
         reason = why_not(model.config, precision_of(dtype))
@@ -118,8 +116,7 @@ class FusedTransformer:
         self.gradients = self.grads.views | dict(zip(self.gains, self.gain_grads, strict=True))
         self.rope = model.layers[0].attn.rope
         self.eps = model.ln_final.eps
-        self.small = self.config.d_model < FILLING_WIDTH
-        self.aside = Aside(self.device, self.small if overlap is None else overlap)
+        self.aside = Aside(self.device, overlap)
         self.layers_per_product = layers_per_product
         self.refresh()
 
@@ -195,7 +192,7 @@ class FusedTransformer:
     def _forward_groups(self, inputs: Tensor, before: Callable[[int], None]) -> tuple[list[Group], Tensor, Tensor]:
         """All layers; returns what was kept, and the two summands of the residual stream at the end."""
         x, branch, groups = self._embed(inputs), None, []
-        per_group = self.layers_per_product or (max(1, ROWS_PER_PRODUCT // x.shape[0]) if self.small else 1)
+        per_group = self.layers_per_product or min(MOST_LAYERS, max(1, ROWS_PER_PRODUCT // x.shape[0]))
         for first in range(0, self.config.num_layers, per_group):
             group = Group(self.config, range(first, min(first + per_group, self.config.num_layers)), x)
             for i in range(len(group.layers)):

@@ -14,8 +14,9 @@ from lmcore.kernels.adamw import FusedAdamW
 from lmcore.model import TransformerLM
 from lmcore.optimizer import gradient_clipping
 
-FEW_ROWS = 2048
-"""Tokens of a batch up to which the update fits in beside the forward pass, by measurement on the H200."""
+FEW_ROWS, NARROW = 2048, 1024
+"""Tokens of a batch up to which the update fits in beside the forward pass, and d_model below which it does, by
+measurement on the H200: the products of a wide model fill the chip, and only take turns with the update."""
 
 
 class FusedStep:
@@ -28,10 +29,11 @@ class FusedStep:
 
     A `pipelined` step takes its update with the next call, layer after layer beside that call's forward pass, and
     `finish` takes the one that is due: before it, the parameters, the optimizer's moments and `.model` are one step
-    behind. Any other call ends with its update. It is the default with `FusedAdamW` on CUDA for small batches, whose
-    kernels leave multiprocessors idle. `overlap` and `layers_per_product` are those of `FusedTransformer`, `.model`.
-    An optimizer serves the last step that was made with it. Raises `UserError` for a model or a `dtype` that is not
-    covered, an empty batch, and a `pipelined` step with another optimizer than `FusedAdamW`.
+    behind. Any other call ends with its update. It is the default with `FusedAdamW` on CUDA for small batches of narrow
+    models, whose kernels leave multiprocessors idle. `overlap` and `layers_per_product` are those of
+    `FusedTransformer`, `.model`. An optimizer serves the last step that was made with it. Raises `UserError` for a
+    model or a `dtype` that is not covered, an empty batch, and a `pipelined` step with another optimizer than
+    `FusedAdamW`.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class FusedStep:
         context_length: int,
         dtype: torch.dtype = torch.bfloat16,
         max_grad_norm: float | None = None,
-        overlap: bool | None = None,
+        overlap: bool = True,
         layers_per_product: int | None = None,
         pipelined: bool | None = None,
     ):
@@ -53,9 +55,10 @@ class FusedStep:
         self.parameters = list(self.model.gradients)
         self.shape = torch.Size((batch_size, context_length))
         self.graph: torch.cuda.CUDAGraph | None = None
-        small = self.model.device.type == "cuda" and batch_size * context_length <= FEW_ROWS
+        small = batch_size * context_length <= FEW_ROWS and model.config.d_model < NARROW
         ours = isinstance(optimizer, FusedAdamW)
-        self.pipelined = ours and small if pipelined is None else pipelined
+        by_default = ours and small and self.model.device.type == "cuda"
+        self.pipelined = by_default if pipelined is None else pipelined
         require(
             ours or not self.pipelined,
             f"A pipelined step needs FusedAdamW; {type(optimizer).__name__} takes its own step after each call.",

@@ -75,17 +75,19 @@ def attention_backward(
     dk: Float[Tensor, "B H T K"] | None = None,
     dv: Float[Tensor, "B H T K"] | None = None,
     deterministic: bool = False,
+    angles: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of Q, K and V from that of the output, into the given views or new tensors; see `attention_forward`.
 
-    `deterministic` (or PyTorch's switch of that name) takes kernels that add in a fixed order.
+    `deterministic` (or PyTorch's switch of that name) takes kernels that add in a fixed order. With `angles`, the
+    cosines and sines of `lmcore.kernels.rope`, Q and K have been turned by RoPE, and the gradients are those before it.
     """
     dq, dk, dv = (by_position(x) if given is None else given for x, given in ((q, dq), (k, dk), (v, dv)))
     if q.numel() == 0:
         return dq, dk, dv
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False), on_device_of(q):
-        return kernels(q, deterministic).backward(q, k, v, o, lse, do, causal, dq, dk, dv)
+        return kernels(q, deterministic).backward(q, k, v, o, lse, do, causal, dq, dk, dv, angles=angles)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lmcore.functional import at_least_float32
+from lmcore.kernels.rope import turn_
 
 TILE = 128
 """Queries and keys of a tile."""
@@ -74,11 +75,13 @@ def backward(
     dk: Float[Tensor, "B H T K"] | None = None,
     dv: Float[Tensor, "B H T K"] | None = None,
     tile: int = TILE,
+    angles: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values (Dao 2023, algorithm 2).
 
     The probabilities are computed again from the scores and the log-sum-exp. A tile of keys meets one tile of queries
-    after the other and gathers its own dK and dV; the parts of dQ are added up in memory.
+    after the other and gathers its own dK and dV; the parts of dQ are added up in memory. With `angles`, RoPE has
+    turned queries and keys by them, and their gradients are turned back.
     """
     length, scale = q.shape[-2], 1 / math.sqrt(q.shape[-1])
     dq, dk, dv = (torch.empty_like(x) if given is None else given for x, given in ((q, dq), (k, dk), (v, dv)))
@@ -96,4 +99,8 @@ def backward(
             sums[..., queries, :] += ds @ k[..., keys, :].to(p.dtype)
         dk[..., keys, :] = dk_tile * scale
         dv[..., keys, :] = dv_tile
-    return dq.copy_(sums * scale), dk, dv
+    dq.copy_(sums * scale)
+    if angles is not None:
+        turn_(dq, *angles, inverse=True)
+        turn_(dk, *angles, inverse=True)
+    return dq, dk, dv

@@ -21,10 +21,14 @@ def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, seq_length: int, inverse: bool 
         with on_device_of(qkv):
             return rope.rope_(qkv, cos, sin, seq_length, inverse)
     rows, width = qkv.shape
-    half = cos.shape[1]
-    heads = qkv[:, : 2 * width // 3].view(rows // seq_length, seq_length, -1, half, 2)
-    c, s = cos[:seq_length, None], sin[:seq_length, None]
-    s = -s if inverse else s
-    even, odd = at_least_float32(heads[..., 0]), at_least_float32(heads[..., 1])
-    heads.copy_(torch.stack((even * c - odd * s, even * s + odd * c), dim=-1))
+    heads = qkv[:, : 2 * width // 3].view(rows // seq_length, seq_length, -1, 2 * cos.shape[1])
+    turn_(heads.transpose(1, 2), cos, sin, inverse)
     return qkv
+
+
+def turn_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
+    """Rotates the feature pairs of `x` (..., T, K) in place, operation by operation; otherwise as `rope_`."""
+    c, s = cos[: x.shape[-2]], sin[: x.shape[-2]]
+    s = -s if inverse else s
+    even, odd = at_least_float32(x[..., 0::2]), at_least_float32(x[..., 1::2])
+    return x.copy_(torch.stack((even * c - odd * s, even * s + odd * c), dim=-1).flatten(-2))

@@ -54,8 +54,8 @@ def turned_attention_backward(
         with on_device_of(qkv):
             attention_heads.turned_attention_backward(q_k_v, o, lse, do, gradients, cos, sin)
         return dqkv
-    attention_backward(*q_k_v, o, lse, do, True, *gradients)
-    return rope_(dqkv, cos, sin, shape[1], inverse=True)
+    attention_backward(*q_k_v, o, lse, do, True, *gradients, angles=(cos, sin))
+    return dqkv
 
 
 def heads_of(x: Tensor, shape: tuple[int, int, int]) -> Tensor:

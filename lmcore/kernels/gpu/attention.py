@@ -104,7 +104,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, out: Tensor, tiles: T
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, dq: Tensor, dk: Tensor,
-    dv: Tensor, tiles: dict[str, Tiles] | None = None,
+    dv: Tensor, tiles: dict[str, Tiles] | None = None, angles: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients into dq, dk and dv; see `lmcore.kernels.attention.attention_backward`. `tiles` by part."""
     batch, heads, length, size = q.shape
@@ -114,8 +114,8 @@ def backward(
     for part, (m, n, warps, stages) in (tiles or backward_tiles(q)).items():
         programs = triton.cdiv(length, m) * batch * heads * (2 if part == "both" else 1)
         attention_backward_kernel[(programs,)](
-            q, k, v, o, do, dq, dk, dv, lse, delta, *strides, batch * heads, heads, group, length, lse.shape[-1],
-            1 / math.sqrt(size), m, n, size, block_of(q), causal, precision_of(q), part, num_warps=warps,
-            num_stages=stages,
+            q, k, v, o, do, dq, dk, dv, lse, delta, *(angles or (lse, lse)), *strides, batch * heads, heads, group,
+            length, lse.shape[-1], 1 / math.sqrt(size), m, n, size, block_of(q), causal, angles is not None,
+            precision_of(q), part, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return dq, dk, dv

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from lmcore.kernels.gpu.attention_forward import LOG2_E, store_tile, tile_and_head, tile_of
+from lmcore.kernels.gpu.rope import turned_back
 
 # signatures and calls of kernels are lists of operands: they stay as they are written
 # fmt: off
@@ -32,9 +33,10 @@ def gather_dq(dq, q, do, lse, delta, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, hea
 
 
 @triton.jit
-def query_gradients(q, k, v, o, do, dq, lse, delta, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b,
-                    do_h, do_t, dq_b, dq_h, dq_t, tile, bh, heads, T, lse_rows, scale, M: tl.constexpr, N: tl.constexpr,
-                    SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
+def query_gradients(q, k, v, o, do, dq, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
+                    o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, tile, bh, heads, T, lse_rows, scale, M: tl.constexpr,
+                    N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, TURNED: tl.constexpr,
+                    PRECISION: tl.constexpr):
     """dQ of one tile of queries of one head; also delta = sum(dO · O), for the other gradients."""
     rows = tile * M + tl.arange(0, M)
     at = bh.to(tl.int64) * lse_rows + rows
@@ -54,7 +56,10 @@ def query_gradients(q, k, v, o, do, dq, lse, delta, q_b, q_h, q_t, k_b, k_h, k_t
                     whole, T, scale * LOG2_E, N, SIZE, D, CAUSAL, False, PRECISION)
     acc = gather_dq(acc, q_tile, do_tile, lse_tile, delta_tile, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, rows,
                     whole, last, T, scale * LOG2_E, N, SIZE, D, CAUSAL, True, PRECISION)
-    store_tile(dq, dq_b, dq_h, dq_t, bh, heads, rows, T, acc * scale, SIZE, D)
+    acc *= scale
+    if TURNED:
+        acc = turned_back(acc, cos, sin, rows, T, M, SIZE, D, False)
+    store_tile(dq, dq_b, dq_h, dq_t, bh, heads, rows, T, acc, SIZE, D)
 
 
 @triton.jit
@@ -85,10 +90,10 @@ def gather_dk_dv(dk, dv, k, v, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h, q_t, d
 
 
 @triton.jit
-def key_gradients(q, k, v, o, do, dk, dv, lse, delta, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b,
-                  do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, tile, bh, heads, T, lse_rows, scale, M: tl.constexpr,
-                  N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, DELTA: tl.constexpr,
-                  PRECISION: tl.constexpr):
+def key_gradients(q, k, v, o, do, dk, dv, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
+                  o_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, tile, bh, heads, T, lse_rows, scale,
+                  M: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+                  DELTA: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr):
     """dK and dV of one tile of keys of one head, with delta read or, without DELTA, computed again."""
     keys = tile * N + tl.arange(0, N)
     k_tile = tile_of(k, k_b, k_h, k_t, bh, heads, keys, T, SIZE, D, True)
@@ -110,20 +115,23 @@ def key_gradients(q, k, v, o, do, dk, dv, lse, delta, q_b, q_h, q_t, k_b, k_h, k
     dk_tile, dv_tile = gather_dk_dv(dk_tile, dv_tile, k_tile, v_tile, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h, q_t,
                                     do, do_b, do_h, do_t, bh, heads, keys, whole, last, T, lse_rows, scale * LOG2_E, M,
                                     SIZE, D, CAUSAL, True, DELTA, PRECISION)
-    store_tile(dk, dk_b, dk_h, dk_t, bh, heads, keys, T, dk_tile * scale, SIZE, D)
+    dk_tile *= scale
+    if TURNED:
+        dk_tile = turned_back(dk_tile, cos, sin, keys, T, N, SIZE, D, False)
+    store_tile(dk, dk_b, dk_h, dk_t, bh, heads, keys, T, dk_tile, SIZE, D)
     store_tile(dv, dv_b, dv_h, dv_t, bh, heads, keys, T, dv_tile, SIZE, D)
 
 
 @triton.jit(do_not_specialize=["all_heads", "group"])
-def attention_backward_kernel(q, k, v, o, do, dq, dk, dv, lse, delta, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b,
-                              o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-                              all_heads, heads, group, T, lse_rows, scale, M: tl.constexpr, N: tl.constexpr,
-                              SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-                              PART: tl.constexpr):
+def attention_backward_kernel(q, k, v, o, do, dq, dk, dv, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h,
+                              v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h,
+                              dv_t, all_heads, heads, group, T, lse_rows, scale, M: tl.constexpr, N: tl.constexpr,
+                              SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, TURNED: tl.constexpr,
+                              PRECISION: tl.constexpr, PART: tl.constexpr):
     """dQ of a tile of M positions, or dK and dV of one; for both, even programs do the first and odd ones the second.
 
     With a causal mask the last queries have most keys and the first keys most queries: those of a group of heads start
-    first.
+    first. TURNED: RoPE has turned q and k, and dQ and dK are turned back.
     """
     tiles = tl.cdiv(T, M)
     program = tl.program_id(0)
@@ -133,10 +141,10 @@ def attention_backward_kernel(q, k, v, o, do, dq, dk, dv, lse, delta, q_b, q_h, 
         program = program // 2
     tile, bh = tile_and_head(program, tiles, all_heads, group)
     if of_keys:
-        key_gradients(q, k, v, o, do, dk, dv, lse, delta, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
-                      do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, tile, bh, heads, T, lse_rows, scale, N, M,
-                      SIZE, D, CAUSAL, PART == "keys", PRECISION)
+        key_gradients(q, k, v, o, do, dk, dv, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b,
+                      o_h, o_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, tile, bh, heads, T, lse_rows,
+                      scale, N, M, SIZE, D, CAUSAL, PART == "keys", TURNED, PRECISION)
     else:
-        query_gradients(q, k, v, o, do, dq, lse, delta, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
-                        do_b, do_h, do_t, dq_b, dq_h, dq_t, tiles - 1 - tile, bh, heads, T, lse_rows, scale, M, N,
-                        SIZE, D, CAUSAL, PRECISION)
+        query_gradients(q, k, v, o, do, dq, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b,
+                        o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, tiles - 1 - tile, bh, heads, T, lse_rows, scale,
+                        M, N, SIZE, D, CAUSAL, TURNED, PRECISION)

@@ -17,11 +17,10 @@ from lmcore.kernels.gpu.attention import block_of, precision_of
 from lmcore.kernels.gpu.attention_forward import LOG2_E
 from lmcore.kernels.gpu.attention_heads_forward import (
     head_forward_kernel,
-    load_angles,
     load_rows,
     store_rows,
-    turned,
 )
+from lmcore.kernels.gpu.rope import turned_back
 
 TILE, WARPS = 64, 4
 """Queries, and keys, of a tile, and warps of a program."""
@@ -79,16 +78,13 @@ def head_gradients_kernel(q, k, v, o, do, dq, dk, dv, lse, cos, sin, x_b, x_h, x
                 dq_i = tl.dot(ds, k_j, dq_i, input_precision=PRECISION)
             new = new + (dq_i,)  # noqa: RUF005
         dqs = new
-        c = load_angles(cos, keys, T, SIZE, D, WHOLE)
-        s = load_angles(sin, keys, T, SIZE, D, WHOLE)
-        dk_j = turned(dk_j * scale, c, -s, M, D)
+        dk_j = turned_back(dk_j * scale, cos, sin, keys, T, M, SIZE, D, WHOLE)
         store_rows(dk, g_b, g_h, g_t, bh, heads, keys, T, dk_j, SIZE, D)
         store_rows(dv, g_b, g_h, g_t, bh, heads, keys, T, dv_j, SIZE, D)
     for i in tl.static_range(TILES):
         rows = i * M + tl.arange(0, M)
-        c = load_angles(cos, rows, T, SIZE, D, WHOLE)
-        s = load_angles(sin, rows, T, SIZE, D, WHOLE)
-        store_rows(dq, g_b, g_h, g_t, bh, heads, rows, T, turned(dqs[i] * scale, c, -s, M, D), SIZE, D)
+        dq_i = turned_back(dqs[i] * scale, cos, sin, rows, T, M, SIZE, D, WHOLE)
+        store_rows(dq, g_b, g_h, g_t, bh, heads, rows, T, dq_i, SIZE, D)
 
 
 # fmt: on

@@ -1,4 +1,4 @@
-"""RoPE and causal attention of short sequences, one program a head; and how a tile of a head is read, turned, written.
+"""RoPE and causal attention of short sequences, one program a head; and how a tile of a head is read and written.
 
 Keys and values of a head stay in shared memory once they are read, so that queries, keys and values come from memory
 once for RoPE and attention together.
@@ -6,6 +6,8 @@ once for RoPE and attention together.
 
 import triton
 import triton.language as tl
+
+from lmcore.kernels.gpu.rope import load_angles, turned
 
 # signatures and calls of kernels are lists of operands: they stay as they are written
 # fmt: off
@@ -33,23 +35,6 @@ def store_rows(pointer, stride_b, stride_h, stride_t, bh, heads, rows, T, value,
     """Stores rows of one head in the tensor's own type."""
     at = rows_of_head(pointer, stride_b, stride_h, stride_t, bh, heads, rows, D)
     tl.store(at, value.to(pointer.dtype.element_ty), mask=(rows[:, None] < T) & (tl.arange(0, D)[None, :] < SIZE))
-
-
-@triton.jit
-def load_angles(table, rows, T, SIZE: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows of the cosines or sines (T, SIZE / 2)."""
-    pair = tl.arange(0, D // 2)
-    at = table + rows[:, None] * (SIZE // 2) + pair[None, :]
-    if WHOLE and SIZE == D:
-        return tl.load(at)
-    return tl.load(at, mask=(rows[:, None] < T) & (pair[None, :] < SIZE // 2), other=0.0)
-
-
-@triton.jit
-def turned(x, c, s, M: tl.constexpr, D: tl.constexpr):
-    """Feature pairs of x (M, D) turned by angles with cosines c and sines s (M, D / 2), in x's type."""
-    even, odd = tl.split(tl.reshape(x.to(tl.float32), [M, D // 2, 2]))
-    return tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [M, D]).to(x.dtype)
 
 
 @triton.jit

@@ -99,11 +99,11 @@ def forward(
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, dq: Tensor, dk: Tensor,
-    dv: Tensor, tiles: Tiles | None = None,
+    dv: Tensor, tiles: Tiles | None = None, angles: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients into dq, dk and dv. The sum of dQ's parts has no fixed order: its last bits may differ."""
     if tiles is None and portable_is_faster(q, forward=False):
-        return attention.backward(q, k, v, o, lse, do, causal, dq, dk, dv)
+        return attention.backward(q, k, v, o, lse, do, causal, dq, dk, dv, angles=angles)
     batch, heads, length, size = q.shape
     q, k, v, do = readable(q), readable(k), readable(v), readable(do)
     made = [x if is_aligned(x) else torch.empty_like(k, memory_format=torch.contiguous_format) for x in (dk, dv)]
@@ -126,10 +126,11 @@ def backward(
         heads_of_group(q, causal, backward=True), length, scale * LOG2_E.value, scale, m, n, block,
         depth_of(size, block), stages, buffers, causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
     )  # fmt: skip
-    attention_finish_kernel[(triton.cdiv(length, 32) * batch * heads,)](
-        sums, dq, *dq.stride()[:3], heads, length, scale, size, block_of(q), 32
-    )
     for given, computed in zip((dk, dv), made, strict=True):
         if given is not computed:
             given.copy_(computed)
+    attention_finish_kernel[(triton.cdiv(length, 32) * batch * heads,)](
+        sums, dq, dk, *(angles or (lse, lse)), *dq.stride()[:3], *dk.stride()[:3], heads, length, scale, size,
+        block_of(q), 32, angles is not None,
+    )  # fmt: skip
     return dq, dk, dv
