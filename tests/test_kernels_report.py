@@ -5,14 +5,17 @@ import pytest
 import torch
 from kernel_reports import drawn, record
 
-from lmcore.config import model_config
+from lmcore.config import model_config, replace
 from lmcore.profiling.kernels import agreement, decoding, elementwise, loss, optimizer, steps
 from lmcore.profiling.kernels import attention as attention_cells
 from lmcore.profiling.workload import workload_config
+from lmcore.recipes import recipe
 from lmcore.report.figures import use_style
 from lmcore.report.kernels import attention, figures, parts
 from lmcore.report.kernels import steps as step_answers
 from lmcore.report.tables import write_results
+from lmcore.run import RunFolder
+from lmcore.train import train
 
 CPU = torch.device("cpu")
 
@@ -218,6 +221,22 @@ def curves(factor=1.0, steps_taken=40, end=(2.0, 2.0), precision="bf16"):
     table["train_loss"] = 2 + 4 / table["step"]
     other = table.assign(train_loss=table["train_loss"] * factor)
     return step_answers.Curves(table, other, end, (100.0, 250.0), precision, steps_taken)
+
+
+def test_curves_are_written_and_read(tmp_path, embedded_data):
+    config = replace(recipe("smoke", str(embedded_data), 300, steps=4), log_interval=1, eval_interval=2)
+    runs = {name: RunFolder(tmp_path / name) for name in step_answers.curve_runs(config)}
+    for name, settings in step_answers.curve_runs(config).items():
+        train(settings, runs[name])
+    assert step_answers.curves_in(tmp_path) is None
+    found = step_answers.write_curves(runs, tmp_path)
+    assert found.valid_losses == pytest.approx([run.status()["valid_loss"] for run in runs.values()])
+    assert (found.precision, found.steps) == ("fp32", 4)
+    assert list(found.fast["train_loss"]) == pytest.approx(list(runs["fast"].metrics()["train_loss"]))
+    assert found.agree
+    again = step_answers.curves_in(tmp_path)
+    assert step_answers.curves_answer(again) == step_answers.curves_answer(found)
+    assert "a model has **the same learning curve**" in step_answers.curves_sentences(again)
 
 
 def test_curves_that_agree_and_curves_that_do_not():

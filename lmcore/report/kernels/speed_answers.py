@@ -18,6 +18,7 @@ from lmcore.report.kernels.speed import (
     read_speed,
 )
 from lmcore.report.kernels.speed_limits import FLOORS_INTRO, floor_words
+from lmcore.report.kernels.steps import CURVES, curves_in, curves_sentences
 
 NO_FILE = (
     "The kernels have not been measured beside their peers on the reference machine yet: "
@@ -209,10 +210,12 @@ def speed_block(results: str | os.PathLike) -> str:
     if speed is None:
         return f"{NO_FILE}\n"
     folder = Path(results).name
+    curves = curves_in(results)
+    same = f"{curves_sentences(curves)} ([both curves](figures/{folder}/{CURVES}.svg))\n\n" if curves else ""
     return (
         f"One {speed.device}{_versions(speed.provenance)}, bf16, {runs_words(speed)}; medians:\n\n"
         f"{speed_table(speed, only_targets=True)}\n\n"
-        f"{ratios_sentence(speed)} {ceilings_sentence(speed)}\n\n{misses(speed)}\n\n"
+        f"{ratios_sentence(speed)} {ceilings_sentence(speed)}\n\n{misses(speed)}\n\n{same}"
         f"All rows, with peers, spread and memory: [`speed.json`](results/{folder}/speed.json); what was tried on the "
         "way: [`benchmarks/LOG.md`](benchmarks/LOG.md). Notebook 07 explains each gain and measures it on your "
         f"machine. {missing_sentence(speed)}".rstrip()

@@ -81,7 +81,8 @@ def floor_words(row: Mapping[str, Any], ceilings: Mapping[str, float]) -> str:
     )
     for target in row["targets"]:
         if target["measure"] == "median" and target["reached"] is False:
-            text += f", for which the target leaves {_ms(target['at_most'] - floors.total)}"
+            left = target["at_most"] - floors.total
+            text += f", for which the target leaves {_ms(left) if left > 0 else 'nothing: the three take longer'}"
     return text
 
 

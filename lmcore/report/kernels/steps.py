@@ -1,7 +1,9 @@
 """Sentences of notebook 07 on the whole step: the ladder of gains, and the learning curve with the fast path."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -11,7 +13,8 @@ from lmcore.recipes import fast
 from lmcore.report.answers import format_bytes, format_percent, format_seconds, format_significant
 from lmcore.report.benchmark.study import format_rate
 from lmcore.report.benchmark.views import MISSING, given
-from lmcore.report.kernels.figures import ladder_figure, relative_difference
+from lmcore.report.kernels.figures import curves_figure, ladder_figure, relative_difference
+from lmcore.report.tables import provenance_of, read_results, write_results
 from lmcore.run import RunFolder
 
 LOSS_TOLERANCES = {"fp32": 2e-3, "tf32": 1e-2, "bf16": 2e-2, "fp16": 2e-2}
@@ -20,6 +23,9 @@ steps. bfloat16 rounds to one part in 256, and what is rounded otherwise in one 
 
 WINDOWS = 10
 """Parts of a run over which losses are averaged before they are compared."""
+
+CURVES = "kernels_curves"
+"""Name of the results file and the figure of the two learning curves."""
 
 
 def ladder_answer(table: pd.DataFrame) -> str:
@@ -136,17 +142,25 @@ def windowed(metrics: pd.DataFrame, windows: int = WINDOWS) -> pd.DataFrame:
     return metrics.groupby(parts).agg(step=("step", "last"), train_loss=("train_loss", "mean"))
 
 
-def read_curves(runs: Mapping[str, RunFolder]) -> Curves:
-    """The curves of the runs of `curve_runs`."""
-    plain, fast = runs["plain"], runs["fast"]
-    tables = plain.metrics(), fast.metrics()
-    config = plain.config()
+def write_curves(runs: Mapping[str, RunFolder], results: str | os.PathLike) -> Curves:
+    """Writes the metrics of the runs of `curve_runs` into the folder `results`; gives back what it holds now."""
+    columns = ["name", "step", "tokens", "seconds", "train_loss", "valid_loss", "grad_norm", "tokens_per_second"]
+    table = pd.concat([run.metrics().assign(name=name) for name, run in runs.items()], ignore_index=True)[columns]
+    config = runs["plain"].config()
+    notes = {"precision": config.precision, "steps": config.steps}
+    write_results(table, Path(results) / f"{CURVES}.json", provenance_of(runs), **notes)
+    return read_curves(results)
+
+
+def read_curves(results: str | os.PathLike) -> Curves:
+    """What `write_curves` left in the folder."""
+    table, _, notes = read_results(Path(results) / f"{CURVES}.json")
+    tables = [table[table["name"] == name].reset_index(drop=True) for name in ("plain", "fast")]
     return Curves(
         *tables,
-        valid_losses=tuple(run.status()["valid_loss"] for run in (plain, fast)),
+        valid_losses=tuple(float(metrics["valid_loss"].dropna().iloc[-1]) for metrics in tables),
         rates=tuple(float(metrics["tokens_per_second"].iloc[1:].median()) for metrics in tables),
-        precision=config.precision,
-        steps=config.steps,
+        **notes,
     )
 
 
@@ -157,15 +171,41 @@ def _at_most(difference: float, words: str = "at most ") -> str:
 
 def curves_answer(curves: Curves) -> str:
     """Whether the fast path has the same learning curve, and how much faster the run is."""
-    verdict = "**the same learning curve**" if curves.agree else "**another learning curve**"
-    plain, fast = (f"{loss:.4f}" for loss in curves.valid_losses)
-    text = (
-        f"Over {curves.steps:,} steps in {curves.precision} the two have {verdict}: averaged over a tenth of the run, "
-        f"the training losses differ by {_at_most(curves.largest_difference)}, and the final "
-        f"validation losses, {plain} and {fast}, by {_at_most(curves.validation_difference, '')}; "
-        f"{format_percent(curves.tolerance, 2)} is allowed. Both runs start from the same weights and see the same "
-        "batches, so that what is left is rounding, which grows from step to step as in any two runs that do not add "
-        "in the same order."
+    return (
+        f"Over {curves.steps:,} steps in {curves.precision} the two have {_comparison(curves)} Both runs start from "
+        "the same weights and see the same batches, so that what is left is rounding, which grows from step to step as "
+        f"in any two runs that do not add in the same order. {_gain(curves)}"
     )
+
+
+def curves_sentences(curves: Curves) -> str:
+    """The same in short, for the README."""
+    return (
+        f"Trained for {curves.steps:,} steps in {curves.precision} from the same weights on the same real stories, once "
+        f"operation by operation and once by the fast path, a model has {_comparison(curves)} {_gain(curves)}"
+    )
+
+
+def _comparison(curves: Curves) -> str:
+    plain, fast = (f"{loss:.4f}" for loss in curves.valid_losses)
+    return (
+        f"{'**the same learning curve**' if curves.agree else '**another learning curve**'}: averaged over a tenth of "
+        f"the run, the training losses differ by {_at_most(curves.largest_difference)}, and the final validation "
+        f"losses, {plain} and {fast}, by {_at_most(curves.validation_difference, '')}; "
+        f"{format_percent(curves.tolerance, 2)} is allowed."
+    )
+
+
+def _gain(curves: Curves) -> str:
     before, after = curves.rates
-    return f"{text} The fast run goes through {format_significant(after / before)} times as many tokens per second."
+    return f"The fast run goes through {format_significant(after / before)} times as many tokens per second."
+
+
+def curves_in(results: str | os.PathLike) -> Curves | None:
+    """The learning curves that were measured into the folder, if they were."""
+    return read_curves(results) if (Path(results) / f"{CURVES}.json").is_file() else None
+
+
+def draw_curves(curves: Curves):
+    """Both losses, and how far they are apart."""
+    return curves_figure(curves.tables(), curves.tolerance)
