@@ -181,8 +181,8 @@ def curves_answer(curves: Curves) -> str:
 def curves_sentences(curves: Curves) -> str:
     """The same in short, for the README."""
     return (
-        f"Trained for {curves.steps:,} steps in {curves.precision} from the same weights on the same real stories, once "
-        f"operation by operation and once by the fast path, a model has {_comparison(curves)} {_gain(curves)}"
+        f"Trained for {curves.steps:,} steps in {curves.precision} from the same weights on the same real stories, "
+        f"once operation by operation and once by the fast path, a model has {_comparison(curves)} {_gain(curves)}"
     )
 
 
