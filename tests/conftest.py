@@ -41,6 +41,15 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def deterministic(monkeypatch):
+    """PyTorch's switch: what has no fixed order of its sums is an error, or another kernel."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Folder of real corpora and tokenizer files (tinystories/, gpt2/, …); the test is skipped where there is none."""

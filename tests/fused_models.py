@@ -18,6 +18,7 @@ SHAPES = {
     "odd": ModelConfig(101, context_length=13, d_model=48, num_layers=3, num_heads=3, d_ff=100),
     "tied": ModelConfig(64, context_length=8, d_model=32, num_layers=2, num_heads=2, d_ff=40, tie_embeddings=True),
     "heads of 80": ModelConfig(130, context_length=20, d_model=160, num_layers=1, num_heads=2, d_ff=96),
+    "deep": ModelConfig(40, context_length=6, d_model=16, num_layers=10, num_heads=2, d_ff=24),  # two groups of layers
     "no positions": ModelConfig(33, context_length=9, d_model=34, num_layers=2, num_heads=2, d_ff=7, position="none"),
 }
 

@@ -188,14 +188,6 @@ def test_results_of_a_step_outlive_the_next(device):
 GPU_MODEL = ModelConfig(1000, context_length=128, d_model=256, num_layers=4, num_heads=8, d_ff=704)
 
 
-@pytest.fixture
-def deterministic(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def repeated_text(config: ModelConfig, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Windows of a tiny corpus that a model can learn by heart."""
     corpus = torch.randint(config.vocab_size, (1024,), generator=torch.Generator().manual_seed(1))

@@ -6,6 +6,7 @@ import torch
 from kernel_reports import drawn, record
 
 from lmcore.config import model_config, replace
+from lmcore.errors import UserError
 from lmcore.profiling.kernels import agreement, decoding, elementwise, loss, optimizer, steps
 from lmcore.profiling.kernels import attention as attention_cells
 from lmcore.profiling.workload import workload_config
@@ -228,6 +229,13 @@ def test_curves_are_written_and_read(tmp_path, embedded_data):
     runs = {name: RunFolder(tmp_path / name) for name in step_answers.curve_runs(config)}
     for name, settings in step_answers.curve_runs(config).items():
         train(settings, runs[name])
+    assert step_answers.curves_in(tmp_path) is None
+    stopped = replace(config, steps=5)
+    cut = RunFolder(tmp_path / "cut")
+    cut.begin(stopped, {})
+    cut.write_status("diverged", 3)
+    with pytest.raises(UserError, match=r"The fast run in .*cut is diverged at step 3: there is no whole curve"):
+        step_answers.write_curves(runs | {"fast": cut}, tmp_path)
     assert step_answers.curves_in(tmp_path) is None
     found = step_answers.write_curves(runs, tmp_path)
     assert found.valid_losses == pytest.approx([run.status()["valid_loss"] for run in runs.values()])

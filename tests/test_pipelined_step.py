@@ -9,6 +9,7 @@ from fused_models import SHAPES, batch_of, fused_step, model_of
 
 from lmcore.checkpoint import digest
 from lmcore.errors import UserError
+from lmcore.fused.step import leaves_room
 
 
 def test_a_batch_that_fails_leaves_the_update_taken_once():
@@ -94,3 +95,12 @@ def test_updating_beside_the_next_forward_pass_changes_nothing(name, device):
     states = [digest(step.optimizer.state_dict()) for step in steps]
     assert states[0] == states[1]
     assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
+
+
+def test_the_update_goes_beside_the_forward_pass_of_small_batches_of_narrow_models():
+    cuda = torch.device("cuda")
+    assert leaves_room(cuda, 1024, 768)
+    assert leaves_room(cuda, 2048, 512)
+    assert not leaves_room(cuda, 2049, 512)
+    assert not leaves_room(cuda, 1024, 2560)
+    assert not leaves_room(torch.device("cpu"), 1024, 768)

@@ -31,7 +31,7 @@ from lmcore.model import TransformerLM
 
 ROWS_PER_PRODUCT, MOST_LAYERS = 16_384, 8
 """Rows of activations that one batched product of weight gradients takes, since fewer would leave multiprocessors idle,
-and layers at most: beyond, nothing was gained on the H200."""
+and layers at most: on the H200 from 4 to 12 of them differ by less than a percent of the step, and need more memory."""
 
 
 def on_its_device(method: Callable) -> Callable:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lmcore.config import GenerateConfig
 from lmcore.functional import at_least_float32, silu
+from lmcore.kernels.rope import turned
 from lmcore.kernels.support import runs_triton
 from lmcore.sampling import draw
 
@@ -112,10 +113,10 @@ def attend(
     q, k, v = qkv.view(batch, 3, num_heads, head_size).unbind(1)
     cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
     rows = torch.arange(batch, device=keys.device)
-    keys[rows, :, positions] = _turned(k, cos, sin).to(keys.dtype)
+    keys[rows, :, positions] = turned(k, cos, sin).to(keys.dtype)
     values[rows, :, positions] = v.to(values.dtype)
     used = int(positions.max()) + 1 if positions.device.type == "cpu" else slots
-    scores = torch.einsum("bhk,bhsk->bhs", _turned(q, cos, sin), keys[:, :, :used].to(q.dtype)) / math.sqrt(head_size)
+    scores = torch.einsum("bhk,bhsk->bhs", turned(q, cos, sin), keys[:, :, :used].to(q.dtype)) / math.sqrt(head_size)
     hidden = torch.arange(used, device=keys.device) > positions.unsqueeze(-1)
     scores.masked_fill_(hidden.unsqueeze(1), -math.inf)
     heads.copy_(torch.einsum("bhs,bhsk->bhk", scores.softmax(dim=-1), values[:, :, :used].to(q.dtype)).flatten(1))
@@ -178,11 +179,6 @@ def advance(chosen: Int[Tensor, "B"], sequences: Sequences) -> None:
 def _normed(x: Tensor, eps: float) -> Tensor:
     wide = at_least_float32(x)
     return (wide / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype)
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
 def _gpu():

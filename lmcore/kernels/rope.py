@@ -13,7 +13,7 @@ def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, seq_length: int, inverse: bool 
     A row holds q, k and v of all heads one after the other; row n has position n modulo `seq_length`. `cos` and `sin`
     are (at least seq_length, K / 2) in float32 as in `lmcore.model.RotaryPositionalEmbedding`: feature pairs (2i,
     2i + 1) of a head turn by angle i. `inverse` turns back, which is the backward pass: a rotation's inverse is its
-    transpose. Computed in at least float32.
+    transpose. (The fused step turns gradients back within attention's backward pass.) Computed in at least float32.
     """
     if runs_triton(qkv.device):
         from lmcore.kernels.gpu import rope
@@ -29,6 +29,10 @@ def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, seq_length: int, inverse: bool 
 def turn_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
     """Rotates the feature pairs of `x` (..., T, K) in place, operation by operation; otherwise as `rope_`."""
     c, s = cos[: x.shape[-2]], sin[: x.shape[-2]]
-    s = -s if inverse else s
+    return x.copy_(turned(x, c, -s if inverse else s))
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` (..., K) with its feature pairs rotated, in at least float32; `cos` and `sin` have K / 2 features."""
     even, odd = at_least_float32(x[..., 0::2]), at_least_float32(x[..., 1::2])
-    return x.copy_(torch.stack((even * c - odd * s, even * s + odd * c), dim=-1).flatten(-2))
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)

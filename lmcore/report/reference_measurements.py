@@ -14,7 +14,7 @@ from lmcore.report.benchmark.roofline_figure import roofline_figure
 from lmcore.report.benchmark.study_figures import batch_figure, context_figure, optimizations_figure
 from lmcore.report.kernels.speed import read_speed
 from lmcore.report.kernels.speed_figures import speed_figures
-from lmcore.report.kernels.steps import CURVES, curves_in, draw_curves
+from lmcore.report.kernels.steps import CURVES, both_curves_figure, curves_in
 from lmcore.report.memory import figures as memory
 from lmcore.report.nsys import figures as nsys
 from lmcore.report.nsys.shares import softmax_pairs
@@ -57,7 +57,7 @@ def measurement_figures(results: Path) -> dict[str, Figure]:
         **{f"memory_composition_{size}": memory.composition_figure(part) for size, part in steps.groupby("size")},
         **{f"memory_timeline_{size}": _memory_timeline(results, size) for size in ("large", "2.7b")},
         **speed_figures(read_speed(results)),
-        **({CURVES: draw_curves(curves)} if curves else {}),
+        **({CURVES: both_curves_figure(curves)} if curves else {}),
     }
 
 

@@ -82,7 +82,8 @@ def floor_words(row: Mapping[str, Any], ceilings: Mapping[str, float]) -> str:
     for target in row["targets"]:
         if target["measure"] == "median" and target["reached"] is False:
             left = target["at_most"] - floors.total
-            text += f", for which the target leaves {_ms(left) if left > 0 else 'nothing: the three take longer'}"
+            nothing = f"nothing: products, AdamW, norms and gate alone take {_ms(floors.total)}"
+            text += f", for which the target leaves {_ms(left) if left > 0 else nothing}"
     return text
 
 

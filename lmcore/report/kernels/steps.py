@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
-from lmcore.config import TrainConfig, replace
+from lmcore.config import TrainConfig, replace, require
 from lmcore.recipes import fast
 from lmcore.report.answers import format_bytes, format_percent, format_seconds, format_significant
 from lmcore.report.benchmark.study import format_rate
@@ -108,6 +109,8 @@ class Curves:
     """Tokens per second."""
     precision: str
     steps: int
+    commit: str | None = None
+    """Of lmcore, in both runs."""
 
     def tables(self) -> dict[str, pd.DataFrame]:
         """The metrics of both, by label; the definition first."""
@@ -143,7 +146,14 @@ def windowed(metrics: pd.DataFrame, windows: int = WINDOWS) -> pd.DataFrame:
 
 
 def write_curves(runs: Mapping[str, RunFolder], results: str | os.PathLike) -> Curves:
-    """Writes the metrics of the runs of `curve_runs` into the folder `results`; gives back what it holds now."""
+    """Writes the metrics of the runs of `curve_runs` into the folder `results`; gives back what it holds now.
+
+    Raises `UserError`, and writes nothing, if one of them has not come to its end.
+    """
+    for name, run in runs.items():
+        status = run.status()
+        found = f"The {name} run in {run.path} is {status['state']} at step {status['step']}: there is no whole curve."
+        require(status["state"] == "complete", found)
     columns = ["name", "step", "tokens", "seconds", "train_loss", "valid_loss", "grad_norm", "tokens_per_second"]
     table = pd.concat([run.metrics().assign(name=name) for name, run in runs.items()], ignore_index=True)[columns]
     config = runs["plain"].config()
@@ -154,13 +164,14 @@ def write_curves(runs: Mapping[str, RunFolder], results: str | os.PathLike) -> C
 
 def read_curves(results: str | os.PathLike) -> Curves:
     """What `write_curves` left in the folder."""
-    table, _, notes = read_results(Path(results) / f"{CURVES}.json")
+    table, provenance, notes = read_results(Path(results) / f"{CURVES}.json")
     tables = [table[table["name"] == name].reset_index(drop=True) for name in ("plain", "fast")]
     return Curves(
         *tables,
         valid_losses=tuple(float(metrics["valid_loss"].dropna().iloc[-1]) for metrics in tables),
         rates=tuple(float(metrics["tokens_per_second"].iloc[1:].median()) for metrics in tables),
         **notes,
+        commit=provenance.get("git_commit"),
     )
 
 
@@ -180,8 +191,9 @@ def curves_answer(curves: Curves) -> str:
 
 def curves_sentences(curves: Curves) -> str:
     """The same in short, for the README."""
+    commit = f" (commit {curves.commit[:9]})" if curves.commit else ""
     return (
-        f"Trained for {curves.steps:,} steps in {curves.precision} from the same weights on the same real stories, "
+        f"Trained for {curves.steps:,} steps in {curves.precision} from the same weights on the same stories{commit}, "
         f"once operation by operation and once by the fast path, a model has {_comparison(curves)} {_gain(curves)}"
     )
 
@@ -206,6 +218,6 @@ def curves_in(results: str | os.PathLike) -> Curves | None:
     return read_curves(results) if (Path(results) / f"{CURVES}.json").is_file() else None
 
 
-def draw_curves(curves: Curves):
+def both_curves_figure(curves: Curves) -> Figure:
     """Both losses, and how far they are apart."""
     return curves_figure(curves.tables(), curves.tolerance)
