@@ -136,14 +136,14 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_predicted_peak_is_what_the_allocator_sees(shape, passes, precision):
     batch_size, model = SHAPES[shape]
-    measured = peak_by_stage(
-        WorkloadConfig(model=model, batch_size=batch_size, passes=passes, precision=precision, device="cpu")
-    )
+    workload = WorkloadConfig(model=model, batch_size=batch_size, passes=passes, precision=precision, device="cpu")
+    with torch.backends.mkldnn.flags(
+        enabled=False
+    ):  # its bf16 products take scratch memory, by the processor up to 15 %
+        measured = peak_by_stage(workload)
     predicted = predicted_peak(model, batch_size, precision=precision, passes=passes)
-    # the CPU's bf16 products take scratch memory of their own, in the smallest of these models up to 2 %
-    tolerance = 0.001 if precision == "fp32" else 0.02
-    assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=tolerance)
-    assert predicted["by_stage"] == pytest.approx(measured, rel=max(tolerance, 0.01))
+    assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.001)
+    assert predicted["by_stage"] == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize("switches", [{"checkpoint_every": 1}, {"checkpoint_every": 2}, {}], ids=str)
