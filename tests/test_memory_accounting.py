@@ -137,9 +137,8 @@ SHAPES = {
 def test_predicted_peak_is_what_the_allocator_sees(shape, passes, precision):
     batch_size, model = SHAPES[shape]
     workload = WorkloadConfig(model=model, batch_size=batch_size, passes=passes, precision=precision, device="cpu")
-    with torch.backends.mkldnn.flags(
-        enabled=False
-    ):  # its bf16 products take scratch memory, by the processor up to 15 %
+    # oneDNN's bf16 products take scratch memory of their own, by the processor up to 15 % of the smallest model's peak
+    with torch.backends.mkldnn.flags(enabled=False):
         measured = peak_by_stage(workload)
     predicted = predicted_peak(model, batch_size, precision=precision, passes=passes)
     assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.001)

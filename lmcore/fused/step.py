@@ -16,7 +16,7 @@ from lmcore.optimizer import gradient_clipping
 
 FEW_ROWS, NARROW = 2048, 1024
 """Tokens of a batch up to which the update fits in beside the forward pass, and d_model below which it does: on the
-H200 it gained at 512 and 768, and lost at 2,560, whose products fill the chip and only take turns with the update."""
+H200 it gained at 768, and lost at 2,560, where products fill the chip and only take turns with the update."""
 
 
 def leaves_room(device: torch.device, rows: int, d_model: int) -> bool:

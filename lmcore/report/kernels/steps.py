@@ -110,7 +110,7 @@ class Curves:
     precision: str
     steps: int
     commit: str | None = None
-    """Of lmcore, in both runs."""
+    """Of lmcore, if it is the same in both runs."""
 
     def tables(self) -> dict[str, pd.DataFrame]:
         """The metrics of both, by label; the definition first."""
@@ -166,12 +166,13 @@ def read_curves(results: str | os.PathLike) -> Curves:
     """What `write_curves` left in the folder."""
     table, provenance, notes = read_results(Path(results) / f"{CURVES}.json")
     tables = [table[table["name"] == name].reset_index(drop=True) for name in ("plain", "fast")]
+    commit = provenance.get("git_commit")
     return Curves(
         *tables,
         valid_losses=tuple(float(metrics["valid_loss"].dropna().iloc[-1]) for metrics in tables),
         rates=tuple(float(metrics["tokens_per_second"].iloc[1:].median()) for metrics in tables),
         **notes,
-        commit=provenance.get("git_commit"),
+        commit=commit if isinstance(commit, str) else None,  # a list where the runs differ
     )
 
 
