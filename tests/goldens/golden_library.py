@@ -1,0 +1,147 @@
+"""Everything of the library that the goldens call: where a module or a function has moved, this file alone changes."""
+
+import types
+
+import lmcore.checkpoint
+import lmcore.data
+import lmcore.functional
+import lmcore.generate
+import lmcore.model
+import lmcore.optimizer
+import lmcore.sampling
+import lmcore.tokenizer
+from lmcore.accounting import forward_flops, num_parameters, training_flops
+from lmcore.checkpoint import digest, load_model, read_checkpoint, read_weights, restore, save_weights
+from lmcore.cli.application import main as command
+from lmcore.config import (
+    MODEL_SIZES,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    from_dict,
+    model_config,
+    replace,
+    to_dict,
+)
+from lmcore.data import CorpusConfig, batch_at_step, entropy_per_document, open_data, prepare, story_text
+from lmcore.device import select_device
+from lmcore.files import read_json
+from lmcore.memory_accounting import predicted_peak
+from lmcore.model import TransformerLM
+from lmcore.profiling.memory.snapshot import history_of
+from lmcore.profiling.memory.summary import summary
+from lmcore.profiling.nsys.export import read_export
+from lmcore.profiling.nsys.trace import busy_table, copy_table, kernel_table, kind_table
+from lmcore.provenance import environment
+from lmcore.recipes import RECIPES
+from lmcore.report.benchmark import answers as benchmark_answers
+from lmcore.report.benchmark import mixed_precision, optimizations, roofline, warmups
+from lmcore.report.benchmark import study as study_answers
+from lmcore.report.kernels import attention as kernel_attention
+from lmcore.report.kernels import parts as kernel_parts
+from lmcore.report.kernels import speed, speed_answers, steps
+from lmcore.report.memory import answers as memory_answers
+from lmcore.report.memory import kept, peak_answers
+from lmcore.report.memory import sizes as memory_sizes
+from lmcore.report.memory import tables as memory_tables
+from lmcore.report.memory.timeline_html import timeline_data
+from lmcore.report.nsys import answers as nsys_answers
+from lmcore.report.nsys import kernels as nsys_kernels
+from lmcore.report.nsys import pitfalls as nsys_pitfalls
+from lmcore.report.nsys import shares as nsys_shares
+from lmcore.report.reference import results_block
+from lmcore.report.reference_measurements import measurements_block
+from lmcore.report.survival import faults_block
+from lmcore.report.tables import read_results
+from lmcore.run import RunFolder
+from lmcore.tokenizer import Tokenizer, load_gpt2, train_bpe
+from lmcore.train import train
+from lmcore.training_step import training_step
+
+HANDOUT: dict[str, types.ModuleType] = {
+    **dict.fromkeys(("train_bpe", "Tokenizer"), lmcore.tokenizer),
+    **dict.fromkeys(("softmax", "silu", "scaled_dot_product_attention", "cross_entropy"), lmcore.functional),
+    **dict.fromkeys(("Linear", "Embedding", "RMSNorm", "SwiGLU", "RotaryPositionalEmbedding"), lmcore.model),
+    **dict.fromkeys(("CausalMultiHeadSelfAttention", "TransformerBlock", "TransformerLM"), lmcore.model),
+    **dict.fromkeys(("SGD", "AdamW", "get_lr_cosine_schedule", "gradient_clipping"), lmcore.optimizer),
+    **dict.fromkeys(("save_checkpoint", "load_checkpoint"), lmcore.checkpoint),
+    "get_batch": lmcore.data,
+    "next_token_distribution": lmcore.sampling,
+    **dict.fromkeys(("generate", "generate_text"), lmcore.generate),
+}
+"""What the handouts ask for by name, and where it is."""
+
+handout = types.SimpleNamespace(**{name: getattr(module, name) for name, module in HANDOUT.items()})
+
+__all__ = [
+    "HANDOUT",
+    "MODEL_SIZES",
+    "RECIPES",
+    "CorpusConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RunFolder",
+    "Tokenizer",
+    "TrainConfig",
+    "TransformerLM",
+    "batch_at_step",
+    "benchmark_answers",
+    "busy_table",
+    "command",
+    "copy_table",
+    "digest",
+    "entropy_per_document",
+    "environment",
+    "faults_block",
+    "forward_flops",
+    "from_dict",
+    "handout",
+    "history_of",
+    "kept",
+    "kernel_attention",
+    "kernel_parts",
+    "kernel_table",
+    "kind_table",
+    "load_gpt2",
+    "load_model",
+    "measurements_block",
+    "memory_answers",
+    "memory_sizes",
+    "memory_tables",
+    "mixed_precision",
+    "model_config",
+    "nsys_answers",
+    "nsys_kernels",
+    "nsys_pitfalls",
+    "nsys_shares",
+    "num_parameters",
+    "open_data",
+    "optimizations",
+    "peak_answers",
+    "predicted_peak",
+    "prepare",
+    "read_checkpoint",
+    "read_export",
+    "read_json",
+    "read_results",
+    "read_weights",
+    "replace",
+    "restore",
+    "results_block",
+    "roofline",
+    "save_weights",
+    "select_device",
+    "speed",
+    "speed_answers",
+    "steps",
+    "story_text",
+    "study_answers",
+    "summary",
+    "timeline_data",
+    "to_dict",
+    "train",
+    "train_bpe",
+    "training_flops",
+    "training_step",
+    "warmups",
+]
