@@ -1,0 +1,66 @@
+import ast
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import plant
+import pytest
+from plant import Bug, read_bugs
+
+ROOT = Path(__file__).parents[2]
+BUGS = read_bugs()
+
+
+@cache
+def functions_of(file: Path) -> set[str]:
+    """Names of the functions and classes at the top of a file. Raises `OSError` without the file."""
+    return {node.name for node in ast.parse(file.read_text(encoding="utf-8")).body if hasattr(node, "name")}
+
+
+def test_there_are_many_and_each_has_a_name_of_its_own():
+    assert len(BUGS) >= 40
+    assert len({bug.name for bug in BUGS}) == len(BUGS)
+    assert len({(bug.file, bug.old, bug.new) for bug in BUGS}) == len(BUGS)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_each_applies_and_names_tests_that_exist(bug: Bug):
+    text = (ROOT / bug.file).read_text(encoding="utf-8")
+    assert text.count(bug.old) == 1
+    assert bug.new != bug.old
+    ast.parse(bug.patched(text))
+    assert bug.breaks.endswith(".")
+    assert bug.tests
+    for test in bug.tests:
+        file, _, function = test.partition("::")
+        known = functions_of(ROOT / file)
+        assert not function or function in known, f"{file} has no {function}"
+
+
+EXAMPLE = """
+- {name: seen, breaks: x., file: sums.py, old: 'a + b', new: 'a - b', tests: [test_sums.py]}
+- {name: unseen, breaks: x., file: sums.py, old: 'a * b', new: 'a / b', tests: [test_sums.py::test_add]}
+- {name: gone, breaks: x., file: sums.py, old: 'a % b', new: 'a / b', tests: [test_sums.py]}
+- {name: broken, breaks: x., file: sums.py, old: 'import math', new: 'import maths', tests: [test_sums.py]}
+"""
+
+
+def test_the_script_tells_caught_from_not_caught(tmp_path, capsys):
+    """In a repository of its own: only a failing test is a catch, and the working tree stays as it is."""
+    sums = "import math\n\n\ndef add(a, b):\n    return a + b\n\n\ndef product(a, b):\n    return a * b\n"
+    files = {"sums.py": sums, "test_sums.py": "import sums\n\n\ndef test_add():\n    assert sums.add(1, 2) == 3\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "sums"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    (tmp_path / "sums.py").write_text("not committed")
+    (tmp_path / "bugs.yaml").write_text(EXAMPLE)
+    assert plant.main(["seen"], tmp_path, tmp_path / "bugs.yaml", preloaded=["pytest", "hypothesis"]) == 0
+    assert "| seen | sums.py | caught |" in capsys.readouterr().out
+    assert plant.main(["--skip-check"], tmp_path, tmp_path / "bugs.yaml", preloaded=["pytest", "hypothesis"]) == 1
+    said = capsys.readouterr().out
+    for name, result in {"seen": "caught", "unseen": "NOT CAUGHT", "gone": "does not apply", "broken": "ERROR"}.items():
+        assert f"| {name} | sums.py | {result} |" in said
+    assert "1 of 4 planted bugs were caught." in said
+    assert (tmp_path / "sums.py").read_text() == "not committed"
