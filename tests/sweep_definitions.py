@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from lmcore.jobs.sweeps import load_definition
+from lmcore.workbook.jobs.sweeps import load_definition
 
 TINY = {"model.d_model": 16, "model.num_layers": 1, "model.num_heads": 2, "model.d_ff": 24, "model.context_length": 16}
 RATES = [0.001, 0.01, 0.1]

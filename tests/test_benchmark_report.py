@@ -13,12 +13,12 @@ from lmcore.profiling import timing
 from lmcore.profiling.components import components_table
 from lmcore.profiling.grids import component_cells, size_cells, warmup_cells
 from lmcore.profiling.workload import PHASES
-from lmcore.report import tables
-from lmcore.report.benchmark import answers, figures, roofline, views, warmups
-from lmcore.report.benchmark.pace import launches_set_pace
-from lmcore.report.benchmark.roofline_figure import roofline_figure
-from lmcore.report.figures import use_style
-from lmcore.report.tables import write_results
+from lmcore.workbook.report import tables
+from lmcore.workbook.report.benchmark import answers, figures, roofline, views, warmups
+from lmcore.workbook.report.benchmark.pace import launches_set_pace
+from lmcore.workbook.report.benchmark.roofline_figure import roofline_figure
+from lmcore.workbook.report.figures import use_style
+from lmcore.workbook.report.tables import write_results
 
 OOM = (
     "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 1 MiB is free."

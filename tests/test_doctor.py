@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from lmcore import doctor
+from lmcore.cli import doctor
 from lmcore.device import select_device
 
 

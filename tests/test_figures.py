@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 
 from lmcore.errors import UserError
-from lmcore.report.figures import (
+from lmcore.workbook.report.figures import (
     WARNING,
     learning_curves,
     learning_rate_sweep,
@@ -20,7 +20,7 @@ from lmcore.report.figures import (
     show_figure,
     use_style,
 )
-from lmcore.report.generate.figures import measures_figure, token_label, truncation_figure
+from lmcore.workbook.report.generate.figures import measures_figure, token_label, truncation_figure
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,9 @@ from lmcore.data import CorpusConfig, prepare
 from lmcore.generate import Generation
 from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW
-from lmcore.report.generate.answers import (
+from lmcore.run import RunFolder
+from lmcore.tokenizer import END_OF_TEXT, Tokenizer
+from lmcore.workbook.report.generate.answers import (
     change,
     decoding_answer,
     generate_answer,
@@ -24,7 +26,7 @@ from lmcore.report.generate.answers import (
     quote_sample,
     setting_name,
 )
-from lmcore.report.generate.measures import (
+from lmcore.workbook.report.generate.measures import (
     Judge,
     KnownText,
     documents_of,
@@ -37,8 +39,6 @@ from lmcore.report.generate.measures import (
     repetition,
     words,
 )
-from lmcore.run import RunFolder
-from lmcore.tokenizer import END_OF_TEXT, Tokenizer
 
 EOT = 3
 

@@ -9,7 +9,9 @@ import torch
 from lmcore import accounting
 from lmcore.config import ModelConfig, model_config, replace
 from lmcore.errors import UserError
-from lmcore.inspection import (
+from lmcore.model import CausalMultiHeadSelfAttention, TransformerLM
+from lmcore.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
+from lmcore.workbook.inspection import (
     attention_weights,
     attention_weights_of_layer,
     bytes_per_token,
@@ -20,13 +22,11 @@ from lmcore.inspection import (
     sample_text,
     split_text,
 )
-from lmcore.model import CausalMultiHeadSelfAttention, TransformerLM
-from lmcore.report.build import answers as build_answers
-from lmcore.report.build import figures as build_figures
-from lmcore.report.checks import agreement
-from lmcore.report.figures import save_figure, use_style
-from lmcore.report.source import show_source
-from lmcore.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
+from lmcore.workbook.report.build import answers as build_answers
+from lmcore.workbook.report.build import figures as build_figures
+from lmcore.workbook.report.checks import agreement
+from lmcore.workbook.report.figures import save_figure, use_style
+from lmcore.workbook.report.source import show_source
 
 TINY = ModelConfig(vocab_size=50, context_length=16, d_model=16, num_layers=2, num_heads=2, d_ff=24)
 

@@ -19,13 +19,13 @@ from notebook_projects import code, parameters
 from lmcore.cli.status import jobs as jobs_command
 from lmcore.errors import UserError
 from lmcore.files import write_json
-from lmcore.jobs.found import folders_with_jobs, local_jobs_run, runs_folders
-from lmcore.jobs.ledger import JobRecord, write_job
-from lmcore.jobs.progress import executed_cells, format_duration, last_lines, read_runs
-from lmcore.jobs.queue import ask_slurm, plain
-from lmcore.jobs.status import status_of
-from lmcore.jobs.table import WIDTH, as_json, as_text
-from lmcore.parameters import find_project
+from lmcore.workbook.jobs.found import folders_with_jobs, local_jobs_run, runs_folders
+from lmcore.workbook.jobs.ledger import JobRecord, write_job
+from lmcore.workbook.jobs.progress import executed_cells, format_duration, last_lines, read_runs
+from lmcore.workbook.jobs.queue import ask_slurm, plain
+from lmcore.workbook.jobs.status import status_of
+from lmcore.workbook.jobs.table import WIDTH, as_json, as_text
+from lmcore.workbook.parameters import find_project
 
 HOST = socket.gethostname()
 
@@ -217,7 +217,7 @@ def test_a_controller_that_does_not_answer_is_one_sentence(out, slurm):
 def test_a_program_that_hangs_is_given_up(slurm, tmp_path, monkeypatch):
     slurm()
     (tmp_path / "programs" / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr("lmcore.jobs.queue.SECONDS_TO_ANSWER", 0.2)
+    monkeypatch.setattr("lmcore.workbook.jobs.queue.SECONDS_TO_ANSWER", 0.2)
     assert ask_slurm(["1"]) == (
         {},
         "Slurm does not answer (squeue gave no answer within 0.2 s): the states are what the jobs themselves last "
@@ -424,7 +424,7 @@ def test_local_jobs_that_wait_and_those_that_nobody_runs(out, no_slurm):
     submit(out, "local-1", scheduler="local")
     assert one(out)[0].state == "not run"
     with FileLock(out / "jobs" / ".local.lock"):
-        source = "import sys\nfrom pathlib import Path\nfrom lmcore.jobs.status import status_of\n"
+        source = "import sys\nfrom pathlib import Path\nfrom lmcore.workbook.jobs.status import status_of\n"
         source += "print(status_of([Path(sys.argv[1])])[0][0].state)"
         done = subprocess.run([sys.executable, "-c", source, out], capture_output=True, text=True, check=True)
     assert done.stdout == "pending\n"
@@ -490,7 +490,8 @@ def test_no_jobs_is_said(tmp_path, monkeypatch, capsys):
 
 def test_it_does_not_wait_for_torch():
     source = (
-        "import sys\nfrom lmcore.jobs import status, table\nprint({'torch', 'pandas', 'nbformat'} & set(sys.modules))"
+        "import sys\nfrom lmcore.workbook.jobs import status, table\n"
+        "print({'torch', 'pandas', 'nbformat'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -14,10 +14,10 @@ from notebook_projects import code
 
 from lmcore.cli import main
 from lmcore.errors import UserError
-from lmcore.jobs.ledger import read_jobs, states
-from lmcore.jobs.plan import Job
-from lmcore.jobs.site import Site
-from lmcore.jobs.submission import hold_local, run_locally, scripts_of
+from lmcore.workbook.jobs.ledger import read_jobs, states
+from lmcore.workbook.jobs.plan import Job
+from lmcore.workbook.jobs.site import Site
+from lmcore.workbook.jobs.submission import hold_local, run_locally, scripts_of
 
 SECONDS = 60
 
@@ -130,8 +130,9 @@ def test_a_signal_to_the_submitting_process_stops_the_job_in_order(project, numb
     project.job("first", line)
     project.job("second", "touch second")
     program = (
-        "import sys; from pathlib import Path; from lmcore.jobs.plan import Job; from lmcore.jobs.site import Site\n"
-        "from lmcore.jobs.submission import run_locally, scripts_of\n"
+        "import sys; from pathlib import Path\n"
+        "from lmcore.workbook.jobs.plan import Job; from lmcore.workbook.jobs.site import Site\n"
+        "from lmcore.workbook.jobs.submission import run_locally, scripts_of\n"
         "project, out = map(Path, sys.argv[1:])\n"
         "jobs = [Job(name, 'notebook', f'{name}.sbatch', {'OUT': str(out)}) for name in ('first', 'second')]\n"
         "sys.exit(run_locally(project, jobs, scripts_of(project, jobs, Site(), out), out))\n"

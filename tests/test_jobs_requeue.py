@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lmcore.errors import UserError
-from lmcore.jobs.ledger import JobRecord, StateLine, append_state, read_jobs, states, write_job
-from lmcore.jobs.requeue import progress, requeue
+from lmcore.workbook.jobs.ledger import JobRecord, StateLine, append_state, read_jobs, states, write_job
+from lmcore.workbook.jobs.requeue import progress, requeue
 
 LOCAL = {"LMCORE_JOB_ID": "local-1"}
 
@@ -158,7 +158,7 @@ def test_outside_of_a_job_it_is_refused(tmp_path):
 
 def test_it_does_not_wait_for_pytorch():
     """The time limit is near when it is called."""
-    program = "import sys, lmcore.cli.jobs, lmcore.jobs.requeue; sys.exit('torch' in sys.modules)"
+    program = "import sys, lmcore.cli.jobs, lmcore.workbook.jobs.requeue; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -11,9 +11,9 @@ from job_projects import job_project
 from notebook_projects import code, parameters
 
 from lmcore.errors import UserError
-from lmcore.jobs.plan import Job, plan_notebook, plan_workbook, ranges
-from lmcore.jobs.scripts import MARK, render
-from lmcore.jobs.site import Site, load_site
+from lmcore.workbook.jobs.plan import Job, plan_notebook, plan_workbook, ranges
+from lmcore.workbook.jobs.scripts import MARK, render
+from lmcore.workbook.jobs.site import Site, load_site
 
 FOLDER = Path(__file__).parents[1] / "papermill_jobs"
 SCRIPTS = sorted(FOLDER.glob("*.sbatch"))

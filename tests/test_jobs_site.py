@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lmcore.errors import UserError
-from lmcore.jobs.site import Site, load_site, seconds_of_limit
+from lmcore.workbook.jobs.site import Site, load_site, seconds_of_limit
 
 SITES = Path(__file__).parents[1] / "papermill_jobs"
 NOTEBOOKS = sorted(path.stem for path in (SITES.parent / "notebooks").glob("*.ipynb"))

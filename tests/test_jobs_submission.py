@@ -9,9 +9,9 @@ import pytest
 from job_projects import job_project
 
 from lmcore.cli import main
-from lmcore.jobs import scheduler
-from lmcore.jobs.ledger import read_jobs
-from lmcore.jobs.sweep_definition import load_definition
+from lmcore.workbook.jobs import scheduler
+from lmcore.workbook.jobs.ledger import read_jobs
+from lmcore.workbook.jobs.sweep_definition import load_definition
 
 SBATCH = """
 for word; do script=$word; done

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from job_projects import job_project
 
-from lmcore.jobs.ledger import states
+from lmcore.workbook.jobs.ledger import states
 
 SECONDS = 60
 

@@ -9,8 +9,8 @@ from lmcore.profiling.kernels import agreement, elementwise, interpreted, loss, 
 from lmcore.profiling.kernels import attention as attention_cells
 from lmcore.profiling.kernels.measuring import extra_bytes, measure_ceilings
 from lmcore.profiling.workload import workload_config
-from lmcore.report.kernels import attention
-from lmcore.report.kernels import steps as step_answers
+from lmcore.workbook.report.kernels import attention
+from lmcore.workbook.report.kernels import steps as step_answers
 
 CPU = torch.device("cpu")
 

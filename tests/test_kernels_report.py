@@ -11,12 +11,12 @@ from lmcore.profiling.kernels import agreement, decoding, elementwise, loss, opt
 from lmcore.profiling.kernels import attention as attention_cells
 from lmcore.profiling.workload import workload_config
 from lmcore.recipes import recipe
-from lmcore.report.figures import use_style
-from lmcore.report.kernels import attention, figures, parts
-from lmcore.report.kernels import steps as step_answers
-from lmcore.report.tables import write_results
 from lmcore.run import RunFolder
 from lmcore.train import train
+from lmcore.workbook.report.figures import use_style
+from lmcore.workbook.report.kernels import attention, figures, parts
+from lmcore.workbook.report.kernels import steps as step_answers
+from lmcore.workbook.report.tables import write_results
 
 CPU = torch.device("cpu")
 

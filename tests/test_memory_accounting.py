@@ -14,10 +14,10 @@ from lmcore.config import ModelConfig, model_config, replace
 from lmcore.device import autocast
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
-from lmcore.memory_accounting import largest_context, predicted_peak, residual_stream_bytes, saved_by_operation
 from lmcore.model import TransformerLM
+from lmcore.profiling.memory.predicted import largest_context, predicted_peak, residual_stream_bytes, saved_by_operation
+from lmcore.profiling.memory.saved_tensors import saved_after_blocks, saved_bytes, saved_in_block
 from lmcore.profiling.workload import PHASES, Workload, WorkloadConfig
-from lmcore.saved_tensors import saved_after_blocks, saved_bytes, saved_in_block
 
 CPU = torch.device("cpu")
 SWITCHES = [

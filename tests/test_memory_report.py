@@ -9,14 +9,14 @@ from memory_profiles import inference, record, training
 
 from lmcore.config import model_config
 from lmcore.errors import UserError
-from lmcore.memory_accounting import predicted_peak
-from lmcore.memory_accounting import saved_by_operation as predicted_by_operation
+from lmcore.profiling.memory.predicted import predicted_peak
+from lmcore.profiling.memory.predicted import saved_by_operation as predicted_by_operation
 from lmcore.profiling.memory.saved import saved_by_operation
 from lmcore.profiling.workload import workload_config
-from lmcore.report.figures import save_figure, use_style
-from lmcore.report.memory import answers, figures, kept, peak_answers, sizes, tables
-from lmcore.report.memory.timeline_html import timeline_data, write_timeline
-from lmcore.report.tables import write_results
+from lmcore.workbook.report.figures import save_figure, use_style
+from lmcore.workbook.report.memory import answers, figures, kept, peak_answers, sizes, tables
+from lmcore.workbook.report.memory.timeline_html import timeline_data, write_timeline
+from lmcore.workbook.report.tables import write_results
 
 NO_STAGES = tables.stages_table({})
 

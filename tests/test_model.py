@@ -1,4 +1,4 @@
-"""The model's modules against PyTorch's own and a second, independently written model (lmcore.reference)."""
+"""The model's modules against PyTorch's own and a second, independently written model (lmcore.workbook.reference)."""
 
 import copy
 import itertools
@@ -28,7 +28,7 @@ from lmcore.model import (
     sinusoidal_positions,
 )
 from lmcore.optimizer import AdamW
-from lmcore.reference import reference_block, reference_logits, rotate_as_complex_numbers
+from lmcore.workbook.reference import reference_block, reference_logits, rotate_as_complex_numbers
 
 TINY = ModelConfig(vocab_size=61, context_length=24, d_model=24, num_layers=3, num_heads=3, d_ff=40)
 SWITCHES = [

@@ -11,8 +11,7 @@ import pytest
 import torch
 from nsys_exports import AUTOGRAD, FORWARD_BACKWARD, MAIN, SmallExport, sample
 
-from lmcore import doctor
-from lmcore.cli import main
+from lmcore.cli import doctor, main
 from lmcore.config import to_dict
 from lmcore.errors import UserError
 from lmcore.files import write_json

@@ -12,10 +12,10 @@ from lmcore.errors import UserError
 from lmcore.profiling.nsys.tool import Nsys
 from lmcore.profiling.nsys.trace import Trace, build_trace
 from lmcore.profiling.workload import workload_config
-from lmcore.report.figures import use_style
-from lmcore.report.nsys import answers, figures, kernels, pitfalls, profiles, shares, tables, wording
-from lmcore.report.nsys.timeline import binned, block_window, busy_share, fitting, timeline_figure
-from lmcore.report.tables import write_results
+from lmcore.workbook.report.figures import use_style
+from lmcore.workbook.report.nsys import answers, figures, kernels, pitfalls, profiles, shares, tables, wording
+from lmcore.workbook.report.nsys.timeline import binned, block_window, busy_share, fitting, timeline_figure
+from lmcore.workbook.report.tables import write_results
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,7 @@ from nbstripout import strip_output
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from lmcore.notebook import (
+from lmcore.workbook.notebook import (
     CHECK_OUTPUT,
     KEEP_OUTPUT,
     check_parameters,
@@ -25,7 +25,7 @@ from lmcore.notebook import (
     read_notebook,
     tags,
 )
-from lmcore.parameters import find_notebooks, resolve_parameters
+from lmcore.workbook.parameters import find_notebooks, resolve_parameters
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -9,10 +9,10 @@ import pytest
 from lmcore.profiling import precision
 from lmcore.profiling.precision import EXPERIMENTS, RMS, ROUNDED, RUNNING, WIDENED, Accumulation
 from lmcore.profiling.workload import WorkloadConfig
-from lmcore.report.benchmark import mixed_precision as mixed
-from lmcore.report.benchmark import precision as answers
-from lmcore.report.benchmark.precision_figures import accumulation_figure, layer_norm_figure
-from lmcore.report.figures import use_style
+from lmcore.workbook.report.benchmark import mixed_precision as mixed
+from lmcore.workbook.report.benchmark import precision as answers
+from lmcore.workbook.report.benchmark.precision_figures import accumulation_figure, layer_norm_figure
+from lmcore.workbook.report.figures import use_style
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lmcore.errors import UserError
-from lmcore.report.kernels.speed_answers import speed_block
-from lmcore.report.reference import FAULTS, block, results_block, write_readme, write_reference_figures
-from lmcore.report.survival import faults_block
+from lmcore.workbook.report.kernels.speed_answers import speed_block
+from lmcore.workbook.report.reference import FAULTS, block, results_block, write_readme, write_reference_figures
+from lmcore.workbook.report.survival import faults_block
 
 PROJECT = Path(__file__).parents[1]
 RESULTS = PROJECT / "results" / "h200"

@@ -13,8 +13,8 @@ import torch
 from lmcore.config import model_config
 from lmcore.errors import UserError
 from lmcore.model import TransformerLM
-from lmcore.report.kernels.speed import judged, table_of
-from lmcore.report.kernels.speed_answers import BESIDE_TARGETS
+from lmcore.workbook.report.kernels.speed import judged, table_of
+from lmcore.workbook.report.kernels.speed_answers import BESIDE_TARGETS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

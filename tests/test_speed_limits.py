@@ -1,14 +1,14 @@
-"""What a step cannot do without (lmcore.report.kernels.speed_limits), and where peers are ahead."""
+"""What a step cannot do without (lmcore.workbook.report.kernels.speed_limits), and where peers are ahead."""
 
 import pandas as pd
 import pytest
 
 from lmcore.accounting import training_flops
 from lmcore.config import model_config
-from lmcore.report.kernels.speed import Speed
-from lmcore.report.kernels.speed_answers import behind_sentence, misses, missing_sentence
-from lmcore.report.kernels.speed_figures import speed_figures
-from lmcore.report.kernels.speed_limits import product_flops, step_floors
+from lmcore.workbook.report.kernels.speed import Speed
+from lmcore.workbook.report.kernels.speed_answers import behind_sentence, misses, missing_sentence
+from lmcore.workbook.report.kernels.speed_figures import speed_figures
+from lmcore.workbook.report.kernels.speed_limits import product_flops, step_floors
 
 CEILINGS = {"copy_bytes_per_second": 1e9, "bf16_flops_per_second": 1e9}
 SETTINGS = {"size": "smoke", "batch_size": 2, "context_length": 16, "vocab_size": 100}

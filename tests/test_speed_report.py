@@ -6,10 +6,10 @@ import pytest
 from kernel_reports import drawn
 
 from lmcore.errors import UserError
-from lmcore.report.figures import use_style
-from lmcore.report.kernels.speed import comparison, read_speed
-from lmcore.report.kernels.speed_answers import misses, reference_answer, speed_block, speed_table
-from lmcore.report.kernels.speed_figures import speed_figures
+from lmcore.workbook.report.figures import use_style
+from lmcore.workbook.report.kernels.speed import comparison, read_speed
+from lmcore.workbook.report.kernels.speed_answers import misses, reference_answer, speed_block, speed_table
+from lmcore.workbook.report.kernels.speed_figures import speed_figures
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,10 +19,10 @@ from lmcore.profiling.study import (
     study_cells,
 )
 from lmcore.profiling.workload import Workload
-from lmcore.report.benchmark import optimizations as levers
-from lmcore.report.benchmark import study as answers
-from lmcore.report.benchmark.study_figures import batch_figure, context_figure, optimizations_figure
-from lmcore.report.figures import use_style
+from lmcore.workbook.report.benchmark import optimizations as levers
+from lmcore.workbook.report.benchmark import study as answers
+from lmcore.workbook.report.benchmark.study_figures import batch_figure, context_figure, optimizations_figure
+from lmcore.workbook.report.figures import use_style
 
 SMALL = StudyConfig(
     d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=64, batch_sizes=(1, 2), batch_context=16,

@@ -15,8 +15,8 @@ from notebook_projects import code, make_project, parameters
 from lmcore import cli
 from lmcore.errors import EXIT_USER_ERROR, UserError
 from lmcore.files import write_json
-from lmcore.project_files import MAX_FILE_BYTES, is_secret_name, project_files, refuse_secrets
-from lmcore.submission import describe, make_submission, newest_writeup
+from lmcore.workbook.handin import describe, make_submission, newest_writeup
+from lmcore.workbook.project_files import MAX_FILE_BYTES, is_secret_name, project_files, refuse_secrets
 from lmcore.workbook.record import NotebookRecord, write_notebook_record
 
 ROOT = Path(__file__).parents[1]
@@ -229,7 +229,7 @@ def test_this_project_unpacks_to_one_that_works(tmp_path):
         assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
     compiled = [sys.executable, "-m", "compileall", "-q", unpacked / "lmcore", unpacked / "tests"]
     assert subprocess.run(compiled, check=False).returncode == 0
-    source = "import lmcore, lmcore.submission; print(lmcore.__file__)"
+    source = "import lmcore, lmcore.workbook.handin; print(lmcore.__file__)"
     done = subprocess.run([sys.executable, "-c", source], cwd=unpacked, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).is_relative_to(unpacked)
     wanted = subprocess.run(["make", "-n", "test"], cwd=unpacked, capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.errors import EXIT_INTERRUPTED, UserError
 from lmcore.files import write_json
 from lmcore.run import RunFolder
-from lmcore.sweep import run_or_reuse, run_sweep, work
+from lmcore.workbook.sweep import run_or_reuse, run_sweep, work
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from lmcore.cli import main
 from lmcore.config import TrainConfig, replace
 from lmcore.errors import UserError
 from lmcore.files import read_json
-from lmcore.jobs.sweep_definition import measured_cells, train_cells, write_definition
-from lmcore.jobs.sweep_table import OF_A_BEGUN_RUN, planned_row, summary, write_sweep_table
-from lmcore.jobs.sweeps import cell_names, cell_states, load_definition, run_definition, run_folder, unfinished
 from lmcore.profiling.options import BenchmarkConfig, benchmark_cells
 from lmcore.recipes import batch_size_runs, learning_rate_runs, recipe
-from lmcore.report.tables import read_results, run_table
 from lmcore.run import RunFolder
+from lmcore.workbook.jobs.sweep_definition import measured_cells, train_cells, write_definition
+from lmcore.workbook.jobs.sweep_table import OF_A_BEGUN_RUN, planned_row, summary, write_sweep_table
+from lmcore.workbook.jobs.sweeps import cell_names, cell_states, load_definition, run_definition, run_folder, unfinished
+from lmcore.workbook.report.tables import read_results, run_table
 
 PROJECT = Path(__file__).parents[1]
 

@@ -7,9 +7,9 @@ import pytest
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.data import open_data
 from lmcore.errors import UserError
-from lmcore.report import tables
 from lmcore.run import RunFolder
-from lmcore.sweep import run_sweep
+from lmcore.workbook.report import tables
+from lmcore.workbook.sweep import run_sweep
 
 ENTROPY = 5.0
 

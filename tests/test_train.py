@@ -22,9 +22,9 @@ from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
 from lmcore.run import RunBusy, RunFolder
-from lmcore.sweep import is_finished
 from lmcore.train import Trainer, train
 from lmcore.training_step import PlainStep
+from lmcore.workbook.sweep import is_finished
 
 TIMES = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}
 

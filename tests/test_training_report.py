@@ -4,10 +4,10 @@ import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from lmcore.report.figures import use_style
-from lmcore.report.train import recipes as training_recipes
-from lmcore.report.train import sweeps as training
-from lmcore.report.train.figures import batch_size_figure, divergence_figure
+from lmcore.workbook.report.figures import use_style
+from lmcore.workbook.report.train import recipes as training_recipes
+from lmcore.workbook.report.train import sweeps as training
+from lmcore.workbook.report.train.figures import batch_size_figure, divergence_figure
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,10 +11,11 @@ from filelock import FileLock
 from notebook_projects import SVG, code, make_project, parameters
 
 from lmcore.errors import UserError
-from lmcore.notebook import declared_parameters, execution_fault, read_notebook
-from lmcore.parameters import parse_overrides
-from lmcore.report.verify import check_writeup
-from lmcore.workbook import read_record, refresh, run_workbook
+from lmcore.workbook.notebook import declared_parameters, execution_fault, read_notebook
+from lmcore.workbook.parameters import parse_overrides
+from lmcore.workbook.record import read_record
+from lmcore.workbook.report.verify import check_writeup
+from lmcore.workbook.run import refresh, run_workbook
 
 GOOD = {
     "_01_first": [

@@ -10,9 +10,17 @@ from filelock import FileLock
 from notebook_projects import code, make_project, parameters
 
 from lmcore.errors import UserError
-from lmcore.notebook import read_notebook, write_notebook
-from lmcore.workbook import read_record, run_workbook, unfinished, update_plan
-from lmcore.workbook.record import read_notebook_record, record_file, sentence, source_hash
+from lmcore.workbook.notebook import read_notebook, write_notebook
+from lmcore.workbook.record import (
+    read_notebook_record,
+    read_record,
+    record_file,
+    sentence,
+    source_hash,
+    unfinished,
+    update_plan,
+)
+from lmcore.workbook.run import run_workbook
 
 COUNT = "open(f'{out}/' + NAME, 'a').write('x')"
 NAMES = ["01_first", "02_second", "03_third"]

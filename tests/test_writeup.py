@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from lmcore.errors import UserError
-from lmcore.report import answers
-from lmcore.report.document import plain_text, shorten
-from lmcore.report.source import show_source
-from lmcore.report.verify import check_writeup
-from lmcore.report.writeup import break_lines, spell_out, write_writeup
+from lmcore.workbook.report import answers
+from lmcore.workbook.report.document import plain_text, shorten
+from lmcore.workbook.report.source import show_source
+from lmcore.workbook.report.verify import check_writeup
+from lmcore.workbook.report.writeup import break_lines, spell_out, write_writeup
 
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="300" height="90"><rect width="9" height="9"/></svg>'
 

@@ -12,7 +12,7 @@ from lmcore.device import select_device
 from lmcore.files import read_json, write_json
 from lmcore.profiling.cells import run_apart
 from lmcore.provenance import environment
-from lmcore.report.kernels.speed import is_row
+from lmcore.workbook.report.kernels.speed import is_row
 
 from .cells import cells, toy_cells
 from .rows import Cell, Conditions, Row

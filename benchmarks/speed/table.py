@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from lmcore.report.kernels.speed import fastest, judged, ours_of, peers_of, table_of
+from lmcore.workbook.report.kernels.speed import fastest, judged, ours_of, peers_of, table_of
 
 
 def lines(rows: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -32,7 +32,7 @@ def doctor(json: bool = False) -> int:
     Args:
         json: Print it as JSON.
     """
-    from lmcore.doctor import as_json, as_text, examine
+    from lmcore.cli.doctor import as_json, as_text, examine
 
     print((as_json if json else as_text)(examine()))
     return 0

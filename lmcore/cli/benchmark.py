@@ -35,8 +35,8 @@ def benchmark(
     """
     from lmcore.profiling.cells import FINISHED, run_apart, run_cells
     from lmcore.profiling.timing import measure, samples_table, timing_table
-    from lmcore.report.benchmark.views import failures
-    from lmcore.report.tables import provenance_of_cells, write_results
+    from lmcore.workbook.report.benchmark.views import failures
+    from lmcore.workbook.report.tables import provenance_of_cells, write_results
 
     cells = benchmark_cells(settings)
     if settings.ops == "fused":
@@ -55,7 +55,7 @@ def benchmark(
 
 def formatted(table: "pd.DataFrame", markdown: bool = False, latex: bool = False) -> str:
     """The table for the terminal, or as Markdown, or as LaTeX, or both."""
-    from lmcore.report.benchmark.views import readable
+    from lmcore.workbook.report.benchmark.views import readable
 
     shown = readable(table)
     texts = []

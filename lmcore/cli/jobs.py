@@ -14,9 +14,9 @@ from lmcore.cli.arguments import Flag, Names, OptionalFile, OptionalFolder, Opti
 from lmcore.errors import EXIT_FAILURE
 
 if TYPE_CHECKING:
-    from lmcore.jobs.ledger import JobRecord
-    from lmcore.jobs.plan import Job
-    from lmcore.jobs.site import Site
+    from lmcore.workbook.jobs.ledger import JobRecord
+    from lmcore.workbook.jobs.plan import Job
+    from lmcore.workbook.jobs.site import Site
 
 
 def workbook(
@@ -51,8 +51,8 @@ def workbook(
         local: Run the jobs here, without Slurm.
         again: Submit although jobs of the same folder are still queued or running.
     """
-    from lmcore.jobs.plan import plan_workbook
-    from lmcore.parameters import find_project
+    from lmcore.workbook.jobs.plan import plan_workbook
+    from lmcore.workbook.parameters import find_project
 
     project = find_project()
     settings = settings_of(project, site)
@@ -87,8 +87,8 @@ def notebook(
         local: Run the job here, without Slurm.
         again: Submit although jobs of the same folder are still queued or running.
     """
-    from lmcore.jobs.plan import plan_notebook
-    from lmcore.parameters import find_project
+    from lmcore.workbook.jobs.plan import plan_notebook
+    from lmcore.workbook.parameters import find_project
 
     project = find_project()
     settings = settings_of(project, site)
@@ -121,10 +121,10 @@ def sweep(
         local: Run the jobs here, without Slurm.
         again: Submit although jobs of the same folder are still queued or running.
     """
-    from lmcore.jobs.plan import plan_sweep
-    from lmcore.jobs.sweep_definition import freeze
-    from lmcore.jobs.sweeps import load_definition, remember, sweep_folder
-    from lmcore.parameters import find_project
+    from lmcore.workbook.jobs.plan import plan_sweep
+    from lmcore.workbook.jobs.sweep_definition import freeze
+    from lmcore.workbook.jobs.sweeps import load_definition, remember, sweep_folder
+    from lmcore.workbook.parameters import find_project
 
     project = find_project()
     settings = settings_of(project, site)
@@ -144,7 +144,7 @@ def sweep(
 
 def settings_of(project: Path, file: Path | None) -> "Site":
     """The site's settings: of this file, else of the project's, which may be missing."""
-    from lmcore.jobs.site import Site, load_site
+    from lmcore.workbook.jobs.site import Site, load_site
 
     default = project / "papermill_jobs" / "site.yaml"
     if file is None and not default.is_file():
@@ -171,8 +171,8 @@ def carry_out(
     prepare: Callable[[], None] = lambda: None,
 ) -> int:
     """Shows, submits or runs the jobs; returns the exit code."""
-    from lmcore.jobs.scheduler import has_slurm
-    from lmcore.jobs.submission import described, run_locally, scripts_of, submit_to_slurm
+    from lmcore.workbook.jobs.scheduler import has_slurm
+    from lmcore.workbook.jobs.submission import described, run_locally, scripts_of, submit_to_slurm
 
     scripts = scripts_of(project, jobs, site, out, time)
     announce = functools.partial(announce_notebooks, project, jobs, out)
@@ -190,7 +190,7 @@ def carry_out(
 
 def announce_notebooks(project: Path, jobs: "Sequence[Job]", out: Path) -> None:
     """Adds the notebooks of the jobs to the plan of the folder, so that a writeup names those that never ran, too."""
-    from lmcore.parameters import find_notebooks
+    from lmcore.workbook.parameters import find_notebooks
     from lmcore.workbook.record import update_plan
 
     names = [name for job in jobs if job.kind in ("workbook", "notebook") for name in job.notebooks]
@@ -217,7 +217,7 @@ def requeue(out: Annotated[Path, tyro.conf.Positional], attempts: int = 3) -> in
         out: The job's output folder.
         attempts: After so many stops in a row without anything new saved, the job is not queued again.
     """
-    from lmcore.jobs.requeue import requeue as queue_again
+    from lmcore.workbook.jobs.requeue import requeue as queue_again
 
     # Slurm ends the processes of a job that it queues again, and job.sh is to hear that this was done
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

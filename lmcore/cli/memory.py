@@ -75,7 +75,7 @@ def record(settings: MemoryConfig, out: Path, keep_snapshot: bool, top: int) -> 
     """Records all cells, prints each and draws its timeline; returns the exit code."""
     from lmcore.profiling.cells import run_apart, run_cells
     from lmcore.profiling.memory.profile import profile_memory, profile_memory_without_snapshot
-    from lmcore.report.memory.timeline_html import write_timeline
+    from lmcore.workbook.report.memory.timeline_html import write_timeline
 
     s = settings
     cells = benchmark_cells(
@@ -110,7 +110,7 @@ def exit_code(records: Mapping[str, Mapping[str, Any]]) -> int:
 
 def described(result: Mapping[str, Any], top: int) -> str:
     """Peaks, categories and the largest allocations of a profile, for the terminal."""
-    from lmcore.report.answers import format_bytes
+    from lmcore.workbook.report.answers import format_bytes
 
     where = f" in {result['peak_stage']}" if result["peak_stage"] else ""
     lines = [f"{result['tool']}, {result['events']:,} events. Peak: {format_bytes(result['peak_bytes'])}{where}."]

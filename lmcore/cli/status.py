@@ -20,9 +20,9 @@ def jobs(outs: Folders = (), tail: OptionalNumber = None, json: Flag = False) ->
         tail: Show so many last lines of each log (default: one of those that failed).
         json: Print it as JSON.
     """
-    from lmcore.jobs.found import folders_with_jobs, runs_folders
-    from lmcore.jobs.status import status_of
-    from lmcore.jobs.table import as_json, as_text
+    from lmcore.workbook.jobs.found import folders_with_jobs, runs_folders
+    from lmcore.workbook.jobs.status import status_of
+    from lmcore.workbook.jobs.table import as_json, as_text
 
     folders = list(outs) or [folder for runs in runs_folders() for folder in folders_with_jobs(runs)]
     rows, fault = status_of(folders, tail)

@@ -31,7 +31,7 @@ def run(
         overrides: Settings of the base, or values of a setting that is varied: steps=20, or
             optimizer.learning_rate=1e-3,1e-2.
     """
-    from lmcore.jobs.sweeps import load_definition, run_definition, sweep_folder
+    from lmcore.workbook.jobs.sweeps import load_definition, run_definition, sweep_folder
 
     sweep = load_definition(definition, overrides)
     return run_definition(sweep, out or sweep_folder(sweep), task)
@@ -50,8 +50,8 @@ def table(out: Annotated[Path, tyro.conf.Positional], definition: Definition = N
         overrides: As for lmcore sweep run, with --definition.
     """
     from lmcore.config import require
-    from lmcore.jobs.sweep_table import summary, write_sweep_table
-    from lmcore.jobs.sweeps import load_definition, require_remembered
+    from lmcore.workbook.jobs.sweep_table import summary, write_sweep_table
+    from lmcore.workbook.jobs.sweeps import load_definition, require_remembered
 
     require(definition is not None or not overrides, "--set changes a definition: give --definition with it.")
     sweep = load_definition(definition, overrides) if definition else require_remembered(out)
@@ -62,12 +62,12 @@ def table(out: Annotated[Path, tyro.conf.Positional], definition: Definition = N
 
 
 def work(folder: Annotated[Path, tyro.conf.Positional]) -> int:
-    """Train, one after another, the runs of a sweep that nobody else has taken: one worker of `lmcore.sweep.run_sweep`.
+    """Train, one after another, the runs of a sweep that nobody else has taken: one worker of `run_sweep`.
 
     Args:
         folder: Folder with a sweep.json.
     """
-    from lmcore.sweep import work
+    from lmcore.workbook.sweep import work
 
     work(folder)
     return 0

@@ -31,8 +31,8 @@ def workbook(
         writeup: Make the writeup, too.
         stop_seconds: How long training may take to save itself after SIGUSR1 (after SIGTERM at most 20 s).
     """
-    from lmcore.parameters import parse_overrides
-    from lmcore.workbook import run_workbook
+    from lmcore.workbook.parameters import parse_overrides
+    from lmcore.workbook.run import run_workbook
 
     try:
         result = run_workbook(
@@ -64,7 +64,7 @@ def refresh(notebooks: tuple[str, ...] = ()) -> int:
     Args:
         notebooks: Only these, by number or name.
     """
-    from lmcore.workbook import refresh
+    from lmcore.workbook.run import refresh
 
     changed = refresh(notebooks=notebooks or None)
     print("\n".join(f"{path}: rewritten" for path in changed) or "The committed outputs are up to date.")
@@ -79,13 +79,13 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False) -> 
         check: Only verify that HTML and PDF are sound, complete and without an error.
     """
     if check:
-        from lmcore.report.verify import check_writeup
+        from lmcore.workbook.report.verify import check_writeup
 
         found = check_writeup(out)
         print("Writeup complete: " + ", ".join(f"{count} {name}" for name, count in found.items()) + ".")
         return 0
-    from lmcore.report.writeup import write_writeup
-    from lmcore.workbook import read_record, unfinished
+    from lmcore.workbook.record import read_record, unfinished
+    from lmcore.workbook.report.writeup import write_writeup
 
     html, pdf = write_writeup(out)
     print(f"HTML: {html}\nPDF:  {pdf}")

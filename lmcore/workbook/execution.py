@@ -10,8 +10,8 @@ import nbformat
 
 from lmcore.errors import UserError
 from lmcore.files import atomic_write
-from lmcore.notebook import INJECTED, code_cells, execution_fault, heading_above, read_notebook, tags
 from lmcore.progress import Progress
+from lmcore.workbook.notebook import INJECTED, code_cells, execution_fault, heading_above, read_notebook, tags
 from lmcore.workbook.record import NotebookRecord
 from lmcore.workbook.stopping import Stopped, StopSignals
 

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from lmcore.config import require
 from lmcore.errors import UserError
 from lmcore.files import read_json, write_json
-from lmcore.notebook import read_notebook, tags
+from lmcore.workbook.notebook import read_notebook, tags
 
 RECORD = "workbook.json"
 """The plan: scale, data, and the names of the notebooks in order."""

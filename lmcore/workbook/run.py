@@ -10,10 +10,10 @@ from typing import Any
 
 from lmcore.config import require
 from lmcore.errors import UserError
-from lmcore.notebook import clean, read_notebook, write_notebook
-from lmcore.parameters import find_notebooks, find_project, resolve_parameters
 from lmcore.workbook.execution import CellProgress, execute
 from lmcore.workbook.kernel import private_kernel
+from lmcore.workbook.notebook import clean, read_notebook, write_notebook
+from lmcore.workbook.parameters import find_notebooks, find_project, resolve_parameters
 from lmcore.workbook.record import (
     NotebookRecord,
     as_json,
@@ -166,7 +166,7 @@ def run_one(path: Path, record: NotebookRecord, out: Path, kernel: str, hook: An
 
 def finish(result: WorkbookResult, resume: bool, writeup: bool, stop: StopSignals) -> WorkbookResult:
     """Adds the writeup, or where a signal stopped the notebooks; one that comes now lets the writeup be finished."""
-    from lmcore.report.writeup import write_writeup
+    from lmcore.workbook.report.writeup import write_writeup
 
     failed = any(outcome.state == "failed" for outcome in result.outcomes)
     first = next((outcome for outcome in result.outcomes if outcome.state != "done"), None)

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace, to_dict
 from lmcore.errors import EXIT_INTERRUPTED
-from lmcore.notebook import read_notebook
 from lmcore.run import RunFolder
-from lmcore.workbook import read_record
 from lmcore.workbook.kernel import LAUNCHER
+from lmcore.workbook.notebook import read_notebook
+from lmcore.workbook.record import read_record
 from lmcore.workbook.stopping import command_line, is_training
 
 PATIENCE = 120
@@ -32,12 +32,12 @@ ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 KEPT = code("'an output to keep'")
 TRAIN = """import json
 from lmcore.config import TrainConfig, from_dict
-from lmcore.sweep import run_or_reuse, run_sweep
+from lmcore.workbook.sweep import run_or_reuse, run_sweep
 config = from_dict(TrainConfig, json.load(open("../config.json")))
 run_or_reuse(config, f"{out}/runs/toy").status()["state"]"""
 SWEEP = """import json
 from lmcore.config import TrainConfig, from_dict, replace
-from lmcore.sweep import run_sweep
+from lmcore.workbook.sweep import run_sweep
 config = from_dict(TrainConfig, json.load(open("../config.json")))
 runs = run_sweep({f"seed_{i}": replace(config, seed=i) for i in (1, 2)}, f"{out}/runs", workers=2)
 [run.status()["state"] for run in runs.values()]"""

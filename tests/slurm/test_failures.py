@@ -22,7 +22,7 @@ SCRIPT = "papermill_jobs/notebook.sbatch"
 
 TRAIN = """import json
 from lmcore.config import TrainConfig, from_dict
-from lmcore.sweep import run_or_reuse
+from lmcore.workbook.sweep import run_or_reuse
 config = from_dict(TrainConfig, json.load(open("../config.json")))
 run_or_reuse(config, f"{out}/runs/toy").status()["state"]"""
 

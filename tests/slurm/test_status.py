@@ -7,7 +7,7 @@ import pytest
 from job_projects import job_project, touching
 from notebook_projects import code
 
-from lmcore.jobs.ledger import JobRecord, write_job
+from lmcore.workbook.jobs.ledger import JobRecord, write_job
 
 pytestmark = pytest.mark.slurm
 
@@ -15,7 +15,7 @@ TRAIN = """
 from lmcore.config import replace
 from lmcore.data import CorpusConfig, prepare
 from lmcore.recipes import recipe
-from lmcore.sweep import run_or_reuse
+from lmcore.workbook.sweep import run_or_reuse
 
 data = prepare("embedded", "bpe:300", Path(out, "data"), CorpusConfig(num_documents=200), progress=False)
 config = replace(recipe("smoke", str(data.folder), data.vocab_size), steps=1_000_000, log_interval=5, device="cpu")

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from lmcore.data import CorpusConfig, prepare
-from lmcore.jobs.sweeps import cell_states, load_definition, run_folder
-from lmcore.report.tables import read_results
+from lmcore.workbook.jobs.sweeps import cell_states, load_definition, run_folder
+from lmcore.workbook.report.tables import read_results
 
 pytestmark = pytest.mark.slurm
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lmcore.checkpoint import digest, read_weights
-from lmcore.report.verify import check_writeup
 from lmcore.run import RunFolder
 from lmcore.workbook.record import read_record
+from lmcore.workbook.report.verify import check_writeup
 
 pytestmark = pytest.mark.slurm
 

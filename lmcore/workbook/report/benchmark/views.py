@@ -1,0 +1,128 @@
+"""Timing tables for readers: columns that say something, times as mean ± std, ways to end in words."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from lmcore.workbook.report.answers import format_bytes, format_count, format_percent, format_significant
+
+PASSES = {"forward": "forward", "forward_backward": "forward + backward", "train_step": "training step"}
+"""What a cell runs, for readers."""
+
+MISSING = "–"
+
+ALIKE = 0.1
+"""Relative difference from a ratio that is expected, or from a settled time, within which there is none to speak of."""
+
+
+def given(value: Any) -> bool:
+    """Whether a cell of a table holds a value."""
+    return value is not None and not pd.isna(value)
+
+
+def spread(mean: float | None, std: float | None) -> str:
+    """`mean ± std` in milliseconds, to the digits that the spread leaves; the mean alone where there is no std."""
+    if not given(mean):
+        return MISSING
+    digits = 3 if mean < 1 else 4
+    text = format_significant(1e3 * mean, digits)
+    return f"{text} ± {format_significant(1e3 * std, 2)}" if given(std) else text
+
+
+def rate(value: float | None) -> str:
+    """FLOP/s in units of 10^12, or of 10^9 below one of those."""
+    if not given(value):
+        return MISSING
+    return (
+        f"{format_significant(value / 1e12)} TFLOP/s" if value >= 1e12 else f"{format_significant(value / 1e9)} GFLOP/s"
+    )
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """A timing table as text, a row for each cell; columns of settings that are the same everywhere are left out.
+
+    Fused operations are always named, plain ones beside them only.
+    """
+    rows = [_row(row) for row in table.to_dict("records")]
+    shown = pd.DataFrame(rows)
+    constant = [name for name in SETTINGS if name in shown and shown[name].nunique() == 1 and len(shown) > 1]
+    empty = [name for name in shown if (shown[name] == MISSING).all()]
+    usual = ["ops"] if rows and all(row["ops"] == "plain" for row in rows) else []
+    return shown.drop(columns=list({*constant, *empty, *usual} - {"size"}))
+
+
+SETTINGS = ("context", "precision", "passes", "batch", "attention", "compiled", "warm-ups", "steps")
+
+
+def _row(row: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "size": size_label(row),
+        "context": f"{row['context_length']:,}",
+        "precision": row["precision"],
+        "passes": PASSES[row["passes"]],
+        "batch": f"{row['batch_size']:,}",
+        "ops": ops_of(row),
+        "attention": row["attention"],
+        "compiled": "yes" if row["compile"] else "no",
+        "warm-ups": str(row["warmup_steps"]),
+        "steps": str(row["steps"]),
+        "wall clock (ms)": spread(row["wall_mean"], row["wall_std"]) if measured(row) else row["outcome"],
+        "CUDA events (ms)": spread(row["cuda_mean"], row["cuda_std"]),
+        "median (ms)": spread(row["wall_median"], None),
+        "tokens/s": format_count(row["tokens_per_second"]) if given(row["tokens_per_second"]) else MISSING,
+        "achieved": rate(row["flops_per_second"]),
+        "MFU": format_percent(row["mfu"]) if given(row["mfu"]) else MISSING,
+        "peak memory": format_bytes(row["peak_memory_bytes"]) if given(row["peak_memory_bytes"]) else MISSING,
+    }
+
+
+def ops_of(row: Mapping[str, Any]) -> str:
+    """plain or fused operations; plain in tables from before there was a choice, which do not say."""
+    return row["ops"] if given(row.get("ops")) else "plain"
+
+
+def measured(row: Mapping[str, Any]) -> bool:
+    """Whether a cell was measured to its end."""
+    return row["outcome"] == "complete" and given(row["wall_median"])
+
+
+def size_label(row: Mapping[str, Any]) -> str:
+    """The name of a model's size, or its numbers where it has none."""
+    if given(row.get("size")):
+        return row["size"]
+    return f"{row['num_layers']} × {row['d_model']}" if "d_model" in row else MISSING
+
+
+def complete(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a timing table that were measured."""
+    return table[[measured(row) for row in table.to_dict("records")]] if len(table) else table
+
+
+def chosen(table: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
+    """The rows whose columns have the values `wanted`."""
+    for name, value in wanted.items():
+        table = table[table[name] == value]
+    return table
+
+
+def failures(table: pd.DataFrame) -> str:
+    """A sentence for the cells that could not be measured, with what was asked for; empty where there is none."""
+    rows = [row for row in table.to_dict("records") if not measured(row)]
+    short = [row for row in rows if row["outcome"] == "out of memory"]
+    other = [row for row in rows if row["outcome"] != "out of memory"]
+    sentences = []
+    if short:
+        sentences.append(f"Out of memory, and so without a time: {_listed(short)}.")
+    if other:
+        sentences.append(f"Failed: {_listed(other)}.")
+    return " ".join(sentences)
+
+
+def _listed(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "; ".join(f"`{row['cell']}` ({reason})" if (reason := _reason(row)) else f"`{row['cell']}`" for row in rows)
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    """The first two sentences of what PyTorch says: what was asked for, and what the device has."""
+    return ". ".join(row["reason"].split(". ")[:2]).rstrip(".") if given(row["reason"]) else ""

@@ -1,0 +1,254 @@
+"""Run folders as tables, and tables as results files that say where they come from."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lmcore.config import TrainConfig, require
+from lmcore.data import PreparedData
+from lmcore.files import atomic_write, read_json
+from lmcore.provenance import utc_now
+from lmcore.run import RunFolder
+from lmcore.workbook.report.answers import format_bytes, format_count, format_seconds, format_significant
+
+COUNT_CHUNK = 1 << 22
+"""Token ids that are counted at a time."""
+
+DIVERGENCE_RISE = 0.5
+"""Rise of the training loss in nats, above the noise of a batch, without which a high final loss is not divergence."""
+
+CURVE_POINTS = 150
+"""Metrics lines kept of each run in the committed curves; all evaluations are kept besides."""
+
+SIGNIFICANT_DIGITS = 7
+"""Of the numbers in results files."""
+
+CURVE_COLUMNS = ["step", "tokens", "seconds", "train_loss", "valid_loss", "lr", "grad_norm"]
+
+ENVIRONMENT = (
+    "device", "driver", "platform", "cores", "python", "torch", "cuda", "packages", "git_commit", "git_dirty", "command"
+)  # fmt: skip
+"""What the provenance of a table takes over from the environments of its runs."""
+
+
+def unigram_entropy(data: PreparedData) -> float:
+    """Entropy of the frequencies of the training tokens, in nats: the loss of a model that knows nothing else."""
+    counts = np.zeros(data.vocab_size, dtype=np.int64)
+    for first in range(0, len(data.train), COUNT_CHUNK):
+        counts += np.bincount(data.train[first : first + COUNT_CHUNK], minlength=data.vocab_size)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def run_table(runs: Mapping[str, RunFolder], unigram_entropy: float) -> pd.DataFrame:
+    """One row for each run: its settings, how it ended, what it reached and what it took.
+
+    `outcome` is complete, diverged, out of memory, failed or interrupted. A run has diverged if a loss was not finite,
+    or if its training loss rose by more than `DIVERGENCE_RISE` and ended above `unigram_entropy`: it has then unlearned
+    even the frequencies of the tokens. A run that was merely too short to learn them is complete.
+    """
+    return pd.DataFrame([_row(name, run, unigram_entropy) for name, run in runs.items()])
+
+
+def settings_columns(name: str, config: TrainConfig, steps_done: int) -> dict[str, Any]:
+    """The columns of `run_table` that a run's settings tell, and the tokens of the steps that it has taken."""
+    return {
+        "name": name,
+        "optimizer": config.optimizer.name,
+        "learning_rate": config.optimizer.learning_rate,
+        "weight_decay": config.optimizer.weight_decay,
+        "batch_size": config.batch_size,
+        "steps": config.steps,
+        "tokens": steps_done * config.tokens_per_step,
+        "tie_embeddings": config.model.tie_embeddings,
+        "dropout": config.model.dropout,
+        "sampling": config.sampling,
+    }
+
+
+def _row(name: str, run: RunFolder, entropy: float) -> dict[str, Any]:
+    config, status, metrics = run.config(), run.status(), run.metrics()
+    steady = metrics["tokens_per_second"].iloc[1:] if len(metrics) > 1 else metrics["tokens_per_second"]
+    evaluated = metrics.dropna(subset="valid_loss")
+    lowest = evaluated.loc[evaluated["valid_loss"].idxmin()] if len(evaluated) else None
+    spike = largest_rise(metrics["train_loss"])
+    outcome = _outcome(status, spike, entropy)
+    ended_at = status.get("diverged_at_step", unlearned_at(metrics, entropy))
+    environment = run.environment() if run.environment_file.exists() else {}
+    return {
+        **settings_columns(name, config, status["step"]),
+        "outcome": outcome,
+        "final_valid_loss": status.get("valid_loss") if outcome == "complete" else None,
+        "best_valid_loss": None if lowest is None else float(lowest["valid_loss"]),
+        "best_step": None if lowest is None else int(lowest["step"]),
+        "diverged_at_step": ended_at if outcome == "diverged" else None,
+        "max_spike": spike,
+        "seconds": status.get("seconds"),
+        "tokens_per_second": float(steady.median()) if len(steady) else None,
+        "peak_memory_bytes": _peak_memory(metrics),
+        "device": environment.get("device"),
+    }
+
+
+def _outcome(status: Mapping[str, Any], spike: float | None, entropy: float) -> str:
+    state, loss = status["state"], status.get("valid_loss")
+    if state == "complete" and loss > entropy and spike is not None and spike > DIVERGENCE_RISE:
+        return "diverged"
+    return state if state in ("complete", "diverged", "out of memory", "failed") else "interrupted"
+
+
+def _peak_memory(metrics: pd.DataFrame) -> int | None:
+    """Peak of the training steps up to the first evaluation, whose larger batches are not what is asked for."""
+    if "peak_memory_bytes" not in metrics or metrics["peak_memory_bytes"].isna().all():
+        return None
+    evaluated = metrics.index[metrics["valid_loss"].notna()]
+    return int(metrics["peak_memory_bytes"].loc[: evaluated[0] if len(evaluated) else None].max())
+
+
+def largest_rise(losses: pd.Series) -> float | None:
+    """Largest rise of a loss above the lowest value before it; None without a value."""
+    return float((losses - losses.cummin()).max()) if len(losses) else None
+
+
+def unlearned_at(metrics: pd.DataFrame, entropy: float) -> int | None:
+    """First step after which the training loss was never below `entropy` again; None if it ended below."""
+    below = metrics.loc[metrics["train_loss"] < entropy, "step"]
+    after = metrics.loc[metrics["step"] > (below.max() if len(below) else -1), "step"]
+    return int(after.iloc[0]) if len(after) else None
+
+
+def curves_table(runs: Mapping[str, RunFolder], points: int = CURVE_POINTS) -> pd.DataFrame:
+    """Learning curves in long form: a row for each kept metrics line, `name` is that of the run.
+
+    Of long runs every so-manieth line is kept, at most about `points`, and every line with a validation loss.
+    """
+    parts = []
+    for name, run in runs.items():
+        metrics = run.metrics()
+        every = math.ceil(max(len(metrics), 1) / points)
+        kept = (np.arange(len(metrics)) % every == 0) | metrics["valid_loss"].notna()
+        parts.append(metrics.loc[kept, CURVE_COLUMNS].assign(name=name))
+    columns = ["name", *CURVE_COLUMNS]
+    parts = [part for part in parts if len(part)]
+    return pd.concat(parts, ignore_index=True)[columns] if parts else pd.DataFrame(columns=columns)
+
+
+def curves_of(curves: pd.DataFrame, names: Mapping[str, str]) -> dict[str, pd.DataFrame]:
+    """From `curves_table`, the curves of the runs in `names`, which maps them to labels; a run without lines is left
+    out."""
+    return {label: part for name, label in names.items() if len(part := curves[curves["name"] == name])}
+
+
+def provenance_of(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
+    """Where the runs come from: machine, versions, commit, command and data; a list where the runs differ."""
+    environments = [run.environment() for run in runs.values() if run.environment_file.exists()]
+    provenance = {"time_utc": utc_now(), "runs": len(runs)} | in_common(
+        environments, (*ENVIRONMENT, "data_fingerprint")
+    )
+    if environments:
+        manifest = environments[0].get("data", {})
+        provenance["data"] = {
+            "request": manifest.get("request"),
+            **{f"{split}_tokens": values["tokens"] for split, values in manifest.get("splits", {}).items()},
+        }
+    return provenance
+
+
+def provenance_of_cells(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Where measurements come from: machine, versions, commit and command; a list where the cells differ."""
+    environments = [record["environment"] for record in records.values() if record["environment"]]
+    return {"time_utc": utc_now(), "cells": len(records)} | in_common(environments)
+
+
+def in_common(environments: Sequence[Mapping[str, Any]], keys: Sequence[str] = ENVIRONMENT) -> dict[str, Any]:
+    """Each of the keys with the value that all environments have; a list of the distinct ones where they differ."""
+    found = {}
+    for key in keys:
+        distinct: list[Any] = []
+        for environment in environments:
+            value = environment.get(key)
+            if value not in distinct:
+                distinct.append(value)
+        found[key] = distinct[0] if len(distinct) == 1 else distinct
+    return found
+
+
+def write_results(
+    table: pd.DataFrame, path: str | os.PathLike, provenance: Mapping[str, Any], **notes: Any
+) -> pd.DataFrame:
+    """Writes {provenance, notes, rows} to `path` (.json) and the rows as CSV beside it; returns them as they were
+    written."""
+    path = Path(path)
+    require(path.suffix == ".json", f"A results file ends in .json, not {path.name}.")
+    rows = [{key: _plain(value) for key, value in row.items()} for row in table.to_dict("records")]
+    written = pd.DataFrame(rows, columns=table.columns)
+    head = {"provenance": dict(provenance), "notes": notes, "columns": list(table.columns)}
+    with atomic_write(path, "w") as file:  # a line for each row, so that differences between two runs can be read
+        file.write(json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}"))
+        file.write(',\n  "rows": [\n' + ",\n".join(f"    {json.dumps(row)}" for row in rows) + "\n  ]\n}\n")
+    with atomic_write(path.with_suffix(".csv"), "w") as file:
+        written.to_csv(file, index=False)
+    return written
+
+
+def read_results(path: str | os.PathLike) -> tuple[pd.DataFrame, dict[str, Any], dict[str, Any]]:
+    """Table, provenance and notes of a results file. Raises `UserError` if it is not one."""
+    content = read_json(path)
+    complete = isinstance(content, dict) and {"provenance", "notes", "columns", "rows"} <= content.keys()
+    require(complete, f"{path} is not a results file: it lacks provenance, notes, columns or rows.")
+    return pd.DataFrame(content["rows"], columns=content["columns"]), content["provenance"], content["notes"]
+
+
+def _plain(value: Any) -> Any:
+    """A cell as JSON has it: numpy scalars as Python's, what is missing or not finite as null."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
+    return value
+
+
+def experiment_log(table: pd.DataFrame) -> str:
+    """Every run as a row of a Markdown table: what was tried, and what came of it."""
+    rows = [
+        {
+            "run": f"`{row['name']}`",
+            "optimizer": row["optimizer"],
+            "learning rate": f"{row['learning_rate']:.3g}",
+            "decay": f"{row['weight_decay']:g}",
+            "batch": f"{row['batch_size']:,}",
+            "steps": f"{row['steps']:,}",
+            "also": ", ".join(_switches(row)),
+            "validation loss": ending_of(row),
+            "time": "" if pd.isna(row["seconds"]) else format_seconds(row["seconds"]),
+            "tokens/s": "" if pd.isna(row["tokens_per_second"]) else format_count(row["tokens_per_second"]),
+            "memory": "" if pd.isna(row["peak_memory_bytes"]) else format_bytes(row["peak_memory_bytes"]),
+        }
+        for row in table.to_dict("records")
+    ]
+    shown = pd.DataFrame(rows)
+    if not shown["memory"].any():  # known on CUDA alone
+        shown = shown.drop(columns="memory")
+    return shown.to_markdown(index=False, disable_numparse=True)
+
+
+def _switches(row: Mapping[str, Any]) -> list[str]:
+    return [
+        *(["epochs"] if row["sampling"] == "epoch" else []),
+        *(["tied"] if row["tie_embeddings"] else []),
+        *([f"dropout {row['dropout']:g}"] if row["dropout"] else []),
+    ]
+
+
+def ending_of(row: Mapping[str, Any]) -> str:
+    """The final validation loss in nats per token, or how else the run ended."""
+    if row["outcome"] == "complete":
+        return format_significant(row["final_valid_loss"], 4)
+    if row["outcome"] == "diverged" and not pd.isna(row["diverged_at_step"]):
+        return f"diverged at step {row['diverged_at_step']:,.0f}"
+    return row["outcome"]

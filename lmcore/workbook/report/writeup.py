@@ -1,0 +1,282 @@
+"""The writeup: executed notebooks as one self-contained HTML page and one PDF, by pandoc and Typst from wheels."""
+
+import base64
+import json
+import re
+import tempfile
+import unicodedata
+from collections.abc import Callable
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lmcore.config import require
+from lmcore.errors import UserError
+from lmcore.files import atomic_write
+from lmcore.workbook.notebook import read_notebook
+from lmcore.workbook.record import read_record, sentence
+from lmcore.workbook.report.answers import format_seconds
+from lmcore.workbook.report.document import Answered, NotebookDocument, read_document
+from lmcore.workbook.report.pandoc import Node, div, inlines, link, para, run_pandoc, strong, table, transform
+
+TITLE = "Building, training and measuring a Transformer language model"
+HTML_NAME, PDF_NAME = "answers.html", "answers.pdf"
+CODE_COLUMNS = 94
+"""Characters of a line of preformatted text on the PDF's page."""
+
+RENAMED_SYMBOLS = re.compile(r"\b(dot|times|minus|dash)\.circle\b")
+"""Math symbols by the names that pandoc 3.9 writes and Typst 0.14 changed; `sect` is in the template."""
+
+VMATRIX = re.compile(r"\\begin\{vmatrix\}(.*?)\\end\{vmatrix\}", re.DOTALL)
+
+MIME = {".svg": "image/svg+xml", ".png": "image/png", ".jpg": "image/jpeg"}
+
+
+def write_writeup(out: str | Path) -> tuple[Path, Path]:
+    """Renders the executed workbook in `out` into out/writeup/answers.html and answers.pdf; returns their paths.
+
+    Notebooks that failed or were stopped are shown as far as they came, and that is told at the top. Raises `UserError`
+    where no workbook was executed.
+    """
+    out = Path(out)
+    record = read_record(out)
+    folder = out / "writeup"
+    with tempfile.TemporaryDirectory(prefix="lmcore-writeup-") as temporary:
+        build = Path(temporary)
+        documents = read_documents(out, record, build)
+        tree = assemble(record, documents)
+        with atomic_write(folder / HTML_NAME, "w") as file:
+            file.write(to_html(tree, build))
+        pdf = to_pdf(tree, build)
+        with atomic_write(folder / PDF_NAME) as file:
+            file.write(pdf)
+    return folder / HTML_NAME, folder / PDF_NAME
+
+
+def read_documents(out: Path, record: dict[str, Any], build: Path) -> list[NotebookDocument]:
+    """The documents of all notebooks that were started. Raises `UserError` if one that is done is missing."""
+    folder = out / "notebooks"
+    shown = [
+        entry
+        for entry in record["notebooks"]
+        if entry["state"] == "done"
+        or (
+            entry["state"] != "not run" and (folder / f"{entry['name']}.ipynb").exists()
+        )  # stopped before its first cell
+    ]
+    require(bool(shown), f"No notebook was executed in {out}; run `lmcore workbook` first.")
+    documents = []
+    for entry in shown:
+        name, ended = entry["name"], entry["state"] in ("done", "failed")
+        notebook = read_notebook(folder / f"{name}.ipynb")
+        documents.append(read_document(name, notebook, folder, build / "figures", show_fault=ended))
+    return documents
+
+
+def assemble(record: dict[str, Any], documents: list[NotebookDocument]) -> Node:
+    """One pandoc document: provenance, failures and the list of answers as metadata, the notebooks as the body."""
+    blocks = [block for document in documents for block in document.blocks]
+    blocks = _drop_broken_links(blocks)
+    meta = {
+        "title": {"t": "MetaInlines", "c": inlines(TITLE)},
+        "provenance": {"t": "MetaBlocks", "c": [provenance_table(record)]},
+    }
+    if failures := failure_notices(record):
+        meta["failures"] = {"t": "MetaBlocks", "c": failures}
+    if answers := [answered for document in documents for answered in document.answers]:
+        titles = {document.name: document.title for document in documents}
+        meta["answers"] = {"t": "MetaBlocks", "c": [answers_table(answers, titles)]}
+    return {"pandoc-api-version": [1, 23, 1], "meta": meta, "blocks": blocks}
+
+
+def provenance_table(record: dict[str, Any]) -> Node:
+    """What ran, on what, from which code, and when. Notebooks may differ in that: then each value is named once."""
+    started = [entry for entry in record["notebooks"] if entry["state"] != "not run"]
+    environments = [entry.get("environment") or record.get("environment") or {} for entry in started]
+    duration = format_seconds(sum(entry["seconds"] for entry in started))
+    notebooks = "1 notebook" if len(started) == 1 else f"{len(started)} notebooks"
+    first = min((environment.get("time_utc") or "" for environment in environments), default="")
+    rows = {
+        "Scale": record["scale"],
+        "Data": Path(record["data"]).name,
+        "Device": _each(environments, _device),
+        "Code": _each(environments, _commit),
+        "Libraries": _each(environments, _libraries),
+        "Executed": f"{first}, {duration} for {notebooks}",
+    }
+    return table([[[strong(name)], inlines(str(text))] for name, text in rows.items()])
+
+
+def _each(environments: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str]) -> str:
+    """The values of all notebooks, in order, each named once."""
+    return "; ".join(dict.fromkeys(describe(environment) for environment in environments))
+
+
+def _device(environment: dict[str, Any]) -> str:
+    driver = f", driver {environment['driver']}" if environment.get("driver") else ""
+    return f"{environment.get('device', 'unknown')}{driver}"
+
+
+def _commit(environment: dict[str, Any]) -> str:
+    dirty = ", with uncommitted changes" if environment.get("git_dirty") else ""
+    commit = environment.get("git_commit")
+    return f"{commit[:12]}{dirty}" if commit else "not from a git checkout"
+
+
+def _libraries(environment: dict[str, Any]) -> str:
+    packages = {"python": environment.get("python")} | (environment.get("packages") or {})
+    return ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+
+
+def failure_notices(record: dict[str, Any]) -> list[Node]:
+    """A box for each notebook that failed, was stopped or still runs, and one for those that were not run."""
+    told = [words for e in record["notebooks"] if e["state"] != "not run" and (words := sentence(e))]
+    if waiting := [entry["name"] for entry in record["notebooks"] if entry["state"] == "not run"]:
+        told.append(f"Not run: {', '.join(waiting)}.")
+    return [div([para(*inlines(words))], "", "failure") for words in told]
+
+
+def answers_table(answers: list[Answered], titles: dict[str, str]) -> Node:
+    """Each problem with links to its answers and to the notebook."""
+    grouped: dict[tuple[str, str], list[Answered]] = {}
+    for answered in answers:
+        grouped.setdefault((answered.problem, answered.notebook), []).append(answered)
+    rows = []
+    for (problem, notebook), parts in grouped.items():
+        links: list[Node] = []
+        for answered in parts:
+            label = f"({answered.part})" if answered.part else "answer"
+            links += [link(label, f"#{answered.identifier}"), {"t": "Space"}]
+        rows.append([inlines(problem), links[:-1], [link(titles[notebook], f"#{notebook}")]])
+    return table(rows, ("Problem", "Answers", "Notebook"))
+
+
+def _drop_broken_links(blocks: list[Node]) -> list[Node]:
+    """Links to places that are not in the writeup become their text: Typst would refuse them."""
+    targets: set[str] = set()
+
+    def collect(node: Node) -> Node:
+        attributes = node["c"][1] if node["t"] == "Header" else (node.get("c") or [None])[0]
+        if node["t"] in ("Header", "Div", "Span") and attributes[0]:
+            targets.add(f"#{attributes[0]}")
+        return node
+
+    def mend(node: Node) -> Node | list[Node]:
+        target = node["c"][2][0] if node["t"] == "Link" else ""
+        is_local = "://" not in target and not target.startswith("mailto:")
+        return node["c"][1] if node["t"] == "Link" and is_local and target not in targets else node
+
+    transform(blocks, collect)
+    return transform(blocks, mend)
+
+
+def to_html(tree: Node, build: Path) -> str:
+    """The self-contained page: pictures as data addresses, math as MathML, our own stylesheet."""
+
+    def embed(node: Node) -> Node:
+        if node["t"] == "Image":
+            file = build / node["c"][2][0]
+            content = base64.b64encode(file.read_bytes()).decode()
+            node["c"][2][0] = f"data:{MIME[file.suffix]};base64,{content}"
+        return node
+
+    tree = {**tree, "meta": transform(tree["meta"], embed), "blocks": transform(tree["blocks"], embed)}
+    package = resources.files("lmcore.workbook.report")
+    (build / "style.css").write_text(package.joinpath("writeup.css").read_text(encoding="utf-8"), encoding="utf-8")
+    (build / "template.html").write_text(package.joinpath("writeup.html").read_text(encoding="utf-8"), encoding="utf-8")
+    options = ["-s", "--mathml", "--toc", "--toc-depth=2", "--wrap=none", "--template=template.html"]
+    html, _ = run_pandoc(["-f", "json", "-t", "html5", *options], json.dumps(tree), build)
+    return html.replace("/* STYLE */", (build / "style.css").read_text(encoding="utf-8"))
+
+
+def to_pdf(tree: Node, build: Path) -> bytes:
+    """The PDF by Typst, from the fonts in its wheel and in matplotlib's alone."""
+    import typst
+
+    tree = {**tree, "meta": transform(tree["meta"], _for_typst), "blocks": transform(tree["blocks"], _for_typst)}
+    template = resources.files("lmcore.workbook.report").joinpath("writeup.typ").read_text(encoding="utf-8")
+    (build / "template.typ").write_text(template, encoding="utf-8")
+    options = ["-s", "--wrap=none", "--template=template.typ"]
+    source, _ = run_pandoc(["-f", "json", "-t", "typst", *options], json.dumps(tree), build)
+    source = RENAMED_SYMBOLS.sub(r"\1.o", source)
+    (build / "writeup.typ").write_text(source, encoding="utf-8")
+    try:
+        return typst.compile(
+            str(build / "writeup.typ"), root=str(build), font_paths=[str(font_folder())], ignore_system_fonts=True
+        )
+    except typst.TypstError as error:
+        place = re.search(r"│ (.{0,160})", error.diagnostic)
+        where = f" at: {place[1].strip()}" if place else ""
+        raise UserError(f"Typst could not typeset the PDF: {error.message}{where}.") from error
+
+
+def _for_typst(node: Node) -> Node | list[Node]:
+    """Boxes as the template's functions, long lines broken, characters that no font has spelled out."""
+    if node["t"] == "Div":
+        classes = [name for name in ("answer", "failure", "figure") if name in node["c"][0][1]]
+        if classes:
+            opening = {"t": "RawBlock", "c": ["typst", f"#{classes[0]}-box["]}
+            return [opening, node, {"t": "RawBlock", "c": ["typst", "]"]}]
+    if node["t"] == "Table":
+        for row in node["c"][3][1]:
+            for cell in row[1]:
+                cell[4] = transform(cell[4], _bold)
+    if node["t"] == "Str":
+        node["c"] = spell_out(node["c"])
+    if node["t"] == "Math":  # Typst's matrix takes single characters as delimiters, but pandoc gives it "||"
+        node["c"][1] = VMATRIX.sub(r"\\left|\\begin{matrix}\1\\end{matrix}\\right|", node["c"][1])
+    if node["t"] in ("Code", "CodeBlock"):
+        node["c"][1] = spell_out(node["c"][1])
+    if node["t"] == "CodeBlock":
+        node["c"][1] = break_lines(node["c"][1])
+    return node
+
+
+def _bold(node: Node) -> Node:
+    """Text of a table's head in bold: Typst has no style for it."""
+    if node["t"] in ("Plain", "Para"):
+        node["c"] = [{"t": "Strong", "c": node["c"]}] if node["c"] else []
+    return node
+
+
+def break_lines(text: str, columns: int = CODE_COLUMNS) -> str:
+    """Lines longer than the page is wide go on in the next line, after a space if there is one near the end."""
+    lines = []
+    for line in text.split("\n"):
+        while len(line) > columns:
+            end = line.rfind(" ", columns * 2 // 3, columns) + 1 or columns
+            lines.append(line[:end])
+            line = line[end:]
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def font_folder() -> Path:
+    """matplotlib's fonts: DejaVu Sans has the symbols that Typst's own text font lacks."""
+    import matplotlib
+
+    return Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+
+
+@cache
+def known_characters() -> frozenset[int]:
+    """Code points that the PDF's fonts can draw."""
+    from fontTools.ttLib import TTFont
+
+    known: set[int] = set()
+    for name in ("DejaVuSans", "DejaVuSansMono", "STIXGeneral"):
+        with TTFont(font_folder() / f"{name}.ttf") as font:
+            known |= set(font.getBestCmap())
+    return frozenset(known)
+
+
+def spell_out(text: str) -> str:
+    """Characters that no font of the PDF has as ⟨U+4E16⟩; invisible joiners and selectors are dropped."""
+    if text.isascii():
+        return text
+    known = known_characters()
+    return "".join(
+        c if ord(c) in known or c == "\n" else "" if unicodedata.category(c) in ("Cf", "Mn") else f"⟨U+{ord(c):04X}⟩"
+        for c in text
+    )
