@@ -17,7 +17,7 @@ import tyro
 from cpu.loader import compare_loaders, print_loaders
 from cpu.training import compare_training, print_training
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.files import write_json
 from lmcore.provenance import environment
 from lmcore.recipes import RECIPES

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from lmcore.config import ModelConfig, model_config, require
+from lmcore.config import ModelConfig, model_config
+from lmcore.errors import require
 
 GPT2_SIZES = ("small", "medium", "large", "xl")
 """The sizes of `lmcore.config.MODEL_SIZES` that have the width, depth and heads of GPT-2's four models."""

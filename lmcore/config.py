@@ -6,15 +6,9 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from lmcore.errors import UserError
+from lmcore.errors import require
 
 Config = TypeVar("Config")
-
-
-def require(condition: bool, sentence: str) -> None:
-    """Raises `UserError(sentence)` unless `condition` holds."""
-    if not condition:
-        raise UserError(sentence)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,12 @@ class UserError(ValueError):
     """
 
 
+def require(condition: bool, sentence: str) -> None:
+    """Raises `UserError(sentence)` unless `condition` holds."""
+    if not condition:
+        raise UserError(sentence)
+
+
 EXIT_FAILURE = 1
 """Exit code of a command whose work failed: a notebook, a cell."""
 

@@ -7,8 +7,9 @@ from typing import Literal, Protocol
 
 import torch
 
-from lmcore.config import GenerateConfig, require
+from lmcore.config import GenerateConfig
 from lmcore.device import autocast, require_precision
+from lmcore.errors import require
 from lmcore.kv_cache import CachedForward, PlainForward
 from lmcore.model import TransformerLM, evaluating
 from lmcore.sampling import sample_next

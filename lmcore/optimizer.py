@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lmcore.config import OptimizerConfig, require
+from lmcore.config import OptimizerConfig
+from lmcore.errors import require
 
 
 class SGD(Optimizer):

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace, require
+from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
+from lmcore.errors import require
 
 
 def fast(config: TrainConfig) -> TrainConfig:

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcore.checkpoint import read_checkpoint, read_weights
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.run import RunFolder
 
 

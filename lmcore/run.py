@@ -10,8 +10,8 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from lmcore.config import TrainConfig, from_dict, require, to_dict
-from lmcore.errors import UserError
+from lmcore.config import TrainConfig, from_dict, to_dict
+from lmcore.errors import UserError, require
 from lmcore.files import leftovers, read_json, sealed, unsealed, write_in_place, write_json
 from lmcore.metrics import MetricsFile
 from lmcore.provenance import utc_now

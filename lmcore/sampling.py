@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lmcore.config import GenerateConfig, require
+from lmcore.config import GenerateConfig
+from lmcore.errors import require
 from lmcore.functional import at_least_float32, softmax
 
 

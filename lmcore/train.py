@@ -12,11 +12,11 @@ import torch
 
 from lmcore.accounting import training_flops
 from lmcore.checkpoint import restore, save_checkpoint, save_weights
-from lmcore.config import TrainConfig, require
+from lmcore.config import TrainConfig
 from lmcore.data import PreparedData, open_data, require_context, validation_batches
 from lmcore.data.prefetch import prefetched
 from lmcore.device import device_name, forget_memory, out_of_memory_reason, peak_flops, select_device
-from lmcore.errors import NO_ROOM, UserError
+from lmcore.errors import NO_ROOM, UserError, require
 from lmcore.model import TransformerLM, evaluating
 from lmcore.optimizer import get_lr_cosine_schedule
 from lmcore.progress import Progress

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lmcore.config import require
 from lmcore.device import select_device
+from lmcore.errors import require
 from lmcore.files import read_json, write_json
 from lmcore.profiling.cells import run_apart
 from lmcore.provenance import environment

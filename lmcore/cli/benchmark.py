@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from lmcore.config import require
-from lmcore.errors import EXIT_FAILURE
+from lmcore.errors import EXIT_FAILURE, require
 from lmcore.profiling.options import BenchmarkConfig, benchmark_cells, check_device, require_covered
 
 if TYPE_CHECKING:  # PyTorch is imported when the command runs

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.text import utf8_text
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from lmcore.config import ModelConfig, require, require_choices
-from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY
+from lmcore.config import ModelConfig, require_choices
+from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
 from lmcore.profiling.options import BenchmarkConfig, benchmark_cells, check_device
 
 if TYPE_CHECKING:  # pandas and PyTorch are imported when the command runs

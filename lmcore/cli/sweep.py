@@ -49,7 +49,7 @@ def table(out: Annotated[Path, tyro.conf.Positional], definition: Definition = N
         definition: Name of a definition, or a YAML file; default: the one that the folder remembers.
         overrides: As for lmcore sweep run, with --definition.
     """
-    from lmcore.config import require
+    from lmcore.errors import require
     from lmcore.workbook.jobs.sweep_table import summary, write_sweep_table
     from lmcore.workbook.jobs.sweeps import load_definition, require_remembered
 

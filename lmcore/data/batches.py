@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lmcore.config import TrainConfig, require
+from lmcore.config import TrainConfig
+from lmcore.errors import require
 
 Batch = tuple[Int[Tensor, "batch_size context_length"], Int[Tensor, "batch_size context_length"]]
 

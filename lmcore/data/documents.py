@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.text import END_OF_TEXT, read_text
 
 PIECE_CHARS = 1 << 20

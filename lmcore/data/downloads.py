@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 from filelock import FileLock
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.files import atomic_write, read_json, sha256_file, write_json
 from lmcore.progress import Progress
 from lmcore.text import END_OF_TEXT

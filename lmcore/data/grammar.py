@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lmcore.config import require
+from lmcore.errors import require
 
 
 class Call(NamedTuple):

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.data.corpora import Corpus, TextCorpus, open_corpus
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer, load_gpt2, train_bpe

@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterator
 from itertools import islice
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.data.grammar import Grammar
 from lmcore.text import END_OF_TEXT
 

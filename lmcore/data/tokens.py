@@ -14,7 +14,6 @@ from typing import Any, BinaryIO
 import numpy as np
 from filelock import FileLock
 
-from lmcore.config import require
 from lmcore.data.corpora import Corpus, CorpusConfig, EmbeddedCorpus, open_corpus
 from lmcore.data.documents import Piece
 from lmcore.data.prepared import (
@@ -29,7 +28,7 @@ from lmcore.data.prepared import (
 )
 from lmcore.data.specification import describe_tokenizer, tokenizer_for
 from lmcore.data.story_grammar import entropy_per_document, floor_nats_per_token
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.files import write_json
 from lmcore.progress import Progress
 from lmcore.tokenizer import Tokenizer

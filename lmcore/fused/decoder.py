@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lmcore.config import GenerateConfig, ModelConfig, replace, require
+from lmcore.config import GenerateConfig, ModelConfig, replace
+from lmcore.errors import require
 from lmcore.fused.coverage import precision_of
 from lmcore.fused.coverage import why_not as training_why_not
 from lmcore.kernels import decode as ops

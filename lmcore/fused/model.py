@@ -12,7 +12,8 @@ from functools import wraps
 import torch
 from torch import Tensor, nn
 
-from lmcore.config import ModelConfig, require
+from lmcore.config import ModelConfig
+from lmcore.errors import require
 from lmcore.fused.coverage import precision_of, why_not
 from lmcore.fused.packing import PackedMatrices, gains_of
 from lmcore.fused.streams import Aside

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.fused.model import FusedTransformer, nothing
 from lmcore.fused.streams import HIGH, Aside
 from lmcore.kernels.adamw import FusedAdamW

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.kernels.support import on_device_of, runs_triton
 from lmcore.optimizer import AdamW, gradient_norm
 

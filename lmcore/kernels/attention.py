@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.kernels import attention_tiled
 from lmcore.kernels.support import is_hopper, on_device_of, runs_triton
 

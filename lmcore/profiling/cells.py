@@ -17,9 +17,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from lmcore.config import require, to_dict
+from lmcore.config import to_dict
 from lmcore.device import out_of_memory_reason, visible_gpus
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.files import write_json
 from lmcore.profiling.records import FINISHED, alone_in, finished_record, holding_cell, require_writable
 from lmcore.profiling.workload import WorkloadConfig

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from lmcore.config import MODEL_SIZES, ModelConfig, OptimizerConfig, model_config, replace, require, require_choices
+from lmcore.config import MODEL_SIZES, ModelConfig, OptimizerConfig, model_config, replace, require_choices
+from lmcore.errors import require
 
 if TYPE_CHECKING:  # PyTorch is imported when the cells are made
     from lmcore.profiling.workload import WorkloadConfig

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from lmcore.config import ModelConfig, replace, require, require_choices, require_positive
+from lmcore.config import ModelConfig, replace, require_choices, require_positive
+from lmcore.errors import require
 from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.profiling.workload import WorkloadConfig

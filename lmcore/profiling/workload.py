@@ -16,12 +16,12 @@ from lmcore.config import (
     from_dict,
     model_config,
     replace,
-    require,
     require_choices,
     require_positive,
     require_seed,
 )
 from lmcore.device import autocast, select_device, set_matmul_precision
+from lmcore.errors import require
 from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer

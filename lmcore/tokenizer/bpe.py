@@ -9,8 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import bridge, gpt2_format

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.tokenizer.pretokenize import GPT2_PATTERN
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.files import sha256_file
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer.bpe import Tokenizer

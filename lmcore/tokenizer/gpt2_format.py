@@ -7,8 +7,7 @@ seen stands for itself, the others take the characters from U+0100 on, so that a
 import os
 from pathlib import Path
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.files import atomic_write, read_json, write_json
 
 ENCODER_FILE, MERGES_FILE = "encoder.json", "vocab.bpe"

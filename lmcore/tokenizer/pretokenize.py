@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import regex
 
-from lmcore.config import require
+from lmcore.errors import require
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s+"
 """GPT-2's pretoken pattern. The possessive `++` matches the same as `+` and saves tiktoken's engine backtracking."""

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.tokenizer.corpus import count_files
 from lmcore.tokenizer.pretokenize import check_special_tokens
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.files import atomic_write
 from lmcore.workbook.project_files import project_files, refuse_secrets
 

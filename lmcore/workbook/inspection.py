@@ -12,8 +12,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from lmcore.config import require
 from lmcore.data import is_prepared, open_corpus, open_data
+from lmcore.errors import require
 from lmcore.functional import cross_entropy, scaled_dot_product_attention
 from lmcore.model import CausalMultiHeadSelfAttention, TransformerLM, causal_mask
 from lmcore.optimizer import AdamW, gradient_clipping, gradient_norm

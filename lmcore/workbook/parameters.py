@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.workbook.notebook import check_parameters, declared_parameters, read_notebook
 
 

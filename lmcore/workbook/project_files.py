@@ -9,8 +9,7 @@ from pathlib import Path
 
 import nbformat
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.workbook.notebook import read_notebook
 
 MAX_FILE_BYTES = 5_000_000

@@ -16,8 +16,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.workbook.notebook import read_notebook, tags
 

@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lmcore.config import TrainConfig, from_dict, require, to_dict
+from lmcore.config import TrainConfig, from_dict, to_dict
 from lmcore.data import open_data
 from lmcore.device import visible_gpus
-from lmcore.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError
+from lmcore.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.progress import Progress
 from lmcore.resume import damage

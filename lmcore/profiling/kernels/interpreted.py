@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmcore.config import require
 from lmcore.device import select_device
+from lmcore.errors import require
 from lmcore.kernels.support import has_triton
 from lmcore.profiling.kernels.agreement import attention_rows
 from lmcore.profiling.workload import WorkloadConfig

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lmcore.accounting import num_parameters, parameter_counts
-from lmcore.config import ModelConfig, require, require_positive
+from lmcore.config import ModelConfig, require_positive
+from lmcore.errors import require
 from lmcore.profiling.memory.saved_tensors import (
     FLOAT,
     Saved,

@@ -12,7 +12,8 @@ caches casts of leaves alone, and `self.weight.T` is none. The residual stream, 
 from dataclasses import dataclass
 
 from lmcore.accounting import activation_counts
-from lmcore.config import ModelConfig, require
+from lmcore.config import ModelConfig
+from lmcore.errors import require
 
 FLOAT = 4
 """Bytes of a float32 value: parameters, gradients, optimizer state, the residual stream, norms and softmax."""

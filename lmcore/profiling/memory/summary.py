@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.profiling.memory.snapshot import UNKNOWN, Allocation, History
 
 CATEGORIES = ("parameters", "optimizer state", "other", "gradients", "activations", "temporary")

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.profiling.nsys.trace import NEVER, Trace, build_trace
 
 PROCESS_OF_THREAD = -(1 << 24)

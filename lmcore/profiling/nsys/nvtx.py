@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lmcore.model
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.functional import at_least_float32, softmax
 from lmcore.model import CausalMultiHeadSelfAttention, RMSNorm, SiLUFeedForward, SwiGLU, TransformerBlock
 from lmcore.profiling.workload import Span, no_span

@@ -9,9 +9,9 @@ from typing import Any
 import pandas as pd
 import torch
 
-from lmcore.config import require, to_dict
+from lmcore.config import to_dict
 from lmcore.device import select_device
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.kinds import KINDS

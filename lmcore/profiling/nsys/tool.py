@@ -14,8 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.trace import Trace
 

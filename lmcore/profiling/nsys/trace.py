@@ -8,8 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.profiling.nsys.kinds import KINDS, OPTIMIZER_RANGE, kernel_kind, short_name
 
 Scope = Literal["process", "thread"]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.profiling.nsys.export import (
     GRAPH,
     KERNEL,

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from lmcore.config import from_dict, require, require_choices
-from lmcore.errors import UserError
+from lmcore.config import from_dict, require_choices
+from lmcore.errors import UserError, require
 from lmcore.files import read_json, write_json
 
 ID = {"slurm": re.compile(r"[0-9]+"), "local": re.compile(r"local-[0-9]+")}

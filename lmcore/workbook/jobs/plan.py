@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.workbook.jobs.ledger import Kind
 from lmcore.workbook.notebook import declared_parameters, read_notebook
 from lmcore.workbook.parameters import find_notebooks, parse_overrides, resolve_parameters

@@ -7,8 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.workbook.jobs.ledger import append_state, jobs_folder
 from lmcore.workbook.jobs.scheduler import Refused

@@ -7,8 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 
 SECONDS_TO_ANSWER = 60
 """Slurm's commands try again by themselves for some time."""

@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.workbook.jobs.plan import Job
 from lmcore.workbook.jobs.site import Site, seconds_of_limit
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.workbook.jobs.ledger import Kind
 
 KINDS = typing.get_args(Kind)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lmcore.config import require
-from lmcore.errors import EXIT_INTERRUPTED
+from lmcore.errors import EXIT_INTERRUPTED, require
 from lmcore.text import ANSI_ESCAPE
 from lmcore.workbook.jobs.found import Job, is_gone, local_jobs_run, read_ledger, this_attempt
 from lmcore.workbook.jobs.ledger import JobRecord, StateLine, jobs_folder, natural

@@ -8,8 +8,7 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.files import atomic_write
 from lmcore.workbook.jobs import scheduler
 from lmcore.workbook.jobs.ledger import JobRecord, jobs_folder, natural, read_jobs, write_job

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from lmcore.config import TrainConfig, replace, require
-from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED, UserError
+from lmcore.config import TrainConfig, replace
+from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED, UserError, require
 from lmcore.resume import damage
 from lmcore.run import RunBusy, RunFolder
 from lmcore.stopping import STOP_SIGNALS, stop_signals

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from IPython.display import Markdown
 
-from lmcore.config import require
+from lmcore.errors import require
 
 METADATA_KEY = "lmcore_answer"
 """Key in the metadata of an answer's output, by which the writeup finds it."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.workbook.report.answers import format_significant, scientific
 
 

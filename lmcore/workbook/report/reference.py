@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.files import atomic_write, read_json
 from lmcore.recipes import RECIPES
 from lmcore.workbook.report.answers import format_count, format_seconds

@@ -5,7 +5,7 @@ import re
 
 import pandas as pd
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.files import read_json
 
 COLUMNS = {"kind": "fault", "tried": "tried", "survived": "survived", "refused_in_words": "refused", "lost": "lost"}

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lmcore.config import TrainConfig, require
+from lmcore.config import TrainConfig
 from lmcore.data import PreparedData
+from lmcore.errors import require
 from lmcore.files import atomic_write, read_json
 from lmcore.provenance import utc_now
 from lmcore.run import RunFolder

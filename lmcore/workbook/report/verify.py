@@ -5,8 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.workbook.record import read_record
 from lmcore.workbook.report.document import NotebookDocument
 from lmcore.workbook.report.writeup import HTML_NAME, PDF_NAME, read_documents

@@ -11,8 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lmcore.config import require
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.files import atomic_write
 from lmcore.workbook.notebook import read_notebook
 from lmcore.workbook.record import read_record, sentence

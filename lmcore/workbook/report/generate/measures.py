@@ -11,8 +11,9 @@ import pandas as pd
 import torch
 
 from lmcore.checkpoint import load_model, read_checkpoint, read_weights
-from lmcore.config import GenerateConfig, replace, require
+from lmcore.config import GenerateConfig, replace
 from lmcore.data import PreparedData, log_probability
+from lmcore.errors import require
 from lmcore.functional import cross_entropy
 from lmcore.generate import Generation, TextCodec, generate_text
 from lmcore.model import TransformerLM, evaluating

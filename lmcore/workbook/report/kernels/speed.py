@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.files import read_json
 from lmcore.workbook.report.answers import format_count, format_percent, format_significant
 

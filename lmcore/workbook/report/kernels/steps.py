@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from lmcore.config import TrainConfig, replace, require
+from lmcore.config import TrainConfig, replace
+from lmcore.errors import require
 from lmcore.recipes import fast
 from lmcore.run import RunFolder
 from lmcore.workbook.report.answers import format_bytes, format_percent, format_seconds, format_significant

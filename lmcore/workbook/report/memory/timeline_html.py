@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lmcore.config import require
+from lmcore.errors import require
 from lmcore.files import atomic_write
 from lmcore.workbook.report.answers import format_bytes
 from lmcore.workbook.report.memory.figures import CATEGORY_COLORS, PASSES
