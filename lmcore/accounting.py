@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from lmcore.config import ModelConfig, model_config
+from lmcore.config import ModelConfig, TrainConfig, model_config
 from lmcore.errors import require
 
 GPT2_SIZES = ("small", "medium", "large", "xl")
@@ -191,6 +191,23 @@ def adamw_memory(
         "optimizer_state": 2 * parameters,
         "activations": bytes_per_value * sum(activation_counts(config, batch_size, seq_len).values()),
     }
+
+
+def least_training_bytes(config: TrainConfig) -> int:
+    """Bytes below which no training step of this configuration fits; what it takes is more.
+
+    Float32 weights and gradients, the optimizer's moments, and, where autograd saves all of them, the activations of
+    `activation_counts` in the precision of the matmuls; those of fused or compiled steps, which may save less, are left
+    out, and so are attention's scores where a kernel spares them.
+    """
+    moments = {"adamw": 2, "muon": 1, "sgd": 0}[config.optimizer.name]
+    values = 4 * (2 + moments) * num_parameters(config.model)
+    if config.ops == "fused" or config.compile or config.model.checkpoint_every is not None:
+        return values
+    activations = activation_counts(config.model, config.batch_size)
+    if config.model.attention != "plain":
+        del activations["scores"], activations["softmax"]
+    return values + (2 if config.precision in ("bf16", "fp16") else 4) * sum(activations.values())
 
 
 def max_batch_size(

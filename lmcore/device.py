@@ -1,13 +1,22 @@
-"""Which device computes, in which precision, and what its peak is."""
+"""Which device computes: its precision, peak, memory and threads, and what makes a run on it repeat itself."""
 
 import contextlib
 import gc
 import os
 import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import psutil
 import torch
+from torch import Tensor
 
+from lmcore.config import TrainConfig
 from lmcore.errors import UserError
+
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Where a container says how much of the host's memory it may use."""
 
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     # Dense FLOP/s from the vendor's data sheets, without sparsity; fp32 is the non-tensor-core rate.
@@ -112,3 +121,76 @@ def forget_memory(device: torch.device) -> None:
         gc.collect()  # what only a cycle still holds: on a CPU it goes by itself, and looking for it takes time
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """All memory that work on this device could ever have, in use or not; None where it is not known."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    limits = [psutil.virtual_memory().total + psutil.swap_memory().total]
+    for path in map(Path, CGROUP_LIMITS):
+        with contextlib.suppress(OSError, ValueError):  # no such file; "max" is no limit
+            limits.append(int(path.read_text()))
+    return min(limits) if device.type == "cpu" else None
+
+
+def fastest_threads(work: Callable[[], object], repetitions: int = 3) -> int:
+    """The number of threads with which `work` on the CPU is fastest, the smallest of those within 10 %.
+
+    Small operations are slower with more threads, which wait for each other longer than they compute. Tries powers of
+    two up to PyTorch's number, each after a warm-up, and leaves PyTorch's setting as it was.
+    """
+    before = torch.get_num_threads()
+    seconds: dict[int, float] = {}
+    try:
+        for threads in sorted({before, *(2**i for i in range(before.bit_length()) if 2**i < before)}):
+            torch.set_num_threads(threads)
+            work()
+            timings = []
+            for _ in range(repetitions):
+                started = time.perf_counter()
+                work()
+                timings.append(time.perf_counter() - started)
+            seconds[threads] = min(timings)
+    finally:
+        torch.set_num_threads(before)
+    return min(threads for threads, taken in seconds.items() if taken <= 1.1 * min(seconds.values()))
+
+
+@contextlib.contextmanager
+def reproducible(config: TrainConfig, device: torch.device, threads: int | None = None) -> Iterator[None]:
+    """Seeds PyTorch and sets precision, determinism and threads; puts the process's settings back afterwards."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    threads_before = torch.get_num_threads()
+    torch.manual_seed(config.seed)
+    set_matmul_precision(device, config.precision)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for to repeat itself
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_float32_matmul_precision(before[1])
+        torch.set_num_threads(threads_before)
+
+
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """States of the generators that training draws from: dropout's on CPU and device (batches depend on the step)."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type == "mps":
+        states["mps"] = torch.mps.get_rng_state()
+    return states
+
+
+def set_rng_state(device: torch.device, states: dict[str, Tensor]) -> None:
+    """Restores what `rng_state` gave; a run that moved to another kind of device keeps that device's own state."""
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    if device.type == "mps" and "mps" in states:
+        torch.mps.set_rng_state(states["mps"])

@@ -4,8 +4,9 @@ Of `torch.nn` only `Parameter`, containers and `init.trunc_normal_` are used. St
 Shape letters in comments: B batch, T positions, H heads, D d_model, K head size.
 """
 
+import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -15,14 +16,25 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lmcore.attention import fused_causal_attention
 from lmcore.config import ModelConfig
 from lmcore.errors import UserError
 from lmcore.functional import at_least_float32, dropout, scaled_dot_product_attention, silu
 
+ATTENTION_KERNELS = {
+    "flash": "lmcore.kernels.attention:flash_attention",
+    "sdpa": "lmcore.kernels.sdpa:fused_causal_attention",
+}
+"""Where the kernels of `ModelConfig.attention` are found, module and function: imported when a layer first asks."""
+
+
+def attention_kernel(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Causal attention (..., heads, seq, d_k) that never materializes the scores (Dao et al. 2022)."""
+    module, _, function = ATTENTION_KERNELS[name].partition(":")
+    return getattr(importlib.import_module(module), function)
+
 
 class Cache(Protocol):
-    """What attention needs of a key-value cache (see `lmcore.kv_cache.KVCache`): one entry per layer."""
+    """What attention needs of a key-value cache (see `lmcore.generate.KVCache`): one entry per layer."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Adds (B, H, T, K) keys and values of new positions; returns those of all positions so far."""
@@ -168,7 +180,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
             raise UserError(f"d_model ({d_model}) must be divisible by num_heads ({num_heads}).")
         self.num_heads = num_heads
         self.rope = rope
-        self.kernel = kernel
+        self.kernel = None if kernel == "plain" else attention_kernel(kernel)
         self.q_proj = Linear(d_model, d_model, device=device, dtype=dtype)
         self.k_proj = Linear(d_model, d_model, device=device, dtype=dtype)
         self.v_proj = Linear(d_model, d_model, device=device, dtype=dtype)
@@ -201,8 +213,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
         return self.output_proj(rearrange(heads, "... heads seq d_k -> ... seq (heads d_k)"))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        if self.kernel != "plain" and mask is None and q.shape[-2] == k.shape[-2]:
-            return fused_causal_attention(q, k, v, self.kernel)
+        if self.kernel is not None and mask is None and q.shape[-2] == k.shape[-2]:
+            return self.kernel(q, k, v)
         if mask is None:
             mask = causal_mask(q.shape[-2], k.shape[-2], device=q.device)
         elif mask.ndim > 2:

@@ -163,6 +163,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, adamw: Callable[.
     return Muon([g for g in groups if g["params"]], **settings)
 
 
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    """Gives every parameter group the learning rate `lr`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
 def get_lr_cosine_schedule(
     it: int, max_learning_rate: float, min_learning_rate: float, warmup_iters: int, cosine_cycle_iters: int
 ) -> float:

@@ -1,19 +1,21 @@
-"""The run folder: everything one training run wrote, and who may write to it."""
+"""The run folder: everything one training run wrote, who may write to it, and what it resumes from."""
 
 import errno
+import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pandas as pd
 from filelock import FileLock, Timeout
 
+from lmcore.checkpoint import read_checkpoint, read_weights
 from lmcore.config import TrainConfig, from_dict, to_dict
 from lmcore.errors import UserError, require
-from lmcore.files import leftovers, read_json, sealed, unsealed, write_in_place, write_json
-from lmcore.metrics import MetricsFile
+from lmcore.files import SEAL, atomic_write, leftovers, read_json, sealed, unsealed, write_in_place, write_json
 from lmcore.provenance import utc_now
 
 FREE_TO_CHANGE = {"data", "device", "trackers", "keep_checkpoints", "checkpoint_interval"}
@@ -230,3 +232,279 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = list(value) if isinstance(value, tuple) else value
     return flat
+
+
+# metrics.jsonl: one JSON object a line, each with a checksum that covers the lines before it
+
+
+class MetricsFile:
+    """The metrics of one run: read by anyone, written by the process that holds the run folder."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._written: list[str] | None = None  # the lines' texts, known from the first append on
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines without their checksums; a last line that was cut off by a crash is left out.
+
+        Raises `UserError` naming the first line that is not what was written.
+        """
+        return [value for value, _ in self._read()]
+
+    def _read(self) -> list[tuple[dict[str, Any], str]]:
+        if not self.path.is_file():
+            return []
+        texts = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        values, previous = [], ""
+        for number, text in enumerate(texts, 1):
+            whole = text.endswith("\n")
+            value = _parsed(text)
+            plain = unsealed(value, previous) if isinstance(value, dict) and "step" in value else None
+            if plain is None:
+                require(
+                    not whole and number == len(texts),
+                    f"{self.path} line {number} is damaged: it is not the JSON object with a step that was written "
+                    f"there; lmcore train on {self.path.parent} takes the lines from its last checkpoint, else mend or "
+                    "remove that line.",
+                )
+                break
+            values.append((plain, text if whole else text + "\n"))
+            previous = value.get(SEAL, "")
+        return values
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Adds one line. Raises `UserError` if it cannot be written, as on a full disk."""
+        written = self._open()
+        previous = json.loads(written[-1]).get(SEAL, "") if written else ""
+        text = json.dumps(sealed(line, previous)) + "\n"
+        self._write(lambda: _append(self.path, text))
+        written.append(text)
+
+    def text(self) -> str:
+        """All lines as they were written by this process and those before it; a checkpoint keeps them."""
+        return "".join(self._open())
+
+    def keep_until(self, step: int) -> None:
+        """Drops the lines after `step`, which a resumed run will write again."""
+        self._replace("".join(text for line, text in self._read() if line["step"] <= step))
+
+    def restore(self, text: str) -> bool:
+        """Makes `text`, what `text()` once gave, the whole content; returns whether it was still there, undamaged."""
+        content = text.encode()
+        sound = self.path.read_bytes().startswith(content) if self.path.is_file() else not content
+        self._replace(text)
+        return sound
+
+    def flush(self) -> None:
+        """Brings the lines to the disk. Raises `UserError` if that fails."""
+        if self.path.is_file():
+            self._write(lambda: _append(self.path, "", sync=True))
+
+    def _open(self) -> list[str]:
+        if self._written is None:
+            self._written = [text for _, text in self._read()]
+        return self._written
+
+    def _replace(self, text: str) -> None:
+        with atomic_write(self.path, "w") as file:
+            file.write(text)
+        self._written = None
+
+    def _write(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            raise UserError(
+                f"Cannot write {self.path}: {error.strerror or error}; the same command goes on from the last "
+                "checkpoint."
+            ) from error
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _append(path: Path, text: str, sync: bool = False) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(text)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+# What a run resumes from: the newest checkpoint that is whole and leads to everything an undisturbed run has
+
+
+def damage(run: RunFolder) -> str | None:
+    """What is wrong with the results of a complete run, in a sentence; None if everything is as it was written."""
+    try:
+        step = run.status()["step"]
+        for path in (run.last_weights, run.best_weights):
+            read_weights(path)
+        lines = run.metrics_lines()
+    except UserError as error:
+        return str(error)
+    if not lines or lines[-1]["step"] != step:
+        return f"{run.metrics_file} is damaged: it does not reach step {step}, where the run ended."
+    return None
+
+
+def is_complete(run: RunFolder) -> bool:
+    """Whether the run is complete and its results are undamaged; says what is damaged."""
+    try:
+        if run.status()["state"] != "complete":
+            return False
+    except UserError as error:
+        print(f"{error}", flush=True)
+        return False
+    if (reason := damage(run)) is None:
+        return True
+    require(bool(run.checkpoints()), f"{reason} No checkpoint is left to mend it from; train in another folder.")
+    print(f"{reason} It is mended from the last checkpoint.", flush=True)
+    return False
+
+
+def require_same_data(run: RunFolder, fingerprint: str) -> None:
+    """Compares the data with those that the checkpoints note, where environment.json is gone.
+
+    Says so where nothing tells. Raises `UserError` if the data are others.
+    """
+    if run.starts() or not run.checkpoints():
+        return  # the start compares them, or there is nothing to go on with
+    noted = None
+    for path in run.checkpoints():
+        with suppress(UserError):  # damaged: whoever goes on from it will say so
+            noted = read_checkpoint(path)["extra"].get("data_fingerprint")
+            break
+    if noted is None:
+        print(f"{run.environment_file} is gone: whether the data is the same was not checked.", flush=True)
+        return
+    require(
+        noted == fingerprint,
+        f"The checkpoints of {run.path} were made with other data (fingerprint {noted[:12]} there, {fingerprint[:12]} "
+        "here); choose another folder, or remove this one.",
+    )
+
+
+def newest_state(run: RunFolder) -> tuple[dict[str, Any] | None, list[Path]]:
+    """Content of the checkpoint to go on from, None for a run without any, and the checkpoints that are damaged.
+
+    Says in a sentence what is damaged and which checkpoint is used instead. Raises `UserError` where going on would
+    lose something: no checkpoint among those that are there can be read, or the best weights cannot be made again.
+    """
+    damaged, refused = [], None
+    best = _best_of(run)
+    for path in run.checkpoints():
+        try:
+            content = read_checkpoint(path)
+        except UserError as error:
+            print(f"{error} The checkpoint before it is tried.", flush=True)
+            damaged.append(path)
+            continue
+        require(
+            "rng" in content["extra"],
+            f"{path} was not written by a training run, so none can go on from it; remove it.",
+        )
+        if _leads_to_best(content, best):
+            return content, damaged
+        print(f"{run.best_weights} is missing or damaged, so {path.name} is not enough to go on from.", flush=True)
+        refused = refused or content
+    # beginning again would throw away what the folder still holds
+    require(
+        not damaged or refused is not None,
+        f"No checkpoint in {run.checkpoint_folder} can be read; put a whole one back, or choose another run folder.",
+    )
+    require(
+        refused is None or not run.best_weights.exists(),
+        f"{run.best_weights} is damaged, and no checkpoint from before it was written is left; put a whole one back, "
+        "or remove it to go on without.",
+    )
+    require(
+        refused is not None or not run.last_weights.exists(),
+        f"{run.path} holds the weights of a run that ended, but no checkpoint; choose another run folder.",
+    )
+    if refused is not None:
+        print("The run goes on without: the next evaluation that is better writes them.", flush=True)
+    return refused, damaged
+
+
+def _best_of(run: RunFolder) -> dict[str, Any] | None:
+    try:
+        return read_weights(run.best_weights)[1]
+    except UserError:
+        return None
+
+
+def _leads_to_best(content: dict[str, Any], best: dict[str, Any] | None) -> bool:
+    """Whether a run that goes on from this checkpoint has the best weights of an undisturbed one at its end.
+
+    They are in their file, or are those of the checkpoint itself, or will be found after it.
+    """
+    extra, step = content["extra"], content["iteration"]
+    if not math.isfinite(extra["best_valid_loss"]) or extra.get("best_step") == step:
+        return True
+    return best is not None and (best.get("valid_loss") == extra["best_valid_loss"] or best.get("step", 0) > step)
+
+
+# Where metrics go besides metrics.jsonl, both optional
+
+
+class Tracker(Protocol):
+    """Receives every metrics line of a run."""
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Takes one line; `line["step"]` is its step."""
+        ...
+
+    def close(self) -> None:
+        """Ends the tracking."""
+        ...
+
+
+class TensorBoardTracker:
+    """Writes event files to tensorboard/ in the run folder."""
+
+    def __init__(self, run: RunFolder, config: TrainConfig, step: int):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UserError("The tensorboard tracker needs a package: pip install 'lmcore[tensorboard]'.") from error
+        self.writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=step + 1)
+
+    def log(self, line: dict[str, Any]) -> None:
+        for key, value in line.items():
+            if key != "step" and value is not None:
+                self.writer.add_scalar(key, value, line["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandbTracker:
+    """Logs to Weights & Biases under the run folder's name; a resumed run continues its own page."""
+
+    def __init__(self, run: RunFolder, config: TrainConfig, step: int):
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError("The wandb tracker needs a package: pip install 'lmcore[wandb]'.") from error
+        self.session = wandb.init(
+            project="lmcore", name=run.name, id=run.name, resume="allow", config=to_dict(config), dir=str(run.path)
+        )
+
+    def log(self, line: dict[str, Any]) -> None:
+        self.session.log({k: v for k, v in line.items() if v is not None}, step=line["step"])
+
+    def close(self) -> None:
+        self.session.finish()
+
+
+TRACKERS = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+
+
+def open_trackers(run: RunFolder, config: TrainConfig, step: int) -> list[Tracker]:
+    """The configured trackers, continuing after `step`. Raises `UserError` where a package is missing."""
+    return [TRACKERS[name](run, config, step) for name in config.trackers]

@@ -1,4 +1,8 @@
-"""The training loop: a configuration in, a run folder out (CSE599-O A1 section 5.3)."""
+"""Training: one step, the loop around it, and a run folder that survives whatever happens (CSE599-O A1 section 5.3).
+
+`PlainStep` is a training step: forward, backward, clip, update. `Trainer.loop` is the loop: learning rate, batch, step,
+log, evaluate, save. `train` begins or resumes a run.
+"""
 
 import math
 import os
@@ -9,25 +13,140 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
-from lmcore.accounting import training_flops
+from lmcore.accounting import least_training_bytes, num_parameters, training_flops
 from lmcore.checkpoint import restore, save_checkpoint, save_weights
-from lmcore.config import TrainConfig
+from lmcore.config import TrainConfig, replace
 from lmcore.data import PreparedData, open_data, require_context, validation_batches
 from lmcore.data.prefetch import prefetched
-from lmcore.device import device_name, forget_memory, out_of_memory_reason, peak_flops, select_device
+from lmcore.device import (
+    autocast,
+    device_name,
+    fastest_threads,
+    forget_memory,
+    memory_bytes,
+    out_of_memory_reason,
+    peak_flops,
+    reproducible,
+    rng_state,
+    select_device,
+    set_rng_state,
+)
 from lmcore.errors import NO_ROOM, UserError, require
-from lmcore.model import TransformerLM, evaluating
-from lmcore.optimizer import get_lr_cosine_schedule
+from lmcore.functional import cross_entropy
+from lmcore.fused.coverage import why_not
+from lmcore.fused.step import FusedStep
+from lmcore.model import TransformerBlock, TransformerLM, evaluating
+from lmcore.optimizer import build_optimizer, get_lr_cosine_schedule, gradient_clipping, set_learning_rate
 from lmcore.progress import Progress
 from lmcore.provenance import environment, job_id
-from lmcore.readback import Readback
-from lmcore.reproducibility import reproducible, rng_state, set_rng_state
-from lmcore.resume import is_complete, newest_state, require_same_data
-from lmcore.run import RunFolder
-from lmcore.stopping import stop_signals
-from lmcore.tracking import open_trackers
-from lmcore.training_step import training_step
+from lmcore.run import RunFolder, is_complete, newest_state, open_trackers, require_same_data
+from lmcore.stopping import StopEvent, Stopped, stop_signals
+
+BLOCK_FLOPS = 10**9
+"""FLOPs of the short measurement that `choose_threads` makes, at most about so many."""
+
+
+class PlainStep:
+    """One batch, one update, with PyTorch's operations and autograd, compiled if so configured."""
+
+    def __init__(self, model: TransformerLM, config: TrainConfig, device: torch.device):
+        self.model, self.config, self.device = model, config, device
+        self.optimizer = build_optimizer(model, config.optimizer)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+        if config.compile:
+            torch.compiler.reset()  # a sweep's runs share a process, and PyTorch limits recompilations of one function
+        self.loss_function = torch.compile(self.loss, dynamic=False) if config.compile else self.loss
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per token of (batch, context) ids; nothing is compiled."""
+        with autocast(self.device, self.config.precision):
+            return cross_entropy(self.model(inputs), targets)
+
+    def __call__(self, inputs: Tensor, targets: Tensor, lr: float | None = None) -> tuple[Tensor, Tensor]:
+        """Updates the weights by one batch; loss and gradient norm before clipping stay on the device."""
+        if lr is not None:
+            set_learning_rate(self.optimizer, lr)
+        loss = self.loss_function(inputs, targets)  # forward
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.scale(loss).backward()  # backward
+        self.scaler.unscale_(self.optimizer)
+        norm = gradient_clipping(self.model.parameters(), self.config.optimizer.max_grad_norm or math.inf)  # clip
+        self.scaler.step(self.optimizer)  # update
+        self.scaler.update()
+        return loss.detach(), norm
+
+    def evaluation_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss alone; a smaller last batch is not compiled for."""
+        usual = len(inputs) == self.config.eval_batch_size
+        return (self.loss_function if usual else self.loss)(inputs, targets)
+
+    def current(self) -> tuple[TransformerLM, Optimizer]:
+        """Model and optimizer as the last step leaves them; see `FusedStep.current`, where that takes work."""
+        return self.model, self.optimizer
+
+
+def training_step(
+    model: TransformerLM, config: TrainConfig, device: torch.device
+) -> tuple[PlainStep | FusedStep, str | None]:
+    """The configured step of `model`; and, if the fused one was asked for but does not cover it, the reason."""
+    if config.ops == "plain":
+        return PlainStep(model, config, device), None
+    reason = why_not(config.model, config.precision)
+    return (FusedStep.from_config(model, config) if reason is None else PlainStep(model, config, device)), reason
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """What one training step reports: its number, learning rate, loss (nats per token) and gradient norm."""
+
+    step: int
+    lr: float
+    loss: float
+    norm: float
+
+
+class AsyncMetrics:
+    """Losses and gradient norms on their way from the device to the host.
+
+    Reading a loss with `loss.item()` waits until the device has computed it; meanwhile no further step is queued, and
+    the device idles. So `push` leaves a step's scalars where they are, `start` begins to copy them, and `read`, a step
+    later, waits for that copy alone: the step in between keeps the device busy.
+    """
+
+    def __init__(self) -> None:
+        self.pushed: list[tuple[int, float, Tensor, Tensor]] = []
+        self.steps: list[tuple[int, float]] = []
+        self.values: Tensor | None = None
+        self.copied: torch.cuda.Event | None = None
+
+    def push(self, step: int, lr: float, loss: Tensor, norm: Tensor) -> None:
+        """Adds the scalars of a step; nothing is copied yet."""
+        self.pushed.append((step, lr, loss, norm))
+
+    def start(self) -> None:
+        """Begins to copy everything pushed since the last start; an earlier copy must have been read."""
+        if not self.pushed:
+            return
+        self.steps = [(step, lr) for step, lr, _, _ in self.pushed]
+        self.values = torch.stack([torch.stack((loss.float(), norm.float())) for _, _, loss, norm in self.pushed])
+        self.pushed = []
+        if self.values.is_cuda:
+            on_device, self.values = self.values, torch.empty(self.values.shape, pin_memory=True)
+            self.values.copy_(on_device, non_blocking=True)
+            self.copied = torch.cuda.current_stream(on_device.device).record_event()
+
+    def read(self) -> list[StepValues]:
+        """The values of the copy that was begun, once they have arrived; none if there is no copy."""
+        if self.values is None:
+            return []
+        if self.copied is not None:
+            self.copied.synchronize()
+        pairs = zip(self.steps, self.values.tolist(), strict=True)
+        self.values = self.copied = None
+        return [StepValues(step, lr, loss, norm) for (step, lr), (loss, norm) in pairs]
 
 
 @dataclass(frozen=True)
@@ -52,37 +171,62 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
     """Trains, or goes on training, the run in `folder`; returns how it ended.
 
     Resumes from the last good checkpoint; a complete run with the same configuration and data is returned as it is,
-    or mended if its results are damaged. SIGTERM and SIGUSR1, and SIGINT once steps are taken, end the current step,
-    save and return with state "interrupted". A loss that is not finite returns with state "diverged", the last good
-    checkpoint kept; too large a model or batch for the device with "out of memory". Raises `UserError` for a folder of
-    another configuration, a folder in use, one whose damage cannot be mended, data that does not fit the model, a
-    device that is not there, or a full disk; the same call then goes on from the last checkpoint.
+    or repaired if its results are damaged. SIGINT, SIGTERM and SIGUSR1 end the current step, save and return with state
+    "interrupted"; before the first step they end at once. A loss that is not finite returns with state "diverged", the
+    last good checkpoint kept; too large a model or batch for the device with "out of memory", before anything is built
+    where the arithmetic of `lmcore.accounting` says so. Raises `UserError` for a folder of another configuration, a
+    folder in use, one whose damage cannot be repaired, data that does not fit the model, a device that is not there, or
+    a full disk; the same call then goes on from the last checkpoint.
     """
-    with stop_signals() as stop:
-        device, _ = select_device(config.device)
-        data = open_data(config.data)
-        check_data(config, data)
-        run = RunFolder(folder)
-        if stop.is_set():
+    run = RunFolder(folder)
+    with stop_signals(signal.SIGINT) as stop:
+        try:
+            with stop.raises():
+                device, _ = select_device(config.device)
+                data = open_data(config.data)
+                check_data(config, data)
+            with run.lock():
+                return _train(config, data, run, device, stop)
+        except Stopped:
             print(f"{run.name}: stopped before it began; nothing is lost.", flush=True)
-            return RunResult("interrupted", 0, None, None)
-        with run.lock():
+            return RunResult("interrupted", _step_of(run), None, None)
+
+
+def _train(config: TrainConfig, data: PreparedData, run: RunFolder, device: torch.device, stop: StopEvent) -> RunResult:
+    """`train` in a folder that this process holds. Raises `Stopped` if a signal came before the first step."""
+    try:
+        with stop.raises():
             run.remove_leftovers()
             require_same_data(run, data.fingerprint)
-            run.begin(config, environment() | {"data_fingerprint": data.fingerprint, "data": data.manifest})
+            threads = choose_threads(config, device, run)
+            noted = {"data_fingerprint": data.fingerprint, "data": data.manifest, "threads": threads}
+            run.begin(config, environment() | noted)
             if is_complete(run):
                 return result_of(run)
-            forget_memory(device)  # a sweep's runs share a process
-            with reproducible(config, device):
-                try:
-                    trainer = Trainer(config, data, run, device)
-                except (RuntimeError, MemoryError) as error:
-                    if (reason := out_of_memory_reason(error)) is None:
-                        raise
-                    run.write_status("out of memory", 0, reason=reason)
-                    print(f"{run.name}: {reason}", flush=True)
-                    return result_of(run)
+        forget_memory(device)  # a sweep's runs share a process
+        with reproducible(config, device, threads):
+            try:
+                if (reason := too_large(config, device)) is None:
+                    with stop.raises():
+                        trainer = Trainer(config, data, run, device)
+            except (RuntimeError, MemoryError) as error:
+                if (reason := out_of_memory_reason(error)) is None:
+                    raise
+            if reason is None:
                 return trainer.fit()
+    except Stopped:
+        run.write_status("interrupted", _step_of(run))
+        raise
+    run.write_status("out of memory", 0, reason=reason)
+    print(f"{run.name}: {reason}", flush=True)
+    return result_of(run)
+
+
+def _step_of(run: RunFolder) -> int:
+    """The step of the run's last save, 0 where no status can be read."""
+    with suppress(UserError):
+        return run.status()["step"]
+    return 0
 
 
 def check_data(config: TrainConfig, data: PreparedData) -> None:
@@ -102,13 +246,41 @@ def result_of(run: RunFolder) -> RunResult:
     return RunResult(status["state"], status["step"], status.get("valid_loss"), status.get("best_valid_loss"))
 
 
+def too_large(config: TrainConfig, device: torch.device) -> str | None:
+    """Why the run cannot fit into the device's memory, found by arithmetic before anything is built; else None."""
+    needed, there = least_training_bytes(config), memory_bytes(device)
+    if there is None or needed <= there:
+        return None
+    return (
+        f"Training needs at least {needed / 1e9:,.1f} GB for {num_parameters(config.model):,} parameters and "
+        f"{config.batch_size} sequences a batch; {device_name(device)} has {there / 1e9:,.1f} GB: choose a smaller "
+        "model or batch."
+    )
+
+
+def choose_threads(config: TrainConfig, device: torch.device, run: RunFolder) -> int | None:
+    """How many threads the CPU's operations get: the number that is fastest for one block's forward and backward pass.
+
+    A resumed run keeps the number that it began with, since sums depend on it to the last bit. None leaves PyTorch's:
+    on a GPU, where OMP_NUM_THREADS says it, and for deterministic runs.
+    """
+    if starts := run.starts():
+        return starts[0].get("threads")
+    if device.type != "cpu" or config.deterministic or "OMP_NUM_THREADS" in os.environ:
+        return None
+    model = replace(config.model, num_layers=1, attention="plain")
+    rows = max(1, BLOCK_FLOPS // (18 * model.d_model * (model.d_model + model.d_ff)))
+    seq = min(model.context_length, rows)
+    block, x = TransformerBlock(model), torch.randn(max(1, min(config.batch_size, rows // seq)), seq, model.d_model)
+    return fastest_threads(lambda: block(x).sum().backward())
+
+
 class Trainer:
-    """The state of one run in memory, and the steps that change it."""
+    """The state of one run in memory, and the loop that changes it."""
 
     def __init__(self, config: TrainConfig, data: PreparedData, run: RunFolder, device: torch.device):
         self.config, self.data, self.run, self.device = config, data, run, device
-        self.model = TransformerLM(config.model).to(device)
-        self.update, reason = training_step(self.model, config, device)
+        self.update, reason = training_step(TransformerLM(config.model).to(device), config, device)
         if reason is not None:
             print(f"{run.name}: plain operations, as the fused step does not cover {reason}.", flush=True)
         self.step = self.saved_step = 0
@@ -116,31 +288,65 @@ class Trainer:
         self.valid_loss: float | None = None
         self.best_valid_loss, self.best_step = math.inf, 0
         self.losses: list[float] = []  # since the last metrics line
-        self.readback = Readback()
-        self.line_step: int | None = None  # step of the metrics line whose numbers are on their way
         self.last_lr, self.last_norm = 0.0, 0.0
+        self.metrics = AsyncMetrics()
+        self.line_step: int | None = None  # step of the metrics line whose numbers are on their way
         self._resume()
         self.clock = time.perf_counter()
         self.busy_seconds, self.busy_steps = 0.0, 0  # of training steps alone, since the last metrics line
         self.flops_per_step = training_flops(config.model, config.batch_size)
         self.peak_flops = peak_flops(device_name(device), config.precision)
 
+    def loop(self, stop: StopEvent) -> str:
+        """Takes the steps that are left, with all that is due between them; returns complete or interrupted."""
+        config, waits = self.config, self.device.type != "cuda"
+        o, last_step = config.optimizer, config.optimizer.cosine_steps or config.steps
+        with prefetched(self.data.train, config, self.step, self.device) as batches:
+            while self.step < config.steps and not stop.is_set():
+                started = time.perf_counter()
+                inputs, targets = next(batches)
+                self.step += 1
+                lr = get_lr_cosine_schedule(self.step, o.learning_rate, o.min_learning_rate, o.warmup_steps, last_step)
+                loss, norm = self.update(inputs, targets, lr)  # forward, backward, clip, update
+                self.metrics.push(self.step, lr, loss, norm)
+                self.busy_seconds, self.busy_steps = (
+                    self.busy_seconds + time.perf_counter() - started,
+                    self.busy_steps + 1,
+                )
+
+                self.write_line()  # that of an earlier step, read while this one keeps the device busy
+                last = self.step == config.steps
+                evaluate = last or self.step % config.eval_interval == 0
+                save = last or self.step % config.checkpoint_interval == 0
+                if evaluate or self.step % config.log_interval == 0:
+                    self.line_step = self.step
+                    self.metrics.start()
+                    if waits or evaluate or save:
+                        self.write_line(evaluate)
+                if save:
+                    self.save()
+        self.write_line()
+        if self.saved_step != self.step:
+            self.save()
+        return "complete" if self.step == config.steps else "interrupted"
+
     def fit(self) -> RunResult:
-        """Runs to the last step, a stop signal or divergence."""
+        """Runs the loop to the last step, a stop signal, divergence or a lack of memory, and notes how it ended."""
         self.trackers = open_trackers(self.run, self.config, self.step)
         self.progress = Progress(self.config.steps, self.run.name, start=self.step)
         self.run.write_status("running", self.step, pid=os.getpid(), job=job_id())
         try:
-            return self._end(self._steps())
+            with stop_signals(signal.SIGINT) as stop:
+                return self._end(self.loop(stop))
         except Diverged as error:
             return self._end("diverged", reason=str(error), diverged_at_step=error.step, lr=error.learning_rate)
-        except (RuntimeError, MemoryError) as error:
-            if (reason := out_of_memory_reason(error)) is None:
-                self._note_failure(error)
-                raise
-            return self._end("out of memory", reason=reason)
         except Exception as error:
-            self._note_failure(error)
+            if (reason := out_of_memory_reason(error)) is not None:
+                return self._end("out of memory", reason=reason)
+            with suppress(UserError):
+                self.run.write_status(
+                    "failed", self.step, reason=(str(error).splitlines() or [type(error).__name__])[0]
+                )
             if isinstance(error, OSError) and error.errno in NO_ROOM:  # even a line of progress may find no room
                 raise UserError(
                     f"{self.run.name}: {error.strerror}; the same command goes on from the last checkpoint."
@@ -151,77 +357,12 @@ class Trainer:
             for tracker in self.trackers:
                 tracker.close()
 
-    def _steps(self) -> str:
-        """Takes the steps that are left, with all that is due between them; returns complete or interrupted."""
-        config, wait = self.config, self.device.type != "cuda"
-        with (
-            stop_signals(signal.SIGINT) as stop,
-            prefetched(self.data.train, config, self.step, self.device) as self.batches,
-        ):
-            while self.step < config.steps and not stop.is_set():
-                self.train_step()
-                self._write_line()  # of the step before: this one keeps the device busy meanwhile
-                last = self.step == config.steps
-                evaluate = last or self.step % config.eval_interval == 0
-                save = last or self.step % config.checkpoint_interval == 0
-                if evaluate or self.step % config.log_interval == 0:
-                    self.line_step = self.step
-                    self.readback.start()
-                    if wait or evaluate or save:
-                        self._write_line(evaluate)
-                if save:
-                    self.checkpoint()
-        self._write_line()
-        if self.saved_step != self.step:
-            self.checkpoint()
-        return "complete" if self.step == config.steps else "interrupted"
-
-    def train_step(self) -> None:
-        """One batch, one update (section 5.3). Loss and gradient norm stay on the device until they are needed."""
-        started = time.perf_counter()
-        inputs, targets = next(self.batches)
-        self.step += 1
-        lr = self._learning_rate(self.step)
-        for group in self.update.optimizer.param_groups:
-            group["lr"] = lr
-        self.readback.push(self.step, lr, *self.update(inputs, targets))
-        self.busy_seconds += time.perf_counter() - started
-        self.busy_steps += 1
-
-    def _learning_rate(self, step: int) -> float:
-        o = self.config.optimizer
-        last = o.cosine_steps or self.config.steps
-        return get_lr_cosine_schedule(step, o.learning_rate, o.min_learning_rate, o.warmup_steps, last)
-
-    def _collect(self) -> None:
-        """Takes over the losses whose copy has begun. Raises `Diverged` at the first that is not finite."""
-        started = time.perf_counter()
-        values = self.readback.read()
-        self.busy_seconds += time.perf_counter() - started
-        for v in values:
-            if not math.isfinite(v.loss):
-                raise Diverged(v.step, v.lr, "loss")
-            if not math.isfinite(v.norm) and not self.update.scaler.is_enabled():  # loss scaling skips such steps
-                raise Diverged(v.step, v.lr, "gradient norm")
-            self.losses.append(v.loss)
-            self.last_lr, self.last_norm = v.lr, v.norm
-
-    def _write_line(self, evaluate: bool = False) -> None:
-        """Writes the metrics line that is due, if one is."""
+    def write_line(self, evaluate: bool = False) -> None:
+        """Writes the metrics line that is due, if one is; with `evaluate`, with the loss over the validation set."""
         if self.line_step is None:
             return
-        line = self.metrics_line(evaluate)
-        self.line_step = None
-        self.run.append_metrics(line)
-        for tracker in self.trackers:
-            tracker.log(line)
-        self.progress.update(line["step"], describe(line))
-
-    def metrics_line(self, evaluate: bool) -> dict[str, Any]:
-        """The line for the steps since the last one; with `evaluate` also the loss over the whole validation set."""
         self._collect()
         rate = self.busy_steps / self.busy_seconds if self.busy_steps else 0.0
-        cuda = self.device.type == "cuda"
         line = {
             "step": self.line_step,
             "tokens": self.line_step * self.config.tokens_per_step,
@@ -230,19 +371,33 @@ class Trainer:
             "grad_norm": self.last_norm if math.isfinite(self.last_norm) else None,
             "tokens_per_second": rate * self.config.tokens_per_step,
             "mfu": rate * self.flops_per_step / self.peak_flops if self.peak_flops else None,
-            "peak_memory_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
         }
-        self.losses, self.busy_seconds, self.busy_steps = [], 0.0, 0
+        self.losses, self.busy_seconds, self.busy_steps, self.line_step = [], 0.0, 0, None
         if evaluate:
             self.valid_loss = line["valid_loss"] = self.evaluate()
             if self.valid_loss < self.best_valid_loss:
                 self.best_valid_loss, self.best_step = self.valid_loss, self.step
                 self._save_best()
             forget_memory(self.device)  # the peak in the lines is that of training steps alone
-        return line | {"seconds": self._elapsed()}
+        line["seconds"] = self._elapsed()
+        self.run.append_metrics(line)
+        for tracker in self.trackers:
+            tracker.log(line)
+        self.progress.update(line["step"], describe(line))
 
-    def _save_best(self) -> None:
-        save_weights(self.model, self.run.best_weights, step=self.best_step, valid_loss=self.best_valid_loss)
+    def _collect(self) -> None:
+        """Takes over the losses whose copy has begun. Raises `Diverged` at the first that is not finite."""
+        started = time.perf_counter()
+        values = self.metrics.read()
+        self.busy_seconds += time.perf_counter() - started
+        for v in values:
+            if not math.isfinite(v.loss):
+                raise Diverged(v.step, v.lr, "loss")
+            if not math.isfinite(v.norm) and not self.update.scaler.is_enabled():  # loss scaling skips such steps
+                raise Diverged(v.step, v.lr, "gradient norm")
+            self.losses.append(v.loss)
+            self.last_lr, self.last_norm = v.lr, v.norm
 
     def _elapsed(self) -> float:
         now = time.perf_counter()
@@ -254,21 +409,19 @@ class Trainer:
         """Mean loss in nats per token over all non-overlapping windows of the validation set."""
         total, count = torch.zeros((), dtype=torch.float64), 0
         context, batch_size = self.config.model.context_length, self.config.eval_batch_size
-        with evaluating(self.model):
+        with evaluating(self.update.current()[0]):
             for inputs, targets in validation_batches(self.data.valid, context, batch_size, self.device):
-                whole = inputs.shape[0] == batch_size  # a smaller last batch would be compiled again
-                loss = self.update.evaluation_loss(inputs, targets, usual_shape=whole)
-                total += loss.cpu().double() * targets.numel()
+                total += self.update.evaluation_loss(inputs, targets).cpu().double() * targets.numel()
                 count += targets.numel()
         mean = total.item() / count
         if not math.isfinite(mean):
             raise Diverged(self.step, self.last_lr, "validation loss")
         return mean
 
-    def checkpoint(self) -> None:
+    def save(self) -> None:
         """Saves everything that a resumed run needs, then removes checkpoints beyond the latest few."""
-        self.update.finish()
-        self.readback.start()
+        model, optimizer = self.update.current()
+        self.metrics.start()
         self._collect()
         extra = {
             "seconds": self._elapsed(),
@@ -282,9 +435,13 @@ class Trainer:
             "rng": rng_state(self.device),
             "data_fingerprint": self.data.fingerprint,
         }
-        save_checkpoint(self.model, self.update.optimizer, self.step, self.run.checkpoint_file(self.step), extra)
+        save_checkpoint(model, optimizer, self.step, self.run.checkpoint_file(self.step), extra)
         self.saved_step = self.step
         self._prune()
+
+    def _save_best(self) -> None:
+        model, _ = self.update.current()
+        save_weights(model, self.run.best_weights, step=self.best_step, valid_loss=self.best_valid_loss)
 
     def _prune(self) -> None:
         for path in self.run.checkpoints()[self.config.keep_checkpoints :]:
@@ -308,13 +465,12 @@ class Trainer:
     def _load(self, content: dict[str, Any]) -> None:
         extra = content["extra"]
         name = str(self.run.checkpoint_file(content["iteration"]))
-        self.step = self.saved_step = restore(content, self.model, self.update.optimizer, name=name)
+        self.step = self.saved_step = restore(content, *self.update.current(), name=name)
         self.seconds, self.losses = extra["seconds"], extra["losses"]
         self.valid_loss, self.best_valid_loss = extra["valid_loss"], extra["best_valid_loss"]
         self.best_step = extra.get("best_step", 0)
         self.last_lr, self.last_norm = extra["last"]
         self.update.scaler.load_state_dict(extra["scaler"])
-        self.update.weights_changed()
         set_rng_state(self.device, extra["rng"])
 
     def _end(self, state: str, **notes: Any) -> RunResult:
@@ -323,16 +479,11 @@ class Trainer:
         if state == "complete":
             self._prune()
             self.run.metrics_log.flush()
-            save_weights(self.model, self.run.last_weights, step=self.step)
+            save_weights(self.update.current()[0], self.run.last_weights, step=self.step)
         self.run.write_status(state, self.step, **notes)
         if "reason" in notes:
             print(f"{self.run.name}: {notes['reason']}", flush=True)
         return result_of(self.run)
-
-    def _note_failure(self, error: Exception) -> None:
-        with suppress(UserError):
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            self.run.write_status("failed", self.step, reason=reason)
 
 
 def describe(line: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from lmcore.fused.step import FusedStep
 from lmcore.kernels.adamw import FusedAdamW
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
-from lmcore.training_step import PlainStep
+from lmcore.train import PlainStep
 
 CPU = torch.device("cpu")
 

@@ -76,27 +76,27 @@ def test_training_is_that_of_the_plain_step(name, optimizer):
                 group["lr"] = 1e-3 * (1 + number % 3)
             results.append([value.item() for value in step(inputs, targets)])
         assert results[1] == pytest.approx(results[0], rel=1e-5)
-    steps[1].finish()
+    steps[1].current()
     for (path, p), q in zip(plain.named_parameters(), fused.parameters(), strict=True):
         assert relative_error(q, p) < 1e-5, path
-    expected = plain_step(plain).evaluation_loss(inputs, targets, True).item()
-    assert steps[1].model.loss(inputs, targets).item() == pytest.approx(expected, rel=1e-5)
+    expected = plain_step(plain).evaluation_loss(inputs, targets).item()
+    assert steps[1].transformer.loss(inputs, targets).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_working_copies_follow_the_masters():
-    """bfloat16 copies are the rounded masters after a step and after `refresh`; the state dict is current."""
+    """bfloat16 copies are the rounded masters after a step and after a write; the state dict is current."""
     config = SHAPES["odd"]
     model = model_of(config)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     step = fused_step(model, 2, torch.bfloat16)
     step(*batch_of(config))
-    step.finish()
+    step.current()
     assert all((value != before[name]).any() for name, value in model.state_dict().items())
-    assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.model.copies.items())
+    assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.transformer.copies.items())
     model.load_state_dict(before)
-    step.model.refresh()
-    assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.model.copies.items())
-    assert step.model.weights.head[config.vocab_size :].count_nonzero() == 0
+    step.current()
+    assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.transformer.copies.items())
+    assert step.transformer.weights.head[config.vocab_size :].count_nonzero() == 0
 
 
 def test_half_precision_is_near(device):
@@ -223,7 +223,7 @@ def test_deterministic_steps_repeat_themselves(deterministic, layers_per_product
         step = fused_step(model, 8, torch.bfloat16, layers_per_product=layers_per_product)
         torch.manual_seed(3)
         results = [torch.stack(step(*repeated_text(GPU_MODEL, 8, device))) for _ in range(20)]
-        step.finish()
+        step.current()
         runs.append([*results, *(p.detach().clone() for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -241,8 +241,8 @@ def test_the_graph_is_the_eager_step(deterministic, pipelined):
                 group["lr"] = 1e-3 / (1 + number)
         batch = repeated_text(GPU_MODEL, 8, device)
         assert torch.equal(torch.stack(graph(*batch)), torch.stack(eager._eager(*batch)))
-    graph.finish()
-    eager.finish()
+    graph.current()
+    eager.current()
     assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models), strict=True))
 
 
@@ -253,7 +253,7 @@ def test_muon_on_the_gpu():
     step = fused_step(model, 16, torch.bfloat16, name="muon")
     losses = [step(*repeated_text(GPU_MODEL, 16, device))[0].item() for _ in range(60)]
     assert sum(losses[-5:]) < sum(losses[:5]) / 2
-    assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.model.copies.items())
+    assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.transformer.copies.items())
 
 
 @pytest.mark.gpu

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from lmcore.config import GenerateConfig, ModelConfig, replace
 from lmcore.device import autocast
 from lmcore.errors import UserError
-from lmcore.generate import TextStream, generate, generate_text
-from lmcore.kv_cache import KVCache
+from lmcore.generate import KVCache, TextStream, generate, generate_text
 from lmcore.model import TransformerLM, evaluating
 from lmcore.sampling import sample_next
 

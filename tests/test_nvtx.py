@@ -87,7 +87,7 @@ def test_annotated_attention_is_the_definition(dtype, masked):
 
 
 def test_nothing_is_left_behind_also_after_an_error(model, tokens):
-    before = lmcore.model.scaled_dot_product_attention, lmcore.model.fused_causal_attention
+    before = lmcore.model.scaled_dot_product_attention, [layer.attn.kernel for layer in model.layers]
     span = Recorder()
 
     def fail(*_):
@@ -105,7 +105,7 @@ def test_nothing_is_left_behind_also_after_an_error(model, tokens):
     handle.remove()
     assert span.open == [], "every range was closed"
     assert hooks(model) == 0
-    assert (lmcore.model.scaled_dot_product_attention, lmcore.model.fused_causal_attention) == before
+    assert (lmcore.model.scaled_dot_product_attention, [layer.attn.kernel for layer in model.layers]) == before
 
 
 def test_off_touches_nothing(model, tokens):

@@ -23,7 +23,7 @@ def test_a_batch_that_fails_leaves_the_update_taken_once():
     with pytest.raises((IndexError, RuntimeError)):
         steps[0](torch.full_like(inputs, config.vocab_size), targets)
     for step in steps:
-        step.finish()
+        step.current()
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
     with pytest.raises(UserError, match=r"not \(2, 1\)"):
         steps[0](inputs, targets[:, :1])
@@ -36,10 +36,9 @@ def test_an_update_that_is_due_is_dropped_with_the_weights_it_was_for():
     loaded = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
     step(*batch_of(config))
     model.load_state_dict(loaded)
-    step.weights_changed()
-    step.finish()
+    step.current()
     assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
-    assert all(map(torch.equal, step.model.copies, step.model.copies.values()))
+    assert all(map(torch.equal, step.transformer.copies, step.transformer.copies.values()))
 
 
 def test_only_fused_adamw_is_pipelined():
@@ -57,19 +56,17 @@ def test_training_goes_on_from_what_was_loaded_after_a_step_that_was_not_finite(
     batches = [batch_of(config, device=device) for _ in range(4)]
     for batch in batches[:2]:
         step(*batch)
-    step.finish()
+    step.current()
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(step.optimizer.state_dict())
     expected = [torch.stack(step(*batch)) for batch in batches[2:]]
     with torch.no_grad():
         model.layers[1].ffn.w2.weight[0, 0] = math.inf
-    step.weights_changed()
     assert not torch.stack(step(*batches[0])).isfinite().any()
     model.load_state_dict(weights)
     step.optimizer.load_state_dict(state)
-    step.weights_changed()
     for batch, result in zip(batches[2:], expected, strict=True):
         torch.testing.assert_close(torch.stack(step(*batch)), result, rtol=1e-6, atol=0)
-    step.finish()
+    step.current()
     assert all(p.isfinite().all() for p in model.parameters())
 
 
@@ -89,9 +86,9 @@ def test_updating_beside_the_next_forward_pass_changes_nothing(name, device):
         assert torch.equal(*results)
         if number in (0, 3):  # as for an evaluation; twice is no different
             for _ in range(2):
-                steps[0].finish()
+                steps[0].current()
             assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-    steps[0].finish()
+    steps[0].current()
     states = [digest(step.optimizer.state_dict()) for step in steps]
     assert states[0] == states[1]
     assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))

@@ -14,8 +14,7 @@ from lmcore.kernels.rmsnorm import rmsnorm_forward, rmsnorm_plain
 from lmcore.kernels.swiglu import swiglu_forward
 from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW, gradient_clipping
-from lmcore.readback import Readback
-from lmcore.training_step import training_step
+from lmcore.train import AsyncMetrics, training_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
@@ -69,7 +68,7 @@ def test_training_and_what_is_read_back():
         torch.manual_seed(0)
         step, reason = training_step(TransformerLM(CONFIG).to(device), config, device)
         assert reason is None
-        readback = Readback()
+        readback = AsyncMetrics()
         for number, batch in enumerate(batches):
             readback.push(number, 0.0, *step(*batch.to(device)))
         readback.start()

@@ -183,11 +183,11 @@ def test_a_diverged_run_is_a_result_and_a_failed_one_is_tried_again(tmp_path, tr
     training["base"] |= {"optimizer.name": "sgd", "optimizer.max_grad_norm": None, "optimizer.warmup_steps": 0}
     definition, out = loaded(tmp_path, training), tmp_path / "out"
 
-    def broken(self):
+    def broken(*_):
         raise ZeroDivisionError("a fault in the program")
 
     with monkeypatch.context() as fault:
-        fault.setattr("lmcore.train.Trainer.train_step", broken)
+        fault.setattr("lmcore.train.PlainStep.__call__", broken)
         assert run_definition(definition, out) == 1
     state, reason = cell_states(definition, out)["lr_0.01"]
     assert (state, reason) == ("failed", "ZeroDivisionError: a fault in the program")

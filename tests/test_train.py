@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import lmcore.run
 import lmcore.train
 from lmcore.checkpoint import digest, load_model, read_checkpoint, save_checkpoint
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
@@ -22,8 +23,7 @@ from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
 from lmcore.run import RunBusy, RunFolder
-from lmcore.train import Trainer, train
-from lmcore.training_step import PlainStep
+from lmcore.train import AsyncMetrics, PlainStep, Trainer, train
 from lmcore.workbook.sweep import is_finished
 
 TIMES = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}
@@ -60,14 +60,14 @@ def short_validation(monkeypatch, embedded_data):
 
 def stop_after(monkeypatch, step: int) -> None:
     """Sends this process SIGTERM at the end of the given step."""
-    original = Trainer.train_step
+    original = AsyncMetrics.push
 
-    def train_step(self):
-        original(self)
-        if self.step == step:
+    def push(self, number, *values):
+        original(self, number, *values)
+        if number == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(AsyncMetrics, "push", push)
 
 
 def weights(run: RunFolder) -> str:
@@ -338,7 +338,7 @@ def test_divergence_is_a_result_that_names_step_and_rate(tmp_path, config, monke
     assert all(torch.isfinite(value).all() for value in step["model"].values())
 
 
-@pytest.mark.parametrize("place", ["__init__", "train_step"])
+@pytest.mark.parametrize("place", [(Trainer, "__init__"), (PlainStep, "__call__")], ids=["building", "a step"])
 @pytest.mark.parametrize(
     "error",
     [
@@ -352,7 +352,7 @@ def test_out_of_memory_is_a_result(tmp_path, config, monkeypatch, capsys, place,
     def too_large(*_):
         raise error
 
-    monkeypatch.setattr(Trainer, place, too_large)
+    monkeypatch.setattr(*place, too_large)
     assert train(config, tmp_path / "run").state == "out of memory"
     assert "9 GiB" in RunFolder(tmp_path / "run").status()["reason"]
     assert "9 GiB" in capsys.readouterr().out
@@ -362,7 +362,7 @@ def test_another_error_is_not_taken_for_a_lack_of_memory(tmp_path, config, monke
     def broken(*_):
         raise RuntimeError("shapes differ")
 
-    monkeypatch.setattr(Trainer, "train_step", broken)
+    monkeypatch.setattr(PlainStep, "__call__", broken)
     with pytest.raises(RuntimeError, match="shapes differ"):
         train(config, tmp_path / "run")
 
@@ -416,7 +416,7 @@ def test_trackers_receive_every_line(tmp_path, config, monkeypatch):
             self.closed = True
 
     recorders: list[Recorder] = []
-    monkeypatch.setattr(lmcore.tracking, "TRACKERS", {"tensorboard": Recorder})
+    monkeypatch.setattr(lmcore.run, "TRACKERS", {"tensorboard": Recorder})
     train(replace(config, trackers=("tensorboard",)), tmp_path / "run")
     assert recorders[0].lines == RunFolder(tmp_path / "run").metrics_lines()
     assert recorders[0].closed

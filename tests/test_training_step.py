@@ -16,8 +16,7 @@ from lmcore.model import TransformerLM
 from lmcore.profiling.workload import Workload, WorkloadConfig
 from lmcore.recipes import RECIPES, fast
 from lmcore.run import RunFolder
-from lmcore.train import Trainer, train
-from lmcore.training_step import FusedTrainingStep, PlainStep, training_step
+from lmcore.train import AsyncMetrics, PlainStep, train, training_step
 
 MODEL = ModelConfig(vocab_size=300, context_length=16, d_model=32, num_layers=2, num_heads=2, d_ff=40)
 
@@ -88,14 +87,14 @@ def test_training_with_updates_due_is_training_without(tmp_path, config, request
 def test_a_run_that_is_interrupted_saves_the_update_that_is_due(tmp_path, config, monkeypatch, pipelined):
     whole, cut = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "cut")
     train(fast(replace(config, checkpoint_interval=5, keep_checkpoints=3)), whole)
-    original = Trainer.train_step
+    original = AsyncMetrics.push
 
-    def interrupted(self):
-        original(self)
-        if self.step == 5:
+    def interrupted(self, step, *values):
+        original(self, step, *values)
+        if step == 5:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    monkeypatch.setattr(AsyncMetrics, "push", interrupted)
     result = train(fast(config), cut)
     assert (result.state, result.step) == ("interrupted", 5)
     saved = [read_checkpoint(run.checkpoint_file(5)) for run in (whole, cut)]
@@ -110,14 +109,14 @@ def test_resuming_gives_the_run_that_was_never_stopped(tmp_path, config, monkeyp
     config = replace(config, ops="plain" if ops == "plain" else "fused")
     whole, cut = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "cut")
     train(config, whole)
-    original = Trainer.train_step
+    original = AsyncMetrics.push
 
-    def broken(self):
-        original(self)
-        if self.step == 8:
+    def broken(self, step, *values):
+        original(self, step, *values)
+        if step == 8:
             raise RuntimeError("stopped here")
 
-    monkeypatch.setattr(Trainer, "train_step", broken)
+    monkeypatch.setattr(AsyncMetrics, "push", broken)
     with pytest.raises(RuntimeError, match="stopped here"):
         train(config, cut)
     monkeypatch.undo()
@@ -138,7 +137,7 @@ def test_a_model_that_the_fused_step_does_not_cover_trains_plainly(tmp_path, con
 
 def test_which_step(config):
     cpu = torch.device("cpu")
-    for ops, kind in {"plain": PlainStep, "fused": FusedTrainingStep}.items():
+    for ops, kind in {"plain": PlainStep, "fused": FusedStep}.items():
         step, reason = training_step(TransformerLM(MODEL), replace(config, ops=ops), cpu)
         assert isinstance(step, kind)
         assert reason is None

@@ -14,7 +14,7 @@ from lmcore.accounting import training_flops
 from lmcore.config import TrainConfig, replace
 from lmcore.errors import UserError
 from lmcore.model import TransformerLM
-from lmcore.training_step import training_step
+from lmcore.train import training_step
 
 Batches = list[tuple[Tensor, Tensor]]
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

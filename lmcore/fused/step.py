@@ -2,17 +2,22 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lmcore.config import TrainConfig
 from lmcore.errors import require
 from lmcore.fused.model import FusedTransformer, nothing
 from lmcore.fused.streams import HIGH, Aside
 from lmcore.kernels.adamw import FusedAdamW
 from lmcore.model import TransformerLM
-from lmcore.optimizer import gradient_clipping
+from lmcore.optimizer import build_optimizer, gradient_clipping, set_learning_rate
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
+"""What the fused step computes in, by precision; its master weights are float32 in any case."""
 
 FEW_ROWS, NARROW = 2048, 1024
 """Tokens of a batch up to which the update fits in beside the forward pass, and d_model below which it does: on the
@@ -32,14 +37,17 @@ class FusedStep:
     everything, and the clipping is the optimizer's own; any other optimizer finds float32 gradients in `p.grad`,
     clipped to `max_grad_norm`, and takes its own step outside of the graph. Learning rates may change between calls.
 
-    A `pipelined` step takes its update with the next call, layer after layer beside that call's forward pass, and
-    `finish` takes the one that is due: before it, the parameters, the optimizer's moments and `.model` are one step
-    behind. Any other call ends with its update. It is the default with `FusedAdamW` on CUDA for small batches of narrow
-    models, whose kernels leave multiprocessors idle. `overlap` and `layers_per_product` are those of
-    `FusedTransformer`, `.model`. An optimizer serves the last step that was made with it. Raises `UserError` for a
-    model or a `dtype` that is not covered, an empty batch, and a `pipelined` step with another optimizer than
+    A `pipelined` step takes its update with the next call, layer after layer beside that call's forward pass: until
+    then parameters and moments are one step behind. **Read and write them through `current`**, which takes the update
+    that is due. Any other call ends with its update. Pipelining is the default with `FusedAdamW` on CUDA for small
+    batches of narrow models, whose kernels leave multiprocessors idle. `overlap` and `layers_per_product` are those of
+    `FusedTransformer`, `.transformer`. An optimizer serves the last step that was made with it. Raises `UserError` for
+    a model or a `dtype` that is not covered, an empty batch, and a `pipelined` step with another optimizer than
     `FusedAdamW`.
     """
+
+    scaler = torch.amp.GradScaler(enabled=False)
+    """No loss scaling: bfloat16 has the exponents of float32."""
 
     def __init__(
         self,
@@ -55,13 +63,14 @@ class FusedStep:
     ):
         found = f"A batch holds at least one id; batch_size is {batch_size} and context_length {context_length}."
         require(min(batch_size, context_length) > 0, found)
-        self.model = FusedTransformer(model, dtype, overlap, layers_per_product)
+        self.transformer = FusedTransformer(model, dtype, overlap, layers_per_product)
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
-        self.parameters = list(self.model.gradients)
+        self.parameters = list(self.transformer.gradients)
+        self.versions = self._versions()
         self.shape = torch.Size((batch_size, context_length))
         self.graph: torch.cuda.CUDAGraph | None = None
         ours = isinstance(optimizer, FusedAdamW)
-        by_default = ours and leaves_room(self.model.device, self.shape.numel(), model.config.d_model)
+        by_default = ours and leaves_room(self.transformer.device, self.shape.numel(), model.config.d_model)
         self.pipelined = by_default if pipelined is None else pipelined
         require(
             ours or not self.pipelined,
@@ -69,24 +78,36 @@ class FusedStep:
         )
         self.due = False  # an update
         if ours:
-            optimizer.bind(self.model.gradients, self.model.copies, self.model.parts)
+            optimizer.bind(self.transformer.gradients, self.transformer.copies, self.transformer.parts)
         else:
-            for p, gradient in self.model.gradients.items():  # what is float32 already serves as it is
+            for p, gradient in self.transformer.gradients.items():  # what is float32 already serves as it is
                 p.grad = gradient if gradient.dtype == p.dtype else torch.zeros_like(p)
-        if self.model.device.type == "cuda":
-            self.batch = torch.zeros(2, *self.shape, dtype=torch.int64, device=self.model.device)
-            self.updates = Aside(self.model.device, self.pipelined)
+        if self.transformer.device.type == "cuda":
+            self.batch = torch.zeros(2, *self.shape, dtype=torch.int64, device=self.transformer.device)
+            self.updates = Aside(self.transformer.device, self.pipelined)
+
+    @classmethod
+    def from_config(cls, model: TransformerLM, config: TrainConfig) -> "FusedStep":
+        """The step of a training run, with the run's optimizer; see `lmcore.train.training_step`."""
+        limit = config.optimizer.max_grad_norm or math.inf  # without a limit the norm is measured all the same
+        optimizer = build_optimizer(model, config.optimizer, partial(FusedAdamW, max_grad_norm=limit))
+        context, dtype = config.model.context_length, DTYPES[config.precision]
+        return cls(model, optimizer, config.batch_size, context, dtype, max_grad_norm=limit)
 
     @torch.no_grad()
-    def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: Tensor, targets: Tensor, lr: float | None = None) -> tuple[Tensor, Tensor]:
         """Takes a step; returns the loss (nats) and the gradients' norm before clipping, scalars on the device.
 
-        Raises `UserError` for a batch of another shape, and `torch.OutOfMemoryError` if the step does not fit.
+        `lr` is the learning rate; None leaves the optimizer's own. Raises `UserError` for a batch of another shape,
+        and `torch.OutOfMemoryError` if the step does not fit.
         """
+        if lr is not None:
+            set_learning_rate(self.optimizer, lr)
         for shape in (inputs.shape, targets.shape):
             found = f"This step was made for batches of {tuple(self.shape)} ids, not {tuple(shape)}."
             require(shape == self.shape, found)
-        if self.model.device.type != "cuda":
+        self._notice_writes()
+        if self.transformer.device.type != "cuda":
             return self._eager(inputs, targets)
         self.batch[0].copy_(inputs, non_blocking=True)
         self.batch[1].copy_(targets, non_blocking=True)
@@ -106,39 +127,57 @@ class FusedStep:
         loss, norm = self.result.clone().unbind()  # the next replay writes over the graph's own
         return loss, norm
 
+    def current(self) -> tuple[TransformerLM, Optimizer]:
+        """The model and the optimizer as the last step leaves them: an update that is due is taken first.
+
+        Weights and moments may be written, too, as from a checkpoint: the next call notices that (writes that autograd
+        does not count, those through `p.data`, excepted).
+        """
+        self._notice_writes()
+        self._take_update()
+        return self.transformer.model, self.optimizer
+
+    def evaluation_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss (nats) of a batch of any shape with the current weights; a scalar on the device."""
+        self.current()
+        return self.transformer.loss(inputs, targets)
+
     @torch.no_grad()
-    def finish(self) -> None:
-        """Takes the update that is due, if one is: parameters and optimizer are then those of the last step."""
+    def _take_update(self) -> None:
         if self.due:
             self.optimizer.apply()
             self.due = False
+            self.versions = self._versions()
 
-    def weights_changed(self) -> None:
-        """To be called when something else has written the parameters or the optimizer's state, as a checkpoint does.
+    def _notice_writes(self) -> None:
+        """After a write from outside: copies the parameters again, and drops an update that was due before it."""
+        if self.versions != self._versions():
+            self.due = False
+            self.transformer.refresh()
+            self.versions = self._versions()
 
-        Copies the parameters again, and drops an update that is due: `finish` before the writing takes it.
-        """
-        self.due = False
-        self.model.refresh()
+    def _versions(self) -> list[int]:
+        """How often each parameter has been written, by autograd's count, which kernels of our own leave alone."""
+        return [p._version for p in self.parameters]
 
     def _eager(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The step without a graph; an update that is due comes first."""
         if not isinstance(self.optimizer, FusedAdamW):
             loss = self._gradients_for_others(inputs, targets)
             return loss, self._other_update()
-        self.finish()
-        loss = self.model.forward_backward(inputs, targets, nothing, self.optimizer.begin_measure)
+        self._take_update()
+        loss = self.transformer.forward_backward(inputs, targets, nothing, self.optimizer.begin_measure)
         self.optimizer.prepare()
         self.optimizer.measure()
         self.due = True
         if not self.pipelined:
-            self.finish()
+            self._take_update()
         return loss, self.optimizer.norm.clone()
 
     def _gradients_for_others(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward pass, with the gradients in `p.grad`."""
-        loss = self.model.forward_backward(inputs, targets)
-        pairs = [(p.grad, g) for p, g in self.model.gradients.items() if p.grad.data_ptr() != g.data_ptr()]
+        loss = self.transformer.forward_backward(inputs, targets)
+        pairs = [(p.grad, g) for p, g in self.transformer.gradients.items() if p.grad.data_ptr() != g.data_ptr()]
         if pairs:
             torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
         return loss
@@ -146,7 +185,8 @@ class FusedStep:
     def _other_update(self) -> Tensor:
         norm = gradient_clipping(self.parameters, self.max_grad_norm or math.inf)
         self.optimizer.step()
-        self.model.refresh()
+        self.transformer.refresh()
+        self.versions = self._versions()
         return norm
 
     def _launches(self) -> None:
@@ -155,7 +195,7 @@ class FusedStep:
             self.result = self._gradients_for_others(*self.batch).float()[None]
             return
         before = self._begin_update() if self.pipelined else nothing
-        loss = self.model.forward_backward(*self.batch, before, self.optimizer.begin_measure)
+        loss = self.transformer.forward_backward(*self.batch, before, self.optimizer.begin_measure)
         self.optimizer.measure()
         if not self.pipelined:
             self.optimizer.apply()
@@ -165,19 +205,19 @@ class FusedStep:
         """Launches the update aside, part by part; what is given back lets the current stream wait for a part."""
         marks = {}
         with self.updates():
-            for part in sorted(set(self.model.parts.values())):
+            for part in sorted(set(self.transformer.parts.values())):
                 self.optimizer.apply(part)
                 marks[part] = self.updates.mark()
         return lambda part: self.updates.join(marks[part]) if part in marks else None
 
     def _capture(self) -> None:
         """Records the graph. Kernels are compiled before, by passes that write nothing but gradients."""
-        device = self.model.device
+        device = self.transformer.device
         stream = torch.cuda.Stream(device, priority=HIGH)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):  # memory that the first pass allocates in bits, the second finds in place
-                self.model.forward_backward(*self.batch)
+                self.transformer.forward_backward(*self.batch)
             if isinstance(self.optimizer, FusedAdamW):
                 self.optimizer.warm_up()
         torch.cuda.current_stream(device).wait_stream(stream)
@@ -191,3 +231,4 @@ class FusedStep:
                 raise error.__context__ from None
             raise
         self.graph = graph
+        self.versions = self._versions()  # without Triton the captured update counts as a write

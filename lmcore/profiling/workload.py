@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,11 +23,10 @@ from lmcore.config import (
 from lmcore.device import autocast, select_device, set_matmul_precision
 from lmcore.errors import require
 from lmcore.functional import cross_entropy
+from lmcore.fused.coverage import why_not
+from lmcore.fused.step import FusedStep
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
-
-if TYPE_CHECKING:
-    from lmcore.training_step import FusedTrainingStep
 
 Span = Callable[[str], AbstractContextManager]
 """Makes the context that a named part of a step runs in: a timer, a profiler's range, or nothing."""
@@ -99,17 +98,14 @@ def workload_config(
     return from_dict(WorkloadConfig, {"model": model, "size": size} | rest)
 
 
-def fused_step(model: TransformerLM, config: WorkloadConfig) -> "FusedTrainingStep":
+def fused_step(model: TransformerLM, config: WorkloadConfig) -> FusedStep:
     """The fused training step of a cell. Raises `UserError` where it does not cover the cell: that would be measured
     as something else."""
-    from lmcore.fused.coverage import why_not
-    from lmcore.training_step import FusedTrainingStep
-
     reason = why_not(config.model, config.precision)
     require(reason is None, f"The fused step does not cover {reason}; measure this cell with ops plain.")
     settings = replace(config.optimizer, max_grad_norm=None)
     shape = {"batch_size": config.batch_size, "precision": config.precision}
-    return FusedTrainingStep(model, TrainConfig(model=config.model, optimizer=settings, **shape))
+    return FusedStep.from_config(model, TrainConfig(model=config.model, optimizer=settings, **shape))
 
 
 class Workload:
@@ -160,11 +156,11 @@ class Workload:
                 self.scaler.update()
         return loss.detach()
 
-    def _fused_step(self, fused: "FusedTrainingStep") -> Tensor:
+    def _fused_step(self, fused: FusedStep) -> Tensor:
         if self.config.passes == "forward":
-            return fused.step.model.loss(self.inputs, self.targets)
+            return fused.transformer.loss(self.inputs, self.targets)
         if self.config.passes == "forward_backward":
-            return fused.step.model.forward_backward(self.inputs, self.targets)
+            return fused.transformer.forward_backward(self.inputs, self.targets)
         return fused(self.inputs, self.targets)[0]
 
     def synchronize(self) -> None:

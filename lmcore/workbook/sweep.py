@@ -14,8 +14,7 @@ from lmcore.device import visible_gpus
 from lmcore.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.progress import Progress
-from lmcore.resume import damage
-from lmcore.run import BUSY, RunBusy, RunFolder
+from lmcore.run import BUSY, RunBusy, RunFolder, damage
 from lmcore.stopping import stop_signals
 
 SECONDS_BETWEEN_LOOKS = 0.5

@@ -20,7 +20,7 @@ class Operations:
     def __call__(self) -> None:
         import lmcore.checkpoint
         import lmcore.files
-        import lmcore.metrics
+        import lmcore.run
 
         self.__dict__["count"] = 0
         sync, save_file = os.fsync, lmcore.checkpoint.save_file
@@ -37,7 +37,7 @@ class Operations:
 
         os.fsync = fsync
         lmcore.checkpoint.save_file = save_half
-        lmcore.files.open = lmcore.metrics.open = lambda *a, **k: Halved(open(*a, **k), self)  # noqa: SIM115 (its caller closes it)
+        lmcore.files.open = lmcore.run.open = lambda *a, **k: Halved(open(*a, **k), self)  # noqa: SIM115 (its caller closes it)
         sys.addaudithook(self.audit)
 
     def audit(self, event: str, arguments: tuple) -> None:

@@ -5,6 +5,7 @@ import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fault_bench import Bench, Tally, ended
@@ -34,16 +35,16 @@ class stop_after:
     def __call__(self) -> None:
         from file_faults import die
 
-        from lmcore.train import Trainer
+        from lmcore.train import AsyncMetrics
 
-        train_step = Trainer.train_step
+        push = AsyncMetrics.push
 
-        def last_step(trainer: Trainer) -> None:
-            train_step(trainer)
-            if trainer.step == self.step:
+        def last_push(metrics: AsyncMetrics, step: int, *values: Any) -> None:
+            push(metrics, step, *values)
+            if step == self.step:
                 die()
 
-        Trainer.train_step = last_step
+        AsyncMetrics.push = last_push
 
 
 def cut(path: Path, rng: random.Random) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from fault_bench import SECONDS, Bench, Tally, ended, wait_until
@@ -80,15 +81,15 @@ class Slow:
         self.seconds = seconds
 
     def __call__(self) -> None:
-        from lmcore.train import Trainer
+        from lmcore.train import AsyncMetrics
 
-        train_step = Trainer.train_step
+        push = AsyncMetrics.push
 
-        def slow_step(trainer: Trainer) -> None:
+        def slow_push(metrics: AsyncMetrics, *values: Any) -> None:
             time.sleep(self.seconds)
-            train_step(trainer)
+            push(metrics, *values)
 
-        Trainer.train_step = slow_step
+        AsyncMetrics.push = slow_push
 
 
 def slow_worker(folder) -> None:

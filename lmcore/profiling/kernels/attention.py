@@ -9,11 +9,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from lmcore.attention import fused_causal_attention
 from lmcore.config import ModelConfig, from_dict
 from lmcore.device import device_name, select_device, set_matmul_precision
 from lmcore.functional import scaled_dot_product_attention
 from lmcore.kernels.attention import flash_attention
+from lmcore.kernels.sdpa import fused_causal_attention
 from lmcore.model import causal_mask
 from lmcore.profiling.kernels.measuring import activation_dtype, measured
 from lmcore.profiling.kernels.traffic import Traffic, meta, traffic_of

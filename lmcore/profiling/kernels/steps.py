@@ -31,7 +31,7 @@ class Ungraphed(Workload):
 
     def step(self, span: Span = no_span) -> Tensor:
         """Forward and backward pass, then the update. Returns the loss."""
-        loss = self.fused.step.model.forward_backward(self.inputs, self.targets)
+        loss = self.fused.transformer.forward_backward(self.inputs, self.targets)
         self.optimizer.step()
         return loss
 

@@ -3,7 +3,7 @@
 import functools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -107,12 +107,15 @@ def annotated(model: nn.Module, span: Span) -> Iterator[None]:
     if span is no_span:
         yield
         return
-    hooks = []
-    plain, fused = lmcore.model.scaled_dot_product_attention, lmcore.model.fused_causal_attention
+    hooks, kernels = [], {}
+    plain = lmcore.model.scaled_dot_product_attention
 
-    def spanned_fused_attention(*tensors: Tensor) -> Tensor:
-        with span("scaled dot product attention"):
-            return fused(*tensors)
+    def spanned(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def attention(*tensors: Tensor) -> Tensor:
+            with span("scaled dot product attention"):
+                return kernel(*tensors)
+
+        return attention
 
     try:
         for path, module in model.named_modules():
@@ -120,11 +123,14 @@ def annotated(model: nn.Module, span: Span) -> Iterator[None]:
                 on_module = ModuleRange(name, span)
                 hooks.append(module.register_forward_pre_hook(on_module.enter))
                 hooks.append(module.register_forward_hook(on_module.exit, always_call=True))
+            if getattr(module, "kernel", None) is not None:
+                kernels[module] = module.kernel
+                module.kernel = spanned(module.kernel)
         lmcore.model.scaled_dot_product_attention = functools.partial(annotated_scaled_dot_product_attention, span=span)
-        lmcore.model.fused_causal_attention = spanned_fused_attention
         yield
     finally:
         lmcore.model.scaled_dot_product_attention = plain
-        lmcore.model.fused_causal_attention = fused
+        for module, kernel in kernels.items():
+            module.kernel = kernel
         for hook in hooks:
             hook.remove()

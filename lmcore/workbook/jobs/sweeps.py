@@ -14,8 +14,7 @@ from filelock import FileLock
 
 from lmcore.config import TrainConfig, replace
 from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED, UserError, require
-from lmcore.resume import damage
-from lmcore.run import RunBusy, RunFolder
+from lmcore.run import RunBusy, RunFolder, damage
 from lmcore.stopping import STOP_SIGNALS, stop_signals
 from lmcore.workbook.jobs.sweep_definition import (
     SweepDefinition,
