@@ -4,11 +4,14 @@ import dataclasses
 import types
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lmcore.errors import require
 
-Config = TypeVar("Config")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Config = TypeVar("Config", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -248,7 +251,7 @@ def from_dict(kind: type[Config], values: dict[str, Any]) -> Config:
 def _coerce(hint: Any, value: Any, name: str) -> Any:
     """`value` as the annotated type `hint`, where JSON or YAML has changed it (tuples to lists, floats to ints)."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else from_dict(hint, value)
     if origin in (typing.Union, types.UnionType):
         return None if value is None else _coerce(next(a for a in arguments if a is not type(None)), value, name)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lmcore.config import GenerateConfig
 from lmcore.device import autocast, require_precision
-from lmcore.errors import require
+from lmcore.errors import UserError, require
 from lmcore.model import TransformerLM, evaluating
 from lmcore.sampling import sample_next
+from lmcore.tokenizer import Tokenizer
 
 
 class KVCache:
@@ -72,7 +73,7 @@ class CachedForward(PlainForward):
         for row in rows:
             if self.cached[row] != len(windows[row]) - 1:  # new, or cut to a new window
                 self.cached[row] = 0
-        logits = {}
+        logits: dict[int, Tensor] = {}
         for group in ([r for r in rows if self.cached[r]], [r for r in rows if not self.cached[r]]):
             if group:
                 logits |= dict(zip(group, self._feed(group, windows), strict=True))
@@ -100,17 +101,6 @@ def _pad(sequences: list[list[int]], device: torch.device) -> tuple[Int[Tensor, 
     longest = max(map(len, sequences))
     tokens = torch.tensor([sequence + [0] * (longest - len(sequence)) for sequence in sequences], device=device)
     return tokens, torch.tensor([len(sequence) - 1 for sequence in sequences], device=device)
-
-
-class TextCodec(Protocol):
-    """What decoding needs of a tokenizer (`lmcore.tokenizer.Tokenizer`)."""
-
-    vocab_size: int
-    eot_id: int
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -224,7 +214,8 @@ def _checked(index: int, prompt: Sequence[int], model: TransformerLM, eot_id: in
     """The prompt as a fresh list, or the reason why it cannot be continued."""
     ids, config = [int(token) for token in prompt], model.config
     if not ids:
-        require(eot_id is not None, f"Prompt {index} is empty: give it a token, or eot_id to begin a document with.")
+        if eot_id is None:
+            raise UserError(f"Prompt {index} is empty: give it a token, or eot_id to begin a document with.")
         ids = [eot_id]
     require(
         len(ids) <= config.context_length,
@@ -245,7 +236,7 @@ class TextStream:
     The pieces join to what `tokenizer.decode` makes of all tokens at once.
     """
 
-    def __init__(self, tokenizer: TextCodec):
+    def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.waiting: list[int] = []
 
@@ -267,7 +258,7 @@ class TextStream:
 
 def generate_text(
     model: TransformerLM,
-    tokenizer: TextCodec,
+    tokenizer: Tokenizer,
     prompts: Sequence[str],
     config: GenerateConfig | None = None,
     *,
@@ -290,7 +281,7 @@ def generate_text(
     streams = [TextStream(tokenizer) for _ in prompts]
 
     def on_token(row: int, token: int) -> None:
-        if piece := streams[row].push(token):
+        if stream is not None and (piece := streams[row].push(token)):
             stream(row, piece)
 
     eot_id = tokenizer.eot_id if stop_at_end_of_text else None

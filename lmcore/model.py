@@ -131,6 +131,9 @@ class RotaryPositionalEmbedding(nn.Module):
     positions are computed once, in float32, and are not part of the state dict. Raises `UserError` if `d_k` is odd.
     """
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, theta: float, d_k: int, max_seq_len: int, device=None):
         super().__init__()
         if d_k % 2:
@@ -281,6 +284,8 @@ def checkpointed(blocks: nn.ModuleList, every: int, x: Tensor, *arguments: Tenso
 
 class TransformerLM(nn.Module):
     """Token embedding, blocks, final norm and output embedding (sections 3.1, 3.2 and 3.6)."""
+
+    position_embeddings: Tensor
 
     def __init__(self, config: ModelConfig, device=None, dtype=None):
         super().__init__()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ class SGD(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient; returns what `closure` returns."""
         loss = _call(closure)
         for group in self.param_groups:
@@ -45,7 +46,7 @@ class AdamW(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient; returns what `closure` returns."""
         loss = _call(closure)
         for group in self.param_groups:
@@ -91,7 +92,7 @@ class Muon(Optimizer):
         super().__init__(params, defaults | {"orthogonalize": False})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient; returns what `closure` returns."""
         loss = _call(closure)
         for group in self.param_groups:
@@ -103,7 +104,7 @@ class Muon(Optimizer):
         return loss
 
     def _orthogonalized_step(self, group: dict) -> None:
-        by_shape: dict[torch.Size, list[Tensor]] = {}
+        by_shape: dict[torch.Size, list[Any]] = {}
         for p in _with_gradient(group):
             by_shape.setdefault(p.shape, []).append(p)
         for shape, parameters in by_shape.items():  # one batched product serves all matrices of a shape
@@ -148,7 +149,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, adamw: Callable[.
     gains = [p for p in model.parameters() if p.ndim < 2]
     if config.name == "sgd":
         return SGD(model.parameters(), lr=config.learning_rate)
-    settings = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
+    settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
     if config.name == "adamw":
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}]
         return adamw([g for g in groups if g["params"]], **settings)
@@ -210,7 +211,7 @@ def _call(closure: Callable[[], float] | None) -> float | None:
         return closure()
 
 
-def _with_gradient(group: dict) -> list[Tensor]:
+def _with_gradient(group: dict) -> list[Any]:
     return [p for p in group["params"] if p.grad is not None]
 
 

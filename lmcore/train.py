@@ -363,7 +363,7 @@ class Trainer:
             return
         self._collect()
         rate = self.busy_steps / self.busy_seconds if self.busy_steps else 0.0
-        line = {
+        line: dict[str, Any] = {
             "step": self.line_step,
             "tokens": self.line_step * self.config.tokens_per_step,
             "train_loss": math.fsum(self.losses) / len(self.losses),

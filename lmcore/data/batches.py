@@ -3,6 +3,7 @@
 import mmap
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -130,7 +131,7 @@ def read_windows(x: np.ndarray, starts: np.ndarray, out: Int[Tensor, "2 batch_si
 
     Raises `UserError` if the file behind a memmap has become shorter: touching its missing end would kill the process.
     """
-    memory = x
+    memory: Any = x
     while isinstance(memory, np.ndarray):
         memory = memory.base
     if isinstance(memory, mmap.mmap):
