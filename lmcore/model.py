@@ -8,7 +8,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from einops import rearrange
@@ -33,6 +33,7 @@ def attention_kernel(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return getattr(importlib.import_module(module), function)
 
 
+@runtime_checkable
 class Cache(Protocol):
     """What attention needs of a key-value cache (see `lmcore.generate.KVCache`): one entry per layer."""
 

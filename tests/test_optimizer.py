@@ -334,11 +334,11 @@ def test_clipping_lets_a_norm_that_is_not_finite_show():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda p: SGD(p, lr=-1), r"The learning rate must not be negative, not -1\.$"),
+        (lambda p: SGD(p, lr=-1.0), r"The learning rate must not be negative, not -1.0\.$"),
         (lambda p: AdamW(p, lr=-0.1), r"The learning rate must not be negative, not -0.1\.$"),
         (lambda p: AdamW(p, betas=(0.9, 1.0)), r"betas must be in \[0, 1\), not \(0.9, 1.0\)\.$"),
         (lambda p: AdamW(p, eps=-1e-8), r"eps must not be negative, not -1e-08\.$"),
-        (lambda p: AdamW(p, weight_decay=-1), r"weight_decay must not be negative, not -1\.$"),
+        (lambda p: AdamW(p, weight_decay=-1.0), r"weight_decay must not be negative, not -1.0\.$"),
         (lambda p: Muon(p, momentum=1.5), r"momentum must be in \[0, 1\), not 1.5\.$"),
     ],
 )
