@@ -14,9 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from lmcore.kernels.gpu import attention_hopper
-from lmcore.kernels.gpu.attention_hopper_backward import attention_backward_kernel
-from lmcore.kernels.gpu.attention_hopper_forward import attention_forward_kernel
+from lmcore.kernels.attention import hopper as attention_hopper
+from lmcore.kernels.attention.hopper_backward import attention_backward_kernel
+from lmcore.kernels.attention.hopper_forward import attention_forward_kernel
 
 PTXAS = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "ptxas"
 FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

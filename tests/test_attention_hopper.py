@@ -11,7 +11,7 @@ import torch
 from attention_cases import TOLERANCE, assert_close, by_module, defined, packed
 
 from lmcore.kernels.attention import attention_backward, attention_forward, hopper_kernels
-from lmcore.kernels.support import is_hopper
+from lmcore.kernels.common.support import is_hopper
 
 
 def compiled_for_hopper() -> list[dict]:
@@ -55,8 +55,8 @@ on_hopper = pytest.mark.skipif(not hopper(), reason="needs a GPU with Hopper's i
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("dtype", "size", "length"), HOPPER)
 def test_hopper_kernels_are_the_definition(dtype, size, length, causal, device):
-    from lmcore.kernels.gpu import attention_hopper
-    from lmcore.kernels.gpu.attention import block_of
+    from lmcore.kernels.attention import hopper as attention_hopper
+    from lmcore.kernels.attention.gpu import block_of
 
     tensors = q, k, v, do = packed(2, length, 3, size, dtype, device, seed=torch.randint(2**31, ()).item())
     wanted = defined(*tensors, causal)
@@ -75,7 +75,7 @@ def test_hopper_kernels_are_the_definition(dtype, size, length, causal, device):
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_hopper_kernels_take_the_heads_of_a_group_together(group, device, monkeypatch):
     """Also those of the first group, which has fewer."""
-    from lmcore.kernels.gpu import attention_hopper
+    from lmcore.kernels.attention import hopper as attention_hopper
 
     monkeypatch.setattr(attention_hopper, "heads_of_group", lambda *given, **also: group)
     tensors = packed(2, 500, 7, 64, torch.bfloat16, device)
@@ -98,7 +98,7 @@ def test_hopper_kernels_with_keys_far_below_zero(device):
 @pytest.mark.parametrize("size", [32, 64])
 def test_warpgroups_never_overtake_their_buffers(size, device):
     """Thousands of programs at a time, many times: every shape of tiles gives the same bits again."""
-    from lmcore.kernels.gpu import attention_hopper
+    from lmcore.kernels.attention import hopper as attention_hopper
 
     q, k, v, _ = packed(32, 512, 12, size, torch.bfloat16, device)
     for tiles in {attention_hopper.forward_tiles(size, length) for length in (256, 4096)}:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lmcore.errors import UserError
-from lmcore.kernels import attention_tiled
 from lmcore.kernels.attention import (
     attention_backward,
     attention_forward,
@@ -18,6 +17,7 @@ from lmcore.kernels.attention import (
     flash_attention,
     forward_op,
 )
+from lmcore.kernels.attention import reference as attention_tiled
 from lmcore.model import causal_mask
 
 # the explanation
@@ -148,7 +148,7 @@ PORTABLE = [
 @pytest.mark.parametrize(("length", "size", "causal"), PORTABLE)
 def test_portable_kernels_are_the_definition(length, size, causal, dtype, device):
     pytest.importorskip("triton")
-    from lmcore.kernels.gpu import attention
+    from lmcore.kernels.attention import gpu as attention
 
     if dtype == torch.bfloat16 and device.type == "cpu":
         pytest.skip("Triton's interpreter multiplies matrices of bfloat16 as if they were integers")
@@ -160,7 +160,7 @@ def test_portable_kernels_are_the_definition(length, size, causal, dtype, device
 def test_any_number_of_heads_in_a_group(group, device, monkeypatch):
     """Programs go by length over the heads of a group, of which the first may have fewer."""
     pytest.importorskip("triton")
-    from lmcore.kernels.gpu import attention
+    from lmcore.kernels.attention import gpu as attention
 
     monkeypatch.setattr(attention, "heads_of_group", lambda *given: group)
     q, k, v, do = packed(1, 70, 5, 16, device=device)
@@ -173,7 +173,7 @@ def test_any_number_of_heads_in_a_group(group, device, monkeypatch):
 def test_groups_fill_a_part_of_the_cache(device):
     """All heads of short sequences, few of long ones, one at least; one without a mask, where no order is better."""
     pytest.importorskip("triton")
-    from lmcore.kernels.gpu.attention import heads_of_group
+    from lmcore.kernels.attention.gpu import heads_of_group
 
     short = torch.empty(2, 3, 64, 64, device=device, dtype=torch.float16)
     assert heads_of_group(short, True) == heads_of_group(short, True, backward=True) == 6
@@ -188,7 +188,7 @@ def test_groups_fill_a_part_of_the_cache(device):
 def test_rows_of_the_log_sum_exp_behind_the_last_position_are_infinite(length, device, monkeypatch):
     """All of them: what an operator gives back is the same every time, and no probability there can be a number."""
     pytest.importorskip("triton")
-    from lmcore.kernels.gpu import attention
+    from lmcore.kernels.attention import gpu as attention
 
     q, k, v, _ = packed(1, length, 2, 16, device=device)
     monkeypatch.setattr(attention.torch, "empty", lambda *shape, **place: torch.full(shape, 7.0, **place))
@@ -210,7 +210,7 @@ def test_extreme_scores(kind, implementation, device):
     module = attention_tiled
     if implementation == "portable":
         pytest.importorskip("triton")
-        from lmcore.kernels.gpu import attention as module
+        from lmcore.kernels.attention import gpu as module
     q, k, v, do = packed(1, 70, 1, 16, device=device)
     if kind == "negative":
         q, k = q.abs(), k.abs()
@@ -227,7 +227,7 @@ def test_extreme_scores(kind, implementation, device):
 
 def test_portable_kernels_repeat_bit_by_bit(device):
     pytest.importorskip("triton")
-    from lmcore.kernels.gpu import attention
+    from lmcore.kernels.attention import gpu as attention
 
     tensors = packed(1, 70, 2, 16, torch.float16, device)
     first, second = (by_module(attention, *tensors, True) for _ in range(2))

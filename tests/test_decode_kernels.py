@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def gpu():
     pytest.importorskip("triton")
-    from lmcore.kernels.gpu import decode
+    from lmcore.kernels.decode import gpu as decode
 
     return decode
 

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from lmcore.functional import silu
+from lmcore.kernels.common.support import has_triton
 from lmcore.kernels.embedding import embedding_backward_, sorted_tokens
 from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, rmsnorm_plain, sum_partials
 from lmcore.kernels.rope import rope_
-from lmcore.kernels.support import has_triton
 from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.model import RotaryPositionalEmbedding
 
@@ -39,7 +39,10 @@ def kernels(request, device):
         return Twins, torch.device("cpu")
     if not has_triton():
         pytest.skip("Triton is not installed")
-    from lmcore.kernels.gpu import embedding, rmsnorm, rope, swiglu
+    from lmcore.kernels.embedding import gpu as embedding
+    from lmcore.kernels.rmsnorm import gpu as rmsnorm
+    from lmcore.kernels.rope import gpu as rope
+    from lmcore.kernels.swiglu import gpu as swiglu
 
     class Launchers(Twins):
         pass
@@ -193,7 +196,7 @@ RUNS = [[1, 30, 1, 95, 3, 32, 9, 2, 40], [7, 9, 16, 8, 17, 1, 23], [24, 16, 32, 
 @pytest.mark.parametrize("runs", RUNS, ids=str)
 def test_embedding_gradient_of_runs_that_end_anywhere(monkeypatch, device, runs, chunk, accumulate):
     """Within a chunk or several later, at the end of one or of all; more parts than are added up at a time."""
-    gpu = pytest.importorskip("lmcore.kernels.gpu.embedding", reason="Triton is not installed")
+    gpu = pytest.importorskip("lmcore.kernels.embedding.gpu", reason="Triton is not installed")
     monkeypatch.setattr(gpu, "tiles_of", lambda num_tokens: gpu.Tiles(chunk, 4, 2))
     monkeypatch.setattr(gpu, "PARTS", 4)
     torch.manual_seed(0)
@@ -209,7 +212,7 @@ def test_embedding_gradient_of_runs_that_end_anywhere(monkeypatch, device, runs,
 @pytest.mark.parametrize(("tokens", "d"), [(4096, 768), (65_536, 512)])
 def test_embedding_gradient_of_text(device, tokens, d, accumulate):
     """Ids as often as words, the first a tenth of all; the same bits again."""
-    from lmcore.kernels.gpu import embedding
+    from lmcore.kernels.embedding import gpu as embedding
 
     torch.manual_seed(0)
     ids = torch.multinomial(1 / torch.arange(1, 10_001).double(), tokens, replacement=True).to(device)

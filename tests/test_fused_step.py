@@ -15,7 +15,7 @@ from lmcore.functional import cross_entropy
 from lmcore.fused.coverage import why_not
 from lmcore.fused.model import FusedTransformer
 from lmcore.fused.step import FusedStep
-from lmcore.kernels.support import has_triton
+from lmcore.kernels.common.support import has_triton
 
 
 @pytest.mark.parametrize("layers_per_product", [None, 1, 2])

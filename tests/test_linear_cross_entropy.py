@@ -258,7 +258,7 @@ def test_bad_input_is_refused_in_a_sentence():
 
 def test_triton_makes_the_loss_of_an_id_outside_the_vocabulary_nan(device):
     pytest.importorskip("triton")
-    from lmcore.kernels.gpu.cross_entropy import softmax_gradient
+    from lmcore.kernels.cross_entropy.gpu import softmax_gradient
 
     for target in (-1, 67, 10**12):
         logits, losses = torch.randn(2, 128, device=device), torch.zeros(2, device=device)

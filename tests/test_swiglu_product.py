@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lmcore.functional import silu
-from lmcore.kernels import support
+from lmcore.kernels.common import support
 from lmcore.kernels.swiglu import goes_in_one, linear_swiglu_backward_
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
@@ -33,7 +33,7 @@ def error(out: Tensor, right: Tensor) -> float:
 
 def launch(dy: Tensor, w2: Tensor, ab: Tensor) -> Tensor:
     pytest.importorskip("triton")
-    from lmcore.kernels.gpu import swiglu_product
+    from lmcore.kernels.swiglu import hopper as swiglu_product
 
     return swiglu_product.linear_swiglu_backward_(dy, w2, ab)
 

@@ -16,11 +16,13 @@ sys.meta_path = [WithoutTriton if finder is PathFinder else finder for finder in
 
 import lmcore
 from lmcore import cli
-from lmcore.kernels.support import has_triton
+from lmcore.kernels.common.support import has_triton
 
 assert not has_triton()
 for module in pkgutil.walk_packages(lmcore.__path__, "lmcore."):
-    if not module.name.startswith(("lmcore.kernels.gpu", "lmcore.__main__")):
+    last = module.name.rpartition(".")[2]
+    needs_triton = module.name.startswith("lmcore.kernels.") and last.startswith(("gpu", "hopper"))
+    if not needs_triton and last != "__main__":
         importlib.import_module(module.name)
 data, run = sys.argv[1:]
 tiny = ["--model.d-model", "16", "--model.num-heads", "2", "--model.d-ff", "24", "--model.context-length", "16"]

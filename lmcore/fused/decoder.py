@@ -16,7 +16,7 @@ from lmcore.errors import require
 from lmcore.fused.coverage import precision_of
 from lmcore.fused.coverage import why_not as training_why_not
 from lmcore.kernels import decode as ops
-from lmcore.kernels.support import on_device_of
+from lmcore.kernels.common.support import on_device_of
 from lmcore.model import Linear, TransformerBlock, TransformerLM, evaluating
 
 GREEDY = GenerateConfig(temperature=0)

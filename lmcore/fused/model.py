@@ -21,13 +21,13 @@ from lmcore.kernels.attention import attention_backward, attention_forward
 from lmcore.kernels.cross_entropy import linear_cross_entropy_gradients, linear_cross_entropy_loss
 from lmcore.kernels.embedding import embedding_backward_, sorted_tokens
 from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
-from lmcore.kernels.swiglu import linear_swiglu_backward_, swiglu_forward
-from lmcore.kernels.turned_attention import (
+from lmcore.kernels.rope_attention import (
     heads_of,
     split_heads,
     turned_attention_backward,
     turned_attention_forward,
 )
+from lmcore.kernels.swiglu import linear_swiglu_backward_, swiglu_forward
 from lmcore.model import TransformerLM
 
 ROWS_PER_PRODUCT, MOST_LAYERS = 16_384, 8

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmcore.device import select_device
 from lmcore.errors import require
-from lmcore.kernels.support import has_triton
+from lmcore.kernels.common.support import has_triton
 from lmcore.profiling.kernels.agreement import attention_rows
 from lmcore.profiling.workload import WorkloadConfig
 
@@ -47,7 +47,7 @@ class Interpreted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        from lmcore.kernels.gpu import attention
+        from lmcore.kernels.attention import gpu as attention
 
         output, lse = attention.forward(q, k, v, causal, torch.empty_like(q))
         ctx.save_for_backward(q, k, v, output, lse)
@@ -56,7 +56,7 @@ class Interpreted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        from lmcore.kernels.gpu import attention
+        from lmcore.kernels.attention import gpu as attention
 
         q, k, v, output, lse = ctx.saved_tensors
         into = [torch.empty_like(x) for x in (q, k, v)]

@@ -11,7 +11,7 @@ from torch import nn
 from lmcore.config import from_dict
 from lmcore.device import device_name, select_device
 from lmcore.kernels.adamw import FusedAdamW
-from lmcore.kernels.support import runs_triton
+from lmcore.kernels.common.support import runs_triton
 from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW, gradient_clipping
 from lmcore.profiling.ceilings import Timer, copy_ceiling

@@ -6,7 +6,7 @@ Where RoPE has turned queries and keys, dQ and dK are turned back on the way.
 import triton
 import triton.language as tl
 
-from lmcore.kernels.gpu.rope import turned_back
+from lmcore.kernels.rope.gpu import turned_back
 
 # signatures and calls of kernels are lists of operands: they stay as they are written
 # fmt: off

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lmcore.functional import at_least_float32
-from lmcore.kernels.support import on_device_of, runs_triton
+from lmcore.kernels.common.support import on_device_of, runs_triton
 
 
 def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, seq_length: int, inverse: bool = False) -> Tensor:
@@ -16,7 +16,7 @@ def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, seq_length: int, inverse: bool 
     transpose. (The fused step turns gradients back within attention's backward pass.) Computed in at least float32.
     """
     if runs_triton(qkv.device):
-        from lmcore.kernels.gpu import rope
+        from lmcore.kernels.rope import gpu as rope
 
         with on_device_of(qkv):
             return rope.rope_(qkv, cos, sin, seq_length, inverse)

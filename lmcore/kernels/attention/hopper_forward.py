@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lmcore.kernels.gpu.attention_forward import tile_and_head
-from lmcore.kernels.gpu.hopper import as_matrix, features_product, load_tile
+from lmcore.kernels.attention.gpu_forward import tile_and_head
+from lmcore.kernels.common.hopper import as_matrix, features_product, load_tile
 
 # signatures and calls of kernels are lists of operands: they stay as they are written
 # fmt: off

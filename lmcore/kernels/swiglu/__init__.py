@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lmcore.functional import at_least_float32, silu
-from lmcore.kernels.support import is_hopper, on_device_of, runs_triton
+from lmcore.kernels.common.support import is_hopper, on_device_of, runs_triton
 
 NARROW, MANY_ROWS = 512, 4096
 """Up to this d_model, and from so many rows on, `linear_swiglu_backward_` is faster as one kernel, by measurement on
@@ -14,7 +14,7 @@ the H200: the deeper the product, the more it loses there against cuBLAS."""
 def swiglu_forward(ab: Tensor, h: Tensor | None = None) -> Tensor:
     """SiLU(a) * b (N, F) of `ab` (N, 2F), whose row holds a = W1 x, then b = W3 x. Computed in at least float32."""
     if runs_triton(ab.device):
-        from lmcore.kernels.gpu import swiglu
+        from lmcore.kernels.swiglu import gpu as swiglu
 
         with on_device_of(ab):
             return swiglu.swiglu_forward(ab, h)
@@ -29,7 +29,7 @@ def swiglu_backward_(dh: Tensor, ab: Tensor) -> Tensor:
     With s = sigmoid(a): da = dh * b * s * (1 + a * (1 - s)) and db = dh * a * s.
     """
     if runs_triton(ab.device):
-        from lmcore.kernels.gpu import swiglu
+        from lmcore.kernels.swiglu import gpu as swiglu
 
         with on_device_of(ab):
             return swiglu.swiglu_backward_(dh, ab)
@@ -45,7 +45,7 @@ def linear_swiglu_backward_(dy: Tensor, w2: Tensor, ab: Tensor) -> Tensor:
     One kernel where that is faster, a product and `swiglu_backward_` elsewhere.
     """
     if goes_in_one(dy, w2):
-        from lmcore.kernels.gpu import swiglu_product
+        from lmcore.kernels.swiglu import hopper as swiglu_product
 
         with on_device_of(ab):
             return swiglu_product.linear_swiglu_backward_(dy, w2, ab)

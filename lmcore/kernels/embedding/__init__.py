@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lmcore.functional import at_least_float32
-from lmcore.kernels.support import on_device_of, runs_triton
+from lmcore.kernels.common.support import on_device_of, runs_triton
 
 
 def sorted_tokens(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,7 @@ def embedding_backward_(
     float32.
     """
     if runs_triton(dx.device):
-        from lmcore.kernels.gpu import embedding
+        from lmcore.kernels.embedding import gpu as embedding
 
         with on_device_of(dx):
             return embedding.embedding_backward_(dx, sorted_ids, order, gradient, accumulate)

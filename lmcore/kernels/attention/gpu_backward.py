@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from lmcore.kernels.gpu.attention_forward import LOG2_E, store_tile, tile_and_head, tile_of
-from lmcore.kernels.gpu.rope import turned_back
+from lmcore.kernels.attention.gpu_forward import LOG2_E, store_tile, tile_and_head, tile_of
+from lmcore.kernels.rope.gpu import turned_back
 
 # signatures and calls of kernels are lists of operands: they stay as they are written
 # fmt: off

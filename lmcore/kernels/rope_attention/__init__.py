@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from lmcore.kernels.attention import attention_backward, attention_forward
+from lmcore.kernels.common.support import is_hopper, on_device_of
 from lmcore.kernels.rope import rope_
-from lmcore.kernels.support import is_hopper, on_device_of
 
 LONGEST = 256
 LARGEST_HEAD = 32
@@ -23,7 +23,7 @@ def turned_attention_forward(qkv: Tensor, cos: Tensor, sin: Tensor, shape: tuple
     """
     q_k_v, o = split_heads(qkv, shape), heads_of(out, shape)
     if takes_whole_heads(qkv, shape):
-        from lmcore.kernels.gpu import attention_heads
+        from lmcore.kernels.rope_attention import gpu as attention_heads
 
         with on_device_of(qkv):
             return attention_heads.turned_attention_forward(q_k_v, cos, sin, o)
@@ -49,7 +49,7 @@ def turned_attention_backward(
     q_k_v, gradients = split_heads(qkv, shape), split_heads(dqkv, shape)
     o, do = heads_of(o, shape), heads_of(do, shape)
     if takes_whole_heads(qkv, shape):
-        from lmcore.kernels.gpu import attention_heads
+        from lmcore.kernels.rope_attention import gpu as attention_heads
 
         with on_device_of(qkv):
             attention_heads.turned_attention_backward(q_k_v, o, lse, do, gradients, cos, sin)

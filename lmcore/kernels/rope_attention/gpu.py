@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmcore.kernels.gpu.attention import block_of, precision_of
-from lmcore.kernels.gpu.attention_forward import LOG2_E
-from lmcore.kernels.gpu.attention_heads_forward import (
+from lmcore.kernels.attention.gpu import block_of, precision_of
+from lmcore.kernels.attention.gpu_forward import LOG2_E
+from lmcore.kernels.rope.gpu import turned_back
+from lmcore.kernels.rope_attention.gpu_forward import (
     head_forward_kernel,
     load_rows,
     store_rows,
 )
-from lmcore.kernels.gpu.rope import turned_back
 
 TILE, WARPS = 64, 4
 """Queries, and keys, of a tile, and warps of a program."""
@@ -93,7 +93,7 @@ def head_gradients_kernel(q, k, v, o, do, dq, dk, dv, lse, cos, sin, x_b, x_h, x
 def turned_attention_forward(
     q_k_v: tuple[Tensor, ...], cos: Tensor, sin: Tensor, o: Tensor, tile: int = TILE, warps: int = WARPS
 ) -> Tensor:
-    """See `lmcore.kernels.turned_attention`; the log-sum-exp (B, H, T) is in base 2."""
+    """See `lmcore.kernels.rope_attention`; the log-sum-exp (B, H, T) is in base 2."""
     q, k, v = q_k_v
     batch, heads, length, size = q.shape
     lse = torch.empty(batch, heads, length, device=q.device, dtype=torch.float32)
@@ -116,7 +116,7 @@ def turned_attention_backward(
     tile: int = TILE,
     warps: int = WARPS,
 ) -> None:
-    """See `lmcore.kernels.turned_attention`; `lse` as `turned_attention_forward` gives it."""
+    """See `lmcore.kernels.rope_attention`; `lse` as `turned_attention_forward` gives it."""
     q, dq = q_k_v[0], gradients[0]
     batch, heads, length, size = q.shape
     strides = [stride for x in (q, o, do, dq) for stride in x.stride()[:3]]

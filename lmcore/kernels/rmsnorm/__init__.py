@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmcore.functional import at_least_float32
-from lmcore.kernels.support import on_device_of, runs_triton
+from lmcore.kernels.common.support import on_device_of, runs_triton
 
 
 def rmsnorm_forward(
@@ -20,7 +20,7 @@ def rmsnorm_forward(
     float32. `y` is written into the tensor given, if one is. Rows are computed in at least float32.
     """
     if runs_triton(x.device):
-        from lmcore.kernels.gpu import rmsnorm
+        from lmcore.kernels.rmsnorm import gpu as rmsnorm
 
         with on_device_of(x):
             return rmsnorm.rmsnorm_forward(x, gain, eps, branch, y)
@@ -47,7 +47,7 @@ def rmsnorm_backward(
     of the rows, for P see `num_partials`: `sum_partials` adds them up for all norms of a model at once.
     """
     if runs_triton(x.device):
-        from lmcore.kernels.gpu import rmsnorm
+        from lmcore.kernels.rmsnorm import gpu as rmsnorm
 
         with on_device_of(x):
             return rmsnorm.rmsnorm_backward(dy, x, gain, rstd, residual, dx, partials)
@@ -64,7 +64,7 @@ def rmsnorm_backward(
 def num_partials(x: Tensor) -> int:
     """P, the number of partial sums that `rmsnorm_backward` makes for an input like `x` (N, D)."""
     if runs_triton(x.device):
-        from lmcore.kernels.gpu import rmsnorm
+        from lmcore.kernels.rmsnorm import gpu as rmsnorm
 
         return rmsnorm.num_partials(x)
     return 1
@@ -73,7 +73,7 @@ def num_partials(x: Tensor) -> int:
 def sum_partials(partials: Tensor, out: Tensor) -> Tensor:
     """Adds up partial sums (M, P, D) of M norms into the gradients of their gains `out` (M, D), in a fixed order."""
     if runs_triton(partials.device):
-        from lmcore.kernels.gpu import rmsnorm
+        from lmcore.kernels.rmsnorm import gpu as rmsnorm
 
         with on_device_of(partials):
             return rmsnorm.sum_partials(partials, out)

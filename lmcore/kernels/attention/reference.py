@@ -1,6 +1,6 @@
 """FlashAttention-2 in plain PyTorch: attention tile by tile, without ever holding all scores (Dao 2023).
 
-The explanation of `lmcore.kernels.gpu.attention`, whose kernels do this for all tiles at once, and what runs where
+The explanation of `lmcore.kernels.attention.gpu`, whose kernels do this for all tiles at once, and what runs where
 there is no Triton. Its only memory beside inputs and outputs is one tile of scores for each head.
 """
 

@@ -1,6 +1,6 @@
 """FlashAttention-2: attention that never writes out its scores, and the choice of the kernels that compute it.
 
-`lmcore.functional.scaled_dot_product_attention` is the definition, `lmcore.kernels.attention_tiled` the explanation.
+`lmcore.functional.scaled_dot_product_attention` is the definition, `lmcore.kernels.attention.reference` explains it.
 On a GPU with Triton, half precision runs the Hopper kernels where the chip is one, everything else the portable ones;
 float64, head sizes above 128 and other devices run the explanation.
 """
@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lmcore.errors import require
-from lmcore.kernels import attention_tiled
-from lmcore.kernels.support import is_hopper, on_device_of, runs_triton
+from lmcore.kernels.attention import reference as attention_tiled
+from lmcore.kernels.common.support import is_hopper, on_device_of, runs_triton
 
 MAX_HEAD_SIZE = 128
 """Of the Triton kernels."""
@@ -122,7 +122,7 @@ def kernels(q: Tensor, deterministic: bool = False) -> ModuleType:
     hopper = q.dtype != torch.float32 and whole and is_hopper(q.device)
     if hopper and not deterministic and (module := hopper_kernels()) is not None:
         return module
-    from lmcore.kernels.gpu import attention
+    from lmcore.kernels.attention import gpu as attention
 
     return attention
 
@@ -131,7 +131,7 @@ def kernels(q: Tensor, deterministic: bool = False) -> ModuleType:
 def hopper_kernels() -> ModuleType | None:
     """The kernels in Gluon, or None, said once, with a Triton whose Gluon is another one: it is experimental."""
     try:
-        from lmcore.kernels.gpu import attention_hopper
+        from lmcore.kernels.attention import hopper as attention_hopper
     except (ImportError, AttributeError) as error:
         warnings.warn(f"Attention runs on the portable kernels: this Triton's Gluon differs ({error}).", stacklevel=2)
         return None

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lmcore.functional import scaled_dot_product_attention
+from lmcore.kernels.common.support import has_triton, is_hopper
 from lmcore.kernels.rope import rope_
-from lmcore.kernels.support import has_triton, is_hopper
-from lmcore.kernels.turned_attention import (
+from lmcore.kernels.rope_attention import (
     heads_of,
     split_heads,
     takes_whole_heads,
@@ -48,7 +48,7 @@ def assert_near(out, expected, tolerance):
 @pytest.mark.parametrize(("scale", "tolerance"), [(1.0, 1e-5), (10.0, 1e-4)])
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
 def test_whole_heads(shape, size, scale, tolerance, device):
-    from lmcore.kernels.gpu import attention_heads
+    from lmcore.kernels.rope_attention import gpu as attention_heads
 
     e = Example(shape, size, torch.float32, device, scale)
     q_k_v, o = split_heads(e.qkv, shape), heads_of(e.out, shape)
@@ -87,7 +87,7 @@ def test_whole_heads_at_real_sizes(shape, size):
 @pytest.mark.parametrize(("shape", "size"), [((2, 70, 1), 16), ((1, 33, 2), 20), ((1, 64, 1), 32)])
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
 def test_portable_kernels_turn_gradients_back(parts, shape, size, device):
-    from lmcore.kernels.gpu import attention
+    from lmcore.kernels.attention import gpu as attention
 
     e = Example(shape, size, torch.float32, device)
     rope_(e.qkv, *e.angles, shape[1])
@@ -102,7 +102,7 @@ def test_portable_kernels_turn_gradients_back(parts, shape, size, device):
 @pytest.mark.parametrize(("shape", "size"), [((2, 70, 3), 16), ((1, 33, 2), 20)])
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
 def test_the_kernel_after_hopper_s_turns_gradients_back(shape, size, device):
-    from lmcore.kernels.gpu.attention_hopper_sums import attention_finish_kernel
+    from lmcore.kernels.attention.gpu_sums import attention_finish_kernel
 
     batch, length, heads = shape
     e = Example(shape, size, torch.float32, device)
@@ -121,7 +121,7 @@ def test_the_kernel_after_hopper_s_turns_gradients_back(shape, size, device):
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
 def test_attention_hands_the_angles_on(monkeypatch, device):
     from lmcore.kernels import attention as choice
-    from lmcore.kernels.gpu import attention
+    from lmcore.kernels.attention import gpu as attention
 
     shape = (2, 40, 1)
     e = Example(shape, 16, torch.float32, device)

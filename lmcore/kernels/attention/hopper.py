@@ -1,6 +1,6 @@
 """FlashAttention-2 on Hopper for half precision: the launches of its kernels, with what `attention` has for the rest.
 
-The log-sum-exp is that of `lmcore.kernels.gpu.attention`, so that either module's backward pass takes it.
+The log-sum-exp is that of `lmcore.kernels.attention.gpu`, so that either module's backward pass takes it.
 """
 
 import math
@@ -10,13 +10,13 @@ import torch
 import triton
 from torch import Tensor
 
-from lmcore.kernels.gpu import attention
-from lmcore.kernels.gpu.attention import block_of, heads_of_group, lse_rows_of
-from lmcore.kernels.gpu.attention_forward import LOG2_E
-from lmcore.kernels.gpu.attention_hopper_backward import attention_backward_kernel
-from lmcore.kernels.gpu.attention_hopper_forward import attention_forward_kernel
-from lmcore.kernels.gpu.attention_hopper_sums import attention_finish_kernel, attention_prepare_kernel
-from lmcore.kernels.gpu.hopper import depth_of, is_aligned, row_descriptor, tile_descriptor
+from lmcore.kernels.attention import gpu as attention
+from lmcore.kernels.attention.gpu import block_of, heads_of_group, lse_rows_of
+from lmcore.kernels.attention.gpu_forward import LOG2_E
+from lmcore.kernels.attention.gpu_sums import attention_finish_kernel, attention_prepare_kernel
+from lmcore.kernels.attention.hopper_backward import attention_backward_kernel
+from lmcore.kernels.attention.hopper_forward import attention_forward_kernel
+from lmcore.kernels.common.hopper import depth_of, is_aligned, row_descriptor, tile_descriptor
 
 PRODUCER_REGISTERS = 24
 """Of a thread: the producer hands the others to the consumers."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmcore.errors import UserError, require
 from lmcore.functional import at_least_float32
-from lmcore.kernels.support import on_device_of, runs_triton
+from lmcore.kernels.common.support import on_device_of, runs_triton
 
 CHUNK_BYTES = 540 * 2**20
 """Most memory for the logits of a chunk: fewer chunks mean fewer passes over the sum of the weight's gradient."""
@@ -97,7 +97,7 @@ def softmax_gradient(
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """tensor * factor, a scalar, in `dtype`: a new tensor, unless nothing would change that the CPU can see."""
     if runs_triton(tensor.device) and tensor.dtype != torch.float64 != dtype and tensor.is_contiguous():
-        from lmcore.kernels.gpu.cross_entropy import scaled as in_one_pass
+        from lmcore.kernels.cross_entropy.gpu import scaled as in_one_pass
 
         with on_device_of(tensor):
             return in_one_pass(tensor, factor, dtype)
@@ -140,7 +140,7 @@ def _chunks(
     size = chunk_rows or _chunk_rows(x, columns, padded_bytes)
     softmax = softmax_gradient
     if runs_triton(x.device) and x.dtype != torch.float64:
-        from lmcore.kernels.gpu.cross_entropy import softmax_gradient as softmax
+        from lmcore.kernels.cross_entropy.gpu import softmax_gradient as softmax
     losses = x.new_empty(n, dtype=torch.promote_types(x.dtype, torch.float32))
     buffer = x.new_empty(min(size, n), columns)
     total = _sum_for(dw, weight, single=size >= n)

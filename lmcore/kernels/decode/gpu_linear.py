@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lmcore.kernels.gpu.overlap import early, launch_options
+from lmcore.kernels.common.overlap import early, launch_options
 
 VECTOR_ROWS = 8
 """Up to so many rows the products are sums in registers; above, tiles for the tensor cores."""

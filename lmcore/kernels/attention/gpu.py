@@ -14,8 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
-from lmcore.kernels.gpu.attention_backward import attention_backward_kernel
-from lmcore.kernels.gpu.attention_forward import LOG2_E, attention_forward_kernel
+from lmcore.kernels.attention.gpu_backward import attention_backward_kernel
+from lmcore.kernels.attention.gpu_forward import LOG2_E, attention_forward_kernel
 
 FEW_TILES = 512
 """Tiles of 64 positions, over all heads, that do not fill the H200."""

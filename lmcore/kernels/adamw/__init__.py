@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lmcore.errors import require
-from lmcore.kernels.support import on_device_of, runs_triton
+from lmcore.kernels.common.support import on_device_of, runs_triton
 from lmcore.optimizer import AdamW, gradient_norm
 
 
@@ -236,7 +236,7 @@ class FusedAdamW(AdamW):
         if not slots or not runs_triton(slots[0].p.device):
             self._table = None
         elif self._table is None or not self._table.move(slots, self._part_of):
-            from lmcore.kernels.gpu.adamw import Table
+            from lmcore.kernels.adamw.gpu import Table
 
             self._table = Table(slots, self._part_of)
         if self._table is not None:

@@ -7,8 +7,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmcore.config import GenerateConfig
+from lmcore.kernels.common.overlap import early, launch_options
 from lmcore.kernels.decode import Sequences
-from lmcore.kernels.gpu.overlap import early, launch_options
 
 MAX_SAMPLED = 1 << 14
 """The logits of a row are held in the registers of one program."""

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from lmcore.config import GenerateConfig
 from lmcore.functional import at_least_float32, silu
+from lmcore.kernels.common.support import runs_triton
 from lmcore.kernels.rope import turned
-from lmcore.kernels.support import runs_triton
 from lmcore.sampling import draw
 
 
@@ -182,6 +182,6 @@ def _normed(x: Tensor, eps: float) -> Tensor:
 
 
 def _gpu():
-    from lmcore.kernels.gpu import decode
+    from lmcore.kernels.decode import gpu as decode
 
     return decode

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lmcore.kernels.gpu.swiglu import gate_gradients
+from lmcore.kernels.swiglu.gpu import gate_gradients
 
 ROWS, COLUMNS, DEPTH = 128, 128, 64
 """Rows and columns of a tile of dh, and features of D that a turn of the product takes."""

@@ -7,7 +7,7 @@ once for RoPE and attention together.
 import triton
 import triton.language as tl
 
-from lmcore.kernels.gpu.rope import load_angles, turned
+from lmcore.kernels.rope.gpu import load_angles, turned
 
 # signatures and calls of kernels are lists of operands: they stay as they are written
 # fmt: off

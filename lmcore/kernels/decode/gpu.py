@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lmcore.kernels.gpu.decode_linear import linear
-from lmcore.kernels.gpu.decode_tokens import MAX_SAMPLED, advance, greedy, sampled
-from lmcore.kernels.gpu.overlap import early, launch_options
+from lmcore.kernels.common.overlap import early, launch_options
+from lmcore.kernels.decode.gpu_linear import linear
+from lmcore.kernels.decode.gpu_tokens import MAX_SAMPLED, advance, greedy, sampled
 
 __all__ = ["MAX_SAMPLED", "advance", "attend", "greedy", "linear", "sampled"]
 

@@ -1,1 +1,0 @@
-"""Triton and Gluon code of `lmcore.kernels`. Importing a module of this folder needs Triton."""
