@@ -14,9 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from lmcore.kernels.attention import hopper as attention_hopper
-from lmcore.kernels.attention.hopper_backward import attention_backward_kernel
-from lmcore.kernels.attention.hopper_forward import attention_forward_kernel
+from lmcore.kernels.attention import hopper
+from lmcore.kernels.attention.hopper import attention_backward_kernel, attention_forward_kernel
 
 PTXAS = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "ptxas"
 FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -34,7 +33,7 @@ def row(columns: int) -> str:
 
 def compiled(kernel, types: dict[str, str], shape: dict[str, int], registers: int, mean_registers: int) -> dict:
     """What ptxas says of one kernel."""
-    constants = shape | {"REGISTERS": registers, "PRODUCER_REGISTERS": attention_hopper.PRODUCER_REGISTERS}
+    constants = shape | {"REGISTERS": registers, "PRODUCER_REGISTERS": hopper.PRODUCER_REGISTERS}
     signature = types | dict.fromkeys(constants, "constexpr")
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     options = {"num_warps": 4, "maxnreg": mean_registers}
@@ -55,7 +54,7 @@ def compiled(kernel, types: dict[str, str], shape: dict[str, int], registers: in
 
 
 def forward(size: int, length: int, causal: bool) -> dict:
-    m, n, stages, registers, mean, _ = attention_hopper.forward_tiles(size, length)
+    m, n, stages, registers, mean, _ = hopper.forward_tiles(size, length)
     queries, keys = tile(64, size), tile(n, size)
     types = {"q_desc": queries, "k_desc": keys, "v_desc": keys, "o_desc": queries, "lse_ptr": "*fp32"}
     types |= dict.fromkeys(("all_heads", "heads", "group", "length", "lse_rows"), "i32") | {"scale": "fp32"}
@@ -64,7 +63,7 @@ def forward(size: int, length: int, causal: bool) -> dict:
 
 
 def backward(size: int, length: int, causal: bool) -> dict:
-    m, n, stages, registers, mean, buffers = attention_hopper.backward_tiles(size)
+    m, n, stages, registers, mean, buffers = hopper.backward_tiles(size)
     queries, keys, half = tile(m, size), tile(n, size), tile(n // 2, size)
     types = {"q_desc": queries, "do_desc": queries, "k_desc": keys, "v_desc": keys, "lse_desc": row(m)}
     types |= {"delta_desc": row(m), "dq_desc": tile(m, size // 2, "fp32", gl.float32), "dk_desc": half, "dv_desc": half}

@@ -55,18 +55,18 @@ on_hopper = pytest.mark.skipif(not hopper(), reason="needs a GPU with Hopper's i
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("dtype", "size", "length"), HOPPER)
 def test_hopper_kernels_are_the_definition(dtype, size, length, causal, device):
-    from lmcore.kernels.attention import hopper as attention_hopper
+    from lmcore.kernels.attention import hopper as module
     from lmcore.kernels.attention.gpu import block_of
 
     tensors = q, k, v, do = packed(2, length, 3, size, dtype, device, seed=torch.randint(2**31, ()).item())
     wanted = defined(*tensors, causal)
-    assert_close(by_module(attention_hopper, *tensors, causal), wanted, TOLERANCE[dtype])
+    assert_close(by_module(module, *tensors, causal), wanted, TOLERANCE[dtype])
     # short sequences may have gone to the portable kernels: now all shapes of tiles that there are, whatever the length
-    for forward in {attention_hopper.forward_tiles(block_of(q), n) for n in (256, 4096)}:
+    for forward in {module.forward_tiles(block_of(q), n) for n in (256, 4096)}:
         found = [torch.empty_like(q) for _ in range(4)]
-        _, lse = attention_hopper.forward(q, k, v, causal, found[0], forward)
-        backward = attention_hopper.backward_tiles(max(32, block_of(q)))
-        attention_hopper.backward(q, k, v, found[0], lse, do, causal, *found[1:], backward)
+        _, lse = module.forward(q, k, v, causal, found[0], forward)
+        backward = module.backward_tiles(max(32, block_of(q)))
+        module.backward(q, k, v, found[0], lse, do, causal, *found[1:], backward)
         assert_close(found, wanted, TOLERANCE[dtype])
 
 
@@ -75,11 +75,11 @@ def test_hopper_kernels_are_the_definition(dtype, size, length, causal, device):
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_hopper_kernels_take_the_heads_of_a_group_together(group, device, monkeypatch):
     """Also those of the first group, which has fewer."""
-    from lmcore.kernels.attention import hopper as attention_hopper
+    from lmcore.kernels.attention import hopper as module
 
-    monkeypatch.setattr(attention_hopper, "heads_of_group", lambda *given, **also: group)
+    monkeypatch.setattr(module, "heads_of_group", lambda *given, **also: group)
     tensors = packed(2, 500, 7, 64, torch.bfloat16, device)
-    assert_close(by_module(attention_hopper, *tensors, True), defined(*tensors, True), TOLERANCE[torch.bfloat16])
+    assert_close(by_module(module, *tensors, True), defined(*tensors, True), TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.gpu
@@ -98,13 +98,13 @@ def test_hopper_kernels_with_keys_far_below_zero(device):
 @pytest.mark.parametrize("size", [32, 64])
 def test_warpgroups_never_overtake_their_buffers(size, device):
     """Thousands of programs at a time, many times: every shape of tiles gives the same bits again."""
-    from lmcore.kernels.attention import hopper as attention_hopper
+    from lmcore.kernels.attention import hopper as module
 
     q, k, v, _ = packed(32, 512, 12, size, torch.bfloat16, device)
-    for tiles in {attention_hopper.forward_tiles(size, length) for length in (256, 4096)}:
-        first = attention_hopper.forward(q, k, v, True, torch.empty_like(q), tiles)
+    for tiles in {module.forward_tiles(size, length) for length in (256, 4096)}:
+        first = module.forward(q, k, v, True, torch.empty_like(q), tiles)
         for _ in range(200):
-            again = attention_hopper.forward(q, k, v, True, torch.empty_like(q), tiles)
+            again = module.forward(q, k, v, True, torch.empty_like(q), tiles)
             assert torch.equal(first[0], again[0])
             assert torch.equal(first[1], again[1])
 

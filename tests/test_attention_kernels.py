@@ -16,8 +16,8 @@ from lmcore.kernels.attention import (
     backward_op,
     flash_attention,
     forward_op,
+    reference,
 )
-from lmcore.kernels.attention import reference as attention_tiled
 from lmcore.model import causal_mask
 
 # the explanation
@@ -27,7 +27,7 @@ from lmcore.model import causal_mask
 @given(st.integers(1, 20), st.integers(1, 9), st.integers(1, 8), st.booleans())
 def test_tiled_attention_is_the_definition(length, size, tile, causal):
     tensors = packed(2, length, 3, size, torch.float64, seed=length)
-    assert_close(by_module(attention_tiled, *tensors, causal, tile=tile), defined(*tensors, causal), 1e-12)
+    assert_close(by_module(reference, *tensors, causal, tile=tile), defined(*tensors, causal), 1e-12)
 
 
 def test_tiled_attention_never_holds_all_scores():
@@ -44,7 +44,7 @@ def test_tiled_attention_never_holds_all_scores():
 
     tensors = packed(1, 64, 1, 8)
     with Largest():
-        by_module(attention_tiled, *tensors, True, tile=16)
+        by_module(reference, *tensors, True, tile=16)
     assert 16 * 16 <= largest < 64 * 64
 
 
@@ -148,25 +148,25 @@ PORTABLE = [
 @pytest.mark.parametrize(("length", "size", "causal"), PORTABLE)
 def test_portable_kernels_are_the_definition(length, size, causal, dtype, device):
     pytest.importorskip("triton")
-    from lmcore.kernels.attention import gpu as attention
+    from lmcore.kernels.attention import gpu
 
     if dtype == torch.bfloat16 and device.type == "cpu":
         pytest.skip("Triton's interpreter multiplies matrices of bfloat16 as if they were integers")
     tensors = packed(1, length, 2, size, dtype, device, seed=length)
-    assert_close(by_module(attention, *tensors, causal), defined(*tensors, causal), TOLERANCE[dtype])
+    assert_close(by_module(gpu, *tensors, causal), defined(*tensors, causal), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 100])
 def test_any_number_of_heads_in_a_group(group, device, monkeypatch):
     """Programs go by length over the heads of a group, of which the first may have fewer."""
     pytest.importorskip("triton")
-    from lmcore.kernels.attention import gpu as attention
+    from lmcore.kernels.attention import gpu
 
-    monkeypatch.setattr(attention, "heads_of_group", lambda *given: group)
+    monkeypatch.setattr(gpu, "heads_of_group", lambda *given: group)
     q, k, v, do = packed(1, 70, 5, 16, device=device)
     found = [torch.full_like(q, math.nan) for _ in range(4)]
-    _, lse = attention.forward(q, k, v, True, found[0], attention.Tiles(16, 32, 4, 1))
-    attention.backward(q, k, v, found[0], lse, do, True, *found[1:], {"both": attention.Tiles(32, 32, 4, 1)})
+    _, lse = gpu.forward(q, k, v, True, found[0], gpu.Tiles(16, 32, 4, 1))
+    gpu.backward(q, k, v, found[0], lse, do, True, *found[1:], {"both": gpu.Tiles(32, 32, 4, 1)})
     assert_close(found, defined(q, k, v, do, True), 1e-5)
 
 
@@ -188,11 +188,11 @@ def test_groups_fill_a_part_of_the_cache(device):
 def test_rows_of_the_log_sum_exp_behind_the_last_position_are_infinite(length, device, monkeypatch):
     """All of them: what an operator gives back is the same every time, and no probability there can be a number."""
     pytest.importorskip("triton")
-    from lmcore.kernels.attention import gpu as attention
+    from lmcore.kernels.attention import gpu
 
     q, k, v, _ = packed(1, length, 2, 16, device=device)
-    monkeypatch.setattr(attention.torch, "empty", lambda *shape, **place: torch.full(shape, 7.0, **place))
-    _, lse = attention.forward(q, k, v, True, torch.full_like(q, 7.0))
+    monkeypatch.setattr(gpu.torch, "empty", lambda *shape, **place: torch.full(shape, 7.0, **place))
+    _, lse = gpu.forward(q, k, v, True, torch.full_like(q, 7.0))
     scores = (q.double() @ k.double().mT / 4).masked_fill(~causal_mask(length, length, q.device), -math.inf)
     assert torch.allclose(lse[..., :length].double() * math.log(2), scores.logsumexp(-1), atol=1e-5)
     assert lse.shape[-1] % 128 == 0
@@ -207,7 +207,7 @@ SCALES = {"large": (100.0, 100.0), "one wins": (1e3, 1e1), "equal": (0.0, 1.0), 
 @pytest.mark.parametrize("implementation", ["tiled", "portable"])
 def test_extreme_scores(kind, implementation, device):
     """Scores of ten thousand, all alike, or all far below zero, where exponentials of scores would vanish."""
-    module = attention_tiled
+    module = reference
     if implementation == "portable":
         pytest.importorskip("triton")
         from lmcore.kernels.attention import gpu as module
@@ -227,10 +227,10 @@ def test_extreme_scores(kind, implementation, device):
 
 def test_portable_kernels_repeat_bit_by_bit(device):
     pytest.importorskip("triton")
-    from lmcore.kernels.attention import gpu as attention
+    from lmcore.kernels.attention import gpu
 
     tensors = packed(1, 70, 2, 16, torch.float16, device)
-    first, second = (by_module(attention, *tensors, True) for _ in range(2))
+    first, second = (by_module(gpu, *tensors, True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

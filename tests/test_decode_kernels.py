@@ -24,9 +24,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def gpu():
     pytest.importorskip("triton")
-    from lmcore.kernels.decode import gpu as decode
+    from lmcore.kernels.decode import gpu
 
-    return decode
+    return gpu
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,4 +1,6 @@
-"""The elementwise kernels and their plain twins against the definitions in float64: odd sizes, extreme values."""
+"""The elementwise kernels and the plain functions beside them against float64: odd sizes, extreme values."""
+
+import importlib
 
 import pytest
 import torch
@@ -7,7 +9,8 @@ from torch import Tensor
 from lmcore.functional import silu
 from lmcore.kernels.common.support import has_triton
 from lmcore.kernels.embedding import embedding_backward_, sorted_tokens
-from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, rmsnorm_plain, sum_partials
+from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
+from lmcore.kernels.rmsnorm.reference import rmsnorm_plain
 from lmcore.kernels.rope import rope_
 from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.model import RotaryPositionalEmbedding
@@ -19,7 +22,7 @@ TOLERANCE = {
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-class Twins:
+class Plain:
     """The functions of the dispatch, which are the plain ones on the CPU."""
 
     rmsnorm_forward = staticmethod(rmsnorm_forward)
@@ -32,23 +35,20 @@ class Twins:
     embedding_backward_ = staticmethod(embedding_backward_)
 
 
-@pytest.fixture(params=["twin", "triton"])
+@pytest.fixture(params=["reference", "triton"])
 def kernels(request, device):
-    """The plain twins (on the CPU), or the launchers of the Triton kernels."""
-    if request.param == "twin":
-        return Twins, torch.device("cpu")
+    """The reference implementations (on the CPU), or the launchers of the Triton kernels."""
+    if request.param == "reference":
+        return Plain, torch.device("cpu")
     if not has_triton():
         pytest.skip("Triton is not installed")
-    from lmcore.kernels.embedding import gpu as embedding
-    from lmcore.kernels.rmsnorm import gpu as rmsnorm
-    from lmcore.kernels.rope import gpu as rope
-    from lmcore.kernels.swiglu import gpu as swiglu
 
-    class Launchers(Twins):
+    class Launchers(Plain):
         pass
 
-    for module in (rmsnorm, rope, swiglu, embedding):
-        for name in vars(Twins):
+    for operation in ("rmsnorm", "rope", "swiglu", "embedding"):
+        module = importlib.import_module(f"lmcore.kernels.{operation}.gpu")
+        for name in vars(Plain):
             if hasattr(module, name) and not name.startswith("_"):
                 setattr(Launchers, name, staticmethod(getattr(module, name)))
     return Launchers, device
@@ -212,7 +212,7 @@ def test_embedding_gradient_of_runs_that_end_anywhere(monkeypatch, device, runs,
 @pytest.mark.parametrize(("tokens", "d"), [(4096, 768), (65_536, 512)])
 def test_embedding_gradient_of_text(device, tokens, d, accumulate):
     """Ids as often as words, the first a tenth of all; the same bits again."""
-    from lmcore.kernels.embedding import gpu as embedding
+    from lmcore.kernels.embedding import gpu
 
     torch.manual_seed(0)
     ids = torch.multinomial(1 / torch.arange(1, 10_001).double(), tokens, replacement=True).to(device)
@@ -220,7 +220,7 @@ def test_embedding_gradient_of_text(device, tokens, d, accumulate):
     expected = (before.double() * accumulate).index_add_(0, ids, dx.double())
     first, second = before.clone(), before.clone()
     for gradient in (first, second):
-        embedding.embedding_backward_(dx, *sorted_tokens(ids, 10_000), gradient, accumulate)
+        gpu.embedding_backward_(dx, *sorted_tokens(ids, 10_000), gradient, accumulate)
     occurs = torch.zeros(10_000, dtype=torch.bool, device=device).index_fill_(0, ids, True)
     assert_close(first[occurs], expected[occurs], 4e-3)
     assert torch.equal(first, second)

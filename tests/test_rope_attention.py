@@ -1,4 +1,4 @@
-"""RoPE with attention, forward and backward, by the kernels with one program a head and by their twins."""
+"""RoPE with attention, forward and backward, by the kernels with one program a head and by plain PyTorch."""
 
 import pytest
 import torch
@@ -8,10 +8,11 @@ from lmcore.kernels.common.support import has_triton, is_hopper
 from lmcore.kernels.rope import rope_
 from lmcore.kernels.rope_attention import (
     heads_of,
+    reference,
+    rope_attention_backward,
+    rope_attention_forward,
     split_heads,
     takes_whole_heads,
-    turned_attention_backward,
-    turned_attention_forward,
 )
 from lmcore.model import RotaryPositionalEmbedding, causal_mask
 
@@ -48,26 +49,32 @@ def assert_near(out, expected, tolerance):
 @pytest.mark.parametrize(("scale", "tolerance"), [(1.0, 1e-5), (10.0, 1e-4)])
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
 def test_whole_heads(shape, size, scale, tolerance, device):
-    from lmcore.kernels.rope_attention import gpu as attention_heads
+    from lmcore.kernels.rope_attention import gpu
 
     e = Example(shape, size, torch.float32, device, scale)
     q_k_v, o = split_heads(e.qkv, shape), heads_of(e.out, shape)
-    lse = attention_heads.turned_attention_forward(q_k_v, *e.angles, o, tile=32)
+    lse = gpu.rope_attention_forward(q_k_v, *e.angles, o, tile=32)
     assert_near(e.out, e.expected, 1e-5)
     assert_near(lse * torch.tensor(2.0).log(), e.lse, 1e-5)  # kept in base 2
     dqkv = split_heads(e.dqkv, shape)
-    attention_heads.turned_attention_backward(q_k_v, o, lse, heads_of(e.do, shape), dqkv, *e.angles, tile=32)
+    gpu.rope_attention_backward(q_k_v, o, lse, heads_of(e.do, shape), dqkv, *e.angles, tile=32)
     assert_near(e.dqkv, e.gradient, tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_twin(dtype):
+def test_on_a_cpu_it_is_the_reference_implementation(dtype):
     shape = (2, 19, 3)
-    e = Example(shape, 8, dtype, torch.device("cpu"))
-    lse = turned_attention_forward(e.qkv, *e.angles, shape, e.out)
+    e, again = (Example(shape, 8, dtype, torch.device("cpu")) for _ in range(2))
+    lse = rope_attention_forward(e.qkv, *e.angles, shape, e.out)
     assert_near(e.out, e.expected, 1e-5)
-    assert turned_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape) is e.dqkv
+    assert rope_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape) is e.dqkv
     assert_near(e.dqkv, e.gradient, 1e-5)
+    q_k_v, o = split_heads(again.qkv, shape), heads_of(again.out, shape)
+    lse = reference.rope_attention_forward(q_k_v, *again.angles, o)
+    do, gradients = heads_of(again.do, shape), split_heads(again.dqkv, shape)
+    reference.rope_attention_backward(q_k_v, o, lse, do, gradients, *again.angles)
+    assert torch.equal(again.out, e.out)
+    assert torch.equal(again.dqkv, e.dqkv)
 
 
 @pytest.mark.gpu
@@ -76,10 +83,10 @@ def test_whole_heads_at_real_sizes(shape, size):
     e = Example(shape, size, torch.bfloat16, torch.device("cuda"))
     assert takes_whole_heads(e.qkv, shape) == is_hopper(torch.device("cuda"))
     separate = rope_(e.qkv.clone(), *e.angles, shape[1])
-    lse = turned_attention_forward(e.qkv, *e.angles, shape, e.out)
+    lse = rope_attention_forward(e.qkv, *e.angles, shape, e.out)
     assert_near(e.out, e.expected, 1e-2)
     assert_near(e.qkv, separate.double(), 1e-4)
-    turned_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape)
+    rope_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape)
     assert_near(e.dqkv, e.gradient, 1e-2)
 
 
@@ -87,22 +94,22 @@ def test_whole_heads_at_real_sizes(shape, size):
 @pytest.mark.parametrize(("shape", "size"), [((2, 70, 1), 16), ((1, 33, 2), 20), ((1, 64, 1), 32)])
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
 def test_portable_kernels_turn_gradients_back(parts, shape, size, device):
-    from lmcore.kernels.attention import gpu as attention
+    from lmcore.kernels.attention import gpu
 
     e = Example(shape, size, torch.float32, device)
     rope_(e.qkv, *e.angles, shape[1])
     q_k_v, o = split_heads(e.qkv, shape), heads_of(e.out, shape)
-    _, lse = attention.forward(*q_k_v, True, o)
-    tiles = dict.fromkeys(["both"] if parts == "both" else ["queries", "keys"], attention.Tiles(32, 32, 4, 1))
+    _, lse = gpu.forward(*q_k_v, True, o)
+    tiles = dict.fromkeys(["both"] if parts == "both" else ["queries", "keys"], gpu.Tiles(32, 32, 4, 1))
     dqkv = split_heads(e.dqkv, shape)
-    attention.backward(*q_k_v, o, lse, heads_of(e.do, shape), True, *dqkv, tiles, e.angles)
+    gpu.backward(*q_k_v, o, lse, heads_of(e.do, shape), True, *dqkv, tiles, e.angles)
     assert_near(e.dqkv, e.gradient, 1e-5)
 
 
 @pytest.mark.parametrize(("shape", "size"), [((2, 70, 3), 16), ((1, 33, 2), 20)])
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
 def test_the_kernel_after_hopper_s_turns_gradients_back(shape, size, device):
-    from lmcore.kernels.attention.gpu_sums import attention_finish_kernel
+    from lmcore.kernels.attention.gpu import attention_finish_kernel
 
     batch, length, heads = shape
     e = Example(shape, size, torch.float32, device)
@@ -121,14 +128,14 @@ def test_the_kernel_after_hopper_s_turns_gradients_back(shape, size, device):
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
 def test_attention_hands_the_angles_on(monkeypatch, device):
     from lmcore.kernels import attention as choice
-    from lmcore.kernels.attention import gpu as attention
+    from lmcore.kernels.attention import gpu
 
     shape = (2, 40, 1)
     e = Example(shape, 16, torch.float32, device)
-    monkeypatch.setattr(choice, "kernels", lambda *_: attention)
-    lse = turned_attention_forward(e.qkv, *e.angles, shape, e.out)
-    assert lse.shape[-1] == attention.lse_rows_of(40), "it is the kernels that run"
-    turned_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape)
+    monkeypatch.setattr(choice, "kernels", lambda *_: gpu)
+    lse = rope_attention_forward(e.qkv, *e.angles, shape, e.out)
+    assert lse.shape[-1] == gpu.lse_rows_of(40), "it is the kernels that run"
+    rope_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape)
     assert_near(e.dqkv, e.gradient, 1e-5)
 
 
@@ -137,8 +144,8 @@ REAL = [((4, 256, 12), 64), ((2, 300, 3), 64), ((1, 130, 2), 80), ((1, 1000, 2),
 
 def assert_turned_back(shape, size):
     e = Example(shape, size, torch.bfloat16, torch.device("cuda"))
-    lse = turned_attention_forward(e.qkv, *e.angles, shape, e.out)
-    turned_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape)
+    lse = rope_attention_forward(e.qkv, *e.angles, shape, e.out)
+    rope_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape)
     assert_near(e.out, e.expected, 1e-2)
     assert_near(e.dqkv, e.gradient, 1e-2)
 

@@ -10,7 +10,8 @@ from lmcore.generate import generate
 from lmcore.kernels.adamw import FusedAdamW
 from lmcore.kernels.attention import flash_attention
 from lmcore.kernels.cross_entropy import linear_cross_entropy
-from lmcore.kernels.rmsnorm import rmsnorm_forward, rmsnorm_plain
+from lmcore.kernels.rmsnorm import rmsnorm_forward
+from lmcore.kernels.rmsnorm.reference import rmsnorm_plain
 from lmcore.kernels.swiglu import swiglu_forward
 from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW, gradient_clipping

@@ -33,9 +33,9 @@ def error(out: Tensor, right: Tensor) -> float:
 
 def launch(dy: Tensor, w2: Tensor, ab: Tensor) -> Tensor:
     pytest.importorskip("triton")
-    from lmcore.kernels.swiglu import hopper as swiglu_product
+    from lmcore.kernels.swiglu import hopper
 
-    return swiglu_product.linear_swiglu_backward_(dy, w2, ab)
+    return hopper.linear_swiglu_backward_(dy, w2, ab)
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
@@ -50,7 +50,7 @@ def test_in_the_interpreter_or_on_the_gpu(dtype, n, d, f, scale, device):
     assert error(ab, right) < TOLERANCE[dtype]
 
 
-def test_the_twin():
+def test_the_reference_implementation():
     dy, w2, ab = operands(33, 24, 40, torch.float32, torch.device("cpu"))
     right = expected(dy, w2, ab)
     assert not goes_in_one(dy, w2)

@@ -36,7 +36,8 @@ Work = tuple[Callable[[], Built], Callable[[], Built], list[Tensor], int]
 
 def rmsnorm(cell: Cell, conditions: Conditions) -> Work:
     """Residual sum and norm, forward and backward, the stream's gradient added; rows of d_model features."""
-    from lmcore.kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward, rmsnorm_plain
+    from lmcore.kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward
+    from lmcore.kernels.rmsnorm.reference import rmsnorm_plain
 
     x, branch, dsum, dy = random(conditions, 4, cell.settings["rows"], cell.settings["d_model"])
     gain = torch.rand(cell.settings["d_model"], device=x.device) + 0.5

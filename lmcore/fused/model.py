@@ -23,9 +23,9 @@ from lmcore.kernels.embedding import embedding_backward_, sorted_tokens
 from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
 from lmcore.kernels.rope_attention import (
     heads_of,
+    rope_attention_backward,
+    rope_attention_forward,
     split_heads,
-    turned_attention_backward,
-    turned_attention_forward,
 )
 from lmcore.kernels.swiglu import linear_swiglu_backward_, swiglu_forward
 from lmcore.model import TransformerLM
@@ -212,7 +212,7 @@ class FusedTransformer:
         torch.mm(normed, w.qkv[layer].t(), out=qkv)
         sizes = (*shape, self.config.num_heads)
         if self.rope is not None:
-            saved.lse = turned_attention_forward(qkv, self.rope.cos, self.rope.sin, sizes, group.heads[i])
+            saved.lse = rope_attention_forward(qkv, self.rope.cos, self.rope.sin, sizes, group.heads[i])
         else:
             _, saved.lse = attention_forward(*split_heads(qkv, sizes), True, out=heads_of(group.heads[i], sizes))
         branch = torch.mm(group.heads[i], w.out[layer].t())
@@ -264,7 +264,7 @@ class FusedTransformer:
         qkv, dqkv, heads, lse = group.qkv[i], group.dqkv[i], group.heads[i], group.saved[i].lse
         sizes = (*shape, self.config.num_heads)
         if self.rope is not None:
-            turned_attention_backward(qkv, heads, lse, dheads, dqkv, self.rope.cos, self.rope.sin, sizes)
+            rope_attention_backward(qkv, heads, lse, dheads, dqkv, self.rope.cos, self.rope.sin, sizes)
         else:
             o, do = heads_of(heads, sizes), heads_of(dheads, sizes)
             attention_backward(*split_heads(qkv, sizes), o, lse, do, True, *split_heads(dqkv, sizes))

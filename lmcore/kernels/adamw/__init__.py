@@ -2,41 +2,15 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lmcore.errors import require
+from lmcore.kernels.adamw import reference
+from lmcore.kernels.adamw.reference import NOTHING, Settings, Slot
 from lmcore.kernels.common.support import on_device_of, runs_triton
-from lmcore.optimizer import AdamW, gradient_norm
-
-
-class Slot(NamedTuple):
-    """The tensors of one parameter, all of its size and contiguous."""
-
-    p: Tensor  # float32
-    gradient: Tensor  # bfloat16 or float32
-    m: Tensor  # float32
-    v: Tensor  # float32
-    copy: Tensor | None  # bfloat16 or float32: the parameter that the model computes with
-
-
-class Settings(NamedTuple):
-    """Scalars of one parameter's update (Algorithm 1), as a row of the kernels' table."""
-
-    beta1: float
-    gain1: float  # 1 - beta1
-    beta2: float
-    gain2: float  # 1 - beta2
-    lr_t: float
-    eps: float
-    keep: float  # 1 - lr * weight_decay
-    max_norm: float
-
-
-NOTHING = Settings(beta1=1, gain1=0, beta2=1, gain2=0, lr_t=0, eps=1, keep=1, max_norm=math.inf)
-"""Settings of an update that changes nothing."""
+from lmcore.optimizer import AdamW
 
 
 class FusedAdamW(AdamW):
@@ -71,7 +45,7 @@ class FusedAdamW(AdamW):
         self._copies: dict[Tensor, Tensor] = {}
         self._parts: dict[Tensor, int] = {}
         self._moments: dict[Tensor, tuple[Tensor, Tensor]] = {}  # their addresses outlive a loaded state
-        self._slots: list[Slot] = []  # only where the plain twin works: a table holds no gradient alive
+        self._slots: list[Slot] = []  # only for the reference implementation: a table holds no gradient alive
         self._addresses: list[int] | None = None  # what the slots or the table were built for
         self._rows: list[Settings] = []
         self._part_of: list[int] = []  # of every slot
@@ -152,7 +126,7 @@ class FusedAdamW(AdamW):
         if self.max_grad_norm is None:
             return
         if self._table is None:
-            measure([slot.gradient for slot in self._slots], self.norm)
+            reference.measure([slot.gradient for slot in self._slots], self.norm)
             return
         with on_device_of(self.norm):
             self._table.square(set(self._part_of) - self._squared)
@@ -168,7 +142,7 @@ class FusedAdamW(AdamW):
                 self._table.update(norm, None if part is None else {part})
             return
         chosen = [i for i, its_part in enumerate(self._part_of) if part in (None, its_part)]
-        update([self._slots[i] for i in chosen], [self._rows[i] for i in chosen], norm)
+        reference.update([self._slots[i] for i in chosen], [self._rows[i] for i in chosen], norm)
 
     @torch.no_grad()
     def idle(self) -> None:
@@ -243,32 +217,6 @@ class FusedAdamW(AdamW):
             self._slots = []
         if slots and self.norm.device != slots[0].p.device:
             self.norm = torch.full((), math.nan, device=slots[0].p.device)
-
-
-def measure(gradients: list[Tensor], norm: Tensor) -> None:
-    """Writes the gradients' joint l2 norm into `norm`: the plain twin of the kernels."""
-    norm.copy_(gradient_norm([g.float() for g in gradients]) if gradients else torch.zeros(()))
-
-
-def update(slots: list[Slot], rows: list[Settings], norm: Tensor | None) -> None:
-    """Lines 7 to 11 of Algorithm 1 for all `slots`, each with its row of settings: the plain twin of the kernels.
-
-    With `norm`, the gradients are clipped by it.
-    """
-    scale = None
-    for (p, gradient, m, v, copy), row in zip(slots, rows, strict=True):
-        if row is NOTHING:
-            continue
-        g = gradient.float()
-        if norm is not None:
-            scale = torch.clamp(row.max_norm / (norm + 1e-6), max=1.0) if scale is None else scale
-            g = g * scale
-        m.mul_(row.beta1).add_(g, alpha=row.gain1)
-        v.mul_(row.beta2).addcmul_(g, g, value=row.gain2)
-        p.addcdiv_(m, v.sqrt().add_(row.eps), value=-row.lr_t)
-        p.mul_(row.keep)
-        if copy is not None:
-            copy.copy_(p)
 
 
 def _check(p: Tensor, tensor: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""FlashAttention-2: attention that never writes out its scores, and the choice of the kernels that compute it.
+"""FlashAttention-2: attention that never materializes its scores, and the choice of the kernels that compute it.
 
-`lmcore.functional.scaled_dot_product_attention` is the definition, `lmcore.kernels.attention.reference` explains it.
-On a GPU with Triton, half precision runs the Hopper kernels where the chip is one, everything else the portable ones;
-float64, head sizes above 128 and other devices run the explanation.
+It computes `lmcore.functional.scaled_dot_product_attention`; `reference` explains how. On a GPU with Triton, half
+precision runs the kernels of `hopper` where the chip is one, everything else those of `gpu`; float64, head sizes above
+128 and other devices run the reference implementation.
 """
 
 import warnings
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lmcore.errors import require
-from lmcore.kernels.attention import reference as attention_tiled
+from lmcore.kernels.attention import reference
 from lmcore.kernels.common.support import is_hopper, on_device_of, runs_triton
 
 MAX_HEAD_SIZE = 128
@@ -32,7 +32,7 @@ def flash_attention(
     Keeps Q, K, V, the output and the log-sum-exp of each row for the backward pass. The strides are free. Under
     autocast the inputs are cast to its type. The order in which parts of dQ are added is not fixed on Hopper, unless
     `torch.use_deterministic_algorithms` is on: last bits may differ. Raises `UserError` if queries, keys and values
-    differ in shape, type or device; the definition serves queries and keys of different lengths.
+    differ in shape, type or device; plain attention serves queries and keys of different lengths.
     """
     check_inputs(q, k, v)
     kind = q.device.type
@@ -117,25 +117,25 @@ def uses_triton(q: Tensor) -> bool:
 def kernels(q: Tensor, deterministic: bool = False) -> ModuleType:
     """The module whose `forward` or `backward` serves inputs like this one."""
     if not uses_triton(q):
-        return attention_tiled
+        return reference
     whole = q.shape[-1] % 8 == 0 and q.shape[-1] >= 16  # TMA copies pieces of 16 bytes
-    hopper = q.dtype != torch.float32 and whole and is_hopper(q.device)
-    if hopper and not deterministic and (module := hopper_kernels()) is not None:
+    serves_hopper = q.dtype != torch.float32 and whole and is_hopper(q.device)
+    if serves_hopper and not deterministic and (module := hopper_kernels()) is not None:
         return module
-    from lmcore.kernels.attention import gpu as attention
+    from lmcore.kernels.attention import gpu
 
-    return attention
+    return gpu
 
 
 @lru_cache(maxsize=1)
 def hopper_kernels() -> ModuleType | None:
     """The kernels in Gluon, or None, said once, with a Triton whose Gluon is another one: it is experimental."""
     try:
-        from lmcore.kernels.attention import hopper as attention_hopper
+        from lmcore.kernels.attention import hopper
     except (ImportError, AttributeError) as error:
         warnings.warn(f"Attention runs on the portable kernels: this Triton's Gluon differs ({error}).", stacklevel=2)
         return None
-    return attention_hopper
+    return hopper
 
 
 def by_position(q: Tensor) -> Tensor:

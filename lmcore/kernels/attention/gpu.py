@@ -1,4 +1,4 @@
-"""FlashAttention-2 in Triton, for every CUDA chip (Dao 2023). The mathematics is that of `attention_tiled`.
+"""FlashAttention-2 in Triton, for every CUDA chip (Dao 2023): `reference` with one program for each tile.
 
 The backward pass has two parts: dQ by tiles of queries, and dK with dV by tiles of keys. Each output is written by one
 program alone, in a fixed order, so that results repeat bit by bit; the price is that scores are computed once more.
@@ -12,13 +12,307 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from lmcore.kernels.attention.gpu_backward import attention_backward_kernel
-from lmcore.kernels.attention.gpu_forward import LOG2_E, attention_forward_kernel
+from lmcore.kernels.common.gpu import turned_back
+
+LOG2_E: tl.constexpr = tl.constexpr(1 / math.log(2))
+"""Exponentials are of base 2, which the chip computes."""
 
 FEW_TILES = 512
 """Tiles of 64 positions, over all heads, that do not fill the H200."""
+
+# signatures and calls of kernels are lists of operands: they stay as they are written
+# fmt: off
+
+
+# --- the forward pass (algorithm 1), and how a tile is read and written
+
+
+@triton.jit
+def tile_and_head(program, tiles, all_heads, group):
+    """The first tiles of all heads of a group, then their second ones, and so on; then the next group.
+
+    The first group may have fewer heads, the last one has all: what is long must not start late.
+    """
+    missing = tl.cdiv(all_heads, group) * group - all_heads
+    end = ((program + missing * tiles) // (group * tiles) + 1) * group - missing
+    before = tl.maximum(end - group, 0)
+    rest = program - before * tiles
+    here = end - before
+    return rest // here, before + rest % here
+
+
+@triton.jit
+def tile_of(pointer, stride_b, stride_h, stride_t, bh, heads, rows, T, SIZE: tl.constexpr, D: tl.constexpr,
+            CHECK: tl.constexpr):
+    """Loads rows of one head, zeros where there is nothing."""
+    d = tl.arange(0, D)
+    at = (bh // heads).to(tl.int64) * stride_b + (bh % heads).to(tl.int64) * stride_h
+    pointers = pointer + at + rows[:, None].to(tl.int64) * stride_t + d[None, :]
+    if CHECK:
+        return tl.load(pointers, mask=(rows[:, None] < T) & (d[None, :] < SIZE), other=0.0)
+    if SIZE < D:
+        return tl.load(pointers, mask=d[None, :] < SIZE, other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def store_tile(pointer, stride_b, stride_h, stride_t, bh, heads, rows, T, value, SIZE: tl.constexpr, D: tl.constexpr):
+    """Stores rows of one head in the tensor's own type."""
+    d = tl.arange(0, D)
+    at = (bh // heads).to(tl.int64) * stride_b + (bh % heads).to(tl.int64) * stride_h
+    pointers = pointer + at + rows[:, None].to(tl.int64) * stride_t + d[None, :]
+    tl.store(pointers, value.to(pointer.dtype.element_ty), mask=(rows[:, None] < T) & (d[None, :] < SIZE))
+
+
+@triton.jit
+def attend(q, acc, m, total, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, rows, first, last, T, scale,
+           N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+           PRECISION: tl.constexpr):
+    """The running softmax of a tile of queries over tiles of keys from `first` up to `last` (algorithm 1)."""
+    for tile in range(first, last):
+        keys = tile * N + tl.arange(0, N)
+        k_tile = tile_of(k, k_b, k_h, k_t, bh, heads, keys, T, SIZE, D, MASKED)
+        v_tile = tile_of(v, v_b, v_h, v_t, bh, heads, keys, T, SIZE, D, MASKED)
+        s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+        if MASKED:
+            keep = keys[None, :] < T
+            if CAUSAL:
+                keep = keep & (keys[None, :] <= rows[:, None])
+            s = tl.where(keep, s, float("-inf"))
+        new = tl.maximum(m, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - new[:, None])
+        shrink = tl.exp2(m - new)
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)
+        m = new
+    return acc, m, total
+
+
+@triton.jit(do_not_specialize=["all_heads", "group"])
+def attention_forward_kernel(q, k, v, o, lse, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, all_heads,
+                             heads, group, T, lse_rows, scale, M: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr,
+                             D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
+    """One tile of queries of one head; of a group of heads those with most keys start first."""
+    tiles = tl.cdiv(T, M)
+    rank, bh = tile_and_head(tl.program_id(0), tiles, all_heads, group)
+    tile = tiles - 1 - rank
+    rows = tile * M + tl.arange(0, M)
+    q_tile = tile_of(q, q_b, q_h, q_t, bh, heads, rows, T, SIZE, D, True)
+    acc = tl.zeros([M, D], tl.float32)
+    m = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    whole = T // N  # tiles of keys that every query of this tile sees all of: these need no mask
+    last = tl.cdiv(T, N)
+    if CAUSAL:
+        whole = tl.minimum(whole, tile * M // N)
+        last = tl.minimum(last, tl.cdiv((tile + 1) * M, N))
+    acc, m, total = attend(q_tile, acc, m, total, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, rows, 0, whole, T,
+                           scale, N, SIZE, D, CAUSAL, False, PRECISION)
+    acc, m, total = attend(q_tile, acc, m, total, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, rows, whole, last, T,
+                           scale, N, SIZE, D, CAUSAL, True, PRECISION)
+    store_tile(o, o_b, o_h, o_t, bh, heads, rows, T, acc / total[:, None], SIZE, D)
+    value = tl.where(rows < T, m + tl.log2(total), float("inf"))
+    lse_at = lse + bh.to(tl.int64) * lse_rows + rows
+    tl.store(lse_at, value, mask=rows < lse_rows)
+    if tile == tiles - 1:  # whole pieces of 128 rows
+        for _ in tl.static_range(128 // M - 1):
+            rows += M
+            lse_at += M
+            tl.store(lse_at, tl.full([M], float("inf"), tl.float32), mask=rows < lse_rows)
+
+
+# --- the backward pass (algorithm 2), without sums in memory
+
+
+@triton.jit
+def gather_dq(dq, q, do, lse, delta, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, rows, first, last, T, scale,
+              N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+              PRECISION: tl.constexpr):
+    """dQ of a tile of queries from tiles of keys from `first` up to `last` (algorithm 2, lines 11 to 15)."""
+    for tile in range(first, last):
+        keys = tile * N + tl.arange(0, N)
+        k_tile = tile_of(k, k_b, k_h, k_t, bh, heads, keys, T, SIZE, D, MASKED)
+        v_tile = tile_of(v, v_b, v_h, v_t, bh, heads, keys, T, SIZE, D, MASKED)
+        s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+        p = tl.exp2(s * scale - lse[:, None])
+        if MASKED:
+            keep = keys[None, :] < T
+            if CAUSAL:
+                keep = keep & (keys[None, :] <= rows[:, None])
+            p = tl.where(keep, p, 0.0)
+        dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def query_gradients(q, k, v, o, do, dq, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
+                    o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, tile, bh, heads, T, lse_rows, scale, M: tl.constexpr,
+                    N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, TURNED: tl.constexpr,
+                    PRECISION: tl.constexpr):
+    """dQ of one tile of queries of one head; also delta = sum(dO · O), for the other gradients."""
+    rows = tile * M + tl.arange(0, M)
+    at = bh.to(tl.int64) * lse_rows + rows
+    do_tile = tile_of(do, do_b, do_h, do_t, bh, heads, rows, T, SIZE, D, True)
+    o_tile = tile_of(o, o_b, o_h, o_t, bh, heads, rows, T, SIZE, D, True)
+    delta_tile = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
+    tl.store(delta + at, delta_tile, mask=rows < lse_rows)
+    q_tile = tile_of(q, q_b, q_h, q_t, bh, heads, rows, T, SIZE, D, True)
+    lse_tile = tl.load(lse + at, mask=rows < T, other=float("inf"))
+    whole = T // N
+    last = tl.cdiv(T, N)
+    if CAUSAL:
+        whole = tl.minimum(whole, tile * M // N)
+        last = tl.minimum(last, tl.cdiv((tile + 1) * M, N))
+    acc = tl.zeros([M, D], tl.float32)
+    acc = gather_dq(acc, q_tile, do_tile, lse_tile, delta_tile, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, rows, 0,
+                    whole, T, scale * LOG2_E, N, SIZE, D, CAUSAL, False, PRECISION)
+    acc = gather_dq(acc, q_tile, do_tile, lse_tile, delta_tile, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, rows,
+                    whole, last, T, scale * LOG2_E, N, SIZE, D, CAUSAL, True, PRECISION)
+    acc *= scale
+    if TURNED:
+        acc = turned_back(acc, cos, sin, rows, T, M, SIZE, D, False)
+    store_tile(dq, dq_b, dq_h, dq_t, bh, heads, rows, T, acc, SIZE, D)
+
+
+@triton.jit
+def gather_dk_dv(dk, dv, k, v, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h, q_t, do, do_b, do_h, do_t, bh, heads, keys,
+                 first, last, T, lse_rows, scale, M: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+                 CAUSAL: tl.constexpr, MASKED: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr):
+    """dK and dV of a tile of keys from tiles of queries from `first` up to `last`; scores lie transposed."""
+    for tile in range(first, last):
+        rows = tile * M + tl.arange(0, M)
+        at = bh.to(tl.int64) * lse_rows + rows
+        q_tile = tile_of(q, q_b, q_h, q_t, bh, heads, rows, T, SIZE, D, MASKED)
+        do_tile = tile_of(do, do_b, do_h, do_t, bh, heads, rows, T, SIZE, D, MASKED)
+        lse_tile = tl.load(lse + at, mask=rows < T, other=float("inf"))  # no probability behind the last position
+        if DELTA:
+            delta_tile = tl.load(delta + at, mask=rows < T, other=0.0)
+        else:
+            o_tile = tile_of(o, o_b, o_h, o_t, bh, heads, rows, T, SIZE, D, MASKED)
+            delta_tile = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
+        s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
+        p = tl.exp2(s * scale - lse_tile[None, :])
+        if MASKED and CAUSAL:
+            p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
+        dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
+        ds = p * (dp - delta_tile[None, :])
+        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def key_gradients(q, k, v, o, do, dk, dv, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
+                  o_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, tile, bh, heads, T, lse_rows, scale,
+                  M: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+                  DELTA: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr):
+    """dK and dV of one tile of keys of one head, with delta read or, without DELTA, computed again."""
+    keys = tile * N + tl.arange(0, N)
+    k_tile = tile_of(k, k_b, k_h, k_t, bh, heads, keys, T, SIZE, D, True)
+    v_tile = tile_of(v, v_b, v_h, v_t, bh, heads, keys, T, SIZE, D, True)
+    diagonal = 0
+    whole = T // M
+    last = tl.cdiv(T, M)
+    dk_tile = tl.zeros([N, D], tl.float32)
+    dv_tile = tl.zeros([N, D], tl.float32)
+    if CAUSAL:
+        diagonal = tl.minimum(tl.cdiv((tile + 1) * N, M), last)  # up to here a mask is needed
+        whole = tl.maximum(whole, diagonal)
+        dk_tile, dv_tile = gather_dk_dv(dk_tile, dv_tile, k_tile, v_tile, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h,
+                                        q_t, do, do_b, do_h, do_t, bh, heads, keys, tile * N // M, diagonal, T,
+                                        lse_rows, scale * LOG2_E, M, SIZE, D, CAUSAL, True, DELTA, PRECISION)
+    dk_tile, dv_tile = gather_dk_dv(dk_tile, dv_tile, k_tile, v_tile, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h, q_t,
+                                    do, do_b, do_h, do_t, bh, heads, keys, diagonal, whole, T, lse_rows,
+                                    scale * LOG2_E, M, SIZE, D, CAUSAL, False, DELTA, PRECISION)
+    dk_tile, dv_tile = gather_dk_dv(dk_tile, dv_tile, k_tile, v_tile, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h, q_t,
+                                    do, do_b, do_h, do_t, bh, heads, keys, whole, last, T, lse_rows, scale * LOG2_E, M,
+                                    SIZE, D, CAUSAL, True, DELTA, PRECISION)
+    dk_tile *= scale
+    if TURNED:
+        dk_tile = turned_back(dk_tile, cos, sin, keys, T, N, SIZE, D, False)
+    store_tile(dk, dk_b, dk_h, dk_t, bh, heads, keys, T, dk_tile, SIZE, D)
+    store_tile(dv, dv_b, dv_h, dv_t, bh, heads, keys, T, dv_tile, SIZE, D)
+
+
+@triton.jit(do_not_specialize=["all_heads", "group"])
+def attention_backward_kernel(q, k, v, o, do, dq, dk, dv, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h,
+                              v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h,
+                              dv_t, all_heads, heads, group, T, lse_rows, scale, M: tl.constexpr, N: tl.constexpr,
+                              SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, TURNED: tl.constexpr,
+                              PRECISION: tl.constexpr, PART: tl.constexpr):
+    """dQ of a tile of M positions, or dK and dV of one; for both, even programs do the first and odd ones the second.
+
+    With a causal mask the last queries have most keys and the first keys most queries: those of a group of heads start
+    first. TURNED: RoPE has turned q and k, and dQ and dK are turned back.
+    """
+    tiles = tl.cdiv(T, M)
+    program = tl.program_id(0)
+    of_keys = PART == "keys"
+    if PART == "both":
+        of_keys = program % 2 == 1
+        program = program // 2
+    tile, bh = tile_and_head(program, tiles, all_heads, group)
+    if of_keys:
+        key_gradients(q, k, v, o, do, dk, dv, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b,
+                      o_h, o_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, tile, bh, heads, T, lse_rows,
+                      scale, N, M, SIZE, D, CAUSAL, PART == "keys", TURNED, PRECISION)
+    else:
+        query_gradients(q, k, v, o, do, dq, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b,
+                        o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, tiles - 1 - tile, bh, heads, T, lse_rows, scale,
+                        M, N, SIZE, D, CAUSAL, TURNED, PRECISION)
+
+
+# --- around the backward pass of `hopper`: delta and zeros before, dQ from its sums after; where RoPE has turned
+# --- queries and keys, dQ and dK are turned back on the way
+
+
+@triton.jit
+def attention_prepare_kernel(o, do, delta, sums, counter, o_b, o_h, o_t, do_b, do_h, do_t, heads, length, lse_rows,
+                             SIZE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    """delta = sum over features of dO · O (Dao 2023, algorithm 2, line 4), and zeros: sums of dQ, counter."""
+    if tl.program_id(0) == 0:
+        tl.store(counter, 0)
+    blocks = tl.cdiv(lse_rows, ROWS)
+    rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    bh = (tl.program_id(0) // blocks).to(tl.int64)
+    d = tl.arange(0, D)
+    inside = (rows[:, None] < length) & (d[None, :] < SIZE)
+    at = bh // heads * o_b + bh % heads * o_h + rows[:, None].to(tl.int64) * o_t + d[None, :]
+    left = tl.load(o + at, mask=inside, other=0.0).to(tl.float32)
+    at = bh // heads * do_b + bh % heads * do_h + rows[:, None].to(tl.int64) * do_t + d[None, :]
+    right = tl.load(do + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(delta + bh * lse_rows + rows, tl.sum(left * right, 1))
+    tl.store(sums + (bh * length + rows[:, None]) * SIZE + d[None, :], tl.zeros([ROWS, D], tl.float32), mask=inside)
+
+
+@triton.jit
+def attention_finish_kernel(sums, dq, dk, cos, sin, dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, heads, length, scale,
+                            SIZE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr):
+    """dQ from the sums of its parts; TURNED: dQ and dK are turned back, dK in place."""
+    blocks = tl.cdiv(length, ROWS)
+    rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    bh = (tl.program_id(0) // blocks).to(tl.int64)
+    d = tl.arange(0, D)
+    inside = (rows[:, None] < length) & (d[None, :] < SIZE)
+    value = tl.load(sums + (bh * length + rows[:, None]) * SIZE + d[None, :], mask=inside, other=0.0) * scale
+    if TURNED:
+        value = turned_back(value, cos, sin, rows, length, ROWS, SIZE, D, False)
+        at = bh // heads * dk_b + bh % heads * dk_h + rows[:, None].to(tl.int64) * dk_t + d[None, :]
+        key = tl.load(dk + at, mask=inside, other=0.0)
+        tl.store(dk + at, turned_back(key, cos, sin, rows, length, ROWS, SIZE, D, False), mask=inside)
+    at = bh // heads * dq_b + bh % heads * dq_h + rows[:, None].to(tl.int64) * dq_t + d[None, :]
+    tl.store(dq + at, value.to(dq.dtype.element_ty), mask=inside)
+
+
+# fmt: on
+
+
+# --- the launches
 
 
 class Tiles(NamedTuple):

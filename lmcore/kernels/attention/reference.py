@@ -1,7 +1,7 @@
 """FlashAttention-2 in plain PyTorch: attention tile by tile, without ever holding all scores (Dao 2023).
 
-The explanation of `lmcore.kernels.attention.gpu`, whose kernels do this for all tiles at once, and what runs where
-there is no Triton. Its only memory beside inputs and outputs is one tile of scores for each head.
+Reference implementation of `lmcore.kernels.attention`, whose kernels do this for all tiles at once. It runs where there
+is no Triton. Its only memory beside inputs and outputs is one tile of scores for each head.
 """
 
 import math
@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lmcore.functional import at_least_float32
-from lmcore.kernels.rope import turn_
+from lmcore.kernels.rope.reference import apply_rope_
 
 TILE = 128
 """Queries and keys of a tile."""
@@ -101,6 +101,6 @@ def backward(
         dv[..., keys, :] = dv_tile
     dq.copy_(sums * scale)
     if angles is not None:
-        turn_(dq, *angles, inverse=True)
-        turn_(dk, *angles, inverse=True)
+        apply_rope_(dq, *angles, inverse=True)
+        apply_rope_(dk, *angles, inverse=True)
     return dq, dk, dv

@@ -1,1 +1,1 @@
-"""What the kernels of several operations share."""
+"""What several operations share: which kernels run where, and helpers for kernels. `gpu` and `hopper` need Triton."""

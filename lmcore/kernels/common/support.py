@@ -18,7 +18,7 @@ def has_triton() -> bool:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels run on this device; elsewhere their plain twins do."""
+    """Whether Triton's kernels run on this device; elsewhere the reference implementations do."""
     return device.type == "cuda" and torch.version.hip is None and has_triton()
 
 

@@ -5,13 +5,15 @@ is needed than p - onehot(target), the gradient of the logits. It overwrites the
 of one chunk whatever the batch. The products are PyTorch's; the pass between them is a Triton kernel on CUDA.
 """
 
+from types import ModuleType
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lmcore.errors import UserError, require
-from lmcore.functional import at_least_float32
 from lmcore.kernels.common.support import on_device_of, runs_triton
+from lmcore.kernels.cross_entropy import reference
 
 CHUNK_BYTES = 540 * 2**20
 """Most memory for the logits of a chunk: fewer chunks mean fewer passes over the sum of the weight's gradient."""
@@ -75,35 +77,20 @@ def linear_cross_entropy_loss(
     return _chunks(x, weight, targets, num_rows, None, None, chunk_rows)[0].mean()
 
 
-def softmax_gradient(
-    logits: Float[Tensor, "n columns"], targets: Int[Tensor, " n"], losses: Tensor, num_rows: int, scale: float | None
-) -> None:
-    """Writes each row's cross-entropy into `losses`, and (p - onehot(target)) * scale over the logits.
-
-    Columns from `num_rows` on are padding: they count for nothing and get zeros. Without `scale` the logits stay.
-    """
-    shifted = at_least_float32(logits[:, :num_rows])
-    shifted = shifted - shifted.amax(dim=-1, keepdim=True)
-    exponentials = shifted.exp()
-    totals = exponentials.sum(dim=-1, keepdim=True)
-    torch.sub(totals.log(), shifted.gather(-1, targets.unsqueeze(-1)), out=losses.unsqueeze(-1))
-    if scale is not None:
-        gradient = exponentials.mul_(scale / totals)
-        gradient.scatter_add_(-1, targets.unsqueeze(-1), torch.full_like(totals, -scale))
-        logits[:, :num_rows] = gradient
-        logits[:, num_rows:] = 0
-
-
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """tensor * factor, a scalar, in `dtype`: a new tensor, unless nothing would change that the CPU can see."""
-    if runs_triton(tensor.device) and tensor.dtype != torch.float64 != dtype and tensor.is_contiguous():
-        from lmcore.kernels.cross_entropy.gpu import scaled as in_one_pass
+    in_one_pass = dtype != torch.float64 and tensor.is_contiguous()
+    with on_device_of(tensor):
+        return (kernels(tensor) if in_one_pass else reference).scaled(tensor, factor, dtype)
 
-        with on_device_of(tensor):
-            return in_one_pass(tensor, factor, dtype)
-    if factor.device.type == "cpu" and factor.item() == 1:
-        return tensor.to(dtype)
-    return (tensor * factor).to(dtype)
+
+def kernels(x: Tensor) -> ModuleType:
+    """The module whose `softmax_gradient` and `scaled` serve tensors like this one."""
+    if not runs_triton(x.device) or x.dtype == torch.float64:
+        return reference
+    from lmcore.kernels.cross_entropy import gpu
+
+    return gpu
 
 
 def default_chunk_rows(num_rows: int, row_bytes: int, chunk_bytes: int) -> int:
@@ -138,9 +125,7 @@ def _chunks(
     x, weight, targets = x.contiguous(), weight.contiguous(), targets.contiguous()
     columns = len(weight)
     size = chunk_rows or _chunk_rows(x, columns, padded_bytes)
-    softmax = softmax_gradient
-    if runs_triton(x.device) and x.dtype != torch.float64:
-        from lmcore.kernels.cross_entropy.gpu import softmax_gradient as softmax
+    softmax_gradient = kernels(x).softmax_gradient
     losses = x.new_empty(n, dtype=torch.promote_types(x.dtype, torch.float32))
     buffer = x.new_empty(min(size, n), columns)
     total = _sum_for(dw, weight, single=size >= n)
@@ -150,7 +135,7 @@ def _chunks(
         logits = buffer[: part.stop - start]
         torch.mm(x[part], weight.t(), out=logits)
         with on_device_of(logits):
-            softmax(logits, targets[part], losses[part], num_rows, scale)
+            softmax_gradient(logits, targets[part], losses[part], num_rows, scale)
         if dx is not None:
             torch.mm(logits, weight, out=dx[part])
         if total is not None:

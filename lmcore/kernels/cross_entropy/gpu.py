@@ -83,7 +83,7 @@ def scale_kernel(source, factor, out, n, BLOCK: tl.constexpr):
 
 
 def softmax_gradient(logits: Tensor, targets: Tensor, losses: Tensor, num_rows: int, scale: float | None) -> None:
-    """As `lmcore.kernels.cross_entropy.softmax_gradient`; a target outside of the vocabulary makes its loss NaN."""
+    """As `reference.softmax_gradient`; a target outside of the vocabulary makes its loss NaN."""
     n, columns = logits.shape
     lanes, warps, unroll = next(tuned for least, tuned in TUNED if columns >= least)
     softmax_kernel[(n,)](
@@ -93,7 +93,7 @@ def softmax_gradient(logits: Tensor, targets: Tensor, losses: Tensor, num_rows: 
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `lmcore.kernels.cross_entropy.scaled`: one pass, with `factor` read on the device."""
+    """As `reference.scaled`: one pass, with `factor` read on the device."""
     out = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     scale_kernel[(triton.cdiv(out.numel(), 1024),)](tensor, factor, out, out.numel(), BLOCK=1024, num_warps=4)
     return out

@@ -1,4 +1,4 @@
-"""One decoding step in five operations a layer, written out: what the kernels compute, and the choice between the two.
+"""One decoding step in five operations a layer, written into tensors that exist, by kernels or by plain PyTorch.
 
 For each layer, with the residual stream x (B, D) in float32, its copy c in the working precision of the weights W,
 and norm(c) = c / rms(c) without a gain (the gains are folded into the weights behind them):
@@ -17,32 +17,13 @@ Shape letters: B rows (sequences), D d_model, H heads, K head size, S slots of t
 split into, F d_ff, V vocabulary.
 """
 
-import math
-from typing import NamedTuple
-
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lmcore.config import GenerateConfig
-from lmcore.functional import at_least_float32, silu
 from lmcore.kernels.common.support import runs_triton
-from lmcore.kernels.rope import turned
-from lmcore.sampling import draw
-
-
-class Sequences(NamedTuple):
-    """What the end of a step writes, and the next one begins with."""
-
-    tokens: Int[Tensor, "capacity B"]
-    """A ring: row `steps % capacity` takes the tokens of this step."""
-    steps: Int[Tensor, "B"]
-    positions: Int[Tensor, "B"]
-    embedding: Float[Tensor, "V D"]
-    x: Float[Tensor, "B D"]
-    copy: Float[Tensor, "B D"]
-    num_slots: int
-    """The last slot is where a row that has ended stays."""
+from lmcore.kernels.decode import reference
+from lmcore.kernels.decode.reference import Sequences
 
 
 def norm_linear(
@@ -56,7 +37,7 @@ def norm_linear(
     if runs_triton(x.device):
         _gpu().linear(x, weight, out, norm=True, eps=eps, overlap=overlap)
         return
-    out.copy_(_normed(x, eps) @ weight.T)
+    reference.norm_linear(x, weight, out, eps)
 
 
 def norm_swiglu(
@@ -70,8 +51,7 @@ def norm_swiglu(
     if runs_triton(x.device):
         _gpu().linear(x, weight, out, norm=True, gated=True, eps=eps, overlap=overlap)
         return
-    gate, up = at_least_float32(_normed(x, eps) @ weight.T).chunk(2, dim=-1)
-    out.copy_(silu(gate) * up)
+    reference.norm_swiglu(x, weight, out, eps)
 
 
 def linear_add(
@@ -85,8 +65,7 @@ def linear_add(
     if runs_triton(x.device):
         _gpu().linear(h, weight, x, copy=copy, add=True, overlap=overlap)
         return
-    x.add_(h @ weight.T)
-    copy.copy_(x)
+    reference.linear_add(h, weight, x, copy)
 
 
 def attend(
@@ -109,17 +88,7 @@ def attend(
     if runs_triton(qkv.device):
         _gpu().attend(qkv, cos, sin, keys, values, positions, heads, parts, lse, overlap)
         return
-    batch, num_heads, slots, head_size = keys.shape
-    q, k, v = qkv.view(batch, 3, num_heads, head_size).unbind(1)
-    cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
-    rows = torch.arange(batch, device=keys.device)
-    keys[rows, :, positions] = turned(k, cos, sin).to(keys.dtype)
-    values[rows, :, positions] = v.to(values.dtype)
-    used = int(positions.max()) + 1 if positions.device.type == "cpu" else slots
-    scores = torch.einsum("bhk,bhsk->bhs", turned(q, cos, sin), keys[:, :, :used].to(q.dtype)) / math.sqrt(head_size)
-    hidden = torch.arange(used, device=keys.device) > positions.unsqueeze(-1)
-    scores.masked_fill_(hidden.unsqueeze(1), -math.inf)
-    heads.copy_(torch.einsum("bhs,bhsk->bhk", scores.softmax(dim=-1), values[:, :, :used].to(q.dtype)).flatten(1))
+    reference.attend(qkv, cos, sin, keys, values, positions, heads)
 
 
 def greedy(logits: Float[Tensor, "B V"], num_ids: int, sequences: Sequences, overlap: bool = False) -> None:
@@ -130,9 +99,7 @@ def greedy(logits: Float[Tensor, "B V"], num_ids: int, sequences: Sequences, ove
     if runs_triton(logits.device):
         _gpu().greedy(logits, num_ids, sequences, overlap)
         return
-    logits = logits[:, :num_ids]
-    chosen = torch.where(logits.isfinite().all(dim=-1), logits.argmax(dim=-1), -1)
-    advance(chosen, sequences)
+    advance(reference.greedy_tokens(logits, num_ids), sequences)
 
 
 def sampled(
@@ -152,11 +119,7 @@ def sampled(
     if runs_triton(logits.device) and num_ids <= _gpu().MAX_SAMPLED:
         _gpu().sampled(logits, num_ids, config, uniforms, sequences, overlap)
         return
-    logits = logits[:, :num_ids]
-    u = uniforms.gather(0, (sequences.steps.long() % uniforms.shape[0]).unsqueeze(0)).squeeze(0)
-    finite = logits.isfinite().all(dim=-1)
-    chosen = draw(torch.where(finite.unsqueeze(-1), logits, 0.0), config, u)
-    advance(torch.where(finite, chosen, -1), sequences)
+    advance(reference.sampled_tokens(logits, num_ids, config, uniforms, sequences), sequences)
 
 
 def advance(chosen: Int[Tensor, "B"], sequences: Sequences) -> None:
@@ -167,21 +130,10 @@ def advance(chosen: Int[Tensor, "B"], sequences: Sequences) -> None:
     if runs_triton(chosen.device):
         _gpu().advance(chosen, sequences)
         return
-    tokens, steps, positions, embedding, x, copy, num_slots = sequences
-    rows = torch.arange(len(steps), device=x.device)
-    tokens[steps.long() % tokens.shape[0], rows] = chosen.to(tokens.dtype)
-    steps.add_(1)
-    positions.add_(1).clamp_(max=num_slots - 1)
-    x.copy_(embedding[chosen.clamp(min=0).long()])
-    copy.copy_(x)
-
-
-def _normed(x: Tensor, eps: float) -> Tensor:
-    wide = at_least_float32(x)
-    return (wide / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype)
+    reference.advance(chosen, sequences)
 
 
 def _gpu():
-    from lmcore.kernels.decode import gpu as decode
+    from lmcore.kernels.decode import gpu
 
-    return decode
+    return gpu

@@ -1,10 +1,12 @@
 """Gradient of the token embedding: sums of rows by token, in a fixed order (section 3.4.3)."""
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from lmcore.functional import at_least_float32
 from lmcore.kernels.common.support import on_device_of, runs_triton
+from lmcore.kernels.embedding import reference
 
 
 def sorted_tokens(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -26,15 +28,14 @@ def embedding_backward_(
     left alone; `accumulate` adds to the others instead of replacing them (tied embeddings). Sums are in at least
     float32.
     """
-    if runs_triton(dx.device):
-        from lmcore.kernels.embedding import gpu as embedding
+    with on_device_of(dx):
+        return kernels(dx).embedding_backward_(dx, sorted_ids, order, gradient, accumulate)
 
-        with on_device_of(dx):
-            return embedding.embedding_backward_(dx, sorted_ids, order, gradient, accumulate)
-    wide, sorted_ids = at_least_float32(dx), sorted_ids.long()
-    sums = wide.new_zeros(gradient.shape).index_add_(0, sorted_ids, wide[order])
-    if accumulate:
-        return gradient.add_(sums)
-    occurring = sorted_ids.unique_consecutive()
-    gradient[occurring] = sums[occurring].to(gradient.dtype)
-    return gradient
+
+def kernels(x: Tensor) -> ModuleType:
+    """The module whose functions serve tensors like this one."""
+    if not runs_triton(x.device):
+        return reference
+    from lmcore.kernels.embedding import gpu
+
+    return gpu

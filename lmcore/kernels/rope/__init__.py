@@ -1,10 +1,11 @@
 """Rotary position embedding of queries and keys where they lie, side by side with the values (section 3.5.3)."""
 
-import torch
+from types import ModuleType
+
 from torch import Tensor
 
-from lmcore.functional import at_least_float32
 from lmcore.kernels.common.support import on_device_of, runs_triton
+from lmcore.kernels.rope import reference
 
 
 def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, seq_length: int, inverse: bool = False) -> Tensor:
@@ -15,24 +16,14 @@ def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, seq_length: int, inverse: bool 
     2i + 1) of a head turn by angle i. `inverse` turns back, which is the backward pass: a rotation's inverse is its
     transpose. (The fused step turns gradients back within attention's backward pass.) Computed in at least float32.
     """
-    if runs_triton(qkv.device):
-        from lmcore.kernels.rope import gpu as rope
-
-        with on_device_of(qkv):
-            return rope.rope_(qkv, cos, sin, seq_length, inverse)
-    rows, width = qkv.shape
-    heads = qkv[:, : 2 * width // 3].view(rows // seq_length, seq_length, -1, 2 * cos.shape[1])
-    turn_(heads.transpose(1, 2), cos, sin, inverse)
-    return qkv
+    with on_device_of(qkv):
+        return kernels(qkv).rope_(qkv, cos, sin, seq_length, inverse)
 
 
-def turn_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """Rotates the feature pairs of `x` (..., T, K) in place, operation by operation; otherwise as `rope_`."""
-    c, s = cos[: x.shape[-2]], sin[: x.shape[-2]]
-    return x.copy_(turned(x, c, -s if inverse else s))
+def kernels(x: Tensor) -> ModuleType:
+    """The module whose functions serve tensors like this one."""
+    if not runs_triton(x.device):
+        return reference
+    from lmcore.kernels.rope import gpu
 
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` (..., K) with its feature pairs rotated, in at least float32; `cos` and `sin` have K / 2 features."""
-    even, odd = at_least_float32(x[..., 0::2]), at_least_float32(x[..., 1::2])
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+    return gpu

@@ -1,4 +1,7 @@
-"""RoPE and attention after it, forward and backward, in one kernel each where sequences are short and heads small."""
+"""RoPE and attention after it, forward and backward: one kernel each where sequences are short and heads small.
+
+Elsewhere `lmcore.kernels.rope` and `lmcore.kernels.attention` do it one after the other, each by kernels of its choice.
+"""
 
 import torch
 from torch import Tensor
@@ -6,6 +9,7 @@ from torch import Tensor
 from lmcore.kernels.attention import attention_backward, attention_forward
 from lmcore.kernels.common.support import is_hopper, on_device_of
 from lmcore.kernels.rope import rope_
+from lmcore.kernels.rope_attention.reference import heads_of, split_heads
 
 LONGEST = 256
 LARGEST_HEAD = 32
@@ -15,23 +19,23 @@ FEWEST_HEADS = 264
 """Heads of all sequences from which on a program for each fills the GPU: two per multiprocessor."""
 
 
-def turned_attention_forward(qkv: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, int, int], out: Tensor) -> Tensor:
+def rope_attention_forward(qkv: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, int, int], out: Tensor) -> Tensor:
     """Turns queries and keys of the joint projection `qkv` (N, 3D) in place; causal attention goes into `out` (N, D).
 
-    Gives back the log-sum-exp; what is in it is the business of `turned_attention_backward`. `shape` is (B, T, H); for
-    `cos` and `sin` see `lmcore.kernels.rope`.
+    Returns the log-sum-exp, whose layout depends on the kernel: only `rope_attention_backward` reads it. `shape` is
+    (B, T, H); for `cos` and `sin` see `lmcore.kernels.rope`.
     """
     q_k_v, o = split_heads(qkv, shape), heads_of(out, shape)
     if takes_whole_heads(qkv, shape):
-        from lmcore.kernels.rope_attention import gpu as attention_heads
+        from lmcore.kernels.rope_attention import gpu
 
         with on_device_of(qkv):
-            return attention_heads.turned_attention_forward(q_k_v, cos, sin, o)
+            return gpu.rope_attention_forward(q_k_v, cos, sin, o)
     rope_(qkv, cos, sin, shape[1])
     return attention_forward(*q_k_v, True, o)[1]
 
 
-def turned_attention_backward(
+def rope_attention_backward(
     qkv: Tensor,
     o: Tensor,
     lse: Tensor,
@@ -43,30 +47,19 @@ def turned_attention_backward(
 ) -> Tensor:
     """Writes into `dqkv` (N, 3D) the gradient of the joint projection, before its queries and keys were turned.
 
-    `qkv` (N, 3D) and `lse` are what `turned_attention_forward` left, `o` and `do` (N, D) its output and the gradient of
+    `qkv` (N, 3D) and `lse` are what `rope_attention_forward` left, `o` and `do` (N, D) its output and the gradient of
     that; `shape`, `cos` and `sin` as there.
     """
     q_k_v, gradients = split_heads(qkv, shape), split_heads(dqkv, shape)
     o, do = heads_of(o, shape), heads_of(do, shape)
     if takes_whole_heads(qkv, shape):
-        from lmcore.kernels.rope_attention import gpu as attention_heads
+        from lmcore.kernels.rope_attention import gpu
 
         with on_device_of(qkv):
-            attention_heads.turned_attention_backward(q_k_v, o, lse, do, gradients, cos, sin)
+            gpu.rope_attention_backward(q_k_v, o, lse, do, gradients, cos, sin)
         return dqkv
     attention_backward(*q_k_v, o, lse, do, True, *gradients, angles=(cos, sin))
     return dqkv
-
-
-def heads_of(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """A view (B, H, T, K) of (N, D)."""
-    return x.view(*shape, -1).transpose(1, 2)
-
-
-def split_heads(qkv: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, ...]:
-    """q, k and v (B, H, T, K) as views of their joint projection (N, 3D)."""
-    batch, length, heads = shape
-    return qkv.view(batch, length, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind()
 
 
 def takes_whole_heads(qkv: Tensor, shape: tuple[int, int, int]) -> bool:

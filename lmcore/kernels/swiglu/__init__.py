@@ -1,10 +1,12 @@
 """The gate of SwiGLU between its matrix products, SiLU(a) * b, forward and backward (section 3.5.2; Shazeer 2020)."""
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from lmcore.functional import at_least_float32, silu
 from lmcore.kernels.common.support import is_hopper, on_device_of, runs_triton
+from lmcore.kernels.swiglu import reference
 
 NARROW, MANY_ROWS = 512, 4096
 """Up to this d_model, and from so many rows on, `linear_swiglu_backward_` is faster as one kernel, by measurement on
@@ -13,14 +15,8 @@ the H200: the deeper the product, the more it loses there against cuBLAS."""
 
 def swiglu_forward(ab: Tensor, h: Tensor | None = None) -> Tensor:
     """SiLU(a) * b (N, F) of `ab` (N, 2F), whose row holds a = W1 x, then b = W3 x. Computed in at least float32."""
-    if runs_triton(ab.device):
-        from lmcore.kernels.swiglu import gpu as swiglu
-
-        with on_device_of(ab):
-            return swiglu.swiglu_forward(ab, h)
-    a, b = at_least_float32(ab).chunk(2, dim=-1)
-    result = (silu(a) * b).to(ab.dtype)
-    return result if h is None else h.copy_(result)
+    with on_device_of(ab):
+        return kernels(ab).swiglu_forward(ab, h)
 
 
 def swiglu_backward_(dh: Tensor, ab: Tensor) -> Tensor:
@@ -28,15 +24,8 @@ def swiglu_backward_(dh: Tensor, ab: Tensor) -> Tensor:
 
     With s = sigmoid(a): da = dh * b * s * (1 + a * (1 - s)) and db = dh * a * s.
     """
-    if runs_triton(ab.device):
-        from lmcore.kernels.swiglu import gpu as swiglu
-
-        with on_device_of(ab):
-            return swiglu.swiglu_backward_(dh, ab)
-    a, b = at_least_float32(ab).chunk(2, dim=-1)
-    wide, s = at_least_float32(dh), torch.sigmoid(a)
-    gradients = torch.cat((wide * b * s * (1 + a * (1 - s)), wide * a * s), dim=-1)
-    return ab.copy_(gradients)
+    with on_device_of(ab):
+        return kernels(ab).swiglu_backward_(dh, ab)
 
 
 def linear_swiglu_backward_(dy: Tensor, w2: Tensor, ab: Tensor) -> Tensor:
@@ -45,10 +34,10 @@ def linear_swiglu_backward_(dy: Tensor, w2: Tensor, ab: Tensor) -> Tensor:
     One kernel where that is faster, a product and `swiglu_backward_` elsewhere.
     """
     if goes_in_one(dy, w2):
-        from lmcore.kernels.swiglu import hopper as swiglu_product
+        from lmcore.kernels.swiglu import hopper
 
         with on_device_of(ab):
-            return swiglu_product.linear_swiglu_backward_(dy, w2, ab)
+            return hopper.linear_swiglu_backward_(dy, w2, ab)
     return swiglu_backward_(torch.mm(dy, w2), ab)
 
 
@@ -57,3 +46,12 @@ def goes_in_one(dy: Tensor, w2: Tensor) -> bool:
     (rows, d), f = dy.shape, w2.shape[1]
     worth_it = rows >= MANY_ROWS and d <= NARROW and d % 8 == 0 and f % 8 == 0
     return worth_it and dy.dtype == torch.bfloat16 and is_hopper(dy.device)
+
+
+def kernels(x: Tensor) -> ModuleType:
+    """The module whose functions serve tensors like this one."""
+    if not runs_triton(x.device):
+        return reference
+    from lmcore.kernels.swiglu import gpu
+
+    return gpu

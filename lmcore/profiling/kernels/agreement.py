@@ -15,7 +15,8 @@ from lmcore.functional import scaled_dot_product_attention, silu
 from lmcore.kernels.attention import flash_attention
 from lmcore.kernels.common.support import runs_triton
 from lmcore.kernels.cross_entropy import linear_cross_entropy
-from lmcore.kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward, rmsnorm_plain
+from lmcore.kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward
+from lmcore.kernels.rmsnorm.reference import rmsnorm_plain
 from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.model import causal_mask
 from lmcore.profiling.cells import run_apart

@@ -12,7 +12,8 @@ from torch import Tensor
 from lmcore.config import from_dict
 from lmcore.device import device_name, select_device
 from lmcore.functional import silu
-from lmcore.kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward, rmsnorm_plain
+from lmcore.kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward
+from lmcore.kernels.rmsnorm.reference import rmsnorm_plain
 from lmcore.kernels.rope import rope_
 from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.model import RotaryPositionalEmbedding

@@ -43,24 +43,24 @@ def measure_interpreted(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
 
 
 class Interpreted(torch.autograd.Function):
-    """The Triton kernels on tensors of the CPU, for which the choice of `lmcore.kernels` is the twin."""
+    """The Triton kernels on tensors of the CPU, for which `lmcore.kernels` chooses the reference implementation."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        from lmcore.kernels.attention import gpu as attention
+        from lmcore.kernels.attention import gpu
 
-        output, lse = attention.forward(q, k, v, causal, torch.empty_like(q))
+        output, lse = gpu.forward(q, k, v, causal, torch.empty_like(q))
         ctx.save_for_backward(q, k, v, output, lse)
         ctx.causal = causal
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        from lmcore.kernels.attention import gpu as attention
+        from lmcore.kernels.attention import gpu
 
         q, k, v, output, lse = ctx.saved_tensors
         into = [torch.empty_like(x) for x in (q, k, v)]
-        gradients = attention.backward(q, k, v, output, lse, gradient.contiguous(), ctx.causal, *into)
+        gradients = gpu.backward(q, k, v, output, lse, gradient.contiguous(), ctx.causal, *into)
         return *gradients, None
 
 
