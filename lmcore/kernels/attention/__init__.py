@@ -18,7 +18,7 @@ from lmcore.kernels.attention import reference
 from lmcore.kernels.common.support import is_hopper, on_device_of, runs_triton
 
 MAX_HEAD_SIZE = 128
-"""Of the Triton kernels."""
+"""Largest head size of the Triton kernels."""
 
 LSE_ROWS = 128
 """The Triton kernels keep a log-sum-exp for a number of rows that is a multiple of this."""
@@ -29,7 +29,7 @@ def flash_attention(
 ) -> Float[Tensor, "... H T K"]:
     """softmax(Q Kᵀ / sqrt(K)) V with a causal mask or none, differentiable (Dao 2023).
 
-    Keeps Q, K, V, the output and the log-sum-exp of each row for the backward pass. The strides are free. Under
+    Saves Q, K, V, the output and the log-sum-exp of each row for the backward pass. The strides are free. Under
     autocast the inputs are cast to its type. The order in which parts of dQ are added is not fixed on Hopper, unless
     `torch.use_deterministic_algorithms` is on: last bits may differ. Raises `UserError` if queries, keys and values
     differ in shape, type or device; plain attention serves queries and keys of different lengths.
@@ -51,7 +51,7 @@ def attention_forward(
     causal: bool,
     out: Float[Tensor, "B H T K"] | None = None,
 ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H rows"]]:
-    """The output and the log-sum-exp, outside of autograd; what is in the latter is `attention_backward`'s business.
+    """The output and the log-sum-exp, outside of autograd; only `attention_backward` reads the latter's layout.
 
     The strides are free but for the last, which is 1. Without `out` the output lies in memory as (B, T, H, K). Does not
     synchronise with the host, so that a CUDA graph can hold it.
