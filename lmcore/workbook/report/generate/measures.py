@@ -15,9 +15,10 @@ from lmcore.config import GenerateConfig, replace
 from lmcore.data import PreparedData, log_probability
 from lmcore.errors import require
 from lmcore.functional import cross_entropy
-from lmcore.generate import Generation, TextCodec, generate_text
+from lmcore.generate import Generation, generate_text
 from lmcore.model import TransformerLM, evaluating
 from lmcore.run import RunFolder
+from lmcore.tokenizer import Tokenizer
 
 WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
 """A word: letters, with apostrophes inside."""
@@ -56,7 +57,7 @@ class KnownText:
         return (self.trigrams[places] == packed).tolist()
 
 
-def documents_of(tokenizer: TextCodec, ids: Sequence[int], count: int, max_tokens: int) -> list[Generation]:
+def documents_of(tokenizer: Tokenizer, ids: Sequence[int], count: int, max_tokens: int) -> list[Generation]:
     """The first documents of a corpus in the form of samples: real text, cut where a sample would be."""
     ids = np.asarray(ids)
     ends = np.flatnonzero(ids == tokenizer.eot_id)[:count]
@@ -94,7 +95,7 @@ def log_likelihood(model: TransformerLM, rows: Iterable[Sequence[int]], start: i
 class Judge:
     """What documents are measured against: the text of the corpus, and a test of whole documents if there is one."""
 
-    tokenizer: TextCodec
+    tokenizer: Tokenizer
     known: KnownText
     accepts: Callable[[str], bool] | None = None
 
