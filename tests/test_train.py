@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -300,6 +301,29 @@ def test_stopped_and_resumed_on_a_gpu_equals_one_straight_run_bitwise(
     assert train(config, resumed).state == "complete"
     assert weights(resumed) == weights(straight)
     assert lines_without_times(resumed) == lines_without_times(straight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ops", ["plain", "fused"])
+def test_the_loop_never_waits_for_the_device(tmp_path, config, monkeypatch, ops):
+    """Steps 6 to 40, metrics lines included, make none of the calls that PyTorch knows to synchronize."""
+    config = replace(config, device="cuda", precision="bf16", ops=ops, steps=50, log_interval=3, model__dropout=0.0)
+    config = replace(config, eval_interval=50, checkpoint_interval=50)
+    original = AsyncMetrics.push
+
+    def push(self, step, *values):
+        original(self, step, *values)
+        torch.cuda.set_sync_debug_mode("warn" if 5 <= step < 40 else "default")
+
+    monkeypatch.setattr(AsyncMetrics, "push", push)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(config, tmp_path / "run")
+        torch.cuda.set_sync_debug_mode("warn")
+        torch.ones(1, device="cuda").item()  # what the count would see
+        torch.cuda.set_sync_debug_mode("default")
+    synchronizing = [w for w in caught if "synchroniz" in str(w.message)]
+    assert len(synchronizing) == 1, [str(w.message) for w in synchronizing]
 
 
 def test_a_checkpoint_that_is_not_of_a_run_is_refused(tmp_path, config, monkeypatch):
