@@ -322,7 +322,7 @@ def test_the_loop_never_waits_for_the_device(tmp_path, config, monkeypatch, ops)
         torch.cuda.set_sync_debug_mode("warn")
         torch.ones(1, device="cuda").item()  # what the count would see
         torch.cuda.set_sync_debug_mode("default")
-    synchronizing = [w for w in caught if "synchroniz" in str(w.message)]
+    synchronizing = [w for w in caught if "called a synchronizing" in str(w.message)]
     assert len(synchronizing) == 1, [str(w.message) for w in synchronizing]
 
 
