@@ -4,8 +4,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from lmcore.errors import require
 from lmcore.data.corpora import Corpus, TextCorpus, open_corpus
+from lmcore.errors import require
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer, load_gpt2, train_bpe
 

@@ -16,8 +16,8 @@ import random
 from collections.abc import Iterator
 from itertools import islice
 
-from lmcore.errors import require
 from lmcore.data.grammar import Grammar
+from lmcore.errors import require
 from lmcore.text import END_OF_TEXT
 
 
