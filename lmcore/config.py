@@ -1,6 +1,7 @@
 """Every setting of the library: frozen dataclasses that refuse what they do not know, and the named model sizes."""
 
 import dataclasses
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class ModelConfig:
         require(0 <= self.dropout < 1, f"dropout must be in [0, 1), not {self.dropout}.")
         if self.checkpoint_every is not None:
             require_positive("checkpoint_every", self.checkpoint_every)
+        require_finite(self)
         require_choices(self)
 
     @property
@@ -133,11 +135,13 @@ class OptimizerConfig:
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"betas must be two numbers in [0, 1), not {self.betas}.",
         )
+        require(self.eps > 0, f"eps must be positive, not {self.eps}.")
         require(self.weight_decay >= 0, f"weight_decay must not be negative, not {self.weight_decay}.")
         require(
             self.max_grad_norm is None or self.max_grad_norm > 0,
             f"max_grad_norm must be positive or None, not {self.max_grad_norm}.",
         )
+        require_finite(self)
         require_choices(self)
 
 
@@ -172,6 +176,7 @@ class TrainConfig:
     def __post_init__(self):
         for name in ("batch_size", "steps", "log_interval", "eval_interval", "eval_batch_size", "checkpoint_interval"):
             require_positive(name, getattr(self, name))
+        require_path("data", self.data)
         require_seed(self.seed)
         require(self.keep_checkpoints >= 1, f"keep_checkpoints must be at least 1, not {self.keep_checkpoints}.")
         require_choices(self)
@@ -204,6 +209,7 @@ class GenerateConfig:
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}.")
         require_seed(self.seed)
         require(self.top_k is None or self.top_k >= 1, f"top_k must be at least 1 or None, not {self.top_k}.")
+        require_finite(self)
         require_choices(self)
 
 
@@ -217,6 +223,21 @@ def require_seed(value: Any) -> None:
     """Raises `UserError` unless `value` is a seed that PyTorch takes, with room for one more for each prompt."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     require(whole and 0 <= value < 2**63, f"seed must be a whole number from 0 to 2**63 - 1, not {value!r}.")
+
+
+def require_path(name: str, value: str) -> None:
+    """Raises `UserError` if the text that is to name a file or folder is empty: as a path it is the current folder."""
+    require(bool(str(value).strip()), f"{name} is empty: it must name a file or folder.")
+
+
+def require_finite(config: Any) -> None:
+    """Raises `UserError` if a number of a field annotated with `float`, or a tuple of it, is infinite or no number."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        if float not in (hint, *typing.get_args(hint)):
+            continue
+        value = getattr(config, name)
+        for number in value if isinstance(value, tuple | list) else (value,):
+            require(number is None or math.isfinite(number), f"{name} must be a finite number, not {number}.")
 
 
 def require_choices(config: Any) -> None:
@@ -259,7 +280,7 @@ def _coerce(hint: Any, value: Any, name: str) -> Any:
         require(isinstance(value, list | tuple), f"{name} must be a list, not {value!r}.")
         return tuple(_coerce(arguments[0], item, name) for item in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return float(str(value))  # of a whole number that is too large: inf, not an OverflowError
     if hint in (int, float, str, bool):
         require(type(value) is hint, f"{name} must be of type {hint.__name__}, not {value!r}.")
     return value

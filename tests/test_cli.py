@@ -1,5 +1,6 @@
 """The commands: exit codes, one sentence for a user's mistake, and settings that reach the library."""
 
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from lmcore import cli
 from lmcore.cli.application import EXIT_CTRL_C
 from lmcore.config import TrainConfig, model_config, replace, to_dict
 from lmcore.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER_ERROR
+from lmcore.tokenizer import Tokenizer
 from lmcore.train import RunResult
 
 
@@ -89,6 +91,9 @@ def test_train_exit_codes(trained, state, code):
         (["train", "--run", "r", "--learning-rat", "3"], "Unrecognized options: --learning-rat, 3"),
         (["train", "--run", "r", "--steps", "many"], "Error parsing --steps"),
         (["train"], "--run"),
+        (["train", "--run", "r", "--model.embedding-init-std", "inf"], "embedding_init_std must be a finite number"),
+        (["train", "--run", "r", "--model.rope-theta", "inf"], "rope_theta must be a finite number, not inf"),
+        (["workbook", "--stop-seconds", "inf"], "stop_seconds must be positive and finite, not inf"),
         (["trian"], "Unrecognized options: trian"),
     ],
 )
@@ -98,6 +103,111 @@ def test_a_mistake_is_one_sentence(arguments, words, capsys):
     assert error.startswith("lmcore: ")
     assert words in error
     assert error.count("\n") == 1
+
+
+EMPTY_PATHS = [
+    ("train --run ?", "--run"),
+    ("train --run=?", "--run"),
+    ("train --run r --data ?", "data"),
+    ("train --run r --config ?", "--config"),
+    ("generate ?", "RUN"),
+    ("generate r --tokenizer ?", "--tokenizer"),
+    ("data info ?", "FOLDER"),
+    ("data prepare ? --out o", "SOURCE"),
+    ("data prepare embedded --out ?", "--out"),
+    ("data prepare embedded --out o --tokenizer ?", "--tokenizer"),
+    ("data prepare text.txt --out o --valid ?", "valid"),
+    ("data prepare text.txt --out o --extra-train text.txt ?", "extra_train"),
+    ("data prepare tinystories --out o --download-folder ?", "download_folder"),
+    ("data download tinystories --folder ?", "--folder"),
+    ("tokenizer train text.txt ? --out o", "TEXTS"),
+    ("tokenizer train text.txt --out ?", "--out"),
+    ("tokenizer encode --text a --tokenizer ?", "--tokenizer"),
+    ("tokenizer decode 1 --tokenizer ?", "--tokenizer"),
+    ("workbook --out ?", "--out"),
+    ("workbook --data ?", "data"),
+    ("writeup ?", "OUT"),
+    ("submission ?", "OUT"),
+    ("submission --to ?", "--to"),
+    ("jobs ?", "OUTS"),
+    ("requeue ?", "OUT"),
+    ("benchmark --out ?", "--out"),
+    ("nsys --out ?", "--out"),
+    ("nsys --report ?", "--report"),
+    ("nsys --report r --trim ?", "--trim"),
+    ("memory --out ?", "--out"),
+    ("memory --snapshot ?", "--snapshot"),
+    ("sweep run ablations --out ?", "--out"),
+    ("sweep table ?", "OUT"),
+    ("sweep work ?", "FOLDER"),
+    ("submit workbook --dry-run --out ?", "--out"),
+    ("submit workbook --dry-run --data ?", "data"),
+    ("submit workbook --dry-run --site ?", "--site"),
+    ("submit notebook 01 --dry-run --out ?", "--out"),
+    ("submit sweep ablations --dry-run --out ?", "--out"),
+]
+
+
+@pytest.mark.parametrize(("command", "option"), EMPTY_PATHS, ids=[command for command, _ in EMPTY_PATHS])
+def test_an_empty_path_is_refused(command, option, tmp_path, monkeypatch, capsys):
+    """Path("") is the current folder, into which such a command would write."""
+    monkeypatch.chdir(tmp_path)
+    for empty in ("", " "):
+        assert cli.main([word.replace("?", empty) for word in command.split()]) == EXIT_USER_ERROR
+        assert capsys.readouterr().err == f"lmcore: {option} is empty: it must name a file or folder.\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train --run loop",
+        "generate loop",
+        "workbook --out loop",
+        "submit workbook --out loop/x --dry-run",
+        "tokenizer train loop --out o",
+        "data info loop",
+        "data prepare loop --out o",
+        "data prepare embedded --out loop",
+        "train --run r --data loop",
+        "memory --snapshot loop",
+    ],
+)
+def test_symbolic_links_in_a_circle_are_a_sentence(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    assert cli.main(command.split()) == EXIT_USER_ERROR
+    error = capsys.readouterr().err
+    assert error.startswith("lmcore: ")
+    assert error.count("\n") == 1
+    assert "loop" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["loop"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "written"),
+    [
+        ("utf-8", "café ± – 猫".encode()),
+        ("latin-1", b"caf\xe9 \xb1 \\u2013 \\u732b"),
+        ("ascii:surrogateescape", b"caf\\xe9 \\xb1 \\u2013 \\u732b"),  # as in the locale C
+        ("ascii:replace", b"caf? ? ? ?"),
+    ],
+)
+def test_output_in_any_encoding(encoding, written, embedded_data):
+    """What the encoding lacks is escaped, as Python does on standard error, unless another way was asked for."""
+    tokenizer = Tokenizer.load(embedded_data / "tokenizer")
+    ids = map(str, tokenizer.encode("café ± – 猫"))
+    command = [sys.executable, "-m", "lmcore", "tokenizer", "decode", "--tokenizer", str(embedded_data / "tokenizer")]
+    variables = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([*command, *ids], capture_output=True, check=False, env=variables)
+    assert (done.returncode, done.stdout) == (0, written + b"\n"), done.stderr
+
+
+def test_every_command_prints_in_any_encoding(monkeypatch):
+    monkeypatch.setattr("lmcore.doctor.as_text", lambda _: "± – 猫")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict"))
+    assert cli.main(["doctor"]) == 0
+    assert sys.stdout.buffer.getvalue() == b"\\xb1 \\u2013 \\u732b\n"
 
 
 def test_ctrl_c_has_no_traceback(monkeypatch, capsys):

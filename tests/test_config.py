@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -51,6 +52,38 @@ def test_configs_survive_json_and_are_frozen(kind):
 def test_nested_values_survive_json():
     config = replace(TrainConfig(), steps=7, model__d_model=64, optimizer__betas=(0.8, 0.9), trackers=("wandb",))
     assert from_dict(TrainConfig, json.loads(json.dumps(to_dict(config)))) == config
+
+
+FLOATS = [
+    (kind, field.name)
+    for kind in (ModelConfig, OptimizerConfig, GenerateConfig)
+    for field in dataclasses.fields(kind)
+    if "float" in str(field.type)
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), FLOATS, ids=[name for _, name in FLOATS])
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_numbers_are_finite(kind, name, number):
+    value = (number, 0.5) if name == "betas" else number
+    with pytest.raises(UserError, match=f"^{name} must (not )?be .*{number}"):
+        kind(**{name: value})
+
+
+def test_every_float_field_is_tried():
+    names = {name for _, name in FLOATS}
+    assert {"rope_theta", "embedding_init_std", "eps", "betas", "weight_decay", "max_grad_norm", "temperature"} <= names
+
+
+@pytest.mark.parametrize("eps", [0.0, -1e-8])
+def test_eps_is_positive(eps):
+    with pytest.raises(UserError, match=f"eps must be positive, not {eps}"):
+        OptimizerConfig(eps=eps)
+
+
+def test_a_whole_number_too_large_for_a_float():
+    with pytest.raises(UserError, match="rope_theta must be a finite number"):
+        from_dict(ModelConfig, {"rope_theta": 10**400})
 
 
 def test_whole_numbers_serve_as_floats():

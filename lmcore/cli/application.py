@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import io
 import os
 import sys
@@ -10,6 +11,7 @@ from typing import Any, TextIO
 
 import tyro
 
+from lmcore.cli.arguments import PATHS, check_paths
 from lmcore.cli.benchmark import benchmark
 from lmcore.cli.data import data_commands, tokenizer_commands
 from lmcore.cli.jobs import requeue, submit_commands
@@ -24,6 +26,9 @@ from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
 
 EXIT_CTRL_C = 130
+
+NEVER_RAISES = {"backslashreplace", "replace", "ignore", "xmlcharrefreplace", "namereplace"}
+"""What a stream may do with a character that its encoding lacks, other than fail."""
 
 
 def doctor(json: bool = False) -> int:
@@ -70,10 +75,11 @@ def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
 
 
 def deferred(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
-    """The command as a function that only takes its arguments: parsing ends before anything runs."""
+    """The command as a function that only takes its arguments and looks at paths: parsing ends before anything runs."""
 
     @functools.wraps(command)
     def parsed(*arguments: Any, **options: Any) -> Callable[[], int]:
+        check_paths(command, inspect.signature(command).bind(*arguments, **options).arguments)
         return functools.partial(command, *arguments, **options)
 
     return parsed
@@ -87,7 +93,7 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return application(arguments).cli(args=arguments, prog="lmcore")
+            return application(arguments).cli(args=arguments, prog="lmcore", registry=PATHS)
     except SystemExit as stop:
         cause: BaseException | None = stop
         while cause is not None:
@@ -117,6 +123,7 @@ def unboxed(box: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code. A user's mistake is one sentence on standard error and code 2."""
+    print_any_character()
     try:
         code = parse(list(sys.argv[1:] if arguments is None else arguments))()
         sys.stdout.flush()  # while an error of it can still be said
@@ -137,6 +144,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("lmcore: stopped.")
         return EXIT_CTRL_C
+
+
+def print_any_character() -> None:
+    """Writes characters that the encoding of standard output or error lacks as escapes (\\u2013) instead of failing.
+
+    This is what Python does on standard error. PYTHONIOENCODING may ask for another way, as in `latin-1:replace`.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors not in NEVER_RAISES:
+            stream.reconfigure(errors="backslashreplace")
 
 
 def say(sentence: str) -> None:

@@ -1,9 +1,15 @@
 """Kinds of arguments that several commands have, as their help shows them."""
 
+import errno
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from lmcore.config import require_path
+from lmcore.errors import require
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 """A switch that is off unless it is named."""
@@ -14,3 +20,41 @@ OptionalNumber = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_
 OptionalTime = Annotated[str | None, tyro.conf.arg(metavar="HH:MM:SS", help_behavior_hint="")]
 Pairs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE ...", help_behavior_hint="")]
 Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")]
+
+PATHS = ConstructorRegistry()
+"""How arguments of type `Path` are read."""
+
+
+@PATHS.primitive_rule
+def path_rule(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """tyro's own rule for paths, but an empty one becomes a blank, which `check_paths` can tell from the folder `.`."""
+    if kind.type is not Path:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=lambda words: Path(words[0] or " "),
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda path: [str(path)],
+    )
+
+
+def check_paths(command: Callable[..., int], options: Mapping[str, Any]) -> None:
+    """Raises `UserError` if a path among a command's options is empty, or its symbolic links lead in a circle."""
+    hints = get_type_hints(command, include_extras=True)
+    for name, value in options.items():
+        positional = tyro.conf.Positional in getattr(hints.get(name), "__metadata__", ())
+        option = name.upper() if positional else f"--{name.replace('_', '-')}"
+        for path in value if isinstance(value, tuple) else (value,):
+            if isinstance(path, Path):
+                require_path(option, str(path))
+                require(not in_a_circle(path), f"{option}: the symbolic links of {path} lead in a circle.")
+
+
+def in_a_circle(path: Path) -> bool:
+    """Whether symbolic links of the path lead back to themselves."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False

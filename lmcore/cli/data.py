@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from lmcore.config import require_path
 from lmcore.errors import require
 from lmcore.text import utf8_text
 
@@ -32,6 +33,8 @@ def prepare_command() -> Callable[..., int]:
             tokenizer: gpt2, bpe:10000 (trained here, with that many tokens), or a tokenizer's folder.
             settings: What is training and what is validation text.
         """
+        require_path("SOURCE", source)
+        require_path("--tokenizer", tokenizer)
         data = prepare(source, tokenizer, out, settings)
         print(f"{out}: {len(data.train):,} tokens for training, {len(data.valid):,} for validation.")
         return 0
@@ -96,6 +99,7 @@ def encode(tokenizer: str = "gpt2", text: str | None = None) -> int:
     """
     from lmcore.data import tokenizer_for
 
+    require_path("--tokenizer", tokenizer)
     codec = tokenizer_for(tokenizer, "embedded")
     print(*codec.encode_iterable(utf8_text(sys.stdin if text is None else [text])))
     return 0
@@ -110,6 +114,7 @@ def decode(ids: Annotated[tuple[int, ...], tyro.conf.Positional], tokenizer: str
     """
     from lmcore.data import tokenizer_for
 
+    require_path("--tokenizer", tokenizer)
     print(tokenizer_for(tokenizer, "embedded").decode(ids or read_ids("".join(utf8_text(sys.stdin)))))
     return 0
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config
+from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config, require_path
 from lmcore.errors import EXIT_CODES, require
 from lmcore.files import read_json
 from lmcore.stopping import stop_signals
@@ -69,6 +69,8 @@ def generate(
     from lmcore.generate import generate_text
     from lmcore.run import RunFolder
 
+    if tokenizer is not None:
+        require_path("--tokenizer", tokenizer)
     prompt, folder = tuple(utf8_text(prompt)), RunFolder(run)
     model = load_model(folder.best_weights, select_device(device)[0])
     codec = tokenizer_for(tokenizer, "embedded") if tokenizer else open_data(folder.config().data).tokenizer
@@ -104,5 +106,6 @@ def starting_config(arguments: Sequence[str]) -> TrainConfig:
     given, _ = options.parse_known_args(arguments)
     require(given.preset is None or given.config is None, "Give either --preset or --config, not both.")
     if given.config is not None:
+        require_path("--config", given.config)
         return from_dict(TrainConfig, read_json(given.config))
     return TrainConfig() if given.preset is None else preset_config(given.preset)

@@ -9,6 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from lmcore.config import require_path
 from lmcore.data.documents import Piece, read_documents, safe_cut
 from lmcore.data.downloads import SOURCES, download
 from lmcore.data.story_grammar import sample_stories, stories
@@ -40,6 +41,10 @@ class CorpusConfig:
 
     def __post_init__(self):
         require(0 < self.valid_fraction < 1, f"valid_fraction must be between 0 and 1, not {self.valid_fraction}.")
+        for name in ("valid", "extra_train", "download_folder"):
+            value = getattr(self, name)
+            for path in (value,) if isinstance(value, str) else value or ():
+                require_path(name, path)
         require(self.num_documents > 0, f"num_documents must be positive, not {self.num_documents}.")
 
 

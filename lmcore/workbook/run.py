@@ -1,6 +1,7 @@
 """Runs the workbook: executes the notebooks in order, keeps their records, and makes the writeup."""
 
 import contextlib
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmcore.config import require_path
 from lmcore.errors import UserError, require
 from lmcore.workbook.execution import CellProgress, execute
 from lmcore.workbook.kernel import private_kernel
@@ -73,7 +75,7 @@ def run_workbook(
     """
     project = Path(project) if project is not None else find_project()
     out = Path(out) if out is not None else project / "runs" / scale
-    require(stop_seconds > 0, f"stop_seconds must be positive, not {stop_seconds}.")
+    require(0 < stop_seconds < math.inf, f"stop_seconds must be positive and finite, not {stop_seconds}.")
     with StopSignals(stop_seconds).heard() as stop:
         paths = find_notebooks(project, notebooks)
         data = locate(data)
@@ -97,6 +99,7 @@ def locate(data: str) -> str:
     from lmcore.data.downloads import SOURCES
 
     names = ("embedded", *SOURCES)
+    require_path("data", data)
     require(
         data in names or Path(data).exists(),
         f"There is no file or folder {data}; name one, or one of the corpora {', '.join(names)}.",
