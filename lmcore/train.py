@@ -203,6 +203,12 @@ def _train(config: TrainConfig, data: PreparedData, run: RunFolder, device: torc
             run.begin(config, environment() | noted)
             if is_complete(run):
                 return result_of(run)
+        if config.model.vocab_size > data.vocab_size:
+            print(
+                f"{run.name}: the model's vocabulary ({config.model.vocab_size:,}) is larger than that of the data "
+                f"({data.vocab_size:,}): ids from {data.vocab_size:,} on never occur.",
+                flush=True,
+            )
         forget_memory(device)  # a sweep's runs share a process
         with reproducible(config, device, threads):
             try:

@@ -130,6 +130,22 @@ def test_identical_request_is_reused(corpus, tmp_path, monkeypatch):
     assert open_data(tmp_path / "out").fingerprint == first.fingerprint
 
 
+def test_validation_text_that_is_training_text_is_said(corpus, tmp_path, capsys):
+    other = tmp_path / "other.txt"
+    other.write_text("Another story.\n")
+    fine = CorpusConfig(valid=str(other))
+    prepare(corpus, BYTES, tmp_path / "fine", fine, progress=False)
+    assert capsys.readouterr().err == ""
+    same, part = CorpusConfig(valid=str(corpus)), CorpusConfig(valid=str(other), extra_train=(str(other),))
+    said = "so the validation loss says nothing about other texts.\n"
+    for _ in ("prepared", "reused"):
+        prepare(corpus, BYTES, tmp_path / "same", same, progress=False)
+        assert capsys.readouterr().err == f"{tmp_path}/same: Warning: the validation text is the training text, {said}"
+    prepare(corpus, BYTES, tmp_path / "part", part, progress=False)
+    words = "Warning: the validation text (other.txt) is part of the training text"
+    assert capsys.readouterr().err == f"{tmp_path}/part: {words}, {said}"
+
+
 @pytest.mark.parametrize("victim", ["train.bin", "manifest.json", "tokenizer"])
 def test_a_damaged_folder_is_prepared_again(corpus, prepared, victim):
     path = prepared.folder / victim

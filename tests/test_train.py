@@ -137,6 +137,16 @@ def test_complete_run_is_not_repeated(tmp_path, config):
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_vocabulary_larger_than_the_data_s_is_said(tmp_path, config, capsys):
+    train(replace(config, steps=1, model__vocab_size=1300), tmp_path / "wide")
+    assert (
+        "wide: the model's vocabulary (1,300) is larger than that of the data (300): ids from 300 on never occur.\n"
+        in capsys.readouterr().out
+    )
+    train(replace(config, steps=1), tmp_path / "fitting")
+    assert "vocabulary" not in capsys.readouterr().out
+
+
 def test_other_settings_or_data_are_refused_by_name(tmp_path, config, embedded_data):
     train(config, tmp_path / "run")
     with pytest.raises(UserError, match=r"made with other settings: steps \(12 there, 13 here\)"):

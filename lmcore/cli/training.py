@@ -72,6 +72,7 @@ def generate(
     if tokenizer is not None:
         require_path("--tokenizer", tokenizer)
     prompt, folder = tuple(utf8_text(prompt)), RunFolder(run)
+    require(run.is_dir(), f"There is no run folder {run}.")
     model = load_model(folder.best_weights, select_device(device)[0])
     codec = tokenizer_for(tokenizer, "embedded") if tokenizer else open_data(folder.config().data).tokenizer
     if len(prompt) > 1:

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -58,6 +59,7 @@ def prepare(
     request = {"source": corpus.describe(), "tokenizer": describe_tokenizer(tokenizer)}
     with writing_to(folder), FileLock(folder / ".lock"):
         if reuse and (data := open_if_same(folder, request)):
+            say_if_validation_is_training_text(data)
             return data
         with tempfile.TemporaryDirectory(prefix=".preparing-", dir=folder) as temporary:
             new = Path(temporary)
@@ -66,7 +68,9 @@ def prepare(
             manifest = write_tokens(corpus, tokenizer, new, progress) | {"request": request}
             tokenizer.save(new / TOKENIZER_FOLDER)
             replace_prepared(new, folder, manifest)
-        return open_data(folder)
+        data = open_data(folder)
+        say_if_validation_is_training_text(data)
+        return data
 
 
 def open_or_prepare(
@@ -88,6 +92,21 @@ def open_if_same(folder: Path, request: dict[str, Any]) -> PreparedData | None:
         return data if data.manifest.get("request") == request and data.tokenizer else None
     except UserError:
         return None
+
+
+def say_if_validation_is_training_text(data: PreparedData) -> None:
+    """Prints a line where a loss on the validation text would measure what the model has learned by heart."""
+    splits, source = data.manifest["splits"], data.manifest["request"]["source"]
+    trained = {file["sha256"] for file in source.get("train_files", ())}
+    files = [file["file"] for file in source.get("valid_files", ()) if file["sha256"] in trained]
+    what = None
+    if splits["train"]["sha256"] == splits["valid"]["sha256"]:
+        what = "is the training text"
+    elif files:
+        what = f"({', '.join(files)}) is part of the training text"
+    if what is not None:
+        said = f"Warning: the validation text {what}, so the validation loss says nothing about other texts."
+        print(f"{data.folder}: {said}", file=sys.stderr, flush=True)
 
 
 @contextmanager
