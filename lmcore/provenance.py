@@ -1,20 +1,38 @@
 """Where a result comes from: everything that is needed to trust it and to repeat it (plan of the house, section 4)."""
 
+import contextlib
 import datetime
+import hashlib
+import json
 import os
 import platform
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from lmcore.device import device_name, select_device
 
 PACKAGES = ("torch", "numpy", "triton", "tiktoken", "safetensors", "einops", "transformers")
+
+COMMIT_FILE = "commit.txt"
+EXPORTED = "$" + "Format:%H$\n"
+"""What commit.txt holds in the repository; .gitattributes lets `git archive` put the commit in its place."""
+EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
+
+KERNELS = ("ipykernel_launcher.py", "colab_kernel_launcher.py")
+COMMAND = "LMCORE_COMMAND"
+"""Variable in which a kernel finds what executes its notebook."""
+ELSEWHERE = "..."
+"""Stands for the folders of a path outside of the project."""
 
 
 def utc_now() -> str:
@@ -33,12 +51,12 @@ def job_id() -> str | None:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of lmcore's checkout and whether it holds changes.
+    """Commit of lmcore's code, and whether files that git tracks were changed since (None: unknown).
 
-    The variable LMCORE_GIT_COMMIT goes before it, for where the files were copied without their history.
+    The first that knows it: git, in lmcore's own checkout; commit.txt, into which `git archive` and the archives of
+    hosting sites write the commit; pip's note of an installation straight from a repository; the variable
+    LMCORE_GIT_COMMIT, for files that were copied in another way. `git_tree` tells in any case which files these are.
     """
-    if commit := os.environ.get("LMCORE_GIT_COMMIT"):
-        return {"git_commit": commit, "git_dirty": None}
     folder = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str | None:
@@ -49,10 +67,47 @@ def git_state() -> dict[str, Any]:
 
     # an lmcore installed into an environment inside someone else's checkout must not report that one's commit
     own = git("rev-parse", "--show-toplevel") == str(folder.resolve())
-    commit = git("rev-parse", "HEAD") if own else None
-    if commit is None:
-        return {"git_commit": None, "git_dirty": None}
-    return {"git_commit": commit, "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    if own and (commit := git("rev-parse", "HEAD")) is not None:
+        return {"git_commit": commit, "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    return {"git_commit": exported_commit() or os.environ.get("LMCORE_GIT_COMMIT") or None, "git_dirty": None}
+
+
+def exported_commit() -> str | None:
+    """The commit that an archive of the repository, or pip, has noted beside the code; None if neither has."""
+    file = Path(__file__).with_name(COMMIT_FILE)
+    noted = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+    if re.fullmatch("[0-9a-f]{40,64}", noted):
+        return noted
+    with contextlib.suppress(metadata.PackageNotFoundError, ValueError, OSError):
+        installed = metadata.distribution("lmcore")
+        if Path(str(installed.locate_file("lmcore"))).resolve() == Path(__file__).parent.resolve():
+            return json.loads(installed.read_text("direct_url.json") or "{}").get("vcs_info", {}).get("commit_id")
+    return None
+
+
+def git_tree(folder: str | os.PathLike | None = None) -> str:
+    """Git's id of the folder lmcore as it is on disk, made without git: what `git rev-parse COMMIT:lmcore` prints.
+
+    So the code behind a result can be found again even where the files were copied without their history, and a change
+    to them shows. Caches and hidden files do not count; commit.txt counts as it is in the repository.
+    """
+    entries = []
+    for path in Path(folder or Path(__file__).parent).iterdir():
+        if path.name.startswith(".") or path.name == "__pycache__" or path.suffix == ".pyc":
+            continue
+        if path.is_dir():
+            if (id := git_tree(path)) != EMPTY_TREE:  # git knows no empty folders
+                entries.append((path.name + "/", b"40000 ", path.name, id))
+        else:
+            content = EXPORTED.encode() if path.name == COMMIT_FILE else path.read_bytes()
+            entries.append((path.name, b"100644 ", path.name, git_id("blob", content)))
+    lines = (mode + name.encode() + b"\0" + bytes.fromhex(id) for _, mode, name, id in sorted(entries))
+    return git_id("tree", b"".join(lines))
+
+
+def git_id(kind: str, content: bytes) -> str:
+    """The id under which git keeps a blob or a tree."""
+    return hashlib.sha1(f"{kind} {len(content)}\0".encode() + content).hexdigest()
 
 
 def gpu_driver() -> str | None:
@@ -76,10 +131,62 @@ def package_versions() -> dict[str, str]:
 
 
 def command_line() -> str:
-    """The command as typed, with the program's folder left out and paths relative to the working folder."""
-    arguments = [os.path.relpath(word) if os.path.isabs(word) else word for word in sys.argv[1:]]
-    program = Path(sys.argv[0])
-    return " ".join([program.parent.name if program.name == "__main__.py" else program.name, *arguments])
+    """The command as typed, without the folder of the program and those outside of the project.
+
+    In a notebook's kernel, whose own arguments say nothing: the command that executes the notebook, with all its
+    parameters where lmcore runs it; in JupyterLab the notebook's name.
+    """
+    if Path(sys.argv[0]).name in KERNELS:
+        return notebook_command()
+    return command_of(sys.argv)
+
+
+def command_of(words: Sequence[str]) -> str:
+    """A program and its arguments in one line that a shell would take."""
+    program = Path(words[0])
+    if program.name == "__main__.py":
+        name = program.parent.name
+    else:
+        name = shown(words[0]) if program.suffix == ".py" else program.name
+    return shlex.join([name.removeprefix(f"{ELSEWHERE}/"), *map(shown, words[1:])])
+
+
+def shown(word: str) -> str:
+    """An argument, PATH or NAME=PATH, with an absolute path as it is from the working folder.
+
+    Of one outside of it and of the project only the last part is shown: the rest is of that machine alone.
+    """
+    name, equals, path = word.rpartition("=")
+    if not os.path.isabs(path):
+        return word
+    near = any(Path(path).is_relative_to(folder) for folder in (Path.cwd(), Path(__file__).parents[1]))
+    return name + equals + (os.path.relpath(path) if near else f"{ELSEWHERE}/{Path(path).name}")
+
+
+@contextlib.contextmanager
+def executing(notebook: str, parameters: Mapping[str, Any]) -> Iterator[None]:
+    """Tells kernels that are started meanwhile which command executes which notebook, with which parameters."""
+    values = {name: shown(value) if isinstance(value, str) else value for name, value in parameters.items()}
+    given = ", ".join(f"{name}={json.dumps(value, default=str)}" for name, value in values.items())
+    before = os.environ.get(COMMAND)
+    os.environ[COMMAND] = f"{command_line()} (notebook {notebook}: {given or 'defaults'})"
+    try:
+        yield
+    finally:
+        os.environ.pop(COMMAND) if before is None else os.environ.update({COMMAND: before})
+
+
+def notebook_command() -> str:
+    """What executes the notebook of this kernel: lmcore, which says so, papermill or the like, or Jupyter."""
+    if command := os.environ.get(COMMAND):
+        return command
+    with contextlib.suppress(psutil.Error):
+        words = psutil.Process().parent().cmdline()
+        if any(word.endswith(".ipynb") for word in words):
+            module = words[1:2] == ["-m"]
+            return command_of(words[2:] if module else words[Path(words[0]).name.startswith("python") :])
+    name = Path(os.environ.get("JPY_SESSION_NAME", "")).name  # which Jupyter's server sets
+    return f"notebook {name.removesuffix('.ipynb')}" if name.endswith(".ipynb") else "a notebook"
 
 
 def environment() -> dict[str, Any]:
@@ -98,4 +205,5 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "packages": package_versions(),
         **git_state(),
+        "git_tree": git_tree(),
     }

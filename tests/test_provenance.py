@@ -3,12 +3,22 @@
 import datetime
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import types
+from pathlib import Path
 
+import pytest
 import torch
+from lmcore.notebook import read_notebook
+from notebook_projects import code, make_project, parameters
 
 from lmcore import provenance
+from lmcore.workbook import run_workbook
+
+PROJECT = Path(__file__).parents[1]
 
 
 def git(folder, *arguments: str) -> str:
@@ -56,6 +66,51 @@ def test_git_state_without_git(monkeypatch):
     assert provenance.git_state() == {"git_commit": "abc123", "git_dirty": None}
 
 
+def test_the_commit_of_a_checkout_goes_before_the_variable(tmp_path, monkeypatch):
+    checkout(tmp_path / "house", monkeypatch)
+    monkeypatch.setenv("LMCORE_GIT_COMMIT", "abc123")
+    assert provenance.git_state()["git_commit"] == git(tmp_path / "house", "rev-parse", "HEAD")
+
+
+def test_an_archive_carries_its_commit(tmp_path, monkeypatch):
+    """`git archive` of this very project's files, in which nobody sets a variable."""
+    source = checkout(tmp_path / "house", monkeypatch)
+    for name in (".gitattributes", "lmcore/commit.txt"):
+        shutil.copy(PROJECT / name, tmp_path / "house" / name)
+    git(tmp_path / "house", "add", ".")
+    git(tmp_path / "house", "commit", "-qm", "second")
+    commit = git(tmp_path / "house", "rev-parse", "HEAD")
+    git(tmp_path / "house", "archive", "-o", tmp_path / "house.tar", "HEAD")
+    shutil.unpack_archive(tmp_path / "house.tar", tmp_path / "copy")
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "copy" / source.relative_to(tmp_path / "house")))
+    monkeypatch.setenv("LMCORE_GIT_COMMIT", "abc123")
+    assert provenance.git_state() == {"git_commit": commit, "git_dirty": None}
+
+
+def test_the_tree_is_gits_also_where_the_history_is_missing(tmp_path, monkeypatch):
+    source = checkout(tmp_path / "house", monkeypatch)
+    (source.parent / "cli").mkdir()
+    for name in ("cli.py", "cli/z.py", "cli-x.txt", "commit.txt"):
+        (source.parent / name).write_text(provenance.EXPORTED if name == "commit.txt" else name)
+    git(tmp_path / "house", "add", ".")
+    git(tmp_path / "house", "commit", "-qm", "second")
+    tree = git(tmp_path / "house", "rev-parse", "HEAD:lmcore")
+    copy = shutil.copytree(source.parent, tmp_path / "copy" / "lmcore")
+    (copy / "commit.txt").write_text("0" * 40)
+    (copy / "__pycache__").mkdir()
+    (copy / "__pycache__" / "z.pyc").write_text("")
+    (copy / "empty").mkdir()
+    assert provenance.git_tree(copy) == tree
+    (copy / "cli" / "z.py").write_text("changed")
+    assert provenance.git_tree(copy) != tree
+
+
+def test_the_tree_of_this_project_is_gits():
+    if not (PROJECT / ".git").exists() or git(PROJECT, "status", "--porcelain", "--", "lmcore"):
+        pytest.skip("no checkout, or lmcore holds changes")
+    assert provenance.git_tree() == git(PROJECT, "rev-parse", "HEAD:lmcore")
+
+
 def test_environment_holds_everything_and_is_json():
     environment = provenance.environment()
     wanted = "time_utc command python torch device driver platform cores packages git_commit git_dirty"
@@ -76,6 +131,91 @@ def test_command_line_names_no_folder(monkeypatch):
     assert provenance.command_line() == "lmcore train --steps 5"
     monkeypatch.setattr("sys.argv", ["/site/lmcore/__main__.py", "sweep", os.path.abspath("runs/x")])
     assert provenance.command_line() == "lmcore sweep runs/x"
+
+
+def test_command_line_is_whole_and_names_no_machine(monkeypatch):
+    words = [
+        "benchmarks/cpu.py",
+        "--prompt",
+        "two words",
+        f"--out={os.path.abspath('runs/x')}",
+        "--data",
+        "/home/me/text",
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    assert provenance.command_line() == "benchmarks/cpu.py --prompt 'two words' --out=runs/x --data .../text"
+
+
+def in_a_kernel(monkeypatch, parent: list[str], **variables: str) -> str:
+    """The command that is recorded in a kernel whose parent was started with these words."""
+    monkeypatch.setattr(sys, "argv", ["/venv/ipykernel_launcher.py", "-f", "/tmp/tmpabc.json"])
+    monkeypatch.delenv(provenance.COMMAND, raising=False)
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    process = types.SimpleNamespace(parent=lambda: types.SimpleNamespace(cmdline=lambda: parent))
+    monkeypatch.setattr(provenance.psutil, "Process", lambda: process)
+    return provenance.command_line()
+
+
+def test_the_command_in_a_kernel(monkeypatch):
+    papermill = ["04_benchmark.ipynb", "/tmp/x.ipynb", "-p", "scale", "gpu"]
+    wanted = "papermill 04_benchmark.ipynb .../x.ipynb -p scale gpu"
+    assert in_a_kernel(monkeypatch, ["/venv/bin/python3.11", "/venv/bin/papermill", *papermill]) == wanted
+    assert in_a_kernel(monkeypatch, ["python", "-m", "papermill", *papermill]) == wanted
+    lab, session = ["/venv/bin/python", "/venv/bin/jupyter-lab"], {"JPY_SESSION_NAME": "/home/me/04_benchmark.ipynb"}
+    assert in_a_kernel(monkeypatch, lab, **session) == "notebook 04_benchmark"
+    assert in_a_kernel(monkeypatch, lab) == "a notebook"
+    assert in_a_kernel(monkeypatch, lab, LMCORE_COMMAND="lmcore workbook") == "lmcore workbook"
+
+
+def test_a_notebook_of_the_workbook_knows_command_and_parameters(tmp_path, monkeypatch):
+    said = code("from lmcore.provenance import command_line\nprint(command_line())")
+    project = make_project(tmp_path, _01_good=["# 01", parameters(), said])
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/lmcore", "workbook", "--scale", "smoke"])
+    run_workbook(project=project, parameters={"steps": 4}, writeup=False)
+    printed = read_notebook(project / "runs" / "smoke" / "notebooks" / "01_good.ipynb").cells[-1].outputs[0].text
+    assert printed.startswith("lmcore workbook --scale smoke (notebook 01_good: ")
+    assert "steps=4" in printed
+    assert 'data="embedded"' in printed
+    assert str(tmp_path) not in printed
+    assert provenance.COMMAND not in os.environ
+
+
+def values(record, path=()):
+    """All texts of a JSON value, with the keys that lead to them."""
+    if isinstance(record, dict | list):
+        for key, item in record.items() if isinstance(record, dict) else enumerate(record):
+            yield from values(item, (*path, key))
+    elif isinstance(record, str):
+        yield path, record
+
+
+FOREIGN = re.compile(
+    r"ipykernel_launcher|\.json -f|-f \S*\.json|\btmp[a-z0-9_]{8}\b"
+    r"|(?<![\w.])/(?:tmp|home|root|work|mnt|scratch|Users)\b"
+)
+"""What says nothing to others: a kernel's arguments, temporary files, folders of one machine."""
+
+
+@pytest.mark.parametrize("words", ["ipykernel_launcher.py -f ../../tmp2zzv2vec.json", "lmcore train --run /home/me/r"])
+def test_what_a_record_must_not_say_is_recognized(words):
+    assert FOREIGN.search(words)
+
+
+RECORDS = sorted(path for folder in ("results", "writeup") for path in (PROJECT / folder).rglob("*.json"))
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=[str(path.relative_to(PROJECT)) for path in RECORDS])
+def test_committed_records_say_where_they_come_from(path):
+    found = [(keys, text) for keys, text in values(json.loads(path.read_text(encoding="utf-8"))) if keys]
+    for keys, text in found:
+        assert not FOREIGN.search(text), f"{path.name}: {keys}: {text}"
+        if keys[-1] in ("command", "host", "hostname", "cwd"):
+            assert keys[-1] == "command", f"{path.name}: {keys}"
+            assert not any(os.path.isabs(word.rpartition("=")[2]) for word in text.split())
+        if keys[-1] == "git_commit":
+            assert re.fullmatch("[0-9a-f]{40}", text)
 
 
 def test_driver_is_asked_of_nvidia_smi(monkeypatch):

@@ -92,6 +92,8 @@ def execute(
     from papermill.exceptions import PapermillException
     from papermill.iorw import papermill_io
 
+    from lmcore.provenance import executing
+
     record, began, target = NotebookRecord(source.stem, "running"), time.monotonic(), target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     papermill_io.register(str(target), AtomicNotebooks())
@@ -107,7 +109,7 @@ def execute(
 
     problem = None
     try:
-        with stop.watching():
+        with stop.watching(), executing(source.stem, parameters):
             papermill.execute_notebook(
                 source,
                 target,
