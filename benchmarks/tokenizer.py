@@ -24,8 +24,8 @@ from lmcore.files import sha256_file, write_json
 from lmcore.provenance import environment
 from lmcore.text import END_OF_TEXT, read_text
 from lmcore.tokenizer import Tokenizer, load_gpt2, train_bpe
-from lmcore.tokenizer.corpus import available_cores
-from lmcore.tokenizer.gpt2_format import to_printable
+from lmcore.tokenizer.files import to_printable
+from lmcore.tokenizer.train import available_cores
 
 Merges = list[tuple[str, str]]
 
@@ -59,6 +59,7 @@ def main(
         "text": {"name": text.name, "sha256": sha256_file(text), "bytes_plain": len(content.encode())},
         "training": training,
         "encoding": encoding,
+        "taught_encoder": compare_taught_encoder(documents, load_gpt2(gpt2), repeats),
     }
     write_json(out, result)
     print_table(result)
@@ -144,6 +145,35 @@ def compare_encoding(documents: list[str], gpt2: Tokenizer, repeats: int) -> dic
     return {"tokens": counts, "tokens_per_second": rates} | result
 
 
+def compare_taught_encoder(documents: list[str], gpt2: Tokenizer, repeats: int) -> dict[str, Any]:
+    """`Tokenizer.encode` beside tiktoken on one core: a text's first pass, a second one, and one letter 20,000 times.
+
+    The time of the letters is also compared with that of twice as many.
+    """
+    encoding, text = gpt2.to_tiktoken(), END_OF_TEXT.join(documents)[:1_000_000]
+    fresh = iter([Tokenizer(gpt2.vocab, gpt2.merges, gpt2.special_tokens) for _ in range(repeats)])
+    warm = Tokenizer(gpt2.vocab, gpt2.merges, gpt2.special_tokens)
+    contestants = {
+        "first_pass": lambda: next(fresh).encode(text),
+        "warm": lambda: warm.encode(text),
+        "tiktoken": lambda: encoding.encode(text, allowed_special="all"),
+        "letters": lambda: warm.encode("a" * 20_000),
+        "letters_doubled": lambda: warm.encode("a" * 40_000),
+        "letters_tiktoken": lambda: encoding.encode("a" * 20_000),
+    }
+    if contestants["warm"]() != contestants["tiktoken"]():
+        raise UserError("Tokenizer.encode and tiktoken disagree on this text, so their speeds cannot be compared.")
+    seconds = take_turns(contestants, repeats)
+    pairs = {
+        "first_pass": ("first_pass", "tiktoken"),
+        "warm": ("warm", "tiktoken"),
+        "letters": ("letters", "letters_tiktoken"),
+        "doubling": ("letters_doubled", "letters"),
+    }
+    ratios = {name: statistics.median(turn_by_turn(seconds, *pair)) for name, pair in pairs.items()}
+    return {"characters": len(text), "seconds": seconds, "ratios": ratios}
+
+
 def print_table(result: dict[str, Any]) -> None:
     """The medians and ratios, for people."""
     training, encoding = result["training"], result["encoding"]
@@ -162,6 +192,9 @@ def print_table(result: dict[str, Any]) -> None:
     for name, rate in encoding["tokens_per_second"].items():
         print(f"  {name:<14} {rate / 1e6:8.2f} M tokens/s")
     print(f"  lmcore_bulk takes {encoding['ratio']:.2f} times as long as tiktoken")
+    print("Tokenizer.encode on one core, times as long as tiktoken; doubling: as half the letters")
+    for name, ratio in result["taught_encoder"]["ratios"].items():
+        print(f"  {name:<14} {ratio:8.2f}")
 
 
 if __name__ == "__main__":

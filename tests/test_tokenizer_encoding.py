@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from lmcore.errors import UserError
 from lmcore.tokenizer import END_OF_TEXT, Tokenizer
-from lmcore.tokenizer.bpe import CACHED_PRETOKENS
+from lmcore.tokenizer.bpe import CACHED_CHUNKS
 from lmcore.tokenizer.pretokenize import count_pretokens
-from lmcore.tokenizer.trainer import merge_pretokens
+from lmcore.tokenizer.train import merge_pretokens
 
 SPECIALS = [END_OF_TEXT, END_OF_TEXT * 2, "<pad >", "aa b"]
 CORPUS = Path(__file__).read_text(encoding="utf-8") + "aaaa aaab café 語語語 " * 20
@@ -73,7 +73,7 @@ def test_encode_iterable_in_constant_memory(tokenizer):
         finally:
             tracemalloc.stop()
 
-    enough = CACHED_PRETOKENS // 100 + 20
+    enough = CACHED_CHUNKS // 100 + 20
     assert peak_bytes(3 * enough) < 1.1 * peak_bytes(enough) < 16 << 20
 
 

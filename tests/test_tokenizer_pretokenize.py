@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizer_reference import PUBLISHED_PATTERN, split
 
 from lmcore.errors import UserError
-from lmcore.tokenizer.pretokenize import check_special_tokens, count_pretokens, pretokens, safe_pieces
+from lmcore.tokenizer.pretokenize import check_special_tokens, chunks, count_pretokens, pretokens, safe_pieces
 
 SPECIALS = ["<|endoftext|>", "<|endoftext|><|endoftext|>", "<pad >", "<", "ab", "abc d"]
 # white space of every kind, contractions, special tokens and their parts, characters that Python alone calls space
@@ -64,3 +64,15 @@ def test_a_pretoken_of_any_length_is_not_cut():
 def test_special_tokens_must_be_a_list_of_strings(special_tokens):
     with pytest.raises(UserError, match="special"):
         check_special_tokens(special_tokens)
+
+
+@given(texts.map("".join))
+def test_chunks_hold_the_pretokens_of_the_text_and_each_pretoken_is_one_alone(text):
+    assert "".join(chunks(text)) == text
+    assert [word for chunk in chunks(text) for word in pretokens(chunk)] == pretokens(text)
+    assert all(pretokens(word) == [word] for word in pretokens(text))
+
+
+def test_chunks_have_the_white_space_of_the_pattern():
+    for character in map(chr, range(0x110000)):
+        assert (len(chunks(f"a{character}b")) == 2) == bool(regex.fullmatch(r"\s", character))

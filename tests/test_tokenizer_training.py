@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from lmcore.errors import UserError
 from lmcore.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
-from lmcore.tokenizer.corpus import count_files
 from lmcore.tokenizer.pretokenize import count_pretokens
-from lmcore.tokenizer.trainer import merge_pretokens
+from lmcore.tokenizer.train import count_files, merge_pretokens
 
 
 def random_text(seed: int, length: int = 3000) -> str:
@@ -84,7 +83,7 @@ def test_several_processes_count_the_same(start_method, write, monkeypatch):
     paths = [write(text, "a.txt"), write("other text, " + text, "b.txt.gz")]
     expected = count_files(paths, [END_OF_TEXT], num_workers=1)
     context = multiprocessing.get_context(start_method)
-    monkeypatch.setattr("lmcore.tokenizer.corpus.ProcessPoolExecutor", partial(ProcessPoolExecutor, mp_context=context))
+    monkeypatch.setattr("lmcore.tokenizer.train.ProcessPoolExecutor", partial(ProcessPoolExecutor, mp_context=context))
     assert count_files(paths, [END_OF_TEXT], num_workers=2, piece_characters=5000) == expected
 
 
@@ -160,3 +159,19 @@ def test_missing_damaged_and_no_files(tmp_path):
         train_bpe([], 300, [])
     with pytest.raises(UserError, match="num_workers"):
         train_bpe(damaged, 300, [], num_workers=0)
+
+
+def test_a_text_with_too_few_pairs_is_said(write, capsys):
+    path = write("one one one")
+    vocab, _ = train_bpe(path, 100_000, [END_OF_TEXT])
+    assert capsys.readouterr() == (
+        "",
+        f"The text has no more pairs to merge: {len(vocab)} tokens, fewer than the 100,000 asked for.\n",
+    )
+    train_bpe(path, len(vocab), [END_OF_TEXT])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_merging_a_long_word_equals_brute_force():
+    text = "".join(random.Random(5).choices("aab", k=2_000))
+    assert merge_pretokens(count_pretokens(text), 60)[1] == reference.train([text], 60, [])

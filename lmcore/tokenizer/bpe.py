@@ -1,35 +1,109 @@
 """The tokenizer: text to token ids and back."""
 
 import hashlib
-import heapq
 import os
+from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmcore.errors import UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.text import END_OF_TEXT
-from lmcore.tokenizer import bridge, gpt2_format
-from lmcore.tokenizer.corpus import available_cores
-from lmcore.tokenizer.pretokenize import (
-    check_special_tokens,
-    pretokens,
-    safe_pieces,
-    special_pattern,
-)
+from lmcore.tokenizer import files, pretokenize
+from lmcore.tokenizer.pretokenize import GPT2_PATTERN, PUBLISHED_PATTERN, chunks, pretokens
+from lmcore.tokenizer.train import available_cores
 
 if TYPE_CHECKING:
     import tiktoken
 
 SPECIAL_TOKENS_FILE = "special_tokens.json"
-CACHED_PRETOKENS = 1 << 14
-"""Encoded pretokens that are kept, to bound memory: a few MiB, and most of the words of natural text."""
+GPT2_FINGERPRINT = "bfdf7cf9b4f00a1998bdcf173f13e785683958f82a06516f77ee823d6bc0ef7f"
+"""`Tokenizer.fingerprint` of GPT-2 with <|endoftext|> as its special token."""
 
 PIECE_CHARACTERS = 1 << 14
 """Characters that `encode_iterable` holds at a time, unless one pretoken is longer."""
+
+CACHED_CHUNKS = 1 << 15
+"""Chunks and pretokens whose ids are kept, to bound memory: several MiB, and most of the words of natural text."""
+
+LONG = 100
+"""Pretokens of more bytes are merged by `merge_long`; the ids of text of more characters are not kept."""
+
+NO_MERGE = 1 << 62
+"""Rank of a pair that is not merged, above all others."""
+
+
+def merge_ids(ids: list, ranks: dict[tuple, int], merged: Sequence) -> list:
+    """Applies to `ids` always the merge of lowest rank that is there, leftmost first, until there is none.
+
+    ranks: pair of ids -> rank of its merge. merged: id of the merged token by rank. Changes `ids` and returns it, in a
+    time that grows with the square of the length: right for words, not for a pretoken of a thousand letters.
+    """
+    rank_of = ranks.get
+    found = [rank_of(pair, NO_MERGE) for pair in pairwise(ids)]
+    while found and (rank := min(found)) != NO_MERGE:
+        at = found.index(rank)
+        ids[at] = new = merged[rank]
+        del found[at], ids[at + 1]
+        if at > 0:
+            found[at - 1] = rank_of((ids[at - 1], new), NO_MERGE)
+        if at < len(found):
+            found[at] = rank_of((new, ids[at + 1]), NO_MERGE)
+    return ids
+
+
+def merge_long(ids: list, ranks: dict[tuple, int], merged: Sequence) -> list:
+    """Returns what `merge_ids` does, in a time that grows in proportion to the length (merges in training order).
+
+    The places of each pair are kept in a list, so that all places of the lowest rank are merged in one go. The second
+    token of a pair leaves a hole behind; two arrays lead from each token to its neighbours across the holes.
+    """
+    ids = [*ids, None]  # neither a hole nor the end is in any pair
+    following, preceding = array("q", range(1, len(ids) + 1)), array("q", range(-1, len(ids) - 1))
+    places: dict[int, list[int]] = defaultdict(list)
+    for at, pair in enumerate(pairwise(ids)):
+        if pair in ranks:
+            places[ranks[pair]].append(at)
+    waiting = list(places)
+    heapify(waiting)
+    while waiting:
+        rank = heappop(waiting)
+        todo = iter(sorted(places.pop(rank)))
+        for at in todo:
+            after = following[at]
+            if ranks.get((ids[at], ids[after])) != rank:  # one of the two was merged since
+                continue
+            ids[at], ids[after] = merged[rank], None
+            following[at] = after = following[after]
+            preceding[after] = at
+            for left, right in ((preceding[at], at), (at, after)):
+                new = ranks.get((ids[left], ids[right]))
+                if new is not None:
+                    if new not in places:
+                        heappush(waiting, new)
+                    places[new].append(left)
+            if waiting and waiting[0] < rank:  # never where merges are in the order of their training
+                places[rank] = list(todo)
+                heappush(waiting, rank)
+    return [token_id for token_id in ids if token_id is not None]
+
+
+def merges_of_ranks(ranks: dict[bytes, int]) -> list[tuple[bytes, ...]]:
+    """The merges behind tiktoken's ranks, in their order.
+
+    A token's merge is found by encoding its bytes with the merges before it. If that leaves more than two parts, no
+    merge makes the token, and those parts are given.
+    """
+    tokens = sorted((token for token in ranks if len(token) > 1), key=ranks.__getitem__)
+    merges: dict[tuple[bytes, ...], int] = {}
+    for rank, token in enumerate(tokens):
+        merges[tuple(merge_ids([bytes([byte]) for byte in token], merges, tokens))] = rank
+    return list(merges)
 
 
 class Tokenizer:
@@ -50,7 +124,7 @@ class Tokenizer:
     ):
         self.vocab = dict(vocab)
         self.merges = [(left, right) for left, right in merges]
-        self.special_tokens = check_special_tokens(special_tokens)
+        self.special_tokens = pretokenize.check_special_tokens(special_tokens)
         require(bool(self.vocab), "The vocabulary is empty; give id -> bytes.")
         for token_id, token in self.vocab.items():
             require(
@@ -63,46 +137,21 @@ class Tokenizer:
             if token.encode() not in self._ids:
                 new = max(self.vocab) + 1
                 self.vocab[new], self._ids[token.encode()] = token.encode(), new
-        self._merges: dict[tuple[int, int], tuple[int, int]] = {}
+        self._special_ids = {token: self._ids[token.encode()] for token in self.special_tokens}
+        self._special_pattern = pretokenize.special_pattern(self.special_tokens)
+        self._ranks: dict[tuple[int, int], int] = {}
         for rank, (left, right) in enumerate(self.merges):
             require(
                 left in self._ids and right in self._ids and left + right in self._ids,
                 f"Merge {rank} ({left!r}, {right!r}) has a part or a result that is not in the vocabulary.",
             )
-            self._merges.setdefault((self._ids[left], self._ids[right]), (rank, self._ids[left + right]))
-        self._special_ids = {token: self._ids[token.encode()] for token in self.special_tokens}
-        self._special_pattern = special_pattern(self.special_tokens)
+            self._ranks.setdefault((self._ids[left], self._ids[right]), rank)
+        self._merged = [self._ids[left + right] for left, right in self.merges]
+        self._byte_ids = {token[0]: token_id for token, token_id in self._ids.items() if len(token) == 1}
         self._cache: dict[str, list[int]] = {}
 
     def __repr__(self) -> str:
         return f"Tokenizer(vocab_size={self.vocab_size}, special_tokens={self.special_tokens})"
-
-    @classmethod
-    def from_files(
-        cls,
-        vocab_path: str | os.PathLike,
-        merges_path: str | os.PathLike,
-        special_tokens: Sequence[str] | None = None,
-    ) -> "Tokenizer":
-        """Reads files in GPT-2's format (`encoder.json` and `vocab.bpe`), which `save` writes too."""
-        return cls(gpt2_format.read_vocab(vocab_path), gpt2_format.read_merges(merges_path), special_tokens)
-
-    def save(self, folder: str | os.PathLike) -> None:
-        """Writes `encoder.json`, `vocab.bpe` (GPT-2's format) and `special_tokens.json` into `folder`."""
-        gpt2_format.write_files(folder, self.vocab, self.merges)
-        write_json(Path(folder) / SPECIAL_TOKENS_FILE, self.special_tokens)
-
-    @classmethod
-    def load(cls, folder: str | os.PathLike) -> "Tokenizer":
-        """Reads what `save` wrote. Without `special_tokens.json`, <|endoftext|> is special if the vocabulary has it."""
-        folder = Path(folder)
-        tokenizer = cls.from_files(folder / gpt2_format.ENCODER_FILE, folder / gpt2_format.MERGES_FILE)
-        if (folder / SPECIAL_TOKENS_FILE).exists():
-            special_tokens = read_json(folder / SPECIAL_TOKENS_FILE)
-            require(isinstance(special_tokens, list), f"{folder / SPECIAL_TOKENS_FILE} must be a JSON list of strings.")
-        else:
-            special_tokens = [END_OF_TEXT] if END_OF_TEXT.encode() in tokenizer._ids else []
-        return cls(tokenizer.vocab, tokenizer.merges, special_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -118,26 +167,41 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256, in hexadecimal, of everything that decides the ids: vocabulary, merges and special tokens."""
-        digest = hashlib.sha256()
-        for token_id in sorted(self.vocab):
-            digest.update(f"{token_id} {self.vocab[token_id].hex()}\n".encode())
-        for left, right in self.merges:
-            digest.update(f"{left.hex()}+{right.hex()}\n".encode())
-        for token in sorted(self.special_tokens):
-            digest.update(f"special {token.encode().hex()}\n".encode())
-        return digest.hexdigest()
+        lines = [f"{token_id} {self.vocab[token_id].hex()}\n" for token_id in sorted(self.vocab)]
+        lines += [f"{left.hex()}+{right.hex()}\n" for left, right in self.merges]
+        lines += [f"special {token.encode().hex()}\n" for token in sorted(self.special_tokens)]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`; special tokens in it become their own ids. Lone surrogates are read as U+FFFD."""
-        if not text.isascii():
-            text = _without_surrogates(text)
+        """The ids of `text`; special tokens in it become their own ids. Lone surrogates are read as U+FFFD.
+
+        Merges in Python, in a time that grows in proportion to the text; the ids of chunks seen before are looked up.
+        """
+        if not text.isascii():  # joins surrogate pairs and replaces lone surrogates, as tiktoken does
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         ids: list[int] = []
         for place, part in enumerate(self._special_pattern.split(text) if self._special_pattern else [text]):
             if place % 2:
                 ids.append(self._special_ids[part])
                 continue
-            for pretoken in pretokens(part):
-                ids += self._cache.get(pretoken) or self._encode_pretoken(pretoken)
+            for chunk in chunks(part):
+                ids += self._cache.get(chunk) or self._encode_chunk(chunk)
+        return ids
+
+    def _encode_chunk(self, chunk: str) -> list[int]:
+        words = pretokens(chunk)
+        if len(words) > 1:
+            ids = [token_id for word in words for token_id in self._cache.get(word) or self._encode_chunk(word)]
+        else:
+            try:
+                ids = [self._byte_ids[byte] for byte in chunk.encode()]
+            except KeyError as error:
+                raise UserError(f"The vocabulary lacks the byte {bytes(error.args)!r} of {chunk!r}.") from None
+            ids = (merge_ids if len(ids) <= LONG else merge_long)(ids, self._ranks, self._merged)
+        if len(chunk) <= LONG:
+            if len(self._cache) >= CACHED_CHUNKS:
+                self._cache.clear()
+            self._cache[chunk] = ids
         return ids
 
     def encode_iterable(self, iterable: Iterable[str]) -> Iterator[int]:
@@ -145,7 +209,7 @@ class Tokenizer:
 
         The same ids as `encode` of the joined text, wherever it is cut, in memory that does not grow with it.
         """
-        for piece in safe_pieces(iterable, self.special_tokens, PIECE_CHARACTERS):
+        for piece in pretokenize.safe_pieces(iterable, self.special_tokens, PIECE_CHARACTERS):
             yield from self.encode(piece)
 
     def encode_documents(self, documents: Iterable[str]) -> list[list[int]]:
@@ -169,6 +233,32 @@ class Tokenizer:
         """The text of the ids; bytes that are not UTF-8 become U+FFFD. Raises `UserError` on an unknown id."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
+    @classmethod
+    def from_files(
+        cls,
+        vocab_path: str | os.PathLike,
+        merges_path: str | os.PathLike,
+        special_tokens: Sequence[str] | None = None,
+    ) -> "Tokenizer":
+        """Reads files in GPT-2's format (`encoder.json` and `vocab.bpe`), which `save` writes too."""
+        return cls(files.read_vocab(vocab_path), files.read_merges(merges_path), special_tokens)
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Writes `encoder.json`, `vocab.bpe` (GPT-2's format) and `special_tokens.json` into `folder`."""
+        files.write_files(folder, self.vocab, self.merges)
+        write_json(Path(folder) / SPECIAL_TOKENS_FILE, self.special_tokens)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike) -> "Tokenizer":
+        """Reads what `save` wrote. Without `special_tokens.json`, <|endoftext|> is special if the vocabulary has it."""
+        path = Path(folder) / SPECIAL_TOKENS_FILE
+        tokenizer = cls.from_files(Path(folder) / files.ENCODER_FILE, Path(folder) / files.MERGES_FILE)
+        special_tokens: Any = [END_OF_TEXT] if END_OF_TEXT.encode() in tokenizer._ids else []
+        if path.exists():
+            special_tokens = read_json(path)
+            require(isinstance(special_tokens, list), f"{path} must be a JSON list of strings.")
+        return cls(tokenizer.vocab, tokenizer.merges, special_tokens)
+
     def to_tiktoken(self) -> "tiktoken.Encoding":
         """The same tokenizer as a `tiktoken.Encoding`, with the same ids.
 
@@ -177,60 +267,54 @@ class Tokenizer:
         """
         return self._tiktoken
 
+    @cached_property
+    def _tiktoken(self) -> "tiktoken.Encoding":
+        import tiktoken
+
+        lacking = "tiktoken needs all 256 single bytes in the vocabulary; encode with Tokenizer.encode."
+        require(len(self._byte_ids) == 256, lacking)
+        # tokens that are neither a byte, nor a merge's result, nor special cannot come up in text and are left out
+        ranks = {bytes([byte]): token_id for byte, token_id in self._byte_ids.items()}
+        ranks |= {left + right: self._ids[left + right] for left, right in self.merges}
+        # tiktoken has no list of merges: it merges the neighbours whose joined bytes have the lowest id
+        require(
+            merges_of_ranks(ranks) == self.merges,
+            "tiktoken cannot express these merges, because the ids of merged tokens do not rise in the order of the "
+            "merges or a token can be made in two ways; encode with Tokenizer.encode.",
+        )
+        name = f"lmcore-{self.fingerprint[:16]}"
+        return tiktoken.Encoding(name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=self._special_ids)
+
     @classmethod
     def from_tiktoken(cls, encoding: "tiktoken.Encoding") -> "Tokenizer":
         """The tokenizer of a `tiktoken.Encoding` with GPT-2's pretoken pattern; `UserError` for other patterns."""
-        vocab, merges, special_tokens = bridge.from_encoding(encoding)
-        return cls(vocab, merges, special_tokens)
+        from tiktoken_ext.openai_public import r50k_pat_str
 
-    @cached_property
-    def _tiktoken(self) -> "tiktoken.Encoding":
-        return bridge.to_encoding(f"lmcore-{self.fingerprint[:16]}", self.vocab, self.merges, self._special_ids)
-
-    def _encode_pretoken(self, pretoken: str) -> list[int]:
-        try:
-            ids = merge_ids([self._ids[bytes([byte])] for byte in pretoken.encode()], self._merges)
-        except KeyError as error:
-            raise UserError(f"The vocabulary lacks the byte {error.args[0]!r} of {pretoken!r}.") from None
-        if len(self._cache) >= CACHED_PRETOKENS:
-            self._cache.clear()
-        self._cache[pretoken] = ids
-        return ids
+        # tiktoken has no public name for pattern and ranks; its own registry passes them under these
+        pattern, ranks, special_ids = encoding._pat_str, encoding._mergeable_ranks, encoding._special_tokens
+        require(
+            pattern in (GPT2_PATTERN, GPT2_PATTERN.replace("++", "+"), PUBLISHED_PATTERN, r50k_pat_str),
+            f"The encoding {encoding.name!r} splits text by another pattern than GPT-2's, the only one known here.",
+        )
+        merges = merges_of_ranks(ranks)
+        for parts in merges:
+            require(len(parts) == 2, f"{encoding.name!r} is not BPE: no merge of two tokens makes {b''.join(parts)!r}.")
+        vocab = {token_id: token for token, token_id in ranks.items()}
+        vocab |= {token_id: token.encode() for token, token_id in special_ids.items()}
+        return cls(vocab, merges, list(special_ids))
 
 
-def merge_ids(ids: list[int], merges: dict[tuple[int, int], tuple[int, int]]) -> list[int]:
-    """Applies to `ids` always the merge of lowest rank that is there, leftmost first, until there is none.
+def load_gpt2(folder: str | os.PathLike | None = None, *, download: bool = True) -> Tokenizer:
+    """GPT-2's tokenizer (50,257 tokens, <|endoftext|> special).
 
-    merges: pair of ids -> (rank, id of the merged token). A linked list and a heap: n log n, so that a pretoken of a
-    million letters ends, too.
+    Looks for `encoder.json` and `vocab.bpe` in `folder`; without one in the folder that the variable LMCORE_GPT2
+    names, in `data/gpt2`, and in tiktoken's cache, into which it downloads them at last, unless `download` is false.
+    Raises `UserError` if they are nowhere, or are not GPT-2's.
     """
-    following = list(range(1, len(ids) + 1))
-    preceding = list(range(-1, len(ids) - 1))
-    heap = [(*merges[pair], at) for at, pair in enumerate(pairwise(ids)) if pair in merges]
-    heapq.heapify(heap)
-    end, gone = len(ids), -1
-    while heap:
-        rank, new, at = heapq.heappop(heap)
-        after = following[at]
-        # an entry is outdated if one of its two tokens has been merged since
-        if after == end or merges.get((ids[at], ids[after])) != (rank, new):
-            continue
-        ids[at], ids[after] = new, gone
-        following[at] = after = following[after]
-        if after != end:
-            preceding[after] = at
-            if (ids[at], ids[after]) in merges:
-                heapq.heappush(heap, (*merges[ids[at], ids[after]], at))
-        before = preceding[at]
-        if before >= 0 and (ids[before], ids[at]) in merges:
-            heapq.heappush(heap, (*merges[ids[before], ids[at]], before))
-    return [token_id for token_id in ids if token_id != gone]
-
-
-def _without_surrogates(text: str) -> str:
-    """Joins surrogate pairs and replaces lone surrogates by U+FFFD, as tiktoken does."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    encoder, merges = files.find_gpt2(folder, download)
+    tokenizer = Tokenizer.from_files(encoder, merges, [END_OF_TEXT])
+    require(
+        tokenizer.fingerprint == GPT2_FINGERPRINT,
+        f"{encoder} and {merges} are not GPT-2's tokenizer; load another tokenizer with Tokenizer.from_files.",
+    )
+    return tokenizer

@@ -15,6 +15,9 @@ from lmcore.errors import require
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s+"
 """GPT-2's pretoken pattern. The possessive `++` matches the same as `+` and saves tiktoken's engine backtracking."""
 
+PUBLISHED_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""The same as GPT-2's release writes it (openai/gpt-2, src/encoder.py)."""
+
 pretokens = regex.compile(GPT2_PATTERN).findall
 """Splits a string into its pretokens: `pretokens("the cat's") == ["the", " cat", "'s"]`.
 
@@ -22,11 +25,19 @@ Which characters are letters or digits is decided by the Unicode tables of the `
 joined Unicode after the tables of another library were made may be classed differently there.
 """
 
+# The pattern's \s is Unicode's white space; that of `re` also takes the control characters \x1c to \x1f.
+_SPACE, _OTHER = r"[^\S\x1c-\x1f]", r"[\S\x1c-\x1f]"
+
+chunks = re.compile(rf"{_SPACE}*+{_OTHER}++|{_SPACE}++").findall
+"""Splits a string before each run of white space: `chunks("the  cat's hat") == ["the", "  cat's", " hat"]`.
+
+White space after another character always starts a pretoken, so the pretokens of a string are those of its chunks.
+Finding chunks is several times as fast, and most of them recur: the pattern then sees each distinct chunk once.
+"""
+
 # Where the pretokens on both sides do not depend on each other: no alternative of the pattern goes on from a character
 # that is not white space to one that is, from a letter to another kind of character, or from a digit to another kind.
 _LAST_BOUNDARY = regex.compile(r"(?r)(?<=\S)\s|(?<=\p{L})[^\p{L}]|(?<=\p{N})[^\p{N}]")
-
-_SPACE_AFTER_WHITE_SPACE = re.compile(r" (?<=\s\s)")
 
 
 def check_special_tokens(special_tokens: Iterable[str] | None) -> list[str]:
@@ -43,30 +54,18 @@ def special_pattern(special_tokens: Sequence[str]) -> re.Pattern | None:
 
     Where special tokens overlap, the leftmost match wins, and at the same place the longest.
     """
-    if not special_tokens:
-        return None
-    return re.compile("(" + "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) + ")")
+    longest_first = sorted(special_tokens, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if special_tokens else None
 
 
 def count_pretokens(text: str, special_tokens: Sequence[str] = ()) -> Counter[str]:
-    """How often each pretoken occurs in `text`, special tokens left out. Equal to `Counter(pretokens(text))`.
-
-    A space after anything but white space always starts a pretoken. So the text is first cut there by `str.split`,
-    which is many times faster than the pattern, and the pattern sees each distinct piece only once.
-    """
-    pattern = special_pattern(special_tokens)
-    # a character that the text does not hold stands for the spaces that must not be cut at
-    kept_space = next(character for character in map(chr, range(0x110000)) if character not in text)
-    first_pieces, later_pieces = Counter(), []
-    for segment in pattern.split(text)[::2] if pattern else [text]:
-        first, *later = _SPACE_AFTER_WHITE_SPACE.sub(kept_space, segment).split(" ")
-        first_pieces[first] += 1
-        later_pieces += later
+    """How often each pretoken occurs in `text`, special tokens left out. Equal to `Counter(pretokens(text))`."""
     counts: Counter[str] = Counter()
-    for pieces, start in ((first_pieces, ""), (Counter(later_pieces), " ")):
-        for piece, count in pieces.items():
-            for pretoken in pretokens(start + piece.replace(kept_space, " ")):
-                counts[pretoken] += count
+    pattern = special_pattern(special_tokens)
+    segments = pattern.split(text)[::2] if pattern else [text]
+    for chunk, count in Counter(chunk for segment in segments for chunk in chunks(segment)).items():
+        for pretoken in pretokens(chunk):
+            counts[pretoken] += count
     return counts
 
 
@@ -98,9 +97,6 @@ def safe_pieces(parts: Iterable[str], special_tokens: Sequence[str], size: int) 
 def _last_safe_cut(text: str, pattern: re.Pattern | None, longest: int) -> int:
     """The last place where `text`, the start of a longer text, can be cut whatever follows; 0 if there is none."""
     decided = len(text) - longest  # special tokens that start up to here are whole in `text`
-    if pattern is not None:
-        ends = [match.end() for match in pattern.finditer(text) if match.start() <= decided]
-        if ends:
-            return ends[-1]
+    ends = [match.end() for match in pattern.finditer(text) if match.start() <= decided] if pattern else []
     boundary = _LAST_BOUNDARY.search(text, 0, max(decided, 0))
-    return boundary.start() if boundary else 0
+    return ends[-1] if ends else boundary.start() if boundary else 0

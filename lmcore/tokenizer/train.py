@@ -1,0 +1,210 @@
+"""Trains byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019; CSE599-O A1 section 2).
+
+First the pretokens of the files are counted, then the most frequent pair of tokens in them is merged, again and again.
+"""
+
+import os
+import sys
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from heapq import heapify, heappop, heappush
+from itertools import islice, pairwise
+from pathlib import Path
+
+from lmcore.errors import UserError, require
+from lmcore.text import read_text
+from lmcore.tokenizer.pretokenize import check_special_tokens, count_pretokens, safe_pieces
+
+PIECE_CHARACTERS = 1 << 22
+"""Text that one process counts at a time: large against the cost of sending it, small against memory."""
+
+SMALL_CORPUS_BYTES = 8 << 20
+"""Below this, starting processes costs more than it saves."""
+
+Progress = Callable[[str, int, int], None]
+Merges = list[tuple[bytes, bytes]]
+Pair = tuple[int, int]
+
+
+def train_bpe(
+    input_path: str | os.PathLike | Sequence[str | os.PathLike],
+    vocab_size: int,
+    special_tokens: Sequence[str],
+    *,
+    num_workers: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[dict[int, bytes], Merges]:
+    """Trains a tokenizer on one or several UTF-8 files, plain or `.gz`.
+
+    vocab_size: ids in all: 256 bytes, merged tokens and special tokens. A text with too few pairs ends sooner, which a
+    line on stderr says.
+    special_tokens: strings at which text is cut and that are never merged.
+    num_workers: processes that count pretokens; None: as many as help.
+    progress: called with ("counting", bytes read, bytes in all) and then ("merging", merges made, merges wanted).
+
+    Each step merges the most frequent pair of adjacent tokens; among equals the lexicographically greatest pair of
+    byte strings. Returns `vocab`, id -> bytes, and `merges` in the order they were made. Ids are laid out as in
+    GPT-2: bytes 0 to 255, merged tokens in their order, special tokens last; so an id is also a tiktoken rank.
+
+    Raises `UserError` if vocab_size has no room, if a special token is a single byte, or if a file is missing,
+    damaged, not UTF-8, or without text.
+    """
+    special_tokens = check_special_tokens(special_tokens)
+    for token in special_tokens:
+        require(
+            len(token.encode()) > 1,
+            f"The special token {token!r} is a single byte, which the vocabulary holds anyway; choose a longer one.",
+        )
+    smallest = 256 + len(special_tokens)
+    require(
+        isinstance(vocab_size, int) and vocab_size >= smallest,
+        f"vocab_size must be a whole number of at least {smallest} (256 bytes and the special tokens), "
+        f"not {vocab_size!r}.",
+    )
+    require(
+        num_workers is None or (isinstance(num_workers, int) and num_workers > 0),
+        f"num_workers must be a positive whole number or None, not {num_workers!r}.",
+    )
+    paths = [input_path] if isinstance(input_path, str | os.PathLike) else list(input_path)
+    counts = count_files(paths, special_tokens, num_workers, progress)
+    require(bool(counts), f"{', '.join(map(str, paths)) or 'The list of input files'} holds no text to train on.")
+    tokens, merges = merge_pretokens(counts, vocab_size - smallest, progress)
+    vocab = dict(enumerate(tokens + [token.encode() for token in special_tokens]))
+    if len(vocab) < vocab_size:
+        said = f"The text has no more pairs to merge: {len(vocab):,} tokens, fewer than the {vocab_size:,} asked for."
+        print(said, file=sys.stderr)
+    return vocab, merges
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def count_files(
+    paths: Sequence[str | os.PathLike],
+    special_tokens: Sequence[str],
+    num_workers: int | None = None,
+    progress: Progress | None = None,
+    piece_characters: int = PIECE_CHARACTERS,
+) -> Counter[str]:
+    """How often each pretoken occurs in the files; each file is a text of its own.
+
+    num_workers: processes that count; None: all cores, or none besides this one for a small corpus. They are started
+    the way Python does by default, so a script on macOS or Windows needs its `if __name__ == "__main__"`.
+    progress: called with ("counting", bytes read from disk, bytes of all files).
+    """
+    try:
+        total = sum(os.path.getsize(path) for path in paths)
+    except OSError as error:
+        raise UserError(f"Cannot read {error.filename}: {error.strerror}.") from error
+    if num_workers is None:
+        num_workers = available_cores() if total >= SMALL_CORPUS_BYTES else 1
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress("counting", done, total)
+
+    texts = (read_text(Path(path), advance) for path in paths)
+    pieces = (piece for text in texts for piece in safe_pieces(text, special_tokens, piece_characters))
+    counts: Counter[str] = Counter()
+    if num_workers == 1:
+        for piece in pieces:
+            counts.update(count_pretokens(piece, special_tokens))
+        return counts
+    try:
+        with ProcessPoolExecutor(num_workers) as pool:
+            submitted = (pool.submit(count_pretokens, piece, special_tokens) for piece in pieces)
+            waiting = deque(islice(submitted, 2 * num_workers))  # so many pieces are in memory at a time
+            while waiting:
+                counts.update(waiting.popleft().result())
+                waiting.extend(islice(submitted, 1))
+    except BrokenProcessPool as error:
+        sentence = "A process that counted pretokens died or could not start; try again with num_workers=1."
+        raise UserError(sentence) from error
+    return counts
+
+
+class _Descending(bytes):
+    """Bytes that sort from the greatest to the least, for a heap whose smallest entry comes first."""
+
+    __lt__ = bytes.__gt__
+
+
+def merge_pretokens(
+    counts: Counter[str], num_merges: int, progress: Progress | None = None
+) -> tuple[list[bytes], Merges]:
+    """Makes up to `num_merges` merges in pretokens with the given counts; returns the tokens by id, and the merges.
+
+    The counts of all pairs are kept up to date, and for each pair the pretokens that hold it, so that a merge touches
+    only those. No pair can become more frequent than the pair whose merge made it, so counts in the heap are upper
+    bounds, and an outdated one is put right when it comes up.
+    """
+    words, word_counts = [list(pretoken.encode()) for pretoken in counts], list(counts.values())
+    pair_counts: dict[Pair, int] = defaultdict(int)
+    places: dict[Pair, list[int]] = defaultdict(list)
+    for index, word in enumerate(words):
+        for pair in pairwise(word):
+            pair_counts[pair] += word_counts[index]
+            places[pair].append(index)
+    tokens = [_Descending([byte]) for byte in range(256)]
+    merges: Merges = []
+
+    def entry(pair: Pair) -> tuple[int, bytes, bytes, Pair]:
+        return -pair_counts[pair], tokens[pair[0]], tokens[pair[1]], pair
+
+    heap = [entry(pair) for pair in pair_counts]
+    heapify(heap)
+    while heap and len(merges) < num_merges:
+        negative_count, left, right, pair = heappop(heap)
+        if pair_counts[pair] != -negative_count:
+            if pair_counts[pair]:
+                heappush(heap, entry(pair))
+            continue
+        merges.append((bytes(left), bytes(right)))
+        tokens.append(_Descending(left + right))
+        arisen: set[Pair] = set()
+        for index in dict.fromkeys(places.pop(pair)):
+            words[index], lost, gained = _merge_pair(words[index], pair, len(tokens) - 1)
+            for old in lost:
+                pair_counts[old] -= word_counts[index]
+            for new in gained:
+                pair_counts[new] += word_counts[index]
+                places[new].append(index)
+            arisen.update(gained)
+        del pair_counts[pair]
+        for new in arisen:
+            if pair_counts[new]:
+                heappush(heap, entry(new))
+        if progress is not None:
+            progress("merging", len(merges), num_merges)
+    return list(map(bytes, tokens)), merges
+
+
+def _merge_pair(word: list[int], pair: Pair, new: int) -> tuple[list[int], list[Pair], list[Pair]]:
+    """`word` with the token `new` for each `pair` from the left on; the other pairs it loses, and those it gains."""
+    merged: list[int] = []
+    lost, gained = [], []
+    at = rest = 0  # where to look on, and where what is not in `merged` yet begins
+    while True:
+        try:
+            at = word.index(pair[0], at, -1)
+        except ValueError:
+            return merged + word[rest:], lost, gained
+        if word[at + 1] != pair[1]:
+            at += 1
+            continue
+        merged += word[rest:at]
+        at = rest = at + 2
+        if merged:
+            lost.append((merged[-1], pair[0]))
+            gained.append((merged[-1], new))
+        if rest < len(word):
+            lost.append((pair[1], word[rest]))
+            gained.append((new, word[rest]))
+        merged.append(new)
