@@ -19,11 +19,12 @@ import tyro
 from cpu.turns import take_turns, turn_by_turn
 from tiktoken_ext.openai_public import r50k_pat_str
 
+from lmcore.data.gpt2 import load_gpt2
 from lmcore.errors import UserError
 from lmcore.files import sha256_file, write_json
 from lmcore.provenance import environment
 from lmcore.text import END_OF_TEXT, read_text
-from lmcore.tokenizer import Tokenizer, load_gpt2, train_bpe
+from lmcore.tokenizer import Tokenizer, train_bpe
 from lmcore.tokenizer.files import to_printable
 from lmcore.tokenizer.train import available_cores
 

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiktoken_ext.openai_public import r50k_pat_str
 
+from lmcore.data import gpt2
+from lmcore.data.gpt2 import load_gpt2
 from lmcore.errors import UserError
-from lmcore.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer, files, load_gpt2
+from lmcore.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer
 from lmcore.tokenizer.pretokenize import count_pretokens
 from lmcore.tokenizer.train import merge_pretokens
 
@@ -184,7 +186,7 @@ def test_encodings_that_are_not_gpt2s_kind_are_refused():
 
 def test_load_gpt2_searches_variable_folder_and_cache(gpt2_folder, tmp_path, monkeypatch, ours):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(files, "BASE_URL", "http://127.0.0.1:9/gpt2/")
+    monkeypatch.setattr(gpt2, "BASE_URL", "http://127.0.0.1:9/gpt2/")
     monkeypatch.delenv("LMCORE_GPT2", raising=False)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(UserError, match=r"data/gpt2.*LMCORE_GPT2"):
@@ -211,19 +213,19 @@ def test_load_gpt2_uses_the_cache_of_tiktoken(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tiktoken.load, "read_file", lambda path: asked.append(path) or b"")
-    for name, sha256 in files.SHA256.items():
+    for name, sha256 in gpt2.SHA256.items():
         with pytest.raises(ValueError, match="Hash mismatch"):
-            tiktoken.load.read_file_cached(files.BASE_URL + name, sha256)
+            tiktoken.load.read_file_cached(gpt2.BASE_URL + name, sha256)
     from tiktoken_ext import openai_public
 
     asked.clear()
     monkeypatch.setattr(openai_public, "data_gym_to_mergeable_bpe_ranks", lambda **files: asked.append(files) or {})
     openai_public.gpt2()
     assert asked[0] == {
-        "vocab_bpe_file": files.BASE_URL + "vocab.bpe",
-        "encoder_json_file": files.BASE_URL + "encoder.json",
-        "vocab_bpe_hash": files.SHA256["vocab.bpe"],
-        "encoder_json_hash": files.SHA256["encoder.json"],
+        "vocab_bpe_file": gpt2.BASE_URL + "vocab.bpe",
+        "encoder_json_file": gpt2.BASE_URL + "encoder.json",
+        "vocab_bpe_hash": gpt2.SHA256["vocab.bpe"],
+        "encoder_json_hash": gpt2.SHA256["encoder.json"],
     }
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import torch
 
+from lmcore.data.gpt2 import load_gpt2
 from lmcore.device import device_name, select_device
 from lmcore.errors import UserError
 from lmcore.profiling.nsys.tool import INSTALL, find_nsys
 from lmcore.provenance import environment
-from lmcore.tokenizer import load_gpt2
 from lmcore.workbook.jobs.queue import run as ask
 from lmcore.workbook.report.answers import format_bytes, join_words
 

@@ -5,9 +5,10 @@ import tempfile
 from pathlib import Path
 
 from lmcore.data.corpora import Corpus, TextCorpus, open_corpus
+from lmcore.data.gpt2 import load_gpt2
 from lmcore.errors import require
 from lmcore.text import END_OF_TEXT
-from lmcore.tokenizer import Tokenizer, load_gpt2, train_bpe
+from lmcore.tokenizer import Tokenizer, train_bpe
 
 
 def describe_tokenizer(tokenizer: Tokenizer | str | os.PathLike) -> str:

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     import tiktoken
 
 SPECIAL_TOKENS_FILE = "special_tokens.json"
-GPT2_FINGERPRINT = "bfdf7cf9b4f00a1998bdcf173f13e785683958f82a06516f77ee823d6bc0ef7f"
-"""`Tokenizer.fingerprint` of GPT-2 with <|endoftext|> as its special token."""
-
 PIECE_CHARACTERS = 1 << 14
 """Characters that `encode_iterable` holds at a time, unless one pretoken is longer."""
 
@@ -133,10 +130,10 @@ class Tokenizer:
             )
         self._ids = {token: token_id for token_id, token in self.vocab.items()}
         require(len(self._ids) == len(self.vocab), "The vocabulary holds the same bytes under several ids.")
-        for token in self.special_tokens:
-            if token.encode() not in self._ids:
+        for special in self.special_tokens:
+            if special.encode() not in self._ids:
                 new = max(self.vocab) + 1
-                self.vocab[new], self._ids[token.encode()] = token.encode(), new
+                self.vocab[new], self._ids[special.encode()] = special.encode(), new
         self._special_ids = {token: self._ids[token.encode()] for token in self.special_tokens}
         self._special_pattern = pretokenize.special_pattern(self.special_tokens)
         self._ranks: dict[tuple[int, int], int] = {}
@@ -301,20 +298,4 @@ class Tokenizer:
             require(len(parts) == 2, f"{encoding.name!r} is not BPE: no merge of two tokens makes {b''.join(parts)!r}.")
         vocab = {token_id: token for token, token_id in ranks.items()}
         vocab |= {token_id: token.encode() for token, token_id in special_ids.items()}
-        return cls(vocab, merges, list(special_ids))
-
-
-def load_gpt2(folder: str | os.PathLike | None = None, *, download: bool = True) -> Tokenizer:
-    """GPT-2's tokenizer (50,257 tokens, <|endoftext|> special).
-
-    Looks for `encoder.json` and `vocab.bpe` in `folder`; without one in the folder that the variable LMCORE_GPT2
-    names, in `data/gpt2`, and in tiktoken's cache, into which it downloads them at last, unless `download` is false.
-    Raises `UserError` if they are nowhere, or are not GPT-2's.
-    """
-    encoder, merges = files.find_gpt2(folder, download)
-    tokenizer = Tokenizer.from_files(encoder, merges, [END_OF_TEXT])
-    require(
-        tokenizer.fingerprint == GPT2_FINGERPRINT,
-        f"{encoder} and {merges} are not GPT-2's tokenizer; load another tokenizer with Tokenizer.from_files.",
-    )
-    return tokenizer
+        return cls(vocab, [(left, right) for left, right in merges], list(special_ids))

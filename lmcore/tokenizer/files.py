@@ -1,16 +1,14 @@
-"""GPT-2's tokenizer files: `encoder.json` (token -> id) and `vocab.bpe` (one merge a line), and where they are found.
+"""Files in GPT-2's format: `encoder.json` (token -> id) and `vocab.bpe` (one merge a line).
 
 Both write the bytes of a token as printable characters (Radford et al. 2019): a byte whose Latin-1 character can be
 seen stands for itself, the others take the characters from U+0100 on, so that a space is written Ġ.
 """
 
-import hashlib
 import os
-import tempfile
 from pathlib import Path
 
 from lmcore.errors import UserError, require
-from lmcore.files import atomic_write, read_json, sha256_file, write_json
+from lmcore.files import atomic_write, read_json, write_json
 
 ENCODER_FILE, MERGES_FILE = "encoder.json", "vocab.bpe"
 HEADER = "#version: 0.2"
@@ -19,18 +17,6 @@ _VISIBLE = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte)
 _HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
 BYTE_TO_CHARACTER = {byte: chr(byte) for byte in _VISIBLE} | {byte: chr(256 + n) for n, byte in enumerate(_HIDDEN)}
 CHARACTER_TO_BYTE = {character: byte for byte, character in BYTE_TO_CHARACTER.items()}
-
-BASE_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-"""Where tiktoken fetches GPT-2's files, and the name under which it caches them."""
-
-SHA256 = {
-    ENCODER_FILE: "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    MERGES_FILE: "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-}
-FOLDER_VARIABLE = "LMCORE_GPT2"
-DEFAULT_FOLDER = Path("data/gpt2")
-DOWNLOAD_TIMEOUT = 15
-"""Seconds without an answer after which a download is given up."""
 
 
 def to_printable(token: bytes) -> str:
@@ -89,42 +75,3 @@ def write_files(folder: str | os.PathLike, vocab: dict[int, bytes], merges: list
     with atomic_write(Path(folder) / MERGES_FILE, "w") as file:
         file.write(HEADER + "\n")
         file.writelines(f"{to_printable(left)} {to_printable(right)}\n" for left, right in merges)
-
-
-def find_gpt2(folder: str | os.PathLike | None, download: bool) -> list[Path]:
-    """GPT-2's `encoder.json` and `vocab.bpe`, as `load_gpt2` looks for them."""
-    named = folder or os.environ.get(FOLDER_VARIABLE)
-    if named or all((DEFAULT_FOLDER / name).is_file() for name in SHA256):
-        return [Path(named or DEFAULT_FOLDER) / name for name in SHA256]
-    return [_cached(name, download) for name in SHA256]
-
-
-def _cached(name: str, download: bool) -> Path:
-    """The file in tiktoken's cache, downloaded to there if need be, checked by its SHA-256."""
-    import pooch
-
-    # the same variables, folder and names as in tiktoken.load, so that both use one copy
-    variables = (os.environ.get(variable) for variable in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"))
-    folder = next(filter(None, variables), None) or os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    url = BASE_URL + name
-    remedy = (
-        f"put {ENCODER_FILE} and {MERGES_FILE} into {DEFAULT_FOLDER} or name their folder in the environment variable "
-        f"{FOLDER_VARIABLE}."
-    )
-    cached = Path(folder) / hashlib.sha1(url.encode()).hexdigest()
-    present = cached.is_file() and sha256_file(cached) == SHA256[name]
-    require(download or present, f"GPT-2's {name} is not on this machine; {remedy}")
-    try:
-        path = pooch.retrieve(
-            url,
-            known_hash=f"sha256:{SHA256[name]}",
-            fname=cached.name,
-            path=folder,
-            downloader=pooch.HTTPDownloader(timeout=DOWNLOAD_TIMEOUT),
-        )
-    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong checksum is a ValueError
-        raise UserError(
-            f"GPT-2's {name} is not on this machine and could not be downloaded from {url} "
-            f"({type(error).__name__}); {remedy}"
-        ) from error
-    return Path(path)

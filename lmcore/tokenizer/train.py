@@ -189,7 +189,8 @@ def merge_pretokens(
 def _merge_pair(word: list[int], pair: Pair, new: int) -> tuple[list[int], list[Pair], list[Pair]]:
     """`word` with the token `new` for each `pair` from the left on; the other pairs it loses, and those it gains."""
     merged: list[int] = []
-    lost, gained = [], []
+    lost: list[Pair] = []
+    gained: list[Pair] = []
     at = rest = 0  # where to look on, and where what is not in `merged` yet begins
     while True:
         try:

@@ -1,0 +1,81 @@
+"""GPT-2's published tokenizer: where its files are found, and from where they are downloaded."""
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+from lmcore.errors import UserError, require
+from lmcore.files import sha256_file
+from lmcore.text import END_OF_TEXT
+from lmcore.tokenizer import Tokenizer
+from lmcore.tokenizer.files import ENCODER_FILE, MERGES_FILE
+
+GPT2_FINGERPRINT = "bfdf7cf9b4f00a1998bdcf173f13e785683958f82a06516f77ee823d6bc0ef7f"
+"""`Tokenizer.fingerprint` of GPT-2 with <|endoftext|> as its special token."""
+
+BASE_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+"""Where tiktoken fetches GPT-2's files, and the name under which it caches them."""
+
+SHA256 = {
+    ENCODER_FILE: "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    MERGES_FILE: "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
+FOLDER_VARIABLE = "LMCORE_GPT2"
+DEFAULT_FOLDER = Path("data/gpt2")
+DOWNLOAD_TIMEOUT = 15
+"""Seconds without an answer after which a download is given up."""
+
+
+def load_gpt2(folder: str | os.PathLike | None = None, *, download: bool = True) -> Tokenizer:
+    """GPT-2's tokenizer (50,257 tokens, <|endoftext|> special).
+
+    Looks for `encoder.json` and `vocab.bpe` in `folder`; without one in the folder that the variable LMCORE_GPT2
+    names, in `data/gpt2`, and in tiktoken's cache, into which it downloads them at last, unless `download` is false.
+    Raises `UserError` if they are nowhere, or are not GPT-2's.
+    """
+    encoder, merges = _find(folder, download)
+    tokenizer = Tokenizer.from_files(encoder, merges, [END_OF_TEXT])
+    require(
+        tokenizer.fingerprint == GPT2_FINGERPRINT,
+        f"{encoder} and {merges} are not GPT-2's tokenizer; load another tokenizer with Tokenizer.from_files.",
+    )
+    return tokenizer
+
+
+def _find(folder: str | os.PathLike | None, download: bool) -> list[Path]:
+    named = folder or os.environ.get(FOLDER_VARIABLE)
+    if named or all((DEFAULT_FOLDER / name).is_file() for name in SHA256):
+        return [Path(named or DEFAULT_FOLDER) / name for name in SHA256]
+    return [_cached(name, download) for name in SHA256]
+
+
+def _cached(name: str, download: bool) -> Path:
+    """The file in tiktoken's cache, downloaded to there if need be, checked by its SHA-256."""
+    import pooch
+
+    # the same variables, folder and names as in tiktoken.load, so that both use one copy
+    variables = (os.environ.get(variable) for variable in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"))
+    folder = next(filter(None, variables), None) or os.path.join(tempfile.gettempdir(), "data-gym-cache")
+    url = BASE_URL + name
+    remedy = (
+        f"put {ENCODER_FILE} and {MERGES_FILE} into {DEFAULT_FOLDER} or name their folder in the environment variable "
+        f"{FOLDER_VARIABLE}."
+    )
+    cached = Path(folder) / hashlib.sha1(url.encode()).hexdigest()
+    present = cached.is_file() and sha256_file(cached) == SHA256[name]
+    require(download or present, f"GPT-2's {name} is not on this machine; {remedy}")
+    try:
+        path = pooch.retrieve(
+            url,
+            known_hash=f"sha256:{SHA256[name]}",
+            fname=cached.name,
+            path=folder,
+            downloader=pooch.HTTPDownloader(timeout=DOWNLOAD_TIMEOUT),
+        )
+    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong checksum is a ValueError
+        raise UserError(
+            f"GPT-2's {name} is not on this machine and could not be downloaded from {url} "
+            f"({type(error).__name__}); {remedy}"
+        ) from error
+    return Path(path)
