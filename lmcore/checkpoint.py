@@ -105,11 +105,15 @@ def _shape_of_group(group: Mapping[str, Any]) -> tuple[list[str], int]:
 
 
 def require_same_architecture(saved: Mapping[str, Any], config: ModelConfig, name: str) -> None:
-    """Raises `UserError` naming every field in which the saved architecture differs from `config`."""
+    """Raises `UserError` naming every field in which the saved architecture differs from `config`.
+
+    A field that was not there yet when it was saved has its default.
+    """
+    there = asdict(ModelConfig()) | dict(saved)
     differences = [
-        f"{field} ({saved.get(field)} there, {value} here)"
+        f"{field} ({there[field]} there, {value} here)"
         for field, value in asdict(config).items()
-        if saved.get(field) != value
+        if there[field] != value
     ]
     if differences:
         raise UserError(f"{name} is of another architecture: {', '.join(differences)}.")

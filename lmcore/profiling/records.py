@@ -7,7 +7,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from lmcore.config import to_dict
+from lmcore.config import from_dict
 from lmcore.errors import UserError
 from lmcore.files import atomic_write, read_json
 from lmcore.profiling.workload import WorkloadConfig
@@ -45,15 +45,11 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def is_of(record: Mapping[str, Any], task: str, config: WorkloadConfig) -> bool:
-    """Whether this is a record of this very measurement."""
-    return record["task"] == task and record["config"] == as_json(to_dict(config))
-
-
-def as_json(value: Any) -> Any:
-    """Plain data as it comes back from a JSON file: tuples as lists."""
-    if isinstance(value, dict):
-        return {key: as_json(item) for key, item in value.items()}
-    return [as_json(item) for item in value] if isinstance(value, list | tuple) else value
+    """Whether this is a record of this very measurement; fields missing in its configuration have their defaults."""
+    try:
+        return record["task"] == task and from_dict(WorkloadConfig, record["config"]) == config
+    except UserError:  # a field that there is no more, or a value that it no longer takes
+        return False
 
 
 def require_writable(folder: Path) -> None:

@@ -25,6 +25,7 @@ from lmcore.config import (
 )
 from lmcore.data import CorpusConfig, batch_at_step, entropy_per_document, open_data, prepare, story_text
 from lmcore.device import select_device
+from lmcore.errors import UserError
 from lmcore.files import read_json
 from lmcore.memory_accounting import predicted_peak
 from lmcore.model import TransformerLM
@@ -32,6 +33,8 @@ from lmcore.profiling.memory.snapshot import history_of
 from lmcore.profiling.memory.summary import summary
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.trace import busy_table, copy_table, kernel_table, kind_table
+from lmcore.profiling.records import is_of
+from lmcore.profiling.workload import workload_config
 from lmcore.provenance import environment
 from lmcore.recipes import RECIPES
 from lmcore.report.benchmark import answers as benchmark_answers
@@ -84,6 +87,7 @@ __all__ = [
     "Tokenizer",
     "TrainConfig",
     "TransformerLM",
+    "UserError",
     "batch_at_step",
     "benchmark_answers",
     "busy_table",
@@ -97,6 +101,7 @@ __all__ = [
     "from_dict",
     "handout",
     "history_of",
+    "is_of",
     "kept",
     "kernel_attention",
     "kernel_parts",
@@ -144,4 +149,5 @@ __all__ = [
     "training_flops",
     "training_step",
     "warmups",
+    "workload_config",
 ]
