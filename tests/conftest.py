@@ -3,14 +3,33 @@
 import os
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, also in the processes that tests start
+os.environ["MKL_NUM_THREADS"] = "1"
+
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels then run on the CPU
 
+settings.register_profile("lmcore", deadline=None)  # how long an example takes depends on what else the machine does
+settings.load_profile("lmcore")
+
 LONG_SUITES = ("slurm", "faults")
 """Markers of the suites that take minutes: they run only where the marker is asked for (`pytest -m slurm`)."""
+
+MOST_WORKERS = 8
+"""Each holds PyTorch and its own fixtures."""
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: a worker for each core, each with one thread; one process alone where tests share and time a GPU.
+
+    Models as small as these are slower with two threads, and many times so beside a process that keeps a core busy.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if torch.cuda.is_available() else min(cores, MOST_WORKERS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -30,15 +49,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def device() -> torch.device:
     """Where kernels are tested: the GPU, or the CPU with Triton's interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Models this small are slower with more threads, which wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -18,9 +18,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of weights in that dtype; the sums are in float32 everywhere."""
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def gpu():
     pytest.importorskip("triton")

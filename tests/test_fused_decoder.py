@@ -19,9 +19,6 @@ CONTEXT, VOCAB = 12, 67
 CPU = torch.device("cpu")
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def build(seed: int = 0, device: torch.device = CPU, **changes) -> TransformerLM:
     torch.manual_seed(seed)
     sizes = {"vocab_size": VOCAB, "context_length": CONTEXT, "d_model": 48, "num_layers": 2, "num_heads": 2, "d_ff": 40}

@@ -18,9 +18,6 @@ EOT = 256
 CONTEXT = 12
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 class ByteTokenizer:
     """One token per byte, and <|endoftext|>: the smallest tokenizer that can break a character in two."""
 

@@ -11,8 +11,6 @@ from lmcore.config import GenerateConfig
 from lmcore.errors import UserError
 from lmcore.sampling import next_token_distribution, sample_next
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def brute_force(logits: list[float], temperature: float, top_k: int | None, top_p: float) -> dict[int, float]:
     """The definition, in plain Python: a dictionary of the tokens that are left."""
