@@ -167,12 +167,13 @@ def test_without_gradients_only_the_loss_is_computed(device, kernels, monkeypatc
     assert error(loss, exact[0]) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("chunk_bytes", [module.CHUNK_BYTES, 1])
+@pytest.mark.parametrize(("chunk_bytes", "rows"), [(module.CHUNK_BYTES, 20), (1, 150)], ids=["one", "two"])
 def test_autocast_computes_products_in_bfloat16_and_keeps_the_weights_gradient_wide(
-    device, kernels, chunk_bytes, monkeypatch
+    device, kernels, chunk_bytes, rows, monkeypatch
 ):
+    """In one chunk and in two: the smallest has 128 rows."""
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
-    x, weight, targets = problem(device, torch.float32, 150, 67, 16)
+    x, weight, targets = problem(device, torch.float32, rows, 67, 16)
     exact = reference(x, weight, targets)
     x.requires_grad_()
     weight.requires_grad_()

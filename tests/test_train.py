@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 import warnings
 from pathlib import Path
@@ -485,9 +486,9 @@ def test_signal_reaches_a_process_on_its_own(tmp_path, config):
         str(run.path),
     ]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    for line in child.stdout:  # the first progress line comes when steps are done; until then wait for metrics
-        if "step" in line:
-            break
+    while not (run.metrics_file.exists() and run.metrics_lines()):  # the first line of progress comes far later
+        assert child.poll() is None, child.stdout.read()
+        time.sleep(0.02)
     child.send_signal(signal.SIGUSR1)
     rest = child.stdout.read()
     assert child.wait(timeout=60) == EXIT_INTERRUPTED, rest
