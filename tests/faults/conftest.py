@@ -1,6 +1,5 @@
 """The fault suite: a bench with one undisturbed run, and a tally of what was tried against others like it."""
 
-import json
 import os
 import random
 import tempfile
@@ -8,15 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fault_bench import COLUMNS, Bench, Tally
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, also in the processes that are started
-
-from fault_bench import Bench, Tally
+TALLY = "tally of faults"
+"""Name of a test's tally in its report."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults-report", type=Path, help="JSON file for the figures of the fault suite")
     parser.addoption("--faults-seed", type=int, default=0, help="seed of the random moments and positions")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Not in the workers of pytest-xdist, which report to the process that adds up, nor for all of tests/."""
+    if hasattr(config.option, "faults_report") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SumOfTallies(config.option.faults_report, config.option.faults_seed))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,14 +53,44 @@ def bench(tmp_path_factory) -> Iterator[Bench]:
         yield Bench(Path(folder))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def tally(request, seed) -> Iterator[Tally]:
-    from lmcore.provenance import environment
-
-    tally, provenance = Tally(seed), environment()  # of the code that is tried: minutes later there may be another
+    """The tally of one test. It travels with the test's report, so that `SumOfTallies` has those of all workers."""
+    tally = Tally(seed)
     yield tally
-    if report := request.config.getoption("--faults-report"):
-        from lmcore.files import write_json
+    counts = {kind: dict(count) for kind, count in tally.counts.items()}
+    request.node.user_properties.append((TALLY, [request.session.items.index(request.node), counts]))
 
-        write_json(report, {"provenance": provenance, "faults": tally.rows()})
-    print(json.dumps(tally.rows(), indent=2))
+
+class SumOfTallies:
+    """Adds up the tallies of all tests; writes them to `report` when the last one has ended."""
+
+    def __init__(self, report: Path | None, seed: int):
+        self.report, self.seed = report, seed
+        self.tallies: dict[int, dict[str, dict[str, int]]] = {}
+        if report is not None:
+            from lmcore.provenance import environment
+
+            self.provenance = environment()  # of the code that is tried: minutes later there may be another
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            self.tallies |= {place: counts for name, (place, counts) in report.user_properties if name == TALLY}
+
+    def rows(self) -> list[dict]:
+        """One row for each kind of fault, in the order of the tests, whoever ran them."""
+        tally = Tally(self.seed)
+        for _, counts in sorted(self.tallies.items()):
+            tally.add(counts)
+        return tally.rows()
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        rows = self.rows()
+        totals = {column: sum(row[column] for row in rows) for column in COLUMNS}
+        terminalreporter.write_line("faults: " + ", ".join(f"{totals[column]:,} {column}" for column in COLUMNS))
+
+    def pytest_sessionfinish(self) -> None:
+        if self.report is not None:
+            from lmcore.files import write_json
+
+            write_json(self.report, {"provenance": self.provenance, "faults": self.rows()})

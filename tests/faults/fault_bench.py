@@ -22,6 +22,9 @@ from lmcore.run import RunFolder
 TIMES = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}
 """Fields of a metrics line that no two runs share."""
 
+COLUMNS = ("tried", "survived", "refused_in_words", "lost")
+"""What is counted of each kind of fault."""
+
 SECONDS = 120.0
 """Limit of every wait: far more than any of them takes on a busy machine."""
 
@@ -187,9 +190,13 @@ class Tally:
             raise
         count["refused_in_words" if fault.refused else "survived"] += 1
 
+    def add(self, counts: dict[str, dict[str, int]]) -> None:
+        """Adds the counts of another tally, by kind."""
+        for kind, count in counts.items():
+            self.counts.setdefault(kind, Counter()).update(count)
+
     def rows(self) -> list[dict[str, Any]]:
         """One row for each kind."""
-        columns = ("tried", "survived", "refused_in_words", "lost")
         return [
-            {"kind": kind, **{c: count[c] for c in columns}, "seed": self.seed} for kind, count in self.counts.items()
+            {"kind": kind, **{c: count[c] for c in COLUMNS}, "seed": self.seed} for kind, count in self.counts.items()
         ]
