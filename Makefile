@@ -3,6 +3,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+# Tests and jobs start hundreds of short processes, which should not compile the same modules each time.
+export PYTHONDONTWRITEBYTECODE :=
 
 SCALE ?= smoke
 DATA ?= embedded
@@ -17,7 +19,7 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3 python,\
   $(shell command -v $(name) >/dev/null 2>&1 && $(name) -c '$(SUITABLE)' >/dev/null 2>&1 && echo $(name))))
 
-.PHONY: help install workbook test test-slurm test-faults submission lab refresh-notebooks clean
+.PHONY: help install workbook lint test test-slurm test-faults submission lab refresh-notebooks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -29,17 +31,24 @@ workbook: $(INSTALLED)  ## execute all notebooks and make the writeup (SCALE=smo
 	@$(BIN)/lmcore workbook --scale "$(SCALE)" --data "$(DATA)" --out "$(OUT)" \
 	  $(if $(strip $(NOTEBOOKS)),--notebooks $(NOTEBOOKS))
 
-test: $(INSTALLED)  ## lint, tests, and the notebooks against their committed outputs
+lint: $(INSTALLED)  ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pytest
-	env -u MPLBACKEND $(BIN)/pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=900 notebooks
 
+# -n auto: a worker for each core, see tests/conftest.py. A notebook's cells stay together, and each kernel has one thread.
+test: lint  ## lint, tests, and the notebooks against their committed outputs
+	$(BIN)/pytest -n auto --dist worksteal
+	env -u MPLBACKEND OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile \
+	  --nbval-lax --nbval-current-env --nbval-cell-timeout=900 notebooks
+
+# Most of them wait: each worker has a cluster of its own. Two whole workbooks keep two cores busy for minutes, and the
+# others' waits have ends: they come afterwards.
 test-slurm: $(INSTALLED)  ## the job scripts on a private Slurm cluster on this machine, which needs Slurm's daemons
-	$(BIN)/python tests/slurm/side_by_side.py -rs
+	$(BIN)/pytest -m slurm -rs -n 4 --dist worksteal --ignore tests/slurm/test_workbook_jobs.py tests/slurm
+	$(BIN)/pytest -m slurm -rs tests/slurm/test_workbook_jobs.py
 
 test-faults: $(INSTALLED)  ## training runs killed, damaged and starved at random moments: they go on as if nothing was
-	$(BIN)/pytest -m faults -rs tests/faults
+	$(BIN)/pytest -m faults -rs -n auto --dist worksteal tests/faults
 
 submission: $(INSTALLED)  ## the hand-in of the newest writeup, or of OUT: submission/code.zip (NAMES=cse599o|cs336)
 	@$(BIN)/lmcore submission $(if $(filter-out file,$(origin OUT) $(origin SCALE)),"$(OUT)") --names "$(NAMES)"

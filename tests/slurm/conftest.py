@@ -1,4 +1,4 @@
-"""The private Slurm cluster that the tests of this folder share."""
+"""The private Slurm cluster that the tests of this folder share: each worker of pytest-xdist has its own."""
 
 import signal
 import tempfile

@@ -116,9 +116,16 @@ def test_the_node_dies(cluster, tmp_path, config, undisturbed):
     assert training.diary() == ["running", "running", "exit"]
 
 
-@pytest.mark.parametrize("grace", [0, SPOT_GRACE_SECONDS], ids=["at_once", "with_time_to_save"])
+@pytest.fixture
+def grace(cluster, request):
+    """Seconds that jobs of spot have to save themselves: in this test alone."""
+    cluster.run("scontrol", "update", "PartitionName=spot", f"GraceTime={request.param}")
+    yield request.param
+    cluster.run("scontrol", "update", "PartitionName=spot", f"GraceTime={SPOT_GRACE_SECONDS}")
+
+
+@pytest.mark.parametrize("grace", [0, SPOT_GRACE_SECONDS], ids=["at_once", "with_time_to_save"], indirect=True)
 def test_main_takes_the_node_from_spot(cluster, tmp_path, config, undisturbed, grace):
-    cluster.run("scontrol", "update", "PartitionName=spot", f"GraceTime={grace}")
     training = Training(cluster, tmp_path, config, "-p", "spot", "-w", "n3", "--exclusive")
     training.wait_for_checkpoint()
     main = cluster.sbatch("#!/bin/bash\necho main", options=["-w", "n3", "--exclusive"])
