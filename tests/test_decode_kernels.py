@@ -42,7 +42,7 @@ def normed(x: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------------------------------------------------------- matrix products
 
-SHAPES = [(1, 48, 50), (3, 33, 21), (10, 48, 50)]  # rows, D, F: sums in registers; tiles
+SHAPES = [(1, 48, 10), (3, 33, 7), (10, 48, 50)]  # rows, D, F: sums in registers; tiles
 
 
 def products(x, matrix, hidden, down):
