@@ -23,6 +23,7 @@ MOST_WORKERS = 8
 """Each holds PyTorch and its own fixtures."""
 
 
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
 def pytest_xdist_auto_num_workers() -> int:
     """`-n auto`: a worker for each core, each with one thread; one process alone where tests share and time a GPU.
 
