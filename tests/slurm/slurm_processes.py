@@ -34,9 +34,11 @@ def kill(processes: Iterable[psutil.Process]) -> None:
     for process in list(found):  # a job may have emptied its environment: it is known as a slurmstepd's child
         with contextlib.suppress(psutil.NoSuchProcess):
             found.update(process.children(recursive=True))
-    for process in found:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    # Suspended first: a slurmstepd that outlives its job, if only for a moment, reports that the job has failed.
+    for step in (psutil.Process.suspend, psutil.Process.kill):
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                step(process)
     end = time.monotonic() + 10
     while any(_alive(process) for process in found) and time.monotonic() < end:
         time.sleep(0.02)

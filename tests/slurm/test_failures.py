@@ -1,10 +1,12 @@
 """Real training on a real Slurm, which takes its node away in every way that there is: the run ends the same."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from job_projects import job_project
 from notebook_projects import code, parameters
 from safetensors.torch import load_file
@@ -48,12 +50,17 @@ def config(embedded_data) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster, config, tmp_path_factory) -> RunFolder:
-    """The run that nobody stops."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "config.json").write_text(json.dumps(to_dict(config)))
-    words = ["--config", folder / "config.json", "--run", folder / "run"]
-    cluster.run("lmcore", "train", *words, timeout=600, OMP_NUM_THREADS=1)
-    return RunFolder(folder / "run")
+    """The run that nobody stops; the workers of pytest-xdist, whose folders lie side by side, share one."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "undisturbed"
+    folder.mkdir(exist_ok=True)
+    run = RunFolder(folder / "run")
+    with FileLock(folder / ".lock"):
+        if not run.path.exists():
+            (folder / "config.json").write_text(json.dumps(to_dict(config)))
+            words = ["--config", folder / "config.json", "--run", run.path]
+            cluster.run("lmcore", "train", *words, timeout=600, OMP_NUM_THREADS=1)
+    return run
 
 
 class Training:
