@@ -14,7 +14,7 @@ from notebook_projects import SVG, code, make_project, parameters
 from lmcore import cli
 from lmcore.cli.application import EXIT_CTRL_C
 from lmcore.config import TrainConfig, model_config, replace, to_dict
-from lmcore.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER_ERROR
+from lmcore.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR
 from lmcore.tokenizer import Tokenizer
 from lmcore.train import RunResult
 
@@ -255,6 +255,13 @@ def test_from_text_to_generation(tmp_path, capsys):
     first, second = capsys.readouterr().out.strip().split("\n\n")
     assert first.startswith("One")
     assert second.startswith("The")
+
+
+def test_exit_codes_are_the_numbers_that_scripts_know():
+    codes = EXIT_FAILURE, EXIT_USER_ERROR, EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED
+    assert codes == (1, 2, 3, 4, 75)
+    job = Path(__file__).parents[1] / "papermill_jobs" / "job.sh"
+    assert f"INTERRUPTED={EXIT_INTERRUPTED} " in job.read_text()
 
 
 def test_python_m_lmcore():

@@ -83,6 +83,18 @@ def test_switches_of_the_model_that_it_covers(changes):
     assert [module.training for module in model.modules()] == before
 
 
+@pytest.mark.parametrize("norm", ["ln1", "ln2", "ln_final"])
+def test_weights_of_norms_are_part_of_the_decoder(norm):
+    """A fresh model's are all 1, and would not be missed."""
+    model = build()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if norm in name:
+                p.copy_(torch.linspace(-1, 2, p.numel()))
+    plain, fused = both(model, PROMPTS, SETTINGS[0])
+    assert plain == fused
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -51,6 +51,8 @@ NAMES = {
         UNROLLED.format("at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}"),
         ELEMENTWISE.format("at::native::bfloat16_copy_kernel_cuda(at::TensorIteratorBase &)::[lambda(float)]"),
         ELEMENTWISE.format("at::native::float8_copy_kernel_cuda(at::TensorIteratorBase &)::[lambda(float)]"),
+        "void at::native::<unnamed>::multi_tensor_apply_kernel<TensorListMetadata<(int)2>, "
+        "UnaryOpFunctor<long, (int)2>, at::native::Copy<long, long>>(T1, T2, T3...)",
         "Memcpy DtoD (Device -> Device)",
         "Memset (Device)",
         "aten::copy_",

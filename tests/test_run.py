@@ -1,13 +1,15 @@
+import dataclasses
 import errno
 import fcntl
 import json
 import os
+import stat
 import threading
 from pathlib import Path
 
 import pytest
 
-from lmcore.config import TrainConfig, replace
+from lmcore.config import TrainConfig, replace, to_dict
 from lmcore.errors import UserError
 from lmcore.files import atomic_write
 from lmcore.run import RunFolder, flatten
@@ -122,6 +124,25 @@ def test_two_writers_of_one_file_do_not_share_a_temporary_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+def test_content_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Else a crash after the rename could leave an empty file where the old one was."""
+    path, order = tmp_path / "a", []
+
+    def noted(name, call):
+        def note(*arguments):
+            is_folder = name == "fsync" and stat.S_ISDIR(os.fstat(arguments[0]).st_mode)
+            order.append((f"{name} folder" if is_folder else name, path.exists()))
+            return call(*arguments)
+
+        return note
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+    with atomic_write(path) as file:
+        file.write(b"1")
+    assert order == [("fsync", False), ("replace", False), ("fsync folder", True)]
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch, number):
     def unsupported(*_):
@@ -183,6 +204,37 @@ def test_begin_keeps_every_start_and_the_first_config(tmp_path):
         run.begin(replace(config, optimizer__learning_rate=0.5), {"data_fingerprint": "a"})
     with pytest.raises(UserError, match="the data"):
         run.begin(config, {"data_fingerprint": "b"})
+
+
+CHANGES = {
+    "model__d_model": 256, "model__tie_embeddings": True, "optimizer__learning_rate": 0.5, "optimizer__eps": 1e-6,
+    "batch_size": 7, "steps": 7, "sampling": "epoch", "seed": 7, "log_interval": 7, "eval_interval": 7,
+    "eval_batch_size": 7, "precision": "bf16", "ops": "fused", "compile": True, "deterministic": True,
+}  # fmt: skip
+FREE = {"data": "elsewhere", "device": "cpu", "trackers": ("wandb",), "keep_checkpoints": 7, "checkpoint_interval": 7}
+
+
+def test_a_run_may_resume_with_other_settings_only_where_they_change_no_number(tmp_path):
+    run, config = RunFolder(tmp_path), TrainConfig()
+    run.begin(config, {})
+    for key, value in CHANGES.items():
+        assert [words.split()[0] for words in run.differences(replace(config, **{key: value}), None)] == [
+            key.replace("__", ".")
+        ]
+    for key, value in FREE.items():
+        assert run.differences(replace(config, **{key: value}), None) == []
+    tried = {key.partition("__")[0] for key in (*CHANGES, *FREE)}
+    assert tried == {field.name for field in dataclasses.fields(TrainConfig)}, "say which a new setting is"
+
+
+def test_a_setting_that_is_newer_than_the_run_has_its_default(tmp_path):
+    run, config = RunFolder(tmp_path), TrainConfig(batch_size=7)
+    older = to_dict(config)
+    del older["ops"], older["model"]["attention"]
+    run.config_file.write_text(json.dumps(older))
+    run.environment_file.write_text(json.dumps([{"config": older, "data_fingerprint": "a"}]))
+    assert run.config() == config
+    run.require_same(config, "a")
 
 
 def test_status_of_a_new_folder(tmp_path):

@@ -236,6 +236,17 @@ def test_the_timeline_is_short_and_keeps_peaks(long_history):
     assert sum(said["peak_by_category"].values()) == said["peak_bytes"]
 
 
+def test_a_short_timeline_has_the_outline_of_the_whole(long_history):
+    """Near each state one is kept that is as high, and one that is as low."""
+    timeline = summary(long_history)["timeline"]
+    event, total = np.array(timeline["event"]), np.sum(list(timeline["bytes"].values()), axis=0)
+    exact = bytes_by_state(long_history, CATEGORIES).sum(axis=0)
+    width = 2 * len(exact) // TIMELINE_POINTS + 2
+    for state, value in enumerate(exact):
+        near = total[np.searchsorted(event, state - width) : np.searchsorted(event, state + width, side="right")]
+        assert near.min() <= value <= near.max()
+
+
 def test_the_largest_are_grouped_and_ordered(long_history):
     said = summary(long_history)
     rows = said["largest"]

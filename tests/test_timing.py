@@ -112,6 +112,23 @@ def test_measure_on_the_cpu(passes, phases, tmp_path):
     json.dumps(result)
 
 
+def test_the_clock_runs_until_the_device_has_done_the_step(tmp_path, monkeypatch):
+    """A device that works on after the launch: its work before the step is not timed, that of the step is."""
+    now, waiting = [0.0], [5.0]
+
+    def synchronize(_):
+        now[0], waiting[0] = now[0] + waiting[0], 0.0
+
+    def step(self, span):
+        now[0], waiting[0] = now[0] + 1.0, waiting[0] + 100.0
+
+    monkeypatch.setattr(timing, "default_timer", lambda: now[0])
+    monkeypatch.setattr(timing.Workload, "synchronize", synchronize)
+    monkeypatch.setattr(timing.Workload, "step", step)
+    result = timing.measure(WorkloadConfig(model=MODEL, warmup_steps=1, steps=2, device="cpu"), tmp_path)
+    assert [sample["wall"] for sample in result["samples"]] == [101.0] * 3
+
+
 def test_the_first_step_is_seen_without_warmup(tmp_path):
     result = timing.measure(WorkloadConfig(model=MODEL, warmup_steps=0, steps=2, device="cpu"), tmp_path)
     assert [step["warmup"] for step in result["samples"]] == [False, False]

@@ -16,7 +16,7 @@ import torch
 
 import lmcore.run
 import lmcore.train
-from lmcore.checkpoint import digest, load_model, read_checkpoint, save_checkpoint
+from lmcore.checkpoint import digest, load_model, read_checkpoint, read_weights, save_checkpoint
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.data import PreparedData, open_data
 from lmcore.errors import EXIT_INTERRUPTED, UserError
@@ -105,6 +105,25 @@ def test_metrics_lines(tmp_path, config):
     assert lines[0]["lr"] == pytest.approx(config.optimizer.learning_rate)
     assert all(a["seconds"] < b["seconds"] for a, b in itertools.pairwise(lines))
     assert lines[-1]["valid_loss"] < lines[2]["train_loss"]
+
+
+def test_the_learning_rate_ends_at_its_minimum(tmp_path, config):
+    train(replace(config, optimizer__min_learning_rate=2e-3, optimizer__cosine_steps=9), tmp_path / "run")
+    rates = [line["lr"] for line in RunFolder(tmp_path / "run").metrics_lines()]
+    assert rates[0] == pytest.approx(1e-2)
+    assert rates[-2:] == pytest.approx([2e-3, 2e-3])
+
+
+def test_best_weights_are_those_of_the_lowest_validation_loss(tmp_path, config, monkeypatch):
+    losses = iter([2.0, 1.0, 3.0])
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: next(losses))
+    result = train(replace(config, checkpoint_interval=4, keep_checkpoints=3), tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
+    notes = read_weights(run.best_weights)[1]
+    assert (result.valid_loss, result.best_valid_loss) == (3.0, 1.0)
+    assert (notes["step"], notes["valid_loss"]) == (8, 1.0)
+    best = load_model(run.best_weights).state_dict()
+    assert digest(best) == digest(read_checkpoint(run.checkpoint_file(8))["model"])
 
 
 def test_validation_is_the_whole_set(tmp_path, config):
