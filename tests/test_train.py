@@ -209,6 +209,21 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, config, monke
     assert lines_without_times(run) == lines_without_times(straight)
 
 
+def test_lines_after_the_checkpoint_are_written_once(tmp_path, config, monkeypatch):
+    config = replace(config, keep_checkpoints=3)
+    straight, run = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
+    train(config, straight)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 11)
+        train(config, run)
+    for step in (10, 11):
+        run.checkpoint_file(step).unlink()
+    assert [line["step"] for line in run.metrics_lines() if line["step"] > 5] == [6, 8, 9]
+    assert train(config, run).state == "complete"
+    assert weights(run) == weights(straight)
+    assert lines_without_times(run) == lines_without_times(straight)
+
+
 def test_a_run_does_not_begin_again_over_checkpoints_that_cannot_be_read(tmp_path, config, monkeypatch):
     run = RunFolder(tmp_path / "run")
     with monkeypatch.context() as patch:

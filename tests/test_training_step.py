@@ -84,6 +84,19 @@ def test_training_with_updates_due_is_training_without(tmp_path, config, request
         assert digest(read_weights(getattr(ended, weights))[0]) == digest(read_weights(getattr(due, weights))[0])
 
 
+def test_a_checkpoint_holds_the_update_that_was_due(tmp_path, config, request):
+    """At a step that nothing but the checkpoint falls on: an evaluation would take the update, too."""
+    config = fast(replace(config, checkpoint_interval=5, keep_checkpoints=3))
+    assert 5 % config.eval_interval
+    ended, due = RunFolder(tmp_path / "ended"), RunFolder(tmp_path / "due")
+    train(config, ended)
+    request.getfixturevalue("pipelined")
+    train(config, due)
+    saved = [read_checkpoint(run.checkpoint_file(5)) for run in (ended, due)]
+    for part in ("model", "optimizer"):
+        assert digest(saved[0][part]) == digest(saved[1][part])
+
+
 def test_a_run_that_is_interrupted_saves_the_update_that_is_due(tmp_path, config, monkeypatch, pipelined):
     whole, cut = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "cut")
     train(fast(replace(config, checkpoint_interval=5, keep_checkpoints=3)), whole)
