@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lmcore.config import GenerateConfig
 from lmcore.errors import UserError
-from lmcore.sampling import next_token_distribution, sample_next
+from lmcore.sampling import draw, next_token_distribution, sample_next
 
 
 def brute_force(logits: list[float], temperature: float, top_k: int | None, top_p: float) -> dict[int, float]:
@@ -100,6 +100,17 @@ def test_the_largest_random_number_still_picks_a_token_that_was_kept(monkeypatch
     q, ids = next_token_distribution(logits, config)
     token = sample_next(logits, config, [torch.Generator()])
     assert token == ids[0, (q > 0).sum() - 1]
+
+
+def test_a_cumulative_sum_that_ends_below_one_picks_the_last_token_that_was_kept():
+    """Where the sum is rounded down, the largest random number lies above all of it."""
+    u, config, below = torch.tensor([1 - 2**-24]), GenerateConfig(top_p=0.9), 0
+    for seed in range(30):
+        logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(seed))
+        q, ids = next_token_distribution(logits, config)
+        below += int(q.cumsum(dim=-1)[0, -1] <= u)
+        assert draw(logits, config, u) == ids[0, (q > 0).sum() - 1]
+    assert below, "no sum was rounded down: try more seeds"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
