@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from lmcore.notebook import read_notebook
 from notebook_projects import code, make_project, parameters
 
 from lmcore import provenance
 from lmcore.workbook import run_workbook
+from lmcore.workbook.notebook import read_notebook
 
 PROJECT = Path(__file__).parents[1]
 

@@ -24,11 +24,12 @@ from lmcore.config import (
     to_dict,
 )
 from lmcore.data import CorpusConfig, batch_at_step, entropy_per_document, open_data, prepare, story_text
+from lmcore.data.gpt2 import load_gpt2
 from lmcore.device import select_device
 from lmcore.errors import UserError
 from lmcore.files import read_json
-from lmcore.memory_accounting import predicted_peak
 from lmcore.model import TransformerLM
+from lmcore.profiling.memory.predicted import predicted_peak
 from lmcore.profiling.memory.snapshot import history_of
 from lmcore.profiling.memory.summary import summary
 from lmcore.profiling.nsys.export import read_export
@@ -37,29 +38,28 @@ from lmcore.profiling.records import is_of
 from lmcore.profiling.workload import workload_config
 from lmcore.provenance import environment
 from lmcore.recipes import RECIPES
-from lmcore.report.benchmark import answers as benchmark_answers
-from lmcore.report.benchmark import mixed_precision, optimizations, roofline, warmups
-from lmcore.report.benchmark import study as study_answers
-from lmcore.report.kernels import attention as kernel_attention
-from lmcore.report.kernels import parts as kernel_parts
-from lmcore.report.kernels import speed, speed_answers, steps
-from lmcore.report.memory import answers as memory_answers
-from lmcore.report.memory import kept, peak_answers
-from lmcore.report.memory import sizes as memory_sizes
-from lmcore.report.memory import tables as memory_tables
-from lmcore.report.memory.timeline_html import timeline_data
-from lmcore.report.nsys import answers as nsys_answers
-from lmcore.report.nsys import kernels as nsys_kernels
-from lmcore.report.nsys import pitfalls as nsys_pitfalls
-from lmcore.report.nsys import shares as nsys_shares
-from lmcore.report.reference import results_block
-from lmcore.report.reference_measurements import measurements_block
-from lmcore.report.survival import faults_block
-from lmcore.report.tables import read_results
 from lmcore.run import RunFolder
-from lmcore.tokenizer import Tokenizer, load_gpt2, train_bpe
-from lmcore.train import train
-from lmcore.training_step import training_step
+from lmcore.tokenizer import Tokenizer, train_bpe
+from lmcore.train import train, training_step
+from lmcore.workbook.report.benchmark import answers as benchmark_answers
+from lmcore.workbook.report.benchmark import mixed_precision, optimizations, roofline, warmups
+from lmcore.workbook.report.benchmark import study as study_answers
+from lmcore.workbook.report.kernels import attention as kernel_attention
+from lmcore.workbook.report.kernels import parts as kernel_parts
+from lmcore.workbook.report.kernels import speed, speed_answers, steps
+from lmcore.workbook.report.memory import answers as memory_answers
+from lmcore.workbook.report.memory import kept, peak_answers
+from lmcore.workbook.report.memory import sizes as memory_sizes
+from lmcore.workbook.report.memory import tables as memory_tables
+from lmcore.workbook.report.memory.timeline_html import timeline_data
+from lmcore.workbook.report.nsys import answers as nsys_answers
+from lmcore.workbook.report.nsys import kernels as nsys_kernels
+from lmcore.workbook.report.nsys import pitfalls as nsys_pitfalls
+from lmcore.workbook.report.nsys import shares as nsys_shares
+from lmcore.workbook.report.reference import results_block
+from lmcore.workbook.report.reference_measurements import measurements_block
+from lmcore.workbook.report.survival import faults_block
+from lmcore.workbook.report.tables import read_results
 
 HANDOUT: dict[str, types.ModuleType] = {
     **dict.fromkeys(("train_bpe", "Tokenizer"), lmcore.tokenizer),

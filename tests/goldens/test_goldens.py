@@ -10,8 +10,6 @@ import golden_runs
 import pytest
 from golden_parts import HERE, OWN_EXPORT, PARTS, RANGES, committed, computed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ABSENT = object()
 
 

@@ -7,8 +7,6 @@ import pytest
 import torch
 from golden_runs import MIDDLE, STEPS, VARIANTS, base_config, config_of, copy_of, prepare_corpus, results, stopped_copy
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CLOSE = {"rtol": 2e-4, "atol": 2e-6}
 """Between processors and versions of PyTorch, after twelve steps; an error in a step changes the second digit."""
 

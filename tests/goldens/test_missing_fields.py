@@ -10,8 +10,6 @@ from golden_runs import MIDDLE, STEPS, config_of, copy_of, results, stopped_copy
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FIELDS = ["model.checkpoint_every", "model.attention", "model.rope_theta", "optimizer.eps", "ops", "deterministic"]
 
 
