@@ -5,14 +5,11 @@ import math
 import types
 import typing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from lmcore.errors import require
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Config = TypeVar("Config", bound="DataclassInstance")
+Config = TypeVar("Config", bound=Any)
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ def test_output_in_any_encoding(encoding, written, embedded_data):
 
 
 def test_every_command_prints_in_any_encoding(monkeypatch):
-    monkeypatch.setattr("lmcore.doctor.as_text", lambda _: "± – 猫")
+    monkeypatch.setattr("lmcore.cli.doctor.as_text", lambda _: "± – 猫")
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict"))
     assert cli.main(["doctor"]) == 0
     assert sys.stdout.buffer.getvalue() == b"\\xb1 \\u2013 \\u732b\n"

@@ -15,8 +15,8 @@ import torch
 from notebook_projects import code, make_project, parameters
 
 from lmcore import provenance
-from lmcore.workbook import run_workbook
 from lmcore.workbook.notebook import read_notebook
+from lmcore.workbook.run import run_workbook
 
 PROJECT = Path(__file__).parents[1]
 

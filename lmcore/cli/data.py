@@ -84,6 +84,8 @@ def train_tokenizer(
     """
     from lmcore.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
 
+    there = out.exists() and not out.is_dir()  # said now, not after the training
+    require(not there, f"Cannot write {out / 'encoder.json'}: File exists; nothing was changed there.")
     tokenizer = Tokenizer(*train_bpe(texts, vocab_size, [END_OF_TEXT]), [END_OF_TEXT])
     tokenizer.save(out)
     print(f"{out}: {tokenizer.vocab_size:,} tokens.")
