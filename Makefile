@@ -19,6 +19,8 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3 python,\
   $(shell command -v $(name) >/dev/null 2>&1 && $(name) -c '$(SUITABLE)' >/dev/null 2>&1 && echo $(name))))
 
+SHAPES := lmcore.functional,lmcore.model,lmcore.optimizer,lmcore.sampling
+
 .PHONY: help install workbook lint test test-slurm test-faults submission lab refresh-notebooks clean
 
 help:  ## this list
@@ -31,13 +33,16 @@ workbook: $(INSTALLED)  ## execute all notebooks and make the writeup (SCALE=smo
 	@$(BIN)/lmcore workbook --scale "$(SCALE)" --data "$(DATA)" --out "$(OUT)" \
 	  $(if $(strip $(NOTEBOOKS)),--notebooks $(NOTEBOOKS))
 
-lint: $(INSTALLED)  ## ruff
+lint: $(INSTALLED)  ## style, the layers of imports, and the types of the core
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
 
-# -n auto: a worker for each core, see tests/conftest.py. A notebook's cells stay together, and each kernel has one thread.
+# -n auto: a worker for each core, see tests/conftest.py. The shapes that SHAPES' signatures state are checked at run
+# time. A notebook's cells stay together, and each kernel has one thread.
 test: lint  ## lint, tests, and the notebooks against their committed outputs
-	$(BIN)/pytest -n auto --dist worksteal
+	$(BIN)/pytest -n auto --dist worksteal -p no:nbval --jaxtyping-packages=$(SHAPES),beartype.beartype
 	env -u MPLBACKEND OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile \
 	  --nbval-lax --nbval-current-env --nbval-cell-timeout=900 notebooks
 
@@ -60,7 +65,7 @@ refresh-notebooks: $(INSTALLED)  ## execute the notebooks at their defaults and 
 	@$(BIN)/lmcore refresh
 
 clean:  ## remove .venv and caches; runs/ and data/ stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -148,6 +149,7 @@ def test_an_interrupt_reaches_the_one_who_waits(monkeypatch, request):
 
     def starts(x, config, step):
         asked.wait(60)
+        time.sleep(0.2)  # a signal in the instant before the wait begins would not end it
         os.kill(os.getpid(), signal.SIGINT)
         slow.wait(60)
         return np.arange(config.batch_size)
