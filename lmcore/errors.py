@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend: one clear sentence, no traceback (plan of the house, section 7)."""
+"""Errors that are the user's to mend: one clear sentence, no traceback."""
 
 import errno
 

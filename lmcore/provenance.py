@@ -1,4 +1,4 @@
-"""Where a result comes from: everything that is needed to trust it and to repeat it (plan of the house, section 4)."""
+"""Where a result comes from: everything that is needed to trust it and to repeat it."""
 
 import contextlib
 import datetime

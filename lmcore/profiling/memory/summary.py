@@ -22,7 +22,7 @@ LARGEST = 25
 
 
 def summary(history: History) -> dict[str, Any]:
-    """The part of `lmcore.profiling.memory.profile_memory`'s result that follows from the allocations alone."""
+    """The part of `lmcore.profiling.memory.profile.profile_memory`'s result that follows from the allocations alone."""
     names = [name for name in (*CATEGORIES, UNKNOWN) if any(a.category == name for a in history.allocations)]
     names = names if UNKNOWN in names else list(CATEGORIES)
     by_category = bytes_by_state(history, names)

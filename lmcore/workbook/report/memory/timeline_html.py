@@ -19,7 +19,7 @@ DETAIL = 30
 
 
 def write_timeline(profile: Mapping[str, Any], path: str | os.PathLike, title: str) -> Path:
-    """Writes the timeline of a profile (`lmcore.profiling.memory.profile_memory`) as a page for a browser.
+    """Writes the timeline of a profile (`lmcore.profiling.memory.profile.profile_memory`) as a page for a browser.
 
     Stacked by category, stages and peak marked; each allocation of the profile's list says its size, category, lifetime
     and source when it is pointed at or reached by the keyboard, and the least size that is drawn can be chosen.
