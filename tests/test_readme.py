@@ -1,5 +1,6 @@
 """Every command of the READMEs is one that there is, with options that it takes."""
 
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -12,9 +13,13 @@ from lmcore.cli.application import parse
 from lmcore.errors import UserError
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "papermill_jobs/README.md")
-OTHERS = {"git", "cd", "source", "nano", "srun"}
+PAGES = ("README.md", "papermill_jobs/README.md", "CONTRIBUTING.md")
+INSTALLED = {f".venv/bin/{name}" for name in ("python", "pytest", "mypy", "lint-imports")}
+OTHERS = {"git", "cd", "source", "nano", "srun"} | INSTALLED
 """Programs that are not ours."""
+
+FILES = {"bin", "json", "jsonl", "md", "py", "safetensors", "toml", "yaml"}
+"""Endings of what looks like a dotted name and is a file."""
 
 
 def commands(page: str) -> list[str]:
@@ -103,6 +108,26 @@ def test_what_is_sourced_and_named_is_there():
         assert f"{setting}:" in site
     for target in re.findall(r"\]\(([^)#:]+)\)", page):
         assert (ROOT / "papermill_jobs" / target).exists()
+
+
+def names_in_contributing() -> list[str]:
+    """Modules, functions and methods that the page names outside of its blocks, each from lmcore down."""
+    page = re.sub(r"```.*?```", "", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    modules = {path.stem: f"lmcore.{path.stem}" for path in (ROOT / "lmcore").iterdir()}
+    for path in sorted((ROOT / "lmcore").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        modules |= {name: f"{module}.{name}" for name in re.findall(r"^class (\w+)", path.read_text("utf-8"), re.M)}
+    found = re.findall(r"`([A-Za-z_]+)((?:\.\w+)+)(?:\(.*?\))?`", page)
+    return sorted({modules[first] + rest for first, rest in found if first in modules and rest[1:] not in FILES})
+
+
+def test_contributing_names_many_things():
+    assert len(names_in_contributing()) > 50
+
+
+@pytest.mark.parametrize("name", names_in_contributing())
+def test_what_contributing_names_is_there(name):
+    assert pkgutil.resolve_name(name) is not None
 
 
 def test_from_login_to_writeup_in_under_ten_lines():
