@@ -37,6 +37,9 @@ ADAMW_FLOPS = {
 `lmcore.optimizer.AdamW` needs one less: it decays by a single product with 1 - alpha lambda.
 """
 
+LEAST_MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
+"""Float32 values that an optimizer keeps for every parameter, or more for some."""
+
 
 def gpt2_config(size: str, **overrides: Any) -> ModelConfig:
     """A model of GPT-2's shape: its vocabulary (50,257) and context (1,024), our blocks, `overrides` on top."""
@@ -194,20 +197,42 @@ def adamw_memory(
 
 
 def least_training_bytes(config: TrainConfig) -> int:
-    """Bytes below which no training step of this configuration fits; what it takes is more.
+    """Bytes below which no training step of this configuration fits: `least_step_bytes`."""
+    saves_all = config.ops == "plain" and not config.compile
+    return least_step_bytes(
+        config.model, config.batch_size, "train_step", config.precision, config.optimizer.name, config.steps, saves_all
+    )
 
-    Float32 weights and gradients, the optimizer's moments, and, where autograd saves all of them, the activations of
-    `activation_counts` in the precision of the matmuls; those of fused or compiled steps, which may save less, are left
-    out, and so are attention's scores where a kernel spares them.
+
+def least_step_bytes(
+    config: ModelConfig,
+    batch_size: int,
+    passes: str = "train_step",
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+    steps: int = 2,
+    saves_all: bool = True,
+) -> int:
+    """Bytes below which `steps` steps of these passes (those of a `WorkloadConfig`) fit nowhere: they take more.
+
+    A forward pass: the float32 weights. With a backward pass, the larger of two moments: before it, all activations of
+    `activation_counts` in the precision of the matmuls; after it, all gradients instead. A training step adds the
+    optimizer's moments, before the backward pass from the second step on. Activations are left out where less may be
+    saved: with gradient checkpointing, or unless `saves_all`, as for fused and compiled steps; and so are attention's
+    scores where a kernel spares them.
     """
-    moments = {"adamw": 2, "muon": 1, "sgd": 0}[config.optimizer.name]
-    values = 4 * (2 + moments) * num_parameters(config.model)
-    if config.ops == "fused" or config.compile or config.model.checkpoint_every is not None:
-        return values
-    activations = activation_counts(config.model, config.batch_size)
-    if config.model.attention != "plain":
+    weights = 4 * num_parameters(config)
+    if passes == "forward":
+        return weights
+    moments = LEAST_MOMENTS[optimizer] * weights if passes == "train_step" else 0
+    activations = activation_counts(config, batch_size)
+    if config.attention != "plain":
         del activations["scores"], activations["softmax"]
-    return values + (2 if config.precision in ("bf16", "fp16") else 4) * sum(activations.values())
+    saved = (2 if precision in ("bf16", "fp16") else 4) * sum(activations.values())
+    if not saves_all or config.checkpoint_every is not None:
+        saved = 0
+    before_backward = weights + saved + (moments if steps > 1 else 0)
+    return max(before_backward, 2 * weights + moments)
 
 
 def max_batch_size(

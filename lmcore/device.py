@@ -127,11 +127,22 @@ def memory_bytes(device: torch.device) -> int | None:
     """All memory that work on this device could ever have, in use or not; None where it is not known."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    limits = [psutil.virtual_memory().total + psutil.swap_memory().total]
+    limits = [psutil.virtual_memory().total]
     for path in map(Path, CGROUP_LIMITS):
         with contextlib.suppress(OSError, ValueError):  # no such file; "max" is no limit
             limits.append(int(path.read_text()))
-    return min(limits) if device.type == "cpu" else None
+    return min(limits) + psutil.swap_memory().total if device.type == "cpu" else None
+
+
+def too_large(what: str, needed: int, parameters: int, batch_size: int, device: torch.device) -> str | None:
+    """Why `what` ("Training"), which needs at least so many bytes, cannot fit into the device's memory; else None."""
+    there = memory_bytes(device)
+    if there is None or needed <= there:
+        return None
+    return (
+        f"{what} needs at least {needed / 1e9:,.1f} GB for {parameters:,} parameters and {batch_size} sequences a "
+        f"batch; {device_name(device)} has {there / 1e9:,.1f} GB: choose a smaller model or batch."
+    )
 
 
 def fastest_threads(work: Callable[[], object], repetitions: int = 3) -> int:

@@ -6,8 +6,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What a scheduler sends: SIGUSR1 before the time limit (`--signal`), SIGTERM when it cancels or preempts."""
@@ -17,17 +18,27 @@ SAME_SIGNAL = 0.5
 
 
 class Stopped(KeyboardInterrupt):
-    """A stop signal came while nothing had begun that could be lost."""
+    """A stop signal came while nothing had begun that could be lost; `number` is the signal's."""
+
+    def __init__(self, number: int = signal.SIGINT):
+        super().__init__()
+        self.number = number
 
 
 class StopEvent:
-    """Set by the first stop signal; inside `raises` the signal also raises `Stopped` in the main thread."""
+    """Set by the first stop signal; inside `raises` the signal also raises `Stopped` in the main thread.
 
-    def __init__(self) -> None:
+    With `exits` a second signal ends the process, after a call of `before_exit` in the listening thread.
+    """
+
+    def __init__(
+        self, numbers: Iterable[int] = (), exits: bool = False, before_exit: Callable[[], object] | None = None
+    ):
         self._set = self._raising = self._acknowledged = False
+        self._number: int = signal.SIGTERM
         self._first: tuple[float, int] | None = None
-        self.numbers: set[int] = set()
-        self.exits = False
+        self.numbers = frozenset(numbers)
+        self.exits, self.before_exit = exits, before_exit
 
     def is_set(self) -> bool:
         """Whether a stop signal has come."""
@@ -36,20 +47,21 @@ class StopEvent:
     @contextmanager
     def raises(self) -> Iterator[None]:
         """Inside the block a stop signal ends it by `Stopped` at once, as does one that came before."""
-        if self._set:
-            raise Stopped
         self._raising = True
         try:
+            if self._set:  # looked at after `_raising` is set: a signal in between is not missed
+                raise Stopped(self._number)
             yield
         finally:
             self._raising = False
 
-    def handle(self, *_: object) -> None:
+    def handle(self, number: int, _: object = None) -> None:
         """The handler, run by the main thread between two instructions of Python."""
-        self._set = True
+        if not self._set:
+            self._set, self._number = True, number
         if self._raising:
             self._raising = False  # once: what the exception ends may clean up
-            raise Stopped
+            raise Stopped(number)
 
     def hear(self, number: int) -> None:
         """What the listening thread does at once, whatever the main thread is in the middle of."""
@@ -57,8 +69,12 @@ class StopEvent:
         if self._first is None or (self._first[1] == signal.SIGUSR1 and number != signal.SIGUSR1):
             self._first = now, number
         elif self.exits and number != signal.SIGUSR1 and now - self._first[0] > SAME_SIGNAL:
-            _say(f"{name} again: ended at once; what was saved stays.")
-            os._exit(128 + number)
+            try:
+                _say(f"{name} again: ended at once; what was saved stays.")
+                if self.before_exit is not None:
+                    self.before_exit()
+            finally:
+                os._exit(128 + number)
         if not self._acknowledged:
             self._acknowledged = True
             again = "; a second signal ends the process at once" if self.exits else ""
@@ -66,6 +82,7 @@ class StopEvent:
 
 
 _holders: list[StopEvent] = []
+_listened: list[int] = []
 
 
 @contextmanager
@@ -82,22 +99,37 @@ def stop_signals(*more: signal.Signals, exits: bool = False) -> Iterator[StopEve
     if threading.current_thread() is not threading.main_thread():
         yield event
         return
-    before = {number: signal.signal(number, event.handle) for number in (*STOP_SIGNALS, *more)}
-    event.numbers |= before.keys()
-    event.exits |= exits
+    outside = event.numbers, event.exits
     _holders.append(event)
+    before: dict[int, Any] = {}
     try:
-        with _listener(event) if outermost else nullcontext():
-            yield event
+        with listening(event) if outermost else nullcontext():
+            try:
+                event.numbers, event.exits = event.numbers | {*STOP_SIGNALS, *more}, event.exits or exits
+                for number in (*STOP_SIGNALS, *more):
+                    before[number] = signal.signal(number, event.handle)
+                yield event
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not Python's
+                event.numbers, event.exits = outside
     finally:
         _holders.pop()
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
-def _listener(event: StopEvent) -> Iterator[None]:
-    """A thread that Python's C handler wakes through a socket, which works while the main thread is in C code."""
+def stoppable() -> Iterator[None]:
+    """Inside, SIGINT or a stop signal ends the block by `Stopped`, a second one the process: a command of its own."""
+    with stop_signals(signal.SIGINT, exits=True) as stop, stop.raises():
+        yield
+
+
+@contextmanager
+def listening(event: StopEvent) -> Iterator[None]:
+    """A thread in which `event` hears its signals as long as the block lasts, whatever handlers they have.
+
+    Python's C handler wakes it through a socket, which works while the main thread is in C code. Main thread only.
+    """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
@@ -110,17 +142,29 @@ def _listener(event: StopEvent) -> Iterator[None]:
     thread = threading.Thread(target=listen, name="lmcore-signals", daemon=True)
     thread.start()
     woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    _listened.append(writer.fileno())
     try:
         yield
     finally:
+        _listened.pop()
         signal.set_wakeup_fd(woken)
         writer.close()
         thread.join()
         reader.close()
 
 
+def _in_fork() -> None:
+    """In a forked process: its signals are its own, and not told to the thread of the one that it came from."""
+    if _listened:
+        signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_in_fork)
+
+
 def _say(sentence: str) -> None:
     try:
         print(f"lmcore: {sentence}", file=sys.stderr, flush=True)
-    except OSError:  # a full disk: the exit code says enough
+    except (OSError, ValueError):  # a full disk, a closed stream: the exit code says enough
         return

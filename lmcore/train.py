@@ -26,13 +26,13 @@ from lmcore.device import (
     device_name,
     fastest_threads,
     forget_memory,
-    memory_bytes,
     out_of_memory_reason,
     peak_flops,
     reproducible,
     rng_state,
     select_device,
     set_rng_state,
+    too_large,
 )
 from lmcore.errors import NO_ROOM, UserError, require
 from lmcore.functional import cross_entropy
@@ -194,6 +194,7 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
 
 def _train(config: TrainConfig, data: PreparedData, run: RunFolder, device: torch.device, stop: StopEvent) -> RunResult:
     """`train` in a folder that this process holds. Raises `Stopped` if a signal came before the first step."""
+    begun = False
     try:
         with stop.raises():
             run.remove_leftovers()
@@ -201,6 +202,7 @@ def _train(config: TrainConfig, data: PreparedData, run: RunFolder, device: torc
             threads = choose_threads(config, device, run)
             noted = {"data_fingerprint": data.fingerprint, "data": data.manifest, "threads": threads}
             run.begin(config, environment() | noted)
+            begun = True
             if is_complete(run):
                 return result_of(run)
         if config.model.vocab_size > data.vocab_size:
@@ -212,7 +214,8 @@ def _train(config: TrainConfig, data: PreparedData, run: RunFolder, device: torc
         forget_memory(device)  # a sweep's runs share a process
         with reproducible(config, device, threads):
             try:
-                if (reason := too_large(config, device)) is None:
+                needed, parameters = least_training_bytes(config), num_parameters(config.model)
+                if (reason := too_large("Training", needed, parameters, config.batch_size, device)) is None:
                     with stop.raises():
                         trainer = Trainer(config, data, run, device)
             except (RuntimeError, MemoryError) as error:
@@ -221,7 +224,8 @@ def _train(config: TrainConfig, data: PreparedData, run: RunFolder, device: torc
             if reason is None:
                 return trainer.fit()
     except Stopped:
-        run.write_status("interrupted", _step_of(run))
+        if begun and _state_of(run) in ("new", "running", "failed"):  # else it says how the run ended before
+            run.write_status("interrupted", _step_of(run))
         raise
     run.write_status("out of memory", 0, reason=reason)
     print(f"{run.name}: {reason}", flush=True)
@@ -233,6 +237,13 @@ def _step_of(run: RunFolder) -> int:
     with suppress(UserError):
         return run.status()["step"]
     return 0
+
+
+def _state_of(run: RunFolder) -> str:
+    """The state of the run's status, "new" where none can be read."""
+    with suppress(UserError):
+        return run.status()["state"]
+    return "new"
 
 
 def check_data(config: TrainConfig, data: PreparedData) -> None:
@@ -250,18 +261,6 @@ def result_of(run: RunFolder) -> RunResult:
     """The result noted in a run folder's status."""
     status = run.status()
     return RunResult(status["state"], status["step"], status.get("valid_loss"), status.get("best_valid_loss"))
-
-
-def too_large(config: TrainConfig, device: torch.device) -> str | None:
-    """Why the run cannot fit into the device's memory, found by arithmetic before anything is built; else None."""
-    needed, there = least_training_bytes(config), memory_bytes(device)
-    if there is None or needed <= there:
-        return None
-    return (
-        f"Training needs at least {needed / 1e9:,.1f} GB for {num_parameters(config.model):,} parameters and "
-        f"{config.batch_size} sequences a batch; {device_name(device)} has {there / 1e9:,.1f} GB: choose a smaller "
-        "model or batch."
-    )
 
 
 def choose_threads(config: TrainConfig, device: torch.device, run: RunFolder) -> int | None:

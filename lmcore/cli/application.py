@@ -24,6 +24,7 @@ from lmcore.cli.training import generate, starting_config, train_command
 from lmcore.cli.workbook import refresh, workbook, writeup
 from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
+from lmcore.stopping import Stopped
 
 EXIT_CTRL_C = 130
 
@@ -141,9 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = f" ({error.filename})" if error.filename else ""
         say(f"lmcore: {error.strerror}{where}: make room, or write elsewhere, and run this again.")
         return EXIT_USER_ERROR
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         say("lmcore: stopped.")
-        return EXIT_CTRL_C
+        return 128 + error.number if isinstance(error, Stopped) else EXIT_CTRL_C
 
 
 def print_any_character() -> None:

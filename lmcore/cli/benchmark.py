@@ -7,6 +7,7 @@ import tyro
 
 from lmcore.errors import EXIT_FAILURE, require
 from lmcore.profiling.options import BenchmarkConfig, benchmark_cells, check_device, require_covered
+from lmcore.stopping import stoppable
 
 if TYPE_CHECKING:  # PyTorch is imported when the command runs
     import pandas as pd
@@ -23,7 +24,7 @@ def benchmark(
     """Time forward, backward and optimizer of a model, or of many: each cell in a process of its own.
 
     A cell that does not fit into the memory is a row that says so. The same command goes on where it was stopped. Exit
-    codes: 0 measured or out of memory, 1 a cell failed.
+    codes: 0 measured or out of memory, 1 a cell failed, 130 or 143 stopped by SIGINT or SIGTERM.
 
     Args:
         settings: What is timed.
@@ -40,10 +41,11 @@ def benchmark(
     cells = benchmark_cells(settings)
     if settings.ops == "fused":
         require_covered(cells)
-    # in a process of its own: this one is not to hold a GPU while cells are measured
-    outcome, reason = run_apart(check_device, (settings.device, settings.precision), None)
-    require(outcome == "complete", str(reason))
-    records = run_cells(measure, cells, out / "cells", title="benchmark")
+    with stoppable():
+        # in a process of its own: this one is not to hold a GPU while cells are measured
+        outcome, reason = run_apart(check_device, (settings.device, settings.precision), None)
+        require(outcome == "complete", str(reason))
+        records = run_cells(measure, cells, out / "cells", title="benchmark")
     table, source = timing_table(records), provenance_of_cells(records)
     write_results(table, out / "benchmark.json", source)
     write_results(samples_table(records), out / "samples.json", source)

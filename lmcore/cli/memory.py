@@ -10,6 +10,7 @@ import tyro
 from lmcore.config import ModelConfig, require_choices
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
 from lmcore.profiling.options import BenchmarkConfig, benchmark_cells, check_device
+from lmcore.stopping import stoppable
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def memory(
     """Record every allocation of a step: peaks, what they were for, the largest and the lines they come from.
 
     On a GPU a snapshot for pytorch.org/memory_viz is kept as well; without one the CPU's allocator is recorded. The
-    records are reused by the same command. Exit codes: 0 recorded, 4 out of memory, 1 otherwise.
+    records are reused by the same command. Exit codes: 0 recorded, 4 out of memory, 130 or 143 stopped by SIGINT or
+    SIGTERM, 1 otherwise.
 
     Args:
         settings: What is recorded.
@@ -84,11 +86,12 @@ def record(settings: MemoryConfig, out: Path, keep_snapshot: bool, top: int) -> 
             batch_size=s.batch_size, warmup_steps=s.warmup_steps, steps=1, device=s.device, model=s.model,
         )
     )  # fmt: skip
-    # in a process of its own: this one is not to hold a GPU while cells are measured
-    outcome, reason = run_apart(check_device, (s.device, s.precision), None)
-    require(outcome == "complete", str(reason))
     task = profile_memory if keep_snapshot else profile_memory_without_snapshot
-    records = run_cells(task, cells, out / "cells", title="memory")
+    with stoppable():
+        # in a process of its own: this one is not to hold a GPU while cells are measured
+        outcome, reason = run_apart(check_device, (s.device, s.precision), None)
+        require(outcome == "complete", str(reason))
+        records = run_cells(task, cells, out / "cells", title="memory")
     for name, found in records.items():
         if found["outcome"] == "complete":
             page = write_timeline(found["result"], out / f"{name}.html", name)

@@ -10,6 +10,7 @@ import tyro
 from lmcore.config import ModelConfig, require_choices
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
 from lmcore.profiling.options import BenchmarkConfig, benchmark_cells, check_device
+from lmcore.stopping import stoppable
 
 if TYPE_CHECKING:  # pandas and PyTorch are imported when the command runs
     import pandas as pd
@@ -57,7 +58,8 @@ def nsys(
     """Profile inference and training with Nsight Systems, or read one of its reports: kernels and idle time by range.
 
     Without Nsight Systems torch.profiler is used, and the tables say so. The records are reused by the same command.
-    Exit codes: 0 profiled, 2 there is no such file or range, 4 out of memory, 1 otherwise.
+    Exit codes: 0 profiled, 2 there is no such file or range, 4 out of memory, 130 or 143 stopped by SIGINT or SIGTERM,
+    1 otherwise.
 
     Args:
         settings: What is profiled.
@@ -120,10 +122,11 @@ def record(settings: NsysConfig, out: Path, top: int) -> int:
             device=s.device, model=s.model,
         )
     )  # fmt: skip
-    # in a process of its own: this one is not to hold a GPU while cells are measured
-    outcome, reason = run_apart(check_device, (s.device, s.precision), None)
-    require(outcome == "complete", str(reason))
-    records = run_cells(profile_workload, cells, out / "cells", title="nsys")
+    with stoppable():
+        # in a process of its own: this one is not to hold a GPU while cells are measured
+        outcome, reason = run_apart(check_device, (s.device, s.precision), None)
+        require(outcome == "complete", str(reason))
+        records = run_cells(profile_workload, cells, out / "cells", title="nsys")
     for name, found in records.items():
         words = described(found["result"], top) if found["outcome"] == "complete" else unfinished(found)
         print(f"\n{name}\n{words}")

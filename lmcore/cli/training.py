@@ -1,6 +1,7 @@
 """`lmcore train` and `lmcore generate`: a run folder from a configuration, and texts from a run folder."""
 
 import argparse
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +29,7 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
         """Train a model into a run folder, or go on with the run that is there.
 
         The options override the settings of --preset or --config. Exit codes: 0 complete, 3 diverged, 4 out of
-        memory, 75 stopped by a signal, saved, ready to go on.
+        memory, 75 stopped by a signal, saved, ready to go on. A second SIGINT or SIGTERM ends it at once: 130, 143.
 
         Args:
             run: Run folder.
@@ -36,7 +37,7 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
             preset: Named settings to start from.
             config: JSON file of settings to start from, such as a run's config.json.
         """
-        with stop_signals():  # from here on, as importing torch takes a while
+        with stop_signals(signal.SIGINT, exits=True):  # from here on, as importing torch takes a while
             from lmcore.train import train
 
             result = train(settings, run)

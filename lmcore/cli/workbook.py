@@ -21,6 +21,8 @@ def workbook(
 ) -> int:
     """Execute the notebooks in order and make the writeup. Exit codes: 1 a notebook failed, 75 stopped by a signal.
 
+    A second SIGINT or SIGTERM ends the command and its notebooks at once: 130, 143.
+
     Args:
         scale: smoke, laptop or gpu: a file in papermill_jobs/parameters/.
         data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.

@@ -13,9 +13,12 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+
+import psutil
 
 from lmcore.config import to_dict
 from lmcore.device import out_of_memory_reason, visible_gpus
@@ -34,6 +37,9 @@ MACHINE = ("device", "torch")
 
 SECONDS_OF_A_SIGNAL = 0.5
 """A signal that ends a cell, as Ctrl-C does, reaches the process of the sweep in this time if it was meant for both."""
+
+SECONDS_TO_END = 1.0
+"""How long the process of a cell that is stopped has to end what it has started, before all of it is killed."""
 
 PRELOADED = ["lmcore.profiling.timing", "torch._dynamo"]
 """Modules that are imported once, before the processes of all cells are forked from there. They leave CUDA alone;
@@ -81,19 +87,24 @@ def run_cells(
     gpus: SimpleQueue[str | None] = SimpleQueue()  # those that nobody measures on
     for gpu in measuring_gpus(cells.values()):
         gpus.put(gpu)
-    stopped = threading.Event()
+    stopped, children = threading.Event(), set()
 
     def measured(name: str) -> dict[str, Any] | None:
         with holding_cell(folder, name):
+            if stopped.is_set():
+                return None
             record = finished_record(folder / f"{name}.json", named, cells[name], required)
             if record is not None:  # another process was faster
                 return record
             gpu = gpus.get()
             try:
-                record = measure_cell(task, name, cells[name], folder, timeout, gpu) | {"environment": machine}
+                record = measure_cell(task, name, cells[name], folder, timeout, gpu, children)
+                record |= {"environment": machine}
             finally:
                 gpus.put(gpu)
-            if record["outcome"] not in FINISHED and stopped.wait(SECONDS_OF_A_SIGNAL):
+            if record["outcome"] not in FINISHED:
+                stopped.wait(SECONDS_OF_A_SIGNAL)
+            if record["outcome"] != "complete" and stopped.is_set():
                 return None  # it did not fail, it was ended
             write_json(folder / f"{name}.json", record)
             return record
@@ -111,13 +122,17 @@ def run_cells(
         require_writable(folder)
     holding = alone_in(folder) if missing and not shared else contextlib.nullcontext()
     with holding, ThreadPoolExecutor(max_workers=gpus.qsize()) as pool:
+        futures = [pool.submit(measure, name) for name in missing]
         try:
-            list(pool.map(measure, missing))
+            for future in futures:
+                future.result()
         except BaseException:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
-            for child in multiprocessing.active_children():  # else the cells that have begun are waited for
-                child.terminate()
+            while not all(future.done() for future in futures):  # else the cells that have begun are waited for
+                for child in [*children]:
+                    end(child)
+                time.sleep(0.01)
             raise
     progress.close()
     return {name: record for name, record in records.items() if record is not None}
@@ -139,11 +154,20 @@ def require_complete(records: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def measure_cell(
-    task: Task, name: str, config: WorkloadConfig, folder: Path, timeout: float | None, gpu: str | None
+    task: Task,
+    name: str,
+    config: WorkloadConfig,
+    folder: Path,
+    timeout: float | None,
+    gpu: str | None,
+    children: set[BaseProcess],
 ) -> dict[str, Any]:
-    """Runs `task` on one cell in a fresh process that sees only this GPU, and returns its record."""
+    """Runs `task` on one cell in a fresh process that sees only this GPU, and returns its record.
+
+    As long as it lives, the process is in `children`.
+    """
     began = time.monotonic()
-    outcome, value = run_apart(perform, (task, config, folder / name), timeout, gpu)
+    outcome, value = run_apart(perform, (task, config, folder / name), timeout, gpu, children)
     value = value if isinstance(value, dict) else {"reason": value}
     return {
         "cell": name,
@@ -168,24 +192,34 @@ def perform(task: Task, config: WorkloadConfig, folder: Path) -> dict[str, Any]:
 
 
 def run_apart(
-    function: Callable[..., Any], arguments: tuple, timeout: float | None, gpu: str | None = None
+    function: Callable[..., Any],
+    arguments: tuple,
+    timeout: float | None,
+    gpu: str | None = None,
+    children: set[BaseProcess] | None = None,
 ) -> tuple[str, Any]:
     """Calls `function` in a fresh process: ("complete", its value), or an outcome and the reason in words.
 
-    `gpu`, named as in CUDA_VISIBLE_DEVICES, is the only one that the process sees; None: all.
+    `gpu`, named as in CUDA_VISIBLE_DEVICES, is the only one that the process sees; None: all. As long as it lives, the
+    process is in `children`; it ends with this one, and when this call does.
     """
     context = processes()
+    children = set() if children is None else children
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_report, args=(sender, function, arguments, gpu), daemon=False)
     child.start()
-    sender.close()
+    children.add(child)
     try:
+        sender.close()
         if not receiver.poll(timeout):
             return "failed", f"It was ended after {timeout:.0f} s without a result."
         return receiver.recv()
     except EOFError:
         child.join()
         return _ended(child.exitcode)
+    except BaseException:  # Ctrl-C
+        end(child)
+        raise
     finally:
         if child.is_alive():
             child.join(timeout=5)
@@ -194,7 +228,20 @@ def run_apart(
             child.join(timeout=5)
             child.kill()
         child.join()
+        children.discard(child)
         receiver.close()
+
+
+def end(child: BaseProcess) -> None:
+    """Ends the process of a cell at once; one that ends what it has started, as it does nsys, has a moment for that."""
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
+    for how in (psutil.Process.terminate, psutil.Process.kill):
+        for process in family[: 1 if how is psutil.Process.terminate else None]:
+            with contextlib.suppress(psutil.Error):
+                how(process)
+        _, family = psutil.wait_procs(family, timeout=SECONDS_TO_END)
 
 
 def processes() -> Any:
@@ -212,7 +259,9 @@ def processes() -> Any:
 def _report(sender: Connection, function: Callable[..., Any], arguments: tuple, gpu: str | None) -> None:
     if gpu is not None:  # in time: nothing has used CUDA here
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a cell at once
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # they end a cell at once
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         answer = ("complete", function(*arguments))
     except UserError as error:
@@ -224,6 +273,14 @@ def _report(sender: Connection, function: Callable[..., Any], arguments: tuple, 
     with contextlib.suppress(BrokenPipeError):  # nobody waits any more: the sweep was ended
         sender.send(answer)
     sender.close()
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the one that measures is gone, however it was ended: nobody would read the result."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _ended(code: int | None) -> tuple[str, str]:

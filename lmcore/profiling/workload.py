@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lmcore.accounting import least_step_bytes, num_parameters
 from lmcore.config import (
     ModelConfig,
     OptimizerConfig,
@@ -20,7 +21,7 @@ from lmcore.config import (
     require_positive,
     require_seed,
 )
-from lmcore.device import autocast, select_device, set_matmul_precision
+from lmcore.device import autocast, select_device, set_matmul_precision, too_large
 from lmcore.errors import require
 from lmcore.functional import cross_entropy
 from lmcore.fused.coverage import why_not
@@ -108,16 +109,42 @@ def fused_step(model: TransformerLM, config: WorkloadConfig) -> FusedStep:
     return FusedStep.from_config(model, TrainConfig(model=config.model, optimizer=settings, **shape))
 
 
+PASSES = {
+    "forward": "A forward pass",
+    "forward_backward": "A forward and backward pass",
+    "train_step": "A training step",
+}
+"""What the passes of a cell are called in a sentence."""
+
+
+def require_memory(config: WorkloadConfig, device: torch.device) -> None:
+    """Raises MemoryError if, by arithmetic alone, the passes of a cell cannot fit into the device's memory."""
+    least = least_step_bytes(
+        config.model,
+        config.batch_size,
+        config.passes,
+        config.precision,
+        config.optimizer.name,
+        steps=config.warmup_steps + config.steps,
+        saves_all=config.ops == "plain" and not config.compile,
+    )
+    parameters = num_parameters(config.model)
+    if (reason := too_large(PASSES[config.passes], least, parameters, config.batch_size, device)) is not None:
+        raise MemoryError(reason)
+
+
 class Workload:
     """The model, batch and optimizer of a cell, on its device, and one step of its passes.
 
     Weights are drawn on the device and kept in float32; tokens are random, as only time and memory are measured.
-    Raises `UserError` for a device that is not there; a lack of memory comes out as PyTorch's own error.
+    Raises `UserError` for a device that is not there; a lack of memory comes out as PyTorch's own error, or as
+    MemoryError, before anything is built, where the arithmetic of `lmcore.accounting` says so.
     """
 
     def __init__(self, config: WorkloadConfig):
         self.config = config
         self.device, _ = select_device(config.device)
+        require_memory(config, self.device)
         set_matmul_precision(self.device, config.precision)
         torch.manual_seed(config.seed)
         self.model = TransformerLM(config.model, device=self.device)

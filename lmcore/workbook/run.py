@@ -68,7 +68,7 @@ def run_workbook(
     notebooks that are not asked for stay as they are.
 
     SIGUSR1 and SIGTERM stop the run: training saves itself, for which it has up to `stop_seconds`, and the executed
-    notebook so far is kept: see `WorkbookResult.stopped`.
+    notebook so far is kept: see `WorkbookResult.stopped`. A second SIGTERM or SIGINT ends all processes at once.
 
     Raises `UserError`, before anything runs, on unknown scales, notebooks or parameters, data that is not there, or a
     notebook that another process runs in `out`.

@@ -16,6 +16,7 @@ from queue import SimpleQueue
 
 import psutil
 
+from lmcore.stopping import StopEvent, listening
 from lmcore.workbook.kernel import LAUNCHER
 
 MARK = "LMCORE_WORKBOOK"
@@ -39,6 +40,9 @@ class Stopped(Exception):
 class StopSignals:
     """Hears SIGUSR1 and SIGTERM, and then ends the notebook that is being executed.
 
+    The first of them, or of SIGINT, which is a KeyboardInterrupt as ever, is acknowledged at once. A second SIGTERM or
+    SIGINT kills the notebook's processes, training too, and ends this one.
+
     The signal is forwarded, as SIGUSR1, to the training processes that the notebook has started. When they have saved
     themselves and ended, or `seconds` are over, the notebook has a moment to end by itself; then its kernel is
     interrupted, and killed if it does not answer.
@@ -61,12 +65,19 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._hear) for number in self.seconds}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        heard = StopEvent((*self.seconds, signal.SIGINT), exits=True, before_exit=self._kill)
+        with listening(heard):
+            before = {number: signal.signal(number, self._hear) for number in self.seconds}
+            try:
+                yield self
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def _kill(self) -> None:
+        for process in family(self.mark):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def _hear(self, number: int, _: object) -> None:
         self.requested = self.requested or signal.Signals(number)

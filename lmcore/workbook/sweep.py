@@ -93,9 +93,9 @@ def _train_all(folder: Path, folders: dict[str, RunFolder], workers: int, left: 
 def work(folder: str | os.PathLike) -> None:
     """What one worker of `run_sweep` does: trains, in order, each run of sweep.json that is neither done nor taken.
 
-    A stop signal, also one between two runs, ends it with the exit code EXIT_INTERRUPTED.
+    A stop signal, also one between two runs, ends it with the exit code EXIT_INTERRUPTED; a second one at once.
     """
-    with stop_signals() as stop:
+    with stop_signals(exits=True) as stop:
         from lmcore.train import train  # here, because only the worker needs the trainer
 
         folder = Path(folder)

@@ -20,7 +20,7 @@ from lmcore.device import out_of_memory_reason
 from lmcore.errors import EXIT_CODES, EXIT_USER_ERROR, UserError
 from lmcore.files import read_json, write_json
 from lmcore.profiling.nsys.nvtx import annotated, spans
-from lmcore.profiling.workload import Span, Workload, WorkloadConfig, no_span
+from lmcore.profiling.workload import Span, Workload, WorkloadConfig, no_span, require_memory
 
 WARM_UP, INFERENCE, TRAINING = "warm-up", "inference", "training step"
 """Outermost ranges of the program, one for each pass or step; the device has done its work when they end."""
@@ -34,9 +34,9 @@ def run_passes(config: WorkloadConfig, span: Span, recording: AbstractContextMan
     All warm-ups come first. A lack of memory in training ends the training alone; in inference it is raised.
     Returns training_outcome (None, "complete" or "out of memory") and training_reason.
     """
-    training = Workload(config)
-    inference = copy.copy(training)  # the same model and batch
-    inference.config = replace(config, passes="forward")
+    inference = Workload(replace(config, passes="forward"))
+    training = copy.copy(inference)  # the same model and batch
+    training.config = config
     outcome: dict[str, Any] = {"training_outcome": None, "training_reason": None}
     # a compiled model has no modules left to see, and hooks would break its graph
     within = contextlib.nullcontext() if config.compile else annotated(training.model, span)
@@ -63,6 +63,7 @@ def repeat(workload: Workload, times: int, name: str, span: Span) -> None:
 def train(workload: Workload, times: int, name: str, span: Span) -> dict[str, Any]:
     """Training steps as by `repeat`, and their outcome. What a step that did not fit had allocated is given back."""
     try:
+        require_memory(workload.config, workload.device)
         repeat(workload, times, name, span)
     except Exception as error:
         if (reason := out_of_memory_reason(error)) is None:

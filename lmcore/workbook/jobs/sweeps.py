@@ -47,7 +47,8 @@ def run_definition(definition: SweepDefinition, out: str | os.PathLike, task: in
     """Does cell number `task`, or without one all unfinished cells in turn; returns the exit code.
 
     A finished cell is skipped. That one diverges or does not fit into the memory is its result: 0. A cell that fails
-    is 1, and the next ones are done. SIGUSR1 or SIGTERM end with 75 after a training run has saved itself. Raises
+    is 1, and the next ones are done. SIGUSR1 or SIGTERM end with 75 after a training run has saved itself, a second
+    SIGTERM at once. Raises
     `UserError` before anything runs: on cells in the folder that were made with other settings or data, and on one
     that is in other hands; without `task`, such a training run is left to them.
     """
@@ -140,7 +141,7 @@ def train_chosen(definition: SweepDefinition, out: Path, names: Sequence[str], o
         if run.config_file.exists():
             run.require_same(cells[name], data.fingerprint)
     ended = []
-    with stop_signals() as stop:
+    with stop_signals(exits=True) as stop:
         for name in names:
             if states[name][0] in FINISHED:
                 print(f"{name}: skipped, it is finished: {states[name][0]}.", flush=True)
