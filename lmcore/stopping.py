@@ -99,7 +99,7 @@ def stop_signals(*more: signal.Signals, exits: bool = False) -> Iterator[StopEve
     if threading.current_thread() is not threading.main_thread():
         yield event
         return
-    outside = event.numbers, event.exits
+    outside = event.exits
     _holders.append(event)
     before: dict[int, Any] = {}
     try:
@@ -112,7 +112,7 @@ def stop_signals(*more: signal.Signals, exits: bool = False) -> Iterator[StopEve
             finally:
                 for number, handler in before.items():
                     signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not Python's
-                event.numbers, event.exits = outside
+                event.exits = outside  # its numbers it keeps: one of them may still be on its way to the listener
     finally:
         _holders.pop()
 

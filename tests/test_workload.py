@@ -5,10 +5,12 @@ import contextlib
 import pytest
 import torch
 
+from lmcore.accounting import least_step_bytes
 from lmcore.config import ModelConfig, replace
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
+from lmcore.profiling.memory.profile import peak_memory
 from lmcore.profiling.workload import Workload, WorkloadConfig, workload_config
 
 SMALL = workload_config("smoke", context_length=16, vocab_size=50, batch_size=2, device="cpu", num_layers=3)
@@ -107,6 +109,34 @@ def test_fused_attention_agrees_with_the_definition(kernel):
     fused_loss.backward()
     for a, b in zip(plain.parameters(), fused.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+SHAPES = [
+    {},
+    {"attention": "sdpa"},
+    {"attention": "flash", "norm": "post"},
+    {"norm": "none", "ffn": "silu", "dropout": 0.1},
+    {"tie_embeddings": True, "position": "sinusoidal"},
+    {"checkpoint_every": 1},
+]
+
+
+@pytest.mark.parametrize("switches", SHAPES, ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("passes", ["forward", "forward_backward", "train_step"])
+def test_nothing_that_fits_is_refused(tmp_path, passes, precision, switches):
+    """What the arithmetic takes for the least is never more than a step takes: of many activations, of many weights."""
+    many = {"context_length": 64, "batch_size": 8}, {"context_length": 8, "batch_size": 1, "d_model": 64, "d_ff": 256}
+    for shape in many:
+        config = replace(
+            workload_config("smoke", **shape, vocab_size=50, num_layers=2, device="cpu", **switches),
+            passes=passes,
+            precision=precision,
+        )
+        least = least_step_bytes(config.model, config.batch_size, passes, precision)
+        measured = peak_memory(config, tmp_path)["peak_bytes"]
+        assert least <= measured
+        assert least > measured / 8  # and it refuses what is far too large
 
 
 def test_named_sizes_of_the_handouts():
