@@ -19,7 +19,8 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3 python,\
   $(shell command -v $(name) >/dev/null 2>&1 && $(name) -c '$(SUITABLE)' >/dev/null 2>&1 && echo $(name))))
 
-SHAPES := lmcore.functional,lmcore.model,lmcore.optimizer,lmcore.sampling
+SHAPED := lmcore.functional,lmcore.model,lmcore.optimizer,lmcore.sampling
+SHAPED_TESTS := tests/test_functional.py tests/test_model.py tests/test_optimizer.py tests/test_sampling.py
 
 .PHONY: help install workbook lint test test-slurm test-faults submission lab refresh-notebooks clean
 
@@ -39,10 +40,11 @@ lint: $(INSTALLED)  ## style, the layers of imports, and the types of the core
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
-# -n auto: a worker for each core, see tests/conftest.py. The shapes that SHAPES' signatures state are checked at run
-# time. A notebook's cells stay together, and each kernel has one thread.
+# -n auto: a worker for each core, see tests/conftest.py. In the tests of the SHAPED modules the shapes in their
+# signatures are checked at run time. A notebook's cells stay together, and each kernel has one thread.
 test: lint  ## lint, tests, and the notebooks against their committed outputs
-	$(BIN)/pytest -n auto --dist worksteal -p no:nbval --jaxtyping-packages=$(SHAPES),beartype.beartype
+	$(BIN)/pytest -n auto --dist worksteal -p no:nbval $(addprefix --ignore=,$(SHAPED_TESTS))
+	$(BIN)/pytest -n auto --dist worksteal -p no:nbval --jaxtyping-packages=$(SHAPED),beartype.beartype $(SHAPED_TESTS)
 	env -u MPLBACKEND OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile \
 	  --nbval-lax --nbval-current-env --nbval-cell-timeout=900 notebooks
 
