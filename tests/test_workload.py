@@ -125,8 +125,8 @@ SHAPES = [
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("passes", ["forward", "forward_backward", "train_step"])
 def test_nothing_that_fits_is_refused(tmp_path, passes, precision, switches):
-    """What the arithmetic takes for the least is never more than a step takes: of many activations, of many weights."""
-    many = {"context_length": 64, "batch_size": 8}, {"context_length": 8, "batch_size": 1, "d_model": 64, "d_ff": 256}
+    """The least by arithmetic is never more than a step takes: of many activations, and of as many weights."""
+    many = {"context_length": 64, "batch_size": 8}, {"context_length": 16, "batch_size": 4, "d_model": 64, "d_ff": 256}
     for shape in many:
         config = replace(
             workload_config("smoke", **shape, vocab_size=50, num_layers=2, device="cpu", **switches),
@@ -136,7 +136,7 @@ def test_nothing_that_fits_is_refused(tmp_path, passes, precision, switches):
         least = least_step_bytes(config.model, config.batch_size, passes, precision)
         measured = peak_memory(config, tmp_path)["peak_bytes"]
         assert least <= measured
-        assert least > measured / 8  # and it refuses what is far too large
+        assert least > measured / 10  # and it refuses what is far too large
 
 
 def test_named_sizes_of_the_handouts():
