@@ -112,7 +112,8 @@ def stop_signals(*more: signal.Signals, exits: bool = False) -> Iterator[StopEve
             finally:
                 for number, handler in before.items():
                     signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not Python's
-                event.exits = outside  # its numbers it keeps: one of them may still be on its way to the listener
+                if not outermost:  # its numbers it keeps: one of them may still be on its way to the listener
+                    event.exits = outside
     finally:
         _holders.pop()
 
