@@ -176,7 +176,8 @@ def main(old: Path, out: Path, toy: bool, rounds: int, only: list[str]) -> None:
     from lmcore.files import write_json
     from lmcore.provenance import environment
 
-    result: dict[str, Any] = {"provenance": environment(), "old": commit(old), "new": commit(HERE), "cases": {}}
+    here = environment()
+    result: dict[str, Any] = {"provenance": here, "old": commit(old), "new": here["git_commit"], "cases": {}}
     for name, case in (TOY if toy else CASES).items():
         if only and name not in only:
             continue

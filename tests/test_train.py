@@ -311,7 +311,7 @@ def test_a_full_disk_is_noted_and_the_run_goes_on_later(tmp_path, config, monkey
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_before_training_begins(tmp_path, config, monkeypatch, capsys, number):
-    opened = lmcore.train.open_data
+    opened, before = lmcore.train.open_data, signal.getsignal(number)
 
     def stopped(folder):
         os.kill(os.getpid(), number)
@@ -322,7 +322,7 @@ def test_a_signal_before_training_begins(tmp_path, config, monkeypatch, capsys, 
         assert train(config, tmp_path / "run").state == "interrupted"
     assert "stopped before it began; nothing is lost" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
-    assert signal.getsignal(number) == signal.SIG_DFL
+    assert signal.getsignal(number) == before
     with monkeypatch.context() as patch:
         patch.setattr(lmcore.train, "is_complete", lambda _: os.kill(os.getpid(), number))
         assert train(config, tmp_path / "run").state == "interrupted"
