@@ -145,12 +145,15 @@ def too_large(what: str, needed: int, parameters: int, batch_size: int, device: 
     )
 
 
-def fastest_threads(work: Callable[[], object], repetitions: int = 3) -> int:
+def fastest_threads(device: torch.device, work: Callable[[], object], repetitions: int = 3) -> int | None:
     """The number of threads with which `work` on the CPU is fastest, the smallest of those within 10 %.
 
     Small operations are slower with more threads, which wait for each other longer than they compute. Tries powers of
-    two up to PyTorch's number, each after a warm-up, and leaves PyTorch's setting as it was.
+    two up to PyTorch's number, each after a warm-up, and leaves PyTorch's setting as it was. None, and nothing is
+    tried, on another device and where OMP_NUM_THREADS says how many.
     """
+    if device.type != "cpu" or "OMP_NUM_THREADS" in os.environ:
+        return None
     before = torch.get_num_threads()
     seconds: dict[int, float] = {}
     try:

@@ -199,7 +199,9 @@ def _train(config: TrainConfig, data: PreparedData, run: RunFolder, device: torc
         with stop.raises():
             run.remove_leftovers()
             require_same_data(run, data.fingerprint)
-            threads = choose_threads(config, device, run)
+            needed, parameters = least_training_bytes(config), num_parameters(config.model)
+            reason = too_large("Training", needed, parameters, config.batch_size, device)
+            threads = None if reason is not None else choose_threads(config, device, run)
             noted = {"data_fingerprint": data.fingerprint, "data": data.manifest, "threads": threads}
             run.begin(config, environment() | noted)
             begun = True
@@ -214,8 +216,7 @@ def _train(config: TrainConfig, data: PreparedData, run: RunFolder, device: torc
         forget_memory(device)  # a sweep's runs share a process
         with reproducible(config, device, threads):
             try:
-                needed, parameters = least_training_bytes(config), num_parameters(config.model)
-                if (reason := too_large("Training", needed, parameters, config.batch_size, device)) is None:
+                if reason is None:
                     with stop.raises():
                         trainer = Trainer(config, data, run, device)
             except (RuntimeError, MemoryError) as error:
@@ -267,17 +268,17 @@ def choose_threads(config: TrainConfig, device: torch.device, run: RunFolder) ->
     """How many threads the CPU's operations get: the number that is fastest for one block's forward and backward pass.
 
     A resumed run keeps the number that it began with, since sums depend on it to the last bit. None leaves PyTorch's:
-    on a GPU, where OMP_NUM_THREADS says it, and for deterministic runs.
+    where `fastest_threads` does, and for deterministic runs.
     """
     if starts := run.starts():
         return starts[0].get("threads")
-    if device.type != "cpu" or config.deterministic or "OMP_NUM_THREADS" in os.environ:
+    if config.deterministic:
         return None
     model = replace(config.model, num_layers=1, attention="plain")
     rows = max(1, BLOCK_FLOPS // (18 * model.d_model * (model.d_model + model.d_ff)))
     seq = min(model.context_length, rows)
     block, x = TransformerBlock(model), torch.randn(max(1, min(config.batch_size, rows // seq)), seq, model.d_model)
-    return fastest_threads(lambda: block(x).sum().backward())
+    return fastest_threads(device, lambda: block(x).sum().backward())
 
 
 class Trainer:

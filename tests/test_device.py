@@ -119,3 +119,35 @@ def test_visible_gpus_are_named_as_cuda_does(monkeypatch, variable, count, expec
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     assert device.visible_gpus() == expected
+
+
+@pytest.fixture
+def four_threads(monkeypatch):
+    """PyTorch has four threads, and nobody has said how many it should have."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [(lambda n: 0.02 / n, 4), (lambda n: 0.005 * n, 1), (lambda n: 0.01 / min(n, 2), 2), (lambda n: 0.01, 1)],
+    ids=["as many as there are", "one", "two are enough", "no difference"],
+)
+def test_the_fastest_number_of_threads(four_threads, monkeypatch, seconds, best):
+    now = [0.0]
+    monkeypatch.setattr(device.time, "perf_counter", lambda: now[0])
+
+    def work():
+        now[0] += seconds(torch.get_num_threads())
+
+    assert device.fastest_threads(torch.device("cpu"), work) == best
+    assert torch.get_num_threads() == 4
+
+
+def test_threads_are_left_alone_elsewhere_and_where_they_are_given(four_threads, monkeypatch):
+    assert device.fastest_threads(torch.device("meta"), lambda: 1 / 0) is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert device.fastest_threads(torch.device("cpu"), lambda: 1 / 0) is None

@@ -10,6 +10,7 @@ from fused_models import SHAPES, batch_of, fused_step, model_of
 from lmcore.checkpoint import digest
 from lmcore.errors import UserError
 from lmcore.fused.step import leaves_room
+from lmcore.workbook.inspection import norms_by_layer
 
 
 def test_a_batch_that_fails_leaves_the_update_taken_once():
@@ -92,6 +93,24 @@ def test_updating_beside_the_next_forward_pass_changes_nothing(name, device):
     states = [digest(step.optimizer.state_dict()) for step in steps]
     assert states[0] == states[1]
     assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
+
+
+def test_current_weights_are_those_of_the_last_step_wherever_they_are_read():
+    """In the middle of training, for an evaluation, and for a look inside: a pipelined step against one that is not."""
+    config = SHAPES["odd"]
+    steps = [fused_step(model_of(config), 2, limit=0.5, pipelined=flag) for flag in (True, False)]
+    inputs, targets = batch_of(config)
+    for _ in range(3):
+        for step in steps:
+            step(inputs, targets, lr=1e-2)
+        assert steps[0].due
+        assert not steps[1].due
+        losses = [step.evaluation_loss(inputs, targets).item() for step in steps]
+        assert losses[0] == losses[1]
+        for step in steps:
+            step(inputs, targets, lr=1e-2)
+        inside = [norms_by_layer(step.current()[0], inputs, targets) for step in steps]
+        assert inside[0].equals(inside[1])
 
 
 def test_the_update_goes_beside_the_forward_pass_of_small_batches_of_narrow_models():

@@ -330,6 +330,31 @@ def test_a_signal_before_training_begins(tmp_path, config, monkeypatch, capsys, 
     assert train(config, tmp_path / "run").state == "complete"
 
 
+def test_a_run_keeps_the_number_of_threads_that_it_began_with(tmp_path, config, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    run, used = RunFolder(tmp_path / "run"), []
+    original = AsyncMetrics.push
+
+    def push(self, *values):
+        used.append(torch.get_num_threads())
+        original(self, *values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lmcore.train, "fastest_threads", lambda device, work: work() or 2)
+        stop_after(patch, 7)
+        train(config, run)
+    assert run.environment()["threads"] == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(lmcore.train, "fastest_threads", lambda device, work: 1 / 0)
+        patch.setattr(AsyncMetrics, "push", push)
+        assert train(config, run).state == "complete"
+    assert used == [2] * 5
+    assert torch.get_num_threads() == 1
+    assert (
+        lmcore.train.choose_threads(replace(config, deterministic=True), torch.device("cpu"), RunFolder("new")) is None
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

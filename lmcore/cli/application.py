@@ -5,6 +5,7 @@ import functools
 import inspect
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
@@ -24,7 +25,7 @@ from lmcore.cli.training import generate, starting_config, train_command
 from lmcore.cli.workbook import refresh, workbook, writeup
 from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
-from lmcore.stopping import Stopped
+from lmcore.stopping import Stopped, stop_signals
 
 EXIT_CTRL_C = 130
 
@@ -81,9 +82,16 @@ def deferred(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
     @functools.wraps(command)
     def parsed(*arguments: Any, **options: Any) -> Callable[[], int]:
         check_paths(command, inspect.signature(command).bind(*arguments, **options).arguments)
-        return functools.partial(command, *arguments, **options)
+        run = functools.partial(command, *arguments, **options)
+        return functools.partial(stopped_in_order, run) if command in (benchmark, memory) else run
 
     return parsed
+
+
+def stopped_in_order(run: Callable[[], int]) -> int:
+    """Runs a command that measures. A signal while it still imports ends it as soon as it has begun to measure."""
+    with stop_signals(signal.SIGINT, exits=True):
+        return run()
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:

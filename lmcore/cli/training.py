@@ -64,9 +64,11 @@ def generate(
         tokenizer: gpt2 or a tokenizer's folder; by default the one of the run's data.
         device: auto, cpu, mps, cuda or cuda:N.
     """
+    import torch
+
     from lmcore.checkpoint import load_model
     from lmcore.data import open_data, tokenizer_for
-    from lmcore.device import select_device
+    from lmcore.device import fastest_threads, select_device
     from lmcore.generate import generate_text
     from lmcore.run import RunFolder
 
@@ -74,7 +76,12 @@ def generate(
         require_path("--tokenizer", tokenizer)
     prompt, folder = tuple(utf8_text(prompt)), RunFolder(run)
     require(run.is_dir(), f"There is no run folder {run}.")
-    model = load_model(folder.best_weights, select_device(device)[0])
+    place, _ = select_device(device)
+    model = load_model(folder.best_weights, place)
+    with torch.no_grad():
+        threads = fastest_threads(place, lambda: model(torch.zeros(len(prompt), 1, dtype=torch.int64)))
+    if threads is not None:
+        torch.set_num_threads(threads)
     codec = tokenizer_for(tokenizer, "embedded") if tokenizer else open_data(folder.config().data).tokenizer
     if len(prompt) > 1:
         for sample in generate_text(model, codec, prompt, settings):
