@@ -98,16 +98,6 @@ def training_step(
     return (FusedStep.from_config(model, config) if reason is None else PlainStep(model, config, device)), reason
 
 
-@dataclass(frozen=True)
-class StepValues:
-    """What one training step reports: its number, learning rate, loss (nats per token) and gradient norm."""
-
-    step: int
-    lr: float
-    loss: float
-    norm: float
-
-
 class AsyncMetrics:
     """Losses and gradient norms on their way from the device to the host.
 
@@ -138,15 +128,15 @@ class AsyncMetrics:
             self.values.copy_(on_device, non_blocking=True)
             self.copied = torch.cuda.current_stream(on_device.device).record_event()
 
-    def read(self) -> list[StepValues]:
-        """The values of the copy that was begun, once they have arrived; none if there is no copy."""
+    def read(self) -> list[tuple[int, float, float, float]]:
+        """(step, lr, loss, norm) of the copy that was begun, once it has arrived; none if there is no copy."""
         if self.values is None:
             return []
         if self.copied is not None:
             self.copied.synchronize()
         pairs = zip(self.steps, self.values.tolist(), strict=True)
         self.values = self.copied = None
-        return [StepValues(step, lr, loss, norm) for (step, lr), (loss, norm) in pairs]
+        return [(step, lr, loss, norm) for (step, lr), (loss, norm) in pairs]
 
 
 @dataclass(frozen=True)
@@ -397,13 +387,13 @@ class Trainer:
         started = time.perf_counter()
         values = self.metrics.read()
         self.busy_seconds += time.perf_counter() - started
-        for v in values:
-            if not math.isfinite(v.loss):
-                raise Diverged(v.step, v.lr, "loss")
-            if not math.isfinite(v.norm) and not self.update.scaler.is_enabled():  # loss scaling skips such steps
-                raise Diverged(v.step, v.lr, "gradient norm")
-            self.losses.append(v.loss)
-            self.last_lr, self.last_norm = v.lr, v.norm
+        for step, lr, loss, norm in values:
+            if not math.isfinite(loss):
+                raise Diverged(step, lr, "loss")
+            if not math.isfinite(norm) and not self.update.scaler.is_enabled():  # loss scaling skips such steps
+                raise Diverged(step, lr, "gradient norm")
+            self.losses.append(loss)
+            self.last_lr, self.last_norm = lr, norm
 
     def _elapsed(self) -> float:
         now = time.perf_counter()

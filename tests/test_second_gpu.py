@@ -73,7 +73,7 @@ def test_training_and_what_is_read_back():
         for number, batch in enumerate(batches):
             readback.push(number, 0.0, *step(*batch.to(device)))
         readback.start()
-        found.append([(values.loss, values.norm) for values in readback.read()])
+        found.append([(loss, norm) for _, _, loss, norm in readback.read()])
     assert found[1] == [pytest.approx(pair, rel=1e-3) for pair in found[0]]
 
 
