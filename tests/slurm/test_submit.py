@@ -90,7 +90,8 @@ def test_a_script_can_be_submitted_by_hand(cluster, tmp_path, folder):
     assert cluster.wait(job) == "COMPLETED"
     made = json.loads((project / "runs" / "hand" / "notebooks" / "02_train.json").read_text())
     assert (made["state"], made["parameters"]["steps"]) == ("done", 9)
-    assert (project / folder / f"notebook-{job}.log").read_text().startswith("02_train: done")
+    said = (project / folder / f"notebook-{job}.log").read_text().splitlines()
+    assert said[-1].startswith("02_train: done")  # Jupyter may note before it that it interrupts a kernel that ends
 
 
 def test_a_script_away_from_the_project_says_so(cluster, tmp_path):
