@@ -7,7 +7,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from lmcore.errors import require
+from lmcore.errors import require, require_path, require_positive, require_seed
 
 Config = TypeVar("Config", bound=Any)
 
@@ -208,23 +208,6 @@ class GenerateConfig:
         require(self.top_k is None or self.top_k >= 1, f"top_k must be at least 1 or None, not {self.top_k}.")
         require_finite(self)
         require_choices(self)
-
-
-def require_positive(name: str, value: Any) -> None:
-    """Raises `UserError` unless `value` is a whole number above 0."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    require(whole and value > 0, f"{name} must be a positive whole number, not {value!r}.")
-
-
-def require_seed(value: Any) -> None:
-    """Raises `UserError` unless `value` is a seed that PyTorch takes, with room for one more for each prompt."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    require(whole and 0 <= value < 2**63, f"seed must be a whole number from 0 to 2**63 - 1, not {value!r}.")
-
-
-def require_path(name: str, value: str) -> None:
-    """Raises `UserError` if the text that is to name a file or folder is empty: as a path it is the current folder."""
-    require(bool(str(value).strip()), f"{name} is empty: it must name a file or folder.")
 
 
 def require_finite(config: Any) -> None:

@@ -1,6 +1,7 @@
 """Errors that are the user's to mend: one clear sentence, no traceback."""
 
 import errno
+from typing import Any
 
 
 class UserError(ValueError):
@@ -15,6 +16,23 @@ def require(condition: bool, sentence: str) -> None:
     """Raises `UserError(sentence)` unless `condition` holds."""
     if not condition:
         raise UserError(sentence)
+
+
+def require_positive(name: str, value: Any) -> None:
+    """Raises `UserError` unless `value` is a whole number above 0."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and value > 0, f"{name} must be a positive whole number, not {value!r}.")
+
+
+def require_seed(value: Any) -> None:
+    """Raises `UserError` unless `value` is a seed that PyTorch takes, with room for one more for each prompt."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and 0 <= value < 2**63, f"seed must be a whole number from 0 to 2**63 - 1, not {value!r}.")
+
+
+def require_path(name: str, value: str) -> None:
+    """Raises `UserError` if the text that is to name a file or folder is empty: as a path it is the current folder."""
+    require(bool(str(value).strip()), f"{name} is empty: it must name a file or folder.")
 
 
 EXIT_FAILURE = 1

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,16 @@ SECONDS_TO_WAIT = 1.0
 
 class RunBusy(UserError):
     """Another process holds the run folder."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended: complete, interrupted, diverged or out of memory, after `step` steps; nats per token."""
+
+    state: str
+    step: int
+    valid_loss: float | None
+    best_valid_loss: float | None
 
 
 class RunFolder:
@@ -186,6 +197,18 @@ class RunFolder:
             f"{self.path} writes it again.",
         )
         return plain
+
+    def last_known(self) -> tuple[str, int]:
+        """State and step of the last save; ("new", 0) where no status can be read."""
+        with suppress(UserError):
+            status = self.status()
+            return status["state"], status["step"]
+        return "new", 0
+
+    def result(self) -> RunResult:
+        """How the run ended, as its status notes it."""
+        status = self.status()
+        return RunResult(status["state"], status["step"], status.get("valid_loss"), status.get("best_valid_loss"))
 
     def write_status(self, state: str, step: int, **notes: Any) -> None:
         """Replaces the status; on a full disk in place, which needs no room."""

@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from lmcore.model import TransformerBlock, TransformerLM, evaluating
 from lmcore.optimizer import build_optimizer, get_lr_cosine_schedule, gradient_clipping, set_learning_rate
 from lmcore.progress import Progress
 from lmcore.provenance import environment, job_id
-from lmcore.run import RunFolder, is_complete, newest_state, open_trackers, require_same_data
+from lmcore.run import RunFolder, RunResult, is_complete, newest_state, open_trackers, require_same_data
 from lmcore.stopping import StopEvent, Stopped, stop_signals
 
 BLOCK_FLOPS = 10**9
@@ -139,16 +138,6 @@ class AsyncMetrics:
         return [(step, lr, loss, norm) for (step, lr), (loss, norm) in pairs]
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """How a run ended: complete, interrupted, diverged or out of memory, after `step` steps; nats per token."""
-
-    state: str
-    step: int
-    valid_loss: float | None
-    best_valid_loss: float | None
-
-
 class Diverged(Exception):
     """A loss or a gradient norm was not finite."""
 
@@ -179,7 +168,7 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
                 return _train(config, data, run, device, stop)
         except Stopped:
             print(f"{run.name}: stopped before it began; nothing is lost.", flush=True)
-            return RunResult("interrupted", _step_of(run), None, None)
+            return RunResult("interrupted", run.last_known()[1], None, None)
 
 
 def _train(config: TrainConfig, data: PreparedData, run: RunFolder, device: torch.device, stop: StopEvent) -> RunResult:
@@ -196,7 +185,7 @@ def _train(config: TrainConfig, data: PreparedData, run: RunFolder, device: torc
             run.begin(config, environment() | noted)
             begun = True
             if is_complete(run):
-                return result_of(run)
+                return run.result()
         if config.model.vocab_size > data.vocab_size:
             print(
                 f"{run.name}: the model's vocabulary ({config.model.vocab_size:,}) is larger than that of the data "
@@ -215,26 +204,13 @@ def _train(config: TrainConfig, data: PreparedData, run: RunFolder, device: torc
             if reason is None:
                 return trainer.fit()
     except Stopped:
-        if begun and _state_of(run) in ("new", "running", "failed"):  # else it says how the run ended before
-            run.write_status("interrupted", _step_of(run))
+        state, step = run.last_known()
+        if begun and state in ("new", "running", "failed"):  # else it says how the run ended before
+            run.write_status("interrupted", step)
         raise
     run.write_status("out of memory", 0, reason=reason)
     print(f"{run.name}: {reason}", flush=True)
-    return result_of(run)
-
-
-def _step_of(run: RunFolder) -> int:
-    """The step of the run's last save, 0 where no status can be read."""
-    with suppress(UserError):
-        return run.status()["step"]
-    return 0
-
-
-def _state_of(run: RunFolder) -> str:
-    """The state of the run's status, "new" where none can be read."""
-    with suppress(UserError):
-        return run.status()["state"]
-    return "new"
+    return run.result()
 
 
 def check_data(config: TrainConfig, data: PreparedData) -> None:
@@ -246,12 +222,6 @@ def check_data(config: TrainConfig, data: PreparedData) -> None:
     )
     require_context(data.train, config.model.context_length, f"{config.data} (training part)")
     require_context(data.valid, config.model.context_length, f"{config.data} (validation part)")
-
-
-def result_of(run: RunFolder) -> RunResult:
-    """The result noted in a run folder's status."""
-    status = run.status()
-    return RunResult(status["state"], status["step"], status.get("valid_loss"), status.get("best_valid_loss"))
 
 
 def choose_threads(config: TrainConfig, device: torch.device, run: RunFolder) -> int | None:
@@ -479,7 +449,7 @@ class Trainer:
         self.run.write_status(state, self.step, **notes)
         if "reason" in notes:
             print(f"{self.run.name}: {notes['reason']}", flush=True)
-        return result_of(self.run)
+        return self.run.result()
 
 
 def describe(line: dict[str, Any]) -> str:

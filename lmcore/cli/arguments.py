@@ -8,8 +8,7 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from lmcore.config import require_path
-from lmcore.errors import require
+from lmcore.errors import require, require_path
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 """A switch that is off unless it is named."""

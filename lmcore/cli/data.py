@@ -8,8 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from lmcore.config import require_path
-from lmcore.errors import require
+from lmcore.errors import require, require_path
 from lmcore.text import utf8_text
 
 

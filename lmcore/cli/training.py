@@ -8,8 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config, require_path
-from lmcore.errors import EXIT_CODES, require
+from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config
+from lmcore.errors import EXIT_CODES, require, require_path
 from lmcore.files import read_json
 from lmcore.stopping import stop_signals
 from lmcore.text import utf8_text

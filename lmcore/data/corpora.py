@@ -9,11 +9,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from lmcore.config import require_path
 from lmcore.data.documents import Piece, read_documents, safe_cut
 from lmcore.data.downloads import SOURCES, download
 from lmcore.data.story_grammar import sample_stories, stories
-from lmcore.errors import UserError, require
+from lmcore.errors import UserError, require, require_path
 from lmcore.files import sha256_file
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")

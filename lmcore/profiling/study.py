@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from lmcore.config import ModelConfig, replace, require_choices, require_positive
-from lmcore.errors import require
+from lmcore.config import ModelConfig, replace, require_choices
+from lmcore.errors import require, require_positive
 from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.profiling.workload import WorkloadConfig

@@ -10,19 +10,9 @@ import torch
 from torch import Tensor
 
 from lmcore.accounting import least_step_bytes, num_parameters
-from lmcore.config import (
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-    from_dict,
-    model_config,
-    replace,
-    require_choices,
-    require_positive,
-    require_seed,
-)
+from lmcore.config import ModelConfig, OptimizerConfig, TrainConfig, from_dict, model_config, replace, require_choices
 from lmcore.device import autocast, select_device, set_matmul_precision, too_large
-from lmcore.errors import require
+from lmcore.errors import require, require_positive, require_seed
 from lmcore.functional import cross_entropy
 from lmcore.fused.coverage import why_not
 from lmcore.fused.step import FusedStep

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmcore.config import require_path
-from lmcore.errors import UserError, require
+from lmcore.errors import UserError, require, require_path
 from lmcore.workbook.execution import CellProgress, execute
 from lmcore.workbook.kernel import private_kernel
 from lmcore.workbook.notebook import clean, read_notebook, write_notebook

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lmcore.accounting import num_parameters, parameter_counts
-from lmcore.config import ModelConfig, require_positive
-from lmcore.errors import require
+from lmcore.config import ModelConfig
+from lmcore.errors import require, require_positive
 from lmcore.profiling.memory.saved_tensors import (
     FLOAT,
     Saved,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lmcore.config import TrainConfig, from_dict, require_positive, to_dict
-from lmcore.errors import UserError, require
+from lmcore.config import TrainConfig, from_dict, to_dict
+from lmcore.errors import UserError, require, require_positive
 from lmcore.files import atomic_write
 from lmcore.profiling.options import BenchmarkConfig, benchmark_cells
 from lmcore.recipes import batch_size_runs, recipe
