@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from nsys_exports import AUTOGRAD, FORWARD_BACKWARD, MAIN, SmallExport, sample
+from nsys_exports import AUTOGRAD, FORWARD_BACKWARD, SmallExport, sample
 
 from lmcore.cli import doctor, main
+from lmcore.cli.nsys import profile_lines
 from lmcore.config import to_dict
 from lmcore.errors import UserError
 from lmcore.files import write_json
@@ -21,7 +22,8 @@ from lmcore.profiling.nsys import tool as nsys
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.profile import attention_parts, profile_with_nsys, profile_workload, summary, timeline
 from lmcore.profiling.nsys.tool import FLAGS, Nsys, export_report, find_nsys, load_trace, run_under_nsys
-from lmcore.profiling.nsys.trace import kernels_in, kind_table
+from lmcore.profiling.nsys.torch_trace import read_torch_trace
+from lmcore.profiling.nsys.trace import busy_table, kernels_in, kind_table
 from lmcore.profiling.workload import no_span, workload_config
 
 FAKE = """#!{python}
@@ -49,6 +51,10 @@ def fake_nsys(path: Path, version="2025.3.1.90", after="report.touch()", export=
     return path
 
 
+def fake_tool(path: Path, **answers) -> Nsys:
+    return Nsys(fake_nsys(path, **answers), "2022.1.1", "a test")
+
+
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch, tmp_path):
     """A machine without nsys."""
@@ -56,19 +62,12 @@ def nowhere(monkeypatch, tmp_path):
     for variable in ("NSYS", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(nsys, "PLACES", ())
+    monkeypatch.setattr(nsys, "PLACES", {})
 
 
 @pytest.fixture
-def copying(tmp_path):
-    """A fake whose export is the file small.sqlite of the test's folder."""
-    source = small_export().write(tmp_path / "small.sqlite")
-    path = fake_nsys(tmp_path / "nsys", export=f"shutil.copy({str(source)!r}, options['--output'])")
-    return Nsys(path, "2025.3.1", "a test")
-
-
-def small_export() -> SmallExport:
-    """Two inference passes and a training step of one block, as the program marks them."""
+def small(tmp_path) -> Path:
+    """The export of two inference passes and a training step of one block, as the program marks them."""
     export, number = SmallExport(), 0
     for at, name in ((0, "inference"), (1000, "inference"), (2000, "training step")):
         export.range(name, at, at + 900)
@@ -86,8 +85,16 @@ def small_export() -> SmallExport:
     export.range("backward", 2200, 2400)
     export.launch(90, 2300, 2500, 2600, "ampere_sgemm", AUTOGRAD)
     export.range("optimizer", 2450, 2500)
-    export.launch(91, 2460, 2650, 2660, "vectorized_elementwise_kernel", MAIN)
-    return export
+    export.launch(91, 2460, 2650, 2660, "vectorized_elementwise_kernel")
+    return export.write(tmp_path / "small.sqlite")
+
+
+@pytest.fixture
+def copying(small, tmp_path, monkeypatch) -> Nsys:
+    """A fake, which the variable NSYS names, whose export is small.sqlite of the test's folder."""
+    path = fake_nsys(tmp_path / "nsys", export=f"shutil.copy({str(small)!r}, options['--output'])")
+    monkeypatch.setenv("NSYS", str(path))
+    return Nsys(path, "2025.3.1", "the variable NSYS")
 
 
 def test_nothing_found_says_what_to_install():
@@ -98,8 +105,11 @@ def test_nothing_found_says_what_to_install():
 
 
 def test_found_on_the_path_and_by_the_variable(tmp_path, monkeypatch):
+    assert doctor.nsight_systems()["present"] is False
     on_path = fake_nsys(tmp_path / "bin" / "nsys")
     assert find_nsys() == Nsys(on_path, "2025.3.1", "the PATH")
+    part = doctor.nsight_systems()
+    assert (part["present"], part["detail"]) == (True, f"2025.3.1 ({on_path}), from the PATH")
     other = fake_nsys(tmp_path / "elsewhere" / "nsys", "2023.4.4.54")
     monkeypatch.setenv("NSYS", str(other))
     assert find_nsys() == Nsys(other, "2023.4.4", "the variable NSYS")
@@ -115,18 +125,15 @@ def test_found_in_folders_the_newest_first(tmp_path, monkeypatch):
     for version in ("2025.9.1", "2025.10.1", "2024.2.0"):
         fake_nsys(tmp_path / "nsight-compute" / version / "host" / "target-linux-x64" / "nsys", f"{version}.5")
     pattern = str(tmp_path / "nsight-compute/*/host/target-linux-*/nsys")
-    monkeypatch.setattr(nsys, "PLACES", (("Nsight Compute's folder", (pattern,)),))
+    monkeypatch.setattr(nsys, "PLACES", {"Nsight Compute's folder": pattern})
     found = find_nsys()
     assert (found.version, found.place) == ("2025.10.1", "Nsight Compute's folder")
+    fake_nsys(tmp_path / "bin" / "ncu")  # and the copy beside the ncu of the PATH
+    copy = fake_nsys(tmp_path / "bin" / "host" / "target-linux-x64" / "nsys")
+    assert find_nsys() == Nsys(copy, "2025.3.1", "Nsight Compute's folder")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     fake_nsys(tmp_path / "cuda" / "bin" / "nsys", "2022.1.1.9")
     assert find_nsys().place == "the folder of CUDA_HOME"
-
-
-def test_the_copy_beside_ncu_is_found(tmp_path):
-    fake_nsys(tmp_path / "bin" / "ncu")
-    copy = fake_nsys(tmp_path / "bin" / "host" / "target-linux-x64" / "nsys")
-    assert find_nsys() == Nsys(copy, "2025.3.1", "Nsight Compute's folder")
 
 
 def test_a_program_that_does_not_run_is_passed_over(tmp_path, monkeypatch):
@@ -141,25 +148,15 @@ def test_a_program_that_does_not_run_is_passed_over(tmp_path, monkeypatch):
     assert find_nsys().path == good
 
 
-def test_doctor_says_which_and_where(tmp_path):
-    assert doctor.nsight_systems()["present"] is False
-    path = fake_nsys(tmp_path / "bin" / "nsys")
-    part = doctor.nsight_systems()
-    assert part["present"] is True
-    assert part["detail"] == f"2025.3.1 ({path}), from the PATH"
-
-
 def test_the_command_has_the_flags_and_graphs_node_by_node(tmp_path):
-    command = nsys.profile_command(Nsys(Path("nsys"), "2025.1.1", ""), ["python", "x.py"], tmp_path / "r.nsys-rep")
-    assert command[:2] == ["nsys", "profile"]
-    assert command[-2:] == ["python", "x.py"]
+    tool, report = Nsys(Path("nsys"), "2025.1.1", ""), tmp_path / "r.nsys-rep"
+    command = nsys.profile_command(tool, ["python", "x.py"], report)
+    assert (command[:2], command[-2:]) == (["nsys", "profile"], ["python", "x.py"])
     assert set(FLAGS) <= set(command)
     assert {"--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--capture-range=cudaProfilerApi"} <= set(FLAGS)
     assert not any("osrt" in word for word in command)
-    assert "--cuda-graph-trace=node" not in command
-    assert "--cuda-graph-trace=node" in nsys.profile_command(
-        Nsys(Path("nsys"), "2025.1.1", ""), ["python"], tmp_path / "r.nsys-rep", graphs=True
-    )
+    graphs = nsys.profile_command(tool, ["python"], report, graphs=True)
+    assert ["--cuda-graph-trace=node" in words for words in (command, graphs)] == [False, True]
 
 
 def test_a_run_leaves_report_and_export(tmp_path, copying):
@@ -178,19 +175,14 @@ def test_a_run_leaves_report_and_export(tmp_path, copying):
     ],
 )
 def test_no_report(tmp_path, code, sentence):
-    tool = Nsys(fake_nsys(tmp_path / "nsys", after="pass"), "2025.3.1", "a test")
     with pytest.raises(UserError, match=sentence):
-        run_under_nsys(tool, [sys.executable, "-c", code], tmp_path / "run")
+        run_under_nsys(fake_tool(tmp_path / "nsys", after="pass"), [sys.executable, "-c", code], tmp_path / "run")
 
 
 def test_a_stream_without_importer_is_said(tmp_path):
-    tool = Nsys(
-        fake_nsys(tmp_path / "host" / "target" / "nsys", after="report.with_suffix('.qdstrm').touch()"), "2025.3.1", ""
-    )
-    run = tmp_path / "run"
-    with pytest.raises(
-        UserError, match=r"recorded profile\.qdstrm but cannot make a report.*QdstrmImporter is missing"
-    ):
+    tool = fake_tool(tmp_path / "host" / "target" / "nsys", after="report.with_suffix('.qdstrm').touch()")
+    run, lacking = tmp_path / "run", r"recorded profile\.qdstrm but cannot make a report.*QdstrmImporter is missing"
+    with pytest.raises(UserError, match=lacking):
         run_under_nsys(tool, [sys.executable, "-c", "pass"], run)
     importer = tmp_path / "host" / "host-linux-x64" / "QdstrmImporter"
     importer.parent.mkdir()
@@ -223,26 +215,25 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_nsys_too_old_for_the_file(tmp_path):
-    says = "sys.exit('The file was created by a newer version of the product.')"
-    tool = Nsys(fake_nsys(tmp_path / "nsys", export=says), "2022.1.1", "a test")
-    report = tmp_path / "new.nsys-rep"
+@pytest.mark.parametrize(
+    ("says", "sentence"),
+    [
+        ("The file was created by a newer version of the product.", r"newer version; install that one; nsys said: The"),
+        ("Bad magic", r"it may be damaged; nsys said: Bad magic"),
+    ],
+)
+def test_nsys_too_old_for_the_file(tmp_path, says, sentence):
+    tool, report = fake_tool(tmp_path / "nsys", export=f"sys.exit({says!r})"), tmp_path / "new.nsys-rep"
     with pytest.raises(UserError, match=r"There is no file .*new\.nsys-rep"):
         export_report(tool, report)
     report.touch()
-    with pytest.raises(
-        UserError, match=r"nsys 2022\.1\.1 cannot read .*newer version; install that one; nsys said: The f"
-    ):
-        export_report(tool, report)
-    tool = Nsys(fake_nsys(tmp_path / "nsys", export="sys.exit('Bad magic')"), "2022.1.1", "a test")
-    with pytest.raises(UserError, match="it may be damaged; nsys said: Bad magic"):
+    with pytest.raises(UserError, match=rf"nsys 2022\.1\.1 cannot read .*{sentence}"):
         export_report(tool, report)
 
 
-def test_traces_by_ending(tmp_path, monkeypatch, copying):
+def test_traces_by_ending(tmp_path, copying):
     report = tmp_path / "other.nsys-rep"
     report.touch()
-    monkeypatch.setenv("NSYS", str(copying.path))
     assert len(load_trace(report).kernels) == len(load_trace(tmp_path / "small.sqlite").kernels) == 8
     with pytest.raises(UserError, match=r"notes\.txt is neither"):
         load_trace(tmp_path / "notes.txt")
@@ -260,61 +251,53 @@ def test_the_program_says_how_it_ended(tmp_path):
     assert program.main(tmp_path / "config.json") == 2
 
 
-class Passes:
-    """Counts what runs inside and outside of the recording."""
+class Recording:
+    """Notes what runs inside and outside of the recording; `fails_in`: a range, and how often it works before."""
 
-    def __init__(self):
-        self.recorded = None
-        self.names: list[tuple[bool, str]] = []
+    def __init__(self, fails_in: tuple[str, int] | None):
+        self.on = False
+        self.names: dict[bool, list[str]] = {False: [], True: []}
+        self.fails_in, self.left = fails_in or (None, 0)
 
     def __enter__(self):
-        self.recorded = True
+        self.on = True
 
     def __exit__(self, *_):
-        self.recorded = False
+        self.on = False
 
     def span(self, name):
-        self.names.append((bool(self.recorded), name))
+        if name == self.fails_in:
+            self.left -= 1
+            if self.left < 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+        if name in ("warm-up", "inference", "training step"):
+            self.names[self.on].append(name)
         return no_span(name)
 
 
 def passes_of(fails_in=None, **changes):
-    """Outcome of the passes, and outermost ranges inside and outside the recording; `fails_in`: (phase, how often)."""
-    passes = Passes()
-    left = [] if fails_in is None else [fails_in[1]]
-
-    def span(name):
-        if fails_in and name == fails_in[0]:
-            left[0] -= 1
-            if left[0] < 0:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
-        return passes.span(name)
-
+    """Outcome of the passes, and outermost ranges outside and inside the recording."""
+    recording = Recording(fails_in)
     config = workload_config("smoke", 16, device="cpu", warmup_steps=2, steps=3, **changes)
-    outcome = program.run_passes(config, span, passes)
-    outer = ("warm-up", "inference", "training step")
-    return outcome, [
-        [name for inside, name in passes.names if inside == where and name in outer] for where in (False, True)
-    ]
+    return program.run_passes(config, recording.span, recording), recording.names[False], recording.names[True]
 
 
 def test_warm_ups_are_outside_the_recording():
-    outcome, (before, recorded) = passes_of(passes="train_step")
+    outcome, before, recorded = passes_of(passes="train_step")
     assert before == ["warm-up"] * 4
     assert recorded == ["inference"] * 3 + ["training step"] * 3
     assert outcome == {"training_outcome": "complete", "training_reason": None}
-    outcome, (before, recorded) = passes_of(passes="forward")
+    outcome, before, recorded = passes_of(passes="forward")
     assert (before, recorded) == (["warm-up"] * 2, ["inference"] * 3)
     assert outcome["training_outcome"] is None
 
 
-def test_training_that_does_not_fit_leaves_the_inference():
-    for times in (0, 1, 3):  # in the first warm-up, in the second, in the record
-        outcome, (_, recorded) = passes_of(fails_in=("optimizer", times), passes="train_step")
-        assert outcome["training_outcome"] == "out of memory"
-        assert "9 GiB" in outcome["training_reason"]
-        assert recorded[:3] == ["inference"] * 3
-        assert len(recorded) == (3 if times < 2 else 5)
+@pytest.mark.parametrize("times", [0, 1, 3])  # in the first warm-up, in the second, in the record
+def test_training_that_does_not_fit_leaves_the_inference(times):
+    outcome, _, recorded = passes_of(fails_in=("optimizer", times), passes="train_step")
+    assert outcome["training_outcome"] == "out of memory"
+    assert "9 GiB" in outcome["training_reason"]
+    assert recorded == ["inference"] * 3 + ["training step"] * (0 if times < 2 else 2)
 
 
 def test_inference_that_does_not_fit_is_raised():
@@ -322,18 +305,14 @@ def test_inference_that_does_not_fit_is_raised():
         passes_of(fails_in=("forward", 0), passes="train_step")
 
 
-def test_a_workload_under_nsys(tmp_path, monkeypatch, copying):
+def test_a_workload_under_nsys(tmp_path, copying):
     """The whole way with a fake nsys: config, program, report, export, trace, outcome."""
-    monkeypatch.setenv("NSYS", str(copying.path))
     config = workload_config("smoke", 16, passes="forward", device="cpu", warmup_steps=0, steps=1)
     trace, outcome = profile_with_nsys(config, tmp_path / "cell")
     assert trace.tool == "Nsight Systems 2025.3.1"
     assert outcome == {"training_outcome": None, "training_reason": None}
-    assert {path.name for path in (tmp_path / "cell").iterdir()} >= {
-        "profile.nsys-rep",
-        "profile.sqlite",
-        "config.json",
-    }
+    there = {path.name for path in (tmp_path / "cell").iterdir()}
+    assert there >= {"profile.nsys-rep", "profile.sqlite", "config.json"}
 
 
 def test_a_lack_of_memory_under_nsys_is_the_cells_outcome(tmp_path, monkeypatch, copying):
@@ -341,7 +320,6 @@ def test_a_lack_of_memory_under_nsys_is_the_cells_outcome(tmp_path, monkeypatch,
         write_json(folder / "outcome.json", {"outcome": "out of memory", "reason": "CUDA out of memory: 9 GiB."})
         raise UserError("made no report")
 
-    monkeypatch.setenv("NSYS", str(copying.path))
     monkeypatch.setattr(kernel_profile, "run_under_nsys", run)
     (tmp_path / "cell").mkdir()
     with pytest.raises(torch.OutOfMemoryError, match="9 GiB"):
@@ -349,8 +327,8 @@ def test_a_lack_of_memory_under_nsys_is_the_cells_outcome(tmp_path, monkeypatch,
 
 
 @pytest.fixture
-def trace(tmp_path):
-    return read_export(small_export().write(tmp_path / "e.sqlite"))
+def trace(small):
+    return read_export(small)
 
 
 def test_summary_by_range(trace):
@@ -436,9 +414,6 @@ def test_operators_are_counted_as_the_model_calls_them(on_cpu):
 
 def test_own_times_add_up(on_cpu):
     """Summed own times of operators are the time in which one ran: nothing is counted twice."""
-    from lmcore.profiling.nsys.torch_trace import read_torch_trace
-    from lmcore.profiling.nsys.trace import busy_table
-
     trace = read_torch_trace(on_cpu[1] / "profile.json.gz")
     for name in ("inference", "training step"):
         own = kernels_in(trace, name)["duration"].sum() / 1e9
@@ -448,31 +423,59 @@ def test_own_times_add_up(on_cpu):
 
 def test_command_reads_reports(capsys, tmp_path):
     path = sample(FORWARD_BACKWARD)
-    assert main(["nsys", "--report", str(path)]) == 0
-    assert "17,032 kernels, 31 ranges" in capsys.readouterr().out
+    assert main(["nsys", "--report", str(path), "--top", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "17,032 kernels, 1,782 copies, 31 ranges" in out
+    # the whole record: 1,734 ms of kernels, 65 of copies; the full name of the second kernel, on several lines
+    assert "1 1275 520.9 0.4085 30.04 matmul ampere_sgemm_128x64_tn" in " ".join(out.split())
+    assert "whole record 3,359.1 2,480.8 1,799.2 681.6" in " ".join(out.split())
+    assert (
+        "2. void at::native::vectorized_elementwise_kernel<(int)4, at::native::BinaryFunctor<float, float, float, "
+        "at::native::binary_internal::MulFunctor<float>>, std::array<char *, (unsigned long)3>>(int, T2, T3)"
+    ) in " ".join(out.split())
+    assert "Run Benchmark/Benchmark Forward Only/Forward 10 66.84" in " ".join(out.split())
     assert main(["nsys", "--report", str(path), "--range", "Backward"]) == 0
     out = capsys.readouterr().out
     assert "ampere_sgemm_128x64_nn" in out
     assert "Device-to-Device" in out
     assert main(["nsys", "--report", str(path), "--range", "nothing"]) == 2
     assert "There is no range 'nothing'; there are Run Benchmark" in capsys.readouterr().err
-    assert main(["nsys", "--report", str(path), "--range", "Forward", "--trim", str(tmp_path / "t.sqlite")]) == 0
-    assert main(["nsys", "--range", "forward"]) == 2
-    assert "need a --report" in capsys.readouterr().err
-    assert main(["nsys", "--report", str(tmp_path / "none.sqlite")]) == 2
+    for options, sentence in (
+        (["--range", "forward"], "--range needs a --report"),
+        (["--report", str(path), "--trim", "t.sqlite"], "run `python tests/trim_export.py SOURCE TARGET`"),
+        (["--report", str(tmp_path / "none.sqlite")], "There is no file"),
+    ):
+        assert main(["nsys", *options]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_a_report_without_ranges_has_its_tables(tmp_path, capsys):
+    export = SmallExport()
+    export.launch(1, 10, 1_000_000, 3_500_000, "ampere_sgemm")
+    export.launch(2, 20, 4_000_000, 4_500_000, "reduce")
+    assert main(["nsys", "--report", str(export.write(tmp_path / "e.sqlite"))]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "1 1 2.5 2.5 83.33 matmul ampere_sgemm 2 1 0.5 0.5 16.67 softmax/reduction reduce" in words
+    assert "whole record 3.5 3.5 3 0.5" in words
+    assert words.endswith("The record has no ranges.")
 
 
 def test_command_shows_profiles(on_cpu):
-    from lmcore.cli.nsys import described, unfinished
-
-    result, _ = on_cpu
-    shown = described(result, 5)
+    record = {"outcome": "complete", "reason": None, "result": on_cpu[0]}
+    shown = "\n".join(profile_lines(record, 5))
     assert shown.startswith("torch.profiler (CPU operators)")
     assert "training step/optimizer" in shown
-    lacking = described(result | {"training": None, "training_outcome": "out of memory", "training_reason": "9 GiB"}, 5)
+    record["result"] = record["result"] | {
+        "training": None,
+        "training_outcome": "out of memory",
+        "training_reason": "9 GiB",
+    }
+    lacking = "\n".join(profile_lines(record, 5))
     assert "A training step does not fit into the memory: 9 GiB" in lacking
     assert "training step/optimizer" not in lacking
-    assert "take a smaller size" in unfinished({"outcome": "out of memory", "reason": "9 GiB"})
+    (line,) = profile_lines({"outcome": "out of memory", "reason": "9 GiB"}, 5)
+    assert "take a smaller size" in line
+    assert profile_lines({"outcome": "failed", "reason": "It broke."}, 5) == ["It failed: It broke."]
 
 
 @pytest.mark.gpu

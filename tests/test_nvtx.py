@@ -8,10 +8,9 @@ import torch
 
 import lmcore.model
 from lmcore.config import model_config
-from lmcore.errors import UserError
 from lmcore.functional import scaled_dot_product_attention
 from lmcore.model import TransformerLM
-from lmcore.profiling.nsys.nvtx import annotated, annotated_scaled_dot_product_attention, spans
+from lmcore.profiling.nsys.nvtx import annotated, annotated_scaled_dot_product_attention, nvtx_span
 from lmcore.profiling.workload import Workload, no_span, workload_config
 
 ATTENTION = ("computing attention scores", "computing softmax", "final matmul")
@@ -43,10 +42,6 @@ def model():
 @pytest.fixture
 def tokens():
     return torch.arange(32).reshape(2, 16)
-
-
-def hooks(model) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 def test_ranges_of_a_forward_pass(model, tokens):
@@ -86,34 +81,31 @@ def test_annotated_attention_is_the_definition(dtype, masked):
     assert [path.rpartition("/")[2] for path in span.paths] == ["scaled dot product attention", *ATTENTION]
 
 
-def test_nothing_is_left_behind_also_after_an_error(model, tokens):
-    before = lmcore.model.scaled_dot_product_attention, [layer.attn.kernel for layer in model.layers]
-    span = Recorder()
+@pytest.mark.parametrize("kernel", ["plain", "sdpa"])
+def test_nothing_is_left_behind_also_after_an_error(tokens, kernel):
+    model = TransformerLM(model_config("smoke", context_length=16, attention=kernel))
+
+    def state():
+        kernels = [layer.attn.kernel for layer in model.layers]
+        return lmcore.model.scaled_dot_product_attention, kernels, sum("forward" in vars(m) for m in model.modules())
 
     def fail(*_):
         raise RuntimeError("in the middle")
 
     def run():
         with annotated(model, span):
-            assert hooks(model) > 1
-            assert lmcore.model.scaled_dot_product_attention is not before[0]
+            assert all(one != other for one, other in zip(state()[::2], before[::2], strict=True))
             model(tokens)
 
+    before, span = state(), Recorder()
     handle = model.layers[1].ffn.w2.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="in the middle"):
         run()
     handle.remove()
     assert span.open == [], "every range was closed"
-    assert hooks(model) == 0
-    assert (lmcore.model.scaled_dot_product_attention, [layer.attn.kernel for layer in model.layers]) == before
-
-
-def test_off_touches_nothing(model, tokens):
-    assert spans("off") is no_span
-    plain = lmcore.model.scaled_dot_product_attention
+    assert state() == before
     with annotated(model, no_span):
-        assert hooks(model) == 0
-        assert lmcore.model.scaled_dot_product_attention is plain
+        assert state() == before, "off touches nothing"
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "flash"])
@@ -127,16 +119,17 @@ def test_fused_attention_has_its_range(tokens, kernel):
     assert not any(part in path for part in ATTENTION for path in span.paths)
 
 
-def test_models_with_other_switches(tokens):
-    for switches in ({"norm": "none"}, {"ffn": "silu"}, {"tie_embeddings": True}, {"position": "sinusoidal"}):
-        span = Recorder()
-        model = TransformerLM(model_config("smoke", context_length=16, **switches))
-        with annotated(model, span):
-            model(tokens)
-        names = Counter(path.rpartition("/")[2] for path in span.paths)
-        assert names["ffn"] == names["attention"] == 2
-        assert names["norm"] == (0 if switches.get("norm") == "none" else 5)
-        assert names["token embeddings"] == names["lm head"] == 1
+@pytest.mark.parametrize(
+    "switches", [{"norm": "none"}, {"ffn": "silu"}, {"tie_embeddings": True}, {"position": "sinusoidal"}]
+)
+def test_models_with_other_switches(tokens, switches):
+    model, span = TransformerLM(model_config("smoke", context_length=16, **switches)), Recorder()
+    with annotated(model, span):
+        model(tokens)
+    names = Counter(path.rpartition("/")[2] for path in span.paths)
+    assert names["ffn"] == names["attention"] == 2
+    assert names["norm"] == (0 if switches.get("norm") == "none" else 5)
+    assert names["token embeddings"] == names["lm head"] == 1
 
 
 def test_checkpointed_blocks_are_entered_again_in_the_backward_pass():
@@ -148,21 +141,10 @@ def test_checkpointed_blocks_are_entered_again_in_the_backward_pass():
     assert {"forward/block 0", "forward/block 1", "backward/block 0", "backward/block 1"} <= set(span.paths)
 
 
-def test_kinds_of_spans(monkeypatch):
-    assert spans("torch") is torch.profiler.record_function
-    with pytest.raises(UserError, match="no spans of kind 'vtune'; choose one of nvtx, torch, off"):
-        spans("vtune")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(UserError, match="built for CUDA"):
-        spans("nvtx")
-
-
 def test_nvtx_ranges_are_pushed_and_popped(monkeypatch):
     said = []
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: said.append(name))
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: said.append("pop"))
-    span = spans("nvtx")
-    with pytest.raises(KeyError), span("block {0}"), span("norm"):
+    with pytest.raises(KeyError), nvtx_span("block {0}"), nvtx_span("norm"):
         raise KeyError
     assert said == ["block {0}", "norm", "pop", "pop"]

@@ -1,5 +1,6 @@
 """`lmcore nsys`: kernels, kinds and idle time by range, of a model or of a report that is there (CS336 A2 1.1.4)."""
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,48 +66,43 @@ def nsys(
         settings: What is profiled.
         out: Folder for the results, with the report and its SQLite export of each.
         report: Read this .nsys-rep, .sqlite or torch.profiler .json, of whatever program, instead of profiling.
-        range: Range of the report to tabulate: a name, the end of a path, with * for anything; default: list them.
+        range: Range of the report to tabulate: a name, the end of a path, with * for anything; default: all, and a
+            list of the ranges.
         scope: Launches that count as in a range: all of its process, as backward passes need, or its own thread's.
-        trim: Write a small copy of the .sqlite report here, without environment, users and paths; no tables.
+        trim: No longer here; tests/trim_export.py of the project makes small copies of .sqlite reports.
         top: How many kernels to print.
     """
     require(top > 0, f"--top must be positive, not {top}.")
-    require(report is not None or (range is None and trim is None), "--range and --trim need a --report.")
+    require(trim is None, "--trim is no longer here: run `python tests/trim_export.py SOURCE TARGET` in the project.")
+    require(report is not None or range is None, "--range needs a --report.")
     if report is None:
         return record(settings, out, top)
-    if trim is not None:
-        from lmcore.profiling.nsys.trim import trim_export
+    from lmcore.profiling.nsys.tool import load_trace
 
-        written = trim_export(report, trim, () if range is None else (range,))
-        print(f"{written}: {written.stat().st_size:,} bytes.")
-        return 0
-    print(tables(load(report), range, scope, top))
+    print("\n".join(report_lines(load_trace(report), range, scope, top)))
     return 0
 
 
-def load(report: Path) -> "Trace":
-    """The trace of a report by its ending."""
-    from lmcore.profiling.nsys.tool import load_trace
-    from lmcore.profiling.nsys.torch_trace import read_torch_trace
+def report_lines(trace: "Trace", range: str | None, scope: Literal["process", "thread"], top: int) -> list[str]:
+    """What a trace says of a range, or of the whole record and which ranges it has."""
+    from lmcore.profiling.nsys.trace import busy_table, copy_table, kernel_table, kind_table, unattributed
 
-    return read_torch_trace(report) if report.name.endswith((".json", ".json.gz")) else load_trace(report)
-
-
-def tables(trace: "Trace", range: str | None, scope: str, top: int) -> str:
-    """What a trace says of a range, or which ranges it has."""
-    from lmcore.profiling.nsys.trace import busy_table, copy_table, kernel_table, kind_table
-
+    kernels, busy = kernel_table(trace, range, scope).head(top), busy_table(trace, range, scope)
+    gpu = ["gpu_seconds", "busy_seconds", "idle_seconds"]
+    busy.loc[busy["gpu_seconds"] == 0, gpu] = float("nan")  # no work, which is not the same as an idle GPU
+    lines = [
+        f"{trace.tool}: {len(trace.kernels):,} kernels, {len(trace.copies):,} copies, {len(trace.ranges):,} ranges."
+    ]
+    lines += [f"Range {range}, launches of the {scope}."] if range is not None else ["All work of the record."]
+    lines += filter(None, [unattributed(trace)])
+    kernels = kernels if range is not None else kernels.drop(columns="calls_per_instance")
+    lines += kernel_lines(kernels) + text(kind_table(trace, range, scope)) + text(busy.drop(columns="instance"))
+    lines += text(copy_table(trace, range, scope))
     if range is None:
-        known = trace.ranges.groupby("path", sort=False).agg(instances=("id", "size"), depth=("depth", "first"))
-        listed = known.reset_index().drop(columns="depth")
-        found = f"{trace.tool}: {len(trace.kernels):,} kernels, {len(trace.ranges):,} ranges."
-        return "\n".join([found, *text(listed)])
-    kernels = kernel_table(trace, range, scope).head(top).drop(columns="name")
-    parts = [kernels, kind_table(trace, range, scope), busy_table(trace, range, scope).drop(columns="instance")]
-    lines = [f"{trace.tool}, range {range}, launches of the {scope}."]
-    for part in (*parts, copy_table(trace, range, scope)):
-        lines += text(part)
-    return "\n".join(lines)
+        ranges = trace.ranges.assign(seconds=(trace.ranges["end"] - trace.ranges["start"]) / 1e9)
+        known = ranges.groupby("path", sort=False).agg(instances=("id", "size"), mean_seconds=("seconds", "mean"))
+        lines += text(known.reset_index()) or ["", "The record has no ranges."]
+    return lines
 
 
 def record(settings: NsysConfig, out: Path, top: int) -> int:
@@ -128,49 +124,65 @@ def record(settings: NsysConfig, out: Path, top: int) -> int:
         require(outcome == "complete", str(reason))
         records = run_cells(profile_workload, cells, out / "cells", title="nsys")
     for name, found in records.items():
-        words = described(found["result"], top) if found["outcome"] == "complete" else unfinished(found)
-        print(f"\n{name}\n{words}")
+        print("", name, *profile_lines(found, top), sep="\n")
     outcomes = {found["outcome"] for found in records.values()}
     if "failed" in outcomes:
         return EXIT_FAILURE
     return EXIT_OUT_OF_MEMORY if "out of memory" in outcomes else 0
 
 
-def unfinished(found: Mapping[str, Any]) -> str:
-    """Why a cell has no result, in one sentence."""
-    if found["outcome"] == "out of memory":
-        return f"It does not fit into the memory; take a smaller size, context or batch: {found['reason']}"
-    return f"It failed: {found['reason']}"
-
-
-def described(result: Mapping[str, Any], top: int) -> str:
-    """Ranges and kernels of a profile, for the terminal; times of one pass in milliseconds, blocks together."""
+def profile_lines(found: Mapping[str, Any], top: int) -> list[str]:
+    """Ranges and kernels of a cell's record, blocks together, times of one pass; or why it has no result."""
     import pandas as pd
 
+    if found["outcome"] == "out of memory":
+        return [f"It does not fit into the memory; take a smaller size, context or batch: {found['reason']}"]
+    if found["outcome"] != "complete":
+        return [f"It failed: {found['reason']}"]
+    result = found["result"]
     lines = [result["tool"], *result["notes"]]
     if result["training_outcome"] == "out of memory":
         lines.append(f"A training step does not fit into the memory: {result['training_reason']}")
-    for part in ("inference", "training"):
-        if result[part] is None:
-            continue
-        ranges = result[part]["ranges"]
-        lines += text(pd.DataFrame([range_row(path, found, result[part]["passes"]) for path, found in ranges.items()]))
-        first = next(iter(ranges))
-        lines += text(pd.DataFrame(ranges[first]["kernels"][:top]).drop(columns="name", errors="ignore"))
-    return "\n".join(lines)
+    for part in filter(None, (result["inference"], result["training"])):
+        rows = [
+            {"range": path, "per pass": one["instances"] / part["passes"]}
+            | {key: one[key] for key in ("seconds", "gpu_seconds", "busy_seconds", "idle_seconds")}
+            | {"matmul share": sum(row["share"] for row in one["kinds"] if row["kind"] == "matmul")}
+            for path, one in part["ranges"].items()
+        ]
+        whole = next(iter(part["ranges"].values()))
+        lines += text(pd.DataFrame(rows)) + kernel_lines(pd.DataFrame(whole["kernels"][:top]))
+    return lines
 
 
-def range_row(path: str, found: Mapping[str, Any], passes: int) -> dict[str, Any]:
-    """One line of the table of ranges."""
-    share = {row["kind"]: row["share"] for row in found["kinds"]}
-    times = {f"{key} (ms)": found[f"{key}_seconds"] * 1e3 for key in ("gpu", "busy", "idle")}
-    times = {"open (ms)": found["seconds"] * 1e3} | times
-    return {"range": path, "per pass": found["instances"] / passes} | times | {"matmul": share.get("matmul", 0.0)}
+def kernel_lines(kernels: "pd.DataFrame") -> list[str]:
+    """A table of kernels by their short names, and their full names under it."""
+    kernels = kernels.assign(number=[n + 1 for n, _ in enumerate(kernels.index)])
+    names = kernels.loc[kernels["name"] != kernels["short_name"], ["number", "name"]].itertuples(index=False)
+    full = [textwrap.fill(name, 118, initial_indent=f"{n:3}. ", subsequent_indent=" " * 5) for n, name in names]
+    columns = [name for name in kernels if name not in ("number", "kind", "short_name", "name")]
+    return text(kernels[["number", *columns, "kind", "short_name"]]) + (["", "Full names:", *full] if full else [])
 
 
 def text(table: "pd.DataFrame") -> list[str]:
-    """A table under an empty line, seconds with the digits that matter; none without rows."""
-    if table.empty:
-        return []
-    formats = {column: (lambda number: f"{number:.4g}") for column in table.select_dtypes("float").columns}
-    return ["", table.to_string(index=False, formatters=formats, max_colwidth=90)]
+    """Lines of a table under an empty one, in milliseconds, percent and megabytes; – is unknown. None without rows."""
+    import pandas as pd
+
+    headers = {"kind": "category", "short_name": "kernel", "calls_per_instance": "per range", "number": "no."}
+    shown = {}
+    for name, column in table.items():
+        if name.endswith("seconds"):
+            shown[f"{name.removesuffix('seconds').rstrip('_') or 'open'} (ms)"] = column * 1e3
+        elif name.endswith("share"):
+            shown[f"{name} (%)"] = column * 100
+        elif name == "bytes":
+            shown["MB"] = column / 1e6
+        elif pd.api.types.is_numeric_dtype(column):
+            shown[headers.get(name, name)] = column
+        else:  # to the left, with its header
+            width = max([len(headers.get(name, name)), *map(len, column)])
+            shown[headers.get(name, name).ljust(width)] = [value.ljust(width) for value in column]
+    frame = pd.DataFrame(shown)
+    formats = dict.fromkeys(frame.select_dtypes("float"), lambda x: f"{x:,.1f}" if x >= 1000 else f"{x:.4g}")
+    lines = frame.to_string(index=False, formatters=formats, na_rep="–").splitlines()
+    return ["", *(line.rstrip() for line in lines)] if len(frame) else []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from lmcore.config import to_dict
 from lmcore.device import select_device
@@ -15,11 +16,11 @@ from lmcore.errors import UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.kinds import KINDS
-from lmcore.profiling.nsys.nvtx import ATTENTION_PARTS, spans
+from lmcore.profiling.nsys.nvtx import ATTENTION_PARTS
 from lmcore.profiling.nsys.program import INFERENCE, OUTCOME_FILE, TRAINING, run_passes
 from lmcore.profiling.nsys.tool import find_nsys, last_words, run_under_nsys
-from lmcore.profiling.nsys.torch_trace import record_trace
-from lmcore.profiling.nsys.trace import Trace, busy_table, device_copies, inside, instances, kernel_table
+from lmcore.profiling.nsys.torch_trace import read_torch_trace
+from lmcore.profiling.nsys.trace import Trace, busy_table, inside, instances, kernel_table, unattributed, work_in
 from lmcore.profiling.workload import WorkloadConfig
 
 TOP_KERNELS = 25
@@ -60,17 +61,18 @@ def profile_workload(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
         trace, outcome = profile_with_torch(config, folder, cuda=False)
     if config.compile:
         notes.append("A compiled model has no ranges on its modules, only on its passes.")
-    parts = {"inference": INFERENCE, "training": TRAINING}
-    there = {part: any(trace.ranges["path"] == name) for part, name in parts.items()}
-    there["training"] &= outcome["training_outcome"] == "complete"
-    return {
-        "tool": trace.tool,
-        **{part: summary(trace, name) if there[part] else None for part, name in parts.items()},
-        **outcome,
-        "attention": {part: attention_parts(trace, name) if there[part] else None for part, name in parts.items()},
-        "timeline": {part: timeline(trace, name) if there[part] else None for part, name in parts.items()},
-        "notes": notes,
-    }
+    if (lacking := unattributed(trace)) is not None:
+        notes.append(lacking)
+    tops = {"inference": INFERENCE, "training": TRAINING}
+    if outcome["training_outcome"] != "complete":
+        del tops["training"]
+    tops = {part: name for part, name in tops.items() if any(trace.ranges["path"] == name)}
+
+    def of_each(read: Any) -> dict[str, Any]:
+        return {part: read(trace, tops[part]) if part in tops else None for part in ("inference", "training")}
+
+    whole = {"tool": trace.tool, **of_each(summary), **outcome}
+    return whole | {"attention": of_each(attention_parts), "timeline": of_each(timeline), "notes": notes}
 
 
 def profile_with_nsys(config: WorkloadConfig, folder: Path) -> tuple[Trace, dict[str, Any]]:
@@ -102,57 +104,47 @@ def profile_with_nsys(config: WorkloadConfig, folder: Path) -> tuple[Trace, dict
 
 
 def profile_with_torch(config: WorkloadConfig, folder: Path, cuda: bool) -> tuple[Trace, dict[str, Any]]:
-    """The trace and the training's outcome, by torch.profiler in this process."""
-    span = spans("torch")
-    return record_trace(lambda profiler: run_passes(config, span, profiler), folder / "profile.json.gz", cuda)
+    """The trace and the training's outcome, by torch.profiler in this process.
 
-
-def folded(path: str) -> str:
-    """A path with all blocks as one: "inference/forward/block */ffn"."""
-    return re.sub(r"\bblock \d+", "block *", path)
+    The record is kept as profile.json.gz, for Perfetto or chrome://tracing.
+    """
+    profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda)
+    outcome = run_passes(config, torch.profiler.record_function, profiler)
+    record = folder / "profile.json.gz"
+    profiler.export_chrome_trace(str(record))
+    return read_torch_trace(record), outcome
 
 
 def summary(trace: Trace, top: str) -> dict[str, Any]:
     """Every range of the passes named `top`, blocks together, by path: {"passes": number, "ranges": {path: {…}}}.
 
-    Of each: instances, of all passes together; the medians over instances of seconds, gpu_seconds, busy_seconds and
-    idle_seconds (`busy_table`); kinds, rows {kind, calls, total_seconds, share} per instance (medians); kernels, the
-    first rows of `kernel_table`, where calls and total_seconds are of all instances together.
+    Of each path, such as "inference/forward/block */ffn": instances, of all passes together; the medians over instances
+    of seconds, gpu_seconds, busy_seconds and idle_seconds (`busy_table`); kinds, rows {kind, calls, total_seconds,
+    share} per instance (medians); kernels, the first rows of `kernel_table`, where calls and total_seconds are of all
+    instances together.
     """
     paths = trace.ranges["path"]
     paths = paths[(paths == top) | paths.str.startswith(f"{top}/")]
-    return {
-        "passes": int((paths == top).sum()),
-        "ranges": {path: range_summary(trace, path) for path in dict.fromkeys(map(folded, paths))},
-    }
+    ranges = {}
+    for path in dict.fromkeys(re.sub(r"\bblock \d+", "block *", path) for path in paths):
+        busy = busy_table(trace, path)
+        medians = busy.drop(columns=["instance", "path"]).median().to_dict()
+        kernels = kernel_table(trace, path).head(TOP_KERNELS).to_dict("records")
+        ranges[path] = {"instances": len(busy), **medians, "kinds": median_kinds(trace, path), "kernels": kernels}
+    return {"passes": int((paths == top).sum()), "ranges": ranges}
 
 
-def range_summary(trace: Trace, path: str) -> dict[str, Any]:
-    """The entry of one (folded) path in `summary`."""
-    busy = busy_table(trace, path)
-    medians = busy.drop(columns=["instance", "path"]).median().to_dict()
-    kinds = kinds_per_instance(trace, instances(trace, path))
-    kernels = kernel_table(trace, path).head(TOP_KERNELS)
-    return {"instances": len(busy), **medians, "kinds": kinds, "kernels": kernels.to_dict("records")}
-
-
-def kinds_per_instance(trace: Trace, chosen: pd.DataFrame) -> list[dict[str, Any]]:
-    """Calls and seconds of each kind in one of the chosen ranges: medians over them, absent kinds counting as 0."""
-    work = pd.concat([inside(trace.kernels, chosen), device_copies(inside(trace.copies, chosen))])
-    by_instance = work.groupby(["instance", "kind"])["duration"].agg(["size", "sum"])
-    every = pd.MultiIndex.from_product([chosen["id"], work["kind"].unique()], names=["instance", "kind"])
-    medians = by_instance.reindex(every, fill_value=0).groupby("kind").median()
-    whole = medians["sum"].sum()
-    return [
-        {
-            "kind": kind,
-            "calls": float(medians["size"][kind]),
-            "total_seconds": float(medians["sum"][kind]) / 1e9,
-            "share": float(medians["sum"][kind] / whole) if whole else 0.0,
-        }
-        for kind in KINDS
-        if kind in medians.index
-    ]
+def median_kinds(trace: Trace, path: str) -> list[dict[str, Any]]:
+    """Calls and seconds of each kind in one of a path's ranges: medians over them, absent kinds counting as 0."""
+    chosen, *work = work_in(trace, path, "process")
+    together = pd.concat(part[["instance", "kind", "duration"]] for part in work)
+    by_instance = together.groupby(["instance", "kind"], observed=True)["duration"].agg(["size", "sum"])
+    kinds = [kind for kind in KINDS if (together["kind"] == kind).any()]
+    every = pd.MultiIndex.from_product([chosen["id"], kinds], names=["instance", "kind"])
+    medians = by_instance.reindex(every, fill_value=0).groupby("kind", sort=False).median() / [1, 1e9]
+    table = medians.reset_index().rename(columns={"size": "calls", "sum": "total_seconds"})
+    whole = table["total_seconds"].sum()
+    return table.assign(share=table["total_seconds"] / whole if whole else 0.0).to_dict("records")
 
 
 def attention_parts(trace: Trace, top: str) -> dict[str, dict[str, Any]]:
@@ -162,14 +154,15 @@ def attention_parts(trace: Trace, top: str) -> dict[str, dict[str, Any]]:
     kinds: {kind: seconds}. A part without ranges, as with compilation, is absent.
     """
     passes = int((trace.ranges["path"] == top).sum())
+    whole = f"{top}/forward/block */attention"
+    inner = f"{whole}/scaled dot product attention"
+    paths = [whole, inner, *(f"{inner}/{part}" for part in ATTENTION_PARTS)]
     found = {}
-    for part in ATTENTION_RANGES:
-        middle = "" if part == "attention" else "scaled dot product attention/" * (part in ATTENTION_PARTS)
-        path = f"{top}/forward/block */" + (part if part == "attention" else f"attention/{middle}{part}")
+    for part, path in zip(ATTENTION_RANGES, paths, strict=True):
         with contextlib.suppress(UserError):
-            chosen = instances(trace, path)
+            chosen, kernels, _ = work_in(trace, path, "process")
             busy = busy_table(trace, path)[["seconds", "gpu_seconds", "busy_seconds"]].sum() / passes
-            kinds = inside(trace.kernels, chosen).groupby("kind")["duration"].sum() / 1e9 / passes
+            kinds = kernels.groupby("kind", observed=True)["duration"].sum() / 1e9 / passes
             found[part] = {"instances_per_pass": len(chosen) / passes, **busy.to_dict(), "kinds": kinds.to_dict()}
     return found
 
@@ -184,8 +177,7 @@ def timeline(trace: Trace, top: str) -> dict[str, Any]:
     passes = instances(trace, top)
     middle = passes.iloc[(passes["end"] - passes["start"]).argsort().iloc[len(passes) // 2]]
     chosen = passes[passes["id"] == middle["id"]]
-    kernels, copies = inside(trace.kernels, chosen), device_copies(inside(trace.copies, chosen))
-    copies = copies.assign(stream=-1)
+    kernels, copies = inside(trace.kernels, chosen), inside(trace.copies, chosen).assign(stream=-1)
     columns = ["start", "end", "kind", "stream", "duration"]
     work = pd.concat([kernels[columns], copies[columns]]).sort_values("start")
     begin, finish = int(middle["start"]), int(max([middle["end"], *work["end"]]))
@@ -206,13 +198,15 @@ def pieces(work: pd.DataFrame, begin: int, gap: float) -> list[dict[str, Any]]:
     for row in work.itertuples(index=False):
         last = latest.get(row.stream)
         if last is not None and last["kind"] == row.kind and row.start - last["end"] <= gap:
-            last["end"] = max(last["end"], int(row.end))
-            last["busy"] += int(row.duration)
+            last["end"] = max(last["end"], row.end)
+            last["busy"] += row.duration
             last["count"] += 1
-            continue
-        piece = {"start": int(row.start), "end": int(row.end), "busy": int(row.duration)}
-        latest[row.stream] = piece | {"kind": row.kind, "stream": int(row.stream), "count": 1}
-        joined.append(latest[row.stream])
-    times = ("start", "end")
-    seconds = [{key: (piece[key] - begin) / 1e9 for key in times} | {"busy": piece["busy"] / 1e9} for piece in joined]
-    return [piece | second for piece, second in zip(joined, seconds, strict=True)]
+        else:
+            piece = {"start": row.start, "end": row.end, "busy": row.duration, "kind": row.kind, "stream": row.stream}
+            latest[row.stream] = piece | {"count": 1}
+            joined.append(latest[row.stream])
+    return [
+        piece
+        | {"start": (piece["start"] - begin) / 1e9, "end": (piece["end"] - begin) / 1e9, "busy": piece["busy"] / 1e9}
+        for piece in joined
+    ]

@@ -19,7 +19,7 @@ from lmcore.config import from_dict
 from lmcore.device import out_of_memory_reason
 from lmcore.errors import EXIT_CODES, EXIT_USER_ERROR, UserError
 from lmcore.files import read_json, write_json
-from lmcore.profiling.nsys.nvtx import annotated, spans
+from lmcore.profiling.nsys.nvtx import annotated, nvtx_span
 from lmcore.profiling.workload import Span, Workload, WorkloadConfig, no_span, require_memory
 
 WARM_UP, INFERENCE, TRAINING = "warm-up", "inference", "training step"
@@ -39,8 +39,7 @@ def run_passes(config: WorkloadConfig, span: Span, recording: AbstractContextMan
     training.config = config
     outcome: dict[str, Any] = {"training_outcome": None, "training_reason": None}
     # a compiled model has no modules left to see, and hooks would break its graph
-    within = contextlib.nullcontext() if config.compile else annotated(training.model, span)
-    with within:
+    with annotated(training.model, no_span if config.compile else span):
         repeat(inference, config.warmup_steps, WARM_UP, span)
         if config.passes != "forward":
             outcome = train(training, config.warmup_steps, WARM_UP, span)
@@ -68,7 +67,6 @@ def train(workload: Workload, times: int, name: str, span: Span) -> dict[str, An
     except Exception as error:
         if (reason := out_of_memory_reason(error)) is None:
             raise
-        outcome = {"training_outcome": "out of memory", "training_reason": reason}
     else:
         return {"training_outcome": "complete", "training_reason": None}
     workload.optimizer.zero_grad(set_to_none=True)
@@ -76,7 +74,7 @@ def train(workload: Workload, times: int, name: str, span: Span) -> dict[str, An
     gc.collect()
     if workload.device.type == "cuda":
         torch.cuda.empty_cache()
-    return outcome
+    return {"training_outcome": "out of memory", "training_reason": reason}
 
 
 def main(path: Path) -> int:
@@ -85,7 +83,7 @@ def main(path: Path) -> int:
     try:
         config = from_dict(WorkloadConfig, read_json(path))
         on_cuda = torch.cuda.is_available()
-        span = spans("nvtx") if on_cuda else no_span
+        span = nvtx_span if on_cuda else no_span
         recording = torch.cuda.profiler.profile() if on_cuda else contextlib.nullcontext()
         result |= run_passes(config, span, recording)
     except UserError as error:

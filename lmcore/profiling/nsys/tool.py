@@ -16,6 +16,7 @@ import psutil
 
 from lmcore.errors import UserError, require
 from lmcore.profiling.nsys.export import read_export
+from lmcore.profiling.nsys.torch_trace import read_torch_trace
 from lmcore.profiling.nsys.trace import Trace
 
 PROGRAM_TIMEOUT = 1800.0
@@ -37,28 +38,17 @@ INSTALL = (
     "NVIDIA's apt repository as nsight-systems-cli), or name the program in the variable NSYS"
 )
 
-PLACES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("CUDA's folder", ("/usr/local/cuda*/bin/nsys", "/opt/cuda*/bin/nsys")),
-    (
-        "Nsight Systems' folder",
-        (
-            "/opt/nvidia/nsight-systems*/*/bin/nsys",
-            "/opt/nvidia/nsight-systems*/*/target-linux-*/nsys",
-            "/opt/nvidia/nsight-systems*/bin/nsys",
-            "/usr/local/cuda*/nsight-systems-*/bin/nsys",
-            "/usr/lib/nsight-systems/bin/nsys",
-            "/opt/nvidia/hpc_sdk/*/*/profilers/Nsight_Systems/bin/nsys",
-        ),
-    ),
-    (
-        "Nsight Compute's folder",
-        (
-            "/opt/nvidia/nsight-compute/*/host/target-linux-*/nsys",
-            "/usr/local/cuda*/nsight-compute-*/host/target-linux-*/nsys",
-        ),
-    ),
-)
-"""Where installers put nsys, by place; of several the newest is taken. Nsight Compute brings a copy of its own."""
+IN_NSIGHT_COMPUTE = "host/target-linux-*/nsys"
+
+PLACES = {
+    "CUDA's folder": "/usr/local/cuda*/bin/nsys /opt/cuda*/bin/nsys",
+    "Nsight Systems' folder": "/opt/nvidia/nsight-systems*/*/bin/nsys /opt/nvidia/nsight-systems*/*/target-linux-*/nsys"
+    " /opt/nvidia/nsight-systems*/bin/nsys /usr/local/cuda*/nsight-systems-*/bin/nsys"
+    " /usr/lib/nsight-systems/bin/nsys /opt/nvidia/hpc_sdk/*/*/profilers/Nsight_Systems/bin/nsys",
+    "Nsight Compute's folder": f"/opt/nvidia/nsight-compute/*/{IN_NSIGHT_COMPUTE}"
+    f" /usr/local/cuda*/nsight-compute-*/{IN_NSIGHT_COMPUTE}",
+}
+"""Where installers put nsys; of several in one place the newest is taken. Nsight Compute brings a copy of its own."""
 
 
 @dataclass(frozen=True)
@@ -99,18 +89,13 @@ def candidates() -> Iterator[tuple[Path, str]]:
         if (folder := os.environ.get(variable)) and (path := Path(folder) / "bin" / "nsys").is_file():
             yield path, f"the folder of {variable}"
     if (ncu := shutil.which("ncu")) is not None:
-        yield from ((path, "Nsight Compute's folder") for path in Path(ncu).resolve().parent.glob(NSIGHT_COMPUTE_COPY))
-    for place, patterns in PLACES:
-        paths = {path for pattern in patterns for path in Path("/").glob(pattern.lstrip("/")) if path.is_file()}
-        yield from ((path, place) for path in sorted(paths, key=version_in_path, reverse=True))
-
-
-NSIGHT_COMPUTE_COPY = "host/target-linux-*/nsys"
-
-
-def version_in_path(path: Path) -> tuple[list[int], str]:
-    """Sorting key: the numbers in a path, so that 2025.10 comes after 2025.9."""
-    return [int(number) for number in re.findall(r"\d+", str(path))], str(path)
+        for path in Path(ncu).resolve().parent.glob(IN_NSIGHT_COMPUTE):
+            yield path, "Nsight Compute's folder"
+    for place, patterns in PLACES.items():
+        paths = {path for pattern in patterns.split() for path in Path("/").glob(pattern.lstrip("/")) if path.is_file()}
+        numbers = {path: [int(number) for number in re.findall(r"\d+", str(path))] for path in sorted(paths)}
+        for path in sorted(numbers, key=numbers.__getitem__, reverse=True):  # 2025.10 comes before 2025.9
+            yield path, place
 
 
 @cache
@@ -142,61 +127,44 @@ def run_under_nsys(
     """
     folder.mkdir(parents=True, exist_ok=True)
     report, log = folder / "profile.nsys-rep", folder / "nsys.log"
-    for old in (report, report.with_suffix(".qdstrm"), report.with_suffix(".sqlite")):
+    stream = report.with_suffix(".qdstrm")
+    for old in (report, stream, report.with_suffix(".sqlite")):
         old.unlink(missing_ok=True)
     code = run_logged(profile_command(nsys, program, report, graphs), log, timeout)
-    if not report.exists() and report.with_suffix(".qdstrm").exists():
-        import_stream(nsys, report, log)
-    require(
-        report.exists(),
-        f"nsys {nsys.version} made no report: "
-        + (
-            "the capture range never fired, as the program did not call torch.cuda.profiler.start()"
-            if code == 0
-            else f"it ended with code {code} ({last_words(log)})"
-        )
-        + f"; see {log}.",
-    )
+    if not report.exists() and stream.exists():
+        import_stream(nsys, stream, report, log)
+    why = "the capture range never fired, as the program did not call torch.cuda.profiler.start()"
+    why = why if code == 0 else f"it ended with code {code} ({last_words(log)})"
+    require(report.exists(), f"nsys {nsys.version} made no report: {why}; see {log}.")
     return export_report(nsys, report)
 
 
 def run_logged(command: Sequence[str], log: Path, timeout: float) -> int:
     """Runs a command with its output in `log` and returns its exit code; at a timeout all of its processes end.
 
-    Raises `UserError` then.
+    So they do at Ctrl-C and SIGTERM, of which they hear nothing in their own session. Raises `UserError` at a timeout.
     """
-    with open(log, "ab") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            with ending_on_signals(process):
-                return process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise UserError(f"nsys was ended after {timeout:.0f} s without a report; see {log}.") from None
-        finally:
-            if process.returncode is None:
-                end_with_children(process)
-
-
-@contextlib.contextmanager
-def ending_on_signals(process: subprocess.Popen) -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM end the process with all that it started, too: in its own session it hears neither."""
-    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
-        yield
-        return
 
     def end(number: int, _: object) -> None:
         end_with_children(process)
         signal.signal(number, former[number])
         os.kill(os.getpid(), number)
 
-    former = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    in_main = threading.current_thread() is threading.main_thread()  # only that one may set handlers
+    with open(log, "ab") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    former = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM) if in_main}
     try:
-        yield
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"nsys was ended after {timeout:.0f} s without a report; see {log}.") from None
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+        if process.returncode is None:
+            end_with_children(process)
 
 
 def end_with_children(process: subprocess.Popen) -> None:
@@ -210,12 +178,11 @@ def end_with_children(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def import_stream(nsys: Nsys, report: Path, log: Path) -> None:
+def import_stream(nsys: Nsys, stream: Path, report: Path, log: Path) -> None:
     """Makes the report of a .qdstrm file, which is all that an nsys writes that does not find its importer.
 
     The copy in Nsight Compute may have none. Raises `UserError` then.
     """
-    stream = report.with_suffix(".qdstrm")
     home = nsys.path.resolve().parent
     importers = [path for folder in (home, *home.parents[:2]) for path in sorted(folder.glob("*/QdstrmImporter"))]
     require(
@@ -255,8 +222,13 @@ def last_words(log: Path) -> str:
 
 
 def load_trace(path: str | os.PathLike) -> Trace:
-    """The trace in a .sqlite export or a .nsys-rep, which is exported first. Raises `UserError` as those steps do."""
+    """The trace in a .sqlite export, a .nsys-rep, which is exported first, or a .json (.gz) of torch.profiler.
+
+    Raises `UserError` as those steps do.
+    """
     path = Path(path)
+    if path.name.endswith((".json", ".json.gz")):
+        return read_torch_trace(path)
     require(
         path.suffix in (".sqlite", ".db", ".nsys-rep"),
         f"{path} is neither a .nsys-rep of Nsight Systems nor its SQLite export.",

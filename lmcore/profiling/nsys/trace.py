@@ -1,9 +1,9 @@
 """What a profiler recorded, whichever it was: ranges, kernels and copies, and what ran on behalf of which range."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -18,15 +18,13 @@ PyTorch launches the kernels of a backward pass from a thread of the autograd en
 the range "backward" launches hardly any: "process" is right for one training program, "thread" for several in one.
 """
 
-KERNEL_COLUMNS = (
-    "name", "short_name", "kind", "start", "end", "duration", "device", "stream",
-    "process", "thread", "launched_at", "graph",
-)  # fmt: skip
-RANGE_COLUMNS = ("id", "name", "path", "start", "end", "process", "thread", "depth", "parent")
-COPY_COLUMNS = ("start", "end", "operation", "kind", "bytes", "process", "thread", "launched_at")
+NUMBERS = ("start", "end", "duration", "device", "stream", "process", "thread", "launched_at", "bytes")
+KERNEL_COLUMNS = ["name", "short_name", "kind", *NUMBERS[:-1], "graph"]
+RANGE_COLUMNS = ["id", "name", "path", "start", "end", "process", "thread", "depth", "parent"]
+COPY_COLUMNS = ["operation", "kind", "start", "end", "duration", "bytes", "process", "thread", "launched_at"]
 
 NEVER = -1
-"""`launched_at` of what has no launch in the record: it belongs to no range."""
+"""`launched_at` of work whose launch the record lacks: it belongs to no range."""
 
 NAMES_SHOWN = 20
 """Names of ranges that an error lists."""
@@ -52,25 +50,30 @@ class Trace:
 
 def build_trace(tool: str, kernels: pd.DataFrame, ranges: pd.DataFrame, copies: pd.DataFrame) -> Trace:
     """A trace from what a profiler knows: kernels without kinds and short names, ranges without their nesting."""
-    kernels, ranges, copies = (whole_numbers(table) for table in (kernels, ranges, copies))
-    kernels = kernels.sort_values(["start", "end"], ignore_index=True)
-    if "duration" not in kernels:
-        kernels["duration"] = kernels["end"] - kernels["start"]
-    names = {name: (kernel_kind(name), short_name(name)) for name in kernels["name"].unique()}
-    kernels["kind"] = [names[name][0] for name in kernels["name"]]
-    kernels["short_name"] = [names[name][1] for name in kernels["name"]]
-    copies = copies.sort_values(["start", "end"], ignore_index=True).assign(kind="copy")
+    kernels, ranges, copies = (with_times(table) for table in (kernels, ranges, copies))
+    kernels["name"] = kernels["name"].astype("category")  # a few hundred names, each thousands of times
+    codes, names = kernels["name"].cat.codes, kernels["name"].cat.categories
+    kernels["short_name"] = labels(codes, [short_name(name) for name in names])
+    kernels["kind"] = pd.Categorical(labels(codes, [kernel_kind(name) for name in names]), list(KINDS))
+    copies["kind"] = pd.Categorical(["copy"] * len(copies), list(KINDS))
     ranges = nested(ranges)
     optimizer = outermost(ranges, ranges[ranges["name"] == OPTIMIZER_RANGE])
     for work in (kernels, copies):
         work.loc[owners(work, optimizer, "process") >= 0, "kind"] = OPTIMIZER_RANGE
-    return Trace(tool, kernels[list(KERNEL_COLUMNS)], ranges, copies[list(COPY_COLUMNS)])
+    return Trace(tool, kernels[KERNEL_COLUMNS], ranges, copies[COPY_COLUMNS])
 
 
-def whole_numbers(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with numbers in its columns of numbers, which tables put together from empty ones may not have."""
-    numbers = ("start", "end", "duration", "device", "stream", "process", "thread", "launched_at", "bytes")
-    return table.astype({name: "int64" for name in numbers if name in table})
+def with_times(table: pd.DataFrame) -> pd.DataFrame:
+    """The table by start, in whole numbers also without rows, with a `duration` where it has none of its own."""
+    table = table.astype({name: "int64" for name in NUMBERS if name in table})
+    table = table.sort_values(["start", "end"], ignore_index=True)
+    return table if "duration" in table else table.assign(duration=table["end"] - table["start"])
+
+
+def labels(codes: Sequence[int], names: Sequence[str]) -> pd.Categorical:
+    """names[code] for each code; names may be equal."""
+    number, distinct = pd.factorize(np.array(names, dtype=object))
+    return pd.Categorical.from_codes(number[np.asarray(codes)], distinct)
 
 
 def nested(ranges: pd.DataFrame) -> pd.DataFrame:
@@ -80,18 +83,17 @@ def nested(ranges: pd.DataFrame) -> pd.DataFrame:
     paths: list[str] = []
     depths: list[int] = []
     parents: list[int] = []
-    still_open: dict[Any, list[int]] = {}
+    still_open: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
-        begun = [i for i in still_open.get(row.process, []) if rows[i].end > row.start]
+        begun = [i for i in still_open.get(row.process, ()) if rows[i].end > row.start]
         around = [i for i in begun if rows[i].end >= row.end]
-        own = [i for i in around if rows[i].thread == row.thread]
-        parent = max(own or around, default=-1)
+        parent = max([i for i in around if rows[i].thread == row.thread] or around, default=-1)
         parents.append(parent)
         depths.append(depths[parent] + 1 if parent >= 0 else 0)
         paths.append(f"{paths[parent]}/{row.name}" if parent >= 0 else row.name)
         still_open[row.process] = [*begun, index]
     ranges = ranges.assign(id=range(len(rows)), path=paths, depth=depths, parent=parents)
-    return ranges.astype({"depth": "int64", "parent": "int64"})[list(RANGE_COLUMNS)]
+    return ranges.astype({"depth": "int64", "parent": "int64"})[RANGE_COLUMNS]
 
 
 def outermost(ranges: pd.DataFrame, chosen: pd.DataFrame) -> pd.DataFrame:
@@ -105,7 +107,7 @@ def outermost(ranges: pd.DataFrame, chosen: pd.DataFrame) -> pd.DataFrame:
                 return True
         return False
 
-    return chosen[~np.fromiter(map(inside_another, chosen["id"]), dtype=bool, count=len(chosen))]
+    return chosen[np.array([not inside_another(index) for index in chosen["id"]], dtype=bool)]
 
 
 def owners(work: pd.DataFrame, chosen: pd.DataFrame, scope: Scope) -> np.ndarray:
@@ -115,18 +117,28 @@ def owners(work: pd.DataFrame, chosen: pd.DataFrame, scope: Scope) -> np.ndarray
     before the others, and a later one before an earlier one.
     """
     require(scope in ("process", "thread"), f"The scope is process or thread, not {scope!r}.")
-    found = np.full(len(work), -1, dtype=np.int64)
     order = np.argsort(work["launched_at"].to_numpy(), kind="stable")
-    in_order = work.iloc[order]
+    in_order = {key: work[key].to_numpy()[order] for key in ("launched_at", "process", "thread")}
+    found = np.full(len(work), -1)
     for keys in (["process"], ["process", "thread"]) if scope == "process" else (["process", "thread"],):
-        for _, ranges in chosen.sort_values("start").groupby(keys):
-            same = (in_order[keys] == ranges[keys].iloc[0]).all(axis=1).to_numpy()
-            members, times = order[same], in_order["launched_at"].to_numpy()[same]
+        for values, ranges in chosen.sort_values("start").groupby(keys):
+            same = np.logical_and.reduce([in_order[key] == value for key, value in zip(keys, values, strict=True)])
+            members, times = order[same], in_order["launched_at"][same]
             first = np.searchsorted(times, ranges["start"].to_numpy(), side="left")
             last = np.searchsorted(times, ranges["end"].to_numpy(), side="right")
             for index, low, high in zip(ranges["id"], first, last, strict=True):
                 found[members[low:high]] = index
     return found
+
+
+def unattributed(trace: Trace) -> str | None:
+    """How many kernels and copies belong to no range because the record lacks their launch, in a sentence, if any."""
+    counts = {"kernels": trace.kernels, "copies": trace.copies}
+    lacking = {name: int((work["launched_at"] == NEVER).sum()) for name, work in counts.items()}
+    parts = [f"{lacking[name]:,} of {len(work):,} {name}" for name, work in counts.items() if lacking[name]]
+    if not parts:
+        return None
+    return f"{' and '.join(parts)} have no launch in the record: they count in no range, whose GPU times lack them."
 
 
 def instances(trace: Trace, name: str) -> pd.DataFrame:
@@ -139,19 +151,14 @@ def instances(trace: Trace, name: str) -> pd.DataFrame:
     pattern = "(^|.*/)" + "[^/]*".join(map(re.escape, name.split("*")))
     paths = {path for path in trace.ranges["path"].unique() if re.fullmatch(pattern, path)}
     if not paths:
-        names = numbered_together(trace.ranges["name"].unique())
+        alike: dict[str, list[str]] = {}  # "block 0" and "block 1" are shown as "block *"
+        for known in trace.ranges["name"].unique():
+            alike.setdefault(re.sub(r"\d+", "*", known), []).append(known)
+        names = [shown if len(same) > 1 else same[0] for shown, same in alike.items()]
         more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
         exist = f"there are {', '.join(names[:NAMES_SHOWN])}{more}" if names else "the trace has no ranges"
         raise UserError(f"There is no range {name!r}; {exist}.")
     return outermost(trace.ranges, trace.ranges[trace.ranges["path"].isin(paths)])
-
-
-def numbered_together(names: Iterable[str]) -> list[str]:
-    """The names, those that differ in numbers alone ("block 0", "block 1") as one with `*` in their place."""
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    return [pattern if len(same) > 1 else same[0] for pattern, same in alike.items()]
 
 
 def inside(work: pd.DataFrame, chosen: pd.DataFrame, scope: Scope = "process") -> pd.DataFrame:
@@ -165,65 +172,58 @@ def kernels_in(trace: Trace, name: str, scope: Scope = "process") -> pd.DataFram
     return inside(trace.kernels, instances(trace, name), scope)
 
 
-def kernel_table(trace: Trace, name: str, scope: Scope = "process") -> pd.DataFrame:
-    """Kernels of a range by total time: name, short_name, kind, calls, calls_per_instance, total_seconds,
-    mean_seconds, share (of the kernels' time)."""
-    return tabulate_kernels(kernels_in(trace, name, scope), len(instances(trace, name)))
+def work_in(trace: Trace, name: str | None, scope: Scope) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """The ranges of this name, and the kernels and copies launched in them; of None the record as one range."""
+    if name is not None:
+        chosen = instances(trace, name)
+        return chosen, inside(trace.kernels, chosen, scope), inside(trace.copies, chosen, scope)
+    times = pd.concat([table[["start", "end"]] for table in (trace.kernels, trace.copies, trace.ranges)])
+    whole = {"id": 0, "path": "whole record", "start": times["start"].min(), "end": times["end"].max()}
+    return pd.DataFrame([whole]), trace.kernels.assign(instance=0), trace.copies.assign(instance=0)
 
 
-def tabulate_kernels(kernels: pd.DataFrame, count: int) -> pd.DataFrame:
-    """The rows of `kernel_table` for these kernels of `count` ranges."""
-    table = kernels.groupby(["name", "short_name", "kind"], sort=False)["duration"].agg(["size", "sum"]).reset_index()
-    table = table.rename(columns={"size": "calls"}).sort_values(["sum", "name"], ascending=[False, True])
-    table["calls_per_instance"] = table["calls"] / max(count, 1)
+def kernel_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.DataFrame:
+    """Kernels of a range, or of None the whole record, by total time: name, short_name, kind, calls,
+    calls_per_instance, total_seconds, mean_seconds, share (of the kernels' time)."""
+    chosen, kernels, _ = work_in(trace, name, scope)
+    keys = ["name", "short_name", "kind"]
+    table = kernels.groupby(keys, sort=False, observed=True)["duration"].agg(["size", "sum"]).reset_index()
+    table = table.astype(dict.fromkeys(keys, str)).rename(columns={"size": "calls"})
+    table = table.sort_values(["sum", "name"], ascending=[False, True], ignore_index=True)
+    table["calls_per_instance"] = table["calls"] / len(chosen)
     table["total_seconds"] = table.pop("sum") / 1e9
     table["mean_seconds"] = table["total_seconds"] / table["calls"]
     table["share"] = table["total_seconds"] / table["total_seconds"].sum()
-    return table.reset_index(drop=True)
+    return table
 
 
-def kind_table(trace: Trace, name: str, scope: Scope = "process") -> pd.DataFrame:
-    """Kinds of work of a range, in the order of `KINDS`: kind, calls, total_seconds, share.
+def kind_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.DataFrame:
+    """Kinds of work of a range (None: the record), in the order of `KINDS`: kind, calls, total_seconds, share.
 
     Memory copies count as "copy" beside the kernels that copy, so that the shares are of all the device's work.
     """
-    chosen = instances(trace, name)
-    work = pd.concat([inside(trace.kernels, chosen, scope), device_copies(inside(trace.copies, chosen, scope))])
-    grouped = work.groupby("kind")["duration"].agg(["size", "sum"])
-    grouped = grouped.reindex([kind for kind in KINDS if kind in grouped.index])
-    seconds = grouped["sum"] / 1e9
-    table = {
-        "kind": grouped.index,
-        "calls": grouped["size"],
-        "total_seconds": seconds,
-        "share": seconds / seconds.sum(),
-    }
-    return pd.DataFrame(table).reset_index(drop=True)
+    _, *work = work_in(trace, name, scope)
+    grouped = pd.concat(part[["kind", "duration"]] for part in work).groupby("kind", observed=True)["duration"]
+    table = grouped.agg(calls="size", total_seconds="sum").reset_index().astype({"kind": str})
+    table["total_seconds"] = table["total_seconds"] / 1e9
+    return table.assign(share=table["total_seconds"] / table["total_seconds"].sum())
 
 
-def device_copies(copies: pd.DataFrame) -> pd.DataFrame:
-    """Copies with their `duration`, to be put beside kernels."""
-    return copies.assign(duration=copies["end"] - copies["start"])
-
-
-def busy_table(trace: Trace, name: str, scope: Scope = "process") -> pd.DataFrame:
-    """For each instance of a range: instance, path, seconds, gpu_seconds, busy_seconds, idle_seconds.
+def busy_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.DataFrame:
+    """Of each instance of a range (None: the record): instance, path, seconds, gpu_seconds, busy_seconds, idle_seconds.
 
     `seconds` is how long the range was open on the CPU, which runs ahead of the GPU; `gpu_seconds` is from the
     beginning of its first kernel or copy to the end of its last; `busy_seconds` the time in which at least one ran,
     counted once where several did; `idle_seconds` the rest.
     """
-    chosen = instances(trace, name)
-    columns = ["instance", "start", "end"]
-    work = pd.concat([inside(part, chosen, scope)[columns] for part in (trace.kernels, trace.copies)])
-    spans = {index: occupied(rows["start"], rows["end"]) for index, rows in work.groupby("instance")}
-    rows: list[Mapping[str, Any]] = []
-    for row in chosen.itertuples():
-        whole, busy = spans.get(row.id, (0, 0))
-        times = {"seconds": row.end - row.start, "gpu_seconds": whole, "busy_seconds": busy}
-        times |= {"idle_seconds": whole - busy}
-        rows.append({"instance": row.id, "path": row.path} | {key: value / 1e9 for key, value in times.items()})
-    return pd.DataFrame(rows)
+    chosen, *work = work_in(trace, name, scope)
+    together = pd.concat(part[["instance", "start", "end"]] for part in work)
+    spans = {index: occupied(rows["start"], rows["end"]) for index, rows in together.groupby("instance")}
+    table = chosen[["id", "path"]].rename(columns={"id": "instance"}).reset_index(drop=True)
+    whole, busy = np.array([spans.get(index, (0, 0)) for index in table["instance"]]).T
+    times = {"seconds": (chosen["end"] - chosen["start"]).to_numpy(), "gpu_seconds": whole, "busy_seconds": busy}
+    times["idle_seconds"] = whole - busy
+    return table.assign(**{key: value / 1e9 for key, value in times.items()})
 
 
 def occupied(start: pd.Series, end: pd.Series) -> tuple[int, int]:
@@ -231,16 +231,14 @@ def occupied(start: pd.Series, end: pd.Series) -> tuple[int, int]:
     order = np.argsort(start.to_numpy(), kind="stable")
     start, end = start.to_numpy()[order], end.to_numpy()[order]
     reached = np.maximum.accumulate(end)
-    gaps = np.maximum(start[1:] - reached[:-1], 0).sum()
     whole = reached[-1] - start[0]
-    return int(whole), int(whole - gaps)
+    return int(whole), int(whole - np.maximum(start[1:] - reached[:-1], 0).sum())
 
 
-def copy_table(trace: Trace, name: str, scope: Scope = "process") -> pd.DataFrame:
-    """Memory copies and fills of a range by total time: operation, calls, bytes, total_seconds."""
-    copies = device_copies(inside(trace.copies, instances(trace, name), scope))
-    table = copies.groupby("operation").agg(
-        calls=("bytes", "size"), bytes=("bytes", "sum"), total_seconds=("duration", "sum")
-    )
+def copy_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.DataFrame:
+    """Memory copies and fills of a range (None: the record) by total time: operation, calls, bytes, total_seconds."""
+    *_, copies = work_in(trace, name, scope)
+    grouped = copies.groupby("operation", observed=True)
+    table = grouped.agg(calls=("bytes", "size"), bytes=("bytes", "sum"), total_seconds=("duration", "sum"))
     table["total_seconds"] = table["total_seconds"] / 1e9
     return table.sort_values("total_seconds", ascending=False).reset_index()

@@ -6,7 +6,6 @@ from pathlib import Path
 import pandas as pd
 
 from lmcore.profiling.nsys.tool import load_trace
-from lmcore.profiling.nsys.torch_trace import read_torch_trace
 from lmcore.profiling.nsys.trace import Trace, busy_table, instances, kernels_in
 from lmcore.workbook.report.answers import format_seconds, format_significant
 from lmcore.workbook.report.nsys.profiles import on_gpu
@@ -15,8 +14,8 @@ from lmcore.workbook.report.nsys.wording import kernel_word, markdown, percent
 
 def trace_in(folder: str | os.PathLike) -> Trace:
     """The trace that `profile_workload` left in a cell's folder. Raises `UserError` if there is none."""
-    export, record = Path(folder) / "profile.sqlite", Path(folder) / "profile.json.gz"
-    return load_trace(export) if export.exists() else read_torch_trace(record)
+    export = Path(folder) / "profile.sqlite"
+    return load_trace(export if export.exists() else export.with_name("profile.json.gz"))
 
 
 def pitfalls(trace: Trace, top: str = "training step") -> pd.DataFrame:
