@@ -17,7 +17,6 @@ from lmcore.config import to_dict
 from lmcore.errors import UserError
 from lmcore.files import write_json
 from lmcore.profiling.nsys import profile as kernel_profile
-from lmcore.profiling.nsys import program
 from lmcore.profiling.nsys import tool as nsys
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.profile import attention_parts, profile_with_nsys, profile_workload, summary, timeline
@@ -242,13 +241,13 @@ def test_traces_by_ending(tmp_path, copying):
 def test_the_program_says_how_it_ended(tmp_path):
     config = workload_config("smoke", 16, passes="train_step", device="cpu", warmup_steps=1, steps=1)
     write_json(tmp_path / "config.json", to_dict(config))
-    assert program.main(tmp_path / "config.json") == 0
+    assert kernel_profile.main(tmp_path / "config.json") == 0
     said = json.loads((tmp_path / "outcome.json").read_text())
     assert said == {
         "outcome": "complete", "reason": None, "training_outcome": "complete", "training_reason": None
     }  # fmt: skip
     write_json(tmp_path / "config.json", {"colour": "red"})
-    assert program.main(tmp_path / "config.json") == 2
+    assert kernel_profile.main(tmp_path / "config.json") == 2
 
 
 class Recording:
@@ -279,7 +278,7 @@ def passes_of(fails_in=None, **changes):
     """Outcome of the passes, and outermost ranges outside and inside the recording."""
     recording = Recording(fails_in)
     config = workload_config("smoke", 16, device="cpu", warmup_steps=2, steps=3, **changes)
-    return program.run_passes(config, recording.span, recording), recording.names[False], recording.names[True]
+    return kernel_profile.run_passes(config, recording.span, recording), recording.names[False], recording.names[True]
 
 
 def test_warm_ups_are_outside_the_recording():

@@ -16,6 +16,7 @@ from nsys_exports import (
     AUTOGRAD,
     DUPLICATED,
     FORWARD_BACKWARD,
+    H200,
     MAIN,
     PROCESS,
     WHOLE_GRAPHS,
@@ -47,13 +48,19 @@ def real():
     return read_export(sample(FORWARD_BACKWARD))
 
 
+@pytest.fixture(scope="module")
+def ours():
+    return read_export(H200)
+
+
 def counted_by_hand(path, name: str, same_thread: bool) -> dict[str, tuple[int, int]]:
     """Calls and nanoseconds by kernel name of a range: three nested loops over the tables, without a join."""
-    ranges = rows(path, f"SELECT start, end, globalTid FROM NVTX_EVENTS WHERE text = '{name}' AND eventType = 59")
+    names = dict(rows(path, "SELECT id, value FROM StringIds"))
+    marks = rows(path, f"SELECT start, end, globalTid, COALESCE(text, textId) FROM {NVTX} WHERE eventType = 59")
+    ranges = [mark[:3] for mark in marks if names.get(mark[3], mark[3]) == name]
     calls = {(tid >> 24, number): (start, tid) for tid, number, start in rows(
         path, f"SELECT globalTid, correlationId, start FROM {RUNTIME} ORDER BY start DESC"
     )}  # fmt: skip
-    names = dict(rows(path, "SELECT id, value FROM StringIds"))
     found: dict[str, tuple[int, int]] = {}
     sql = f"SELECT globalPid, correlationId, end - start, demangledName FROM {KERNEL}"
     for pid, number, duration, kernel in rows(path, sql):
@@ -65,13 +72,19 @@ def counted_by_hand(path, name: str, same_thread: bool) -> dict[str, tuple[int, 
 
 
 @pytest.mark.parametrize("scope", ["process", "thread"])
-@pytest.mark.parametrize("name", ["Forward", "Backward", "Warm-up Step 2", "Benchmark Forward Only"])
-def test_kernels_of_a_real_training_program(real, name, scope):
-    table = kernel_table(real, name, scope)
-    by_hand = counted_by_hand(sample(FORWARD_BACKWARD), name, scope == "thread")
-    assert len(table) == len(by_hand) > 5
-    for row in table.itertuples():
-        assert (row.calls, round(row.total_seconds * 1e9)) == by_hand[row.name]
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [("real", name) for name in ("Forward", "Backward", "Warm-up Step 2", "Benchmark Forward Only")]
+    + [("ours", name) for name in ("inference", "training step", "backward", "optimizer", "computing softmax")],
+)
+def test_kernels_of_real_training_programs(request, program, name, scope):
+    path = H200 if program == "ours" else sample(FORWARD_BACKWARD)
+    table = kernel_table(request.getfixturevalue(program), name, scope)
+    by_hand = counted_by_hand(path, name, scope == "thread")
+    together = table.groupby("name")[["calls", "total_seconds"]].sum()  # of two kinds: the optimizer's apart
+    found = {row.Index: (row.calls, round(row.total_seconds * 1e9)) for row in together.itertuples()}
+    assert found == by_hand
+    assert len(by_hand) > (5 if program == "real" else 0)
     assert table["total_seconds"].is_monotonic_decreasing
     assert table["share"].sum() == pytest.approx(1)
 
@@ -98,6 +111,49 @@ def test_real_ranges_nest(real):
     assert len(instances(real, "Warm-up Step */Forward")) == 5
     assert len(instances(real, "Forward")) == 15
     assert kernel_table(real, "Run Benchmark")["calls"].sum() == len(real.kernels)
+
+
+def test_ranges_are_those_of_the_model(ours):
+    for name, count in (("inference", 2), ("training step", 2), ("training step/forward/block */ffn", 4)):
+        assert len(instances(ours, name)) == count
+    for part in ("computing attention scores", "computing softmax", "final matmul", "ffn"):
+        assert len(instances(ours, part)) == 8  # two layers, twice in inference and twice in training
+
+
+def test_matmuls_are_as_many_as_the_model_multiplies(ours):
+    """Nine products in each of two blocks and the LM head; each has two more in the backward pass.
+
+    A product split along its inner dimension has a second kernel that adds the parts.
+    """
+    products = 9 * 2 + 1
+    for name, expected in (
+        ("inference", products),
+        ("training step/forward", products),
+        ("training step/backward", 2 * products),
+        ("optimizer", 0),
+    ):
+        kernels = kernels_in(ours, name)
+        kernels = kernels[(kernels["kind"] == "matmul") & ~kernels["name"].str.contains("splitKreduce|split_k_kernel")]
+        assert len(kernels) == 2 * expected
+    assert kind_table(ours, "optimizer")["kind"].tolist() == ["optimizer"]
+    assert "optimizer" not in kind_table(ours, "backward")["kind"].tolist()
+    # most kernels of the backward pass come from autograd's thread
+    assert len(kernels_in(ours, "backward", "thread")) < len(kernels_in(ours, "backward")) / 10
+
+
+def test_tables_add_up(ours):
+    kinds, busy = kind_table(ours, "training step"), busy_table(ours, "training step")
+    assert kinds["share"].sum() == pytest.approx(1)
+    assert (busy["busy_seconds"] + busy["idle_seconds"]).tolist() == pytest.approx(busy["gpu_seconds"].tolist())
+    assert busy["busy_seconds"].sum() <= kinds["total_seconds"].sum() + 1e-9
+
+
+def test_our_export_names_no_user_place_or_environment():
+    tables = {name for (name,) in rows(H200, "SELECT name FROM sqlite_master WHERE type = 'table'")}
+    assert not tables & {"TARGET_INFO_SYSTEM_ENV", "PROCESSES", "ThreadNames", "META_DATA_CAPTURE"}
+    content = H200.read_bytes()
+    assert len(content) < 500_000
+    assert all(word not in content for word in (b"/home/", b"/root", b"/opt/", b"/tmp/", b"PATH=", b"HOSTNAME"))
 
 
 def test_doubled_runtime_rows_do_not_double_the_time():

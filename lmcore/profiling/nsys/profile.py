@@ -1,8 +1,18 @@
-"""What a model's passes are made of: kernels, kinds and idle time by range (CS336 A2 nsys_profile): a cell's task."""
+"""What a model's passes are made of: kernels, kinds and idle time by range (CS336 A2 nsys_profile): a cell's task.
+
+`python -m lmcore.profiling.nsys.profile config.json` is the program that Nsight Systems watches: it cannot look into a
+notebook.
+"""
 
 import contextlib
+import copy
+import gc
+import json
 import re
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +20,21 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lmcore.config import to_dict
-from lmcore.device import select_device
-from lmcore.errors import UserError, require
+from lmcore.config import from_dict, to_dict
+from lmcore.device import out_of_memory_reason, select_device
+from lmcore.errors import EXIT_CODES, EXIT_USER_ERROR, UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.kinds import KINDS
-from lmcore.profiling.nsys.nvtx import ATTENTION_PARTS
-from lmcore.profiling.nsys.program import INFERENCE, OUTCOME_FILE, TRAINING, run_passes
+from lmcore.profiling.nsys.nvtx import ATTENTION_PARTS, annotated, nvtx_span
 from lmcore.profiling.nsys.tool import find_nsys, last_words, run_under_nsys
 from lmcore.profiling.nsys.torch_trace import read_torch_trace
 from lmcore.profiling.nsys.trace import Trace, busy_table, inside, instances, kernel_table, unattributed, work_in
-from lmcore.profiling.workload import WorkloadConfig
+from lmcore.profiling.workload import Span, Workload, WorkloadConfig, no_span, require_memory
+
+INFERENCE, TRAINING = "inference", "training step"
+TOPS = {"inference": INFERENCE, "training": TRAINING}
+"""Outermost ranges of what is recorded, one for each pass or step; the device has done its work when they end."""
 
 TOP_KERNELS = 25
 TIMELINE_PIECES = 1500
@@ -53,26 +66,71 @@ def profile_workload(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
             notes.append(f"Profiled with torch.profiler instead of Nsight Systems: {error}")
             trace, outcome = profile_with_torch(config, folder, cuda=True)
     else:
-        on = {
-            "cpu": "the CPU's operators were",
-            "mps": "the launching of operators on the CPU, not the GPU's work, was",
-        }
-        notes.append(f"Nsight Systems sees CUDA alone: {on[device.type]} timed by torch.profiler.")
+        on_mps = "the launching of operators on the CPU, not the GPU's work, was"
+        timed = on_mps if device.type == "mps" else "the CPU's operators were"
+        notes.append(f"Nsight Systems sees CUDA alone: {timed} timed by torch.profiler.")
         trace, outcome = profile_with_torch(config, folder, cuda=False)
     if config.compile:
         notes.append("A compiled model has no ranges on its modules, only on its passes.")
     if (lacking := unattributed(trace)) is not None:
         notes.append(lacking)
-    tops = {"inference": INFERENCE, "training": TRAINING}
-    if outcome["training_outcome"] != "complete":
-        del tops["training"]
-    tops = {part: name for part, name in tops.items() if any(trace.ranges["path"] == name)}
+    there = {part: (trace.ranges["path"] == top).any() for part, top in TOPS.items()}
+    there["training"] &= outcome["training_outcome"] == "complete"
 
-    def of_each(read: Any) -> dict[str, Any]:
-        return {part: read(trace, tops[part]) if part in tops else None for part in ("inference", "training")}
+    def of_each(read: Callable[[Trace, str], Any]) -> dict[str, Any]:
+        return {part: read(trace, TOPS[part]) if there[part] else None for part in TOPS}
 
     whole = {"tool": trace.tool, **of_each(summary), **outcome}
     return whole | {"attention": of_each(attention_parts), "timeline": of_each(timeline), "notes": notes}
+
+
+def run_passes(config: WorkloadConfig, span: Span, recording: AbstractContextManager) -> dict[str, Any]:
+    """Warm-ups, then inside `recording` config.steps inference passes and as many training steps (not for "forward").
+
+    All warm-ups come first. A lack of memory in training ends the training alone; in inference it is raised.
+    Returns training_outcome (None, "complete" or "out of memory") and training_reason.
+    """
+    inference = Workload(replace(config, passes="forward"))
+    training = copy.copy(inference)  # the same model and batch
+    training.config = config
+    outcome: dict[str, Any] = {"training_outcome": None, "training_reason": None}
+    # a compiled model has no modules left to see, and ranges would break its graph
+    with annotated(training.model, no_span if config.compile else span):
+        repeat(inference, config.warmup_steps, "warm-up", span)
+        if config.passes != "forward":
+            outcome = train(training, config.warmup_steps, "warm-up", span)
+        with recording:
+            repeat(inference, config.steps, INFERENCE, span)
+            if outcome["training_outcome"] == "complete":
+                outcome = train(training, config.steps, TRAINING, span)
+    return outcome
+
+
+def repeat(workload: Workload, times: int, name: str, span: Span) -> None:
+    """Steps in ranges of this name, each waited for."""
+    workload.synchronize()
+    for _ in range(times):
+        with span(name):
+            workload.step(span)
+            workload.synchronize()
+
+
+def train(workload: Workload, times: int, name: str, span: Span) -> dict[str, Any]:
+    """Training steps as by `repeat`, and their outcome. What a step that did not fit had allocated is given back."""
+    try:
+        require_memory(workload.config, workload.device)
+        repeat(workload, times, name, span)
+    except Exception as error:
+        if (reason := out_of_memory_reason(error)) is None:
+            raise
+    else:
+        return {"training_outcome": "complete", "training_reason": None}
+    workload.optimizer.zero_grad(set_to_none=True)
+    workload.optimizer.state.clear()
+    gc.collect()
+    if workload.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return {"training_outcome": "out of memory", "training_reason": reason}
 
 
 def profile_with_nsys(config: WorkloadConfig, folder: Path) -> tuple[Trace, dict[str, Any]]:
@@ -81,10 +139,10 @@ def profile_with_nsys(config: WorkloadConfig, folder: Path) -> tuple[Trace, dict
     Raises `UserError` if that does not work, and torch.OutOfMemoryError if the inference does not fit.
     """
     nsys = find_nsys()
-    settings, outcome_file = folder / "config.json", folder / OUTCOME_FILE
+    settings, outcome_file = folder / "config.json", folder / "outcome.json"
     write_json(settings, to_dict(config))
     outcome_file.unlink(missing_ok=True)
-    program = [sys.executable, "-m", "lmcore.profiling.nsys.program", str(settings)]
+    program = [sys.executable, "-m", "lmcore.profiling.nsys.profile", str(settings)]
     failure = None
     try:
         export = run_under_nsys(nsys, program, folder, graphs=config.compile)
@@ -101,6 +159,27 @@ def profile_with_nsys(config: WorkloadConfig, folder: Path) -> tuple[Trace, dict
         f"The program under nsys ended before it was done ({last_words(log)}); see {log}.",
     )
     return read_export(export), {key: outcome.get(key) for key in ("training_outcome", "training_reason")}
+
+
+def main(path: Path) -> int:
+    """Runs the workload of a config file under the CUDA profiler's switch; outcome.json is written beside the file."""
+    result: dict[str, Any] = {"outcome": "complete", "reason": None}
+    try:
+        config = from_dict(WorkloadConfig, read_json(path))
+        on_cuda = torch.cuda.is_available()
+        span = nvtx_span if on_cuda else no_span
+        recording = torch.cuda.profiler.profile() if on_cuda else contextlib.nullcontext()
+        result |= run_passes(config, span, recording)
+    except UserError as error:
+        print(f"lmcore: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except Exception as error:
+        if (reason := out_of_memory_reason(error)) is None:
+            raise
+        result |= {"outcome": "out of memory", "reason": reason}
+    write_json(path.with_name("outcome.json"), result)
+    print(json.dumps(result))
+    return EXIT_CODES[result["outcome"]]
 
 
 def profile_with_torch(config: WorkloadConfig, folder: Path, cuda: bool) -> tuple[Trace, dict[str, Any]]:
@@ -210,3 +289,7 @@ def pieces(work: pd.DataFrame, begin: int, gap: float) -> list[dict[str, Any]]:
         | {"start": (piece["start"] - begin) / 1e9, "end": (piece["end"] - begin) / 1e9, "busy": piece["busy"] / 1e9}
         for piece in joined
     ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

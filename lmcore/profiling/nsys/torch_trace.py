@@ -51,32 +51,20 @@ def read_torch_trace(path: str | os.PathLike) -> Trace:
 def trace_of(events: list[Event]) -> Trace:
     """The trace that the lasting events of a record make."""
 
-    def rows(*categories: str) -> list[tuple[Event, Event]]:
-        return [(event.get("args", {}), row(event)) for event in events if event.get("cat") in categories]
+    def rows(*categories: str) -> list[Event]:
+        return [row(event) for event in events if event.get("cat") in categories]
 
-    # of several calls with one correlation id the outer one, which began first, launched
-    calls = sorted(rows("cuda_runtime", "cuda_driver"), key=lambda call: call[1]["start"], reverse=True)
-    launches = {
-        arguments.get("correlation"): {key: call[key] for key in ("process", "thread", "launched_at")}
-        for arguments, call in calls
-    }
-    unknown = {"process": NEVER, "thread": NEVER, "launched_at": NEVER}
-    kernels = [
-        work
-        | {"device": arguments.get("device", 0), "stream": arguments.get("stream", 0)}
-        | {"graph": bool(arguments.get("graph node id", 0))}
-        | launches.get(arguments.get("correlation"), unknown)
-        for arguments, work in rows("kernel")
-    ]
-    copies = [
-        work
-        | {"operation": next((words for short, words in DIRECTIONS.items() if short in work["name"]), "Memset")}
-        | {"bytes": arguments.get("bytes", 0)}
-        | launches.get(arguments.get("correlation"), unknown)
-        for arguments, work in rows("gpu_memcpy", "gpu_memset")
-    ]
-    ranges = [found for _, found in rows("user_annotation") if not PYTORCHS_OWN.match(found["name"])]
+    launches: dict[int, Event] = {}
+    for call in sorted(rows("cuda_runtime", "cuda_driver"), key=lambda call: call["start"]):
+        # of several calls with one correlation id the outer one, which began first
+        launches.setdefault(call["correlation"], {key: call[key] for key in ("process", "thread", "launched_at")})
+    unknown = dict.fromkeys(("process", "thread", "launched_at"), NEVER)
+    kernels, copies = (
+        [work | launches.get(work["correlation"], unknown) for work in rows(*categories)]
+        for categories in (["kernel"], ["gpu_memcpy", "gpu_memset"])
+    )
     times = ["name", "start", "end", "duration", "process", "thread", "launched_at"]
+    ranges = [found for found in rows("user_annotation") if not PYTORCHS_OWN.match(found["name"])]
     return build_trace(
         CUDA_TOOL if kernels else CPU_TOOL,
         pd.DataFrame(kernels or own_times(rows("cpu_op")), columns=[*times, "device", "stream", "graph"]),
@@ -91,27 +79,29 @@ def row(event: Event) -> Event:
     It counts as launched when it begins, which is so for operators.
     """
     start, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
-    process, thread = (
-        id if isinstance(id, int) else int(re.sub(r"\D", "", str(id)) or 0) for id in (event["pid"], event["tid"])
-    )
-    times = {"start": start, "end": end, "duration": end - start, "launched_at": start}
-    return {"name": event["name"], **times, "process": process, "thread": thread}
+    ids = {"process": event["pid"], "thread": event["tid"]}
+    ids = {name: id if isinstance(id, int) else int(re.sub(r"\D", "", str(id)) or 0) for name, id in ids.items()}
+    more = event.get("args", {})
+    return ids | {
+        "name": event["name"], "start": start, "end": end, "duration": end - start, "launched_at": start,
+        "device": more.get("device", 0), "stream": more.get("stream", 0), "graph": bool(more.get("graph node id", 0)),
+        "operation": next((words for short, words in DIRECTIONS.items() if short in event["name"]), "Memset"),
+        "bytes": more.get("bytes", 0), "correlation": more.get("correlation"),
+    }  # fmt: skip
 
 
-def own_times(operators: list[tuple[Event, Event]]) -> list[Event]:
+def own_times(operators: list[Event]) -> list[Event]:
     """CPU operators, each with its own time: without that of the operators it calls, which have rows of their own.
 
-    A range that ran in between is not taken off.
+    A range that ran in between is not taken off. The stream of an operator is its thread.
     """
-    found: list[Event] = []
     callers: dict[int, list[Event]] = {}
-    for _, row in sorted(operators, key=lambda operator: (operator[1]["start"], -operator[1]["duration"])):
-        row |= {"device": 0, "stream": row["thread"], "graph": False}
-        open_calls = callers.setdefault(row["thread"], [])
-        while open_calls and open_calls[-1]["end"] <= row["start"]:
+    for one in sorted(operators, key=lambda one: (one["start"], -one["duration"])):
+        one["stream"] = one["thread"]
+        open_calls = callers.setdefault(one["thread"], [])
+        while open_calls and open_calls[-1]["end"] <= one["start"]:
             open_calls.pop()
         if open_calls:
-            open_calls[-1]["duration"] -= min(row["end"], open_calls[-1]["end"]) - row["start"]
-        open_calls.append(row)
-        found.append(row)
-    return found
+            open_calls[-1]["duration"] -= min(one["end"], open_calls[-1]["end"]) - one["start"]
+        open_calls.append(one)
+    return operators

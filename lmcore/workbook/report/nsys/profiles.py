@@ -9,7 +9,7 @@ import pandas as pd
 from lmcore.config import ModelConfig, from_dict
 from lmcore.profiling.nsys.kinds import KINDS
 from lmcore.profiling.nsys.nvtx import ATTENTION_PARTS
-from lmcore.profiling.nsys.program import INFERENCE, TRAINING
+from lmcore.profiling.nsys.profile import INFERENCE, TRAINING
 
 SUMMARY = {INFERENCE: "inference", TRAINING: "training"}
 """Where a result has the summary of an outermost range."""

@@ -8,7 +8,7 @@ import pandas as pd
 
 from lmcore.accounting import forward_flops_by_component
 from lmcore.errors import require
-from lmcore.profiling.nsys.program import INFERENCE, TRAINING
+from lmcore.profiling.nsys.profile import INFERENCE, TRAINING
 from lmcore.workbook.report.benchmark.views import ops_of
 from lmcore.workbook.report.nsys.profiles import (
     FINAL,
