@@ -426,7 +426,7 @@ def test_command_reads_reports(capsys, tmp_path):
     out = capsys.readouterr().out
     assert "17,032 kernels, 1,782 copies, 31 ranges" in out
     # the whole record: 1,734 ms of kernels, 65 of copies; the full name of the second kernel, on several lines
-    assert "1 1275 520.9 0.4085 30.04 matmul ampere_sgemm_128x64_tn" in " ".join(out.split())
+    assert "1 1,275 520.9 0.4085 30.04 matmul ampere_sgemm_128x64_tn" in " ".join(out.split())
     assert "whole record 3,359.1 2,480.8 1,799.2 681.6" in " ".join(out.split())
     assert (
         "2. void at::native::vectorized_elementwise_kernel<(int)4, at::native::BinaryFunctor<float, float, float, "

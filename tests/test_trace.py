@@ -459,8 +459,8 @@ print(*[line.split()[1] for line in status.read_text().splitlines() if "VmHWM" i
     lines = done.stdout.splitlines()
     assert lines[0] == "Nsight Systems 2025.3.1: 800,000 kernels, 0 copies, 200 ranges."
     # 100 steps of 8,000 kernels, one call in five starts none; each of the 200 kernels runs 4,000 times 8 ns
-    assert lines[4].split() == ["1", "4000", "40", "0.032", "8e-06", "0.5", "other", "kernel_0"]
-    kinds = next(line for line in lines if line.split()[:2] == ["other", "800000"])
+    assert lines[4].split() == ["1", "4,000", "40", "0.032", "8e-06", "0.5", "other", "kernel_0"]
+    kinds = next(line for line in lines if line.split()[:2] == ["other", "800,000"])
     assert kinds.split()[2:] == ["6.4", "100"]
     steps = [line.split()[1:] for line in lines if line.startswith("step ")]
     assert steps == [["0.09999", "0.09999", "0.064", "0.03599"]] * 100

@@ -46,6 +46,14 @@ class NsysConfig:
 
 DEFAULTS = NsysConfig()
 
+HEADERS = {
+    "seconds": ("open (ms)", 1e3), "gpu_seconds": ("gpu (ms)", 1e3), "busy_seconds": ("busy (ms)", 1e3),
+    "idle_seconds": ("idle (ms)", 1e3), "total_seconds": ("total (ms)", 1e3), "mean_seconds": ("mean (ms)", 1e3),
+    "share": ("share (%)", 100.0), "matmul share": ("matmul (%)", 100.0), "bytes": ("MB", 1e-6),
+    "kind": ("category", 1), "short_name": ("kernel", 1), "calls_per_instance": ("per range", 1),
+}  # fmt: skip
+"""What columns of tables are called here, and the factor to their unit."""
+
 
 def nsys(
     settings: Annotated[NsysConfig, tyro.conf.arg(name="")] = DEFAULTS,
@@ -88,14 +96,13 @@ def report_lines(trace: "Trace", range: str | None, scope: Literal["process", "t
     from lmcore.profiling.nsys.trace import busy_table, copy_table, kernel_table, kind_table, unattributed
 
     kernels, busy = kernel_table(trace, range, scope).head(top), busy_table(trace, range, scope)
+    kernels = kernels if range is not None else kernels.drop(columns="calls_per_instance")
     gpu = ["gpu_seconds", "busy_seconds", "idle_seconds"]
     busy.loc[busy["gpu_seconds"] == 0, gpu] = float("nan")  # no work, which is not the same as an idle GPU
-    lines = [
-        f"{trace.tool}: {len(trace.kernels):,} kernels, {len(trace.copies):,} copies, {len(trace.ranges):,} ranges."
-    ]
+    sizes = [f"{len(getattr(trace, part)):,} {part}" for part in ("kernels", "copies", "ranges")]
+    lines = [f"{trace.tool}: {', '.join(sizes)}."]
     lines += [f"Range {range}, launches of the {scope}."] if range is not None else ["All work of the record."]
     lines += filter(None, [unattributed(trace)])
-    kernels = kernels if range is not None else kernels.drop(columns="calls_per_instance")
     lines += kernel_lines(kernels) + text(kind_table(trace, range, scope)) + text(busy.drop(columns="instance"))
     lines += text(copy_table(trace, range, scope))
     if range is None:
@@ -157,32 +164,31 @@ def profile_lines(found: Mapping[str, Any], top: int) -> list[str]:
 
 def kernel_lines(kernels: "pd.DataFrame") -> list[str]:
     """A table of kernels by their short names, and their full names under it."""
-    kernels = kernels.assign(number=[n + 1 for n, _ in enumerate(kernels.index)])
-    names = kernels.loc[kernels["name"] != kernels["short_name"], ["number", "name"]].itertuples(index=False)
-    full = [textwrap.fill(name, 118, initial_indent=f"{n:3}. ", subsequent_indent=" " * 5) for n, name in names]
-    columns = [name for name in kernels if name not in ("number", "kind", "short_name", "name")]
-    return text(kernels[["number", *columns, "kind", "short_name"]]) + (["", "Full names:", *full] if full else [])
+    kernels = kernels.reset_index(drop=True)
+    full = [
+        textwrap.fill(row.name, 118, initial_indent=f"{row.Index + 1:3}. ", subsequent_indent=" " * 5)
+        for row in kernels.itertuples()
+        if row.name != row.short_name
+    ]
+    kernels.insert(0, "no.", kernels.index + 1)
+    numbers = [name for name in kernels if name not in ("kind", "short_name", "name")]
+    return text(kernels[[*numbers, "kind", "short_name"]]) + (["", "Full names:", *full] if full else [])
 
 
 def text(table: "pd.DataFrame") -> list[str]:
     """Lines of a table under an empty one, in milliseconds, percent and megabytes; – is unknown. None without rows."""
-    import pandas as pd
-
-    headers = {"kind": "category", "short_name": "kernel", "calls_per_instance": "per range", "number": "no."}
-    shown = {}
+    columns = []
     for name, column in table.items():
-        if name.endswith("seconds"):
-            shown[f"{name.removesuffix('seconds').rstrip('_') or 'open'} (ms)"] = column * 1e3
-        elif name.endswith("share"):
-            shown[f"{name} (%)"] = column * 100
-        elif name == "bytes":
-            shown["MB"] = column / 1e6
-        elif pd.api.types.is_numeric_dtype(column):
-            shown[headers.get(name, name)] = column
-        else:  # to the left, with its header
-            width = max([len(headers.get(name, name)), *map(len, column)])
-            shown[headers.get(name, name).ljust(width)] = [value.ljust(width) for value in column]
-    frame = pd.DataFrame(shown)
-    formats = dict.fromkeys(frame.select_dtypes("float"), lambda x: f"{x:,.1f}" if x >= 1000 else f"{x:.4g}")
-    lines = frame.to_string(index=False, formatters=formats, na_rep="–").splitlines()
-    return ["", *(line.rstrip() for line in lines)] if len(frame) else []
+        header, factor = HEADERS.get(name, (name, 1))
+        cells = [header, *(value if isinstance(value, str) else digits(value * factor) for value in column)]
+        width = max(map(len, cells))
+        left = any(isinstance(value, str) for value in column)
+        columns.append([cell.ljust(width) if left else cell.rjust(width) for cell in cells])
+    return ["", *("  ".join(line).rstrip() for line in zip(*columns, strict=True))] if len(table) else []
+
+
+def digits(number: float) -> str:
+    """A number with the digits that matter."""
+    if number != number:
+        return "–"
+    return f"{number:,}" if isinstance(number, int) else f"{number:,.1f}" if number >= 1000 else f"{number:.4g}"
