@@ -93,7 +93,7 @@ def nsys(
 
 def report_lines(trace: "Trace", range: str | None, scope: Literal["process", "thread"], top: int) -> list[str]:
     """What a trace says of a range, or of the whole record and which ranges it has."""
-    from lmcore.profiling.nsys.trace import busy_table, copy_table, kernel_table, kind_table, unattributed
+    from lmcore.profiling.nsys.trace import busy_table, copy_table, inside, kernel_table, kind_table, unattributed
 
     kernels, busy = kernel_table(trace, range, scope).head(top), busy_table(trace, range, scope)
     kernels = kernels if range is not None else kernels.drop(columns="calls_per_instance")
@@ -105,10 +105,14 @@ def report_lines(trace: "Trace", range: str | None, scope: Literal["process", "t
     lines += filter(None, [unattributed(trace)])
     lines += kernel_lines(kernels) + text(kind_table(trace, range, scope)) + text(busy.drop(columns="instance"))
     lines += text(copy_table(trace, range, scope))
-    if range is None:
+    if range is None and trace.ranges.empty:
+        lines += ["", "The record has no ranges."]
+    elif range is None:
         ranges = trace.ranges.assign(seconds=(trace.ranges["end"] - trace.ranges["start"]) / 1e9)
         known = ranges.groupby("path", sort=False).agg(instances=("id", "size"), mean_seconds=("seconds", "mean"))
-        lines += text(known.reset_index()) or ["", "The record has no ranges."]
+        attributed = len(inside(trace.kernels, ranges[ranges["parent"] < 0]))
+        lines += text(known.reset_index())
+        lines.append(f"{attributed:,} of {len(trace.kernels):,} kernels were launched inside of ranges.")
     return lines
 
 

@@ -74,7 +74,7 @@ class Export:
         table = next((name for name in VERSION_TABLES if name in self.columns), "META_DATA_EXPORT")
         sql = f"SELECT value FROM {table} WHERE name = 'EXPORT_PRODUCT_VERSION'"
         version = self.connection.execute(sql).fetchone()
-        return f"Nsight Systems {'.'.join(version[0].split('.')[:3])}" if version and version[0] else "Nsight Systems"
+        return f"Nsight Systems {'.'.join(str(version[0]).split('.')[:3])}" if version else "Nsight Systems"
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def open_export(path: str | Path) -> Iterator[Export]:
         except UserError:
             raise
         # also what is no number where one should be, or none that fits
-        except (sqlite3.DatabaseError, ValueError, TypeError, ArithmeticError, AttributeError) as error:
+        except (sqlite3.DatabaseError, ValueError, TypeError, ArithmeticError) as error:
             raise UserError(f"{path} cannot be read as an SQLite export of Nsight Systems ({error}).") from error
 
 
