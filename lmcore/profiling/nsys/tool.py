@@ -102,9 +102,7 @@ def candidates() -> Iterator[tuple[Path, str]]:
 def nsys_version(path: str) -> str | None:
     """The version that the program at `path` says, such as "2025.3.1", or None if it is no nsys that runs."""
     try:
-        done = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, errors="replace", timeout=60, check=False
-        )
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
     said = re.search(r"Nsight Systems version (\d+\.\d+\.\d+)", done.stdout)
