@@ -336,12 +336,17 @@ def test_busy_and_idle_time(export, read):
     assert (busy_table(trace, None)[times] * 1e9).round().to_numpy().tolist() == [[520, 420, 260, 160]]
 
 
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), min_size=1, max_size=12))
-def test_union_of_intervals(intervals):
-    starts = pd.Series([start for start, _ in intervals])
-    ends = pd.Series([start + length for start, length in intervals])
-    ticks = {tick for start, length in intervals for tick in range(start, start + length)}
-    assert occupied(starts, ends) == (max(ends) - min(starts), len(ticks))
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12), st.integers(0, 2)), min_size=1, max_size=12),
+    st.sampled_from([0, 1_763_800_000_123_456_789]),  # nanoseconds since 1970 are too long for floating-point numbers
+)
+def test_union_of_intervals(intervals, begin):
+    rows = [(instance, begin + start, begin + start + length) for start, length, instance in intervals]
+    found = occupied(pd.DataFrame(rows, columns=["instance", "start", "end"]))
+    for instance in found.index:
+        own = [(start, start + length) for start, length, other in intervals if other == instance]
+        ticks = {tick for start, end in own for tick in range(start, end)}
+        assert found.loc[instance].tolist() == [max(ticks) + 1 - min(ticks), len(ticks)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.sampled_from([MAIN, AUTOGRAD])), max_size=8))

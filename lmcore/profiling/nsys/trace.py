@@ -217,22 +217,23 @@ def busy_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.D
     counted once where several did; `idle_seconds` the rest.
     """
     chosen, *work = work_in(trace, name, scope)
-    together = pd.concat(part[["instance", "start", "end"]] for part in work)
-    spans = {index: occupied(rows["start"], rows["end"]) for index, rows in together.groupby("instance")}
+    spans = occupied(pd.concat(part[["instance", "start", "end"]] for part in work)).reindex(chosen["id"], fill_value=0)
     table = chosen[["id", "path"]].rename(columns={"id": "instance"}).reset_index(drop=True)
-    whole, busy = np.array([spans.get(index, (0, 0)) for index in table["instance"]]).T
-    times = {"seconds": (chosen["end"] - chosen["start"]).to_numpy(), "gpu_seconds": whole, "busy_seconds": busy}
-    times["idle_seconds"] = whole - busy
-    return table.assign(**{key: value / 1e9 for key, value in times.items()})
+    table["seconds"] = (chosen["end"] - chosen["start"]).to_numpy() / 1e9
+    table["gpu_seconds"], table["busy_seconds"] = spans["whole"].to_numpy() / 1e9, spans["busy"].to_numpy() / 1e9
+    return table.assign(idle_seconds=(spans["whole"] - spans["busy"]).to_numpy() / 1e9)
 
 
-def occupied(start: pd.Series, end: pd.Series) -> tuple[int, int]:
-    """Length from the first start to the last end, and length of the union, of intervals in nanoseconds."""
-    order = np.argsort(start.to_numpy(), kind="stable")
-    start, end = start.to_numpy()[order], end.to_numpy()[order]
-    reached = np.maximum.accumulate(end)
-    whole = reached[-1] - start[0]
-    return int(whole), int(whole - np.maximum(start[1:] - reached[:-1], 0).sum())
+def occupied(work: pd.DataFrame) -> pd.DataFrame:
+    """Of the intervals of each instance (instance, start, end), in nanoseconds: whole, the length from the first start
+    to the last end, and busy, the length of their union."""
+    work = work.sort_values(["instance", "start"])
+    instance = work["instance"]
+    reached = work["end"].groupby(instance).cummax()
+    before = reached.groupby(instance).shift(fill_value=np.iinfo(np.int64).max)  # no gap before the first
+    gaps = (work["start"] - before).clip(lower=0).groupby(instance).sum()
+    whole = reached.groupby(instance).max() - work["start"].groupby(instance).min()
+    return pd.DataFrame({"whole": whole, "busy": whole - gaps})
 
 
 def copy_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.DataFrame:
