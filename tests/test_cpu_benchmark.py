@@ -1,17 +1,15 @@
-"""benchmarks/cpu.py: its contestants do the same work, and what it writes holds together."""
+"""benchmarks/cpu.py and benchmarks/tokenizer.py: contestants do the same work, and what is written holds together."""
 
 import json
 import subprocess
 import sys
-from importlib import import_module
+from importlib import import_module, util
 from pathlib import Path
 
 import pytest
-import torch
 
 from lmcore.config import ModelConfig, OptimizerConfig, TrainConfig
 from lmcore.errors import UserError
-from lmcore.model import TransformerLM
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = TrainConfig(
@@ -22,24 +20,18 @@ TINY = TrainConfig(
 
 
 @pytest.fixture
-def training(monkeypatch):
+def cpu(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    return import_module("cpu.training")
+    return import_module("cpu")
 
 
-def test_all_contestants_take_the_same_steps(training):
+def test_all_contestants_take_the_same_steps(cpu):
     """Same weights, same batches: the same losses step after step, which is what makes their times comparable."""
-    torch.manual_seed(0)
-    source = TransformerLM(TINY.model)
-    steps = {}
-    for name, make in training.contestants(source, TINY).items():
-        if "compiled" not in name:
-            try:
-                steps[name] = make()
-            except ImportError:
-                assert name == "Hugging Face"
-    batches = training.random_batches(TINY)
-    losses = {name: [step(*batch)[0].item() for batch in batches[:6]] for name, step in steps.items()}
+    bench, losses = cpu.Bench(TINY, cpu.CPU, batches=cpu.BATCHES), {}
+    for name in cpu.CONTESTANTS:
+        if "compiled" not in name and (name != "Hugging Face" or util.find_spec("transformers")):
+            contestant = bench.build(name)
+            losses[name] = contestant.notes["losses"] + [contestant.run().item() for _ in range(2)]
     assert {"lmcore plain", "lmcore sdpa", "lmcore fused", "torch.nn"} <= set(losses)
     expected = losses.pop("lmcore plain")
     assert len(set(expected)) == 6
@@ -47,24 +39,26 @@ def test_all_contestants_take_the_same_steps(training):
         assert values == pytest.approx(expected, rel=2e-4), name
 
 
-def test_contestants_that_differ_are_not_compared(training, monkeypatch):
-    torch_llama = training.PEERS["torch.nn"]
+def test_contestants_that_differ_are_not_compared(cpu, monkeypatch):
+    steps = import_module("steps")
 
     def other(source):
-        model, _ = torch_llama(source)
-        return model, lambda inputs, targets: model(inputs).square().mean()
+        model, logits = steps.torch_llama(source)
+        return model, lambda inputs: 2 * logits(inputs)
 
-    monkeypatch.setattr(training, "PEERS", {"another": other})
+    monkeypatch.setattr(steps, "PEERS", {"another": other})
+    monkeypatch.setattr(cpu, "CONTESTANTS", ("lmcore plain", "another"))
     with pytest.raises(UserError, match="another and lmcore plain do not compute the same"):
-        training.compare_training(TINY, 1, compiled=False, seconds_per_turn=0.01)
+        cpu.compare_training(TINY, 1, compiled=False, seconds_per_turn=0.01)
 
 
-def test_a_contestant_that_is_not_installed_is_a_row(training, monkeypatch):
+def test_a_contestant_that_is_not_installed_is_a_row(cpu, monkeypatch):
     def missing(source):
         raise ImportError("No module named 'transformers'")
 
-    monkeypatch.setattr(training, "PEERS", training.PEERS | {"Hugging Face": missing})
-    result = training.compare_training(TINY, 1, compiled=False, seconds_per_turn=0.01)
+    monkeypatch.setattr(import_module("steps"), "PEERS", {"Hugging Face": missing})
+    monkeypatch.setattr(cpu, "CONTESTANTS", ("lmcore plain", "Hugging Face"))
+    result = cpu.compare_training(TINY, 1, compiled=False, seconds_per_turn=0.01)
     assert result["contestants"]["Hugging Face"] == {"outcome": "absent", "reason": "No module named 'transformers'"}
 
 

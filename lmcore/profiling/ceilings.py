@@ -41,34 +41,50 @@ class Timer:
             self.buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
             self.flush_seconds = statistics.median(self._events(self.buffer.zero_, 0)[0] for _ in range(5))
 
-    def __call__(self, function: Callable[[], Any]) -> tuple[float, float | None]:
-        """Median (seconds, issue_seconds) of several calls after one to warm up; issue_seconds is None off CUDA."""
-        function()
-        self._synchronize()
-        seconds, issue = self._once(function, 1)
-        flushes = math.ceil(1.5 * issue / self.flush_seconds) if self.cuda else 0
+    def __call__(
+        self, function: Callable[[], Any], reset: Callable[[], Any] | None = None
+    ) -> tuple[float, float | None]:
+        """Median (seconds, issue_seconds) of several calls after one to warm up; issue_seconds is None off CUDA.
+
+        `reset` is called, untimed, before every call: what works in place then finds its inputs as they were.
+        """
+        self.once(function, 0, reset)
+        flushes = self.flushes_for(self.once(function, 1, reset)[1])
         times: list[float] = []
         issues: list[float] = []
         began = default_timer()
         while len(times) < LEAST or (len(times) < MOST and default_timer() - began < BUDGET[self.device.type]):
-            seconds, issue = self._once(function, flushes)
+            seconds, issue = self.once(function, flushes, reset)
             times.append(seconds)
             issues.append(issue)
         return statistics.median(times), statistics.median(issues) if self.cuda else None
 
-    def _once(self, function: Callable[[], Any], flushes: int) -> tuple[float, float]:
+    def flushes_for(self, issue: float) -> int:
+        """How many writes take longer than the `issue` seconds that the host needs to queue a function."""
+        return math.ceil(1.5 * issue / self.flush_seconds) if self.cuda else 0
+
+    def seconds_of(self, flushes: int) -> float:
+        """How long this many writes take."""
+        return flushes * self.flush_seconds if flushes else 0.0
+
+    def once(
+        self, function: Callable[[], Any], flushes: int, reset: Callable[[], Any] | None = None
+    ) -> tuple[float, float]:
+        """(seconds, issue_seconds) of one call, on a GPU behind this many writes."""
+        if reset is not None:
+            reset()
         if self.cuda:
             return self._events(function, flushes)
-        self._synchronize()
+        self.synchronize()
         began = default_timer()
         function()
         issued = default_timer()
-        self._synchronize()
+        self.synchronize()
         return default_timer() - began, issued - began
 
     def _events(self, function: Callable[[], Any], flushes: int) -> tuple[float, float]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._synchronize()
+        self.synchronize()
         for _ in range(flushes):
             self.buffer.zero_()
         stream = torch.cuda.current_stream(self.device)
@@ -77,10 +93,11 @@ class Timer:
         function()
         issued = default_timer() - began
         end.record(stream)
-        self._synchronize()
+        self.synchronize()
         return begin.elapsed_time(end) / 1e3, issued
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
+        """Waits until the device has done all that it was given."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":
