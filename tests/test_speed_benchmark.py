@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from importlib import util
 from pathlib import Path
 
 import pytest
@@ -138,14 +139,17 @@ def test_the_command_measures_checks_and_goes_on_where_it_ended(tmp_path, capsys
     """Two cells in processes of their own, and the rest in this one, which is faster."""
     out = tmp_path / "speed.json"
     main(out, only=("optimizer", "loss"), device="cpu", toy=True)
-    first = json.loads(out.read_text())
-    assert {row["row"] for row in first["rows"]} == {"adamw", "loss"}
+    begun = json.loads(out.read_text())
+    assert {row["row"] for row in begun["rows"]} == {"adamw", "loss"}
     monkeypatch.setattr("speed.command.run_apart", lambda call, arguments, *_, **__: ("complete", call(*arguments)))
     main(out, device="cpu", toy=True)
     result = json.loads(out.read_text())
     kept = [row for row in result["rows"] if row["row"] in ("adamw", "loss")]
-    assert kept == first["rows"]
-    assert [len(run["cells"]) for run in result["runs"]] == [2, len(cells.toy_cells()) - 2]
+    assert kept == begun["rows"]
+    absent = set() if util.find_spec("transformers") else {"decode-small-1-generate"}  # nobody else takes part
+    first, second = (set(run["cells"]) for run in result["runs"])
+    assert first == {"adamw", "loss"}
+    assert second == {cell.row for cell in cells.toy_cells()} - first - absent
     assert result["ceilings"]["copy_bytes_per_second"] > 0
     for row in result["rows"]:
         assert row["outcome"] in ("complete", "absent"), row

@@ -43,8 +43,11 @@ def cells() -> list[Cell]:
              "speed.kernels:attention_memory", {"head_size": 64, "heads": 16, "lengths": [*LENGTHS[1:], 32768]}, 16),
         Cell("memory-step", "memory", "memory of a full step by length", "speed.steps:memory",
              {"size": "small", "batch_size": 4, "lengths": [*LENGTHS[:-1]]}, 25),
-        study_cell("tinystories", 8, 1024, "TinyStories model, 8 × 1,024", 48),
-        *(kernel_cell(name, **sizes) for name, sizes in KERNELS.items()),
+        replace(step_cell("tinystories", 8, 1024, CUMULATIVE, 48), row="study", group="study",
+                work="TinyStories model, 8 × 1,024, one change after the other"),
+        *(Cell(f"elementwise-{name}", "elementwise", f"{name}{' forward + backward' * (name != 'rope')}",
+               "speed.kernels:elementwise", {"kernel": name, "precision": "bf16"} | sizes, 8)
+          for name, sizes in KERNELS.items()),
         decode_cell("small", 64, (GRAPH, OURS), 24),
         decode_cell("small", 8, (GRAPH, OURS), 24),
         # Hugging Face's own loop, with nobody beside it: where it has run, CUDA graphs of others take twice as long
@@ -94,51 +97,28 @@ def step_cell(size: str, batch_size: int, length: int, contestants: tuple[str, .
                 "speed.steps:measure", settings, estimate)  # fmt: skip
 
 
-def study_cell(size: str, batch_size: int, length: int, what: str, estimate: float) -> Cell:
-    """The cumulative optimizations of a step."""
-    cell = step_cell(size, batch_size, length, CUMULATIVE, estimate)
-    return replace(cell, row="study", group="study", work=f"{what}, one change after the other")
-
-
-def decode_cell(size: str, batch_size: int, contestants: tuple[str, ...], estimate: float, **changes: int) -> Cell:
+def decode_cell(size: str, batch_size: int, contestants: tuple[str, ...], estimate: float) -> Cell:
     """Decoding of 256 tokens after a prompt of 16."""
     settings = {"size": size, "batch_size": batch_size, "prompt_tokens": 16, "new_tokens": 256, "context_length": 512,
                 "vocab_size": 10_000, "precision": "bf16", "contestants": list(contestants)}  # fmt: skip
     return Cell(f"decode-{size}-{batch_size}", "decode", f"decode, batch {batch_size}, {size}",
-                "speed.decode:measure", settings | changes, estimate)  # fmt: skip
+                "speed.decode:measure", settings, estimate)  # fmt: skip
 
 
-def kernel_cell(name: str, **sizes: int) -> Cell:
-    """One of our elementwise kernels beside torch.compile."""
-    work = f"{name} forward + backward" if name != "rope" else "rope"
-    settings = {"kernel": name, "precision": "bf16"} | sizes
-    return Cell(f"elementwise-{name}", "elementwise", work, "speed.kernels:elementwise", settings, 8)
+TOY = {
+    "size": "smoke", "batch_size": 2, "context_length": 16, "vocab_size": 512, "prompt_tokens": 4, "new_tokens": 4,
+    "heads": 2, "head_size": 16, "rows": 32, "d_model": 32, "d_ff": 64, "blocks": 2, "lengths": [16, 32], "tokens": 64,
+}  # fmt: skip
 
 
 def toy_cells() -> list[Cell]:
-    """The same work at sizes that take seconds on a CPU."""
-    sweep = {"head_size": 16, "passes": "both", "lengths": [16, 32], "tokens": 64, "heads": 2}
-    return [
-        attention_cell(16, 48, "forward", 2, 2),
-        attention_cell(16, 48, "both", 2, 2),
-        Cell("adamw", "optimizer", "AdamW of two small blocks", "speed.kernels:optimizer",
-             {"d_model": 32, "d_ff": 64, "blocks": 2}, 1),
-        Cell("loss", "loss", "linear + cross-entropy, 40 × 130, d 32", "speed.kernels:loss",
-             {"rows": 40, "d_model": 32, "vocab_size": 130, "precision": "bf16"}, 1),
-        step_cell("smoke", 2, 16, ("HF eager", HF_BEST, "lmcore plain", "lmcore compiled", OURS), 1),
-        decode_cell("smoke", 2, (GENERATE, GRAPH, OURS), 1, prompt_tokens=4, new_tokens=4, context_length=16,
-                    vocab_size=512),
-        Cell("attention-16-sweep-both", "sweep", "attention by length, head size 16", "speed.kernels:lengths",
-             sweep, 1),
-        Cell("memory-attention", "memory", "memory of attention by length", "speed.kernels:attention_memory",
-             {"head_size": 16, "heads": 2, "lengths": [16, 32]}, 1),
-        Cell("memory-step", "memory", "memory of a step by length", "speed.steps:memory",
-             {"size": "smoke", "batch_size": 1, "lengths": [16]}, 1),
-        study_cell("smoke", 2, 16, "smoke model, 2 × 16", 1),
-        kernel_cell("rmsnorm", rows=32, d_model=24),
-        kernel_cell("rope", rows=32, heads=2, head_size=8, context_length=16),
-        kernel_cell("swiglu", rows=32, d_ff=24),
-    ]  # fmt: skip
+    """One cell of every kind at sizes that take seconds on a CPU."""
+    kinds: dict[Any, Cell] = {}
+    for cell in cells():
+        small = {name: TOY.get(name, value) for name, value in cell.settings.items()}
+        kind = (cell.group, cell.measure, cell.settings.get("kernel"), str(cell.settings.get("contestants")))
+        kinds.setdefault(kind, replace(cell, work=f"{cell.work}, at toy size", settings=small, estimate=1))
+    return [*kinds.values()]
 
 
 def targets() -> list[dict[str, Any]]:

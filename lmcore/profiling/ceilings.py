@@ -39,7 +39,7 @@ class Timer:
         self.cuda = device.type == "cuda"
         if self.cuda:
             self.buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-            self.flush_seconds = statistics.median(self._events(self.buffer.zero_, 0)[0] for _ in range(5))
+            self.flush_seconds = statistics.median(self.once(self.buffer.zero_, 0)[0] for _ in range(5))
 
     def __call__(
         self, function: Callable[[], Any], reset: Callable[[], Any] | None = None
@@ -49,23 +49,16 @@ class Timer:
         `reset` is called, untimed, before every call: what works in place then finds its inputs as they were.
         """
         self.once(function, 0, reset)
-        flushes = self.flushes_for(self.once(function, 1, reset)[1])
-        times: list[float] = []
-        issues: list[float] = []
-        began = default_timer()
-        while len(times) < LEAST or (len(times) < MOST and default_timer() - began < BUDGET[self.device.type]):
-            seconds, issue = self.once(function, flushes, reset)
-            times.append(seconds)
-            issues.append(issue)
-        return statistics.median(times), statistics.median(issues) if self.cuda else None
+        flushes = self.flushes_for(self.once(function, int(self.cuda), reset)[1])
+        taken, began = [], default_timer()
+        while len(taken) < LEAST or (len(taken) < MOST and default_timer() - began < BUDGET[self.device.type]):
+            taken.append(self.once(function, flushes, reset))
+        seconds, issue = map(statistics.median, zip(*taken, strict=True))
+        return seconds, issue if self.cuda else None
 
     def flushes_for(self, issue: float) -> int:
         """How many writes take longer than the `issue` seconds that the host needs to queue a function."""
         return math.ceil(1.5 * issue / self.flush_seconds) if self.cuda else 0
-
-    def seconds_of(self, flushes: int) -> float:
-        """How long this many writes take."""
-        return flushes * self.flush_seconds if flushes else 0.0
 
     def once(
         self, function: Callable[[], Any], flushes: int, reset: Callable[[], Any] | None = None
@@ -73,28 +66,20 @@ class Timer:
         """(seconds, issue_seconds) of one call, on a GPU behind this many writes."""
         if reset is not None:
             reset()
-        if self.cuda:
-            return self._events(function, flushes)
-        self.synchronize()
-        began = default_timer()
-        function()
-        issued = default_timer()
-        self.synchronize()
-        return default_timer() - began, issued - began
-
-    def _events(self, function: Callable[[], Any], flushes: int) -> tuple[float, float]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.synchronize()
         for _ in range(flushes):
             self.buffer.zero_()
-        stream = torch.cuda.current_stream(self.device)
-        begin.record(stream)
+        if self.cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            stream = torch.cuda.current_stream(self.device)
+            begin.record(stream)
         began = default_timer()
         function()
         issued = default_timer() - began
-        end.record(stream)
+        if self.cuda:
+            end.record(stream)
         self.synchronize()
-        return begin.elapsed_time(end) / 1e3, issued
+        return (begin.elapsed_time(end) / 1e3 if self.cuda else default_timer() - began), issued
 
     def synchronize(self) -> None:
         """Waits until the device has done all that it was given."""

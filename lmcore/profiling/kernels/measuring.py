@@ -101,11 +101,11 @@ def race(
     for name, contestant in ready.items():
         with ending(results[name]):
             contestant.call()
-            took, issue = timer.once(contestant.call, int(alone))
+            took, issue = timer.once(contestant.call, int(alone and timer.cuda))
             flushes[name] = timer.flushes_for(issue) if alone else 0
             if not alone and contestant.reset is None:
                 results[name].calls = max(1, math.ceil(turn / took))
-            cost += results[name].calls * took + timer.seconds_of(flushes[name])
+            cost += results[name].calls * took + (flushes[name] * timer.flush_seconds if timer.cuda else 0)
     if rounds is None:
         rounds = min(MOST, max(FEWEST, int(seconds / cost))) if flushes else 0
     for number in range(rounds):
