@@ -240,11 +240,11 @@ def test_without_triton_nothing_is_interpreted(monkeypatch):
 
 def test_shapes_side_by_side_are_those_one_after_the_other():
     shapes, keys = [(1, 2, 5, 16), (2, 1, 9, 16)], ("kernel", "shape", "causal", "precision", "holds")
-    rows = agreement.side_by_side("cpu", shapes, ["fp32"])
-    expected = agreement.attention_rows_of_ours("cpu", shapes, ["fp32"])
+    rows = agreement.side_by_side(agreement.flash_attention, CPU, shapes, ["fp32"])
+    expected = agreement.attention_rows(agreement.flash_attention, CPU, shapes, ["fp32"])
     assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in expected]
     with pytest.raises(RuntimeError, match="fp99"):
-        agreement.side_by_side("cpu", shapes[:1], ["fp99"])
+        agreement.side_by_side(agreement.flash_attention, CPU, shapes[:1], ["fp99"])
 
 
 def test_the_other_kernels_agree():

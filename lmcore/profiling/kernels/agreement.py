@@ -72,17 +72,17 @@ def attention_rows(
                 torch.manual_seed(number)
                 inputs = [torch.randn(shape, device=device).to(DTYPES[precision]) for _ in range(4)]
 
-                def both_passes(
-                    function: Callable[..., Tensor], *tensors: Tensor, causal: bool = causal
-                ) -> tuple[Tensor, ...]:
-                    *leaves, gradient = (x.detach().requires_grad_() for x in tensors)
-                    return with_gradients(lambda *x: function(*x, causal), leaves, gradient.detach())
-
-                exact = both_passes(definition, *map(wide, inputs))
-                ours, plain = both_passes(attend, *inputs), both_passes(definition, *inputs)
+                ours, plain = both_passes(attend, inputs, causal), both_passes(definition, inputs, causal)
+                exact = both_passes(definition, [*map(wide, inputs)], causal)
                 head = {"kernel": "attention", "shape": list(shape), "causal": causal, "precision": precision}
                 rows.append(head | compared(("O", "dQ", "dK", "dV"), precision, ours, plain, exact))
     return rows
+
+
+def both_passes(attend: Callable[..., Tensor], tensors: Sequence[Tensor], causal: bool) -> tuple[Tensor, ...]:
+    """Output and gradients of q, k and v, given these and the output's gradient."""
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    return with_gradients(lambda *x: attend(*x, causal), leaves, tensors[3])
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -126,25 +126,20 @@ def measure_agreement(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     device, _ = select_device(config.device)
     kernels = runs_triton(device)
     precisions = [name for name in TOLERANCES if device.type != "mps" or name == "fp32"]
-    attention = side_by_side if kernels else attention_rows_of_ours
-    rows = attention(str(device), ATTENTION_SHAPES, precisions)
+    rows_of = side_by_side if kernels else attention_rows
+    rows = rows_of(flash_attention, device, ATTENTION_SHAPES, precisions)
     rows += other_rows(device, [name for name in precisions if name != "fp16"])  # the fused loss has none
     by = "Triton kernels" if kernels else "plain-PyTorch twins"
     return {"device": device_name(device), "by": by, "rows": rows}
 
 
-def attention_rows_of_ours(
-    device: str, shapes: Sequence[Sequence[int]], precisions: Sequence[str]
+def side_by_side(
+    attend: Callable[..., Tensor], device: torch.device, shapes: Sequence[Sequence[int]], precisions: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """`attention_rows` of our kernels."""
-    return attention_rows(flash_attention, torch.device(device), shapes, precisions)
-
-
-def side_by_side(device: str, shapes: Sequence[Sequence[int]], precisions: Sequence[str]) -> list[dict[str, Any]]:
-    """`attention_rows_of_ours` with a process for each shape: compiling the kernels is most of the work."""
+    """`attention_rows` with a process for each shape: compiling the kernels is most of the work."""
     with ThreadPoolExecutor(max(1, min(len(shapes), (os.cpu_count() or 1) // 2))) as pool:
-        arguments = [(device, [shape], precisions) for shape in shapes]
-        results = [*pool.map(lambda one: run_apart(attention_rows_of_ours, one, None), arguments)]
+        arguments = [(attend, device, [shape], precisions) for shape in shapes]
+        results = [*pool.map(lambda one: run_apart(attention_rows, one, None), arguments)]
     for outcome, reason in results:
         if outcome != "complete":
             raise RuntimeError(reason)

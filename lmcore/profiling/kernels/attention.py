@@ -15,7 +15,7 @@ from lmcore.functional import scaled_dot_product_attention
 from lmcore.kernels.attention import flash_attention
 from lmcore.kernels.sdpa import fused_causal_attention
 from lmcore.model import causal_mask
-from lmcore.profiling.kernels.measuring import activation_dtype, measured, with_gradients
+from lmcore.profiling.kernels.measuring import DTYPES, measured, with_gradients
 from lmcore.profiling.kernels.traffic import Traffic, meta, traffic_of
 from lmcore.profiling.workload import WorkloadConfig, workload_config
 
@@ -51,7 +51,7 @@ def measure_attention(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     device, _ = select_device(config.device)
     set_matmul_precision(device, config.precision)
     torch.manual_seed(config.seed)
-    model, dtype = config.model, activation_dtype(config)
+    model, dtype = config.model, DTYPES[config.precision]
     shape = (config.batch_size, model.num_heads, model.context_length, model.d_k)
     attend = attention_of(model.attention, model.context_length, device)
     q, k, v, gradient = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))

@@ -14,7 +14,7 @@ from lmcore.device import autocast, device_name, select_device, set_matmul_preci
 from lmcore.generate import generate
 from lmcore.model import TransformerLM
 from lmcore.profiling.ceilings import Timer, copy_ceiling
-from lmcore.profiling.kernels.measuring import activation_dtype, result_rows
+from lmcore.profiling.kernels.measuring import DTYPES, result_rows
 from lmcore.profiling.workload import WorkloadConfig
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -82,7 +82,7 @@ def decoding_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
                 "same_tokens": row["same_tokens"],
                 "bound": config.batch_size
                 * result["copy_bytes_per_second"]
-                / (read * activation_dtype(config).itemsize),
+                / (read * DTYPES[config.precision].itemsize),
                 "device": result["device"],
             }
         )

@@ -18,7 +18,7 @@ from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.model import RotaryPositionalEmbedding
 from lmcore.profiling.ceilings import Timer
 from lmcore.profiling.kernels.loss import variant_of
-from lmcore.profiling.kernels.measuring import Contestant, activation_dtype, result_rows, with_gradients
+from lmcore.profiling.kernels.measuring import DTYPES, Contestant, result_rows, with_gradients
 from lmcore.profiling.kernels.traffic import traffic_of
 from lmcore.profiling.workload import WorkloadConfig
 
@@ -50,7 +50,7 @@ class Elementwise:
 
 def operations(config: WorkloadConfig, device: torch.device) -> Iterator[Elementwise]:
     """The elementwise operations of one block of the cell's model, on random inputs in its precision."""
-    c, dtype, rows = config.model, activation_dtype(config), config.tokens_per_step
+    c, dtype, rows = config.model, DTYPES[config.precision], config.tokens_per_step
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)

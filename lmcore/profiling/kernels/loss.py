@@ -12,7 +12,7 @@ from lmcore.config import from_dict
 from lmcore.device import device_name, select_device, set_matmul_precision
 from lmcore.functional import cross_entropy
 from lmcore.kernels.cross_entropy import CHUNK_BYTES, linear_cross_entropy_gradients
-from lmcore.profiling.kernels.measuring import activation_dtype, measured, with_gradients
+from lmcore.profiling.kernels.measuring import DTYPES, measured, with_gradients
 from lmcore.profiling.workload import WorkloadConfig, workload_config
 
 CHUNKS = 8
@@ -61,7 +61,7 @@ def measure_loss(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     device, _ = select_device(config.device)
     set_matmul_precision(device, config.precision)
     torch.manual_seed(config.seed)
-    dtype, rows, vocab_size = activation_dtype(config), config.tokens_per_step, config.model.vocab_size
+    dtype, rows, vocab_size = DTYPES[config.precision], config.tokens_per_step, config.model.vocab_size
     x, weight, targets = loss_inputs(rows, config.model.d_model, vocab_size, dtype, device)
     loss = torch.compile(plain_loss, dynamic=False) if config.compile else plain_loss
     chunk = max(1, rows // CHUNKS) if rows * vocab_size * dtype.itemsize <= CHUNK_BYTES else None
@@ -79,7 +79,7 @@ def loss_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     rows = []
     for record in records.values():
         config, result = from_dict(WorkloadConfig, record["config"]), record["result"] or {}
-        width, positions, model = activation_dtype(config).itemsize, config.tokens_per_step, config.model
+        width, positions, model = DTYPES[config.precision].itemsize, config.tokens_per_step, config.model
         rows.append(
             {
                 "cell": record["cell"],

@@ -181,11 +181,6 @@ def with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], *grad
     return (results[-1].detach(), *torch.autograd.grad(results, leaves, of))
 
 
-def activation_dtype(config: WorkloadConfig) -> torch.dtype:
-    """The type that a cell's precision gives to activations."""
-    return DTYPES[config.precision]
-
-
 def extra_bytes(function: Callable[[], Any], device: torch.device) -> int | None:
     """The most memory that a call takes at a time, beside what was there before; None where nobody counts it (MPS).
 

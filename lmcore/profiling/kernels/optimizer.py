@@ -35,11 +35,10 @@ TORCH_FUSED = 4 + 8 + 28
 COUNTED = 1 << 20
 """Parameters of which operations are counted: so many that scalars do not show."""
 
-Parameters = list[nn.Parameter]
 Update = Callable[[], Any]
 
 
-def plain(parameters: Parameters, max_norm: float | None = None, **settings: Any) -> Update:
+def plain(parameters: list[nn.Parameter], max_norm: float | None = None, **settings: Any) -> Update:
     """The update of `lmcore.optimizer`, operation by operation; with `max_norm` clipping goes before it."""
     optimizer = AdamW(parameters, **settings)
     if max_norm is None:
@@ -47,7 +46,7 @@ def plain(parameters: Parameters, max_norm: float | None = None, **settings: Any
     return lambda: (gradient_clipping(parameters, max_norm), optimizer.step())
 
 
-def torch_fused(parameters: Parameters, max_norm: float | None = None, **settings: Any) -> Update:
+def torch_fused(parameters: list[nn.Parameter], max_norm: float | None = None, **settings: Any) -> Update:
     """PyTorch's fused update. Raises `Absent` on a device that it does not serve."""
     try:
         optimizer = torch.optim.AdamW(parameters, fused=True, **settings)
@@ -58,7 +57,7 @@ def torch_fused(parameters: Parameters, max_norm: float | None = None, **setting
     return lambda: (nn.utils.clip_grad_norm_(parameters, max_norm), optimizer.step())
 
 
-def ours(parameters: Parameters, max_norm: float | None = None, **settings: Any) -> Update:
+def ours(parameters: list[nn.Parameter], max_norm: float | None = None, **settings: Any) -> Update:
     """Our fused update."""
     return FusedAdamW(parameters, max_grad_norm=max_norm, **settings).step
 
@@ -89,27 +88,22 @@ def measure_optimizer(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     kernels = runs_triton(device)
+    one_pass = ONE_PASS if kernels else bytes_each(update_traffic(ours, "cpu"))
     updates = {
         "plain, operation by operation": (plain, bytes_each(update_traffic())),
         "torch.optim.AdamW(fused=True)": (torch_fused, TORCH_FUSED),
-        "ours, in one pass" if kernels else "ours, as plain operations": (
-            ours, ONE_PASS if kernels else bytes_each(update_traffic(ours, "cpu")),
-        ),
-    }  # fmt: skip
+        "ours, in one pass" if kernels else "ours, as plain operations": (ours, one_pass),
+    }
 
     def build(update: Callable[..., Update]) -> Contestant:
         return Contestant(update(parameters, MAX_NORM))
 
     results = race({name: partial(build, update) for name, (update, _) in updates.items()}, device, BUDGET[device.type])
-    rows = [
-        {
-            "contestant": name,
-            "bytes_per_parameter": updates[name][1],
-            "seconds": median(result.seconds) if result.seconds else None,
-            "reason": result.reason,
-        }
-        for name, result in results.items()
-    ]
+    rows = []
+    for name, result in results.items():
+        seconds = median(result.seconds) if result.seconds else None
+        row = {"contestant": name, "bytes_per_parameter": updates[name][1]}
+        rows.append(row | {"seconds": seconds, "reason": result.reason})
     return {
         "device": device_name(device),
         "parameters": sum(parameter.numel() for parameter in parameters),
