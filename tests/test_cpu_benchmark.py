@@ -1,4 +1,4 @@
-"""benchmarks/cpu.py and benchmarks/tokenizer.py: contestants do the same work, and what is written holds together."""
+"""benchmarks/cpu.py, tokenizer.py and trees.py: contestants do the same work, and what is written holds together."""
 
 import json
 import subprocess
@@ -82,3 +82,29 @@ def test_the_command_writes_both_results(tmp_path):
     for shape in loaders["shapes"]:
         assert all(row["batches_per_second"] > 0 for row in shape["contestants"].values())
         assert shape["contestants"]["lmcore"]["times_lmcore"]["median"] == 1.0
+
+
+def test_the_tokenizers_are_compared_on_equal_results(tmp_path, shared_data, monkeypatch, capsys):
+    """All three parts, on few documents."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    text = tmp_path / "text.txt"
+    text.write_text((shared_data / "tinystories" / "valid.txt").read_text(encoding="utf-8")[:20_000], encoding="utf-8")
+    import_module("tokenizer").main(text, 300, 1, shared_data / "gpt2", tmp_path / "out.json")
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["training"]["merges"] == 300 - 257
+    assert result["training"]["merges_in_common"] > 30
+    assert set(result["encoding"]["tokens_per_second"]) == {"lmcore_bulk", "tiktoken", "lmcore_python"}
+    assert set(result["taught_encoder"]["ratios"]) == {"first_pass", "warm", "letters", "doubling"}
+    assert "times as long as tiktoken" in capsys.readouterr().out
+
+
+def test_two_trees_take_turns(tmp_path):
+    """Each in a process of its own; here both are this one."""
+    out = tmp_path / "trees.json"
+    command = [sys.executable, BENCHMARKS / "trees.py", BENCHMARKS.parent, "--toy", "--rounds", "2", "--out", out]
+    done = subprocess.run([*command, "--only", "attention-16-32"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads(out.read_text())["cases"].values()
+    assert case["ratio"] == pytest.approx(case["old_seconds"] / case["new_seconds"], rel=1)
+    assert case["ratio_low"] <= case["ratio"] <= case["ratio_high"]
+    assert done.stdout.startswith("attention-16-32: old ")

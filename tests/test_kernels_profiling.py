@@ -1,5 +1,8 @@
 """What notebook 07 counts and measures: contestants in turns, bytes that move, agreement with the definitions."""
 
+from pathlib import Path
+
+import pandas as pd
 import pytest
 import torch
 from kernel_reports import record
@@ -194,6 +197,8 @@ def test_the_loss_is_measured_with_and_without_logits():
 def test_the_optimizer_is_measured():
     config = workload_config("smoke", vocab_size=16)
     table = optimizer.optimizer_table({"a": record("a", config, optimizer.measure_optimizer(config, None))})
+    recorded = pd.read_csv(Path(__file__).parents[1] / "results" / "h200" / "kernels_optimizer.csv")
+    assert list(table) == list(recorded)
     assert table["contestant"].str.startswith("ours").sum() == 1
     assert (table.loc[table["outcome"] == "complete", "bytes_per_second"] > 0).all()
 

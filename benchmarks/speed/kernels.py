@@ -40,8 +40,7 @@ def attention(cell: Cell, conditions: Conditions) -> Rows:
     leaves, gradients = [x.requires_grad_(both) for x in (q, k, v)], (do,) if both else ()
 
     def build(name: str) -> Contestant:
-        attend = attention_by(name, length, device, conditions)
-        return Contestant(lambda: with_gradients(attend, leaves, *gradients))
+        return Contestant(partial(with_gradients, attention_by(name, length, device, conditions), leaves, *gradients))
 
     reference = None
     if not s.get("unchecked"):  # the last head of the first sequence: of all the scores would be too many
@@ -116,16 +115,6 @@ def loss(cell: Cell, conditions: Conditions) -> Rows:
     def eager(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, weight).float(), targets)
 
-    def build(make: Callable[[], Callable[..., Tensor]]) -> Contestant:
-        function = make()
-        return Contestant(lambda: loss_and_gradients(function, x, weight, targets))
-
-    makers = {
-        "eager": lambda: eager,
-        "torch.compile": lambda: conditions.compiled(eager),
-        OURS: lambda: linear_cross_entropy,
-    }
-
     def part(result: Tensor) -> Tensor:
         return result[:, :CHECKED_COLUMNS] if result.ndim == 2 else result
 
@@ -133,7 +122,9 @@ def loss(cell: Cell, conditions: Conditions) -> Rows:
     reference = [part(result).clone() for result in loss_and_gradients(plain_loss, *wide, targets)]
     flops = 6 * s["rows"] * s["d_model"] * s["vocab_size"]
     ideal = flops / conditions.ceilings["bf16_flops_per_second"]
-    builders = {name: partial(build, make) for name, make in makers.items()}
+    losses = {"eager": eager, "torch.compile": conditions.compiled(eager), OURS: linear_cross_entropy}
+    runs = {name: partial(loss_and_gradients, loss, x, weight, targets) for name, loss in losses.items()}
+    builders = {name: partial(Contestant, run) for name, run in runs.items()}
     work = Work(builders, flops / 1e12, "TFLOP/s", ideal, "measured matmul", True, reference, part)
     return work.rows(cell, conditions)
 
@@ -185,11 +176,8 @@ def elementwise(cell: Cell, conditions: Conditions) -> Rows:
     else:
         one = operations.gate(random(2 * s["d_ff"]), random(s["d_ff"]))
 
-    def theirs() -> Contestant:
-        run = conditions.compiled(one.definition)
-        return Contestant(lambda: one.plain(run))
-
+    theirs = partial(one.plain, conditions.compiled(one.definition))
+    builders = {"torch.compile": partial(Contestant, theirs), OURS: one.ours}
     reference, moved = one.plain(convert=Tensor.float), one.least_bytes
     ideal = moved / conditions.ceilings["copy_bytes_per_second"]
-    builders = {"torch.compile": theirs, OURS: one.ours}
     return Work(builders, moved / 1e9, "GB/s", ideal, "measured copy", reference=reference).rows(cell, conditions)

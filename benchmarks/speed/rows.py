@@ -80,10 +80,8 @@ class Work:
         found = blank_row(cell, contestant, result.outcome, result.reason) | {"notes": result.notes}
         if not result.seconds:
             return found | {"notes": {}}
-        median, deciles = (
-            statistics.median(result.seconds),
-            statistics.quantiles(result.seconds, n=10, method="inclusive"),
-        )
+        median = statistics.median(result.seconds)
+        deciles = statistics.quantiles(result.seconds, n=10, method="inclusive")
         return found | {
             "median": median * 1e3,
             "low": deciles[0] * 1e3,

@@ -149,13 +149,13 @@ def prepared(
     contestant = build()
     found = contestant.call()
     timer.synchronize()
+    result.peak_bytes = torch.cuda.max_memory_allocated(device) - before if timer.cuda else None
     result.notes = contestant.notes
     if reference is not None:
         pairs = zip(contestant.results or [part(x) for x in found], reference, strict=True)
         result.notes["relative_error"] = max(relative_error(*pair) for pair in pairs)
     contestant.results = None
     result.notes["setup_seconds"] = round(default_timer() - began, 2)
-    result.peak_bytes = torch.cuda.max_memory_allocated(device) - before if timer.cuda else None
     return contestant
 
 

@@ -118,7 +118,7 @@ def optimizer_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     for row, config, result in result_rows(records):
         seconds, moved = row["seconds"], row["bytes_per_parameter"] * result["parameters"]
         head = {"cell": row["cell"], "size": config.size, "outcome": "complete" if seconds else "absent"}
-        counted = {"bytes": moved, "bytes_per_second": moved / seconds if seconds else None}
-        shared = {name: result[name] for name in ("parameters", "copy_bytes_per_second", "device")}
-        rows.append(head | row | counted | shared)
+        counted = {"parameters": result["parameters"], "bytes": moved}
+        counted["bytes_per_second"] = moved / seconds if seconds else None
+        rows.append(head | row | counted | {name: result[name] for name in ("copy_bytes_per_second", "device")})
     return pd.DataFrame(rows)
