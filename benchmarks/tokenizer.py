@@ -8,7 +8,7 @@ All take turns on the same text, so that what else the machine does falls on eac
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,6 @@ from lmcore.text import END_OF_TEXT, read_text
 from lmcore.tokenizer import Tokenizer, train_bpe
 from lmcore.tokenizer.files import to_printable
 from lmcore.tokenizer.train import available_cores
-
-Merges = list[tuple[str, str]]
 
 
 def main(
@@ -78,38 +76,34 @@ def summary(seconds: dict[str, list[float]], ours: str, theirs: str) -> dict[str
     }
 
 
-def hugging_face() -> tuple[tokenizers.Tokenizer, Callable[[int], Any]]:
-    """Hugging Face's byte-level BPE, and a maker of its trainer."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return tokenizer, lambda vocab_size: tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+def hugging_face(vocab_size: int) -> tuple[tokenizers.Tokenizer, Any]:
+    """Hugging Face's byte-level BPE, and its trainer."""
+    tokenizer, byte_level = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    settings = {"special_tokens": [END_OF_TEXT], "initial_alphabet": byte_level.alphabet(), "show_progress": False}
+    return tokenizer, tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, **settings)
 
 
-def hugging_face_merges(documents: list[str], vocab_size: int) -> Merges:
+def hugging_face_merges(documents: list[str], vocab_size: int) -> set[tuple[str, str]]:
     """Merges that Hugging Face makes of the documents. From a file it would train on the special tokens' text too."""
-    tokenizer, trainer = hugging_face()
-    tokenizer.train_from_iterator(documents, trainer(vocab_size))
-    return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+    tokenizer, trainer = hugging_face(vocab_size)
+    tokenizer.train_from_iterator(documents, trainer)
+    return {tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]}
 
 
 def compare_training(plain: Path, documents: list[str], vocab_size: int, repeats: int) -> dict[str, Any]:
     """Trains with both from the same file, on all cores."""
 
     def train_theirs() -> None:
-        tokenizer, trainer = hugging_face()
-        tokenizer.train([str(plain)], trainer(vocab_size))
+        tokenizer, trainer = hugging_face(vocab_size)
+        tokenizer.train([str(plain)], trainer)
 
     contestants = {"lmcore": lambda: train_bpe(plain, vocab_size, [END_OF_TEXT]), "hugging_face": train_theirs}
     result = {"vocab_size": vocab_size} | summary(take_turns(contestants, repeats), "lmcore", "hugging_face")
     merges = train_bpe(plain, vocab_size, [END_OF_TEXT])[1]
     ours = {(to_printable(left), to_printable(right)) for left, right in merges}
     # the two choose differently among equally frequent pairs; with Hugging Face's choice our merges would be the same
-    in_common = len(ours & set(hugging_face_merges(documents, vocab_size)))
+    in_common = len(ours & hugging_face_merges(documents, vocab_size))
     return result | {"merges": len(merges), "merges_in_common": in_common}
 
 
@@ -172,18 +166,19 @@ def print_table(result: dict[str, Any]) -> None:
     """The medians and ratios, for people."""
     training, encoding, text = result["training"], result["encoding"], result["text"]
     print(f"{text['name']}: {text['bytes_plain'] / 1e6:.1f} MB, {result['environment']['available_cores']} cores")
-    print(f"training {training['vocab_size']} tokens")
-    for name, seconds in training["median_seconds"].items():
-        print(f"  {name:<14} {seconds:8.2f} s")
+    show(f"training {training['vocab_size']} tokens", training["median_seconds"], " s")
     merges = f"{training['merges_in_common']} of {training['merges']} merges in common"
     print(f"  lmcore takes {training['ratio']:.2f} times as long; {merges}")
-    print("encoding with GPT-2's tokenizer")
-    for name, rate in encoding["tokens_per_second"].items():
-        print(f"  {name:<14} {rate / 1e6:8.2f} M tokens/s")
+    millions = {name: rate / 1e6 for name, rate in encoding["tokens_per_second"].items()}
+    show("encoding with GPT-2's tokenizer", millions, " M tokens/s")
     print(f"  lmcore_bulk takes {encoding['ratio']:.2f} times as long as tiktoken")
-    print("Tokenizer.encode on one core, times as long as tiktoken; doubling: as half the letters")
-    for name, ratio in result["taught_encoder"]["ratios"].items():
-        print(f"  {name:<14} {ratio:8.2f}")
+    heading = "Tokenizer.encode on one core, times as long as tiktoken; doubling: as half the letters"
+    show(heading, result["taught_encoder"]["ratios"])
+
+
+def show(heading: str, values: dict[str, float], unit: str = "") -> None:
+    """One value a line."""
+    print(heading, *(f"  {name:<14} {value:8.2f}{unit}" for name, value in values.items()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -39,15 +39,14 @@ class Bench:
         built = Contestant(run, reset=begin)
         built.call()  # whatever is made once
         self.tokens[name] = built.call().clone()
-        seconds = statistics.median(self.seconds(built) for _ in range(3))
-        built.notes["tokens_per_second_with_prompt"] = round(len(self.prompts) * self.new / seconds, 1)
+        seconds = []
+        for _ in range(3):
+            began = default_timer()
+            built.call().cpu()
+            seconds.append(default_timer() - began)
+        rate = len(self.prompts) * self.new / statistics.median(seconds)
+        built.notes["tokens_per_second_with_prompt"] = round(rate, 1)
         return built
-
-    def seconds(self, built: Contestant) -> float:
-        """Of a call with its prompt; the last tokens come to the host."""
-        began = default_timer()
-        built.call().cpu()
-        return default_timer() - began
 
     def model(self) -> TransformerLM:
         """Our model with the weights that everyone decodes from, float32."""
