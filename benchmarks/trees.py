@@ -30,6 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "decode-small-1": ("decode", {"size": "small", "prompt_tokens": 32, "new_tokens": 256}),
     "step-tinystories-32x256": ("step", {"size": "tinystories", "batch_size": 32, "context_length": 256}),
 }
+"""What `trees_worker` builds."""
 TOY: dict[str, tuple[str, dict[str, Any]]] = {
     "step-smoke-2x16": ("step", {"size": "smoke", "batch_size": 2, "context_length": 16}),
     "attention-16-32": ("attention", {"head_size": 16, "length": 32, "heads": 2}),
@@ -38,34 +39,34 @@ TOY: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Tree:
-    """A checkout and the process that runs its code."""
+    """A checkout, and the process that runs a case with its code."""
 
-    def __init__(self, folder: Path):
-        self.folder, command = folder, [sys.executable, str(HERE / "benchmarks" / "trees_worker.py")]
+    def __init__(self, folder: Path, case: tuple[str, dict[str, Any]]):
+        program = [sys.executable, str(HERE / "benchmarks" / "trees_worker.py"), json.dumps(case)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, **pipes)
+        self.process = subprocess.Popen(program, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, **pipes)
+        found = self.answer()
+        if not Path(found).resolve().is_relative_to(folder.resolve()):
+            raise SystemExit(f"{folder} ran the lmcore of {found}.")
 
-    def __call__(self, **order: Any) -> float:
-        self.process.stdin.write(json.dumps(order) + "\n")
+    def answer(self) -> Any:
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else sys.exit("The process of a tree ended; what it said is above.")
+
+    def __call__(self, calls: int) -> float:
+        """Seconds of a call."""
+        self.process.stdin.write(f"{calls}\n")
         self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
-        if not Path(answer["lmcore"]).resolve().is_relative_to(self.folder.resolve()):
-            raise SystemExit(f"{self.folder} ran the lmcore of {answer['lmcore']}.")
-        return answer["seconds"]
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait()
+        return self.answer()
 
 
 def compare(case: tuple[str, dict[str, Any]], old: Path, rounds: int) -> dict[str, Any]:
     """Median seconds of both trees, and the ratio old / new with the middle half of the rounds' own ratios."""
-    trees = {"old": Tree(old), "new": Tree(HERE)}
-    once = {name: tree(build=case) for name, tree in trees.items()}
-    calls = max(1, math.ceil(REPEAT_SECONDS / once["old"]))
-    seconds = take_turns({name: partial(tree, run=calls) for name, tree in trees.items()}, rounds, told=True)
+    trees = {"old": Tree(old, case), "new": Tree(HERE, case)}
+    calls = max(1, math.ceil(REPEAT_SECONDS / trees["old"](1)))
+    seconds = take_turns({name: partial(tree, calls) for name, tree in trees.items()}, rounds, told=True)
     for tree in trees.values():
-        tree.close()
+        tree.process.communicate()
     low, middle, high = statistics.quantiles(turn_by_turn(seconds, "old", "new"), n=4, method="inclusive")
     medians = {f"{name}_seconds": statistics.median(values) for name, values in seconds.items()}
     return medians | {"ratio": middle, "ratio_low": low, "ratio_high": high, "rounds": rounds, "calls": calls}

@@ -1,4 +1,4 @@
-"""What `trees.py` starts in each tree: builds a case with that tree's lmcore and times it when asked to."""
+"""What `trees.py` starts for each tree: builds a case with that tree's lmcore and times it when asked to."""
 
 import json
 import sys
@@ -47,10 +47,11 @@ def decode(size: str, prompt_tokens: int, new_tokens: int) -> Callable[[], Any]:
     return lambda: (decoder.place([0], prompt), decoder.decode(new_tokens))
 
 
-def main() -> None:
-    """Answers each line of JSON with one; {"build": …} makes a case, {"run": n} times it."""
+def main(kind: str, settings: dict[str, Any]) -> None:
+    """Builds a case; says whose lmcore this is; then answers each number of calls with the seconds of one."""
     answers, sys.stdout = sys.stdout, sys.stderr
-    run: Callable[[], Any] = lambda: None  # noqa: E731
+    torch.manual_seed(0)
+    run = {"step": step, "attention": attention, "decode": decode}[kind](**settings)
 
     def timed(calls: int) -> float:
         began = perf_counter()
@@ -60,16 +61,11 @@ def main() -> None:
             torch.cuda.synchronize()
         return (perf_counter() - began) / calls
 
+    timed(5)
+    print(json.dumps(lmcore.__file__), file=answers, flush=True)
     for line in sys.stdin:
-        order = json.loads(line)
-        if "build" in order:
-            kind, settings = order["build"]
-            torch.manual_seed(0)
-            run = globals()[kind](**settings)
-            timed(5)
-        seconds = timed(order.get("run", 1))
-        print(json.dumps({"seconds": seconds, "lmcore": lmcore.__file__}), file=answers, flush=True)
+        print(json.dumps(timed(json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*json.loads(sys.argv[1]))

@@ -60,10 +60,13 @@ def main(
         if left < cell.estimate:
             print(f"{cell.row}: left out, as {left:.0f} s are left and it takes {cell.estimate:.0f} s", flush=True)
             continue
-        rows, took = measured(cell, conditions, left)
+        start = time.monotonic()
+        outcome, rows = run_apart(perform, (cell, conditions), min(left, cell.estimate + GRACE))
+        if outcome != "complete":  # the cell ended as a whole
+            rows = [blank_row(cell, "all", outcome, rows)]
         keep(result, cell, rows)
         write_json(out, result)
-        print(f"{cell.row}: {took:.0f} s", *lines(rows, ()), sep="\n", flush=True)
+        print(f"{cell.row}: {time.monotonic() - start:.0f} s", *lines(rows, ()), sep="\n", flush=True)
     where = f"all in {out}" if out.exists() else "nothing was measured"
     print(f"\n{'-' * 100}", *lines(result["rows"], result["targets"]), where, sep="\n")
 
@@ -114,15 +117,6 @@ def examined(device: str, toy: bool) -> dict[str, Any]:
             "bf16_flops_per_second": roofs["peak_flops_per_second"],
         },
     }
-
-
-def measured(cell: Cell, conditions: Conditions, left: float) -> tuple[Rows, float]:
-    """The cell's rows, and the seconds that it took; a single row for a cell that ended as a whole."""
-    began = time.monotonic()
-    outcome, rows = run_apart(perform, (cell, conditions), min(left, cell.estimate + GRACE))
-    if outcome != "complete":
-        rows = [blank_row(cell, "all", outcome, rows)]
-    return rows, time.monotonic() - began
 
 
 def perform(cell: Cell, conditions: Conditions) -> Rows:
