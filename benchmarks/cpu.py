@@ -7,23 +7,49 @@ A few minutes on two cores, which nothing else should use. The tokenizer has a c
 (`pip install -c constraints.txt -e '.[benchmark]'`).
 """
 
+import itertools
 import os
-from importlib import metadata
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import tyro
-from cpu.loader import compare_loaders, print_loaders
-from cpu.training import compare_training, print_training
+from common import command, median_and_spread, turn_by_turn
+from steps import Bench
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from lmcore.accounting import num_parameters, training_flops
+from lmcore.config import ModelConfig, TrainConfig, replace
+from lmcore.data import batch_at_step
+from lmcore.data.prefetch import BatchReader
 from lmcore.errors import require
 from lmcore.files import write_json
+from lmcore.profiling.kernels.measuring import Contestant, race
 from lmcore.provenance import environment
 from lmcore.recipes import RECIPES
 
+Batch = tuple[Tensor, Tensor]
+CPU = torch.device("cpu")
+
 SIZES = ("smoke", "laptop")
 """Recipes that are meant for a CPU."""
+SHAPES = ((32, 256), (256, 256), (4, 1024))
+"""Batch sizes and context lengths of loading."""
+MANY = 10**9
+
+CONTESTANTS = (
+    "lmcore plain", "lmcore sdpa", "lmcore compiled", "lmcore sdpa compiled", "lmcore fused", "Hugging Face",
+    "Hugging Face compiled", "torch.nn", "torch.nn compiled",
+)  # fmt: skip
+"""Who trains; see `steps`."""
+BATCHES = 8
+TOLERANCE = 1e-3
+"""How far the losses of the first steps may be apart, relatively: all compute the same function."""
 
 
 def main(
@@ -48,28 +74,165 @@ def main(
     """
     torch.set_num_threads(threads)
     loaders = compare_loaders(repeats, tokens, seconds_per_turn / 3)
-    print_loaders(loaders)
     write_json(out / "loader_benchmark.json", provenance(threads) | {"shapes": loaders})
     training = []
     for size in sizes:
         require(size in RECIPES, f"There is no recipe {size!r}; choose from {', '.join(RECIPES)}.")
-        training.append({"size": size} | compare_training(RECIPES[size], repeats, compiled, seconds_per_turn))
-        print_training(training[-1])
+        result = {"size": size} | compare_training(RECIPES[size], repeats, compiled, seconds_per_turn)
+        tokens_of_step = f"{result['batch_size']} × {result['context_length']} tokens, full step in float32"
+        show(f"training {size}: {result['parameters'] / 1e6:.2f} M parameters, {tokens_of_step}",
+             result["contestants"], "times_plain")  # fmt: skip
+        training.append(result)
         write_json(out / "training_benchmark.json", provenance(threads) | {"sizes": training})
     print(f"written to {out}")
 
 
 def provenance(threads: int) -> dict[str, Any]:
     """Where the numbers come from, and how busy the machine was."""
-    versions = {}
-    for name in ("transformers",):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
+    versions = {name: metadata.version(name) if util.find_spec(name) else None for name in ("transformers",)}
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {"environment": environment() | {"threads": threads, "load_average": load}, "versions": versions}
 
 
+def show(heading: str, rows: dict[str, dict[str, Any]], ratio: str) -> None:
+    """A table for people: time of a batch or a step with its spread, rate, and `ratio`, which names the first one."""
+    print(heading)
+    for name, row in rows.items():
+        if "median" not in row:
+            print(f"  {name:<22} absent: {row['reason']}")
+            continue
+        times = f"{1e3 * row['median']:8.3f} ms ({1e3 * row['low']:.3f} to {1e3 * row['high']:.3f})"
+        rate = f"{row['tokens_per_second']:>13,.0f} tokens/s"
+        print(f"  {name:<22} {times} {rate}  {row[ratio]['median']:.2f} × {ratio.removeprefix('times_')}")
+
+
+# ------------------------------------------------------------------------------------------------- loading
+
+
+class Windows(Dataset):
+    """Every window of a memmap and the same shifted by one, as a user of DataLoader writes it."""
+
+    def __init__(self, x: np.ndarray, context_length: int):
+        self.x, self.context_length = x, context_length
+
+    def __len__(self) -> int:
+        return len(self.x) - self.context_length
+
+    def __getitem__(self, start: int) -> Batch:
+        window = torch.from_numpy(self.x[start : start + self.context_length + 1].astype(np.int64))
+        return window[:-1], window[1:]
+
+
+def stacked(x: np.ndarray, batch_size: int, context_length: int) -> Iterator[Batch]:
+    """Batches by a loop over their windows, stacked."""
+    generator = np.random.default_rng(0)
+    while True:
+        starts = generator.integers(0, len(x) - context_length, size=batch_size)
+        inputs = np.stack([x[i : i + context_length].astype(np.int64) for i in starts])
+        targets = np.stack([x[i + 1 : i + 1 + context_length].astype(np.int64) for i in starts])
+        yield torch.from_numpy(inputs), torch.from_numpy(targets)
+
+
+def data_loader(x: np.ndarray, batch_size: int, context_length: int, workers: int) -> Iterator[Batch]:
+    """Batches of PyTorch's DataLoader at random starts, which may come again, as in lmcore."""
+    dataset = Windows(x, context_length)
+    sampler = RandomSampler(dataset, replacement=True, num_samples=MANY)
+    return iter(DataLoader(dataset, batch_size, sampler=sampler, num_workers=workers))
+
+
+def read_ahead(reader: BatchReader) -> Iterator[Batch]:
+    """Batches of the thread that training on a GPU uses, without the copy to it."""
+    while isinstance(buffer := reader.take(), Tensor):
+        yield buffer[0], buffer[1]
+        reader.give_back(buffer)
+
+
+def compare_loaders(repeats: int, tokens: int, seconds_per_turn: float) -> list[dict[str, Any]]:
+    """Takes batches of each shape from a file of random ids (uint16), the file's pages in memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokens.bin"
+        np.random.default_rng(0).integers(0, 50257, size=tokens, dtype=np.uint16).tofile(path)
+        x = np.memmap(path, dtype=np.uint16, mode="r")
+        return [compare_shape(x, *shape, repeats, seconds_per_turn) for shape in SHAPES]
+
+
+def compare_shape(
+    x: np.ndarray, batch_size: int, context_length: int, repeats: int, seconds_per_turn: float
+) -> dict[str, Any]:
+    """All contestants on batches of one shape, in turns of about the same length."""
+    config = TrainConfig(ModelConfig(context_length=context_length), batch_size=batch_size, steps=MANY)
+    shape = (batch_size, context_length)
+    with BatchReader(x, config, 0, pinned=False) as reader:
+        sources: dict[str, Iterator[Batch]] = {
+            "lmcore": (batch_at_step(x, config, step, "cpu") for step in itertools.count()),
+            "lmcore, read ahead": read_ahead(reader),
+            "stacked loop": stacked(x, *shape),
+            "DataLoader": data_loader(x, *shape, 0),
+            "DataLoader, 2 workers": data_loader(x, *shape, 2),
+        }
+        for source in sources.values():
+            for _ in range(10):  # starts workers and touches pages
+                next(source)
+        builders = {name: partial(Contestant, partial(next, source)) for name, source in sources.items()}
+        results = race(builders, CPU, len(builders) * repeats * seconds_per_turn, alone=False, rounds=repeats)
+    seconds = {name: result.seconds for name, result in results.items()}
+    rows = {}
+    for name, values in seconds.items():
+        rows[name] = {"batches_per_turn": results[name].calls, "seconds_per_batch": values} | median_and_spread(values)
+        rows[name]["batches_per_second"] = 1 / rows[name]["median"]
+        rows[name]["tokens_per_second"] = batch_size * context_length / rows[name]["median"]
+        rows[name]["times_lmcore"] = median_and_spread(turn_by_turn(seconds, name, "lmcore"))
+    show(f"loading {batch_size} × {context_length} tokens", rows, "times_lmcore")
+    return {"batch_size": batch_size, "context_length": context_length, "tokens_in_file": len(x), "contestants": rows}
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+
+def compare_training(
+    config: TrainConfig, repeats: int, compiled: bool = True, seconds_per_turn: float = 0.5
+) -> dict[str, Any]:
+    """Full steps (forward, backward, clipping, AdamW) in float32 of a configuration, in turns of some steps each.
+
+    All start from the same weights and see the same batches. A contestant that cannot run here is a row that says why.
+    Raises `UserError` if they do not compute the same.
+    """
+    config = replace(config, device="cpu", precision="fp32", model__tie_embeddings=False)
+    bench = Bench(config, CPU, batches=BATCHES)
+    builders = {name: partial(bench.build, name) for name in CONTESTANTS if compiled or "compiled" not in name}
+    results = race(builders, CPU, len(builders) * repeats * seconds_per_turn, alone=False, rounds=repeats)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, result in results.items():
+        rows[name] = {"outcome": result.outcome}
+        if not result.seconds:
+            rows[name]["reason"] = result.reason
+            continue
+        rows[name] |= {"first_losses": result.notes["losses"], "seconds_per_step": result.seconds}
+        rows[name] |= median_and_spread(result.seconds)
+        rows[name]["tokens_per_second"] = config.tokens_per_step / rows[name]["median"]
+        rows[name]["flops_per_second"] = training_flops(config.model, config.batch_size) / rows[name]["median"]
+        ratios = turn_by_turn({name: result.seconds for name, result in results.items()}, name, "lmcore plain")
+        rows[name]["times_plain"] = median_and_spread(ratios)
+    require_same_losses(rows)
+    return {
+        "parameters": num_parameters(config.model),
+        "batch_size": config.batch_size,
+        "context_length": config.model.context_length,
+        "vocab_size": config.model.vocab_size,
+        "steps_per_turn": results["lmcore plain"].calls,
+        "repeats": repeats,
+        "contestants": rows,
+    }
+
+
+def require_same_losses(rows: dict[str, dict[str, Any]]) -> None:
+    """Raises `UserError` unless the first steps of all contestants have the same losses."""
+    expected = rows["lmcore plain"]["first_losses"]
+    for name, row in rows.items():
+        for loss, other in zip(row.get("first_losses", expected), expected, strict=True):
+            same = abs(loss - other) <= TOLERANCE * other
+            require(same, f"{name} and lmcore plain do not compute the same: losses {loss} and {other}.")
+
+
 if __name__ == "__main__":
-    tyro.cli(main)
+    command(main)

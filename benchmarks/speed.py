@@ -8,15 +8,8 @@ A cell is one piece of work: its contestants are built, checked against the defi
 a process of the cell's own. What is done is written down at once and not done again.
 """
 
-import sys
-
-import tyro
+from common import command
 from speed.command import main
 
-from lmcore.errors import UserError
-
 if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except UserError as error:
-        sys.exit(str(error))
+    command(main)

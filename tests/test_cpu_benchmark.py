@@ -1,17 +1,15 @@
-"""benchmarks/cpu.py: its contestants do the same work, and what it writes holds together."""
+"""benchmarks/cpu.py, tokenizer.py and trees.py: contestants do the same work, and what is written holds together."""
 
 import json
 import subprocess
 import sys
-from importlib import import_module
+from importlib import import_module, util
 from pathlib import Path
 
 import pytest
-import torch
 
 from lmcore.config import ModelConfig, OptimizerConfig, TrainConfig
 from lmcore.errors import UserError
-from lmcore.model import TransformerLM
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = TrainConfig(
@@ -22,24 +20,18 @@ TINY = TrainConfig(
 
 
 @pytest.fixture
-def training(monkeypatch):
+def cpu(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    return import_module("cpu.training")
+    return import_module("cpu")
 
 
-def test_all_contestants_take_the_same_steps(training):
+def test_all_contestants_take_the_same_steps(cpu):
     """Same weights, same batches: the same losses step after step, which is what makes their times comparable."""
-    torch.manual_seed(0)
-    source = TransformerLM(TINY.model)
-    steps = {}
-    for name, make in training.contestants(source, TINY).items():
-        if "compiled" not in name:
-            try:
-                steps[name] = make()
-            except ImportError:
-                assert name == "Hugging Face"
-    batches = training.random_batches(TINY)
-    losses = {name: [step(*batch)[0].item() for batch in batches[:6]] for name, step in steps.items()}
+    bench, losses = cpu.Bench(TINY, cpu.CPU, batches=cpu.BATCHES), {}
+    for name in cpu.CONTESTANTS:
+        if "compiled" not in name and (name != "Hugging Face" or util.find_spec("transformers")):
+            contestant = bench.build(name)
+            losses[name] = contestant.notes["losses"] + [contestant.run().item() for _ in range(2)]
     assert {"lmcore plain", "lmcore sdpa", "lmcore fused", "torch.nn"} <= set(losses)
     expected = losses.pop("lmcore plain")
     assert len(set(expected)) == 6
@@ -47,24 +39,26 @@ def test_all_contestants_take_the_same_steps(training):
         assert values == pytest.approx(expected, rel=2e-4), name
 
 
-def test_contestants_that_differ_are_not_compared(training, monkeypatch):
-    torch_llama = training.PEERS["torch.nn"]
+def test_contestants_that_differ_are_not_compared(cpu, monkeypatch):
+    steps = import_module("steps")
 
     def other(source):
-        model, _ = torch_llama(source)
-        return model, lambda inputs, targets: model(inputs).square().mean()
+        model, logits = steps.torch_llama(source)
+        return model, lambda inputs: 2 * logits(inputs)
 
-    monkeypatch.setattr(training, "PEERS", {"another": other})
+    monkeypatch.setattr(steps, "PEERS", {"another": other})
+    monkeypatch.setattr(cpu, "CONTESTANTS", ("lmcore plain", "another"))
     with pytest.raises(UserError, match="another and lmcore plain do not compute the same"):
-        training.compare_training(TINY, 1, compiled=False, seconds_per_turn=0.01)
+        cpu.compare_training(TINY, 1, compiled=False, seconds_per_turn=0.01)
 
 
-def test_a_contestant_that_is_not_installed_is_a_row(training, monkeypatch):
+def test_a_contestant_that_is_not_installed_is_a_row(cpu, monkeypatch):
     def missing(source):
         raise ImportError("No module named 'transformers'")
 
-    monkeypatch.setattr(training, "PEERS", training.PEERS | {"Hugging Face": missing})
-    result = training.compare_training(TINY, 1, compiled=False, seconds_per_turn=0.01)
+    monkeypatch.setattr(import_module("steps"), "PEERS", {"Hugging Face": missing})
+    monkeypatch.setattr(cpu, "CONTESTANTS", ("lmcore plain", "Hugging Face"))
+    result = cpu.compare_training(TINY, 1, compiled=False, seconds_per_turn=0.01)
     assert result["contestants"]["Hugging Face"] == {"outcome": "absent", "reason": "No module named 'transformers'"}
 
 
@@ -88,3 +82,29 @@ def test_the_command_writes_both_results(tmp_path):
     for shape in loaders["shapes"]:
         assert all(row["batches_per_second"] > 0 for row in shape["contestants"].values())
         assert shape["contestants"]["lmcore"]["times_lmcore"]["median"] == 1.0
+
+
+def test_the_tokenizers_are_compared_on_equal_results(tmp_path, shared_data, monkeypatch, capsys):
+    """All three parts, on few documents."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    text = tmp_path / "text.txt"
+    text.write_text((shared_data / "tinystories" / "valid.txt").read_text(encoding="utf-8")[:20_000], encoding="utf-8")
+    import_module("tokenizer").main(text, 300, 1, shared_data / "gpt2", tmp_path / "out.json")
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["training"]["merges"] == 300 - 257
+    assert result["training"]["merges_in_common"] > 30
+    assert set(result["encoding"]["tokens_per_second"]) == {"lmcore_bulk", "tiktoken", "lmcore_python"}
+    assert set(result["taught_encoder"]["ratios"]) == {"first_pass", "warm", "letters", "doubling"}
+    assert "times as long as tiktoken" in capsys.readouterr().out
+
+
+def test_two_trees_take_turns(tmp_path):
+    """Each in a process of its own; here both are this one."""
+    out = tmp_path / "trees.json"
+    command = [sys.executable, BENCHMARKS / "trees.py", BENCHMARKS.parent, "--toy", "--rounds", "2", "--out", out]
+    done = subprocess.run([*command, "--only", "attention-16-32"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads(out.read_text())["cases"].values()
+    assert case["ratio"] == pytest.approx(case["old_seconds"] / case["new_seconds"], rel=1)
+    assert case["ratio_low"] <= case["ratio"] <= case["ratio_high"]
+    assert done.stdout.startswith("attention-16-32: old ")

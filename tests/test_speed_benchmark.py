@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from importlib import util
 from pathlib import Path
 
 import pytest
@@ -13,110 +14,46 @@ import torch
 from lmcore.config import model_config
 from lmcore.errors import UserError
 from lmcore.model import TransformerLM
+from lmcore.profiling.kernels.measuring import Absent, Contestant
 from lmcore.workbook.report.kernels.speed import judged, table_of
 from lmcore.workbook.report.kernels.speed_answers import BESIDE_TARGETS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from speed import attention, cells, decode, steps, targets  # noqa: E402
+from peers import llama  # noqa: E402
+from speed import cells, decode, kernels, steps  # noqa: E402
 from speed.command import keep, main  # noqa: E402
-from speed.measuring import Absent, Built, Clock, Contestant, Race, relative_error  # noqa: E402
-from speed.peers import llama  # noqa: E402
-from speed.rows import Cell, Conditions, Row  # noqa: E402
+from speed.rows import OURS, Cell, Conditions, Work, blank_row  # noqa: E402
 from speed.table import lines  # noqa: E402
+from steps import KERNELS, LMCORE, PEERS  # noqa: E402
 
 TOY = Conditions("cpu", True, 0.01, {"copy_bytes_per_second": 1e10, "bf16_flops_per_second": 1e11})
 CELL = Cell("work", "group", "some work", "", {}, 1)
 
 
-def row(contestant: str, median: float | None, ours: bool = False, **fields) -> dict:
+def row(contestant: str, median: float | None, **fields) -> dict:
     """A row as it is in the file."""
-    outcome = "absent" if median is None else "complete"
     times = dict.fromkeys(("median", "low", "high"), median)
-    return Row("work", "group", "some work", {}, contestant, ours, outcome=outcome, **times, **fields).to_json()
+    return blank_row(CELL, contestant, "absent" if median is None else "complete", None) | times | fields
 
 
-def test_events_are_recorded_where_the_work_is(monkeypatch):
-    """With cuda:1 the current stream is still that of cuda:0, where nothing happens."""
-    recorded = []
+def test_rates_and_shares_are_those_of_the_median():
+    def gone() -> Contestant:
+        raise Absent("not here")
 
-    class Event:
-        def __init__(self, enable_timing: bool):
-            assert enable_timing
-
-        def record(self, stream=None):
-            recorded.append(stream)
-
-        def elapsed_time(self, end):
-            return 6.0
-
-    monkeypatch.setattr("torch.cuda.Event", Event)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device=None: f"stream of {device}")
-    clock = Clock(torch.device("cpu"), alone=False)
-    clock.device = torch.device("cuda", 1)
-    assert clock._events(Built(lambda: recorded.append("work")), calls=2, flushes=0) == 3e-3
-    assert recorded == ["stream of cuda:1", "work", "work", "stream of cuda:1"]
-
-
-def test_contestants_take_turns_and_every_end_is_a_row():
-    calls = []
-
-    def raising(error: Exception):
-        def build() -> Built:
-            raise error
-
-        return build
-
-    def later() -> Built:
-        def run() -> None:
-            calls.append("later")
-            if len([call for call in calls if call == "later"]) > 6:  # builds and warms up, then fails
-                raise ValueError("later")
-
-        return Built(run)
-
-    race = Race(
-        CELL,
-        TOY,
-        [
-            Contestant("a", lambda: Built(lambda: calls.append("a"), results=torch.tensor([1.0, 2.0])), ours=True),
-            Contestant("b", lambda: Built(lambda: calls.append("b"), results=torch.tensor([1.0, 2.2]))),
-            Contestant("gone", raising(Absent("not here"))),
-            Contestant("big", raising(torch.OutOfMemoryError("too big"))),
-            Contestant("wrong", raising(ValueError("wrong"))),
-        ],
-        reference=torch.tensor([1.0, 2.0]),
-        amount=10.0,
-        rate_unit="things/s",
-    )
-    rows = {row.contestant: row for row in race.rows()}
-    assert [row.outcome for row in rows.values()] == ["complete", "complete", "absent", "out of memory", "failed"]
-    assert rows["gone"].reason == "not here"
-    assert rows["wrong"].reason == "ValueError: wrong"
-    a, b = rows["a"], rows["b"]
-    assert a.ours
-    assert not b.ours
-    assert a.low <= a.median <= a.high
-    assert a.rate == pytest.approx(10.0 / (a.median / 1e3))
-    assert a.notes["relative_error"] == 0
-    assert b.notes["relative_error"] == pytest.approx(0.2 / 5**0.5, rel=1e-5)
-    timed = calls[-2 * a.repeats :]  # each round in the other order
-    assert timed[:4] in (["a", "b", "b", "a"], ["b", "a", "a", "b"])
-    ended = Race(CELL, TOY, [Contestant("later", later)]).rows()
-    assert ended[0].outcome == "failed"
-
-
-def test_a_reset_comes_before_every_timed_call():
-    calls = []
-    Race(CELL, TOY, [Contestant("a", lambda: Built(lambda: calls.append(1), reset=lambda: calls.append(0)))]).rows()
-    assert calls == [0, 1] * (len(calls) // 2)
-
-
-def test_an_error_that_is_not_finite_is_infinite():
-    wanted = torch.ones(3)
-    assert relative_error(torch.tensor([1.0, float("nan"), 1.0]), wanted) == float("inf")
-    assert relative_error([wanted, 2 * wanted], [wanted, wanted]) == pytest.approx(1.0)
+    builders = {OURS: lambda: Contestant(lambda: torch.randn(1000)), "gone": gone}
+    ours, other = Work(builders, 10.0, "things/s", 1e-6, "the best").rows(CELL, TOY)
+    assert (ours["ours"], other["ours"]) == (True, False)
+    assert ours["low"] <= ours["median"] <= ours["high"]
+    assert ours["rate"] == pytest.approx(10.0 / (ours["median"] / 1e3))
+    assert ours["share"] == pytest.approx(1e-6 / (ours["median"] / 1e3))
+    assert ours["repeats"] >= 7
+    assert {name: other[name] for name in ("outcome", "reason", "median", "rate_unit", "notes")} == {
+        "outcome": "absent", "reason": "not here", "median": None, "rate_unit": None, "notes": {},
+    }  # fmt: skip
+    recorded = json.loads((BENCHMARKS.parent / "results" / "h200" / "speed.json").read_text())["rows"]
+    assert list(ours) == [name for name in recorded[0] if name != "run"]
 
 
 def test_ratios_are_to_the_best_peer_and_targets_to_our_row():
@@ -125,7 +62,7 @@ def test_ratios_are_to_the_best_peer_and_targets_to_our_row():
         row("SDPA cuDNN", 4.0, rate=100.0),
         row("lmcore plain", 1.0),
         row("FlexAttention", None),
-        row("lmcore fused", 2.0, ours=True, rate=150.0, share=0.5, peak_bytes=10),
+        row("lmcore fused", 2.0, rate=150.0, share=0.5, peak_bytes=10),
     ]
     table = table_of(rows)
     for measure, value in {"median": 2.0, "share": 0.5, "peak_bytes": 10, "rate over SDPA cuDNN": 1.5}.items():
@@ -146,40 +83,48 @@ def test_ratios_are_to_the_best_peer_and_targets_to_our_row():
 def test_every_target_is_of_a_cell_and_compares_with_a_contestant_of_it():
     found = {cell.row: cell for cell in cells.cells()}
     assert len(found) == len(cells.cells())
-    for target in targets.TARGETS:
+    for target in cells.targets():
         cell = found[target["row"]]
         other = target["measure"].partition(" over ")[2]
         assert not other or other in cell.settings["contestants"]
-    known = {
-        "attention": set(attention.WAYS),
-        "step": set(steps.BUILDERS),
-        "study": set(steps.BUILDERS),
-        "decode": {decode.GENERATE, decode.GRAPH, decode.OURS},
-    }
+    known = {"attention": kernels.CONTESTANTS, "decode": decode.BUILDERS}
     for cell in [*found.values(), *cells.toy_cells()]:
-        assert set(cell.settings.get("contestants", ())) <= known.get(cell.group, set())
+        for name in cell.settings.get("contestants", ()):
+            peer = name.startswith(tuple(PEERS)) and cell.group == "step"
+            assert peer or name in known.get(cell.group, {**LMCORE, **KERNELS}), (cell.row, name)
+
+
+def test_a_new_run_makes_the_rows_of_the_recorded_one():
+    """The names of rows and contestants, their settings and the targets are those of the file."""
+    recorded = json.loads((BENCHMARKS.parent / "results" / "h200" / "speed.json").read_text())
+    assert cells.targets() == recorded["targets"]
+    made = {cell.row: cell for cell in cells.cells() if cell.group not in ("sweep", "memory")}
+    for cell in cells.cells():
+        s = cell.settings
+        if cell.group == "sweep":
+            for n in s["lengths"]:
+                part = cells.attention_cell(s["head_size"], n, s["passes"], s["tokens"] // n, s["heads"], cells.SWEPT)
+                made[part.row] = part
+    for row in recorded["rows"]:
+        if row["group"] != "memory":
+            cell = made[row["row"]]
+            assert (cell.group, cell.work, cell.settings) == (row["group"], row["work"], row["settings"])
+            assert row["contestant"] in cell.settings.get("contestants", [row["contestant"]])
+    assert {row["row"] for row in recorded["rows"] if row["group"] != "memory"} == set(made)
 
 
 def test_every_row_without_a_target_is_told_of_where_it_is_missing():
     rows = []
     for cell in cells.cells():
         names = {
-            "sweep": lambda n, s=cell.settings: cells.attention_row(s["head_size"], n, s["passes"]),
+            "sweep": lambda n, s=cell.settings: f"attention-{s['head_size']}-{n}-{s['passes']}",
             "memory": lambda n, head=cell.row: f"{head}-{n}",
         }.get(cell.group)
         rows += [names(length) for length in cell.settings["lengths"]] if names else [cell.row]
-    beside = set(rows) - {target["row"] for target in targets.TARGETS}
+    beside = set(rows) - {target["row"] for target in cells.targets()}
     found = {name: [words for pattern, words in BESIDE_TARGETS.items() if re.fullmatch(pattern, name)] for name in rows}
     assert all(len(found[name]) == (name in beside) for name in rows), found
     assert {words for one in found.values() for words in one} == set(BESIDE_TARGETS.values())
-
-
-def test_attention_flops_are_those_of_its_products():
-    s = attention.settings(64, 128, "forward", batch_size=2, heads=3)
-    full = 2 * 3 * 2 * (2 * 128 * 128 * 64)  # two products for each head, 2 FLOPs a multiplication
-    assert attention.flops(s | {"causal": False}) == full
-    assert attention.flops(s) == full / 2
-    assert attention.flops(s | {"passes": "both"}) == 3.5 * full / 2
 
 
 def test_hugging_face_has_the_weights_of_our_model():
@@ -194,14 +139,17 @@ def test_the_command_measures_checks_and_goes_on_where_it_ended(tmp_path, capsys
     """Two cells in processes of their own, and the rest in this one, which is faster."""
     out = tmp_path / "speed.json"
     main(out, only=("optimizer", "loss"), device="cpu", toy=True)
-    first = json.loads(out.read_text())
-    assert {row["row"] for row in first["rows"]} == {"adamw", "loss"}
+    begun = json.loads(out.read_text())
+    assert {row["row"] for row in begun["rows"]} == {"adamw", "loss"}
     monkeypatch.setattr("speed.command.run_apart", lambda call, arguments, *_, **__: ("complete", call(*arguments)))
     main(out, device="cpu", toy=True)
     result = json.loads(out.read_text())
     kept = [row for row in result["rows"] if row["row"] in ("adamw", "loss")]
-    assert kept == first["rows"]
-    assert [len(run["cells"]) for run in result["runs"]] == [2, len(cells.toy_cells()) - 2]
+    assert kept == begun["rows"]
+    absent = set() if util.find_spec("transformers") else {"decode-small-1-generate"}  # nobody else takes part
+    first, second = (set(run["cells"]) for run in result["runs"])
+    assert first == {"adamw", "loss"}
+    assert second == {cell.row for cell in cells.toy_cells()} - first - absent
     assert result["ceilings"]["copy_bytes_per_second"] > 0
     for row in result["rows"]:
         assert row["outcome"] in ("complete", "absent"), row
@@ -279,4 +227,4 @@ def test_bad_requests_are_refused_in_one_sentence(tmp_path):
         with pytest.raises(UserError, match="--budget is a number of seconds from 0 on"):
             main(out, budget=budget, device="cpu", toy=True)
     with pytest.raises(UserError, match="There is no model size"):
-        steps.measure(cells.step_cell("huge", 1, 8, (steps.OURS,), 1), TOY)
+        steps.measure(cells.step_cell("huge", 1, 8, (OURS,), 1), TOY)

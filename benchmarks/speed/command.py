@@ -14,10 +14,9 @@ from lmcore.profiling.cells import run_apart
 from lmcore.provenance import environment
 from lmcore.workbook.report.kernels.speed import is_row
 
-from .cells import cells, toy_cells
-from .rows import Cell, Conditions, Row
+from .cells import cells, targets, toy_cells
+from .rows import Cell, Conditions, Rows, blank_row
 from .table import lines
-from .targets import TARGETS
 
 GRACE = 120.0
 """Seconds beyond its estimate after which a cell is given up."""
@@ -61,10 +60,13 @@ def main(
         if left < cell.estimate:
             print(f"{cell.row}: left out, as {left:.0f} s are left and it takes {cell.estimate:.0f} s", flush=True)
             continue
-        rows, took = measured(cell, conditions, left)
+        start = time.monotonic()
+        outcome, rows = run_apart(perform, (cell, conditions), min(left, cell.estimate + GRACE))
+        if outcome != "complete":  # the cell ended as a whole
+            rows = [blank_row(cell, "all", outcome, rows)]
         keep(result, cell, rows)
         write_json(out, result)
-        print(f"{cell.row}: {took:.0f} s", *lines(rows, ()), sep="\n", flush=True)
+        print(f"{cell.row}: {time.monotonic() - start:.0f} s", *lines(rows, ()), sep="\n", flush=True)
     where = f"all in {out}" if out.exists() else "nothing was measured"
     print(f"\n{'-' * 100}", *lines(result["rows"], result["targets"]), where, sep="\n")
 
@@ -80,15 +82,15 @@ def asked_for(only: Sequence[str], toy: bool) -> list[Cell]:
 
 def earlier(out: Path, toy: bool) -> dict[str, Any]:
     """What the file holds, or an empty result. Raises `UserError` rather than mix toy sizes with real ones."""
-    targets = [] if toy else TARGETS
+    wanted = {"targets": [] if toy else targets()}
     if not out.exists():
-        return {"provenance": {}, "ceilings": {}, "toy": toy, "runs": [], "rows": [], "targets": targets}
+        return {"provenance": {}, "ceilings": {}, "toy": toy, "runs": [], "rows": []} | wanted
     result = read_json(out)
     whole = isinstance(result, dict) and {"toy", "runs", "rows"} <= result.keys()
     whole = whole and all(map(is_row, result["rows"])) and all(map(is_run, result["runs"]))
     require(whole, f"{out} is not a result of this benchmark.")
     require(result["toy"] == toy, f"{out} holds {'toy' if result['toy'] else 'real'} sizes: choose another --out.")
-    return result | {"targets": targets}
+    return result | wanted
 
 
 def is_run(run: Any) -> bool:
@@ -117,24 +119,13 @@ def examined(device: str, toy: bool) -> dict[str, Any]:
     }
 
 
-def measured(cell: Cell, conditions: Conditions, left: float) -> tuple[list[dict[str, Any]], float]:
-    """The cell's rows, and the seconds that it took; a single row for a cell that ended as a whole."""
-    began = time.monotonic()
-    limit = min(left, cell.estimate + GRACE)
-    outcome, rows = run_apart(perform, (cell, conditions), limit)
-    if outcome != "complete":
-        whole = Row(cell.row, cell.group, cell.work, cell.settings, "all", ours=False, outcome=outcome, reason=rows)
-        rows = [whole.to_json()]
-    return rows, time.monotonic() - began
-
-
-def perform(cell: Cell, conditions: Conditions) -> list[dict[str, Any]]:
-    """In the cell's process: its measurement, as plain data."""
+def perform(cell: Cell, conditions: Conditions) -> Rows:
+    """In the cell's process: its measurement."""
     module, _, function = cell.measure.partition(":")
-    return [row.to_json() for row in getattr(importlib.import_module(module), function)(cell, conditions)]
+    return getattr(importlib.import_module(module), function)(cell, conditions)
 
 
-def keep(result: dict[str, Any], cell: Cell, rows: Sequence[dict[str, Any]]) -> None:
+def keep(result: dict[str, Any], cell: Cell, rows: Rows) -> None:
     """Puts rows into the result in the place of earlier ones of the same names; the cell is done if any is complete.
 
     `run` of a row is the place of its run, with commit, machine and ceilings, in the result's `runs`. Rows that hold

@@ -2,91 +2,86 @@
 
 import statistics
 from collections.abc import Callable
+from functools import partial
+from timeit import default_timer
 from typing import Any
 
 import torch
+from peers import llama
+from steps import captured
 from torch import Tensor, nn
 
-from lmcore import accounting
+from lmcore.accounting import parameter_counts
 from lmcore.config import model_config
+from lmcore.fused.decoder import FusedDecoder
 from lmcore.model import TransformerLM
+from lmcore.profiling.kernels.measuring import Absent, Contestant
 
-from .measuring import Absent, Built, Clock, Contestant, Plan, Race, captured, compiled
-from .peers import llama
-from .rows import Cell, Conditions, Row
-
-
-def measure(cell: Cell, conditions: Conditions) -> list[Row]:
-    """Times the continuation of a prompt; the share is that of reading all weights but the embeddings once a token.
-
-    Reading the prompt is not in it; the rate of the whole call is in the notes.
-    """
-    s, bench = cell.settings, Bench(cell, conditions)
-    counts = accounting.parameter_counts(bench.config)
-    weights = 2 * (sum(counts.values()) - counts["token_embeddings"])
-    ceiling = conditions.ceilings["copy_bytes_per_second"]
-    race = Race(
-        cell,
-        conditions,
-        [Contestant(name, bench.builders[name], name == OURS) for name in s["contestants"]],
-        alone=False,
-        amount=s["batch_size"] * s["new_tokens"],
-        rate_unit="tok/s",
-        share=lambda seconds: weights * s["new_tokens"] / seconds / ceiling,
-        share_of="measured copy",
-    )
-    return agreeing(race.rows(), bench)
-
-
-GENERATE, GRAPH, OURS = "HF generate, static cache", "HF static cache, compiled + CUDA graph", "lmcore fused"
+from .cells import GENERATE, GRAPH
+from .rows import OURS, Cell, Conditions, Rows, Work
 
 
 class Bench:
     """One model in bf16 and its prompts."""
 
     def __init__(self, cell: Cell, conditions: Conditions):
-        s = self.settings = cell.settings
-        self.conditions, self.device = conditions, torch.device(conditions.device)
+        s, self.conditions, self.device = cell.settings, conditions, torch.device(conditions.device)
+        self.new = s["new_tokens"]
         self.config = model_config(s["size"], context_length=s["context_length"], vocab_size=s["vocab_size"])
         torch.manual_seed(1)
         self.prompts = torch.randint(s["vocab_size"], (s["batch_size"], s["prompt_tokens"]), device=self.device)
-        self.builders = {GENERATE: self.hf_generate, GRAPH: self.hf_graph, OURS: self.fused}
         self.tokens: dict[str, Tensor] = {}
         """Continuations by contestant, (batch, new_tokens)."""
+
+    def build(self, name: str) -> Contestant:
+        """The contestant, after a first continuation; the rate with the prompt is noted."""
+        begin, run = BUILDERS[name](self)
+        built = Contestant(run, reset=begin)
+        built.call()  # whatever is made once
+        self.tokens[name] = built.call().clone()
+        seconds = []
+        for _ in range(3):
+            began = default_timer()
+            built.call().cpu()
+            seconds.append(default_timer() - began)
+        rate = len(self.prompts) * self.new / statistics.median(seconds)
+        built.notes["tokens_per_second_with_prompt"] = round(rate, 1)
+        return built
 
     def model(self) -> TransformerLM:
         """Our model with the weights that everyone decodes from, float32."""
         torch.manual_seed(0)
         return TransformerLM(self.config, device=self.device)
 
-    def hf_generate(self) -> Built:
+    def llama(self) -> nn.Module:
+        """Hugging Face's model with them."""
+        torch.set_float32_matmul_precision("high")
+        return llama(self.model(), torch.bfloat16, use_cache=True).eval()
+
+    def hf_generate(self) -> tuple[None, Callable[[], Tensor]]:
         """`generate` as documented for a static cache: it compiles its own decoding step. The prompt is timed too."""
         if self.device.type != "cuda" and not self.conditions.toy:
             raise Absent("The static cache is measured compiled for a GPU.")
-        model = self._llama()
+        model, mask = self.llama(), torch.ones_like(self.prompts)
         settings = {"do_sample": False, "use_cache": True, "cache_implementation": "static", "pad_token_id": 0}
-        mask = torch.ones_like(self.prompts)
 
+        @torch.no_grad()
         def run() -> Tensor:
-            with torch.no_grad():
-                tokens = model.generate(
-                    self.prompts, attention_mask=mask, max_new_tokens=self.settings["new_tokens"], **settings
-                )
+            tokens = model.generate(self.prompts, attention_mask=mask, max_new_tokens=self.new, **settings)
             return tokens[:, self.prompts.shape[1] :]
 
-        for _ in range(2):  # compiles, then records its graphs
-            run()
-        return self._built(GENERATE, None, run)
+        run()  # compiles; the next call records its graphs
+        return None, run
 
-    def hf_graph(self) -> Built:
+    def hf_graph(self) -> tuple[Callable[[], Any], Callable[[], Tensor]]:
         """A loop of one's own around the same model and cache: a compiled greedy step in one CUDA graph."""
-        model, new = self._llama(), self.settings["new_tokens"]
+        model = self.llama()
         from transformers import StaticCache
 
-        cache = StaticCache(config=model.config, max_cache_len=self.prompts.shape[1] + new)
-        forward = compiled(model, self.conditions)
+        cache = StaticCache(config=model.config, max_cache_len=self.prompts.shape[1] + self.new)
+        forward = self.conditions.compiled(model)
         token = self.prompts[:, :1].clone()
-        tokens = torch.empty(len(token), new, dtype=torch.long, device=self.device)
+        tokens = torch.empty(len(token), self.new, dtype=torch.long, device=self.device)
 
         @torch.no_grad()
         def step() -> None:
@@ -103,46 +98,40 @@ class Bench:
         replay = step if self.conditions.toy else captured(step, self.device)[0]
 
         def run() -> Tensor:
-            for place in range(new):
+            for place in range(self.new):
                 tokens[:, place : place + 1] = token
                 replay()
             return tokens
 
-        return self._built(GRAPH, begin, run)
+        return begin, run
 
-    def _llama(self) -> nn.Module:
-        torch.set_float32_matmul_precision("high")
-        return llama(self.model(), torch.bfloat16, use_cache=True).eval()
-
-    def fused(self) -> Built:
-        from lmcore.fused.decoder import FusedDecoder
-
-        s, prompts = self.settings, self.prompts.tolist()
-        rows, slots = range(s["batch_size"]), s["prompt_tokens"] + s["new_tokens"]
-        decoder = FusedDecoder(self.model(), len(rows), slots, torch.bfloat16)
-        return self._built(OURS, lambda: decoder.place(rows, prompts), lambda: decoder.decode(s["new_tokens"]).T)
-
-    def _built(self, name: str, begin: Callable[[], Any] | None, run: Callable[[], Tensor]) -> Built:
-        built = Built(run, reset=begin)
-        built.call()  # whatever is made once
-        if begin is not None:
-            begin()
-        self.tokens[name] = run().clone()
-        clock = Clock(self.device, alone=False)
-        seconds = statistics.median(clock(Built(built.call), Plan(1, 0, 0)) for _ in range(3))
-        tokens = self.settings["batch_size"] * self.settings["new_tokens"]
-        built.notes["tokens_per_second_with_prompt"] = round(tokens / seconds, 1)
-        return built
+    def fused(self) -> tuple[Callable[[], Any], Callable[[], Tensor]]:
+        """Our decoder."""
+        prompts, rows = self.prompts.tolist(), range(len(self.prompts))
+        decoder = FusedDecoder(self.model(), len(rows), self.prompts.shape[1] + self.new, torch.bfloat16)
+        return lambda: decoder.place(rows, prompts), lambda: decoder.decode(self.new).T
 
 
-def agreeing(rows: list[Row], bench: Bench) -> list[Row]:
-    """The rows, with the share of tokens before the first on which a sequence differs from the first contestant's.
+BUILDERS = {GENERATE: Bench.hf_generate, GRAPH: Bench.hf_graph, OURS: Bench.fused}
 
-    All round in bf16, each in its own places: where two tokens are about as likely, one may take the other.
+
+def measure(cell: Cell, conditions: Conditions) -> Rows:
+    """The continuation of a prompt; the share is that of reading all weights but the embeddings once a token.
+
+    Reading the prompt is not in it; the rate of the whole call is in the notes, and so is the share of tokens before
+    the first on which a sequence differs from the first contestant's. All round in bf16, each in its own places: where
+    two tokens are about as likely, one may take the other.
     """
+    s, bench = cell.settings, Bench(cell, conditions)
+    counts = parameter_counts(bench.config)
+    weights = 2 * (sum(counts.values()) - counts["token_embeddings"])
+    builders = {name: partial(bench.build, name) for name in s["contestants"]}
+    ideal = weights * s["new_tokens"] / conditions.ceilings["copy_bytes_per_second"]
+    work = Work(builders, s["batch_size"] * s["new_tokens"], "tok/s", ideal, "measured copy", alone=False)
+    rows = work.rows(cell, conditions)
     first = next(iter(bench.tokens.values()), None)
     for row in rows:
-        if row.contestant in bench.tokens:
-            same = (bench.tokens[row.contestant].to(first.device) == first).long().cumprod(dim=1)
-            row.notes["share_of_tokens_before_a_difference"] = round(same.float().mean().item(), 4)
+        if row["contestant"] in bench.tokens:
+            same = (bench.tokens[row["contestant"]].to(first.device) == first).long().cumprod(dim=1)
+            row["notes"]["share_of_tokens_before_a_difference"] = round(same.float().mean().item(), 4)
     return rows

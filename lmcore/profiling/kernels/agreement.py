@@ -1,6 +1,13 @@
-"""Our kernels against the definitions in float64, on random inputs: how far off they are, and plain operations."""
+"""Our kernels against the definitions in float64, on random inputs: how far off they are, and plain operations.
 
+Where there is no GPU, Triton's interpreter runs the kernels of attention. Triton decides what its own functions are
+when it is imported, so that is this module as a program of its own, with TRITON_INTERPRET=1.
+"""
+
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,17 +18,16 @@ import torch
 from torch import Tensor
 
 from lmcore.device import device_name, select_device
-from lmcore.functional import scaled_dot_product_attention, silu
+from lmcore.errors import require
+from lmcore.functional import scaled_dot_product_attention
 from lmcore.kernels.attention import flash_attention
-from lmcore.kernels.common.support import runs_triton
+from lmcore.kernels.common.support import has_triton, runs_triton
 from lmcore.kernels.cross_entropy import linear_cross_entropy
-from lmcore.kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward
-from lmcore.kernels.rmsnorm.reference import rmsnorm_plain
-from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.model import causal_mask
 from lmcore.profiling.cells import run_apart
-from lmcore.profiling.kernels.loss import plain_loss
-from lmcore.profiling.kernels.measuring import DTYPES
+from lmcore.profiling.kernels.elementwise import gate, norm
+from lmcore.profiling.kernels.loss import loss_and_gradients, loss_inputs, plain_loss
+from lmcore.profiling.kernels.measuring import DTYPES, relative_error, with_gradients
 from lmcore.profiling.workload import WorkloadConfig
 
 TOLERANCES = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
@@ -30,32 +36,29 @@ TOLERANCES = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 ATTENTION_SHAPES = ((1, 1, 1, 16), (2, 3, 37, 16), (1, 2, 130, 32), (1, 2, 128, 64), (1, 1, 257, 80), (1, 1, 192, 128))
 """(batch, heads, positions, head size): one position, odd lengths, whole tiles, a head size that is no power of two."""
 
-Outputs = dict[str, Tensor]
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """|found - wanted| / |wanted| by the l2 norm, in float64; without the divisor where that is 0."""
-    wanted = wide(wanted)
-    difference = (wide(found) - wanted).norm().item()
-    return difference / (wanted.norm().item() or 1.0)
-
-
-def attention_outputs(attend: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor) -> Outputs:
-    """Output and gradients of one way to compute attention."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    output = attend(*leaves)
-    return named(("O", "dQ", "dK", "dV"), output, leaves, gradient)
-
-
-def named(names: Sequence[str], output: Tensor, leaves: Sequence[Tensor], gradient: Tensor | None = None) -> Outputs:
-    """The output and the gradients of `leaves`, by name."""
-    found = (output.detach(), *torch.autograd.grad(output, leaves, gradient))
-    return dict(zip(names, found, strict=True))
+INTERPRETED_SHAPES = ((1, 1, 37, 16), (1, 2, 48, 32))
+"""Tiny ones: every instruction of every program is interpreted."""
 
 
 def wide(x: Tensor) -> Tensor:
     """The same values in float64, on the CPU: not every device has it."""
     return x.detach().cpu().double()
+
+
+def compared(
+    names: Sequence[str], precision: str, ours: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]
+) -> dict[str, Any]:
+    """The largest relative error of ours and of the plain ones, in which output, and whether it is within tolerance."""
+    errors = {name: relative_error(*pair) for name, *pair in zip(names, ours, exact, strict=True)}
+    worst = max(errors, key=lambda name: errors[name])
+    return {
+        "errors": errors,
+        "error": errors[worst],
+        "worst": worst,
+        "plain_error": max(relative_error(*pair) for pair in zip(plain, exact, strict=True)),
+        "tolerance": TOLERANCES[precision],
+        "holds": errors[worst] <= TOLERANCES[precision],
+    }
 
 
 def attention_rows(
@@ -67,34 +70,25 @@ def attention_rows(
         for precision in precisions:
             for causal in (True, False):
                 torch.manual_seed(number)
-                *inputs, gradient = (torch.randn(shape, device=device).to(DTYPES[precision]) for _ in range(4))
+                inputs = [torch.randn(shape, device=device).to(DTYPES[precision]) for _ in range(4)]
 
-                def definition(q: Tensor, k: Tensor, v: Tensor, causal: bool = causal) -> Tensor:
-                    mask = causal_mask(q.shape[-2], q.shape[-2], q.device) if causal else None
-                    return scaled_dot_product_attention(q, k, v, mask)
-
-                exact = attention_outputs(definition, [wide(x) for x in inputs], wide(gradient))
-                plain = attention_outputs(definition, inputs, gradient)
-                ours = attention_outputs(lambda *x, causal=causal: attend(*x, causal), inputs, gradient)
-                rows.append(
-                    {"kernel": "attention", "shape": list(shape), "causal": causal, "precision": precision}
-                    | compared(ours, plain, exact, precision)
-                )
+                ours, plain = both_passes(attend, inputs, causal), both_passes(definition, inputs, causal)
+                exact = both_passes(definition, [*map(wide, inputs)], causal)
+                head = {"kernel": "attention", "shape": list(shape), "causal": causal, "precision": precision}
+                rows.append(head | compared(("O", "dQ", "dK", "dV"), precision, ours, plain, exact))
     return rows
 
 
-def compared(ours: Outputs, plain: Outputs, exact: Outputs, precision: str) -> dict[str, Any]:
-    """The largest relative error of ours and of the plain ones, in which output, and whether it is within tolerance."""
-    errors = {name: relative_error(ours[name], exact[name]) for name in exact}
-    worst = max(errors, key=lambda name: errors[name])
-    return {
-        "errors": errors,
-        "error": errors[worst],
-        "worst": worst,
-        "plain_error": max(relative_error(plain[name], exact[name]) for name in exact),
-        "tolerance": TOLERANCES[precision],
-        "holds": all(error <= TOLERANCES[precision] for error in errors.values()),
-    }
+def both_passes(attend: Callable[..., Tensor], tensors: Sequence[Tensor], causal: bool) -> tuple[Tensor, ...]:
+    """Output and gradients of q, k and v, given these and the output's gradient."""
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    return with_gradients(lambda *x: attend(*x, causal), leaves, tensors[3])
+
+
+def definition(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Attention by `lmcore.functional`."""
+    mask = causal_mask(q.shape[-2], q.shape[-2], q.device) if causal else None
+    return scaled_dot_product_attention(q, k, v, mask)
 
 
 def other_rows(device: torch.device, precisions: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -102,61 +96,26 @@ def other_rows(device: torch.device, precisions: Sequence[str]) -> Iterator[dict
     for precision in precisions:
         dtype = DTYPES[precision]
         torch.manual_seed(1)
-        for name, shape, ways in (
-            ("linear and cross-entropy", (67, 48, 203), loss_ways(67, 48, 203, device, dtype)),
-            ("residual sum, RMSNorm", (37, 80), norm_ways(37, 80, device, dtype)),
-            ("SwiGLU's gate", (37, 88), gate_ways(37, 88, device, dtype)),
+
+        def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(shape, device=device).to(dtype)
+
+        x, weight, targets = loss_inputs(67, 48, 203, dtype, device)
+        exact = [y.requires_grad_() for y in (wide(x), wide(weight))]
+        ways = [
+            loss_and_gradients(linear_cross_entropy, x, weight, targets),
+            loss_and_gradients(plain_loss, x, weight, targets),
+            loss_and_gradients(plain_loss, *exact, targets.cpu()),
+        ]
+        found = [("linear and cross-entropy", [67, 48, 203], ("loss", "dx", "dW"), ways)]
+        for one, shape, names in (
+            (norm(random(37, 80), random(37, 80), random(37, 80)), [37, 80], ("y", "dx", "dg")),
+            (gate(random(37, 2 * 88), random(37, 88)), [37, 88], ("h", "dab")),
         ):
-            ours, plain, exact = ways
-            yield (
-                {"kernel": name, "shape": list(shape), "causal": None, "precision": precision}
-                | compared(ours, plain, exact, precision)
-            )
-
-
-Ways = tuple[Outputs, Outputs, Outputs]
-"""Ours, the definition in the same type, and the definition in float64."""
-
-
-def loss_ways(n: int, d: int, v: int, device: torch.device, dtype: torch.dtype) -> Ways:
-    """Head and loss of n rows of d features over a vocabulary of v."""
-    x, weight = torch.randn(n, d, device=device).to(dtype), (0.2 * torch.randn(v, d, device=device)).to(dtype)
-    targets = torch.randint(v, (n,), device=device)
-
-    def outputs(loss: Callable[..., Tensor], *leaves: Tensor) -> Outputs:
-        leaves = tuple(y.detach().requires_grad_() for y in leaves)
-        return named(("loss", "dx", "dW"), loss(*leaves, targets.to(leaves[0].device)), leaves)
-
-    exact = outputs(plain_loss, wide(x), wide(weight))
-    return outputs(linear_cross_entropy, x, weight), outputs(plain_loss, x, weight), exact
-
-
-def norm_ways(n: int, d: int, device: torch.device, dtype: torch.dtype) -> Ways:
-    """RMSNorm of the sum of two (n, d) tensors."""
-    x, branch, dy = (torch.randn(n, d, device=device).to(dtype) for _ in range(3))
-    gain = torch.rand(d, device=device) + 0.5
-
-    def outputs(x: Tensor, gain: Tensor, branch: Tensor, dy: Tensor) -> Outputs:
-        leaves = [y.detach().requires_grad_() for y in (x, gain)]
-        return named(("y", "dx", "dg"), rmsnorm_plain(*leaves, branch=branch)[1], leaves, dy)
-
-    total, y, rstd = rmsnorm_forward(x, gain, branch=branch)
-    dx, partials = rmsnorm_backward(dy, total, gain, rstd)
-    ours = {"y": y, "dx": dx, "dg": partials.sum(dim=0)}
-    return ours, outputs(x, gain, branch, dy), outputs(*(wide(y) for y in (x, gain, branch, dy)))
-
-
-def gate_ways(n: int, f: int, device: torch.device, dtype: torch.dtype) -> Ways:
-    """SiLU(a) b of the halves of an (n, 2f) tensor."""
-    ab, dh = torch.randn(n, 2 * f, device=device).to(dtype), torch.randn(n, f, device=device).to(dtype)
-
-    def outputs(ab: Tensor, dh: Tensor) -> Outputs:
-        leaf = ab.detach().requires_grad_()
-        a, b = leaf.chunk(2, dim=-1)
-        return named(("h", "dab"), silu(a) * b, [leaf], dh)
-
-    ours = {"h": swiglu_forward(ab), "dab": swiglu_backward_(dh, ab.clone())}
-    return ours, outputs(ab, dh), outputs(wide(ab), wide(dh))
+            found.append((one.name, shape, names, [one.ours().call(), one.plain(), one.plain(convert=wide)]))
+        for name, shape, names, ways in found:
+            head = {"kernel": name, "shape": shape, "causal": None, "precision": precision}
+            yield head | compared(names, precision, *ways)
 
 
 def measure_agreement(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
@@ -167,34 +126,61 @@ def measure_agreement(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     device, _ = select_device(config.device)
     kernels = runs_triton(device)
     precisions = [name for name in TOLERANCES if device.type != "mps" or name == "fp32"]
-    if kernels:
-        rows = side_by_side(device, ATTENTION_SHAPES, precisions)
-    else:
-        rows = attention_rows(flash_attention, device, ATTENTION_SHAPES, precisions)
+    rows_of = side_by_side if kernels else attention_rows
+    rows = rows_of(flash_attention, device, ATTENTION_SHAPES, precisions)
     rows += other_rows(device, [name for name in precisions if name != "fp16"])  # the fused loss has none
-    return {
-        "device": device_name(device),
-        "by": "Triton kernels" if kernels else "plain-PyTorch twins",
-        "rows": rows,
-    }
+    by = "Triton kernels" if kernels else "plain-PyTorch twins"
+    return {"device": device_name(device), "by": by, "rows": rows}
 
 
 def side_by_side(
-    device: torch.device, shapes: Sequence[Sequence[int]], precisions: Sequence[str]
+    attend: Callable[..., Tensor], device: torch.device, shapes: Sequence[Sequence[int]], precisions: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """`attention_rows` of our kernels with a process for each shape: compiling them is most of the work."""
+    """`attention_rows` with a process for each shape: compiling the kernels is most of the work."""
     with ThreadPoolExecutor(max(1, min(len(shapes), (os.cpu_count() or 1) // 2))) as pool:
-        calls = [pool.submit(run_apart, rows_of_a_shape, (str(device), shape, precisions), None) for shape in shapes]
-        results = [call.result() for call in calls]
+        arguments = [(attend, device, [shape], precisions) for shape in shapes]
+        results = [*pool.map(lambda one: run_apart(attention_rows, one, None), arguments)]
     for outcome, reason in results:
         if outcome != "complete":
             raise RuntimeError(reason)
     return [row for _, rows in results for row in rows]
 
 
-def rows_of_a_shape(device: str, shape: Sequence[int], precisions: Sequence[str]) -> list[dict[str, Any]]:
-    """In a process of its own: the rows of one shape."""
-    return attention_rows(flash_attention, torch.device(device), [shape], precisions)
+def measure_interpreted(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
+    """Errors of attention's Triton code, run by Triton's interpreter on the CPU: a task of `run_cells`.
+
+    The result is that of `measure_agreement`; on a GPU and without Triton `rows` is empty and `reason` says why.
+    """
+    head: dict[str, Any] = {"device": "CPU", "by": "Triton kernels, interpreted", "rows": []}
+    if select_device(config.device)[0].type == "cuda":
+        return head | {"reason": "the kernels themselves run on this GPU"}
+    if not has_triton():
+        return head | {"reason": "Triton is not installed; it is part of PyTorch's CUDA builds for Linux"}
+    program, variables = [sys.executable, "-m", __name__], os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(program, env=variables, capture_output=True, text=True, check=False)
+    require(done.returncode == 0, f"Triton's interpreter failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+    return head | {"rows": json.loads(done.stdout)}
+
+
+class Interpreted(torch.autograd.Function):
+    """The Triton kernels on tensors of the CPU, for which `lmcore.kernels` chooses the reference implementation."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        from lmcore.kernels.attention import gpu
+
+        output, lse = gpu.forward(q, k, v, causal, torch.empty_like(q))
+        ctx.save_for_backward(q, k, v, output, lse)
+        ctx.causal = causal
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        from lmcore.kernels.attention import gpu
+
+        q, k, v, output, lse = ctx.saved_tensors
+        into = [torch.empty_like(x) for x in (q, k, v)]
+        return *gpu.backward(q, k, v, output, lse, gradient.contiguous(), ctx.causal, *into), None
 
 
 def agreement_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
@@ -206,3 +192,7 @@ def agreement_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
             by, shape = result["by"], " × ".join(map(str, row["shape"]))
             rows.append({"by": by, **row, "shape": shape, "device": result["device"]})
     return pd.DataFrame(rows).drop(columns="errors", errors="ignore")
+
+
+if __name__ == "__main__":
+    print(json.dumps(attention_rows(Interpreted.apply, torch.device("cpu"), INTERPRETED_SHAPES, ["fp32"])))

@@ -1,4 +1,4 @@
-"""Attention alone: eager, PyTorch's fused kernel and ours, timed, with the memory that they take (tasks and cells)."""
+"""Attention alone: its FLOPs and bytes, and eager, PyTorch's fused kernel and ours timed, with their memory."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from lmcore.functional import scaled_dot_product_attention
 from lmcore.kernels.attention import flash_attention
 from lmcore.kernels.sdpa import fused_causal_attention
 from lmcore.model import causal_mask
-from lmcore.profiling.kernels.measuring import activation_dtype, measured
+from lmcore.profiling.kernels.measuring import DTYPES, measured, with_gradients
 from lmcore.profiling.kernels.traffic import Traffic, meta, traffic_of
 from lmcore.profiling.workload import WorkloadConfig, workload_config
 
@@ -51,24 +51,20 @@ def measure_attention(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     device, _ = select_device(config.device)
     set_matmul_precision(device, config.precision)
     torch.manual_seed(config.seed)
-    model, dtype = config.model, activation_dtype(config)
+    model, dtype = config.model, DTYPES[config.precision]
     shape = (config.batch_size, model.num_heads, model.context_length, model.d_k)
     attend = attention_of(model.attention, model.context_length, device)
     q, k, v, gradient = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return attend(q, k, v)
-
-    def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(attend(*leaves), leaves, gradient)
-
-    return {"device": device_name(device), "forward": measured(forward, device), "both": measured(both, device)}
+    return {
+        "device": device_name(device),
+        "forward": measured(lambda: with_gradients(attend, (q, k, v)), device),
+        "both": measured(lambda: with_gradients(attend, leaves, gradient), device),
+    }
 
 
 def causal_flops(model: ModelConfig, batch_size: int) -> int:
-    """FLOPs of one layer's two products over the pairs that a causal mask leaves, which a kernel need not exceed."""
+    """FLOPs of one layer's two matmuls over the pairs that a causal mask leaves, which a kernel need not exceed."""
     pairs = model.context_length * (model.context_length + 1) // 2
     return 2 * 2 * batch_size * model.num_heads * pairs * model.d_k
 
@@ -98,25 +94,19 @@ def attention_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     for record in records.values():
         config, result = from_dict(WorkloadConfig, record["config"]), record["result"] or {}
         model = config.model
+        head = {name: getattr(model, name) for name in ("context_length", "num_heads", "d_k")}
+        head |= {name: getattr(config, name) for name in ("batch_size", "precision")}
         for passes, factor in (("forward", 1.0), ("both", 1.0 + BACKWARD)):
             found = result.get(passes) or {"seconds": None, "extra_bytes": None}
             flops = factor * causal_flops(model, config.batch_size)
-            rows.append(
-                {
-                    "cell": record["cell"],
-                    "attention": model.attention,
-                    "passes": passes,
-                    "context_length": model.context_length,
-                    "batch_size": config.batch_size,
-                    "num_heads": model.num_heads,
-                    "d_k": model.d_k,
-                    "precision": config.precision,
-                    "outcome": record["outcome"],
-                    "reason": record["reason"],
-                    **found,
-                    "flops": flops,
-                    "flops_per_second": flops / found["seconds"] if found["seconds"] else None,
-                    "device": result.get("device") or (record["environment"] or {}).get("device"),
-                }
-            )
-    return pd.DataFrame(rows)
+            row = {"cell": record["cell"], "attention": model.attention, "passes": passes} | head | found
+            row |= {"outcome": record["outcome"], "reason": record["reason"], "flops": flops}
+            row["flops_per_second"] = flops / found["seconds"] if found["seconds"] else None
+            rows.append(row | {"device": result.get("device") or (record["environment"] or {}).get("device")})
+    return pd.DataFrame(rows, columns=ATTENTION_COLUMNS if rows else None)
+
+
+ATTENTION_COLUMNS = [
+    "cell", "attention", "passes", "context_length", "batch_size", "num_heads", "d_k", "precision", "outcome",
+    "reason", "seconds", "extra_bytes", "flops", "flops_per_second", "device",
+]  # fmt: skip

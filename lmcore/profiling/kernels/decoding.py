@@ -9,12 +9,12 @@ import pandas as pd
 import torch
 
 from lmcore.accounting import num_parameters
-from lmcore.config import GenerateConfig, from_dict
+from lmcore.config import GenerateConfig
 from lmcore.device import autocast, device_name, select_device, set_matmul_precision
 from lmcore.generate import generate
 from lmcore.model import TransformerLM
 from lmcore.profiling.ceilings import Timer, copy_ceiling
-from lmcore.profiling.kernels.measuring import activation_dtype
+from lmcore.profiling.kernels.measuring import DTYPES, result_rows
 from lmcore.profiling.workload import WorkloadConfig
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -31,31 +31,33 @@ PROMPT = 16
 def measure_decoding(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     """Times greedy decoding of a whole context by each way, from random weights: a task of `run_cells`.
 
-    The batch is of `config.batch_size` prompts. The result holds `device`, `copy_bytes_per_second`, `new_tokens` of
-    each prompt, and `rows`: `way`, `seconds` of each of `config.steps` repeats, and `same_tokens` as the first way.
+    The ways take turns on `config.batch_size` prompts. The result holds `device`, `copy_bytes_per_second`, `new_tokens`
+    of each prompt, and `rows`: `way`, `seconds` of each of `config.steps` repeats, `same_tokens` as the first way.
     """
     device, _ = select_device(config.device)
     set_matmul_precision(device, config.precision)
     torch.manual_seed(config.seed)
     model = TransformerLM(config.model, device=device)
     prompts = torch.randint(config.model.vocab_size, (config.batch_size, PROMPT)).tolist()
-    new_tokens, rows, first = config.model.context_length - PROMPT, [], None
-    for way, settings in WAYS.items():
-        chosen = GenerateConfig(max_new_tokens=new_tokens, temperature=0.0, **settings)
-        seconds = []
-        for repeat in range(config.steps + 1):
+    new_tokens = config.model.context_length - PROMPT
+    outputs: dict[str, list[list[int]]] = {}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for repeat in range(config.steps + 1):  # the first one warms up
+        for way in list(WAYS)[:: -1 if repeat % 2 else 1]:
+            chosen = GenerateConfig(max_new_tokens=new_tokens, temperature=0.0, **WAYS[way])
             began = default_timer()
             with autocast(device, config.precision):
-                output = generate(model, prompts, chosen)
-            if repeat:  # the first one warms up; the output is on the host, so the device is done
-                seconds.append(default_timer() - began)
-        first = output if first is None else first
-        same = sum(
-            a == b for ours, theirs in zip(output, first, strict=True) for a, b in zip(ours, theirs, strict=True)
-        )
-        rows.append({"way": way, "seconds": seconds, "same_tokens": same / (new_tokens * len(prompts))})
-    copy = copy_ceiling(device, Timer(device))
-    return {"device": device_name(device), "new_tokens": new_tokens, "copy_bytes_per_second": copy, "rows": rows}
+                outputs[way] = generate(model, prompts, chosen)
+            if repeat:  # the output is on the host, so the device is done
+                seconds[way].append(default_timer() - began)
+    first = torch.tensor(outputs["plain"])
+    same = {way: (torch.tensor(output) == first).double().mean().item() for way, output in outputs.items()}
+    return {
+        "device": device_name(device),
+        "new_tokens": new_tokens,
+        "copy_bytes_per_second": copy_ceiling(device, Timer(device)),
+        "rows": [{"way": way, "seconds": seconds[way], "same_tokens": same[way]} for way in WAYS],
+    }
 
 
 def decoding_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
@@ -64,27 +66,24 @@ def decoding_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     `bound` is how many tokens a second reading all weights once for each of them, at the speed of a copy, would allow.
     """
     rows = []
-    for record in records.values():
-        config, result = from_dict(WorkloadConfig, record["config"]), record["result"] or {}
-        weights = (num_parameters(config.model) - config.model.vocab_size * config.model.d_model) * (
-            activation_dtype(config).itemsize
+    for row, config, result in result_rows(records):
+        model, median = config.model, pd.Series(row["seconds"]).median()
+        read = num_parameters(model) - model.vocab_size * model.d_model  # the embeddings are looked up
+        rows.append(
+            {
+                "cell": row["cell"],
+                "size": config.size,
+                "batch_size": config.batch_size,
+                "context_length": model.context_length,
+                "precision": config.precision,
+                "way": row["way"],
+                "seconds": median,
+                "tokens_per_second": config.batch_size * result["new_tokens"] / median,
+                "same_tokens": row["same_tokens"],
+                "bound": config.batch_size
+                * result["copy_bytes_per_second"]
+                / (read * DTYPES[config.precision].itemsize),
+                "device": result["device"],
+            }
         )
-        for row in result.get("rows", ()):
-            median = pd.Series(row["seconds"]).median()
-            tokens = config.batch_size * result["new_tokens"]
-            rows.append(
-                {
-                    "cell": record["cell"],
-                    "size": config.size,
-                    "batch_size": config.batch_size,
-                    "context_length": config.model.context_length,
-                    "precision": config.precision,
-                    "way": row["way"],
-                    "seconds": median,
-                    "tokens_per_second": tokens / median,
-                    "same_tokens": row["same_tokens"],
-                    "bound": config.batch_size * result["copy_bytes_per_second"] / weights,
-                    "device": result["device"],
-                }
-            )
     return pd.DataFrame(rows)

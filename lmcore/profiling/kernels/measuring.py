@@ -1,12 +1,24 @@
-"""What the tasks of notebook 07 share: types, and the time and memory of a function."""
+"""Time, memory and errors of contestants for the same work: the one place where kernels are timed.
 
-from collections.abc import Callable
+Notebook 07 and `benchmarks/` use it. Contestants take turns, so that what else the machine does falls on all of them.
+"""
+
+import contextlib
+import math
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from timeit import default_timer
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lmcore.device import forget_memory, select_device
+from lmcore.config import from_dict
+from lmcore.device import forget_memory, out_of_memory_reason, select_device
+from lmcore.errors import UserError
 from lmcore.profiling.ceilings import Timer, ceilings
 from lmcore.profiling.memory.events import record_cpu
 from lmcore.profiling.memory.snapshot import UNKNOWN
@@ -16,10 +28,157 @@ from lmcore.profiling.workload import WorkloadConfig
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Types of activations by precision."""
 
+FEWEST, USUAL, MOST = 7, 50, 200
+"""Turns of one contestant; calls that run back to back make a turn of that part of the time."""
 
-def activation_dtype(config: WorkloadConfig) -> torch.dtype:
-    """The type that a cell's precision gives to activations."""
-    return DTYPES[config.precision]
+
+class Absent(Exception):
+    """A contestant that this machine or its software does not have; the message says why."""
+
+
+@dataclass
+class Contestant:
+    """Someone who is ready to do the work: inputs are made, code is compiled."""
+
+    run: Callable[[], Any]
+    reset: Callable[[], Any] | None = None
+    """Called, untimed, before every call of a contestant that works in place or continues from somewhere."""
+    results: Sequence[Tensor] | None = None
+    """What is held against the reference; None: what the first call returns."""
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def call(self) -> Any:
+        """One call, on fresh inputs where it matters."""
+        if self.reset is not None:
+            self.reset()
+        return self.run()
+
+    def repeat(self, calls: int) -> None:
+        """Calls back to back."""
+        for _ in range(calls):
+            self.run()
+
+
+@dataclass
+class Result:
+    """How one contestant did."""
+
+    outcome: str = "complete"
+    """Or "absent", "out of memory", "failed", with the `reason`."""
+    reason: str | None = None
+    seconds: list[float] = field(default_factory=list)
+    """Of one call, turn by turn; the mean of the turn's `calls`."""
+    calls: int = 1
+    peak_bytes: int | None = None
+    """Device memory that the contestant needed at most beyond what was there before; None off CUDA."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """Those of the contestant; `setup_seconds`, and `relative_error` where there is a reference."""
+
+
+def race(
+    builders: Mapping[str, Callable[[], Contestant]],
+    device: torch.device,
+    seconds: float,
+    alone: bool = True,
+    reference: Sequence[Tensor] | None = None,
+    part: Callable[[Tensor], Tensor] = lambda x: x,
+    rounds: int | None = None,
+) -> dict[str, Result]:
+    """Builds every contestant, holds `part` of its results against `reference`, and times all in turns.
+
+    Every round takes them in the opposite order. All rounds together take about `seconds`; there are `FEWEST` to
+    `MOST`, or as many as asked for. `alone` times each call by itself behind writes that empty the cache and cover the
+    host's work, which is what a kernel takes; otherwise calls run back to back, as the steps of a training run do,
+    launches included. An error is the outcome of its contestant and does not stop the others.
+    """
+    timer, results = Timer(device), {name: Result() for name in builders}
+    ready: dict[str, Contestant] = {}
+    flushes: dict[str, int] = {}
+    cost, turn = 0.0, seconds / USUAL if rounds is None else seconds / rounds / len(builders)
+    for name, build in builders.items():
+        with ending(results[name]):
+            ready[name] = prepared(build, results[name], timer, reference, part)
+    for name, contestant in ready.items():
+        with ending(results[name]):
+            contestant.call()
+            took, issue = timer.once(contestant.call, int(alone and timer.cuda))
+            flushes[name] = timer.flushes_for(issue) if alone else 0
+            if not alone and contestant.reset is None:
+                results[name].calls = max(1, math.ceil(turn / took))
+            cost += results[name].calls * took + (flushes[name] * timer.flush_seconds if timer.cuda else 0)
+    if rounds is None:
+        rounds = min(MOST, max(FEWEST, int(seconds / cost))) if flushes else 0
+    for number in range(rounds):
+        for name in list(flushes)[:: -1 if number % 2 else 1]:
+            contestant, result = ready[name], results[name]
+            with ending(result):
+                took, _ = timer.once(partial(contestant.repeat, result.calls), flushes[name], contestant.reset)
+                result.seconds.append(took / result.calls)
+            if result.outcome != "complete":
+                del flushes[name]
+    return results
+
+
+@contextlib.contextmanager
+def ending(result: Result) -> Iterator[None]:
+    """An error inside is the outcome of the contestant whose result this is."""
+    try:
+        yield
+    except Exception as error:
+        result.outcome, result.reason, result.seconds = "failed", None, []
+        if isinstance(error, Absent | ImportError | UserError):
+            result.outcome, result.reason = "absent", str(error)
+        elif (reason := out_of_memory_reason(error)) is not None:
+            result.outcome, result.reason = "out of memory", reason
+        else:
+            traceback.print_exception(error)
+            result.reason = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
+
+def prepared(
+    build: Callable[[], Contestant],
+    result: Result,
+    timer: Timer,
+    reference: Sequence[Tensor] | None,
+    part: Callable[[Tensor], Tensor],
+) -> Contestant:
+    """A contestant that has been called once; its peak memory, error and notes are in `result`."""
+    device, began = timer.device, default_timer()
+    forget_memory(device)
+    before = torch.cuda.memory_allocated(device) if timer.cuda else 0
+    contestant = build()
+    found = contestant.call()
+    timer.synchronize()
+    result.peak_bytes = torch.cuda.max_memory_allocated(device) - before if timer.cuda else None
+    result.notes = contestant.notes
+    if reference is not None:
+        pairs = zip(contestant.results or [part(x) for x in found], reference, strict=True)
+        result.notes["relative_error"] = max(relative_error(*pair) for pair in pairs)
+    contestant.results = None
+    result.notes["setup_seconds"] = round(default_timer() - began, 2)
+    return contestant
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """|found - wanted| / |wanted| by the l2 norm, in float64; without the divisor if that is 0; inf if not finite."""
+    wanted = wanted.double()
+    difference = (found.detach().to(wanted.device).double() - wanted).norm().item()
+    error = difference / (wanted.norm().item() or 1.0)
+    return error if math.isfinite(error) else math.inf
+
+
+def with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], *gradients: Tensor) -> tuple[Tensor, ...]:
+    """The function's last result, and the gradients of the inputs that require them.
+
+    `gradients` are those of its last results, one for each; none where the result is a scalar.
+    """
+    result, leaves = function(*inputs), [x for x in inputs if x.requires_grad]
+    results = result if isinstance(result, tuple) else (result,)
+    if not leaves:
+        return results[-1:]
+    results = results[-max(1, len(gradients)) :]
+    of = [gradient.to(x.dtype) for gradient, x in zip(gradients, results, strict=True)] if gradients else None
+    return (results[-1].detach(), *torch.autograd.grad(results, leaves, of))
 
 
 def extra_bytes(function: Callable[[], Any], device: torch.device) -> int | None:
@@ -41,13 +200,22 @@ def extra_bytes(function: Callable[[], Any], device: torch.device) -> int | None
     return int(levels.max() - levels[0])
 
 
+def measured(function: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """Median `seconds` that a call keeps the device busy, and `extra_bytes`."""
+    bytes_taken = extra_bytes(function, device)  # before the timer takes its buffer
+    return {"seconds": Timer(device)(function)[0], "extra_bytes": bytes_taken}
+
+
 def measure_ceilings(config: WorkloadConfig, folder: Path) -> dict[str, float]:
     """`lmcore.profiling.ceilings.ceilings` of the cell's precision: a task of `lmcore.profiling.cells.run_cells`."""
     return ceilings(select_device(config.device)[0], config.precision)
 
 
-def measured(function: Callable[[], Any], device: torch.device, timer: Timer | None = None) -> dict[str, Any]:
-    """Median `seconds` that a call keeps the device busy, and `extra_bytes`."""
-    bytes_taken = extra_bytes(function, device)  # before the timer takes its buffer
-    seconds, _ = (timer or Timer(device))(function)
-    return {"seconds": seconds, "extra_bytes": bytes_taken}
+def result_rows(
+    records: Mapping[str, Mapping[str, Any]],
+) -> Iterator[tuple[dict[str, Any], WorkloadConfig, dict[str, Any]]]:
+    """Each row that a task left in the `rows` of its result, with the cell's name and configuration, and the result."""
+    for record in records.values():
+        result = record["result"] or {}
+        for row in result.get("rows", ()):
+            yield {"cell": record["cell"]} | row, from_dict(WorkloadConfig, record["config"]), result

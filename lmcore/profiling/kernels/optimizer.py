@@ -1,21 +1,23 @@
 """AdamW with gradient clipping over a whole model: bytes counted, time measured (tasks of notebook 07)."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import nn
 
-from lmcore.config import from_dict
 from lmcore.device import device_name, select_device
 from lmcore.kernels.adamw import FusedAdamW
 from lmcore.kernels.common.support import runs_triton
 from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW, gradient_clipping
-from lmcore.profiling.ceilings import Timer, copy_ceiling
-from lmcore.profiling.kernels.traffic import Traffic, meta, traffic_of
+from lmcore.profiling.ceilings import BUDGET, Timer, copy_ceiling
+from lmcore.profiling.kernels.measuring import Absent, Contestant, race, result_rows
+from lmcore.profiling.kernels.traffic import Traffic, traffic_of
 from lmcore.profiling.workload import WorkloadConfig
 
 MAX_NORM = 1.0
@@ -30,32 +32,43 @@ ONE_PASS_MIXED = 2 + 14 + 14
 TORCH_FUSED = 4 + 8 + 28
 """Clipping of PyTorch's reads every gradient for the norm, then reads and writes it; the fused update is one pass."""
 
-
 COUNTED = 1 << 20
 """Parameters of which operations are counted: so many that scalars do not show."""
 
-
-def plain_update_traffic() -> Traffic:
-    """What one step of the plain AdamW and clipping moves for `COUNTED` parameters, operation by operation."""
-    weight = nn.Parameter(meta(COUNTED))
-    optimizer = AdamW([weight])
-    weight.grad = meta(COUNTED)
-    optimizer.step()  # the moments exist from the first step on
-
-    def run() -> None:
-        gradient_clipping([weight], MAX_NORM)
-        optimizer.step()
-
-    return traffic_of(run)
+Update = Callable[[], Any]
 
 
-def twin_traffic() -> Traffic:
-    """The same of `FusedAdamW` where there is no Triton."""
-    weight = nn.Parameter(torch.zeros(COUNTED))
-    optimizer = FusedAdamW([weight], max_grad_norm=MAX_NORM)
-    weight.grad = torch.zeros(COUNTED)
-    optimizer.step()
-    return traffic_of(optimizer.step)
+def plain(parameters: list[nn.Parameter], max_norm: float | None = None, **settings: Any) -> Update:
+    """The update of `lmcore.optimizer`, operation by operation; with `max_norm` clipping goes before it."""
+    optimizer = AdamW(parameters, **settings)
+    if max_norm is None:
+        return optimizer.step
+    return lambda: (gradient_clipping(parameters, max_norm), optimizer.step())
+
+
+def torch_fused(parameters: list[nn.Parameter], max_norm: float | None = None, **settings: Any) -> Update:
+    """PyTorch's fused update. Raises `Absent` on a device that it does not serve."""
+    try:
+        optimizer = torch.optim.AdamW(parameters, fused=True, **settings)
+    except RuntimeError as error:
+        raise Absent((str(error).splitlines() or ["no reason given"])[0]) from error
+    if max_norm is None:
+        return optimizer.step
+    return lambda: (nn.utils.clip_grad_norm_(parameters, max_norm), optimizer.step())
+
+
+def ours(parameters: list[nn.Parameter], max_norm: float | None = None, **settings: Any) -> Update:
+    """Our fused update."""
+    return FusedAdamW(parameters, max_grad_norm=max_norm, **settings).step
+
+
+def update_traffic(update: Callable[..., Update] = plain, device: str = "meta") -> Traffic:
+    """What one step with clipping moves for `COUNTED` parameters, operation by operation."""
+    weight = nn.Parameter(torch.zeros(COUNTED, device=device))
+    weight.grad = torch.zeros_like(weight)
+    step = update([weight], MAX_NORM)
+    step()  # the moments exist from the first step on
+    return traffic_of(step)
 
 
 def bytes_each(traffic: Traffic) -> float:
@@ -63,31 +76,8 @@ def bytes_each(traffic: Traffic) -> float:
     return round(traffic.total / COUNTED, 2)
 
 
-def contestants(parameters: list[nn.Parameter]) -> dict[str, tuple[float, Callable[[], Callable[[], Any]]]]:
-    """Bytes for each parameter, and what makes the step, of each way to clip and update."""
-
-    def plain() -> Callable[[], Any]:
-        optimizer = AdamW(parameters)
-        return lambda: (gradient_clipping(parameters, MAX_NORM), optimizer.step())
-
-    def of_torch() -> Callable[[], Any]:
-        optimizer = torch.optim.AdamW(parameters, fused=True)
-        return lambda: (nn.utils.clip_grad_norm_(parameters, MAX_NORM), optimizer.step())
-
-    def fused() -> Callable[[], Any]:
-        return FusedAdamW(parameters, max_grad_norm=MAX_NORM).step
-
-    kernels = runs_triton(parameters[0].device)
-    ours = ("ours, in one pass", ONE_PASS) if kernels else ("ours, as plain operations", bytes_each(twin_traffic()))
-    return {
-        "plain, operation by operation": (bytes_each(plain_update_traffic()), plain),
-        "torch.optim.AdamW(fused=True)": (TORCH_FUSED, of_torch),
-        ours[0]: (ours[1], fused),
-    }
-
-
 def measure_optimizer(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Times clipping and update of all parameters of `config.model` in float32: a task of `run_cells`.
+    """Times clipping and update of all parameters of `config.model` in float32, in turns: a task of `run_cells`.
 
     The result holds `device`, `parameters`, `copy_bytes_per_second` of a large copy there, and `rows`: `contestant`,
     `seconds` (None with a `reason` where it does not run here) and `bytes_per_parameter` as counted.
@@ -97,18 +87,27 @@ def measure_optimizer(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     parameters = list(TransformerLM(config.model, device=device).parameters())
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    timer, rows = Timer(device), []
-    for name, (moved, make) in contestants(parameters).items():
-        row: dict[str, Any] = {"contestant": name, "bytes_per_parameter": moved, "seconds": None, "reason": None}
-        try:
-            row["seconds"], _ = timer(make())
-        except (RuntimeError, NotImplementedError) as error:  # PyTorch has a fused AdamW for some devices alone
-            row["reason"] = (str(error).splitlines() or [type(error).__name__])[0]
-        rows.append(row)
+    kernels = runs_triton(device)
+    one_pass = ONE_PASS if kernels else bytes_each(update_traffic(ours, "cpu"))
+    updates = {
+        "plain, operation by operation": (plain, bytes_each(update_traffic())),
+        "torch.optim.AdamW(fused=True)": (torch_fused, TORCH_FUSED),
+        "ours, in one pass" if kernels else "ours, as plain operations": (ours, one_pass),
+    }
+
+    def build(update: Callable[..., Update]) -> Contestant:
+        return Contestant(update(parameters, MAX_NORM))
+
+    results = race({name: partial(build, update) for name, (update, _) in updates.items()}, device, BUDGET[device.type])
+    rows = []
+    for name, result in results.items():
+        seconds = median(result.seconds) if result.seconds else None
+        row = {"contestant": name, "bytes_per_parameter": updates[name][1]}
+        rows.append(row | {"seconds": seconds, "reason": result.reason})
     return {
         "device": device_name(device),
         "parameters": sum(parameter.numel() for parameter in parameters),
-        "copy_bytes_per_second": copy_ceiling(device, timer),
+        "copy_bytes_per_second": copy_ceiling(device, Timer(device)),
         "rows": rows,
     }
 
@@ -116,15 +115,10 @@ def measure_optimizer(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
 def optimizer_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     """One row for each contestant of each record of `measure_optimizer`; bytes per second by the bytes counted."""
     rows = []
-    for record in records.values():
-        config, result = from_dict(WorkloadConfig, record["config"]), record["result"] or {}
-        for row in result.get("rows", ()):
-            seconds, moved = row["seconds"], row["bytes_per_parameter"] * result["parameters"]
-            rate = moved / seconds if seconds else None
-            rows.append(
-                {"cell": record["cell"], "size": config.size, "outcome": "complete" if seconds else "absent"}
-                | row
-                | {"parameters": result["parameters"], "bytes": moved, "bytes_per_second": rate}
-                | {"copy_bytes_per_second": result["copy_bytes_per_second"], "device": result["device"]}
-            )
+    for row, config, result in result_rows(records):
+        seconds, moved = row["seconds"], row["bytes_per_parameter"] * result["parameters"]
+        head = {"cell": row["cell"], "size": config.size, "outcome": "complete" if seconds else "absent"}
+        counted = {"parameters": result["parameters"], "bytes": moved}
+        counted["bytes_per_second"] = moved / seconds if seconds else None
+        rows.append(head | row | counted | {name: result[name] for name in ("copy_bytes_per_second", "device")})
     return pd.DataFrame(rows)

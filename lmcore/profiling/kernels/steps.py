@@ -64,15 +64,12 @@ def task_of(rung: str) -> Callable[[WorkloadConfig, Path], dict[str, Any]]:
 def ladder_table(records: Mapping[str, Mapping[str, Any]], absent: Mapping[str, str]) -> pd.DataFrame:
     """A row for each rung, in order: seconds of a step and peak memory as measured, or why it was not."""
     timings = timing.timing_table(records).set_index("cell") if records else pd.DataFrame()
-    rows = []
-    for rung, (what, _) in RUNGS.items():
-        row: dict[str, Any] = {"rung": rung, "what": what, "outcome": "absent", "reason": absent.get(rung)}
-        if rung in timings.index:
-            found = timings.loc[rung]
-            row |= {name: found[name] for name in MEASURES}
-        elif rung not in absent:
-            continue
-        rows.append(row)
+    rows = [
+        {"rung": rung, "what": what, "outcome": "absent", "reason": absent.get(rung)}
+        | (timings.loc[rung, MEASURES].to_dict() if rung in timings.index else {})
+        for rung, (what, _) in RUNGS.items()
+        if rung in timings.index or rung in absent
+    ]
     return pd.DataFrame(rows, columns=["rung", "what", *MEASURES])
 
 

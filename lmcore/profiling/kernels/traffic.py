@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -27,7 +27,6 @@ class Moved:
     written: int
 
 
-@dataclass
 class Traffic(TorchDispatchMode):
     """Inside of the block, every operation that PyTorch runs eagerly is noted, those of the backward pass too.
 
@@ -36,10 +35,9 @@ class Traffic(TorchDispatchMode):
     the traffic of any size can be counted on any machine.
     """
 
-    moved: list[Moved] = field(default_factory=list)
-
-    def __post_init__(self):
+    def __init__(self):
         super().__init__()
+        self.moved: list[Moved] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Sequence = (), kwargs: Mapping | None = None) -> Any:
         result = function(*args, **(kwargs or {}))

@@ -1,50 +1,88 @@
-"""What lmcore is compared with in training: the same model by Hugging Face and by torch.nn, fed the same weights."""
+"""Peers in training and decoding: the same model by Hugging Face and by torch.nn, with the weights of one of ours."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from speed.peers import halves, llama
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lmcore.config import ModelConfig, OptimizerConfig
+from lmcore.config import ModelConfig
 from lmcore.model import TransformerLM
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Logits = Callable[[Tensor], Tensor]
+"""Of (B, T) token ids."""
+
+NAMES = {
+    "token_embeddings.": "model.embed_tokens.", "layers.": "model.layers.", "ln_final.": "model.norm.",
+    ".attn.output_proj.": ".self_attn.o_proj.", ".attn.": ".self_attn.",
+    ".ffn.w1.": ".mlp.gate_proj.", ".ffn.w2.": ".mlp.down_proj.", ".ffn.w3.": ".mlp.up_proj.",
+    ".ln1.": ".input_layernorm.", ".ln2.": ".post_attention_layernorm.",
+}  # fmt: skip
+"""Parts of our parameters' names, and what they are called there; replaced in this order."""
+
+CAUSAL = "sdpa_by_flag"
 
 
-class PeerStep:
-    """A training step as PyTorch's users write it: its fused AdamW and its clipping, around any model's loss."""
+def llama(model: TransformerLM, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
+    """`LlamaForCausalLM` that computes what `model` does, on its device. Raises ImportError without transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    def __init__(self, model: nn.Module, loss: Loss, config: OptimizerConfig):
-        self.model, self.loss, self.max_grad_norm = model, loss, config.max_grad_norm
-        groups = [
-            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
-        )
-
-    def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Updates the weights by one batch; returns loss and gradient norm."""
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(inputs, targets)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-        self.optimizer.step()
-        return loss.detach(), norm
+    c, weight = model.config, model.token_embeddings.weight
+    sizes = {"hidden_size": c.d_model, "intermediate_size": c.d_ff, "num_hidden_layers": c.num_layers,
+             "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_heads, "vocab_size": c.vocab_size,
+             "max_position_embeddings": c.context_length, "rope_theta": c.rope_theta}  # fmt: skip
+    switches: dict[str, Any] = {
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config = LlamaConfig(**sizes, **switches, **{"attn_implementation": "sdpa", "use_cache": False} | settings)
+    with weight.device:
+        theirs = LlamaForCausalLM(config)
+    theirs.load_state_dict(renamed(model.state_dict(), c))
+    return theirs.to(dtype)
 
 
-def hugging_face(source: TransformerLM) -> tuple[nn.Module, Loss]:
+def by_flag() -> str:
+    """An attention implementation for training: SDPA told that it is causal, instead of given a mask.
+
+    Under torch.compile the library writes a mask out, and PyTorch then has to pass over its fastest kernels.
+    """
+    try:
+        from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    except ImportError:
+        return "sdpa"
+    AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+    return CAUSAL
+
+
+def renamed(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Our weights under their names."""
+    weights = {}
+    for name, weight in state.items():
+        if ".q_proj." in name or ".k_proj." in name:
+            weight = halves(weight, config.num_heads)
+        for ours, theirs in NAMES.items():
+            name = name.replace(ours, theirs)
+        weights[name] = weight
+    return weights
+
+
+def halves(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of a (D, D) projection for a RoPE that rotates the halves of a head, while lmcore's rotates neighbors.
+
+    First come the pairs' first members, then the second ones; attention does not see the order.
+    """
+    return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+def hugging_face(source: TransformerLM) -> tuple[nn.Module, Logits]:
     """`LlamaForCausalLM` with the weights of `source`. Raises ImportError where transformers is not installed."""
-    model = llama(source)
-
-    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        logits = model(input_ids=inputs).logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    return model, loss
+    model = llama(source, attn_implementation=by_flag())
+    return model, lambda inputs: model(input_ids=inputs, use_cache=False).logits
 
 
 class TorchBlock(nn.Module):
@@ -111,7 +149,7 @@ def packed(state: dict[str, Tensor], num_heads: int) -> dict[str, Tensor]:
     return result
 
 
-def torch_llama(source: TransformerLM) -> tuple[nn.Module, Loss]:
+def torch_llama(source: TransformerLM) -> tuple[nn.Module, Logits]:
     """`TorchLlama` with the weights of `source`."""
-    model = TorchLlama(source)
-    return model, lambda inputs, targets: F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    model = TorchLlama(source).to(source.lm_head.weight.device)
+    return model, model

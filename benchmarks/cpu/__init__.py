@@ -1,1 +1,0 @@
-"""Parts of `benchmarks/cpu.py`: taking turns, the loader, training."""

@@ -1,0 +1,190 @@
+"""Full training steps (forward, backward, clipping, AdamW) of lmcore and of its peers, from the same weights."""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from peers import hugging_face, torch_llama
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lmcore.config import TrainConfig, replace
+from lmcore.device import autocast
+from lmcore.errors import require
+from lmcore.functional import cross_entropy
+from lmcore.kernels.adamw import FusedAdamW
+from lmcore.kernels.cross_entropy import linear_cross_entropy
+from lmcore.model import TransformerLM
+from lmcore.optimizer import build_optimizer, gradient_clipping
+from lmcore.profiling.kernels.measuring import Absent, Contestant
+from lmcore.train import PlainStep, training_step
+
+COMPARED_STEPS = 4
+"""First steps whose losses are compared."""
+
+LMCORE: dict[str, dict[str, Any]] = {
+    "lmcore plain": {},
+    "lmcore sdpa": {"model__attention": "sdpa"},
+    "lmcore compiled": {"compile": True},
+    "lmcore sdpa compiled": {"model__attention": "sdpa", "compile": True},
+    "lmcore fused": {"ops": "fused"},
+    "plain, eager": {},
+    "+ sdpa": {"model__attention": "sdpa"},
+    "+ flash attention": {"model__attention": "flash"},
+    "+ torch.compile": {"model__attention": "flash", "compile": True},
+    "+ one CUDA graph": {"ops": "fused"},
+}
+"""Steps as `lmcore train` takes them: what each changes in the configuration."""
+KERNELS = {"+ fused loss": False, "+ fused AdamW": True}
+"""Steps with our loss in place of the plain one, and whether the update is ours, too."""
+PEERS = {"HF": hugging_face, "Hugging Face": hugging_face, "torch.nn": torch_llama}
+"""How the names of peers begin; "compiled" and "CUDA graph" in a name say how they run."""
+
+
+class PeerStep:
+    """A training step as PyTorch's users write it: its fused AdamW and its clipping, around any model's logits."""
+
+    def __init__(self, model: nn.Module, logits: Callable, config: TrainConfig, device: torch.device, graph: bool):
+        self.model, self.logits, self.config, self.device = model, logits, config, device
+        self.criterion, self.loss = self.cross_entropy, self.plain_loss
+        o = config.optimizer
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": o.weight_decay},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        settings = {"fused": True, "capturable": graph and device.type == "cuda"}
+        self.optimizer = torch.optim.AdamW(groups, lr=o.learning_rate, betas=o.betas, eps=o.eps, **settings)
+
+    @staticmethod
+    def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def plain_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with autocast(self.device, self.config.precision):
+            logits = self.logits(inputs)
+        return self.criterion(logits, targets)
+
+    def compile(self, layers: nn.ModuleList | None = None) -> None:
+        """As a whole, or layer by layer with the criterion by itself."""
+        if layers is None:
+            self.loss = torch.compile(self.plain_loss, dynamic=False)
+            return
+        for layer in layers:
+            layer.compile(dynamic=False)
+        self.criterion = torch.compile(self.cross_entropy, dynamic=False)
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Updates the weights by one batch; returns loss and gradient norm."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(inputs, targets)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
+        self.optimizer.step()
+        return loss.detach(), norm
+
+
+class KernelStep(PlainStep):
+    """The plain step, its forward pass compiled, with our loss and, if so wanted, our update."""
+
+    def __init__(self, model: TransformerLM, config: TrainConfig, device: torch.device, adamw: bool, compiled: bool):
+        super().__init__(model, config, device)
+        limit = config.optimizer.max_grad_norm
+        self.clip = partial(gradient_clipping, list(model.parameters()), limit)
+        if adamw:
+            self.optimizer = build_optimizer(model, config.optimizer, partial(FusedAdamW, max_grad_norm=limit))
+            self.clip = lambda: self.optimizer.norm
+        self.head, model.lm_head = model.lm_head.weight, nn.Identity()
+        self.forward = torch.compile(self.activations, dynamic=False) if compiled else self.activations
+
+    def activations(self, inputs: Tensor) -> Tensor:
+        """What goes into the LM head."""
+        with autocast(self.device, self.config.precision):
+            return self.model(inputs)
+
+    def __call__(self, inputs: Tensor, targets: Tensor, lr: float | None = None) -> tuple[Tensor, Tensor]:
+        x = self.forward(inputs).flatten(0, 1).bfloat16()
+        loss = linear_cross_entropy(x, self.head.bfloat16(), targets.flatten())
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = self.clip()
+        self.optimizer.step()
+        return loss.detach(), norm
+
+
+class Bench:
+    """A configuration, random batches, and who can train on them."""
+
+    def __init__(self, config: TrainConfig, device: torch.device, toy: bool = False, batches: int = 1):
+        self.config, self.device, self.toy = config, device, toy
+        """At toy sizes nothing is compiled."""
+        self.by_layer = config.model.num_layers > 12
+        """Compiling layer by layer takes seconds where a deep model as a whole takes minutes."""
+        torch.manual_seed(1)
+        shape = (batches, 2, config.batch_size, config.model.context_length)
+        self.batches = [tuple(batch) for batch in torch.randint(config.model.vocab_size, shape, device=device)]
+
+    def model(self, config: TrainConfig) -> TransformerLM:
+        """Our model with the weights that every contestant starts from."""
+        torch.manual_seed(config.seed)
+        return TransformerLM(config.model, device=self.device)
+
+    @torch.no_grad()
+    def reference(self) -> Tensor:
+        """Loss of the first batch in float32, from the plain model, sequence by sequence."""
+        model = self.model(replace(self.config, model__attention="sdpa"))
+        pairs = zip(*(tokens.split(1) for tokens in self.batches[0]), strict=True)
+        return torch.stack([cross_entropy(model(x), y) for x, y in pairs]).mean()
+
+    def build(self, name: str) -> Contestant:
+        """A contestant after its first steps, whose losses are noted. Raises `UserError` on what a step cannot do."""
+        graph, compiled = "CUDA graph" in name and name not in LMCORE, "compile" in name
+        if name in LMCORE:
+            config = replace(self.config, **LMCORE[name])
+            config = replace(config, compile=config.compile and not self.toy)
+            step, reason = training_step(self.model(config), config, self.device)
+            require(reason is None, f"The fused step does not cover {reason}.")
+        elif name in KERNELS:
+            config, compiled = replace(self.config, model__attention="flash"), True
+            step = KernelStep(self.model(config), config, self.device, KERNELS[name], not self.toy)
+        else:
+            make = next(make for start, make in PEERS.items() if name.startswith(start))
+            model, logits = make(self.model(self.config))
+            step = PeerStep(model, logits, self.config, self.device, graph)
+            if compiled and not self.toy:
+                step.compile(model.model.layers if self.by_layer else None)
+
+        batches = itertools.cycle(self.batches)
+
+        def run() -> Tensor:
+            return step(*next(batches))[0]
+
+        if graph:
+            run, losses = captured(run, self.device, COMPARED_STEPS)
+        else:
+            losses = [run().clone() for _ in range(COMPARED_STEPS)]
+        notes: dict[str, Any] = {"losses": [round(loss.item(), 5) for loss in losses]}
+        if compiled:
+            notes["compiled"] = "by layer" if self.by_layer else "as a whole"
+        return Contestant(run, results=[losses[0].float()], notes=notes)
+
+
+def captured(step: Callable[[], Any], device: torch.device, warmups: int = 3) -> tuple[Callable[[], Any], list]:
+    """The step as one CUDA graph, and what it returned while it warmed up. Raises `Absent` off CUDA."""
+    if device.type != "cuda":
+        raise Absent("CUDA graphs need a CUDA device.")
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            returned = [step() for _ in range(warmups)]
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):  # its own default is of the first device that captured
+            step()
+
+    def replay(kept: Callable[[], Any] = step) -> None:  # the graph itself keeps no hold on the tensors it works on
+        graph.replay()
+
+    return replay, returned
