@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcore.data import CorpusConfig, TextCorpus, open_corpus
-from lmcore.data.documents import safe_cut, split_documents
+from lmcore.data.corpora import safe_cut, split_documents
 from lmcore.errors import UserError
 from lmcore.text import read_text
 from lmcore.tokenizer import pretokens

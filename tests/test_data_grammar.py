@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcore.data import entropy_per_document, floor_nats_per_token, log_probability, stories, story_text
-from lmcore.data.grammar import Grammar
-from lmcore.data.story_grammar import PRONOUNS, RULES, STORIES, sample_stories
+from lmcore.data.grammar import PRONOUNS, RULES, STORIES, Grammar, sample_stories
 from lmcore.errors import UserError
 
 

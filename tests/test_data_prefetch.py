@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcore.config import ModelConfig, TrainConfig
-from lmcore.data import batch_at_step, prefetch
-from lmcore.data.prefetch import BatchReader, prefetched
+from lmcore.data import batch_at_step
+from lmcore.data.batches import BatchReader, prefetched
 from lmcore.errors import UserError
 
 SAMPLINGS = pytest.mark.parametrize("sampling", ["random", "epoch"])
@@ -95,7 +95,7 @@ def starts_until_7(x, config, step):
 
 
 def test_an_error_comes_behind_the_batches_before_it(monkeypatch):
-    monkeypatch.setattr(prefetch, "starts_at_step", starts_until_7)
+    monkeypatch.setattr("lmcore.data.batches.starts_at_step", starts_until_7)
     good = []
     reading = BatchReader(np.arange(100), train_config(), 4, pinned=False)
     with pytest.raises(OSError, match="the disk is gone"), reading as reader:
@@ -158,7 +158,7 @@ def test_an_interrupt_reaches_the_one_who_waits(monkeypatch, request):
         asked.set()
         reader.take()
 
-    monkeypatch.setattr(prefetch, "starts_at_step", starts)
+    monkeypatch.setattr("lmcore.data.batches.starts_at_step", starts)
     # what a shell starts in the background ignores the signal
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
@@ -237,7 +237,7 @@ def test_a_graph_is_captured_while_batches_are_read():
 
 @pytest.mark.gpu
 def test_errors_and_early_ends_on_the_gpu(monkeypatch):
-    monkeypatch.setattr(prefetch, "starts_at_step", starts_until_7)
+    monkeypatch.setattr("lmcore.data.batches.starts_at_step", starts_until_7)
     good = []
     ahead = prefetched(np.arange(99), train_config(), 4, "cuda")
     with pytest.raises(OSError, match="the disk is gone"), ahead as batches:

@@ -10,7 +10,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-import lmcore.data.tokens as tokens_module
+import lmcore.data.prepared as tokens_module
 from lmcore.data import (
     CorpusConfig,
     entropy_per_document,
@@ -20,7 +20,7 @@ from lmcore.data import (
     stories,
     tokenizer_for,
 )
-from lmcore.data.tokens import smallest_dtype
+from lmcore.data.prepared import smallest_dtype
 from lmcore.errors import UserError
 from lmcore.files import read_json
 from lmcore.tokenizer import Tokenizer

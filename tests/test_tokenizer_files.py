@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from lmcore.data import gpt2
-from lmcore.data.gpt2 import load_gpt2
+from lmcore.data import tokenizers as gpt2
+from lmcore.data.tokenizers import load_gpt2
 from lmcore.errors import UserError
 from lmcore.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer
 from lmcore.tokenizer.pretokenize import count_pretokens

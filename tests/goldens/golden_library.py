@@ -23,8 +23,7 @@ from lmcore.config import (
     replace,
     to_dict,
 )
-from lmcore.data import CorpusConfig, batch_at_step, entropy_per_document, open_data, prepare, story_text
-from lmcore.data.gpt2 import load_gpt2
+from lmcore.data import CorpusConfig, batch_at_step, entropy_per_document, load_gpt2, open_data, prepare, story_text
 from lmcore.device import select_device
 from lmcore.errors import UserError
 from lmcore.files import read_json
