@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from lmcore.data.prefetch import BatchReader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from cpu.turns import median_and_spread, take_turns, turn_by_turn
 from lmcore.config import ModelConfig, TrainConfig
 from lmcore.data import batch_at_step
+from lmcore.data.batches import BatchReader
 
 Batch = tuple[Tensor, Tensor]
 SHAPES = ((32, 256), (256, 256), (4, 1024))
