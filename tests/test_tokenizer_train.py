@@ -151,11 +151,8 @@ def test_bad_files_are_named(name, content, tmp_path):
 
 
 def test_a_folder_no_files_and_no_workers(tmp_path):
-    for paths, options, message in (
-        (tmp_path, {}, "directory"),
-        ([], {}, "no text"),
-        ([], {"num_workers": 0}, "num_w"),
-    ):
+    cases = [(tmp_path, {}, "directory"), ([], {}, "no text"), ([], {"num_workers": 0}, "num_workers must")]
+    for paths, options, message in cases:
         with pytest.raises(UserError, match=message):
             train_bpe(paths, 300, [], **options)
 
