@@ -22,7 +22,7 @@ from lmcore.workbook.inspection import norms_by_layer
 
 
 def check_gradients(config: ModelConfig, device=CPU, dtype=torch.float32, tolerances=(1e-6, 1e-5), **options):
-    """Loss and gradients are those of autograd; also of shorter batches than the context."""
+    """Loss and gradients are those of autograd; the loss also of shorter batches than the context."""
     model = model_of(config, device)
     fused = FusedTransformer(model, dtype, **options)
     for rows, length in ((1, config.context_length // 2), (2, config.context_length)):
@@ -32,9 +32,9 @@ def check_gradients(config: ModelConfig, device=CPU, dtype=torch.float32, tolera
         expected.backward()
         for compute in (fused.loss, fused.forward_backward, fused.forward_backward):  # over the gradients of the first
             assert compute(inputs, targets).item() == pytest.approx(expected.item(), rel=tolerances[0])
-        assert set(fused.gradients) == set(model.parameters())
-        for path, p in model.named_parameters():
-            assert relative_error(fused.gradients[p], p.grad) < tolerances[1], path
+    assert set(fused.gradients) == set(model.parameters())
+    for path, p in model.named_parameters():
+        assert relative_error(fused.gradients[p], p.grad) < tolerances[1], path
 
 
 @pytest.mark.parametrize("layers_per_product", [None, 1, 2])
