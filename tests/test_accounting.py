@@ -72,20 +72,13 @@ def test_parameters_of_every_named_size(size):
     assert accounting.num_parameters(config) == sum(p.numel() for p in meta_model(config).parameters())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(model_configs(), st.integers(1, 3), st.data())
 def test_flops_equal_pytorchs_counter(config, batch_size, data):
     seq_len = data.draw(st.integers(1, config.context_length))
     forward, backward = counted_flops(config, batch_size, seq_len)
     assert accounting.forward_flops(config, batch_size, seq_len) == forward
     assert accounting.training_flops(config, batch_size, seq_len) == forward + backward
-
-
-@pytest.mark.parametrize("switches", SWITCHES, ids=lambda s: "-".join(map(str, s.values())))
-def test_flops_with_every_combination_of_switches(switches):
-    config = model_config("smoke", vocab_size=97, context_length=32, **switches)
-    forward, backward = counted_flops(config, 2, 32)
-    assert (accounting.forward_flops(config, 2), accounting.training_flops(config, 2)) == (forward, forward + backward)
 
 
 def test_flops_by_component_equal_pytorchs_by_module():
