@@ -4,7 +4,7 @@ import hashlib
 import shutil
 
 import pytest
-import tiktoken
+import tiktoken.load
 
 from lmcore.data import load_gpt2, tokenizer_for, tokenizers
 from lmcore.errors import UserError
