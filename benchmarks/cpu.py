@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from lmcore.accounting import num_parameters, training_flops
 from lmcore.config import ModelConfig, TrainConfig, replace
 from lmcore.data import batch_at_step
-from lmcore.data.prefetch import BatchReader
+from lmcore.data.batches import BatchReader
 from lmcore.errors import require
 from lmcore.files import write_json
 from lmcore.profiling.kernels.measuring import Contestant, race

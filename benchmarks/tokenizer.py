@@ -19,7 +19,7 @@ import tyro
 from common import command, take_turns, turn_by_turn
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from lmcore.data.gpt2 import load_gpt2
+from lmcore.data import load_gpt2
 from lmcore.errors import require
 from lmcore.files import sha256_file, write_json
 from lmcore.provenance import environment

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from lmcore.accounting import least_training_bytes, num_parameters, training_flops
 from lmcore.checkpoint import restore, save_checkpoint, save_weights
 from lmcore.config import TrainConfig, replace
-from lmcore.data import PreparedData, open_data, require_context, validation_batches
-from lmcore.data.prefetch import prefetched
+from lmcore.data import PreparedData, open_data, prefetched, require_context, validation_batches
 from lmcore.device import (
     autocast,
     device_name,

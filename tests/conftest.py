@@ -64,6 +64,15 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture(params=["plain", "triton"])
+def kernels(request, monkeypatch) -> str:
+    """Which code of the test module's OPERATION runs; Triton's in the interpreter where there is no GPU."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setattr(request.module.OPERATION, "runs_triton", lambda device: request.param == "triton")
+    return request.param
+
+
 @pytest.fixture
 def deterministic(monkeypatch):
     """PyTorch's switch: what has no fixed order of its sums is an error, or another kernel."""

@@ -50,7 +50,5 @@ def fused_step(model: TransformerLM, batch_size: int, dtype=torch.float32, limit
 
 
 def plain_step(model: TransformerLM, device: torch.device = CPU, precision="fp32", name="adamw", limit=1.0):
-    config = TrainConfig(
-        model=model.config, optimizer=OptimizerConfig(name=name, max_grad_norm=limit), precision=precision
-    )
-    return PlainStep(model, config, device)
+    optimizer = OptimizerConfig(name=name, max_grad_norm=limit)
+    return PlainStep(model, TrainConfig(model.config, optimizer, precision=precision), device)

@@ -72,20 +72,13 @@ def test_parameters_of_every_named_size(size):
     assert accounting.num_parameters(config) == sum(p.numel() for p in meta_model(config).parameters())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(model_configs(), st.integers(1, 3), st.data())
 def test_flops_equal_pytorchs_counter(config, batch_size, data):
     seq_len = data.draw(st.integers(1, config.context_length))
     forward, backward = counted_flops(config, batch_size, seq_len)
     assert accounting.forward_flops(config, batch_size, seq_len) == forward
     assert accounting.training_flops(config, batch_size, seq_len) == forward + backward
-
-
-@pytest.mark.parametrize("switches", SWITCHES, ids=lambda s: "-".join(map(str, s.values())))
-def test_flops_with_every_combination_of_switches(switches):
-    config = model_config("smoke", vocab_size=97, context_length=32, **switches)
-    forward, backward = counted_flops(config, 2, 32)
-    assert (accounting.forward_flops(config, 2), accounting.training_flops(config, 2)) == (forward, forward + backward)
 
 
 def test_flops_by_component_equal_pytorchs_by_module():
@@ -123,25 +116,15 @@ def test_frozen_input_saves_exactly_the_gradients_of_the_first_projections():
 @given(model_configs(), st.integers(1, 5))
 def test_algebra_equals_numbers(config, batch_size):
     symbols = accounting.symbolic(config)
-    values = {
-        symbols.vocab_size: config.vocab_size,
-        symbols.context_length: config.context_length,
-        symbols.d_model: config.d_model,
-        symbols.num_layers: config.num_layers,
-        symbols.num_heads: config.num_heads,
-        symbols.d_ff: config.d_ff,
-        accounting.batch_symbol(): batch_size,
-    }
+    names = ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff")
+    values = {getattr(symbols, name): getattr(config, name) for name in names}
+    values[accounting.batch_symbol()] = batch_size
 
     def evaluated(expression) -> int:
         return int(expression.subs(values)) if hasattr(expression, "subs") else expression
 
     batch = accounting.batch_symbol()
-    for formula in (
-        accounting.forward_flops_by_component,
-        accounting.activation_counts,
-        accounting.adamw_memory,
-    ):
+    for formula in (accounting.forward_flops_by_component, accounting.activation_counts, accounting.adamw_memory):
         algebra = {name: evaluated(expression) for name, expression in formula(symbols, batch).items()}
         assert algebra == formula(config, batch_size)
     assert evaluated(accounting.num_parameters(symbols)) == accounting.num_parameters(config)
@@ -172,9 +155,6 @@ def test_gpt2_xl_worked_by_hand():
         + 3 * 2 * context * d_model * d_ff
     )
     assert accounting.forward_flops(config) == layers * block + 2 * context * d_model * vocab
-
-
-def test_activations_of_gpt2_xl_worked_by_hand():
     config = accounting.gpt2_config("xl", ffn="silu")
     stream, pairs, logits = 1024 * 1600, 25 * 1024**2, 1024 * 50_257
     # two norms, q k v, weighted sum, output projection, W2: 8 streams; W1 and SiLU: 4 each
@@ -190,12 +170,6 @@ def test_largest_batch_fits_and_one_more_does_not(config, memory):
         assert sum(accounting.adamw_memory(config, batch_size).values()) <= memory
 
 
-def test_half_precision_halves_every_kind():
-    config = model_config("smoke")
-    full, half = accounting.adamw_memory(config, 3), accounting.adamw_memory(config, 3, bytes_per_value=2)
-    assert {kind: size / 2 for kind, size in full.items()} == half
-
-
 def test_memory_of_parameters_gradients_and_state_equals_the_tensors():
     config = model_config("smoke", vocab_size=97, context_length=16)
     model = TransformerLM(config)
@@ -203,6 +177,8 @@ def test_memory_of_parameters_gradients_and_state_equals_the_tensors():
     model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
     optimizer.step()
     memory = accounting.adamw_memory(config)
+    half = accounting.adamw_memory(config, bytes_per_value=2)
+    assert {kind: size / 2 for kind, size in memory.items()} == half
     assert memory["parameters"] == sum(p.nbytes for p in model.parameters())
     assert memory["gradients"] == sum(p.grad.nbytes for p in model.parameters())
     state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]

@@ -14,16 +14,8 @@ from lmcore.kernels.adamw import FusedAdamW
 from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW, build_optimizer, gradient_clipping
 
+OPERATION = adamw
 SHAPES = [(1,), (5,), (1023,), (1025,), (20, 16), (0, 3)]
-
-
-@pytest.fixture(params=["plain", "triton"])
-def kernels(request, monkeypatch) -> str:
-    """Which code does the update; Triton's kernels run in the interpreter where there is no GPU."""
-    if request.param == "triton":
-        pytest.importorskip("triton")
-    monkeypatch.setattr(adamw, "runs_triton", lambda device: request.param == "triton")
-    return request.param
 
 
 def parameters(device, shapes=SHAPES, seed=0, dtype=torch.float32) -> list[nn.Parameter]:
@@ -38,9 +30,22 @@ def gradients(shapes, step: int) -> list[torch.Tensor]:
     return [value.bfloat16().float() for value in values]
 
 
-def give(parameters: list[nn.Parameter], step: int) -> None:
-    for p, gradient in zip(parameters, gradients([p.shape for p in parameters], step), strict=True):
-        p.grad = gradient.to(p.device, p.dtype)
+def give(step: int, *lists: list[nn.Parameter]) -> None:
+    """The gradients of a step to each of the lists of parameters."""
+    for parameters in lists:
+        for p, gradient in zip(parameters, gradients([p.shape for p in parameters], step), strict=True):
+            p.grad = gradient.to(p.device, p.dtype)
+
+
+def equal(ours, theirs) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def two(device, **settings):
+    """Parameters with the fused optimizer, and the same parameters with the plain one."""
+    ours, plain = parameters(device), parameters(device)
+    limit = {"max_grad_norm": settings.pop("max_grad_norm", None)}
+    return ours, plain, FusedAdamW(ours, **settings, **limit), AdamW(plain, **settings)
 
 
 def distance(ours, theirs) -> float:
@@ -68,8 +73,8 @@ def test_fifty_steps_follow_the_formula_in_float64(device, kernels, max_norm):
     optimizer = FusedAdamW(groups_of(ours), lr=1e-3, weight_decay=0.1, max_grad_norm=max_norm)
     others = [AdamW(groups_of(p), lr=1e-3, weight_decay=0.1) for p in (plain, exact)]
     for step in range(50):
-        for p in (ours, plain, exact):
-            give(p, step)
+        give(step, ours, plain, exact)
+        before = [p.grad.clone() for p in ours]
         if max_norm is not None:
             norms = [gradient_clipping(p, max_norm) for p in (plain, exact)]
         for o in (optimizer, *others):
@@ -78,23 +83,11 @@ def test_fifty_steps_follow_the_formula_in_float64(device, kernels, max_norm):
             o.step()
         if max_norm is not None:
             assert optimizer.norm.item() == pytest.approx(norms[1].item(), rel=1e-5)
+        assert equal((p.grad for p in ours), before), "clipping leaves the gradients as they are"
     assert distance(ours, exact) < 1e-6
     assert distance(moments(optimizer), moments(others[1])) < 1e-5
     if kernels == "plain":
-        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
-
-
-def test_it_agrees_with_pytorchs_adam_where_the_two_formulas_meet(device, kernels):
-    """Without decay and with a negligible eps, its place in the formula does not matter."""
-    ours, exact = parameters(device), parameters(device, dtype=torch.float64)
-    settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-20, "weight_decay": 0.0}
-    optimizer, reference = FusedAdamW(ours, **settings), torch.optim.AdamW(exact, **settings)
-    for step in range(10):
-        give(ours, step)
-        give(exact, step)
-        optimizer.step()
-        reference.step()
-    assert distance(ours, exact) < 1e-6
+        assert equal(ours, plain)
 
 
 def packed(shapes, dtype, device, gap: int) -> list[torch.Tensor]:
@@ -112,13 +105,12 @@ def packed(shapes, dtype, device, gap: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("gradient_type", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("copy_type", [torch.bfloat16, torch.float32])
 def test_bound_gradients_and_working_copies_in_packed_buffers(device, kernels, gap, gradient_type, copy_type):
-    ours, plain = parameters(device), parameters(device)
+    ours, plain, optimizer, reference = two(device, lr=1e-2, max_grad_norm=1.0)
     read, written = packed(SHAPES, gradient_type, device, gap), packed(SHAPES, copy_type, device, gap)
-    optimizer, reference = FusedAdamW(ours, lr=1e-2, max_grad_norm=1.0), AdamW(plain, lr=1e-2)
     # the first parameter keeps p.grad and the last but one has no copy: kinds are mixed
     optimizer.bind(dict(zip(ours[1:], read[1:], strict=True)), dict(zip(ours[:4], written[:4], strict=True)))
     for step in range(3):
-        give(plain, step)
+        give(step, plain)
         for view, p in zip(read, plain, strict=True):
             view.copy_(p.grad)
         ours[0].grad = plain[0].grad.clone()
@@ -134,21 +126,13 @@ def test_bound_gradients_and_working_copies_in_packed_buffers(device, kernels, g
     assert not any(c.any() for c in written[4:])
 
 
-def test_clipping_leaves_the_gradients_as_they_are(device, kernels):
-    ours = parameters(device)
-    give(ours, 0)
-    before = [p.grad.clone() for p in ours]
-    FusedAdamW(ours, max_grad_norm=1e-3).step()
-    assert all(torch.equal(p.grad, b) for p, b in zip(ours, before, strict=True))
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_does_what_it_does_to_the_plain_class(device, kernels, bad):
     for max_norm in (None, 1.0):
         ours, plain = parameters(device, [(5,), (20,)]), parameters(device, [(5,), (20,)])
         optimizer, reference = FusedAdamW(ours, max_grad_norm=max_norm), AdamW(plain)
+        give(0, ours, plain)
         for p in (ours, plain):
-            give(p, 0)
             p[0].grad[3] = bad
         if max_norm is not None:
             gradient_clipping(plain, max_norm)
@@ -161,15 +145,13 @@ def test_a_gradient_that_is_not_finite_does_what_it_does_to_the_plain_class(devi
 
 
 def test_parameters_without_gradient_are_skipped_until_they_have_one(device, kernels):
-    ours, plain = parameters(device), parameters(device)
-    optimizer, reference = FusedAdamW(ours, lr=1e-2, max_grad_norm=1.0), AdamW(plain, lr=1e-2)
+    ours, plain, optimizer, reference = two(device, lr=1e-2, max_grad_norm=1.0)
     optimizer.step()
     assert optimizer.norm.item() == 0
     assert not optimizer.state
     for step in range(6):
-        for p in (ours, plain):
-            give(p, step)
-            p[step % 3].grad = None
+        give(step, ours, plain)
+        ours[step % 3].grad = plain[step % 3].grad = None
         gradient_clipping(plain, 1.0)
         optimizer.step()
         reference.step()
@@ -178,12 +160,10 @@ def test_parameters_without_gradient_are_skipped_until_they_have_one(device, ker
 
 
 def test_gradients_may_move_between_steps_and_are_not_kept(device, kernels):
-    ours, plain = parameters(device), parameters(device)
-    optimizer, reference = FusedAdamW(ours, lr=1e-2), AdamW(plain, lr=1e-2)
+    ours, plain, optimizer, reference = two(device, lr=1e-2)
     held = []
     for step in range(4):
-        give(ours, step)
-        give(plain, step)
+        give(step, ours, plain)
         held.append(torch.cat([p.grad.flatten() for p in ours]))  # takes the place of the last gradients
         optimizer.step()
         reference.step()
@@ -202,8 +182,7 @@ def test_states_go_from_one_class_to_the_other_and_back(device, kernels):
     settings = {"lr": 1e-2, "weight_decay": 0.1}
     optimizer, reference = FusedAdamW(groups_of(ours), **settings), AdamW(groups_of(plain), **settings)
     for step in range(9):
-        give(ours, step)
-        give(plain, step)
+        give(step, ours, plain)
         optimizer.step()
         reference.step()
         if step == 2:  # a new object of each class goes on from the other's state
@@ -216,19 +195,19 @@ def test_states_go_from_one_class_to_the_other_and_back(device, kernels):
     assert distance(ours, plain) < 1e-6
     mine, theirs = optimizer.state_dict(), reference.state_dict()
     assert mine["param_groups"] == theirs["param_groups"]
-    assert [(s["t"], set(s)) for s in mine["state"].values()] == [(9, {"t", "m", "v"})] * len(SHAPES)
-    assert [(s["t"], set(s)) for s in theirs["state"].values()] == [(9, {"t", "m", "v"})] * len(SHAPES)
+    for state in (mine, theirs):
+        assert [(s["t"], set(s)) for s in state["state"].values()] == [(9, {"t", "m", "v"})] * len(SHAPES)
 
 
 def test_a_loaded_state_keeps_the_addresses_that_a_graph_may_hold(device, kernels):
     ours = parameters(device)
     optimizer = FusedAdamW(ours, lr=1e-2)
     fresh = copy.deepcopy(optimizer.state_dict())
-    give(ours, 0)
+    give(0, ours)
     optimizer.step()
     used, start = [m.data_ptr() for m in moments(optimizer)], [p.detach().clone() for p in ours]
     source = AdamW(parameters(device))
-    give(source.param_groups[0]["params"], 7)
+    give(7, source.param_groups[0]["params"])
     source.step()
     table = optimizer._table
     loaded(source, optimizer)
@@ -236,26 +215,16 @@ def test_a_loaded_state_keeps_the_addresses_that_a_graph_may_hold(device, kernel
     assert distance(moments(optimizer), moments(source)) == 0
     optimizer.load_state_dict(fresh)  # of no step: the moments are zero again
     assert not optimizer.state
-    give(ours, 0)
+    give(0, ours)
     optimizer.step()
     assert [m.data_ptr() for m in moments(optimizer)] == used
     assert optimizer._table is table
     again = parameters(device)
     for p, s in zip(again, start, strict=True):
         p.data.copy_(s)
-    give(again, 0)
+    give(0, again)
     AdamW(again, lr=1e-2).step()
     assert distance(ours, again) < 1e-6
-
-
-def test_warming_up_changes_nothing(device, kernels):
-    ours = parameters(device)
-    give(ours, 0)
-    before = [p.detach().clone() for p in ours]
-    optimizer = FusedAdamW(ours, max_grad_norm=1.0)
-    optimizer.warm_up()
-    assert all(torch.equal(p, b) for p, b in zip(ours, before, strict=True))
-    assert not optimizer.state
 
 
 def bound(device, parts, **settings) -> tuple[list, list, list, FusedAdamW]:
@@ -292,16 +261,20 @@ def test_parts_one_by_one_are_the_whole_bit_by_bit(device, kernels, parts):
             other[-1].apply(part)
         assert torch.equal(one[-1].norm, other[-1].norm)
     for ours, theirs in ((one[0], other[0]), (one[2], other[2]), (moments(one[-1]), moments(other[-1]))):
-        assert all(map(torch.equal, ours, theirs))
+        assert equal(ours, theirs)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("bad", [1.0, math.nan, math.inf])
 def test_an_idle_update_changes_nothing(device, kernels, bad, max_norm):
-    """Whatever the gradients are; the next step is as if it had not been."""
+    """Whatever the gradients are; the next step is as if it had not been. Nor does warming up."""
     (ours, read, written, optimizer), (theirs, their_read, _, reference) = (
         bound(device, range(6), max_grad_norm=max_norm) for _ in range(2)
     )
+    start = [p.detach().clone() for p in ours]
+    optimizer.warm_up()
+    assert equal(ours, start)
+    assert not optimizer.state
     for step in range(2):
         for views, o in ((read, optimizer), (their_read, reference)):
             fill(views, step)
@@ -316,7 +289,7 @@ def test_an_idle_update_changes_nothing(device, kernels, bad, max_norm):
         after = (*ours, *written, *moments(optimizer), optimizer.norm)
         for x, y in zip(after, before, strict=True):
             torch.testing.assert_close(x.detach(), y, rtol=0, atol=0, equal_nan=True)
-    assert all(map(torch.equal, ours, theirs))
+    assert equal(ours, theirs)
     assert {s["t"] for s in optimizer.state.values()} == {2}
 
 
@@ -330,8 +303,13 @@ def test_a_model_with_tied_embeddings_trains_as_with_the_plain_class(device, ker
         optimizer = kind([{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups], lr=1e-2)
         for step in range(3):
             ids = torch.arange(8 * step, 8 * step + 8, device=device).view(1, 8)
-            model(ids).square().mean().backward()
-            optimizer.step(lambda: 0.0)
+
+            def closure(model=model, ids=ids) -> float:
+                assert torch.is_grad_enabled()
+                model(ids).square().mean().backward()
+                return 1.5
+
+            assert optimizer.step(closure) == 1.5
             optimizer.zero_grad()
         models.append(list(model.parameters()))
     assert distance(*models) < 1e-6
@@ -346,34 +324,21 @@ def test_what_it_cannot_update_is_said_in_a_sentence(device, kernels):
     optimizer = FusedAdamW(ours)
     with pytest.raises(UserError, match="needs a prepare"):
         optimizer.launch()
-    with pytest.raises(UserError, match="of its shape"):
-        optimizer.bind({ours[0]: torch.zeros(6, 4, device=device)}, {})
-    with pytest.raises(UserError, match="bfloat16 or float32"):
-        optimizer.bind({ours[0]: torch.zeros(4, 6, device=device, dtype=torch.float16)}, {})
-    with pytest.raises(UserError, match="contiguous"):
-        optimizer.bind({}, {ours[0]: torch.zeros(6, 4, device=device).t()})
+    zeros = torch.zeros(6, 4, device=device)
+    for read, written, sentence in (
+        ({ours[0]: zeros}, {}, "of its shape"),
+        ({ours[0]: zeros.view(4, 6).half()}, {}, "bfloat16 or float32"),
+        ({}, {ours[0]: zeros.t()}, "contiguous"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            optimizer.bind(read, written)
     before = ours[0].detach().clone()
-    ours[0].grad = torch.zeros(4, 6, device=device).to_sparse()
-    with pytest.raises(UserError, match="no sparse gradients"):
-        optimizer.step()
-    ours[0].grad = torch.zeros(6, 4, device=device).t()
-    with pytest.raises(UserError, match="contiguous"):
-        optimizer.step()
+    for gradient, sentence in ((zeros.view(4, 6).to_sparse(), "no sparse gradients"), (zeros.t(), "contiguous")):
+        ours[0].grad = gradient
+        with pytest.raises(UserError, match=sentence):
+            optimizer.step()
     assert torch.equal(ours[0], before)
     assert not optimizer.state
-
-
-def test_step_returns_what_the_closure_returns(device, kernels):
-    ours = parameters(device, [(5,)])
-    optimizer = FusedAdamW(ours, lr=0.1)
-
-    def closure() -> float:
-        assert torch.is_grad_enabled()
-        give(ours, 0)
-        return 1.5
-
-    assert optimizer.step(closure) == 1.5
-    assert optimizer.state[ours[0]]["t"] == 1
 
 
 @pytest.mark.gpu
@@ -390,12 +355,11 @@ def test_replays_of_a_graph_are_steps_and_nothing_waits_for_the_device():
     with torch.cuda.graph(graph):
         optimizer.launch()
     graph.replay()  # the first step belongs to the first prepare: its gradients are zero
-    give(plain, 0)
     for p in plain:
-        p.grad.zero_()
+        p.grad = torch.zeros_like(p)
     reference.step()
     for step in range(20):
-        give(plain, step)
+        give(step, plain)
         for p, q in zip(ours, plain, strict=True):
             read[p].copy_(q.grad)
             q.grad = read[p].float()

@@ -30,14 +30,19 @@ def test_hopper_kernels_compile_without_a_gpu():
     assert {row["kernel"] for row in rows} == {"attention_forward_kernel", "attention_backward_kernel"}
     for row in rows:
         assert not row["serialized"], row
-        assert row["spilled_bytes"] <= (
-            128 if row["size"] == 128 and row["kernel"] == "attention_backward_kernel" else 0
-        ), row
+        large = row["size"] == 128 and row["kernel"] == "attention_backward_kernel"
+        assert row["spilled_bytes"] <= (128 if large else 0), row
         assert row["shared_bytes"] <= 227 * 1024, row
 
 
-def hopper() -> bool:
-    return torch.cuda.is_available() and is_hopper(torch.device("cuda")) and hopper_kernels() is not None
+@pytest.fixture
+def hopper():
+    """The kernels, on a GPU that has the instructions."""
+    if not (torch.cuda.is_available() and is_hopper(torch.device("cuda")) and hopper_kernels() is not None):
+        pytest.skip("needs a GPU with Hopper's instructions")
+    from lmcore.kernels.attention import hopper
+
+    return hopper
 
 
 HOPPER = [
@@ -47,44 +52,36 @@ HOPPER = [
 ]
 """Few of the combinations, since each kind of kernel is compiled for more than a second."""
 
-on_hopper = pytest.mark.skipif(not hopper(), reason="needs a GPU with Hopper's instructions")
-
 
 @pytest.mark.gpu
-@on_hopper
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("dtype", "size", "length"), HOPPER)
-def test_hopper_kernels_are_the_definition(dtype, size, length, causal, device):
-    from lmcore.kernels.attention import hopper as module
+def test_hopper_kernels_are_the_definition(hopper, dtype, size, length, causal, device):
     from lmcore.kernels.attention.gpu import block_of
 
     tensors = q, k, v, do = packed(2, length, 3, size, dtype, device, seed=torch.randint(2**31, ()).item())
     wanted = defined(*tensors, causal)
-    assert_close(by_module(module, *tensors, causal), wanted, TOLERANCE[dtype])
+    assert_close(by_module(hopper, *tensors, causal), wanted, TOLERANCE[dtype])
     # short sequences may have gone to the portable kernels: now all shapes of tiles that there are, whatever the length
-    for forward in {module.forward_tiles(block_of(q), n) for n in (256, 4096)}:
+    for forward in {hopper.forward_tiles(block_of(q), n) for n in (256, 4096)}:
         found = [torch.empty_like(q) for _ in range(4)]
-        _, lse = module.forward(q, k, v, causal, found[0], forward)
-        backward = module.backward_tiles(max(32, block_of(q)))
-        module.backward(q, k, v, found[0], lse, do, causal, *found[1:], backward)
+        _, lse = hopper.forward(q, k, v, causal, found[0], forward)
+        backward = hopper.backward_tiles(max(32, block_of(q)))
+        hopper.backward(q, k, v, found[0], lse, do, causal, *found[1:], backward)
         assert_close(found, wanted, TOLERANCE[dtype])
 
 
 @pytest.mark.gpu
-@on_hopper
 @pytest.mark.parametrize("group", [1, 2, 4])
-def test_hopper_kernels_take_the_heads_of_a_group_together(group, device, monkeypatch):
+def test_hopper_kernels_take_the_heads_of_a_group_together(hopper, group, device, monkeypatch):
     """Also those of the first group, which has fewer."""
-    from lmcore.kernels.attention import hopper as module
-
-    monkeypatch.setattr(module, "heads_of_group", lambda *given, **also: group)
+    monkeypatch.setattr(hopper, "heads_of_group", lambda *given, **also: group)
     tensors = packed(2, 500, 7, 64, torch.bfloat16, device)
-    assert_close(by_module(module, *tensors, True), defined(*tensors, True), TOLERANCE[torch.bfloat16])
+    assert_close(by_module(hopper, *tensors, True), defined(*tensors, True), TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.gpu
-@on_hopper
-def test_hopper_kernels_with_keys_far_below_zero(device):
+def test_hopper_kernels_with_keys_far_below_zero(hopper, device):
     """Keys behind the last position are zeros: their exponentials would overflow beside scores far below zero."""
     q, k, v, do = packed(1, 100, 2, 64, torch.bfloat16, device)
     q, k = q.abs() * 10, -k.abs() * 10
@@ -94,25 +91,21 @@ def test_hopper_kernels_with_keys_far_below_zero(device):
 
 
 @pytest.mark.gpu
-@on_hopper
 @pytest.mark.parametrize("size", [32, 64])
-def test_warpgroups_never_overtake_their_buffers(size, device):
+def test_warpgroups_never_overtake_their_buffers(hopper, size, device):
     """Thousands of programs at a time, many times: every shape of tiles gives the same bits again."""
-    from lmcore.kernels.attention import hopper as module
-
     q, k, v, _ = packed(32, 512, 12, size, torch.bfloat16, device)
-    for tiles in {module.forward_tiles(size, length) for length in (256, 4096)}:
-        first = module.forward(q, k, v, True, torch.empty_like(q), tiles)
+    for tiles in {hopper.forward_tiles(size, length) for length in (256, 4096)}:
+        first = hopper.forward(q, k, v, True, torch.empty_like(q), tiles)
         for _ in range(200):
-            again = module.forward(q, k, v, True, torch.empty_like(q), tiles)
+            again = hopper.forward(q, k, v, True, torch.empty_like(q), tiles)
             assert torch.equal(first[0], again[0])
             assert torch.equal(first[1], again[1])
 
 
 @pytest.mark.gpu
-@on_hopper
 @pytest.mark.parametrize(("heads", "size"), [(4, 128), (20, 64)])
-def test_hopper_kernels_repeat(heads, size, device):
+def test_hopper_kernels_repeat(hopper, heads, size, device):
     """But for dQ, whose parts are added in any order, unless determinism is asked for."""
     q, k, v, do = packed(2, 1024, heads, size, torch.bfloat16, device)
     o, lse = attention_forward(q, k, v, True)

@@ -1,11 +1,13 @@
 """The commands: exit codes, one sentence for a user's mistake, and settings that reach the library."""
 
 import io
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -19,86 +21,60 @@ from lmcore.tokenizer import Tokenizer
 from lmcore.train import RunResult
 
 
-@pytest.mark.parametrize("command", [(), ("data",), ("tokenizer",), ("train",), ("workbook",), ("data", "prepare")])
-def test_help(command, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main([*command, "--help"])
-    assert stopped.value.code == 0
-    assert " ".join(["lmcore", *command]) in capsys.readouterr().out
-
-
 def test_help_does_not_wait_for_torch():
-    source = (
-        "import sys\nfrom lmcore.cli.application import application\napplication([])\nsys.exit('torch' in sys.modules)"
-    )
+    source = "import sys; from lmcore.cli.application import application as a; a([]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", source], check=False).returncode == 0
 
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Calls of the trainer, which itself does nothing."""
-    calls = []
+    """Calls of the trainer, which itself does nothing but give the `state`."""
+    trained = types.SimpleNamespace(calls=[], state="complete")
 
     def train(config, run):
-        calls.append((config, run))
-        return RunResult(trained_state[0], 7, 1.5, 1.5)
+        trained.calls.append((config, run))
+        return RunResult(trained.state, 7, 1.5, 1.5)
 
-    trained_state = ["complete"]
     monkeypatch.setattr("lmcore.train.train", train)
-    calls.append(trained_state)
-    return calls
+    return trained
 
 
 def test_train_options_reach_the_trainer(trained, tmp_path, capsys):
     options = ["--optimizer.learning-rate", "0.5", "--model.norm", "post", "--steps", "9", "--trackers", "wandb"]
     assert cli.main(["train", "--run", str(tmp_path), *options]) == 0
     expected = replace(TrainConfig(), optimizer__learning_rate=0.5, model__norm="post", steps=9, trackers=("wandb",))
-    assert trained[1] == (expected, tmp_path)
+    assert trained.calls == [(expected, tmp_path)]
     assert "complete at step 7, validation loss 1.5000" in capsys.readouterr().out
 
 
 def test_train_starts_from_a_preset_or_a_file(trained, tmp_path):
     assert cli.main(["train", "--run", "r", "--preset", "medium", "--model.num-layers", "2"]) == 0
-    assert trained[1][0].model == model_config("medium", num_layers=2)
+    assert trained.calls[0][0].model == model_config("medium", num_layers=2)
     config = replace(TrainConfig(), batch_size=3, optimizer__betas=(0.5, 0.6))
     (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
     assert cli.main(["train", f"--config={tmp_path / 'config.json'}", "--run", "r", "--seed", "5"]) == 0
-    assert trained[2][0] == replace(config, seed=5)
+    assert trained.calls[1][0] == replace(config, seed=5)
 
 
 @pytest.mark.parametrize(("state", "code"), [("diverged", EXIT_DIVERGED), ("interrupted", EXIT_INTERRUPTED)])
 def test_train_exit_codes(trained, state, code):
-    trained[0][0] = state
+    trained.state = state
     assert cli.main(["train", "--run", "r"]) == code
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train", "--run", "r", "--preset", "huge"], "no preset 'huge'"),
-        (["train", "--run", "r", "--preset", "small", "--config", "c"], "not both"),
-        (["train", "--run", "r", "--config", "nowhere.json"], "nowhere.json"),
-        (["train", "--run", "r", "--model.d-model", "63"], "d_model (63) must be divisible by num_heads (16)"),
-        (["generate", "r", "--temperature", "-1"], "temperature must be 0 (greedy) or positive, not -1.0"),
-        (["generate", "r", "--precision", "fp8"], "invalid choice 'fp8'"),
-        (["data", "info", "nowhere"], "nowhere is not a prepared corpus"),
-        (["writeup", "nowhere"], "workbook.json"),
-        (["workbook", "--parameters", "steps"], "name=value"),
-        (["workbook", "--parameters", "steps={4"], "'steps={4' is neither a Python literal nor YAML"),
-        (["tokenizer", "decode", "--tokenizer", "nowhere", "1"], "nowhere"),
-        (["generate", "nowhere"], "There is no run folder nowhere."),
         (["generate", "nowhere", "--prompt", "\udcff"], "not UTF-8"),
         (["generate", "tests"], "There are no weights tests/checkpoints/best.safetensors; a run has them from"),
         (["train", "--run", "r", "--learning-rat", "3"], "Unrecognized options: --learning-rat, 3"),
-        (["train", "--run", "r", "--steps", "many"], "Error parsing --steps"),
-        (["train"], "--run"),
         (["train", "--run", "r", "--model.embedding-init-std", "inf"], "embedding_init_std must be a finite number"),
         (["train", "--run", "r", "--model.rope-theta", "inf"], "rope_theta must be a finite number, not inf"),
         (["workbook", "--stop-seconds", "inf"], "stop_seconds must be positive and finite, not inf"),
-        (["trian"], "Unrecognized options: trian"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments, words, capsys):
+    """More of them, word for word: tests/goldens/refusals.json."""
     assert cli.main(arguments) == EXIT_USER_ERROR
     error = capsys.readouterr().err
     assert error.startswith("lmcore: ")
@@ -106,74 +82,53 @@ def test_a_mistake_is_one_sentence(arguments, words, capsys):
     assert error.count("\n") == 1
 
 
-EMPTY_PATHS = [
-    ("train --run ?", "--run"),
-    ("train --run=?", "--run"),
-    ("train --run r --data ?", "data"),
-    ("train --run r --config ?", "--config"),
-    ("generate ?", "RUN"),
-    ("generate r --tokenizer ?", "--tokenizer"),
-    ("data info ?", "FOLDER"),
-    ("data prepare ? --out o", "SOURCE"),
-    ("data prepare embedded --out ?", "--out"),
-    ("data prepare embedded --out o --tokenizer ?", "--tokenizer"),
-    ("data prepare text.txt --out o --valid ?", "valid"),
-    ("data prepare text.txt --out o --extra-train text.txt ?", "extra_train"),
-    ("data prepare tinystories --out o --download-folder ?", "download_folder"),
-    ("data download tinystories --folder ?", "--folder"),
-    ("tokenizer train text.txt ? --out o", "TEXTS"),
-    ("tokenizer train text.txt --out ?", "--out"),
-    ("tokenizer encode --text a --tokenizer ?", "--tokenizer"),
-    ("tokenizer decode 1 --tokenizer ?", "--tokenizer"),
-    ("workbook --out ?", "--out"),
-    ("workbook --data ?", "data"),
-    ("writeup ?", "OUT"),
-    ("submission ?", "OUT"),
-    ("submission --to ?", "--to"),
-    ("jobs ?", "OUTS"),
-    ("requeue ?", "OUT"),
-    ("benchmark --out ?", "--out"),
-    ("nsys --out ?", "--out"),
-    ("nsys --report ?", "--report"),
-    ("nsys --report r --trim ?", "--trim"),
-    ("memory --out ?", "--out"),
-    ("memory --snapshot ?", "--snapshot"),
-    ("sweep run ablations --out ?", "--out"),
-    ("sweep table ?", "OUT"),
-    ("sweep work ?", "FOLDER"),
-    ("submit workbook --dry-run --out ?", "--out"),
-    ("submit workbook --dry-run --data ?", "data"),
-    ("submit workbook --dry-run --site ?", "--site"),
-    ("submit notebook 01 --dry-run --out ?", "--out"),
-    ("submit sweep ablations --dry-run --out ?", "--out"),
-]
+EMPTY_PATHS = """
+--run: train --run ? | train --run=?
+data: train --run r --data ? | workbook --data ? | submit workbook --dry-run --data ?
+--config: train --run r --config ?
+RUN: generate ?
+--tokenizer: generate r --tokenizer ? | data prepare embedded --out o --tokenizer ?
+--tokenizer: tokenizer encode --text a --tokenizer ? | tokenizer decode 1 --tokenizer ?
+FOLDER: data info ? | sweep work ?
+SOURCE: data prepare ? --out o
+--out: data prepare embedded --out ? | tokenizer train text.txt --out ? | workbook --out ? | benchmark --out ?
+--out: nsys --out ? | memory --out ? | sweep run ablations --out ? | submit workbook --dry-run --out ?
+--out: submit notebook 01 --dry-run --out ? | submit sweep ablations --dry-run --out ?
+valid: data prepare text.txt --out o --valid ?
+extra_train: data prepare text.txt --out o --extra-train text.txt ?
+download_folder: data prepare tinystories --out o --download-folder ?
+--folder: data download tinystories --folder ?
+TEXTS: tokenizer train text.txt ? --out o
+OUT: writeup ? | submission ? | requeue ? | sweep table ?
+--to: submission --to ?
+OUTS: jobs ?
+--report: nsys --report ?
+--trim: nsys --report r --trim ?
+--snapshot: memory --snapshot ?
+--site: submit workbook --dry-run --site ?
+"""
+"""What is said to be empty, and the commands in which it can be."""
 
 
-@pytest.mark.parametrize(("command", "option"), EMPTY_PATHS, ids=[command for command, _ in EMPTY_PATHS])
-def test_an_empty_path_is_refused(command, option, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("line", EMPTY_PATHS.split("\n")[1:-1])
+def test_an_empty_path_is_refused(line, tmp_path, monkeypatch, capsys):
     """Path("") is the current folder, into which such a command would write."""
     monkeypatch.chdir(tmp_path)
-    for empty in ("", " "):
-        assert cli.main([word.replace("?", empty) for word in command.split()]) == EXIT_USER_ERROR
+    option, _, commands = line.partition(": ")
+    for command, empty in itertools.product(commands.split(" | "), ("", " ")):
+        assert cli.main([word.replace("?", empty) for word in command.split()]) == EXIT_USER_ERROR, command
         assert capsys.readouterr().err == f"lmcore: {option} is empty: it must name a file or folder.\n"
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "train --run loop",
-        "generate loop",
-        "workbook --out loop",
-        "submit workbook --out loop/x --dry-run",
-        "tokenizer train loop --out o",
-        "data info loop",
-        "data prepare loop --out o",
-        "data prepare embedded --out loop",
-        "train --run r --data loop",
-        "memory --snapshot loop",
-    ],
-)
+LOOPS = """
+train --run loop | generate loop | workbook --out loop | submit workbook --out loop/x --dry-run | data info loop
+tokenizer train loop --out o | data prepare loop --out o | data prepare embedded --out loop
+train --run r --data loop | memory --snapshot loop
+"""
+
+
+@pytest.mark.parametrize("command", LOOPS.strip().replace("\n", " | ").split(" | "))
 def test_symbolic_links_in_a_circle_are_a_sentence(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
@@ -240,21 +195,18 @@ def test_from_text_to_generation(tmp_path, capsys):
     options = ["--preset", "smoke", "--model.vocab-size", "300", "--model.context-length", "16", "--steps", "2"]
     assert cli.main(["train", "--run", run, "--data", data, "--device", "cpu", *options]) == 0
     assert "complete at step 2" in capsys.readouterr().out
-    assert cli.main(["generate", run, "--prompt", "One", "--max-new-tokens", "5", "--device", "cpu"]) == 0
-    plainly = capsys.readouterr().out
+
+    def generated(*words: str, prompts: tuple[str, ...] = ("One",)) -> str:
+        command = ["generate", run, "--prompt", *prompts, "--max-new-tokens", "5", "--device", "cpu", *words]
+        assert cli.main(command) == 0
+        return capsys.readouterr().out
+
+    plainly = generated()
     assert plainly.startswith("One")
-    fused = ["generate", run, "--prompt", "One", "--max-new-tokens", "5", "--device", "cpu", "--ops", "fused"]
-    assert cli.main(fused) == 0
-    assert capsys.readouterr().out == plainly
-    for words in (fused[:-2], fused):
-        assert cli.main([*words, "--precision", "bf16"]) == 0
-        assert capsys.readouterr().out.startswith("One")
-    assert cli.main([*fused, "--no-kv-cache"]) == EXIT_USER_ERROR
-    assert "always has a KV cache" in capsys.readouterr().err
-    assert cli.main(["generate", run, "--prompt", "One", "The", "--max-new-tokens", "5", "--device", "cpu"]) == 0
-    first, second = capsys.readouterr().out.strip().split("\n\n")
-    assert first.startswith("One")
-    assert second.startswith("The")
+    assert generated("--ops", "fused") == plainly
+    for ops in ("plain", "fused"):
+        assert generated("--ops", ops, "--precision", "bf16").startswith("One")
+    assert [text[:3] for text in generated(prompts=("One", "The")).strip().split("\n\n")] == ["One", "The"]
 
 
 def test_exit_codes_are_the_numbers_that_scripts_know():

@@ -28,30 +28,23 @@ def test_named_sizes_are_models(size):
     assert config.d_k * config.num_heads == config.d_model
 
 
-def test_tinystories_size_is_the_handouts():
+def test_defaults_are_the_handouts():
     assert model_config("tinystories") == ModelConfig()
     config = ModelConfig()
     assert (config.d_model, config.d_ff, config.num_layers, config.num_heads) == (512, 1344, 4, 16)
     assert (config.vocab_size, config.context_length, config.rope_theta) == (10_000, 256, 10_000.0)
-
-
-def test_switches_are_off_by_default():
-    config = ModelConfig()
     assert (config.norm, config.position, config.ffn) == ("pre", "rope", "swiglu")
     assert (config.tie_embeddings, config.dropout) == (False, 0.0)
 
 
-@pytest.mark.parametrize("kind", [ModelConfig, OptimizerConfig, TrainConfig, GenerateConfig])
-def test_configs_survive_json_and_are_frozen(kind):
-    config = kind()
-    assert from_dict(kind, json.loads(json.dumps(to_dict(config)))) == config
+CHANGED = replace(TrainConfig(), steps=7, model__d_model=64, optimizer__betas=(0.8, 0.9), trackers=("wandb",))
+
+
+@pytest.mark.parametrize("config", [ModelConfig(), OptimizerConfig(), TrainConfig(), GenerateConfig(), CHANGED])
+def test_configs_survive_json_and_are_frozen(config):
+    assert from_dict(type(config), json.loads(json.dumps(to_dict(config)))) == config
     with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(config, dataclasses.fields(kind)[0].name, None)
-
-
-def test_nested_values_survive_json():
-    config = replace(TrainConfig(), steps=7, model__d_model=64, optimizer__betas=(0.8, 0.9), trackers=("wandb",))
-    assert from_dict(TrainConfig, json.loads(json.dumps(to_dict(config)))) == config
+        setattr(config, dataclasses.fields(config)[0].name, None)
 
 
 FLOATS = [
@@ -75,17 +68,6 @@ def test_every_float_field_is_tried():
     assert {"rope_theta", "embedding_init_std", "eps", "betas", "weight_decay", "max_grad_norm", "temperature"} <= names
 
 
-@pytest.mark.parametrize("eps", [0.0, -1e-8])
-def test_eps_is_positive(eps):
-    with pytest.raises(UserError, match=f"eps must be positive, not {eps}"):
-        OptimizerConfig(eps=eps)
-
-
-def test_a_whole_number_too_large_for_a_float():
-    with pytest.raises(UserError, match="rope_theta must be a finite number"):
-        from_dict(ModelConfig, {"rope_theta": 10**400})
-
-
 def test_whole_numbers_serve_as_floats():
     config = from_dict(OptimizerConfig, {"learning_rate": 1, "max_grad_norm": None})
     assert isinstance(config.learning_rate, float)
@@ -97,71 +79,39 @@ def test_replace_makes_a_copy_and_reaches_into_sections():
     changed = replace(config, seed=5, optimizer__learning_rate=3e-4, model__norm="post")
     assert (changed.seed, changed.optimizer.learning_rate, changed.model.norm) == (5, 3e-4, "post")
     assert config == TrainConfig()
+    assert replace(config, batch_size=32, model__context_length=256).tokens_per_step == 8192
     assert changed.optimizer.betas == config.optimizer.betas
-
-
-def test_tokens_per_step():
-    assert replace(TrainConfig(), batch_size=32, model__context_length=256).tokens_per_step == 8192
 
 
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [
-        (lambda: ModelConfig(d_model=10, num_heads=3), r"d_model \(10\) must be divisible by num_heads \(3\)\.$"),
         (lambda: ModelConfig(d_model=15, num_heads=5), r"head size d_model / num_heads must be even, not 3\.$"),
         (lambda: ModelConfig(d_model=15, num_heads=5, position="sinusoidal"), r"need an even d_model, not 15\.$"),
-        (lambda: ModelConfig(vocab_size=0), r"vocab_size must be a positive whole number, not 0\.$"),
         (lambda: ModelConfig(num_layers=2.0), r"num_layers must be a positive whole number, not 2\.0\.$"),
-        (lambda: ModelConfig(dropout=1.0), r"dropout must be in \[0, 1\), not 1\.0\.$"),
-        (lambda: ModelConfig(rope_theta=0), r"rope_theta must be positive, not 0\.$"),
         (lambda: ModelConfig(norm="layer"), r"norm must be one of pre, post, none, not 'layer'\.$"),
         (lambda: model_config("giant"), r"no model size 'giant'; choose one of tinystories, small"),
         (lambda: model_config("smoke", d_modell=3), r"ModelConfig has no field d_modell; its fields are vocab_size"),
-        (lambda: OptimizerConfig(learning_rate=0), r"learning_rate must be positive, not 0\.$"),
-        (
-            lambda: OptimizerConfig(learning_rate=1e-4, min_learning_rate=1e-3),
-            r"min_learning_rate must be from 0 to learning_rate \(0\.0001\), not 0\.001\.$",
-        ),
-        (lambda: OptimizerConfig(betas=(0.9, 1.0)), r"betas must be two numbers in \[0, 1\), not \(0\.9, 1\.0\)\.$"),
-        (
-            lambda: OptimizerConfig(cosine_steps=100),
-            r"cosine_steps \(100\) must be above warmup_steps \(100\), or None",
-        ),
-        (lambda: OptimizerConfig(name="adam"), r"name must be one of adamw, sgd, muon, not 'adam'\.$"),
-        (lambda: TrainConfig(steps=0), r"steps must be a positive whole number, not 0\.$"),
-        (lambda: TrainConfig(precision="fp8"), r"precision must be one of .*, not 'fp8'\.$"),
-        (lambda: GenerateConfig(temperature=-1), r"temperature must be 0 \(greedy\) or positive, not -1\.$"),
-        (lambda: GenerateConfig(top_p=0), r"top_p must be in \(0, 1\], not 0\.$"),
+        (lambda: OptimizerConfig(eps=0.0), r"eps must be positive, not 0\.0\.?$"),
+        (lambda: OptimizerConfig(eps=-1e-8), r"eps must be positive, not -1e-08\.?$"),
         (lambda: GenerateConfig(top_p=1.5), r"top_p must be in \(0, 1\], not 1\.5\.$"),
-        (lambda: GenerateConfig(top_k=0), r"top_k must be at least 1 or None, not 0\.$"),
+        (lambda: GenerateConfig(seed=2**63), "seed must be a whole number from 0 to"),
+        (lambda: from_dict(ModelConfig, {"rope_theta": 10**400}), "rope_theta must be a finite number"),
+        (lambda: from_dict(ModelConfig, {"num_layers": True}), "num_layers must be of type int"),
         (lambda: from_dict(TrainConfig, {"optimiser": {}}), r"TrainConfig has no field optimiser"),
         (lambda: from_dict(TrainConfig, {"model": {"depth": 2}}), r"ModelConfig has no field depth"),
         (lambda: from_dict(TrainConfig, {"steps": "10"}), r"TrainConfig\.steps must be of type int, not '10'\.$"),
         (lambda: from_dict(TrainConfig, {"model": 3}), r"ModelConfig needs a mapping of fields, not 3\.$"),
         (lambda: from_dict(OptimizerConfig, {"betas": 0.9}), r"OptimizerConfig\.betas must be a list, not 0\.9\.$"),
+        (lambda: from_dict(OptimizerConfig, {"betas": [0.9]}), "betas must be two numbers in"),
+        (lambda: from_dict(OptimizerConfig, {"betas": [0.9, "x"]}), "betas must be of type float, not 'x'"),
         (lambda: replace(TrainConfig(), speed=1), r"TrainConfig has no field speed\.$"),
         (lambda: replace(TrainConfig(), model__width=1), r"ModelConfig has no field width\.$"),
         (lambda: replace(TrainConfig(), modell__d_model=1), r"TrainConfig has no field modell\.$"),
     ],
 )
 def test_bad_values_get_one_sentence(build, sentence):
+    """Those that a command line can hold, word for word: tests/goldens/refusals.json."""
     with pytest.raises(UserError, match=sentence) as error:
         build()
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "values", "sentence"),
-    [
-        (ModelConfig, {"num_layers": True}, "num_layers must be of type int"),
-        (ModelConfig, {"embedding_init_std": 0.0}, "embedding_init_std must be positive or None, not 0.0"),
-        (OptimizerConfig, {"betas": [0.9]}, "betas must be two numbers in"),
-        (OptimizerConfig, {"betas": [0.9, "x"]}, "betas must be of type float, not 'x'"),
-        (TrainConfig, {"trackers": ["paper"]}, "trackers must be one of tensorboard, wandb, not 'paper'"),
-        (TrainConfig, {"seed": -1}, "seed must be a whole number from 0 to"),
-        (GenerateConfig, {"seed": 2**63}, "seed must be a whole number from 0 to"),
-    ],
-)
-def test_values_that_json_or_yaml_may_hold(kind, values, sentence):
-    with pytest.raises(UserError, match=sentence):
-        from_dict(kind, values)

@@ -1,6 +1,11 @@
-"""Batches: shapes, shifted targets, uniform starts, reproducible steps, whole epochs, whole validation."""
+"""Batches: shifted targets, uniform starts, reproducible steps, whole epochs, whole validation; and read ahead."""
 
 import math
+import os
+import random
+import signal
+import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -15,14 +20,23 @@ from lmcore.data import (
     get_batch,
     num_validation_windows,
     num_windows_per_epoch,
+    prefetched,
     require_context,
     validation_batches,
 )
+from lmcore.data.batches import BatchReader
 from lmcore.errors import UserError
 
+SAMPLINGS = pytest.mark.parametrize("sampling", ["random", "epoch"])
 
-def train_config(context_length=8, batch_size=4, **options):
-    return TrainConfig(ModelConfig(context_length=context_length), batch_size=batch_size, **options)
+
+def train_config(context_length=8, batch_size=4, steps=20, **options):
+    return TrainConfig(ModelConfig(context_length=context_length), batch_size=batch_size, steps=steps, **options)
+
+
+def tokens_in_file(path, count=500):
+    np.arange(count, dtype=np.uint16).tofile(path)
+    return np.memmap(path, dtype=np.uint16, mode="r")
 
 
 def test_get_batch_as_the_course_tests_it():
@@ -39,36 +53,24 @@ def test_get_batch_as_the_course_tests_it():
     assert (min(starts), max(starts)) == (0, num_starts - 1)
     expected = iterations * batch_size / num_starts
     deviation = math.sqrt(iterations * batch_size * (1 / num_starts) * (1 - 1 / num_starts))
-    for start in range(num_starts):
-        assert abs(starts[start] - expected) < 5 * deviation
+    assert all(abs(starts[start] - expected) < 5 * deviation for start in range(num_starts))
     with pytest.raises((RuntimeError, AssertionError)):
         get_batch(dataset, batch_size, context_length, "cuda:99")
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int64])
-def test_get_batch_keeps_ids_of_every_type(dtype):
+def test_get_batch_keeps_ids_of_every_type_and_takes_the_shortest_corpus(dtype):
     largest = min(np.iinfo(dtype).max, 2**40)
-    x, y = get_batch(np.full(10, largest, dtype=dtype), 2, 4, "cpu")
+    x, y = get_batch(np.full(5, largest, dtype=dtype), 2, 4, "cpu")
     assert x.dtype == torch.int64
-    assert (x == largest).all()
-    assert (y == largest).all()
+    assert x.tolist() == y.tolist() == [[largest] * 4] * 2
 
 
 def test_get_batch_on_a_memmap_with_a_generator(tmp_path):
-    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "x.bin")
-    x = np.memmap(tmp_path / "x.bin", dtype=np.uint16, mode="r")
-    first = get_batch(x, 4, 16, "cpu", np.random.default_rng(1))
-    again = get_batch(x, 4, 16, "cpu", np.random.default_rng(1))
-    other = get_batch(x, 4, 16, "cpu", np.random.default_rng(2))
-    assert torch.equal(first[0], again[0])
-    assert torch.equal(first[1], again[1])
+    x = tokens_in_file(tmp_path / "x.bin")
+    first, again, other = (get_batch(x, 4, 16, "cpu", np.random.default_rng(seed)) for seed in (1, 1, 2))
+    assert all(map(torch.equal, first, again))
     assert not torch.equal(first[0], other[0])
-
-
-def test_shortest_corpus_has_one_window():
-    x, y = get_batch(np.arange(6), 3, 5, "cpu")
-    assert x.tolist() == [[0, 1, 2, 3, 4]] * 3
-    assert y.tolist() == [[1, 2, 3, 4, 5]] * 3
 
 
 @pytest.mark.parametrize(
@@ -84,13 +86,16 @@ def test_require_context(x, sentence):
     with pytest.raises(UserError, match=sentence):
         require_context(x, 5, "tiny")
     for sampling in ("random", "epoch"):
+        config = train_config(context_length=5, sampling=sampling)
         with pytest.raises(UserError):
-            batch_at_step(x, train_config(context_length=5, sampling=sampling), 0, "cpu")
+            batch_at_step(x, config, 0, "cpu")
+        with prefetched(x, config, 0, "cpu") as batches, pytest.raises(UserError):
+            next(batches)
     with pytest.raises(UserError):
         next(validation_batches(x, 5, 2, "cpu"))
 
 
-@pytest.mark.parametrize("sampling", ["random", "epoch"])
+@SAMPLINGS
 def test_a_step_is_a_function_of_seed_and_step(sampling):
     x = np.arange(500)
     config = train_config(sampling=sampling, seed=5)
@@ -102,20 +107,8 @@ def test_a_step_is_a_function_of_seed_and_step(sampling):
     assert not torch.equal(batch_at_step(x, other, 0, "cpu")[0], batches[0])
 
 
-def test_random_steps_cover_all_starts():
-    x = np.arange(40)
-    config = train_config(context_length=7, batch_size=32)
-    starts = {start for step in range(60) for start in batch_at_step(x, config, step, "cpu")[0][:, 0].tolist()}
-    assert starts == set(range(33))
-
-
 @settings(max_examples=60, deadline=None)
-@given(
-    context_length=st.integers(1, 9),
-    extra=st.integers(1, 120),
-    batch_size=st.integers(1, 40),
-    seed=st.integers(0, 2**32),
-)
+@given(st.integers(1, 9), st.integers(1, 120), st.integers(1, 40), st.integers(0, 2**32))
 def test_epochs_use_each_window_once(context_length, extra, batch_size, seed):
     """Cut anew into epochs, the windows of the steps are disjoint, in one phase, and all but the ends is covered."""
     num_tokens = context_length + extra
@@ -140,10 +133,10 @@ def test_epochs_differ_in_order_and_phase():
     x = np.arange(1000)
     config = train_config(context_length=10, batch_size=99, sampling="epoch")
     assert num_windows_per_epoch(1000, 10) == 99
-    epochs = [tuple(batch_at_step(x, config, step, "cpu")[0][:, 0].tolist()) for step in range(60)]
+    epochs = [batch_at_step(x, config, step, "cpu")[0][:, 0].tolist() for step in range(60)]
     assert len({epoch[0] // 10 for epoch in epochs}) > 10
     assert {epoch[0] % 10 for epoch in epochs} == set(range(10))
-    assert all(list(epoch) != sorted(epoch) for epoch in epochs)
+    assert all(epoch != sorted(epoch) for epoch in epochs)
 
 
 @settings(max_examples=60, deadline=None)
@@ -151,8 +144,7 @@ def test_epochs_differ_in_order_and_phase():
 def test_validation_covers_everything_in_order(context_length, extra, batch_size):
     num_tokens = context_length + extra
     batches = list(validation_batches(np.arange(num_tokens), context_length, batch_size, "cpu"))
-    targets = torch.cat([targets.flatten() for _, targets in batches])
-    inputs = torch.cat([inputs.flatten() for inputs, _ in batches])
+    inputs, targets = (torch.cat([batch[part].flatten() for batch in batches]) for part in (0, 1))
     covered = num_validation_windows(num_tokens, context_length) * context_length
     assert inputs.tolist() == list(range(covered))
     assert targets.tolist() == list(range(1, covered + 1))
@@ -160,12 +152,220 @@ def test_validation_covers_everything_in_order(context_length, extra, batch_size
     assert all(len(inputs) == batch_size for inputs, _ in batches[:-1])
 
 
+# ------------------------------------------------------------------------------------------------ read ahead
+
+
+def read_all(reader):
+    """Copies of all batches of a reader, whose buffers go back at once."""
+    while isinstance(item := reader.take(), torch.Tensor):
+        yield tuple(item.clone())
+        reader.give_back(item)
+    if item is not None:
+        raise item
+
+
+def reader_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "lmcore-batches"]
+
+
+def assert_same(batches, expected):
+    assert len(batches) == len(expected)
+    for batch, other in zip(batches, expected, strict=True):
+        for part in (0, 1):
+            assert batch[part].dtype == torch.int64
+            assert batch[part].is_contiguous()
+            assert torch.equal(batch[part].cpu(), other[part])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sampling=st.sampled_from(["random", "epoch"]),
+    dtype=st.sampled_from([np.uint8, np.uint16, np.uint32, np.int64]),
+    context_length=st.integers(1, 9),
+    batch_size=st.integers(1, 40),
+    first_step=st.integers(0, 11),
+    depth=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+)
+def test_batches_are_those_of_the_steps(sampling, dtype, context_length, batch_size, first_step, depth, seed):
+    """Both ways to read ahead, from any step; 11 is behind the last one. Several epochs pass."""
+    x = np.arange(100, dtype=dtype)
+    config = train_config(context_length, batch_size, steps=11, sampling=sampling, seed=seed)
+    expected = [batch_at_step(x, config, step, "cpu") for step in range(first_step, 11)]
+    with prefetched(x, config, first_step, "cpu") as batches:
+        assert_same(list(batches), expected)
+    with BatchReader(x, config, first_step, pinned=False, depth=depth) as reader:
+        assert_same(list(read_all(reader)), expected)
+    assert not reader_threads()
+
+
+@SAMPLINGS
+def test_a_buffer_is_left_alone_until_it_is_given_back(sampling):
+    x, config = np.arange(500), train_config(sampling=sampling)
+    with BatchReader(x, config, 0, pinned=False, depth=3) as reader:
+        held = [reader.take() for _ in range(3)]
+        assert_same(held, [batch_at_step(x, config, step, "cpu") for step in range(3)])
+        assert len({buffer.data_ptr() for buffer in held}) == 3
+        reader.give_back(held[1])
+        assert reader.take().data_ptr() == held[1].data_ptr()
+        assert_same(held[:2], [batch_at_step(x, config, step, "cpu") for step in (0, 3)])
+
+
+def starts_until_7(x, config, step):
+    """Stands for `starts_at_step` where step 7 cannot be read."""
+    if step == 7:
+        raise OSError("the disk is gone")
+    return np.arange(config.batch_size) + step
+
+
+def test_an_error_comes_behind_the_batches_before_it(monkeypatch):
+    monkeypatch.setattr("lmcore.data.batches.starts_at_step", starts_until_7)
+    good = []
+    reading = BatchReader(np.arange(100), train_config(), 4, pinned=False)
+    with pytest.raises(OSError, match="the disk is gone"), reading as reader:
+        good.extend(read_all(reader))
+    assert [int(inputs[0, 0]) for inputs, _ in good] == [4, 5, 6]
+    assert not reader_threads()
+
+
+def test_a_file_cut_while_it_is_in_use_is_an_error_not_the_end_of_the_process(tmp_path):
+    """Reading the missing end of a memmap would be a bus error."""
+    x = tokens_in_file(tmp_path / "train.bin", 50_000)
+    config = train_config()
+    with BatchReader(x, config, 0, pinned=False, depth=1) as reader, prefetched(x, config, 0, "cpu") as batches:
+        buffer = reader.take()
+        next(batches)
+        os.truncate(tmp_path / "train.bin", 100)
+        reader.give_back(buffer)
+        with pytest.raises(UserError, match=r"train\.bin was cut from 100,000 to 100 bytes"):
+            list(read_all(reader))
+        with pytest.raises(UserError, match="was cut"):
+            next(batches)
+
+
+def test_a_file_replaced_or_removed_while_it_is_in_use_is_still_read(tmp_path):
+    """As preparing the corpus anew does: the memmap keeps the file that it has opened."""
+    x, config = tokens_in_file(tmp_path / "train.bin"), train_config()
+    expected = batch_at_step(x, config, 0, "cpu")
+    tokens_in_file(tmp_path / "new.bin", 3)
+    (tmp_path / "new.bin").rename(tmp_path / "train.bin")
+    assert_same([batch_at_step(x, config, 0, "cpu")], [expected])
+    (tmp_path / "train.bin").unlink()
+    assert_same([batch_at_step(x[:], config, 0, "cpu")], [expected])
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_leaving_early_ends_the_thread(taken):
+    x, config = np.arange(500), train_config(steps=10**9)
+    with BatchReader(x, config, 0, pinned=False) as reader:
+        for _ in range(taken):
+            reader.give_back(reader.take())
+        assert len(reader_threads()) == 1
+    assert not reader_threads()
+    while reader.take() is not None:  # what it had read; then an end instead of a wait
+        pass
+
+
+def test_an_interrupt_reaches_the_one_who_waits(monkeypatch, request):
+    """Ctrl-C while the next batch is awaited."""
+    asked, slow = threading.Event(), threading.Event()
+
+    def starts(x, config, step):
+        asked.wait(60)
+        time.sleep(0.2)  # a signal in the instant before the wait begins would not end it
+        os.kill(os.getpid(), signal.SIGINT)
+        slow.wait(60)
+        return np.arange(config.batch_size)
+
+    def ask(reader):
+        asked.set()
+        reader.take()
+
+    monkeypatch.setattr("lmcore.data.batches.starts_at_step", starts)
+    # what a shell starts in the background ignores the signal
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
+    with BatchReader(np.arange(100), train_config(), 0, pinned=False) as reader:
+        with pytest.raises(KeyboardInterrupt):
+            ask(reader)
+        slow.set()
+    assert not reader_threads()
+
+
+def test_an_interrupt_at_the_beginning_leaves_no_thread(monkeypatch):
+    class Interrupted(threading.Thread):
+        def start(self):
+            super().start()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading, "Thread", Interrupted)
+    with pytest.raises(KeyboardInterrupt), BatchReader(np.arange(100), train_config(), 0, pinned=False):
+        pass
+    assert not reader_threads()
+
+
+def test_random_states_are_left_alone():
+    x, config = np.arange(500), train_config()
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    with BatchReader(x, config, 0, pinned=False) as reader:
+        assert len(list(read_all(reader))) == config.steps
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
+
+
+def test_a_device_that_is_not_there():
+    with pytest.raises(UserError, match="not there"), prefetched(np.arange(99), train_config(), 0, "cuda:99"):
+        pass
+
+
 @pytest.mark.gpu
-def test_batches_reach_the_gpu():
-    x = np.arange(1000, dtype=np.uint16)
-    for step in range(20):
-        on_gpu = batch_at_step(x, train_config(), step, "cuda")
-        on_cpu = batch_at_step(x, train_config(), step, "cpu")
-        assert on_gpu[0].device.type == "cuda"
-        assert torch.equal(on_gpu[0].cpu(), on_cpu[0])
-        assert torch.equal(on_gpu[1].cpu(), on_cpu[1])
+@SAMPLINGS
+def test_batches_on_the_gpu(sampling, tmp_path):
+    """Also those that are kept, and those that slow work reads long after they were handed out."""
+    x = tokens_in_file(tmp_path / "x.bin", 60_000)
+    config = train_config(256, 64, steps=200, sampling=sampling)
+    expected = [batch_at_step(x, config, step, "cpu") for step in range(50, 200)]
+    assert_same([batch_at_step(x, config, step, "cuda") for step in range(50, 70)], expected[:20])
+    copies, kept = [], []
+    with prefetched(x, config, 50, "cuda") as batches:
+        for step, (inputs, targets) in enumerate(batches):
+            assert inputs.device.type == targets.device.type == "cuda"
+            torch.cuda._sleep(2_000_000)  # the copies below run milliseconds after the loop has gone on
+            copies.append((inputs.clone(), targets.clone()))
+            if step % 5 == 0:
+                kept.append((inputs, targets))
+            del inputs, targets
+    assert_same(copies, expected)
+    assert_same(kept, expected[::5])
+    assert not reader_threads()
+
+
+@pytest.mark.gpu
+def test_a_graph_is_captured_while_batches_are_read():
+    x, config = np.arange(60_000), train_config(256, 64, steps=60)
+    held = torch.zeros(64, 256, dtype=torch.int64, device="cuda")
+    sums = []
+    with prefetched(x, config, 0, "cuda") as batches:
+        held.copy_(next(batches)[0])
+        held.sum()  # allocates what the capture needs
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            total = held.sum()
+        for inputs, _ in batches:
+            held.copy_(inputs)
+            graph.replay()
+            sums.append(total.clone())
+    assert [s.item() for s in sums] == [batch_at_step(x, config, step, "cpu")[0].sum() for step in range(1, 60)]
+
+
+@pytest.mark.gpu
+def test_errors_and_early_ends_on_the_gpu(monkeypatch):
+    monkeypatch.setattr("lmcore.data.batches.starts_at_step", starts_until_7)
+    good = []
+    ahead = prefetched(np.arange(99), train_config(), 4, "cuda")
+    with pytest.raises(OSError, match="the disk is gone"), ahead as batches:
+        good.extend(int(inputs[0, 0]) for inputs, _ in batches)
+    assert good == [4, 5, 6]
+    with prefetched(np.arange(99), train_config(steps=10**9), 4, "cuda") as batches:
+        next(batches)
+    assert not reader_threads()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcore.data import CorpusConfig, TextCorpus, open_corpus
-from lmcore.data.documents import safe_cut, split_documents
+from lmcore.data.corpora import safe_cut, split_documents
 from lmcore.errors import UserError
 from lmcore.text import read_text
 from lmcore.tokenizer import pretokens
@@ -32,6 +32,12 @@ def write(path, documents):
     data = "".join(f"{document}\n{EOT}\n" for document in documents).encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return path
+
+
+def both(source, **options):
+    """Documents of the two splits."""
+    corpus = open_corpus(source, CorpusConfig(**options))
+    return texts(corpus, "train"), texts(corpus, "valid")
 
 
 def chunked(text, sizes):
@@ -108,39 +114,29 @@ def test_text_that_is_not_utf8(tmp_path, name, where):
     assert name in str(error.value)
 
 
-def test_text_that_ends_within_a_character(tmp_path):
-    (tmp_path / "cut.txt").write_bytes("aé".encode()[:-1])
-    with pytest.raises(UserError, match="offset 1 "):
-        list(read_text(tmp_path / "cut.txt"))
-
-
-def test_files_that_are_no_text(tmp_path):
-    whole = gzip.compress(b"some text " * 1000)
-    (tmp_path / "cut.txt.gz").write_bytes(whole[:-20])
-    (tmp_path / "other.txt.gz").write_bytes(b"not gzip at all")
-    (tmp_path / "empty.txt").write_bytes(b"")
-    (tmp_path / "blank.txt").write_text(f" \n{EOT}\n \n{EOT}\n")
-    for name, sentence in (
-        ("cut.txt.gz", "not a whole gzip file"),
-        ("other.txt.gz", "not a whole gzip file"),
-        ("empty.txt", "holds no text"),
-        ("blank.txt", "holds no text"),
-    ):
-        with pytest.raises(UserError, match=sentence) as error:
-            texts(open_corpus(tmp_path / name), "train")
-        assert name in str(error.value)
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("half_a_character.txt", "aé".encode()[:-1], "offset 1 "),
+        ("cut.txt.gz", gzip.compress(b"some text " * 1000)[:-20], "not a whole gzip file"),
+        ("other.txt.gz", b"not gzip at all", "not a whole gzip file"),
+        ("empty.txt", b"", "holds no text"),
+        ("blank.txt", f" \n{EOT}\n \n{EOT}\n".encode(), "holds no text"),
+    ],
+)
+def test_files_that_are_no_text(tmp_path, name, content, sentence):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=sentence) as error:
+        texts(open_corpus(tmp_path / name), "train")
+    assert name in str(error.value)
 
 
 def test_a_single_file_is_split_by_documents(tmp_path):
     documents = [f"Story {i}." for i in range(30)]
     path = write(tmp_path / "stories.txt.gz", documents)
-    corpus = open_corpus(path)
-    assert texts(corpus, "train") == documents[:27]
-    assert texts(corpus, "valid") == documents[27:]
-    half = open_corpus(str(path), CorpusConfig(valid_fraction=0.5))
-    assert (len(texts(half, "train")), len(texts(half, "valid"))) == (15, 15)
-    two = open_corpus(write(tmp_path / "two.txt", ["a", "b"]), CorpusConfig(valid_fraction=0.99))
-    assert (texts(two, "train"), texts(two, "valid")) == (["a"], ["b"])
+    assert both(path) == (documents[:27], documents[27:])
+    assert both(str(path), valid_fraction=0.5) == (documents[:15], documents[15:])
+    assert both(write(tmp_path / "two.txt", ["a", "b"]), valid_fraction=0.99) == (["a"], ["b"])
 
 
 @settings(max_examples=50, deadline=None)
@@ -149,8 +145,7 @@ def test_a_single_document_is_split_between_lines(tmp_path_factory, lines, fract
     text = "\n".join(f"line {i} of the text" for i in range(lines))
     path = tmp_path_factory.mktemp("one") / "input.txt"
     path.write_text(text)
-    corpus = open_corpus(path, CorpusConfig(valid_fraction=fraction))
-    (train,), (valid,) = texts(corpus, "train"), texts(corpus, "valid")
+    (train,), (valid,) = both(path, valid_fraction=fraction)
     assert text in (f"{train}\n{valid}", f"{train} {valid}")
     assert abs(len(valid) / len(text) - fraction) < 0.05 + 25 / len(text)
 
@@ -165,55 +160,33 @@ def test_a_single_long_document_in_pieces(tmp_path):
     assert abs(len(valid) / len(text) - 0.1) < 0.001
 
 
-def test_an_explicit_validation_file(tmp_path):
-    path = write(tmp_path / "stories.txt", ["a", "b"])
-    valid = write(tmp_path / "held.txt", ["v"])
-    corpus = open_corpus(path, CorpusConfig(valid=str(valid)))
-    assert (texts(corpus, "train"), texts(corpus, "valid")) == (["a", "b"], ["v"])
-
-
-def test_folder_with_exact_names(tmp_path):
-    """A file that only begins with train is not taken unless it is asked for."""
-    write(tmp_path / "train.txt.gz", ["a", "b"])
-    write(tmp_path / "train_fragments.txt.gz", ["c"])
-    write(tmp_path / "valid.txt", ["v"])
-    corpus = open_corpus(tmp_path)
-    assert (texts(corpus, "train"), texts(corpus, "valid")) == (["a", "b"], ["v"])
-    more = open_corpus(tmp_path, CorpusConfig(extra_train=(str(tmp_path / "train_fragments.txt.gz"),)))
-    assert (texts(more, "train"), texts(more, "valid")) == (["a", "b", "c"], ["v"])
-
-
 @pytest.mark.parametrize(
-    ("train", "valid"),
+    ("files", "options", "train", "valid"),
     [
-        ("train.txt", "validation.txt"),
-        ("train.md", "val.txt.gz"),
-        ("train_part.txt", "valid.txt"),
-        ("TinyStoriesV2-GPT4-train.txt", "TinyStoriesV2-GPT4-valid.txt"),
-        ("owt_train.txt.gz", "owt_valid.txt.gz"),
+        ({"train.txt": "a b", "validation.txt": "v"}, {}, "a b", "v"),
+        ({"train.md": "a b", "val.txt.gz": "v"}, {}, "a b", "v"),
+        ({"train_part.txt": "a b", "valid.txt": "v"}, {}, "a b", "v"),
+        ({"TinyStoriesV2-GPT4-train.txt": "a b", "TinyStoriesV2-GPT4-valid.txt": "v"}, {}, "a b", "v"),
+        ({"owt_train.txt.gz": "a b", "owt_valid.txt.gz": "v"}, {}, "a b", "v"),
+        # a file that only begins with train is not taken beside one of exactly that name
+        ({"train.txt.gz": "a b", "train_fragments.txt.gz": "c", "valid.txt": "v"}, {}, "a b", "v"),
+        ({"b.txt": "3 4", "a.txt.gz": "1 2", "trained.md": "5"}, {"valid_fraction": 0.2}, "1 2 3 4", "5"),
+        ({"train.txt": "1 2 3", "notes.txt": "n"}, {}, "1 2", "3"),
     ],
 )
-def test_folder_with_split_words_in_its_names(tmp_path, train, valid):
-    write(tmp_path / train, ["a", "b"])
-    write(tmp_path / valid, ["v"])
+def test_splits_of_a_folder_by_the_names_of_its_files(tmp_path, files, options, train, valid):
+    for name, documents in files.items():
+        write(tmp_path / name, documents.split())
     (tmp_path / "README").write_text("no text of the corpus")
     (tmp_path / ".hidden.txt").write_text("neither")
-    corpus = open_corpus(tmp_path)
-    assert (texts(corpus, "train"), texts(corpus, "valid")) == (["a", "b"], ["v"])
+    assert both(tmp_path, **options) == (train.split(), valid.split())
 
 
-def test_folder_without_split_names(tmp_path):
-    for name, documents in (("b.txt", ["3", "4"]), ("a.txt.gz", ["1", "2"]), ("trained.md", ["5"])):
-        write(tmp_path / name, documents)
-    corpus = open_corpus(tmp_path, CorpusConfig(valid_fraction=0.2))
-    assert (texts(corpus, "train"), texts(corpus, "valid")) == (["1", "2", "3", "4"], ["5"])
-
-
-def test_folder_with_training_file_only(tmp_path):
-    write(tmp_path / "train.txt", ["1", "2", "3"])
-    write(tmp_path / "notes.txt", ["n"])
-    corpus = open_corpus(tmp_path)
-    assert (texts(corpus, "train"), texts(corpus, "valid")) == (["1", "2"], ["3"])
+def test_files_that_are_named_in_the_options(tmp_path):
+    stories, more, held = (write(tmp_path / f"{text}.txt", [text, text]) for text in "acv")
+    assert both(stories, valid=str(held)) == (["a", "a"], ["v", "v"])
+    assert both(stories, valid=str(held), extra_train=(str(more),)) == (["a", "a", "c", "c"], ["v", "v"])
+    assert both(stories, extra_train=(str(more),)) == (["a", "c", "c"], ["a"])
 
 
 def test_ambiguous_and_missing_sources(tmp_path):
@@ -223,28 +196,25 @@ def test_ambiguous_and_missing_sources(tmp_path):
     write(tmp_path / "train_b.txt", ["b"])
     with pytest.raises(UserError, match=r"several files for the split 'train' \(train_a.txt, train_b.txt\)"):
         open_corpus(tmp_path)
-    with pytest.raises(UserError, match=r"no file or folder .*nowhere.*embedded, tinystories"):
-        open_corpus(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"no file .*gone"):
-        open_corpus(tmp_path / "train_a.txt", CorpusConfig(valid=str(tmp_path / "gone.txt")))
-    with pytest.raises(UserError, match=r"no file .*gone"):
-        open_corpus(tmp_path / "train_a.txt", CorpusConfig(extra_train=(str(tmp_path / "gone.txt"),)))
-    with pytest.raises(UserError, match="neither valid nor extra_train"):
-        open_corpus("embedded", CorpusConfig(valid="x.txt"))
-
-
-@pytest.mark.parametrize("options", [{"valid_fraction": 0.0}, {"valid_fraction": 1.0}, {"num_documents": 0}])
-def test_bad_options(options):
-    with pytest.raises(UserError, match=next(iter(options))):
-        CorpusConfig(**options)
+    gone = str(tmp_path / "gone.txt")
+    for source, options, sentence in (
+        (tmp_path / "nowhere", {}, r"no file or folder .*nowhere.*embedded, tinystories"),
+        (tmp_path / "train_a.txt", {"valid": gone}, r"no file .*gone"),
+        (tmp_path / "train_a.txt", {"extra_train": (gone,)}, r"no file .*gone"),
+        ("embedded", {"valid": "x.txt"}, "neither valid nor extra_train"),
+        ("embedded", {"valid_fraction": 0.0}, "valid_fraction must be between"),
+        ("embedded", {"valid_fraction": 1.0}, "valid_fraction must be between"),
+        ("embedded", {"num_documents": 0}, "num_documents must be positive"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            both(source, **options)
 
 
 def test_embedded_splits():
-    corpus = open_corpus("embedded", CorpusConfig(seed=4, num_documents=50, valid_fraction=0.2))
-    train, valid = texts(corpus, "train"), texts(corpus, "valid")
+    train, valid = both("embedded", seed=4, num_documents=50, valid_fraction=0.2)
     assert (len(train), len(valid)) == (50, 10)
     assert not set(train) & set(valid)
-    assert train == texts(open_corpus("embedded", CorpusConfig(seed=4, num_documents=50)), "train")
+    assert train == both("embedded", seed=4, num_documents=50)[0]
 
 
 def test_progress_adds_up(tmp_path):

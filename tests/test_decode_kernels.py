@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcore.config import GenerateConfig
@@ -24,6 +24,12 @@ def gpu():
     from lmcore.kernels.decode import gpu
 
     return gpu
+
+
+@pytest.fixture(params=["plain", "kernel"])
+def either(request, device):
+    """The plain version on the CPU, and Triton's kernels where they run."""
+    return (plain, torch.device("cpu")) if request.param == "plain" else (request.getfixturevalue("gpu"), device)
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -79,18 +85,13 @@ def check_products(module, rows, d_model, d_ff, dtype, device, seed=0):
             assert error(copy, expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_plain_products_are_the_definitions(shape, dtype):
-    check_products(plain, *shape, dtype, torch.device("cpu"))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_product_kernels_are_the_definitions(gpu, device, shape, dtype):
-    if device.type == "cpu" and dtype == torch.bfloat16 and shape[0] > 8:
+def test_products_are_the_definitions(either, shape, dtype):
+    module, device = either
+    if module is not plain and device.type == "cpu" and dtype == torch.bfloat16 and shape[0] > 8:
         pytest.skip("the interpreter multiplies bfloat16 tiles as if they were integers")
-    check_products(gpu, *shape, dtype, device)
+    check_products(module, *shape, dtype, device)
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e12])
@@ -168,14 +169,9 @@ ATTENTION = [(1, 2, 24, 9, 1), (3, 1, 16, 1500, 1), (2, 1, 16, 2300, 4), (2, 1, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
-def test_plain_attention_is_the_definition(case, dtype):
-    check_attention(plain, *case, dtype, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("case", ATTENTION, ids=str)
-def test_attention_kernel_is_the_definition(gpu, device, case, dtype):
-    check_attention(gpu, *case, dtype, device)
+def test_attention_is_the_definition(either, case, dtype):
+    module, device = either
+    check_attention(module, *case, dtype, device)
 
 
 @pytest.mark.gpu
@@ -210,10 +206,8 @@ def check_state(after, chosen: list[int], rows: int, vocab: int, device: torch.d
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
-def test_greedy_takes_the_first_of_the_largest_and_marks_what_is_not_finite(request, kernel, device):
-    module = request.getfixturevalue("gpu") if kernel else plain
-    device = device if kernel else torch.device("cpu")
+def test_greedy_takes_the_first_of_the_largest_and_marks_what_is_not_finite(either):
+    module, device = either
     logits = draw(2, device)(6, 67)
     logits[0, [5, 9]] = 50.0
     logits[1, 66] = 99.0  # an id that is not to be taken
@@ -225,26 +219,18 @@ def test_greedy_takes_the_first_of_the_largest_and_marks_what_is_not_finite(requ
     check_state(after, chosen, 6, 67, device)
 
 
-@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
-def test_advance_takes_the_token_that_it_is_given(request, kernel, device):
-    module = request.getfixturevalue("gpu") if kernel else plain
-    device = device if kernel else torch.device("cpu")
+def test_advance_takes_the_token_that_it_is_given(either):
+    module, device = either
     after = state(3, 67, device)
     module.advance(torch.tensor([3, -1, 66], device=device), after)
     check_state(after, [3, -1, 66], 3, 67, device)
 
 
-SETTINGS = [
-    GenerateConfig(),
-    GenerateConfig(temperature=0.3),
-    GenerateConfig(temperature=1e-30),
-    GenerateConfig(top_k=1),
-    GenerateConfig(top_k=5),
-    GenerateConfig(top_k=1000),
-    GenerateConfig(top_p=0.7),
-    GenerateConfig(top_p=1e-6),
-    GenerateConfig(temperature=1.4, top_k=20, top_p=0.5),
-]
+OPTIONS = [
+    {}, {"temperature": 0.3}, {"temperature": 1e-30}, {"top_k": 1}, {"top_k": 5}, {"top_k": 1000}, {"top_p": 0.7},
+    {"top_p": 1e-6}, {"temperature": 1.4, "top_k": 20, "top_p": 0.5},
+]  # fmt: skip
+SETTINGS = [GenerateConfig(**options) for options in OPTIONS]
 
 
 def allowed(logits: torch.Tensor, u: torch.Tensor, config: GenerateConfig, slack: float) -> list[set[int]]:
@@ -268,21 +254,14 @@ def check_sampled(module, logits, u, config, num_ids, slack=1e-6):
     check_state(after, chosen, rows, vocab, logits.device)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10_000), config=st.sampled_from(SETTINGS), ties=st.booleans(), scale=st.sampled_from([1, 9]))
-def test_sampling_kernel_draws_from_the_distribution(gpu, device, seed, config, ties, scale):
+def test_sampling_draws_from_the_distribution(either, seed, config, ties, scale):
+    module, device = either
     logits = scale * draw(seed, device)(4, 67)
     u = torch.rand(4, generator=torch.Generator().manual_seed(seed)).to(device)
     u[0] = 0.0
-    check_sampled(gpu, logits.round() if ties else logits, u, config, 60)
-
-
-@settings(deadline=None, max_examples=30)
-@given(seed=st.integers(0, 10_000), config=st.sampled_from(SETTINGS), ties=st.booleans())
-def test_plain_sampling_draws_from_the_distribution(seed, config, ties):
-    logits = draw(seed, torch.device("cpu"))(4, 67)
-    u = torch.rand(4, generator=torch.Generator().manual_seed(seed))
-    check_sampled(plain, logits.round() if ties else logits, u, config, 60)
+    check_sampled(module, logits.round() if ties else logits, u, config, 60)
 
 
 def test_sampling_kernel_at_the_edges(gpu, device):

@@ -23,41 +23,30 @@ def hardware(monkeypatch):
 def test_auto_takes_cuda_then_mps_then_cpu_and_says_why(hardware):
     hardware(cuda=1, mps=True)
     assert device.select_device() == (torch.device("cuda"), "a CUDA GPU is available (NVIDIA H200)")
-    hardware(mps=True)
-    chosen, reason = device.select_device("auto")
-    assert chosen == torch.device("mps")
-    assert "Metal" in reason
-    hardware()
-    chosen, reason = device.select_device("auto")
-    assert chosen == torch.device("cpu")
-    assert "neither" in reason
-
-
-def test_a_named_device_is_taken(hardware):
+    for mps, name, word in ((True, "mps", "Metal"), (False, "cpu", "neither")):
+        hardware(mps=mps)
+        chosen, reason = device.select_device("auto")
+        assert chosen == torch.device(name)
+        assert word in reason
     hardware(cuda=2)
     assert device.select_device("cuda:1") == (torch.device("cuda:1"), "it was asked for")
     assert device.select_device("cpu")[0] == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("gpus", "name", "sentence"),
     [
-        ("cuda", r"Device 'cuda' is not there: this machine shows 0 CUDA GPUs; use auto or cpu\.$"),
-        ("mps", r"Device 'mps' is not there: PyTorch finds no Apple Metal; use auto or cpu\.$"),
-        ("gpu", r"There is no device 'gpu'; use auto, cpu, mps, cuda or cuda:N\.$"),
-        ("meta", r"Device 'meta' is not supported; use auto, cpu, mps, cuda or cuda:N\.$"),
+        (0, "cuda", r"Device 'cuda' is not there: this machine shows 0 CUDA GPUs; use auto or cpu\.$"),
+        (2, "cuda:2", "Device 'cuda:2' is not there: this machine shows 2 CUDA GPUs"),
+        (0, "mps", r"Device 'mps' is not there: PyTorch finds no Apple Metal; use auto or cpu\.$"),
+        (0, "gpu", r"There is no device 'gpu'; use auto, cpu, mps, cuda or cuda:N\.$"),
+        (0, "meta", r"Device 'meta' is not supported; use auto, cpu, mps, cuda or cuda:N\.$"),
     ],
 )
-def test_a_device_that_is_not_there(hardware, name, sentence):
-    hardware()
+def test_a_device_that_is_not_there(hardware, gpus, name, sentence):
+    hardware(cuda=gpus)
     with pytest.raises(UserError, match=sentence):
         device.select_device(name)
-
-
-def test_a_gpu_index_that_is_not_there(hardware):
-    hardware(cuda=2)
-    with pytest.raises(UserError, match="Device 'cuda:2' is not there: this machine shows 2 CUDA GPUs"):
-        device.select_device("cuda:2")
 
 
 def test_device_name(hardware):

@@ -1,57 +1,45 @@
 """The elementwise kernels and the plain functions beside them against float64: odd sizes, extreme values."""
 
 import importlib
+import types
 
 import pytest
 import torch
 from torch import Tensor
 
 from lmcore.functional import silu
+from lmcore.kernels.common import support
 from lmcore.kernels.common.support import has_triton
-from lmcore.kernels.embedding import embedding_backward_, sorted_tokens
-from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
+from lmcore.kernels.embedding import sorted_tokens
 from lmcore.kernels.rmsnorm.reference import rmsnorm_plain
-from lmcore.kernels.rope import rope_
-from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
+from lmcore.kernels.swiglu import goes_in_one, linear_swiglu_backward_
 from lmcore.model import RotaryPositionalEmbedding
 
-TOLERANCE = {
-    torch.float32: 2e-6,
-    torch.bfloat16: 8e-3,
-}  # the interpreter rounds to bfloat16 by truncation: 2**-7 at most
+# the interpreter rounds to bfloat16 by truncation: 2**-7 at most
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-class Plain:
-    """The functions of the dispatch, which are the plain ones on the CPU."""
-
-    rmsnorm_forward = staticmethod(rmsnorm_forward)
-    rmsnorm_backward = staticmethod(rmsnorm_backward)
-    num_partials = staticmethod(num_partials)
-    sum_partials = staticmethod(sum_partials)
-    rope_ = staticmethod(rope_)
-    swiglu_forward = staticmethod(swiglu_forward)
-    swiglu_backward_ = staticmethod(swiglu_backward_)
-    embedding_backward_ = staticmethod(embedding_backward_)
+FUNCTIONS = {
+    "rmsnorm": ("rmsnorm_forward", "rmsnorm_backward", "num_partials", "sum_partials"),
+    "rope": ("rope_",),
+    "swiglu": ("swiglu_forward", "swiglu_backward_"),
+    "embedding": ("embedding_backward_",),
+}
 
 
 @pytest.fixture(params=["reference", "triton"])
 def kernels(request, device):
-    """The reference implementations (on the CPU), or the launchers of the Triton kernels."""
-    if request.param == "reference":
-        return Plain, torch.device("cpu")
-    if not has_triton():
+    """The functions of the dispatch, which are the reference ones on the CPU, or the launchers of Triton's kernels."""
+    if request.param == "triton" and not has_triton():
         pytest.skip("Triton is not installed")
-
-    class Launchers(Plain):
-        pass
-
-    for operation in ("rmsnorm", "rope", "swiglu", "embedding"):
-        module = importlib.import_module(f"lmcore.kernels.{operation}.gpu")
-        for name in vars(Plain):
-            if hasattr(module, name) and not name.startswith("_"):
-                setattr(Launchers, name, staticmethod(getattr(module, name)))
-    return Launchers, device
+    found = types.SimpleNamespace()
+    for operation, names in FUNCTIONS.items():
+        dispatch = importlib.import_module(f"lmcore.kernels.{operation}")
+        gpu = importlib.import_module(f"lmcore.kernels.{operation}.gpu") if request.param == "triton" else None
+        for name in names:
+            setattr(found, name, getattr(gpu, name, None) or getattr(dispatch, name))
+    return found, device if gpu else torch.device("cpu")
 
 
 def drawn(*shape: int, device, dtype=torch.float32, scale: float = 1.0) -> Tensor:
@@ -96,11 +84,9 @@ def test_rmsnorm_writes_where_it_is_told(kernels):
     y, dx = (torch.empty_like(x) for _ in range(2))
     partials = torch.empty(k.num_partials(x), 40, device=device)
     total, y_again, rstd = k.rmsnorm_forward(x, gain, y=y)
-    dx_again, partials_again = k.rmsnorm_backward(dy, x, gain, rstd, dx=dx, partials=partials)
-    assert total is x
-    assert y_again is y
-    assert dx_again is dx
-    assert partials_again is partials
+    again = k.rmsnorm_backward(dy, x, gain, rstd, dx=dx, partials=partials)
+    for one, other in zip((total, y_again, *again), (x, y, dx, partials), strict=True):
+        assert one is other
     assert_close(y, rmsnorm_plain(x.double(), gain.double())[1], 2e-6)
 
 
@@ -160,10 +146,7 @@ def test_swiglu(kernels, dtype, rows, f, scale):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize(
-    ("tokens", "vocabulary", "d"),
-    [(5, 7, 48), (64, 3, 20), (130, 2, 16), (97, 40, 130)],
-)
+@pytest.mark.parametrize(("tokens", "vocabulary", "d"), [(5, 7, 48), (64, 3, 20), (130, 2, 16), (97, 40, 130)])
 def test_embedding_gradient(kernels, dtype, accumulate, tokens, vocabulary, d):
     """Tokens that fill whole chunks, cross their ends, end with them, or are alone."""
     k, device = kernels
@@ -234,3 +217,60 @@ def test_a_row_that_is_not_finite_spoils_its_own_token_only(kernels):
     dx[2] = torch.inf
     k.embedding_backward_(dx, *sorted_tokens(ids, 5), gradient)
     assert gradient.isfinite().all(1).tolist() == [True, True, False, True, True]
+
+
+# ------------------------------------------------------------------------------------------- linear_swiglu_backward_
+
+
+def operands(n: int, d: int, f: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0):
+    """dy, W2 and ab, in `dtype`; and the gradient by autograd, in float64."""
+    dy, w2, ab = (
+        drawn(*shape, device=device, dtype=dtype, scale=s)
+        for shape, s in (((n, d), 1.0), ((d, f), d**-0.5), ((n, 2 * f), scale))
+    )
+    exact = ab.double().requires_grad_()
+    a, b = exact.chunk(2, dim=1)
+    (silu(a) * b).backward(dy.double() @ w2.double())
+    return dy, w2, ab, exact.grad
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize(("n", "d", "f"), [(1, 8, 8), (130, 72, 136), (257, 64, 200)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_linear_swiglu_in_the_interpreter_or_on_the_gpu(dtype, n, d, f, scale, device):
+    hopper = pytest.importorskip("lmcore.kernels.swiglu.hopper", reason="Triton is not installed")
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("tiles of float32 do not fit into shared memory; the interpreter takes them")
+    dy, w2, ab, right = operands(n, d, f, dtype, device, scale)
+    assert hopper.linear_swiglu_backward_(dy, w2, ab) is ab
+    assert_close(ab, right, TOLERANCE[dtype])
+
+
+def test_linear_swiglu_by_the_reference_implementation():
+    dy, w2, ab, right = operands(33, 24, 40, torch.float32, torch.device("cpu"))
+    assert not goes_in_one(dy, w2)
+    assert linear_swiglu_backward_(dy, w2, ab) is ab
+    assert_close(ab, right, TOLERANCE[torch.float32])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "d", "f"), [(8192, 512, 1344), (4100, 512, 1352), (5000, 264, 680), (65536, 64, 176)])
+def test_linear_swiglu_in_one_on_hopper(n, d, f, device):
+    """In bfloat16: near the definition, and twice the same."""
+    dy, w2, ab, right = operands(n, d, f, torch.bfloat16, device)
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("taken on Hopper alone")
+    assert goes_in_one(dy, w2)
+    again = ab.clone()
+    assert_close(linear_swiglu_backward_(dy, w2, ab), right, TOLERANCE[torch.bfloat16])
+    assert torch.equal(linear_swiglu_backward_(dy, w2, again), ab)
+
+
+@pytest.mark.parametrize(("triton", "hip"), [(True, None), (False, None), (True, "6.2")])
+def test_hopper_means_nvidias_with_triton(monkeypatch, triton, hip):
+    """Capability 9.0 is that of an AMD MI200, too; and nothing of Triton is imported where it is not installed."""
+    monkeypatch.setattr(support, "has_triton", lambda: triton)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert support.is_hopper.__wrapped__(torch.device("cuda")) == (triton and hip is None)
+    assert not support.is_hopper.__wrapped__(torch.device("cpu"))

@@ -19,17 +19,8 @@ from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer, gradient_clipping
 
 REFERENCE_PATH = ["functional.py", "model.py", "optimizer.py"]
-ALLOWED = {
-    "torch.nn",
-    "torch.optim",
-    "torch.nn.init",
-    "torch.nn.Parameter",
-    "torch.nn.Module",
-    "torch.nn.ModuleList",
-    "torch.nn.Sequential",
-    "torch.nn.init.trunc_normal_",
-    "torch.optim.Optimizer",
-}
+ALLOWED = {"torch.nn", "torch.nn.Parameter", "torch.nn.Module", "torch.nn.ModuleList", "torch.nn.Sequential"}
+ALLOWED |= {"torch.nn.init", "torch.nn.init.trunc_normal_", "torch.optim", "torch.optim.Optimizer"}
 RESTRICTED = ("torch.nn", "torch.optim", "torch._C", "torch.ops", "torch.special")
 # whole exercises that torch also offers outside torch.nn, as functions and as methods of tensors
 SHORTCUTS = {"softmax", "log_softmax", "rms_norm", "layer_norm", "embedding", "dropout", "scaled_dot_product_attention"}
@@ -51,9 +42,8 @@ def violations(source: str) -> list[str]:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 check(alias.name, node.lineno)
-                bindings[alias.asname or alias.name.split(".")[0]] = (
-                    alias.name if alias.asname else alias.name.split(".")[0]
-                )
+                root = alias.name.split(".")[0]
+                bindings[alias.asname or root] = alias.name if alias.asname else root
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 check(f"{node.module}.{alias.name}", node.lineno)
@@ -95,42 +85,35 @@ def test_source_names_only_what_the_course_allows(file):
     assert violations((Path(lmcore.__file__).parent / file).read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize(
-    "snippet",
-    [
-        "import torch\nlayer = torch.nn.Linear(2, 2)",
-        "from torch import nn\nlayer = nn.Embedding(2, 2)",
-        "import torch.nn as n\nlayer = n.RMSNorm(2)",
-        "import torch.nn.functional as F",
-        "from torch.nn import functional",
-        "from torch.nn.functional import softmax as s",
-        "from torch import nn\ndef f(x):\n    return nn.functional.silu(x)",
-        "from torch.optim import AdamW",
-        "import torch\nclass A(torch.optim.SGD): ...",
-        "from torch import nn\nnn.utils.clip_grad_norm_([], 1)",
-        "from torch import nn\nnn.init.normal_(w)",
-        "import torch\ny = torch.softmax(x, -1)",
-        "import torch\ny = torch._C._nn.linear(x, w)",
-        "def f(x):\n    return x.log_softmax(-1)",
-        "def f(x):\n    return (x + 1).softmax(-1)",
-    ],
-)
-def test_source_check_catches_violations(snippet):
-    assert violations(snippet)
+CAUGHT = [
+    "import torch\nlayer = torch.nn.Linear(2, 2)",
+    "from torch import nn\nlayer = nn.Embedding(2, 2)",
+    "import torch.nn as n\nlayer = n.RMSNorm(2)",
+    "import torch.nn.functional as F",
+    "from torch.nn import functional",
+    "from torch.nn.functional import softmax as s",
+    "from torch import nn\ndef f(x):\n    return nn.functional.silu(x)",
+    "from torch.optim import AdamW",
+    "import torch\nclass A(torch.optim.SGD): ...",
+    "from torch import nn\nnn.utils.clip_grad_norm_([], 1)",
+    "from torch import nn\nnn.init.normal_(w)",
+    "import torch\ny = torch.softmax(x, -1)",
+    "import torch\ny = torch._C._nn.linear(x, w)",
+    "def f(x):\n    return x.log_softmax(-1)",
+    "def f(x):\n    return (x + 1).softmax(-1)",
+]
+ALLOWED_SOURCES = [
+    "from torch import nn\nclass A(nn.Module):\n    w = nn.Parameter(nn.init.trunc_normal_(x))",
+    "import torch\ny = torch.exp(x) @ torch.sigmoid(x)",
+    "from torch.optim import Optimizer",
+    "class A:\n    def f(self, config):\n        self.dropout = config.dropout",
+    "from lmcore.functional import softmax\ny = softmax(x, -1)",
+]
 
 
-@pytest.mark.parametrize(
-    "snippet",
-    [
-        "from torch import nn\nclass A(nn.Module):\n    w = nn.Parameter(nn.init.trunc_normal_(x))",
-        "import torch\ny = torch.exp(x) @ torch.sigmoid(x)",
-        "from torch.optim import Optimizer",
-        "class A:\n    def f(self, config):\n        self.dropout = config.dropout",
-        "from lmcore.functional import softmax\ny = softmax(x, -1)",
-    ],
-)
-def test_source_check_lets_the_rest_pass(snippet):
-    assert violations(snippet) == []
+@pytest.mark.parametrize("snippet", CAUGHT + ALLOWED_SOURCES)
+def test_source_check_catches_violations_and_lets_the_rest_pass(snippet):
+    assert bool(violations(snippet)) == (snippet in CAUGHT)
 
 
 @pytest.mark.parametrize("optimizer_name", ["adamw", "muon", "sgd"])

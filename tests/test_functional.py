@@ -43,11 +43,6 @@ def test_softmax_of_extreme_values(x):
     torch.testing.assert_close(ours, F.softmax(x, dim=0))
 
 
-def test_softmax_does_not_change_when_a_constant_is_added():
-    x = randn(3, 7, seed=0)
-    torch.testing.assert_close(softmax(x + 100, -1), softmax(x, -1), atol=1e-5, rtol=1e-4)
-
-
 def test_gradients_are_pytorchs():
     """softmax, silu, attention and cross-entropy, by finite differences in float64 and against autograd of torch."""
     x = randn(3, 6, seed=1, dtype=torch.float64).requires_grad_()
@@ -60,14 +55,9 @@ def test_gradients_are_pytorchs():
     ]:
         assert torch.autograd.gradcheck(ours, x)
         weights = randn(*ours(x).shape, seed=2, dtype=torch.float64)
-        gradients = [torch.autograd.grad((f(x) * weights).sum(), x)[0] for f in (ours, theirs)]
-        torch.testing.assert_close(*gradients)
-
-
-def test_gradient_of_softmax_with_ties():
-    x = torch.zeros(4, requires_grad=True)
-    softmax(x, 0)[0].backward()
-    torch.testing.assert_close(x.grad, torch.tensor([3 / 16, -1 / 16, -1 / 16, -1 / 16]))
+        for at in (x, torch.zeros_like(x).requires_grad_()):  # also with ties
+            gradients = [torch.autograd.grad((f(at) * weights).sum(), at)[0] for f in (ours, theirs)]
+            torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -112,11 +102,7 @@ def test_attention_mask_broadcasts_over_leading_dimensions():
     mask[..., 0] = True
     ours = scaled_dot_product_attention(Q, K, V, mask)
     torch.testing.assert_close(ours, F.scaled_dot_product_attention(Q, K, V, mask), atol=1e-5, rtol=1e-5)
-
-
-def test_attention_is_finite_for_huge_scores():
-    Q, K = randn(4, 8, seed=10, scale=1e10), randn(4, 8, seed=11, scale=1e10)
-    assert scaled_dot_product_attention(Q, K, randn(4, 8, seed=12)).isfinite().all()
+    assert scaled_dot_product_attention(1e10 * Q, 1e10 * K, V).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -147,13 +133,9 @@ def test_cross_entropy_of_half_precision_logits_is_computed_in_float32():
     assert loss.item() == pytest.approx(120_000, rel=1e-3)
 
 
-def test_uniform_logits_have_the_logarithm_of_the_vocabulary():
-    assert cross_entropy(torch.zeros(2, 3, 50), torch.zeros(2, 3, dtype=torch.long)).item() == pytest.approx(
-        math.log(50)
-    )
-
-
 def test_perplexity():
+    uniform = cross_entropy(torch.zeros(2, 3, 50), torch.zeros(2, 3, dtype=torch.long)).item()
+    assert perplexity(uniform) == pytest.approx(50)
     assert perplexity(math.log(50)) == pytest.approx(50)
     assert perplexity(0.0) == 1
     assert perplexity(1e4) == math.inf

@@ -49,13 +49,22 @@ SETTINGS = [
 ]
 
 
+def assert_same(model, prompts, config, eot_id=None, num_ids=None) -> list[list[int]]:
+    """Returns the tokens that both give."""
+    plain, fused = both(model, prompts, config, eot_id, num_ids)
+    assert plain == fused
+    return plain[0]
+
+
 @pytest.mark.parametrize("config", SETTINGS, ids=["greedy", "sampled", "top-k", "top-p", "one"])
 @pytest.mark.parametrize("eot_id", [None, 7])
-@pytest.mark.parametrize("num_ids", [None, 61])
+@pytest.mark.parametrize("num_ids", [None, 61, 1000])
 def test_tokens_are_those_of_plain_decoding_beyond_the_context(config, eot_id, num_ids):
+    """More ids than the vocabulary has are all of it: a kernel would read beyond the logits."""
     for seed in range(3):
-        plain, fused = both(build(seed), PROMPTS, config, eot_id, num_ids)
-        assert plain == fused
+        assert_same(build(seed), PROMPTS, config, eot_id, num_ids)
+    decoder = FusedDecoder(build(), 1, 4, torch.float32, num_ids=num_ids)
+    assert decoder.num_ids == min(num_ids or VOCAB, VOCAB)
 
 
 @settings(deadline=None, max_examples=40)
@@ -70,16 +79,14 @@ def test_tokens_are_those_of_plain_decoding_for_any_batch(lengths, seed, tempera
     numbers = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(0, VOCAB, (min(n, context),), generator=numbers).tolist() for n in lengths]
     config = GenerateConfig(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    plain, fused = both(build(1, context_length=context), prompts, config, eot_id=3)
-    assert plain == fused
+    assert_same(build(1, context_length=context), prompts, config, eot_id=3)
 
 
 @pytest.mark.parametrize("changes", [{"tie_embeddings": True}, {"dropout": 0.5}, {"attention": "sdpa"}], ids=str)
 def test_switches_of_the_model_that_it_covers(changes):
     model = build(**changes)
     before = [module.training for module in model.modules()]
-    plain, fused = both(model, PROMPTS, SETTINGS[1])
-    assert plain == fused
+    assert_same(model, PROMPTS, SETTINGS[1])
     assert [module.training for module in model.modules()] == before
 
 
@@ -91,26 +98,16 @@ def test_weights_of_norms_are_part_of_the_decoder(norm):
         for name, p in model.named_parameters():
             if norm in name:
                 p.copy_(torch.linspace(-1, 2, p.numel()))
-    plain, fused = both(model, PROMPTS, SETTINGS[0])
-    assert plain == fused
+    assert_same(model, PROMPTS, SETTINGS[0])
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"norm": "post"}, "norm=post"),
-        ({"position": "sinusoidal"}, "position=sinusoidal"),
-        ({"ffn": "silu"}, "ffn=silu"),
-    ],
-    ids=str,
-)
-def test_what_it_does_not_cover_is_decoded_plainly_and_said_once(capsys, changes, reason):
-    plain, fused = both(build(**changes), PROMPTS, SETTINGS[0])
+@pytest.mark.parametrize(("name", "value"), [("norm", "post"), ("position", "sinusoidal"), ("ffn", "silu")])
+def test_what_it_does_not_cover_is_decoded_plainly_and_said_once(capsys, name, value):
+    assert_same(build(**{name: value}), PROMPTS, SETTINGS[0])
     said = capsys.readouterr()
-    assert plain == fused
     assert said.out == ""  # which belongs to the text
     assert said.err.count("\n") == 1
-    assert reason in said.err
+    assert f"{name}={value}" in said.err
 
 
 def test_half_precision_under_autocast(capsys):
@@ -127,13 +124,8 @@ def test_half_precision_under_autocast(capsys):
     assert both_reasons == "norm=post, precision=float64, position=none"
 
 
-def test_a_precision_is_called_as_it_was_asked_for(capsys):
-    generate(build(), PROMPTS, GenerateConfig(max_new_tokens=2, ops="fused", precision="fp16"))
-    assert "does not cover precision=fp16." in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_the_decoder_works_in_the_precision_that_is_asked_for(monkeypatch, precision, dtype):
+@pytest.mark.parametrize(("precision", "dtypes"), [("fp32", [torch.float32]), ("bf16", [torch.bfloat16]), ("fp16", [])])
+def test_the_decoder_works_in_the_precision_that_is_asked_for(monkeypatch, capsys, precision, dtypes):
     made = []
 
     class Recorded(FusedDecoder):
@@ -143,32 +135,21 @@ def test_the_decoder_works_in_the_precision_that_is_asked_for(monkeypatch, preci
 
     monkeypatch.setattr("lmcore.fused.generation.FusedDecoder", Recorded)
     generate(build(), PROMPTS, GenerateConfig(max_new_tokens=2, ops="fused", precision=precision))
-    assert made == [dtype]
+    assert made == dtypes
+    assert ("does not cover precision=fp16." in capsys.readouterr().err) == (not dtypes)
 
 
-def test_the_cache_cannot_be_turned_off():
-    with pytest.raises(UserError, match="always has a KV cache"):
-        generate(build(), [[1]], GenerateConfig(ops="fused", kv_cache=False))
-
-
-def test_nothing_to_do_and_bad_prompts():
+def test_nothing_to_do_and_bad_input():
     config = GenerateConfig(ops="fused")
     assert generate(build(), [], config) == []
-    with pytest.raises(UserError, match="Prompt 0 is empty"):
-        generate(build(), [[]], config)
-    for ops in ("plain", "fused"):
-        with pytest.raises(UserError, match="num_ids must be at least 1 or None, not 0"):
-            generate(build(), [[1]], GenerateConfig(ops=ops), num_ids=0)
-
-
-def test_more_ids_than_the_vocabulary_are_all_of_it():
-    """A kernel would read beyond the logits."""
-    model = build()
-    assert FusedDecoder(model, 1, 4, torch.float32, num_ids=1000).num_ids == model.config.vocab_size
-    plain, fused = (
-        generate(model, [[1, 2]], GenerateConfig(max_new_tokens=5, ops=ops), num_ids=1000) for ops in ("plain", "fused")
-    )
-    assert plain == fused
+    for prompts, changes, num_ids, sentence in (
+        ([[]], {}, None, "Prompt 0 is empty"),
+        ([[1]], {"kv_cache": False}, None, "always has a KV cache"),
+        ([[1]], {}, 0, "num_ids must be at least 1 or None, not 0"),
+        ([[1]], {"ops": "plain"}, 0, "num_ids must be at least 1 or None, not 0"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            generate(build(), prompts, dataclasses.replace(config, **changes), num_ids=num_ids)
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
@@ -192,9 +173,7 @@ def test_a_row_that_has_ended_may_break_without_harm():
     eot = free[0][0]
     model.token_embeddings.weight.data[eot] = math.nan
     prompts = [prompt for prompt in PROMPTS if eot not in prompt]
-    plain, fused = both(model, prompts, SETTINGS[0], eot_id=eot)
-    assert plain == fused
-    assert plain[0][0] == []
+    assert assert_same(model, prompts, SETTINGS[0], eot_id=eot)[0] == []
 
 
 # ---------------------------------------------------------------------------------------------- the decoder itself
@@ -240,20 +219,17 @@ def test_a_prefill_that_fails_leaves_every_module_in_the_mode_it_had():
 
 
 def test_bad_calls_are_refused():
-    model = build()
-    with pytest.raises(UserError, match="does not cover norm=none"):
-        FusedDecoder(build(norm="none"), 1, 4, torch.float32)
-    with pytest.raises(UserError, match=r"num_slots \(13\) must be at most"):
-        FusedDecoder(model, 1, CONTEXT + 1, torch.float32)
-    decoder = FusedDecoder(model, 1, 4, torch.float32)
-    with pytest.raises(UserError, match="must hold a token"):
-        decoder.place([0], [[]])
-    with pytest.raises(UserError, match="A window of 5 tokens does not fit into 4 slots"):
-        decoder.place([0], [[1] * 5])
-    with pytest.raises(UserError, match="1 to 64 tokens at a time, not 65"):
-        decoder.decode(65)
-    with pytest.raises(UserError, match="needs uniforms"):
-        FusedDecoder(model, 1, 4, torch.float32, GenerateConfig()).decode(1)
+    decoder = FusedDecoder(build(), 1, 4, torch.float32)
+    for call, sentence in (
+        (lambda: FusedDecoder(build(norm="none"), 1, 4, torch.float32), "does not cover norm=none"),
+        (lambda: FusedDecoder(build(), 1, CONTEXT + 1, torch.float32), r"num_slots \(13\) must be at most"),
+        (lambda: decoder.place([0], [[]]), "must hold a token"),
+        (lambda: decoder.place([0], [[1] * 5]), "A window of 5 tokens does not fit into 4 slots"),
+        (lambda: decoder.decode(65), "1 to 64 tokens at a time, not 65"),
+        (lambda: FusedDecoder(build(), 1, 4, torch.float32, GenerateConfig()).decode(1), "needs uniforms"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            call()
 
 
 # ---------------------------------------------------------------------------------------------- on the GPU
@@ -263,8 +239,7 @@ def test_bad_calls_are_refused():
 @pytest.mark.parametrize("config", SETTINGS, ids=["greedy", "sampled", "top-k", "top-p", "one"])
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1], PROMPTS * 4], ids=len)
 def test_tokens_on_the_gpu_in_float32(config, prompts):
-    plain, fused = both(build(2, torch.device("cuda")), prompts, config, eot_id=7, num_ids=61)
-    assert plain == fused
+    assert_same(build(2, torch.device("cuda")), prompts, config, eot_id=7, num_ids=61)
 
 
 @pytest.mark.gpu

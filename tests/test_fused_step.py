@@ -1,49 +1,50 @@
-"""The explicit training step against the plain model with autograd: losses, gradients, whole runs."""
+"""The explicit training step against the plain model with autograd, also where an update waits for the next call."""
 
+import copy
 import math
 import re
 from dataclasses import asdict
 
 import pytest
 import torch
-from fused_models import SHAPES, batch_of, fused_step, model_of, plain_step, relative_error
+from fused_models import CPU, SHAPES, batch_of, fused_step, model_of, plain_step, relative_error
 from torch import Tensor
 
+from lmcore.checkpoint import digest
 from lmcore.config import ModelConfig
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
 from lmcore.fused.coverage import why_not
 from lmcore.fused.model import FusedTransformer
-from lmcore.fused.step import FusedStep
+from lmcore.fused.step import FusedStep, leaves_room
 from lmcore.kernels.common.support import has_triton
+from lmcore.workbook.inspection import norms_by_layer
+
+
+def check_gradients(config: ModelConfig, device=CPU, dtype=torch.float32, tolerances=(1e-6, 1e-5), **options):
+    """Loss and gradients are those of autograd; the loss also of shorter batches than the context."""
+    model = model_of(config, device)
+    fused = FusedTransformer(model, dtype, **options)
+    for rows, length in ((1, config.context_length // 2), (2, config.context_length)):
+        inputs, targets = (x[:rows, :length] for x in batch_of(config, device=device))
+        model.zero_grad()
+        expected = cross_entropy(model(inputs), targets)
+        expected.backward()
+        for compute in (fused.loss, fused.forward_backward, fused.forward_backward):  # over the gradients of the first
+            assert compute(inputs, targets).item() == pytest.approx(expected.item(), rel=tolerances[0])
+    assert set(fused.gradients) == set(model.parameters())
+    for path, p in model.named_parameters():
+        assert relative_error(fused.gradients[p], p.grad) < tolerances[1], path
 
 
 @pytest.mark.parametrize("layers_per_product", [None, 1, 2])
 @pytest.mark.parametrize("name", SHAPES)
 def test_loss_and_gradients_are_those_of_autograd(name, layers_per_product):
-    config = SHAPES[name]
-    model = model_of(config)
-    inputs, targets = batch_of(config)
-    expected = cross_entropy(model(inputs), targets)
-    expected.backward()
-    fused = FusedTransformer(model, torch.float32, layers_per_product=layers_per_product)
-    assert fused.loss(inputs, targets).item() == pytest.approx(expected.item(), rel=1e-6)
-    for _ in range(2):  # the second time over the gradients of the first
-        loss = fused.forward_backward(inputs, targets)
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-        assert set(fused.gradients) == set(model.parameters())
-        for path, p in model.named_parameters():
-            assert relative_error(fused.gradients[p], p.grad) < 1e-5, path
+    check_gradients(SHAPES[name], layers_per_product=layers_per_product)
 
 
-def test_shorter_batches_than_the_context():
-    config = SHAPES["odd"]
-    model = model_of(config)
-    inputs, targets = (x[:1, :6] for x in batch_of(config))
-    fused = FusedTransformer(model, torch.float32)
-    expected = cross_entropy(model(inputs), targets).item()
-    assert fused.loss(inputs, targets).item() == pytest.approx(expected, rel=1e-6)
-    assert fused.forward_backward(inputs, targets).item() == pytest.approx(expected, rel=1e-6)
+def test_half_precision_is_near(device):
+    check_gradients(SHAPES["odd"], device, torch.bfloat16, (5e-3, 4e-2))
 
 
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
@@ -51,14 +52,7 @@ def test_the_step_over_triton_kernels(monkeypatch, device):
     """The elementwise kernels in their places, by the interpreter where there is no GPU."""
     for name in ("rmsnorm", "rope", "swiglu", "embedding"):
         monkeypatch.setattr(f"lmcore.kernels.{name}.runs_triton", lambda device: True)
-    config = SHAPES["odd"]
-    model = model_of(config, device)
-    inputs, targets = batch_of(config, device=device)
-    cross_entropy(model(inputs), targets).backward()
-    fused = FusedTransformer(model, torch.float32)
-    fused.forward_backward(inputs, targets)
-    for path, p in model.named_parameters():
-        assert relative_error(fused.gradients[p], p.grad) < 1e-5, path
+    check_gradients(SHAPES["odd"], device)
 
 
 @pytest.mark.parametrize("name", ["odd", "tied"])
@@ -90,25 +84,13 @@ def test_working_copies_follow_the_masters():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     step = fused_step(model, 2, torch.bfloat16)
     step(*batch_of(config))
-    step.current()
-    assert all((value != before[name]).any() for name, value in model.state_dict().items())
-    assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.transformer.copies.items())
-    model.load_state_dict(before)
-    step.current()
-    assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.transformer.copies.items())
+    for written in (None, before):
+        if written:
+            model.load_state_dict(written)
+        step.current()
+        assert all(torch.equal(value, before[name]) == bool(written) for name, value in model.state_dict().items())
+        assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.transformer.copies.items())
     assert step.transformer.weights.head[config.vocab_size :].count_nonzero() == 0
-
-
-def test_half_precision_is_near(device):
-    config = SHAPES["odd"]
-    model = model_of(config, device)
-    inputs, targets = batch_of(config, device=device)
-    expected = cross_entropy(model(inputs), targets)
-    expected.backward()
-    fused = FusedTransformer(model, torch.bfloat16)
-    assert fused.forward_backward(inputs, targets).item() == pytest.approx(expected.item(), rel=5e-3)
-    for path, p in model.named_parameters():
-        assert relative_error(fused.gradients[p], p.grad) < 4e-2, path
 
 
 UNCOVERED = [
@@ -134,46 +116,26 @@ def test_a_model_that_is_not_covered_is_refused(changes, reason):
             make(model_of(config))
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "fp16"), (torch.float64, "float64")])
-def test_a_precision_that_is_not_covered_is_refused(dtype, name):
-    for precision in ("bf16", "fp32", "tf32"):
-        assert why_not(SHAPES["odd"], precision) is None
-    assert why_not(SHAPES["odd"], name) == f"precision={name}"
-    with pytest.raises(UserError, match=f"^The fused step does not cover precision={name}.$"):
-        FusedTransformer(model_of(SHAPES["odd"]), dtype)
-
-
-def test_an_empty_batch_is_refused_before_anything_is_made():
-    model = model_of(SHAPES["odd"])
-    with pytest.raises(UserError, match="at least one id; batch_size is 0 and context_length 13"):
-        fused_step(model, 0)
-    with pytest.raises(UserError, match="batch_size is 2 and context_length 0"):
-        FusedStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, 0)
+def test_what_else_is_refused():
+    model, ids = model_of(SHAPES["odd"]), torch.zeros(1, 14, dtype=torch.int64)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    fused = FusedTransformer(model, torch.float32)
+    for call, sentence in (
+        (lambda: fused_step(model, 0), "at least one id; batch_size is 0 and context_length 13"),
+        (lambda: FusedStep(model, sgd, 2, 0), "batch_size is 2 and context_length 0"),
+        (lambda: fused_step(model, 2)(*batch_of(SHAPES["odd"], size=3)), r"batches of \(2, 13\) ids, not \(3, 13\)"),
+        (lambda: fused.loss(ids, ids), "14 positions; context_length is 13"),
+        (lambda: fused.forward_backward(ids, ids), "14 positions; context_length is 13"),
+        (lambda: FusedTransformer(model, torch.float16), "^The fused step does not cover precision=fp16.$"),
+        (lambda: FusedTransformer(model, torch.float64), "^The fused step does not cover precision=float64.$"),
+        (lambda: fused_step(model, 2, name="muon", pipelined=True), "needs FusedAdamW; Muon takes its own step"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            call()
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_batch_of_another_shape_is_refused():
-    step = fused_step(model_of(SHAPES["odd"]), 2)
-    inputs, targets = batch_of(SHAPES["odd"], size=3)
-    with pytest.raises(UserError, match=r"batches of \(2, 13\) ids, not \(3, 13\)"):
-        step(inputs, targets)
-
-
-def test_too_long_a_batch_is_refused():
-    fused = FusedTransformer(model_of(SHAPES["odd"]), torch.float32)
-    ids = torch.zeros(1, 14, dtype=torch.int64)
-    for function in (fused.loss, fused.forward_backward):
-        with pytest.raises(UserError, match="14 positions; context_length is 13"):
-            function(ids, ids)
-
-
-def test_what_is_not_finite_shows():
-    model = model_of(SHAPES["odd"])
-    with torch.no_grad():
-        model.layers[1].ffn.w2.weight[0, 0] = math.inf
-    loss, norm = fused_step(model, 2)(*batch_of(SHAPES["odd"]))
-    assert not loss.isfinite()
-    assert not norm.isfinite()
+    reasons = [why_not(model.config, name) for name in ("bf16", "fp32", "tf32", "fp16")]
+    assert reasons == [None, None, None, "precision=fp16"]
+    assert not fused_step(model, 2, name="muon").pipelined
 
 
 def test_results_of_a_step_outlive_the_next(device):
@@ -184,6 +146,114 @@ def test_results_of_a_step_outlive_the_next(device):
     step(*batch_of(config, device=device))
     assert [value.item() for value in first] == values
 
+
+# ------------------------------------------------------------------------------------------------ pipelined
+
+
+def test_a_batch_that_fails_leaves_the_update_taken_once():
+    """Also a pipelined step on a CPU: an id outside of the vocabulary, after a good step."""
+    config = SHAPES["odd"]
+    models = [model_of(config) for _ in range(2)]
+    steps = [fused_step(model, 2, pipelined=True) for model in models]
+    inputs, targets = batch_of(config)
+    for step in steps:
+        step(inputs, targets)
+    with pytest.raises((IndexError, RuntimeError)):
+        steps[0](torch.full_like(inputs, config.vocab_size), targets)
+    for step in steps:
+        step.current()
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    with pytest.raises(UserError, match=r"not \(2, 1\)"):
+        steps[0](inputs, targets[:, :1])
+
+
+def test_an_update_that_is_due_is_dropped_with_the_weights_it_was_for():
+    config = SHAPES["odd"]
+    model = model_of(config)
+    step = fused_step(model, 2, pipelined=True)
+    loaded = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    step(*batch_of(config))
+    model.load_state_dict(loaded)
+    step.current()
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+    assert all(map(torch.equal, step.transformer.copies, step.transformer.copies.values()))
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_training_goes_on_from_what_was_loaded_after_a_step_that_was_not_finite(device, pipelined):
+    """Weights and state of before put back: the same batches give the same results, although a graph is captured."""
+    config = SHAPES["odd"]
+    model = model_of(config, device)
+    step = fused_step(model, 2, pipelined=pipelined)
+    batches = [batch_of(config, device=device) for _ in range(4)]
+    for batch in batches[:2]:
+        step(*batch)
+    step.current()
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(step.optimizer.state_dict())
+    expected = [torch.stack(step(*batch)) for batch in batches[2:]]
+    with torch.no_grad():
+        model.layers[1].ffn.w2.weight[0, 0] = math.inf
+    assert not torch.stack(step(*batches[0])).isfinite().any(), "loss and norm show it"
+    model.load_state_dict(weights)
+    step.optimizer.load_state_dict(state)
+    for batch, result in zip(batches[2:], expected, strict=True):
+        torch.testing.assert_close(torch.stack(step(*batch)), result, rtol=1e-6, atol=0)
+    step.current()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["odd", "tied"])
+def test_updating_beside_the_next_forward_pass_changes_nothing(name, device):
+    """Losses, norms, weights and the optimizer's state are those of steps that end with their update, bit by bit."""
+    config = SHAPES[name]
+    models = [model_of(config, device) for _ in range(2)]
+    steps = [fused_step(model, 2, limit=0.5, pipelined=flag) for model, flag in zip(models, (True, False), strict=True)]
+    batches = [batch_of(config, device=device) for _ in range(6)]
+    for number, batch in enumerate(batches):
+        results = []
+        for step in steps:
+            for group in step.optimizer.param_groups:
+                group["lr"] = 1e-3 * (1 + number % 3)
+            results.append(torch.stack(step(*batch)))
+        assert torch.equal(*results)
+        if number in (0, 3):  # as for an evaluation; twice is no different
+            for _ in range(2):
+                steps[0].current()
+            assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    steps[0].current()
+    states = [digest(step.optimizer.state_dict()) for step in steps]
+    assert states[0] == states[1]
+    assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
+
+
+def test_current_weights_are_those_of_the_last_step_wherever_they_are_read():
+    """In the middle of training, for an evaluation, and for a look inside: a pipelined step against one that is not."""
+    config = SHAPES["odd"]
+    steps = [fused_step(model_of(config), 2, limit=0.5, pipelined=flag) for flag in (True, False)]
+    inputs, targets = batch_of(config)
+    for _ in range(3):
+        for step in steps:
+            step(inputs, targets, lr=1e-2)
+        assert steps[0].due
+        assert not steps[1].due
+        losses = [step.evaluation_loss(inputs, targets).item() for step in steps]
+        assert losses[0] == losses[1]
+        for step in steps:
+            step(inputs, targets, lr=1e-2)
+        inside = [norms_by_layer(step.current()[0], inputs, targets) for step in steps]
+        assert inside[0].equals(inside[1])
+
+
+def test_the_update_goes_beside_the_forward_pass_of_small_batches_of_narrow_models():
+    cuda = torch.device("cuda")
+    assert leaves_room(cuda, 1024, 768)
+    assert leaves_room(cuda, 2048, 512)
+    assert not leaves_room(cuda, 2049, 512)
+    assert not leaves_room(cuda, 1024, 2560)
+    assert not leaves_room(torch.device("cpu"), 1024, 768)
+
+
+# ------------------------------------------------------------------------------------------------ on the GPU
 
 GPU_MODEL = ModelConfig(1000, context_length=128, d_model=256, num_layers=4, num_heads=8, d_ff=704)
 

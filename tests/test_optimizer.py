@@ -53,17 +53,6 @@ def train(optimizer: torch.optim.Optimizer, loss, steps: int) -> list[float]:
 # --- SGD ----------------------------------------------------------------------------------------------------------
 
 
-def test_sgd_shrinks_its_steps_by_the_root_of_t():
-    parameter = nn.Parameter(torch.tensor([10.0]))
-    optimizer = SGD([parameter], lr=1.0)
-    expected = 10.0
-    for t in range(5):
-        parameter.grad = torch.tensor([2.0])
-        optimizer.step()
-        expected -= 1.0 / math.sqrt(t + 1) * 2.0
-        assert parameter.item() == pytest.approx(expected)
-
-
 def test_the_handouts_toy_follows_its_closed_form():
     """With loss mean(w^2) each step multiplies w by 1 - (2 / size) lr / sqrt(t + 1) (section 4.2)."""
     for lr in (1.0, 1e1, 1e2, 1e3):
@@ -110,17 +99,6 @@ def test_adamw_with_decay_is_algorithm_1():
             theta = theta - lr * decay * theta
             moments[n], expected[n].data = (m, v), theta
             torch.testing.assert_close(p.data, theta, atol=1e-12, rtol=1e-12)
-
-
-def test_adamw_with_decay_differs_from_pytorchs_only_in_second_order():
-    """PyTorch decays before the update, Algorithm 1 after it: a difference of lr^2 * decay at most per step."""
-    lr, decay, steps = 1e-3, 0.1, 20
-    ours, loss = problem(2, torch.float64)
-    theirs, their_loss = problem(2, torch.float64)
-    train(AdamW(ours, lr=lr, eps=1e-12, weight_decay=decay), loss, steps)
-    train(torch.optim.AdamW(theirs, lr=lr, eps=1e-12, weight_decay=decay), their_loss, steps)
-    for p, q in zip(ours, theirs, strict=True):
-        assert 0 < (p - q).abs().max().item() < 10 * steps * lr**2 * decay
 
 
 def test_adamw_resumes_from_its_state_dict():
@@ -180,9 +158,6 @@ def test_orthogonalize_keeps_the_singular_vectors():
     torch.testing.assert_close(core - torch.diag(core.diagonal()), torch.zeros_like(core), atol=1e-9, rtol=0)
     torch.testing.assert_close(orthogonalize(matrix.T), orthogonalize(matrix).T)
     torch.testing.assert_close(orthogonalize(1e3 * matrix), orthogonalize(matrix), atol=1e-5, rtol=1e-5)
-
-
-def test_orthogonalize_of_zero_is_zero():
     assert torch.equal(orthogonalize(torch.zeros(2, 4, 3)), torch.zeros(2, 4, 3))
 
 
@@ -234,19 +209,14 @@ def test_build_optimizer_holds_every_parameter_once(name, switches):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_build_optimizer_decays_matrices_and_not_gains(name):
+def test_build_optimizer_decays_matrices_and_muon_orthogonalizes_the_hidden_ones(name):
     model = TransformerLM(model_config("smoke", vocab_size=50))
     optimizer = build_optimizer(model, OptimizerConfig(name=name, weight_decay=0.3))
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    assert all(decay[id(p)] == (0.3 if p.ndim == 2 else 0) for p in model.parameters())
-
-
-def test_muon_orthogonalizes_hidden_matrices_alone():
-    model = TransformerLM(model_config("smoke", vocab_size=50))
-    optimizer = build_optimizer(model, OptimizerConfig(name="muon"))
-    chosen = {id(p) for group in optimizer.param_groups if group["orthogonalize"] for p in group["params"]}
-    hidden = {id(p) for name, p in model.named_parameters() if "attn" in name or "ffn" in name}
-    assert chosen == hidden
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for path, p in model.named_parameters():
+        assert group_of[id(p)]["weight_decay"] == (0.3 if p.ndim == 2 else 0)
+        hidden = name == "muon" and ("attn" in path or "ffn" in path)
+        assert group_of[id(p)].get("orthogonalize", False) == hidden
 
 
 # --- schedule -----------------------------------------------------------------------------------------------------
@@ -273,17 +243,6 @@ def test_schedule_rises_then_falls_and_stays_within_its_bounds(warmup, cosine, l
     assert all(a >= b for a, b in itertools.pairwise(rates[warmup:]))
     assert max(rates) == pytest.approx(high)
     assert rates[-1] == low
-
-
-def test_schedule_is_pytorchs_after_the_warmup():
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=0.1)
-    for it in range(21):
-        expected = optimizer.param_groups[0]["lr"]
-        assert get_lr_cosine_schedule(it + 7, 1.0, 0.1, 7, 27) == pytest.approx(expected)
-        optimizer.step()
-        theirs.step()
 
 
 def test_schedule_without_warmup_or_without_cosine():

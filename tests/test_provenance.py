@@ -60,16 +60,12 @@ def test_git_state_of_an_installation_inside_someone_elses_checkout(tmp_path, mo
     assert provenance.git_state() == {"git_commit": "abc123", "git_dirty": None}
 
 
-def test_git_state_without_git(monkeypatch):
-    monkeypatch.setattr(provenance.shutil, "which", lambda _: None)
-    monkeypatch.setenv("LMCORE_GIT_COMMIT", "abc123")
-    assert provenance.git_state() == {"git_commit": "abc123", "git_dirty": None}
-
-
-def test_the_commit_of_a_checkout_goes_before_the_variable(tmp_path, monkeypatch):
+def test_the_commit_of_a_checkout_goes_before_the_variable_but_for_git(tmp_path, monkeypatch):
     checkout(tmp_path / "house", monkeypatch)
     monkeypatch.setenv("LMCORE_GIT_COMMIT", "abc123")
     assert provenance.git_state()["git_commit"] == git(tmp_path / "house", "rev-parse", "HEAD")
+    monkeypatch.setattr(provenance.shutil, "which", lambda _: None)
+    assert provenance.git_state() == {"git_commit": "abc123", "git_dirty": None}
 
 
 def test_an_archive_carries_its_commit(tmp_path, monkeypatch):
@@ -118,30 +114,17 @@ def test_environment_holds_everything_and_is_json():
     assert environment["torch"] == torch.__version__
     assert environment["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert json.loads(json.dumps(environment)) == environment
-
-
-def test_time_is_utc():
     written = datetime.datetime.fromisoformat(provenance.utc_now())
     assert written.utcoffset() == datetime.timedelta(0)
     assert abs(datetime.datetime.now(datetime.UTC) - written) < datetime.timedelta(minutes=1)
 
 
-def test_command_line_names_no_folder(monkeypatch):
+def test_command_line_is_whole_and_names_no_machine(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/private/lmcore", "train", "--steps", "5"])
     assert provenance.command_line() == "lmcore train --steps 5"
     monkeypatch.setattr("sys.argv", ["/site/lmcore/__main__.py", "sweep", os.path.abspath("runs/x")])
     assert provenance.command_line() == "lmcore sweep runs/x"
-
-
-def test_command_line_is_whole_and_names_no_machine(monkeypatch):
-    words = [
-        "benchmarks/cpu.py",
-        "--prompt",
-        "two words",
-        f"--out={os.path.abspath('runs/x')}",
-        "--data",
-        "/home/me/text",
-    ]
+    words = ["benchmarks/cpu.py", "--prompt", "two words", f"--out={os.path.abspath('runs/x')}", "--data", "/home/text"]
     monkeypatch.setattr(sys, "argv", words)
     assert provenance.command_line() == "benchmarks/cpu.py --prompt 'two words' --out=runs/x --data .../text"
 

@@ -2,7 +2,6 @@ import math
 
 import pytest
 
-from lmcore.config import TrainConfig
 from lmcore.errors import UserError
 from lmcore.recipes import HANDOUT_STEPS, RECIPES, batch_size_runs, learning_rate_runs, recipe, suited, with_steps
 
@@ -17,11 +16,6 @@ def test_the_handouts_budget_and_model(name):
     assert config.steps * config.tokens_per_step == HANDOUT_TOKENS == 40_960_000
     assert (model.d_model, model.d_ff, model.num_layers, model.num_heads) == (512, 1344, 4, 16)
     assert (model.context_length, model.vocab_size, model.rope_theta) == (256, 50257, 10_000)
-
-
-def test_the_full_corpus_recipe_sees_the_tokens_of_part_one():
-    config = RECIPES["full-corpus"]
-    assert config.steps * config.tokens_per_step == 327_680_000
 
 
 def test_a_recipe_takes_data_vocabulary_and_steps():
@@ -53,7 +47,3 @@ def test_long_recipes_go_by_the_size_of_the_corpus():
     assert suited(names, 540_000_000) == ["tied", "full-corpus"]
     with pytest.raises(UserError, match="There is no recipe x"):
         suited(["x"], 1)
-
-
-def test_recipes_are_configs():
-    assert all(isinstance(config, TrainConfig) for config in RECIPES.values())

@@ -16,6 +16,8 @@ from lmcore.kernels.rope_attention import (
 )
 from lmcore.model import RotaryPositionalEmbedding, causal_mask
 
+needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+
 
 class Example:
     """A random joint projection and gradient of the output, with what autograd in float64 makes of them."""
@@ -47,7 +49,7 @@ def assert_near(out, expected, tolerance):
 
 @pytest.mark.parametrize(("shape", "size"), [((1, 70, 2), 16), ((2, 64, 1), 32), ((1, 33, 3), 20), ((2, 1, 2), 24)])
 @pytest.mark.parametrize(("scale", "tolerance"), [(1.0, 1e-5), (10.0, 1e-4)])
-@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+@needs_triton
 def test_whole_heads(shape, size, scale, tolerance, device):
     from lmcore.kernels.rope_attention import gpu
 
@@ -92,7 +94,7 @@ def test_whole_heads_at_real_sizes(shape, size):
 
 @pytest.mark.parametrize("parts", ["both", "separate"])
 @pytest.mark.parametrize(("shape", "size"), [((2, 70, 1), 16), ((1, 33, 2), 20), ((1, 64, 1), 32)])
-@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+@needs_triton
 def test_portable_kernels_turn_gradients_back(parts, shape, size, device):
     from lmcore.kernels.attention import gpu
 
@@ -107,7 +109,7 @@ def test_portable_kernels_turn_gradients_back(parts, shape, size, device):
 
 
 @pytest.mark.parametrize(("shape", "size"), [((2, 70, 3), 16), ((1, 33, 2), 20)])
-@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+@needs_triton
 def test_the_kernel_after_hopper_s_turns_gradients_back(shape, size, device):
     from lmcore.kernels.attention.gpu import attention_finish_kernel
 
@@ -125,7 +127,7 @@ def test_the_kernel_after_hopper_s_turns_gradients_back(shape, size, device):
     assert_near(e.qkv, expected, 1e-6)
 
 
-@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+@needs_triton
 def test_attention_hands_the_angles_on(monkeypatch, device):
     from lmcore.kernels import attention as choice
     from lmcore.kernels.attention import gpu
@@ -142,21 +144,14 @@ def test_attention_hands_the_angles_on(monkeypatch, device):
 REAL = [((4, 256, 12), 64), ((2, 300, 3), 64), ((1, 130, 2), 80), ((1, 1000, 2), 128), ((3, 65, 2), 20)]
 
 
-def assert_turned_back(shape, size):
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ["any", "fixed"])
+@pytest.mark.parametrize(("shape", "size"), REAL)
+def test_gradients_are_turned_back_at_real_sizes(shape, size, order, request):
+    if order == "fixed":
+        request.getfixturevalue("deterministic")
     e = Example(shape, size, torch.bfloat16, torch.device("cuda"))
     lse = rope_attention_forward(e.qkv, *e.angles, shape, e.out)
     rope_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape)
     assert_near(e.out, e.expected, 1e-2)
     assert_near(e.dqkv, e.gradient, 1e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("shape", "size"), REAL)
-def test_gradients_are_turned_back_at_real_sizes(shape, size):
-    assert_turned_back(shape, size)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("shape", "size"), REAL[1:3])
-def test_gradients_are_turned_back_in_a_fixed_order(shape, size, deterministic):
-    assert_turned_back(shape, size)

@@ -57,21 +57,18 @@ def test_changed_metrics_are_found_although_they_are_json(tmp_path, change):
 
 
 def test_metrics_go_on_from_the_lines_that_are_there(tmp_path):
-    RunFolder(tmp_path).append_metrics(line(1))
-    RunFolder(tmp_path).append_metrics(line(2))
-    assert RunFolder(tmp_path).metrics_lines() == [line(1), line(2)]
-
-
-def test_metrics_without_checksums_are_read_and_continued(tmp_path):
-    run = RunFolder(tmp_path)
-    run.metrics_file.write_text(json.dumps(line(1)) + "\n")
-    run.append_metrics(line(2))
-    run.append_metrics(line(3))
-    assert run.metrics_lines() == [line(1), line(2), line(3)]
+    """Also from those of earlier versions, without checksums."""
+    assert {"step", "train_loss", "valid_loss"} <= set(RunFolder(tmp_path).metrics().columns), "even when empty"
+    RunFolder(tmp_path).metrics_file.write_text(json.dumps(line(1)) + "\n")
+    for step in (2, 3):
+        RunFolder(tmp_path).append_metrics(line(step))
+    assert RunFolder(tmp_path).metrics_lines() == [line(1), line(2), line(3)]
 
 
 def test_a_changed_status_is_found(tmp_path):
     run = RunFolder(tmp_path)
+    assert run.status() == {"state": "new", "step": 0}
+    assert not run.is_busy()
     run.write_status("complete", 12, valid_loss=2.25, folder=Path("x"))
     assert run.status()["valid_loss"] == 2.25
     run.status_file.write_text(run.status_file.read_text().replace("2.25", "2.35"))
@@ -93,11 +90,7 @@ def test_a_changed_config_is_found(tmp_path):
 def test_status_is_written_in_place_where_there_is_no_room(tmp_path, monkeypatch):
     run = RunFolder(tmp_path)
     run.write_status("running", 1, note="a status that is longer than the one after it" * 3)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("os.fsync", failing(errno.ENOSPC))
     run.write_status("failed", 2)
     assert run.status()["state"] == "failed"
     with pytest.raises(UserError, match="Cannot write"):
@@ -143,12 +136,18 @@ def test_content_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert order == [("fsync", False), ("replace", False), ("fsync folder", True)]
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch, number):
-    def unsupported(*_):
+def failing(number: int):
+    """Stands for a system call that ends with this error."""
+
+    def fail(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "flock", unsupported)
+    return fail
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(fcntl, "flock", failing(number))
     with pytest.raises(UserError, match="cannot lock files"), RunFolder(tmp_path / "run").lock():
         pass
 
@@ -171,14 +170,14 @@ def test_a_folder_held_for_an_instant_is_waited_for(tmp_path):
 
 def test_damaged_files_are_named(tmp_path):
     run = RunFolder(tmp_path)
-    for content in ("[]", "{}", "{"):
-        run.status_file.write_text(content)
-        with pytest.raises(UserError, match=r"status\.json"):
-            run.status()
-    for content in ("{}", "[3]"):
-        run.environment_file.write_text(content)
-        with pytest.raises(UserError, match=r"environment\.json is damaged"):
-            run.data_fingerprint()
+    for path, read, contents in (
+        (run.status_file, run.status, ("[]", "{}", "{")),
+        (run.environment_file, run.data_fingerprint, ("{}", "[3]")),
+    ):
+        for content in contents:
+            path.write_text(content)
+            with pytest.raises(UserError, match=rf"{path.stem}\.json is damaged"):
+                read()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
@@ -187,10 +186,6 @@ def test_a_full_disk_is_one_sentence(tmp_path):
     run.metrics_file.symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"Cannot write .*metrics\.jsonl: No space left"):
         run.append_metrics(line(1))
-
-
-def test_metrics_table_has_its_columns_even_when_empty(tmp_path):
-    assert {"step", "train_loss", "valid_loss"} <= set(RunFolder(tmp_path).metrics().columns)
 
 
 def test_begin_keeps_every_start_and_the_first_config(tmp_path):
@@ -235,12 +230,6 @@ def test_a_setting_that_is_newer_than_the_run_has_its_default(tmp_path):
     run.environment_file.write_text(json.dumps([{"config": older, "data_fingerprint": "a"}]))
     assert run.config() == config
     run.require_same(config, "a")
-
-
-def test_status_of_a_new_folder(tmp_path):
-    run = RunFolder(tmp_path / "absent")
-    assert run.status() == {"state": "new", "step": 0}
-    assert not run.is_busy()
 
 
 def test_checkpoints_come_newest_first(tmp_path):

@@ -5,16 +5,11 @@ import torch
 from attention_cases import assert_close, defined, packed
 
 from lmcore.config import GenerateConfig, ModelConfig, TrainConfig
-from lmcore.functional import cross_entropy, silu
+from lmcore.functional import cross_entropy
 from lmcore.generate import generate
-from lmcore.kernels.adamw import FusedAdamW
 from lmcore.kernels.attention import flash_attention
 from lmcore.kernels.cross_entropy import linear_cross_entropy
-from lmcore.kernels.rmsnorm import rmsnorm_forward
-from lmcore.kernels.rmsnorm.reference import rmsnorm_plain
-from lmcore.kernels.swiglu import swiglu_forward
 from lmcore.model import TransformerLM
-from lmcore.optimizer import AdamW, gradient_clipping
 from lmcore.train import AsyncMetrics, training_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
@@ -23,16 +18,13 @@ OTHER = torch.device("cuda", 1)
 CONFIG = ModelConfig(97, context_length=32, d_model=64, num_layers=2, num_heads=2, d_ff=96)
 
 
-def test_attention():
+def test_attention_and_loss_outside_of_a_training_step():
     for dtype, size in ((torch.float32, 16), (torch.bfloat16, 64)):
         q, k, v, do = packed(2, 300, 2, size, dtype, OTHER)
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         o = flash_attention(*leaves)
         found = [o.detach(), *torch.autograd.grad(o, leaves, do)]
         assert_close(found, defined(q, k, v, do, True), 1e-5 if dtype == torch.float32 else 1e-2)
-
-
-def test_loss():
     x, weight = (torch.randn(n, 16, device=OTHER, requires_grad=True) for n in (9, 67))
     targets = torch.randint(67, (9,), device=OTHER)
     found = torch.autograd.grad(linear_cross_entropy(x, weight, targets), (x, weight))
@@ -40,28 +32,8 @@ def test_loss():
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_elementwise_kernels():
-    x, branch = torch.randn(2, 9, 48, device=OTHER)
-    gain = torch.rand(48, device=OTHER)
-    torch.testing.assert_close(rmsnorm_forward(x, gain, branch=branch)[:2], rmsnorm_plain(x, gain, branch=branch))
-    a, b = x.chunk(2, dim=1)
-    torch.testing.assert_close(swiglu_forward(x), silu(a) * b)
-
-
-def test_adamw():
-    ours, plain = ([torch.nn.Parameter(torch.full((9, 5), 2.0, device=OTHER))] for _ in range(2))
-    for p in (*ours, *plain):
-        p.grad = torch.arange(45.0, device=OTHER).view(9, 5)
-    fused = FusedAdamW(ours, max_grad_norm=1.0)
-    fused.step()
-    norm = gradient_clipping(plain, 1.0)
-    AdamW(plain).step()
-    torch.testing.assert_close(ours[0], plain[0])
-    torch.testing.assert_close(fused.norm, norm)
-
-
 def test_training_and_what_is_read_back():
-    """The same losses and norms as on the CPU."""
+    """The same losses and norms as on the CPU: with the elementwise kernels, AdamW, and attention with RoPE."""
     config = TrainConfig(model=CONFIG, batch_size=4, ops="fused")
     batches = torch.randint(97, (5, 2, 4, 32))
     found = []

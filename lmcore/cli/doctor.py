@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from lmcore.data.gpt2 import load_gpt2
+from lmcore.data.tokenizers import load_gpt2
 from lmcore.device import device_name, select_device
 from lmcore.errors import UserError
 from lmcore.profiling.nsys.tool import INSTALL, find_nsys

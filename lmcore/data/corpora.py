@@ -1,23 +1,77 @@
-"""From the name of a source, or a path, to its training and validation documents."""
+"""From the name of a source, or a path, to its training and validation documents, as a stream in constant memory."""
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lmcore.data.documents import Piece, read_documents, safe_cut
 from lmcore.data.downloads import SOURCES, download
-from lmcore.data.story_grammar import sample_stories, stories
+from lmcore.data.grammar import sample_stories, stories
 from lmcore.errors import UserError, require, require_path
 from lmcore.files import sha256_file
+from lmcore.text import END_OF_TEXT, read_text
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val")}
+PIECE_CHARS = 1 << 20
 OnRead = Callable[[int], None]
+
+
+class Piece(NamedTuple):
+    """A whole document, or a part of one that is too long to hold in memory."""
+
+    text: str
+    ends_document: bool
+
+
+def split_documents(chunks: Iterable[str], piece_chars: int = PIECE_CHARS) -> Iterator[Piece]:
+    """Documents between `<|endoftext|>`, without the white space around that token and without empty ones.
+
+    A document of more than about `piece_chars` characters comes in several pieces, cut where the tokenizer's pattern
+    cuts as well (`safe_cut`), so that the tokens of the pieces are those of the whole.
+    """
+    rest, inside = "", False  # inside: a piece of the document that `rest` belongs to has been given out
+    for chunk in chunks:
+        *ended, rest = (rest + chunk).split(END_OF_TEXT)
+        for text in ended:
+            text = text.rstrip() if inside else text.strip()
+            if text:
+                yield Piece(text, True)
+            inside = False
+        rest = rest if inside else rest.lstrip()
+        while len(rest) > piece_chars and (cut := safe_cut(rest, piece_chars)):
+            yield Piece(rest[:cut], False)
+            rest, inside = rest[cut:], True
+    if rest := rest.rstrip():
+        yield Piece(rest, True)
+
+
+def safe_cut(text: str, limit: int) -> int:
+    """The last position up to `limit` where `text` can be cut without changing its tokens; 0 if there is none.
+
+    GPT-2's pattern never joins across the space before a letter or digit: that space belongs to what follows, and any
+    white space in front of it is a pretoken of its own, at the end of a text as well as inside one.
+    """
+    cut = text.rfind(" ", 1, limit)
+    while cut > 0 and not (cut + 1 < len(text) and text[cut + 1].isalnum()):
+        cut = text.rfind(" ", 1, cut)
+    return max(cut, 0)
+
+
+def read_documents(
+    paths: Iterable[Path], on_read: OnRead | None = None, piece_chars: int = PIECE_CHARS
+) -> Iterator[Piece]:
+    """The documents of several files, one file after the other; a file's end also ends its last document."""
+    for path in paths:
+        empty = True
+        for piece in split_documents(read_text(path, on_read), piece_chars):
+            empty = False
+            yield piece
+        require(not empty, f"{path} holds no text.")
 
 
 @dataclass(frozen=True)
@@ -49,39 +103,30 @@ class CorpusConfig:
 
 @dataclass(frozen=True)
 class EmbeddedCorpus:
-    """Stories of `lmcore.data.story_grammar`; the splits are independent streams of one seed."""
+    """Stories of `lmcore.data.grammar`; the splits are independent streams of one seed."""
 
     seed: int = 0
     num_documents: int = 20_000
     valid_fraction: float = 0.1
 
-    def count(self, split: str) -> int:
-        """Number of documents of a split."""
-        return self.num_documents if split == "train" else max(1, round(self.num_documents * self.valid_fraction))
-
     def size(self, split: str) -> int:
-        """What the calls of `on_read` in `documents` add up to: the documents of the split."""
-        return self.count(split)
+        """Documents of the split; the calls of `on_read` in `documents` add up to this."""
+        return self.num_documents if split == "train" else max(1, round(self.num_documents * self.valid_fraction))
 
     def documents(self, split: str, on_read: OnRead | None = None) -> Iterator[Piece]:
         """The documents of the split `train` or `valid`."""
-        for story in islice(stories(self.seed, split), self.count(split)):
+        for story in islice(stories(self.seed, split), self.size(split)):
             if on_read is not None:
                 on_read(1)
             yield Piece(story, True)
 
     def log_probability(self, split: str) -> float:
         """Natural logarithm of the probability that the grammar gives to all documents of the split."""
-        return sum(log_p for _, log_p in islice(sample_stories(self.seed, split), self.count(split)))
+        return sum(log_p for _, log_p in islice(sample_stories(self.seed, split), self.size(split)))
 
     def describe(self) -> dict[str, Any]:
         """What the manifest says of the source."""
-        return {
-            "name": "embedded",
-            "seed": self.seed,
-            "num_documents": self.num_documents,
-            "valid_fraction": self.valid_fraction,
-        }
+        return {"name": "embedded"} | asdict(self)
 
 
 @dataclass(frozen=True)
@@ -92,7 +137,7 @@ class TextCorpus:
     train_files: tuple[Path, ...]
     valid_files: tuple[Path, ...] = ()
     valid_fraction: float = 0.1
-    extra_train: tuple[Path, ...] = field(default=())
+    extra_train: tuple[Path, ...] = ()
 
     def __post_init__(self):
         for path in self.train_files + self.valid_files + self.extra_train:
@@ -100,9 +145,8 @@ class TextCorpus:
 
     def size(self, split: str) -> int:
         """Bytes on disk that `documents` reads for the split; its calls of `on_read` add up to this."""
-        if split == "valid" and self.valid_files:
-            return total_bytes(self.valid_files)
-        return total_bytes(self.train_files) + (total_bytes(self.extra_train) if split == "train" else 0)
+        files = self.train_files + self.extra_train if split == "train" else self.valid_files or self.train_files
+        return sum(path.stat().st_size for path in files)
 
     def documents(self, split: str, on_read: OnRead | None = None) -> Iterator[Piece]:
         """The documents of the split `train` or `valid`, streamed from the files."""
@@ -146,11 +190,6 @@ class TextCorpus:
 
 
 Corpus = EmbeddedCorpus | TextCorpus
-
-
-def total_bytes(paths: tuple[Path, ...]) -> int:
-    """Bytes on disk of all files."""
-    return sum(path.stat().st_size for path in paths)
 
 
 def describe_file(path: Path) -> dict[str, Any]:

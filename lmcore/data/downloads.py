@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -90,10 +91,9 @@ def fetch(
             known = sha256.lower() if sha256 else recorded_checksum(path)
             downloader = ResumingDownloader(path.with_name(f"{path.name}.part"), progress)
             pooch.retrieve(address, known_hash=known, fname=path.name, path=path.parent, downloader=downloader)
-            if known is None:
-                write_checksum(path, sha256_file(path))
-            elif sha256:
-                write_checksum(path, known)
+            if known is None or sha256:
+                with atomic_write(checksum_path(path), "w") as file:  # in the format of `sha256sum`
+                    file.write(f"{known or sha256_file(path)}  {path.name}\n")
     except UserError:
         raise
     except RequestException as error:
@@ -126,12 +126,6 @@ def on_mirror(url: str, mirror: str | None) -> str:
 def checksum_path(path: Path) -> Path:
     """The file beside `path` that keeps its checksum."""
     return path.with_name(f"{path.name}.sha256")
-
-
-def write_checksum(path: Path, digest: str) -> None:
-    """Keeps the checksum of `path` beside it, in the format of `sha256sum`."""
-    with atomic_write(checksum_path(path), "w") as file:
-        file.write(f"{digest}  {path.name}\n")
 
 
 def recorded_checksum(path: Path) -> str | None:
@@ -215,19 +209,14 @@ class ResumingDownloader:
 
     def append(self, chunks: Iterator[bytes], mode: str, total: int | None) -> None:
         """Writes the chunks as they come, showing progress."""
-        start = self.size() if mode == "ab" else 0
-        bar = Progress(total, f"download {self.part.stem}", "byte", start) if self.progress and total else None
-        done = start
-        try:
-            with open(self.part, mode) as file:
-                for chunk in chunks:
-                    file.write(chunk)
-                    done += len(chunk)
-                    if bar is not None:
-                        bar.update(done)
-        finally:
-            if bar is not None:
-                bar.close()
+        done = self.size() if mode == "ab" else 0
+        bar = Progress(total, f"download {self.part.stem}", "byte", done) if self.progress and total else None
+        with open(self.part, mode) as file, closing(bar) if bar else nullcontext():
+            for chunk in chunks:
+                file.write(chunk)
+                done += len(chunk)
+                if bar is not None:
+                    bar.update(done)
 
 
 def validator(headers: Mapping[str, str]) -> str | None:

@@ -232,10 +232,7 @@ class Tokenizer:
 
     @classmethod
     def from_files(
-        cls,
-        vocab_path: str | os.PathLike,
-        merges_path: str | os.PathLike,
-        special_tokens: Sequence[str] | None = None,
+        cls, vocab_path: str | os.PathLike, merges_path: str | os.PathLike, special_tokens: Sequence[str] | None = None
     ) -> "Tokenizer":
         """Reads files in GPT-2's format (`encoder.json` and `vocab.bpe`), which `save` writes too."""
         return cls(files.read_vocab(vocab_path), files.read_merges(merges_path), special_tokens)
@@ -248,13 +245,13 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: str | os.PathLike) -> "Tokenizer":
         """Reads what `save` wrote. Without `special_tokens.json`, <|endoftext|> is special if the vocabulary has it."""
-        path = Path(folder) / SPECIAL_TOKENS_FILE
-        tokenizer = cls.from_files(Path(folder) / files.ENCODER_FILE, Path(folder) / files.MERGES_FILE)
-        special_tokens: Any = [END_OF_TEXT] if END_OF_TEXT.encode() in tokenizer._ids else []
-        if path.exists():
+        folder = Path(folder)
+        vocab, merges = files.read_vocab(folder / files.ENCODER_FILE), files.read_merges(folder / files.MERGES_FILE)
+        special_tokens: Any = [END_OF_TEXT] if END_OF_TEXT.encode() in vocab.values() else []
+        if (path := folder / SPECIAL_TOKENS_FILE).exists():
             special_tokens = read_json(path)
             require(isinstance(special_tokens, list), f"{path} must be a JSON list of strings.")
-        return cls(tokenizer.vocab, tokenizer.merges, special_tokens)
+        return cls(vocab, merges, special_tokens)
 
     def to_tiktoken(self) -> "tiktoken.Encoding":
         """The same tokenizer as a `tiktoken.Encoding`, with the same ids.

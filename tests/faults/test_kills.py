@@ -142,11 +142,8 @@ def chosen(operations: list[tuple[str, str]], rng: random.Random) -> list[int]:
         numbers[operation].append(number)
     some = []
     for same in numbers.values():
-        some += (
-            same
-            if len(same) <= WRITES_OF_A_FILE
-            else [same[0], same[-1], *rng.sample(same[1:-1], WRITES_OF_A_FILE - 2)]
-        )
+        few = len(same) <= WRITES_OF_A_FILE
+        some += same if few else [same[0], same[-1], *rng.sample(same[1:-1], WRITES_OF_A_FILE - 2)]
     assert {Path(name).suffix for _, name in numbers} >= {".json", ".jsonl", ".pt", ".safetensors"}
     assert {what for what, _ in numbers} == {"write", *WORDS}
     return sorted(some)

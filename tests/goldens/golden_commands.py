@@ -6,10 +6,9 @@ import os
 import re
 import shlex
 import shutil
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import golden_library as library
 from golden_runs import CORPUS, FOLDER
@@ -31,7 +30,7 @@ def called(arguments: list[str]) -> tuple[int, str, str]:
 
 def help_of(words: list[str]) -> str:
     """The help of a command in one column, as it is printed where there are no boxes."""
-    with environment_variables(COLUMNS="100"):
+    with patch.dict(os.environ, COLUMNS="100"):
         code, text, _ = called([*words, "--help"])
     assert code == 0, f"{' '.join(words)} --help ends with {code}"
     return text
@@ -285,7 +284,8 @@ def refusals(folder: Path, project: Path) -> dict[str, Any]:
     found = {}
     for line in LINES.strip().splitlines():
         words = [] if line == "lmcore" else shlex.split(line)
-        with working_in(project if words and words[0] in IN_PROJECT else folder):
+        place = project if words and words[0] in IN_PROJECT else folder
+        with contextlib.chdir(place), patch.dict(os.environ, COLUMNS="80"), patch("sys.stdin", io.StringIO()):
             code, _, err = called(words)
         found[line] = {"exit code": code, "says": in_general(err, folder, project).splitlines()}
     return found
@@ -296,32 +296,3 @@ def in_general(text: str, folder: Path, project: Path) -> str:
     for place, name in ((folder, "<folder>"), (project, "<project>")):
         text = text.replace(str(place.resolve()), name).replace(str(place), name)
     return re.sub(r"0x[0-9a-f]{6,}", "<address>", text)
-
-
-@contextlib.contextmanager
-def working_in(folder: Path) -> Iterator[None]:
-    """The working folder, an empty standard input and a terminal of 80 columns, for a while."""
-    before, stdin = Path.cwd(), sys.stdin
-    os.chdir(folder)
-    sys.stdin = io.StringIO()
-    try:
-        with environment_variables(COLUMNS="80"):
-            yield
-    finally:
-        os.chdir(before)
-        sys.stdin = stdin
-
-
-@contextlib.contextmanager
-def environment_variables(**values: str) -> Iterator[None]:
-    """Variables of the environment, for a while."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -1,4 +1,5 @@
 """Everything of the library that the goldens call: where a module or a function has moved, this file alone changes."""
+# ruff: noqa: F401
 
 import types
 
@@ -23,8 +24,7 @@ from lmcore.config import (
     replace,
     to_dict,
 )
-from lmcore.data import CorpusConfig, batch_at_step, entropy_per_document, open_data, prepare, story_text
-from lmcore.data.gpt2 import load_gpt2
+from lmcore.data import CorpusConfig, batch_at_step, entropy_per_document, load_gpt2, open_data, prepare, story_text
 from lmcore.device import select_device
 from lmcore.errors import UserError
 from lmcore.files import read_json
@@ -75,79 +75,3 @@ HANDOUT: dict[str, types.ModuleType] = {
 """What the handouts ask for by name, and where it is."""
 
 handout = types.SimpleNamespace(**{name: getattr(module, name) for name, module in HANDOUT.items()})
-
-__all__ = [
-    "HANDOUT",
-    "MODEL_SIZES",
-    "RECIPES",
-    "CorpusConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "RunFolder",
-    "Tokenizer",
-    "TrainConfig",
-    "TransformerLM",
-    "UserError",
-    "batch_at_step",
-    "benchmark_answers",
-    "busy_table",
-    "command",
-    "copy_table",
-    "digest",
-    "entropy_per_document",
-    "environment",
-    "faults_block",
-    "forward_flops",
-    "from_dict",
-    "handout",
-    "history_of",
-    "is_of",
-    "kept",
-    "kernel_attention",
-    "kernel_parts",
-    "kernel_table",
-    "kind_table",
-    "load_gpt2",
-    "load_model",
-    "measurements_block",
-    "memory_answers",
-    "memory_sizes",
-    "memory_tables",
-    "mixed_precision",
-    "model_config",
-    "nsys_answers",
-    "nsys_kernels",
-    "nsys_pitfalls",
-    "nsys_shares",
-    "num_parameters",
-    "open_data",
-    "optimizations",
-    "peak_answers",
-    "predicted_peak",
-    "prepare",
-    "read_checkpoint",
-    "read_export",
-    "read_json",
-    "read_results",
-    "read_weights",
-    "replace",
-    "restore",
-    "results_block",
-    "roofline",
-    "save_weights",
-    "select_device",
-    "speed",
-    "speed_answers",
-    "steps",
-    "story_text",
-    "study_answers",
-    "summary",
-    "timeline_data",
-    "to_dict",
-    "train",
-    "train_bpe",
-    "training_flops",
-    "training_step",
-    "warmups",
-    "workload_config",
-]

@@ -38,12 +38,8 @@ def tokenizers() -> dict[str, Any]:
     if gpt2.is_dir():
         found["gpt2"] = library.load_gpt2(gpt2)
     return {
-        name: {
-            "fingerprint": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "ids": tokenizer.encode(TEXT),
-        }
-        for name, tokenizer in found.items()
+        name: {"fingerprint": each.fingerprint, "vocab_size": each.vocab_size, "ids": each.encode(TEXT)}
+        for name, each in found.items()
     }
 
 

@@ -1,6 +1,7 @@
 """Run folders written at 36acd2f load, resume and count as complete."""
 
 import json
+import shutil
 
 import golden_library as library
 import pytest
@@ -102,13 +103,9 @@ def test_a_stopped_run_is_resumed_and_ends_as_it_did(name, tmp_path, corpus, cap
     for key, value in expected.items():
         torch.testing.assert_close(weights[key], value, **close(name), msg=lambda said, key=key: f"{key}: {said}")
     again = library.RunFolder(tmp_path / "again")  # stopped once more on the way
-    again.path.mkdir()
-    again.checkpoint_folder.mkdir()
-    for path in (run.config_file, run.environment_file):
-        (again.path / path.name).write_bytes(path.read_bytes())
-    last_but_one = run.checkpoint_file(STEPS - MIDDLE // 2)
-    (again.checkpoint_folder / last_but_one.name).write_bytes(last_but_one.read_bytes())
-    (again.checkpoint_folder / run.best_weights.name).write_bytes(run.best_weights.read_bytes())
+    again.checkpoint_folder.mkdir(parents=True)
+    for path in (run.config_file, run.environment_file, run.checkpoint_file(STEPS - MIDDLE // 2), run.best_weights):
+        shutil.copy(path, again.path / path.relative_to(run.path))
     assert library.train(config, again).state == "complete"
     assert f"goes on from step {STEPS - MIDDLE // 2}" in capsys.readouterr().out
     assert results(again) == here

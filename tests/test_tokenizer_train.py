@@ -133,32 +133,28 @@ def test_bad_arguments(vocab_size, special_tokens, message, write):
 
 
 @pytest.mark.parametrize(
-    ("content", "name"),
+    ("name", "content"),
     [
-        (b"", "empty.txt"),
-        (b"<|endoftext|><|endoftext|>", "only_special.txt"),
-        (b"caf\xe9 au lait", "latin1.txt"),
-        (b"cut off \xe2\x82", "cut.txt"),
+        ("empty.txt", b""),
+        ("only_special.txt", b"<|endoftext|><|endoftext|>"),
+        ("latin1.txt", b"caf\xe9 au lait"),
+        ("cut.txt", b"cut off \xe2\x82"),
+        ("absent.txt", None),
+        ("damaged.gz", gzip.compress(random_text(4).encode())[:-20]),
     ],
 )
-def test_bad_files_are_named(content, name, write):
+def test_bad_files_are_named(name, content, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=name):
-        train_bpe(write(content, name), 300, [END_OF_TEXT])
+        train_bpe(tmp_path / name, 300, [END_OF_TEXT])
 
 
-def test_missing_damaged_and_no_files(tmp_path):
-    with pytest.raises(UserError, match=r"absent\.txt"):
-        train_bpe(tmp_path / "absent.txt", 300, [])
-    damaged = tmp_path / "damaged.txt.gz"
-    damaged.write_bytes(gzip.compress(random_text(4).encode())[:-20])
-    with pytest.raises(UserError, match=r"damaged\.txt\.gz"):
-        train_bpe(damaged, 300, [])
-    with pytest.raises(UserError, match="directory"):
-        train_bpe(tmp_path, 300, [])
-    with pytest.raises(UserError, match="no text"):
-        train_bpe([], 300, [])
-    with pytest.raises(UserError, match="num_workers"):
-        train_bpe(damaged, 300, [], num_workers=0)
+def test_a_folder_no_files_and_no_workers(tmp_path):
+    cases = [(tmp_path, {}, "directory"), ([], {}, "no text"), ([], {"num_workers": 0}, "num_workers must")]
+    for paths, options, message in cases:
+        with pytest.raises(UserError, match=message):
+            train_bpe(paths, 300, [], **options)
 
 
 def test_a_text_with_too_few_pairs_is_said(write, capsys):

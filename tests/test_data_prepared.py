@@ -10,7 +10,6 @@ from itertools import islice
 import numpy as np
 import pytest
 
-import lmcore.data.tokens as tokens_module
 from lmcore.data import (
     CorpusConfig,
     entropy_per_document,
@@ -20,7 +19,7 @@ from lmcore.data import (
     stories,
     tokenizer_for,
 )
-from lmcore.data.tokens import smallest_dtype
+from lmcore.data.prepared import smallest_dtype
 from lmcore.errors import UserError
 from lmcore.files import read_json
 from lmcore.tokenizer import Tokenizer
@@ -76,9 +75,8 @@ def test_manifest(prepared, corpus):
 def test_fingerprint_is_of_the_content(prepared, corpus, tmp_path):
     shutil.copy(corpus, tmp_path / "renamed.txt")
     same = prepare(tmp_path / "renamed.txt", BYTES, tmp_path / "elsewhere", progress=False)
-    assert same.fingerprint == prepared.fingerprint
     other = prepare(corpus, BYTES, tmp_path / "other", CorpusConfig(valid_fraction=0.5), progress=False)
-    assert other.fingerprint != prepared.fingerprint
+    assert same.fingerprint == prepared.fingerprint != other.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -116,17 +114,18 @@ def test_long_documents_keep_their_tokens(tmp_path):
 
 def test_identical_request_is_reused(corpus, tmp_path, monkeypatch):
     first = prepare(corpus, "bpe:300", tmp_path / "out", progress=False)
-    monkeypatch.setattr(tokens_module, "write_tokens", None)
+    monkeypatch.setattr("lmcore.data.prepared.write_tokens", None)
     again = prepare(corpus, "bpe:300", tmp_path / "out", progress=False)
     assert again.fingerprint == first.fingerprint
-    for change in (
-        lambda: prepare(corpus, "bpe:301", tmp_path / "out", progress=False),
-        lambda: prepare(corpus, "bpe:300", tmp_path / "out", CorpusConfig(valid_fraction=0.5), progress=False),
-        lambda: prepare(corpus, "bpe:300", tmp_path / "out", progress=False, reuse=False),
-        lambda: (corpus.write_text("changed"), prepare(corpus, "bpe:300", tmp_path / "out", progress=False)),
+    for tokenizer, config, options, text in (
+        ("bpe:301", None, {}, None),
+        ("bpe:300", CorpusConfig(valid_fraction=0.5), {}, None),
+        ("bpe:300", None, {"reuse": False}, None),
+        ("bpe:300", None, {}, "changed"),
     ):
+        corpus.write_text(text or corpus.read_text())
         with pytest.raises(TypeError):  # it goes on to write_tokens, which is None here
-            change()
+            prepare(corpus, tokenizer, tmp_path / "out", config, progress=False, **options)
     assert open_data(tmp_path / "out").fingerprint == first.fingerprint
 
 
@@ -172,40 +171,23 @@ def test_another_corpus_replaces_it_and_open_memmaps_stay(prepared):
     assert open_data(prepared.folder).fingerprint == new.fingerprint != prepared.fingerprint
 
 
-def test_tokenizer_specifications(corpus, prepared):
-    trained = tokenizer_for("bpe:280", corpus)
-    assert trained.vocab_size <= 280
-    assert trained.decode([trained.eot_id]) == EOT
-    assert tokenizer_for(prepared.folder / "tokenizer", corpus).fingerprint == BYTES.fingerprint
-    for bad in ("bpe:", "bpe:many", "bpe:256", "bpe:-5"):
-        with pytest.raises(UserError, match="bpe:10000"):
-            tokenizer_for(bad, corpus)
-    with pytest.raises(UserError, match="no tokenizer folder nowhere"):
-        tokenizer_for("nowhere", corpus)
-
-
-def test_bpe_sees_the_training_split_alone(tmp_path):
-    (tmp_path / "stories.txt").write_text(f"aaaa aaaa{EOT}" * 9 + "zqzqzqzq " * 50)
-    tokens = tokenizer_for("bpe:270", tmp_path / "stories.txt").vocab.values()
-    assert b"aaaa" in tokens
-    assert b"zq" not in tokens
-
-
 def wrong_size(folder):
     with open(folder / "train.bin", "ab") as file:
         file.write(b"\0")
 
 
-def wrong_id(folder):
-    ids = np.fromfile(folder / "valid.bin", dtype=np.uint16)
-    ids[3] = 60_000
-    ids.tofile(folder / "valid.bin")
+def other_id(token_id):
+    def change(folder):
+        ids = np.fromfile(folder / "valid.bin", dtype=np.uint16)
+        ids[3] = token_id
+        ids.tofile(folder / "valid.bin")
+
+    return change
 
 
-def other_ids(folder):
-    ids = np.fromfile(folder / "valid.bin", dtype=np.uint16)
-    ids[3] = 7
-    ids.tofile(folder / "valid.bin")
+def negative_id(folder):
+    other_id(65535)(folder)
+    edit(dtype="int16")(folder)
 
 
 def edit(**changes):
@@ -220,8 +202,9 @@ def edit(**changes):
     ("harm", "sentence"),
     [
         (wrong_size, r"train\.bin has [\d,]+ bytes, but manifest\.json says [\d,]+ tokens of uint16"),
-        (wrong_id, r"valid\.bin holds the token id 60,000, but the vocabulary has 257"),
-        (other_ids, r"valid\.bin has changed since it was prepared"),
+        (other_id(60_000), r"valid\.bin holds the token id 60,000, but the vocabulary has 257"),
+        (other_id(7), r"valid\.bin has changed since it was prepared"),
+        (negative_id, "holds the token id -1,"),
         (lambda folder: (folder / "train.bin").unlink(), r"train\.bin is missing"),
         (lambda folder: (folder / "manifest.json").unlink(), "not a prepared corpus .*lmcore data prepare"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "cannot be read as JSON"),
@@ -241,35 +224,18 @@ def test_open_data_refuses(prepared, harm, sentence):
         open_data(prepared.folder)
 
 
-def test_negative_ids_are_refused(prepared):
-    ids = np.fromfile(prepared.folder / "train.bin", dtype=np.uint16)
-    ids[0] = 65535
-    ids.tofile(prepared.folder / "train.bin")
-    edit(dtype="int16")(prepared.folder)
-    with pytest.raises(UserError, match="holds the token id -1,"):
-        open_data(prepared.folder)
-
-
 def test_files_are_read_once(prepared, monkeypatch):
     """A second opening reads nothing; a changed time, or verify=True, has everything read again."""
-    calls = []
-    check = lambda array, manifest, split: calls.append(split)  # noqa: E731
-    monkeypatch.setattr("lmcore.data.prepared.check_tokens", check)
-    open_data(prepared.folder)
-    assert calls == []
-    os.utime(prepared.folder / "valid.bin", ns=(1, 1))
-    open_data(prepared.folder)
-    assert calls == ["train", "valid"]
-    open_data(prepared.folder)
-    assert calls == ["train", "valid"]
-    open_data(prepared.folder, verify=True)
-    assert calls == ["train", "valid"] * 2
-
-
-def test_verify_finds_a_change_that_keeps_size_and_time(prepared):
-    path = prepared.folder / "valid.bin"
+    path, calls = prepared.folder / "valid.bin", []
+    with monkeypatch.context() as patch:
+        patch.setattr("lmcore.data.prepared.check_tokens", lambda array, manifest, split: calls.append(split))
+        for verify, touched, read in ((False, False, 0), (False, True, 1), (False, False, 1), (True, False, 2)):
+            if touched:
+                os.utime(path, ns=(1, 1))
+            open_data(prepared.folder, verify=verify)
+            assert calls == ["train", "valid"] * read
     stat = path.stat()
-    other_ids(prepared.folder)
+    other_id(7)(prepared.folder)  # a change that keeps size and time
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     with pytest.raises(UserError, match="has changed"):
         open_data(prepared.folder, verify=True)
@@ -293,16 +259,14 @@ def test_text_without_enough_for_both_splits(tmp_path):
         open_data(tmp_path / "out")
 
 
-def test_a_folder_that_cannot_be_written(corpus):
+def test_a_folder_that_cannot_be_written_and_a_full_disk(corpus, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="Cannot write"):
         prepare(corpus, BYTES, corpus / "below", progress=False)
 
-
-def test_full_disk(corpus, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tokens_module, "encode_to", fail)
+    monkeypatch.setattr("lmcore.data.prepared.encode_to", fail)
     with pytest.raises(UserError, match="No space left on device"):
         prepare(corpus, BYTES, tmp_path / "out", progress=False)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock"}

@@ -1,6 +1,7 @@
 """Downloads, against a server on this machine: whole, broken off, changed, corrupt, absent."""
 
 import hashlib
+import json
 import random
 import sys
 import threading
@@ -130,29 +131,21 @@ def test_a_file_that_changed_in_between_comes_whole(site, tmp_path):
     assert get(site, tmp_path).read_bytes() == newer
 
 
-@pytest.mark.parametrize("change", [{"ranges": False}, {"etag": None}])
-def test_servers_that_cannot_resume_start_over(site, tmp_path, change):
-    for name, value in change.items():
-        setattr(site, name, value)
+@pytest.mark.parametrize(("name", "value"), [("ranges", False), ("etag", None)])
+def test_servers_that_cannot_resume_start_over(site, tmp_path, name, value):
+    setattr(site, name, value)
     site.break_after = [2_000_000]
     assert get(site, tmp_path).read_bytes() == CONTENT
     assert len(site.requests) == 2
 
 
-def test_a_part_that_is_already_whole_is_kept(site, tmp_path):
-    (tmp_path / "corpus.txt.part").write_bytes(CONTENT)
-    url = f"{site.address}/some/folder/corpus.txt"
-    (tmp_path / "corpus.txt.part.json").write_text(f'{{"url": "{url}", "validator": "\\"v1\\""}}')
+@pytest.mark.parametrize(("more", "later_requests"), [(b"", []), (b"more", [None])], ids=["whole", "too long"])
+def test_a_part_that_is_already_whole_is_kept_and_a_longer_one_starts_over(site, tmp_path, more, later_requests):
+    (tmp_path / "corpus.txt.part").write_bytes(CONTENT + more)
+    state = {"url": f"{site.address}/some/folder/corpus.txt", "validator": '"v1"'}
+    (tmp_path / "corpus.txt.part.json").write_text(json.dumps(state))
     assert get(site, tmp_path).read_bytes() == CONTENT
-    assert site.requests == [f"bytes={len(CONTENT)}-"]
-
-
-def test_a_part_longer_than_the_file_starts_over(site, tmp_path):
-    (tmp_path / "corpus.txt.part").write_bytes(CONTENT + b"more")
-    url = f"{site.address}/some/folder/corpus.txt"
-    (tmp_path / "corpus.txt.part.json").write_text(f'{{"url": "{url}", "validator": "\\"v1\\""}}')
-    assert get(site, tmp_path).read_bytes() == CONTENT
-    assert site.requests[1:] == [None]
+    assert site.requests == [f"bytes={len(CONTENT + more)}-", *later_requests]
 
 
 def test_wrong_pinned_checksum_keeps_nothing(site, tmp_path):
@@ -163,14 +156,10 @@ def test_wrong_pinned_checksum_keeps_nothing(site, tmp_path):
     assert get(site, tmp_path, sha256=hashlib.sha256(CONTENT).hexdigest().upper()).read_bytes() == CONTENT
 
 
-def test_damage_on_disk_is_mended(site, tmp_path):
+def test_damage_on_disk_is_repaired_and_another_content_than_the_recorded_one_refused(site, tmp_path):
     path = get(site, tmp_path)
     path.write_bytes(CONTENT[:-5])
     assert get(site, tmp_path).read_bytes() == CONTENT
-
-
-def test_another_content_than_the_recorded_one_is_refused(site, tmp_path):
-    path = get(site, tmp_path)
     path.unlink()
     site.files["/some/folder/corpus.txt"] = b"something else"
     with pytest.raises(UserError, match=r"corpus\.txt\.sha256"):
@@ -178,14 +167,10 @@ def test_another_content_than_the_recorded_one_is_refused(site, tmp_path):
     assert visible(tmp_path) == {"corpus.txt.sha256"}
 
 
-def test_missing_file_on_the_server(site, tmp_path):
+def test_missing_file_on_the_server_and_nobody_answers(site, tmp_path):
     site.files.clear()
     with pytest.raises(UserError, match=f"404.*{site.address}/some/folder/corpus.txt"):
         get(site, tmp_path)
-    assert visible(tmp_path) == set()
-
-
-def test_nobody_answers(site, tmp_path):
     with pytest.raises(UserError, match=r"Cannot download http://127\.0\.0\.1:9/some"):
         fetch(URL, tmp_path, mirror="http://127.0.0.1:9", progress=False)
     assert visible(tmp_path) == set()
@@ -199,30 +184,21 @@ def test_bad_arguments(tmp_path):
     (tmp_path / "corpus.txt.sha256").write_text("nonsense\n")
     with pytest.raises(UserError, match="no SHA-256"):
         fetch(URL, tmp_path)
-
-
-def test_a_folder_that_cannot_be_written(site, tmp_path):
-    (tmp_path / "file").write_text("not a folder")
     with pytest.raises(UserError, match="Cannot write"):
-        get(site, tmp_path / "file" / "below")
+        fetch(URL, tmp_path / "corpus.txt.sha256" / "below")
 
 
 def test_named_corpora_come_from_the_mirror(site, tmp_path):
     for split in ("train", "valid"):
         path = f"/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-{split}.txt"
         site.files[f"/prefix{path}"] = f"Story of {split}.\n<|endoftext|>\n".encode()
-    files = download("tinystories", tmp_path, mirror=f"{site.address}/prefix/", progress=False)
-    assert {split: path.read_text() for split, path in files.items()} == {
-        split: f"Story of {split}.\n<|endoftext|>\n" for split in ("train", "valid")
-    }
+    mirror = f"{site.address}/prefix/"
+    files = download("tinystories", tmp_path, mirror=mirror, progress=False)
+    for split in ("train", "valid"):
+        assert files[split].read_text() == f"Story of {split}.\n<|endoftext|>\n"
+    wrong = {"TinyStoriesV2-GPT4-valid.txt": "1" * 64}
     with pytest.raises(UserError, match="checksum"):
-        download(
-            "tinystories",
-            tmp_path,
-            mirror=f"{site.address}/prefix",
-            sha256={"TinyStoriesV2-GPT4-valid.txt": "1" * 64},
-            progress=False,
-        )
+        download("tinystories", tmp_path, mirror=mirror, sha256=wrong, progress=False)
 
 
 def test_all_addresses_are_official():
@@ -263,13 +239,11 @@ def test_wikitext_comes_from_parquet(site, tmp_path):
     assert files["train"].stat().st_mtime_ns == before
 
 
-def test_wikitext_without_pyarrow(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"pip install 'lmcore\[wikitext\]'"):
-        wikitext_as_text([], tmp_path / "train.txt")
-
-
-def test_a_parquet_file_that_is_none(tmp_path):
+def test_a_parquet_file_that_is_none_and_no_pyarrow(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pyarrow", None)
+        with pytest.raises(UserError, match=r"pip install 'lmcore\[wikitext\]'"):
+            wikitext_as_text([], tmp_path / "train.txt")
     pytest.importorskip("pyarrow", reason="pyarrow is the optional part wikitext")
     (tmp_path / "x.parquet").write_bytes(b"not parquet")
     with pytest.raises(UserError, match=r"x\.parquet is not a WikiText parquet file"):

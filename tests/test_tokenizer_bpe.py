@@ -1,0 +1,378 @@
+"""Encoding and decoding against the naive reference and tiktoken; the tokenizer's files."""
+
+import json
+import random
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import tokenizer_reference as reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiktoken_ext.openai_public import r50k_pat_str
+
+from lmcore.data import load_gpt2
+from lmcore.errors import UserError
+from lmcore.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer
+from lmcore.tokenizer.bpe import CACHED_CHUNKS, LONG, merge_ids, merge_long
+from lmcore.tokenizer.pretokenize import count_pretokens
+from lmcore.tokenizer.train import merge_pretokens
+
+SPECIALS = [END_OF_TEXT, END_OF_TEXT * 2, "<pad >", "aa b"]
+CORPUS = Path(__file__).read_text(encoding="utf-8") + "aaaa aaab café 語語語 " * 20
+BYTES = [bytes([byte]) for byte in range(256)]
+
+
+def trained(text: str, num_merges: int, special_tokens: list[str]) -> Tokenizer:
+    tokens, merges = merge_pretokens(count_pretokens(text), num_merges)
+    return Tokenizer(dict(enumerate(tokens)), merges, special_tokens)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return trained(CORPUS, 400, SPECIALS)
+
+
+texts = st.lists(
+    st.sampled_from([*SPECIALS, *CORPUS.split()[:200], " ", "\n", "  ", "<|", "a", "é", "語", "'s"])
+    | st.text(st.characters(exclude_categories=("Cs",)), max_size=8),
+    max_size=30,
+)
+
+
+@given(texts.map("".join))
+def test_encode_equals_the_naive_encoder_and_decode_inverts_it(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert [tokenizer.vocab[token_id] for token_id in ids] == reference.encode(text, tokenizer.merges, SPECIALS)
+    assert tokenizer.decode(ids) == text
+
+
+@given(texts, st.integers(1, 9), st.integers(1, 40) | st.none())
+@settings(deadline=None)
+def test_encode_iterable_equals_encode_for_any_cut_and_window(tokenizer, parts, step, window):
+    text = "".join(parts)
+    with pytest.MonkeyPatch.context() as patch:
+        if window is not None:
+            patch.setattr("lmcore.tokenizer.bpe.PIECE_CHARACTERS", window)
+        for cut in (parts, [text[at : at + step] for at in range(0, len(text), step)]):
+            assert list(tokenizer.encode_iterable(cut)) == tokenizer.encode(text)
+
+
+def test_encode_iterable_in_constant_memory(tokenizer):
+    """A stream of words that are all new, more of them than are kept: memory stays where it was."""
+
+    def lines(count: int):
+        draw = random.Random(count)
+        for _ in range(count):
+            yield " ".join("".join(draw.choices("abcdefgh", k=10)) for _ in range(100)) + "\n"
+
+    def peak_bytes(count: int) -> int:
+        fresh = Tokenizer(tokenizer.vocab, tokenizer.merges, SPECIALS)
+        tracemalloc.start()
+        try:
+            assert sum(1 for _ in fresh.encode_iterable(lines(count))) > 100 * count
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    enough = CACHED_CHUNKS // 100 + 20
+    assert peak_bytes(3 * enough) < 1.1 * peak_bytes(enough) < 16 << 20
+
+
+def test_overlapping_special_tokens_longest_first(tokenizer):
+    one, two, pad = (tokenizer.encode(token) for token in SPECIALS[:3])
+    assert [len(ids) for ids in (one, two, pad)] == [1, 1, 1]
+    assert tokenizer.encode(END_OF_TEXT * 2 + "<pad >" + END_OF_TEXT) == two + pad + one
+    assert one == [tokenizer.eot_id]
+    for order in (SPECIALS, SPECIALS[::-1]):
+        assert Tokenizer(tokenizer.vocab, tokenizer.merges, order).encode(END_OF_TEXT * 3) == two + one
+    plain = Tokenizer(tokenizer.vocab, tokenizer.merges)  # without special tokens their text is ordinary
+    assert len(plain.encode(END_OF_TEXT)) > 1
+    assert plain.decode(plain.encode(END_OF_TEXT)) == END_OF_TEXT
+
+
+def test_special_tokens_get_the_next_ids():
+    vocab = dict(enumerate(BYTES))
+    tokenizer = Tokenizer(vocab, [], ["<b>", "<a>", "<b>"])
+    assert tokenizer.encode("<a><b>") == [257, 256]
+    assert (tokenizer.vocab_size, len(vocab)) == (258, 256)
+    with pytest.raises(UserError, match=r"no token <\|endoftext\|>"):
+        tokenizer.eot_id  # noqa: B018
+
+
+def test_vocabulary_without_all_bytes():
+    """The example of CS336 A1 section 2.6.1."""
+    tokens = [b" ", b"a", b"c", b"e", b"h", b"t", b"th", b" c", b" a", b"the", b" at"]
+    merges = [(b"t", b"h"), (b" ", b"c"), (b" ", b"a"), (b"th", b"e"), (b" a", b"t")]
+    tokenizer = Tokenizer(dict(enumerate(tokens)), merges)
+    assert tokenizer.encode("the cat ate") == [9, 7, 1, 5, 10, 3]
+    with pytest.raises(UserError, match="lacks the byte"):
+        tokenizer.encode("the dog")
+    with pytest.raises(UserError, match="256"):
+        tokenizer.to_tiktoken()
+
+
+@given(st.binary(max_size=20))
+def test_decode_of_broken_bytes(tokenizer, data):
+    assert tokenizer.decode(list(data)) == data.decode("utf-8", errors="replace")
+    assert tokenizer.decode_bytes(list(data)) == data
+
+
+def test_decode_takes_arrays_and_tensors_and_refuses_foreign_ids(tokenizer):
+    ids = tokenizer.encode("some text")
+    assert tokenizer.decode(np.array(ids, dtype=np.uint16)) == tokenizer.decode(torch.tensor(ids)) == "some text"
+    assert tokenizer.decode([]) == ""
+    for foreign in (-1, tokenizer.vocab_size):
+        with pytest.raises(UserError, match=f"^{foreign} is not a token id"):
+            tokenizer.decode([*ids, foreign])
+
+
+def test_lone_surrogates_become_replacement_characters(tokenizer):
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
+    assert tokenizer.encode("\ud83d\ude42") == tokenizer.encode("🙂")
+
+
+@pytest.mark.parametrize(
+    ("vocab", "merges", "message"),
+    [
+        ({}, [], "empty"),
+        ({0: "a"}, [], "bytes"),
+        ({-1: b"a"}, [], "-1"),
+        ({0: b"a", 1: b"a"}, [], "several ids"),
+        ({0: b"a", 1: b"b"}, [(b"a", b"b")], "Merge 0"),
+        ({0: b"a", 1: b"ab"}, [(b"a", b"b")], "Merge 0"),
+    ],
+)
+def test_vocabulary_and_merges_that_do_not_fit(vocab, merges, message):
+    with pytest.raises(UserError, match=message):
+        Tokenizer(vocab, merges)
+
+
+# ------------------------------------------------------------------------------------------------ long pretokens
+
+
+class CountingRanks(dict):
+    """Ranks that count how often they are asked for: the work of both encoders, whatever the machine does meanwhile."""
+
+    asked = 0
+
+    def get(self, pair, default=None):
+        self.asked += 1
+        return super().get(pair, default)
+
+    def __contains__(self, pair):
+        self.asked += 1
+        return super().__contains__(pair)
+
+
+@given(st.lists(st.sampled_from("aab \xe9t"), max_size=300).map("".join), st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_long_and_short_merging_agree(tokenizer, text, draw):
+    """Also where merges are out of the order of their training, so that a merge makes way for an earlier one."""
+    for merges in (tokenizer.merges, draw.sample(tokenizer.merges, len(tokenizer.merges))):
+        other = Tokenizer(tokenizer.vocab, merges)
+        ids = list(text.encode())
+        assert merge_long(ids, other._ranks, other._merged) == merge_ids(list(ids), other._ranks, other._merged)
+
+
+@pytest.mark.parametrize("unit", ["a", " ", "ab", "é", "word", "-=", "".join(random.Random(0).choices("etaoin", k=97))])
+def test_doubling_a_pretoken_doubles_the_work(tokenizer, unit):
+    work = []
+    for length in (4_000, 8_000, 16_000):
+        ranks = CountingRanks(tokenizer._ranks)
+        merge_long(list((unit * length)[:length].encode()), ranks, tokenizer._merged)
+        work.append(ranks.asked)
+    assert work[1] < 2.05 * work[0]
+    assert work[2] < 2.05 * work[1]
+
+
+def test_only_short_pretokens_take_the_quadratic_loop_and_only_short_chunks_are_kept(tokenizer, monkeypatch):
+    lengths = []
+    monkeypatch.setattr(
+        "lmcore.tokenizer.bpe.merge_ids", lambda ids, *rest: lengths.append(len(ids)) or merge_ids(ids, *rest)
+    )
+    fresh = Tokenizer(tokenizer.vocab, tokenizer.merges, SPECIALS)
+    text = "a" * 200_000 + " word " + "é" * LONG + "!" * LONG + "\n" * 3_000 + " 語,!" * 10 + "x,1" * 100
+    assert fresh.decode(fresh.encode(text)) == text
+    assert max(lengths) == LONG
+    assert {"word", " ", "x", ","} & set(fresh._cache)
+    assert max(map(len, fresh._cache)) <= LONG
+
+
+# ------------------------------------------------------------------------------------------------ GPT-2 and tiktoken
+
+
+def small_tokenizer() -> Tokenizer:
+    return trained("the cat sat on the mat, the café's cat \n\n 語語 語語 " * 3, 40, [END_OF_TEXT, "<a b>", "é"])
+
+
+BRIDGED = small_tokenizer()
+
+
+def ranks_in(folder) -> dict[bytes, int]:
+    """The tokens of a folder as tiktoken itself reads them."""
+    files = str(folder / "vocab.bpe"), str(folder / "encoder.json")
+    return tiktoken.load.data_gym_to_mergeable_bpe_ranks(*files)
+
+
+@pytest.fixture(scope="module")
+def ours(shared_data) -> Tokenizer:
+    return load_gpt2(shared_data / "gpt2")
+
+
+@pytest.fixture(scope="module")
+def theirs(shared_data) -> tiktoken.Encoding:
+    ranks = ranks_in(shared_data / "gpt2")
+    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50_256})
+
+
+# characters of Unicode versions newer than either library's tables may be classed differently: leave them out (Cn)
+any_text = st.lists(
+    st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=12)
+    | st.sampled_from([" ", "  ", "\n", "\r\n", "\t", "\u00a0", "\u3000", "\x1c", "\x85", "'s", "'LL", "don't", " 12"])
+    | st.sampled_from([END_OF_TEXT, "<|endoftext", "नमस्ते", "👩‍👩‍👧‍👦", "Straße", "e\u0301", " the", "的中文", "x²"]),
+    max_size=30,
+).map("".join)
+
+
+@given(any_text)
+@settings(max_examples=400, deadline=None)
+def test_gpt2_equals_tiktoken_on_any_text(ours, theirs, text):
+    ids = ours.encode(text)
+    assert ids == theirs.encode(text, allowed_special="all")
+    assert ours.decode(ids) == text
+    assert ours.encode_documents([text]) == [theirs.encode_ordinary(text)]
+
+
+def test_gpt2_equals_tiktoken_on_real_text(ours, theirs, shared_data):
+    assert (ours.vocab_size, ours.eot_id) == (50_257, 50_256)
+    assert ours.encode("Hello world<|endoftext|>") == [15496, 995, 50256]
+    for path in (shared_data / "tinystories" / "valid.txt", shared_data / "openwebtext" / "valid.txt"):
+        text = path.read_text(encoding="utf-8")[:300_000]
+        expected = theirs.encode(text, allowed_special="all")
+        assert ours.encode(text) == expected
+        assert list(ours.encode_iterable(text.splitlines(keepends=True))) == expected
+
+
+@given(any_text)
+@settings(deadline=None)
+def test_bridge_both_ways(text):
+    encoding = BRIDGED.to_tiktoken()
+    # tiktoken does not promise the longest of overlapping special tokens; these do not overlap
+    assert encoding.encode(text, allowed_special="all") == BRIDGED.encode(text)
+    assert encoding.decode(BRIDGED.encode(text)) == text
+    back = Tokenizer.from_tiktoken(encoding)
+    assert (back.vocab, back.merges) == (BRIDGED.vocab, BRIDGED.merges)
+    assert sorted(back.special_tokens) == sorted(BRIDGED.special_tokens)
+
+
+def test_bridge_of_gpt2_and_its_files(ours, theirs, tmp_path):
+    assert Tokenizer.from_tiktoken(theirs).fingerprint == ours.fingerprint
+    encoding = ours.to_tiktoken()
+    assert encoding.n_vocab == 50_257
+    ours.save(tmp_path)
+    assert ranks_in(tmp_path) == encoding._mergeable_ranks == theirs._mergeable_ranks
+    assert Tokenizer.load(tmp_path).fingerprint == ours.fingerprint
+
+
+def test_special_tokens_first_still_bridge():
+    tokens = [BRIDGED.vocab[token_id] for token_id in sorted(BRIDGED.vocab)]
+    assert tokens[-2:] == [b"<|endoftext|>", b"<a b>"]
+    moved = Tokenizer(dict(enumerate(tokens[-2:] + tokens[:-2])), BRIDGED.merges, BRIDGED.special_tokens)
+    text = "the cat's café 語 <a b>"
+    assert moved.to_tiktoken().encode(text, allowed_special="all") == moved.encode(text)
+
+
+def test_encode_documents_reads_special_tokens_as_text():
+    documents = ["the cat<|endoftext|>", "", "語"]
+    encoded = BRIDGED.encode_documents(documents)
+    assert [BRIDGED.decode(ids) for ids in encoded] == documents
+    assert BRIDGED.eot_id not in encoded[0]
+    assert encoded[1] == []
+
+
+def test_what_one_of_the_two_cannot_express_is_refused():
+    merges = [(b"a", b"b"), (b"ab", b"c")]
+    unordered = Tokenizer(dict(enumerate([*BYTES, b"abc", b"ab"])), merges)
+    assert unordered.encode("abcab") == [256, 257]
+    two_ways = Tokenizer(dict(enumerate([*BYTES, b"ab", b"bc", b"abc"])), [*merges[:1], (b"b", b"c"), (b"a", b"bc")])
+    ranks = {token: rank for rank, token in enumerate(BYTES)}
+    other = tiktoken.Encoding("other", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={})
+    orphan = tiktoken.Encoding("x", pat_str=GPT2_PATTERN, mergeable_ranks=ranks | {b"abc": 256}, special_tokens={})
+    for call, sentence in (
+        (unordered.to_tiktoken, "order of the merges"),
+        (two_ways.to_tiktoken, "two ways"),
+        (lambda: two_ways.encode_documents(["abc"]), "two ways"),
+        (lambda: Tokenizer.from_tiktoken(other), "another pattern"),
+        (lambda: Tokenizer.from_tiktoken(orphan), "no merge"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            call()
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def test_save_and_load_keep_everything(tmp_path):
+    folder = tmp_path / "new" / "folder"
+    BRIDGED.save(folder)
+    loaded = Tokenizer.load(folder)
+    for name in ("vocab", "merges", "special_tokens", "fingerprint"):
+        assert getattr(loaded, name) == getattr(BRIDGED, name)
+    text = "the café<a b>語 é<|endoftext|>"
+    assert loaded.encode(text) == BRIDGED.encode(text)
+    (folder / "special_tokens.json").unlink()
+    assert Tokenizer.load(folder).special_tokens == [END_OF_TEXT]
+
+
+def test_fingerprint_is_the_same_in_every_process_and_changes_with_every_part():
+    code = "from test_tokenizer_bpe import small_tokenizer; print(small_tokenizer().fingerprint)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    assert done.stdout.strip() == BRIDGED.fingerprint
+    vocab, merges, special_tokens = BRIDGED.vocab, BRIDGED.merges, BRIDGED.special_tokens
+    others = [
+        Tokenizer(vocab | {0: vocab[1], 1: vocab[0]}, merges, special_tokens),
+        Tokenizer(vocab, merges[:-1], special_tokens),
+        Tokenizer(vocab, merges[::-1], special_tokens),
+        Tokenizer(vocab, merges, special_tokens[:-1]),
+    ]
+    assert len({other.fingerprint for other in [BRIDGED, *others]}) == 5
+    assert Tokenizer(vocab, merges, special_tokens[::-1]).fingerprint == BRIDGED.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("encoder", "merges", "message"),
+    [
+        (None, "", "no file"),
+        ("{", "", "JSON"),
+        ("[1]", "", "not a tokenizer vocabulary"),
+        ('{"a": "b"}', "", "not a tokenizer vocabulary"),
+        ('{"a b": 0}', "", "byte alphabet"),
+        ('{"a": 0, "b": 0}', "", "same id"),
+        ('{"a": 0}', None, "no file"),
+        ('{"a": 0}', b"\xff\xfe", "cannot be read"),
+        ('{"a": 0}', "#version: 0.2\na\n", "line 2"),
+        ('{"a": 0}', "a b\n", "Merge 0"),
+    ],
+)
+def test_bad_files_are_named(encoder, merges, message, tmp_path):
+    if encoder is not None:
+        (tmp_path / "encoder.json").write_text(encoder)
+    if merges is not None:
+        (tmp_path / "vocab.bpe").write_bytes(merges if isinstance(merges, bytes) else merges.encode())
+    with pytest.raises(UserError, match=message):
+        Tokenizer.from_files(tmp_path / "encoder.json", tmp_path / "vocab.bpe")
+
+
+def test_merges_file_without_header_and_with_hash_signs(tmp_path):
+    (tmp_path / "merges.txt").write_text("# #\r\nh i\r\n")
+    (tmp_path / "vocab.json").write_text(json.dumps({"#": 0, "##": 1, "h": 2, "i": 3, "hi": 4}))
+    tokenizer = Tokenizer.from_files(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    assert tokenizer.merges == [(b"#", b"#"), (b"h", b"i")]
+    assert tokenizer.encode("hi##") == [4, 1]
