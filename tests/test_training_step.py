@@ -175,5 +175,5 @@ def test_a_fused_workload_measures_nothing_else():
     cell = WorkloadConfig(
         model=replace(MODEL, norm="post"), batch_size=2, passes="train_step", ops="fused", device="cpu"
     )
-    with pytest.raises(UserError, match="does not cover norm=post; measure this cell with ops plain"):
+    with pytest.raises(UserError, match="does not cover norm=post; measure this case with ops plain"):
         Workload(cell)

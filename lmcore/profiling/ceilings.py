@@ -39,46 +39,35 @@ class Timer:
         self.cuda = device.type == "cuda"
         if self.cuda:
             self.buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-            self.flush_seconds = statistics.median(self._events(self.buffer.zero_, 0)[0] for _ in range(5))
+            self.flush_seconds = statistics.median(self._once(self.buffer.zero_, 0)[0] for _ in range(5))
 
     def __call__(self, function: Callable[[], Any]) -> tuple[float, float | None]:
         """Median (seconds, issue_seconds) of several calls after one to warm up; issue_seconds is None off CUDA."""
         function()
         self._synchronize()
-        seconds, issue = self._once(function, 1)
+        _, issue = self._once(function, int(self.cuda))
         flushes = math.ceil(1.5 * issue / self.flush_seconds) if self.cuda else 0
-        times: list[float] = []
-        issues: list[float] = []
-        began = default_timer()
-        while len(times) < LEAST or (len(times) < MOST and default_timer() - began < BUDGET[self.device.type]):
-            seconds, issue = self._once(function, flushes)
-            times.append(seconds)
-            issues.append(issue)
-        return statistics.median(times), statistics.median(issues) if self.cuda else None
+        taken, began = [], default_timer()
+        while len(taken) < LEAST or (len(taken) < MOST and default_timer() - began < BUDGET[self.device.type]):
+            taken.append(self._once(function, flushes))
+        seconds, issue = map(statistics.median, zip(*taken, strict=True))
+        return seconds, issue if self.cuda else None
 
     def _once(self, function: Callable[[], Any], flushes: int) -> tuple[float, float]:
-        if self.cuda:
-            return self._events(function, flushes)
-        self._synchronize()
-        began = default_timer()
-        function()
-        issued = default_timer()
-        self._synchronize()
-        return default_timer() - began, issued - began
-
-    def _events(self, function: Callable[[], Any], flushes: int) -> tuple[float, float]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._synchronize()
         for _ in range(flushes):
             self.buffer.zero_()
-        stream = torch.cuda.current_stream(self.device)
-        begin.record(stream)
+        if self.cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            stream = torch.cuda.current_stream(self.device)
+            begin.record(stream)
         began = default_timer()
         function()
         issued = default_timer() - began
-        end.record(stream)
+        if self.cuda:
+            end.record(stream)
         self._synchronize()
-        return begin.elapsed_time(end) / 1e3, issued
+        return (begin.elapsed_time(end) / 1e3 if self.cuda else default_timer() - began), issued
 
     def _synchronize(self) -> None:
         if self.cuda:

@@ -19,9 +19,9 @@ from lmcore.kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from lmcore.kernels.rmsnorm.reference import rmsnorm_plain
 from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.model import causal_mask
-from lmcore.profiling.cells import run_apart
 from lmcore.profiling.kernels.loss import plain_loss
 from lmcore.profiling.kernels.measuring import DTYPES
+from lmcore.profiling.runner import run_apart
 from lmcore.profiling.workload import WorkloadConfig
 
 TOLERANCES = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
