@@ -234,7 +234,7 @@ def components_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
             "device": result.get("device"),
         }
         rows += [head | row | _roofline(row, result["ceilings"]) for row in result["components"]]
-    return pd.DataFrame(rows, columns=COLUMNS)
+    return pd.DataFrame(rows, columns=list(dict.fromkeys([*COLUMNS, *(name for row in rows for name in row)])))
 
 
 def _roofline(row: Mapping[str, Any], roofs: Mapping[str, float]) -> dict[str, Any]:
@@ -257,4 +257,4 @@ COLUMNS = [
     "direction", "flops", "bytes", "seconds", "issue_seconds", "intensity", "flops_per_second", "bytes_per_second",
     "attainable", "roofline_share", "bound", "peak_flops_per_second", "peak_bytes_per_second",
 ]  # fmt: skip
-"""Of `components_table`, also where it has no row."""
+"""Of `components_table`, also where it has no row; what `Component.rows` measures besides follows."""
