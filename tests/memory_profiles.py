@@ -131,7 +131,7 @@ def inference(layers: int = 6, passing: int = 40_000_000, weights: int = 1_000_0
 
 
 def record(profile: dict | None, size: str = "large", context: int = 128, outcome: str = "complete", **changes) -> dict:
-    """The record of a cell as `run_cells` writes it."""
+    """The record of a cell as `run_cases` writes it."""
     config = workload_config(size, context, **changes)
     return {
         "cell": f"{size}-{context}-{config.precision}-{config.passes}" + "-sdpa" * (config.model.attention == "sdpa"),

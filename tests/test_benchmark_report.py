@@ -11,8 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from lmcore.config import MODEL_SIZES, to_dict
 from lmcore.profiling import timing
 from lmcore.profiling.components import components_table
-from lmcore.profiling.grids import component_cells, size_cells, warmup_cells
-from lmcore.profiling.workload import PHASES
+from lmcore.profiling.workload import PHASES, case_grid, workload_config
 from lmcore.workbook.report import tables
 from lmcore.workbook.report.benchmark import answers, figures, roofline, views, warmups
 from lmcore.workbook.report.benchmark.pace import launches_set_pace
@@ -68,7 +67,7 @@ def samples_table(records):
 
 
 def grid(sizes=("small", "2.7b"), contexts=(256,), precisions=("fp32",), seconds=1.0, lost=(), noise=0.001, **options):
-    cells = size_cells(sizes, contexts, precisions, warmup_steps=1, steps=4)
+    cells = case_grid(sizes, contexts, precisions, warmup_steps=1, steps=4)
     far = {"forward": 1, "forward_backward": 3, "train_step": 4}
     records = {}
     for name, config in cells.items():
@@ -194,7 +193,9 @@ def test_utilization_with_and_without_a_known_peak():
 
 
 def warm(first, second=1.0, passes="train_step", **options):
-    cells = warmup_cells(["small"], (0, 1, 2, 5), steps=6, passes=passes)
+    cells = {
+        f"small-256-warm{n}": workload_config("small", warmup_steps=n, steps=6, passes=passes) for n in (0, 1, 2, 5)
+    }
     wobble = [1.0, 1.01, 0.99, 1.0, 1.01, 0.99, 1.0, 1.01, 0.99, 1.0]
     return {
         name: record(name, config, [first, second, *wobble][: config.warmup_steps + 6], **options)
@@ -223,7 +224,7 @@ def test_warmups_that_do_not_matter_on_a_cpu():
     assert "the process touched new pages of memory 900 times in the first step, once in the second" in text
     assert "cuBLAS" not in text
     assert "CUDA context" not in text
-    lost = {name: record(name, config, None) for name, config in warmup_cells(["small"], (0,)).items()}
+    lost = {"small-256-warm0": record("small-256-warm0", workload_config("small", warmup_steps=0), None)}
     assert warmups.warmup_answer(timing_table(lost), samples_table(lost)).startswith("No cell was measured. Out of")
 
 
@@ -234,7 +235,7 @@ def test_where_a_series_settles():
 
 def parts(attention=2.0, ffn=1.0, gate=0.1, softmax=1.0, issue=None, device="CPU", size="small", precision="fp32"):
     """A table of components: FLOPs of 1 for attention and 2 for FFN, seconds as given."""
-    name, config = next(iter(component_cells([size], [256], [precision]).items()))
+    name, config = f"{size}-256-{precision}", workload_config(size, precision=precision)
     rows = [
         ("Q, K, V projections", "attention", "matmul", "forward", 1e12, 1e9, 0.5),
         ("scale, mask, softmax", "attention", "elementwise", "forward", 1e8, 1e8, softmax),

@@ -34,50 +34,50 @@ def rows_of(result, direction="forward"):
 
 
 def test_matrix_products_are_those_of_the_accounting(result):
-    rows = rows_of(result)
+    rows, both = rows_of(result), rows_of(result, "forward + backward")
     products = [row for row in rows.values() if row["kind"] == "matmul"]
     assert sum(row["flops"] * row["count"] for row in products) == accounting.forward_flops(MODEL, 2)
     attention = ("Q, K, V projections", "scores", "weighted sum", "output projection")
     assert rows["attention"]["flops"] == sum(rows[name]["flops"] for name in attention)
     assert rows["feed-forward network"]["flops"] == rows["W1 and W3"]["flops"] + rows["W2"]["flops"]
-    for name, row in rows_of(result, "forward + backward").items():
-        assert row["flops"] == 3 * rows[name]["flops"]
-    assert set(rows_of(result, "forward + backward")) == {"attention", "feed-forward network"}
+    assert {name: row["flops"] for name, row in both.items()} == {
+        name: 3 * rows[name]["flops"] for name in ("attention", "feed-forward network")
+    }
 
 
-def test_bytes_by_hand(result):
-    rows = rows_of(result)
-    stream, hidden, scores = 2 * 16 * 32, 2 * 16 * 64, 2 * 2 * 16 * 16
-    assert rows["RMSNorm"]["bytes"] == 4 * (2 * stream + 32)
-    assert rows["residual sum"]["bytes"] == 4 * 3 * stream
-    assert rows["Q, K, V projections"]["bytes"] == 4 * (stream + 3 * 32 * 32 + 3 * stream)
-    assert rows["scores"]["bytes"] == 4 * (2 * stream + scores)
-    assert rows["scale, mask, softmax"]["bytes"] == 4 * 2 * scores + 16 * 16
-    assert rows["SiLU and gate"]["bytes"] == 4 * 3 * hidden
-    assert rows["attention"]["bytes"] == 4 * (2 * stream + 4 * 32 * 32)
-    both = rows_of(result, "forward + backward")["attention"]
-    assert both["bytes"] == 4 * (3 * (stream + 4 * 32 * 32) + 2 * stream)
-    assert rows["cross-entropy"]["bytes"] == 4 * 2 * 16 * 96 + 8 * 2 * 16 + 4
-    block = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
-    update = rows_of(result, "update")["AdamW"]
-    assert (update["bytes"], update["flops"]) == (4 * 7 * block, 14 * block)
+STREAM, HIDDEN, SCORES, BLOCK = 2 * 16 * 32, 2 * 16 * 64, 2 * 2 * 16 * 16, 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
+"""Elements of the residual stream, of the hidden layer, of the scores, and weights of a block."""
+
+BYTES = {
+    ("RMSNorm", "forward"): 4 * (2 * STREAM + 32),
+    ("residual sum", "forward"): 4 * 3 * STREAM,
+    ("Q, K, V projections", "forward"): 4 * (STREAM + 3 * 32 * 32 + 3 * STREAM),
+    ("scores", "forward"): 4 * (2 * STREAM + SCORES),
+    ("scale, mask, softmax", "forward"): 4 * 2 * SCORES + 16 * 16,
+    ("SiLU and gate", "forward"): 4 * 3 * HIDDEN,
+    ("attention", "forward"): 4 * (2 * STREAM + 4 * 32 * 32),
+    ("attention", "forward + backward"): 4 * (3 * (STREAM + 4 * 32 * 32) + 2 * STREAM),
+    ("cross-entropy", "forward"): 4 * 2 * 16 * 96 + 8 * 2 * 16 + 4,
+    ("AdamW", "update"): 4 * 7 * BLOCK,
+}
+FLOPS = {"RMSNorm": 4 * STREAM, "RoPE": 3 * 2 * STREAM, "scale, mask, softmax": 7 * SCORES, "AdamW": 14 * BLOCK}
+COUNTS = {"RMSNorm": 7, "residual sum": 6, "output layer": 1}
 
 
-def test_elementwise_flops_and_counts(result):
-    rows = rows_of(result)
-    assert rows["RMSNorm"]["flops"] == 4 * 2 * 16 * 32
-    assert rows["RoPE"]["flops"] == 3 * 2 * (2 * 16 * 32)
-    assert rows["scale, mask, softmax"]["flops"] == 7 * 2 * 2 * 16 * 16
-    assert (rows["RMSNorm"]["count"], rows["residual sum"]["count"], rows["output layer"]["count"]) == (7, 6, 1)
-    assert all(row["seconds"] > 0 and row["issue_seconds"] is None for row in result["components"])
+def test_bytes_elementwise_flops_and_counts_by_hand(result):
+    rows = {(row["component"], row["direction"]): row for row in result["components"]}
+    assert {key: rows[key]["bytes"] for key in BYTES} == BYTES
+    once = {name: row for (name, direction), row in rows.items() if direction != "forward + backward"}
+    assert {name: once[name]["flops"] for name in FLOPS} == FLOPS
+    assert {name: once[name]["count"] for name in COUNTS} == COUNTS
+    assert all(row["seconds"] > 0 and row["issue_seconds"] is None for row in rows.values())
 
 
 def test_half_precision_halves_activations_but_not_weights(tmp_path):
     config = WorkloadConfig(model=MODEL, batch_size=2, device="cpu", precision="bf16")
     rows = rows_of(measure_components(config, tmp_path))
-    stream = 2 * 16 * 32
-    assert rows["Q, K, V projections"]["bytes"] == 4 * stream + 4 * 3 * 32 * 32 + 2 * 3 * stream
-    assert rows["scores"]["bytes"] == 2 * (2 * stream + 2 * 2 * 16 * 16)
+    assert rows["Q, K, V projections"]["bytes"] == 4 * STREAM + 4 * 3 * 32 * 32 + 2 * 3 * STREAM
+    assert rows["scores"]["bytes"] == 2 * (2 * STREAM + SCORES)
 
 
 def test_without_norm_rope_and_gate(tmp_path):

@@ -22,7 +22,7 @@ def checkpoint(out: Path, step: int, run: str = "runs/base") -> None:
 
 
 def cell(out: Path, name: str, outcome: str) -> None:
-    """A record as `lmcore.profiling.cells` writes it: in this order."""
+    """A record as `lmcore.profiling.runner` writes it: in this order."""
     path = out / "runs" / "benchmark" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
@@ -59,13 +59,13 @@ def test_progress_is_what_is_saved(tmp_path):
 def test_the_record_of_a_measured_cell_is_recognised(tmp_path):
     """Held against the function that writes it."""
     from lmcore.config import model_config
-    from lmcore.profiling.cells import run_cells
+    from lmcore.profiling.runner import run_cases
     from lmcore.profiling.timing import measure
     from lmcore.profiling.workload import WorkloadConfig
 
     model = model_config("smoke", vocab_size=16, context_length=8)
     config = WorkloadConfig(model=model, batch_size=1, device="cpu", warmup_steps=1, steps=1)
-    run_cells(measure, {"tiny": config}, tmp_path / "cells")
+    run_cases(measure, {"tiny": config}, tmp_path / "cells")
     assert progress(tmp_path) == {"cells/tiny.json": 1}
 
 

@@ -16,7 +16,6 @@ from lmcore import cli, stopping
 from lmcore.accounting import least_step_bytes, num_parameters
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace, to_dict
 from lmcore.errors import EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY
-from lmcore.profiling.cells import perform
 from lmcore.profiling.timing import measure
 from lmcore.profiling.workload import workload_config
 from lmcore.run import RunFolder
@@ -302,19 +301,18 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_built(tmp_path, config,
         ("train_step", "A training step needs at least"),
     ],
 )
-def test_a_cell_that_cannot_fit_is_refused_before_it_is_built(tmp_path, monkeypatch, passes, words):
+def test_a_case_that_cannot_fit_is_refused_before_it_is_built(tmp_path, monkeypatch, passes, words):
     def built(*_, **__):
         raise AssertionError("the model is built")
 
     monkeypatch.setattr("lmcore.profiling.workload.TransformerLM", built)
     config = workload_config("smoke", 8, vocab_size=32, device="cpu", passes=passes, num_layers=10**9)
-    found = perform(measure, config, tmp_path)
-    assert found["outcome"] == "out of memory"
-    assert found["reason"].startswith(words)
+    with pytest.raises(MemoryError, match=words):
+        measure(config, tmp_path)
 
 
 @pytest.mark.parametrize(("number", "code"), [(TERM, 143), (INT, 130), (signal.SIGKILL, -signal.SIGKILL)])
-def test_no_cell_goes_on_without_its_command(ended, tmp_path, number, code):
+def test_no_case_goes_on_without_its_command(ended, tmp_path, number, code):
     sizes = (f"--model.{key.replace('_', '-')}={value}" for key, value in SIZES.items())
     options = ("--model.num-layers=100000", *sizes, "--device", "cpu", "--out", str(tmp_path))
     process = started("-m", "lmcore", "benchmark", *options)

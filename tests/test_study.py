@@ -5,19 +5,9 @@ import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from lmcore.config import ModelConfig, from_dict
+from lmcore.config import from_dict
 from lmcore.errors import UserError
-from lmcore.profiling.study import (
-    OPTIMIZATIONS,
-    CheckpointingCheck,
-    StudyConfig,
-    batch_cells,
-    cell_name,
-    check_checkpointing,
-    context_cells,
-    optimization_cells,
-    study_cells,
-)
+from lmcore.profiling.study import OPTIMIZATIONS, StudyConfig
 from lmcore.profiling.workload import Workload
 from lmcore.workbook.report.benchmark import optimizations as levers
 from lmcore.workbook.report.benchmark import study as answers
@@ -31,23 +21,35 @@ SMALL = StudyConfig(
 )  # fmt: skip
 
 
-def test_the_reports_setting_is_the_default():
-    study = StudyConfig()
-    model = next(iter(study_cells(study).values())).model
+def batch_cells(s: StudyConfig) -> dict:
+    """The cases of notebook 04 by batch size and precision; those by context and by optimization follow."""
+    return s.grid((s.batch_context, size, kind, {}) for kind in s.precisions for size in s.batch_sizes)
+
+
+def context_cells(s: StudyConfig) -> dict:
+    return s.grid((context, s.context_batch, s.mixed_precision, {}) for context in s.contexts)
+
+
+def optimization_cells(s: StudyConfig) -> dict:
+    place = s.optimization_context, s.optimization_batch, s.mixed_precision
+    return s.grid((*place, switches) for switches in OPTIMIZATIONS.values())
+
+
+def study_cells(s: StudyConfig) -> dict:
+    return batch_cells(s) | context_cells(s) | optimization_cells(s)
+
+
+def test_the_reports_setting_is_the_default_and_names_tell_cases_apart():
+    cases = study_cells(StudyConfig())
+    assert len(cases) == 18 + 4 + 4 - 1  # batch 8 at context 512 serves two questions
+    assert len({repr(dataclasses.asdict(config)) for config in cases.values()}) == len(cases)
+    assert {config.passes for config in cases.values()} == {"train_step"}
+    model = cases["study_b16_c1024_fp16"].model
     assert (model.num_layers, model.num_heads, model.vocab_size, model.position) == (12, 12, 50_257, "sinusoidal")
-    assert len(batch_cells(study)) == 18
-    assert [c.model.context_length for c in context_cells(study).values()] == [128, 256, 512, 1024]
-    assert {c.batch_size for c in context_cells(study).values()} == {8}
-    optimizations = optimization_cells(study).values()
-    assert {(c.batch_size, c.model.context_length, c.precision) for c in optimizations} == {(16, 1024, "fp16")}
-    assert {c.passes for c in study_cells(study).values()} == {"train_step"}
-    assert len(study_cells(study)) == 18 + 4 + 4 - 1  # batch 8 at context 512 serves two questions
-
-
-def test_names_tell_cells_apart():
-    cells = study_cells(StudyConfig())
-    assert all(cell_name(config) == name for name, config in cells.items())
-    assert len({repr(dataclasses.asdict(config)) for config in cells.values()}) == len(cells)
+    assert list(optimization_cells(SMALL).values()) == [
+        dataclasses.replace(batch_cells(SMALL)["study_b2_c16_bf16"], model=SMALL.model(16, **switches))
+        for switches in OPTIMIZATIONS.values()
+    ]
     assert list(optimization_cells(SMALL))[1:] == [
         "study_b2_c16_bf16_checkpoint1", "study_b2_c16_bf16_sdpa", "study_b2_c16_bf16_checkpoint1_sdpa"
     ]  # fmt: skip
@@ -69,36 +71,28 @@ def test_a_study_that_makes_no_sense(changes, words):
 
 
 @pytest.mark.parametrize("name", list(study_cells(SMALL)))
-def test_every_cell_of_a_small_study_runs(name):
+def test_every_case_of_a_small_study_runs(name):
     assert np.isfinite(Workload(study_cells(SMALL)[name]).step().item())
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_checkpointing_changes_no_bit(every):
-    config = ModelConfig(vocab_size=32, context_length=16, d_model=16, num_layers=3, num_heads=2, d_ff=32, dropout=0.1)
-    check = check_checkpointing(config, every)
-    assert check.identical
-    assert check.gradients == 3 * 9 + 3
-    assert check.forward_calls == 2 * check.num_layers
-    text = levers.checkpointing_answer(check)
+def test_what_checkpointing_changed():
+    same = levers.CheckpointingCheck(1, same_loss=True, same_gradients=30, gradients=30, forward_calls=6, num_layers=3)
+    text = levers.checkpointing_answer(same)
     assert text.startswith("Loss and all 30 gradients are bitwise the same")
     assert "although 3 of 3 blocks ran their forward pass a second time" in text
-
-
-def test_checkpointing_that_differs_or_does_nothing():
-    check = CheckpointingCheck(1, same_loss=True, same_gradients=8, gradients=9, forward_calls=4, num_layers=2)
+    check = levers.CheckpointingCheck(1, same_loss=True, same_gradients=8, gradients=9, forward_calls=4, num_layers=2)
     assert not check.identical
     assert "the loss is the same, and **only 8 of 9** gradients" in levers.checkpointing_answer(check)
     idle = dataclasses.replace(check, same_gradients=9, forward_calls=2)
     assert "no block was computed a second time" in levers.checkpointing_answer(idle)
 
 
-def row(config, **changes) -> dict:
+def row(name, config, **changes) -> dict:
     """A row of a timing table, with made-up numbers."""
     model, half = config.model, config.precision != "fp32"
     batch, context = config.batch_size, model.context_length
     return {
-        "cell": cell_name(config), "num_layers": model.num_layers, "num_heads": model.num_heads,
+        "cell": name, "num_layers": model.num_layers, "num_heads": model.num_heads,
         "context_length": context, "batch_size": batch, "precision": config.precision, "attention": model.attention,
         "checkpoint_every": model.checkpoint_every, "outcome": "complete", "device": "Chip A",
         "tokens_per_second": (150e3 if half else 50e3) * batch / (batch + 2),
@@ -107,7 +101,7 @@ def row(config, **changes) -> dict:
 
 
 def table(cells, **changes) -> pd.DataFrame:
-    return pd.DataFrame([row(config, **changes) for config in cells.values()])
+    return pd.DataFrame([row(*case, **changes) for case in cells.items()])
 
 
 NOT_FITTED = {"outcome": "out of memory", "tokens_per_second": None, "peak_memory_bytes": None}

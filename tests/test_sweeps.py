@@ -10,7 +10,7 @@ from lmcore.cli import main
 from lmcore.config import TrainConfig, replace
 from lmcore.errors import UserError
 from lmcore.files import read_json
-from lmcore.profiling.options import BenchmarkConfig, benchmark_cells
+from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
 from lmcore.recipes import batch_size_runs, learning_rate_runs, recipe
 from lmcore.run import RunFolder
 from lmcore.workbook.jobs.sweep_definition import measured_cells, train_cells, write_definition
@@ -74,7 +74,7 @@ def test_benchmarks_are_the_cells_of_the_benchmark_command(tmp_path):
         size=("smoke",), device="cpu", warmup_steps=0, steps=1, passes=("forward",), batch_size=1,
         context_length=(8, 16), precision=("fp32", "bf16"),
     )  # fmt: skip
-    assert measured_cells(definition) == benchmark_cells(options)
+    assert measured_cells(definition) == benchmark_cases(options)
     other = loaded(tmp_path, BENCHMARK | {"vary": {"model.dropout": [0.0, 0.1]}})
     assert [name.partition("-b1-")[2] for name in cell_names(other)] == ["dropout_0", "dropout_0.1"]
     both = loaded(tmp_path, BENCHMARK | {"vary": {"ops": ["plain", "fused"]}})
@@ -307,7 +307,7 @@ def test_damaged_runs_are_rows_and_are_mended(tmp_path, training):
 # Benchmarks
 
 
-def test_benchmark_cells_by_number_and_their_table(tmp_path, capsys):
+def test_benchmark_cases_by_number_and_their_table(tmp_path, capsys):
     definition, out = loaded(tmp_path, BENCHMARK), tmp_path / "out"
     names = cell_names(definition)
     assert run_definition(definition, out, task=1) == 0

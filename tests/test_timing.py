@@ -1,4 +1,4 @@
-"""Timing: statistics, tables with rows that were not measured, both clocks, cells of the handouts."""
+"""Timing: statistics, tables with rows that were not measured, both clocks."""
 
 import json
 import math
@@ -10,10 +10,7 @@ import torch
 
 from lmcore import accounting
 from lmcore.config import ModelConfig, replace, to_dict
-from lmcore.errors import UserError
 from lmcore.profiling import timing
-from lmcore.profiling.cells import run_cells
-from lmcore.profiling.grids import component_cells, grid_cells, size_cells, warmup_cells
 from lmcore.profiling.workload import PHASES, WorkloadConfig, workload_config
 
 MODEL = ModelConfig(vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2, d_ff=64)
@@ -97,19 +94,29 @@ def test_flops_of_a_step():
 
 
 @pytest.mark.parametrize(
-    ("passes", "phases"),
-    [("forward", PHASES[:1]), ("forward_backward", PHASES[:3]), ("train_step", PHASES)],
+    ("passes", "phases", "warmups"),
+    [("forward", PHASES[:1], 0), ("forward_backward", PHASES[:3], 1), ("train_step", PHASES, 1)],
 )
-def test_measure_on_the_cpu(passes, phases, tmp_path):
-    config = WorkloadConfig(model=MODEL, passes=passes, warmup_steps=1, steps=2, device="cpu")
+def test_measure_on_the_cpu(passes, phases, warmups, tmp_path):
+    config = WorkloadConfig(model=MODEL, passes=passes, warmup_steps=warmups, steps=2, device="cpu")
     result = timing.measure(config, tmp_path)
-    assert [step["warmup"] for step in result["samples"]] == [True, False, False]
+    assert [step["warmup"] for step in result["samples"]] == [True] * warmups + [False, False]
     for step in result["samples"]:
         assert step["cuda"] is None
         assert {name for name in PHASES if step[name] is not None} == set(phases)
         assert 0 < sum(step[name] for name in phases) <= step["wall"]
     assert result["peak_memory_bytes"] is None
     json.dumps(result)
+
+
+def test_a_new_measurement_is_a_column_where_it_is_measured_alone():
+    """Records that have it fill the column, older ones leave it empty."""
+    config = WorkloadConfig(model=MODEL)
+    new = record(config, [sample(1.0) | {"energy": 5.0}])
+    new["result"]["clock_rate"] = 7
+    records = {"old": record(config, [sample(1.0)]), "new": new}
+    assert timing.timing_table(records)["clock_rate"].tolist() == [None, 7]
+    assert timing.samples_table(records)["energy"].dropna().tolist() == [5.0]
 
 
 def test_the_clock_runs_until_the_device_has_done_the_step(tmp_path, monkeypatch):
@@ -127,11 +134,6 @@ def test_the_clock_runs_until_the_device_has_done_the_step(tmp_path, monkeypatch
     monkeypatch.setattr(timing.Workload, "step", step)
     result = timing.measure(WorkloadConfig(model=MODEL, warmup_steps=1, steps=2, device="cpu"), tmp_path)
     assert [sample["wall"] for sample in result["samples"]] == [101.0] * 3
-
-
-def test_the_first_step_is_seen_without_warmup(tmp_path):
-    result = timing.measure(WorkloadConfig(model=MODEL, warmup_steps=0, steps=2, device="cpu"), tmp_path)
-    assert [step["warmup"] for step in result["samples"]] == [False, False]
 
 
 def test_compilation_is_no_measurement(tmp_path, monkeypatch):
@@ -154,33 +156,6 @@ def test_compilation_is_no_measurement(tmp_path, monkeypatch):
     assert max(step["wall"] for step in steps if not step["warmup"]) < 1000
 
 
-def test_cells_in_processes_and_again(tmp_path):
-    cells = {"one": WorkloadConfig(model=MODEL, warmup_steps=0, steps=2, device="cpu")}
-    first = run_cells(timing.measure, cells, tmp_path)
-    second = run_cells(timing.measure, cells, tmp_path)
-    assert first["one"]["outcome"] == "complete"
-    assert second["one"]["result"] == first["one"]["result"]  # times never repeat: it was not measured again
-    assert timing.timing_table(second)["wall_median"].iloc[0] > 0
-
-
-def test_names_and_configs_of_grids():
-    cells = size_cells(["smoke", "2.7b"], [64, 128], ["bf16"], ["forward"], batch_size=2, attention="sdpa")
-    assert list(cells) == [
-        "smoke-64-bf16-forward", "2.7b-64-bf16-forward", "smoke-128-bf16-forward", "2.7b-128-bf16-forward"
-    ]  # fmt: skip
-    config = cells["2.7b-128-bf16-forward"]
-    assert (config.batch_size, config.model.attention, config.model.context_length) == (2, "sdpa", 128)
-    assert (config.model.d_model, config.precision, config.passes, config.size) == (2560, "bf16", "forward", "2.7b")
-    assert [cell.warmup_steps for cell in warmup_cells(["smoke"]).values()] == [0, 1, 2, 5]
-    assert list(component_cells(["smoke"], [32], ["fp32", "fp16"])) == ["smoke-32-fp32", "smoke-32-fp16"]
-    joined = cells | size_cells(["smoke"], [64], ["bf16", "fp32"], ["forward"], batch_size=2, attention="sdpa")
-    assert len(joined) == 5
-    with pytest.raises(UserError, match="no model size 'huge'"):
-        size_cells(["huge"], [64])
-    with pytest.raises(UserError, match="context_length"):
-        size_cells(["smoke"], [0])
-
-
 @pytest.mark.gpu
 def test_both_clocks_agree_on_a_gpu(tmp_path):
     config = workload_config("small", 256, passes="train_step", warmup_steps=3, steps=5, device="cuda")
@@ -192,13 +167,3 @@ def test_both_clocks_agree_on_a_gpu(tmp_path):
     assert (phases <= measured["cuda"] * 1.001).all()
     assert phases.median() > 0.9 * measured["cuda"].median()
     assert result["peak_memory_bytes"] > 16 * accounting.num_parameters(config.model)
-
-
-def test_a_grid_can_have_other_passes_in_each_precision():
-    cells = grid_cells(["smoke"], [8, 16], {"fp32": ["forward", "train_step"], "tf32": ["train_step"]}, steps=2)
-    assert set(cells) == {
-        f"smoke-{context}-{rest}"
-        for context in (8, 16)
-        for rest in ("fp32-forward", "fp32-train_step", "tf32-train_step")
-    }
-    assert {cell.steps for cell in cells.values()} == {2}

@@ -626,5 +626,5 @@ def test_a_fused_workload_has_the_plain_loss_and_measures_nothing_else(covered, 
     cell = WorkloadConfig(model=covered.model, batch_size=2, passes=passes, device="cpu")
     plain = Workload(replace(cell, passes="forward_backward")).step()
     assert Workload(replace(cell, ops="fused")).step() == pytest.approx(plain.item(), rel=1e-5)
-    with pytest.raises(UserError, match="does not cover norm=post; measure this cell with ops plain"):
+    with pytest.raises(UserError, match="does not cover norm=post; measure this case with ops plain"):
         Workload(replace(cell, ops="fused", passes="train_step", model__norm="post"))

@@ -11,7 +11,7 @@ from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.profiling.memory.profile import peak_memory
-from lmcore.profiling.workload import Workload, WorkloadConfig, workload_config
+from lmcore.profiling.workload import Workload, WorkloadConfig, case_grid, workload_config
 
 SMALL = workload_config("smoke", context_length=16, vocab_size=50, batch_size=2, device="cpu", num_layers=3)
 
@@ -24,34 +24,27 @@ def recorded(workload):
         names.append(name)
         yield
 
-    result = workload.step(span)
-    return names, result
+    return workload.step(span), names
 
 
 def test_passes_run_their_parts_in_order():
-    names, logits = recorded(Workload(SMALL))
+    logits, names = recorded(Workload(SMALL))
     assert names == ["forward"]
     assert logits.shape == (2, 16, 50)
     assert not logits.requires_grad
     workload = Workload(replace(SMALL, passes="forward_backward"))
     before = [p.detach().clone() for p in workload.model.parameters()]
-    names, loss = recorded(workload)
+    loss, names = recorded(workload)
     assert names == ["forward", "loss", "backward"]
     assert loss.shape == ()
     assert all(torch.equal(a, b) for a, b in zip(before, workload.model.parameters(), strict=True))
-    assert all(p.grad is not None for p in workload.model.parameters())
+    first = [p.grad.clone() for p in workload.model.parameters()]
+    workload.step()  # gradients do not pile up
+    assert all(torch.equal(a, p.grad) for a, p in zip(first, workload.model.parameters(), strict=True))
     workload = Workload(replace(SMALL, passes="train_step"))
     losses = [workload.step().item() for _ in range(5)]
-    assert recorded(workload)[0] == ["forward", "loss", "backward", "optimizer"]
+    assert recorded(workload)[1] == ["forward", "loss", "backward", "optimizer"]
     assert losses[-1] < losses[0]
-
-
-def test_gradients_do_not_pile_up():
-    workload = Workload(replace(SMALL, passes="forward_backward"))
-    workload.step()
-    first = [p.grad.clone() for p in workload.model.parameters()]
-    workload.step()
-    assert all(torch.equal(a, p.grad) for a, p in zip(first, workload.model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
@@ -63,35 +56,27 @@ def test_precisions(precision):
     assert all(p.dtype == torch.float32 for p in workload.model.parameters())
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 7])
-@pytest.mark.parametrize("switches", [{}, {"dropout": 0.2, "norm": "post", "position": "sinusoidal"}])
-def test_gradient_checkpointing_changes_no_number(every, switches):
-    config = replace(SMALL.model, **switches)
-    found = []
-    for model_config in (config, replace(config, checkpoint_every=every)):
-        torch.manual_seed(0)
-        model = TransformerLM(model_config)
-        tokens = torch.randint(50, (2, 16))
+def trained(config):
+    """Loss and gradients of a pass, and the bytes that it saved for backward."""
+    torch.manual_seed(0)
+    model, sizes = TransformerLM(config), []
+    tokens = torch.randint(50, (2, 16))
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: sizes.append(x.untyped_storage().nbytes()) or x, lambda x: x
+    ):
         loss = cross_entropy(model(tokens), tokens)
-        loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())], sum(sizes)
 
 
-def test_gradient_checkpointing_keeps_less():
-    kept = []
-    for every in (None, 3, 1):
-        model, sizes = TransformerLM(replace(SMALL.model, checkpoint_every=every)), []
-
-        def pack(tensor, sizes=sizes):
-            sizes.append(tensor.untyped_storage().nbytes())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(torch.zeros(2, 16, dtype=torch.long))
-        kept.append(sum(sizes))
-    assert kept[2] < kept[0] / 3
-    assert kept[1] < kept[0] / 3
+@pytest.mark.parametrize("switches", [{}, {"dropout": 0.2, "norm": "post", "position": "sinusoidal"}])
+def test_gradient_checkpointing_changes_no_number_and_saves_less(switches):
+    config = replace(SMALL.model, **switches)
+    numbers, saved = trained(config)
+    for every in (1, 2, 3, 7):
+        again, less = trained(replace(config, checkpoint_every=every))
+        assert all(torch.equal(a, b) for a, b in zip(numbers, again, strict=True))
+        assert less < saved / 2
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "flash"])
@@ -147,11 +132,22 @@ def test_named_sizes_of_the_handouts():
     assert config.tokens_per_step == 2048
 
 
+def test_names_and_cases_of_a_grid():
+    cases = case_grid(["smoke", "2.7b"], [64, 128], ["bf16"], ["forward"], batch_size=2, attention="sdpa")
+    names = [f"{size}-{context}-bf16-forward" for context in (64, 128) for size in ("smoke", "2.7b")]
+    assert list(cases) == names
+    expected = {"batch_size": 2, "attention": "sdpa", "precision": "bf16", "passes": "forward"}
+    assert cases[names[-1]] == workload_config("2.7b", 128, **expected)
+    joined = cases | case_grid(["smoke"], [64], ["bf16", "fp32"], ["forward"], batch_size=2, attention="sdpa")
+    assert len(joined) == 5
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: workload_config("huge"), "no model size 'huge'"),
         (lambda: workload_config("small", depth=3), "no field depth"),
+        (lambda: case_grid(["smoke"], [0]), "context_length"),
         (lambda: WorkloadConfig(steps=0), "steps must be a positive"),
         (lambda: WorkloadConfig(warmup_steps=-1), "warmup_steps must be"),
         (lambda: WorkloadConfig(passes="sideways"), "passes must be one of forward, forward_backward, train_step"),

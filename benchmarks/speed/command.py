@@ -10,7 +10,7 @@ from typing import Any
 from lmcore.device import select_device
 from lmcore.errors import require
 from lmcore.files import read_json, write_json
-from lmcore.profiling.cells import run_apart
+from lmcore.profiling.runner import run_apart
 from lmcore.provenance import environment
 from lmcore.workbook.report.kernels.speed import is_row
 

@@ -9,7 +9,7 @@ import tyro
 
 from lmcore.config import ModelConfig, require_choices
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
-from lmcore.profiling.options import BenchmarkConfig, benchmark_cells, check_device
+from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
 from lmcore.stopping import stoppable
 
 
@@ -75,12 +75,12 @@ def read(snapshot: Path) -> dict[str, Any]:
 
 def record(settings: MemoryConfig, out: Path, keep_snapshot: bool, top: int) -> int:
     """Records all cells, prints each and draws its timeline; returns the exit code."""
-    from lmcore.profiling.cells import run_apart, run_cells
     from lmcore.profiling.memory.profile import profile_memory, profile_memory_without_snapshot
+    from lmcore.profiling.runner import run_cases
     from lmcore.workbook.report.memory.timeline_html import write_timeline
 
     s = settings
-    cells = benchmark_cells(
+    cases = benchmark_cases(
         BenchmarkConfig(
             size=s.size, context_length=s.context_length, precision=s.precision, passes=s.passes,
             batch_size=s.batch_size, warmup_steps=s.warmup_steps, steps=1, device=s.device, model=s.model,
@@ -88,10 +88,7 @@ def record(settings: MemoryConfig, out: Path, keep_snapshot: bool, top: int) -> 
     )  # fmt: skip
     task = profile_memory if keep_snapshot else profile_memory_without_snapshot
     with stoppable():
-        # in a process of its own: this one is not to hold a GPU while cells are measured
-        outcome, reason = run_apart(check_device, (s.device, s.precision), None)
-        require(outcome == "complete", str(reason))
-        records = run_cells(task, cells, out / "cells", title="memory")
+        records = run_cases(task, cases, out / "cells", title="memory")
     for name, found in records.items():
         if found["outcome"] == "complete":
             page = write_timeline(found["result"], out / f"{name}.html", name)

@@ -10,7 +10,7 @@ import tyro
 
 from lmcore.config import ModelConfig, require_choices
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
-from lmcore.profiling.options import BenchmarkConfig, benchmark_cells, check_device
+from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
 from lmcore.stopping import stoppable
 
 if TYPE_CHECKING:  # pandas and PyTorch are imported when the command runs
@@ -118,11 +118,11 @@ def report_lines(trace: "Trace", range: str | None, scope: Literal["process", "t
 
 def record(settings: NsysConfig, out: Path, top: int) -> int:
     """Profiles all cells and prints each; returns the exit code."""
-    from lmcore.profiling.cells import run_apart, run_cells
     from lmcore.profiling.nsys.profile import profile_workload
+    from lmcore.profiling.runner import run_cases
 
     s = settings
-    cells = benchmark_cells(
+    cases = benchmark_cases(
         BenchmarkConfig(
             size=s.size, context_length=s.context_length, precision=s.precision, passes=(s.passes,),
             batch_size=s.batch_size, warmup_steps=s.warmup_steps, steps=s.steps, compile=s.compile,
@@ -130,10 +130,7 @@ def record(settings: NsysConfig, out: Path, top: int) -> int:
         )
     )  # fmt: skip
     with stoppable():
-        # in a process of its own: this one is not to hold a GPU while cells are measured
-        outcome, reason = run_apart(check_device, (s.device, s.precision), None)
-        require(outcome == "complete", str(reason))
-        records = run_cells(profile_workload, cells, out / "cells", title="nsys")
+        records = run_cases(profile_workload, cases, out / "cells", title="nsys")
     for name, found in records.items():
         print("", name, *profile_lines(found, top), sep="\n")
     outcomes = {found["outcome"] for found in records.values()}

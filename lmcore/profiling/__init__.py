@@ -1,4 +1,4 @@
-"""What a model costs, measured: time, kernels and memory, each cell in a process of its own."""
+"""What a model costs, measured: time, kernels and memory, each benchmark case in a process of its own."""
 
 import os
 

@@ -8,8 +8,9 @@ are not in them: that they are moved all the same is what a component loses agai
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from lmcore import accounting
-from lmcore.config import ModelConfig
 from lmcore.device import autocast, device_name, select_device, set_matmul_precision
 from lmcore.functional import at_least_float32, cross_entropy, silu, softmax
 from lmcore.model import Linear, RMSNorm, RotaryPositionalEmbedding, SwiGLU, TransformerBlock, causal_mask
@@ -28,13 +28,13 @@ from lmcore.profiling.workload import WorkloadConfig
 
 ELEMENTWISE_FLOPS = {
     "RMSNorm": 4,  # of an element: square, sum, division by the root, gain
-    "RoPE": 3,  # of an element: four products and two sums for a pair
+    "RoPE": 6,  # of an element of queries and one of keys: four products and two sums for each pair of them
     "scale, mask, softmax": 7,  # of a score: scale, mask, maximum, difference, exponential, sum, division
     "SiLU and gate": 6,  # of a hidden value: sign, exponential, sum, division, product; product with the gate
     "residual sum": 1,
     "cross-entropy": 4,  # of a logit: maximum, difference, exponential, sum
 }
-"""Operations for each element of the component's (first) input."""
+"""Operations for each element of the component's first input."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,53 @@ class Component:
 
     name: str
     part_of: Literal["attention", "ffn", "block", "model"]
-    kind: Literal["matmul", "elementwise", "whole"]
-    count: int
-    """How often a step of the whole model runs it."""
-    flops: int
     run: Callable[..., Any]
     inputs: tuple[Tensor, ...]
     weights: tuple[Tensor, ...] = ()
+    flops: int | None = None
+    """None: elementwise work, by `ELEMENTWISE_FLOPS`."""
+    count: int | None = None
+    """How often a step of the whole model runs it; None: once in each block."""
+    kind: Literal["matmul", "elementwise", "whole"] = "matmul"
+    """Of what has `flops`; a whole is also timed with its backward pass."""
     direction: str = "forward"
-    grad: bool = False
-    """Whether it is also timed with its backward pass."""
+
+    def rows(self, timer: Timer, config: WorkloadConfig) -> Iterator[dict[str, Any]]:
+        """What was measured of the forward pass and, of a whole, of forward and backward pass together."""
+        count = config.model.num_layers if self.count is None else self.count
+        kind = "elementwise" if self.flops is None else self.kind
+        flops = ELEMENTWISE_FLOPS[self.name] * self.inputs[0].numel() if self.flops is None else self.flops
+
+        def row(direction: str, factor: int, moved: int, function: Callable[[], Any]) -> dict[str, Any]:
+            seconds, issue_seconds = timer(function)
+            return {
+                "component": self.name, "part_of": self.part_of, "kind": kind, "count": count, "direction": direction,
+                "flops": factor * flops, "bytes": moved, "seconds": seconds, "issue_seconds": issue_seconds,
+            }  # fmt: skip
+
+        def forward() -> Any:
+            with torch.no_grad(), autocast(timer.device, config.precision):
+                return self.run(*self.inputs)
+
+        output = forward()
+        read = sum(tensor.nbytes for tensor in (*self.inputs, *self.weights))
+        written = sum(tensor.nbytes for tensor in ((output,) if isinstance(output, Tensor) else output))
+        yield row(self.direction, 1, read + written, forward)
+        if kind == "whole":
+            gradient = torch.randn_like(output)
+            leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in self.inputs]
+            wanted = [x for x in leaves if x.requires_grad] + list(self.weights)
+
+            def both() -> Any:
+                with autocast(timer.device, config.precision):
+                    result = self.run(*leaves)
+                return torch.autograd.grad(result, wanted, gradient)
+
+            yield row("forward + backward", 3, 3 * read + 2 * written, both)
 
 
 def measure_components(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Times every component of `config.model` alone: a task of `lmcore.profiling.cells.run_cells`.
+    """Times every component of `config.model` alone: a task of `lmcore.profiling.runner.run_cases`.
 
     The result holds the `device`, the measured `ceilings` and `components`, a row for each component and direction with
     its FLOPs, bytes, `seconds` that it keeps the device busy and `issue_seconds` that the host needs to hand it over.
@@ -65,198 +98,126 @@ def measure_components(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     torch.manual_seed(config.seed)
     roofs = ceilings(device, config.precision)
     set_matmul_precision(device, config.precision)
-    timer = Timer(device)
+    timer, model = Timer(device), Parts(config, device)
     rows: list[dict[str, Any]] = []
-    parts = (
-        block_components,
-        attention_components,
-        ffn_components,
-        block_wholes,
-        head_components,
-        optimizer_components,
-    )
-    for part in parts:  # the tensors of one at a time
-        for component in part(config, device):
-            rows += timed(component, config, timer)
+    for parts in (model.block, model.attention, model.ffn, model.wholes, model.head, model.optimizer):
+        for component in parts():  # the tensors of one at a time
+            rows += component.rows(timer, config)
     return {"device": device_name(device), "ceilings": roofs, "components": rows}
 
 
-def timed(component: Component, config: WorkloadConfig, timer: Timer) -> list[dict[str, Any]]:
-    """Rows of a component: its forward pass and, where that is asked for, forward and backward pass together."""
-    c = component
+class Parts:
+    """The components of one block and of the model around it, with inputs of the types that they have in the model."""
 
-    def forward() -> Any:
-        with torch.no_grad(), autocast(timer.device, config.precision):
-            return c.run(*c.inputs)
+    def __init__(self, config: WorkloadConfig, device: torch.device):
+        self.config, self.model, self.device = config, config.model, device
+        with autocast(device, config.precision):
+            self.dtype = (torch.ones(1, 1, device=device) @ torch.ones(1, 1, device=device)).dtype  # of activations
+        flops = accounting.forward_flops_by_component(self.model, config.batch_size)
+        self.flops = {name: n if name == "lm_head" else n // self.model.num_layers for name, n in flops.items()}
 
-    output = forward()
-    read, written = _bytes(c.inputs) + _bytes(c.weights), _bytes(output)
-    head = {"component": c.name, "part_of": c.part_of, "kind": c.kind, "count": c.count}
-    seconds, issue = timer(forward)
-    rows = [head | _row(c.direction, c.flops, read + written, seconds, issue)]
-    if c.grad:
-        gradient = torch.randn_like(output)
-        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in c.inputs]
-        wanted = [x for x in leaves if x.requires_grad] + list(c.weights)
+    def tokens(self, width: int) -> Tensor:
+        """Random (batch, context, width) in float32."""
+        return torch.randn(self.config.batch_size, self.model.context_length, width, device=self.device)
 
-        def both() -> Any:
-            with autocast(timer.device, config.precision):
-                result = c.run(*leaves)
-            return torch.autograd.grad(result, wanted, gradient)
+    def rope(self) -> RotaryPositionalEmbedding:
+        """The model's rotation."""
+        c = self.model
+        return RotaryPositionalEmbedding(c.rope_theta, c.d_k, c.context_length, device=self.device)
 
-        seconds, issue = timer(both)
-        rows.append(head | _row("forward + backward", 3 * c.flops, 3 * read + 2 * written, seconds, issue))
-    return rows
+    def block(self) -> Iterator[Component]:
+        """What a block does between attention and feed-forward network."""
+        c, x = self.model, self.tokens(self.model.d_model)
+        if c.norm != "none":
+            norm, count = RMSNorm(c.d_model, device=self.device), accounting.parameter_counts(c)["norms"] // c.d_model
+            yield Component("RMSNorm", "block", norm, (x,), (norm.weight,), count=count)
+        yield Component("residual sum", "block", torch.add, (x, x.to(self.dtype)), count=2 * c.num_layers)
 
+    def attention(self) -> Iterator[Component]:
+        """The parts of the attention of one block, as the reference implementation computes them."""
+        c, device, flops, part = self.model, self.device, self.flops, partial(Component, part_of="attention")
+        x = self.tokens(c.d_model)
+        projections = [Linear(c.d_model, c.d_model, device=device) for _ in range(3)]
+        weights, output = tuple(projection.weight for projection in projections), projections[0]
+        yield part(
+            "Q, K, V projections", run=lambda x: [w(x) for w in projections], inputs=(x,), weights=weights,
+            flops=flops["qkv_proj"],
+        )  # fmt: skip
+        shape = (self.config.batch_size, c.num_heads, c.context_length)
+        q, k, v = torch.randn(3, *shape, c.d_k, device=device).to(self.dtype)
+        if c.position == "rope":
+            rope, at = self.rope(), torch.arange(c.context_length, device=device)
+            angles = (rope.cos, rope.sin)
+            yield part("RoPE", run=lambda q, k: [rope(q, at), rope(k, at)], inputs=(q, k), weights=angles)
+        yield part("scores", run=lambda q, k: q @ k.transpose(-2, -1), inputs=(q, k), flops=flops["scores"])
+        scores = torch.randn(*shape, c.context_length, device=device).to(self.dtype)
+        mask = causal_mask(c.context_length, c.context_length, device=device)
 
-def _row(direction: str, flops: int, moved: int, seconds: float, issue: float | None) -> dict[str, Any]:
-    return {"direction": direction, "flops": flops, "bytes": moved, "seconds": seconds, "issue_seconds": issue}
+        def distribution(scores: Tensor, mask: Tensor) -> Tensor:
+            masked = (scores / math.sqrt(c.d_k)).masked_fill(~mask, float("-inf"))
+            return softmax(at_least_float32(masked), dim=-1).to(self.dtype)
 
+        yield part("scale, mask, softmax", run=distribution, inputs=(scores, mask))
+        yield part("weighted sum", run=torch.matmul, inputs=(scores, v), flops=flops["weighted_sum"])
+        heads = (x.to(self.dtype),)
+        yield part("output projection", run=output, inputs=heads, weights=weights[:1], flops=flops["output_proj"])
 
-def _bytes(tensors: Tensor | Sequence[Tensor]) -> int:
-    tensors = (tensors,) if isinstance(tensors, Tensor) else tensors
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    def ffn(self) -> Iterator[Component]:
+        """The parts of the feed-forward network of one block; none of its ablation without a gate."""
+        c, matrix = self.model, self.flops["ffn"] // 3
+        if c.ffn != "swiglu":
+            return
+        network, x = SwiGLU(c.d_model, c.d_ff, device=self.device), self.tokens(c.d_model)
+        up, down = (network.w1, network.w3), network.w2
+        weights = tuple(w.weight for w in up)
+        yield Component("W1 and W3", "ffn", lambda x: [w(x) for w in up], (x,), weights, 2 * matrix)
+        a, b = (self.tokens(c.d_ff).to(self.dtype) for _ in range(2))
+        yield Component("SiLU and gate", "ffn", lambda a, b: silu(a) * b, (a, b))
+        yield Component("W2", "ffn", down, (a,), (down.weight,), matrix)
 
+    def wholes(self) -> Iterator[Component]:
+        """Attention and feed-forward network of one block as a whole, to be timed in both directions."""
+        c, x = self.model, self.tokens(self.model.d_model)
+        block = TransformerBlock(c, self.rope() if c.position == "rope" else None, device=self.device)
+        flops = sum(self.flops[name] for name in ("qkv_proj", "scores", "weighted_sum", "output_proj"))
+        for name, part_of, module, cost in (
+            ("attention", "attention", block.attn, flops),
+            ("feed-forward network", "ffn", block.ffn, self.flops["ffn"]),
+        ):
+            yield Component(name, part_of, module, (x,), tuple(module.parameters()), cost, kind="whole")
 
-def block_components(config: WorkloadConfig, device: torch.device) -> Iterator[Component]:
-    """What a block does between attention and feed-forward network."""
-    c = config.model
-    x = torch.randn(config.batch_size, c.context_length, c.d_model, device=device)
-    if c.norm != "none":
-        norm = RMSNorm(c.d_model, device=device)
-        count = accounting.parameter_counts(c)["norms"] // c.d_model
-        yield Component(
-            "RMSNorm", "block", "elementwise", count, _elementwise("RMSNorm", x), norm, (x,), (norm.weight,)
-        )
-    update = x.to(_activation_dtype(config, device))
-    cost = _elementwise("residual sum", x)
-    yield Component("residual sum", "block", "elementwise", 2 * c.num_layers, cost, torch.add, (x, update))
+    def head(self) -> Iterator[Component]:
+        """The LM head and the loss."""
+        c, x = self.model, self.tokens(self.model.d_model)
+        head = Linear(c.d_model, c.vocab_size, device=self.device)
+        yield Component("output layer", "model", head, (x,), (head.weight,), self.flops["lm_head"], count=1)
+        targets = torch.randint(c.vocab_size, x.shape[:2], device=self.device)
+        logits = self.tokens(c.vocab_size).to(self.dtype)
+        yield Component("cross-entropy", "model", cross_entropy, (logits, targets), count=1)
 
+    def optimizer(self) -> Iterator[Component]:
+        """AdamW on the parameters of one block; a step runs it for every block, and for embeddings besides.
 
-def attention_components(config: WorkloadConfig, device: torch.device) -> Iterator[Component]:
-    """The parts of the attention of one block, as the plain definition computes them."""
-    c, flops, dtype = config.model, flops_of_one(config.model, config.batch_size), _activation_dtype(config, device)
-
-    def part(name: str, kind: str, cost: int, run: Callable, inputs: tuple, weights: tuple = ()) -> Component:
-        return Component(name, "attention", kind, c.num_layers, cost, run, inputs, weights)
-
-    x = torch.randn(config.batch_size, c.context_length, c.d_model, device=device)
-    projections = [Linear(c.d_model, c.d_model, device=device) for _ in range(3)]
-    weights = tuple(projection.weight for projection in projections)
-    yield part("Q, K, V projections", "matmul", flops["qkv_proj"], lambda x: [w(x) for w in projections], (x,), weights)
-    q, k, v = torch.randn(3, config.batch_size, c.num_heads, c.context_length, c.d_k, device=device).to(dtype)
-    if c.position == "rope":
-        rope, positions = _rope(c, device), torch.arange(c.context_length, device=device)
-        cost, angles = 2 * _elementwise("RoPE", q), (rope.cos, rope.sin)
-        yield part("RoPE", "elementwise", cost, lambda q, k: [rope(q, positions), rope(k, positions)], (q, k), angles)
-    yield part("scores", "matmul", flops["scores"], lambda q, k: q @ k.transpose(-2, -1), (q, k))
-    scores = torch.randn(*q.shape[:3], c.context_length, device=device).to(dtype)
-    mask = causal_mask(c.context_length, c.context_length, device=device)
-
-    def distribution(scores: Tensor, mask: Tensor) -> Tensor:
-        masked = (scores / math.sqrt(c.d_k)).masked_fill(~mask, float("-inf"))
-        return softmax(at_least_float32(masked), dim=-1).to(dtype)
-
-    cost = _elementwise("scale, mask, softmax", scores)
-    yield part("scale, mask, softmax", "elementwise", cost, distribution, (scores, mask))
-    yield part("weighted sum", "matmul", flops["weighted_sum"], torch.matmul, (scores, v))
-    heads, output = x.to(dtype), projections[0]
-    yield part("output projection", "matmul", flops["output_proj"], output, (heads,), (output.weight,))
-
-
-def ffn_components(config: WorkloadConfig, device: torch.device) -> Iterator[Component]:
-    """The parts of the feed-forward network of one block; none of its ablation without a gate."""
-    c = config.model
-    if c.ffn != "swiglu":
-        return
-    network = SwiGLU(c.d_model, c.d_ff, device=device)
-    matrix = flops_of_one(c, config.batch_size)["ffn"] // 3
-    x = torch.randn(config.batch_size, c.context_length, c.d_model, device=device)
-    up, down = (network.w1, network.w3), network.w2
-
-    def part(name: str, kind: str, cost: int, run: Callable, inputs: tuple, weights: tuple = ()) -> Component:
-        return Component(name, "ffn", kind, c.num_layers, cost, run, inputs, weights)
-
-    weights = tuple(w.weight for w in up)
-    yield part("W1 and W3", "matmul", 2 * matrix, lambda x: [w(x) for w in up], (x,), weights)
-    a, b = torch.randn(2, *x.shape[:2], c.d_ff, device=device).to(_activation_dtype(config, device))
-    yield part("SiLU and gate", "elementwise", _elementwise("SiLU and gate", a), lambda a, b: silu(a) * b, (a, b))
-    yield part("W2", "matmul", matrix, down, (a,), (down.weight,))
-
-
-def block_wholes(config: WorkloadConfig, device: torch.device) -> Iterator[Component]:
-    """Attention and feed-forward network of one block as a whole, to be timed in both directions."""
-    c, flops = config.model, flops_of_one(config.model, config.batch_size)
-    x = torch.randn(config.batch_size, c.context_length, c.d_model, device=device)
-    block = TransformerBlock(c, _rope(c, device) if c.position == "rope" else None, device=device)
-    attention = sum(flops[name] for name in ("qkv_proj", "scores", "weighted_sum", "output_proj"))
-    for name, part, module, cost in (
-        ("attention", "attention", block.attn, attention),
-        ("feed-forward network", "ffn", block.ffn, flops["ffn"]),
-    ):
-        weights = tuple(module.parameters())
-        yield Component(name, part, "whole", c.num_layers, cost, module, (x,), weights, grad=True)
-
-
-def head_components(config: WorkloadConfig, device: torch.device) -> Iterator[Component]:
-    """The output layer and the loss."""
-    c = config.model
-    x = torch.randn(config.batch_size, c.context_length, c.d_model, device=device)
-    head = Linear(c.d_model, c.vocab_size, device=device)
-    cost = flops_of_one(c, config.batch_size)["lm_head"]
-    yield Component("output layer", "model", "matmul", 1, cost, head, (x,), (head.weight,))
-    logits = torch.randn(*x.shape[:2], c.vocab_size, device=device).to(_activation_dtype(config, device))
-    targets = torch.randint(c.vocab_size, x.shape[:2], device=device)
-    cost = _elementwise("cross-entropy", logits)
-    yield Component("cross-entropy", "model", "elementwise", 1, cost, cross_entropy, (logits, targets))
-
-
-def optimizer_components(config: WorkloadConfig, device: torch.device) -> Iterator[Component]:
-    """AdamW on the parameters of one block; a step runs it for every block, and for embeddings besides.
-
-    Read: parameters, gradients and both moments; written: all of them but the gradients.
-    """
-    block = TransformerBlock(config.model, device=device)
-    parameters = list(block.parameters())
-    optimizer = AdamW(parameters)
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    moments = [moment for p in parameters for moment in (optimizer.state[p]["m"], optimizer.state[p]["v"])]
-    gradients = [p.grad for p in parameters]
-
-    def update(*_: Tensor) -> list[Tensor]:
+        Read: parameters, gradients and both moments; written: all of them but the gradients.
+        """
+        parameters = list(TransformerBlock(self.model, device=self.device).parameters())
+        optimizer = AdamW(parameters)
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-        return [*parameters, *moments]  # what was written
+        moments = [moment for p in parameters for moment in (optimizer.state[p]["m"], optimizer.state[p]["v"])]
 
-    cost = sum(accounting.ADAMW_FLOPS.values()) * sum(p.numel() for p in parameters)
-    read = (*parameters, *gradients, *moments)
-    yield Component("AdamW", "block", "elementwise", config.model.num_layers, cost, update, read, direction="update")
+        def update(*_: Tensor) -> list[Tensor]:
+            optimizer.step()
+            return [*parameters, *moments]  # what was written
 
-
-def flops_of_one(model: ModelConfig, batch_size: int) -> dict[str, int]:
-    """Matmul FLOPs of a forward pass by component, of a single block where every block has it."""
-    flops = accounting.forward_flops_by_component(model, batch_size)
-    return {name: value if name == "lm_head" else value // model.num_layers for name, value in flops.items()}
-
-
-def _elementwise(name: str, x: Tensor) -> int:
-    return ELEMENTWISE_FLOPS[name] * x.numel()
-
-
-def _rope(model: ModelConfig, device: torch.device) -> RotaryPositionalEmbedding:
-    return RotaryPositionalEmbedding(model.rope_theta, model.d_k, model.context_length, device=device)
-
-
-def _activation_dtype(config: WorkloadConfig, device: torch.device) -> torch.dtype:
-    """What a matrix product returns in the model, and its neighbors take in."""
-    with autocast(device, config.precision):
-        probe = torch.ones(1, 1, device=device)
-        return (probe @ probe).dtype
+        flops = sum(accounting.ADAMW_FLOPS.values()) * sum(p.numel() for p in parameters)
+        read = (*parameters, *(p.grad for p in parameters), *moments)
+        yield Component("AdamW", "block", update, read, flops=flops, kind="elementwise", direction="update")
 
 
 def components_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """A row for each component and direction of each complete record of `run_cells(measure_components, …)`.
+    """A row for each component and direction of each complete record of `run_cases(measure_components, …)`.
 
     Beside what was measured: `intensity` in FLOPs per byte, achieved `flops_per_second`, `attainable` ones by the
     roofline, the `roofline_share` of them, and what the roof is made of (`bound`: compute or memory).
@@ -273,7 +234,7 @@ def components_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
             "device": result.get("device"),
         }
         rows += [head | row | _roofline(row, result["ceilings"]) for row in result["components"]]
-    return pd.DataFrame(rows, columns=COLUMNS)
+    return pd.DataFrame(rows, columns=list(dict.fromkeys([*COLUMNS, *(name for row in rows for name in row)])))
 
 
 def _roofline(row: Mapping[str, Any], roofs: Mapping[str, float]) -> dict[str, Any]:
@@ -296,4 +257,4 @@ COLUMNS = [
     "direction", "flops", "bytes", "seconds", "issue_seconds", "intensity", "flops_per_second", "bytes_per_second",
     "attainable", "roofline_share", "bound", "peak_flops_per_second", "peak_bytes_per_second",
 ]  # fmt: skip
-"""Of `components_table`, also where it has no row."""
+"""Of `components_table`, also where it has no row; what `Component.rows` measures besides follows."""

@@ -1,14 +1,13 @@
-"""What `lmcore benchmark`, `nsys`, `memory` and sweeps can be asked to measure, and the cells that follow from it."""
+"""What `lmcore benchmark`, `nsys`, `memory` and sweeps can be asked to measure, and the cases that follow from it."""
 
 import itertools
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from lmcore.config import MODEL_SIZES, ModelConfig, OptimizerConfig, model_config, replace, require_choices
 from lmcore.errors import require
 
-if TYPE_CHECKING:  # PyTorch is imported when the cells are made
+if TYPE_CHECKING:  # PyTorch is imported when the cases are made
     from lmcore.profiling.workload import WorkloadConfig
 
 
@@ -57,12 +56,14 @@ class BenchmarkConfig:
         require(not others, f"The fused step has FlashAttention, not {others}: ask for flash, or take --ops plain.")
 
 
-def benchmark_cells(settings: BenchmarkConfig) -> "dict[str, WorkloadConfig]":
-    """The cells that the options ask for, by names that say how they differ. Raises `UserError` on bad values."""
+def benchmark_cases(settings: BenchmarkConfig) -> "dict[str, WorkloadConfig]":
+    """The cases that the options ask for, by names that say how they differ. Raises `UserError` on bad values."""
     from lmcore.profiling.workload import WorkloadConfig
 
-    s, cells = settings, {}
-    models = {size: replace(s.model, **MODEL_SIZES[model_size(size)]) for size in s.size} or {None: s.model}
+    s, cases = settings, {}
+    for size in s.size:
+        model_config(size)  # refuses names that there are not
+    models = {size: replace(s.model, **MODEL_SIZES[size]) for size in s.size} or {None: s.model}
     fused = s.ops == "fused"
     contexts = s.context_length or (s.model.context_length,)
     attentions = ("flash",) if fused else s.attention or (s.model.attention,)
@@ -76,30 +77,5 @@ def benchmark_cells(settings: BenchmarkConfig) -> "dict[str, WorkloadConfig]":
         name = [size or f"own-{model.num_layers}x{model.d_model}", str(context), precision, passes]
         name += ["fused"] if fused else [attention] * (attention != "plain") + ["compiled"] * s.compile
         name += [f"b{s.batch_size}"]
-        cells["-".join(name)] = config
-    return cells
-
-
-def model_size(name: str) -> str:
-    """`name` if there is a size of that name. Raises `UserError` otherwise."""
-    model_config(name)
-    return name
-
-
-def check_device(device: str, precisions: Sequence[str]) -> None:
-    """Raises `UserError` where no cell could run: the device is not there, or does not compute in a precision."""
-    from lmcore.device import require_precision, select_device
-
-    chosen, _ = select_device(device)
-    for precision in precisions:
-        require_precision(chosen, precision)
-
-
-def require_covered(cells: "Mapping[str, WorkloadConfig]") -> None:
-    """Raises `UserError` where the fused step covers none of the cells, and so all would fail. Where it covers some,
-    each of the others fails with its own reason."""
-    from lmcore.fused.coverage import why_not
-
-    reasons = dict.fromkeys(why_not(cell.model, cell.precision) for cell in cells.values())
-    missing = "; ".join(filter(None, reasons))
-    require(None in reasons, f"The fused step does not cover {missing}: take --ops plain.")
+        cases["-".join(name)] = config
+    return cases

@@ -171,7 +171,7 @@ def _types(tensors) -> str:
 
 
 def toy_dtype_rows(config: WorkloadConfig, folder: Path) -> dict[str, list[dict[str, str]]]:
-    """`toy_dtypes` in fp16 and bf16 on the accelerator, where there is one, and on the CPU: a task of `run_cells`.
+    """`toy_dtypes` in fp16 and bf16 on the accelerator, where there is one, and on the CPU: a task of `run_cases`.
 
     {"rows": [{device, precision, quantity, dtype}]}. Of the configuration only the device is looked at.
     """

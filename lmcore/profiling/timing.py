@@ -19,7 +19,13 @@ from lmcore.profiling.workload import PHASES, Workload, WorkloadConfig
 MODEL_COLUMNS = (
     "d_model", "num_layers", "num_heads", "d_ff", "vocab_size", "context_length", "attention", "checkpoint_every"
 )  # fmt: skip
-CELL_COLUMNS = ("batch_size", "passes", "precision", "ops", "compile", "warmup_steps", "steps")
+CASE_COLUMNS = ("batch_size", "passes", "precision", "ops", "compile", "warmup_steps", "steps")
+MEASURED = ("peak_memory_bytes", "peak_reserved_bytes")
+SAMPLE_COLUMNS = (
+    "cell", "size", "context_length", "passes", "precision", "ops", "compile", "warmup_steps", "step", "warmup", "wall",
+    "cuda", *PHASES, "device_allocations", "page_faults",
+)  # fmt: skip
+"""Columns of every table of samples, in order; those of a later version may have more."""
 
 
 class Stopwatch:
@@ -51,13 +57,9 @@ class Stopwatch:
         self.marks.append((name, begin, self.now()))
 
     def step(self) -> dict[str, float | int | None]:
-        """Runs one step: seconds by `wall` and `cuda` clock (None without CUDA) and of each phase; allocations.
-
-        `device_allocations` counts the allocator's requests to the driver for memory during the step, None without
-        CUDA; `page_faults` those of the process, None where the system does not count them.
-        """
+        """Runs one step: seconds by `wall` and `cuda` clock (None without CUDA) and of each phase; and `counters`."""
         self.marks.clear()
-        allocations, faults = self.device_allocations(), page_faults()
+        before = self.counters()
         self.workload.synchronize()
         began = default_timer()
         begin = self.now() if self.cuda else None
@@ -67,13 +69,20 @@ class Stopwatch:
         sample: dict[str, float | int | None] = {"wall": default_timer() - began}
         sample["cuda"] = between(begin, end) if self.cuda else None
         sample |= {phase: None for phase in PHASES} | {name: between(*marks) for name, *marks in self.marks}
-        sample["device_allocations"] = _difference(self.device_allocations(), allocations)
-        sample["page_faults"] = _difference(page_faults(), faults)
-        return sample
+        return sample | {name: None if n is None else n - before[name] for name, n in self.counters().items()}
 
-    def device_allocations(self) -> int | None:
-        """How often PyTorch's allocator has asked the CUDA driver for memory so far."""
-        return torch.cuda.memory_stats(self.workload.device).get("num_device_alloc") if self.cuda else None
+    def counters(self) -> dict[str, int | None]:
+        """What has been counted so far, None where nobody counts it.
+
+        `device_allocations`: requests of PyTorch's allocator to the CUDA driver for memory; `page_faults`: pages of
+        memory that the process touched for the first time (not on Windows).
+        """
+        allocations = torch.cuda.memory_stats(self.workload.device).get("num_device_alloc") if self.cuda else None
+        if sys.platform == "win32":
+            return {"device_allocations": allocations, "page_faults": None}
+        import resource
+
+        return {"device_allocations": allocations, "page_faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt}
 
 
 def between(begin: Any, end: Any) -> float:
@@ -81,21 +90,8 @@ def between(begin: Any, end: Any) -> float:
     return begin.elapsed_time(end) / 1e3 if isinstance(begin, torch.cuda.Event) else end - begin
 
 
-def page_faults() -> int | None:
-    """Pages of memory that the process touched for the first time so far; None on Windows."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def _difference(after: int | None, before: int | None) -> int | None:
-    return None if after is None or before is None else after - before
-
-
 def measure(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Times `config.steps` steps after `config.warmup_steps` warm-ups: a task of `lmcore.profiling.cells.run_cells`.
+    """Times `config.steps` steps after `config.warmup_steps` warm-ups: a task of `lmcore.profiling.runner.run_cases`.
 
     Every step is timed, the warm-ups too, but only the others are measurements: compilation, which happens in the
     first step, is not among them unless there is no warm-up. Peak memory is that of the measured steps, None without
@@ -105,7 +101,7 @@ def measure(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
 
 
 def timed_steps(kind: Callable[[WorkloadConfig], Workload], config: WorkloadConfig) -> dict[str, Any]:
-    """`measure` of the workload that `kind` makes of the cell, whatever it takes for a step."""
+    """`measure` of the workload that `kind` makes of the case, whatever it takes for a step."""
     began = default_timer()
     workload = kind(config)
     workload.synchronize()
@@ -145,11 +141,12 @@ def step_flops(model: ModelConfig, batch_size: int, passes: str) -> int:
 
 
 def timing_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """One row for each record of `run_cells(measure, …)`: what was run, how it ended, seconds, bytes and FLOP/s.
+    """One row for each record of `run_cases(measure, …)`: what was run, how it ended, seconds, bytes and FLOP/s.
 
     `wall_` columns are by the host's clock with a synchronization on both sides, `cuda_` columns by CUDA events, None
-    without CUDA; phases by CUDA events where there are, else by the host's clock. A cell without a measurement, as for
-    lack of memory, keeps what was asked for, and None elsewhere. `mfu` is None for a chip of unknown peak.
+    without CUDA; phases by CUDA events where there are, else by the host's clock. A case without a measurement, as for
+    lack of memory, keeps what was asked for, and None elsewhere. `mfu` is None for a chip of unknown peak. Whatever
+    else `timed_steps` returns is a column of the same name.
     """
     return pd.DataFrame([_row(record) for record in records.values()]).astype(object).replace({float("nan"): None})
 
@@ -164,19 +161,18 @@ def as_run(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
     config = as_run(record["config"])
-    model, result = from_dict(ModelConfig, config["model"]), record["result"] or {}
-    steps = [sample for sample in result.get("samples", ()) if not sample["warmup"]]
+    model, measured = from_dict(ModelConfig, config["model"]), dict(record["result"] or {})
+    steps = [sample for sample in measured.pop("samples", ()) if not sample["warmup"]]
     seconds = {name: summary([step[name] for step in steps]) for name in ("wall", "cuda", *PHASES)}
     flops = step_flops(model, config["batch_size"], config["passes"])
     median = seconds["wall"]["median"]
-    rate = flops / median if median else None
-    device = result.get("device") or (record["environment"] or {}).get("device")
+    device = measured.pop("device", None) or (record["environment"] or {}).get("device")
     peak = peak_flops(device, config["precision"]) if device else None
     return {
         "cell": record["cell"],
         "size": config["size"],
         **{name: getattr(model, name) for name in MODEL_COLUMNS},
-        **{name: config[name] for name in CELL_COLUMNS},
+        **{name: config[name] for name in CASE_COLUMNS},
         "outcome": record["outcome"],
         "reason": record["reason"],
         "num_parameters": accounting.num_parameters(model),
@@ -184,16 +180,18 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
         **{f"{phase}_{what}": seconds[phase][what] for phase in PHASES for what in ("mean", "std", "median")},
         "tokens_per_second": config["batch_size"] * model.context_length / median if median else None,
         "flops": flops,
-        "flops_per_second": rate,
-        "mfu": rate / peak if rate and peak else None,
-        "peak_memory_bytes": result.get("peak_memory_bytes"),
-        "peak_reserved_bytes": result.get("peak_reserved_bytes"),
+        "flops_per_second": flops / median if median else None,
+        "mfu": flops / median / peak if median and peak else None,
+        **{name: None for name in MEASURED} | measured,
         "device": device,
     }
 
 
 def samples_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """Every step that was timed, in long form: a row for each, `step` counts from 1 at the first warm-up of a cell."""
+    """Every step that was timed, in long form: a row for each, `step` counts from 1 at the first warm-up of a case.
+
+    Whatever `Stopwatch.step` returns is a column of the same name.
+    """
     rows = []
     for record in records.values():
         config = as_run(record["config"])
@@ -205,8 +203,4 @@ def samples_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
         }
         samples = (record["result"] or {}).get("samples", ())
         rows += [head | {"step": number} | sample for number, sample in enumerate(samples, 1)]
-    columns = [
-        "cell", "size", "context_length", "passes", "precision", "ops", "compile", "warmup_steps", "step", "warmup",
-        "wall", "cuda", *PHASES, "device_allocations", "page_faults",
-    ]  # fmt: skip
-    return pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows, columns=list(dict.fromkeys([*SAMPLE_COLUMNS, *(name for row in rows for name in row)])))

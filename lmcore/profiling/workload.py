@@ -1,7 +1,8 @@
-"""The work that is measured: a model, a random batch, and how much of a training step (CS336 A2 section 1.1.3)."""
+"""What a benchmark case runs: a model, a random batch, and how much of a training step (CS336 A2 section 1.1.3)."""
 
 import contextlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -31,9 +32,17 @@ def no_span(name: str) -> AbstractContextManager:
     return contextlib.nullcontext()
 
 
+PASSES = {
+    "forward": "A forward pass",
+    "forward_backward": "A forward and backward pass",
+    "train_step": "A training step",
+}
+"""What the passes of a benchmark case are called in a sentence."""
+
+
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """One cell of a benchmark: what is run, in which precision, and how often."""
+    """One benchmark case: what is run, in which precision, and how often."""
 
     model: ModelConfig = field(default_factory=lambda: model_config("small"))
     batch_size: int = 4
@@ -73,58 +82,61 @@ class WorkloadConfig:
         return self.batch_size * self.model.context_length
 
 
-MODEL_FIELDS = frozenset(f.name for f in fields(ModelConfig))
-
-
 def workload_config(
     size: str = "small", context_length: int = 256, vocab_size: int = 10_000, **changes: Any
 ) -> WorkloadConfig:
-    """The cell of a named size (CS336 A2 Table 1: vocabulary 10,000, batch 4); `changes` go to the model or the cell.
+    """The case of a named size (CS336 A2 Table 1: vocabulary 10,000, batch 4); `changes` go to the model or the case.
 
     Raises `UserError` on unknown sizes and fields.
     """
-    switches = {key: value for key, value in changes.items() if key in MODEL_FIELDS}
+    switches = {f.name: changes.pop(f.name) for f in fields(ModelConfig) if f.name in changes}
     model = model_config(size, context_length=context_length, vocab_size=vocab_size, **switches)
-    rest = {key: value for key, value in changes.items() if key not in MODEL_FIELDS}
-    return from_dict(WorkloadConfig, {"model": model, "size": size} | rest)
+    return from_dict(WorkloadConfig, {"model": model, "size": size} | changes)
+
+
+def case_grid(
+    sizes: Sequence[str],
+    contexts: Sequence[int],
+    precisions: Sequence[str] = ("fp32",),
+    passes: Sequence[str] = tuple(PASSES),
+    **changes: Any,
+) -> dict[str, WorkloadConfig]:
+    """Every combination, by names such as small-256-fp32-train_step; `changes` go to the model or the case.
+
+    Grids of one kind can be joined (`|`): a case that is in both has one name. Raises `UserError` as
+    `workload_config` does.
+    """
+    return {
+        f"{size}-{context}-{precision}-{how_far}": workload_config(
+            size, context, precision=precision, passes=how_far, **changes
+        )
+        for context, size, precision, how_far in itertools.product(contexts, sizes, precisions, passes)
+    }
 
 
 def fused_step(model: TransformerLM, config: WorkloadConfig) -> FusedStep:
-    """The fused training step of a cell. Raises `UserError` where it does not cover the cell: that would be measured
+    """The fused training step of a case. Raises `UserError` where it does not cover the case: that would be measured
     as something else."""
     reason = why_not(config.model, config.precision)
-    require(reason is None, f"The fused step does not cover {reason}; measure this cell with ops plain.")
+    require(reason is None, f"The fused step does not cover {reason}; measure this case with ops plain.")
     settings = replace(config.optimizer, max_grad_norm=None)
     shape = {"batch_size": config.batch_size, "precision": config.precision}
     return FusedStep.from_config(model, TrainConfig(model=config.model, optimizer=settings, **shape))
 
 
-PASSES = {
-    "forward": "A forward pass",
-    "forward_backward": "A forward and backward pass",
-    "train_step": "A training step",
-}
-"""What the passes of a cell are called in a sentence."""
-
-
 def require_memory(config: WorkloadConfig, device: torch.device) -> None:
-    """Raises MemoryError if, by arithmetic alone, the passes of a cell cannot fit into the device's memory."""
+    """Raises MemoryError if, by arithmetic alone, the passes of a case cannot fit into the device's memory."""
     least = least_step_bytes(
-        config.model,
-        config.batch_size,
-        config.passes,
-        config.precision,
-        config.optimizer.name,
-        steps=config.warmup_steps + config.steps,
-        saves_all=config.ops == "plain" and not config.compile,
-    )
+        config.model, config.batch_size, config.passes, config.precision, config.optimizer.name,
+        steps=config.warmup_steps + config.steps, saves_all=config.ops == "plain" and not config.compile,
+    )  # fmt: skip
     parameters = num_parameters(config.model)
     if (reason := too_large(PASSES[config.passes], least, parameters, config.batch_size, device)) is not None:
         raise MemoryError(reason)
 
 
 class Workload:
-    """The model, batch and optimizer of a cell, on its device, and one step of its passes.
+    """The model, batch and optimizer of a case, on its device, and one step of its passes.
 
     Weights are drawn on the device and kept in float32; tokens are random, as only time and memory are measured.
     Raises `UserError` for a device that is not there; a lack of memory comes out as PyTorch's own error, or as
@@ -153,9 +165,14 @@ class Workload:
         Returns the logits of a forward pass, (batch, context, vocab), else the loss. Old gradients are dropped first.
         A fused step has no parts and no logits: its forward pass ends in the loss, too.
         """
+        passes = self.config.passes
         if self.fused is not None:
-            return self._fused_step(self.fused)
-        if self.config.passes == "forward":
+            if passes == "forward":
+                return self.fused.transformer.loss(self.inputs, self.targets)
+            if passes == "forward_backward":
+                return self.fused.transformer.forward_backward(self.inputs, self.targets)
+            return self.fused(self.inputs, self.targets)[0]
+        if passes == "forward":
             with span("forward"), torch.no_grad(), autocast(self.device, self.config.precision):
                 return self.forward(self.inputs)
         self.optimizer.zero_grad(set_to_none=True)
@@ -167,18 +184,11 @@ class Workload:
         del logits  # as in training, where the loss function owns them: gone as soon as the backward pass is past them
         with span("backward"):
             self.scaler.scale(loss).backward()
-        if self.config.passes == "train_step":
+        if passes == "train_step":
             with span("optimizer"):
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
         return loss.detach()
-
-    def _fused_step(self, fused: FusedStep) -> Tensor:
-        if self.config.passes == "forward":
-            return fused.transformer.loss(self.inputs, self.targets)
-        if self.config.passes == "forward_backward":
-            return fused.transformer.forward_backward(self.inputs, self.targets)
-        return fused(self.inputs, self.targets)[0]
 
     def synchronize(self) -> None:
         """Waits until the device has done all that it was given."""

@@ -34,7 +34,7 @@ from lmcore.profiling.memory.snapshot import history_of
 from lmcore.profiling.memory.summary import summary
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.trace import busy_table, copy_table, kernel_table, kind_table
-from lmcore.profiling.records import is_of
+from lmcore.profiling.runner import is_of
 from lmcore.profiling.workload import workload_config
 from lmcore.provenance import environment
 from lmcore.recipes import RECIPES

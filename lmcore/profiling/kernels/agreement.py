@@ -24,10 +24,10 @@ from lmcore.kernels.attention import flash_attention
 from lmcore.kernels.common.support import has_triton, runs_triton
 from lmcore.kernels.cross_entropy import linear_cross_entropy
 from lmcore.model import causal_mask
-from lmcore.profiling.cells import run_apart
 from lmcore.profiling.kernels.elementwise import gate, norm
 from lmcore.profiling.kernels.loss import loss_and_gradients, loss_inputs, plain_loss
 from lmcore.profiling.kernels.measuring import DTYPES, relative_error, with_gradients
+from lmcore.profiling.runner import run_apart
 from lmcore.profiling.workload import WorkloadConfig
 
 TOLERANCES = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
@@ -119,7 +119,7 @@ def other_rows(device: torch.device, precisions: Sequence[str]) -> Iterator[dict
 
 
 def measure_agreement(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Errors of everything above on the cell's device: a task of `lmcore.profiling.cells.run_cells`.
+    """Errors of everything above on the cell's device: a task of `lmcore.profiling.runner.run_cases`.
 
     The result holds `device`, `by`, what computed ("Triton kernels" or "plain-PyTorch twins"), and `rows`.
     """
@@ -147,7 +147,7 @@ def side_by_side(
 
 
 def measure_interpreted(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Errors of attention's Triton code, run by Triton's interpreter on the CPU: a task of `run_cells`.
+    """Errors of attention's Triton code, run by Triton's interpreter on the CPU: a task of `run_cases`.
 
     The result is that of `measure_agreement`; on a GPU and without Triton `rows` is empty and `reason` says why.
     """

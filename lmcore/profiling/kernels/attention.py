@@ -43,7 +43,7 @@ def attention_of(kind: str, context_length: int, device: torch.device) -> Callab
 
 
 def measure_attention(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Time and memory of one causal attention of the cell's shape: a task of `lmcore.profiling.cells.run_cells`.
+    """Time and memory of one causal attention of the cell's shape: a task of `lmcore.profiling.runner.run_cases`.
 
     The result holds `device`, and for `forward` (inference) and `both` passes `seconds` and `extra_bytes`: the most
     memory beside queries, keys, values and the output's gradient; outputs and gradients are part of it.

@@ -29,7 +29,7 @@ PROMPT = 16
 
 
 def measure_decoding(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Times greedy decoding of a whole context by each way, from random weights: a task of `run_cells`.
+    """Times greedy decoding of a whole context by each way, from random weights: a task of `run_cases`.
 
     The ways take turns on `config.batch_size` prompts. The result holds `device`, `copy_bytes_per_second`, `new_tokens`
     of each prompt, and `rows`: `way`, `seconds` of each of `config.steps` repeats, `same_tokens` as the first way.

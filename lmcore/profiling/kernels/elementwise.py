@@ -124,7 +124,7 @@ def gate(ab: Tensor, dh: Tensor) -> Elementwise:
 
 
 def measure_elementwise(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Times forward and backward pass of each operation: a task of `lmcore.profiling.cells.run_cells`.
+    """Times forward and backward pass of each operation: a task of `lmcore.profiling.runner.run_cases`.
 
     The cell's `ops` and `compile` say by whom. The result holds `device` and `rows`: `operation`, `seconds`,
     `least_bytes`, and `eager_bytes`, what the definition moves, counted operation by operation.

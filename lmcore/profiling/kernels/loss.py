@@ -53,7 +53,7 @@ def loss_and_gradients(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, t
 
 
 def measure_loss(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Time and memory of head and loss of the cell's size with both gradients: a task of `run_cells`.
+    """Time and memory of head and loss of the cell's size with both gradients: a task of `run_cases`.
 
     The result holds `device`, `seconds` and `extra_bytes`, of which the gradients of activations and head are a part;
     and `chunk_rows`, None where the library's own chunks were taken.

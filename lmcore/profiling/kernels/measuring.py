@@ -207,7 +207,7 @@ def measured(function: Callable[[], Any], device: torch.device) -> dict[str, Any
 
 
 def measure_ceilings(config: WorkloadConfig, folder: Path) -> dict[str, float]:
-    """`lmcore.profiling.ceilings.ceilings` of the cell's precision: a task of `lmcore.profiling.cells.run_cells`."""
+    """`lmcore.profiling.ceilings.ceilings` of the cell's precision: a task of `lmcore.profiling.runner.run_cases`."""
     return ceilings(select_device(config.device)[0], config.precision)
 
 

@@ -77,7 +77,7 @@ def bytes_each(traffic: Traffic) -> float:
 
 
 def measure_optimizer(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Times clipping and update of all parameters of `config.model` in float32, in turns: a task of `run_cells`.
+    """Times clipping and update of all parameters of `config.model` in float32, in turns: a task of `run_cases`.
 
     The result holds `device`, `parameters`, `copy_bytes_per_second` of a large copy there, and `rows`: `contestant`,
     `seconds` (None with a `reason` where it does not run here) and `bytes_per_parameter` as counted.

@@ -37,7 +37,7 @@ class Ungraphed(Workload):
 
 
 def measure_ungraphed(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """`lmcore.profiling.timing.measure` of the explicit step without a CUDA graph (a task of `run_cells`)."""
+    """`lmcore.profiling.timing.measure` of the explicit step without a CUDA graph (a task of `run_cases`)."""
     return timing.timed_steps(Ungraphed, config)
 
 

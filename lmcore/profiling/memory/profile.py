@@ -27,7 +27,7 @@ FULL_NOTE = "The record was full: its first events are lost, and what was alive 
 
 
 def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = True) -> dict[str, Any]:
-    """Records every allocation of one step of `config.passes` and says what the memory was for (a `run_cells` task).
+    """Records every allocation of one step of `config.passes` and says what the memory was for (a `run_cases` task).
 
     After the warm-up (at least one step, so that the optimizer's state exists) one step is recorded, from dropped
     gradients on: with the CUDA allocator's history on a GPU, else with torch.profiler's events of the CPU allocator.
@@ -89,7 +89,7 @@ def profile_memory_without_snapshot(config: WorkloadConfig, folder: Path) -> dic
 
 
 def peak_memory(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Peak of one step of `config.passes`, after the warm-up, without a history (a `run_cells` task). Bytes.
+    """Peak of one step of `config.passes`, after the warm-up, without a history (a `run_cases` task). Bytes.
 
     Keys: tool, device, passes, precision; before_bytes (parameters, optimizer state, batch); peak_bytes (on a GPU
     torch.cuda.max_memory_allocated, which counts what the allocator rounded up to; on the CPU the highest sum of

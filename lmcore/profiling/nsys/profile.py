@@ -44,7 +44,7 @@ ATTENTION_RANGES = ("attention", "scaled dot product attention", *ATTENTION_PART
 
 
 def profile_workload(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Profiles config.steps inference passes and training steps: a task of `lmcore.profiling.cells.run_cells`.
+    """Profiles config.steps inference passes and training steps: a task of `lmcore.profiling.runner.run_cases`.
 
     config.passes says what a training step is; "forward" has none. With Nsight Systems on a CUDA device where it works,
     else with torch.profiler, in this process; `tool` says which, and the first of the `notes` why. Returns

@@ -16,7 +16,7 @@ from lmcore.workbook.jobs.sweep_definition import cell_names, load_definition
 
 CHECKPOINT = re.compile(r"step_(\d+)\.pt")
 CELL = re.compile(r'\s*\{\s*"cell":')
-"""How the record of a measured cell begins, see lmcore.profiling.cells."""
+"""How the record of a measured cell begins, see lmcore.profiling.runner."""
 
 FINISHED = re.compile(r'"outcome": "(complete|out of memory)"')
 HEAD_BYTES = 1 << 14

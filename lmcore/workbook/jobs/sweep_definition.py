@@ -17,7 +17,7 @@ import yaml
 from lmcore.config import TrainConfig, from_dict, to_dict
 from lmcore.errors import UserError, require, require_positive
 from lmcore.files import atomic_write
-from lmcore.profiling.options import BenchmarkConfig, benchmark_cells
+from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
 from lmcore.recipes import batch_size_runs, recipe
 from lmcore.workbook.parameters import find_project, parse_overrides
 
@@ -35,7 +35,7 @@ PREFIXES = {"optimizer.learning_rate": "lr", "batch_size": "batch"}
 """Names of settings in names of runs, as in `lmcore.recipes`; others have the last word of their own."""
 
 LISTS = ("size", "context_length", "precision", "passes", "attention")
-"""Options of a benchmark that take several values; they and the next are in the name that `benchmark_cells` gives."""
+"""Options of a benchmark that take several values; they and the next are in the name that `benchmark_cases` gives."""
 
 NAMED = (*LISTS, "batch_size", "ops", "compile")
 VOCABULARY = 50_257
@@ -241,7 +241,7 @@ def measured_cells(definition: SweepDefinition) -> "dict[str, WorkloadConfig]":
         with naming(definition, name, settings):
             options = definition.base | settings
             lists = {key: [options[key]] for key in LISTS if key in options and not isinstance(options[key], list)}
-            found = benchmark_cells(from_dict(BenchmarkConfig, nested(options | lists)))
+            found = benchmark_cases(from_dict(BenchmarkConfig, nested(options | lists)))
             require(name is None or len(found) == 1, f"it is {len(found)} cells; give one value of {', '.join(LISTS)}")
             more = [label(key, value) for key, value in settings.items() if key not in NAMED]
             for own, config in found.items():

@@ -10,8 +10,7 @@ import pandas as pd
 
 from lmcore.config import TrainConfig, to_dict
 from lmcore.errors import UserError
-from lmcore.profiling.cells import task_name
-from lmcore.profiling.records import read_record
+from lmcore.profiling.runner import read_record, task_name
 from lmcore.profiling.timing import measure, samples_table, timing_table
 from lmcore.run import RunFolder, flatten
 from lmcore.workbook.jobs.sweep_definition import SweepDefinition, measured_cells

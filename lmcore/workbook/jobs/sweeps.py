@@ -183,25 +183,16 @@ def measure_chosen(definition: SweepDefinition, out: Path, names: Sequence[str],
     `alone` in the folder, or beside other tasks that have GPUs of their own. What another machine has measured is
     finished too.
     """
-    from lmcore.profiling.cells import run_apart, run_cells, task_name
-    from lmcore.profiling.options import check_device
-    from lmcore.profiling.records import FINISHED as MEASURED
-    from lmcore.profiling.records import is_of, read_record
+    from lmcore.profiling.runner import FINISHED as MEASURED
+    from lmcore.profiling.runner import is_of, read_record, run_cases, task_name
     from lmcore.profiling.timing import measure
 
     cells = {name: config for name, config in measured_cells(definition).items() if name in names}
-    states = {name: measured_state(name, config, out / "cells")[0] for name, config in cells.items()}
-    asked: dict[str, set[str]] = {}
     for name, config in cells.items():
         record = read_record(out / "cells" / f"{name}.json")
         if record is not None and not is_of(record, task_name(measure), config):
             print(f"{name}: was measured with other settings, and is measured again.", flush=True)
-        if states[name] not in FINISHED:
-            asked.setdefault(config.device, set()).add(config.precision)
-    for device, precisions in asked.items():  # in a process of its own: this one is not to hold a GPU
-        outcome, reason = run_apart(check_device, (device, sorted(precisions)), None)
-        require(outcome == "complete", str(reason))
-    records = run_cells(measure, cells, out / "cells", definition.name, foreign=True, shared=not alone)
+    records = run_cases(measure, cells, out / "cells", definition.name, reuse_other_machine=True, shared=not alone)
     for name, record in records.items():
         if record["outcome"] not in MEASURED:
             print(f"{name}: failed: {record['reason']}", file=sys.stderr, flush=True)
@@ -270,8 +261,7 @@ def train_state(config: TrainConfig, run: RunFolder, data: "PreparedData | None"
 
 def measured_state(name: str, config: Any, folder: Path) -> tuple[str, str | None]:
     """State of a measurement and why."""
-    from lmcore.profiling.cells import task_name
-    from lmcore.profiling.records import cell_lock, is_measured_now, is_of, read_record
+    from lmcore.profiling.runner import case_lock, is_measured_now, is_of, read_record, task_name
     from lmcore.profiling.timing import measure
 
     file = folder / f"{name}.json"
@@ -281,7 +271,7 @@ def measured_state(name: str, config: Any, folder: Path) -> tuple[str, str | Non
     if record is None:
         if file.exists():
             return "not run", f"The record {file.name} is damaged; the cell is measured again."
-        return ("stopped" if cell_lock(folder, name).exists() else "not run"), None
+        return ("stopped" if case_lock(folder, name).exists() else "not run"), None
     if not is_of(record, task_name(measure), config):
         return "not run", "It was measured with other settings."
     return record["outcome"], record["reason"]

@@ -1,12 +1,13 @@
 """Sentences of notebook 04 on what gradient checkpointing and fused attention buy and cost."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
 from lmcore.profiling.memory.predicted import predicted_peak
-from lmcore.profiling.study import OPTIMIZATIONS, CheckpointingCheck, StudyConfig
+from lmcore.profiling.study import OPTIMIZATIONS, StudyConfig
 from lmcore.workbook.report.answers import format_bytes, join_words
 from lmcore.workbook.report.benchmark.precision import markdown
 from lmcore.workbook.report.benchmark.published import PUBLISHED, is_published_setting
@@ -18,6 +19,25 @@ NEAR = 0.05
 
 SAME_MEMORY = 0.01
 """Relative difference of peaks up to which they count as the same."""
+
+
+@dataclass(frozen=True)
+class CheckpointingCheck:
+    """A training pass with checkpointing held against the same pass without."""
+
+    every: int
+    same_loss: bool
+    same_gradients: int
+    """Gradients that are bitwise equal, of so many:"""
+    gradients: int
+    forward_calls: int
+    """Forward passes through blocks, of which there are `num_layers` without checkpointing."""
+    num_layers: int
+
+    @property
+    def identical(self) -> bool:
+        """Whether loss and all gradients are the same bits."""
+        return self.same_loss and self.same_gradients == self.gradients > 0
 
 
 def optimization_of(row: Mapping) -> str:

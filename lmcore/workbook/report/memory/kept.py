@@ -22,7 +22,7 @@ WEIGHT_COPY = "weight copy"
 
 
 def kept_by_block(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """`lmcore.profiling.memory.saved.saved_by_operation` as a task for `lmcore.profiling.cells.run_cells`."""
+    """`lmcore.profiling.memory.saved.saved_by_operation` as a task for `lmcore.profiling.runner.run_cases`."""
     return {"saved": saved_by_operation(config)}
 
 

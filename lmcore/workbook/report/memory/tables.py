@@ -1,4 +1,4 @@
-"""Tables of notebook 06, from the records of `lmcore.profiling.cells.run_cells`: measured beside predicted."""
+"""Tables of notebook 06, from the records of `lmcore.profiling.runner.run_cases`: measured beside predicted."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Tidy tables of notebook 05, from the records of `run_cells(profile_workload, …)`."""
+"""Tidy tables of notebook 05, from the records of `run_cases(profile_workload, …)`."""
 
 import zlib
 from collections.abc import Mapping

@@ -1,0 +1,350 @@
+"""Runs benchmark cases: each in a process of its own, recorded on disk as soon as it ends, never measured twice."""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import FileLock, Timeout
+
+from lmcore.config import from_dict, to_dict
+from lmcore.device import out_of_memory_reason, require_precision, select_device, visible_gpus
+from lmcore.errors import UserError, require
+from lmcore.files import atomic_write, read_json, write_json
+from lmcore.profiling.workload import WorkloadConfig
+from lmcore.progress import Progress
+from lmcore.provenance import command_line, environment
+
+Task = Callable[[WorkloadConfig, Path], dict[str, Any]]
+"""Measures one benchmark case, may write files into the folder it is given, and returns what JSON can hold."""
+
+FINISHED = ("complete", "out of memory")
+"""Outcomes that stand; a case that "failed" is tried again."""
+
+MACHINE = ("device", "torch")
+"""What must be the same of the environment for an old record to stand."""
+
+OLD_TASKS = {
+    "lmcore.report.memory.kept:kept_by_block": "lmcore.workbook.report.memory.kept:kept_by_block",
+    "lmcore.profiling.kernels.interpreted:measure_interpreted": "lmcore.profiling.kernels.agreement:measure_interpreted",
+}
+"""Names of tasks in records from before the task was moved or renamed → names today. Add a row when you move one."""
+
+SECONDS_OF_A_SIGNAL = 0.5
+"""A signal that ends a case, as Ctrl-C does, reaches the runner's process in this time if it was meant for both."""
+
+SECONDS_TO_END = 1.0
+"""How long the process of a case that is stopped has to end what it has started, before all of it is killed."""
+
+SECONDS_OF_A_LOOK = 2.0
+"""How long a case may be locked by someone who only looks whether it is being measured."""
+
+PRELOADED = ["lmcore.profiling.runner", "lmcore.profiling.timing", "torch._dynamo"]
+"""Modules that are imported once, before the processes of all cases are forked from there. They leave CUDA alone;
+the last is what PyTorch's optimizers import when the first one is made."""
+
+
+def run_cases(
+    task: Task,
+    cases: Mapping[str, WorkloadConfig],
+    folder: str | os.PathLike,
+    title: str = "cases",
+    timeout: float | None = None,
+    reuse_other_machine: bool = False,
+    shared: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Measures every benchmark case with `task` and returns the records by name, in order.
+
+    Cases run one at a time, or with several GPUs one at a time on each. Each has a fresh process, so that a lack of
+    memory is its outcome and the next one starts clean. A record {cell, task, config, outcome, reason, seconds,
+    result, environment} is written to folder/<name>.json as each case ends; the task's own files go to folder/<name>/.
+    Cases that are complete or out of memory, with the same task, configuration, device and PyTorch, are not measured
+    again; with `reuse_other_machine`, neither are those of another machine: what a cluster measured is then read on a
+    laptop. `timeout` in seconds ends a case as failed.
+
+    One process measures in a folder. With `shared`, as for the jobs of a cluster that each have a GPU of their own,
+    others may measure other cases there at the same time; no case is ever measured by two.
+
+    Raises `UserError`, before anything runs, on names that are no file names, on tasks that cannot be imported and
+    where a case's device is not there or does not compute in its precision; and when another process holds the folder
+    or a case.
+    """
+    folder, name_of_task = Path(folder), task_name(task)
+    for name in cases:
+        require(re.fullmatch(r"\w[\w.+-]*", name) is not None, f"A case's name must be a file name, not {name!r}.")
+    if not cases:
+        return {}
+    wanted = sorted({(case.device, case.precision) for case in cases.values()})
+    outcome, found = run_apart(examine, (wanted,))  # this process is not to hold a GPU
+    require(outcome == "complete", f"The machine cannot be examined: {found}")
+    machine, refusals = found[0] | {"command": command_line()}, found[1]
+    required = {} if reuse_other_machine else {key: machine.get(key) for key in MACHINE}
+
+    def finished(name: str) -> dict[str, Any] | None:
+        return finished_record(folder / f"{name}.json", name_of_task, cases[name], required)
+
+    records = {name: finished(name) for name in cases}
+    missing = [name for name, record in records.items() if record is None]
+    if reused := len(cases) - len(missing):
+        print(f"{title}: {reused} of {len(cases)} cases reused.", flush=True)
+    if not missing:
+        return records
+    for name in missing:
+        require(not (refusal := refusals.get((cases[name].device, cases[name].precision))), str(refusal))
+    with atomic_write(folder / ".writable"):  # makes the folder, or says that it cannot be written to
+        pass
+    (folder / ".writable").unlink(missing_ok=True)
+    progress = Progress(len(cases), title, unit="case", start=reused)
+    stopped, children = threading.Event(), set()
+
+    def measured(name: str, gpu: str | None) -> dict[str, Any] | None:
+        began = time.monotonic()
+        outcome, value = run_apart(task, (cases[name], folder / name), timeout, gpu, children)
+        if outcome not in FINISHED:
+            stopped.wait(SECONDS_OF_A_SIGNAL)
+        if outcome != "complete" and stopped.is_set():
+            return None  # it did not fail, it was ended
+        record = {
+            "cell": name,
+            "task": name_of_task,
+            "config": to_dict(cases[name]),
+            "outcome": outcome,
+            "reason": None if outcome == "complete" else value,
+            "seconds": round(time.monotonic() - began, 3),
+            "result": value if outcome == "complete" else None,
+            "environment": machine,
+        }
+        write_json(folder / f"{name}.json", record)
+        return record
+
+    def measure_on(gpu: str | None, names: Iterator[str]) -> None:
+        for name in names:  # shared by the threads of all GPUs
+            busy = f"Another process is measuring {name} in {folder}; wait for it or leave it to that."
+            with _hold(case_lock(folder, name), busy, SECONDS_OF_A_LOOK):
+                record = None if stopped.is_set() else finished(name) or measured(name, gpu)
+            if record is None:
+                return
+            records[name] = record
+            progress.update(sum(map(bool, records.values())), f"{name} {record['outcome']}")
+
+    busy = f"Another process is measuring in {folder}; wait for it or choose another folder."
+    gpus, names = measuring_gpus(cases.values()), iter(missing)
+    with contextlib.nullcontext() if shared else _hold(folder / ".lock", busy), ThreadPoolExecutor(len(gpus)) as pool:
+        futures = [pool.submit(measure_on, gpu, names) for gpu in gpus]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            stopped.set()
+            while not all(future.done() for future in futures):  # else the cases that have begun are waited for
+                for child in [*children]:
+                    _end(child)
+                time.sleep(0.01)
+            raise
+    progress.close()
+    return records
+
+
+def require_complete(records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises `UserError` naming the first case that failed otherwise than by a lack of memory."""
+    for name, record in records.items():
+        require(record["outcome"] in FINISHED, f"Benchmark case {name} failed: {record['reason']}")
+
+
+def task_name(task: Task) -> str:
+    """`module:function`. Raises `UserError` unless that leads back to the task, as another process needs it to."""
+    name = f"{task.__module__}:{task.__qualname__}"
+    found = getattr(importlib.import_module(task.__module__), task.__qualname__, None)
+    require(found is task, f"A task must be a function at the top of a module, not {name}.")
+    return name
+
+
+def measuring_gpus(cases: Iterable[WorkloadConfig]) -> list[str | None]:
+    """GPUs to deal cases out to; only one place, which sees every device, if any case names another than "cuda".
+
+    Cases on the CPU would else run side by side, and slow each other down; "cuda:1" would be hidden from its own case.
+    """
+    dealt = all(case.device in ("auto", "cuda") for case in cases)
+    return [*visible_gpus()] or [None] if dealt else [None]
+
+
+# Records on disk: files that jobs which know nothing of each other share
+
+
+def finished_record(
+    path: Path, task: str, config: WorkloadConfig, required: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The record in `path` if it is of this very measurement and its environment has the values of `required`."""
+    record = read_record(path)
+    if record is None or not is_of(record, task, config) or record["outcome"] not in FINISHED:
+        return None
+    return record if all(record["environment"].get(key) == value for key, value in required.items()) else None
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """The record in `path`; None if there is none, or if it is damaged: such a case is measured again."""
+    try:
+        record = read_json(path)
+    except UserError:
+        return None
+    keys = {"cell", "task", "config", "outcome", "reason", "result", "environment"}
+    whole = isinstance(record, dict) and keys <= set(record) and isinstance(record["environment"], dict)
+    return record if whole and (record["outcome"] != "complete" or isinstance(record["result"], dict)) else None
+
+
+def is_of(record: Mapping[str, Any], task: str, config: WorkloadConfig) -> bool:
+    """Whether this is a record of this very measurement.
+
+    A task may have had another name (`OLD_TASKS`); fields missing in the configuration have their defaults.
+    """
+    try:
+        same_task = OLD_TASKS.get(record["task"], record["task"]) == task
+        return same_task and from_dict(WorkloadConfig, record["config"]) == config
+    except UserError:  # a field that there is no more, or a value that it no longer takes
+        return False
+
+
+def case_lock(folder: Path, name: str) -> Path:
+    """The file that the process which measures a case holds. It stays: with no record beside it, the case was ended."""
+    return folder / f".{name}.lock"
+
+
+def is_measured_now(folder: Path, name: str) -> bool:
+    """Whether a process measures this case at this moment."""
+    try:
+        with _hold(lock, "") if (lock := case_lock(folder, name)).exists() else contextlib.nullcontext():
+            return False
+    except UserError:
+        return True
+
+
+def _hold(lock: Path, sentence: str, timeout: float = 0.0) -> contextlib.AbstractContextManager:
+    """Holds a lock file for a `with` block. Raises `UserError(sentence)` if another process has it."""
+    try:
+        return FileLock(lock).acquire(timeout=timeout)
+    except Timeout:
+        raise UserError(sentence) from None
+
+
+# Processes
+
+
+def run_apart(
+    function: Callable[..., Any],
+    arguments: tuple,
+    timeout: float | None = None,
+    gpu: str | None = None,
+    children: set[BaseProcess] | None = None,
+) -> tuple[str, Any]:
+    """Calls `function` in a fresh process: ("complete", its value), or an outcome and the reason in words.
+
+    The outcome is "out of memory" where a device's or the host's memory did not suffice, else "failed". `gpu`, named
+    as in CUDA_VISIBLE_DEVICES, is the only one that the process sees; None: all. As long as it lives, the process is
+    in `children`; it ends with this one, and when this call does.
+    """
+    context = _processes()
+    children = set() if children is None else children
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_report, args=(sender, function, arguments, gpu), daemon=False)
+    child.start()
+    children.add(child)
+    try:
+        sender.close()
+        if not receiver.poll(timeout):
+            return "failed", f"It was ended after {timeout:.0f} s without a result."
+        answer = receiver.recv()
+        child.join(timeout=5)  # it ends by itself
+        return answer
+    except EOFError:
+        child.join()
+        return _ended(child.exitcode)
+    finally:  # also on Ctrl-C
+        if child.is_alive():
+            _end(child)
+        child.join()
+        children.discard(child)
+        receiver.close()
+
+
+def _end(child: BaseProcess) -> None:
+    """Ends a process at once; one that ends what it has started, as it does nsys, has a moment for that."""
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
+    for how in (psutil.Process.terminate, psutil.Process.kill):
+        for process in family[: 1 if how is psutil.Process.terminate else None]:
+            with contextlib.suppress(psutil.Error):
+                how(process)
+        _, family = psutil.wait_procs(family, timeout=SECONDS_TO_END)
+
+
+def _processes() -> Any:
+    """How fresh processes are made: forked from one that has imported PyTorch and used nothing of it, where that works.
+
+    A fork of this process itself would inherit a CUDA context that it cannot use.
+    """
+    if not sys.platform.startswith("linux"):
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _report(sender: Connection, function: Callable[..., Any], arguments: tuple, gpu: str | None) -> None:
+    if gpu is not None:  # in time: nothing has used CUDA here
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # they end a case at once
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        answer = "complete", function(*arguments)
+    except UserError as error:
+        answer = "failed", str(error)
+    except BaseException as error:
+        if (reason := out_of_memory_reason(error)) is not None:
+            answer = "out of memory", reason
+        else:
+            traceback.print_exc()
+            answer = "failed", f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    with contextlib.suppress(BrokenPipeError):  # nobody waits any more: the runner was ended
+        sender.send(answer)
+    sender.close()
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the one that measures is gone, however it was ended: nobody would read the result."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _ended(code: int | None) -> tuple[str, str]:
+    """Outcome of a process that ended without an answer."""
+    if code == -signal.SIGKILL:  # nobody else sends it
+        return "out of memory", "The system ended the process, as it does when the host's memory is used up (SIGKILL)."
+    how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+    return "failed", f"The process ended with {how} and said nothing."
+
+
+def examine(wanted: Iterable[tuple[str, str]]) -> tuple[dict[str, Any], dict[tuple[str, str], str]]:
+    """The environment, and a sentence for each (device, precision) that cannot be had here."""
+    refusals = {}
+    for device, precision in wanted:
+        try:
+            require_precision(select_device(device)[0], precision)
+        except UserError as error:
+            refusals[device, precision] = str(error)
+    return environment(), refusals
