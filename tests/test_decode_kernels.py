@@ -217,6 +217,11 @@ def test_greedy_takes_the_first_of_the_largest_and_marks_what_is_not_finite(eith
     after = state(6, 67, device)
     module.greedy(logits, 60, after)
     check_state(after, chosen, 6, 67, device)
+    wide = torch.zeros(1, 8200, device=device)
+    wide[0, [5, 5 + 8192]] = 50.0  # in one place of two blocks
+    after = state(1, 8200, device)
+    module.greedy(wide, 8200, after)
+    check_state(after, [5], 1, 8200, device)
 
 
 def test_advance_takes_the_token_that_it_is_given(either):

@@ -212,7 +212,9 @@ def main(
     options = parser.parse_args(arguments)
     bugs = choose(read_bugs(bugs_file), options.wanted)
     commit = subprocess.check_output(["git", "-C", root, "rev-parse", options.commit], text=True).strip()
-    os.environ["OMP_NUM_THREADS"] = "1"  # before the processes that are forked from import PyTorch
+    os.environ["OMP_NUM_THREADS"] = "1"  # before the processes that are forked from import PyTorch, and Triton with it
+    if not Path("/dev/nvidiactl").exists():
+        os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py, which here would come too late
     FORKS.set_forkserver_preload(list(preloaded))
     with tempfile.TemporaryDirectory(prefix="planted-bugs-") as folder:
         copies = [Copy(root, commit, Path(folder) / f"copy{i}") for i in range(max(1, min(options.jobs, len(bugs))))]
