@@ -10,20 +10,25 @@ has a thread of its own (32 MiB on Hopper, 8.125 MiB before; `parseChosenWorkspa
 aten/src/ATen/cuda/CublasHandlePool.cpp); scratch memory inside a kernel; compiled models, which fuse operations.
 """
 
+import contextlib
 import functools
-import re
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from lmcore.config import ModelConfig
 from lmcore.errors import require, require_positive
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
 from lmcore.profiling.memory.profile import standing_storages
-from lmcore.profiling.memory.recording import StorageRecorder, storage_address
+from lmcore.profiling.memory.recording import storage_address
+from lmcore.profiling.memory.snapshot import Event, History, Stage, calling_line, replay
 from lmcore.profiling.memory.timeline import CATEGORIES, bytes_by_state, explained, stage_at
 from lmcore.profiling.workload import Workload, WorkloadConfig
 
@@ -66,6 +71,59 @@ def predicted_peak(
     return found | {"by_stage": dict(found["by_stage"])}
 
 
+aten = torch.ops.aten
+IN_PLACE = {aten.scatter_add.default: aten.scatter_add_.default, aten.index_put.default: aten.index_put_.default}
+"""What the backward passes of gather and of indexing do to their zeros; where a mode looks on, they take copies."""
+
+
+class FakeMemory(FakeTensorMode):
+    """While it is on, tensors are fake; notes which storages operations make, and when nothing holds them any more."""
+
+    def __init__(self):
+        super().__init__(allow_non_fake_inputs=True)
+        self.inside = False
+        self.alive: set[int] = set()
+        self.events: list[Event] = []
+        self.stages: list[Stage] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.inside:  # what an operation is made of on fake tensors, and nowhere else
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self.inside = True
+        try:
+            result = super().__torch_dispatch__(IN_PLACE.get(func, func), types, args, kwargs)
+        finally:
+            self.inside = False
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and storage_address(tensor) not in self.alive:
+                self._begin(tensor, func)
+        return result
+
+    def _begin(self, tensor: Tensor, func: Any) -> None:
+        address, storage = storage_address(tensor), tensor.untyped_storage()
+        node = torch._C._current_autograd_node()  # in a backward pass, whose stack says nothing
+        line = node.name() if node else calling_line(sys._getframe(2)).rpartition(" ")[2]
+        self.alive.add(address)
+        self.events.append(Event(address, storage.nbytes(), 0.0, f"{line}, {func.overloadpacket.__name__}"))
+        weakref.finalize(storage, self._end, address, storage.nbytes()).atexit = False
+
+    def _end(self, address: int, size: int) -> None:
+        self.alive.discard(address)
+        self.events.append(Event(address, -size, 0.0))
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Notes a stage of a step (see `Workload.step`)."""
+        first = len(self.events)
+        yield
+        self.stages.append(Stage(name, first, len(self.events)))
+
+    def history(self, standing: Iterable[Event]) -> History:
+        """All that was noted so far; for seconds the numbers of the states."""
+        seconds = tuple(float(state) for state in range(len(self.events) + 1))
+        return History("fake tensors", replay(self.events, standing), seconds, tuple(self.stages))
+
+
 class FakeModel(TransformerLM):
     """The model without a look at the token ids: fake ones have no values."""
 
@@ -91,13 +149,13 @@ class FakeWorkload(Workload):
 @functools.cache
 def _peak(config: WorkloadConfig, seq_len: int) -> dict[str, Any]:
     model = FakeModel(config.model, device="meta")  # drawing weights looks at them, where they are not on `meta`
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeMemory() as memory:
         work = FakeWorkload(config, model, seq_len)
         work.optimizer.zero_grad(set_to_none=True)
         standing = standing_storages(work)
-        with StorageRecorder(standing) as recorder:
-            held = work.step(recorder.span)
-            recorded = recorder.history
+        memory.events.clear()
+        held = work.step(memory.span)
+        recorded = memory.history(standing.values())
         del held
         named = work.model.named_parameters()
         gradients = {storage_address(p.grad): name for name, p in named if p.grad is not None}
@@ -117,6 +175,6 @@ def _peak(config: WorkloadConfig, seq_len: int) -> dict[str, Any]:
         "temporary": parts["temporary"],
         "peak_bytes": int(total[peak]),
         "stage": stage_at(history, near),
-        "moment": re.sub(r"^lmcore/\S+ ", "", source),
+        "moment": source,
         "by_stage": {s.name: int(total[s.first : s.last + 1].max()) for s in history.stages},
     }

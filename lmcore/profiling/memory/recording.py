@@ -1,9 +1,7 @@
-"""Allocation histories of a running step: from CUDA's allocator, from the CPU's, and of tensors without memory."""
+"""Allocation histories of a running step: from CUDA's allocator, and from the CPU's by torch.profiler."""
 
 import contextlib
 import dataclasses
-import sys
-import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -12,8 +10,6 @@ import torch
 from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lmcore.device import forget_memory
 from lmcore.profiling.memory.snapshot import (
@@ -21,7 +17,6 @@ from lmcore.profiling.memory.snapshot import (
     Event,
     History,
     Stage,
-    calling_line,
     counted_states,
     frame_in_lmcore,
     history_of,
@@ -161,54 +156,6 @@ def operator_source(event: Any) -> str:
                 break
         parent = parent.parent
     return ", ".join(part for part in (line, operator) if part) or NO_FRAME
-
-
-class StorageRecorder(TorchDispatchMode):
-    """While it is on: which storages operations make, and when they are gone. For tensors without memory.
-
-    `standing` are the storages that are there before, by address (`storage_address`).
-    """
-
-    def __init__(self, standing: Mapping[int, Event]):
-        super().__init__()
-        self.standing = standing
-        self.alive = set(standing)
-        self.events: list[Event] = []
-        self.stages: list[Stage] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.scatter_add.default:  # in the backward pass of gather, a copy only under a mode
-            func = torch.ops.aten.scatter_add_.default
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and storage_address(tensor) not in self.alive:
-                self._begin(tensor, func)
-        return result
-
-    def _begin(self, tensor: Tensor, func: Any) -> None:
-        address, storage = storage_address(tensor), tensor.untyped_storage()
-        node = torch._C._current_autograd_node()  # in a backward pass, whose stack says nothing
-        source = node.name() if node else f"{calling_line(sys._getframe(2))}, {func.overloadpacket.__name__}"
-        self.alive.add(address)
-        self.events.append(Event(address, storage.nbytes(), 0.0, source))
-        weakref.finalize(storage, self._end, address, storage.nbytes()).atexit = False
-
-    def _end(self, address: int, size: int) -> None:
-        self.alive.discard(address)
-        self.events.append(Event(address, -size, 0.0))
-
-    @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Notes a stage."""
-        first = len(self.events)
-        yield
-        self.stages.append(Stage(name, first, len(self.events)))
-
-    @property
-    def history(self) -> History:
-        """All that was noted so far; for seconds the numbers of the states."""
-        seconds = tuple(float(state) for state in range(len(self.events) + 1))
-        return History("fake tensors", replay(self.events, self.standing.values()), seconds, tuple(self.stages))
 
 
 def storage_address(tensor: Tensor) -> int:
