@@ -57,7 +57,9 @@ def peak_by_stage(config: WorkloadConfig) -> dict[str, int]:
     state = [v for values in work.optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
     tensors = [*work.model.parameters(), *work.model.buffers(), work.inputs, work.targets, *state]
     current = sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # oneDNN's bf16 products take scratch memory of their own, by the processor up to 15 % of the smallest model's peak
+    events_of = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with torch.backends.mkldnn.flags(enabled=False), events_of as profiler:
         work.step(record_function)
     events = profiler.profiler.kineto_results.events()
     spans = {e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() in PHASES}
@@ -86,12 +88,10 @@ SHAPES = {
 def test_predicted_peak_is_what_the_allocator_sees(shape, passes, precision):
     batch_size, model = SHAPES[shape]
     workload = WorkloadConfig(model=model, batch_size=batch_size, passes=passes, precision=precision, device="cpu")
-    # oneDNN's bf16 products take scratch memory of their own, by the processor up to 15 % of the smallest model's peak
-    with torch.backends.mkldnn.flags(enabled=False):
-        measured = peak_by_stage(workload)
+    measured = peak_by_stage(workload)
     predicted = predicted_peak(model, batch_size, precision=precision, passes=passes)
     assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.001)
-    assert predicted["by_stage"] == pytest.approx(measured, rel=0.01)
+    assert predicted["by_stage"] == pytest.approx(measured, rel=0.001)
 
 
 @pytest.mark.parametrize("switches", [{"checkpoint_every": 1}, {"checkpoint_every": 2}, {}], ids=str)
@@ -101,7 +101,10 @@ def test_gradients_grow_while_activations_shrink(switches):
     measured = peak_by_stage(WorkloadConfig(model=model, batch_size=2, passes="forward_backward", device="cpu"))
     predicted = predicted_peak(model, 2, passes="forward_backward")
     assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.001)
-    assert predicted["moment"].startswith(f"block {max(switches.get('checkpoint_every', 6), 1) - 1}:")
+    assert predicted["stage"] == "backward"
+    done = len(range(switches.get("checkpoint_every", 6), 6))  # blocks whose gradients are there
+    block, rest = 4 * accounting.num_parameters(replace(model, num_layers=1)), 4 * 2 * 200 * 256
+    assert done * (block - rest) < predicted["gradients"] < (done + 1) * block
 
 
 @pytest.mark.parametrize(
@@ -124,8 +127,8 @@ def test_predicted_peak_follows_the_switches(shape, switches):
         WorkloadConfig(model=model, batch_size=batch_size, passes="train_step", precision=precision, device="cpu")
     )
     predicted = predicted_peak(model, batch_size, precision=precision)
-    assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.002)
-    assert predicted["by_stage"] == pytest.approx(measured, rel=0.05)
+    assert predicted["peak_bytes"] == max(predicted["by_stage"].values())
+    assert predicted["by_stage"] == pytest.approx(measured, rel=0.005)  # with checkpoints, the generator's states
 
 
 @pytest.mark.gpu

@@ -137,6 +137,8 @@ class FakeWorkload(Workload):
     def __init__(self, config: WorkloadConfig, model: TransformerLM, seq_len: int):
         self.config, self.device, self.fused = config, torch.device("cpu"), None
         self.model = self.forward = model.to_empty(device=self.device)
+        if config.model.tie_embeddings:  # `to_empty` has made two of one
+            model.lm_head.weight = model.token_embeddings.weight
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = torch.amp.GradScaler(enabled=False)
         self.inputs, self.targets = (torch.empty(config.batch_size, seq_len, dtype=torch.int64) for _ in range(2))
