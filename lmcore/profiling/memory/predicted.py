@@ -29,7 +29,7 @@ from lmcore.optimizer import build_optimizer
 from lmcore.profiling.memory.profile import standing_storages
 from lmcore.profiling.memory.recording import storage_address
 from lmcore.profiling.memory.snapshot import Event, History, Stage, calling_line, replay
-from lmcore.profiling.memory.timeline import CATEGORIES, bytes_by_state, explained, stage_at
+from lmcore.profiling.memory.timeline import CATEGORIES, bytes_by_state, explained
 from lmcore.profiling.workload import Workload, WorkloadConfig
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -54,8 +54,8 @@ def predicted_peak(
 
     `passes` are those of `lmcore.profiling.workload.WorkloadConfig`. Keys: parameters, gradients, optimizer_state,
     activations (kept for the backward pass), temporary, inputs (token ids and position tables), peak_bytes (their
-    sum), stage ("forward", "loss", "backward" or "optimizer") and moment (function and operator, or the node of the
-    backward pass) of the allocation that first comes within a thousandth of it, and by_stage, the peak of each stage.
+    sum), stage ("forward", "loss", "backward" or "optimizer"), moment (function and operator, or the node of the
+    backward pass, of the allocation that comes within a thousandth of it), and by_stage, the peak of each stage.
     Raises `UserError` for unknown passes or precisions, sizes below 1, and more tokens than the context.
     """
     seq_len = config.context_length if seq_len is None else seq_len
@@ -164,8 +164,10 @@ def _peak(config: WorkloadConfig, seq_len: int) -> dict[str, Any]:
     history = explained(recorded, standing, gradients, {})
     by_category = bytes_by_state(history, CATEGORIES)
     total = by_category.sum(axis=0)
-    added = total - total[0]
-    peak, near = int(added.argmax()), int((added >= 0.999 * added.max()).argmax())
+    peak = int(total.argmax())
+    stage = next(s for s in history.stages if s.first < peak <= s.last)
+    close = total[0] + 0.999 * (total[peak] - total[0])  # what comes after it at most adds scalars
+    near = next(state for state in range(stage.first + 1, peak + 1) if total[state] >= close)
     parts = dict(zip(CATEGORIES, by_category[:, peak].tolist(), strict=True))
     source = next(a.source for a in recorded.allocations if a.first == near)
     return {
@@ -176,7 +178,7 @@ def _peak(config: WorkloadConfig, seq_len: int) -> dict[str, Any]:
         "activations": parts["activations"],
         "temporary": parts["temporary"],
         "peak_bytes": int(total[peak]),
-        "stage": stage_at(history, near),
+        "stage": stage.name,
         "moment": source,
         "by_stage": {s.name: int(total[s.first : s.last + 1].max()) for s in history.stages},
     }
