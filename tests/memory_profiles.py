@@ -1,98 +1,45 @@
 """Profiles of memory made up for tests: a step whose every allocation is known."""
 
 from lmcore.config import to_dict
+from lmcore.profiling.memory.snapshot import Allocation, History, Stage
+from lmcore.profiling.memory.timeline import summary
 from lmcore.profiling.workload import workload_config
-
-CATEGORIES = ["parameters", "optimizer state", "other", "gradients", "activations", "temporary"]
 
 
 class Step:
     """A step as it happens: `make` allocates, `free` frees, `stage` names what follows."""
 
     def __init__(self, **standing: int):
-        self.standing = {name.replace("_", " "): size for name, size in standing.items()}
-        self.rows, self.stages, self.event = [], [], 0
-        self.levels = [dict.fromkeys(CATEGORIES, 0) | self.standing]
+        self.event, self.stages = 0, []
+        self.rows = [
+            {"bytes": size, "first": 0, "source": name, "category": name.replace("_", " "), "stage": None}
+            for name, size in standing.items()
+        ]
 
     def stage(self, name: str) -> None:
-        self.close()
-        self.stages.append({"name": name, "first_event": self.event})
-
-    def close(self) -> None:
-        if self.stages:
-            self.stages[-1].setdefault("last_event", self.event)
-
-    def change(self, category: str, size: int) -> None:
-        self.event += 1
-        self.levels.append(self.levels[-1] | {category: self.levels[-1][category] + size})
+        self.stages.append((name, self.event))
 
     def make(self, category: str, size: int, source: str = "lmcore/model.py:59 Linear.forward") -> dict:
-        self.change(category, size)
-        row = {"bytes": size, "first_event": self.event, "last_event": None, "category": category, "source": source}
-        self.rows.append(row | {"stage": self.stages[-1]["name"] if self.stages else None})
-        return self.rows[-1]
+        self.event += 1
+        row = {"bytes": size, "first": self.event, "source": source, "category": category, "stage": self.stages[-1][0]}
+        self.rows.append(row)
+        return row
 
     def free(self, row: dict) -> None:
-        self.change(row["category"], -row["bytes"])
-        row["last_event"] = self.event
+        self.event += 1
+        row["last"] = self.event
 
     def profile(self, passes: str, **changes) -> dict:
-        self.close()
-        totals = [sum(level.values()) for level in self.levels]
-        peak = totals.index(max(totals))
-        for stage in self.stages:
-            first, last = stage["first_event"], stage["last_event"]
-            top = max(range(first, last + 1), key=totals.__getitem__)
-            stage |= {
-                "start": first * 1e-3,
-                "end": last * 1e-3,
-                "start_bytes": totals[first],
-                "end_bytes": totals[last],
-            }
-            stage |= {"peak_bytes": totals[top], "peak_by_category": self.levels[top]}
-        for row in self.rows:
-            row["last_event"] = row["last_event"] or self.event + 1
-        always = [
-            {"bytes": size, "first_event": 0, "last_event": self.event + 1, "category": name, "stage": None,
-             "source": f"{name} (7 allocations)"}
-            for name, size in self.standing.items()
-        ]  # fmt: skip
-        allocations = [
-            row | {"start": row["first_event"] * 1e-3, "end": row["last_event"] * 1e-3} for row in always + self.rows
-        ]
-        inside = [s["name"] for s in self.stages if s["first_event"] < peak <= s["last_event"]]
-        return {
-            "tool": "torch.cuda memory history", "device": "Chip A", "passes": passes, "precision": "fp32",
-            "sources": "source line", "truncated": False, "events": self.event, "seconds": self.event * 1e-3,
-            "before_bytes": totals[0], "after_bytes": totals[-1], "peak_bytes": totals[peak],
-            "peak_seconds": peak * 1e-3, "peak_event": peak, "peak_stage": inside[0] if inside else None,
-            "torch_peak_bytes": totals[peak], "torch_requested_peak_bytes": totals[peak],
-            "reserved_peak_bytes": 2 * totals[peak], "categories": CATEGORIES,
-            "before_by_category": self.levels[0], "peak_by_category": self.levels[peak],
-            "after_by_category": self.levels[-1], "stages": self.stages,
-            "timeline": {
-                "seconds": [event * 1e-3 for event in range(len(self.levels))], "event": list(range(len(self.levels))),
-                "bytes": {name: [level[name] for level in self.levels] for name in CATEGORIES},
-            },
-            "largest": grouped(self.rows, self.event), "standing": [], "allocations": allocations,
-            "allocations_total": len(allocations), "allocations_smallest_bytes": min(r["bytes"] for r in allocations),
-            "snapshot": None, "notes": [],
+        ends = [first for _, first in self.stages[1:]] + [self.event]
+        stages = tuple(Stage(name, first, last) for (name, first), last in zip(self.stages, ends, strict=True))
+        allocations = tuple(Allocation(**{"address": 0, "last": self.event + 1} | row) for row in self.rows)
+        seconds = tuple(event * 1e-3 for event in range(self.event + 1))
+        said = summary(History("torch.cuda memory history", allocations, seconds, stages))
+        peak = said["peak_bytes"]
+        return said | {
+            "device": "Chip A", "passes": passes, "precision": "fp32", "sources": "source line", "snapshot": None,
+            "torch_peak_bytes": peak, "torch_requested_peak_bytes": peak, "reserved_peak_bytes": 2 * peak, "notes": [],
         } | changes  # fmt: skip
-
-
-def grouped(rows: list[dict], events: int) -> list[dict]:
-    """The largest allocations, the same ones together."""
-    groups: dict[tuple, dict] = {}
-    for row in rows:
-        keys = ("bytes", "category", "stage", "source")
-        group = groups.setdefault(
-            tuple(row[key] for key in keys), {key: row[key] for key in keys} | {"count": 0, "kept": 0}
-        )
-        group["count"] += 1
-        group["kept"] += row["last_event"] > events
-        group["seconds"] = (row["last_event"] - row["first_event"]) * 1e-3
-    largest = sorted(groups.values(), key=lambda group: (-group["bytes"], -group["count"]))
-    return [group | {"total_bytes": group["bytes"] * group["count"]} for group in largest[:25]]
 
 
 def training(layers: int = 6, activation: int = 40_000_000, weights: int = 1_000_000_000, **changes) -> dict:

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,13 +9,12 @@ import torch
 
 from lmcore.accounting import num_parameters
 from lmcore.cli import main
-from lmcore.profiling.memory import profile as memory
-from lmcore.profiling.memory.categories import Known, explained
-from lmcore.profiling.memory.profile import FULL_NOTE, peak_memory, profile_memory, profile_memory_without_snapshot
+from lmcore.profiling.memory import recording
+from lmcore.profiling.memory.profile import FULL_NOTE, profile_memory, write_snapshot
 from lmcore.profiling.memory.saved import block_and_input, saved_by_operation
-from lmcore.profiling.memory.snapshot import Allocation, History, Stage, read_snapshot
-from lmcore.profiling.memory.summary import CATEGORIES
-from lmcore.profiling.workload import no_span, workload_config
+from lmcore.profiling.memory.snapshot import Allocation, Event, History, Stage, read_snapshot
+from lmcore.profiling.memory.timeline import CATEGORIES, bytes_by_state, explained
+from lmcore.profiling.workload import workload_config
 
 CONTEXT, VOCABULARY = 32, 1_000
 LOGITS = 4 * 4 * CONTEXT * VOCABULARY
@@ -83,16 +81,6 @@ def test_sources_on_the_cpu_name_functions_operators_and_the_backward_pass(step)
     json.dumps(step)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"passes": "forward"}, {"precision": "bf16"}, {"checkpoint_every": 1}], ids=str
-)
-def test_the_peak_is_the_same_without_a_history(tmp_path, changes):
-    cell = config(**changes)
-    found = peak_memory(cell, tmp_path)
-    assert found["peak_bytes"] == profile_memory_without_snapshot(cell, tmp_path)["peak_bytes"]
-    assert found["step_bytes"] == found["peak_bytes"] - found["before_bytes"] > 0
-
-
 def test_inference_keeps_nothing_for_a_backward_pass(tmp_path, step):
     forward = profile_memory(config(passes="forward"), tmp_path)
     assert [row["name"] for row in forward["stages"]] == ["forward"]
@@ -138,7 +126,7 @@ def test_categories_follow_addresses_and_lifetimes():
         Allocation(8, 10, 9, 10, "no Python frame"),
     )
     history = History("t", allocations, tuple(range(10)), stages)
-    found = explained(history, {1: Known("parameters", "w", 10)}, {3: "w"}, {3: "half copy of w"}).allocations
+    found = explained(history, {1: Event(1, 10, 0.0, "w", "parameters")}, {3: "w"}, {3: "half copy of w"}).allocations
     assert [(a.category, a.stage, a.source) for a in found] == [
         ("parameters", None, "w"),
         ("other", None, "x"),
@@ -153,23 +141,22 @@ def test_categories_follow_addresses_and_lifetimes():
 
 
 class FakeCuda:
-    """A workload on a GPU that is not there: its step writes the trace that the allocator would have written."""
-
-    device = torch.device("cuda", 0)
+    """A GPU that is not there: its step writes the trace that the allocator would have written."""
 
     def __init__(self, capacity):
         self.capacity, self.trace, self.counts = capacity, [], [40, 30]
 
+    def note(self, count, actions, address, size):
+        self.counts[count] += 1
+        for action in actions:
+            time = len(self.trace)
+            self.trace.append({"action": action, "addr": address, "size": size, "frames": [], "time_us": time})
+
     def alloc(self, address, size):
-        self.counts[0] += 1
-        self.trace.append({"action": "alloc", "addr": address, "size": size, "frames": [], "time_us": len(self.trace)})
+        self.note(0, ["alloc"], address, size)
 
     def free(self, address, size):
-        self.counts[1] += 1
-        for action in ("free_requested", "free_completed"):
-            self.trace.append(
-                {"action": action, "addr": address, "size": size, "frames": [], "time_us": len(self.trace)}
-            )
+        self.note(1, ["free_requested", "free_completed"], address, size)
 
     def step(self, span):
         self.free(9, 900)
@@ -180,9 +167,6 @@ class FakeCuda:
         with span("backward"):
             self.alloc(3, 300)
             self.free(1, 100)
-
-    def synchronize(self):
-        pass
 
     def snapshot(self):
         blocks = [
@@ -195,13 +179,13 @@ class FakeCuda:
 @pytest.mark.parametrize(("capacity", "truncated"), [(100, False), (5, True)])
 def test_stages_on_a_gpu_are_found_by_counting(monkeypatch, tmp_path, capacity, truncated):
     fake = FakeCuda(capacity)
-    monkeypatch.setattr(memory, "forget_memory", lambda device: None)
-    monkeypatch.setattr(memory, "cuda_counts", lambda device: tuple(fake.counts))
-    monkeypatch.setattr(memory, "cuda_peaks", lambda device: {"torch_peak_bytes": 1})
+    monkeypatch.setattr(recording, "forget_memory", lambda device: None)
+    monkeypatch.setattr(recording, "cuda_counts", lambda device: tuple(fake.counts))
+    monkeypatch.setattr(recording, "cuda_peaks", lambda device: {"torch_peak_bytes": 1})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *args, **options: None)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
-    marks = SimpleNamespace(span=no_span)
-    history, recorded = memory.record_cuda(fake, marks, tmp_path)
+    history, _, snapshot = recording.record_cuda(fake.step, torch.device("cuda", 0))
     assert history.truncated == truncated
     if truncated:  # what is left: the free of 2, and the backward pass
         assert history.stages == (Stage("forward", 0, 1), Stage("backward", 1, 3))
@@ -211,18 +195,15 @@ def test_stages_on_a_gpu_are_found_by_counting(monkeypatch, tmp_path, capacity, 
     assert said[8] == (800, 0, history.states)
     assert said[3] == (300, history.states - 2, history.states)
     assert said[1] == (100, 0 if truncated else 2, history.states - 1)
-    assert read_snapshot(tmp_path / recorded["snapshot"]["file"]) == fake.snapshot()
+    assert read_snapshot(tmp_path / write_snapshot(snapshot, tmp_path)["file"]) == fake.snapshot()
 
 
 def test_what_a_block_keeps_is_what_stays_alive_after_its_forward_pass():
     """Held against the profiler: the bytes that a forward pass leaves behind, but for the result."""
-    from lmcore.profiling.memory.events import record_cpu
-    from lmcore.profiling.memory.summary import bytes_by_state
-
     cell = config()
     block, x = block_and_input(cell, torch.device("cpu"))
     block(x)
-    history = record_cpu(lambda span: block(x), [])
+    history = recording.record_cpu(lambda span: block(x), [])
     alive = int(bytes_by_state(history, ["unknown"])[0, -1])
     rows = saved_by_operation(cell)
     kept = sum(row["bytes"] for row in rows if row["kind"] != "input")

@@ -80,7 +80,7 @@ def test_finished_cases_of_the_same_code_and_device_are_not_measured_again(first
 
 RECORDED = [
     "report.memory.kept:kept_by_block", "profiling.timing:measure", "profiling.components:measure_components",
-    "profiling.precision:toy_dtype_rows", "profiling.nsys.profile:profile_workload",
+    "profiling.nsys.profile:profile_workload",
     "profiling.memory.profile:profile_memory", "profiling.memory.profile:profile_memory_without_snapshot",
     "profiling.kernels.measuring:measure_ceilings", "profiling.kernels.steps:measure_ungraphed",
     "profiling.kernels.agreement:measure_agreement", "profiling.kernels.interpreted:measure_interpreted",

@@ -21,13 +21,12 @@ from lmcore.profiling.memory.snapshot import (
     source_of,
     state_after,
 )
-from lmcore.profiling.memory.summary import (
+from lmcore.profiling.memory.timeline import (
     CATEGORIES,
     LARGEST,
     RECTANGLES,
     TIMELINE_POINTS,
     bytes_by_state,
-    detail,
     summary,
 )
 
@@ -260,13 +259,3 @@ def test_the_largest_are_grouped_and_ordered(long_history):
     assert said["allocations_total"] == 10_001
     assert said["allocations"][0]["source"] == "parameters (1 allocation)"
     assert said["allocations_smallest_bytes"] == min(row["bytes"] for row in said["allocations"])
-
-
-def test_detail_keeps_the_largest_share_in_order():
-    rows = [{"bytes": size} for size in (5, 50, 1, 40, 30, 2, 3, 4, 6, 7)]
-    assert detail(rows, 0.3) == [{"bytes": 50}, {"bytes": 40}, {"bytes": 30}]
-    assert detail(rows, 0.01) == [{"bytes": 50}]
-    assert detail(rows, 1) == rows
-    for share in (0, 1.5, -0.1):
-        with pytest.raises(UserError, match=str(share)):
-            detail(rows, share)

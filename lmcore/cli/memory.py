@@ -1,7 +1,7 @@
 """`lmcore memory`: what the memory of a step was for, or what a snapshot of somebody else holds (CS336 A2 1.1.6)."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -59,18 +59,13 @@ def memory(
         top: How many of the largest allocations to print.
     """
     require(top > 0, f"--top must be positive, not {top}.")
-    if snapshot is not None:
-        print(described(read(snapshot), top))
+    if snapshot is not None:  # what its allocations were for is unknown
+        from lmcore.profiling.memory.snapshot import history_of, read_snapshot
+        from lmcore.profiling.memory.timeline import summary
+
+        print(described(summary(history_of(read_snapshot(snapshot))), top))
         return 0
     return record(settings, out, keep_snapshot, top)
-
-
-def read(snapshot: Path) -> dict[str, Any]:
-    """The summary of a snapshot in a file: what its allocations were for is unknown."""
-    from lmcore.profiling.memory.snapshot import history_of, read_snapshot
-    from lmcore.profiling.memory.summary import summary
-
-    return summary(history_of(read_snapshot(snapshot)))
 
 
 def record(settings: MemoryConfig, out: Path, keep_snapshot: bool, top: int) -> int:
@@ -79,33 +74,21 @@ def record(settings: MemoryConfig, out: Path, keep_snapshot: bool, top: int) -> 
     from lmcore.profiling.runner import run_cases
     from lmcore.workbook.report.memory.timeline_html import write_timeline
 
-    s = settings
-    cases = benchmark_cases(
-        BenchmarkConfig(
-            size=s.size, context_length=s.context_length, precision=s.precision, passes=s.passes,
-            batch_size=s.batch_size, warmup_steps=s.warmup_steps, steps=1, device=s.device, model=s.model,
-        )
-    )  # fmt: skip
+    options = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    cases = benchmark_cases(BenchmarkConfig(**options, steps=1))
     task = profile_memory if keep_snapshot else profile_memory_without_snapshot
     with stoppable():
         records = run_cases(task, cases, out / "cells", title="memory")
     for name, found in records.items():
-        if found["outcome"] == "complete":
-            page = write_timeline(found["result"], out / f"{name}.html", name)
-            print(f"\n{name}\n{described(found['result'], top)}\nTimeline: {page}")
-            if kept := found["result"]["snapshot"]:
-                print(f"Snapshot for pytorch.org/memory_viz: {out / 'cells' / name / kept['file']}")
-        else:
+        if found["outcome"] != "complete":
             print(f"\n{name}: {found['outcome']}: {found['reason']}")
-    return exit_code(records)
-
-
-def exit_code(records: Mapping[str, Mapping[str, Any]]) -> int:
-    """1 if a cell failed, else 4 if one did not fit into the memory, else 0."""
+            continue
+        page = write_timeline(found["result"], out / f"{name}.html", name)
+        print(f"\n{name}\n{described(found['result'], top)}\nTimeline: {page}")
+        if kept := found["result"]["snapshot"]:
+            print(f"Snapshot for pytorch.org/memory_viz: {out / 'cells' / name / kept['file']}")
     outcomes = {found["outcome"] for found in records.values()}
-    if "failed" in outcomes:
-        return EXIT_FAILURE
-    return EXIT_OUT_OF_MEMORY if "out of memory" in outcomes else 0
+    return EXIT_FAILURE if "failed" in outcomes else EXIT_OUT_OF_MEMORY if "out of memory" in outcomes else 0
 
 
 def described(result: Mapping[str, Any], top: int) -> str:
@@ -113,33 +96,25 @@ def described(result: Mapping[str, Any], top: int) -> str:
     from lmcore.workbook.report.answers import format_bytes
 
     where = f" in {result['peak_stage']}" if result["peak_stage"] else ""
-    lines = [f"{result['tool']}, {result['events']:,} events. Peak: {format_bytes(result['peak_bytes'])}{where}."]
+    text = f"{result['tool']}, {result['events']:,} events. Peak: {format_bytes(result['peak_bytes'])}{where}."
     if result.get("torch_peak_bytes"):
-        lines[0] += f" The allocator itself counts {format_bytes(result['torch_peak_bytes'])}, rounded up."
-    lines += result.get("notes", ())
-    lines += table(
-        ("stage", "peak", "at its end"),
-        [(s["name"], format_bytes(s["peak_bytes"]), format_bytes(s["end_bytes"])) for s in result["stages"]],
-    )
+        text += f" The allocator itself counts {format_bytes(result['torch_peak_bytes'])}, rounded up."
     splits = [result[f"{when}_by_category"] for when in ("before", "peak", "after")]
-    lines += table(
-        ("memory for", "before", "at the peak", "after"),
-        [(name, *(format_bytes(split[name]) for split in splits)) for name in result["categories"]],
-    )
-    lines += table(
-        ("largest", "count", "memory for", "stage", "source"),
-        [
+    tables = {
+        ("stage", "peak", "at its end"): [
+            (s["name"], format_bytes(s["peak_bytes"]), format_bytes(s["end_bytes"])) for s in result["stages"]
+        ],
+        ("memory for", "before", "at the peak", "after"): [
+            (name, *(format_bytes(split[name]) for split in splits)) for name in result["categories"]
+        ],
+        ("largest", "count", "memory for", "stage", "source"): [
             (format_bytes(row["bytes"]), str(row["count"]), row["category"], row["stage"] or "", row["source"])
             for row in result["largest"][:top]
         ],
-    )
+    }
+    lines = [text, *result.get("notes", ())]
+    for header, rows in tables.items():
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        shown = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in (header, *rows))
+        lines += ["", *shown] if rows else []
     return "\n".join(lines)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of an aligned table under an empty line; none without rows."""
-    if not rows:
-        return []
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = (zip(line, widths, strict=True) for line in (header, *rows))
-    return ["", *("  ".join(cell.ljust(width) for cell, width in line).rstrip() for line in lines)]

@@ -38,8 +38,11 @@ MACHINE = ("device", "torch")
 """What must be the same of the environment for an old record to stand."""
 
 OLD_TASKS = {
-    "lmcore.report.memory.kept:kept_by_block": "lmcore.workbook.report.memory.kept:kept_by_block",
-    "lmcore.profiling.kernels.interpreted:measure_interpreted": "lmcore.profiling.kernels.agreement:measure_interpreted",
+    f"lmcore.{old}": f"lmcore.{new}"
+    for old, new in (
+        ("report.memory.kept:kept_by_block", "workbook.report.memory.kept:kept_by_block"),
+        ("profiling.kernels.interpreted:measure_interpreted", "profiling.kernels.agreement:measure_interpreted"),
+    )
 }
 """Names of tasks in records from before the task was moved or renamed → names today. Add a row when you move one."""
 

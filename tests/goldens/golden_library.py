@@ -31,7 +31,7 @@ from lmcore.files import read_json
 from lmcore.model import TransformerLM
 from lmcore.profiling.memory.predicted import predicted_peak
 from lmcore.profiling.memory.snapshot import history_of
-from lmcore.profiling.memory.summary import summary
+from lmcore.profiling.memory.timeline import summary
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.trace import busy_table, copy_table, kernel_table, kind_table
 from lmcore.profiling.runner import is_of

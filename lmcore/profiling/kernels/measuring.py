@@ -20,9 +20,9 @@ from lmcore.config import from_dict
 from lmcore.device import forget_memory, out_of_memory_reason, select_device
 from lmcore.errors import UserError
 from lmcore.profiling.ceilings import Timer, ceilings
-from lmcore.profiling.memory.events import record_cpu
+from lmcore.profiling.memory.recording import record_cpu
 from lmcore.profiling.memory.snapshot import UNKNOWN
-from lmcore.profiling.memory.summary import bytes_by_state
+from lmcore.profiling.memory.timeline import bytes_by_state
 from lmcore.profiling.workload import WorkloadConfig
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

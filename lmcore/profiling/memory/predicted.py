@@ -1,71 +1,46 @@
-"""Predicted memory of a forward pass and of a training step: where it peaks, and what is alive there.
+"""Predicted memory of a forward pass and of a training step: the step itself, run on tensors without memory.
 
-The peak is the largest of a few moments, each a list of what is alive: the tensors kept for the backward pass
-(`saved_tensors` beside this file), the gradients made so far and the temporaries of the operation in hand. Bytes are
-those that tensors ask for (`torch.cuda.max_memory_allocated` rounds each up to 512, which matters only for toy sizes,
-as every large tensor here is a multiple of that).
+Fake tensors (PyTorch's `meta` tensors, which know the device that they stand for) have shapes and types but no values:
+a step of any size runs in seconds on any machine. Each storage is noted when it appears and when nothing holds it any
+more, which gives the same history as an allocator's, in the bytes that tensors ask for
+(`torch.cuda.max_memory_allocated` rounds each up to 512, which matters only for toy sizes).
 
 Not predicted: the workspace of cuBLAS, which PyTorch takes from the same allocator once a thread, and the backward pass
 has a thread of its own (32 MiB on Hopper, 8.125 MiB before; `parseChosenWorkspaceSize` in PyTorch's
 aten/src/ATen/cuda/CublasHandlePool.cpp); scratch memory inside a kernel; compiled models, which fuse operations.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from lmcore.accounting import num_parameters, parameter_counts
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
 from lmcore.config import ModelConfig
 from lmcore.errors import require, require_positive
-from lmcore.profiling.memory.saved_tensors import (
-    FLOAT,
-    Saved,
-    Sizes,
-    saved_after_blocks,
-    saved_bytes,
-    saved_in_block,
-    sizes,
-)
+from lmcore.model import TransformerLM
+from lmcore.optimizer import build_optimizer
+from lmcore.profiling.memory.profile import standing_storages
+from lmcore.profiling.memory.recording import storage_address
+from lmcore.profiling.memory.snapshot import Event, History, Stage, calling_line, replay
+from lmcore.profiling.memory.timeline import CATEGORIES, bytes_by_state, explained
+from lmcore.profiling.workload import Workload, WorkloadConfig
 
-TOKEN_ID = 8
-"""Bytes of a token id (int64)."""
-
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 PASSES = ("forward", "forward_backward", "train_step")
 
 
-@dataclass(frozen=True)
-class Moment:
-    """What is alive at one moment, in bytes, besides parameters, optimizer state and inputs."""
-
-    stage: str
-    """forward, loss, backward or optimizer."""
-    moment: str
-    """What is being computed, in words."""
-    gradients: int = 0
-    activations: int = 0
-    """Tensors kept for the backward pass."""
-    temporary: int = 0
-
-    @property
-    def bytes(self) -> int:
-        """Of all three together."""
-        return self.gradients + self.activations + self.temporary
-
-
 def residual_stream_bytes(
-    config: ModelConfig, batch_size: int = 1, seq_len: int | None = None, bytes_per_value: int = FLOAT
+    config: ModelConfig, batch_size: int = 1, seq_len: int | None = None, bytes_per_value: int = 4
 ) -> int:
     """Bytes of one tensor of the residual stream, (batch_size, seq_len, d_model) (memory_profiling d)."""
-    return bytes_per_value * sizes(config, batch_size, seq_len).stream
-
-
-def saved_by_operation(
-    config: ModelConfig, batch_size: int = 1, seq_len: int | None = None, precision: str = "fp32"
-) -> list[dict]:
-    """What one block keeps for the backward pass as rows of a table: operation, tensors (in words), bytes, source.
-
-    See `lmcore.profiling.memory.saved_tensors.saved_in_block`; source is the line that keeps them.
-    """
-    return [vars(row) for row in saved_in_block(config, batch_size, seq_len, precision)]
+    return bytes_per_value * batch_size * (seq_len or config.context_length) * config.d_model
 
 
 def predicted_peak(
@@ -74,193 +49,136 @@ def predicted_peak(
     seq_len: int | None = None,
     precision: str = "fp32",
     passes: str = "train_step",
-) -> dict:
+) -> dict[str, Any]:
     """The moment at which most memory is allocated, after warm-up, and what is alive then, in bytes.
 
     `passes` are those of `lmcore.profiling.workload.WorkloadConfig`. Keys: parameters, gradients, optimizer_state,
     activations (kept for the backward pass), temporary, inputs (token ids and position tables), peak_bytes (their
-    sum), stage ("forward", "loss", "backward" or "optimizer"), moment (in words), and by_stage, the peak of each
-    stage. Raises `UserError` for unknown passes or precisions, sizes below 1, and more tokens than the context.
+    sum), stage ("forward", "loss", "backward" or "optimizer"), moment (function and operator, or the node of the
+    backward pass, of the allocation that comes within a thousandth of it), and by_stage, the peak of each stage.
+    Raises `UserError` for unknown passes or precisions, sizes below 1, and more tokens than the context.
     """
+    seq_len = config.context_length if seq_len is None else seq_len
+    require(precision in PRECISIONS, f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
     require(passes in PASSES, f"passes must be one of {', '.join(PASSES)}, not {passes!r}.")
     require_positive("batch_size", batch_size)
-    require_positive("seq_len", config.context_length if seq_len is None else seq_len)
-    c, s = config, sizes(config, batch_size, seq_len, precision)
-    parameters = FLOAT * num_parameters(c)
-    constant = {
-        "parameters": parameters,
-        "optimizer_state": 2 * parameters if passes == "train_step" else 0,
-        "inputs": 2 * TOKEN_ID * s.rows + _position_tables(c),
+    require_positive("seq_len", seq_len)
+    require(
+        seq_len <= config.context_length,
+        f"seq_len ({seq_len}) is above the model's context_length ({config.context_length}).",
+    )
+    found = _peak(WorkloadConfig(config, batch_size, passes, precision), seq_len)
+    return found | {"by_stage": dict(found["by_stage"])}
+
+
+aten = torch.ops.aten
+IN_PLACE = {aten.scatter_add.default: aten.scatter_add_.default, aten.index_put.default: aten.index_put_.default}
+"""What the backward passes of gather and of indexing do to their zeros; where a mode looks on, they take copies."""
+
+
+class FakeMemory(FakeTensorMode):
+    """While it is on, tensors are fake; notes which storages operations make, and when nothing holds them any more."""
+
+    def __init__(self):
+        super().__init__(allow_non_fake_inputs=True)
+        self.inside = False
+        self.alive: set[int] = set()
+        self.events: list[Event] = []
+        self.stages: list[Stage] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.inside:  # what an operation is made of on fake tensors, and nowhere else
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self.inside = True
+        try:
+            result = super().__torch_dispatch__(IN_PLACE.get(func, func), types, args, kwargs)
+        finally:
+            self.inside = False
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and storage_address(tensor) not in self.alive:
+                self._begin(tensor, func)
+        return result
+
+    def _begin(self, tensor: Tensor, func: Any) -> None:
+        address, storage = storage_address(tensor), tensor.untyped_storage()
+        node = torch._C._current_autograd_node()  # in a backward pass, whose stack says nothing
+        line = node.name() if node else calling_line(sys._getframe(2)).rpartition(" ")[2]
+        self.alive.add(address)
+        self.events.append(Event(address, storage.nbytes(), 0.0, f"{line}, {func.overloadpacket.__name__}"))
+        weakref.finalize(storage, self._end, address, storage.nbytes()).atexit = False
+
+    def _end(self, address: int, size: int) -> None:
+        self.alive.discard(address)
+        self.events.append(Event(address, -size, 0.0))
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Notes a stage of a step (see `Workload.step`)."""
+        first = len(self.events)
+        yield
+        self.stages.append(Stage(name, first, len(self.events)))
+
+    def history(self, standing: Iterable[Event]) -> History:
+        """All that was noted so far; for seconds the numbers of the states."""
+        seconds = tuple(float(state) for state in range(len(self.events) + 1))
+        return History("fake tensors", replay(self.events, standing), seconds, tuple(self.stages))
+
+
+class FakeModel(TransformerLM):
+    """The model without a look at the token ids: fake ones have no values."""
+
+    def _check(self, token_ids: Tensor) -> None:
+        pass
+
+
+class FakeWorkload(Workload):
+    """A cell before its step, with the optimizer's state, of fake tensors: to be made in a `FakeTensorMode`."""
+
+    def __init__(self, config: WorkloadConfig, model: TransformerLM, seq_len: int):
+        self.config, self.device, self.fused = config, torch.device("cpu"), None
+        self.model = self.forward = model.to_empty(device=self.device)
+        if config.model.tie_embeddings:  # `to_empty` has made two of one
+            model.lm_head.weight = model.token_embeddings.weight
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.scaler = torch.amp.GradScaler(enabled=False)
+        self.inputs, self.targets = (torch.empty(config.batch_size, seq_len, dtype=torch.int64) for _ in range(2))
+        if config.passes == "train_step":
+            for parameter in self.model.parameters():
+                parameter.grad = torch.empty_like(parameter)
+            self.optimizer.step()
+
+
+@functools.cache
+def _peak(config: WorkloadConfig, seq_len: int) -> dict[str, Any]:
+    model = FakeModel(config.model, device="meta")  # drawing weights looks at them, where they are not on `meta`
+    with FakeMemory() as memory:
+        work = FakeWorkload(config, model, seq_len)
+        work.optimizer.zero_grad(set_to_none=True)
+        standing = standing_storages(work)
+        memory.events.clear()
+        held = work.step(memory.span)
+        recorded = memory.history(standing.values())
+        del held
+        named = work.model.named_parameters()
+        gradients = {storage_address(p.grad): name for name, p in named if p.grad is not None}
+    history = explained(recorded, standing, gradients, {})
+    by_category = bytes_by_state(history, CATEGORIES)
+    total = by_category.sum(axis=0)
+    peak = int(total.argmax())
+    stage = next(s for s in history.stages if s.first < peak <= s.last)
+    close = total[0] + 0.999 * (total[peak] - total[0])  # what comes after it at most adds scalars
+    near = next(state for state in range(stage.first + 1, peak + 1) if total[state] >= close)
+    parts = dict(zip(CATEGORIES, by_category[:, peak].tolist(), strict=True))
+    source = next(a.source for a in recorded.allocations if a.first == near)
+    return {
+        "parameters": parts["parameters"],
+        "optimizer_state": parts["optimizer state"],
+        "inputs": parts["other"],
+        "gradients": parts["gradients"],
+        "activations": parts["activations"],
+        "temporary": parts["temporary"],
+        "peak_bytes": int(total[peak]),
+        "stage": stage.name,
+        "moment": source,
+        "by_stage": {s.name: int(total[s.first : s.last + 1].max()) for s in history.stages},
     }
-    if passes == "forward":
-        moments = list(inference_moments(c, s))
-    else:
-        moments = list(training_moments(c, batch_size, seq_len, precision))
-        if passes == "train_step":
-            largest = FLOAT * max(c.vocab_size * c.d_model, c.d_model * c.d_ff, c.d_model**2)
-            moments.append(Moment("optimizer", "square root of the largest second moment", parameters, 0, largest))
-    always, peak = sum(constant.values()), max(moments, key=lambda m: m.bytes)
-    stages = dict.fromkeys(m.stage for m in moments)
-    return constant | {
-        "gradients": peak.gradients,
-        "activations": peak.activations,
-        "temporary": peak.temporary,
-        "peak_bytes": always + peak.bytes,
-        "stage": peak.stage,
-        "moment": peak.moment,
-        "by_stage": {stage: always + max(m.bytes for m in moments if m.stage == stage) for stage in stages},
-    }
-
-
-def largest_context(
-    config: ModelConfig,
-    memory_bytes: float,
-    batch_size: int = 1,
-    precision: str = "fp32",
-    passes: str = "train_step",
-) -> int:
-    """Longest sequence, up to the model's context, whose predicted peak fits into `memory_bytes`; 0 if none does."""
-
-    def fits(seq_len: int) -> bool:
-        return predicted_peak(config, batch_size, seq_len, precision, passes)["peak_bytes"] <= memory_bytes
-
-    low, high = 0, config.context_length  # low fits (or is 0), everything above high does not
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
-
-
-def inference_moments(c: ModelConfig, s: Sizes) -> Iterator[Moment]:
-    """A forward pass that keeps nothing: the fullest moments of a block, and the logits."""
-    yield Moment("forward", "softmax of a block", temporary=_attention_forward(c, s))
-    yield Moment("forward", "feed-forward network of a block", temporary=_feed_forward_forward(c, s))
-    yield Moment("forward", "logits", temporary=_head_forward(c, s))
-
-
-def training_moments(
-    c: ModelConfig, batch_size: int, seq_len: int | None = None, precision: str = "fp32"
-) -> Iterator[Moment]:
-    """Forward pass, loss and backward pass, with or without gradient checkpointing."""
-    s = sizes(c, batch_size, seq_len, precision)
-    block = saved_in_block(c, batch_size, seq_len, precision)
-    after = saved_after_blocks(c, batch_size, seq_len, precision)
-    kept = Kept(c, s, saved_bytes(block))
-    loss = saved_bytes(after, "cross-entropy")
-    head = kept.all_blocks + saved_bytes(after) - loss
-    if c.checkpoint_every is None:
-        if c.attention == "plain":  # the last block has not yet come to its feed-forward network
-            softmax = kept.all_blocks - saved_bytes(block, *_FEED_FORWARD, "output projection", "dropout 1")
-            around = 2 * s.width * s.stream  # the values before they were made contiguous, the weighted sum
-            yield Moment("forward", "softmax of the last block", 0, softmax, around + _softmax_temporaries(s))
-    else:
-        fullest = max(_attention_forward(c, s), _feed_forward_forward(c, s))
-        if (c.num_layers - 1) % c.checkpoint_every == 0:  # the last block's x is itself the kept input
-            fullest -= FLOAT * s.stream
-        yield Moment("forward", "last block, keeping nothing", 0, kept.all_blocks, fullest)
-    cast_from = FLOAT * s.stream if s.half and c.norm == "pre" else 0  # what the head's cast input was made of
-    yield Moment("forward", "logits", 0, head, s.width * s.logits + cast_from)
-    widened = FLOAT * s.logits if s.half else 0
-    yield Moment("loss", "exponentials of the logits", 0, head + loss, s.width * s.logits + widened)
-    yield Moment("backward", "gradient of the target logits", 0, head + loss, FLOAT * s.logits)
-    yield from _backward_moments(c, s, block, kept)
-    # a tied weight's first gradient waits for the second, and their sum is a third
-    tied = 2 * FLOAT * c.vocab_size * c.d_model if c.tie_embeddings else 0
-    parameters = FLOAT * num_parameters(c)
-    yield Moment("backward", "gradient of the token embeddings", parameters, 0, FLOAT * s.stream + tied)
-
-
-_FEED_FORWARD = ("norm 2", "w1, w3", "w1", "silu", "gate", "w2", "dropout 2")
-"""Operations of `saved_in_block` that come after the attention."""
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Activations that the blocks below hold, when all of them are kept or only the input of every so many."""
-
-    config: ModelConfig
-    sizes: Sizes
-    block: int
-    """Bytes that one block keeps."""
-
-    @property
-    def all_blocks(self) -> int:
-        """At the end of the forward pass."""
-        every = self.config.checkpoint_every
-        if every is None:
-            return self.config.num_layers * self.block
-        return -(-self.config.num_layers // every) * FLOAT * self.sizes.stream
-
-    def below(self, index: int) -> int:
-        """While the backward pass is in block `index`, and its segment has been computed again: without its own."""
-        every = self.config.checkpoint_every
-        if every is None:
-            return index * self.block
-        segment, within = divmod(index, every)
-        # the input of the segment is kept, and is also what its first block keeps as its own input
-        own_input = self.config.norm == "pre" or not self.sizes.half
-        inputs = segment + (0 if own_input else 1)
-        return inputs * FLOAT * self.sizes.stream + within * self.block
-
-
-def _backward_moments(c: ModelConfig, s: Sizes, block: list[Saved], kept: Kept) -> Iterator[Moment]:
-    """The two fullest moments of each block's backward pass, from the last block to the first."""
-    counts = parameter_counts(c)
-    of_block = {name: FLOAT * counts[name] // c.num_layers for name in ("attention", "ffn")}
-    of_block["norms"] = 0 if c.norm == "none" else 2 * FLOAT * c.d_model
-    done = FLOAT * c.vocab_size * c.d_model + (FLOAT * c.d_model if c.norm == "pre" else 0)
-    # w2 has passed its gradient on; what it kept is free, and the product is turned into gradients of both factors
-    gate = saved_bytes(block) - saved_bytes(block, "w2", "dropout 2")
-    if c.norm == "post":  # a norm behind its sublayer comes before it on the way back
-        gate -= saved_bytes(block, "norm 2")
-    gate_gradients = FLOAT * s.stream + 3 * s.width * s.hidden
-    # what the softmax and everything before it keeps
-    softmax = saved_bytes(block) - saved_bytes(block, *_FEED_FORWARD, "weighted sum", "output projection", "dropout 1")
-    if c.norm == "post":
-        softmax -= saved_bytes(block, "norm 1")
-    # the quotient's gradient for its divisor, -g ((e / sum) / sum), makes four tensors of scores beside g itself
-    softmax_gradients = 5 * FLOAT * s.pairs + s.width * s.stream + FLOAT * s.stream
-    for index in reversed(range(c.num_layers)):
-        below, where = kept.below(index), f"block {index}"
-        last = of_block["ffn"] // (3 if c.ffn == "swiglu" else 2)
-        yield Moment("backward", f"{where}: hidden layer", done + last, below + gate, gate_gradients)
-        if c.attention == "plain":
-            so_far = done + of_block["ffn"] + of_block["norms"] // 2 + of_block["attention"] // 4
-            yield Moment("backward", f"{where}: softmax", so_far, below + softmax, softmax_gradients)
-        done += sum(of_block.values())
-
-
-def _position_tables(c: ModelConfig) -> int:
-    """Bytes of the cosines and sines, or of the sinusoids, of the whole context."""
-    per_position = {"rope": c.d_k, "sinusoidal": c.d_model, "none": 0}[c.position]
-    return FLOAT * c.context_length * per_position
-
-
-def _stream_and_input(c: ModelConfig, s: Sizes) -> int:
-    """A sublayer's place in the residual stream: x itself, and the normalized x with norms in front."""
-    return FLOAT * s.stream * (2 if c.norm == "pre" else 1)
-
-
-def _softmax_temporaries(s: Sizes) -> int:
-    """Beside exponentials and probabilities: the masked scores, and under autocast wider copies of both."""
-    return s.width * s.pairs + (FLOAT * 2 - s.width) * s.pairs * s.half + s.mask
-
-
-def _attention_forward(c: ModelConfig, s: Sizes) -> int:
-    around = _stream_and_input(c, s) + 3 * s.width * s.stream
-    if c.attention != "plain":
-        return around + s.width * s.stream + FLOAT * s.heads_rows
-    softmax = (FLOAT + s.width) * s.pairs + FLOAT * s.heads_rows + _softmax_temporaries(s)
-    return around + softmax
-
-
-def _feed_forward_forward(c: ModelConfig, s: Sizes) -> int:
-    """x before and after the attention, and W1 x, its sigmoid and their product, or one product and a cast weight."""
-    around = FLOAT * s.stream + _stream_and_input(c, s)
-    weight = s.width * c.d_model * c.d_ff + s.width * s.stream if s.half else 0
-    return around + max(3 * s.width * s.hidden, 2 * s.width * s.hidden + weight)
-
-
-def _head_forward(c: ModelConfig, s: Sizes) -> int:
-    weight = s.width * c.vocab_size * c.d_model + s.width * s.stream if s.half else 0
-    return _stream_and_input(c, s) + weight + s.width * s.logits

@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lmcore.device import device_name, forget_memory, select_device
+from lmcore.device import device_name, select_device
 from lmcore.files import atomic_write
-from lmcore.profiling.memory.categories import Marks, explained, standing_events, standing_storages
-from lmcore.profiling.memory.events import record_cpu
-from lmcore.profiling.memory.snapshot import History, Stage, counted_states, history_of, state_after
-from lmcore.profiling.memory.summary import CATEGORIES, bytes_by_state, summary
+from lmcore.profiling.memory.recording import record_cpu, record_cuda, storage_address
+from lmcore.profiling.memory.snapshot import Event
+from lmcore.profiling.memory.timeline import explained, summary
 from lmcore.profiling.workload import Span, Workload, WorkloadConfig
-
-MAX_ENTRIES = 1_000_000
-"""Events that a CUDA record holds, as in the handout; the first ones are lost when there are more."""
 
 SNAPSHOT = "memory_snapshot.pickle"
 
@@ -71,13 +68,13 @@ def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = T
     makes, are activations if they live until the backward pass, and named "bfloat16 copy of …, " before the line.
     """
     workload, notes = prepared(config)
-    standing = standing_storages(workload)
-    marks = Marks(workload)
+    standing, marks = standing_storages(workload), Marks(workload)
     recorded: dict[str, Any] = {}
     if workload.device.type == "cuda":
-        history, recorded = record_cuda(workload, marks, folder if keep_snapshot else None)
+        history, recorded, snapshot = record_cuda(marks.step, workload.device)
+        recorded |= {"snapshot": write_snapshot(snapshot, folder) if keep_snapshot else None}
     else:
-        history = record_cpu(lambda span: workload.step(both(span, marks.span)), standing_events(standing))
+        history = record_cpu(marks.step, standing.values())
     history = explained(history, standing, marks.gradients, marks.copies)
     notes += [FULL_NOTE] if history.truncated else []
     return about(workload) | summary(history) | recorded | {"notes": notes}
@@ -86,39 +83,6 @@ def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = T
 def profile_memory_without_snapshot(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     """`profile_memory` that leaves no pickle behind, which can be hundreds of megabytes."""
     return profile_memory(config, folder, keep_snapshot=False)
-
-
-def peak_memory(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Peak of one step of `config.passes`, after the warm-up, without a history (a `run_cases` task). Bytes.
-
-    Keys: tool, device, passes, precision; before_bytes (parameters, optimizer state, batch); peak_bytes (on a GPU
-    torch.cuda.max_memory_allocated, which counts what the allocator rounded up to; on the CPU the highest sum of
-    requested bytes); step_bytes, their difference; requested_peak_bytes; reserved_peak_bytes (None on the CPU); notes.
-    """
-    workload, notes = prepared(config)
-    if workload.device.type == "cuda":
-        forget_memory(workload.device)
-        before = torch.cuda.memory_allocated(workload.device)
-        workload.step()
-        workload.synchronize()
-        peaks = cuda_peaks(workload.device)
-        tool, peak = "torch.cuda.max_memory_allocated", peaks["torch_peak_bytes"]
-        requested, reserved = peaks["torch_requested_peak_bytes"], peaks["reserved_peak_bytes"]
-    else:
-        standing = standing_storages(workload)
-        history = record_cpu(workload.step, standing_events(standing), sources=False)
-        total = bytes_by_state(explained(history, standing, {}, {}), CATEGORIES).sum(axis=0)
-        tool, before, peak, reserved = history.tool, int(total[0]), int(total.max()), None
-        requested = peak
-    return about(workload) | {
-        "tool": tool,
-        "before_bytes": before,
-        "peak_bytes": peak,
-        "step_bytes": peak - before,
-        "requested_peak_bytes": requested,
-        "reserved_peak_bytes": reserved,
-        "notes": notes,
-    }
 
 
 def prepared(config: WorkloadConfig) -> tuple[Workload, list[str]]:
@@ -156,57 +120,82 @@ def about(workload: Workload) -> dict[str, Any]:
     }
 
 
-def record_cuda(workload: Workload, marks: Marks, folder: Path | None) -> tuple[History, dict[str, Any]]:
-    """The CUDA allocator's history of one step with its stages, the allocator's own peaks, and the pickle's name.
+def standing_storages(workload: Workload) -> dict[int, Event]:
+    """The storages that are there before the step, by address: parameters, optimizer state, buffers and the batch."""
+    parameters = dict(workload.model.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    state = {
+        f"{key} of {names[id(parameter)]}": value
+        for parameter, values in workload.optimizer.state.items()
+        for key, value in values.items()
+        if isinstance(value, Tensor)
+    }
+    batch = {"inputs": workload.inputs, "targets": workload.targets}
+    others = dict(workload.model.named_buffers()) | batch
+    found: dict[int, Event] = {}
+    for category, tensors in (("parameters", parameters), ("optimizer state", state), ("other", others)):
+        for name, tensor in tensors.items():
+            size = tensor.untyped_storage().nbytes()
+            if tensor.device.type == workload.device.type and size:
+                address = storage_address(tensor)
+                found.setdefault(address, Event(address, size, 0.0, name, category))
+    return found
 
-    Stages begin and end at numbers of allocations and frees, which the allocator counts: no clock is compared.
-    """
-    device = workload.device
-    forget_memory(device)
-    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_ENTRIES)
-    try:
-        counts: list[tuple[str, tuple[int, int], tuple[int, int]]] = []
+
+class Marks:
+    """A step, and what only the running step can tell: where gradients lie when the backward pass ends, and copies."""
+
+    def __init__(self, workload: Workload):
+        self.workload = workload
+        self.names = {id(parameter): name for name, parameter in workload.model.named_parameters()}
+        self.gradients: dict[int, str] = {}
+        """Names of the parameters whose gradients lie at these addresses."""
+        self.copies: dict[int, str] = {}
+        """Names of the half-precision copies of parameters at these addresses."""
+
+    def step(self, span: Span) -> Tensor:
+        """The workload's step, with `span` around each part and around what is noted at its end."""
 
         @contextlib.contextmanager
-        def counting(name: str) -> Iterator[None]:
-            begin = cuda_counts(device)
-            yield
-            counts.append((name, begin, cuda_counts(device)))
+        def marked(name: str) -> Iterator[None]:
+            with span(name):
+                with self._watching_copies() if name == "forward" else contextlib.nullcontext():
+                    yield
+                if name == "backward":
+                    named = self.workload.model.named_parameters()
+                    self.gradients = {storage_address(p.grad): n for n, p in named if p.grad is not None}
 
-        begin = cuda_counts(device)
-        held = workload.step(both(counting, marks.span))
-        workload.synchronize()
-        end = cuda_counts(device)
-        peaks = cuda_peaks(device)
-        snapshot = torch.cuda.memory._snapshot()
-        del held
-    finally:
-        torch.cuda.memory._record_memory_history(None)
-    index = device.index or 0
-    history = history_of(snapshot, index)
-    told = counted_states(snapshot["device_traces"][index])
-    stages = [
-        Stage(name, *(state_after(end[0] - moment[0], end[1] - moment[1], told) for moment in (first, last)))
-        for name, first, last in counts
-    ]
-    truncated = len(told[0]) < end[0] - begin[0]
-    history = dataclasses.replace(history, stages=tuple(stages), truncated=truncated)
-    return history, peaks | {"snapshot": write_snapshot(snapshot, folder) if folder else None}
+        return self.workload.step(marked)
 
+    def _watching_copies(self) -> contextlib.AbstractContextManager:
+        """Notes which storages saved for the backward pass are a parameter in half precision, made by autocast.
 
-def cuda_counts(device: torch.device) -> tuple[int, int]:
-    """Allocations made and frees asked for on a GPU so far."""
-    counted = torch.cuda.memory_stats(device)
-    return counted["allocation.all.allocated"], counted["allocation.all.freed"]
+        Where nothing is copied, and in compiled code, nothing is watched, so that as little as possible is disturbed.
+        """
+        config = self.workload.config
+        if config.passes == "forward" or config.compile or config.precision not in ("bf16", "fp16"):
+            return contextlib.nullcontext()
+
+        def note(tensor: Tensor) -> Tensor:
+            copied = copied_parameter(tensor)
+            if copied is not None and tensor.dtype != copied.dtype:
+                kind = str(tensor.dtype).removeprefix("torch.")
+                name = self.names.get(id(copied), "a parameter")
+                self.copies[storage_address(tensor)] = f"{kind} copy of {name}"
+            return tensor.detach()  # an operation that saved its own result with its node would never be freed
+
+        return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
 
 
-def cuda_peaks(device: torch.device) -> dict[str, int]:
-    """The allocator's own peaks since they were last reset."""
-    return {
-        "torch_peak_bytes": torch.cuda.max_memory_allocated(device),
-        "torch_requested_peak_bytes": torch.cuda.memory_stats(device)["requested_bytes.all.peak"],
-        "reserved_peak_bytes": torch.cuda.max_memory_reserved(device),
-    }
+VIEWS_AND_COPIES = ("ToCopyBackward", "TBackward", "PermuteBackward", "TransposeBackward", "ViewBackward")
+
+
+def copied_parameter(tensor: Tensor) -> Tensor | None:
+    """The parameter of which `tensor` is a view or a cast, nothing else having been done to it; else None."""
+    node = tensor.grad_fn
+    while node is not None and any(view in node.name() for view in VIEWS_AND_COPIES):
+        node = node.next_functions[0][0]
+    return getattr(node, "variable", None)
 
 
 def write_snapshot(snapshot: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -215,14 +204,3 @@ def write_snapshot(snapshot: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     with atomic_write(path) as file:
         pickle.dump(snapshot, file)
     return {"file": SNAPSHOT, "bytes": path.stat().st_size}
-
-
-def both(outer: Span, inner: Span) -> Span:
-    """A span that is two: what `inner` does when a part ends is still inside `outer`."""
-
-    @contextlib.contextmanager
-    def span(name: str) -> Iterator[None]:
-        with outer(name), inner(name):
-            yield
-
-    return span

@@ -4,7 +4,6 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lmcore.device import autocast, select_device, set_matmul_precision
 from lmcore.model import RotaryPositionalEmbedding, TransformerBlock
-from lmcore.profiling.memory.categories import copied_parameter
-from lmcore.profiling.memory.snapshot import frame_in_lmcore
+from lmcore.profiling.memory.profile import copied_parameter
+from lmcore.profiling.memory.snapshot import calling_line
 from lmcore.profiling.workload import WorkloadConfig
 
 RESULTS = ("result", "output", "logsumexp", "log_sumexp")
@@ -27,7 +26,7 @@ class Saved:
 
     storage: Any
     """Held, so that its identity stays its own."""
-    shape: tuple[int, ...]
+    shape: list[int]
     dtype: torch.dtype
     source: str
     copy: bool
@@ -42,8 +41,8 @@ def saved_by_operation(config: WorkloadConfig, abstract: bool = False) -> list[d
 
     Measured by running the block forward on the device of the configuration, in its precision, and looking at every
     tensor that autograd saves (`torch.autograd.graph.saved_tensors_hooks`). A storage is counted once, whatever number
-    of views of it is saved; parameters are left out. `abstract` runs it on fake tensors, which have shapes and dtypes
-    but no memory: any size, without a GPU (with the autocast rules of the CPU).
+    of views of it is saved; parameters are left out. `abstract` predicts it on fake tensors, which have shapes and
+    types but no memory: any size, without a GPU (with the autocast rules and the attention kernels of the CPU).
 
     What an operation saved whose result is detached, as the maximum in softmax, is gone with it and not counted.
 
@@ -63,8 +62,8 @@ def saved_by_operation(config: WorkloadConfig, abstract: bool = False) -> list[d
             y = block(x)
         name_operations(y, saved)
         excluded = {p.untyped_storage()._cdata for p in block.parameters()}
-        given = x.untyped_storage()._cdata
-        return [row(s, key == given) for key, s in saved.items() if s.operations and key not in excluded]
+        own_input = x.untyped_storage()._cdata
+        return [row(s, key == own_input) for key, s in saved.items() if s.operations and key not in excluded]
 
 
 def block_and_input(config: WorkloadConfig, device: torch.device) -> tuple[TransformerBlock, Tensor]:
@@ -85,29 +84,23 @@ def watching(saved: dict[int, Saved]) -> Iterator[None]:
         if storage._cdata not in saved:
             copied = copied_parameter(tensor)
             copy = copied is not None and copied.dtype != tensor.dtype
-            shape = tuple(tensor.shape)
-            saved[storage._cdata] = Saved(
-                storage, shape, tensor.dtype, calling_line(sys._getframe(1)), copy, tensor.requires_grad
-            )
+            line = calling_line(sys._getframe(1))
+            saved[storage._cdata] = Saved(storage, [*tensor.shape], tensor.dtype, line, copy, tensor.requires_grad)
         return tensor.detach()  # an operation that saved its own result with its node would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield
 
 
-def calling_line(frame: FrameType | None) -> str:
-    """The innermost line of lmcore that a stack went through."""
-    while frame is not None:
-        code = frame.f_code
-        if ours := frame_in_lmcore(code.co_filename, frame.f_lineno, code.co_name):
-            return ours
-        frame = frame.f_back
-    return "outside lmcore"
-
-
 def name_operations(y: Tensor, saved: dict[int, Saved]) -> None:
     """Tells every storage which nodes of `y`'s autograd graph keep it, in order of the forward pass."""
-    for node in reversed(nodes_before(y)):
+    nodes, waiting = set(), [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    for node in sorted(nodes, key=lambda node: node._sequence_nr()):
         for attribute in dir(node):
             ours = attribute == "saved_tensors"  # an operation in Python, which keeps nothing else but these
             if not (ours or attribute.startswith("_saved_")):
@@ -120,33 +113,16 @@ def name_operations(y: Tensor, saved: dict[int, Saved]) -> None:
                     found.gradient |= ours or attribute.endswith(RESULTS)  # not known yet when it was saved
 
 
-def nodes_before(y: Tensor) -> list[Any]:
-    """All nodes of the autograd graph of `y`, each once and before those that it leads to."""
-    order: list[Any] = []
-    done = set()
-    waiting = [(y.grad_fn, False)]
-    while waiting:
-        node, entered = waiting.pop()
-        if entered:
-            order.append(node)
-        elif node is not None and node not in done:
-            done.add(node)
-            waiting.append((node, True))
-            waiting.extend((following, False) for following, _ in node.next_functions)
-    return order[::-1]
-
-
 def row(saved: Saved, is_input: bool) -> dict[str, Any]:
     """One storage as a row of the table."""
     kind = "activation" if saved.gradient else "constant"
-    kind = "weight copy" if saved.copy else "input" if is_input else kind
     operations = list(dict.fromkeys(saved.operations))
     return {
         "operation": operations[0],
         "operations": operations,
         "source": saved.source,
-        "kind": kind,
-        "shape": list(saved.shape),
+        "kind": "weight copy" if saved.copy else "input" if is_input else kind,
+        "shape": saved.shape,
         "dtype": str(saved.dtype).removeprefix("torch."),
         "bytes": saved.storage.nbytes(),
     }

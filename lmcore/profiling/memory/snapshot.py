@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from lmcore.errors import UserError, require
@@ -78,6 +79,7 @@ class Event:
     bytes: int
     time: float
     source: str = NO_FRAME
+    category: str = UNKNOWN
 
 
 def replay(events: Sequence[Event], standing: Iterable[Event] = ()) -> tuple[Allocation, ...]:
@@ -239,6 +241,16 @@ def frame_in_lmcore(filename: str, line: int, name: str) -> str | None:
     """A frame of lmcore as "lmcore/model.py:59 Linear.forward", whatever folder it ran from; None for another's."""
     path = re.fullmatch(r"(?:.*/)?(lmcore/(?:\w+/)*\w+\.py)", filename)
     return f"{path[1]}:{line} {qualified_name(PACKAGE.parent / path[1], line, name)}" if path else None
+
+
+def calling_line(frame: FrameType | None) -> str:
+    """The innermost line of lmcore that a running stack goes through."""
+    while frame is not None:
+        code = frame.f_code
+        if ours := frame_in_lmcore(code.co_filename, frame.f_lineno, code.co_name):
+            return ours
+        frame = frame.f_back
+    return "outside lmcore"
 
 
 def qualified_name(path: Path, line: int, name: str) -> str:

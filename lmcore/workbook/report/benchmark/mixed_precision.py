@@ -6,8 +6,7 @@ import pandas as pd
 
 from lmcore.workbook.report.answers import format_seconds, format_significant, join_words, scientific
 from lmcore.workbook.report.benchmark.pace import launches_set_pace
-from lmcore.workbook.report.benchmark.precision import markdown
-from lmcore.workbook.report.benchmark.views import given
+from lmcore.workbook.report.benchmark.views import given, markdown
 
 ALIKE = 0.03
 """Relative difference of times up to which neither is called faster."""

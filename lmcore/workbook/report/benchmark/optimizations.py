@@ -9,9 +9,9 @@ import pandas as pd
 from lmcore.profiling.memory.predicted import predicted_peak
 from lmcore.profiling.study import OPTIMIZATIONS, StudyConfig
 from lmcore.workbook.report.answers import format_bytes, join_words
-from lmcore.workbook.report.benchmark.precision import markdown
 from lmcore.workbook.report.benchmark.published import PUBLISHED, is_published_setting
 from lmcore.workbook.report.benchmark.study import NO_MEMORY, done, format_rate, has_memory
+from lmcore.workbook.report.benchmark.views import markdown
 
 NEAR = 0.05
 """Changes that are no further apart than this (five percentage points) count as the same finding."""

@@ -16,6 +16,11 @@ ALIKE = 0.1
 """Relative difference from a ratio that is expected, or from a settled time, within which there is none to speak of."""
 
 
+def markdown(rows: list[dict]) -> str:
+    """Rows of text as a Markdown table."""
+    return pd.DataFrame(rows).fillna("").to_markdown(index=False, disable_numparse=True)
+
+
 def given(value: Any) -> bool:
     """Whether a cell of a table holds a value."""
     return value is not None and not pd.isna(value)

@@ -11,7 +11,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from lmcore.profiling.memory.summary import CATEGORIES
+from lmcore.profiling.memory.timeline import CATEGORIES
 from lmcore.profiling.workload import WorkloadConfig
 from lmcore.workbook.report.answers import format_bytes
 from lmcore.workbook.report.figures import LEGEND_BESIDE, MUTED, WARNING, category_colors, panels

@@ -1,12 +1,12 @@
 """What one block keeps for the backward pass: measured and predicted, as a table and in words."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from lmcore.profiling.memory import predicted as memory_accounting
 from lmcore.profiling.memory.saved import saved_by_operation
 from lmcore.profiling.workload import WorkloadConfig
 from lmcore.workbook.report.answers import format_bytes, format_percent, join_words
@@ -34,19 +34,14 @@ def variant_of(config: WorkloadConfig) -> str:
 def kept_table(records: Records) -> pd.DataFrame:
     """A row for each operation of each variant: bytes that one block keeps, measured and predicted, and which tensors.
 
-    A variant that did not fit into the memory has its predictions alone.
+    A variant that did not fit into the memory has its predictions alone, which are made on tensors without memory.
     """
     parts = []
     for record in records.values():
         config = config_of(record)
-        predicted = pd.DataFrame(
-            memory_accounting.saved_by_operation(config.model, config.batch_size, precision=config.precision)
-        )
+        predicted = named_operations(saved_by_operation(config, abstract=True))
         rows = (record.get("result") or {}).get("saved", [])
-        measured = pd.DataFrame(
-            [row | {"operation": name} for row, name in zip(rows, operation_names(rows), strict=True)],
-            columns=["operation", "bytes", "source", "kind"],
-        )
+        measured = named_operations(rows)
         names = list(dict.fromkeys([*predicted["operation"], *measured["operation"]]))
         for name in names:
             ours, theirs = measured[measured["operation"] == name], predicted[predicted["operation"] == name]
@@ -56,15 +51,30 @@ def kept_table(records: Records) -> pd.DataFrame:
                 "bytes": int(ours["bytes"].sum()) if rows else None,
                 "weight_copy_bytes": int(ours.loc[ours["kind"] == WEIGHT_COPY, "bytes"].sum()) if rows else None,
                 "predicted_bytes": int(theirs["bytes"].sum()),
-                "tensors": "; ".join(theirs["tensors"]) or None,
+                "tensors": "; ".join(shapes_in_words(theirs)) or None,
                 "source": "; ".join(dict.fromkeys(ours["source"])) or None,
             }
             parts.append(found)
     return exact_bytes(pd.DataFrame(parts, columns=KEPT_COLUMNS))
 
 
+def named_operations(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Storages that a block saves, with the operations named as in the handouts."""
+    return pd.DataFrame(
+        [row | {"operation": name} for row, name in zip(rows, operation_names(rows), strict=True)],
+        columns=["operation", "bytes", "source", "kind", "shape", "dtype"],
+    )
+
+
+def shapes_in_words(rows: pd.DataFrame) -> list[str]:
+    """Shapes and types of storages, the same ones together: "2 of 4 × 128 × 5,120 float32"."""
+    shapes = [" × ".join(f"{n:,}" for n in shape) for shape in rows["shape"]]
+    counts = Counter(f"{shape} {dtype}" for shape, dtype in zip(shapes, rows["dtype"], strict=True))
+    return [f"{count} of {text}" if count > 1 else text for text, count in counts.items()]
+
+
 def operation_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The name in `lmcore.profiling.memory.saved_tensors` for each storage that a pre-norm block saves, in order."""
+    """A name for each storage that a pre-norm block saves, in order."""
     names: list[str] = []
     for row in rows:
         function = row["source"].rpartition(" ")[2]

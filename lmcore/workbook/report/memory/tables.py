@@ -9,7 +9,7 @@ import pandas as pd
 from lmcore.accounting import num_parameters
 from lmcore.config import ModelConfig, from_dict
 from lmcore.profiling.memory.predicted import predicted_peak
-from lmcore.profiling.memory.summary import CATEGORIES
+from lmcore.profiling.memory.timeline import CATEGORIES
 from lmcore.profiling.workload import WorkloadConfig
 
 PREDICTED = {"optimizer state": "optimizer_state", "other": "inputs"}

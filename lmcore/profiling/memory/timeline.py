@@ -1,7 +1,6 @@
-"""What an allocation history says: peaks, bytes by category over time, the largest allocations."""
+"""What an allocation history says: what memory was for, its peaks, its course over time, the largest allocations."""
 
 import dataclasses
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lmcore.errors import require
-from lmcore.profiling.memory.snapshot import UNKNOWN, Allocation, History
+from lmcore.profiling.memory.snapshot import NO_FRAME, UNKNOWN, Allocation, Event, History
 
 CATEGORIES = ("parameters", "optimizer state", "other", "gradients", "activations", "temporary")
 """What memory is for, from what always stands to what comes and goes (see `lmcore.profiling.memory.profile`)."""
@@ -21,16 +19,67 @@ RECTANGLES = 600
 LARGEST = 25
 
 
+def explained(
+    history: History, standing: Mapping[int, Event], gradients: Mapping[int, str], copies: Mapping[int, str]
+) -> History:
+    """The history with category, stage and source of every allocation (see `profile_memory`).
+
+    By address, `standing` holds the storages known to be there before, `gradients` names those that hold gradients
+    when the backward pass ends, and `copies` the half-precision copies of parameters when it begins.
+    """
+    backward = next((stage for stage in history.stages if stage.name == "backward"), None)
+
+    def explain(a: Allocation) -> Allocation:
+        if a.first == 0:
+            known = standing.get(a.address)
+            unnamed = "there before, without a name" if a.source == NO_FRAME else a.source  # such as workspaces
+            found = (known.category, known.source) if known else ("other", unnamed)
+            return dataclasses.replace(a, category=found[0], source=found[1])
+        stage = stage_at(history, a.first)
+        source = f"{stage or 'between stages'}, {NO_FRAME}" if a.source == NO_FRAME else a.source
+        category = "temporary"
+        if backward and a.first <= backward.last < a.last and a.address in gradients:
+            category, source = "gradients", f"gradient of {gradients[a.address]}"
+        elif backward and stage in ("forward", "loss") and a.last > backward.first:
+            category = "activations"
+            source = f"{copies[a.address]}, {source}" if a.address in copies else source
+        elif stage == "backward" and a.source.startswith("lmcore/") and "workload.py" not in a.source:
+            source = f"{source}, computed again"
+        return dataclasses.replace(a, category=category, stage=stage, source=source)
+
+    return dataclasses.replace(history, allocations=tuple(explain(a) for a in history.allocations))
+
+
+def stage_at(history: History, state: int) -> str | None:
+    """The stage whose event led to this state."""
+    return next((stage.name for stage in history.stages if stage.first < state <= stage.last), None)
+
+
+def any_layer(source: str) -> str:
+    """A parameter's name for every layer alike: layers.3.ffn.w1.weight as layers.*.ffn.w1.weight."""
+    return re.sub(r"\blayers\.\d+\.", "layers.*.", source)
+
+
+def bytes_by_state(history: History, categories: Sequence[str]) -> np.ndarray:
+    """Bytes alive, as integers of shape (categories, states)."""
+    changes = np.zeros((len(categories), history.states + 1), dtype=np.int64)
+    row = {name: index for index, name in enumerate(categories)}
+    for a in history.allocations:
+        changes[row[a.category], a.first] += a.bytes
+        changes[row[a.category], a.last] -= a.bytes
+    return changes.cumsum(axis=1)[:, :-1]
+
+
 def summary(history: History) -> dict[str, Any]:
     """The part of `lmcore.profiling.memory.profile.profile_memory`'s result that follows from the allocations alone."""
-    names = [name for name in (*CATEGORIES, UNKNOWN) if any(a.category == name for a in history.allocations)]
-    names = names if UNKNOWN in names else list(CATEGORIES)
+    found = {a.category for a in history.allocations}
+    names = [c for c in (*CATEGORIES, UNKNOWN) if c in found] if UNKNOWN in found else list(CATEGORIES)
     by_category = bytes_by_state(history, names)
     total = by_category.sum(axis=0)
     peak = int(total.argmax())
 
     def split(state: int) -> dict[str, int]:
-        return {name: int(by_category[i, state]) for i, name in enumerate(names)}
+        return dict(zip(names, by_category[:, state].tolist(), strict=True))
 
     made = [a for a in history.allocations if a.first > 0]
     standing = [dataclasses.replace(a, source=any_layer(a.source)) for a in history.allocations if a.first == 0]
@@ -55,21 +104,6 @@ def summary(history: History) -> dict[str, Any]:
         "standing": largest(standing, history),
         **rectangles(history),
     }
-
-
-def bytes_by_state(history: History, categories: Sequence[str]) -> np.ndarray:
-    """Bytes alive, as integers of shape (categories, states)."""
-    changes = np.zeros((len(categories), history.states + 1), dtype=np.int64)
-    row = {name: index for index, name in enumerate(categories)}
-    for allocation in history.allocations:
-        changes[row[allocation.category], allocation.first] += allocation.bytes
-        changes[row[allocation.category], allocation.last] -= allocation.bytes
-    return changes.cumsum(axis=1)[:, :-1]
-
-
-def stage_at(history: History, state: int) -> str | None:
-    """The stage whose event led to this state."""
-    return next((stage.name for stage in history.stages if stage.first < state <= stage.last), None)
 
 
 def stage_rows(history: History, total: np.ndarray, split: Any) -> list[dict[str, Any]]:
@@ -173,19 +207,3 @@ def rectangles(history: History) -> dict[str, Any]:
         "allocations_total": len(history.allocations),
         "allocations_smallest_bytes": min((a.bytes for a in shown), default=0),
     }
-
-
-def detail(allocations: Sequence[Mapping[str, Any]], share: float) -> list[Mapping[str, Any]]:
-    """The largest `share` (0 to 1) of the allocations in their order, as memory_viz's "Detail" slider shows them.
-
-    At least one is kept of any. Raises `UserError` for a share outside (0, 1].
-    """
-    require(0 < share <= 1, f"The share of allocations to show must be above 0 and at most 1, not {share}.")
-    by_size = sorted(range(len(allocations)), key=lambda i: -allocations[i]["bytes"])
-    kept = set(by_size[: math.ceil(share * len(allocations))])
-    return [row for index, row in enumerate(allocations) if index in kept]
-
-
-def any_layer(source: str) -> str:
-    """A parameter's name for every layer alike: layers.3.ffn.w1.weight as layers.*.ffn.w1.weight."""
-    return re.sub(r"\blayers\.\d+\.", "layers.*.", source)

@@ -1,7 +1,8 @@
-"""Predicted memory against what autograd keeps and what PyTorch's profiler sees allocated."""
+"""Predicted memory against what autograd keeps, what PyTorch's profiler sees allocated, and what an H200 recorded."""
 
+import csv
 import itertools
-import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,15 +12,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lmcore import accounting
 from lmcore.config import ModelConfig, model_config, replace
-from lmcore.device import autocast
 from lmcore.errors import UserError
-from lmcore.functional import cross_entropy
-from lmcore.model import TransformerLM
-from lmcore.profiling.memory.predicted import largest_context, predicted_peak, residual_stream_bytes, saved_by_operation
-from lmcore.profiling.memory.saved_tensors import saved_after_blocks, saved_bytes, saved_in_block
+from lmcore.profiling.memory.predicted import predicted_peak, residual_stream_bytes
+from lmcore.profiling.memory.saved import saved_by_operation
 from lmcore.profiling.workload import PHASES, Workload, WorkloadConfig
 
-CPU = torch.device("cpu")
+PROJECT = Path(__file__).parents[1]
 SWITCHES = [
     {"norm": norm, "position": position, "ffn": ffn, "tie_embeddings": tied, "dropout": dropout}
     for norm, position, ffn, tied, dropout in itertools.product(
@@ -44,59 +42,11 @@ def model_configs(draw) -> ModelConfig:
     )
 
 
-class Held:
-    """What autograd keeps in place of a tensor: alive exactly as long as the graph needs it."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor.detach()  # the tensor itself would hold its own graph: a cycle that never dies
-
-
-class SavedStorages:
-    """Storages that autograd keeps of what runs inside, besides the parameters' own."""
-
-    def __init__(self, model: torch.nn.Module):
-        self.own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.held = weakref.WeakSet()
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda held: held.tensor)
-
-    def pack(self, tensor: torch.Tensor) -> Held:
-        held = Held(tensor)
-        if tensor.ndim and tensor.is_floating_point() | (tensor.dtype == torch.bool):  # ids are inputs
-            self.held.add(held)
-        return held
-
-    def bytes(self) -> int:
-        storages = (held.tensor.untyped_storage() for held in self.held)
-        return sum({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in self.own}.values())
-
-
-def saved_by_autograd(config: ModelConfig, batch_size: int, seq_len: int, precision: str) -> tuple[int, int]:
-    """Bytes kept by the first block of a model, and by the whole model and its loss."""
-    torch.manual_seed(0)
-    model = TransformerLM(config)
-    token_ids = torch.randint(config.vocab_size, (batch_size, seq_len))
-    whole, block = SavedStorages(model), SavedStorages(model)
-    with whole.hooks, autocast(CPU, precision):
-        loss = cross_entropy(model(token_ids), token_ids)
-        in_model = whole.bytes()
-    x = torch.randn(batch_size, seq_len, config.d_model, requires_grad=True) + 0
-    with block.hooks, autocast(CPU, precision):
-        y = model.layers[0](x)
-        in_block = block.bytes()
-    del loss, y  # alive until here, and their graphs with them
-    return in_block, in_model
-
-
-@settings(max_examples=50, deadline=None)
-@given(model_configs(), st.integers(1, 3), st.data(), st.sampled_from(["fp32", "bf16"]))
-def test_saved_bytes_equal_what_autograd_keeps(config, batch_size, data, precision):
-    seq_len = data.draw(st.integers(1, config.context_length))
-    block, model = saved_by_autograd(config, batch_size, seq_len, precision)
-    in_block = saved_bytes(saved_in_block(config, batch_size, seq_len, precision))
-    after = saved_bytes(saved_after_blocks(config, batch_size, seq_len, precision))
-    embedded_dropout = batch_size * seq_len * config.d_model if config.dropout else 0
-    assert block == in_block
-    assert model == config.num_layers * in_block + after + embedded_dropout
+@settings(max_examples=25, deadline=None)
+@given(model_configs(), st.integers(1, 3), st.sampled_from(["fp32", "bf16"]))
+def test_a_block_of_any_kind_keeps_what_is_predicted(config, batch_size, precision):
+    cell = WorkloadConfig(config, batch_size, precision=precision, device="cpu")
+    assert saved_by_operation(cell, abstract=True) == saved_by_operation(cell)
 
 
 def peak_by_stage(config: WorkloadConfig) -> dict[str, int]:
@@ -107,7 +57,9 @@ def peak_by_stage(config: WorkloadConfig) -> dict[str, int]:
     state = [v for values in work.optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
     tensors = [*work.model.parameters(), *work.model.buffers(), work.inputs, work.targets, *state]
     current = sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # oneDNN's bf16 products take scratch memory of their own, by the processor up to 15 % of the smallest model's peak
+    events_of = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with torch.backends.mkldnn.flags(enabled=False), events_of as profiler:
         work.step(record_function)
     events = profiler.profiler.kineto_results.events()
     spans = {e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() in PHASES}
@@ -136,12 +88,10 @@ SHAPES = {
 def test_predicted_peak_is_what_the_allocator_sees(shape, passes, precision):
     batch_size, model = SHAPES[shape]
     workload = WorkloadConfig(model=model, batch_size=batch_size, passes=passes, precision=precision, device="cpu")
-    # oneDNN's bf16 products take scratch memory of their own, by the processor up to 15 % of the smallest model's peak
-    with torch.backends.mkldnn.flags(enabled=False):
-        measured = peak_by_stage(workload)
+    measured = peak_by_stage(workload)
     predicted = predicted_peak(model, batch_size, precision=precision, passes=passes)
     assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.001)
-    assert predicted["by_stage"] == pytest.approx(measured, rel=0.01)
+    assert predicted["by_stage"] == pytest.approx(measured, rel=0.001)
 
 
 @pytest.mark.parametrize("switches", [{"checkpoint_every": 1}, {"checkpoint_every": 2}, {}], ids=str)
@@ -151,7 +101,10 @@ def test_gradients_grow_while_activations_shrink(switches):
     measured = peak_by_stage(WorkloadConfig(model=model, batch_size=2, passes="forward_backward", device="cpu"))
     predicted = predicted_peak(model, 2, passes="forward_backward")
     assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.001)
-    assert predicted["moment"].startswith(f"block {max(switches.get('checkpoint_every', 6), 1) - 1}:")
+    assert predicted["stage"] == "backward"
+    done = len(range(switches.get("checkpoint_every", 6), 6))  # blocks whose gradients are there
+    block, rest = 4 * accounting.num_parameters(replace(model, num_layers=1)), 4 * 2 * 200 * 256
+    assert done * (block - rest) < predicted["gradients"] < (done + 1) * block
 
 
 @pytest.mark.parametrize(
@@ -174,8 +127,8 @@ def test_predicted_peak_follows_the_switches(shape, switches):
         WorkloadConfig(model=model, batch_size=batch_size, passes="train_step", precision=precision, device="cpu")
     )
     predicted = predicted_peak(model, batch_size, precision=precision)
-    assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.002)
-    assert predicted["by_stage"] == pytest.approx(measured, rel=0.05)
+    assert predicted["peak_bytes"] == max(predicted["by_stage"].values())
+    assert predicted["by_stage"] == pytest.approx(measured, rel=0.005)  # with checkpoints, the generator's states
 
 
 @pytest.mark.gpu
@@ -214,19 +167,11 @@ def test_residual_stream_of_the_handout():
     assert residual_stream_bytes(model_config("2.7b", context_length=512), 4) == 20 * 1024**2
 
 
-def test_rows_name_operation_tensors_bytes_and_source():
-    config = model_config("small", context_length=128)
-    rows = saved_by_operation(config, 4, 128, "bf16")
-    assert all(set(row) == {"operation", "tensors", "bytes", "source"} and row["bytes"] > 0 for row in rows)
-    assert sum(row["bytes"] for row in rows) == saved_bytes(saved_in_block(config, 4, 128, "bf16"))
-
-
-def test_largest_context_is_the_last_that_fits():
-    config = model_config("small", context_length=1024)
-    memory = predicted_peak(config, 4, 700)["peak_bytes"]
-    assert largest_context(config, memory, 4) == 700
-    assert largest_context(config, 10 * memory, 4) == 1024
-    assert largest_context(config, 1e6, 4) == 0
+def test_the_recorded_peaks_are_predicted_within_a_percent():
+    for row in csv.DictReader((PROJECT / "results" / "h200" / "memory_peaks.csv").open()):
+        config = model_config(row["size"], context_length=int(row["context_length"]), vocab_size=10_000)
+        predicted = predicted_peak(config, int(row["batch_size"]), None, row["precision"], row["passes"])
+        assert predicted["peak_bytes"] == pytest.approx(int(row["peak_bytes"]), rel=0.01), row["cell"]
 
 
 def test_unknown_precision_passes_and_too_long_sequences_are_refused():
