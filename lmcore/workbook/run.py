@@ -147,7 +147,7 @@ def progress_of(paths: Sequence[Path], out: Path, scale: str) -> Iterator[Workbo
     """Progress of these notebooks, executed into `out`."""
     found = {path.stem: expected_seconds(path, out / "notebooks" / path.name, scale) for path in paths}
     expected, known = {name: seconds for name, (seconds, _) in found.items()}, all(known for _, known in found.values())
-    progress = WorkbookProgress(expected, known, out / "runs")
+    progress = WorkbookProgress(expected, known, (out / "runs").resolve())  # papermill changes the folder
     try:
         yield progress
     finally:
