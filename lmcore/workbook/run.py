@@ -189,6 +189,7 @@ def finish(result: WorkbookResult, resume: bool, writeup: bool, stop: StopSignal
         place += f", cell {first.cell}" if first.cell else ""
         result.stopped = stopped_sentence(stop, place, resume)
     elif writeup:
+        print("workbook: the writeup is being made", flush=True)
         try:
             result.html, result.pdf = write_writeup(result.out)
         except Exception:
