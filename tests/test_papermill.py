@@ -177,6 +177,7 @@ def test_the_same_command_resumes_after_a_stop(tmp_path, elsewhere, embedded_dat
         data=str(embedded_data),
         batch_size=4,
         steps=600,
+        eval_batch_size=4096,
         eval_interval=600,
         checkpoint_interval=100,
         device="cpu",
@@ -192,7 +193,7 @@ def test_the_same_command_resumes_after_a_stop(tmp_path, elsewhere, embedded_dat
         assert first.poll() is None, first.communicate()[0]
         time.sleep(0.02)
     first.send_signal(signal.SIGKILL)
-    first.communicate()
+    first.wait()  # its pipe is the kernel's, too, which ends by itself
     for _ in range(2):
         again = papermill(notebook, elsewhere, "-f", file)
         said, _ = again.communicate(timeout=120)
