@@ -11,6 +11,10 @@ class UserError(ValueError):
     alone and exits with :data:`EXIT_USER_ERROR`.
     """
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in a notebook: the sentence, without the calls that led to it."""
+        return [f"UserError: {self}"]
+
 
 def require(condition: bool, sentence: str) -> None:
     """Raises `UserError(sentence)` unless `condition` holds."""

@@ -14,6 +14,12 @@ SVG = (
 )
 
 
+KERNEL = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
 def code(source: str, *tags: str, **metadata: object) -> nbformat.NotebookNode:
     """A code cell with tags."""
     return new_code_cell(source, metadata={"tags": list(tags), **metadata})
@@ -24,12 +30,18 @@ def parameters(source: str = PARAMETERS) -> nbformat.NotebookNode:
     return code(source, "parameters")
 
 
-def make_project(folder: Path, scale: str = "common: {}\n", **notebooks: list) -> Path:
-    """A project folder with notebooks/<name>.ipynb (a string is a Markdown cell) and the scale smoke."""
-    (folder / "papermill_jobs" / "parameters").mkdir(parents=True)
-    (folder / "papermill_jobs" / "parameters" / "smoke.yaml").write_text(scale, encoding="utf-8")
+def make_project(folder: Path, scale: dict[str, str] | None = None, **notebooks: list) -> Path:
+    """A project folder with notebooks/<name>.ipynb (a string is a Markdown cell) and the scale smoke.
+
+    `scale` has the YAML of notebooks by name.
+    """
+    parameters = folder / "papermill_jobs" / "parameters" / "smoke"
+    parameters.mkdir(parents=True)
     (folder / "notebooks").mkdir()
     for name, cells in notebooks.items():
         made = [new_markdown_cell(cell) if isinstance(cell, str) else cell for cell in cells]
-        nbformat.write(new_notebook(cells=made), folder / "notebooks" / f"{name.lstrip('_')}.ipynb")
+        nbformat.write(new_notebook(cells=made, metadata=KERNEL), folder / "notebooks" / f"{name.lstrip('_')}.ipynb")
+        (parameters / f"{name.lstrip('_')}.yaml").write_text("scale: smoke\n", encoding="utf-8")
+    for name, text in (scale or {}).items():
+        (parameters / f"{name}.yaml").write_text(text, encoding="utf-8")
     return folder

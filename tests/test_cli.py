@@ -160,7 +160,7 @@ def test_output_in_any_encoding(encoding, written, embedded_data):
 
 
 def test_every_command_prints_in_any_encoding(monkeypatch):
-    monkeypatch.setattr("lmcore.cli.doctor.as_text", lambda _: "± – 猫")
+    monkeypatch.setattr("lmcore.workbook.doctor.as_text", lambda _: "± – 猫")
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict"))
     assert cli.main(["doctor"]) == 0
     assert sys.stdout.buffer.getvalue() == b"\\xb1 \\u2013 \\u732b\n"
@@ -250,26 +250,20 @@ def test_doctor(capsys):
     assert json.loads(capsys.readouterr().out)["device"]["type"]
 
 
-def test_refresh(tmp_path, monkeypatch, capsys):
-    cells = ["# 01", parameters(), code("1 + 1", "keep_output", "nbval-check-output")]
-    make_project(tmp_path, _01_good=cells)
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["refresh"]) == 0
-    assert "01_good.ipynb: rewritten" in capsys.readouterr().out
-
-
-def test_a_batch_system_can_stop_the_workbook(tmp_path, monkeypatch, capsys):
-    stop = f"import os, signal, time\nos.kill({os.getpid()}, signal.SIGTERM)\ntime.sleep(30)"
+def test_ctrl_c_stops_the_workbook(tmp_path, monkeypatch, capsys):
+    stop = f"import os, signal, time\nos.kill({os.getpid()}, signal.SIGINT)\ntime.sleep(30)"
     make_project(tmp_path, _01_good=["# 01 Good", parameters(), code(SVG), code(stop), code("1")])
     monkeypatch.chdir(tmp_path)
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(signal.SIGINT)
     assert cli.main(["workbook"]) == EXIT_INTERRUPTED
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert "stopped by SIGTERM in notebook 01_good, cell 3; the same command" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) == before
+    said = capsys.readouterr().err
+    assert "stopped by SIGINT in notebook 01_good, cell 3; the same command with --resume goes on from there" in said
+    assert "Traceback" not in said
     assert cli.main(["writeup", "runs/smoke"]) == EXIT_FAILURE
-    assert "Notebook 01_good was stopped by SIGTERM at code cell 3" in capsys.readouterr().err
+    assert "Notebook 01_good was stopped by SIGINT at code cell 3" in capsys.readouterr().err
     page = (tmp_path / "runs" / "smoke" / "writeup" / "answers.html").read_text(encoding="utf-8")
-    assert "Notebook 01_good was stopped by SIGTERM at code cell 3 (under “01 Good”)." in page
+    assert "Notebook 01_good was stopped by SIGINT at code cell 3 (under “01 Good”)." in page
     assert "failed" not in page
 
 

@@ -18,19 +18,16 @@ from packaging.utils import canonicalize_name
 from lmcore.workbook.notebook import (
     CHECK_OUTPUT,
     KEEP_OUTPUT,
-    check_parameters,
     clean,
     code_cells,
     declared_parameters,
     read_notebook,
     tags,
 )
-from lmcore.workbook.parameters import find_notebooks, resolve_parameters
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-SCALES = sorted(path.stem for path in (ROOT / "papermill_jobs" / "parameters").glob("*.yaml"))
 
 
 def requirements(*extras: str) -> list[Requirement]:
@@ -109,13 +106,10 @@ def test_package_data_is_declared():
 def test_hooks_have_the_pinned_versions():
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     revisions = {repo["repo"].rsplit("/", 1)[-1].removesuffix("-pre-commit"): repo["rev"] for repo in config["repos"]}
-    assert {name: rev.removeprefix("v") for name, rev in revisions.items()} == {
-        name: pins()[name] for name in ("ruff", "nbstripout")
-    }
-    checked = subprocess.run(
-        [sys.executable, "-m", "pre_commit", "validate-config", ROOT / ".pre-commit-config.yaml"], check=False
-    )
-    assert checked.returncode == 0
+    versions = {name: rev.removeprefix("v") for name, rev in revisions.items()}
+    assert versions == {name: pins()[name] for name in ("ruff", "nbstripout")}
+    command = [sys.executable, "-m", "pre_commit", "validate-config", ROOT / ".pre-commit-config.yaml"]
+    assert subprocess.run(command, check=False).returncode == 0
 
 
 def test_licence_is_mit():
@@ -141,32 +135,26 @@ def test_make_says_what_python_it_needs(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_parameters_are_known_to_the_notebooks(scale):
-    if not NOTEBOOKS:
-        pytest.skip("there are no notebooks yet")
-    common = {"scale": scale, "data": "embedded", "out": "runs"}
-    resolved = resolve_parameters(ROOT, find_notebooks(ROOT), scale, {}, common)
-    assert set(resolved) == {path.stem for path in NOTEBOOKS}
-
-
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
 def notebook(request):
     return request.param.stem, read_notebook(request.param)
 
 
-def test_notebook_declares_parameters(notebook):
+def test_notebook_begins_with_parameters_and_their_check(notebook):
     name, content = notebook
     known = declared_parameters(content, name)
-    assert known["scale"] == "smoke"
-    assert known["data"] == "embedded"
-    check_parameters(name, known, {"out": "anywhere"})
+    assert (known["scale"], known["data"], known["out"]) == ("smoke", "embedded", "../runs/smoke")
+    assert (
+        f'begin_notebook("{name}", globals())'
+        in next(cell for number, cell in code_cells(content) if number == 2).source
+    )
 
 
 def test_notebook_is_committed_clean(notebook):
     _, content = notebook
     assert clean(content) == content
     assert strip_output(clean(content), keep_output=False, keep_count=True, keep_id=True) == content
+    assert len({cell.id for cell in content.cells}) == len(content.cells)
 
 
 def test_kept_outputs_are_there_and_checked(notebook):
@@ -187,10 +175,3 @@ def test_notebook_opens_with_what_it_is(notebook):
     assert opening.source.startswith("# ")
     for word in ("learn", "minute", "problem"):
         assert word in opening.source.lower(), f"the opening cell does not speak of {word}"
-
-
-def test_cells_have_identifiers(notebook):
-    _, content = notebook
-    identifiers = [cell.get("id") for cell in content.cells]
-    assert None not in identifiers
-    assert len(set(identifiers)) == len(identifiers)

@@ -15,11 +15,27 @@ from notebook_projects import code, make_project, parameters
 from lmcore import cli
 from lmcore.errors import EXIT_USER_ERROR, UserError
 from lmcore.files import write_json
-from lmcore.workbook.handin import describe, make_submission, newest_writeup
-from lmcore.workbook.project_files import MAX_FILE_BYTES, is_secret_name, project_files, refuse_secrets
+from lmcore.workbook.handin import (
+    MAX_FILE_BYTES,
+    describe,
+    is_secret_name,
+    make_handin,
+    newest_writeup,
+    project_files,
+    refuse_secrets,
+)
 from lmcore.workbook.record import NotebookRecord, write_notebook_record
 
 ROOT = Path(__file__).parents[1]
+
+FILES = [
+    ".gitignore",
+    "lmcore/tokenizer.py",
+    "notebooks/01_good.ipynb",
+    "papermill_jobs/parameters/smoke/01_good.yaml",
+    "run.sh",
+]
+"""Of the project below."""
 
 KEYS = {  # put together here, so that no line of this file is one
     "a private key": "-----BEGIN RSA " + "PRIVATE KEY-----",
@@ -34,6 +50,7 @@ KEYS = {  # put together here, so that no line of this file is one
 def project(tmp_path):
     """A small project with an executed workbook, a writeup and a learning curve in runs/smoke."""
     folder = make_project(tmp_path / "project", _01_good=["# 01 Good", parameters(), code("1")])
+    shutil.copy(ROOT / ".gitignore", folder)
     (folder / "lmcore").mkdir()
     (folder / "lmcore" / "tokenizer.py").write_text("SIZE = 1\n")
     (folder / "run.sh").write_text("#!/bin/sh\n")
@@ -58,7 +75,7 @@ def write_record(out, state):
 
 
 def submit(project, **options):
-    return make_submission(project, project / "runs" / "smoke", project / "submission", **options)
+    return make_handin(project, project / "runs" / "smoke", project / "submission", **options)
 
 
 def git(project, *arguments):
@@ -77,10 +94,9 @@ def test_the_hand_in_is_code_answers_and_learning_curve(project):
     assert sorted(path.name for path in done.written) == ["answers.pdf", "code.zip", "learning_curve.svg"]
     assert sorted(path.name for path in (project / "submission").iterdir()) == sorted(p.name for p in done.written)
     assert (project / "submission" / "answers.pdf").read_bytes() == b"%PDF-1.7 answers"
-    expected = ["learning_curve.svg", "lmcore/tokenizer.py", "notebooks/01_good.ipynb", "run.sh"]
-    assert names_in(project) == [f"code/{n}" for n in [*expected[:3], "papermill_jobs/parameters/smoke.yaml", "run.sh"]]
+    assert names_in(project) == [f"code/{name}" for name in sorted([*FILES, "learning_curve.svg"])]
     assert done.notes == []
-    assert "code.zip: 0.00 MB, 4 files of the project" in describe(done)
+    assert "code.zip: 0.00 MB, 5 files of the project" in describe(done)
 
 
 def test_the_other_course_calls_the_answers_writeup(project):
@@ -110,25 +126,9 @@ def test_the_archive_is_reproducible(project):
 
 @pytest.mark.parametrize("checkout", [False, True])
 def test_what_is_made_or_secret_stays_out(project, checkout):
-    out_of_it = [
-        ".env",
-        "hf_token.txt",
-        "keys/id_rsa",
-        "server.pem",
-        ".netrc",
-        "credentials.json",
-        "model.pt",
-        "weights.safetensors",
-        "train.bin",
-        "data/stories/train.txt",
-        ".venv/lib/x.py",
-        "lmcore/__pycache__/x.pyc",
-        ".pytest_cache/x",
-        "lmcore.egg-info/PKG-INFO",
-        "old/.ipynb_checkpoints/a.ipynb",
-        "slurm-12.out",
-    ]
-    for name in out_of_it:
+    secrets = [".env.local", "hf_token.txt", "keys/id_rsa", "server.pem", ".netrc", "credentials.json"]
+    ignored = ["model.pt", "data/stories/train.txt", ".venv/lib/x.py", "lmcore/__pycache__/x.pyc", ".pytest_cache/x"]
+    for name in (*secrets, *ignored, "slurm-12.out", "a/.ipynb_checkpoints/a.ipynb", "lmcore.egg-info/PKG-INFO"):
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text("secret")
     (project / "large.txt").write_bytes(b"a" * (MAX_FILE_BYTES + 1))
@@ -137,20 +137,24 @@ def test_what_is_made_or_secret_stays_out(project, checkout):
     nbformat.write(executed, project / "executed.ipynb")
     if checkout:
         git(project, "init")
-        git(project, "add", "--force", "model.pt", ".env", "lmcore", "notebooks")
+        (project / "deleted.py").touch()
+        git(project, "add", "--force", ".netrc", "lmcore/tokenizer.py", "notebooks", "deleted.py")
         git(project, "commit", "-m", "x")
-        (project / ".gitignore").write_text("ignored.py\n")
-        (project / "ignored.py").touch()
-        (project / "lmcore" / "new.py").touch()
+        (project / "deleted.py").unlink()
+    (project / "lmcore" / "new.py").touch()
     files, left_out = project_files(project, excluded=[project / "runs" / "smoke"])
-    kept = {path.as_posix() for path in files}
-    expected = {"lmcore/tokenizer.py", "notebooks/01_good.ipynb", "papermill_jobs/parameters/smoke.yaml", "run.sh"}
-    assert kept == expected | ({"lmcore/new.py", ".gitignore"} if checkout else set())
-    assert {".env", "hf_token.txt", "server.pem", "keys/id_rsa"} <= set(left_out["named like a secret"])
+    assert {path.as_posix() for path in files} == {*FILES, "lmcore/new.py"}
+    assert left_out["named like a secret"] == sorted(secrets)
     assert left_out["larger than 5 MB"] == ["large.txt"]
     assert left_out["a notebook as papermill executed it"] == ["executed.ipynb"]
     assert left_out["a link"] == ["link"]
-    assert ("ignored by git" in left_out) == checkout
+    assert {"model.pt", "data/", ".venv/", "runs/"} <= set(left_out["ignored by git"])
+
+
+def test_without_git_there_is_a_sentence(project, monkeypatch):
+    monkeypatch.setenv("PATH", str(project))
+    with pytest.raises(UserError, match="There is no git here"):
+        project_files(project)
 
 
 @pytest.mark.parametrize(
@@ -213,14 +217,8 @@ def test_the_command_takes_the_newest_writeup(project, monkeypatch, capsys):
     assert "run `make workbook` first" in capsys.readouterr().err
 
 
-def test_a_damaged_record_is_one_sentence(project):
-    write_json(project / "runs" / "smoke" / "workbook.json", {"notebooks": [{}]})
-    with pytest.raises(UserError, match=r"workbook\.json"):
-        submit(project)
-
-
 def test_this_project_unpacks_to_one_that_works(tmp_path):
-    done = make_submission(ROOT, tmp_path / "nothing", tmp_path / "to", incomplete=True)
+    done = make_handin(ROOT, tmp_path / "nothing", tmp_path / "to", incomplete=True)
     assert len(done.files) > 100
     with zipfile.ZipFile(tmp_path / "to" / "code.zip") as archive:
         archive.extractall(tmp_path)

@@ -1,21 +1,27 @@
 """The headless run: what it executes, what it refuses, and what it says of a notebook that fails."""
 
 import ast
+import itertools
 import os
 import re
 import sys
+from pathlib import Path
 
 import nbformat
 import pytest
-from filelock import FileLock
+import yaml
 from notebook_projects import SVG, code, make_project, parameters
 
+from lmcore import cli
 from lmcore.errors import UserError
+from lmcore.workbook import execution
 from lmcore.workbook.notebook import declared_parameters, execution_fault, read_notebook
-from lmcore.workbook.parameters import parse_overrides
+from lmcore.workbook.parameters import find_notebooks, parse_overrides
 from lmcore.workbook.record import read_record
 from lmcore.workbook.report.verify import check_writeup
 from lmcore.workbook.run import refresh, run_workbook
+
+ROOT = Path(__file__).parents[1]
 
 GOOD = {
     "_01_first": [
@@ -38,7 +44,7 @@ def results(path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def good_run(tmp_path_factory):
-    project = make_project(tmp_path_factory.mktemp("good"), "common: {}\n01_first: {rates: [2]}\n", **GOOD)
+    project = make_project(tmp_path_factory.mktemp("good"), {"01_first": "rates: [2]"}, **GOOD)
     patch = pytest.MonkeyPatch()
     patch.setenv("MPLBACKEND", "Agg")
     patch.delenv("JUPYTER_PATH", raising=False)
@@ -47,32 +53,23 @@ def good_run(tmp_path_factory):
     patch.undo()
 
 
-def test_executes_all_notebooks_with_their_parameters(good_run):
-    assert [(outcome.name, outcome.state) for outcome in good_run.outcomes] == [
-        ("01_first", "done"),
-        ("02_second", "done"),
-    ]
+def test_executes_all_notebooks_and_makes_the_writeup(good_run):
+    assert {outcome.name: outcome.state for outcome in good_run.outcomes} == {"01_first": "done", "02_second": "done"}
     assert good_run.failure is None
     backend = "module://matplotlib_inline.backend_inline"
-    expected = ("smoke", "embedded", str(good_run.out.resolve()), 7, [2], backend)
-    (shown,) = results(good_run.out / "notebooks" / "01_first.ipynb")
-    assert ast.literal_eval(shown) == expected
-    assert results(good_run.out / "notebooks" / "02_second.ipynb") == ["4"]
-
-
-def test_runs_this_very_interpreter(good_run):
-    cells = read_notebook(good_run.out / "notebooks" / "01_first.ipynb").cells
-    text = "".join(o.text for cell in cells for o in cell.get("outputs", []) if o.output_type == "stream")
-    assert text.strip() == sys.executable
-
-
-def test_record_and_writeup(good_run):
+    made = good_run.out / "notebooks"
+    (shown,) = results(made / "01_first.ipynb")
+    assert ast.literal_eval(shown) == ("smoke", "embedded", str(good_run.out.resolve()), 7, [2], backend)
+    assert results(made / "02_second.ipynb") == ["4"]
+    printed = [
+        o.text for cell in read_notebook(made / "01_first.ipynb").cells for o in cell.get("outputs", []) if "text" in o
+    ]
+    assert "".join(printed).strip() == sys.executable
     record = read_record(good_run.out)
     assert record["parameters"]["01_first"]["steps"] == 7
     assert record["environment"]["python"]
     found = check_writeup(good_run.out)
-    assert found["notebooks"] == 2
-    assert found["figures"] == 1
+    assert (found["notebooks"], found["figures"]) == (2, 1)
     assert found["pages"] >= 3
 
 
@@ -120,16 +117,17 @@ def test_early_end_is_a_failure(tmp_path, source, words):
 @pytest.mark.parametrize(
     ("scale", "options", "words"),
     [
-        ("common: {stepz: 3}", {}, "01_first has no parameter 'stepz'; its parameters are scale, data, out, steps"),
-        ("01_first: {steps: many}", {}, "'steps' of notebook 01_first must be of type int, not 'many'"),
-        ("01_first: {steps: true}", {}, "must be of type int, not True"),
-        ("07_none: {steps: 1}", {}, "'07_none' names no notebook"),
-        ("01_first: 3", {}, "must be a mapping"),
-        ("common: {", {}, "is not YAML"),
-        ("common: {}", {"parameters": {"step": 3}}, "No notebook has a parameter 'step'"),
-        ("common: {}", {"scale": "huge"}, "no scale 'huge'.*choose one of smoke"),
-        ("common: {}", {"notebooks": ["09"]}, "no notebook '09'; there are 01_first"),
-        ("common: {}", {"data": "nowhere/at/all"}, "no file or folder nowhere/at/all"),
+        ({"01_first": "stepz: 3"}, {}, "01_first has no parameter 'stepz'; its parameters are scale, data, out, steps"),
+        ({"01_first": "steps: many"}, {}, "'steps' of notebook 01_first must be of type int, not 'many'"),
+        ({"01_first": "steps: true"}, {}, "must be of type int, not True"),
+        ({"01_first": "steps: -1"}, {}, "must be a positive whole number, not -1"),
+        ({"07_none": "steps: 1"}, {}, "07_none.yaml names no notebook"),
+        ({"01_first": "3"}, {}, "must be a mapping"),
+        ({"01_first": "{"}, {}, "is not YAML"),
+        ({}, {"parameters": {"step": 3}}, "No notebook has a parameter 'step'"),
+        ({}, {"scale": "huge"}, "no scale 'huge'.*choose one of smoke"),
+        ({}, {"notebooks": ["09"]}, "no notebook '09'; there are 01_first"),
+        ({}, {"data": "nowhere/at/all"}, "no file or folder nowhere/at/all"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(tmp_path, scale, options, words):
@@ -177,28 +175,83 @@ def test_cells_must_have_run_in_order():
     assert execution_fault(executed(1, 3, 2)) == (3, "the cell was run out of order")
 
 
-def test_two_processes_in_one_folder(tmp_path):
-    project = make_project(tmp_path, _01_first=[parameters(), code("1")])
-    (project / "made" / "notebooks").mkdir(parents=True)
-    with (
-        FileLock(project / "made" / "notebooks" / ".01_first.lock"),
-        pytest.raises(UserError, match="Another process is running notebook 01_first"),
-    ):
-        run(project)
+@pytest.mark.parametrize("speed", [1.0, 0.3, 4.0])
+def test_the_time_left_is_of_expected_durations(monkeypatch, speed):
+    """It falls as time passes, and is about right: on a slow or fast machine, once a long cell has told that it is."""
+    now = 1000.0
+    monkeypatch.setattr(execution.time, "monotonic", lambda: now)
+    expected = {"01_a": {"a1": 1.0, "a2": 60.0, "a3": 2.0}, "02_b": {"b1": 4.0, "b2": 100.0, "b3": 30.0}}
+    total = sum(execution.START_SECONDS + sum(cells.values()) for cells in expected.values()) / speed
+    progress = execution.WorkbookProgress(expected, known=True)
+    seen = []
+    for name, cells in expected.items():
+        progress.begin_notebook(name)
+        for id, seconds in {"": execution.START_SECONDS, **cells}.items():
+            if id:
+                progress.begin_cell(code("1") | {"id": id})
+            for _ in range(20):
+                now += seconds / speed / 20
+                seen.append((now - 1000, progress.share(now)[1]))
+    progress.close()
+    assert seen[-1][1] == pytest.approx(0, abs=1)
+    late = [(time, left) for time, left in seen if time > total / (10 if speed == 1 else 3)]
+    assert all(left == pytest.approx(total - time, rel=0.35, abs=8) for time, left in late)
+    assert all(after < 1.1 * before + 1 for (_, before), (_, after) in itertools.pairwise(late))
 
 
-def test_refresh_rewrites_only_kept_outputs(tmp_path):
-    project = make_project(
-        tmp_path,
-        _01_first=[
-            "# 01",
-            parameters(),
-            code("steps * 2", "keep_output", "nbval-check-output"),
-            code("steps * 3"),
-        ],
+def test_durations_are_those_of_an_earlier_execution_or_of_the_table(good_run, tmp_path):
+    source, executed = (
+        folder / "01_first.ipynb" for folder in (good_run.out.parent / "notebooks", good_run.out / "notebooks")
     )
+    ids = [cell.id for cell in read_notebook(source).cells if cell.cell_type == "code"]
+    seconds, known = execution.expected_seconds(source, executed, "smoke")
+    assert ([*seconds], known) == (ids, True)
+    assert all(0 < value < 60 for value in seconds.values())
+    for scale, file in (("gpu", executed), ("smoke", tmp_path / "nothing.ipynb")):  # of another scale; none
+        assert execution.expected_seconds(source, file, scale) == (dict.fromkeys(ids, 0.05), False)
+    (source.parents[1] / "papermill_jobs" / "durations.yaml").write_text(f"01_first: {{{ids[1]}: 7}}")
+    seconds, known = execution.expected_seconds(source, tmp_path / "nothing.ipynb", "smoke")
+    assert (seconds[ids[1]], known) == (7, True)
+
+
+def test_the_committed_durations_are_of_cells_that_are_there():
+    table = yaml.safe_load((ROOT / "papermill_jobs" / "durations.yaml").read_text())
+    assert [*table] == [path.stem for path in find_notebooks(ROOT)]
+    for name, seconds in table.items():
+        assert seconds.keys() <= {cell.id for cell in read_notebook(ROOT / "notebooks" / f"{name}.ipynb").cells}
+
+
+def test_a_line_says_what_goes_on_in_a_cell(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(execution, "SECONDS_BETWEEN_LINES", 0.0)
+    progress = execution.WorkbookProgress({"01_a": {"a1": 3.0, "a2": 9.0}}, known=True, runs=tmp_path)
+    progress.begin_notebook("01_a")
+    cell = code("1") | {"id": "a2"}
+    progress.begin_cell(cell)
+    progress.write("merge 100\nmerge 200\n")
+    progress.show()
+    run = tmp_path / "rates" / "lr_1"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text('{"steps": 1000}')
+    for step in (10, 20):
+        (run / "metrics.jsonl").write_text(f'{{"step": {step}, "train_loss": {step / 8}}}\n')
+        progress.show()
+    (tmp_path / ".small.lock").touch()
+    os.utime(run / "metrics.jsonl", (1e9, 1e9))
+    progress.show()
+    progress.begin_cell(cell)
+    progress.close()
+    said = [line.partition("01_a, cell 2/2")[2] for line in capsys.readouterr().out.splitlines()][-5:]
+    expected = ["merge 200", "lr_1, step 10/1,000, loss 1.250", "lr_1, step 20/1,000, loss 2.500", "case small"]
+    assert said == [*(f": {words}" for words in expected), ""]
+
+
+def test_refresh_rewrites_only_kept_outputs(tmp_path, monkeypatch, capsys):
+    kept = code("steps * 2", "keep_output", "nbval-check-output")
+    project = make_project(tmp_path, _01_first=["# 01", parameters(), kept, code("steps * 3")])
     path = project / "notebooks" / "01_first.ipynb"
-    assert refresh(project) == [path]
+    monkeypatch.chdir(project)
+    assert cli.main(["refresh"]) == 0
+    assert f"{path}: rewritten" in capsys.readouterr().out
     assert results(path) == ["6"]
     kept = read_notebook(path).cells[2]
     assert kept.execution_count == 1  # nbval takes a cell with outputs and no count for a mistake

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -75,6 +76,29 @@ def test_done_notebooks_are_kept_unless_something_changed(project):
     assert executions(project) == [2, 3, 3]
     run(project)
     assert executions(project) == [3, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda text: text[: len(text) // 2], "cannot be read as a notebook"),
+        (lambda text: "", "cannot be read as a notebook"),
+        (lambda text: '{"cells": 3}', "cannot be read as a notebook"),
+        (lambda text: '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}', "has other cells"),
+        (lambda text: re.sub('"execution_count": [0-9]+', '"execution_count": null', text), "the cell was not run"),
+    ],
+    ids=["truncated", "empty", "no notebook", "without cells", "not run"],
+)
+def test_a_damaged_executed_notebook_is_run_again(project, capsys, damage, words):
+    run(project, notebooks=["01", "02"])
+    file = project / "made" / "notebooks" / "01_first.ipynb"
+    file.write_text(damage(file.read_text()))
+    run(project, notebooks=["01", "02"], resume=True)
+    assert states(project) == ["done", "done"]
+    assert executions(project) == [2, 1, 0]
+    said = capsys.readouterr().out
+    assert re.search(f"01_first: was done, but is run again: .*{words}", said)
+    assert "02_second: kept, done before" in said
 
 
 def test_one_notebook_run_again_leaves_the_others_alone(project):

@@ -39,9 +39,12 @@ def doctor(json: bool = False) -> int:
     Args:
         json: Print it as JSON.
     """
-    from lmcore.cli.doctor import as_json, as_text, examine
+    from json import dumps
 
-    print((as_json if json else as_text)(examine()))
+    from lmcore.workbook.doctor import as_text, examine
+
+    facts = examine()
+    print(dumps(facts, indent=2, ensure_ascii=False) if json else as_text(facts))
     return 0
 
 
@@ -58,20 +61,8 @@ def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
     sweep = sweep_commands(deferred) if chosen == "sweep" else doctor
     app.command(sweep, name="sweep", help="Many runs or measurements: one cell or all of them, and their table.")
     app.command(submit_commands(deferred), name="submit", help="The workbook, a notebook or a sweep as Slurm jobs.")
-    commands = (
-        requeue,
-        train_command(base),
-        generate,
-        benchmark,
-        nsys,
-        memory,
-        workbook,
-        refresh,
-        writeup,
-        jobs,
-        submission,
-    )
-    for command in commands:
+    commands = (requeue, train_command(base), generate, benchmark, nsys, memory)
+    for command in (*commands, workbook, refresh, writeup, jobs, submission):
         app.command(deferred(command))
     return app
 

@@ -57,3 +57,11 @@ def in_a_circle(path: Path) -> bool:
     except OSError as error:
         return error.errno == errno.ELOOP
     return False
+
+
+def group(wrap: Callable, **commands: Callable[..., int]) -> tyro.extras.SubcommandApp:
+    """The commands of a group by name; `wrap` is applied to each."""
+    app = tyro.extras.SubcommandApp()
+    for name, command in commands.items():
+        app.command(wrap(command), name=name)
+    return app

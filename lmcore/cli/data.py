@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from lmcore.cli.arguments import group
 from lmcore.errors import require, require_path
 from lmcore.text import utf8_text
 
@@ -129,17 +130,9 @@ def read_ids(text: str) -> list[int]:
 
 def data_commands(wrap: Callable) -> tyro.extras.SubcommandApp:
     """lmcore data ...; `wrap` is applied to each command."""
-    app = tyro.extras.SubcommandApp()
-    app.command(wrap(prepare_command()), name="prepare")
-    app.command(wrap(download))
-    app.command(wrap(info))
-    return app
+    return group(wrap, prepare=prepare_command(), download=download, info=info)
 
 
 def tokenizer_commands(wrap: Callable) -> tyro.extras.SubcommandApp:
     """lmcore tokenizer ...; `wrap` is applied to each command."""
-    app = tyro.extras.SubcommandApp()
-    app.command(wrap(train_tokenizer), name="train")
-    app.command(wrap(encode))
-    app.command(wrap(decode))
-    return app
+    return group(wrap, train=train_tokenizer, encode=encode, decode=decode)

@@ -39,7 +39,7 @@ def workbook(
     failed, 75 stopped.
 
     Args:
-        scale: smoke, laptop or gpu: a file in papermill_jobs/parameters/.
+        scale: smoke, laptop or gpu: a folder in papermill_jobs/parameters/.
         data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
         out: Folder for everything that is made (default: runs/<scale>, in the site's scratch folder if it has one).
         notebooks: Only these, by number or name.
@@ -77,7 +77,7 @@ def notebook(
 
     Args:
         name: Its number or name: 02, 02_train.
-        scale: smoke, laptop or gpu: a file in papermill_jobs/parameters/.
+        scale: smoke, laptop or gpu: a folder in papermill_jobs/parameters/.
         data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
         out: Folder for everything that is made (default: runs/<scale>, in the site's scratch folder if it has one).
         parameters: Parameters of the notebooks that are to have other values: workers=2.

@@ -22,10 +22,10 @@ def submission(
         names: cse599o: code.zip and answers.pdf; cs336: code.zip and writeup.pdf.
         incomplete: Also where the writeup is missing, out of date or reports a failure.
     """
-    from lmcore.workbook.handin import describe, make_submission, newest_writeup
+    from lmcore.workbook.handin import describe, make_handin, newest_writeup
     from lmcore.workbook.jobs.found import runs_folders
     from lmcore.workbook.parameters import find_project
 
     out = out or newest_writeup(runs_folders())
-    print(describe(make_submission(find_project(), out, to, names, incomplete)))
+    print(describe(make_handin(find_project(), out, to, names, incomplete)))
     return 0

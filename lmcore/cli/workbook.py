@@ -21,10 +21,11 @@ def workbook(
 ) -> int:
     """Execute the notebooks in order and make the writeup. Exit codes: 1 a notebook failed, 75 stopped by a signal.
 
-    A second SIGINT or SIGTERM ends the command and its notebooks at once: 130, 143.
+    Ctrl-C (SIGINT), SIGTERM and SIGUSR1 stop it where nothing is lost; a second SIGINT or SIGTERM ends the command and
+    its notebooks at once: 130, 143.
 
     Args:
-        scale: smoke, laptop or gpu: a file in papermill_jobs/parameters/.
+        scale: smoke, laptop or gpu: a folder in papermill_jobs/parameters/.
         data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
         out: Folder for everything that is made (default: runs/<scale>).
         notebooks: Only these, by number or name.
@@ -36,20 +37,10 @@ def workbook(
     from lmcore.workbook.parameters import parse_overrides
     from lmcore.workbook.run import run_workbook
 
-    try:
-        result = run_workbook(
-            scale,
-            data,
-            out,
-            notebooks or None,
-            parse_overrides(parameters),
-            resume=resume,
-            writeup=writeup,
-            stop_seconds=stop_seconds,
-        )
-    except KeyboardInterrupt:
-        print("lmcore: stopped; the same command goes on with the runs that are saved.", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    chosen = parse_overrides(parameters)
+    result = run_workbook(
+        scale, data, out, notebooks or None, chosen, resume=resume, writeup=writeup, stop_seconds=stop_seconds
+    )
     if result.stopped:
         print(f"lmcore: {result.stopped}", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -5,16 +5,18 @@ same two, the second by the name writeup.pdf.
 """
 
 import os
-import shutil
+import re
+import subprocess
+import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
 from lmcore.errors import UserError, require
 from lmcore.files import atomic_write
-from lmcore.workbook.project_files import project_files, refuse_secrets
+from lmcore.workbook.record import read_record, unfinished
 
 Names = Literal["cse599o", "cs336"]
 
@@ -31,11 +33,31 @@ LEARNING_CURVES = ("recipe_curves.svg", "learning_rate_curves.svg")
 ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 """The time of every file in code.zip, so that the same files make the same archive."""
 
+MAX_FILE_BYTES = 5_000_000
+"""Larger files are left out: data, or what the code has made."""
+
 NAMES_SHOWN = 4
+
+SECRET_FILE = re.compile(
+    r"\.env|\.env\..*|.*\.env|\.envrc|.*\.(pem|key|p12|pfx)|id_(rsa|dsa|ecdsa|ed25519).*|[._]netrc|\.pypirc|\.npmrc"
+    r"|\.git-credentials|\.htpasswd|credentials.*|kaggle\.json"
+)
+SECRET_WORDS = {"token", "secret", "secrets", "password", "passwords", "apikey"}
+"""A word of these in a file's name makes it a secret's, unless it is code: hf_token.txt is one, tokenizer.py is not."""
+CODE_SUFFIXES = (".py", ".ipynb", ".md", ".sh", ".sbatch")
+
+SECRETS = {
+    "a private key": rb"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----",
+    "a Hugging Face token": rb"\bhf_[A-Za-z0-9]{30,}",
+    "a GitHub token": rb"\b(?:gh[pousr]_[A-Za-z0-9]{36}|github_pat_\w{40})",
+    "an AWS access key": rb"\bAKIA[0-9A-Z]{16}\b",
+    "an API key": rb"(?i)key\b\\?[\"']?\s*[:=]\s*\\?[\"']?[0-9a-f]{40}\b",
+}
+"""What keys look like. The last is one of Weights & Biases, 40 hexadecimal digits, where it is given to a key."""
 
 
 @dataclass
-class Submission:
+class Handin:
     """What was handed in, and what was not."""
 
     out: Path
@@ -49,48 +71,37 @@ class Submission:
     """Sentences on what the hand-in lacks."""
 
 
-def make_submission(
-    project: Path, out: Path, to: Path, names: Names = "cse599o", incomplete: bool = False
-) -> Submission:
+def make_handin(project: Path, out: Path, to: Path, names: Names = "cse599o", incomplete: bool = False) -> Handin:
     """Writes the hand-in of the workbook executed in `out` into the folder `to`; with `incomplete` what there is of it.
 
     Raises `UserError`, before anything is written, where the writeup is missing, older than its notebooks or reports a
     failure, and where a file holds what looks like a key.
     """
-    done = Submission(out=out, notes=writeup_faults(out))
+    done = Handin(out, notes=writeup_faults(out))
     require(incomplete or not done.notes, f"{''.join(done.notes[:1])} To hand in what there is, say --incomplete.")
     done.files, done.left_out = project_files(project, excluded=(out, to))
     require(bool(done.files), f"There are no files of the project in {project}.")
-    writeup = out / "writeup"
-    refuse_secrets([*(project / file for file in done.files), *writeup.glob("answers.html")])
+    refuse_secrets([*(project / file for file in done.files), *(out / "writeup").glob("answers.html")])
     curve = next((out / "figures" / name for name in LEARNING_CURVES if (out / "figures" / name).is_file()), None)
     if curve is None:
         done.notes.append(f"There is no learning curve ({' or '.join(LEARNING_CURVES)}) in {out / 'figures'}.")
     with atomic_write(to / CODE_NAME) as file:
         write_zip(file, project, done.files, curve)
-    other_names = {*PDF_NAMES.values()} - {PDF_NAMES[names]}
-    copies = {to / PDF_NAMES[names]: writeup / "answers.pdf", to / CURVE_NAME: curve}
-    copies |= {to / name: None for name in other_names}
-    done.written = [to / CODE_NAME, *(target for target, source in copies.items() if copy(source, target))]
+    done.written.append(to / CODE_NAME)
+    sources = dict.fromkeys(PDF_NAMES.values()) | {PDF_NAMES[names]: out / "writeup" / "answers.pdf", CURVE_NAME: curve}
+    for name, source in sources.items():
+        if source is None or not source.is_file():
+            (to / name).unlink(missing_ok=True)  # of an earlier hand-in
+            continue
+        with atomic_write(to / name) as file:
+            file.write(source.read_bytes())
+        done.written.append(to / name)
     return done
-
-
-def copy(source: Path | None, target: Path) -> bool:
-    """Copies the file; without one, removes the target, which an earlier hand-in has left. Whether there is one now."""
-    if source is None or not source.is_file():
-        target.unlink(missing_ok=True)
-        return False
-    with open(source, "rb") as original, atomic_write(target) as file:
-        shutil.copyfileobj(original, file)
-    return True
 
 
 def writeup_faults(out: Path) -> list[str]:
     """Sentences on what keeps the writeup in `out` from being handed in, the gravest first."""
-    from lmcore.workbook.record import read_record, unfinished
-    from lmcore.workbook.report.writeup import PDF_NAME
-
-    pdf = out / "writeup" / PDF_NAME
+    pdf = out / "writeup" / "answers.pdf"
     if not pdf.is_file() or not pdf.read_bytes().startswith(b"%PDF"):
         return [f"There is no writeup {pdf}: run `lmcore workbook --out {out}` first, or `lmcore writeup {out}`."]
     faults = unfinished(read_record(out))
@@ -98,6 +109,81 @@ def writeup_faults(out: Path) -> list[str]:
     if newer:
         faults.append(f"The writeup {pdf} is older than notebook {min(newer)}: run `lmcore writeup {out}`.")
     return faults
+
+
+def project_files(project: Path, excluded: Sequence[Path] = ()) -> tuple[list[Path], dict[str, list[str]]]:
+    """The files that are the project, relative to it and sorted, and the names of the others by the reason.
+
+    They are what git tracks or does not ignore, without large files, secrets and executed notebooks. `excluded` folders
+    are left out with all that they hold. Raises `UserError` where there is no project, or no git.
+    """
+    require(project.is_dir(), f"There is no project folder {project}.")
+    found, ignored = git_files(project)
+    kept, left_out = [], {"ignored by git": ignored} if ignored else {}
+    for file in sorted(found):
+        if (project / file).is_file() or (project / file).is_symlink():  # else deleted, but not yet in git
+            if reason := why_left_out(project / file, excluded):
+                left_out.setdefault(reason, []).append(file.as_posix())
+            else:
+                kept.append(file)
+    return kept, left_out
+
+
+def git_files(project: Path) -> tuple[set[Path], list[str]]:
+    """Files that git tracks or does not ignore, and what it ignores; by .gitignore alone where there is no checkout."""
+
+    def listed(*options: str) -> list[str]:
+        command = [*git, "-C", project, "ls-files", "-z", "--others", "--exclude-standard", *options]
+        output = subprocess.run(command, capture_output=True, check=True).stdout
+        return [name.decode(errors="surrogateescape") for name in output.split(b"\0") if name]
+
+    with tempfile.TemporaryDirectory(prefix="lmcore-handin-") as folder:
+        git: list[str | Path] = ["git"]
+        try:
+            if subprocess.run([*git, "-C", project, "rev-parse"], capture_output=True, check=False).returncode:
+                subprocess.run([*git, "init", "--quiet", "--bare", folder], capture_output=True, check=True)
+                git += ["--git-dir", folder, "--work-tree", project]
+            return {Path(name) for name in listed("--cached")}, listed("--ignored", "--directory")
+        except FileNotFoundError:
+            raise UserError("There is no git here, which says what belongs to the project: install it.") from None
+        except subprocess.CalledProcessError as error:
+            said = error.stderr.decode(errors="replace").strip() or f"it ended with code {error.returncode}"
+            raise UserError(f"git cannot list the files of {project} ({said.splitlines()[0]}).") from None
+
+
+def why_left_out(path: Path, excluded: Iterable[Path]) -> str | None:
+    """Why a file of the project is not handed in, or None if it is."""
+    if path.is_symlink():
+        return "a link"
+    if any(path.resolve().is_relative_to(folder.resolve()) for folder in excluded):
+        return "made by the code"
+    if is_secret_name(path.name):
+        return "named like a secret"
+    if path.stat().st_size > MAX_FILE_BYTES:
+        return f"larger than {MAX_FILE_BYTES / 1e6:.0f} MB"
+    if path.suffix == ".ipynb" and b'"papermill": {' in path.read_bytes():
+        return "a notebook as papermill executed it"
+    return None
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a file is named as those are that hold passwords, tokens and keys."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    code = name.endswith(CODE_SUFFIXES)
+    return SECRET_FILE.fullmatch(name.lower()) is not None or (not code and bool(words & SECRET_WORDS))
+
+
+def refuse_secrets(files: Iterable[Path]) -> None:
+    """Raises `UserError` naming the file and the line of the first thing that looks like a key."""
+    for path in files:
+        content = path.read_bytes()
+        for what, pattern in SECRETS.items():
+            if found := re.search(pattern, content):
+                line = content.count(b"\n", 0, found.start()) + 1
+                raise UserError(
+                    f"{path} line {line} looks like {what}; take it out of the file (and revoke it, if it was ever "
+                    "shared), then make the hand-in again: nothing was written."
+                )
 
 
 def write_zip(file: IO[bytes], project: Path, files: Sequence[Path], curve: Path | None) -> None:
@@ -114,20 +200,19 @@ def write_zip(file: IO[bytes], project: Path, files: Sequence[Path], curve: Path
 def newest_writeup(places: Sequence[Path]) -> Path:
     """The output folder in one of these whose writeup was made last. Raises `UserError` where there is none."""
     found = [path for place in places for path in place.glob("*/writeup/answers.pdf") if path.is_file()]
-    if not found:
-        where = " or ".join(f"{place}/" for place in places)
-        raise UserError(f"No workbook has left a writeup in {where}: run `make workbook` first, or name its folder.")
+    where = " or ".join(f"{place}/" for place in places)
+    require(bool(found), f"No workbook has left a writeup in {where}: run `make workbook` first, or name its folder.")
     return max(found, key=lambda path: path.stat().st_mtime).parents[1]
 
 
-def describe(done: Submission) -> str:
+def describe(done: Handin) -> str:
     """What went in, what was left out and why, and what is missing, as lines."""
     lines = [f"From {done.out}:"]
     for path in done.written:
         inside = f", {len(done.files)} files of the project" if path.name == CODE_NAME else ""
         lines.append(f"  {path}: {path.stat().st_size / 1e6:.2f} MB{inside}")
     for reason, names in sorted(done.left_out.items()):
-        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
         shown = names if reason == "named like a secret" else names[:NAMES_SHOWN]
-        lines.append(f"Left out, {reason}: {', '.join(shown)}{more if shown != names else ''}")
+        more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+        lines.append(f"Left out, {reason}: {', '.join(shown)}{more}")
     return "\n".join([*lines, *(f"Note: {note}" for note in done.notes)])

@@ -26,11 +26,14 @@ KEPT_METADATA = ("tags", "caption", "jupyter")
 def read_notebook(path: str | os.PathLike) -> nbformat.NotebookNode:
     """Reads a notebook of format 4. Raises `UserError` if it is missing or is not a notebook."""
     try:
-        return nbformat.read(path, as_version=4)
+        notebook = nbformat.read(path, as_version=4)
+        _ = [(cell.cell_type, cell.source, cell.metadata) for cell in notebook.cells]  # other JSON has none of these
+        return notebook
     except FileNotFoundError:
         raise UserError(f"There is no notebook {path}.") from None
-    except (OSError, ValueError, nbformat.ValidationError, nbformat.reader.NotJSONError) as error:
-        raise UserError(f"{path} cannot be read as a notebook ({str(error).splitlines()[0]}).") from error
+    except Exception as error:  # of the many that nbformat raises, from NotJSONError to AttributeError
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{path} cannot be read as a notebook ({said}).") from error
 
 
 def tags(cell: nbformat.NotebookNode) -> list[str]:
@@ -71,22 +74,6 @@ def declared_parameters(notebook: nbformat.NotebookNode, name: str) -> dict[str,
     return parameters
 
 
-def check_parameters(name: str, known: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raises `UserError` if `given` has a parameter that the notebook does not declare, or of another type."""
-    for key, value in given.items():
-        if key not in known:
-            raise UserError(f"Notebook {name} has no parameter {key!r}; its parameters are {', '.join(known)}.")
-        default = known[key]
-        if default is None or value is None:
-            continue
-        wanted = (int, float) if isinstance(default, float) else type(default)
-        wanted = (list, tuple) if wanted in (list, tuple) else wanted
-        if not isinstance(value, wanted) or isinstance(value, bool) != isinstance(default, bool):
-            raise UserError(
-                f"Parameter {key!r} of notebook {name} must be of type {type(default).__name__}, not {value!r}."
-            )
-
-
 def execution_fault(notebook: nbformat.NotebookNode) -> tuple[int, str] | None:
     """Number of the first code cell that failed, ended the notebook early or was not run, and what happened there.
 
@@ -107,6 +94,17 @@ def execution_fault(notebook: nbformat.NotebookNode) -> tuple[int, str] | None:
             return number, "the cell was run out of order"
         last = cell.execution_count
     return None
+
+
+def damage(executed: Path, source: Path) -> str | None:
+    """Why an executed notebook is not a whole run of the notebook `source`, in words; None if it is."""
+    try:
+        made = read_notebook(executed)
+    except UserError as error:
+        return str(error).rstrip(".")
+    ours, theirs = ([cell.source for _, cell in code_cells(notebook)] for notebook in (read_notebook(source), made))
+    fault = execution_fault(made)
+    return f"{executed} has other cells" if ours != theirs else f"{executed}: {fault[1]}" if fault else None
 
 
 def heading_above(notebook: nbformat.NotebookNode, number: int) -> str | None:

@@ -1,21 +1,37 @@
-"""The notebooks of a project, and the parameters that each gets at a scale."""
+"""The notebooks of a project, the parameters that each gets at a scale, and what their values must be."""
 
 import ast
-from collections.abc import Mapping, Sequence
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
-from lmcore.errors import UserError, require
-from lmcore.workbook.notebook import check_parameters, declared_parameters, read_notebook
+from lmcore.config import MODEL_SIZES, from_dict
+from lmcore.errors import UserError, require, require_path
+from lmcore.recipes import RECIPES
+from lmcore.workbook.notebook import declared_parameters, read_notebook
+
+PARAMETERS_FOLDER = Path("papermill_jobs") / "parameters"
+"""One folder for each scale, with a YAML file for each notebook: what `papermill -f` takes."""
+
+
+def is_project(folder: Path) -> bool:
+    """Whether the folder holds notebooks and their parameters."""
+    return (folder / "notebooks").is_dir() and (folder / PARAMETERS_FOLDER).is_dir()
 
 
 def find_project() -> Path:
     """Folder that holds notebooks/: the current one or one above it, else lmcore's checkout."""
     here = Path.cwd()
     for folder in (here, *here.parents, Path(__file__).resolve().parents[2]):
-        if (folder / "notebooks").is_dir() and (folder / "papermill_jobs" / "parameters").is_dir():
+        if is_project(folder):
             return folder
     raise UserError("There is no notebooks/ folder here: run this in a checkout of the project.")
 
@@ -34,25 +50,19 @@ def find_notebooks(project: Path, names: Sequence[str] | None = None) -> list[Pa
 def resolve_parameters(
     project: Path, notebooks: Sequence[Path], scale: str, overrides: Mapping[str, Any], common: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Parameters of each notebook by its name: `common`, then those of the scale's file, then `overrides`.
+    """Parameters of each notebook by its name: those of papermill_jobs/parameters/<scale>/<notebook>.yaml, then
+    `common`, then `overrides`, which go to each notebook that declares them.
 
-    The file papermill_jobs/parameters/<scale>.yaml has a mapping `common`, for all notebooks, and one for each notebook
-    by name. An override goes to each notebook that declares it. Raises `UserError` on a parameter that no notebook
-    declares, and on one of another type than the notebook's default: papermill would only warn.
+    Raises `UserError` on an unknown scale, on a parameter that no notebook declares (papermill would only warn), and on
+    a value that the notebook would refuse.
     """
-    folder = project / "papermill_jobs" / "parameters"
-    file = folder / f"{scale}.yaml"
-    scales = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-    known = Path(scale).name == scale and file.is_file()  # a scale is a folder's name in runs/, too
-    require(known, f"There is no scale {scale!r} ({file} is missing); choose one of {scales}.")
-    try:
-        sections = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is not YAML ({str(error).splitlines()[0]}).") from error
+    folder = project / PARAMETERS_FOLDER / scale
+    scales = ", ".join(sorted(path.name for path in folder.parent.iterdir() if path.is_dir()))
+    known = Path(scale).name == scale and folder.is_dir()  # a scale is a folder's name in runs/, too
+    require(known, f"There is no scale {scale!r} ({folder} is missing); choose one of {scales}.")
     names = {path.stem for path in find_notebooks(project)}
-    for section, values in sections.items() if isinstance(sections, dict) else [(None, None)]:
-        require(section == "common" or section in names, f"{file}: section {section!r} names no notebook.")
-        require(isinstance(values, dict | None), f"{file}: section {section!r} must be a mapping of parameters.")
+    for file in folder.glob("*.yaml"):
+        require(file.stem in names, f"{file} names no notebook.")
     declared = {path.stem: declared_parameters(read_notebook(path), path.stem) for path in notebooks}
     for key in overrides:
         known = ", ".join(sorted({name for parameters in declared.values() for name in parameters}))
@@ -60,9 +70,21 @@ def resolve_parameters(
     resolved = {}
     for name, known in declared.items():
         chosen = {key: value for key, value in overrides.items() if key in known}
-        resolved[name] = {**(sections.get("common") or {}), **common, **(sections.get(name) or {}), **chosen}
-        check_parameters(name, known, resolved[name])
+        resolved[name] = read_parameters(folder / f"{name}.yaml") | dict(common) | chosen
+        check_parameters(name, known, resolved[name], project / "notebooks")
     return resolved
+
+
+def read_parameters(file: Path) -> dict[str, Any]:
+    """The parameters of one notebook at one scale; none, thus its defaults, where there is no file."""
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except FileNotFoundError:
+        return {}
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is not YAML ({str(error).splitlines()[0]}).") from error
+    require(isinstance(values, dict), f"{file} must be a mapping of parameters.")
+    return values
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
@@ -79,6 +101,177 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
                 overrides[name] = yaml.safe_load(text)
             except yaml.YAMLError:
                 raise UserError(
-                    f"The value of {pair!r} is neither a Python literal nor YAML; mend or quote it."
+                    f"The value of {pair!r} is neither a Python literal nor YAML; repair or quote it."
                 ) from None
     return overrides
+
+
+# ---- what the values must be
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be, in words, and whether it is."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def whole(least: int, words: str) -> Rule:
+    """A whole number from `least` on."""
+    return Rule(words, lambda value: type(value) is int and value >= least)
+
+
+def number(words: str, holds: Callable[[float], bool]) -> Rule:
+    """A finite number for which `holds` is true."""
+    return Rule(words, lambda v: type(v) in (int, float) and math.isfinite(v) and holds(v))
+
+
+def one_of(names: Sequence[str]) -> Rule:
+    """One of these texts."""
+    return Rule(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
+
+
+def several(rule: Rule, least: int = 1) -> Rule:
+    """A list of at least `least` values that each follow the rule."""
+    words = f"a list{'' if least == 0 else ' that is not empty'}, each value {rule.words}"
+    return Rule(words, lambda v: isinstance(v, list | tuple) and len(v) >= least and all(map(rule.holds, v)))
+
+
+def optional(rule: Rule) -> Rule:
+    """None, or a value that follows the rule."""
+    return Rule(f"{rule.words}, or None", lambda value: value is None or rule.holds(value))
+
+
+COUNT, COUNT_FROM_0 = whole(1, "a positive whole number"), whole(0, "a whole number from 0 on")
+SIZE, RECIPE = one_of(tuple(MODEL_SIZES)), one_of(tuple(RECIPES))
+PRECISION = one_of(("fp32", "tf32", "bf16", "fp16"))
+PASSES = one_of(("forward", "forward_backward", "train_step"))
+PASSES_BY_PRECISION = Rule(
+    f"a mapping from precisions ({PRECISION.words}) to lists of passes ({PASSES.words})",
+    lambda v: isinstance(v, dict) and all(map(PRECISION.holds, v)) and all(map(several(PASSES).holds, v.values())),
+)
+RATE = number("a positive number", lambda value: value > 0)
+TEMPERATURE = number("0 (greedy) or a positive number", lambda value: value >= 0)
+TOP_P = number("a number in (0, 1]", lambda value: 0 < value <= 1)
+TEXT = Rule("a text", lambda value: isinstance(value, str))
+
+RULES: dict[str, Rule] = {
+    name: rule
+    for names, rule in {
+        "steps batch_size context_length sample_characters overfit_steps norm_layers num_documents batch_tokens "
+        "workers max_new_tokens num_samples vocab_size reference_context component_context extra_context "
+        "timeline_context attention_batch loss_context loss_batch loss_vocab elementwise_context elementwise_batch "
+        "step_context step_batch step_vocab decode_context decode_vocab decode_repeats recipe_steps": COUNT,
+        "warmup_steps": COUNT_FROM_0,
+        "sweep_steps": optional(COUNT),
+        "seed": Rule("a whole number from 0 to 2**63 - 1", lambda value: type(value) is int and 0 <= value < 2**63),
+        "01_build.vocab_size": whole(257, "a whole number above 256, as all bytes and <|endoftext|> are tokens"),
+        "model_size timeline_size snapshot_size attention_size loss_size optimizer_size elementwise_size step_size "
+        "decode_size": SIZE,
+        "sizes": several(SIZE),
+        "warmup_sizes component_sizes": several(SIZE, 0),
+        "batch_sizes contexts attention_contexts decode_batches": several(COUNT),
+        "warmups": several(COUNT_FROM_0, 0),
+        "recipe": RECIPE,
+        "best_recipes": several(RECIPE, 0),
+        "precision": PRECISION,
+        "precisions": several(PRECISION),
+        "extra_precisions component_precisions": several(PRECISION, 0),
+        "reference_passes context_passes": PASSES_BY_PRECISION,
+        "warmup_passes": PASSES,
+        "learning_rates": several(RATE),
+        "temperatures": several(TEMPERATURE),
+        "dump_temperature": TEMPERATURE,
+        "top_ps": several(TOP_P),
+        "dump_top_p": TOP_P,
+        "prompts": several(TEXT),
+        "device": Rule(
+            "auto, cpu, mps, cuda or cuda:N", lambda v: bool(re.fullmatch("auto|cpu|mps|cuda(:[0-9]+)?", str(v)))
+        ),
+        "04_benchmark.contexts": several(COUNT, 0),
+    }.items()
+    for name in names.split()
+}
+"""By the parameter's name, after the notebook's where this one has another rule. The type is that of the default."""
+
+PLAIN = (str, int, float, list, tuple, dict, type(None))
+
+
+def check_parameters(name: str, known: Mapping[str, Any], given: Mapping[str, Any], folder: Path) -> None:
+    """Raises `UserError` if `given` has a parameter that the notebook does not declare, or a wrong value.
+
+    `known` are the notebook's parameters with their defaults; relative paths start at `folder`.
+    """
+    values = {**known, **given}
+    for key, value in given.items():
+        require(key in known, f"Notebook {name} has no parameter {key!r}; its parameters are {', '.join(known)}.")
+        default, must = known[key], f"Parameter {key!r} of notebook {name} must be"
+        wanted = (int, float) if isinstance(default, float) else type(default)
+        wanted = (list, tuple) if wanted in (list, tuple) else wanted
+        typed = isinstance(value, wanted) and isinstance(value, bool) == isinstance(default, bool)
+        free = default is None or value is None
+        require(free or typed, f"{must} of type {type(default).__name__}, not {value!r}.")
+        rule = RULES.get(f"{name}.{key}", RULES.get(key))
+        require(rule is None or rule.holds(value), f"{must} {rule.words if rule else ''}, not {value!r}.")
+        if key == "tokenizer":
+            size = value.removeprefix("bpe:")
+            trained = value.startswith("bpe:") and size.isdecimal() and int(size) > 256
+            there = trained or value == "gpt2" or (bool(value) and (folder / value).is_dir())
+            require(there, f"{must} gpt2, bpe: and a size above 256, or a tokenizer's folder, not {value!r}.")
+        elif key == "timeline_context" and name == "06_memory":
+            require(value in values["contexts"], f"{must} one of contexts, {values['contexts']}, not {value!r}.")
+        elif key == "study":
+            from lmcore.profiling.study import StudyConfig  # which imports torch
+
+            try:
+                from_dict(StudyConfig, value).model(1)
+            except UserError as error:
+                raise UserError(f"Parameter 'study' of notebook {name}: {error}") from None
+
+
+def locate(data: str) -> str:
+    """`data` as the notebooks need it: a name as it is, a path in full. Raises `UserError` if it has no text."""
+    from lmcore.data.corpora import open_corpus
+    from lmcore.data.downloads import SOURCES
+    from lmcore.data.prepared import is_prepared
+
+    names = ("embedded", *SOURCES)
+    require_path("data", data)
+    if data in names:
+        return data
+    place = Path(data)
+    require(place.exists(), f"There is no file or folder {data}; name one, or one of the corpora {', '.join(names)}.")
+    require(is_prepared(place) or open_corpus(place).size("train") > 0, f"The data {data} are empty: there is no text.")
+    return str(place.resolve())
+
+
+# ---- in the notebook
+
+
+def begin_notebook(name: str, variables: Mapping[str, Any]) -> None:
+    """Refuses parameters that `lmcore workbook` would refuse, and goes to the folder of the notebook.
+
+    Called in the cell after the parameters with the notebook's name and `globals()`; papermill itself takes unknown
+    parameters for variables. Relative paths thus start at notebooks/, wherever papermill was started.
+    """
+    folder = project_of_notebook() / "notebooks"
+    known = declared_parameters(read_notebook(folder / f"{name}.ipynb"), name)
+    cells = [cell for cell in variables.get("In", ()) if cell.startswith("# Parameters\n")]  # papermill's own
+    injected = [line for line in ast.parse(cells[-1]).body if isinstance(line, ast.Assign)] if cells else []
+    keys = [*known, *(target.id for line in injected for target in line.targets if isinstance(target, ast.Name))]
+    given = {key: variables[key] for key in keys if isinstance(variables.get(key, ...), PLAIN)}  # else replaced by now
+    os.chdir(folder)
+    check_parameters(name, known, given, folder)
+    locate(variables["data"])
+
+
+def project_of_notebook() -> Path:
+    """The project of the notebook that papermill, which started this kernel, was given; else `find_project`."""
+    with suppress(psutil.Error, OSError):
+        parent = psutil.Process().parent()
+        for word in parent.cmdline() if parent else ():
+            path = Path(parent.cwd(), word).resolve()
+            if path.suffix == ".ipynb" and path.is_file() and is_project(path.parents[1]):
+                return path.parents[1]
+    return find_project()

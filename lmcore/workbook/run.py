@@ -4,16 +4,16 @@ import contextlib
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmcore.errors import UserError, require, require_path
-from lmcore.workbook.execution import CellProgress, execute
+from lmcore.errors import UserError, require
+from lmcore.workbook.execution import WorkbookProgress, execute, expected_seconds
 from lmcore.workbook.kernel import private_kernel
-from lmcore.workbook.notebook import clean, read_notebook, write_notebook
-from lmcore.workbook.parameters import find_notebooks, find_project, resolve_parameters
+from lmcore.workbook.notebook import clean, damage, read_notebook, write_notebook
+from lmcore.workbook.parameters import find_notebooks, find_project, locate, resolve_parameters
 from lmcore.workbook.record import (
     NotebookRecord,
     as_json,
@@ -66,8 +66,9 @@ def run_workbook(
     the later ones build on it; the writeup is made all the same and says so: see `WorkbookResult.failure`. Records of
     notebooks that are not asked for stay as they are.
 
-    SIGUSR1 and SIGTERM stop the run: training saves itself, for which it has up to `stop_seconds`, and the executed
-    notebook so far is kept: see `WorkbookResult.stopped`. A second SIGTERM or SIGINT ends all processes at once.
+    SIGINT (Ctrl-C), SIGUSR1 and SIGTERM stop the run: training saves itself, for which it has up to `stop_seconds`, and
+    the executed notebook so far is kept: see `WorkbookResult.stopped`. A second SIGTERM or SIGINT ends all processes at
+    once.
 
     Raises `UserError`, before anything runs, on unknown scales, notebooks or parameters, data that is not there, or a
     notebook that another process runs in `out`.
@@ -77,39 +78,39 @@ def run_workbook(
     require(0 < stop_seconds < math.inf, f"stop_seconds must be positive and finite, not {stop_seconds}.")
     with StopSignals(stop_seconds).heard() as stop:
         paths = find_notebooks(project, notebooks)
-        data = locate(data)
         common = {"scale": scale, "data": data, "out": str(out.resolve())}
         resolved = resolve_parameters(project, paths, scale, parameters or {}, common)
-        wanted = [
-            NotebookRecord(
-                path.stem, scale=scale, data=data, parameters=as_json(resolved[path.stem]), source=source_hash(path)
+        data = locate(data)
+        wanted = []
+        for path in paths:
+            values = as_json(resolved[path.stem] | ({} if "data" in (parameters or {}) else {"data": data}))
+            wanted.append(
+                NotebookRecord(path.stem, scale=scale, data=data, parameters=values, source=source_hash(path))
             )
-            for path in paths
+        again = [
+            record.name
+            for path, record in zip(paths, wanted, strict=True)
+            if not (resume and is_done(out, path, record))
         ]
-        with holding(out, [record.name for record in wanted if not (resume and is_done(out, record))]):
+        with holding(out, again):
             update_plan(out, scale, data, [path.stem for path in paths], [p.stem for p in find_notebooks(project)])
             outcomes = run_all(paths, wanted, out, resume, stop)
             result = WorkbookResult(out, None, None, outcomes)
             return finish(result, resume, writeup, stop)
 
 
-def locate(data: str) -> str:
-    """`data` as the notebooks need it: a name as it is, a path in full. Raises `UserError` if it is neither."""
-    from lmcore.data.downloads import SOURCES
+def is_done(out: Path, path: Path, wanted: NotebookRecord, say: bool = False) -> bool:
+    """Whether the notebook was executed to its end in `out`, with the same settings and cells, and is still whole.
 
-    names = ("embedded", *SOURCES)
-    require_path("data", data)
-    require(
-        data in names or Path(data).exists(),
-        f"There is no file or folder {data}; name one, or one of the corpora {', '.join(names)}.",
-    )
-    return data if data in names else str(Path(data).resolve())
-
-
-def is_done(out: Path, wanted: NotebookRecord) -> bool:
-    """Whether the notebook was executed to its end in `out`, with the same settings and cells."""
+    With `say`, one that is not whole any more is named in a line.
+    """
     before = read_notebook_record(out, wanted.name)
-    return before is not None and before.stands_for(wanted) and (out / "notebooks" / f"{wanted.name}.ipynb").exists()
+    if before is None or not before.stands_for(wanted):
+        return False
+    fault = damage(out / "notebooks" / path.name, path)
+    if fault and say:
+        print(f"{wanted.name}: was done, but is run again: {fault}.", flush=True)
+    return fault is None
 
 
 def run_all(
@@ -118,8 +119,8 @@ def run_all(
     """Executes the notebooks until one fails or a signal comes, and keeps their records up to date."""
     records = list(wanted)
     waiting = []
-    for index, record in enumerate(wanted):
-        if resume and is_done(out, record):
+    for index, (path, record) in enumerate(zip(paths, wanted, strict=True)):
+        if resume and is_done(out, path, record, say=True):
             records[index] = read_notebook_record(out, record.name) or record
             print(f"{record.name}: kept, done before", flush=True)
         else:
@@ -127,23 +128,35 @@ def run_all(
             waiting.append(index)
     if not waiting:
         return records
-    progress = CellProgress([paths[index] for index in waiting])
-    try:
-        with private_kernel({MARK: stop.mark}) as kernel:
-            for index in waiting:
-                if stop.requested is not None:
-                    break
-                hook = progress.hook(paths[index].stem)
-                records[index] = run_one(paths[index], records[index], out, kernel, hook, stop)
-                print(f"{records[index].name}: {records[index].state} after {records[index].seconds:.0f} s", flush=True)
-                if records[index].state != "done":
-                    break
-    finally:
-        progress.close()
+    with (
+        progress_of([paths[index] for index in waiting], out, str(wanted[0].scale)) as progress,
+        private_kernel({MARK: stop.mark}) as kernel,
+    ):
+        for index in waiting:
+            if stop.requested is not None:
+                break
+            records[index] = run_one(paths[index], records[index], out, kernel, progress, stop)
+            print(f"{records[index].name}: {records[index].state} after {records[index].seconds:.0f} s", flush=True)
+            if records[index].state != "done":
+                break
     return records
 
 
-def run_one(path: Path, record: NotebookRecord, out: Path, kernel: str, hook: Any, stop: StopSignals) -> NotebookRecord:
+@contextlib.contextmanager
+def progress_of(paths: Sequence[Path], out: Path, scale: str) -> Iterator[WorkbookProgress]:
+    """Progress of these notebooks, executed into `out`."""
+    found = {path.stem: expected_seconds(path, out / "notebooks" / path.name, scale) for path in paths}
+    expected, known = {name: seconds for name, (seconds, _) in found.items()}, all(known for _, known in found.values())
+    progress = WorkbookProgress(expected, known, (out / "runs").resolve())  # papermill changes the folder
+    try:
+        yield progress
+    finally:
+        progress.close()
+
+
+def run_one(
+    path: Path, record: NotebookRecord, out: Path, kernel: str, progress: WorkbookProgress, stop: StopSignals
+) -> NotebookRecord:
     """Executes one notebook, with its record on disk all the while."""
     from lmcore.provenance import environment
 
@@ -153,8 +166,8 @@ def run_one(path: Path, record: NotebookRecord, out: Path, kernel: str, hook: An
     target = out / "notebooks" / path.name
     target.unlink(missing_ok=True)  # what an earlier run has left says nothing of this one
     try:
-        ended = execute(path, target, record.parameters or {}, kernel, hook, stop)
-    except BaseException:  # Ctrl-C, a full disk
+        ended = execute(path, target, record.parameters or {}, kernel, progress, stop)
+    except BaseException:  # a full disk
         record.state = "stopped"
         with contextlib.suppress(UserError):
             write_notebook_record(out, record)
@@ -176,6 +189,7 @@ def finish(result: WorkbookResult, resume: bool, writeup: bool, stop: StopSignal
         place += f", cell {first.cell}" if first.cell else ""
         result.stopped = stopped_sentence(stop, place, resume)
     elif writeup:
+        print("workbook: the writeup is being made", flush=True)
         try:
             result.html, result.pdf = write_writeup(result.out)
         except Exception:
@@ -200,16 +214,17 @@ def refresh(project: str | os.PathLike | None = None, notebooks: Sequence[str] |
     """
     paths = find_notebooks(Path(project) if project is not None else find_project(), notebooks)
     changed = []
-    with tempfile.TemporaryDirectory(prefix="lmcore-refresh-") as folder, private_kernel() as kernel:
-        progress = CellProgress(paths)
-        try:
-            for path in paths:
-                target = Path(folder) / path.name
-                outcome = execute(path, target, {}, kernel, progress.hook(path.stem))
-                require(outcome.state == "done", outcome.sentence)
-                before = path.read_bytes()
-                write_notebook(path, clean(read_notebook(path), read_notebook(target)))
-                changed += [path] if path.read_bytes() != before else []
-        finally:
-            progress.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="lmcore-refresh-") as folder,
+        StopSignals().heard() as stop,
+        private_kernel({MARK: stop.mark}) as kernel,
+        progress_of(paths, Path(folder), "smoke") as progress,
+    ):
+        for path in paths:
+            target = Path(folder) / path.name
+            outcome = execute(path, target, {}, kernel, progress, stop)
+            require(outcome.state == "done", str(outcome.sentence))
+            before = path.read_bytes()
+            write_notebook(path, clean(read_notebook(path), read_notebook(target)))
+            changed += [path] if path.read_bytes() != before else []
     return changed

@@ -25,7 +25,7 @@ MARK = "LMCORE_WORKBOOK"
 STOP_SECONDS = 100.0
 """How long training may take to save itself: `sbatch --signal=B:USR1@120` leaves a little more."""
 TERM_SECONDS = 20.0
-"""The same after SIGTERM, which batch systems follow up with SIGKILL in half a minute."""
+"""The same after SIGTERM, which batch systems follow up with SIGKILL in half a minute, and after Ctrl-C."""
 
 LOOK_SECONDS = 0.2
 SETTLE_SECONDS = 2.0
@@ -38,10 +38,10 @@ class Stopped(Exception):
 
 
 class StopSignals:
-    """Hears SIGUSR1 and SIGTERM, and then ends the notebook that is being executed.
+    """Hears SIGUSR1, SIGTERM and SIGINT (Ctrl-C), and then ends the notebook that is being executed.
 
-    The first of them, or of SIGINT, which is a KeyboardInterrupt as ever, is acknowledged at once. A second SIGTERM or
-    SIGINT kills the notebook's processes, training too, and ends this one.
+    The first of them is acknowledged at once. A second SIGTERM or SIGINT kills the notebook's processes, training too,
+    and ends this one.
 
     The signal is forwarded, as SIGUSR1, to the training processes that the notebook has started. When they have saved
     themselves and ended, or `seconds` are over, the notebook has a moment to end by itself; then its kernel is
@@ -49,7 +49,8 @@ class StopSignals:
     """
 
     def __init__(self, seconds: float = STOP_SECONDS):
-        self.seconds = {signal.SIGUSR1: seconds, signal.SIGTERM: min(seconds, TERM_SECONDS)}
+        soon = min(seconds, TERM_SECONDS)
+        self.seconds = {signal.SIGUSR1: seconds, signal.SIGTERM: soon, signal.SIGINT: soon}
         self.mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self.requested: signal.Signals | None = None
         """The signal that came, the first one."""
@@ -65,7 +66,7 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        heard = StopEvent((*self.seconds, signal.SIGINT), exits=True, before_exit=self._kill)
+        heard = StopEvent(self.seconds, exits=True, before_exit=self._kill)
         with listening(heard):
             before = {number: signal.signal(number, self._hear) for number in self.seconds}
             try:

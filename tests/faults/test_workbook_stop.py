@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace, to_dict
 from lmcore.errors import EXIT_INTERRUPTED
 from lmcore.run import RunFolder
+from lmcore.stopping import SAME_SIGNAL
 from lmcore.workbook.kernel import LAUNCHER
 from lmcore.workbook.notebook import read_notebook
 from lmcore.workbook.record import read_record
@@ -193,6 +194,26 @@ def test_training_is_stopped_and_goes_on_as_if_nothing_had_been(workbook, config
     require_same_run(book.run("toy"), undisturbed)
 
 
+def test_a_second_ctrl_c_ends_all_processes_at_once(workbook, endless):
+    book = workbook(code(TRAIN), config=endless).start("--no-writeup")
+    book.wait_for_steps("toy")
+    (training,) = [process for process in book.family() if is_training(process)]
+    training.suspend()  # it will not save itself
+    book.signal(signal.SIGINT)
+    time.sleep(2 * SAME_SIGNAL)
+    assert book.process.poll() is None
+    began = time.monotonic()
+    book.signal(signal.SIGINT)
+    code_, said = book.end()
+    assert time.monotonic() - began < 10
+    assert code_ == 128 + signal.SIGINT
+    assert "SIGINT: stopping where nothing is lost; a second signal ends the process at once" in said
+    assert said.endswith("lmcore: SIGINT again: ended at once; what was saved stays.\n")
+    psutil.wait_procs(book.family(), timeout=PATIENCE)
+    assert book.family() == []
+    assert book.record()["state"] == "stopped"
+
+
 def test_all_workers_of_a_sweep_are_stopped(workbook, endless):
     book = workbook(code(SWEEP), config=endless).start("--no-writeup")
     book.wait_for_steps("seed_1", "seed_2")
@@ -212,6 +233,7 @@ def test_every_process_gets_the_signal_at_once(workbook, endless):
     assert book.run("toy").checkpoints()
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT], ids=["SIGUSR1", "SIGINT"])
 @pytest.mark.parametrize(
     "loop",
     [
@@ -220,11 +242,11 @@ def test_every_process_gets_the_signal_at_once(workbook, endless):
     ],
     ids=["a cell that does not listen", "a loop with a child in a session of its own"],
 )
-def test_a_cell_without_training_is_interrupted(workbook, loop):
+def test_a_cell_without_training_is_interrupted(workbook, loop, number):
     book = workbook(code(touch("begun") + loop), code("1")).start()
     book.wait_for_file("begun")
-    book.signal(signal.SIGUSR1)
-    require_stopped(book, "SIGUSR1", 3)
+    book.signal(number)
+    assert "Traceback" not in require_stopped(book, number.name, 3)
     assert not (book.out / "writeup").exists()
 
 

@@ -1,10 +1,10 @@
 """What this machine has for lmcore, and what it lacks: `lmcore doctor`."""
 
 import importlib.util
-import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,14 @@ from typing import Any
 import psutil
 import torch
 
-from lmcore.data.tokenizers import load_gpt2
+from lmcore.data import load_gpt2, open_data
 from lmcore.device import device_name, select_device
 from lmcore.errors import UserError
 from lmcore.profiling.nsys.tool import INSTALL, find_nsys
 from lmcore.provenance import environment
-from lmcore.workbook.jobs.queue import run as ask
 from lmcore.workbook.report.answers import format_bytes, join_words
 
-OPTIONAL_MODULES = {
+OPTIONAL_PARTS = {
     "jupyterlab": ("working in the notebooks (make lab)", "pip install jupyterlab"),
     "nbval": ("checking the notebooks (make test)", "pip install -e .[dev]"),
     "pytest": ("the tests (make test)", "pip install -e .[dev]"),
@@ -29,11 +28,9 @@ OPTIONAL_MODULES = {
     "tensorboard": ("watching training in TensorBoard", "pip install -e .[tensorboard]"),
     "wandb": ("watching training in Weights & Biases", "pip install -e .[wandb]"),
     "triton": ("our kernels and torch.compile on a GPU", "comes with the CUDA build of torch, on Linux"),
-}
-OPTIONAL_PROGRAMS = {
     "shellcheck": ("checking the job scripts (make test)", "it is in most systems' packages"),
 }
-DATA_FOLDER = Path("data")
+"""Modules, and one program, that lmcore runs without: what each is for, and how to get it."""
 
 
 def examine(folder: str | os.PathLike = ".") -> dict[str, Any]:
@@ -52,21 +49,17 @@ def examine(folder: str | os.PathLike = ".") -> dict[str, Any]:
         "git_commit": here["git_commit"],
         "disk_free_bytes": shutil.disk_usage(folder).free,
         "optional": [*optional_parts(), nsight_systems(), slurm()],
-        "data": {
-            "prepared": prepared_corpora(Path(folder) / DATA_FOLDER),
-            "gpt2_tokenizer": gpt2_tokenizer(),
-        },
+        "data": {"prepared": prepared_corpora(Path(folder) / "data"), "gpt2_tokenizer": gpt2_tokenizer()},
     }
 
 
 def optional_parts() -> list[dict[str, Any]]:
     """Parts that lmcore runs without: whether each is there, what it is for and how to get it."""
-    found = {name: importlib.util.find_spec(name) is not None for name in OPTIONAL_MODULES}
-    found |= {name: shutil.which(name) is not None for name in OPTIONAL_PROGRAMS}
-    return [
-        {"name": name, "present": found[name], "purpose": purpose, "remedy": remedy}
-        for name, (purpose, remedy) in (OPTIONAL_MODULES | OPTIONAL_PROGRAMS).items()
-    ]
+    parts = []
+    for name, (purpose, remedy) in OPTIONAL_PARTS.items():
+        present = importlib.util.find_spec(name) is not None or shutil.which(name) is not None
+        parts.append({"name": name, "present": present, "purpose": purpose, "remedy": remedy})
+    return parts
 
 
 def nsight_systems() -> dict[str, Any]:
@@ -85,29 +78,32 @@ def slurm() -> dict[str, Any]:
     part = {"name": "slurm", "purpose": "jobs on a cluster, without which lmcore submit runs them here"}
     if shutil.which("sbatch") is None:
         return part | {"present": False, "remedy": "log in to a cluster's front end"}
-    version = ask(["sbatch", "--version"])[1].strip().rpartition(" ")[2] or "version unknown"
-    code, shown, said = ask(["sinfo", "--noheader", "--format=%R|%G"])
-    if code != 0:
-        words = said.splitlines()[-1:] or ["sinfo said nothing"]
-        return part | {
-            "present": True,
-            "remedy": "",
-            "detail": f"{version}; its controller does not answer ({words[0]})",
-        }
+    version = said(["sbatch", "--version"])[1].strip().rpartition(" ")[2] or "version unknown"
+    code, shown, complaint = said(["sinfo", "--noheader", "--format=%R|%G"])
     partitions: dict[str, set[str]] = {}
     for name, _, resources in (line.strip().partition("|") for line in shown.splitlines()):
         found = [resource.partition("(")[0] for resource in resources.split(",") if resource.startswith("gpu")]
         partitions.setdefault(name, set()).update(found)
     gpus = [f"{name} ({' or '.join(sorted(found))})" for name, found in partitions.items() if found]
     places = f"GPUs in {join_words(gpus)}" if gpus else "no partition with GPUs"
-    count = f"{len(partitions)} partition{'' if len(partitions) == 1 else 's'}"
-    return part | {"present": True, "remedy": "", "detail": f"{version}, {count}, {places}"}
+    detail = f"{version}, {len(partitions)} partition{'' if len(partitions) == 1 else 's'}, {places}"
+    if code != 0:
+        words = complaint.splitlines()[-1:] or ["sinfo said nothing"]
+        detail = f"{version}; its controller does not answer ({words[0]})"
+    return part | {"present": True, "remedy": "", "detail": detail}
+
+
+def said(command: list[str]) -> tuple[int, str, str]:
+    """Exit code, output and errors of a program, which has ten seconds."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 1, "", str(error)
+    return done.returncode, done.stdout, done.stderr
 
 
 def prepared_corpora(folder: Path) -> list[dict[str, Any]]:
     """Prepared corpora in `folder`, each with its size, or with what is wrong with it."""
-    from lmcore.data import open_data
-
     corpora = []
     for manifest in sorted(folder.glob("*/manifest.json")):
         try:
@@ -126,11 +122,6 @@ def gpt2_tokenizer() -> dict[str, Any]:
     except UserError as error:
         return {"present": False, "error": str(error)}
     return {"present": True, "error": None}
-
-
-def as_json(facts: dict[str, Any]) -> str:
-    """The facts as indented JSON."""
-    return json.dumps(facts, indent=2, ensure_ascii=False)
 
 
 def as_text(facts: dict[str, Any]) -> str:

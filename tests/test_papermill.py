@@ -1,0 +1,205 @@
+"""The notebooks by papermill alone, without `lmcore workbook`: parameters are checked, and a stopped run is resumed."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+from notebook_projects import code, make_project, parameters
+
+from lmcore.config import OptimizerConfig, TrainConfig, model_config, to_dict
+from lmcore.errors import EXIT_USER_ERROR, UserError
+from lmcore.run import RunFolder
+from lmcore.workbook.notebook import declared_parameters, read_notebook
+from lmcore.workbook.parameters import (
+    RULES,
+    begin_notebook,
+    check_parameters,
+    find_notebooks,
+    locate,
+    parse_overrides,
+    read_parameters,
+    resolve_parameters,
+)
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = find_notebooks(ROOT)
+DECLARED = {path.stem: declared_parameters(read_notebook(path), path.stem) for path in NOTEBOOKS}
+SCALES = ("smoke", "laptop", "gpu")
+PAPERMILL = Path(sys.executable).with_name("papermill")
+
+BEGIN = code('from lmcore.workbook.parameters import begin_notebook\n\nbegin_notebook("01_toy", globals())')
+TRAIN = code("""import json
+from lmcore.config import TrainConfig, from_dict
+from lmcore.workbook.sweep import run_or_reuse
+config = from_dict(TrainConfig, json.load(open("../config.json")))
+run_or_reuse(config, f"{out}/runs/toy").status()["state"]""")
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_each_notebook_has_sound_parameters_at_each_scale(notebook, scale):
+    given = read_parameters(ROOT / "papermill_jobs" / "parameters" / scale / f"{notebook.stem}.yaml")
+    assert (given["scale"], given["out"]) == (scale, f"../runs/{scale}")
+    check_parameters(notebook.stem, DECLARED[notebook.stem], DECLARED[notebook.stem] | given, ROOT / "notebooks")
+
+
+def test_there_are_no_other_parameter_files():
+    files = (ROOT / "papermill_jobs" / "parameters").rglob("*.*")
+    wanted = {(scale, f"{path.stem}.yaml") for scale in SCALES for path in NOTEBOOKS}
+    assert {(file.parent.name, file.name) for file in files} == wanted
+
+
+def test_every_parameter_has_a_rule():
+    free = {"scale", "data", "out", "tokenizer", "study", "picture_prompt", "reference"}  # checked apart, or any text
+    for name, known in DECLARED.items():
+        numbers = {key for key, value in known.items() if not isinstance(value, bool)}
+        assert numbers - free <= RULES.keys(), name
+
+
+WRONG = [
+    ("01_build", "vocab_size=5", "must be a whole number above 256"),
+    ("01_build", "context_length=-1", "must be a positive whole number, not -1"),
+    ("01_build", "model_size=nope", "must be one of tinystories, small"),
+    ("01_build", "seed=-1", "must be a whole number from 0 to"),
+    ("01_build", "batch_size=null", "must be a positive whole number, not None"),
+    ("01_build", "compare_gpt2=1", "must be of type bool, not 1"),
+    ("02_train", "recipe=none", "must be one of smoke, laptop"),
+    ("02_train", "learning_rates=[]", "must be a list that is not empty, each value a positive number"),
+    ("02_train", "learning_rates=[1, nan]", "each value a positive number"),
+    ("02_train", "batch_sizes=[1, 0]", "each value a positive whole number"),
+    ("02_train", "sweep_steps=0", "must be a positive whole number, or None"),
+    ("02_train", "tokenizer=bpe:256", "must be gpt2, bpe: and a size above 256, or a tokenizer's folder"),
+    ("02_train", "tokenizer=nowhere", "not 'nowhere'"),
+    ("03_generate", "top_ps=[1.5]", "each value a number in (0, 1]"),
+    ("03_generate", "device=gpu", "must be auto, cpu, mps, cuda or cuda:N"),
+    ("04_benchmark", "reference_passes={fp8: [forward]}", "must be a mapping from precisions"),
+    ("04_benchmark", "study={d_model: 3}", "d_model (3) must be divisible by num_heads"),
+    ("04_benchmark", "study={width: 3}", "StudyConfig has no field width"),
+    ("05_nsys", "warmup_steps=-1", "must be a whole number from 0 on"),
+    ("06_memory", "timeline_context=3", "must be one of contexts, [64, 128], not 3"),
+    ("07_kernels", "precision=fp8", "must be one of fp32, tf32"),
+]
+
+
+@pytest.mark.parametrize(("name", "pair", "words"), WRONG, ids=[pair for _, pair, _ in WRONG])
+def test_a_wrong_value_is_one_sentence(name, pair, words):
+    given = parse_overrides([pair])
+    with pytest.raises(UserError) as caught:
+        resolve_parameters(ROOT, find_notebooks(ROOT, [name]), "smoke", given, {})
+    sentence = str(caught.value)
+    assert sentence.startswith(f"Parameter {pair.partition('=')[0]!r} of notebook {name}")
+    assert words in sentence
+    assert "\n" not in sentence
+
+
+def test_data_without_text_are_refused(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty.txt").touch()
+    for name, words in {
+        "empty.txt": "are empty: there is no text",
+        "folder": "no text file",
+        "x": "no file or",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            locate(str(tmp_path / name))
+
+
+def test_the_command_refuses_before_it_starts_a_kernel(tmp_path):
+    command = [sys.executable, "-m", "lmcore", "workbook", "--out", str(tmp_path / "made"), "--parameters"]
+    began = time.monotonic()
+    done = subprocess.run([*command, "vocab_size=5"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert time.monotonic() - began < 30  # on any machine; 1.3 s on a quiet one
+    assert done.returncode == EXIT_USER_ERROR
+    assert done.stderr.startswith("lmcore: Parameter 'vocab_size' of notebook 01_build must be")
+    assert not (tmp_path / "made").exists()
+
+
+def papermill(notebook: Path, folder: Path, *options: str) -> subprocess.Popen:
+    """papermill, started in a folder from which the notebook has this relative path."""
+    command = [PAPERMILL, os.path.relpath(notebook, folder), "out.ipynb", "--no-progress-bar", *options]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.fixture
+def elsewhere(tmp_path) -> Path:
+    """A folder in no project."""
+    (tmp_path / "some" / "where").mkdir(parents=True)
+    return tmp_path / "some" / "where"
+
+
+def test_the_first_cell_refuses_in_a_sentence(elsewhere):
+    file = str(ROOT / "papermill_jobs" / "parameters" / "smoke" / "01_build.yaml")
+    process = papermill(ROOT / "notebooks" / "01_build.ipynb", elsewhere, "-f", file, "-p", "vocab_syze", "300")
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode != 0
+    assert "\nUserError: Notebook 01_build has no parameter 'vocab_syze'; its parameters are scale, data, out" in said
+    cells = nbformat.read(elsewhere / "out.ipynb", 4).cells
+    (error,) = [out for cell in cells for out in cell.get("outputs", []) if out.output_type == "error"]
+    assert error.traceback == [f"UserError: {error.evalue}"]  # nothing of the calls that led to it
+
+
+@pytest.mark.parametrize(
+    ("changed", "injected", "words"),
+    [
+        ({}, "# Parameters\nbatch_size = 4\n", None),
+        ({"batch_size": 0}, "# Parameters\nbatch_size = 0\n", "'batch_size' of notebook 01_build must be a positive"),
+        ({"seed": -1}, None, "'seed' of notebook 01_build must be"),  # edited in the notebook, without papermill
+        ({"seeds": 3}, "# Parameters\nseeds = 3\n", "Notebook 01_build has no parameter 'seeds'"),
+        ({"seeds": 3}, None, None),  # a variable of some other cell
+        ({"data": "nowhere"}, None, "There is no file or folder nowhere"),
+        ({"model_size": object()}, None, None),  # the cells below have made something of it, and it is run again
+    ],
+)
+def test_what_the_first_cell_checks(elsewhere, monkeypatch, changed, injected, words):
+    monkeypatch.chdir(elsewhere)
+    variables = DECLARED["01_build"] | changed | {"In": ["", "seed = 0", *([injected] if injected else []), "1"]}
+    with pytest.raises(UserError, match=words) if words else contextlib.nullcontext():
+        begin_notebook("01_build", variables)
+    assert Path.cwd() == ROOT / "notebooks"
+
+
+def test_the_same_command_resumes_after_a_stop(tmp_path, elsewhere, embedded_data):
+    """papermill is killed while a cell trains; the training goes on by itself, and the next papermill follows it."""
+    project = make_project(
+        tmp_path / "project", {"01_toy": "steps: 5\n"}, _01_toy=["# 01", parameters(), BEGIN, TRAIN, code("out, steps")]
+    )
+    config = TrainConfig(
+        model=model_config("smoke", vocab_size=300, context_length=16, d_model=16, num_heads=2, d_ff=24),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+        data=str(embedded_data),
+        batch_size=4,
+        steps=600,
+        eval_batch_size=4096,
+        eval_interval=600,
+        checkpoint_interval=100,
+        device="cpu",
+    )
+    (project / "config.json").write_text(json.dumps(to_dict(config)))
+    run = RunFolder(project / "runs" / "smoke" / "runs" / "toy")  # by the default ../runs/smoke, from notebooks/
+    file = str(project / "papermill_jobs" / "parameters" / "smoke" / "01_toy.yaml")
+    notebook = project / "notebooks" / "01_toy.ipynb"
+    first = papermill(notebook, elsewhere, "-f", file)
+    deadline = time.monotonic() + 120
+    while not run.log_file.exists():
+        assert time.monotonic() < deadline
+        assert first.poll() is None, first.communicate()[0]
+        time.sleep(0.02)
+    first.send_signal(signal.SIGKILL)
+    first.wait()  # its pipe is the kernel's, too, which ends by itself
+    for _ in range(2):
+        again = papermill(notebook, elsewhere, "-f", file)
+        said, _ = again.communicate(timeout=120)
+        assert again.returncode == 0, said
+        cells = [cell for cell in read_notebook(elsewhere / "out.ipynb").cells if cell.cell_type == "code"]
+        assert cells[-1].outputs[0].data["text/plain"] == "('../runs/smoke', 5)"
+        assert cells[-2].outputs[-1].data["text/plain"] == "'complete'"
+    assert "toy: reused, complete at step 600." in cells[-2].outputs[0].text
+    assert yaml.safe_load(Path(file).read_text()) == {"steps": 5}
