@@ -17,7 +17,7 @@ from lmcore.device import device_name, select_device
 from lmcore.errors import UserError
 from lmcore.profiling.nsys.tool import INSTALL, find_nsys
 from lmcore.provenance import environment
-from lmcore.workbook.jobs.queue import run as ask
+from lmcore.workbook.jobs.slurm import ask
 from lmcore.workbook.report.answers import format_bytes, join_words
 
 OPTIONAL_MODULES = {
