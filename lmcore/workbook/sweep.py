@@ -44,7 +44,7 @@ def run_state(config: TrainConfig, run: RunFolder, fingerprint: str | None) -> t
 
 
 def is_finished(config: TrainConfig, run: RunFolder) -> bool:
-    """Whether `run` ended, complete and undamaged or without a result to come, with this configuration and this data."""
+    """Whether `run` is `FINISHED`, undamaged, with this configuration and this data."""
     if _status(run)["state"] not in FINISHED or not run.environment_file.exists():
         return False  # training again looks for what the data were
     return run_state(config, run, open_data(config.data).fingerprint)[0] in FINISHED

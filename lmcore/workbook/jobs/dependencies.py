@@ -68,7 +68,7 @@ class Chain:
         return self.site.for_job(job.kind, job.name).replaced({} if self.time is None else {"time": self.time})
 
     def options(self, job: Job) -> list[str]:
-        """Options of sbatch, without --dependency. Raises `UserError` on a time limit that is over at once."""
+        """The job's own options of sbatch. Raises `UserError` on a time limit that is over at once."""
         site = self.site_of(job)
         script = (self.project / job.script).read_text(encoding="utf-8")
         default = re.search(r"^#SBATCH --time=(\S+)", script, re.MULTILINE)
@@ -78,10 +78,9 @@ class Chain:
             f"{job.name}: a time limit of {limit} is over before the warning {site.signal_seconds} s ahead of it is of "
             "use; give a longer --time, or set a smaller signal_seconds in site.yaml.",
         )
-        log = str(output_file(str(self.out).replace("%", "%%"), job.name, "%A_%a" if job.tasks else "%j"))
-        array = f"{ranges(job.tasks)}{f'%{job.concurrency}' if job.concurrency else ''}"
-        own = [f"--job-name={job.name}", f"--output={log}", *([f"--array={array}"] if job.tasks else [])]
-        return [*own, "--export=ALL", *site.options()]
+        log = output_file(str(self.out).replace("%", "%%"), job.name, "%A_%a" if job.tasks else "%j")
+        array = f"--array={ranges(job.tasks)}" + (f"%{job.concurrency}" if job.concurrency else "")
+        return [f"--job-name={job.name}", f"--output={log}", *([array] if job.tasks else [])]
 
     def dependency(self, job: Job, ids: Mapping[str, str]) -> list[str]:
         """The option of sbatch that makes it wait; a job that can never start any more is cancelled."""
@@ -102,22 +101,20 @@ class Chain:
 
     def described(self) -> str:
         """The commands that submit the jobs, as one would type them, with names in place of ids."""
-        options = {job.name: self.options(job) for job in self.jobs}
+        options = {job.name: ["--export=ALL", *self.site_of(job).options()] for job in self.jobs}
         variables = {job.name: self.variables(job) for job in self.jobs}
-        shared = [word for word in options[self.jobs[0].name] if all(word in words for words in options.values())]
-        exported = {
-            name: value
-            for name, value in variables[self.jobs[0].name].items()
-            if value and all(of_job.get(name) == value for of_job in variables.values())
-        }
+        first, ids = self.jobs[0].name, {job.name: f"<{job.name}>" for job in self.jobs}
+        names = [{word.partition("=")[0] for word in words} for words in options.values()]
+        common = [word for word in options[first] if all(word.partition("=")[0] in each for each in names)]
+        exported = {name: value for name, value in variables[first].items() if value}
+        exported = {n: value for n, value in exported.items() if all(v.get(n) == value for v in variables.values())}
         lines = [f"cd {shlex.quote(str(self.project))}", f"export {assignments(exported)}"]
-        lines.append(f"common=({shlex.join(shared)})")
-        ids = {job.name: f"<{job.name}>" for job in self.jobs}
+        lines.append(f"common=({shlex.join(common)})")
         for job in self.jobs:
-            more = {name: value for name, value in variables[job.name].items() if value and name not in exported}
-            own = [word for word in options[job.name] if word not in shared]
-            words = shlex.join([*self.dependency(job, ids), *own, job.script, *job.arguments])
-            lines.append(f'{assignments(more)} sbatch "${{common[@]}}" {words}'.strip())
+            own = {name: value for name, value in variables[job.name].items() if value and name not in exported}
+            words = [*self.dependency(job, ids), *self.options(job)]  # what comes later goes before what is common
+            words += [*(word for word in options[job.name] if word not in common), job.script, *job.arguments]
+            lines.append(f'{assignments(own)} sbatch "${{common[@]}}" {shlex.join(words)}'.strip())
             if shlex.quote(str(self.out)) == str(self.out):
                 lines[-1] = lines[-1].replace(f"={self.out}/", "=$OUT/")
         return "\n".join(lines)

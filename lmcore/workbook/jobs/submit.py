@@ -38,7 +38,13 @@ def submit(chain: Chain, again: bool = False) -> dict[str, str]:
     with submitting(chain, again):
         try:
             for job in chain.jobs:
-                words = [*chain.dependency(job, ids), *chain.options(job), job.script, *job.arguments]
+                words = [
+                    *chain.dependency(job, ids),
+                    "--export=ALL",
+                    *chain.site_of(job).options(),
+                    *chain.options(job),
+                ]
+                words += [job.script, *job.arguments]
                 ids[job.name] = slurm.sbatch(words, chain.project, environment(chain, job))
                 log_submitted(chain, job, ids)
             announce(chain)  # a job of a notebook does so too, but one that is cancelled before it starts cannot
@@ -61,11 +67,11 @@ def log_submitted(chain: Chain, job: Job, ids: Mapping[str, str]) -> None:
 
 def announce(chain: Chain) -> None:
     """Adds the notebooks of the jobs to the plan of the folder, so that a writeup names those that never ran, too."""
-    names = [job.variables["NOTEBOOKS"].split() for job in chain.jobs if job.kind in ("workbook", "notebook")]
-    if names:
+    variables = chain.jobs[0].variables
+    if "SCALE" in variables:
         known = [path.stem for path in find_notebooks(chain.project)]
-        variables = chain.jobs[0].variables
-        update_plan(chain.out, variables["SCALE"], variables["DATA"], sum(names, []) or known, known)
+        names = " ".join(job.variables.get("NOTEBOOKS", "") for job in chain.jobs).split()
+        update_plan(chain.out, variables["SCALE"], variables["DATA"], names or known, known)
 
 
 def withdraw(chain: Chain, ids: Mapping[str, str], error: BaseException) -> None:

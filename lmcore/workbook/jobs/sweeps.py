@@ -1,4 +1,4 @@
-"""Sweeps as many jobs: each run or measurement by whoever has the task of its number, none twice, none by two at once."""
+"""Sweeps as many jobs: each run or measurement by whoever has the task of its number, none twice, none by two."""
 
 import os
 import sys
