@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from job_projects import job_project
+from job_projects import job_project, states
 
-from lmcore.workbook.jobs.ledger import states
+from lmcore.workbook.jobs.log import read_lines
 
 SECONDS = 60
 
@@ -37,15 +37,21 @@ time.sleep(60)
 class JobUnderTest:
     """One job of job.sh that runs in the background."""
 
-    def __init__(self, project: Path, command: str, before: str = "", **variables: str):
+    def __init__(self, project: Path, command: str, **variables: str):
         self.out = project / "out"
         script = project / "job.bash"
-        script.write_text(f"set -euo pipefail\n. papermill_jobs/job.sh\nbegin_job\n{before}\nsupervise {command}\n")
+        script.write_text(f"set -euo pipefail\n. papermill_jobs/job.sh\nsupervise {command}\n")
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "MASTER"))}
-        environment |= {"PATH": path, "OUT": str(self.out), "LMCORE_JOB_ID": "local-1", **variables}
+        environment |= {
+            "PATH": path,
+            "OUT": str(self.out),
+            "LMCORE_JOB_ID": "local-1",
+            "LMCORE_JOB_NAME": "job",
+            **variables,
+        }
         self.process = subprocess.Popen(
-            ["bash", str(script)], cwd=project, env=environment, text=True,
+            ["bash", str(script)], cwd=project, env=environment | variables, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
             # bash cannot trap what it was started to ignore, as by nohup or &
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -69,9 +75,9 @@ class JobUnderTest:
         said = self.process.communicate(timeout=SECONDS)[0]
         return self.process.returncode, said
 
-    def diary(self) -> list[str]:
+    def states(self) -> list[str]:
         """What it said of itself."""
-        return [line.state for line in states(self.out, "local-1")]
+        return states(self.out, "local-1")
 
 
 @pytest.fixture
@@ -97,17 +103,17 @@ def saving(project):
 def test_the_exit_code_is_the_commands(project, code):
     job = JobUnderTest(project, f"bash -c 'exit {code}'")
     assert job.end() == (code, "")
-    assert [(line.state, line.restart, line.code) for line in states(job.out, "local-1")] == [
-        ("running", 0, None), ("exit", None, code),
-    ]  # fmt: skip
+    running, exit = read_lines(job.out)
+    assert (running.id, running.name, running.state, running.values["restart"]) == ("local-1", "job", "running", "0")
+    assert (exit.state, exit.values) == ("exit", {"code": str(code)})
 
 
 def test_usr1_lets_the_command_save_itself_and_queues_the_job_again(saving):
     job = saving(SLURM_RESTART_COUNT="2")
     job.send(signal.SIGUSR1)
     code, said = job.end()
-    assert (code, job.diary()) == (75, ["running", "requeued"])
-    assert states(job.out, "local-1")[0].restart == 2
+    assert (code, job.states()) == (75, ["running", "requeued"])
+    assert read_lines(job.out)[0].values["restart"] == "2"
     assert (job.out / "signals").read_text() == "SIGUSR1\n"
     assert said == "Stopped by a signal: queued again, to go on from what is saved.\n"
 
@@ -117,7 +123,7 @@ def test_a_job_that_is_cancelled_saves_itself_and_is_not_queued_again(saving, nu
     job = saving()
     job.send(number)
     assert job.end() == (75, "")
-    assert job.diary() == ["running", "exit"]
+    assert job.states() == ["running", "exit"]
     assert (job.out / "signals").read_text() == "SIGTERM\n"
 
 
@@ -133,7 +139,7 @@ def test_term_is_a_preemption_where_slurm_says_so(saving, tmp_path, monkeypatch,
     job = saving(SLURM_JOB_ID="local-1", MASTER_PORT="1")
     job.send(signal.SIGTERM)
     assert job.end()[0] == 75
-    assert job.diary() == expected
+    assert job.states() == expected
 
 
 def test_who_cancels_a_job_that_saves_itself_is_obeyed(project):
@@ -145,7 +151,7 @@ def test_who_cancels_a_job_that_saves_itself_is_obeyed(project):
     job.wait_for("told")
     job.send(signal.SIGTERM)
     assert job.end() == (75, "")
-    assert job.diary() == ["running", "exit"]
+    assert job.states() == ["running", "exit"]
 
 
 def test_signals_that_come_twice_do_no_harm(project):
@@ -157,7 +163,7 @@ def test_signals_that_come_twice_do_no_harm(project):
     job.wait_for("told")
     job.send(signal.SIGUSR1, signal.SIGUSR1)
     assert job.end()[0] == 75
-    assert job.diary() == ["running", "requeued"]
+    assert job.states() == ["running", "requeued"]
 
 
 def test_a_command_that_was_still_starting_is_queued_again(project):
@@ -166,14 +172,14 @@ def test_a_command_that_was_still_starting_is_queued_again(project):
     job.wait_for("ready")
     job.send(signal.SIGUSR1)
     assert job.end()[0] == 75
-    assert job.diary() == ["running", "requeued"]
+    assert job.states() == ["running", "requeued"]
 
 
 def test_a_signal_before_the_command_is_not_lost(project):
-    """The command is not even started."""
-    job = JobUnderTest(project, "touch out/started", before="kill -USR1 $$")
+    """The command is not even started: the signal comes while the site's setup runs."""
+    job = JobUnderTest(project, "touch out/started", LMCORE_SETUP="kill -USR1 $$")
     assert job.end()[0] == 75
-    assert job.diary() == ["running", "requeued"]
+    assert job.states() == ["running", "requeued"]
     assert not (job.out / "started").exists()
 
 
@@ -182,7 +188,7 @@ def test_a_command_that_is_done_in_spite_of_the_signal_is_done(project):
     job.wait_for("ready")
     job.send(signal.SIGUSR1)
     assert job.end() == (0, "")
-    assert job.diary() == ["running", "exit"]
+    assert job.states() == ["running", "exit"]
 
 
 def test_a_command_that_fails_after_the_signal_has_failed(project):
@@ -191,19 +197,19 @@ def test_a_command_that_fails_after_the_signal_has_failed(project):
     job.wait_for("ready")
     job.send(signal.SIGUSR1)
     assert job.end() == (1, "")
-    assert job.diary() == ["running", "exit"]
+    assert job.states() == ["running", "exit"]
 
 
 def test_a_job_that_gets_nowhere_gives_up(project):
-    for attempt, expected in enumerate(("requeued", "requeued", "gave up")):
+    for attempt, expected in enumerate(("requeued", "requeued", "gave-up")):
         job = JobUnderTest(project, "bash -c 'touch out/ready; exec sleep 60'", ATTEMPTS="3")
         job.wait_for("ready")
         job.send(signal.SIGUSR1)
         code, said = job.end()
         assert code == 75
-        assert job.diary()[2 * attempt + 1] == expected
+        assert job.states()[2 * attempt + 1] == expected
         (job.out / "ready").unlink()
-    assert job.diary()[-1] == "exit"
+    assert job.states()[-1] == "exit"
     assert said.endswith("give it a longer --time, or let it save more often (checkpoint_interval).\n")
     assert "stopped 3 times in a row with nothing new saved" in said
 
@@ -281,12 +287,12 @@ def test_a_script_that_was_started_by_hand_is_not_said_to_be_queued_again(saving
     job.send(signal.SIGUSR1)
     code, said = job.end()
     assert (code, "queued again" in said) == (75, False)
-    (diary,) = (job.out / "jobs").glob("by-hand-*.state")
-    assert diary.read_text().splitlines()[-1].endswith(" exit 75")
+    last = read_lines(job.out)[-1]
+    assert (last.id.startswith("by-hand-"), last.state, last.values["code"]) == (True, "exit", "75")
 
 
 def test_an_output_folder_that_cannot_be_made_is_named(project):
     (project / "out").write_text("a file")
     code, said = JobUnderTest(project, "true").end()
     assert code == 2
-    assert said == f"lmcore: The folder {project / 'out'}/jobs cannot be made (Not a directory); choose another OUT.\n"
+    assert said == f"lmcore: The folder {project / 'out'} cannot be made (File exists); choose another OUT.\n"

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED, UserError
 from lmcore.workbook.jobs.dependencies import Job
 from lmcore.workbook.jobs.log import append, output_file, own_state, read_log
@@ -106,28 +104,3 @@ class LocalJobs:
 def say(id: str, name: str, words: str) -> None:
     """One line on the terminal."""
     print(f"{id} {name}: {words}", flush=True)
-
-
-def hold_local(out: Path) -> FileLock:
-    """A lock that is held while local jobs of this folder run. Raises `UserError` if others do."""
-    lock = FileLock(out / "jobs" / ".local.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        ids = [job.id for job in read_log(out) if job.is_local]
-        raise UserError(
-            f"Local jobs of {out} are still running (up to {ids[-1] if ids else 'the first'}): wait for them, or stop "
-            "the process that submitted them."
-        ) from None
-    return lock
-
-
-def local_jobs_run(out: Path) -> bool:
-    """Whether the process that runs the local jobs of this folder, one after another, is there."""
-    try:
-        hold_local(out).release()
-    except UserError:
-        return True
-    except OSError:  # a folder that can only be read
-        return False
-    return False

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from lmcore.errors import EXIT_INTERRUPTED, UserError, require
 
 STATES = ("submitted", "running", "requeued", "gave-up", "cancelled", "exit")
@@ -92,7 +94,7 @@ def output_file(out: str | os.PathLike, name: str, id: str) -> Path:
 
 def append(out: str | os.PathLike, id: str, name: str, state: str, **values: object) -> None:
     """Adds a line to the log, with the time before it. Raises `UserError` if it cannot be written."""
-    words = [f"{key}={value}" for key, value in values.items() if value]
+    words = [f"{key}={value}" for key, value in values.items() if value not in ("", None)]
     text = " ".join([datetime.now(UTC).isoformat(timespec="seconds"), id, name, state, *words])
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
@@ -167,3 +169,28 @@ def numbers(ranges: str) -> list[int]:
 def require_jobs(out: Path) -> None:
     """Raises `UserError` if no job was submitted for the folder."""
     require(log_of(out).is_file(), f"No job was submitted for {out}: it has no jobs.log.")
+
+
+def hold_local(out: Path) -> FileLock:
+    """A lock that is held while local jobs of this folder run. Raises `UserError` if others do."""
+    lock = FileLock(out / "jobs" / ".local.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        ids = [job.id for job in read_log(out) if job.is_local]
+        raise UserError(
+            f"Local jobs of {out} are still running (up to {ids[-1] if ids else 'the first'}): wait for them, or stop "
+            "the process that submitted them."
+        ) from None
+    return lock
+
+
+def local_jobs_run(out: Path) -> bool:
+    """Whether the process that runs the local jobs of this folder, one after another, is there."""
+    try:
+        hold_local(out).release()
+    except UserError:
+        return True
+    except OSError:  # a folder that can only be read
+        return False
+    return False

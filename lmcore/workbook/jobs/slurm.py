@@ -60,7 +60,7 @@ def ask_slurm(jobs: Sequence[str]) -> tuple[dict[str, QueueEntry], str | None]:
         words = said.strip().splitlines()[-1:] or [f"squeue ended with code {code}"]
         return {}, f"Slurm does not answer ({words[0]}): the states are what the jobs themselves last wrote."
     entries = {}
-    for line in answer.splitlines():
+    for line in filter(None, answer.splitlines()):
         job, state, reason, start, name = (field.strip() for field in line.split("|", 4))
         entries[job] = QueueEntry(in_words(state), known(reason), known(start), name)
     forgotten = set(jobs) - {job.partition("_")[0] for job in entries}

@@ -21,8 +21,16 @@ import psutil
 
 from lmcore.errors import UserError, require
 from lmcore.text import ANSI_ESCAPE
-from lmcore.workbook.jobs.local import local_jobs_run
-from lmcore.workbook.jobs.log import ENDED, LoggedJob, log_of, output_file, own_state, read_log, require_jobs
+from lmcore.workbook.jobs.log import (
+    ENDED,
+    LoggedJob,
+    local_jobs_run,
+    log_of,
+    output_file,
+    own_state,
+    read_log,
+    require_jobs,
+)
 from lmcore.workbook.jobs.progress import Work, format_duration, read_notebooks, read_runs, tail_text
 from lmcore.workbook.jobs.site import load_site
 from lmcore.workbook.jobs.slurm import QueueEntry, ask_slurm

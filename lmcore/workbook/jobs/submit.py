@@ -12,8 +12,8 @@ from filelock import FileLock, Timeout
 from lmcore.errors import UserError, require
 from lmcore.workbook.jobs import slurm
 from lmcore.workbook.jobs.dependencies import Chain, Job
-from lmcore.workbook.jobs.local import LocalJobs, hold_local
-from lmcore.workbook.jobs.log import ENDED, append, ranges, read_log
+from lmcore.workbook.jobs.local import LocalJobs
+from lmcore.workbook.jobs.log import ENDED, append, hold_local, ranges, read_log
 from lmcore.workbook.parameters import find_notebooks
 from lmcore.workbook.record import update_plan
 
@@ -38,13 +38,8 @@ def submit(chain: Chain, again: bool = False) -> dict[str, str]:
     with submitting(chain, again):
         try:
             for job in chain.jobs:
-                words = [
-                    *chain.dependency(job, ids),
-                    "--export=ALL",
-                    *chain.site_of(job).options(),
-                    *chain.options(job),
-                ]
-                words += [job.script, *job.arguments]
+                options = ["--export=ALL", *chain.site_of(job).options(), *chain.options(job)]
+                words = [*chain.dependency(job, ids), *options, job.script, *job.arguments]
                 ids[job.name] = slurm.sbatch(words, chain.project, environment(chain, job))
                 log_submitted(chain, job, ids)
             announce(chain)  # a job of a notebook does so too, but one that is cancelled before it starts cannot
