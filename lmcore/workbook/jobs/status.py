@@ -163,7 +163,7 @@ def row_of(out: Path, job: LoggedJob, id: str, entry: QueueEntry | None, answere
         places = [path for place in (out, Path.cwd()) for path in place.glob(f"*-{id}.*")]
         log = max((path for path in places if path.suffix in (".log", ".out")), key=os.path.getmtime, default=None)
     else:
-        log = output_file(out, job.name, id)
+        log = output_file(out.absolute(), job.name, id)
     return JobStatus(str(out), id, job.name, job.kind, state, attempts, notes=tuple(notes), log=log and str(log))
 
 
@@ -229,7 +229,7 @@ def row_of_array(out: Path, job: LoggedJob, rows: dict[str, JobStatus]) -> JobSt
         doing=", ".join([*words, *(row.doing for row in going[:1] if row.doing)]),
         seconds_left=left,
         notes=tuple(dict.fromkeys(waits))[:2],
-        log=str(output_file(out, job.name, f"{job.id}_*")) if job.submitted else None,
+        log=str(output_file(out.absolute(), job.name, f"{job.id}_*")) if job.submitted else None,
         tasks=dict(counts),
     )
 
