@@ -94,6 +94,7 @@ note() {
 # Slurm signals this script alone (--signal=B:), or all processes of the job at once (scancel): the command may get a
 # signal twice, which does no harm.
 pass_on() {
+  if [[ $1 == TERM && $STOPPED != TERM && -n $CHILD ]]; then note stopping; fi # there may be no time for its end
   # whoever cancels a job that is about to be queued again wants it to end
   if [[ $STOPPED != TERM ]]; then STOPPED=$1; fi
   if [[ -n $CHILD ]]; then kill -s "$1" "$CHILD" 2>/dev/null || true; fi

@@ -150,7 +150,7 @@ def test_a_signal_to_the_submitting_process_stops_the_job_in_order(project, numb
     assert (process.returncode, said) == (75, "lmcore: stopped; the same command goes on with what is saved.\n")
     assert (project.folder / "saved").exists()
     assert not (project.folder / "second").exists()
-    assert project.states() == {"first": ["running", "exit"], "second": ["cancelled"]}
+    assert project.states() == {"first": ["running", "stopping", "exit"], "second": ["cancelled"]}
     hold_local(project.out).release()
 
 

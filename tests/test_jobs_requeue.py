@@ -193,6 +193,7 @@ def test_the_lines_of_a_task_are_its_own(tmp_path):
         (["running", "gave-up", "exit 75", "running"], "running"),  # an operator queued it again
         (["running", "exit 0"], "completed"),
         (["running", "exit 75"], "stopped"),
+        (["running", "stopping"], "stopped"),  # killed soon afterwards
         (["running", "exit 1"], "failed"),
         (["cancelled"], "cancelled"),
     ],

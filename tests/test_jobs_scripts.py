@@ -70,7 +70,7 @@ def test_the_shortest_script_is_papermills_own_line(project):
     file = project / "papermill_jobs" / "parameters" / "tiny" / "02_train.yaml"
     file.parent.mkdir()
     file.write_text(f"out: {project / 'runs' / 'tiny'}\nsteps: 9\n")
-    words = ["bash", "papermill_jobs/papermill.sbatch", "02_train", "tiny", "-p", "rates", "2"]
+    words = ["bash", "papermill_jobs/papermill.sbatch", "02_train", "tiny", "-p", "rates", "2", "-k", "python3"]
     variables = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(words, cwd=project, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -123,13 +123,11 @@ def test_a_job_that_is_cancelled_saves_itself_and_is_not_queued_again(saving, nu
     job = saving()
     job.send(number)
     assert job.end() == (75, "")
-    assert job.states() == ["running", "exit"]
+    assert job.states() == ["running", "stopping", "exit"]
     assert (job.out / "signals").read_text() == "SIGTERM\n"
 
 
-@pytest.mark.parametrize(
-    ("shown", "expected"), [("2026-11-21T16:51:17", ["running", "requeued"]), ("None", ["running", "exit"])]
-)
+@pytest.mark.parametrize(("shown", "expected"), [("2026-11-21T16:51:17", "requeued"), ("None", "exit")])
 def test_term_is_a_preemption_where_slurm_says_so(saving, tmp_path, monkeypatch, shown, expected):
     """Where preempted jobs are given time they may get TERM alone, as cancelled ones do."""
     program = tmp_path / "scontrol"
@@ -139,7 +137,7 @@ def test_term_is_a_preemption_where_slurm_says_so(saving, tmp_path, monkeypatch,
     job = saving(SLURM_JOB_ID="local-1", MASTER_PORT="1")
     job.send(signal.SIGTERM)
     assert job.end()[0] == 75
-    assert job.states() == expected
+    assert job.states() == ["running", "stopping", expected]
 
 
 def test_who_cancels_a_job_that_saves_itself_is_obeyed(project):
@@ -151,7 +149,7 @@ def test_who_cancels_a_job_that_saves_itself_is_obeyed(project):
     job.wait_for("told")
     job.send(signal.SIGTERM)
     assert job.end() == (75, "")
-    assert job.states() == ["running", "exit"]
+    assert job.states() == ["running", "stopping", "exit"]
 
 
 def test_signals_that_come_twice_do_no_harm(project):

@@ -123,7 +123,6 @@ def test_what_slurm_has_forgotten_the_job_log_knows(forgetful, tmp_path):
     }
     assert rows["02_train"]["doing"] == "02_train failed at cell 3/3"
     assert rows["03_generate"]["notes"] == ["It never started, and Slurm does not know it any more."]
-    assert rows["05_nsys"]["notes"] == ["It ended with exit code 75."]
     assert "04_benchmark" in forgetful.run("lmcore", "submit", "notebook", "04", cwd=project).stdout
 
 

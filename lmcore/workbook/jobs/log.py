@@ -21,8 +21,8 @@ from filelock import FileLock, Timeout
 
 from lmcore.errors import EXIT_INTERRUPTED, UserError, require
 
-STATES = ("submitted", "running", "requeued", "gave-up", "cancelled", "exit")
-"""cancelled: what it waited for failed, so that it never ran; gave-up: stopped too often with nothing new saved."""
+STATES = ("submitted", "running", "stopping", "requeued", "gave-up", "cancelled", "exit")
+"""stopping: SIGTERM came, as from scancel; cancelled: what it waited for failed, so that it never ran; gave-up: stopped too often with nothing new saved."""
 
 ID = re.compile(r"(local-|by-hand-)?\d+(_\d+)?")
 ENDED = frozenset({
@@ -138,7 +138,7 @@ def read_lines(out: str | os.PathLike) -> list[Line]:
 def own_state(lines: Sequence[Line]) -> str:
     """The state that a job last wrote: running, requeued, cancelled, gave up; after its end completed, stopped, failed.
 
-    "not run" if it wrote nothing. stopped: by a signal, after saving; gave up: so, and not queued again.
+    "not run" if it wrote nothing. stopped: by a signal, mostly after saving; gave up: so, and not queued again.
     """
     if not lines:
         return "not run"
@@ -146,7 +146,7 @@ def own_state(lines: Sequence[Line]) -> str:
         return "gave up"
     if lines[-1].state == "exit":
         return {"0": "completed", str(EXIT_INTERRUPTED): "stopped"}.get(lines[-1].values.get("code", ""), "failed")
-    return lines[-1].state
+    return {"stopping": "stopped"}.get(lines[-1].state, lines[-1].state)
 
 
 def ranges(tasks: Sequence[int]) -> str:
