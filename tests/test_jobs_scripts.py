@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 from job_projects import command, job_project
 from notebook_projects import code, parameters
@@ -70,8 +71,11 @@ def test_the_shortest_script_is_papermills_own_line(project):
     file = project / "papermill_jobs" / "parameters" / "tiny" / "02_train.yaml"
     file.parent.mkdir()
     file.write_text(f"out: {project / 'runs' / 'tiny'}\nsteps: 9\n")
-    words = ["bash", "papermill_jobs/papermill.sbatch", "02_train", "tiny", "-p", "rates", "2", "-k", "python3"]
+    words = ["bash", "papermill_jobs/papermill.sbatch", "02_train", "tiny", "-p", "rates", "2"]
     variables = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    notebook = nbformat.read(project / "notebooks" / "02_train.ipynb", 4)
+    notebook.metadata = {"kernelspec": {"name": "python3", "language": "python", "display_name": "Python 3"}}
+    nbformat.write(notebook, project / "notebooks" / "02_train.ipynb")
     done = subprocess.run(words, cwd=project, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (project / "runs" / "tiny" / "02_train.txt").exists()

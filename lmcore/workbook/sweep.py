@@ -165,7 +165,7 @@ def _follow(run: RunFolder, steps: int, child: subprocess.Popen | None) -> None:
     while not done:
         done = not run.is_busy() if child is None else child.poll() is not None
         lines = []
-        with suppress(UserError):  # damaged: the process that trains mends it, or says why not
+        with suppress(UserError):  # damaged: the process that trains repairs it, or says why not
             lines = run.metrics_lines()
         if lines:
             progress.update(lines[-1]["step"], f"loss {lines[-1]['train_loss']:.3f}")

@@ -19,10 +19,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from lmcore.errors import EXIT_INTERRUPTED, UserError, require
+from lmcore.errors import EXIT_INTERRUPTED, UserError
 
 STATES = ("submitted", "running", "stopping", "requeued", "gave-up", "cancelled", "exit")
-"""stopping: SIGTERM came, as from scancel; cancelled: what it waited for failed, so that it never ran; gave-up: stopped too often with nothing new saved."""
+"""stopping: SIGTERM came, as from scancel; cancelled: what it waited for failed, so that it never ran; gave-up: it was
+stopped too often with nothing new saved."""
 
 ID = re.compile(r"(local-|by-hand-)?\d+(_\d+)?")
 ENDED = frozenset({
@@ -51,30 +52,14 @@ class LoggedJob:
     id: str
     """Slurm's id, that of the whole array for an array; local jobs have ids that begin with "local-"."""
     name: str
-    submitted: Line | None = None
-    """None: it was submitted by hand."""
+    kind: str = "unknown"
+    """The script that it runs: workbook, notebook, writeup, sweep, sweep-table; unknown of a job by hand."""
+    after: list[str] = field(default_factory=list)
+    """Ids of the jobs that it waits for."""
+    task_ids: list[str] = field(default_factory=list)
+    """The job's id, or those of the tasks of an array."""
     lines: dict[str, list[Line]] = field(default_factory=dict)
     """What it, or each task of the array, said of itself, by its id."""
-
-    @property
-    def values(self) -> dict[str, str]:
-        """What was said as it was submitted; nothing of a job by hand."""
-        return self.submitted.values if self.submitted else {}
-
-    @property
-    def kind(self) -> str:
-        """The script that it runs: workbook, notebook, writeup, sweep, sweep-table; unknown of a job by hand."""
-        return self.values.get("kind", "unknown")
-
-    @property
-    def after(self) -> list[str]:
-        """Ids of the jobs that it waits for."""
-        return [id for id in self.values.get("after", "").split(",") if id]
-
-    @property
-    def task_ids(self) -> list[str]:
-        """The job's id, or those of the tasks of an array."""
-        return [f"{self.id}_{task}" for task in numbers(self.values.get("tasks", ""))] or [self.id]
 
     @property
     def is_local(self) -> bool:
@@ -113,7 +98,9 @@ def read_log(out: str | os.PathLike) -> list[LoggedJob]:
         array = line.id.partition("_")[0]
         job = jobs.setdefault(array, LoggedJob(array, line.name))
         if line.state == "submitted":
-            job.submitted = line
+            job.kind = line.values.get("kind", job.kind)
+            job.after = [id for id in line.values.get("after", "").split(",") if id]
+            job.task_ids = [f"{array}_{task}" for task in numbers(line.values.get("tasks", ""))] or [array]
         else:
             job.lines.setdefault(line.id, []).append(line)
     return list(jobs.values())
@@ -164,11 +151,6 @@ def numbers(ranges: str) -> list[int]:
     """The numbers that are in short in `ranges`; what is no range is left out."""
     found = re.findall(r"(?:^|,)(\d{1,7})(?:-(\d{1,7}))?(?=,|$)", ranges)
     return [number for first, last in found for number in range(int(first), int(last or first) + 1)]
-
-
-def require_jobs(out: Path) -> None:
-    """Raises `UserError` if no job was submitted for the folder."""
-    require(log_of(out).is_file(), f"No job was submitted for {out}: it has no jobs.log.")
 
 
 def hold_local(out: Path) -> FileLock:

@@ -10,7 +10,7 @@ from typing import Any
 from lmcore.errors import UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.workbook.jobs.log import append
-from lmcore.workbook.jobs.slurm import Refused, demand
+from lmcore.workbook.jobs.slurm import demand
 from lmcore.workbook.jobs.sweep_definition import cell_names, load_definition
 
 CHECKPOINT = re.compile(r"step_(\d+)\.pt")
@@ -83,7 +83,7 @@ def requeue(out: str | os.PathLike, attempts: int = 3, variables: Mapping[str, s
     try:
         if variables.get("SLURM_JOB_ID"):
             demand(["scontrol", "requeue", job])
-    except Refused:
+    except UserError:
         append(out, job, name, "gave-up")
         raise
     return True

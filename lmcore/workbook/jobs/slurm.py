@@ -23,10 +23,6 @@ OF_A_JOB = ("SLURM_ARRAY_", "SLURM_STEP", "SLURM_RESTART_COUNT", "LMCORE_JOB_", 
 """Variables of a job that are not for the jobs it submits: sbatch hands its environment on, a task's number, too."""
 
 
-class Refused(UserError):
-    """Slurm did not take a job, or did not answer."""
-
-
 @dataclass(frozen=True)
 class QueueEntry:
     """One job, or one task of an array, as Slurm sees it."""
@@ -85,16 +81,16 @@ def known(value: str) -> str | None:
 def sbatch(arguments: Sequence[str], project: Path, variables: Mapping[str, str]) -> str:
     """Submits from the project's folder, with these variables, and returns the job's id.
 
-    Raises `Refused` with Slurm's sentence.
+    Raises `UserError` with Slurm's sentence.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_JOB)}
     try:
         answer = demand(["sbatch", "--parsable", *arguments], cwd=project, env={**environment, **variables})
-    except Refused as error:
-        raise Refused(f"{error} {WHERE_TO_CHANGE}" if SITE_WORDS.search(str(error)) else str(error)) from None
+    except UserError as error:
+        raise UserError(f"{error} {WHERE_TO_CHANGE}" if SITE_WORDS.search(str(error)) else str(error)) from None
     job = answer.strip().rpartition("\n")[2].partition(";")[0]  # id, or id;cluster
     if not job.isdecimal():
-        raise Refused(f"sbatch gave no job id, but {answer.strip()!r}.")
+        raise UserError(f"sbatch gave no job id, but {answer.strip()!r}.")
     return job
 
 
@@ -105,13 +101,13 @@ def max_array_size() -> int | None:
 
 
 def demand(command: Sequence[str], **options: Any) -> str:
-    """What one of Slurm's commands prints. Raises `Refused` with the words that it ends with."""
+    """What one of Slurm's commands prints. Raises `UserError` with the words that it ends with."""
     code, answer, error = ask(command, **options)
     if code == 0:
         return answer
     lines = [re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in error.splitlines()]
     words = "; ".join(line.rstrip(".") for line in lines if line) or f"it ended with code {code}"
-    raise Refused(f"{command[0]}: {words}.")
+    raise UserError(f"{command[0]}: {words}.")
 
 
 def ask(command: Sequence[str], **options: Any) -> tuple[int, str, str]:

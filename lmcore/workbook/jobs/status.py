@@ -21,16 +21,7 @@ import psutil
 
 from lmcore.errors import UserError, require
 from lmcore.text import ANSI_ESCAPE
-from lmcore.workbook.jobs.log import (
-    ENDED,
-    LoggedJob,
-    local_jobs_run,
-    log_of,
-    output_file,
-    own_state,
-    read_log,
-    require_jobs,
-)
+from lmcore.workbook.jobs.log import ENDED, LoggedJob, local_jobs_run, log_of, output_file, own_state, read_log
 from lmcore.workbook.jobs.progress import Work, format_duration, read_notebooks, read_runs, tail_text
 from lmcore.workbook.jobs.site import load_site
 from lmcore.workbook.jobs.slurm import QueueEntry, ask_slurm
@@ -107,7 +98,7 @@ def status_of(outs: Sequence[Path], tail: int | None = None) -> tuple[list[JobSt
     """
     require(tail is None or tail >= 0, f"--tail must be a number of lines from 0 on, not {tail}.")
     for out in outs:
-        require_jobs(out)
+        require(log_of(out).is_file(), f"No job was submitted for {out}: it has no jobs.log.")
     logged = [(out, job) for out in outs for job in read_log(out)]
     slurm, fault = ask_slurm([job.id for _, job in logged if not job.is_local])
     work = {out: (read_notebooks(out), read_runs(out)) for out in outs}
@@ -158,7 +149,7 @@ def row_of(out: Path, job: LoggedJob, id: str, entry: QueueEntry | None, answere
         notes.append(f"It waits{waits_for}: {reason}{f'; expected to start {entry.start}' if entry.start else ''}.")
     if last is not None and last.state == "exit" and state != "completed" and last.values.get("code", "0") != "0":
         notes.append(f"It ended with exit code {last.values['code']}.")
-    if job.submitted is None:
+    if not job.task_ids:
         notes.append("It was submitted by hand.")
         places = [path for place in (out, Path.cwd()) for path in place.glob(f"*-{id}.*")]
         log = max((path for path in places if path.suffix in (".log", ".out")), key=os.path.getmtime, default=None)
@@ -229,7 +220,7 @@ def row_of_array(out: Path, job: LoggedJob, rows: dict[str, JobStatus]) -> JobSt
         doing=", ".join([*words, *(row.doing for row in going[:1] if row.doing)]),
         seconds_left=left,
         notes=tuple(dict.fromkeys(waits))[:2],
-        log=str(output_file(out.absolute(), job.name, f"{job.id}_*")) if job.submitted else None,
+        log=str(output_file(out.absolute(), job.name, f"{job.id}_*")) if job.task_ids else None,
         tasks=dict(counts),
     )
 

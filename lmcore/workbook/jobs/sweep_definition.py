@@ -102,9 +102,7 @@ def is_file_name(name: Any) -> bool:
     return isinstance(name, str) and re.fullmatch(r"\w[\w.+-]*", name) is not None
 
 
-def load_definition(
-    source: str | os.PathLike, overrides: Sequence[str] = (), project: Path | None = None
-) -> SweepDefinition:
+def load_definition(source: str | os.PathLike, overrides: Sequence[str] = ()) -> SweepDefinition:
     """The sweep in a YAML file, or the one of that name in papermill_jobs/sweeps/, with some settings replaced.
 
     `overrides` are name=value pairs as for `parameters.parse_overrides`. One of a setting that is varied
@@ -116,7 +114,7 @@ def load_definition(
     if path.suffix in (".yaml", ".yml"):
         require(path.is_file(), f"There is no sweep definition {path}.")
     else:
-        folder = (project or find_project()) / "papermill_jobs" / "sweeps"
+        folder = find_project() / "papermill_jobs" / "sweeps"
         path = folder / f"{source}.yaml"
         known = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
         sentence = (

@@ -28,8 +28,6 @@ from lmcore.workbook.sweep import run_state
 if TYPE_CHECKING:  # PyTorch is imported when something is run
     from lmcore.data import PreparedData
 
-__all__ = ["SweepDefinition", "cell_names", "cell_states", "load_definition", "run_definition", "unfinished"]
-
 REMEMBERED = "sweep.yaml"
 """The definition in a sweep's folder, as the latest task had it."""
 
