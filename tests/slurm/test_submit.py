@@ -270,11 +270,15 @@ def test_whatever_is_in_a_path_or_a_value_reaches_the_notebook(cluster, tmp_path
     text.write_text("Once.")
     out = tmp_path / 'it\'s $HOME "out" 100%j'
     words = ["--out", out, "--data", text, "--parameters", "rates=[0.5, 1.0]"]
+    setup = ["export FIRST='a  b'", 'echo "$FIRST $SECOND" >setup.txt']
+    site = json.dumps({"setup": setup, "environment": {"SECOND": "$c"}})  # which is YAML, too
+    (project / "papermill_jobs" / "site.yaml").write_text(site)
     done = cluster.run("lmcore", "submit", "notebook", "04", *words, cwd=project)
     job = done.stdout.split()[0]
     assert cluster.wait(job) == "COMPLETED"
     made = json.loads((out / "notebooks" / "04_benchmark.json").read_text())
     assert (made["data"], made["parameters"]["rates"]) == (str(text), [0.5, 1.0])
+    assert (project / "setup.txt").read_text() == "a  b $c\n"
     assert "04_benchmark: done" in (out / "jobs" / f"04_benchmark-{job}.log").read_text()
     script = project / "papermill_jobs" / "notebook.sbatch"
     by_hand = cluster.sbatch(script, cwd=project, OUT="runs/$a 'b'", DATA=text, NOTEBOOKS="02 04")
