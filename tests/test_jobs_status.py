@@ -152,37 +152,38 @@ def test_the_runs_of_a_sweep_are_counted(out, slurm):
     assert one(out)[0].doing == "b (rates 1/3 done): step 300/5,000, loss 2.500, 5 steps/s"
 
 
-def test_why_a_job_waits(out, slurm):
-    slurm(
-        "17|PENDING|Resources|2026-01-01T10:00:00|train",
-        "18|PENDING|Dependency|N/A|writeup",
-        "19|PENDING|BeginTime|N/A|again",
-    )
-    submit(out, "17", "train")
-    submit(out, "18", "writeup", "writeup", after="17")
-    submit(out, "19", "again")
-    say(out, "19", "running host=n1 restart=0", "requeued")
-    first, second, third = status_of([out])[0]
-    assert first.notes == ("It waits: Resources; expected to start 2026-01-01T10:00:00.",)
-    assert second.notes == ("It waits for job 17: Dependency.",)
-    assert [row.state for row in (first, second, third)] == ["pending", "pending", "requeued"]
-    assert third.attempts == 1
+RUNNING = "running host=n1 restart=0"
+STATES = {
+    "waits for nodes": ("PENDING|Resources|2026-01-01T10:00:00", [], "pending",
+                        "It waits: Resources; expected to start 2026-01-01T10:00:00."),
+    "waits for a job": ("PENDING|Dependency|N/A", [], "pending", "It waits for job 3: Dependency."),
+    "waits to go on": ("PENDING|BeginTime|N/A", [RUNNING, "requeued"], "requeued", "It waits: BeginTime."),
+    "cancelled": ("CANCELLED|None|N/A", [RUNNING], "cancelled", ""),
+    "forgotten, done": (None, [RUNNING, "exit code=0"], "completed", ""),
+    "forgotten, failed": (None, [RUNNING, "exit code=1"], "failed", "It ended with exit code 1."),
+    "forgotten, stopped": (None, [RUNNING, "exit code=75"], "stopped", "It ended with exit code 75."),
+    "forgotten, given up": (None, [RUNNING, "gave-up", "exit code=75"], "gave up",
+                            "It made no progress in several attempts, and was not requeued again."),
+    "forgotten while it ran": (None, [RUNNING], "lost",
+                               "It was running on n1 when it last wrote, and nobody knows it any more."),
+    "forgotten while it waited": (None, [RUNNING, "requeued"], "requeued", ""),
+    "forgotten before it ran": (None, [], "not run", "It never started, and Slurm does not know it any more."),
+}  # fmt: skip
+"""What squeue says, what the job wrote, and what is shown: the state, and why."""
 
 
-def test_what_slurm_has_forgotten_the_state_files_know(out, slurm):
-    slurm(error="slurm_load_jobs error: Invalid job id specified", code=1)
-    ends = [["exit code=0"], ["exit code=1"], ["exit code=75"], ["gave-up", "exit code=75"], [], ["requeued"]]
-    said = {str(id): words for id, words in enumerate(ends, 1)}
-    for id, words in said.items():
-        submit(out, id)
-        say(out, id, "running host=n1 restart=0", *words)
-    submit(out, "7")
-    rows, fault = status_of([out])
+@pytest.mark.parametrize(("queued", "lines", "state", "note"), STATES.values(), ids=STATES)
+def test_the_state_is_slurms_word_or_else_the_jobs_own(out, slurm, queued, lines, state, note):
+    if queued:
+        slurm(f"17|{queued}|workbook")
+    else:
+        slurm(error="slurm_load_jobs error: Invalid job id specified", code=1)
+    submit(out, "17", after="3")
+    say(out, "17", *lines)
+    row, fault = one(out)
     assert fault is None
-    assert [row.state for row in rows] == ["completed", "failed", "stopped", "gave up", "lost", "requeued", "not run"]
-    assert rows[1].notes == ("It ended with exit code 1.",)
-    assert "was running on n1" in rows[4].notes[0]
-    assert "never started" in rows[6].notes[0]
+    assert (row.state, row.attempts, row.is_active) == (state, int(bool(lines)), False)
+    assert (row.notes or ("",))[0] == note
 
 
 def test_the_accounting_is_asked_for_what_the_controller_forgot(out, slurm):
@@ -233,13 +234,6 @@ def test_a_failed_job_shows_the_last_line_of_its_log(out, slurm):
     text = as_text([row], None)
     assert "    | Notebook 02_train failed" in text
     assert "It ended with exit code 1." in text
-
-
-def test_a_cancelled_job_is_not_running(out, slurm):
-    slurm("17|CANCELLED|None|N/A|workbook")
-    submit(out, "17")
-    say(out, "17", "running host=n1 restart=0")
-    assert one(out)[0].state == "cancelled"
 
 
 def test_an_array_is_one_row_and_one_for_each_failed_task(out, slurm):
