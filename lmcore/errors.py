@@ -62,5 +62,8 @@ EXIT_CODES = {
 }
 """Exit code of `lmcore train` for each state in which a run can end."""
 
+FINISHED = tuple(state for state, code in EXIT_CODES.items() if code != EXIT_INTERRUPTED)
+"""States of a run or measurement that has its result and is not taken up again: complete, diverged, out of memory."""
+
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a disk, quota or file that is full."""

@@ -1,12 +1,12 @@
 # shellcheck shell=bash
 # What the job scripts share. Source it from the project's folder:
-#   begin_job           finds lmcore, listens for signals, exports what torchrun needs
 #   supervise COMMAND   runs it; at the time limit it is told to save itself, and the job is queued again
-#   export_rendezvous   alone, also in the tasks of an srun: see the end of this file
+#   export_rendezvous   what torchrun needs, also in the tasks of an srun: see the end of this file
 #
 # Variables, the same as the Makefile's: SCALE, DATA, OUT, NOTEBOOKS. ATTEMPTS: how often in a row a job may be stopped
 # without having got anywhere before it is no longer queued again. STOP_SECONDS: how long training may take to save
-# itself, less than the time between the signal and the end (--signal in the scripts).
+# itself, less than the time between the signal and the end (--signal in the scripts). LMCORE_SETUP: lines of shell to
+# run first (`setup` in site.yaml).
 
 SCALE=${SCALE:-smoke}
 DATA=${DATA:-embedded}
@@ -21,47 +21,20 @@ CHILD=         # process id of the command under `supervise`
 
 # A task of an array has a name of its own: Slurm would requeue the whole array by the id of its last task.
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} && -n ${SLURM_ARRAY_JOB_ID:-} ]]; then
-  JOB_ID=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+  LMCORE_JOB_ID=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 else
-  JOB_ID=${SLURM_JOB_ID:-${LMCORE_JOB_ID:-by-hand-$$}}
+  LMCORE_JOB_ID=${SLURM_JOB_ID:-${LMCORE_JOB_ID:-by-hand-$$}}
 fi
-export LMCORE_JOB_ID=$JOB_ID
-
-begin_job() {
-  trap 'pass_on USR1' USR1
-  trap 'pass_on TERM' TERM INT
-  if ! command -v lmcore >/dev/null; then
-    if [[ ! -x $PWD/.venv/bin/lmcore ]]; then
-      echo "lmcore: It is not installed here: activate its environment before sbatch (or in site.yaml's setup), or run make install once in $PWD." >&2
-      exit 2
-    fi
-    PATH=$PWD/.venv/bin:$PATH
-  fi
-  local said
-  if ! said=$(mkdir -p "$OUT/jobs" 2>&1); then
-    echo "lmcore: The folder $OUT/jobs cannot be made (${said##*: }); choose another OUT." >&2
-    exit 2
-  fi
-  unset SLURM_STEP_NUM_NODES SLURM_STEP_NODELIST # of a step from which this was submitted
-  export_rendezvous
-}
-
-# One line in the job's own diary, which `lmcore jobs` reads where the scheduler has forgotten the job.
-note() {
-  echo "$(date -u +%Y-%m-%dT%H:%M:%S+00:00) $*" >>"$OUT/jobs/$JOB_ID.state" || true
-}
-
-# Slurm signals this script alone (--signal=B:), or all processes of the job at once (scancel): the command may get a
-# signal twice, which does no harm.
-pass_on() {
-  # whoever cancels a job that is about to be queued again wants it to end
-  if [[ $STOPPED != TERM ]]; then STOPPED=$1; fi
-  if [[ -n $CHILD ]]; then kill -s "$1" "$CHILD" 2>/dev/null || true; fi
-}
+LMCORE_JOB_NAME=${SLURM_JOB_NAME:-${LMCORE_JOB_NAME:-$(basename "$0" .sbatch)}}
+LMCORE_JOB_NAME=${LMCORE_JOB_NAME//[[:space:]]/_}
+export LMCORE_JOB_ID LMCORE_JOB_NAME
 
 supervise() {
   local code=$INTERRUPTED
-  note "running $(hostname) restart ${SLURM_RESTART_COUNT:-0}"
+  trap 'pass_on USR1' USR1
+  trap 'pass_on TERM' TERM INT
+  prepare_job
+  note running "host=$(hostname)" "restart=${SLURM_RESTART_COUNT:-0}"
   if [[ -z $STOPPED ]]; then
     # bash lets commands in the background ignore Ctrl-C, which is how a notebook's cell is interrupted
     (
@@ -81,11 +54,50 @@ supervise() {
   fi
   if was_interrupted "$code" && is_to_go_on; then
     code=$INTERRUPTED
-    # it writes "requeued" or "gave up" into the diary
+    # it notes "requeued" or "gave-up"
     if lmcore requeue "$OUT" --attempts "$ATTEMPTS"; then exit "$code"; fi
   fi
-  note "exit $code"
+  note exit "code=$code"
   exit "$code"
+}
+
+# The site's setup, lmcore on the PATH, a folder for results, what torchrun reads.
+prepare_job() {
+  set +u # what modules and conda run may use variables that are not set
+  eval "${LMCORE_SETUP:-}"
+  set -u
+  if ! command -v lmcore >/dev/null; then
+    if [[ ! -x $PWD/.venv/bin/lmcore ]]; then
+      echo "lmcore: It is not installed here: activate its environment before sbatch (or in site.yaml's setup), or run make install once in $PWD." >&2
+      exit 2
+    fi
+    PATH=$PWD/.venv/bin:$PATH
+  fi
+  local said
+  if ! said=$(mkdir -p "$OUT" 2>&1); then
+    echo "lmcore: The folder $OUT cannot be made (${said##*: }); choose another OUT." >&2
+    exit 2
+  fi
+  unset SLURM_STEP_NUM_NODES SLURM_STEP_NODELIST # of a step from which this was submitted
+  export_rendezvous
+}
+
+# One line for each state of the job in OUT/jobs.log, which `lmcore jobs` reads where Slurm has forgotten the job: time,
+# id, name, state, and more as name=value. Jobs on other nodes write there, too: the lock keeps their lines apart.
+note() {
+  {
+    flock -w 5 9 2>/dev/null || true
+    echo "$(date -u +%Y-%m-%dT%H:%M:%S+00:00) $LMCORE_JOB_ID $LMCORE_JOB_NAME $*" >&9
+  } 9>>"$OUT/jobs.log" || true
+}
+
+# Slurm signals this script alone (--signal=B:), or all processes of the job at once (scancel): the command may get a
+# signal twice, which does no harm.
+pass_on() {
+  if [[ $1 == TERM && $STOPPED != TERM && -n $CHILD ]]; then note stopping; fi # there may be no time for its end
+  # whoever cancels a job that is about to be queued again wants it to end
+  if [[ $STOPPED != TERM ]]; then STOPPED=$1; fi
+  if [[ -n $CHILD ]]; then kill -s "$1" "$CHILD" 2>/dev/null || true; fi
 }
 
 # Whether the command saved itself, or was still starting and died of the signal.
@@ -96,9 +108,9 @@ was_interrupted() {
 # USR1: the time limit is near, or somebody needs the node. TERM is mostly scancel, which is meant; but where a
 # partition gives preempted jobs time, they get TERM too, and Slurm knows of the preemption.
 is_to_go_on() {
-  [[ $JOB_ID == by-hand-* ]] && return 1 # nobody would start it again
+  [[ $LMCORE_JOB_ID == by-hand-* ]] && return 1 # nobody would start it again
   [[ $STOPPED == USR1 ]] && return
-  [[ -n ${SLURM_JOB_ID:-} ]] && scontrol show job "$JOB_ID" 2>/dev/null | grep -q 'PreemptTime=[0-9]'
+  [[ -n ${SLURM_JOB_ID:-} ]] && scontrol show job "$LMCORE_JOB_ID" 2>/dev/null | grep -q 'PreemptTime=[0-9]'
 }
 
 # What torchrun and torch.distributed read, from Slurm's variables. Slurm starts this script on the first node alone;

@@ -1,9 +1,12 @@
-"""Small projects with the job scripts, made for the tests of jobs."""
+"""Small projects with the job scripts, and stand-ins for Slurm's commands, made for the tests of jobs."""
 
 import shutil
 from pathlib import Path
 
+import pytest
 from notebook_projects import code, make_project, parameters
+
+from lmcore.workbook.jobs.log import read_lines
 
 SCRIPTS = Path(__file__).parents[1] / "papermill_jobs"
 
@@ -23,3 +26,17 @@ def job_project(folder: Path, **notebooks: list) -> Path:
     for script in (*SCRIPTS.glob("*.sbatch"), SCRIPTS / "job.sh"):
         shutil.copy(script, made / "papermill_jobs")
     return made
+
+
+def states(out: Path, job: str) -> list[str]:
+    """The states that a job has gone through by its own lines in the job log."""
+    return [line.state for line in read_lines(out) if line.id == job and line.state != "submitted"]
+
+
+def command(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch | None = None) -> Path:
+    """A stand-in for a program; it writes its arguments into folder/<name>.called, which is returned."""
+    (folder / name).write_text(f'#!/bin/bash\necho "$@" >>"{folder}/{name}.called"\n{script}\n')
+    (folder / name).chmod(0o755)
+    if monkeypatch is not None:
+        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder / f"{name}.called"

@@ -14,10 +14,10 @@ from notebook_projects import code
 
 from lmcore.cli import main
 from lmcore.errors import UserError
-from lmcore.workbook.jobs.ledger import read_jobs, states
-from lmcore.workbook.jobs.plan import Job
+from lmcore.workbook.jobs.dependencies import Chain, Job
+from lmcore.workbook.jobs.log import hold_local, read_lines, read_log
 from lmcore.workbook.jobs.site import Site
-from lmcore.workbook.jobs.submission import hold_local, run_locally, scripts_of
+from lmcore.workbook.jobs.submit import run_here
 
 SECONDS = 60
 
@@ -33,19 +33,21 @@ class Project:
         """A job that runs this line under `supervise`."""
         plain = (self.folder / "papermill_jobs" / "writeup.sbatch").read_text()
         script = self.folder / "papermill_jobs" / f"{name}.sbatch"
-        script.write_text(
-            plain.replace('supervise lmcore writeup "$OUT" "$@"', f"supervise bash -c {shlex.quote(line)}")
-        )
-        return Job(name, "notebook", script.name, {"OUT": str(self.out)}, **fields)
+        supervised = f"supervise bash -c {shlex.quote(line)}"
+        script.write_text(plain.replace('supervise lmcore writeup "$OUT" "$@"', supervised))
+        return Job(name, name, {"OUT": str(self.out)}, **fields)
 
     def run(self, *jobs: Job, attempts: int = 3) -> int:
         """Runs them; returns the exit code."""
-        scripts = scripts_of(self.folder, jobs, Site(attempts_without_progress=attempts), self.out)
-        return run_locally(self.folder, jobs, scripts, self.out)
+        return run_here(Chain(self.folder, self.out, Site(attempts_without_progress=attempts), jobs))
 
-    def diaries(self) -> dict[str, list[str]]:
-        """What each job said of itself, by name."""
-        return {job.name: [line.state for line in states(self.out, job.id)] for job in read_jobs(self.out)}
+    def states(self) -> dict[str, list[str]]:
+        """What the last job of each name said of itself, or of an array its tasks."""
+        return {job.name: [line.state for lines in job.lines.values() for line in lines] for job in read_log(self.out)}
+
+    def codes(self) -> list[str]:
+        """The exit codes in the order in which jobs ended."""
+        return [line.values["code"] for line in read_lines(self.out) if line.state == "exit"]
 
 
 @pytest.fixture
@@ -59,9 +61,7 @@ def test_jobs_run_in_their_order_with_a_log_each(project, capfd):
     assert project.run(first, second) == 0
     assert (project.folder / "order").read_text() == "1\n2\n"
     assert (project.out / "jobs" / "first-local-1.log").read_text() == "of local-1\n"
-    assert [(job.id, job.after, job.scheduler) for job in read_jobs(project.out)] == [
-        ("local-1", [], "local"), ("local-2", ["local-1"], "local"),
-    ]  # fmt: skip
+    assert [(job.id, job.after) for job in read_log(project.out)] == [("local-1", []), ("local-2", ["local-1"])]
     said = capfd.readouterr().out.splitlines()
     assert [line.split(", see ")[0] for line in said] == [
         "local-1 first: runs", "local-1 first: done", "local-2 second: runs", "local-2 second: done",
@@ -77,7 +77,7 @@ def test_a_failure_cancels_what_needs_it_and_nothing_else(project, capfd):
         project.job("writeup", "true", after_any=("train", "generate", "judge", "benchmark")),
     ]
     assert project.run(*jobs) == 1
-    assert project.diaries() == {
+    assert project.states() == {
         "train": ["running", "exit"],
         "generate": ["cancelled"],
         "judge": ["cancelled"],
@@ -98,8 +98,8 @@ def test_the_tasks_of_an_array_run_one_after_another(project, monkeypatch):
     assert project.run(array, table) == 1
     logs = {path.name: path.read_text() for path in sorted((project.out / "jobs").glob("array-*.log"))}
     assert logs == {f"array-local-1_{task}.log": f"{task} of local-1_{task} alone\n" for task in (0, 3, 4)}
-    assert [line.code for line in states(project.out, "local-1") if line.state == "exit"] == [0, 1, 0]
-    assert project.diaries()["table"] == ["running", "exit"]
+    assert project.codes() == ["0", "1", "0", "0"]
+    assert project.states()["table"] == ["running", "exit"]
 
 
 def test_a_job_that_stops_itself_is_started_again_while_it_gets_somewhere(project):
@@ -110,10 +110,10 @@ def test_a_job_that_stops_itself_is_started_again_while_it_gets_somewhere(projec
         "if [[ $SLURM_RESTART_COUNT != 2 ]]; then kill -USR1 $PPID; while :; do sleep 0.1; done; fi"
     )
     assert project.run(project.job("job", line), attempts=1) == 1  # the step of the first stop is 0: nothing
-    assert project.diaries()["job"] == ["running", "gave up", "exit"]
+    assert project.states()["job"] == ["running", "gave-up", "exit"]
     assert project.run(project.job("job", line), attempts=2) == 0
-    assert states(project.out, "local-2")[-1].code == 0
-    assert project.diaries()["job"].count("requeued") == 2
+    assert project.codes()[-1] == "0"
+    assert project.states()["job"].count("requeued") == 2
     numbers = [line for line in (project.out / "jobs" / "job-local-2.log").read_text().splitlines() if line.isdigit()]
     assert numbers == ["0", "1", "2"]
 
@@ -121,7 +121,7 @@ def test_a_job_that_stops_itself_is_started_again_while_it_gets_somewhere(projec
 def test_a_job_that_gets_nowhere_is_given_up(project):
     line = "kill -USR1 $PPID; sleep 60"
     assert project.run(project.job("job", line), attempts=2) == 1
-    assert project.diaries()["job"] == ["running", "requeued", "running", "gave up", "exit"]
+    assert project.states()["job"] == ["running", "requeued", "running", "gave-up", "exit"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
@@ -130,12 +130,11 @@ def test_a_signal_to_the_submitting_process_stops_the_job_in_order(project, numb
     project.job("first", line)
     project.job("second", "touch second")
     program = (
-        "import sys; from pathlib import Path\n"
-        "from lmcore.workbook.jobs.plan import Job; from lmcore.workbook.jobs.site import Site\n"
-        "from lmcore.workbook.jobs.submission import run_locally, scripts_of\n"
+        "import sys; from pathlib import Path; from lmcore.workbook.jobs.dependencies import Chain, Job\n"
+        "from lmcore.workbook.jobs.site import Site; from lmcore.workbook.jobs.submit import run_here\n"
         "project, out = map(Path, sys.argv[1:])\n"
-        "jobs = [Job(name, 'notebook', f'{name}.sbatch', {'OUT': str(out)}) for name in ('first', 'second')]\n"
-        "sys.exit(run_locally(project, jobs, scripts_of(project, jobs, Site(), out), out))\n"
+        "jobs = (Job('first', 'first', {'OUT': str(out)}), Job('second', 'second', {'OUT': str(out)}))\n"
+        "sys.exit(run_here(Chain(project, out, Site(), jobs)))\n"
     )
     command = [sys.executable, "-c", program, str(project.folder), str(project.out)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -151,7 +150,7 @@ def test_a_signal_to_the_submitting_process_stops_the_job_in_order(project, numb
     assert (process.returncode, said) == (75, "lmcore: stopped; the same command goes on with what is saved.\n")
     assert (project.folder / "saved").exists()
     assert not (project.folder / "second").exists()
-    assert project.diaries() == {"first": ["running", "exit"], "second": ["cancelled"]}
+    assert project.states() == {"first": ["running", "stopping", "exit"], "second": ["cancelled"]}
     hold_local(project.out).release()
 
 

@@ -1,4 +1,4 @@
-"""When a job that was stopped is queued again, and the ledger that says so."""
+"""When a job that was stopped is queued again, and the job log that says so."""
 
 import json
 import subprocess
@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from job_projects import command, states
 
 from lmcore.errors import UserError
-from lmcore.workbook.jobs.ledger import JobRecord, StateLine, append_state, read_jobs, states, write_job
+from lmcore.workbook.jobs.log import append, own_state, read_lines, read_log
 from lmcore.workbook.jobs.requeue import progress, requeue
 
 LOCAL = {"LMCORE_JOB_ID": "local-1"}
@@ -87,7 +88,7 @@ def test_whatever_is_saved_counts_and_a_pause_is_forgiven(tmp_path, saves):
     assert requeue(tmp_path, 2, LOCAL)
     assert requeue(tmp_path, 2, LOCAL)  # in vain, once again
     assert not requeue(tmp_path, 2, LOCAL)
-    assert [line.state for line in states(tmp_path, "local-1")] == ["requeued"] * 4 + ["gave up"]
+    assert states(tmp_path, "local-1") == ["requeued"] * 4 + ["gave-up"]
 
 
 def test_a_run_that_starts_over_has_not_got_further(tmp_path):
@@ -119,23 +120,14 @@ def test_a_task_of_a_sweep_is_judged_by_its_own_cell(tmp_path):
 def test_a_damaged_note_of_the_last_stop_counts_as_none(tmp_path):
     assert requeue(tmp_path, 1, LOCAL | {"LMCORE_JOB_ID": "x"}) is False
     checkpoint(tmp_path, 1)
-    for damage in ("{", '{"vain": 0, "found": {"checkpoints": "1"}}'):
+    for damage in ("{", '{"in_vain": 0, "found": {"checkpoints": "1"}}'):
         (tmp_path / "jobs" / "local-1.progress.json").write_text(damage)
         assert requeue(tmp_path, 1, LOCAL)
 
 
-def slurm(folder: Path, script: str, monkeypatch) -> Path:
-    """A stand-in for scontrol; returns the file into which it writes its arguments."""
-    program = folder / "scontrol"
-    program.write_text(f'#!/bin/bash\necho "$@" >> "{folder}/called"\n{script}\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    return folder / "called"
-
-
 def test_slurm_is_asked_by_the_name_of_the_task(tmp_path, monkeypatch):
     """By the number of its last task Slurm would requeue the whole array."""
-    called = slurm(tmp_path, "exit 0", monkeypatch)
+    called = command(tmp_path, "scontrol", "exit 0", monkeypatch)
     assert requeue(tmp_path / "out", 3, {"LMCORE_JOB_ID": "7_3", "SLURM_JOB_ID": "7"})
     assert called.read_text() == "requeue 7_3\n"
     assert requeue(tmp_path / "out", 3, LOCAL)
@@ -143,10 +135,11 @@ def test_slurm_is_asked_by_the_name_of_the_task(tmp_path, monkeypatch):
 
 
 def test_slurms_refusal_is_reported(tmp_path, monkeypatch):
-    slurm(tmp_path, "echo 'slurm_requeue error: Requested operation is presently disabled' >&2; exit 1", monkeypatch)
+    script = "echo 'slurm_requeue error: Requested operation is presently disabled' >&2; exit 1"
+    command(tmp_path, "scontrol", script, monkeypatch)
     with pytest.raises(UserError, match=r"scontrol: .*Requested operation is presently disabled"):
         requeue(tmp_path / "out", 3, {"LMCORE_JOB_ID": "7", "SLURM_JOB_ID": "7"})
-    assert [line.state for line in states(tmp_path / "out", "7")] == ["requeued", "gave up"]
+    assert states(tmp_path / "out", "7") == ["requeued", "gave-up"]
 
 
 def test_outside_of_a_job_it_is_refused(tmp_path):
@@ -162,54 +155,50 @@ def test_it_does_not_wait_for_pytorch():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def record(id: str, submitted: str = "2026-01-01T00:00:00+00:00", **fields: object) -> JobRecord:
-    """A job of the ledger."""
-    return JobRecord(id, f"job {id}", "sweep", "jobs/a.sbatch", "/logs/100%%/a-%A_%a.log", submitted, **fields)
+def test_jobs_come_back_as_they_were_submitted(tmp_path):
+    append(tmp_path, "9", "first", "submitted", kind="notebook")
+    append(tmp_path, "10", "rates", "submitted", kind="sweep", after="9", tasks="0,3-4")
+    append(tmp_path, "9", "first", "running", host="n1", restart=0)
+    first, array = read_log(tmp_path)
+    assert (first.id, first.name, first.kind, first.after, first.task_ids) == ("9", "first", "notebook", [], ["9"])
+    assert (array.kind, array.after, array.task_ids) == ("sweep", ["9"], ["10_0", "10_3", "10_4"])
+    assert first.lines["9"][0].values == {"host": "n1", "restart": "0"}
+    assert read_log(tmp_path / "nowhere") == []
 
 
-def test_jobs_come_back_in_the_order_of_submission(tmp_path):
-    jobs = [record("9"), record("10", after=["9"], tasks=[0, 3]), record("2", "2026-01-02T00:00:00+00:00")]
-    for job in reversed(jobs):
-        write_job(tmp_path, job)
-    requeue(tmp_path, 3, {"LMCORE_JOB_ID": "9"})  # leaves a file of its own beside them
-    assert read_jobs(tmp_path) == jobs
-    assert read_jobs(tmp_path / "nowhere") == []
-    assert jobs[1].task_ids == ["10_0", "10_3"]
-    assert jobs[1].log_file(3) == Path("/logs/100%/a-10_3.log")
+def test_lines_that_are_torn_or_foreign_are_left_out(tmp_path):
+    append(tmp_path, "7", "job", "running", host="n1", restart=0)
+    with open(tmp_path / "jobs.log", "ab") as file:
+        file.write(b"2026-01-01 7 job\n\xff\x00\n2026-01-01 ../7 job exit code=0\n2026-01-01 7 job exi")
+    append(tmp_path, "7", "job", "exit", code=1)  # goes on after the torn line, and is lost with it
+    append(tmp_path, "7", "job", "exit", code=2)
+    assert [line.values for line in read_lines(tmp_path)] == [{"host": "n1", "restart": "0"}, {"code": "2"}]
 
 
-def test_a_damaged_record_is_named(tmp_path):
-    write_job(tmp_path, record("9"))
-    (tmp_path / "jobs" / "10.json").write_text('{"id": "10"}')
-    with pytest.raises(UserError, match=r"10\.json is not the record of a job"):
-        read_jobs(tmp_path)
-    (tmp_path / "jobs" / "10.json").write_text(json.dumps({**vars(record("10")), "kind": "party"}))
-    with pytest.raises(UserError, match="kind must be one of workbook"):
-        read_jobs(tmp_path)
-    for id in ("9", "", "10; rm", "local-10"):
-        (tmp_path / "jobs" / "10.json").write_text(json.dumps({**vars(record("10")), "id": id}))
-        with pytest.raises(UserError, match=f"it cannot be of job '{id}'"):
-            read_jobs(tmp_path)
-    (tmp_path / "jobs" / "10.json").unlink()
-    (tmp_path / "jobs" / "local-x.json").write_text(json.dumps({**vars(record("local-x")), "scheduler": "local"}))
-    with pytest.raises(UserError, match="it cannot be of job 'local-x'"):
-        read_jobs(tmp_path)
+def test_the_lines_of_a_task_are_its_own(tmp_path):
+    for id, code in (("7_0", 0), ("7_11", 1), ("71_0", 2)):
+        append(tmp_path, id, "rates", "exit", code=code)
+    assert [job.id for job in read_log(tmp_path)] == ["7", "71"]
+    assert [*read_log(tmp_path)[0].lines] == ["7_0", "7_11"]
+    assert read_log(tmp_path)[0].lines["7_11"][0].values == {"code": "1"}
 
 
-def test_states_are_read_as_they_were_written_without_a_torn_line(tmp_path):
-    for line in ("running n1 restart 0", "requeued", "running n2 restart 1", "gave up", "exit 75", "cancelled"):
-        append_state(tmp_path, "7", line)
-    with open(tmp_path / "jobs" / "7.state", "a") as file:
-        file.write("2026-01-01T00:00:00+00:00 runn")
-    found = states(tmp_path, "7")
-    assert [line.state for line in found] == ["running", "requeued", "running", "gave up", "exit", "cancelled"]
-    assert found[2] == StateLine("7", found[2].time_utc, "running", host="n2", restart=1)
-    assert found[4].code == 75
-
-
-def test_the_states_of_an_array_are_those_of_its_tasks(tmp_path):
-    append_state(tmp_path, "7_0", "exit 0")
-    append_state(tmp_path, "7_11", "exit 1")
-    append_state(tmp_path, "71_0", "exit 2")
-    assert [line.job for line in states(tmp_path, "7")] == ["7_0", "7_11"]
-    assert [line.code for line in states(tmp_path, "7_11")] == [1]
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [
+        ([], "not run"),
+        (["running"], "running"),
+        (["running", "requeued"], "requeued"),
+        (["running", "gave-up", "exit 75"], "gave up"),
+        (["running", "gave-up", "exit 75", "running"], "running"),  # an operator queued it again
+        (["running", "exit 0"], "completed"),
+        (["running", "exit 75"], "stopped"),
+        (["running", "stopping"], "stopped"),  # killed soon afterwards
+        (["running", "exit 1"], "failed"),
+        (["cancelled"], "cancelled"),
+    ],
+)
+def test_the_state_of_a_job_is_what_it_last_wrote(tmp_path, said, state):
+    for word, _, code in (line.partition(" ") for line in said):
+        append(tmp_path, "7", "job", word, code=code)
+    assert own_state(read_lines(tmp_path)) == state

@@ -7,14 +7,14 @@ import pytest
 from sweep_definitions import BENCHMARK, RATES, loaded, training_sweep, written
 
 from lmcore.cli import main
-from lmcore.config import TrainConfig, replace
+from lmcore.config import replace
 from lmcore.errors import UserError
 from lmcore.files import read_json
 from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
 from lmcore.recipes import batch_size_runs, learning_rate_runs, recipe
 from lmcore.run import RunFolder
 from lmcore.workbook.jobs.sweep_definition import measured_cells, train_cells, write_definition
-from lmcore.workbook.jobs.sweep_table import OF_A_BEGUN_RUN, planned_row, summary, write_sweep_table
+from lmcore.workbook.jobs.sweep_table import MEASURED, summary, write_sweep_table
 from lmcore.workbook.jobs.sweeps import cell_names, cell_states, load_definition, run_definition, run_folder, unfinished
 from lmcore.workbook.report.tables import read_results, run_table
 
@@ -172,8 +172,8 @@ def test_tasks_do_their_cells_and_none_twice(tmp_path, training, capsys):
     assert run_definition(definition, out) == 0
     assert run_folder(out, "lr_0.01").metrics_file.stat().st_mtime_ns == written_at
     assert unfinished(definition, out) == []
-    assert run_definition(definition, out, task=3) == 0
-    assert "has 3 cells, numbered from 0; task 3 has nothing to do" in capsys.readouterr().out
+    with pytest.raises(UserError, match="rates has tasks 0 to 2; there is no task 3"):
+        run_definition(definition, out, task=3)
     with pytest.raises(UserError, match="counts from 0"):
         run_definition(definition, out, task=-1)
 
@@ -279,10 +279,10 @@ def test_the_table_of_a_sweep_that_has_not_begun(tmp_path, training, capsys):
 
 def test_a_row_of_a_run_that_has_not_begun_has_the_columns_of_one_that_has(tmp_path, training):
     definition, out = loaded(tmp_path, training), tmp_path / "out"
+    planned, _ = write_sweep_table(definition, out)
     assert run_definition(definition, out, task=0) == 0
-    row = run_table({"a": run_folder(out, "lr_0.001")}, 1.0)
-    assert set(planned_row("a", TrainConfig())) == set(row)
-    assert set(OF_A_BEGUN_RUN) <= set(row)
+    assert set(run_table({"a": run_folder(out, "lr_0.001")}, 1.0)) <= set(planned)
+    assert planned[list(MEASURED)].isna().all(axis=None)
 
 
 def test_damaged_runs_are_rows_and_are_mended(tmp_path, training):

@@ -15,10 +15,9 @@ import tyro
 from lmcore.cli.arguments import PATHS, check_paths
 from lmcore.cli.benchmark import benchmark
 from lmcore.cli.data import data_commands, tokenizer_commands
-from lmcore.cli.jobs import requeue, submit_commands
+from lmcore.cli.jobs import jobs, requeue, submit_commands
 from lmcore.cli.memory import memory
 from lmcore.cli.nsys import nsys
-from lmcore.cli.status import jobs
 from lmcore.cli.submission import submission
 from lmcore.cli.sweep import sweep_commands
 from lmcore.cli.training import generate, starting_config, train_command
@@ -61,8 +60,8 @@ def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
     sweep = sweep_commands(deferred) if chosen == "sweep" else doctor
     app.command(sweep, name="sweep", help="Many runs or measurements: one cell or all of them, and their table.")
     app.command(submit_commands(deferred), name="submit", help="The workbook, a notebook or a sweep as Slurm jobs.")
-    commands = (requeue, train_command(base), generate, benchmark, nsys, memory)
-    for command in (*commands, workbook, refresh, writeup, jobs, submission):
+    commands = (train_command(base), generate, benchmark, nsys, memory, workbook, refresh, writeup, jobs, submission)
+    for command in (*commands, requeue) if chosen == "requeue" else commands:  # what only job.sh calls is not listed
         app.command(deferred(command))
     return app
 

@@ -1,5 +1,6 @@
 """Kinds of arguments that several commands have, as their help shows them."""
 
+import dataclasses
 import errno
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,6 +43,8 @@ def check_paths(command: Callable[..., int], options: Mapping[str, Any]) -> None
     """Raises `UserError` if a path among a command's options is empty, or its symbolic links lead in a circle."""
     hints = get_type_hints(command, include_extras=True)
     for name, value in options.items():
+        if dataclasses.is_dataclass(value):  # options that several commands share
+            check_paths(type(value), vars(value))
         positional = tyro.conf.Positional in getattr(hints.get(name), "__metadata__", ())
         option = name.upper() if positional else f"--{name.replace('_', '-')}"
         for path in value if isinstance(value, tuple) else (value,):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from lmcore.errors import EXIT_FAILURE, require
+from lmcore.errors import EXIT_FAILURE, FINISHED, require
 from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
 from lmcore.stopping import stoppable
 
@@ -36,7 +36,7 @@ def benchmark(
         markdown: Print the table as Markdown.
         latex: Print the table as LaTeX.
     """
-    from lmcore.profiling.runner import FINISHED, run_cases
+    from lmcore.profiling.runner import run_cases
     from lmcore.profiling.timing import measure, samples_table, timing_table
     from lmcore.workbook.report.benchmark.views import failures
     from lmcore.workbook.report.tables import provenance_of_cells, write_results

@@ -1,10 +1,10 @@
-"""`lmcore submit` and `lmcore requeue`: the workbook, a notebook or a sweep as jobs of Slurm, or the same here."""
+"""`lmcore submit`, `jobs` and `requeue`: the workbook, a notebook or a sweep as jobs of Slurm, or the same here."""
 
-import functools
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,23 +14,56 @@ from lmcore.cli.arguments import Flag, Names, OptionalFile, OptionalFolder, Opti
 from lmcore.errors import EXIT_FAILURE
 
 if TYPE_CHECKING:
-    from lmcore.workbook.jobs.ledger import JobRecord
-    from lmcore.workbook.jobs.plan import Job
+    from lmcore.workbook.jobs.dependencies import Chain
     from lmcore.workbook.jobs.site import Site
+
+Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[OUT ...]", help_behavior_hint="")]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """How jobs are submitted."""
+
+    out: OptionalFolder = None
+    """Folder for everything that is made (default: runs/<scale> or runs/sweeps/<name>, in the site's scratch folder if
+    it has one)."""
+    site: OptionalFile = None
+    """What your cluster wants (default: papermill_jobs/site.yaml)."""
+    time: OptionalTime = None
+    """Limit of each job, in place of the site's; a job that needs longer goes on in the next one."""
+    dry_run: Flag = False
+    """Only show how the jobs would be submitted."""
+    local: Flag = False
+    """Run the jobs here, without Slurm."""
+    again: Flag = False
+    """Submit although jobs of the same folder are still queued or running."""
+
+    def settings(self, project: Path) -> "Site":
+        """The site's settings: of the file that was named, else of the project's, which may be missing."""
+        from lmcore.workbook.jobs.site import Site, load_site
+
+        default = project / "papermill_jobs" / "site.yaml"
+        if self.site is None and not default.is_file():
+            return Site()
+        sweeps = sorted(path.stem for path in (project / "papermill_jobs" / "sweeps").glob("*.yaml"))
+        notebooks = sorted(path.stem for path in (project / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+        return load_site(self.site or default, [*notebooks, *sweeps])
+
+    def folder(self, project: Path, default: Path) -> Path:
+        """The output folder in full: the one that was named, else the default in the site's folder for results."""
+        return (self.settings(project).folder(project) / default if self.out is None else self.out).resolve()
+
+
+How = Annotated[Submission, tyro.conf.arg(name="")]
 
 
 def workbook(
     scale: str = "smoke",
     data: str = "embedded",
-    out: OptionalFolder = None,
     notebooks: Names = (),
     parameters: Pairs = (),
     one_job: Flag = False,
-    site: OptionalFile = None,
-    time: OptionalTime = None,
-    dry_run: Flag = False,
-    local: Flag = False,
-    again: Flag = False,
+    how: How = Submission(),
 ) -> int:
     """Submit the workbook: a job for each notebook, then one for the writeup, also when a notebook failed.
 
@@ -41,37 +74,26 @@ def workbook(
     Args:
         scale: smoke, laptop or gpu: a folder in papermill_jobs/parameters/.
         data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
-        out: Folder for everything that is made (default: runs/<scale>, in the site's scratch folder if it has one).
         notebooks: Only these, by number or name.
         parameters: Parameters of the notebooks that are to have other values: workers=2.
         one_job: All notebooks and the writeup in one job.
-        site: What your cluster wants (default: papermill_jobs/site.yaml).
-        time: Limit of each job, in place of the site's; a job that needs longer goes on in the next one.
-        dry_run: Only show the scripts and how they would be submitted.
-        local: Run the jobs here, without Slurm.
-        again: Submit although jobs of the same folder are still queued or running.
+        how: How they are submitted.
     """
-    from lmcore.workbook.jobs.plan import plan_workbook
+    from lmcore.workbook.jobs.dependencies import Chain, notebook_jobs
     from lmcore.workbook.parameters import find_project
 
     project = find_project()
-    settings = settings_of(project, site)
-    folder = folder_of(out, settings, project, Path("runs") / scale)
-    jobs = plan_workbook(project, scale, data, folder, notebooks, parameters, one_job)
-    return carry_out(project, jobs, settings, folder, time, dry_run, local, again)
+    out = how.folder(project, Path("runs") / scale)
+    jobs = notebook_jobs(project, scale, data, out, notebooks, parameters, one_job)
+    return carry_out(Chain(project, out, how.settings(project), jobs), how)
 
 
 def notebook(
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NOTEBOOK")],
     scale: str = "smoke",
     data: str = "embedded",
-    out: OptionalFolder = None,
     parameters: Pairs = (),
-    site: OptionalFile = None,
-    time: OptionalTime = None,
-    dry_run: Flag = False,
-    local: Flag = False,
-    again: Flag = False,
+    how: How = Submission(),
 ) -> int:
     """Submit one notebook, without a writeup: `lmcore writeup OUT` makes it afterwards.
 
@@ -79,135 +101,96 @@ def notebook(
         name: Its number or name: 02, 02_train.
         scale: smoke, laptop or gpu: a folder in papermill_jobs/parameters/.
         data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
-        out: Folder for everything that is made (default: runs/<scale>, in the site's scratch folder if it has one).
-        parameters: Parameters of the notebooks that are to have other values: workers=2.
-        site: What your cluster wants (default: papermill_jobs/site.yaml).
-        time: The job's limit, in place of the site's.
-        dry_run: Only show the script and how it would be submitted.
-        local: Run the job here, without Slurm.
-        again: Submit although jobs of the same folder are still queued or running.
+        parameters: Parameters of the notebook that are to have other values: workers=2.
+        how: How it is submitted.
     """
-    from lmcore.workbook.jobs.plan import plan_notebook
+    from lmcore.errors import require
+    from lmcore.workbook.jobs.dependencies import Chain, notebook_jobs
     from lmcore.workbook.parameters import find_project
 
     project = find_project()
-    settings = settings_of(project, site)
-    folder = folder_of(out, settings, project, Path("runs") / scale)
-    jobs = plan_notebook(project, scale, data, folder, name, parameters)
-    return carry_out(project, jobs, settings, folder, time, dry_run, local, again)
+    out = how.folder(project, Path("runs") / scale)
+    jobs = notebook_jobs(project, scale, data, out, [name], parameters, writeup=False)
+    require(len(jobs) == 1, f"{name!r} names {len(jobs)} notebooks: {', '.join(job.name for job in jobs)}.")
+    return carry_out(Chain(project, out, how.settings(project), jobs), how)
 
 
 def sweep(
     definition: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SWEEP")],
-    out: OptionalFolder = None,
     concurrency: OptionalNumber = None,
     set: Pairs = (),
-    site: OptionalFile = None,
-    time: OptionalTime = None,
-    dry_run: Flag = False,
-    local: Flag = False,
-    again: Flag = False,
+    how: How = Submission(),
 ) -> int:
-    """Submit the cells of a sweep that are not finished as an array, and the table of all cells after them.
+    """Submit what is unfinished of a sweep as an array of jobs, and the table of all of it after them.
 
     Args:
         definition: A name in papermill_jobs/sweeps/, or a file.
-        out: The sweep's folder (default: runs/sweeps/<name>, in the site's scratch folder if it has one).
-        concurrency: At most so many cells at a time.
+        concurrency: At most so many tasks at a time.
         set: Settings of the definition that are to have other values: steps=20 context_length=128,256.
-        site: What your cluster wants (default: papermill_jobs/site.yaml).
-        time: Limit of each cell's job, in place of the site's.
-        dry_run: Only show the scripts and how they would be submitted.
-        local: Run the jobs here, without Slurm.
-        again: Submit although jobs of the same folder are still queued or running.
+        how: How they are submitted.
     """
-    from lmcore.workbook.jobs.plan import plan_sweep
-    from lmcore.workbook.jobs.sweep_definition import freeze
-    from lmcore.workbook.jobs.sweeps import load_definition, remember, sweep_folder
+    from lmcore.workbook.jobs.dependencies import Chain, sweep_jobs
+    from lmcore.workbook.jobs.sweeps import load_definition, sweep_folder
     from lmcore.workbook.parameters import find_project
 
     project = find_project()
-    settings = settings_of(project, site)
     changed = load_definition(definition, set)
-    folder = folder_of(out, settings, project, sweep_folder(changed))
-    jobs = plan_sweep(definition, folder, set, concurrency)
+    out = how.folder(project, sweep_folder(changed))
+    jobs = sweep_jobs(changed, out, concurrency)
     if not jobs:
-        print(f"All cells in {folder} are finished; lmcore sweep table {shlex.quote(str(folder))} makes their table.")
+        print(f"All of {out} is finished; lmcore sweep table {shlex.quote(str(out))} makes its table.")
         return 0
-
-    def prepare() -> None:
-        freeze(changed, folder)
-        remember(changed, folder)
-
-    return carry_out(project, jobs, settings, folder, time, dry_run, local, again, prepare)
+    return carry_out(Chain(project, out, how.settings(project), jobs, changed), how)
 
 
-def settings_of(project: Path, file: Path | None) -> "Site":
-    """The site's settings: of this file, else of the project's, which may be missing."""
-    from lmcore.workbook.jobs.site import Site, load_site
-
-    default = project / "papermill_jobs" / "site.yaml"
-    if file is None and not default.is_file():
-        return Site()
-    sweeps = sorted(path.stem for path in (project / "papermill_jobs" / "sweeps").glob("*.yaml"))
-    notebooks = sorted(path.stem for path in (project / "notebooks").glob("[0-9][0-9]_*.ipynb"))
-    return load_site(file or default, [*notebooks, *sweeps])
-
-
-def folder_of(out: Path | None, site: "Site", project: Path, default: Path) -> Path:
-    """The output folder in full: the one that was named, else the default in the site's folder for results."""
-    return (site.folder(project) / default if out is None else out).resolve()
-
-
-def carry_out(
-    project: Path,
-    jobs: "Sequence[Job]",
-    site: "Site",
-    out: Path,
-    time: str | None,
-    dry_run: bool,
-    local: bool,
-    again: bool,
-    prepare: Callable[[], None] = lambda: None,
-) -> int:
+def carry_out(chain: "Chain", how: Submission) -> int:
     """Shows, submits or runs the jobs; returns the exit code."""
-    from lmcore.workbook.jobs.scheduler import has_slurm
-    from lmcore.workbook.jobs.submission import described, run_locally, scripts_of, submit_to_slurm
+    import dataclasses
 
-    scripts = scripts_of(project, jobs, site, out, time)
-    announce = functools.partial(announce_notebooks, project, jobs, out)
-    if dry_run:
-        print(described(jobs, scripts, out))
+    from lmcore.workbook.jobs.log import output_file
+    from lmcore.workbook.jobs.slurm import has_slurm
+    from lmcore.workbook.jobs.submit import run_here, submit
+
+    chain = dataclasses.replace(chain, time=how.time)
+    chain.check()
+    if how.dry_run:
+        print(chain.described())
         return 0
-    if local or not has_slurm():
-        if not local:
+    if how.local or not has_slurm():
+        if not how.local:
             print("There is no sbatch on this machine: the jobs run here, one after another.", flush=True)
-        return run_locally(project, jobs, scripts, out, again, announce, prepare)
-    print(listed(submit_to_slurm(project, jobs, scripts, out, again, announce, prepare)))
-    print(f"To watch them: lmcore jobs {shlex.quote(str(out))}")
+        return run_here(chain, how.again)
+    ids = submit(chain, how.again)
+    width = max(len(name) for name in ids)
+    for job in chain.jobs:
+        after = ", ".join(ids[name] for name in (*job.after_ok, *job.after_any))
+        log = output_file(chain.out, job.name, f"{ids[job.name]}_*" if job.tasks else ids[job.name])
+        tasks = f", {len(job.tasks)} tasks" if job.tasks else ""
+        print(f"{ids[job.name]}  {job.name:<{width}}  {log}{tasks}{f', after {after}' if after else ''}")
+    print(f"To watch them: lmcore jobs {shlex.quote(str(chain.out))}")
     return 0
 
 
-def announce_notebooks(project: Path, jobs: "Sequence[Job]", out: Path) -> None:
-    """Adds the notebooks of the jobs to the plan of the folder, so that a writeup names those that never ran, too."""
-    from lmcore.workbook.parameters import find_notebooks
-    from lmcore.workbook.record import update_plan
+def jobs(outs: Folders = (), tail: OptionalNumber = None, json: Flag = False) -> int:
+    """Show the jobs of output folders: state, attempts, what they are doing, time left, why they wait, and logs.
 
-    names = [name for job in jobs if job.kind in ("workbook", "notebook") for name in job.notebooks]
-    if names:
-        known = [path.stem for path in find_notebooks(project)]
-        update_plan(out, jobs[0].variables["SCALE"], jobs[0].variables["DATA"], names, known)
+    The time left is that of the training run or the array at hand, from the rate of the present attempt.
 
+    Args:
+        outs: Output folders (default: all in runs/ and runs/sweeps/ that have jobs, here and in the scratch folder).
+        tail: Show so many last lines of each log (default: one of those that failed).
+        json: Print it as JSON.
+    """
+    from lmcore.workbook.jobs.status import as_json, as_text, folders_with_jobs, runs_folders, status_of
 
-def listed(records: "Sequence[JobRecord]") -> str:
-    """A line for each job: id, name, what it waits for, log."""
-    width = max(len(record.name) for record in records)
-    lines = []
-    for record in records:
-        cells = "" if record.tasks is None else f", {len(record.tasks)} cells"
-        after = f", after {', '.join(record.after)}" if record.after else ""
-        lines.append(f"{record.id}  {record.name:<{width}}  {record.log_file()}{cells}{after}")
-    return "\n".join(lines)
+    folders = list(outs) or [folder for runs in runs_folders() for folder in folders_with_jobs(runs)]
+    rows, fault = status_of(folders, tail)
+    if not rows and not json:
+        places = " or ".join(f"{place}/" for place in outs or runs_folders())
+        print(f"No jobs: none was submitted for a folder in {places}. To submit the workbook: lmcore submit workbook")
+        return 0
+    print((as_json if json else as_text)(rows, fault))
+    return 0
 
 
 def requeue(out: Annotated[Path, tyro.conf.Positional], attempts: int = 3) -> int:

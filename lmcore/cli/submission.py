@@ -23,7 +23,7 @@ def submission(
         incomplete: Also where the writeup is missing, out of date or reports a failure.
     """
     from lmcore.workbook.handin import describe, make_handin, newest_writeup
-    from lmcore.workbook.jobs.found import runs_folders
+    from lmcore.workbook.jobs.status import runs_folders
     from lmcore.workbook.parameters import find_project
 
     out = out or newest_writeup(runs_folders())

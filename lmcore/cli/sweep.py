@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from lmcore.cli.arguments import OptionalFolder, OptionalNumber
-from lmcore.errors import EXIT_FAILURE
+from lmcore.errors import EXIT_FAILURE, require
 
 Overrides = Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...", help_behavior_hint="")]
 Definition = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
@@ -19,15 +19,15 @@ def run(
     task: OptionalNumber = None,
     overrides: Overrides = (),
 ) -> int:
-    """Do one cell of a sweep, or all that are not finished, in turn.
+    """Do one task of a sweep, a run or a measurement, or all that are not finished, in turn.
 
-    Exit codes: 0 done, also if a run diverged or did not fit into the memory, 1 a cell failed, 75 stopped by a signal:
+    Exit codes: 0 done, also if a run diverged or did not fit into the memory, 1 one failed, 75 stopped by a signal:
     the same command goes on.
 
     Args:
         definition: Name of a definition in papermill_jobs/sweeps/, or a YAML file.
         out: Folder for the sweep (default: runs/sweeps/<name>).
-        task: Number of the cell, from 0 in the definition's order; default: all.
+        task: Number of the task, from 0 in the definition's order; default: all.
         overrides: Settings of the base, or values of a setting that is varied: steps=20, or
             optimizer.learning_rate=1e-3,1e-2.
     """
@@ -38,23 +38,22 @@ def run(
 
 
 def table(out: Annotated[Path, tyro.conf.Positional], definition: Definition = None, overrides: Overrides = ()) -> int:
-    """Merge the cells of a sweep into one table: a row for each, whether it has run or not.
+    """Merge what a sweep has done into one table: a row for each run or measurement, whether it has run or not.
 
     It goes to out/results/<name>.json and .csv, for training runs with their curves, for measurements with each step.
 
-    Exit codes: 0, or 1 if a cell failed.
+    Exit codes: 0, or 1 if one failed.
 
     Args:
         out: Folder of the sweep.
         definition: Name of a definition, or a YAML file; default: the one that the folder remembers.
         overrides: As for lmcore sweep run, with --definition.
     """
-    from lmcore.errors import require
     from lmcore.workbook.jobs.sweep_table import summary, write_sweep_table
-    from lmcore.workbook.jobs.sweeps import load_definition, require_remembered
+    from lmcore.workbook.jobs.sweeps import load_definition, remembered
 
     require(definition is not None or not overrides, "--set changes a definition: give --definition with it.")
-    sweep = load_definition(definition, overrides) if definition else require_remembered(out)
+    sweep = load_definition(definition, overrides) if definition else remembered(out)
     rows, file = write_sweep_table(sweep, out)
     print(summary(sweep, rows))
     print(f"Written to {file} and .csv.")
@@ -76,7 +75,6 @@ def work(folder: Annotated[Path, tyro.conf.Positional]) -> int:
 def sweep_commands(wrap: Callable) -> tyro.extras.SubcommandApp:
     """lmcore sweep ...; `wrap` is applied to each command."""
     app = tyro.extras.SubcommandApp()
-    app.command(wrap(run))
-    app.command(wrap(table))
-    app.command(wrap(work))
+    for command in (run, table, work):
+        app.command(wrap(command))
     return app

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from lmcore.config import from_dict, to_dict
 from lmcore.device import out_of_memory_reason, require_precision, select_device, visible_gpus
-from lmcore.errors import UserError, require
+from lmcore.errors import FINISHED, UserError, require
 from lmcore.files import atomic_write, read_json, write_json
 from lmcore.profiling.workload import WorkloadConfig
 from lmcore.progress import Progress
@@ -30,9 +30,6 @@ from lmcore.provenance import command_line, environment
 
 Task = Callable[[WorkloadConfig, Path], dict[str, Any]]
 """Measures one benchmark case, may write files into the folder it is given, and returns what JSON can hold."""
-
-FINISHED = ("complete", "out of memory")
-"""Outcomes that stand; a case that "failed" is tried again."""
 
 MACHINE = ("device", "torch")
 """What must be the same of the environment for an old record to stand."""

@@ -11,24 +11,43 @@ from typing import Any
 from lmcore.config import TrainConfig, from_dict, to_dict
 from lmcore.data import open_data
 from lmcore.device import visible_gpus
-from lmcore.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, require
+from lmcore.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_USER_ERROR, FINISHED, UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.progress import Progress
 from lmcore.run import BUSY, RunBusy, RunFolder, damage
 from lmcore.stopping import stop_signals
 
 SECONDS_BETWEEN_LOOKS = 0.5
-FINISHED = ("complete", "diverged", "out of memory")
+
+
+def run_state(config: TrainConfig, run: RunFolder, fingerprint: str | None) -> tuple[str, str | None]:
+    """State of a run with this configuration on data of this fingerprint, and why where there is something to say.
+
+    States: not run, running, stopped (begun, and neither ended nor in anyone's hands; it goes on), failed, and those
+    that are `FINISHED`: complete, with undamaged results, diverged, out of memory.
+    """
+    try:
+        if run.is_busy():
+            return "running", None
+        status = run.status()
+        if run.config_file.exists():
+            if differences := run.differences(config, fingerprint):
+                return "not run", f"The run folder was made with other settings: {', '.join(differences)}."
+        elif status["state"] != "failed":
+            return "not run", None
+    except UserError as error:
+        return "failed", str(error)
+    state = status["state"]
+    if state == "complete" and (reason := damage(run)):
+        return "stopped", f"{reason} Training again repairs it."
+    return (state if state in (*FINISHED, "failed") else "stopped"), status.get("reason")
 
 
 def is_finished(config: TrainConfig, run: RunFolder) -> bool:
-    """Whether `run` ended, complete and undamaged or diverged, with this configuration and this data."""
-    state = _status(run)["state"]
-    if state not in FINISHED or not run.config_file.exists() or not run.environment_file.exists():
+    """Whether `run` is `FINISHED`, undamaged, with this configuration and this data."""
+    if _status(run)["state"] not in FINISHED or not run.environment_file.exists():
         return False  # training again looks for what the data were
-    if run.differences(config, open_data(config.data).fingerprint):
-        return False
-    return state != "complete" or damage(run) is None  # training again mends what is damaged
+    return run_state(config, run, open_data(config.data).fingerprint)[0] in FINISHED
 
 
 def run_or_reuse(config: TrainConfig, folder: str | os.PathLike) -> RunFolder:
@@ -146,7 +165,7 @@ def _follow(run: RunFolder, steps: int, child: subprocess.Popen | None) -> None:
     while not done:
         done = not run.is_busy() if child is None else child.poll() is not None
         lines = []
-        with suppress(UserError):  # damaged: the process that trains mends it, or says why not
+        with suppress(UserError):  # damaged: the process that trains repairs it, or says why not
             lines = run.metrics_lines()
         if lines:
             progress.update(lines[-1]["step"], f"loss {lines[-1]['train_loss']:.3f}")
@@ -164,7 +183,7 @@ def _status(run: RunFolder) -> dict[str, Any]:
 
 
 def _check(code: int, run: RunFolder) -> None:
-    if code in (0, EXIT_DIVERGED, EXIT_OUT_OF_MEMORY):
+    if code in [EXIT_CODES[state] for state in FINISHED]:
         return
     if code == EXIT_INTERRUPTED:
         raise UserError(

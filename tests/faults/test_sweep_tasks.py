@@ -62,7 +62,7 @@ def test_a_signal_before_training_ends_with_75_too(tmp_path, training):
         wait_for((out / "sweep.yaml").exists, task)
         task.send_signal(signal.SIGUSR1)
         assert task.wait(timeout=60) == EXIT_INTERRUPTED
-    assert "Stopped by SIGUSR1" in task.communicate()[0]
+    assert "SIGUSR1: stopping" in task.communicate()[0]
 
 
 def test_tasks_measure_other_cells_of_one_folder_side_by_side_and_never_the_same(tmp_path):

@@ -35,10 +35,11 @@ class Cluster:
 
     Args:
         folder: an existing folder of the user alone (munge refuses others), with a short path: sockets lie in it.
+        min_job_age: seconds after which Slurm may forget a job that has ended.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder.resolve()
+    def __init__(self, folder: Path, min_job_age: int = 86_400):
+        self.folder, self.min_job_age = folder.resolve(), min_job_age
         if len(str(self.folder)) > LONGEST_PATH:
             raise ValueError(f"{self.folder} is too long for sockets: choose one of {LONGEST_PATH} characters at most")
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SRUN"))}
@@ -53,7 +54,7 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         try:
-            write_configuration(self.folder)
+            write_configuration(self.folder, self.min_job_age)
             self._start_munged()
             self.start_controller()
             for name in NODES:

@@ -53,7 +53,7 @@ JobRequeue=1
 ReturnToService=2
 SlurmdTimeout=10
 KillWait=5
-MinJobAge=86400
+MinJobAge={min_job_age}
 InactiveLimit=0
 GresTypes=gpu
 {nodes}
@@ -64,7 +64,7 @@ SPOT_GRACE_SECONDS = 20
 """How long a preempted job of the partition spot may save: it gets its `--signal` first and is requeued after this."""
 
 
-def write_configuration(folder: Path) -> None:
+def write_configuration(folder: Path, min_job_age: int) -> None:
     """Writes the files into the cluster's folder, with ports that are free now."""
     folder.chmod(0o700)
     (folder / "state").mkdir()
@@ -85,6 +85,7 @@ def write_configuration(folder: Path) -> None:
         controller_port=controller_port,
         nodes="\n".join(nodes),
         grace=SPOT_GRACE_SECONDS,
+        min_job_age=min_job_age,
     )
     (folder / "slurm.conf").write_text(text)
     _write_gpus(folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from job_projects import job_project
+from job_projects import job_project, states
 from notebook_projects import code, parameters
 from safetensors.torch import load_file
 from slurm_configuration import SPOT_GRACE_SECONDS
@@ -82,8 +82,8 @@ class Training:
         lines = self.run.metrics_lines() if self.run.path.is_dir() else []
         return lines[-1]["step"] if lines else 0
 
-    def diary(self) -> list[str]:
-        return diary(self.project, self.job)
+    def states(self) -> list[str]:
+        return states(self.project / "runs" / "smoke", self.job)
 
     def require_equal(self, undisturbed: RunFolder) -> None:
         """The job ended well after one restart, with the undisturbed run's weights and metrics, bit for bit."""
@@ -95,12 +95,6 @@ class Training:
         assert mine.keys() == other.keys()
         assert all(torch.equal(mine[name], other[name]) for name in mine)
         assert numbers(self.run) == numbers(undisturbed)
-
-
-def diary(project: Path, job: str) -> list[str]:
-    """The first words of what the job has noted about itself."""
-    text = (project / "runs" / "smoke" / "jobs" / f"{job}.state").read_text()
-    return [line.split()[1] for line in text.splitlines()]
 
 
 def numbers(run: RunFolder) -> list[dict]:
@@ -120,7 +114,7 @@ def test_the_node_dies(cluster, tmp_path, config, undisturbed):
         training.require_equal(undisturbed)
     finally:
         cluster.start_node("n1")
-    assert training.diary() == ["running", "running", "exit"]
+    assert training.states() == ["running", "running", "exit"]
 
 
 @pytest.fixture
@@ -140,9 +134,9 @@ def test_main_takes_the_node_from_spot(cluster, tmp_path, config, undisturbed, g
     assert cluster.log(main) == "main\n"
     training.require_equal(undisturbed)
     # without grace Slurm has queued the job again before it hears of it, and kills it soon after
-    assert training.diary()[0] == "running"
-    assert training.diary()[-2:] == ["running", "exit"]
-    assert ("requeued" in training.diary()) == (grace > 0)
+    assert training.states()[0] == "running"
+    assert training.states()[-2:] == ["running", "exit"]
+    assert ("requeued" in training.states()) == (grace > 0)
 
 
 def test_an_operator_requeues_the_job(cluster, tmp_path, config, undisturbed):
@@ -160,7 +154,7 @@ def test_the_controller_dies_and_comes_back(cluster, tmp_path, config, undisturb
     cluster.start_controller()
     cluster.run("scancel", "--batch", "--signal=USR1", training.job)
     training.require_equal(undisturbed)
-    assert training.diary() == ["running", "requeued", "running", "exit"]
+    assert training.states() == ["running", "requeued", "running", "exit"]
 
 
 def test_the_time_limit_comes(cluster, tmp_path):
@@ -170,4 +164,4 @@ def test_the_time_limit_comes(cluster, tmp_path):
     job = cluster.sbatch(SCRIPT, options=options, cwd=project, NOTEBOOKS="02")
     assert cluster.wait(job) == "COMPLETED"
     assert cluster.info(job)["Restarts"] == "1"
-    assert diary(project, job) == ["running", "requeued", "running", "exit"]
+    assert states(project / "runs" / "smoke", job) == ["running", "requeued", "running", "exit"]

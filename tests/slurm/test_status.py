@@ -7,7 +7,7 @@ import pytest
 from job_projects import job_project, touching
 from notebook_projects import code
 
-from lmcore.workbook.jobs.ledger import JobRecord, write_job
+from lmcore.workbook.jobs.log import append, output_file
 
 pytestmark = pytest.mark.slurm
 
@@ -95,6 +95,37 @@ def test_every_state_of_a_chain(cluster, project):
     assert shown(cluster, project)["05_nsys"]["state"] == "completed"
 
 
+def test_what_slurm_has_forgotten_the_job_log_knows(forgetful, tmp_path):
+    """Done, failed, never started because of that, and cancelled: the end of each job is told without squeue."""
+    project = job_project(
+        tmp_path / "project",
+        _02_train=touching("02_train", code("1 / 0")),
+        _03_generate=touching("03_generate"),
+        _04_benchmark=touching("04_benchmark"),
+        _05_nsys=touching("05_nsys", code("time.sleep(3600)")),
+    )
+    said = forgetful.run("lmcore", "submit", "workbook", cwd=project).stdout.splitlines()
+    ids = {line.split()[1]: line.split()[0] for line in said if line[0].isdigit()}
+    forgetful.wait_until((project / "runs" / "smoke" / "05_nsys.txt").exists, "05_nsys runs", job=ids["05_nsys"])
+    forgetful.run("scancel", ids["05_nsys"])
+
+    def known() -> set[str]:
+        return set(forgetful.run("squeue", "--states=all", "--noheader", "--format=%i").stdout.split())
+
+    forgetful.wait_until(lambda: not known() & set(ids.values()), "Slurm forgot all jobs", 400)
+    rows = shown(forgetful, project)
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "02_train": "failed",
+        "03_generate": "not run",
+        "04_benchmark": "completed",
+        "05_nsys": "stopped",
+        "writeup": "failed",  # it is made, and says that notebooks lack
+    }
+    assert rows["02_train"]["doing"] == "02_train failed at cell 3/3"
+    assert rows["03_generate"]["notes"] == ["It never started, and Slurm does not know it any more."]
+    assert "04_benchmark" in forgetful.run("lmcore", "submit", "notebook", "04", cwd=project).stdout
+
+
 def test_an_array_task_by_task(cluster, tmp_path):
     out = tmp_path / "out"
     (out / "jobs").mkdir(parents=True)
@@ -102,9 +133,9 @@ def test_an_array_task_by_task(cluster, tmp_path):
         f"#!/bin/bash\nwhile [[ ! -e {tmp_path}/go ]]; do sleep 0.1; done\n"
         'echo "task $SLURM_ARRAY_TASK_ID"\n[[ $SLURM_ARRAY_TASK_ID != 1 ]]\n'
     )
-    log = str(out / "jobs" / "rates-%A_%a.log")
+    log = output_file(out, "rates", "%A_%a")
     job = cluster.sbatch(script, options=["--array=0-3%1", "--job-name=rates", f"--output={log}"])
-    write_job(out, JobRecord(job, "rates", "sweep", "s", log, "2026-01-01", tasks=[0, 1, 2, 3]))
+    append(out, job, "rates", "submitted", kind="sweep", tasks="0-3")
     cluster.wait_until(lambda: shown(cluster, tmp_path, str(out))["rates"]["tasks"].get("running") == 1, "it ran")
     row = shown(cluster, tmp_path, str(out))["rates"]
     assert (row["state"], row["tasks"]) == ("running", {"running": 1, "pending": 3})
@@ -122,21 +153,19 @@ def test_an_array_task_by_task(cluster, tmp_path):
 
 
 def test_a_job_that_waits_for_nodes_and_one_that_slurm_never_had(cluster, tmp_path):
-    (tmp_path / "jobs").mkdir()
     job = cluster.sbatch("#!/bin/sh\n", options=["--hold", "--job-name=held"])
     for id in (job, "99999999"):
-        write_job(tmp_path, JobRecord(id, f"job{id}", "workbook", "s", str(tmp_path / "log"), "2026-01-01"))
+        append(tmp_path, id, f"job{id}", "submitted", kind="workbook")
     rows = shown(cluster, tmp_path, str(tmp_path))
     assert rows[f"job{job}"]["state"] == "pending"
     assert rows[f"job{job}"]["notes"] == ["It waits: JobHeldUser."]
-    assert rows["job99999999"]["state"] == "unknown"
+    assert rows["job99999999"]["state"] == "not run"
     cluster.run("scancel", job)
 
 
 def test_a_controller_that_is_gone_leaves_the_files(cluster, tmp_path):
-    (tmp_path / "jobs").mkdir()
-    write_job(tmp_path, JobRecord("1", "old", "workbook", "s", str(tmp_path / "log"), "2026-01-01"))
-    (tmp_path / "jobs" / "1.state").write_text("2026-01-01T00:00:00+00:00 running n1 restart 0\n")
+    append(tmp_path, "1", "old", "submitted", kind="workbook")
+    append(tmp_path, "1", "old", "running", host="n1", restart=0)
     text = Path(cluster.environment["SLURM_CONF"]).read_text()
     (tmp_path / "slurm.conf").write_text(
         "\n".join("SlurmctldPort=9" if line.startswith("SlurmctldPort=") else line for line in text.splitlines())

@@ -5,16 +5,18 @@ import time
 from pathlib import Path
 
 import pytest
-from job_projects import job_project, touching
+from job_projects import job_project, states, touching
 from notebook_projects import code
+
+from lmcore.workbook.jobs.log import read_log
 
 pytestmark = pytest.mark.slurm
 
 
 def submit(cluster, project: Path, *words: object) -> dict[str, str]:
     """Submits, and returns the jobs' ids by name."""
-    said = cluster.run("lmcore", "submit", *words, cwd=project).stdout.splitlines()
-    return {line.split()[1]: line.split()[0] for line in said if line[0].isdigit()}
+    lines = cluster.run("lmcore", "submit", *words, cwd=project).stdout.splitlines()
+    return {line.split()[1]: line.split()[0] for line in lines if line[0].isdigit()}
 
 
 def record(project: Path, notebook: str) -> dict:
@@ -22,10 +24,9 @@ def record(project: Path, notebook: str) -> dict:
     return json.loads((project / "runs" / "smoke" / "notebooks" / f"{notebook}.json").read_text())
 
 
-def diary(project: Path, job: str) -> list[str]:
-    """The job's own lines, without their times."""
-    text = (project / "runs" / "smoke" / "jobs" / f"{job}.state").read_text()
-    return [line.partition(" ")[2] for line in text.splitlines()]
+def said(project: Path, job: str) -> list[str]:
+    """The states of which the job itself wrote a line."""
+    return states(project / "runs" / "smoke", job)
 
 
 def moment(project: Path, notebook: str) -> int:
@@ -50,7 +51,7 @@ def test_a_chain_runs_in_order_and_ends_with_the_writeup(cluster, tmp_path):
     for name, job in jobs.items():
         log = out / "jobs" / f"{name}-{job}.log"
         assert log.read_text().endswith(f"{out}/writeup/answers.pdf\n" if name == "writeup" else "s\n")
-        assert [line.split()[0] for line in diary(project, job)] == ["running", "exit"]
+        assert said(project, job) == ["running", "exit"]
 
 
 def test_a_failing_notebook_fails_its_job_and_the_writeup_reports_it(cluster, tmp_path):
@@ -90,8 +91,8 @@ def test_a_script_can_be_submitted_by_hand(cluster, tmp_path, folder):
     assert cluster.wait(job) == "COMPLETED"
     made = json.loads((project / "runs" / "hand" / "notebooks" / "02_train.json").read_text())
     assert (made["state"], made["parameters"]["steps"]) == ("done", 9)
-    said = (project / folder / f"notebook-{job}.log").read_text().splitlines()
-    assert said[-1].startswith("02_train: done")  # Jupyter may note before it that it interrupts a kernel that ends
+    lines = (project / folder / f"notebook-{job}.log").read_text().splitlines()
+    assert lines[-1].startswith("02_train: done")  # Jupyter may note before it that it interrupts a kernel that ends
 
 
 def test_a_script_away_from_the_project_says_so(cluster, tmp_path):
@@ -171,7 +172,7 @@ def test_what_sbatch_refuses_cancels_the_jobs_before_it(cluster, tmp_path):
     cancelled = refused.stderr.strip().rpartition(" ")[2].rstrip(".")
     assert "The jobs before it are cancelled" in refused.stderr
     assert cluster.wait(cancelled) == "CANCELLED"
-    assert not list((project / "runs" / "smoke" / "jobs").glob("*.json"))
+    assert said(project, cancelled) == ["cancelled"]
 
 
 def test_a_dependency_that_sbatch_refuses_is_reported(cluster, tmp_path):
@@ -181,7 +182,7 @@ def test_a_dependency_that_sbatch_refuses_is_reported(cluster, tmp_path):
     refused = cluster.run("lmcore", "submit", "notebook", "04", cwd=project, check=False)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "sbatch: Batch job submission failed: Job dependency problem." in refused.stderr
-    assert not list((project / "runs" / "smoke" / "jobs").glob("*.json"))
+    assert not (project / "runs" / "smoke" / "jobs.log").exists()
 
 
 def test_scancel_keeps_the_notebook_so_far(cluster, tmp_path):
@@ -193,7 +194,7 @@ def test_scancel_keeps_the_notebook_so_far(cluster, tmp_path):
     cluster.wait_until(lambda: record(project, "02_train")["state"] == "stopped", "it was stopped", job=job)
     saved = json.loads((project / "runs" / "smoke" / "notebooks" / "02_train.ipynb").read_text())
     assert any(cell.get("execution_count") for cell in saved["cells"])
-    assert "requeued" not in diary(project, job)
+    assert "requeued" not in said(project, job)
     time.sleep(2)
     assert cluster.state(job) == "CANCELLED"
 
@@ -214,10 +215,9 @@ def test_usr1_requeues_a_job_that_got_somewhere_and_gives_up_on_one_that_does_no
             checkpoint.touch()
         cluster.run("scancel", "--batch", "--signal=USR1", job)
         if attempt < 4:
-            cluster.wait_until(lambda n=attempt: diary(project, job).count("requeued") == n, "requeued", job=job)
+            cluster.wait_until(lambda n=attempt: said(project, job).count("requeued") == n, "requeued", job=job)
     assert cluster.wait(job) == "FAILED"
-    said = [line.split()[0] for line in diary(project, job)]
-    assert said == ["running", "requeued"] * 3 + ["running", "gave", "exit"]
+    assert said(project, job) == ["running", "requeued"] * 3 + ["running", "gave-up", "exit"]
     assert cluster.info(job)["Restarts"] == "3"
     assert "stopped 2 times in a row with nothing new saved" in cluster.log(job)
 
@@ -226,12 +226,10 @@ def test_an_early_signal_is_not_lost(cluster, tmp_path):
     """It comes while Python still starts, and would end it: the job is queued again all the same."""
     project = job_project(tmp_path / "project")
     job = submit(cluster, project, "notebook", "02")["02_train"]
-    state = project / "runs" / "smoke" / "jobs" / f"{job}.state"
-    cluster.wait_until(state.exists, "it started", job=job)
+    cluster.wait_until(lambda: said(project, job), "it started", job=job)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     assert cluster.wait(job) == "COMPLETED"
-    said = [line.split()[0] for line in diary(project, job)]
-    assert said == ["running", "requeued", "running", "exit"]
+    assert said(project, job) == ["running", "requeued", "running", "exit"]
 
 
 def test_a_preempted_job_saves_itself_and_goes_on_later(cluster, tmp_path):
@@ -244,7 +242,7 @@ def test_a_preempted_job_saves_itself_and_goes_on_later(cluster, tmp_path):
     other = cluster.sbatch("#!/bin/bash\nsleep 1\n", options=["--nodes=3", "--exclusive", "--partition=main"])
     assert cluster.wait(other) == "COMPLETED"
     assert cluster.wait(job) == "COMPLETED"
-    assert [line.split()[0] for line in diary(project, job)] == ["running", "requeued", "running", "exit"]
+    assert said(project, job) == ["running", "requeued", "running", "exit"]
     assert record(project, "02_train")["state"] == "done"
 
 
@@ -272,11 +270,15 @@ def test_whatever_is_in_a_path_or_a_value_reaches_the_notebook(cluster, tmp_path
     text.write_text("Once.")
     out = tmp_path / 'it\'s $HOME "out" 100%j'
     words = ["--out", out, "--data", text, "--parameters", "rates=[0.5, 1.0]"]
+    setup = ["export FIRST='a  b'", 'echo "$FIRST $SECOND" >setup.txt']
+    site = json.dumps({"setup": setup, "environment": {"SECOND": "$c"}})  # which is YAML, too
+    (project / "papermill_jobs" / "site.yaml").write_text(site)
     done = cluster.run("lmcore", "submit", "notebook", "04", *words, cwd=project)
     job = done.stdout.split()[0]
     assert cluster.wait(job) == "COMPLETED"
     made = json.loads((out / "notebooks" / "04_benchmark.json").read_text())
     assert (made["data"], made["parameters"]["rates"]) == (str(text), [0.5, 1.0])
+    assert (project / "setup.txt").read_text() == "a  b $c\n"
     assert "04_benchmark: done" in (out / "jobs" / f"04_benchmark-{job}.log").read_text()
     script = project / "papermill_jobs" / "notebook.sbatch"
     by_hand = cluster.sbatch(script, cwd=project, OUT="runs/$a 'b'", DATA=text, NOTEBOOKS="02 04")
@@ -291,10 +293,9 @@ def test_a_task_that_submits_a_job_does_not_give_it_its_own_name(cluster, tmp_pa
     submits = f"#!/bin/bash\ncd {project}\nlmcore submit notebook 04\n"
     array = cluster.sbatch(submits, options=["--array=3"])
     assert cluster.wait(array) == "COMPLETED"
-    (record_file,) = (project / "runs" / "smoke" / "jobs").glob("[0-9]*.json")
-    job = json.loads(record_file.read_text())["id"]
+    (job,) = (job.id for job in read_log(project / "runs" / "smoke"))
     assert cluster.wait(job) == "COMPLETED"
-    assert [line.split()[0] for line in diary(project, job)] == ["running", "exit"]
+    assert said(project, job) == ["running", "exit"]
 
 
 def test_an_array_beyond_the_clusters_size_is_refused(cluster, tmp_path):
@@ -305,5 +306,5 @@ def test_an_array_beyond_the_clusters_size_is_refused(cluster, tmp_path):
     )
     refused = cluster.run("lmcore", "submit", "sweep", "many.yaml", cwd=project, check=False)
     assert refused.returncode == 2
-    assert "many has cells up to number 1001, but this cluster's arrays end at 1000" in refused.stderr
+    assert "many has tasks up to number 1001, but this cluster's arrays end at 1000" in refused.stderr
     assert not (project / "runs").exists()

@@ -77,7 +77,10 @@ def test_an_array_with_a_cap_ends_in_one_table(cluster, tmp_path, training):
     assert most_at_once(tasks) == 2
     assert rows(out) == [(f"lr_{rate:g}", "complete") for rate in RATES]
     assert "rates: 6 cells: 6 complete." in cluster.log(table)
-    assert "All cells" in cluster.run("lmcore", "submit", "sweep", definition, "--out", out, cwd=PROJECT).stdout
+    assert (
+        f"All of {out} is finished"
+        in cluster.run("lmcore", "submit", "sweep", definition, "--out", out, cwd=PROJECT).stdout
+    )
 
 
 def test_after_cancelling_only_what_is_unfinished_is_submitted(cluster, tmp_path, training):

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from job_projects import states
 
 from lmcore.checkpoint import digest, read_weights
 from lmcore.run import RunFolder
@@ -89,8 +90,7 @@ def test_training_was_interrupted_and_requeued(cluster, chain):
     assert "queued again" in log
     starts = RunFolder(out / "runs" / "smoke").starts()
     assert len(starts) == 2  # the run was begun, and gone on with once
-    states = [line.split()[1] for line in (out / "jobs" / f"{jobs['02_train']}.state").read_text().splitlines()]
-    assert states == ["running", "requeued", "running", "exit"]
+    assert states(out, jobs["02_train"]) == ["running", "requeued", "running", "exit"]
 
 
 def test_the_interrupted_run_equals_the_undisturbed_one(one_job, chain):

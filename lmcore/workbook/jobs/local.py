@@ -4,22 +4,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED, UserError
-from lmcore.workbook.jobs.ledger import JobRecord, append_state, read_jobs, states
-from lmcore.workbook.jobs.plan import Job
+from lmcore.workbook.jobs.dependencies import Job
+from lmcore.workbook.jobs.log import append, output_file, own_state, read_log
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-
-def new_ids(out: Path, count: int) -> list[str]:
-    """Ids that no local job of this output folder has had."""
-    had = [int(record.id.removeprefix("local-")) for record in read_jobs(out) if record.scheduler == "local"]
-    return [f"local-{max(had, default=0) + number}" for number in range(1, count + 1)]
 
 
 class LocalJobs:
@@ -35,29 +28,31 @@ class LocalJobs:
         self.stopped = False
         self.process: subprocess.Popen | None = None
 
-    def run(self, jobs: Sequence[tuple[Job, JobRecord]]) -> int:
-        """Exit code: 0 if all succeeded, 1 if one did not, 75 if a signal stopped them."""
+    def run(self, jobs: Sequence[tuple[Job, str, Mapping[str, str]]]) -> int:
+        """Jobs with their ids and variables. Returns 0 if all succeeded, 1 if one did not, 75 if a signal stopped them.
+
+        Raises `UserError` if a log cannot be written.
+        """
         before = {number: signal.signal(number, self.stop) for number in STOPPING}
-        ended: dict[str, bool] = {}
+        succeeded: dict[str, bool] = {}
         try:
-            for job, record in jobs:
-                if self.stopped:
-                    append_state(self.out, record.id, "cancelled")
-                    continue
-                missing = [name for name in job.after_ok if not ended.get(name, True)]
-                if missing:
-                    append_state(self.out, record.id, "cancelled")
-                    say(record.id, job.name, f"not run, because {', '.join(missing)} did not succeed")
-                    ended[job.name] = False
+            for job, id, variables in jobs:
+                missing = [name for name in job.after_ok if not succeeded.get(name, True)]
+                if missing or self.stopped:
+                    append(self.out, id, job.name, "cancelled")
+                    succeeded[job.name] = False
                 else:
-                    ended[job.name] = self.run_job(job, record)
+                    codes = [self.run_task(job, id, task, variables) for task in job.tasks or [None]]
+                    succeeded[job.name] = set(codes) == {0}
+                if missing and not self.stopped:
+                    say(id, job.name, f"not run, because {', '.join(missing)} did not succeed")
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self.stopped:
             print("lmcore: stopped; the same command goes on with what is saved.", file=sys.stderr)
             return EXIT_INTERRUPTED
-        return 0 if all(ended.values()) else EXIT_FAILURE
+        return 0 if all(succeeded.values()) else EXIT_FAILURE
 
     def stop(self, *_: Any) -> None:
         """Tells the job that runs to save itself and end; none is started any more."""
@@ -65,68 +60,47 @@ class LocalJobs:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 
-    def run_job(self, job: Job, record: JobRecord) -> bool:
-        """Runs a job, or each task of its array; whether all succeeded."""
-        succeeded = True
-        for task, name in zip(record.tasks or [None], record.task_ids, strict=True):
-            if self.stopped:
-                return False
-            log = record.log_file(task)
-            say(name, job.name, f"runs, see {log}")
-            code = self.run_task(self.out / record.script, log, name, variables(record.id, name, task))
-            succeeded &= code == 0
-            say(name, job.name, "done" if code == 0 else f"ended with code {code}: {last_line(log)}")
-        return succeeded
+    def run_task(self, job: Job, array: str, task: int | None, variables: Mapping[str, str]) -> int:
+        """Runs a job, or one task of its array, until it need not be started again; returns its exit code."""
+        if self.stopped:
+            return EXIT_INTERRUPTED
+        id = array if task is None else f"{array}_{task}"
+        log = output_file(self.out, job.name, id)
+        say(id, job.name, f"runs, see {log}")
+        # this one's environment without what a Slurm job around it has set
+        given = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")} | variables
+        given |= {"LMCORE_JOB_ID": id, "LMCORE_JOB_NAME": job.name, "PYTHONUNBUFFERED": "1"}
+        if task is not None:
+            given |= {"SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": str(task)}
+        restart, again = 0, True
+        while again:
+            code = self.run_once(
+                ["bash", job.script, *job.arguments], log, given | {"SLURM_RESTART_COUNT": str(restart)}
+            )
+            lines = next(each for each in read_log(self.out) if each.id == array).lines.get(id, [])
+            again = code == EXIT_INTERRUPTED and own_state(lines) == "requeued" and not self.stopped
+            restart += 1
+        said = log.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
+        say(id, job.name, "done" if code == 0 else f"ended with code {code}: {last}")
+        return code
 
-    def run_task(self, script: Path, log: Path, name: str, environment: Mapping[str, str]) -> int:
-        """Runs one script until it is done or need not be started again; returns its exit code."""
-        restart = 0
-        while True:
-            with appending(log) as file:
+    def run_once(self, command: Sequence[str], log: Path, variables: Mapping[str, str]) -> int:
+        """Runs the command to its end, with all that it prints at the end of `log`; returns its exit code."""
+        try:
+            with open(log, "a", encoding="utf-8") as file:
                 self.process = subprocess.Popen(
-                    ["bash", str(script)],
-                    cwd=self.project,
-                    env={**environment, "SLURM_RESTART_COUNT": str(restart)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
+                    command, cwd=self.project, env=variables, stdin=subprocess.DEVNULL, stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C is for this process, which passes it on
-                )
-            if self.stopped:  # in between
-                self.stop()
-            code = self.process.wait()
-            said = states(self.out, name)
-            again = code == EXIT_INTERRUPTED and bool(said) and said[-1].state == "requeued"
-            if self.stopped or not again:
-                return code
-            restart += 1
+                )  # fmt: skip
+        except OSError as error:
+            raise UserError(f"Cannot write the log {log}: {error.strerror or error}.") from error
+        if self.stopped:  # in between
+            self.stop()
+        return self.process.wait()
 
 
-@contextmanager
-def appending(log: Path) -> Iterator[IO]:
-    """The log, to write at its end. Raises `UserError` if it cannot be written."""
-    try:
-        file = open(log, "a", encoding="utf-8")  # noqa: SIM115
-    except OSError as error:
-        raise UserError(f"Cannot write the log {log}: {error.strerror or error}.") from error
-    with file:
-        yield file
-
-
-def variables(array: str, name: str, task: int | None) -> dict[str, str]:
-    """The environment of a local job: this one's, without what a Slurm job around it has set."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
-    if task is not None:
-        environment |= {"SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": str(task)}
-    return environment | {"LMCORE_JOB_ID": name, "PYTHONUNBUFFERED": "1"}
-
-
-def say(job: str, name: str, words: str) -> None:
+def say(id: str, name: str, words: str) -> None:
     """One line on the terminal."""
-    print(f"{job} {name}: {words}", flush=True)
-
-
-def last_line(log: Path) -> str:
-    """The last words of a log."""
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+    print(f"{id} {name}: {words}", flush=True)

@@ -3,35 +3,32 @@
 import os
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lmcore.errors import UserError, require
 from lmcore.files import read_json, write_json
-from lmcore.workbook.jobs.ledger import append_state, jobs_folder
-from lmcore.workbook.jobs.scheduler import Refused
-from lmcore.workbook.jobs.scheduler import requeue as slurm_requeue
+from lmcore.workbook.jobs.log import append
+from lmcore.workbook.jobs.slurm import demand
 from lmcore.workbook.jobs.sweep_definition import cell_names, load_definition
 
 CHECKPOINT = re.compile(r"step_(\d+)\.pt")
-CELL = re.compile(r'\s*\{\s*"cell":')
-"""How the record of a measured cell begins, see lmcore.profiling.runner."""
+MEASURED = re.compile(r'\s*\{\s*"cell":.*"outcome": "(complete|out of memory)"', re.DOTALL)
+"""The record of a finished measurement, see lmcore.profiling.runner: its outcome comes before its results."""
 
-FINISHED = re.compile(r'"outcome": "(complete|out of memory)"')
 HEAD_BYTES = 1 << 14
-"""So much of a record is read: its outcome comes before its results."""
+"""So much of a record is read."""
 
 
 def progress(out: Path) -> dict[str, int]:
-    """What an output folder holds, by file: steps that a run has saved, and 1 for each finished notebook and cell."""
+    """What an output folder holds, by file: steps that a run has saved, 1 for a finished notebook or measurement."""
     found = {}
     for folder, subfolders, files in os.walk(out):
         here = Path(folder)
         where = here.relative_to(out).as_posix()
         if here.name == "checkpoints":
-            steps = [int(match[1]) for name in files if (match := CHECKPOINT.fullmatch(name))]
-            found[where] = max(steps, default=0)
+            found[where] = max((int(step[1]) for step in map(CHECKPOINT.fullmatch, files) if step), default=0)
             subfolders.clear()
         elif here.parent == out and here.name in ("jobs", "writeup", "figures"):
             subfolders.clear()
@@ -40,74 +37,64 @@ def progress(out: Path) -> dict[str, int]:
     return found
 
 
-def own_progress(out: Path, variables: Mapping[str, str]) -> dict[str, int]:
-    """The progress that is this job's: all of it, but for a task of a sweep that of its own cell."""
-    found = progress(out)
-    task = variables.get("SLURM_ARRAY_TASK_ID", "")
-    if not (task.isdecimal() and (out / "sweep.yaml").exists()):
-        return found
-    try:
-        names = cell_names(load_definition(out / "sweep.yaml"))
-    except UserError:
-        return found
-    own = names[int(task)] if int(task) < len(names) else ""
-    return {file: count for file, count in found.items() if own in (Path(file).stem, *Path(file).parts)}
-
-
 def is_done(file: Path) -> bool:
-    """Whether a JSON file is the record of a notebook that is done or of a cell that is finished."""
-    try:
+    """Whether a JSON file is the record of a notebook that is done or of a measurement that is finished."""
+    with suppress(OSError, UserError):  # another process writes it, or has moved it, at this moment
         with open(file, encoding="utf-8", errors="replace") as opened:
-            head = opened.read(HEAD_BYTES)
-        if CELL.match(head):
-            return FINISHED.search(head) is not None
+            if MEASURED.match(opened.read(HEAD_BYTES)):
+                return True
         if file.parent.name == "notebooks":
             record = read_json(file)
             return isinstance(record, dict) and record.get("state") == "done"
-    except (OSError, UserError):  # another process writes it, or has moved it, at this moment
-        return False
     return False
 
 
-def got_somewhere(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
-    """Whether anything was saved since: more steps of a run, another notebook, another cell."""
-    return any(count > before.get(name, 0) for name, count in now.items())
+def own_progress(out: Path, task: str) -> dict[str, int]:
+    """The progress that is this job's: all of it, but for a task of a sweep that of its own run or measurement."""
+    found = progress(out)
+    with suppress(UserError):
+        if task.isdecimal() and (out / "sweep.yaml").exists():
+            own = dict(enumerate(cell_names(load_definition(out / "sweep.yaml")))).get(int(task), "")
+            return {file: count for file, count in found.items() if own in (Path(file).stem, *Path(file).parts)}
+    return found
 
 
 def requeue(out: str | os.PathLike, attempts: int = 3, variables: Mapping[str, str] | None = None) -> bool:
     """Decides for the job that calls this, and queues it again; `variables` are its environment.
 
     True: it is queued again (where there is no Slurm, the submitting process starts it again). False: it was stopped
-    `attempts` times in a row without having saved anything new. Raises `UserError` outside of a job, and if Slurm
-    does not queue it again.
+    `attempts` times in a row without having saved anything new: more steps of a run, another notebook, another
+    measurement. Raises `UserError` outside of a job, and if Slurm does not queue it again.
     """
     variables = os.environ if variables is None else variables
     require(attempts >= 1, f"--attempts must be at least 1, not {attempts}.")
-    out, job = Path(out), variables.get("LMCORE_JOB_ID")
-    require(job is not None, "This is for jobs, to queue themselves again: papermill_jobs/job.sh calls it.")
-    file = jobs_folder(out) / f"{job}.progress.json"
-    before, now = last_stop(file), own_progress(out, variables)
-    vain = 0 if got_somewhere(before["found"], now) else before["vain"] + 1
-    write_json(file, {"time_utc": datetime.now(UTC).isoformat(timespec="seconds"), "vain": vain, "found": now})
-    if vain >= attempts:
-        append_state(out, job, "gave up")
+    out, job, name = Path(out), variables.get("LMCORE_JOB_ID"), variables.get("LMCORE_JOB_NAME", "job")
+    if job is None:
+        raise UserError("This is for jobs, to queue themselves again: papermill_jobs/job.sh calls it.")
+    file = out / "jobs" / f"{job}.progress.json"
+    before, now = last_stop(file), own_progress(out, variables.get("SLURM_ARRAY_TASK_ID", ""))
+    got_somewhere = any(count > before["found"].get(name, 0) for name, count in now.items())
+    in_vain = 0 if got_somewhere else before["in_vain"] + 1
+    write_json(file, {"in_vain": in_vain, "found": now})
+    if in_vain >= attempts:
+        append(out, job, name, "gave-up")
         return False
-    append_state(out, job, "requeued")
-    if variables.get("SLURM_JOB_ID"):
-        try:
-            slurm_requeue(job)
-        except Refused:
-            append_state(out, job, "gave up")
-            raise
+    append(out, job, name, "requeued")
+    try:
+        if variables.get("SLURM_JOB_ID"):
+            demand(["scontrol", "requeue", job])
+    except UserError:
+        append(out, job, name, "gave-up")
+        raise
     return True
 
 
 def last_stop(file: Path) -> dict[str, Any]:
     """What was there when the job was stopped before; nothing if that is unknown."""
-    nothing: dict[str, Any] = {"vain": 0, "found": {}}
-    try:
+    with suppress(UserError):
         values = read_json(file)
-    except UserError:
-        return nothing
-    whole = isinstance(values, dict) and isinstance(values.get("vain"), int) and isinstance(values.get("found"), dict)
-    return values if whole and all(isinstance(count, int) for count in values["found"].values()) else nothing
+        if isinstance(values, dict) and isinstance(values.get("in_vain"), int):
+            found = values.get("found")
+            if isinstance(found, dict) and all(isinstance(count, int) for count in found.values()):
+                return values
+    return {"in_vain": 0, "found": {}}

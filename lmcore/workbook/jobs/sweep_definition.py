@@ -21,10 +21,9 @@ from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
 from lmcore.recipes import batch_size_runs, recipe
 from lmcore.workbook.parameters import find_project, parse_overrides
 
-if TYPE_CHECKING:  # PyTorch is imported when the cells are made
+if TYPE_CHECKING:  # PyTorch is imported when the measurements are made
     from lmcore.profiling.workload import WorkloadConfig
 
-KINDS = ("train", "benchmark")
 CORPUS = {"data": "embedded", "tokenizer": "gpt2", "num_documents": 20_000}
 """Settings of a training sweep that all its runs have in common, with their defaults: the corpus is prepared once."""
 
@@ -60,27 +59,22 @@ class SweepDefinition:
     file: str = field(default="", compare=False)
 
     def __post_init__(self):
-        self.require(is_file_name(self.name), f"name must be a file name, not {self.name!r}")
-        self.require(self.kind in KINDS, f"kind must be one of {', '.join(KINDS)}, not {self.kind!r}")
-        self.require(bool(self.vary) != bool(self.runs), "give either vary or runs, and something in it")
-        for key, values in self.vary.items():
-            self.require(isinstance(values, list) and bool(values), f"vary.{key} needs a list of values")
-        for name, settings in self.runs.items():
-            self.require(is_file_name(name), f"the name of runs.{name} must be a file name")
-            self.require(isinstance(settings, dict), f"runs.{name} must be a mapping of settings, {{}} for none")
-        for key in CORPUS if self.kind == "train" else ():
-            varied = key in self.vary or any(key in settings for settings in self.runs.values())
-            self.require(not varied, f"{key} cannot be varied, as all runs of a sweep have one corpus; set it in base")
-
-        if self.kind == "train":
-            for key in ("data", "tokenizer"):
-                self.require(isinstance(self.corpus[key], str), f"{key} must be a text, not {self.corpus[key]!r}")
-            with naming(self, None, {}):
-                require_positive("num_documents", self.corpus["num_documents"])
-
-    def require(self, condition: bool, sentence: str) -> None:
-        """Raises `UserError`, naming the file, unless `condition` holds."""
-        require(condition, f"{self.file or self.name}: {sentence}.")
+        with self.naming():
+            require(is_file_name(self.name), f"name must be a file name, not {self.name!r}")
+            require(self.kind in ("train", "benchmark"), f"kind must be one of train, benchmark, not {self.kind!r}")
+            require(bool(self.vary) != bool(self.runs), "give either vary or runs, and something in it")
+            for key, values in self.vary.items():
+                require(isinstance(values, list) and bool(values), f"vary.{key} needs a list of values")
+            for name, settings in self.runs.items():
+                require(is_file_name(name), f"the name of runs.{name} must be a file name")
+                require(isinstance(settings, dict), f"runs.{name} must be a mapping of settings, {{}} for none")
+            for key, value in self.corpus.items() if self.kind == "train" else ():
+                varied = key in self.vary or any(key in settings for settings in self.runs.values())
+                require(not varied, f"{key} cannot be varied, as all runs of a sweep have one corpus; set it in base")
+                if key == "num_documents":
+                    require_positive(key, value)
+                else:
+                    require(isinstance(value, str), f"{key} must be a text, not {value!r}")
 
     @property
     def corpus(self) -> dict[str, Any]:
@@ -88,10 +82,19 @@ class SweepDefinition:
         return CORPUS | {key: value for key, value in self.base.items() if key in CORPUS}
 
     def varied(self) -> list[tuple[str | None, dict[str, Any]]]:
-        """For each cell, in order, its name if it has one, and the settings in which it differs from the base."""
+        """For each run, in order, its name if it has one, and the settings in which it differs from the base."""
         if self.runs:
             return list(self.runs.items())
         return [(None, dict(zip(self.vary, values, strict=True))) for values in itertools.product(*self.vary.values())]
+
+    @contextmanager
+    def naming(self, name: str | None = None, settings: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Adds file and run, or the values that are combined, to a `UserError`."""
+        try:
+            yield
+        except UserError as error:
+            words = [f"runs.{name}"] if name else [f"{key} {value}" for key, value in (settings or {}).items()]
+            raise UserError(f"{', '.join([self.file or str(self.name), *words])}: {str(error).rstrip('.')}.") from None
 
 
 def is_file_name(name: Any) -> bool:
@@ -99,17 +102,25 @@ def is_file_name(name: Any) -> bool:
     return isinstance(name, str) and re.fullmatch(r"\w[\w.+-]*", name) is not None
 
 
-def load_definition(
-    source: str | os.PathLike, overrides: Sequence[str] = (), project: Path | None = None
-) -> SweepDefinition:
+def load_definition(source: str | os.PathLike, overrides: Sequence[str] = ()) -> SweepDefinition:
     """The sweep in a YAML file, or the one of that name in papermill_jobs/sweeps/, with some settings replaced.
 
     `overrides` are name=value pairs as for `parameters.parse_overrides`. One of a setting that is varied
     replaces its values (by one or a list of them), any other goes to the base. Raises `UserError`, naming file and
-    field, on a file that is not such a definition and on every value that a configuration refuses: all cells are made
+    field, on a file that is not such a definition and on every value that a configuration refuses: all runs are made
     once, to see whether they can be.
     """
-    path = definition_file(source, project)
+    path = Path(source)
+    if path.suffix in (".yaml", ".yml"):
+        require(path.is_file(), f"There is no sweep definition {path}.")
+    else:
+        folder = find_project() / "papermill_jobs" / "sweeps"
+        path = folder / f"{source}.yaml"
+        known = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
+        sentence = (
+            f"There is no sweep {str(source)!r} in {folder}, which has {known}; name one of them, or a .yaml file."
+        )
+        require(is_file_name(str(source)) and path.is_file(), sentence)
     values = read_yaml(path)
     fields = [f.name for f in dataclasses.fields(SweepDefinition) if f.name != "file"]
     unknown = [str(key) for key in values if key not in fields]
@@ -124,7 +135,7 @@ def load_definition(
     base, vary = dict(values["base"]), dict(values["vary"])
     for key, value in parse_overrides(overrides).items():
         if isinstance(value, str) and "," in value and (key in vary or key in LISTS):  # names: size=small,medium
-            value = tuple(parse_overrides([f"{key}={word.strip()}"])[key] for word in value.split(","))
+            value = [parse_overrides([f"{key}={word.strip()}"])[key] for word in value.split(",")]
         value = list(value) if isinstance(value, tuple) else value
         if key in vary:
             vary[key] = value if isinstance(value, list) else [value]
@@ -133,21 +144,6 @@ def load_definition(
     definition = SweepDefinition(**values | {"base": base, "vary": vary, "file": str(path)})
     cell_names(definition)
     return definition
-
-
-def definition_file(source: str | os.PathLike, project: Path | None = None) -> Path:
-    """The file that `source` names: a path that ends in .yaml or .yml, or a name in papermill_jobs/sweeps/."""
-    path = Path(source)
-    if path.suffix in (".yaml", ".yml"):
-        require(path.is_file(), f"There is no sweep definition {path}.")
-        return path
-    folder = (project or find_project()) / "papermill_jobs" / "sweeps"
-    known = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
-    require(
-        is_file_name(str(source)) and (folder / f"{source}.yaml").is_file(),
-        f"There is no sweep {str(source)!r} in {folder}, which has {known}; name one of them, or a .yaml file.",
-    )
-    return folder / f"{source}.yaml"
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -190,18 +186,13 @@ def write_definition(definition: SweepDefinition, path: str | os.PathLike) -> No
 
 
 def frozen_file(definition: SweepDefinition, out: Path) -> Path:
-    """Where `freeze` keeps a definition that is submitted; another one has another name, as tasks may wait."""
+    """Where the definition is kept as it was submitted; another one has another name, as tasks may wait."""
     values = json.dumps(dataclasses.asdict(dataclasses.replace(definition, file="")), default=str)
     return out / "jobs" / f"{definition.name}-{hashlib.sha256(values.encode()).hexdigest()[:8]}.yaml"
 
 
-def freeze(definition: SweepDefinition, out: Path) -> None:
-    """Writes the definition as it is now for the tasks that are submitted. Raises `UserError` if it cannot."""
-    write_definition(definition, frozen_file(definition, out))
-
-
 def cell_names(definition: SweepDefinition) -> list[str]:
-    """Names of the cells, in order: the index in this list is the index of the array task."""
+    """Names of the runs or measurements, in order: the index in this list is the index of the array task."""
     return list(train_cells(definition) if definition.kind == "train" else measured_cells(definition))
 
 
@@ -211,7 +202,7 @@ def train_cells(
     """The runs of a training sweep by name, on a prepared corpus of this vocabulary. Raises `UserError`."""
     cells: dict[str, TrainConfig] = {}
     for name, settings in definition.varied():
-        with naming(definition, name, settings):
+        with definition.naming(name, settings):
             config = train_config(definition.base | settings, data, vocab_size)
             add(cells, name or "_".join(label(*setting) for setting in settings.items()), config)
     return cells
@@ -224,24 +215,23 @@ def train_config(settings: Mapping[str, Any], data: str, vocab_size: int) -> Tra
     fields = {key: value for key, value in settings.items() if key not in (*CORPUS, *OF_A_RUN)}
     tokens = settings.get("tokens")
     batch_size = fields.pop("batch_size", base.batch_size) if tokens is not None else None
-    config = from_dict(TrainConfig, merged(to_dict(base), nested(fields)))
+    config = from_dict(TrainConfig, assigned(to_dict(base), fields))
     if tokens is None:
         return config
     require(settings.get("steps") is None, "steps and tokens say the same twice: give one of them")
     require_positive("tokens", tokens)
     require_positive("batch_size", batch_size)
-    (config,) = batch_size_runs(config, [batch_size], tokens).values()
-    return config
+    return next(iter(batch_size_runs(config, [batch_size], tokens).values()))
 
 
 def measured_cells(definition: SweepDefinition) -> "dict[str, WorkloadConfig]":
     """The measurements of a benchmark sweep by name. Raises `UserError`."""
     cells: dict[str, WorkloadConfig] = {}
     for name, settings in definition.varied():
-        with naming(definition, name, settings):
+        with definition.naming(name, settings):
             options = definition.base | settings
             lists = {key: [options[key]] for key in LISTS if key in options and not isinstance(options[key], list)}
-            found = benchmark_cases(from_dict(BenchmarkConfig, nested(options | lists)))
+            found = benchmark_cases(from_dict(BenchmarkConfig, assigned({}, options | lists)))
             require(name is None or len(found) == 1, f"it is {len(found)} cells; give one value of {', '.join(LISTS)}")
             more = [label(key, value) for key, value in settings.items() if key not in NAMED]
             for own, config in found.items():
@@ -249,19 +239,8 @@ def measured_cells(definition: SweepDefinition) -> "dict[str, WorkloadConfig]":
     return cells
 
 
-@contextmanager
-def naming(definition: SweepDefinition, name: str | None, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Adds file and run, or the values that are combined, to a `UserError`."""
-    try:
-        yield
-    except UserError as error:
-        words = f"runs.{name}" if name else ", ".join(f"{key} {value}" for key, value in settings.items())
-        places = [definition.file or definition.name, *([words] if words else [])]
-        raise UserError(f"{', '.join(places)}: {str(error).rstrip('.')}.") from None
-
-
 def add(cells: dict[str, Any], name: str, config: Any) -> None:
-    """Adds a cell. Raises `UserError` if the name is taken."""
+    """Adds a run or measurement. Raises `UserError` if the name is taken."""
     require(name not in cells, f"two cells are named {name}; remove the value that is there twice")
     cells[name] = config
 
@@ -272,23 +251,15 @@ def label(key: str, value: Any) -> str:
     return f"{PREFIXES.get(key, key.rsplit('.')[-1])}_{re.sub(r'[^0-9A-Za-z.+-]+', '-', text).strip('-')}"
 
 
-def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted settings as nested mappings. Raises `UserError` where one is a value and a mapping at once."""
-    result: dict[str, Any] = {}
+def assigned(values: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested `values` with dotted `settings` put into them. Raises `UserError` where one is a value and a mapping."""
     for key, value in settings.items():
-        *sections, last = key.split(".")
-        place = result
-        for section in sections:
-            place = place.setdefault(section, {})
-            require(isinstance(place, dict), f"{key} is a setting within {section}, which is given a value of its own")
-        place[last] = value
-    return result
-
-
-def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested `values` with those of `changes` in their place."""
-    result = dict(values)
-    for key, value in changes.items():
-        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = merged(result[key], value) if both else value
-    return result
+        section, dot, rest = key.partition(".")
+        if dot or (isinstance(value, Mapping) and isinstance(values.get(key), Mapping)):
+            place = values.setdefault(section, {})
+            whole = isinstance(place, dict)
+            require(whole, f"{key} is a setting within {section}, which is given a value of its own")
+            assigned(place, {rest: value} if dot else value)
+        else:
+            values[key] = value
+    return values

@@ -6,24 +6,25 @@ import sys
 from pathlib import Path
 
 import pytest
-from job_projects import job_project
+from job_projects import command, job_project
 
 from lmcore.cli import main
-from lmcore.workbook.jobs import scheduler
-from lmcore.workbook.jobs.ledger import read_jobs
+from lmcore.workbook.jobs import slurm as slurm_commands
+from lmcore.workbook.jobs.log import own_state, read_log
 from lmcore.workbook.jobs.sweep_definition import load_definition
 
-SBATCH = """
-for word; do script=$word; done
-name=$(sed -n 's/^#SBATCH --job-name=//p' "$script")
+PROJECT = Path(__file__).parents[1]
+SBATCH = """cd "$(dirname "$0")/.."
+for word; do if [[ $word == --job-name=* ]]; then name=${word#*=}; fi; done
 if [[ $name == "$REFUSED" ]]; then
   echo "sbatch: error: invalid partition specified: nowhere" >&2
   echo "sbatch: error: Batch job submission failed: Invalid partition name specified" >&2
   exit 1
 fi
+env >environment-$name
 number=$(($(cat number 2>/dev/null || echo 100) + 1))
 echo $number >number
-echo "$number|PENDING|None|0:00|N/A||$name" >>queue
+echo "$number|PENDING|None|N/A|$name" >>queue
 echo "$number;cluster"
 """
 
@@ -32,25 +33,26 @@ class Slurm:
     """Stand-ins for Slurm's commands, for answers that a real one gives only in trouble."""
 
     def __init__(self, folder: Path):
-        self.bin = folder / "bin"
+        self.folder, self.bin = folder, folder / "bin"
         self.bin.mkdir()
         self.queue = folder / "queue"
-        self.calls = folder / "calls"
         self.command("sbatch", SBATCH)
-        self.command("squeue", "cat queue 2>/dev/null || true")
+        self.command("squeue", f"cat '{self.queue}' 2>/dev/null || true")
         self.command("scancel", "true")
         self.command("scontrol", "echo 'MaxArraySize            = 4'")
 
     def command(self, name: str, script: str) -> None:
         """Makes one of the commands do something else."""
-        here = f'cd "{self.bin.parent}"\necho {name} "$@" >>calls\n'
-        (self.bin / name).write_text(f"#!/bin/bash\n{here}{script}\n")
-        (self.bin / name).chmod(0o755)
+        command(self.bin, name, script)
 
     def called(self, name: str) -> list[str]:
         """The arguments of each call of a command."""
-        lines = self.calls.read_text().splitlines() if self.calls.exists() else []
-        return [line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")]
+        calls = self.bin / f"{name}.called"
+        return calls.read_text().splitlines() if calls.exists() else []
+
+    def environment(self, job: str) -> list[str]:
+        """The variables with which a job was submitted."""
+        return (self.folder / f"environment-{job}").read_text().splitlines()
 
 
 @pytest.fixture
@@ -86,36 +88,46 @@ def test_it_prints_a_line_for_each_job_and_how_to_watch_them(slurm, project, cap
         f"104  writeup       {out}/jobs/writeup-104.log, after 101, 102, 103",
         f"To watch them: lmcore jobs {out}",
     ]
-    assert slurm.called("sbatch") == [
-        f"--parsable {out}/jobs/02_train.sbatch",
-        f"--parsable --dependency=afterok:101 {out}/jobs/03_generate.sbatch",
-        f"--parsable {out}/jobs/04_benchmark.sbatch",
-        f"--parsable --dependency=afterany:101:102:103 {out}/jobs/writeup.sbatch",
-    ]
-    jobs = read_jobs(out)
+    calls = slurm.called("sbatch")
+    assert calls[1] == (
+        "--parsable --dependency=afterok:101 --kill-on-invalid-dep=yes --export=ALL --signal=B:USR1@120 "
+        f"--job-name=03_generate --output={out}/jobs/03_generate-%j.log papermill_jobs/notebook.sbatch"
+    )
+    assert calls[3].startswith("--parsable --dependency=afterany:101:102:103 --export=ALL")
+    assert {"SCALE=smoke", "DATA=embedded", f"OUT={out}", "NOTEBOOKS=03_generate"} <= {
+        *slurm.environment("03_generate")
+    }
+    jobs = read_log(out)
     assert [job.id for job in jobs] == ["101", "102", "103", "104"]
-    assert [(job.kind, job.notebooks) for job in jobs][1] == ("notebook", ["03_generate"])
-    assert all((out / job.script).is_file() for job in jobs)
+    assert [(job.name, job.kind, job.after) for job in jobs][1] == ("03_generate", "notebook", ["101"])
     planned = json.loads((out / "workbook.json").read_text())
     assert planned["notebooks"] == ["02_train", "03_generate", "04_benchmark"]
 
 
-def test_dry_run_shows_scripts_and_graph_and_does_nothing(slurm, project, capsys):
-    assert main(["submit", "workbook", "--dry-run", "--time", "30"]) == 0
+@pytest.mark.parametrize("site", ["site.yaml", "sites/hyak.yaml", "sites/lab.yaml"])
+def test_a_dry_run_fits_a_screen_and_does_nothing(slurm, monkeypatch, capsys, tmp_path, site):
+    monkeypatch.chdir(PROJECT)
+    monkeypatch.setenv("USER", "me")
+    words = ["--site", f"papermill_jobs/{site}", "--time", "30", "--out", str(tmp_path / "out")]
+    assert main(["submit", "workbook", "--dry-run", *words]) == 0
     said = capsys.readouterr().out
-    out = project / "runs" / "smoke"
-    assert said.count("#SBATCH --time=30\n") == 4
-    assert f"sbatch --parsable --dependency=afterok:<02_train> {out}/jobs/03_generate.sbatch" in said
-    assert said.count("#!/usr/bin/env bash") == 4
-    assert not slurm.calls.exists()
-    assert not (project / "runs").exists()
+    assert said.count("\n") <= 24
+    assert "NOTEBOOKS=01_build sbatch" in said
+    assert "'--dependency=afterok:<02_train>'" in said
+    assert f"OUT={tmp_path / 'out'}" in said
+    assert said.count("--time=30") == 1  # of all jobs
+    assert subprocess.run(["bash", "-n", "-c", said], check=False).returncode == 0
+    assert not slurm.called("sbatch")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_sites_scratch_folder_holds_the_results(slurm, project, tmp_path, capsys):
     site = tmp_path / "site.yaml"
-    site.write_text(f"scratch: {tmp_path}/scratch\njobs:\n  02_train: {{memory: 64G}}\n")
+    site.write_text(f"scratch: {tmp_path}/scratch\nsetup: [a, 'b c']\njobs:\n  02_train: {{memory: 64G}}\n")
     assert main(["submit", "notebook", "02", "--site", str(site)]) == 0
-    assert "#SBATCH --mem=64G\n" in (tmp_path / "scratch" / "runs" / "smoke" / "jobs" / "02_train.sbatch").read_text()
+    assert " --mem=64G " in slurm.called("sbatch")[0]
+    assert f"OUT={tmp_path}/scratch/runs/smoke" in slurm.environment("02_train")
+    assert "LMCORE_SETUP=a\nb c\n" in (tmp_path / "environment-02_train").read_text()
 
 
 def test_a_double_click_submits_once(slurm, project, capsys):
@@ -131,29 +143,24 @@ def test_a_double_click_submits_once(slurm, project, capsys):
 def test_two_submissions_at_once_make_one_chain(slurm, project):
     """Both would find the queue empty, if they did not wait for each other."""
     slurm.command("sbatch", "sleep 0.2\n" + SBATCH)
-    command = [sys.executable, "-m", "lmcore", "submit", "workbook"]
-    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
+    words = [sys.executable, "-m", "lmcore", "submit", "workbook"]
+    both = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
     assert sorted(process.wait(timeout=120) for process in both) == [0, 2]
     assert len(slurm.called("sbatch")) == 4
 
 
-def test_jobs_that_have_ended_or_that_slurm_has_forgotten_are_no_obstacle(slurm, project):
+def test_jobs_that_have_ended_or_that_slurm_has_forgotten_are_no_obstacle(slurm, project, capsys):
     assert main(["submit", "notebook", "02"]) == 0
-    slurm.queue.write_text("101|FAILED|NonZeroExitCode|0:10|N/A||02_train\n")
+    slurm.queue.write_text("101|FAILED|NonZeroExitCode|N/A|02_train\n")
     assert main(["submit", "notebook", "02"]) == 0
-    slurm.queue.unlink()
     slurm.command("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    assert main(["submit", "notebook", "02"]) == 0
-
-
-def test_where_slurm_does_not_answer_nothing_is_submitted(slurm, project, capsys):
     assert main(["submit", "notebook", "02"]) == 0
     capsys.readouterr()
     slurm.command("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     said = refusal(capsys, "notebook", "02")
     assert said.startswith("It is unknown whether jobs of")
     assert "Unable to contact slurm controller" in said
-    assert len(slurm.called("sbatch")) == 1
+    assert len(slurm.called("sbatch")) == 3
 
 
 def test_what_sbatch_refuses_cancels_the_jobs_before_it(slurm, project, monkeypatch, capsys):
@@ -163,28 +170,26 @@ def test_what_sbatch_refuses_cancels_the_jobs_before_it(slurm, project, monkeypa
         "What your cluster wants stands in papermill_jobs/site.yaml, or in the file after --site; sinfo -s lists "
         "partitions. The jobs before it are cancelled: 101, 102."
     )
+    out = project / "runs" / "smoke"
     assert slurm.called("scancel") == ["101 102"]
-    assert read_jobs(project / "runs" / "smoke") == []
-    assert not (project / "runs" / "smoke" / "workbook.json").exists()
+    assert [own_state(job.lines[job.id]) for job in read_log(out)] == ["cancelled", "cancelled"]
+    assert not (out / "workbook.json").exists()
 
 
-def test_jobs_that_cannot_be_cancelled_are_named_and_stay_in_the_ledger(slurm, project, monkeypatch, capsys):
+def test_jobs_that_cannot_be_cancelled_are_named_and_stay_in_the_log(slurm, project, monkeypatch, capsys):
     monkeypatch.setenv("REFUSED", "04_benchmark")
     slurm.command("scancel", "echo 'scancel: error: Unable to contact slurm controller' >&2; exit 1")
     said = refusal(capsys, "workbook")
     assert said.endswith("The jobs 101, 102 could not be cancelled: scancel: Unable to contact slurm controller.")
-    assert [job.id for job in read_jobs(project / "runs" / "smoke")] == ["101", "102"]
+    assert [(job.id, job.lines) for job in read_log(project / "runs" / "smoke")] == [("101", {}), ("102", {})]
 
 
-def test_a_silent_controller_is_one_sentence(slurm, project, monkeypatch, capsys):
-    monkeypatch.setattr(scheduler, "SECONDS_TO_ANSWER", 0.5)
-    slurm.command("sbatch", "exec sleep 60")
-    assert refusal(capsys, "notebook", "02") == "sbatch gave no answer within 0.5 s; see whether sinfo does."
-
-
-def test_an_answer_without_an_id_is_one_sentence(slurm, project, capsys):
+def test_an_answer_that_is_none_is_one_sentence(slurm, project, monkeypatch, capsys):
     slurm.command("sbatch", "echo Submitted")
-    assert "sbatch gave no job id for" in refusal(capsys, "notebook", "02")
+    assert "sbatch gave no job id" in refusal(capsys, "notebook", "02")
+    monkeypatch.setattr(slurm_commands, "SECONDS_TO_ANSWER", 0.5)
+    slurm.command("sbatch", "exec sleep 60")
+    assert refusal(capsys, "notebook", "02") == "sbatch: no answer within 0.5 s."
 
 
 @pytest.mark.parametrize(
@@ -195,6 +200,7 @@ def test_an_answer_without_an_id_is_one_sentence(slurm, project, capsys):
         (["workbook", "--parameters", "stepz=1"], "No notebook has a parameter 'stepz'"),
         (["workbook", "--site", "hyak.yaml"], "There is no file hyak.yaml"),
         (["workbook", "--time", "soon"], "time must be minutes"),
+        (["workbook", "--time", "00:00:00", "--dry-run"], "time must be above 0, not '00:00:00'"),
         (["notebook", "9"], "There is no notebook '9'"),
         (["notebook", "0"], "'0' names 3 notebooks"),
         (["sweep", "none"], "There is no sweep 'none'"),
@@ -202,7 +208,7 @@ def test_an_answer_without_an_id_is_one_sentence(slurm, project, capsys):
 )
 def test_wrong_input_is_refused_before_anything_is_submitted(slurm, project, capsys, arguments, sentence):
     assert sentence in refusal(capsys, *arguments)
-    assert not slurm.calls.exists()
+    assert not slurm.called("sbatch")
     assert not (project / "runs").exists()
 
 
@@ -213,8 +219,21 @@ def test_a_damaged_plan_is_refused_before_anything_is_submitted(slurm, project, 
     said = refusal(capsys, "workbook")
     assert said.startswith(f"{file} cannot be read as JSON")
     assert said.endswith("remove it and run the workbook again, which keeps what is done.")
-    assert not slurm.calls.exists()
+    assert not slurm.called("sbatch")
 
+
+def test_a_job_that_submits_does_not_pass_its_own_numbers_on(slurm, project, monkeypatch):
+    """sbatch hands on its environment, and a task's number would give the new jobs another name."""
+    for name in ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID", "SLURM_STEP_NODELIST", "MASTER_ADDR", "LMCORE_JOB_NAME"):
+        monkeypatch.setenv(name, "of the job around")
+    monkeypatch.setenv("SLURM_CLUSTERS", "here")
+    assert main(["submit", "notebook", "04"]) == 0
+    handed_on = slurm.environment("04_benchmark")
+    assert "SLURM_CLUSTERS=here" in handed_on
+    assert not [line for line in handed_on if "of the job around" in line]
+
+
+# Sweeps
 
 SWEEP = """
 name: tiny
@@ -225,26 +244,24 @@ vary: {size: [smoke, laptop]}
 
 
 def test_a_sweep_is_an_array_over_what_is_left_and_a_table(slurm, project, capsys):
-    """A cell that is done is left out when it is submitted again; when all are, nothing is submitted."""
     sweeps = project / "papermill_jobs" / "sweeps"
     sweeps.mkdir()
     (sweeps / "tiny.yaml").write_text(SWEEP)
     assert main(["submit", "sweep", "tiny", "--concurrency", "1", "--set", "context_length=8,16"]) == 0
     out = project / "runs" / "sweeps" / "tiny"
     assert capsys.readouterr().out.splitlines() == [
-        f"101  tiny        {out}/jobs/tiny-101_*.log, 4 cells",
+        f"101  tiny        {out}/jobs/tiny-101_*.log, 4 tasks",
         f"102  tiny-table  {out}/jobs/tiny-table-102.log, after 101",
         f"To watch them: lmcore jobs {out}",
     ]
-    script = (out / "jobs" / "tiny.sbatch").read_text()
-    assert "#SBATCH --array=0-3%1\n" in script
+    assert slurm.called("sbatch")[0].endswith(" --array=0-3%1 papermill_jobs/sweep.sbatch")
     (frozen,) = (out / "jobs").glob("tiny-*.yaml")
-    assert f"export SWEEP={frozen}\n" in script
-    assert "set -- " not in script
+    assert f"SWEEP={frozen}" in slurm.environment("tiny")
     wanted = load_definition("tiny", ["context_length=8,16"])
     assert load_definition(frozen) == load_definition(out / "sweep.yaml") == wanted
-    array, table = read_jobs(out)
-    assert (array.tasks, array.kind, table.kind, table.after) == ([0, 1, 2, 3], "sweep", "sweep-table", ["101"])
+    array, table = read_log(out)
+    assert array.task_ids == ["101_0", "101_1", "101_2", "101_3"]
+    assert (array.kind, table.kind, table.after) == ("sweep", "sweep-table", ["101"])
 
 
 def test_jobs_do_what_was_submitted_whatever_becomes_of_the_definition(slurm, project, capsys):
@@ -258,38 +275,26 @@ def test_jobs_do_what_was_submitted_whatever_becomes_of_the_definition(slurm, pr
     assert main(["submit", "sweep", "tiny.yaml", "--out", str(out), "--again"]) == 0
     assert first.read_bytes() == before
     (second,) = set((out / "jobs").glob("tiny-*.yaml")) - {first}
-    assert f"export SWEEP={second}\n" in (out / "jobs" / "tiny.sbatch").read_text()
+    assert f"SWEEP={second}" in slurm.environment("tiny")
 
 
 def test_an_array_larger_than_the_clusters_is_refused(slurm, project, capsys):
     (project / "tiny.yaml").write_text(SWEEP)
     said = refusal(capsys, "sweep", "tiny.yaml", "--set", "size=smoke,laptop,tinystories,small,medium")
-    assert said.startswith("tiny has cells up to number 4, but this cluster's arrays end at 3 (MaxArraySize)")
+    assert said.startswith("tiny has tasks up to number 4, but this cluster's arrays end at 3 (MaxArraySize)")
     assert not slurm.called("sbatch")
     assert not (project / "runs").exists()
 
 
-def test_a_job_that_submits_does_not_pass_its_own_numbers_on(slurm, project, monkeypatch):
-    """sbatch hands on its environment, and a task's number would give the new jobs another name."""
-    slurm.command("sbatch", "env >environment\n" + SBATCH)
-    for name in ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID", "SLURM_STEP_NODELIST", "MASTER_ADDR"):
-        monkeypatch.setenv(name, "of the job around")
-    monkeypatch.setenv("SLURM_CLUSTERS", "here")
-    assert main(["submit", "notebook", "04"]) == 0
-    handed_on = (slurm.bin.parent / "environment").read_text()
-    assert "SLURM_CLUSTERS=here\n" in handed_on
-    assert "of the job around" not in handed_on
-
-
-def test_finished_cells_are_left_out_and_where_all_are_nothing_is_submitted(slurm, project, capsys):
+def test_what_is_finished_is_left_out_and_where_all_is_nothing_is_submitted(slurm, project, capsys):
     (project / "tiny.yaml").write_text(SWEEP)
-    out = str(project / "out")
-    chosen = ["tiny.yaml", "--out", out, "--set", "size=smoke"]
+    out = project / "out"
+    chosen = ["tiny.yaml", "--out", str(out), "--set", "size=smoke"]
     assert main(["sweep", "run", "--task", "1", *chosen, "context_length=8,16"]) == 0
     assert main(["submit", "sweep", *chosen, "context_length=8,16"]) == 0
-    assert read_jobs(out)[0].tasks == [0]
+    assert read_log(out)[0].task_ids == ["101_0"]
     capsys.readouterr()
     slurm.queue.unlink()
     assert main(["submit", "sweep", *chosen, "context_length=16"]) == 0
-    assert capsys.readouterr().out.startswith(f"All cells in {out} are finished")
+    assert capsys.readouterr().out.startswith(f"All of {out} is finished")
     assert len(slurm.called("sbatch")) == 2

@@ -14,17 +14,16 @@ from pathlib import Path
 import nbformat
 import pytest
 from filelock import FileLock
+from job_projects import command
 from notebook_projects import code, parameters
 
-from lmcore.cli.status import jobs as jobs_command
+from lmcore.cli.jobs import jobs as jobs_command
 from lmcore.errors import UserError
 from lmcore.files import write_json
-from lmcore.workbook.jobs.found import folders_with_jobs, local_jobs_run, runs_folders
-from lmcore.workbook.jobs.ledger import JobRecord, write_job
+from lmcore.workbook.jobs.log import append, local_jobs_run
 from lmcore.workbook.jobs.progress import executed_cells, format_duration, last_lines, read_runs
-from lmcore.workbook.jobs.queue import ask_slurm, plain
-from lmcore.workbook.jobs.status import status_of
-from lmcore.workbook.jobs.table import WIDTH, as_json, as_text
+from lmcore.workbook.jobs.slurm import ask_slurm, in_words
+from lmcore.workbook.jobs.status import WIDTH, as_json, as_text, folders_with_jobs, runs_folders, status_of
 from lmcore.workbook.parameters import find_project
 
 HOST = socket.gethostname()
@@ -32,7 +31,7 @@ HOST = socket.gethostname()
 
 @pytest.fixture
 def out(tmp_path):
-    (tmp_path / "runs" / "gpu" / "jobs").mkdir(parents=True)
+    (tmp_path / "runs" / "gpu").mkdir(parents=True)
     return tmp_path / "runs" / "gpu"
 
 
@@ -49,29 +48,23 @@ def slurm(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
 
     def answer(*lines, error="", code=0, sacct=""):
-        for name, text in {"squeue": "\n".join(lines), "sacct": sacct}.items():
-            body = f"cat <<'END'\n{text}\nEND\n" if text else ""
-            body += f"echo '{error}' >&2\nexit {code}\n" if name == "squeue" else f"exit {0 if sacct else 1}\n"
-            (programs / name).write_text(f"#!/bin/sh\n{body}")
-            (programs / name).chmod(0o755)
+        body = "cat <<'END'\n" + "\n".join(lines) + f"\nEND\necho '{error}' >&2\nexit {code}" if lines or error else ""
+        command(programs, "squeue", body)
+        command(programs, "sacct", f"echo '{sacct}'" if sacct else "exit code=1")
 
     return answer
 
 
-def submit(out, id, name="workbook", kind="workbook", **fields):
-    record = JobRecord(
-        id, name, kind, f"jobs/{name}.sbatch", str(out / "jobs" / f"{name}-%j.log"), "2026-01-01", **fields
-    )
-    write_job(out, record)
-    return record
+def submit(out, id, name="workbook", kind="workbook", **values):
+    append(out, id, name, "submitted", kind=kind, **values)
 
 
-def say(out, id, *words, ago=100.0):
-    """Appends lines to a state file, the first so many seconds ago, the others a second apart."""
-    with open(out / "jobs" / f"{id}.state", "a") as file:
+def say(out, id, *words, ago=100.0, name="workbook"):
+    """Appends lines of a job to the log, the first so many seconds ago, the others a second apart."""
+    with open(out / "jobs.log", "a") as file:
         for number, line in enumerate(words):
             time_utc = datetime.fromtimestamp(time.time() - ago + number, UTC).isoformat(timespec="seconds")
-            file.write(f"{time_utc} {line}\n")
+            file.write(f"{time_utc} {id} {name} {line}\n")
 
 
 def train_run(folder, step=300, steps=5000, started=0, state="running", **status):
@@ -100,9 +93,9 @@ def one(out, **options):
 
 
 def test_a_running_job_says_what_it_does(out, slurm):
-    slurm("17|RUNNING|None|1:00|2026-01-01T10:00:00|n1|workbook")
+    slurm("17|RUNNING|None|2026-01-01T10:00:00|workbook")
     submit(out, "17")
-    say(out, "17", "running n0 restart 0", "requeued", "running n1 restart 1")
+    say(out, "17", "running host=n0 restart=0", "requeued", "running host=n1 restart=1")
     notebook(out, "02_train", job="17")
     notebook(out, "01_build", state="done", job="17")
     train_run(out / "runs" / "best", step=3000, started=1000, job="17")
@@ -116,9 +109,9 @@ def test_a_running_job_says_what_it_does(out, slurm):
 
 
 def test_a_run_belongs_to_the_job_that_trains_it(out, slurm):
-    slurm("17|RUNNING|None|1:00|N/A|n1|train", "18|RUNNING|None|1:00|N/A|n1|benchmark")
-    submit(out, "17", "train", "notebook", notebooks=["02_train"])
-    submit(out, "18", "benchmark", "notebook", notebooks=["04_benchmark"])
+    slurm("17|RUNNING|None|N/A|train", "18|RUNNING|None|N/A|benchmark")
+    submit(out, "17", "02_train", "notebook")
+    submit(out, "18", "04_benchmark", "notebook")
     notebook(out, "02_train")
     notebook(out, "04_benchmark")
     train_run(out / "runs" / "best", job="17")
@@ -129,11 +122,11 @@ def test_a_run_belongs_to_the_job_that_trains_it(out, slurm):
 
 
 def test_a_run_that_is_left_from_an_earlier_attempt_is_not_shown(out, slurm):
-    slurm("17|RUNNING|None|1:00|N/A|n1|train")
+    slurm("17|RUNNING|None|N/A|train")
     submit(out, "17")
     train_run(out / "runs" / "old")
     os.utime(out / "runs" / "old" / "metrics.jsonl", (1e9, 1e9))
-    say(out, "17", "running n1 restart 1")
+    say(out, "17", "running host=n1 restart=1")
     assert one(out)[0].doing == ""
 
 
@@ -145,12 +138,12 @@ def test_the_time_left_is_unknown_rather_than_guessed(out):
     (out / "runs" / "no_config" / "config.json").unlink()
     runs = {run.name: run for run in read_runs(out)}
     assert [runs[name].seconds_left for name in ("one_line", "silent", "no_config")] == [None, None, None]
-    assert runs["silent"].silent_seconds == pytest.approx(1000, abs=5)
-    assert runs["no_config"].steps_per_second == pytest.approx(5)
+    assert runs["silent"].words.endswith("nothing new for 16:40")
+    assert runs["no_config"].words == "no_config: step 1,000, loss 2.500, 5 steps/s"
 
 
 def test_the_runs_of_a_sweep_are_counted(out, slurm):
-    slurm("17|RUNNING|None|1:00|N/A|n1|workbook")
+    slurm("17|RUNNING|None|N/A|workbook")
     submit(out, "17")
     folder = out / "runs" / "rates"
     write_json(folder / "sweep.json", {"a": {}, "b": {}, "c": {}})
@@ -159,39 +152,42 @@ def test_the_runs_of_a_sweep_are_counted(out, slurm):
     assert one(out)[0].doing == "b (rates 1/3 done): step 300/5,000, loss 2.500, 5 steps/s"
 
 
-def test_why_a_job_waits(out, slurm):
-    slurm(
-        "17|PENDING|Resources|0:00|2026-01-01T10:00:00||train",
-        "18|PENDING|Dependency|0:00|N/A||writeup",
-        "19|PENDING|BeginTime|0:00|N/A||again",
-    )
-    submit(out, "17", "train")
-    submit(out, "18", "writeup", "writeup", after=["17"])
-    submit(out, "19", "again")
-    say(out, "19", "running n1 restart 0", "requeued")
-    first, second, third = status_of([out])[0]
-    assert first.notes == ("It waits: Resources; expected to start 2026-01-01T10:00:00.",)
-    assert second.notes == ("It waits for job 17: Dependency.",)
-    assert [row.state for row in (first, second, third)] == ["pending", "pending", "requeued"]
-    assert third.attempts == 1
+RUNNING = "running host=n1 restart=0"
+STATES = {
+    "waits for nodes": ("PENDING|Resources|2026-01-01T10:00:00", [], "pending",
+                        "It waits: Resources; expected to start 2026-01-01T10:00:00."),
+    "waits for a job": ("PENDING|Dependency|N/A", [], "pending", "It waits for job 3: Dependency."),
+    "waits to go on": ("PENDING|BeginTime|N/A", [RUNNING, "requeued"], "requeued", "It waits: BeginTime."),
+    "cancelled": ("CANCELLED|None|N/A", [RUNNING], "cancelled", ""),
+    "forgotten, done": (None, [RUNNING, "exit code=0"], "completed", ""),
+    "forgotten, failed": (None, [RUNNING, "exit code=1"], "failed", "It ended with exit code 1."),
+    "forgotten, stopped": (None, [RUNNING, "exit code=75"], "stopped", "It ended with exit code 75."),
+    "forgotten, given up": (None, [RUNNING, "gave-up", "exit code=75"], "gave up",
+                            "It made no progress in several attempts, and was not requeued again."),
+    "forgotten while it ran": (None, [RUNNING], "lost",
+                               "It was running on n1 when it last wrote, and nobody knows it any more."),
+    "forgotten while it waited": (None, [RUNNING, "requeued"], "requeued", ""),
+    "forgotten before it ran": (None, [], "not run", "It never started, and Slurm does not know it any more."),
+}  # fmt: skip
+"""What squeue says, what the job wrote, and what is shown: the state, and why."""
 
 
-def test_what_slurm_has_forgotten_the_state_files_know(out, slurm):
-    slurm(error="slurm_load_jobs error: Invalid job id specified", code=1)
-    said = {"1": ["exit 0"], "2": ["exit 1"], "3": ["exit 75"], "4": ["gave up", "exit 75"], "5": [], "6": ["requeued"]}
-    for id, words in said.items():
-        submit(out, id)
-        say(out, id, "running n1 restart 0", *words)
-    submit(out, "7")
-    rows, fault = status_of([out])
+@pytest.mark.parametrize(("queued", "lines", "state", "note"), STATES.values(), ids=STATES)
+def test_the_state_is_slurms_word_or_else_the_jobs_own(out, slurm, queued, lines, state, note):
+    if queued:
+        slurm(f"17|{queued}|workbook")
+    else:
+        slurm(error="slurm_load_jobs error: Invalid job id specified", code=1)
+    submit(out, "17", after="3")
+    say(out, "17", *lines)
+    row, fault = one(out)
     assert fault is None
-    assert [row.state for row in rows] == ["completed", "failed", "stopped", "gave up", "lost", "requeued", "unknown"]
-    assert rows[1].notes == ("It ended with exit code 1.",)
-    assert "was running on n1" in rows[4].notes[0]
+    assert (row.state, row.attempts, row.is_active) == (state, int(bool(lines)), False)
+    assert (row.notes or ("",))[0] == note
 
 
 def test_the_accounting_is_asked_for_what_the_controller_forgot(out, slurm):
-    slurm("17|RUNNING|None|1:00|N/A|n1|a", sacct="18|CANCELLED by 1000|00:01:00|n2|b")
+    slurm("17|RUNNING|None|N/A|a", sacct="18|CANCELLED by 1000|b")
     submit(out, "17")
     submit(out, "18")
     assert [row.state for row in status_of([out])[0]] == ["running", "cancelled"]
@@ -199,7 +195,7 @@ def test_the_accounting_is_asked_for_what_the_controller_forgot(out, slurm):
 
 def test_without_slurm_the_files_are_read(out, no_slurm):
     submit(out, "17")
-    say(out, "17", "running n1 restart 0")
+    say(out, "17", "running host=n1 restart=0")
     row, fault = one(out)
     assert row.state == "running"
     assert "no squeue" in fault
@@ -216,21 +212,19 @@ def test_a_controller_that_does_not_answer_is_one_sentence(out, slurm):
 
 def test_a_program_that_hangs_is_given_up(slurm, tmp_path, monkeypatch):
     slurm()
-    (tmp_path / "programs" / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr("lmcore.workbook.jobs.queue.SECONDS_TO_ANSWER", 0.2)
-    assert ask_slurm(["1"]) == (
-        {},
-        "Slurm does not answer (squeue gave no answer within 0.2 s): the states are what the jobs themselves last "
-        "wrote.",
-    )
+    command(tmp_path / "programs", "squeue", "exec sleep 60")
+    monkeypatch.setattr("lmcore.workbook.jobs.slurm.SECONDS_TO_ANSWER", 0.2)
+    sentence = "Slurm does not answer (no answer within 0.2 s): the states are what the jobs themselves last wrote."
+    assert ask_slurm(["1"]) == ({}, sentence)
 
 
 def test_a_failed_job_shows_the_last_line_of_its_log(out, slurm):
-    slurm("17|FAILED|NonZeroExitCode|1:00|N/A|n1|workbook")
+    slurm("17|FAILED|NonZeroExitCode|N/A|workbook")
     submit(out, "17")
-    say(out, "17", "running n1 restart 0", "exit 1")
+    say(out, "17", "running host=n1 restart=0", "exit code=1")
     notebook(out, "02_train", state="failed", cell=3, job="17", error="ValueError: no")
     log = "one\nbar 1%\rbar 100%\n\x1b[31mNotebook 02_train failed\x1b[0m\n\n"
+    (out / "jobs").mkdir()
     (out / "jobs" / "workbook-17.log").write_text(log)
     row, _ = one(out)
     assert row.tail == ("Notebook 02_train failed",)
@@ -242,29 +236,22 @@ def test_a_failed_job_shows_the_last_line_of_its_log(out, slurm):
     assert "It ended with exit code 1." in text
 
 
-def test_a_cancelled_job_is_not_running(out, slurm):
-    slurm("17|CANCELLED|None|1:00|N/A|n1|workbook")
-    submit(out, "17")
-    say(out, "17", "running n1 restart 0")
-    assert one(out)[0].state == "cancelled"
-
-
 def test_an_array_is_one_row_and_one_for_each_failed_task(out, slurm):
     slurm(
-        "17_0|COMPLETED|None|1:00|N/A|n1|sweep",
-        "17_1|FAILED|NonZeroExitCode|1:00|N/A|n1|sweep",
-        "17_3|RUNNING|None|1:00|N/A|n1|sweep",
-        "17_4|PENDING|JobArrayTaskLimit|0:00|N/A||sweep",
-        "17_5|PENDING|JobArrayTaskLimit|0:00|N/A||sweep",
+        "17_0|COMPLETED|None|N/A|sweep",
+        "17_1|FAILED|NonZeroExitCode|N/A|sweep",
+        "17_3|RUNNING|None|N/A|sweep",
+        "17_4|PENDING|JobArrayTaskLimit|N/A|sweep",
+        "17_5|PENDING|JobArrayTaskLimit|N/A|sweep",
     )
-    log = str(out / "jobs" / "sweep-%A_%a.log")
-    write_job(out, JobRecord("17", "sweep", "sweep", "s", log, "2026-01-01", tasks=[0, 1, 2, 3, 4, 5]))
+    submit(out, "17", "sweep", "sweep", tasks="0-5")
     for task in (0, 2):  # 60 and 70 seconds
-        say(out, f"17_{task}", "running n1 restart 0", ago=200)
-        say(out, f"17_{task}", "exit 0", ago=140 - 5 * task)
-    say(out, "17_1", "running n1 restart 0", "exit 1")
+        say(out, f"17_{task}", "running host=n1 restart=0", ago=200)
+        say(out, f"17_{task}", "exit code=0", ago=140 - 5 * task)
+    say(out, "17_1", "running host=n1 restart=0", "exit code=1")
+    (out / "jobs").mkdir()
     (out / "jobs" / "sweep-17_1.log").write_text("lmcore: no such data\n")
-    say(out, "17_3", "running n1 restart 0")
+    say(out, "17_3", "running host=n1 restart=0")
     train_run(out / "runs" / "lr_1", job="17_3")
     whole, failed = status_of([out])[0]
     assert whole.tasks == {"completed": 2, "failed": 1, "running": 1, "pending": 2}
@@ -277,32 +264,23 @@ def test_an_array_is_one_row_and_one_for_each_failed_task(out, slurm):
 
 
 def test_a_job_submitted_by_hand_is_shown(out, slurm, tmp_path, monkeypatch):
-    slurm("99|RUNNING|None|1:00|N/A|n1|lmcore-workbook")
+    slurm("99|RUNNING|None|N/A|lmcore-workbook")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lmcore-workbook-99.log").write_text("hello\n")
-    say(out, "99", "running n1 restart 0")
-    say(out, "98_1", "running n1 restart 0", "exit 3")
-    array, task, job = status_of([out], tail=1)[0]
+    say(out, "99", "running host=n1 restart=0", name="lmcore-workbook")
+    say(out, "98_1", "running host=n1 restart=0", "exit code=3")
+    job, array, task = status_of([out], tail=1)[0]
     assert (array.id, array.tasks, task.id) == ("98", {"failed": 1}, "98_1")
     assert (job.name, job.state, job.tail) == ("lmcore-workbook", "running", ("hello",))
     assert "submitted by hand" in job.notes[0]
 
 
 def test_damaged_and_foreign_files_are_rows_or_nothing(out, slurm):
-    slurm("17|RUNNING|None|1:00|N/A|n1|workbook")
+    slurm("17|RUNNING|None|N/A|workbook")
     submit(out, "17")
-    say(out, "17", "running n1 restart 0")
-    (out / "jobs" / "18.json").write_text('{"id": "18", "na')
-    (out / "jobs" / "20.json").write_text('{"a": 1}')
-    (out / "jobs" / "21.json").write_bytes(b"\xff\xfe\x00")
-    submit(out, "23")
-    submit(out, "24")
-    for id, damage in {"23": {"tasks": 1}, "24": {"after": ["17", 5]}}.items():
-        path = out / "jobs" / f"{id}.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | damage))
-    (out / "jobs" / "17.progress.json").write_text("[]")
-    (out / "jobs" / "22.state").write_bytes(b"\x00\xffrunn")
-    (out / "jobs" / "notes.txt").touch()
+    say(out, "17", "running host=n1 restart=0")
+    with open(out / "jobs.log", "ab") as file:
+        file.write(b"\x00\xffrunn\n2026 22 x\n2026 23 x what\n2026 24 x submitted tasks=1-,a after\n")
     (out / "notebooks").mkdir()
     (out / "notebooks" / "02_train.json").write_text("[1, 2")
     notebook(out, "03_generate")
@@ -314,17 +292,7 @@ def test_damaged_and_foreign_files_are_rows_or_nothing(out, slurm):
     with open(out / "runs" / "d" / "metrics.jsonl", "a") as file:
         file.write('{"step": 310, "tra')
     rows = {row.id: row for row in status_of([out])[0]}
-    assert {id: row.state for id, row in rows.items()} == {
-        "17": "running",
-        "18": "damaged",
-        "20": "damaged",
-        "21": "damaged",
-        "22": "unknown",
-        "23": "damaged",
-        "24": "damaged",
-    }
-    for id in ("18", "20", "21", "23", "24"):
-        assert f"{id}.json" in rows[id].notes[0]
+    assert {id: row.state for id, row in rows.items()} == {"17": "running", "24": "not run"}
     assert rows["17"].doing == "03_generate; d: step 300/5,000, loss 2.500, 5 steps/s"
 
 
@@ -346,9 +314,9 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
 
 def test_no_damage_is_a_traceback(out, no_slurm):
     submit(out, "17")
-    write_job(out, JobRecord("18", "sweep", "sweep", "s", str(out / "jobs" / "%A_%a.log"), "2026-01-01", tasks=[0, 1]))
-    for id, end in {"17": [], "18_0": ["exit 1"], "18_1": []}.items():
-        say(out, id, "running n1 restart 0", *end)
+    submit(out, "18", "sweep", "sweep", tasks="0-1")
+    for id, end in {"17": [], "18_0": ["exit code=1"], "18_1": []}.items():
+        say(out, id, "running host=n1 restart=0", *end)
     notebook(out, "02_train", job="17")
     train_run(out / "runs" / "rates" / "a", step=100, job="17")
     write_json(out / "runs" / "rates" / "sweep.json", {"a": {}, "b": {}})
@@ -358,9 +326,8 @@ def test_no_damage_is_a_traceback(out, no_slurm):
         content = path.read_bytes()
         path.write_bytes(damaged(content, chance))
         rows, fault = status_of([out], tail=1)
-        assert len(rows) >= 2
         assert json.loads(as_json(rows, fault))
-        assert as_text(rows, fault)
+        assert as_text(rows, fault) or not rows
         path.write_bytes(content)
 
 
@@ -405,10 +372,10 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path):
 
 
 def test_a_local_job_is_looked_for_among_the_processes(out, no_slurm):
-    submit(out, "local-1", scheduler="local")
-    submit(out, "local-2", scheduler="local")
-    say(out, "local-1", f"running {HOST} restart 0")
-    say(out, "local-2", f"running {HOST} restart 0")
+    submit(out, "local-1")
+    submit(out, "local-2")
+    say(out, "local-1", f"running host={HOST} restart=0")
+    say(out, "local-2", f"running host={HOST} restart=0")
     variables = os.environ | {"LMCORE_JOB_ID": "local-1"}
     child = subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], env=variables, stdin=-1, stdout=-1)
     try:
@@ -421,7 +388,7 @@ def test_a_local_job_is_looked_for_among_the_processes(out, no_slurm):
 
 
 def test_local_jobs_that_wait_and_those_that_nobody_runs(out, no_slurm):
-    submit(out, "local-1", scheduler="local")
+    submit(out, "local-1")
     assert one(out)[0].state == "not run"
     with FileLock(out / "jobs" / ".local.lock"):
         source = "import sys\nfrom pathlib import Path\nfrom lmcore.workbook.jobs.status import status_of\n"
@@ -443,7 +410,8 @@ def test_a_site_may_have_its_runs_in_a_scratch_folder(tmp_path, monkeypatch):
 
 
 def test_folders_that_have_jobs(out, tmp_path):
-    (tmp_path / "runs" / "sweeps" / "rates" / "jobs").mkdir(parents=True)
+    for folder in (out, tmp_path / "runs" / "sweeps" / "rates"):
+        submit(folder, "1")
     (tmp_path / "runs" / "smoke").mkdir()
     assert folders_with_jobs(tmp_path / "runs") == [out, tmp_path / "runs" / "sweeps" / "rates"]
     with pytest.raises(UserError, match="No job was submitted for"):
@@ -451,9 +419,9 @@ def test_folders_that_have_jobs(out, tmp_path):
 
 
 def test_the_table_fits_its_width(out, slurm):
-    slurm("17|PENDING|Resources|0:00|N/A||" + "long" * 9)
+    slurm("17|PENDING|Resources|N/A|" + "long" * 9)
     submit(out, "17", "a" * 30)
-    submit(out, "1" * 20, after=["17"])
+    submit(out, "1" * 20, after="17")
     rows, _ = status_of([out])
     rows[0].__dict__["doing"] = "word " * 60
     lines = as_text(rows, None).splitlines()
@@ -463,7 +431,7 @@ def test_the_table_fits_its_width(out, slurm):
 
 def test_json_is_for_programs(out, no_slurm):
     submit(out, "17")
-    say(out, "17", "running n1 restart 0")
+    say(out, "17", "running host=n1 restart=0")
     rows, fault = status_of([out])
     value = json.loads(as_json(rows, fault))
     assert value["slurm"] == fault
@@ -472,7 +440,7 @@ def test_json_is_for_programs(out, no_slurm):
 
 
 def test_the_command_finds_the_folders(out, slurm, tmp_path, monkeypatch, capsys):
-    slurm("17|RUNNING|None|1:00|N/A|n1|workbook")
+    slurm("17|RUNNING|None|N/A|workbook")
     submit(out, "17")
     monkeypatch.chdir(tmp_path)
     assert jobs_command() == 0
@@ -490,8 +458,7 @@ def test_no_jobs_is_said(tmp_path, monkeypatch, capsys):
 
 def test_it_does_not_wait_for_torch():
     source = (
-        "import sys\nfrom lmcore.workbook.jobs import status, table\n"
-        "print({'torch', 'pandas', 'nbformat'} & set(sys.modules))"
+        "import sys\nfrom lmcore.workbook.jobs import status\nprint({'torch', 'pandas', 'nbformat'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
@@ -504,7 +471,7 @@ def test_durations(seconds, text):
 
 @pytest.mark.parametrize(("word", "text"), [("NODE_FAIL", "node fail"), ("CANCELLED by 0", "cancelled"), ("R+", "r")])
 def test_states_in_words(word, text):
-    assert plain(word) == text
+    assert in_words(word) == text
 
 
 def test_outside_of_a_project_the_jobs_are_those_of_the_checkout(tmp_path, monkeypatch):
