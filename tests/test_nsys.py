@@ -11,7 +11,7 @@ import pytest
 import torch
 from nsys_exports import AUTOGRAD, FORWARD_BACKWARD, SmallExport, sample
 
-from lmcore.cli import doctor, main
+from lmcore.cli import main
 from lmcore.cli.nsys import profile_lines
 from lmcore.config import to_dict
 from lmcore.errors import UserError
@@ -24,6 +24,7 @@ from lmcore.profiling.nsys.tool import FLAGS, Nsys, export_report, find_nsys, lo
 from lmcore.profiling.nsys.torch_trace import read_torch_trace
 from lmcore.profiling.nsys.trace import busy_table, kernels_in, kind_table
 from lmcore.profiling.workload import no_span, workload_config
+from lmcore.workbook import doctor
 
 FAKE = """#!{python}
 import pathlib, shutil, subprocess, sys

@@ -276,7 +276,7 @@ def test_why_both_optimizations_save_no_more_than_one_is_said_only_where_it_is_s
     rows["peak_memory_bytes"] = [memory[0], memory[1], memory[2], memory[1]]
     text = levers.optimizations_answer(rows, StudyConfig())
     assert "Both together save no more memory than checkpointing alone" in text
-    assert "lies in the loss (exponentials of the logits)" in text
+    assert "lies in the loss (cross_entropy, exp)" in text
     assert "save no more" not in levers.optimizations_answer(rows)
     rows["peak_memory_bytes"] = [memory[0], memory[1], memory[2], memory[1] // 2]
     assert "save no more" not in levers.optimizations_answer(rows, StudyConfig())

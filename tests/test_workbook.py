@@ -209,7 +209,7 @@ def test_durations_are_those_of_an_earlier_execution_or_of_the_table(good_run, t
     assert all(0 < value < 60 for value in seconds.values())
     for scale, file in (("gpu", executed), ("smoke", tmp_path / "nothing.ipynb")):  # of another scale; none
         assert execution.expected_seconds(source, file, scale) == (dict.fromkeys(ids, 0.05), False)
-    (source.parents[1] / "papermill_jobs" / "durations.yaml").write_text(f"01_first: {{{ids[1]}: 7}}")
+    (source.parents[1] / "papermill_jobs" / "durations.yaml").write_text(f'01_first: {{"{ids[1]}": 7}}')
     seconds, known = execution.expected_seconds(source, tmp_path / "nothing.ipynb", "smoke")
     assert (seconds[ids[1]], known) == (7, True)
 

@@ -233,14 +233,18 @@ def test_every_process_gets_the_signal_at_once(workbook, endless):
     assert book.run("toy").checkpoints()
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT], ids=["SIGUSR1", "SIGINT"])
+DEAF = "while True:\n    try:\n        time.sleep(9)\n    except KeyboardInterrupt:\n        pass"
+WITH_A_CHILD = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)\nwhile True: pass"
+
+
 @pytest.mark.parametrize(
-    "loop",
+    ("loop", "number"),
     [
-        "while True:\n    try:\n        time.sleep(9)\n    except KeyboardInterrupt:\n        pass",
-        "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)\nwhile True: pass",
+        pytest.param(DEAF, signal.SIGUSR1, id="a cell that does not listen"),
+        pytest.param(WITH_A_CHILD, signal.SIGUSR1, id="a loop with a child in a session of its own"),
+        pytest.param(DEAF, signal.SIGINT, id="Ctrl-C, a cell that does not listen"),
+        pytest.param(WITH_A_CHILD, signal.SIGINT, id="Ctrl-C, a loop with a child in a session of its own"),
     ],
-    ids=["a cell that does not listen", "a loop with a child in a session of its own"],
 )
 def test_a_cell_without_training_is_interrupted(workbook, loop, number):
     book = workbook(code(touch("begun") + loop), code("1")).start()
