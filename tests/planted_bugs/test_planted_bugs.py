@@ -1,10 +1,10 @@
 import ast
 import re
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
-import plant
 import pytest
 from plant import Bug, read_bugs
 
@@ -46,7 +46,19 @@ EXAMPLE = """
 """
 
 
-def test_the_script_tells_caught_from_not_caught(tmp_path, capsys):
+def planted(*words: str, folder: Path) -> tuple[int, str]:
+    """Exit code and output of `plant.main` in a process of its own: this one may have a fork server with lmcore in it."""
+    call = (
+        f"plant.main({list(words)}, Path({str(folder)!r}), Path({str(folder / 'bugs.yaml')!r}), preloaded=['pytest'])"
+    )
+    code = f"import sys; from pathlib import Path; import plant; sys.exit({call})"
+    done = subprocess.run(
+        [sys.executable, "-c", code, folder, *words], cwd=Path(__file__).parent, text=True, stdout=subprocess.PIPE
+    )
+    return done.returncode, done.stdout
+
+
+def test_the_script_tells_caught_from_not_caught(tmp_path):
     """In a repository of its own: only a failing test is a catch, and the working tree stays as it is."""
     sums = "import math\n\n\ndef add(a, b):\n    return a + b\n\n\ndef product(a, b):\n    return a * b\n"
     files = {"sums.py": sums, "test_sums.py": "import sums\n\n\ndef test_add():\n    assert sums.add(1, 2) == 3\n"}
@@ -57,10 +69,11 @@ def test_the_script_tells_caught_from_not_caught(tmp_path, capsys):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     (tmp_path / "sums.py").write_text("not committed")
     (tmp_path / "bugs.yaml").write_text(EXAMPLE)
-    assert plant.main(["seen"], tmp_path, tmp_path / "bugs.yaml", preloaded=["pytest", "hypothesis"]) == 0
-    assert re.search(r"^caught +[\d.]+ s  seen  ", capsys.readouterr().out, re.MULTILINE)
-    assert plant.main(["--skip-check"], tmp_path, tmp_path / "bugs.yaml", preloaded=["pytest", "hypothesis"]) == 1
-    said = capsys.readouterr().out
+    code, said = planted("seen", folder=tmp_path)
+    assert code == 0
+    assert re.search(r"^caught +[\d.]+ s  seen  ", said, re.MULTILINE)
+    code, said = planted("--skip-check", folder=tmp_path)
+    assert code == 1
     for name, result in {"seen": "caught", "unseen": "NOT CAUGHT", "gone": "does not apply", "broken": "ERROR"}.items():
         assert re.search(rf"^{result} +[\d.]+ s  {name}  ", said, re.MULTILINE)
     assert "1 of 4 planted bugs were caught." in said
