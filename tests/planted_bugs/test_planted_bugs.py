@@ -47,14 +47,10 @@ EXAMPLE = """
 
 
 def planted(*words: str, folder: Path) -> tuple[int, str]:
-    """Exit code and output of `plant.main` in a process of its own: this one may have a fork server with lmcore in it."""
-    call = (
-        f"plant.main({list(words)}, Path({str(folder)!r}), Path({str(folder / 'bugs.yaml')!r}), preloaded=['pytest'])"
-    )
-    code = f"import sys; from pathlib import Path; import plant; sys.exit({call})"
-    done = subprocess.run(
-        [sys.executable, "-c", code, folder, *words], cwd=Path(__file__).parent, text=True, stdout=subprocess.PIPE
-    )
+    """Exit code and output of `plant.main` in a process of its own: the fork server of this one may hold lmcore."""
+    call = "plant.main(sys.argv[2:], Path(sys.argv[1]), Path(sys.argv[1]) / 'bugs.yaml', preloaded=['pytest'])"
+    command = [sys.executable, "-c", f"import sys; from pathlib import Path; import plant; sys.exit({call})"]
+    done = subprocess.run([*command, folder, *words], cwd=Path(__file__).parent, text=True, stdout=subprocess.PIPE)
     return done.returncode, done.stdout
 
 
