@@ -25,8 +25,8 @@ SPECIAL_TOKENS_FILE = "special_tokens.json"
 PIECE_CHARACTERS = 1 << 14
 """Characters that `encode_iterable` holds at a time, unless one pretoken is longer."""
 
-CACHED_CHUNKS = 1 << 15
-"""Chunks and pretokens whose ids are kept, to bound memory: several MiB, and most of the words of natural text."""
+CACHED_CHUNKS = 1 << 17
+"""Chunks and pretokens whose ids are kept, to bound memory: some 25 MB, and the words of several MB of web text."""
 
 LONG = 100
 """Pretokens of more bytes are merged by `merge_long`; the ids of text of more characters are not kept."""
@@ -186,7 +186,8 @@ class Tokenizer:
         return ids
 
     def _encode_chunk(self, chunk: str) -> list[int]:
-        words = pretokens(chunk)
+        word = chunk.removeprefix(" ")
+        words = [chunk] if word.isalpha() and word.isascii() else pretokens(chunk)  # most chunks need no pattern
         if len(words) > 1:
             ids = [token_id for word in words for token_id in self._cache.get(word) or self._encode_chunk(word)]
         else:
