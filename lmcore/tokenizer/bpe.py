@@ -25,8 +25,8 @@ SPECIAL_TOKENS_FILE = "special_tokens.json"
 PIECE_CHARACTERS = 1 << 14
 """Characters that `encode_iterable` holds at a time, unless one pretoken is longer."""
 
-CACHED_CHUNKS = 1 << 17
-"""Chunks and pretokens whose ids are kept, to bound memory: some 25 MB, and the words of several MB of web text."""
+CACHED_CHUNKS = 1 << 16
+"""Chunks and pretokens whose ids are kept, to bound memory: some 15 MB, and the words of a MB of web text."""
 
 LONG = 100
 """Pretokens of more bytes are merged by `merge_long`; the ids of text of more characters are not kept."""
