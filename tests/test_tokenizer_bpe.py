@@ -12,7 +12,7 @@ import pytest
 import tiktoken
 import tokenizer_reference as reference
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiktoken_ext.openai_public import r50k_pat_str
 
@@ -170,6 +170,7 @@ class CountingRanks(dict):
         return super().__contains__(pair)
 
 
+@example("a" * 12, random.Random(0))
 @given(st.lists(st.sampled_from("aab \xe9t"), max_size=300).map("".join), st.randoms(use_true_random=False))
 @settings(deadline=None)
 def test_long_and_short_merging_agree(tokenizer, text, draw):
