@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_strategies import model_configs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,21 +22,6 @@ SWITCHES = [
         ("pre", "post", "none"), ("rope", "sinusoidal", "none"), ("swiglu", "silu"), (False, True)
     )
 ]
-
-
-@st.composite
-def model_configs(draw) -> ModelConfig:
-    """Small models of any shape, with any switches."""
-    num_heads = draw(st.integers(1, 4))
-    return ModelConfig(
-        vocab_size=draw(st.integers(2, 70)),
-        context_length=draw(st.integers(2, 20)),
-        d_model=num_heads * 2 * draw(st.integers(1, 6)),
-        num_layers=draw(st.integers(1, 3)),
-        num_heads=num_heads,
-        d_ff=draw(st.integers(1, 50)),
-        **draw(st.sampled_from(SWITCHES)),
-    )
 
 
 def meta_model(config: ModelConfig) -> TransformerLM:
@@ -54,7 +40,7 @@ def counted_flops(config: ModelConfig, batch_size: int, seq_len: int) -> tuple[i
 
 
 @settings(max_examples=40, deadline=None)
-@given(model_configs())
+@given(model_configs(SWITCHES))
 def test_parameters_equal_the_built_model_by_component(config):
     model = meta_model(config)
     built = dict.fromkeys(accounting.parameter_counts(config), 0)
@@ -73,7 +59,7 @@ def test_parameters_of_every_named_size(size):
 
 
 @settings(max_examples=60, deadline=None)
-@given(model_configs(), st.integers(1, 3), st.data())
+@given(model_configs(SWITCHES), st.integers(1, 3), st.data())
 def test_flops_equal_pytorchs_counter(config, batch_size, data):
     seq_len = data.draw(st.integers(1, config.context_length))
     forward, backward = counted_flops(config, batch_size, seq_len)
@@ -113,7 +99,7 @@ def test_frozen_input_saves_exactly_the_gradients_of_the_first_projections():
 
 
 @settings(max_examples=40, deadline=None)
-@given(model_configs(), st.integers(1, 5))
+@given(model_configs(SWITCHES), st.integers(1, 5))
 def test_algebra_equals_numbers(config, batch_size):
     symbols = accounting.symbolic(config)
     names = ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff")
@@ -162,7 +148,7 @@ def test_gpt2_xl_worked_by_hand():
 
 
 @settings(max_examples=40, deadline=None)
-@given(model_configs(), st.floats(1e4, 1e9))
+@given(model_configs(SWITCHES), st.floats(1e4, 1e9))
 def test_largest_batch_fits_and_one_more_does_not(config, memory):
     batch_size = accounting.max_batch_size(config, memory)
     assert sum(accounting.adamw_memory(config, batch_size + 1).values()) > memory

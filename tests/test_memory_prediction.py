@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_strategies import model_configs
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lmcore import accounting
@@ -27,23 +28,8 @@ SWITCHES = [
 SWITCHES += [{**switches, "attention": kernel} for kernel in ("sdpa", "flash") for switches in SWITCHES]
 
 
-@st.composite
-def model_configs(draw) -> ModelConfig:
-    """Small models of any shape, with any switches."""
-    num_heads = draw(st.integers(1, 4))
-    return ModelConfig(
-        vocab_size=draw(st.integers(2, 70)),
-        context_length=draw(st.integers(2, 20)),
-        d_model=num_heads * 2 * draw(st.integers(1, 6)),
-        num_layers=draw(st.integers(1, 3)),
-        num_heads=num_heads,
-        d_ff=draw(st.integers(1, 50)),
-        **draw(st.sampled_from(SWITCHES)),
-    )
-
-
 @settings(max_examples=25, deadline=None)
-@given(model_configs(), st.integers(1, 3), st.sampled_from(["fp32", "bf16"]))
+@given(model_configs(SWITCHES), st.integers(1, 3), st.sampled_from(["fp32", "bf16"]))
 def test_a_block_of_any_kind_keeps_what_is_predicted(config, batch_size, precision):
     cell = WorkloadConfig(config, batch_size, precision=precision, device="cpu")
     assert saved_by_operation(cell, abstract=True) == saved_by_operation(cell)

@@ -213,7 +213,7 @@ def is_of(record: Mapping[str, Any], task: str, config: WorkloadConfig) -> bool:
     try:
         same_task = OLD_TASKS.get(record["task"], record["task"]) == task
         return same_task and from_dict(WorkloadConfig, record["config"]) == config
-    except UserError:  # a field that there is no more, or a value that it no longer takes
+    except UserError:  # a field that no longer exists, or a value that it no longer takes
         return False
 
 

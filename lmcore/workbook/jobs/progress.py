@@ -35,7 +35,7 @@ class Work:
     changed: float = 0.0
     """When a run wrote its last line, in seconds since the epoch."""
     seconds_left: float | None = None
-    """Of a run; None where there is no rate to tell it from."""
+    """Of a run; None where no rate is known."""
 
 
 def read_notebooks(out: Path) -> list[Work]:
