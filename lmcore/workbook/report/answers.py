@@ -1,9 +1,12 @@
-"""Answer cells, and the wording of numbers in them."""
+"""Answers: a template that a person wrote, values by keyword, and the claims it rests on."""
 
 import inspect
 import re
-from collections.abc import Sequence
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 from IPython.display import Markdown
 
 from lmcore.errors import require
@@ -15,26 +18,54 @@ BLOCK_START = re.compile(r"\s*(\||[-*+] |\d+[.)] |#|>|```|\$\$|<)")
 
 
 class Answer(Markdown):
-    """Markdown that begins with a uniform marker and says in its metadata which problem it answers."""
+    """Markdown that begins with a uniform marker; its metadata holds problem, part, values and claims."""
 
-    def __init__(self, name: str, part: str, text: str):
+    def __init__(self, name: str, part: str, text: str, values: Mapping[str, Any], claims: Mapping[str, bool]):
         label = f"{name} ({part})" if part else name
         gap = "\n\n" if BLOCK_START.match(text) else " "
-        super().__init__(f"**Answer — {label}.**{gap}{text}")
-        self.metadata = {METADATA_KEY: {"problem": name, "part": part}}
+        failed = [claim for claim, holds in claims.items() if not holds]
+        note = f"\n\n*Does not hold on this machine:* {'; '.join(failed)}." if failed else ""
+        super().__init__(f"**Answer — {label}.**{gap}{text}{note}")
+        found = {"problem": name, "part": part, "values": dict(values), "claims": dict(claims)}
+        self.metadata = {METADATA_KEY: found}
 
 
-def answer(problem: str, text: str) -> Answer:
+def answer(problem: str, template: str, claims: Mapping[str, Any] | None = None, **values: Any) -> Answer:
     """The answer to a handout problem, to be the last expression of its cell.
 
-    `problem` is the handout's name, with the part in brackets if it has parts: "transformer_accounting (a)". `text` is
-    Markdown whose numbers were put in by code. Raises `UserError` on an empty text or another form of name.
+    `problem` is the handout's name, with the part in brackets if it has parts: "transformer_accounting (a)". `template`
+    is Markdown with fields for the `values`, formatted as in `str.format`, and by these words besides: `{x:count}`
+    1.64 billion, `{x:bytes}` 6.55 GB, `{x:seconds}` 12.3 ms, `{x:power}` 4.51 · 10¹², `{x:digits}` three digits. A
+    list is joined: 1, 2 and 3. `claims` maps each statement that the answer rests on to whether it holds; what
+    does not hold is said below the answer. Raises `UserError` on an empty text or another form of name.
     """
     match = re.fullmatch(r"([A-Za-z][\w ]*?)\s*(?:\(([\w, -]+)\))?", problem.strip())
     require(match is not None, f"A problem is named like 'adamw' or 'adamwAccounting (b)', not {problem!r}.")
-    text = inspect.cleandoc(text)
+    text = inspect.cleandoc(template)
     require(bool(text), f"The answer to {problem} is empty.")
-    return Answer(match[1], match[2] or "", text)
+    held = {claim: bool(np.all(holds)) for claim, holds in (claims or {}).items()}
+    if values or claims is not None:
+        text = AnswerFormatter().format(text, **values)
+    return Answer(match[1], match[2] or "", text, {name: plain(value) for name, value in values.items()}, held)
+
+
+class AnswerFormatter(string.Formatter):
+    """`str.format` with the words of `FORMATS`, and with lists joined."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """One field of a template."""
+        if isinstance(value, list | tuple | np.ndarray):
+            return join_words([self.format_field(each, format_spec) for each in value])
+        return FORMATS[format_spec](value) if format_spec in FORMATS else format(value, format_spec)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it, for the metadata of an answer: numpy's numbers and arrays as Python's."""
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
 SCALES = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
@@ -104,3 +135,13 @@ def join_words(words: Sequence[str], conjunction: str = "and") -> str:
     """a; a and b; a, b and c."""
     words = [str(word) for word in words]
     return " ".join([", ".join(words[:-1]), conjunction, words[-1]]) if len(words) > 1 else "".join(words)
+
+
+FORMATS = {
+    "count": format_count,
+    "bytes": format_bytes,
+    "seconds": format_seconds,
+    "power": scientific,
+    "digits": format_significant,
+}
+"""Formats of the fields of an answer's template, besides Python's own."""
