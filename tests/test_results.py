@@ -1,0 +1,58 @@
+import pandas as pd
+import pytest
+
+from lmcore.errors import UserError
+from lmcore.workbook.report.results import PERTURB, Results
+from lmcore.workbook.report.tables import read_results
+
+MEASURED = pd.DataFrame({"size": ["small", "large"], "learning_rate": [1e-3, 1e-2], "seconds": [0.5, 2.0]})
+
+
+def measured():
+    return MEASURED
+
+
+def refuse():
+    raise AssertionError("nothing is measured where there are records")
+
+
+def test_a_measured_table_is_written_with_its_provenance(tmp_path):
+    table = Results(tmp_path).table("steps", measured, steps=3)
+    pd.testing.assert_frame_equal(table, MEASURED)
+    read, provenance, notes = read_results(tmp_path / "results" / "steps.json")
+    pd.testing.assert_frame_equal(read, MEASURED)
+    assert provenance["device"]
+    assert provenance["torch"]
+    assert notes == {"steps": 3}
+
+
+def test_a_measurement_may_bring_its_own_provenance(tmp_path):
+    Results(tmp_path).table("steps", lambda: (MEASURED, {"device": "Test chip"}))
+    assert read_results(tmp_path / "results" / "steps.json")[1] == {"device": "Test chip"}
+
+
+def test_records_are_read_and_not_measured(tmp_path):
+    Results(tmp_path / "there").table("steps", lambda: (MEASURED, {"device": "Test chip"}), steps=3)
+    here = Results(tmp_path / "here", tmp_path / "there" / "results")
+    pd.testing.assert_frame_equal(here.table("steps", refuse), MEASURED)
+    files = [tmp_path / place / "results" / "steps.json" for place in ("here", "there")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_table_that_the_records_lack(tmp_path):
+    with pytest.raises(UserError, match="have no table steps"):
+        Results(tmp_path, tmp_path).table("steps", refuse)
+
+
+def test_perturbed_tables_differ_where_something_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv(PERTURB, "1")
+    one = Results(tmp_path).table("steps", measured)
+    again, other_table = Results(tmp_path).table("steps", measured), Results(tmp_path).table("passes", measured)
+    monkeypatch.setenv(PERTURB, "2")
+    two = Results(tmp_path).table("steps", measured)
+    assert (one["seconds"] != MEASURED["seconds"]).all()
+    assert (one["seconds"] == again["seconds"]).all()
+    assert (one["seconds"] != other_table["seconds"]).all()
+    assert (one["seconds"] != two["seconds"]).all()
+    pd.testing.assert_frame_equal(one.drop(columns="seconds"), MEASURED.drop(columns="seconds"))
+    pd.testing.assert_frame_equal(read_results(tmp_path / "results" / "steps.json")[0], MEASURED)
