@@ -51,12 +51,13 @@ TEN_MINUTES = replace(  # what one H200 does in that time: some 46 passes over 7
 RECIPES: dict[str, TrainConfig] = {
     "smoke": TrainConfig(
         model=model_config("smoke", vocab_size=512, context_length=128),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=40),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=24),
         batch_size=16,
-        steps=400,
+        steps=240,
         log_interval=10,
-        eval_interval=80,
-        checkpoint_interval=100,
+        eval_interval=60,
+        eval_batch_size=16,  # what fits into the caches of a CPU
+        checkpoint_interval=60,
         keep_checkpoints=4,
     ),
     "laptop": TrainConfig(

@@ -19,8 +19,9 @@ ONE_THREAD = {"OMP_NUM_THREADS": 1}  # sums of floats differ between numbers of 
 WALL_CLOCK = ("seconds", "tokens_per_second", "mfu", "peak_memory_bytes")
 MINUTES = 60.0
 FEWER = [
-    "--parameters", "sweep_steps=20", "batch_tokens=8192", "num_samples=6", "max_new_tokens=96",
-    "attention_contexts=[128,256]", "recipe_steps=10", "steps=2", "warmup_steps=1", "compiled=False",
+    "--parameters", "num_documents=1000", "learning_rates=[0.01,10.0]", "sweep_steps=10", "batch_sizes=[8,64]",
+    "batch_tokens=8192", "num_samples=6", "max_new_tokens=96", "attention_contexts=[128,256]", "recipe_steps=10",
+    "steps=2", "warmup_steps=1",
 ]  # fmt: skip
 """Shorter sweeps and fewer measurements than by default: both workbooks keep two cores busy all the same."""
 
