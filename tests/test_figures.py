@@ -20,7 +20,7 @@ from lmcore.workbook.report.figures import (
     show_figure,
     use_style,
 )
-from lmcore.workbook.report.generate.figures import measures_figure, token_label, truncation_figure
+from lmcore.workbook.report.notebook import token_label
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,10 +57,6 @@ FIGURES = {
     "learning_rate_sweep": lambda: learning_rate_sweep(sweep()),
     "schedule_figure": lambda: schedule_figure({"cosine": [0.0, 1.0, 0.5, 0.0]}, {"end of warm-up": 1}),
     "sgd_toy_figure": lambda: sgd_toy_figure({10.0: [3, 2, 1], 1000.0: [3, 300, math.inf]}),
-    "truncation_figure": lambda: truncation_figure([0.6, 0.3, 0.1], {"top-p 0.5": [1.0, 0, 0]}, [" a", "\n", "😀"]),
-    "measures_figure": lambda: measures_figure(
-        pd.DataFrame({"t": [0, 1, 0, 1], "p": [1, 1, 2, 2], "m": [1, 2, 3, 4]}), "t", {"m": "M"}, "p", {"m": 2.5}
-    ),
 }
 
 
@@ -181,15 +177,6 @@ def test_the_toy_marks_the_last_loss_before_overflow():
     crosses = [line for line in axes.lines if line.get_marker() == "X"]
     assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in crosses] == [(1, 300.0)]
     assert axes.get_yscale() == "log"
-
-
-def test_truncation_says_how_many_tokens_are_left():
-    full = [0.4, 0.3, 0.2, 0.1]
-    figure = truncation_figure(full, {"top-k 2": [4 / 7, 3 / 7, 0, 0], "all": full}, ["a", "b", "c"])
-    first, second = (axes for axes in figure.axes if axes.get_visible())
-    assert [bar.get_height() for bar in first.patches] == pytest.approx([4 / 7, 3 / 7, 0])
-    assert first.texts[0].get_text() == "2 of 4 tokens\n100% on those shown"
-    assert second.texts[0].get_text() == "4 of 4 tokens\n90% on those shown"
 
 
 @pytest.mark.parametrize(("text", "label"), [(" the", "␣the"), ("\n", "\\n"), ("é", "é"), ("😀", "\\U0001f600")])

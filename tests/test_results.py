@@ -17,13 +17,12 @@ def refuse():
 
 
 def test_a_measured_table_is_written_with_its_provenance(tmp_path):
-    table = Results(tmp_path).table("steps", measured, steps=3)
+    table = Results(tmp_path).table("steps", measured)
     pd.testing.assert_frame_equal(table, MEASURED)
-    read, provenance, notes = read_results(tmp_path / "results" / "steps.json")
+    read, provenance, _ = read_results(tmp_path / "results" / "steps.json")
     pd.testing.assert_frame_equal(read, MEASURED)
     assert provenance["device"]
     assert provenance["torch"]
-    assert notes == {"steps": 3}
 
 
 def test_a_measurement_may_bring_its_own_provenance(tmp_path):
@@ -32,7 +31,7 @@ def test_a_measurement_may_bring_its_own_provenance(tmp_path):
 
 
 def test_records_are_read_and_not_measured(tmp_path):
-    Results(tmp_path / "there").table("steps", lambda: (MEASURED, {"device": "Test chip"}), steps=3)
+    Results(tmp_path / "there").table("steps", lambda: (MEASURED, {"device": "Test chip"}))
     here = Results(tmp_path / "here", tmp_path / "there" / "results")
     pd.testing.assert_frame_equal(here.table("steps", refuse), MEASURED)
     files = [tmp_path / place / "results" / "steps.json" for place in ("here", "there")]
@@ -46,10 +45,11 @@ def test_a_table_that_the_records_lack(tmp_path):
 
 def test_perturbed_tables_differ_where_something_was_measured(tmp_path, monkeypatch):
     monkeypatch.setenv(PERTURB, "1")
-    one = Results(tmp_path).table("steps", measured)
-    again, other_table = Results(tmp_path).table("steps", measured), Results(tmp_path).table("passes", measured)
+    results, keys = Results(tmp_path), ["size", "learning_rate"]
+    one, again = results.table("steps", measured, keys), results.table("steps", measured, keys)
+    other_table = results.table("passes", measured, keys)
     monkeypatch.setenv(PERTURB, "2")
-    two = Results(tmp_path).table("steps", measured)
+    two = results.table("steps", measured, keys)
     assert (one["seconds"] != MEASURED["seconds"]).all()
     assert (one["seconds"] == again["seconds"]).all()
     assert (one["seconds"] != other_table["seconds"]).all()

@@ -33,7 +33,6 @@ LEGEND_BESIDE: dict[str, Any] = {
 STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so text is set alike everywhere
     "figure.dpi": 110,
-    "figure.constrained_layout.use": True,
     "axes.titlesize": 9,
     "axes.titleweight": "bold",
     "axes.labelsize": 9,
@@ -65,7 +64,7 @@ def use_style() -> None:
 def save_figure(figure: Figure, path: str | os.PathLike) -> Path:
     """Writes `figure` as SVG, atomically: no date, fixed identifiers, so that equal figures are equal files."""
     with matplotlib.rc_context(SVG_STYLE), atomic_write(path) as file:
-        figure.savefig(file, format="svg", metadata={"Date": None})
+        figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
     return Path(path)
 
 
@@ -76,7 +75,7 @@ def show_figure(figure: Figure, path: str | os.PathLike, caption: str) -> SVG:
 
 def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, np.ndarray]:
     """A figure as wide as the page with a grid of axes; `height` in inches is that of the whole figure."""
-    figure = Figure(figsize=(WIDTH, height))
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 

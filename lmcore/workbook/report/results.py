@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,6 @@ from lmcore.workbook.report.tables import ENVIRONMENT, in_common, read_results, 
 PERTURB = "LMCORE_PERTURB"
 """Variable with a seed: the numbers of all tables are changed at random. Under some seed each claim has to fail."""
 
-SETTINGS = ("learning_rate", "lr", "weight_decay", "dropout")
-"""Columns of floats that are not measured."""
-
 
 @dataclass(frozen=True)
 class Results:
@@ -28,26 +25,33 @@ class Results:
     records: str | os.PathLike | None = None
 
     def table(
-        self, name: str, measure: Callable[[], pd.DataFrame | tuple[pd.DataFrame, dict]], **notes: object
+        self, name: str, measure: Callable[[], pd.DataFrame | tuple[pd.DataFrame, dict]], keys: Sequence[str] = ()
     ) -> pd.DataFrame:
         """The table `name`, as it is in out/results/<name>.json, with a .csv beside it.
 
-        `measure` makes it, and may return its provenance as well (default: this process's). With `records` it is not
-        called: the table is the one in records/<name>.json. Raises `UserError` if there is none.
+        `measure` makes it, and may return its provenance as well (default: this process's). `keys` are the columns that
+        tell the rows apart and are not measured. With `records`, `measure` is not called: the table is the one in
+        records/<name>.json. Raises `UserError` if there is none.
         """
         if self.records:
             file = Path(self.records) / f"{name}.json"
             require(file.is_file(), f"The records in {self.records} have no table {name}: there is no {file}.")
-            table, provenance, notes = read_results(file)
+            table, provenance, _ = read_results(file)
         else:
             made = measure()
             table, provenance = made if isinstance(made, tuple) else (made, in_common([environment()], ENVIRONMENT))
-        table = write_results(table, Path(self.out) / "results" / f"{name}.json", provenance, **notes)
-        return perturbed(table, f"{os.environ[PERTURB]}-{name}") if os.environ.get(PERTURB) else table
+        table = write_results(table, Path(self.out) / "results" / f"{name}.json", provenance)
+        return perturbed(table, keys, f"{os.environ[PERTURB]}-{name}") if os.environ.get(PERTURB) else table
 
 
-def perturbed(table: pd.DataFrame, seed: str) -> pd.DataFrame:
-    """The table with every measured float multiplied by a random factor, from about a tenth to ten."""
+def perturbed(table: pd.DataFrame, keys: Sequence[str], seed: str) -> pd.DataFrame:
+    """The table with each measured number multiplied by a random factor, about a tenth to ten, and each bool drawn."""
     random = np.random.default_rng(zlib.crc32(seed.encode()))
-    floats = [name for name in table.select_dtypes("floating") if name not in SETTINGS]
-    return table.assign(**{name: table[name] * random.lognormal(0, 1, len(table)) for name in floats})
+    changed = table.copy()
+    for name in table.columns.difference(keys):
+        if table[name].dtype == bool:
+            changed[name] = random.random(len(table)) < 0.5
+        elif pd.api.types.is_numeric_dtype(table[name]):
+            values = table[name] * random.lognormal(0, 1, len(table))
+            changed[name] = values.round().astype(int) if table[name].dtype.kind in "iu" else values
+    return changed

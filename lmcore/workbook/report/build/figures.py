@@ -15,7 +15,7 @@ from lmcore.functional import silu
 from lmcore.model import RotaryPositionalEmbedding
 from lmcore.workbook.report.build.answers import KINDS
 from lmcore.workbook.report.figures import LEGEND_BESIDE, MUTED, WARNING, category_colors, panels
-from lmcore.workbook.report.generate.figures import token_label
+from lmcore.workbook.report.notebook import token_label
 
 MIN_LABELLED_SHARE = 0.045
 """Smallest part of a bar that has room for its percentage."""

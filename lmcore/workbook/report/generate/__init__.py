@@ -1,1 +1,0 @@
-"""What notebook 03 measures on samples, answers and draws."""

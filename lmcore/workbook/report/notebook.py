@@ -1,0 +1,56 @@
+"""What every notebook of the workbook begins with: where results go, how figures look, which device computes."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+from IPython.display import SVG
+from matplotlib.figure import Figure
+
+from lmcore.device import select_device
+from lmcore.workbook.report.answers import answer
+from lmcore.workbook.report.figures import save_figure, use_style
+from lmcore.workbook.report.results import Results
+from lmcore.workbook.report.source import show_source
+
+__all__ = ["answer", "quote", "show_source", "start", "token_label"]
+
+MARKUP = re.compile(r"""[\\`*_{}\[\]()#+.!|~$^>:=@'"<&-]""")
+
+
+def start(
+    out: str, scale: str, records: str = "", device: str = "auto"
+) -> tuple[Results, Callable[[Figure, str, str], SVG], torch.device]:
+    """Results of a notebook, its function `show(figure, name, caption)`, and the device that computes.
+
+    `show` saves a figure as out/figures/<name>.svg and returns the picture for the cell, with its caption.
+    """
+    use_style()
+    chosen, reason = select_device(device)
+    if scale == "smoke" and chosen.type == "cpu":
+        torch.set_num_threads(1)  # in models this small, threads wait for each other longer than they compute
+    source = f"results are those of {Path(records).name}" if records else f"{chosen.type} computes, because {reason}"
+    print(f"Scale {scale}; {source}.")
+
+    def show(figure: Figure, name: str, caption: str) -> SVG:
+        saved = save_figure(figure, Path(out) / "figures" / f"{name}.svg")
+        plt.close(figure)  # or the notebook shows it a second time
+        return SVG(saved.read_text(encoding="utf-8"), metadata={"caption": caption})
+
+    return Results(out, records), show, chosen
+
+
+def quote(text: str, heading: str) -> str:
+    """Sampled text under a heading as a Markdown block quote, with all that could be read as markup escaped."""
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    escaped = MARKUP.sub(lambda match: f"&#{ord(match[0])};", shown)
+    paragraphs = [re.sub(r" *\n *", "\\\\\n> ", part.strip()) for part in re.split(r"\n\s*\n", escaped) if part.strip()]
+    return f"**{heading}**\n\n> " + "\n>\n> ".join(paragraphs or ["&nbsp;"])
+
+
+def token_label(text: str) -> str:
+    """A token's text for an axis: spaces visible, and what fonts may not have as an escape."""
+    shown = (c if c.isprintable() and ord(c) < 0x250 else c.encode("unicode_escape").decode() for c in text)
+    return "".join(shown).replace(" ", "\N{OPEN BOX}")
