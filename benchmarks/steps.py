@@ -6,12 +6,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from cells import OURS, Cell, Conditions, Rows, timed_rows
 from peers import hugging_face, torch_llama
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lmcore.config import TrainConfig, replace
-from lmcore.device import autocast
+from lmcore.accounting import training_flops
+from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
+from lmcore.device import autocast, device_name, peak_flops
 from lmcore.errors import require
 from lmcore.functional import cross_entropy
 from lmcore.kernels.adamw import FusedAdamW
@@ -29,7 +31,7 @@ LMCORE: dict[str, dict[str, Any]] = {
     "lmcore sdpa": {"model__attention": "sdpa"},
     "lmcore compiled": {"compile": True},
     "lmcore sdpa compiled": {"model__attention": "sdpa", "compile": True},
-    "lmcore fused": {"ops": "fused"},
+    OURS: {"ops": "fused"},
     "plain, eager": {},
     "+ sdpa": {"model__attention": "sdpa"},
     "+ flash attention": {"model__attention": "flash"},
@@ -188,3 +190,27 @@ def captured(step: Callable[[], Any], device: torch.device, warmups: int = 3) ->
         graph.replay()
 
     return replay, returned
+
+
+def measure(cell: Cell, conditions: Conditions) -> Rows:
+    """A whole step in bf16 over float32 weights by each of the cell's contestants, on one batch and from one start.
+
+    How far the loss fell over the first steps is noted as a multiple of the first contestant's fall.
+    """
+    s, device = cell.settings, torch.device(conditions.device)
+    torch.set_float32_matmul_precision("high")
+    model = model_config(s["size"], context_length=s["context_length"], vocab_size=s["vocab_size"])
+    optimizer = OptimizerConfig(learning_rate=1e-4)
+    config = TrainConfig(model, optimizer, batch_size=s["batch_size"], precision=s["precision"])
+    bench = Bench(config, device, conditions.toy)
+    builders = {name: partial(bench.build, name) for name in s["contestants"]}
+    peak = peak_flops(device_name(device), s["precision"])
+    ideal = None if peak is None else training_flops(model, config.batch_size) / peak
+    rates = (config.tokens_per_step, "tok/s", ideal, "peak of the data sheet")
+    rows = timed_rows(cell, conditions, builders, *rates, alone=False, reference=[bench.reference()])
+    noted = [row["notes"] for row in rows if "losses" in row["notes"]]
+    falls = [notes["losses"][0] - notes["losses"][-1] for notes in noted]
+    for notes, fall in zip(noted, falls, strict=True):
+        if falls[0] != 0:
+            notes["fall_beside_first"] = round(fall / falls[0], 4)
+    return rows

@@ -21,11 +21,13 @@ from lmcore.workbook.report.kernels.speed_answers import BESIDE_TARGETS
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import cells  # noqa: E402
+import decode  # noqa: E402
+import kernels  # noqa: E402
+import steps  # noqa: E402
+from cells import OURS, Cell, Conditions, blank_row, timed_rows  # noqa: E402
 from peers import llama  # noqa: E402
-from speed import cells, decode, kernels, steps  # noqa: E402
-from speed.command import keep, main  # noqa: E402
-from speed.rows import OURS, Cell, Conditions, Work, blank_row  # noqa: E402
-from speed.table import lines  # noqa: E402
+from speed import keep, lines, main  # noqa: E402
 from steps import KERNELS, LMCORE, PEERS  # noqa: E402
 
 TOY = Conditions("cpu", True, 0.01, {"copy_bytes_per_second": 1e10, "bf16_flops_per_second": 1e11})
@@ -43,7 +45,7 @@ def test_rates_and_shares_are_those_of_the_median():
         raise Absent("not here")
 
     builders = {OURS: lambda: Contestant(lambda: torch.randn(1000)), "gone": gone}
-    ours, other = Work(builders, 10.0, "things/s", 1e-6, "the best").rows(CELL, TOY)
+    ours, other = timed_rows(CELL, TOY, builders, 10.0, "things/s", 1e-6, "the best")
     assert (ours["ours"], other["ours"]) == (True, False)
     assert ours["low"] <= ours["median"] <= ours["high"]
     assert ours["rate"] == pytest.approx(10.0 / (ours["median"] / 1e3))
@@ -98,29 +100,16 @@ def test_a_new_run_makes_the_rows_of_the_recorded_one():
     """The names of rows and contestants, their settings and the targets are those of the file."""
     recorded = json.loads((BENCHMARKS.parent / "results" / "h200" / "speed.json").read_text())
     assert cells.targets() == recorded["targets"]
-    made = {cell.row: cell for cell in cells.cells() if cell.group not in ("sweep", "memory")}
-    for cell in cells.cells():
-        s = cell.settings
-        if cell.group == "sweep":
-            for n in s["lengths"]:
-                part = cells.attention_cell(s["head_size"], n, s["passes"], s["tokens"] // n, s["heads"], cells.SWEPT)
-                made[part.row] = part
+    made = {part.row: part for cell in cells.cells() for part in cell.parts or [cell]}
     for row in recorded["rows"]:
-        if row["group"] != "memory":
-            cell = made[row["row"]]
-            assert (cell.group, cell.work, cell.settings) == (row["group"], row["work"], row["settings"])
-            assert row["contestant"] in cell.settings.get("contestants", [row["contestant"]])
-    assert {row["row"] for row in recorded["rows"] if row["group"] != "memory"} == set(made)
+        cell = made[row["row"]]
+        assert (cell.group, cell.work, cell.settings) == (row["group"], row["work"], row["settings"])
+        assert row["contestant"] in cell.settings.get("contestants", [row["contestant"]])
+    assert {row["row"] for row in recorded["rows"]} == set(made)
 
 
 def test_every_row_without_a_target_is_told_of_where_it_is_missing():
-    rows = []
-    for cell in cells.cells():
-        names = {
-            "sweep": lambda n, s=cell.settings: f"attention-{s['head_size']}-{n}-{s['passes']}",
-            "memory": lambda n, head=cell.row: f"{head}-{n}",
-        }.get(cell.group)
-        rows += [names(length) for length in cell.settings["lengths"]] if names else [cell.row]
+    rows = [part.row for cell in cells.cells() for part in cell.parts or [cell]]
     beside = set(rows) - {target["row"] for target in cells.targets()}
     found = {name: [words for pattern, words in BESIDE_TARGETS.items() if re.fullmatch(pattern, name)] for name in rows}
     assert all(len(found[name]) == (name in beside) for name in rows), found
@@ -141,7 +130,7 @@ def test_the_command_measures_checks_and_goes_on_where_it_ended(tmp_path, capsys
     main(out, only=("optimizer", "loss"), device="cpu", toy=True)
     begun = json.loads(out.read_text())
     assert {row["row"] for row in begun["rows"]} == {"adamw", "loss"}
-    monkeypatch.setattr("speed.command.run_apart", lambda call, arguments, *_, **__: ("complete", call(*arguments)))
+    monkeypatch.setattr("speed.run_apart", lambda call, arguments, *_, **__: ("complete", call(*arguments)))
     main(out, device="cpu", toy=True)
     result = json.loads(out.read_text())
     kept = [row for row in result["rows"] if row["row"] in ("adamw", "loss")]
@@ -203,7 +192,7 @@ def test_another_machines_measurements_are_left_alone(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"holds measurements of NVIDIA H200 \(cuda\), not .* \(cpu\): choose another"):
         main(out, device="cpu", toy=True)
     assert json.loads(out.read_text())["runs"] == runs
-    monkeypatch.setattr("speed.command.run_apart", lambda *_, **__: ("complete", place | {"device": "cuda:1"}))
+    monkeypatch.setattr("speed.run_apart", lambda *_, **__: ("complete", place | {"device": "cuda:1"}))
     main(out, budget=0, toy=True)
 
 
