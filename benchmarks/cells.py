@@ -129,9 +129,9 @@ def cells() -> list[Cell]:
     return [
         *(attention_cell(128, n, passes, TOKENS // n) for n in (4096, 16384) for passes in ("both", "forward")),
         attention_cell(64, 16384, "both", 1),
-        Cell("adamw", "optimizer", "AdamW, 1.07 B fp32 parameters", "kernels:adamw", adamw, 6),
+        Cell("adamw", "optimizer", "AdamW, 1.07 B fp32 parameters", "kernel_peers:adamw", adamw, 6),
         Cell("loss", "loss", "linear + cross-entropy, 16,384 × 50,257, d 768, forward + backward",
-             "kernels:loss", loss, 14),
+             "kernel_peers:loss", loss, 14),
         step_cell("tinystories", 32, 256, ("HF eager", HF_BEST, OURS), 32),
         step_cell("tinystories", 256, 256, (HF_BEST, OURS), 24),
         step_cell("small", 4, 1024, (HF_BEST, OURS), 34),
@@ -151,7 +151,7 @@ def cells() -> list[Cell]:
         replace(step_cell("tinystories", 8, 1024, CUMULATIVE, 48), row="study", group="study",
                 work="TinyStories model, 8 × 1,024, one change after the other"),
         *(Cell(f"elementwise-{name}", "elementwise", f"{name}{' forward + backward' * (name != 'rope')}",
-               "kernels:elementwise", {"kernel": name, "precision": "bf16"} | sizes, 8)
+               "kernel_peers:elementwise", {"kernel": name, "precision": "bf16"} | sizes, 8)
           for name, sizes in KERNELS.items()),
         decode_cell("small", 64, (GRAPH, OURS), 24),
         decode_cell("small", 8, (GRAPH, OURS), 24),
@@ -181,7 +181,7 @@ def attention_cell(
     words = "forward + backward" if both else "forward"
     work = f"attention {words}, causal, head size {head_size}, {length:,} positions"
     name = f"attention-{head_size}-{length}-{passes}"
-    return Cell(name, "attention", work, "kernels:attention", settings, 16 if both else 9)
+    return Cell(name, "attention", work, "kernel_peers:attention", settings, 16 if both else 9)
 
 
 def sweep_cell(head_size: int, passes: str) -> Cell:
@@ -190,7 +190,7 @@ def sweep_cell(head_size: int, passes: str) -> Cell:
     lengths, contestants = [n for n in LENGTHS if (head_size, n, passes) not in done], (CUDNN, FLASH, "lmcore flash")
     parts = [attention_cell(head_size, n, passes, TOKENS // n, contestants) for n in lengths]
     return Cell(f"attention-{head_size}-sweep-{passes}", "sweep", f"attention by length, head size {head_size}",
-                "kernels:attention", {"lengths": lengths}, 9, parts)  # fmt: skip
+                "kernel_peers:attention", {"lengths": lengths}, 9, parts)  # fmt: skip
 
 
 def memory_cell(name: str, work: str, estimate: float, by_length: Mapping[int, Cell]) -> Cell:

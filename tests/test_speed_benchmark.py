@@ -23,7 +23,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import cells  # noqa: E402
 import decode  # noqa: E402
-import kernels  # noqa: E402
+import kernel_peers  # noqa: E402
 import steps  # noqa: E402
 from cells import OURS, Cell, Conditions, blank_row, timed_rows  # noqa: E402
 from peers import llama  # noqa: E402
@@ -89,7 +89,7 @@ def test_every_target_is_of_a_cell_and_compares_with_a_contestant_of_it():
         cell = found[target["row"]]
         other = target["measure"].partition(" over ")[2]
         assert not other or other in cell.settings["contestants"]
-    known = {"attention": kernels.CONTESTANTS, "decode": decode.BUILDERS}
+    known = {"attention": kernel_peers.CONTESTANTS, "decode": decode.BUILDERS}
     for cell in [*found.values(), *cells.toy_cells()]:
         for name in cell.settings.get("contestants", ()):
             peer = name.startswith(tuple(PEERS)) and cell.group == "step"
