@@ -170,36 +170,32 @@ def read_ahead(reader: BatchReader) -> Iterator[Batch]:
 
 def compare_loaders(repeats: int, tokens: int, seconds_per_turn: float) -> list[dict[str, Any]]:
     """Takes batches of each shape from a file of random ids (uint16), the file's pages in memory."""
+    found = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
         np.random.default_rng(0).integers(0, 50257, size=tokens, dtype=np.uint16).tofile(path)
         x = np.memmap(path, dtype=np.uint16, mode="r")
-        return [compare_shape(x, *shape, repeats, seconds_per_turn) for shape in SHAPES]
-
-
-def compare_shape(
-    x: np.ndarray, batch_size: int, context_length: int, repeats: int, seconds_per_turn: float
-) -> dict[str, Any]:
-    """All contestants on batches of one shape, in turns of about the same length."""
-    config = TrainConfig(ModelConfig(context_length=context_length), batch_size=batch_size, steps=MANY)
-    shape = (batch_size, context_length)
-    with BatchReader(x, config, 0, pinned=False) as reader:
-        sources: dict[str, Iterator[Batch]] = {
-            "lmcore": (batch_at_step(x, config, step, "cpu") for step in itertools.count()),
-            "lmcore, read ahead": read_ahead(reader),
-            "stacked loop": stacked(x, *shape),
-            "DataLoader": data_loader(x, *shape, 0),
-            "DataLoader, 2 workers": data_loader(x, *shape, 2),
-        }
-        for source in sources.values():
-            for _ in range(10):  # starts workers and touches pages
-                next(source)
-        builders = {name: partial(Contestant, partial(next, source)) for name, source in sources.items()}
-        results, rows = timed(builders, repeats, seconds_per_turn, "batch", batch_size * context_length)
-    for name, row in rows.items():
-        row |= {"batches_per_turn": results[name].calls, "batches_per_second": 1 / row["median"]}
-    show(f"loading {batch_size} × {context_length} tokens", rows)
-    return {"batch_size": batch_size, "context_length": context_length, "tokens_in_file": len(x), "contestants": rows}
+        for shape in SHAPES:
+            config = TrainConfig(ModelConfig(context_length=shape[1]), batch_size=shape[0], steps=MANY)
+            with BatchReader(x, config, 0, pinned=False) as reader:
+                sources: dict[str, Iterator[Batch]] = {
+                    "lmcore": (batch_at_step(x, config, step, "cpu") for step in itertools.count()),
+                    "lmcore, read ahead": read_ahead(reader),
+                    "stacked loop": stacked(x, *shape),
+                    "DataLoader": data_loader(x, *shape, 0),
+                    "DataLoader, 2 workers": data_loader(x, *shape, 2),
+                }
+                for source in sources.values():
+                    for _ in range(10):  # starts workers and touches pages
+                        next(source)
+                builders = {name: partial(Contestant, partial(next, source)) for name, source in sources.items()}
+                results, rows = timed(builders, repeats, seconds_per_turn, "batch", config.tokens_per_step)
+            for name, row in rows.items():
+                row |= {"batches_per_turn": results[name].calls, "batches_per_second": 1 / row["median"]}
+            show("loading {} × {} tokens".format(*shape), rows)
+            head = dict(zip(("batch_size", "context_length"), shape, strict=True))
+            found.append(head | {"tokens_in_file": len(x), "contestants": rows})
+    return found
 
 
 # Training
