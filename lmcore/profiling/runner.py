@@ -38,7 +38,12 @@ OLD_TASKS = {
     f"lmcore.{old}": f"lmcore.{new}"
     for old, new in (
         ("report.memory.kept:kept_by_block", "workbook.report.memory.kept:kept_by_block"),
-        ("profiling.kernels.interpreted:measure_interpreted", "profiling.kernels.agreement:measure_interpreted"),
+        ("profiling.kernels.interpreted:measure_interpreted", "profiling.kernels.parity:measure_interpreted"),
+        ("profiling.kernels.agreement:measure_interpreted", "profiling.kernels.parity:measure_interpreted"),
+        ("profiling.kernels.agreement:measure_agreement", "profiling.kernels.parity:measure_parity"),
+        ("profiling.kernels.attention:measure_attention", "profiling.kernels.cases:measure_attention"),
+        ("profiling.kernels.elementwise:measure_elementwise", "profiling.kernels.cases:measure_elementwise"),
+        ("profiling.kernels.loss:measure_loss", "profiling.kernels.cases:measure_loss"),
     )
 }
 """Names of tasks in records from before the task was moved or renamed → names today. Add a row when you move one."""
