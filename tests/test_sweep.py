@@ -106,7 +106,7 @@ def test_a_worker_stops_between_two_runs(tmp_path, config, monkeypatch, number):
         os.kill(os.getpid(), number)
         return types.SimpleNamespace(state="complete")
 
-    monkeypatch.setattr("lmcore.train.train", train)
+    monkeypatch.setattr("lmcore.workbook.sweep.train", train)
     write_json(tmp_path / "sweep.json", {name: {"data": config.data} for name in ("a", "b")})
     with pytest.raises(SystemExit) as ended:
         work(tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sweep_definitions import BENCHMARK, RATES, loaded, training_sweep, written
@@ -13,12 +14,12 @@ from lmcore.files import read_json
 from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
 from lmcore.recipes import batch_size_runs, learning_rate_runs, recipe
 from lmcore.run import RunFolder
-from lmcore.workbook.jobs.sweep_definition import measured_cells, train_cells, write_definition
-from lmcore.workbook.jobs.sweep_table import MEASURED, summary, write_sweep_table
-from lmcore.workbook.jobs.sweeps import cell_names, cell_states, load_definition, run_definition, run_folder, unfinished
+from lmcore.workbook.jobs.sweep_definition import cell_names, cells, load_definition, write_definition
+from lmcore.workbook.jobs.sweeps import cell_states, run_definition, run_folder, summary, unfinished, write_sweep_table
 from lmcore.workbook.report.tables import read_results, run_table
 
 PROJECT = Path(__file__).parents[1]
+DATA = SimpleNamespace(folder="data", vocab_size=512)
 
 
 @pytest.fixture
@@ -41,18 +42,17 @@ def test_the_command_that_each_definition_gives_for_a_laptop_is_accepted():
     for file in (PROJECT / "papermill_jobs" / "sweeps").glob("*.yaml"):
         (line,) = [line for line in file.read_text().splitlines() if "--set" in line]
         definition = load_definition(file.stem, line.partition("--set ")[2].split())
-        cells = train_cells(definition) if definition.kind == "train" else measured_cells(definition)
-        assert all(config.model.d_model == 64 for config in cells.values())
+        assert all(config.model.d_model == 64 for config in cells(definition).values())
 
 
 def test_grids_are_the_runs_of_the_recipes(tmp_path, training):
     rates = loaded(tmp_path, training | {"base": {"recipe": "smoke", "steps": 60}})
     base = recipe("smoke", "data", 512, 60)
-    assert train_cells(rates, "data", 512) == learning_rate_runs(base, RATES)
+    assert cells(rates, DATA) == learning_rate_runs(base, RATES)
     batches = {"base": {"recipe": "smoke", "tokens": 32_768}, "vary": {"batch_size": [1, 8, 64]}}
     whole = recipe("smoke", "data", 512)
     expected = batch_size_runs(whole, [1, 8, 64], 32_768)
-    assert train_cells(loaded(tmp_path, training | batches), "data", 512) == expected
+    assert cells(loaded(tmp_path, training | batches), DATA) == expected
 
 
 def test_every_combination_and_named_variants(tmp_path, training):
@@ -62,10 +62,10 @@ def test_every_combination_and_named_variants(tmp_path, training):
     ]  # fmt: skip
     named = {key: value for key, value in training.items() if key != "vary"}
     named["runs"] = {"plain": {}, "post": {"model.norm": "post"}, "tied": {"recipe": "tied", "steps": 3}}
-    cells = train_cells(loaded(tmp_path, named))
-    assert list(cells) == ["plain", "post", "tied"]
-    assert replace(cells["plain"], model__norm="post") == cells["post"]
-    assert (cells["tied"].model.tie_embeddings, cells["tied"].model.d_model, cells["tied"].steps) == (True, 16, 3)
+    runs = cells(loaded(tmp_path, named))
+    assert list(runs) == ["plain", "post", "tied"]
+    assert replace(runs["plain"], model__norm="post") == runs["post"]
+    assert (runs["tied"].model.tie_embeddings, runs["tied"].model.d_model, runs["tied"].steps) == (True, 16, 3)
 
 
 def test_benchmarks_are_the_cells_of_the_benchmark_command(tmp_path):
@@ -74,7 +74,7 @@ def test_benchmarks_are_the_cells_of_the_benchmark_command(tmp_path):
         size=("smoke",), device="cpu", warmup_steps=0, steps=1, passes=("forward",), batch_size=1,
         context_length=(8, 16), precision=("fp32", "bf16"),
     )  # fmt: skip
-    assert measured_cells(definition) == benchmark_cases(options)
+    assert cells(definition) == benchmark_cases(options)
     other = loaded(tmp_path, BENCHMARK | {"vary": {"model.dropout": [0.0, 0.1]}})
     assert [name.partition("-b1-")[2] for name in cell_names(other)] == ["dropout_0", "dropout_0.1"]
     both = loaded(tmp_path, BENCHMARK | {"vary": {"ops": ["plain", "fused"]}})
@@ -83,7 +83,7 @@ def test_benchmarks_are_the_cells_of_the_benchmark_command(tmp_path):
         loaded(tmp_path, BENCHMARK | {"vary": {"compile": [True], "ops": ["fused"]}})
     named = {key: value for key, value in BENCHMARK.items() if key != "vary"}
     named["runs"] = {"plain": {}, "fused": {"attention": "sdpa"}}
-    assert [config.model.attention for config in measured_cells(loaded(tmp_path, named)).values()] == ["plain", "sdpa"]
+    assert [config.model.attention for config in cells(loaded(tmp_path, named)).values()] == ["plain", "sdpa"]
 
 
 def test_an_override_may_list_names(tmp_path, training):
@@ -99,17 +99,17 @@ def test_an_override_may_list_names(tmp_path, training):
 
 def test_overrides_replace_varied_values_and_settings_of_the_base(tmp_path, training):
     definition = loaded(tmp_path, training, "optimizer.learning_rate=1e-2,1e-1", "steps=7", "model.norm=none")
-    cells = train_cells(definition)
-    assert list(cells) == ["lr_0.01", "lr_0.1"]
-    assert all(config.steps == 7 and config.model.norm == "none" for config in cells.values())
+    runs = cells(definition)
+    assert list(runs) == ["lr_0.01", "lr_0.1"]
+    assert all(config.steps == 7 and config.model.norm == "none" for config in runs.values())
     assert cell_names(loaded(tmp_path, training, "optimizer.learning_rate=0.5")) == ["lr_0.5"]
     write_definition(definition, tmp_path / "again.yaml")
     assert load_definition(tmp_path / "again.yaml") == definition
 
 
 WRONG = {
-    "unknown field": ({"grid": {}}, "there is no field grid; the fields are name"),
-    "no name": ({"name": None}, "name must be a file name, not None"),
+    "unknown field": ({"grid": {}}, "SweepDefinition has no field grid; its fields are name"),
+    "no name": ({"name": None}, "SweepDefinition.name must be of type str, not None"),
     "another kind": ({"kind": "measure"}, "kind must be one of train, benchmark, not 'measure'"),
     "empty grid": ({"vary": {}}, "give either vary or runs"),
     "no values": ({"vary": {"batch_size": []}}, "vary.batch_size needs a list of values"),
@@ -148,8 +148,8 @@ def test_files_that_are_no_definitions_are_refused(tmp_path):
         load_definition(tmp_path / "nothing.yaml")
     for text, sentence in (
         ("a: [", "line 1: not YAML"),
-        ("- a", "must be a mapping with name, kind"),
-        ("kind: train", "the field name is missing"),
+        ("- a", "it must be a mapping with name, kind"),
+        ("kind: train", "name must be a file name, not ''"),
         ("name: a\nkind: train\nruns:\n  b: {}\n  b: {}\n", "line 4: not YAML .b is there twice"),
     ):
         (tmp_path / "wrong.yaml").write_text(text)
@@ -174,7 +174,7 @@ def test_tasks_do_their_cells_and_none_twice(tmp_path, training, capsys):
     assert unfinished(definition, out) == []
     with pytest.raises(UserError, match="rates has tasks 0 to 2; there is no task 3"):
         run_definition(definition, out, task=3)
-    with pytest.raises(UserError, match="counts from 0"):
+    with pytest.raises(UserError, match="there is no task -1"):
         run_definition(definition, out, task=-1)
 
 
@@ -282,7 +282,7 @@ def test_a_row_of_a_run_that_has_not_begun_has_the_columns_of_one_that_has(tmp_p
     planned, _ = write_sweep_table(definition, out)
     assert run_definition(definition, out, task=0) == 0
     assert set(run_table({"a": run_folder(out, "lr_0.001")}, 1.0)) <= set(planned)
-    assert planned[list(MEASURED)].isna().all(axis=None)
+    assert planned[["final_valid_loss", "max_spike", "seconds", "device"]].isna().all(axis=None)
 
 
 def test_damaged_runs_are_rows_and_are_mended(tmp_path, training):
@@ -334,7 +334,7 @@ def test_benchmark_cases_by_number_and_their_table(tmp_path, capsys):
     assert list(table["outcome"]) == ["not run", "not run", "complete", "complete"]
     assert list(table["in_definition"]) == [True, True, False, False]
     assert run_definition(changed, out, task=0) == 0
-    assert f"{names[0]}: was measured with other settings, and is measured again" in capsys.readouterr().out
+    assert f"{names[0]}: It was measured with other settings, and is measured again" in capsys.readouterr().out
     assert list(write_sweep_table(changed, out)[0]["outcome"]) == ["complete", "not run", "complete"]
 
 

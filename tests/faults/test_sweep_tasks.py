@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from sweep_definitions import BENCHMARK, start, training_sweep, wait_for, written
 
 from lmcore.errors import EXIT_INTERRUPTED, UserError
-from lmcore.workbook.jobs.sweeps import cell_names, cell_states, load_definition, run_definition, run_folder
+from lmcore.workbook.jobs.sweep_definition import cell_names, load_definition
+from lmcore.workbook.jobs.sweeps import cell_states, run_definition, run_folder
 
 
 @pytest.fixture
