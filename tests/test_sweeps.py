@@ -125,7 +125,7 @@ WRONG = {
     "the same twice": ({"vary": {"batch_size": [4, 4]}}, "two cells are named batch_4"),
     "steps and tokens": ({"base": {"recipe": "smoke", "steps": 3, "tokens": 4096}}, "say the same twice"),
     "base a list": ({"base": ["recipe"]}, "base must be a mapping"),
-    "a name as a path": ({"vary": {}, "runs": {"../a": {}}}, "the name of runs.../a must be a file name"),
+    "a name as a path": ({"vary": {}, "runs": {"../a": {}}}, "a name must be a file name, not '../a'"),
     "no mapping": ({"vary": {}, "runs": {"a": None}}, "runs.a must be a mapping of settings"),
 }
 
@@ -149,7 +149,7 @@ def test_files_that_are_no_definitions_are_refused(tmp_path):
     for text, sentence in (
         ("a: [", "line 1: not YAML"),
         ("- a", "it must be a mapping with name, kind"),
-        ("kind: train", "name must be a file name, not ''"),
+        ("kind: train", "a name must be a file name, not ''"),
         ("name: a\nkind: train\nruns:\n  b: {}\n  b: {}\n", "line 4: not YAML .b is there twice"),
     ):
         (tmp_path / "wrong.yaml").write_text(text)
@@ -270,7 +270,7 @@ def test_the_table_has_every_cell_once_in_whatever_order_they_ended(tmp_path, tr
 def test_the_table_of_a_sweep_that_has_not_begun(tmp_path, training, capsys):
     path, out = written(tmp_path, training), tmp_path / "out"
     assert main(["sweep", "table", str(out)]) == 2
-    assert "holds no sweep" in capsys.readouterr().err
+    assert "There is no sweep definition" in capsys.readouterr().err
     assert main(["sweep", "table", str(out), "--definition", str(path)]) == 0
     assert "rates: 3 cells: 3 not run." in capsys.readouterr().out
     assert main(["sweep", "table", str(out), "--set", "steps=3"]) == 2

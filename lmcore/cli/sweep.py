@@ -48,10 +48,10 @@ def table(out: Annotated[Path, tyro.conf.Positional], definition: Definition = N
         definition: Name of a definition, or a YAML file; default: the one that the folder remembers.
         set: As for lmcore sweep run, with --definition.
     """
-    from lmcore.workbook.jobs.sweeps import load_definition, remembered, summary, write_sweep_table
+    from lmcore.workbook.jobs.sweeps import REMEMBERED, load_definition, summary, write_sweep_table
 
     require(definition is not None or not set, "--set changes a definition: give --definition with it.")
-    sweep = load_definition(definition, set) if definition else remembered(out)
+    sweep = load_definition(definition or out / REMEMBERED, set)
     rows, file = write_sweep_table(sweep, out)
     print(f"{summary(sweep, rows)}\nWritten to {file} and .csv.")
     return EXIT_FAILURE if (rows["outcome"] == "failed").any() else 0

@@ -37,9 +37,6 @@ NAMED = (*LISTS, "batch_size", "ops", "compile")
 VOCABULARY = 50_257
 """Stands for the vocabulary of a corpus that is not prepared yet."""
 
-FILE_NAME = re.compile(r"\w[\w.+-]*")
-"""Names that are file names everywhere."""
-
 
 @dataclass(frozen=True)
 class SweepDefinition:
@@ -58,13 +55,13 @@ class SweepDefinition:
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self):
-        require(FILE_NAME.fullmatch(self.name) is not None, f"name must be a file name, not {self.name!r}")
+        for name in (self.name, *self.runs):
+            require(re.fullmatch(r"\w[\w.+-]*", name) is not None, f"a name must be a file name, not {name!r}")
         require(self.kind in ("train", "benchmark"), f"kind must be one of train, benchmark, not {self.kind!r}")
         require(bool(self.vary) != bool(self.runs), "give either vary or runs, and something in it")
         for key, values in self.vary.items():
             require(isinstance(values, list) and bool(values), f"vary.{key} needs a list of values")
         for name, settings in self.runs.items():
-            require(FILE_NAME.fullmatch(name) is not None, f"the name of runs.{name} must be a file name")
             require(isinstance(settings, dict), f"runs.{name} must be a mapping of settings, {{}} for none")
         if self.kind == "train":
             varied = {key for settings in (self.vary, *self.runs.values()) for key in settings}
@@ -109,14 +106,14 @@ def load_definition(source: str | os.PathLike, overrides: Sequence[str] = ()) ->
         sentence = f"There is no sweep {str(source)!r} in {folder}, which has {', '.join(names)}; name one of them"
         require(str(source) in names, f"{sentence}, or a .yaml file.")
         path = folder / f"{source}.yaml"
-    require(path.is_file(), f"There is no sweep definition {path}.")
+    require(path.is_file(), f"There is no sweep definition {path}; name a .yaml file, or a sweep's folder.")
     with naming(str(path)):
         values = read_yaml(path)
         for key in ("base", "vary", "runs"):
             settings = values[key] = {} if values.get(key) is None else values[key]
             require(isinstance(settings, dict), f"{key} must be a mapping of settings")
-            texts = all(isinstance(setting, str) for setting in settings)
-            require(texts, f"every name in {key} must be a text; quote those that YAML reads otherwise")
+            others = [name for name in settings if not isinstance(name, str)]
+            require(not others, f"{key}: the names {others} must be texts; quote them")
         for key, value in replaced.items():
             varied = key in values["vary"]
             if isinstance(value, str) and "," in value and (varied or key in LISTS):  # names: size=small,medium

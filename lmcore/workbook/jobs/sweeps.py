@@ -52,8 +52,8 @@ def run_definition(definition: SweepDefinition, out: str | os.PathLike, task: in
     settings or data, and on a run that is in other hands; without `task`, a training run is left to them.
     """
     out, names = Path(out), list(cells(definition))
-    tasks = f"{definition.name} has tasks 0 to {len(names) - 1}"
-    require(task is None or 0 <= task < len(names), f"{tasks}; there is no task {task}.")
+    there = task is None or 0 <= task < len(names)
+    require(there, f"{definition.name} has tasks 0 to {len(names) - 1}; there is no task {task}.")
     chosen = names if task is None else [names[task]]
     with stop_signals(exits=True) as stop:
         try:
@@ -61,9 +61,8 @@ def run_definition(definition: SweepDefinition, out: str | os.PathLike, task: in
                 remember(definition, out)
                 if definition.kind == "benchmark":
                     return measure_chosen(definition, out, chosen, shared=task is not None)
-                corpus = definition.corpus
-                settings = CorpusConfig(num_documents=corpus["num_documents"])
-                data = open_or_prepare(corpus["data"], corpus["tokenizer"], out / "data", settings)
+                source, tokenizer, documents = definition.corpus.values()
+                data = open_or_prepare(source, tokenizer, out / "data", CorpusConfig(num_documents=documents))
         except Stopped:
             print("Stopped; the same command goes on.", flush=True)
             return EXIT_INTERRUPTED
@@ -72,8 +71,8 @@ def run_definition(definition: SweepDefinition, out: str | os.PathLike, task: in
             if (run := run_folder(out, name)).config_file.exists():
                 run.require_same(config, data.fingerprint)
         ended = train_each(configs, out / "runs", stop, train_or_note)
-    busy = f"{BUSY} {run_folder(out, chosen[0]).path}; wait for it."
-    require(task is None or "running" not in ended, busy)
+    left = task is None or "running" not in ended
+    require(left, f"{BUSY} {out / 'runs' / chosen[0]}; wait for it, or leave the run to it.")
     return EXIT_INTERRUPTED if "interrupted" in ended else EXIT_FAILURE if "failed" in ended else 0
 
 
@@ -82,11 +81,9 @@ def remember(definition: SweepDefinition, out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / ".sweep.lock"):
-            before = check_folder(definition, out)
-            if before is not None and before != definition:
+            if check_folder(definition, out) != definition:
                 print(f"{out}: the definition has changed; cells of the one before stay, and stay in the table.")
-            if before != definition:
-                write_definition(definition, out / REMEMBERED)
+            write_definition(definition, out / REMEMBERED)
     except OSError as error:
         raise UserError(f"Cannot write {out}: {error.strerror or error}.") from error
 
@@ -97,18 +94,9 @@ def freeze(definition: SweepDefinition, out: Path) -> None:
     remember(definition, out)
 
 
-def remembered(out: Path) -> SweepDefinition:
-    """The definition in a sweep's folder. Raises `UserError` if there is none, or it is damaged."""
-    sentence = f"{out} holds no sweep (it has no {REMEMBERED}); name its folder, or give --definition."
-    require((out / REMEMBERED).exists(), sentence)
-    return load_definition(out / REMEMBERED)
-
-
-def check_folder(definition: SweepDefinition, out: Path) -> SweepDefinition | None:
-    """The definition that the folder remembers. Raises `UserError` if it is of another sweep or on other data."""
-    if not (out / REMEMBERED).exists():
-        return None
-    before = remembered(out)
+def check_folder(definition: SweepDefinition, out: Path) -> SweepDefinition:
+    """The definition that the folder remembers, if any. Raises `UserError` if it is of another sweep or other data."""
+    before = load_definition(out / REMEMBERED) if (out / REMEMBERED).exists() else definition
     same = (before.name, before.kind) == (definition.name, definition.kind)
     require(same, f"{out} holds the {before.kind} sweep {before.name}; choose another --out for {definition.name}.")
     differ = ", ".join(key for key, value in definition.corpus.items() if before.corpus[key] != value)
@@ -143,9 +131,9 @@ def measure_chosen(definition: SweepDefinition, out: Path, names: list[str], sha
             print(f"{name}: {reason}", flush=True)
     cases = {name: config for name, config in cells(definition).items() if name in names}
     records = run_cases(measure, cases, out / "cells", definition.name, reuse_other_machine=True, shared=shared)
-    failed = [name for name, record in records.items() if record["outcome"] not in FINISHED]
-    for name in failed:
-        print(f"{name}: failed: {records[name]['reason']}", file=sys.stderr, flush=True)
+    failed = {name: record["reason"] for name, record in records.items() if record["outcome"] not in FINISHED}
+    for name, reason in failed.items():
+        print(f"{name}: failed: {reason}", file=sys.stderr, flush=True)
     return EXIT_FAILURE if failed else 0
 
 
@@ -204,16 +192,17 @@ def write_sweep_table(definition: SweepDefinition, out: str | os.PathLike) -> tu
     the folder and not in the definition, as of an earlier one, follows with `in_definition` false. The curves of
     training runs go to <name>_curves, the single steps of measurements to <name>_samples.
     """
+    train = definition.kind == "train"
+    table, details, source, notes = (training_tables if train else measured_tables)(definition, Path(out))
+    notes["sweep"] = {"name": definition.name, "about": definition.about, "kind": definition.kind}
     file = Path(out) / "results" / f"{definition.name}.json"
-    make = training_tables if definition.kind == "train" else measured_tables
-    table, what, details, source, notes = make(definition, Path(out))
-    notes = {"sweep": {"name": definition.name, "about": definition.about, "kind": definition.kind}} | notes
-    tables.write_results(details, file.with_stem(f"{file.stem}_{what}"), source, **notes)
+    details_file = file.with_stem(f"{definition.name}_{'curves' if train else 'samples'}")
+    tables.write_results(details, details_file, source, **notes)
     return tables.write_results(table, file, source, **notes), file
 
 
-Tables = tuple[pd.DataFrame, str, pd.DataFrame, dict[str, Any], dict[str, Any]]
-"""The table of a sweep, what its details are called, the details, where they come from, and notes."""
+Tables = tuple[pd.DataFrame, pd.DataFrame, dict[str, Any], dict[str, Any]]
+"""The table of a sweep, its details, their provenance, and notes."""
 
 
 def training_tables(definition: SweepDefinition, out: Path) -> Tables:
@@ -229,12 +218,13 @@ def training_tables(definition: SweepDefinition, out: Path) -> Tables:
     for (name, config), (_, settings) in zip(cells(definition, data).items(), varied, strict=True):
         values = flatten(to_dict(config)) | definition.base | settings
         own = {key: values.get(key) for _, others in varied for key in others}
-        texts = {key: str(value) if isinstance(value, list | dict) else value for key, value in own.items()}
-        planned[name] = tables.run_row(name, nothing, entropy, config) | texts
+        own = {key: str(value) if isinstance(value, list | dict) else value for key, value in own.items()}
+        planned[name] = tables.run_row(name, nothing, entropy, config) | own
     rows = joined(planned, begun, cell_states(definition, out))
     runs = {row["name"]: folders[row["name"]] for row in rows if row["name"] in begun}
-    floor = {"floor_nats_per_token": data.floor_nats_per_token, "unigram_entropy": entropy} if data else {}
-    return pd.DataFrame(rows), "curves", tables.curves_table(runs), tables.provenance_of(runs), floor
+    floors = (entropy, data.floor_nats_per_token) if data else (None, None)
+    notes = dict(zip(("unigram_entropy", "floor_nats_per_token"), floors, strict=True))
+    return pd.DataFrame(rows), tables.curves_table(runs), tables.provenance_of(runs), notes
 
 
 def measured_tables(definition: SweepDefinition, out: Path) -> Tables:
@@ -251,7 +241,7 @@ def measured_tables(definition: SweepDefinition, out: Path) -> Tables:
     rows = dict(enumerate(joined(planned, found, states)))
     measured = {number: row for number, row in rows.items() if row["result"]}
     table = timing_table(rows).assign(in_definition=[row["in_definition"] for row in rows.values()])
-    return table, "samples", samples_table(measured), tables.provenance_of_cells(measured), {}
+    return table, samples_table(measured), tables.provenance_of_cells(measured), {}
 
 
 def joined(planned: dict[str, dict], found: dict[str, dict], states: Mapping[str, tuple]) -> list[dict[str, Any]]:
@@ -278,6 +268,5 @@ def summary(definition: SweepDefinition, table: pd.DataFrame) -> str:
     reasons = [f"{name}: {reason}" for name, reason in zip(shown["cell"][failed], table["reason"][failed], strict=True)]
     others = int((~table["in_definition"].astype(bool)).sum())
     also = f" {others} of them are not, or no longer, in the definition." if others else ""
-    return "\n".join(
-        [shown.to_string(index=False), "", f"{definition.name}: {len(table)} cells: {counts}.{also}", *reasons]
-    )
+    head = f"\n{definition.name}: {len(table)} cells: {counts}.{also}"
+    return "\n".join([shown.to_string(index=False), head, *reasons])
