@@ -8,6 +8,7 @@ import tyro
 
 from lmcore.cli.arguments import OptionalFolder, OptionalNumber, Pairs, group
 from lmcore.errors import EXIT_FAILURE, require
+from lmcore.stopping import stop_signals
 
 Definition = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 
@@ -30,10 +31,11 @@ def run(
         set: Settings of the base, or values of a setting that is varied: steps=20, or
             optimizer.learning_rate=1e-3,1e-2.
     """
-    from lmcore.workbook.jobs.sweeps import load_definition, run_definition, sweep_folder
+    with stop_signals(exits=True):  # also while PyTorch is imported
+        from lmcore.workbook.jobs.sweeps import load_definition, run_definition, sweep_folder
 
-    sweep = load_definition(definition, set)
-    return run_definition(sweep, out or sweep_folder(sweep), task)
+        sweep = load_definition(definition, set)
+        return run_definition(sweep, out or sweep_folder(sweep), task)
 
 
 def table(out: Annotated[Path, tyro.conf.Positional], definition: Definition = None, set: Pairs = ()) -> int:
@@ -63,9 +65,10 @@ def work(folder: Annotated[Path, tyro.conf.Positional]) -> int:
     Args:
         folder: Folder with a sweep.json.
     """
-    from lmcore.workbook.sweep import work
+    with stop_signals(exits=True):
+        from lmcore.workbook.sweep import work
 
-    work(folder)
+        work(folder)
     return 0
 
 
