@@ -7,7 +7,7 @@ import pytest
 from lmcore import cli
 from lmcore.config import ModelConfig, model_config
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR
-from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
+from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
 
 SIZES = {"d-model": 32, "num-layers": 1, "num-heads": 2, "d-ff": 64, "vocab-size": 64}
 TINY = [word for name, value in SIZES.items() for word in (f"--model.{name}", str(value))]

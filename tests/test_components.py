@@ -5,9 +5,9 @@ import torch
 
 from lmcore import accounting
 from lmcore.config import ModelConfig, to_dict
-from lmcore.profiling import ceilings, components
+from lmcore.profiling import peak_rates, timing
+from lmcore.profiling.cases import WorkloadConfig
 from lmcore.profiling.components import components_table, measure_components
-from lmcore.profiling.workload import WorkloadConfig
 
 MODEL = ModelConfig(vocab_size=96, context_length=16, d_model=32, num_layers=3, num_heads=2, d_ff=64)
 CONFIG = WorkloadConfig(model=MODEL, batch_size=2, device="cpu", size="own")
@@ -17,9 +17,9 @@ CONFIG = WorkloadConfig(model=MODEL, batch_size=2, device="cpu", size="own")
 def small_ceilings():
     """Small matrices and copies: these tests are about numbers of operations, not about speed."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(ceilings, "MATMUL_SIZE", {"cpu": 64, "cuda": 4096})
-    patch.setattr(ceilings, "COPY_BYTES", {"cpu": 1 << 16, "cuda": 1 << 28})
-    patch.setattr(ceilings, "BUDGET", {"cpu": 0.001, "cuda": 0.05})
+    patch.setattr(peak_rates, "MATMUL_SIZE", {"cpu": 64, "cuda": 4096})
+    patch.setattr(peak_rates, "COPY_BYTES", {"cpu": 1 << 16, "cuda": 1 << 28})
+    patch.setattr(timing, "BUDGET", {"cpu": 0.001, "cuda": 0.05})
     yield
     patch.undo()
 
@@ -105,7 +105,7 @@ def test_roofline_of_a_table():
 
 
 def test_ceilings_are_rates():
-    found = ceilings.ceilings(torch.device("cpu"), "fp32")
+    found = peak_rates.peak_rates(torch.device("cpu"), "fp32")
     assert 1e6 < found["peak_flops_per_second"] < 1e15
     assert 1e6 < found["peak_bytes_per_second"] < 1e14
 
@@ -113,9 +113,9 @@ def test_ceilings_are_rates():
 def test_the_timer_takes_the_median(monkeypatch):
     """By a clock of the test's own: on a busy machine a pause takes longer than it should."""
     moments = [0.0]
-    monkeypatch.setattr(ceilings, "default_timer", lambda: moments[-1])
+    monkeypatch.setattr(timing, "default_timer", lambda: moments[-1])
     pauses = iter([0.0, 0.0, 0.02, 0.03, 5.0])  # one to warm up, one to see how long the host needs
-    timer = ceilings.Timer(torch.device("cpu"))
+    timer = timing.Timer(torch.device("cpu"))
     seconds, issue = timer(lambda: moments.append(moments[-1] + next(pauses)))
     assert seconds == pytest.approx(0.03)
     assert issue is None
@@ -127,6 +127,6 @@ def test_the_timer_sees_the_gpu_alone():
     """A hundred tiny kernels take the host far longer to launch than the GPU to run."""
     device = torch.device("cuda")
     x = torch.zeros(16, device=device)
-    seconds, issue = ceilings.Timer(device)(lambda: [x.add_(1) for _ in range(100)])
+    seconds, issue = timing.Timer(device)(lambda: [x.add_(1) for _ in range(100)])
     assert seconds < issue
-    assert components.measure_components(WorkloadConfig(model=MODEL, device="cuda"), None)["components"]
+    assert measure_components(WorkloadConfig(model=MODEL, device="cuda"), None)["components"]

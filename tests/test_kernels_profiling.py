@@ -9,7 +9,6 @@ from kernel_reports import record
 
 from lmcore.config import TrainConfig, model_config, to_dict
 from lmcore.errors import UserError
-from lmcore.profiling.ceilings import Timer
 from lmcore.profiling.kernels import agreement, elementwise, loss, optimizer, steps, traffic
 from lmcore.profiling.kernels import attention as attention_cells
 from lmcore.profiling.kernels.measuring import (
@@ -21,6 +20,7 @@ from lmcore.profiling.kernels.measuring import (
     relative_error,
     with_gradients,
 )
+from lmcore.profiling.timing import Timer
 from lmcore.profiling.workload import workload_config
 from lmcore.workbook.report.kernels import attention
 from lmcore.workbook.report.kernels import steps as step_answers

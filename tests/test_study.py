@@ -7,7 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from lmcore.config import from_dict
 from lmcore.errors import UserError
-from lmcore.profiling.study import OPTIMIZATIONS, StudyConfig
+from lmcore.profiling.cases import OPTIMIZATIONS, StudyConfig
 from lmcore.profiling.workload import Workload
 from lmcore.workbook.report.benchmark import optimizations as levers
 from lmcore.workbook.report.benchmark import study as answers

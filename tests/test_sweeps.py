@@ -10,7 +10,7 @@ from lmcore.cli import main
 from lmcore.config import replace
 from lmcore.errors import UserError
 from lmcore.files import read_json
-from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
+from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
 from lmcore.recipes import batch_size_runs, learning_rate_runs, recipe
 from lmcore.run import RunFolder
 from lmcore.workbook.jobs.sweep_definition import measured_cells, train_cells, write_definition

@@ -130,7 +130,7 @@ def test_the_clock_runs_until_the_device_has_done_the_step(tmp_path, monkeypatch
         now[0], waiting[0] = now[0] + 1.0, waiting[0] + 100.0
 
     monkeypatch.setattr(timing, "default_timer", lambda: now[0])
-    monkeypatch.setattr(timing.Workload, "synchronize", synchronize)
+    monkeypatch.setattr(timing.Clock, "synchronize", synchronize)
     monkeypatch.setattr(timing.Workload, "step", step)
     result = timing.measure(WorkloadConfig(model=MODEL, warmup_steps=1, steps=2, device="cpu"), tmp_path)
     assert [sample["wall"] for sample in result["samples"]] == [101.0] * 3

@@ -105,10 +105,10 @@ def machine(run: dict[str, Any]) -> str:
 
 def examined(device: str, toy: bool) -> dict[str, Any]:
     """In a process of its own: the device, the environment and the ceilings of this run."""
-    from lmcore.profiling.ceilings import ceilings
+    from lmcore.profiling.peak_rates import peak_rates
 
     chosen, _ = select_device(device)
-    roofs = ceilings(chosen, "fp32" if toy else "bf16")
+    roofs = peak_rates(chosen, "fp32" if toy else "bf16")
     return {
         "device": str(chosen),
         "environment": environment(),

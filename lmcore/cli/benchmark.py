@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lmcore.errors import EXIT_FAILURE, FINISHED, require
-from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
+from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
 from lmcore.stopping import stoppable
 
 if TYPE_CHECKING:  # PyTorch is imported when the command runs

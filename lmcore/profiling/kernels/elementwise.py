@@ -16,10 +16,10 @@ from lmcore.kernels.rmsnorm.reference import rmsnorm_plain
 from lmcore.kernels.rope import rope_
 from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.model import RotaryPositionalEmbedding
-from lmcore.profiling.ceilings import Timer
 from lmcore.profiling.kernels.loss import variant_of
 from lmcore.profiling.kernels.measuring import DTYPES, Contestant, result_rows, with_gradients
 from lmcore.profiling.kernels.traffic import traffic_of
+from lmcore.profiling.timing import Timer
 from lmcore.profiling.workload import WorkloadConfig
 
 
