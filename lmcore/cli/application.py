@@ -5,6 +5,7 @@ import functools
 import inspect
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -12,24 +13,20 @@ from typing import Any, TextIO
 
 import tyro
 
-from lmcore.cli.arguments import PATHS, check_paths
+from lmcore.cli import data
+from lmcore.cli.arguments import PATHS, check_paths, group
 from lmcore.cli.benchmark import benchmark
-from lmcore.cli.data import data_commands, tokenizer_commands
 from lmcore.cli.jobs import jobs, requeue, submit_commands
 from lmcore.cli.memory import memory
 from lmcore.cli.nsys import nsys
-from lmcore.cli.submission import submission
 from lmcore.cli.sweep import sweep_commands
 from lmcore.cli.training import generate, starting_config, train_command
-from lmcore.cli.workbook import refresh, workbook, writeup
+from lmcore.cli.workbook import refresh, submission, workbook, writeup
 from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
 from lmcore.stopping import Stopped, stop_signals
 
 EXIT_CTRL_C = 130
-
-NEVER_RAISES = {"backslashreplace", "replace", "ignore", "xmlcharrefreplace", "namereplace"}
-"""What a stream may do with a character that its encoding lacks, other than fail."""
 
 
 def doctor(json: bool = False) -> int:
@@ -48,19 +45,31 @@ def doctor(json: bool = False) -> int:
 
 
 def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
-    """All commands; the chosen one with its own defaults, the costly ones only named unless they are chosen."""
+    """All commands; `train` with the defaults that its arguments ask for."""
     chosen = arguments[0] if arguments else None
-    base = starting_config(arguments[1:]) if chosen == "train" else TrainConfig()
+    train = train_command(starting_config(arguments[1:]) if chosen == "train" else TrainConfig())
+    in_order = stop_signals(signal.SIGINT, exits=True)  # a signal during imports ends a command that measures later
     app = tyro.extras.SubcommandApp()
     app.command(deferred(doctor))
-    data = data_commands(deferred) if chosen == "data" else doctor
-    app.command(data, name="data", help="Prepare, download and look at corpora.")
-    tokenizer = tokenizer_commands(deferred)
+    corpora = group(deferred, prepare=data.prepare, download=data.download, info=data.info)
+    app.command(corpora, name="data", help="Prepare, download and look at corpora.")
+    tokenizer = group(deferred, train=data.train, encode=data.encode, decode=data.decode)
     app.command(tokenizer, name="tokenizer", help="Train a tokenizer; encode and decode with one.")
-    sweep = sweep_commands(deferred) if chosen == "sweep" else doctor
+    sweep = sweep_commands(deferred)
     app.command(sweep, name="sweep", help="Many runs or measurements: one cell or all of them, and their table.")
     app.command(submit_commands(deferred), name="submit", help="The workbook, a notebook or a sweep as Slurm jobs.")
-    commands = (train_command(base), generate, benchmark, nsys, memory, workbook, refresh, writeup, jobs, submission)
+    commands = (
+        train,
+        generate,
+        in_order(benchmark),
+        nsys,
+        in_order(memory),
+        workbook,
+        refresh,
+        writeup,
+        jobs,
+        submission,
+    )
     for command in (*commands, requeue) if chosen == "requeue" else commands:  # what only job.sh calls is not listed
         app.command(deferred(command))
     return app
@@ -72,16 +81,9 @@ def deferred(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
     @functools.wraps(command)
     def parsed(*arguments: Any, **options: Any) -> Callable[[], int]:
         check_paths(command, inspect.signature(command).bind(*arguments, **options).arguments)
-        run = functools.partial(command, *arguments, **options)
-        return functools.partial(stopped_in_order, run) if command in (benchmark, memory) else run
+        return functools.partial(command, *arguments, **options)
 
     return parsed
-
-
-def stopped_in_order(run: Callable[[], int]) -> int:
-    """Runs a command that measures. A signal while it still imports ends it as soon as it has begun to measure."""
-    with stop_signals(signal.SIGINT, exits=True):
-        return run()
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
@@ -109,15 +111,10 @@ def unboxed(box: str) -> str:
 
     Its message is in the first section of a box, or in the second, after a title, where the terminal has no boxes.
     """
-    sections: list[list[str]] = [[]]
-    for line in box.splitlines():
-        text = line.strip("│ ")
-        if text and set(text) <= {"─", "-"}:
-            sections.append([])
-        elif text and not line.startswith(("╭", "╰")):
-            sections[-1].append(text)
-    message = sections[0] if "╭" in box or len(sections) == 1 else sections[1]
-    return f"{' '.join(message).rstrip('.')}; see lmcore --help."
+    lines = re.sub(r"(?m)^[╭╰].*$|│", "", box)
+    sections = [" ".join(section.split()) for section in re.split(r"(?m)^\s*[─-]+\s*$", lines)]
+    message = sections[0 if "╭" in box or len(sections) == 1 else 1]
+    return f"{message.rstrip('.')}; see lmcore --help."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -151,7 +148,7 @@ def print_any_character() -> None:
     This is what Python does on standard error. PYTHONIOENCODING may ask for another way, as in `latin-1:replace`.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors not in NEVER_RAISES:
+        if isinstance(stream, io.TextIOWrapper) and stream.errors.startswith(("strict", "surrogate")):  # they can fail
             stream.reconfigure(errors="backslashreplace")
 
 
