@@ -9,10 +9,9 @@ are not in them: that they are moved all the same is what a component loses agai
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 import torch
@@ -45,57 +44,35 @@ COLUMNS = [
 """Of `components_table`, also where it has no row; what `timed` measures besides follows."""
 
 
-@dataclass(frozen=True)
-class Component:
-    """A part of the model that can be run alone: what it computes, from what, and what that costs."""
-
-    name: str
-    run: Callable[..., Any]
-    """A function, or a module, whose parameters are read, too."""
-    inputs: tuple[Tensor, ...]
-    part_of: Literal["attention", "ffn", "block", "model"] = "model"
-    flops: int | None = None
-    """None: elementwise work, by `ELEMENTWISE_FLOPS`."""
-    count: int | None = None
-    """How often a step of the whole model runs it; None: once in each block."""
-    kind: Literal["matmul", "elementwise", "whole"] = "matmul"
-    """Of what has `flops`; a whole is also timed with its backward pass."""
-    direction: str = "forward"
+Part = tuple[dict[str, Any], Callable[..., Any], tuple[Tensor, ...]]
+"""A part of the model that can be run alone: what the table says of it, a function or module, and its inputs."""
 
 
-def timed(component: Component, timer: Timer, config: WorkloadConfig) -> Iterator[dict[str, Any]]:
-    """What was measured of the forward pass and, of a whole, of forward and backward pass together."""
-    c = component
-    count = config.model.num_layers if c.count is None else c.count
-    kind = "elementwise" if c.flops is None else c.kind
-    flops = ELEMENTWISE_FLOPS[c.name] * c.inputs[0].numel() if c.flops is None else c.flops
-    weights = [*c.run.parameters()] if isinstance(c.run, nn.Module) else []
-
-    def row(direction: str, factor: int, moved: int, function: Callable[[], Any]) -> dict[str, Any]:
-        seconds, issue_seconds = timer(function)
-        return {
-            "component": c.name, "part_of": c.part_of, "kind": kind, "count": count, "direction": direction,
-            "flops": factor * flops, "bytes": moved, "seconds": seconds, "issue_seconds": issue_seconds,
-        }  # fmt: skip
+def timed(part: Part, timer: Timer, precision: str) -> Iterator[dict[str, Any]]:
+    """A row with `bytes` and seconds of the forward pass and, of a whole, one of forward and backward pass together."""
+    row, run, inputs = part
+    weights = [*run.parameters()] if isinstance(run, nn.Module) else []
 
     def forward() -> Any:
-        with torch.no_grad(), autocast(timer.device, config.precision):
-            return c.run(*c.inputs)
+        with torch.no_grad(), autocast(timer.device, precision):
+            return run(*inputs)
 
     output = forward()
-    read = sum(tensor.nbytes for tensor in (*c.inputs, *weights))
+    read = sum(tensor.nbytes for tensor in (*inputs, *weights))
     written = sum(tensor.nbytes for tensor in ((output,) if isinstance(output, Tensor) else output))
-    yield row(c.direction, 1, read + written, forward)
-    if kind == "whole":
-        gradient = torch.randn_like(output)
-        leaves = [x.detach().requires_grad_() for x in c.inputs]
+    seconds, issue_seconds = timer(forward)
+    yield row | {"bytes": read + written, "seconds": seconds, "issue_seconds": issue_seconds}
+    if row["kind"] == "whole":
+        gradient, leaves = torch.randn_like(output), [x.detach().requires_grad_() for x in inputs]
 
         def both() -> Any:
-            with autocast(timer.device, config.precision):
-                result = c.run(*leaves)
+            with autocast(timer.device, precision):
+                result = run(*leaves)
             return torch.autograd.grad(result, [*leaves, *weights], gradient)
 
-        yield row("forward + backward", 3, 3 * read + 2 * written, both)
+        seconds, issue_seconds = timer(both)
+        row = row | {"direction": "forward + backward", "flops": 3 * row["flops"], "bytes": 3 * read + 2 * written}
+        yield row | {"seconds": seconds, "issue_seconds": issue_seconds}
 
 
 class Beside(nn.ModuleList):
@@ -106,17 +83,17 @@ class Beside(nn.ModuleList):
         return [layer(x) for layer in self]
 
 
-def components(config: WorkloadConfig, device: torch.device) -> Iterator[Component]:
+def components(config: WorkloadConfig, device: torch.device) -> Iterator[Part]:
     """The components of one block and of the model around it, in turn, with inputs of the types that they have there.
 
     Attention is split as the reference implementation computes it; the feed-forward network is not where it has no
-    gate. Inputs are random, and gone once the next component is asked for.
+    gate. Inputs are random, and gone once the next component is asked for. `kind` is matmul, elementwise or whole
+    (also timed with its backward pass), `count` how often a step of the whole model runs it.
     """
     c, batch, time = config.model, config.batch_size, config.model.context_length
     totals = accounting.forward_flops_by_component(c, batch)
     flops = {name: total if name == "lm_head" else total // c.num_layers for name, total in totals.items()}
-    attention, ffn = partial(Component, part_of="attention"), partial(Component, part_of="ffn")
-    linear, rope = partial(Linear, device=device), None
+    linear, rope, positions = partial(Linear, device=device), None, torch.arange(time, device=device)
     with autocast(device, config.precision):
         dtype = (torch.ones(1, 1, device=device) @ torch.ones(1, 1, device=device)).dtype  # of activations
 
@@ -130,62 +107,63 @@ def components(config: WorkloadConfig, device: torch.device) -> Iterator[Compone
         masked = (scores / math.sqrt(c.d_k)).masked_fill(~mask, float("-inf"))
         return softmax(at_least_float32(masked), dim=-1).to(dtype)
 
+    def part(name: str, part_of: str, run: Callable[..., Any], inputs: tuple, flops: int = 0, **more: Any) -> Part:
+        kind, flops = ("matmul", flops) if flops else ("elementwise", ELEMENTWISE_FLOPS[name] * inputs[0].numel())
+        row = {"component": name, "part_of": part_of, "kind": kind, "count": c.num_layers, "direction": "forward"}
+        return row | {"flops": flops} | more, run, inputs
+
+    def rotated(q: Tensor, k: Tensor, *_: Tensor) -> list[Tensor]:
+        return [rope(q, positions), rope(k, positions)]
+
     x = (tokens(c.d_model, torch.float32),)  # the residual stream
     if c.norm != "none":
         norms = accounting.parameter_counts(c)["norms"] // c.d_model
-        yield Component("RMSNorm", RMSNorm(c.d_model, device=device), x, "block", count=norms)
-    yield Component("residual sum", torch.add, (*x, tokens(c.d_model)), "block", count=2 * c.num_layers)
+        yield part("RMSNorm", "block", RMSNorm(c.d_model, device=device), x, count=norms)
+    yield part("residual sum", "block", torch.add, (*x, tokens(c.d_model)), count=2 * c.num_layers)
     projections = Beside(linear(c.d_model, c.d_model) for _ in range(3))
-    yield attention("Q, K, V projections", projections, x, flops=flops["qkv_proj"])
+    yield part("Q, K, V projections", "attention", projections, x, flops=flops["qkv_proj"])
     if c.position == "rope":
-        rope, at = (
-            RotaryPositionalEmbedding(c.rope_theta, c.d_k, time, device=device),
-            torch.arange(time, device=device),
-        )
-        yield attention("RoPE", lambda q, k, *_: [rope(q, at), rope(k, at)], (heads(), heads(), rope.cos, rope.sin))
-    yield attention("scores", lambda q, k: q @ k.transpose(-2, -1), (heads(), heads()), flops=flops["scores"])
-    yield attention("scale, mask, softmax", distribution, (heads(time), causal_mask(time, time, device=device)))
-    yield attention("weighted sum", torch.matmul, (heads(time), heads()), flops=flops["weighted_sum"])
+        rope = RotaryPositionalEmbedding(c.rope_theta, c.d_k, time, device=device)
+        yield part("RoPE", "attention", rotated, (heads(), heads(), rope.cos, rope.sin))
+    yield part("scores", "attention", lambda q, k: q @ k.transpose(-2, -1), (heads(), heads()), flops=flops["scores"])
+    yield part("scale, mask, softmax", "attention", distribution, (heads(time), causal_mask(time, time, device=device)))
+    yield part("weighted sum", "attention", torch.matmul, (heads(time), heads()), flops=flops["weighted_sum"])
     output = linear(c.d_model, c.d_model)
-    yield attention("output projection", output, (tokens(c.d_model),), flops=flops["output_proj"])
+    yield part("output projection", "attention", output, (tokens(c.d_model),), flops=flops["output_proj"])
     if c.ffn == "swiglu":
-        matrix, up, down = (
-            flops["ffn"] // 3,
-            Beside(linear(c.d_model, c.d_ff) for _ in range(2)),
-            linear(c.d_ff, c.d_model),
-        )
-        yield ffn("W1 and W3", up, x, flops=2 * matrix)
-        yield ffn("SiLU and gate", lambda a, b: silu(a) * b, (tokens(c.d_ff), tokens(c.d_ff)))
-        yield ffn("W2", down, (tokens(c.d_ff),), flops=matrix)
+        matrix, up = flops["ffn"] // 3, Beside(linear(c.d_model, c.d_ff) for _ in range(2))
+        yield part("W1 and W3", "ffn", up, x, flops=2 * matrix)
+        yield part("SiLU and gate", "ffn", lambda a, b: silu(a) * b, (tokens(c.d_ff), tokens(c.d_ff)))
+        yield part("W2", "ffn", linear(c.d_ff, c.d_model), (tokens(c.d_ff),), flops=matrix)
     block = TransformerBlock(c, rope, device=device)
     whole = sum(flops[name] for name in ("qkv_proj", "scores", "weighted_sum", "output_proj"))
-    yield attention("attention", block.attn, x, flops=whole, kind="whole")
-    yield ffn("feed-forward network", block.ffn, x, flops=flops["ffn"], kind="whole")
-    yield Component("output layer", linear(c.d_model, c.vocab_size), x, flops=flops["lm_head"], count=1)
+    yield part("attention", "attention", block.attn, x, flops=whole, kind="whole")
+    yield part("feed-forward network", "ffn", block.ffn, x, flops=flops["ffn"], kind="whole")
+    yield part("output layer", "model", linear(c.d_model, c.vocab_size), x, flops=flops["lm_head"], count=1)
     targets = torch.randint(c.vocab_size, (batch, time), device=device)
-    yield Component("cross-entropy", cross_entropy, (tokens(c.vocab_size), targets), count=1)
-    yield adamw(block)
+    yield part("cross-entropy", "model", cross_entropy, (tokens(c.vocab_size), targets), count=1)
+    update, read = adamw(block)
+    flops_of_update = sum(accounting.ADAMW_FLOPS.values()) * sum(p.numel() for p in block.parameters())
+    yield part("AdamW", "block", update, read, flops_of_update, kind="elementwise", direction="update")
 
 
-def adamw(block: nn.Module) -> Component:
-    """AdamW on the parameters of one block; a step runs it for every block, and for embeddings besides.
+def adamw(block: nn.Module) -> tuple[Callable[..., list[Tensor]], tuple[Tensor, ...]]:
+    """AdamW on the parameters of one block, which returns what it writes, and what it reads: gradients, too.
 
-    Read: parameters, gradients and both moments; written: all of them but the gradients.
+    A step runs it for every block, and for embeddings besides.
     """
     parameters = list(block.parameters())
     optimizer = AdamW(parameters)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    moments = [moment for p in parameters for moment in (optimizer.state[p]["m"], optimizer.state[p]["v"])]
+    written = parameters + [moment for p in parameters for moment in (optimizer.state[p]["m"], optimizer.state[p]["v"])]
 
     def update(*_: Tensor) -> list[Tensor]:
         optimizer.step()
-        return [*parameters, *moments]  # what was written
+        return written
 
-    flops = sum(accounting.ADAMW_FLOPS.values()) * sum(p.numel() for p in parameters)
-    read = (*parameters, *(p.grad for p in parameters), *moments)
-    return Component("AdamW", update, read, "block", flops, kind="elementwise", direction="update")
+    return update, (*written, *(p.grad for p in parameters))
 
 
 def measure_components(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
@@ -200,7 +178,7 @@ def measure_components(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     rates = peak_rates(device, config.precision)
     set_matmul_precision(device, config.precision)
     timer = Timer(device)
-    rows = [row for component in components(config, device) for row in timed(component, timer, config)]
+    rows = [row for part in components(config, device) for row in timed(part, timer, config.precision)]
     return {"device": device_name(device), "ceilings": rates, "components": rows}
 
 
