@@ -13,15 +13,8 @@ from typing import Any, TextIO
 
 import tyro
 
-from lmcore.cli import data
-from lmcore.cli.arguments import PATHS, check_paths, group
-from lmcore.cli.benchmark import benchmark
-from lmcore.cli.jobs import jobs, requeue, submit_commands
-from lmcore.cli.memory import memory
-from lmcore.cli.nsys import nsys
-from lmcore.cli.sweep import sweep_commands
-from lmcore.cli.training import generate, starting_config, train_command
-from lmcore.cli.workbook import refresh, submission, workbook, writeup
+from lmcore.cli import benchmark, data, jobs, memory, nsys, sweep, training, workbook
+from lmcore.cli.arguments import PATHS, check_paths
 from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
 from lmcore.stopping import Stopped, stop_signals
@@ -44,33 +37,35 @@ def doctor(json: bool = False) -> int:
     return 0
 
 
+GROUPS = {
+    "data": ("Prepare, download and look at corpora.", (data.prepare, data.download, data.info)),
+    "tokenizer": ("Train a tokenizer; encode and decode with one.", (data.train, data.encode, data.decode)),
+    "sweep": (
+        "Many runs or measurements: one cell or all of them, and their table.",
+        (sweep.run, sweep.table, sweep.work),
+    ),
+    "submit": ("The workbook, a notebook or a sweep as Slurm jobs.", (jobs.workbook, jobs.notebook, jobs.sweep)),
+}
+"""What a group of commands is for, and its commands."""
+
+
 def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
     """All commands; `train` with the defaults that its arguments ask for."""
     chosen = arguments[0] if arguments else None
-    train = train_command(starting_config(arguments[1:]) if chosen == "train" else TrainConfig())
-    in_order = stop_signals(signal.SIGINT, exits=True)  # a signal during imports ends a command that measures later
     app = tyro.extras.SubcommandApp()
     app.command(deferred(doctor))
-    corpora = group(deferred, prepare=data.prepare, download=data.download, info=data.info)
-    app.command(corpora, name="data", help="Prepare, download and look at corpora.")
-    tokenizer = group(deferred, train=data.train, encode=data.encode, decode=data.decode)
-    app.command(tokenizer, name="tokenizer", help="Train a tokenizer; encode and decode with one.")
-    sweep = sweep_commands(deferred)
-    app.command(sweep, name="sweep", help="Many runs or measurements: one cell or all of them, and their table.")
-    app.command(submit_commands(deferred), name="submit", help="The workbook, a notebook or a sweep as Slurm jobs.")
-    commands = (
-        train,
-        generate,
-        in_order(benchmark),
-        nsys,
-        in_order(memory),
-        workbook,
-        refresh,
-        writeup,
-        jobs,
-        submission,
-    )
-    for command in (*commands, requeue) if chosen == "requeue" else commands:  # what only job.sh calls is not listed
+    for name, (what, members) in GROUPS.items():
+        group = tyro.extras.SubcommandApp()
+        for command in members:
+            group.command(deferred(command))
+        app.command(group, name=name, help=what)
+    in_order = stop_signals(signal.SIGINT, exits=True)  # a signal during imports ends a command that measures later
+    commands = [
+        training.train_command(training.starting_config(arguments[1:]) if chosen == "train" else TrainConfig()),
+        training.generate, in_order(benchmark.benchmark), nsys.nsys, in_order(memory.memory), workbook.workbook,
+        workbook.refresh, workbook.writeup, jobs.jobs, workbook.submission,
+    ]  # fmt: skip
+    for command in [*commands, jobs.requeue] if chosen == "requeue" else commands:  # only job.sh calls it: not listed
         app.command(deferred(command))
     return app
 

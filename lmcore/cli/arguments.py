@@ -58,11 +58,3 @@ def check_paths(command: Callable[..., int], options: Mapping[str, Any]) -> None
                 except OSError as error:
                     circle = error.errno == errno.ELOOP
                     require(not circle, f"{option}: the symbolic links of {path} lead in a circle.")
-
-
-def group(wrap: Callable, **commands: Callable[..., int]) -> tyro.extras.SubcommandApp:
-    """The commands of a group by name; `wrap` is applied to each."""
-    app = tyro.extras.SubcommandApp()
-    for name, command in commands.items():
-        app.command(wrap(command), name=name)
-    return app

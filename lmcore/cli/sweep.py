@@ -1,6 +1,5 @@
 """`lmcore sweep ...`: many runs or measurements, as one command or as the tasks of a job array."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -70,11 +69,3 @@ def work(folder: Annotated[Path, tyro.conf.Positional]) -> int:
 
     work(folder)
     return 0
-
-
-def sweep_commands(wrap: Callable) -> tyro.extras.SubcommandApp:
-    """lmcore sweep ...; `wrap` is applied to each command."""
-    app = tyro.extras.SubcommandApp()
-    for command in (run, table, work):
-        app.command(wrap(command))
-    return app
