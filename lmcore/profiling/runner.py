@@ -54,9 +54,6 @@ SECONDS_TO_END = 1.0
 SECONDS_OF_A_LOOK = 2.0
 """How long a case may be locked by someone who only looks whether it is being measured."""
 
-SECONDS_OF_A_GLANCE = 0.2
-"""How often it is looked whether a case has been stopped or takes too long."""
-
 PRELOADED = ["lmcore.profiling.runner", "lmcore.profiling.timing", "torch._dynamo"]
 """Modules that are imported once, before the processes of all cases are forked from there. They leave CUDA alone;
 the last is what PyTorch's optimizers import when the first one is made."""
@@ -254,7 +251,7 @@ def run_apart(
     began = time.monotonic()
     try:
         sender.close()
-        while not receiver.poll(SECONDS_OF_A_GLANCE):
+        while not receiver.poll(0.2):
             if stopped is not None and stopped.is_set():
                 return "failed", "It was stopped."
             if timeout is not None and time.monotonic() - began > timeout:
