@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from lmcore.profiling.peak_rates import peak_rates
 
 from lmcore.device import select_device
-from lmcore.profiling.ceilings import ceilings
 from lmcore.profiling.kernels.measuring import Contestant, race
 from lmcore.provenance import environment
 
@@ -70,7 +70,7 @@ class Conditions:
 def examined(device: str, toy: bool) -> dict[str, Any]:
     """In a process of its own: the device, the environment and the ceilings of this run."""
     chosen, _ = select_device(device)
-    roofs = ceilings(chosen, "fp32" if toy else "bf16")
+    roofs = peak_rates(chosen, "fp32" if toy else "bf16")
     copy, matmul = roofs["peak_bytes_per_second"], roofs["peak_flops_per_second"]
     found = {"copy_bytes_per_second": copy, "bf16_flops_per_second": matmul}
     return {"device": str(chosen), "environment": environment(), "ceilings": found}

@@ -10,11 +10,11 @@ from kernel_reports import record
 
 from lmcore.config import TrainConfig, model_config, to_dict
 from lmcore.errors import UserError
-from lmcore.profiling.ceilings import Timer
 from lmcore.profiling.kernels import cases, measuring, optimizer, parity, steps
 from lmcore.profiling.kernels.bytes_moved import moved_by
 from lmcore.profiling.kernels.measuring import Absent, Contestant, extra_bytes, race, relative_error, with_gradients
 from lmcore.profiling.kernels.tables import COLUMNS, results_table
+from lmcore.profiling.timing import Timer
 from lmcore.profiling.workload import workload_config
 from lmcore.workbook.report.kernels import attention
 from lmcore.workbook.report.kernels import steps as step_answers

@@ -10,7 +10,7 @@ from lmcore.cli import main
 from lmcore.config import replace
 from lmcore.errors import UserError
 from lmcore.files import read_json, write_json
-from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
+from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
 from lmcore.recipes import batch_size_runs, learning_rate_runs, recipe
 from lmcore.workbook.jobs.sweep_definition import cell_names, cells, load_definition, write_definition
 from lmcore.workbook.jobs.sweeps import cell_states, run_definition, run_folder, summary, unfinished, write_sweep_table

@@ -3,7 +3,6 @@
 import shlex
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -213,11 +212,3 @@ def requeue(out: Annotated[Path, tyro.conf.Positional], attempts: int = 3) -> in
         file=sys.stderr,
     )
     return EXIT_FAILURE
-
-
-def submit_commands(wrap: Callable) -> tyro.extras.SubcommandApp:
-    """lmcore submit ...; `wrap` is applied to each command."""
-    app = tyro.extras.SubcommandApp()
-    for command in (workbook, notebook, sweep):
-        app.command(wrap(command))
-    return app

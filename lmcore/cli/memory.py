@@ -9,7 +9,7 @@ import tyro
 
 from lmcore.config import ModelConfig, require_choices
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
-from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
+from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
 from lmcore.stopping import stoppable
 
 

@@ -1,12 +1,11 @@
 """`lmcore sweep ...`: many runs or measurements, as one command or as the tasks of a job array."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from lmcore.cli.arguments import OptionalFolder, OptionalNumber, Pairs, group
+from lmcore.cli.arguments import OptionalFolder, OptionalNumber, Pairs
 from lmcore.errors import EXIT_FAILURE, require
 from lmcore.stopping import stop_signals
 
@@ -70,8 +69,3 @@ def work(folder: Annotated[Path, tyro.conf.Positional]) -> int:
 
         work(folder)
     return 0
-
-
-def sweep_commands(wrap: Callable) -> tyro.extras.SubcommandApp:
-    """lmcore sweep ...; `wrap` is applied to each command."""
-    return group(wrap, run=run, table=table, work=work)

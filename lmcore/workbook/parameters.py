@@ -222,7 +222,7 @@ def check_parameters(name: str, known: Mapping[str, Any], given: Mapping[str, An
         elif key == "timeline_context" and name == "06_memory":
             require(value in values["contexts"], f"{must} one of contexts, {values['contexts']}, not {value!r}.")
         elif key == "study":
-            from lmcore.profiling.study import StudyConfig  # which imports torch
+            from lmcore.profiling.cases import StudyConfig  # which imports torch
 
             try:
                 from_dict(StudyConfig, value).model(1)

@@ -25,9 +25,9 @@ from lmcore.kernels.rope import rope_
 from lmcore.kernels.sdpa import fused_causal_attention
 from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.model import RotaryPositionalEmbedding, causal_mask
-from lmcore.profiling.ceilings import Timer
 from lmcore.profiling.kernels.bytes_moved import BytesMoved, moved_by
 from lmcore.profiling.kernels.measuring import DTYPES, Contestant, begin, measured, with_gradients
+from lmcore.profiling.timing import Timer
 from lmcore.profiling.workload import WorkloadConfig, workload_config
 
 BACKWARD = 2.5

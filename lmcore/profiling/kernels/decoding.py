@@ -10,8 +10,9 @@ from lmcore.config import GenerateConfig
 from lmcore.device import autocast, device_name
 from lmcore.generate import generate
 from lmcore.model import TransformerLM
-from lmcore.profiling.ceilings import Timer, copy_ceiling
 from lmcore.profiling.kernels.measuring import begin
+from lmcore.profiling.peak_rates import copy_rate
+from lmcore.profiling.timing import Timer
 from lmcore.profiling.workload import WorkloadConfig
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -50,6 +51,6 @@ def measure_decoding(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     return {
         "device": device_name(device),
         "new_tokens": new_tokens,
-        "copy_bytes_per_second": copy_ceiling(device, Timer(device)),
+        "copy_bytes_per_second": copy_rate(device, Timer(device)),
         "rows": [{"way": way, "seconds": seconds[way], "same_tokens": same[way]} for way in WAYS],
     }

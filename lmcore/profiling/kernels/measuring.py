@@ -18,10 +18,11 @@ from torch import Tensor
 
 from lmcore.device import forget_memory, out_of_memory_reason, select_device, set_matmul_precision
 from lmcore.errors import UserError
-from lmcore.profiling.ceilings import Timer, ceilings
 from lmcore.profiling.memory.recording import record_cpu
 from lmcore.profiling.memory.snapshot import UNKNOWN
 from lmcore.profiling.memory.timeline import bytes_by_state
+from lmcore.profiling.peak_rates import peak_rates
+from lmcore.profiling.timing import Timer
 from lmcore.profiling.workload import WorkloadConfig
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -220,5 +221,5 @@ def measured(function: Callable[[], Any], device: torch.device) -> dict[str, Any
 
 
 def measure_ceilings(config: WorkloadConfig, folder: Path) -> dict[str, float]:
-    """`lmcore.profiling.ceilings.ceilings` of the case's precision: a task of `lmcore.profiling.runner.run_cases`."""
-    return ceilings(select_device(config.device)[0], config.precision)
+    """`peak_rates` of the case's precision: a task of `lmcore.profiling.runner.run_cases`."""
+    return peak_rates(select_device(config.device)[0], config.precision)

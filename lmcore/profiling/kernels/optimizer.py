@@ -14,9 +14,10 @@ from lmcore.kernels.adamw import FusedAdamW
 from lmcore.kernels.common.support import runs_triton
 from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW, gradient_clipping
-from lmcore.profiling.ceilings import BUDGET, Timer, copy_ceiling
 from lmcore.profiling.kernels.bytes_moved import BytesMoved, moved_by
 from lmcore.profiling.kernels.measuring import Absent, Contestant, begin, race
+from lmcore.profiling.peak_rates import copy_rate
+from lmcore.profiling.timing import BUDGET, Timer
 from lmcore.profiling.workload import WorkloadConfig
 
 MAX_NORM = 1.0
@@ -97,7 +98,7 @@ def measure_optimizer(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     return {
         "device": device_name(device),
         "parameters": sum(parameter.numel() for parameter in parameters),
-        "copy_bytes_per_second": copy_ceiling(device, Timer(device)),
+        "copy_bytes_per_second": copy_rate(device, Timer(device)),
         "rows": rows,
     }
 

@@ -67,7 +67,7 @@ def predicted_peak(
         seq_len <= config.context_length,
         f"seq_len ({seq_len}) is above the model's context_length ({config.context_length}).",
     )
-    found = _peak(WorkloadConfig(config, batch_size, passes, precision), seq_len)
+    found = _peak(WorkloadConfig(model=config, batch_size=batch_size, passes=passes, precision=precision), seq_len)
     return found | {"by_stage": dict(found["by_stage"])}
 
 

@@ -17,7 +17,7 @@ import yaml
 from lmcore.config import TrainConfig, from_dict, to_dict
 from lmcore.errors import UserError, require, require_positive
 from lmcore.files import atomic_write
-from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
+from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
 from lmcore.recipes import batch_size_runs, recipe
 from lmcore.workbook.parameters import find_project, parse_overrides
 

@@ -22,7 +22,7 @@ from lmcore.workbook.report.kernels.figures import KINDS
 def eager_answer(model: ModelConfig, batch_size: int, precision: str, roofs: Mapping[str, float]) -> str:
     """Bytes that eager attention moves against the least, FLOPs per byte, and where that lies on this roofline.
 
-    `roofs` holds `peak_flops_per_second` and `peak_bytes_per_second`, as measured (`lmcore.profiling.ceilings`).
+    `roofs` holds `peak_flops_per_second` and `peak_bytes_per_second`, as measured (`lmcore.profiling.peak_rates`).
     """
     dtype = DTYPES[precision]
     scores = batch_size * model.num_heads * model.context_length**2
