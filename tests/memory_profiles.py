@@ -1,7 +1,9 @@
 """Profiles of memory made up for tests: a step whose every allocation is known."""
 
+import pandas as pd
+
 from lmcore.config import to_dict
-from lmcore.profiling.memory.snapshot import Allocation, History, Stage
+from lmcore.profiling.memory.snapshot import History
 from lmcore.profiling.memory.timeline import summary
 from lmcore.profiling.workload import workload_config
 
@@ -10,29 +12,30 @@ class Step:
     """A step as it happens: `make` allocates, `free` frees, `stage` names what follows."""
 
     def __init__(self, **standing: int):
-        self.event, self.stages = 0, []
-        self.rows = [
-            {"bytes": size, "first": 0, "source": name, "category": name.replace("_", " "), "stage": None}
-            for name, size in standing.items()
-        ]
+        self.event, self.stages, self.rows = 0, {}, []
+        for name, size in standing.items():
+            self._begin(size, name, name.replace("_", " "), None)
+
+    def _begin(self, size: int, source: str, category: str, stage: str | None) -> dict:
+        row = {"bytes": size, "first": self.event, "source": source, "category": category, "stage": stage}
+        self.rows.append(row)
+        return row
 
     def stage(self, name: str) -> None:
-        self.stages.append((name, self.event))
+        self.stages[name] = self.event
 
     def make(self, category: str, size: int, source: str = "lmcore/model.py:59 Linear.forward") -> dict:
         self.event += 1
-        row = {"bytes": size, "first": self.event, "source": source, "category": category, "stage": self.stages[-1][0]}
-        self.rows.append(row)
-        return row
+        return self._begin(size, source, category, [*self.stages][-1])
 
     def free(self, row: dict) -> None:
         self.event += 1
         row["last"] = self.event
 
     def profile(self, passes: str, **changes) -> dict:
-        ends = [first for _, first in self.stages[1:]] + [self.event]
-        stages = tuple(Stage(name, first, last) for (name, first), last in zip(self.stages, ends, strict=True))
-        allocations = tuple(Allocation(**{"address": 0, "last": self.event + 1} | row) for row in self.rows)
+        edges = [*self.stages.values(), self.event]
+        stages = {name: (first, last) for name, first, last in zip(self.stages, edges, edges[1:], strict=False)}
+        allocations = pd.DataFrame([{"address": 0, "last": self.event + 1} | row for row in self.rows])
         seconds = tuple(event * 1e-3 for event in range(self.event + 1))
         said = summary(History("torch.cuda memory history", allocations, seconds, stages))
         peak = said["peak_bytes"]

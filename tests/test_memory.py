@@ -4,6 +4,7 @@ import json
 import pickle
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -11,9 +12,10 @@ from lmcore.accounting import num_parameters
 from lmcore.cli import main
 from lmcore.profiling.memory import recording
 from lmcore.profiling.memory.profile import FULL_NOTE, profile_memory, write_snapshot
+from lmcore.profiling.memory.recording import PEAKS
 from lmcore.profiling.memory.saved import block_and_input, saved_by_operation
-from lmcore.profiling.memory.snapshot import Allocation, Event, History, Stage, read_snapshot
-from lmcore.profiling.memory.timeline import CATEGORIES, bytes_by_state, explained
+from lmcore.profiling.memory.snapshot import Event, History, read_snapshot
+from lmcore.profiling.memory.timeline import CATEGORIES, explained, levels
 from lmcore.profiling.workload import workload_config
 
 CONTEXT, VOCABULARY = 32, 1_000
@@ -113,50 +115,42 @@ def test_the_first_step_of_an_optimizer_is_never_the_one_recorded(tmp_path):
 
 
 def test_categories_follow_addresses_and_lifetimes():
-    stages = (Stage("forward", 0, 3), Stage("loss", 3, 4), Stage("backward", 5, 8), Stage("optimizer", 8, 9))
-    allocations = (
-        Allocation(1, 10, 0, 10, "x"),
-        Allocation(2, 10, 0, 4, "x"),
-        Allocation(3, 10, 1, 6, "a"),  # kept for the backward pass
-        Allocation(4, 10, 2, 5, "b"),  # gone when it begins
-        Allocation(5, 10, 4, 7, "c"),
-        Allocation(6, 10, 5, 10, "d"),  # between loss and backward
-        Allocation(3, 10, 7, 10, "e"),  # a gradient where an activation was
-        Allocation(7, 10, 8, 8, "lmcore/model.py:1 f"),
-        Allocation(8, 10, 9, 10, "no Python frame"),
-    )
-    history = History("t", allocations, tuple(range(10)), stages)
-    found = explained(history, {1: Event(1, 10, 0.0, "w", "parameters")}, {3: "w"}, {3: "half copy of w"}).allocations
-    assert [(a.category, a.stage, a.source) for a in found] == [
-        ("parameters", None, "w"),
-        ("other", None, "x"),
-        ("activations", "forward", "half copy of w, a"),
-        ("temporary", "forward", "b"),
-        ("activations", "loss", "c"),
-        ("temporary", None, "d"),
-        ("gradients", "backward", "gradient of w"),
-        ("temporary", "backward", "lmcore/model.py:1 f, computed again"),
-        ("temporary", "optimizer", "optimizer, no Python frame"),
-    ]
+    stages = {"forward": (0, 3), "loss": (3, 4), "backward": (5, 8), "optimizer": (8, 9)}
+    expected = {  # address, first and last state, source → category, stage, source
+        (1, 0, 10, "x"): ("parameters", None, "w"),
+        (2, 0, 4, "x"): ("other", None, "x"),
+        (3, 1, 6, "a"): ("activations", "forward", "half copy of w, a"),  # kept for the backward pass
+        (4, 2, 5, "b"): ("temporary", "forward", "b"),  # gone when it begins
+        (5, 4, 7, "c"): ("activations", "loss", "c"),
+        (6, 5, 10, "d"): ("temporary", None, "d"),  # between loss and backward
+        (3, 7, 10, "e"): ("gradients", "backward", "gradient of w"),  # where an activation was
+        (7, 8, 8, "lmcore/model.py:1 f"): ("temporary", "backward", "lmcore/model.py:1 f, computed again"),
+        (8, 9, 10, "no Python frame"): ("temporary", "optimizer", "optimizer, no Python frame"),
+    }
+    table = pd.DataFrame([*expected], columns=["address", "first", "last", "source"]).assign(bytes=10)
+    history = History("t", table, range(10), stages)
+    found = explained(history, {1: Event(1, 10, "w", "parameters")}, {3: "w"}, {3: "half copy of w"}).allocations
+    assert [*zip(found["category"], found["stage"], found["source"], strict=True)] == [*expected.values()]
 
 
 class FakeCuda:
     """A GPU that is not there: its step writes the trace that the allocator would have written."""
 
     def __init__(self, capacity):
-        self.capacity, self.trace, self.counts = capacity, [], [40, 30]
+        self.capacity, self.trace = capacity, []
+        self.stats = {"allocation.all.allocated": 40, "allocation.all.freed": 30} | dict.fromkeys(PEAKS.values(), 1)
 
     def note(self, count, actions, address, size):
-        self.counts[count] += 1
+        self.stats[f"allocation.all.{count}"] += 1
         for action in actions:
             time = len(self.trace)
             self.trace.append({"action": action, "addr": address, "size": size, "frames": [], "time_us": time})
 
     def alloc(self, address, size):
-        self.note(0, ["alloc"], address, size)
+        self.note("allocated", ["alloc"], address, size)
 
     def free(self, address, size):
-        self.note(1, ["free_requested", "free_completed"], address, size)
+        self.note("freed", ["free_requested", "free_completed"], address, size)
 
     def step(self, span):
         self.free(9, 900)
@@ -180,21 +174,23 @@ class FakeCuda:
 def test_stages_on_a_gpu_are_found_by_counting(monkeypatch, tmp_path, capacity, truncated):
     fake = FakeCuda(capacity)
     monkeypatch.setattr(recording, "forget_memory", lambda device: None)
-    monkeypatch.setattr(recording, "cuda_counts", lambda device: tuple(fake.counts))
-    monkeypatch.setattr(recording, "cuda_peaks", lambda device: {"torch_peak_bytes": 1})
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: dict(fake.stats))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *args, **options: None)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
-    history, _, snapshot = recording.record_cuda(fake.step, torch.device("cuda", 0))
-    assert history.truncated == truncated
-    if truncated:  # what is left: the free of 2, and the backward pass
-        assert history.stages == (Stage("forward", 0, 1), Stage("backward", 1, 3))
-    else:
-        assert history.stages == (Stage("forward", 1, 4), Stage("backward", 4, 6))
-    said = {a.address: (a.bytes, a.first, a.last) for a in history.allocations}
-    assert said[8] == (800, 0, history.states)
-    assert said[3] == (300, history.states - 2, history.states)
-    assert said[1] == (100, 0 if truncated else 2, history.states - 1)
+    history, peaks, snapshot = recording.record_cuda(fake.step, torch.device("cuda", 0))
+    assert (history.truncated, peaks) == (truncated, dict.fromkeys(PEAKS, 1))
+    # of the full record is left: the free of 2, and the backward pass
+    assert history.stages == (
+        {"forward": (0, 1), "backward": (1, 3)} if truncated else {"forward": (1, 4), "backward": (4, 6)}
+    )
+    said, states = (
+        history.allocations.set_index("address")[["bytes", "first", "last"]].T.to_dict("list"),
+        len(history.seconds),
+    )
+    assert said[8] == [800, 0, states]
+    assert said[3] == [300, states - 2, states]
+    assert said[1] == [100, 0 if truncated else 2, states - 1]
     assert read_snapshot(tmp_path / write_snapshot(snapshot, tmp_path)["file"]) == fake.snapshot()
 
 
@@ -203,8 +199,7 @@ def test_what_a_block_keeps_is_what_stays_alive_after_its_forward_pass():
     cell = config()
     block, x = block_and_input(cell, torch.device("cpu"))
     block(x)
-    history = recording.record_cpu(lambda span: block(x), [])
-    alive = int(bytes_by_state(history, ["unknown"])[0, -1])
+    alive = levels(recording.record_cpu(lambda span: block(x)))["unknown"].iloc[-1]
     rows = saved_by_operation(cell)
     kept = sum(row["bytes"] for row in rows if row["kind"] != "input")
     # the angles' cosines and sines, looked up in the block, and the mask are kept; the result is alive but not saved
