@@ -10,7 +10,6 @@ import pytest
 
 from lmcore.errors import UserError
 from lmcore.profiling.memory.snapshot import NO_FRAME, Event, History, history_of, read_snapshot, replay, source_of
-from lmcore.profiling.memory.snapshot import stage_edge as edge
 from lmcore.profiling.memory.timeline import CATEGORIES, LARGEST, RECTANGLES, TIMELINE_POINTS, levels, summary
 
 MODEL = Path(__file__).parents[1] / "lmcore" / "model.py"
@@ -77,11 +76,6 @@ def test_a_cuda_snapshot_gives_every_allocation_and_what_was_there_before(snapsh
 def test_another_device_has_another_history(snapshot):
     snapshot["device_traces"][1] = [entry("alloc", 0x9000, 512, 1), entry("alloc", 0x9200, 100, 2)]
     assert told(history_of(snapshot, 1).allocations, "address") == [(0x9000, 512, 1, 3), (0x9200, 100, 2, 3)]
-
-
-def test_a_moment_is_found_from_what_is_still_to_come(snapshot):
-    to_come = [(2, 2), (5, 4), (1, 2), (1, 1), (0, 1), (0, 0)]  # the second: a full record forgot more
-    assert [edge(snapshot["device_traces"][0], *counts) for counts in to_come] == [0, 0, 1, 2, 3, 4]
 
 
 def test_replay_uses_addresses_again():

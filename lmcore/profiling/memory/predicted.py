@@ -14,8 +14,10 @@ import contextlib
 import copy
 import functools
 import sys
+import traceback
 import weakref
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
 from lmcore.profiling.memory.profile import gradient_storages, standing_storages
 from lmcore.profiling.memory.recording import storage_address
-from lmcore.profiling.memory.snapshot import Event, History, calling_line, replay
+from lmcore.profiling.memory.snapshot import PACKAGE, Event, History, replay
 from lmcore.profiling.memory.timeline import explained, levels, summary
 from lmcore.profiling.workload import Workload, WorkloadConfig
 
@@ -92,17 +94,14 @@ class FakeMemory(FakeTensorMode):
         finally:
             self.inside = False
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and storage_address(tensor) not in self.alive:
+            if isinstance(tensor, Tensor) and (address := storage_address(tensor)) not in self.alive:
                 node = torch._C._current_autograd_node()  # in a backward pass, whose stack says nothing
-                line = node.name() if node else calling_line(sys._getframe(1)).rpartition(" ")[2]
-                self._begin(tensor.untyped_storage(), f"{line}, {func.overloadpacket.__name__}")
+                line = node.name() if node else calling_function(sys._getframe(1))
+                storage, size = tensor.untyped_storage(), tensor.untyped_storage().nbytes()
+                self.alive.add(address)
+                self.events.append(Event(address, size, f"{line}, {func.overloadpacket.__name__}"))
+                weakref.finalize(storage, self._end, address, size).atexit = False
         return result
-
-    def _begin(self, storage: torch.UntypedStorage, source: str) -> None:
-        address, size = storage._cdata, storage.nbytes()
-        self.alive.add(address)
-        self.events.append(Event(address, size, source))
-        weakref.finalize(storage, self._end, address, size).atexit = False
 
     def _end(self, address: int, size: int) -> None:
         self.alive.discard(address)
@@ -116,11 +115,10 @@ class FakeMemory(FakeTensorMode):
         self.stages[name] = (first, len(self.events))
 
 
-class FakeModel(TransformerLM):
-    """The model without a look at the token ids: fake ones have no values."""
-
-    def _check(self, token_ids: Tensor) -> None:
-        pass
+def calling_function(frame: FrameType) -> str:
+    """The innermost function of lmcore that a running stack goes through."""
+    functions = (caller.f_code for caller, _ in traceback.walk_stack(frame))
+    return next(code.co_qualname for code in functions if code.co_filename.startswith(str(PACKAGE)))
 
 
 class FakeWorkload(Workload):
@@ -142,7 +140,8 @@ class FakeWorkload(Workload):
 
 @functools.cache
 def _peak(config: WorkloadConfig, seq_len: int) -> dict[str, Any]:
-    model = FakeModel(config.model, device="meta")  # drawing weights looks at them, where they are not on `meta`
+    model = TransformerLM(config.model, device="meta")  # drawing weights looks at them, where they are not on `meta`
+    model._check = lambda token_ids: None  # fake ones have no values
     with FakeMemory() as memory:
         work = FakeWorkload(config, model, seq_len)
         work.optimizer.zero_grad(set_to_none=True)

@@ -20,7 +20,6 @@ from lmcore.profiling.memory.snapshot import (
     frame_in_lmcore,
     history_of,
     replay,
-    stage_edge,
 )
 from lmcore.profiling.workload import Span
 
@@ -28,7 +27,7 @@ MAX_ENTRIES = 1_000_000
 """Events that a CUDA record holds, as in the handout; the first ones are lost when there are more."""
 
 COUNTERS = ("allocation.all.allocated", "allocation.all.freed")
-"""What the CUDA allocator counts: allocations made, frees asked for."""
+"""What the CUDA allocator counts: allocations and frees, each an event of the record."""
 
 PEAKS = {
     "torch_peak_bytes": "allocated_bytes.all.peak",
@@ -66,14 +65,13 @@ def record_cuda(step: Callable[[Span], Any], device: torch.device) -> tuple[Hist
         del held
     finally:
         torch.cuda.memory._record_memory_history(None)
-    trace, (begin, end) = snapshot["device_traces"][device.index or 0], edges.pop("the record")
+    history, (begin, end) = history_of(snapshot, device.index or 0), edges.pop("the record")
 
-    def state(moment: Mapping[str, int]) -> int:
-        return stage_edge(trace, *(end[name] - moment[name] for name in COUNTERS))
+    def state(moment: Mapping[str, int]) -> int:  # from the end, as a full record has lost its beginning
+        return max(0, len(history.seconds) - 1 - sum(end[counter] - moment[counter] for counter in COUNTERS))
 
-    history = history_of(snapshot, device.index or 0)
     stages = {name: (state(first), state(last)) for name, (first, last) in edges.items()}
-    truncated = sum(entry["action"] == "alloc" for entry in trace) < end[COUNTERS[0]] - begin[COUNTERS[0]]
+    truncated = sum(history.allocations["first"] > 0) < end[COUNTERS[0]] - begin[COUNTERS[0]]
     peaks = {name: end[counter] for name, counter in PEAKS.items()}
     return dataclasses.replace(history, stages=stages, truncated=truncated), peaks, snapshot
 

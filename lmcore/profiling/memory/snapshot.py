@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -145,20 +145,6 @@ def active_blocks(segments: Sequence[Mapping[str, Any]], device: int) -> Iterabl
             address += block["size"]
 
 
-def stage_edge(trace: Sequence[Mapping[str, Any]], allocations: int, frees: int) -> int:
-    """The first state of a CUDA trace with only so many allocations and requested frees still to come.
-
-    The allocator counts both, so that no clock is needed, and a record that lost its beginning is counted from its end.
-    """
-    actions, done = [entry["action"] for entry in trace], 0
-    for action, to_come in (("alloc", allocations), ("free_requested", frees)):
-        ends = [index + 1 for index, one in enumerate(actions) if one == action]
-        done = max([done, *ends[::-1][to_come : to_come + 1]])
-    if actions[done - 1 : done + 1] in [["free_requested", completed] for completed in FREED]:
-        done += 1
-    return sum(action in ("alloc", *FREED) for action in actions[:done])
-
-
 def source_of(frames: Sequence[Mapping[str, Any]]) -> str:
     """Where an allocation comes from, of a stack with the innermost frame first.
 
@@ -200,13 +186,3 @@ def functions_in(path: Path) -> list[tuple[range, str, str]]:
         (range(code.co_firstlineno, max(line or 0 for *_, line in code.co_lines()) + 1), code.co_name, code.co_qualname)
         for code in found
     ]
-
-
-def calling_line(frame: FrameType | None) -> str:
-    """The innermost line of lmcore that a running stack goes through."""
-    while frame is not None:
-        code = frame.f_code
-        if ours := frame_in_lmcore(code.co_filename, frame.f_lineno, code.co_name):
-            return ours
-        frame = frame.f_back
-    return "outside lmcore"

@@ -64,6 +64,7 @@ def summary(history: History) -> dict[str, Any]:
     by_category, seconds = levels(history), np.asarray(history.seconds, dtype=float)
     total = by_category.sum(axis=1).to_numpy()
     peak, final = int(total.argmax()), len(total) - 1
+    moments = {"before": 0, "peak": peak, "after": final}
     stages = [
         {
             "name": name,
@@ -88,16 +89,12 @@ def summary(history: History) -> dict[str, Any]:
         "truncated": history.truncated,
         "events": final,
         "seconds": float(seconds[-1]),
-        "before_bytes": int(total[0]),
-        "after_bytes": int(total[-1]),
-        "peak_bytes": int(total[peak]),
+        **{f"{when}_bytes": int(total[state]) for when, state in moments.items()},
         "peak_seconds": float(seconds[peak]),
         "peak_event": peak,
         "peak_stage": history.stage_at(peak),
         "categories": list(by_category),
-        "before_by_category": by_category.loc[0].to_dict(),
-        "peak_by_category": by_category.loc[peak].to_dict(),
-        "after_by_category": by_category.loc[final].to_dict(),
+        **{f"{when}_by_category": by_category.loc[state].to_dict() for when, state in moments.items()},
         "stages": stages,
         "timeline": timeline(history, by_category),
         "largest": largest(a[~before]),
