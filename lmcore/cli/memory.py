@@ -65,11 +65,6 @@ def memory(
 
         print(described(summary(history_of(read_snapshot(snapshot))), top))
         return 0
-    return record(settings, out, keep_snapshot, top)
-
-
-def record(settings: MemoryConfig, out: Path, keep_snapshot: bool, top: int) -> int:
-    """Records all cases, prints each and draws its timeline; returns the exit code."""
     from lmcore.profiling.memory.profile import profile_memory, profile_memory_without_snapshot
     from lmcore.profiling.runner import run_cases
     from lmcore.workbook.report.memory.timeline_html import write_timeline

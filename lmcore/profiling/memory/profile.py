@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from lmcore.device import device_name, select_device
 from lmcore.files import atomic_write
-from lmcore.profiling.memory.recording import record_cpu, record_cuda, storage_address
+from lmcore.profiling.memory.recording import PEAKS, record_cpu, record_cuda, storage_address
 from lmcore.profiling.memory.snapshot import Event
 from lmcore.profiling.memory.timeline import explained, summary
 from lmcore.profiling.workload import Span, Workload, WorkloadConfig
@@ -71,21 +71,19 @@ def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = T
     """
     workload, copies = prepared(config), {}
     standing, step = standing_storages(workload), functools.partial(step_noting_copies, workload, copies)
-    on_gpu, recorded = workload.device.type == "cuda", {}
+    on_gpu = workload.device.type == "cuda"
     if on_gpu:
-        history, recorded, snapshot = record_cuda(step, workload.device)
-        recorded |= {"snapshot": write_snapshot(snapshot, folder)} if keep_snapshot else {}
+        history, peaks, snapshot = record_cuda(step, workload.device)
     else:
-        history = record_cpu(step, standing.values())
-    missing = dict.fromkeys(("torch_peak_bytes", "torch_requested_peak_bytes", "reserved_peak_bytes", "snapshot"))
+        history, peaks, snapshot = record_cpu(step, standing.values()), dict.fromkeys(PEAKS), None
     return {
         "device": device_name(workload.device),
         "passes": config.passes,
         "precision": config.precision,
         "sources": "source line" if on_gpu else "function and operator",
-        **missing,
         **summary(explained(history, standing, gradient_storages(workload.model), copies)),
-        **recorded,
+        **peaks,
+        "snapshot": write_snapshot(snapshot, folder) if snapshot and keep_snapshot else None,
         "notes": [CPU_NOTE] * (not on_gpu) + [FULL_NOTE] * history.truncated,
     }
 

@@ -13,14 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.profiler._utils import traverse_dfs
 
 from lmcore.device import forget_memory
-from lmcore.profiling.memory.snapshot import (
-    NO_FRAME,
-    Event,
-    History,
-    frame_in_lmcore,
-    history_of,
-    replay,
-)
+from lmcore.profiling.memory.snapshot import NO_FRAME, Event, History, frame_in_lmcore, history_of, replay
 from lmcore.profiling.workload import Span
 
 MAX_ENTRIES = 1_000_000

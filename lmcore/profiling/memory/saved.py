@@ -46,23 +46,24 @@ def saved_by_operation(config: WorkloadConfig, abstract: bool = False) -> list[d
         parameters, own_input = {p.untyped_storage()._cdata for p in block.parameters()}, x.untyped_storage()._cdata
         rows: dict[int, dict[str, Any]] = {}
         for node, tensor, computed in saved_tensors(y):
-            storage, copied = tensor.untyped_storage(), copied_parameter(tensor)
-            if (key := storage._cdata) in parameters:
+            if (key := tensor.untyped_storage()._cdata) in parameters:
                 continue
-            if key not in rows:
-                copy = copied is not None and copied.dtype != tensor.dtype
-                rows[key] = {
+            copied, kind = copied_parameter(tensor), "input" if key == own_input else "constant"
+            row = rows.setdefault(
+                key,
+                {
                     "operation": node.name(),
                     "operations": [],
                     "source": forward_line(node),
-                    "kind": "weight copy" if copy else "input" if key == own_input else "constant",
+                    "kind": "weight copy" if copied is not None and copied.dtype != tensor.dtype else kind,
                     "shape": [*tensor.shape],
                     "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "bytes": storage.nbytes(),
-                }
-            if rows[key]["kind"] == "constant" and (computed or tensor.requires_grad):
-                rows[key]["kind"] = "activation"
-            rows[key]["operations"] = list(dict.fromkeys([*rows[key]["operations"], node.name()]))
+                    "bytes": tensor.untyped_storage().nbytes(),
+                },
+            )
+            if row["kind"] == "constant" and (computed or tensor.requires_grad):
+                row["kind"] = "activation"
+            row["operations"] = list(dict.fromkeys([*row["operations"], node.name()]))
     return [*rows.values()]
 
 
