@@ -12,21 +12,20 @@ class Step:
     """A step as it happens: `make` allocates, `free` frees, `stage` names what follows."""
 
     def __init__(self, **standing: int):
-        self.event, self.stages, self.rows = 0, {}, []
+        self.stages, self.rows = {}, []
         for name, size in standing.items():
-            self._begin(size, name, name.replace("_", " "), None)
-
-    def _begin(self, size: int, source: str, category: str, stage: str | None) -> dict:
-        row = {"bytes": size, "first": self.event, "source": source, "category": category, "stage": stage}
-        self.rows.append(row)
-        return row
+            self.event = -1  # `make` counts on to 0: before the first event
+            self.make(name.replace("_", " "), size, name)
 
     def stage(self, name: str) -> None:
         self.stages[name] = self.event
 
     def make(self, category: str, size: int, source: str = "lmcore/model.py:59 Linear.forward") -> dict:
         self.event += 1
-        return self._begin(size, source, category, [*self.stages][-1])
+        stage = next(reversed(self.stages), None)
+        row = {"bytes": size, "first": self.event, "source": source, "category": category, "stage": stage}
+        self.rows.append(row)
+        return row
 
     def free(self, row: dict) -> None:
         self.event += 1
@@ -73,10 +72,9 @@ def inference(layers: int = 6, passing: int = 40_000_000, weights: int = 1_000_0
     step = Step(parameters=weights, other=1_000_000)
     step.stage("forward")
     for _ in range(layers):
-        rows = [step.make("temporary", passing) for _ in range(2)]
-        for row in rows:
+        for row in [step.make("temporary", passing) for _ in range(2)]:
             step.free(row)
-    step.make("temporary", passing // 2, "lmcore/model.py:59 Linear.forward")
+    step.make("temporary", passing // 2)
     return step.profile("forward", **changes)
 
 

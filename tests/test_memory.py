@@ -118,56 +118,43 @@ def test_categories_follow_addresses_and_lifetimes():
     assert [*zip(found["category"], found["stage"], found["source"], strict=True)] == [*expected.values()]
 
 
-class FakeCuda:
-    """A GPU that is not there: its step writes the trace that the allocator would have written."""
-
-    def __init__(self, capacity):
-        self.capacity, self.trace = capacity, []
-        self.stats = {"allocation.all.allocated": 40, "allocation.all.freed": 30} | dict.fromkeys(PEAKS.values(), 1)
-
-    def note(self, address, size):
-        self.stats["allocation.all.allocated" if size > 0 else "allocation.all.freed"] += 1
-        for action in ["alloc"] if size > 0 else ["free_requested", "free_completed"]:
-            self.trace.append({"action": action, "addr": address, "size": abs(size), "time_us": len(self.trace)})
-
-    def step(self, span):
-        self.note(9, -900)
-        with span("forward"):
-            self.note(1, 100)
-            self.note(2, 200)
-            self.note(2, -200)
-        with span("backward"):
-            self.note(3, 300)
-            self.note(1, -100)
-
-    def snapshot(self):
-        keys, state = ("address", "size", "requested_size", "state"), "active_allocated"
-        blocks = [dict(zip(keys, (*numbers, state), strict=True)) for numbers in ((3, 512, 300), (8, 1024, 800))]
-        return {"device_traces": [self.trace[-self.capacity :]], "segments": [{"address": 3, "blocks": blocks}]}
-
-
 @pytest.mark.parametrize(("capacity", "truncated"), [(100, False), (5, True)])
 def test_stages_on_a_gpu_are_found_by_counting(monkeypatch, tmp_path, capacity, truncated):
-    fake = FakeCuda(capacity)
+    """A GPU that is not there: the step writes the trace that the allocator would have written, and counts alike."""
+    trace = []
+    stats = {"allocation.all.allocated": 40, "allocation.all.freed": 30} | dict.fromkeys(PEAKS.values(), 1)
+
+    def note(*events):
+        for address, size in events:
+            stats["allocation.all.allocated" if size > 0 else "allocation.all.freed"] += 1
+            for action in ["alloc"] if size > 0 else ["free_requested", "free_completed"]:
+                trace.append({"action": action, "addr": address, "size": abs(size), "time_us": len(trace)})
+
+    def step(span):
+        note((9, -900))
+        with span("forward"):
+            note((1, 100), (2, 200), (2, -200))
+        with span("backward"):
+            note((3, 300), (1, -100))
+
+    def taken():
+        keys, state = ("address", "size", "requested_size", "state"), "active_allocated"
+        blocks = [dict(zip(keys, (*numbers, state), strict=True)) for numbers in ((3, 512, 300), (8, 1024, 800))]
+        return {"device_traces": [trace[-capacity:]], "segments": [{"address": 3, "blocks": blocks}]}
+
     monkeypatch.setattr(recording, "forget_memory", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: dict(fake.stats))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: dict(stats))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *args, **options: None)
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
-    history, peaks, snapshot = recording.record_cuda(fake.step, torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", taken)
+    history, peaks, snapshot = recording.record_cuda(step, torch.device("cuda", 0))
     assert (history.truncated, peaks) == (truncated, dict.fromkeys(PEAKS, 1))
-    # of the full record is left: the free of 2, and the backward pass
-    assert history.stages == (
-        {"forward": (0, 1), "backward": (1, 3)} if truncated else {"forward": (1, 4), "backward": (4, 6)}
-    )
-    said, states = (
-        history.allocations.set_index("address")[["bytes", "first", "last"]].T.to_dict("list"),
-        len(history.seconds),
-    )
-    assert said[8] == [800, 0, states]
-    assert said[3] == [300, states - 2, states]
-    assert said[1] == [100, 0 if truncated else 2, states - 1]
-    assert read_snapshot(tmp_path / write_snapshot(snapshot, tmp_path)["file"]) == fake.snapshot()
+    begin, middle, end = (0, 1, 3) if truncated else (1, 4, 6)  # left are the free of 2, and the backward pass
+    assert history.stages == {"forward": (begin, middle), "backward": (middle, end)}
+    said, states = {a.address: (a.bytes, a.first, a.last) for a in history.allocations.itertuples()}, end + 1
+    assert (said[8], said[3]) == ((800, 0, states), (300, states - 2, states))
+    assert said[1] == (100, 0 if truncated else 2, states - 1)
+    assert read_snapshot(tmp_path / write_snapshot(snapshot, tmp_path)["file"]) == taken()
 
 
 def test_what_a_block_keeps_is_what_stays_alive_after_its_forward_pass():
