@@ -97,7 +97,7 @@ def saved_tensors(y: Tensor) -> Iterator[tuple[Any, Tensor, bool]]:
 def forward_line(node: Any) -> str:
     """The innermost line of lmcore of the stack that anomaly mode has noted with a node."""
     for text in reversed(node.metadata["traceback_"]):
-        file, line, function = re.match(r'  File "(.*)", line (\d+), in (.*)', text).groups()
-        if ours := frame_in_lmcore(file, int(line), function):
+        found = re.match(r'  File "(.*)", line (\d+), in (.*)', text)  # not so where recursion is abridged
+        if found and (ours := frame_in_lmcore(found[1], int(found[2]), found[3])):
             return ours
     return "outside lmcore"
