@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from lmcore.profiling.peak_rates import peak_rates
 
 from lmcore.device import select_device
 from lmcore.profiling.kernels.measuring import Contestant, race
+from lmcore.profiling.peak_rates import peak_rates
 from lmcore.provenance import environment
 
 CUDNN, FLASH = "SDPA cuDNN", "SDPA FlashAttention"

@@ -19,8 +19,7 @@ from torch import Tensor
 from lmcore.device import forget_memory, out_of_memory_reason, select_device, set_matmul_precision
 from lmcore.errors import UserError
 from lmcore.profiling.memory.recording import record_cpu
-from lmcore.profiling.memory.snapshot import UNKNOWN
-from lmcore.profiling.memory.timeline import bytes_by_state
+from lmcore.profiling.memory.timeline import levels
 from lmcore.profiling.peak_rates import peak_rates
 from lmcore.profiling.timing import Timer
 from lmcore.profiling.workload import WorkloadConfig
@@ -209,9 +208,8 @@ def extra_bytes(function: Callable[[], Any], device: torch.device) -> int | None
         return torch.cuda.max_memory_allocated(device) - before
     if device.type != "cpu":
         return None
-    history = record_cpu(lambda span: function(), (), sources=False)
-    levels = bytes_by_state(history, (UNKNOWN,))[0]
-    return int(levels.max() - levels[0])
+    alive = levels(record_cpu(lambda span: function(), sources=False)).sum(axis=1)
+    return int(alive.max() - alive[0])
 
 
 def measured(function: Callable[[], Any], device: torch.device) -> dict[str, Any]:
