@@ -25,7 +25,7 @@ PLAIN = Site()
 
 def workbook_of(project: Path, **options: object) -> dict[str, Job]:
     """The jobs of a small project's workbook by name."""
-    jobs = notebook_jobs(project, "smoke", "embedded", project / "runs" / "smoke", **options)
+    jobs = notebook_jobs(project, project / "runs" / "smoke", "smoke", "embedded", **options)
     return {job.name: job for job in jobs}
 
 
@@ -33,7 +33,7 @@ def options_of(project: Path, job: Job, site: Site = PLAIN, out: str = "runs") -
     """Options with which the job is submitted."""
     chain = Chain(project, project / out, site, (job,))
     chain.check()
-    return [*chain.dependency(job, {name: f"<{name}>" for name in job.after_ok}), *chain.options(job)]
+    return chain.options(job, {name: f"<{name}>" for name in job.after})[0]
 
 
 @pytest.fixture
@@ -87,11 +87,12 @@ def test_the_shortest_script_is_papermills_own_line(project):
 def test_a_chain_waits_for_what_it_needs_and_the_writeup_for_all(project):
     jobs = workbook_of(project)
     assert list(jobs) == ["02_train", "03_generate", "04_benchmark", "writeup"]
-    assert {name: job.after_ok for name, job in jobs.items() if job.after_ok} == {"03_generate": ("02_train",)}
-    assert {name: job.after_any for name, job in jobs.items() if job.after_any} == {
-        "writeup": ("02_train", "03_generate", "04_benchmark")
+    assert {name: job.after for name, job in jobs.items() if job.after} == {
+        "03_generate": ("02_train",),
+        "writeup": ("02_train", "03_generate", "04_benchmark"),
     }
-    assert workbook_of(project, notebooks=["03"])["03_generate"].after_ok == ()
+    assert [name for name, job in jobs.items() if job.whatever_happens] == ["writeup"]
+    assert workbook_of(project, notebooks=["03"])["03_generate"].after == ()
     (alone,) = workbook_of(project, notebooks=["03"], writeup=False).values()
     assert (alone.name, alone.variables["NOTEBOOKS"]) == ("03_generate", "03_generate")
 
@@ -126,9 +127,9 @@ def test_wrong_input_is_refused(project, options, sentence):
 def test_data_that_is_not_there_is_refused_and_a_path_becomes_absolute(project, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="There is no file or folder stories"):
-        notebook_jobs(project, "smoke", "stories", project / "runs", ["02"])
+        notebook_jobs(project, project / "runs", "smoke", "stories", ["02"])
     (tmp_path / "stories").write_text("Once.")
-    job, _ = notebook_jobs(project, "smoke", "stories", project / "runs", ["02"])
+    job, _ = notebook_jobs(project, project / "runs", "smoke", "stories", ["02"])
     assert job.variables["DATA"] == str(tmp_path / "stories")
 
 
@@ -143,8 +144,8 @@ def test_indices_are_written_in_ranges(tasks, short):
 def test_what_a_site_and_a_job_want_is_on_the_command_line(project):
     """Which goes before the script's own lines; of a chain, a job that can never start is cancelled."""
     assert options_of(project, workbook_of(project)["03_generate"]) == [
-        "--dependency=afterok:<02_train>", "--kill-on-invalid-dep=yes", "--job-name=03_generate",
-        f"--output={project}/runs/jobs/03_generate-%j.log",
+        "--job-name=03_generate", f"--output={project}/runs/jobs/03_generate-%j.log",
+        "--dependency=afterok:<02_train>", "--kill-on-invalid-dep=yes",
     ]  # fmt: skip
     array = Job("lr", "sweep", tasks=(0, 1, 5), concurrency=2)
     assert options_of(project, array, out="100% mine") == [
@@ -158,9 +159,9 @@ def test_variables_setup_and_arguments_reach_the_command_whatever_is_in_them(tmp
     bin = tmp_path / "bin"
     bin.mkdir()
     command(bin, "lmcore", 'printf "%s\\n" "$WORDS" "$MODULE" "$@"')
-    setup = ("test -z $NOT_SET_ANYWHERE", "export MODULE='loaded it'", f"PATH='{bin}':$PATH")
-    site = Site(setup=setup, environment={"WORDS": "a 'b' $c"}, signal_seconds=60)
-    jobs = notebook_jobs(project, "smoke", "embedded", out, ["02"], ["rates=[0.5, 1.0]"])
+    setup = ["test -z $NOT_SET_ANYWHERE", "export MODULE='loaded it'", f"PATH='{bin}':$PATH"]
+    site = Site(setup=setup, environment={"WORDS": "a 'b' $c"}, signal_seconds="60")
+    jobs = notebook_jobs(project, out, "smoke", "embedded", ["02"], ["rates=[0.5, 1.0]"])
     variables = os.environ | environment(Chain(project, out, site, jobs), jobs[0])
     words = ["bash", jobs[0].script, *jobs[0].arguments]
     done = subprocess.run(words, cwd=project, env=variables, capture_output=True, text=True, check=False)
@@ -177,7 +178,7 @@ def test_what_cannot_be_submitted_is_refused(project):
         with pytest.raises(UserError, match=f"02_train: a time limit of {limit} is over before the warning 120 s"):
             options_of(project, job, Site(time=limit))
     with pytest.raises(UserError, match=r"a time limit of 04:00:00 is over before the warning 20000 s"):
-        options_of(project, job, Site(signal_seconds=20_000))
+        options_of(project, job, Site(signal_seconds="20000"))
     assert options_of(project, job, Site(time="3"))
     for name in ("back\\slash", "two\nlines"):
         with pytest.raises(UserError, match="Slurm cannot write to") as refused:
@@ -185,7 +186,7 @@ def test_what_cannot_be_submitted_is_refused(project):
         assert "\n" not in str(refused.value)
     (project / "papermill_jobs" / "other.yaml").write_text("common: {}\n")
     with pytest.raises(UserError, match=r"There is no scale '\.\./other'"):
-        notebook_jobs(project, "../other", "embedded", project / "runs" / "x")
+        notebook_jobs(project, project / "runs" / "x", "../other", "embedded")
     (project / "papermill_jobs" / "notebook.sbatch").unlink()
     with pytest.raises(UserError, match=r"There is no file .*notebook\.sbatch"):
         options_of(project, job)

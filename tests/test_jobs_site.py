@@ -63,10 +63,10 @@ def test_scratch_is_the_folder_of_the_results(tmp_path, monkeypatch):
         ("- account", "must be a mapping"),
         ("account: [a, b]", "account must be a plain value"),
         ("account: {a: b}", "account must be a plain value"),
-        ("cpus_per_task: many", "cpus_per_task must be a whole number, not 'many'"),
-        ("cpus_per_task: 0", "cpus_per_task must be at least 1"),
-        ("signal_seconds: 100000", "signal_seconds must be at most 65535"),
-        ("attempts_without_progress: 0", "attempts_without_progress must be at least 1"),
+        ("cpus_per_task: many", "cpus_per_task must be a whole number from 1 to 65535, not 'many'"),
+        ("cpus_per_task: 0", "cpus_per_task must be a whole number from 1"),
+        ("signal_seconds: 100000", "signal_seconds must be a whole number from 1 to 65535"),
+        ("attempts_without_progress: 0", "attempts_without_progress must be a whole number from 1"),
         ("gpus: two", "gpus must be a number or kind:number, not 'two'"),
         ("gpus: 1\ngres: gpu:1", "gpus and gres ask for the same thing"),
         ("time: an hour", "time must be minutes"),
@@ -76,7 +76,7 @@ def test_scratch_is_the_folder_of_the_results(tmp_path, monkeypatch):
         ("extra: ['--comment=\"a']", "has a quote that is not closed"),
         ("environment: [A=b]", "environment must be a mapping"),
         ("environment: {A-B: c}", "environment: 'A-B' is no variable's name"),
-        ("environment: {A: [1]}", "environment must map names to plain values"),
+        ("environment: {A: [1]}", "environment must hold plain values, not ['1']"),
         ("jobs: {wrietup: {gpus: 0}}", "jobs: there is no job 'wrietup'; there are workbook, notebook"),
         ("jobs: {writeup: {gpu: 0}}", "there is no setting 'gpu'"),
         ("jobs: {writeup: {scratch: /tmp}}", "jobs: writeup cannot have its own scratch"),
@@ -123,7 +123,7 @@ def test_the_commented_settings_of_site_yaml_are_sound(tmp_path):
     site = site_of(tmp_path, chosen)
     assert site.setup[-1] == "conda activate lmcore"
     assert site.account == "mylab"
-    assert site.extra == ("--mail-type=END,FAIL",)
+    assert site.extra == ["--mail-type=END,FAIL"]
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,10 @@ def test_it_prints_a_line_for_each_job_and_how_to_watch_them(slurm, project, cap
     ]
     calls = slurm.called("sbatch")
     assert calls[1] == (
-        "--parsable --dependency=afterok:101 --kill-on-invalid-dep=yes --export=ALL --signal=B:USR1@120 "
-        f"--job-name=03_generate --output={out}/jobs/03_generate-%j.log papermill_jobs/notebook.sbatch"
+        f"--parsable --export=ALL --signal=B:USR1@120 --job-name=03_generate --output={out}/jobs/03_generate-%j.log "
+        "--dependency=afterok:101 --kill-on-invalid-dep=yes papermill_jobs/notebook.sbatch"
     )
-    assert calls[3].startswith("--parsable --dependency=afterany:101:102:103 --export=ALL")
+    assert calls[3].endswith(" --dependency=afterany:101:102:103 papermill_jobs/writeup.sbatch")
     assert {"SCALE=smoke", "DATA=embedded", f"OUT={out}", "NOTEBOOKS=03_generate"} <= {
         *slurm.environment("03_generate")
     }

@@ -15,7 +15,7 @@ from lmcore.workbook.jobs.log import output_file, ranges
 from lmcore.workbook.jobs.site import Site, seconds_of_limit
 from lmcore.workbook.jobs.sweep_definition import SweepDefinition, frozen_file
 from lmcore.workbook.notebook import declared_parameters, read_notebook
-from lmcore.workbook.parameters import find_notebooks, parse_overrides, resolve_parameters
+from lmcore.workbook.parameters import find_notebooks, locate, parse_overrides, resolve_parameters
 from lmcore.workbook.record import RECORD, read_plan
 
 NEEDS = {"generate": "train"}
@@ -31,10 +31,9 @@ class Job:
     """The script: papermill_jobs/<kind>.sbatch."""
     variables: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
-    after_ok: tuple[str, ...] = ()
-    """Jobs that must have succeeded."""
-    after_any: tuple[str, ...] = ()
-    """Jobs that must have ended, however they did."""
+    after: tuple[str, ...] = ()
+    """Jobs that must have succeeded or, with `whatever_happens`, have ended."""
+    whatever_happens: bool = False
     tasks: tuple[int, ...] = ()
     """Indices of an array; none: not an array."""
     concurrency: int | None = None
@@ -59,35 +58,25 @@ class Chain:
     time: str | None = None
     """A time limit that goes before every one of the site."""
 
-    def variables(self, job: Job) -> dict[str, str]:
-        """What a job is to do and what the site says, for its environment."""
-        return self.site_of(job).variables() | job.variables
-
     def site_of(self, job: Job) -> Site:
         """The site's settings for a job."""
         return self.site.for_job(job.kind, job.name).replaced({} if self.time is None else {"time": self.time})
 
-    def options(self, job: Job) -> list[str]:
-        """The job's own options of sbatch. Raises `UserError` on a time limit that is over at once."""
-        site = self.site_of(job)
-        script = (self.project / job.script).read_text(encoding="utf-8")
-        default = re.search(r"^#SBATCH --time=(\S+)", script, re.MULTILINE)
-        limit = site.time or (default[1] if default else None)
-        require(
-            limit is None or seconds_of_limit(limit) > site.signal_seconds,
-            f"{job.name}: a time limit of {limit} is over before the warning {site.signal_seconds} s ahead of it is of "
-            "use; give a longer --time, or set a smaller signal_seconds in site.yaml.",
-        )
-        log = output_file(str(self.out).replace("%", "%%"), job.name, "%A_%a" if job.tasks else "%j")
-        array = f"--array={ranges(job.tasks)}" + (f"%{job.concurrency}" if job.concurrency else "")
-        return [f"--job-name={job.name}", f"--output={log}", *([array] if job.tasks else [])]
+    def variables(self, job: Job) -> dict[str, str]:
+        """What a job is to do and what the site says, for its environment."""
+        return self.site_of(job).variables() | job.variables
 
-    def dependency(self, job: Job, ids: Mapping[str, str]) -> list[str]:
-        """The option of sbatch that makes it wait; a job that can never start any more is cancelled."""
-        waits = [("ok", job.after_ok), ("any", job.after_any)]
-        words = [f"after{how}:{':'.join(ids[name] for name in names)}" for how, names in waits if names]
-        kill = ["--kill-on-invalid-dep=yes"] if job.after_ok else []
-        return [f"--dependency={','.join(words)}", *kill] if words else []
+    def options(self, job: Job, ids: Mapping[str, str]) -> tuple[list[str], list[str]]:
+        """Options of sbatch: the job's own, with the ids of the jobs that it waits for, and the site's."""
+        log = output_file(str(self.out).replace("%", "%%"), job.name, "%A_%a" if job.tasks else "%j")
+        own = [f"--job-name={job.name}", f"--output={log}"]
+        if job.after:
+            how = "any" if job.whatever_happens else "ok"
+            own.append(f"--dependency=after{how}:{':'.join(ids[name] for name in job.after)}")
+            own += [] if job.whatever_happens else ["--kill-on-invalid-dep=yes"]  # it can never start any more
+        if job.tasks:
+            own.append(f"--array={ranges(job.tasks)}" + (f"%{job.concurrency}" if job.concurrency else ""))
+        return own, ["--export=ALL", *self.site_of(job).options()]
 
     def check(self) -> None:
         """Raises `UserError` if a script is missing, or Slurm could not write the logs, or a limit is too short."""
@@ -95,26 +84,32 @@ class Chain:
             sentence = f"Slurm cannot write to {str(path)!r}; choose a folder without \\ and line breaks."
             require(not {"\\", "\n"} & set(str(path)), sentence)
         for job in self.jobs:
-            script = self.project / job.script
+            script, site = self.project / job.script, self.site_of(job)
             require(script.is_file(), f"There is no file {script}; take it from the project's repository.")
-            self.options(job)
+            default = re.search(r"^#SBATCH --time=(\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
+            limit = site.time or (default and default[1])
+            require(
+                not limit or seconds_of_limit(limit) > int(site.signal_seconds),
+                f"{job.name}: a time limit of {limit} is over before the warning {site.signal_seconds} s ahead of it "
+                "is of use; give a longer --time, or set a smaller signal_seconds in site.yaml.",
+            )
 
     def described(self) -> str:
         """The commands that submit the jobs, as one would type them, with names in place of ids."""
-        options = {job.name: ["--export=ALL", *self.site_of(job).options()] for job in self.jobs}
-        variables = {job.name: self.variables(job) for job in self.jobs}
-        first, ids = self.jobs[0].name, {job.name: f"<{job.name}>" for job in self.jobs}
-        names = [{word.partition("=")[0] for word in words} for words in options.values()]
-        common = [word for word in options[first] if all(word.partition("=")[0] in each for each in names)]
-        exported = {name: value for name, value in variables[first].items() if value}
-        exported = {n: value for n, value in exported.items() if all(v.get(n) == value for v in variables.values())}
+        ids = {job.name: f"<{job.name}>" for job in self.jobs}
+        options = {job.name: self.options(job, ids) for job in self.jobs}
+        variables = [{name: value for name, value in self.variables(job).items() if value} for job in self.jobs]
+        exported = {n: value for n, value in variables[0].items() if all(each.get(n) == value for each in variables)}
+        names = [{word.partition("=")[0] for word in site} for _, site in options.values()]
+        first = options[self.jobs[0].name][1]
+        common = [word for word in first if all(word.partition("=")[0] in each for each in names)]
         lines = [f"cd {shlex.quote(str(self.project))}", f"export {assignments(exported)}"]
         lines.append(f"common=({shlex.join(common)})")
-        for job in self.jobs:
-            own = {name: value for name, value in variables[job.name].items() if value and name not in exported}
-            words = [*self.dependency(job, ids), *self.options(job)]  # what comes later goes before what is common
-            words += [*(word for word in options[job.name] if word not in common), job.script, *job.arguments]
-            lines.append(f'{assignments(own)} sbatch "${{common[@]}}" {shlex.join(words)}'.strip())
+        for job, values in zip(self.jobs, variables, strict=True):
+            own, site = options[job.name]  # what comes later goes before what is common
+            words = [*(word for word in site if word not in common), *own, job.script, *job.arguments]
+            before = assignments({name: value for name, value in values.items() if name not in exported})
+            lines.append(f'{before} sbatch "${{common[@]}}" {shlex.join(words)}'.strip())
             if shlex.quote(str(self.out)) == str(self.out):
                 lines[-1] = lines[-1].replace(f"={self.out}/", "=$OUT/")
         return "\n".join(lines)
@@ -127,29 +122,27 @@ def assignments(variables: Mapping[str, str]) -> str:
 
 def notebook_jobs(
     project: Path,
+    out: Path,
     scale: str,
     data: str,
-    out: Path,
     notebooks: Sequence[str] = (),
     parameters: Sequence[str] = (),
     one_job: bool = False,
     writeup: bool = True,
 ) -> tuple[Job, ...]:
-    """One job for each notebook, and the writeup last, also when one failed; or all in one job.
+    """One job for each notebook, and the writeup last, also when one failed; or all in one job; or one without writeup.
 
     Each notebook gets those of the `parameters` that it declares. Raises `UserError` on unknown notebooks, scales and
     parameters, and on data that is not there.
     """
-    from lmcore.workbook.run import locate
-
     if (out / RECORD).exists():
         read_plan(out)
     paths = find_notebooks(project, notebooks or None)
-    located = locate(data)
-    common = {"scale": scale, "data": located, "out": str(out)}
+    variables = {"SCALE": scale, "DATA": locate(data), "OUT": str(out)}
+    common = {name.lower(): value for name, value in variables.items()}
     resolve_parameters(project, paths, scale, parse_overrides(parameters), common)
-    variables = {"SCALE": scale, "DATA": located, "OUT": str(out)}
     names = tuple(path.stem for path in paths)
+    require(writeup or len(names) == 1, f"{', '.join(notebooks)!r} names {len(names)} notebooks: {', '.join(names)}.")
     if one_job:
         chosen = variables | {"NOTEBOOKS": " ".join(names) if notebooks else ""}
         return (Job("workbook", "workbook", chosen, ("--parameters", *parameters) if parameters else ()),)
@@ -157,11 +150,12 @@ def notebook_jobs(
     for path in paths:
         declared = declared_parameters(read_notebook(path), path.stem)
         own = [pair for pair in parameters if pair.partition("=")[0] in declared]
+        arguments = ("--parameters", *own) if own else ()
         needed = NEEDS.get(path.stem.partition("_")[2])
         after = tuple(name for name in names if needed is not None and name.partition("_")[2] == needed)
-        arguments = ("--parameters", *own) if own else ()
-        jobs.append(Job(path.stem, "notebook", variables | {"NOTEBOOKS": path.stem}, arguments, after_ok=after))
-    return (*jobs, Job("writeup", "writeup", variables, after_any=names)) if writeup else tuple(jobs)
+        jobs.append(Job(path.stem, "notebook", variables | {"NOTEBOOKS": path.stem}, arguments, after))
+    last = (Job("writeup", "writeup", variables, after=names, whatever_happens=True),) if writeup else ()
+    return (*jobs, *last)
 
 
 def sweep_jobs(definition: SweepDefinition, out: Path, concurrency: int | None = None) -> tuple[Job, ...]:
@@ -171,7 +165,6 @@ def sweep_jobs(definition: SweepDefinition, out: Path, concurrency: int | None =
     that is not there and on a concurrency below 1.
     """
     from lmcore.workbook.jobs.sweeps import unfinished
-    from lmcore.workbook.run import locate
 
     require(concurrency is None or concurrency >= 1, f"--concurrency must be at least 1, not {concurrency}.")
     if definition.kind == "train":
@@ -182,4 +175,5 @@ def sweep_jobs(definition: SweepDefinition, out: Path, concurrency: int | None =
     variables = {"OUT": str(out)}
     frozen = {"SWEEP": str(frozen_file(definition, out))}
     array = Job(definition.name, "sweep", variables | frozen, tasks=tasks, concurrency=concurrency)
-    return array, Job(f"{definition.name}-table", "sweep-table", variables, after_any=(array.name,))
+    table = f"{definition.name}-table"
+    return array, Job(table, "sweep-table", variables, after=(array.name,), whatever_happens=True)
