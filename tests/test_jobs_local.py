@@ -14,7 +14,7 @@ from notebook_projects import code
 
 from lmcore.cli import main
 from lmcore.errors import UserError
-from lmcore.workbook.jobs.dependencies import Chain, Job
+from lmcore.workbook.jobs.dependencies import Job, chain_of
 from lmcore.workbook.jobs.log import local_jobs_run, read_lines, read_log
 from lmcore.workbook.jobs.site import Site
 from lmcore.workbook.jobs.submit import require_idle, run_here
@@ -39,7 +39,7 @@ class Project:
 
     def run(self, *jobs: Job, attempts: int = 3) -> int:
         """Runs them; returns the exit code."""
-        return run_here(Chain(self.folder, self.out, Site(attempts_without_progress=str(attempts)), jobs))
+        return run_here(chain_of(self.folder, self.out, jobs, Site(attempts_without_progress=str(attempts))))
 
     def states(self) -> dict[str, list[str]]:
         """What the last job of each name said of itself, or of an array its tasks."""
@@ -130,11 +130,11 @@ def test_a_signal_to_the_submitting_process_stops_the_job_in_order(project, numb
     project.job("first", line)
     project.job("second", "touch second")
     program = (
-        "import sys; from pathlib import Path; from lmcore.workbook.jobs.dependencies import Chain, Job\n"
+        "import sys; from pathlib import Path; from lmcore.workbook.jobs.dependencies import Job, chain_of\n"
         "from lmcore.workbook.jobs.site import Site; from lmcore.workbook.jobs.submit import run_here\n"
         "project, out = map(Path, sys.argv[1:])\n"
         "jobs = (Job('first', 'first', {'OUT': str(out)}), Job('second', 'second', {'OUT': str(out)}))\n"
-        "sys.exit(run_here(Chain(project, out, Site(), jobs)))\n"
+        "sys.exit(run_here(chain_of(project, out, jobs, Site())))\n"
     )
     command = [sys.executable, "-c", program, str(project.folder), str(project.out)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

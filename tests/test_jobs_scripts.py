@@ -13,7 +13,7 @@ from job_projects import command, job_project
 from notebook_projects import code, parameters
 
 from lmcore.errors import UserError
-from lmcore.workbook.jobs.dependencies import Chain, Job, notebook_jobs
+from lmcore.workbook.jobs.dependencies import Job, chain_of, notebook_jobs
 from lmcore.workbook.jobs.log import numbers, ranges
 from lmcore.workbook.jobs.site import Site
 from lmcore.workbook.jobs.submit import environment
@@ -31,9 +31,9 @@ def workbook_of(project: Path, **options: object) -> dict[str, Job]:
 
 def options_of(project: Path, job: Job, site: Site = PLAIN, out: str = "runs") -> list[str]:
     """Options with which the job is submitted."""
-    chain = Chain(project, project / out, site, (job,))
-    chain.check()
-    return chain.options(job, {name: f"<{name}>" for name in job.after})[0]
+    (ready,) = chain_of(project, project / out, [job], site).jobs
+    common = ["--export=ALL", *site.options()]
+    return [word for word in ready.options if word not in common] + job.dependency({n: f"<{n}>" for n in job.after})
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_variables_setup_and_arguments_reach_the_command_whatever_is_in_them(tmp
     setup = ["test -z $NOT_SET_ANYWHERE", "export MODULE='loaded it'", f"PATH='{bin}':$PATH"]
     site = Site(setup=setup, environment={"WORDS": "a 'b' $c"}, signal_seconds="60")
     jobs = notebook_jobs(project, out, "smoke", "embedded", ["02"], ["rates=[0.5, 1.0]"])
-    variables = os.environ | environment(Chain(project, out, site, jobs), jobs[0])
+    variables = os.environ | environment(chain_of(project, out, jobs, site).jobs[0])
     words = ["bash", jobs[0].script, *jobs[0].arguments]
     done = subprocess.run(words, cwd=project, env=variables, capture_output=True, text=True, check=False)
     assert done.stderr == ""

@@ -41,7 +41,7 @@ class Submission:
 
         The output folder is the one that was named, else `default` in the site's folder for results.
         """
-        from lmcore.workbook.jobs.dependencies import Chain
+        from lmcore.workbook.jobs.dependencies import chain_of, described
         from lmcore.workbook.jobs.log import output_file
         from lmcore.workbook.jobs.site import Site, load_site
         from lmcore.workbook.jobs.submit import run_here, submit
@@ -57,10 +57,9 @@ class Submission:
         if not jobs:
             print(f"All of {out} is finished; lmcore sweep table {shlex.quote(str(out))} makes its table.")
             return 0
-        chain = Chain(project, out, site, jobs, sweep, self.time)
-        chain.check()
+        chain = chain_of(project, out, jobs, site, sweep, self.time)
         if self.dry_run:
-            print(chain.described())
+            print(described(chain))
             return 0
         if self.local or not shutil.which("sbatch"):
             if not self.local:

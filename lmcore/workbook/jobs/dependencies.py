@@ -7,8 +7,9 @@ script's own options give way; what a job is to do goes into its variables.
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from lmcore.errors import require
 from lmcore.workbook.jobs.log import output_file, ranges
@@ -38,81 +39,83 @@ class Job:
     """Indices of an array; none: not an array."""
     concurrency: int | None = None
     """How many tasks of the array run at a time; None: as many as the cluster lets."""
+    options: tuple[str, ...] = ()
+    """Those of sbatch, but for the dependency."""
 
     @property
     def script(self) -> str:
         """Path of the script in the project."""
         return f"papermill_jobs/{self.kind}.sbatch"
 
+    def dependency(self, ids: Mapping[str, str]) -> list[str]:
+        """Options of sbatch that make it wait; a job that can never start any more is cancelled."""
+        how, kill = ("any", []) if self.whatever_happens else ("ok", ["--kill-on-invalid-dep=yes"])
+        waits = f"--dependency=after{how}:{':'.join(ids[name] for name in self.after)}"
+        return [waits, *kill] if self.after else []
 
-@dataclass(frozen=True)
-class Chain:
+
+class Chain(NamedTuple):
     """Jobs in an order in which each comes after those that it waits for, and where they run."""
 
     project: Path
     out: Path
-    site: Site
-    jobs: tuple[Job, ...]
+    jobs: Sequence[Job]
     definition: SweepDefinition | None = None
     """The sweep, if it is one."""
-    time: str | None = None
-    """A time limit that goes before every one of the site."""
 
-    def site_of(self, job: Job) -> Site:
-        """The site's settings for a job."""
-        return self.site.for_job(job.kind, job.name).replaced({} if self.time is None else {"time": self.time})
 
-    def variables(self, job: Job) -> dict[str, str]:
-        """What a job is to do and what the site says, for its environment."""
-        return self.site_of(job).variables() | job.variables
+def chain_of(
+    project: Path,
+    out: Path,
+    jobs: Sequence[Job],
+    site: Site,
+    definition: SweepDefinition | None = None,
+    time: str | None = None,
+) -> Chain:
+    """The jobs with the site's options and variables; `time` goes before its time limits.
 
-    def options(self, job: Job, ids: Mapping[str, str]) -> tuple[list[str], list[str]]:
-        """Options of sbatch: the job's own, with the ids of the jobs that it waits for, and the site's."""
-        log = output_file(str(self.out).replace("%", "%%"), job.name, "%A_%a" if job.tasks else "%j")
-        own = [f"--job-name={job.name}", f"--output={log}"]
-        if job.after:
-            how = "any" if job.whatever_happens else "ok"
-            own.append(f"--dependency=after{how}:{':'.join(ids[name] for name in job.after)}")
-            own += [] if job.whatever_happens else ["--kill-on-invalid-dep=yes"]  # it can never start any more
+    Raises `UserError` if a script is missing, or Slurm could not write the logs, or a limit is too short.
+    """
+    for path in (project, out):  # Slurm takes a backslash in a log's name away
+        sentence = f"Slurm cannot write to {str(path)!r}; choose a folder without \\ and line breaks."
+        require(not {"\\", "\n"} & set(str(path)), sentence)
+    ready = []
+    for job in jobs:
+        own, script = site.for_job(job.kind, job.name, **({} if time is None else {"time": time})), project / job.script
+        require(script.is_file(), f"There is no file {script}; take it from the project's repository.")
+        default = re.search(r"^#SBATCH --time=(\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
+        limit = own.get("time") or (default and default[1])
+        require(
+            not limit or seconds_of_limit(limit) > own.signal_seconds,
+            f"{job.name}: a time limit of {limit} is over before the warning {own.signal_seconds} s ahead of it is of "
+            "use; give a longer --time, or set a smaller signal_seconds in site.yaml.",
+        )
+        log = output_file(str(out).replace("%", "%%"), job.name, "%A_%a" if job.tasks else "%j")
+        options = ["--export=ALL", *own.options(), f"--job-name={job.name}", f"--output={log}"]
         if job.tasks:
-            own.append(f"--array={ranges(job.tasks)}" + (f"%{job.concurrency}" if job.concurrency else ""))
-        return own, ["--export=ALL", *self.site_of(job).options()]
+            options.append(f"--array={ranges(job.tasks)}" + (f"%{job.concurrency}" if job.concurrency else ""))
+        ready.append(replace(job, options=tuple(options), variables=own.variables() | job.variables))
+    return Chain(project, out, ready, definition)
 
-    def check(self) -> None:
-        """Raises `UserError` if a script is missing, or Slurm could not write the logs, or a limit is too short."""
-        for path in (self.project, self.out):  # Slurm takes a backslash in a log's name away
-            sentence = f"Slurm cannot write to {str(path)!r}; choose a folder without \\ and line breaks."
-            require(not {"\\", "\n"} & set(str(path)), sentence)
-        for job in self.jobs:
-            script, site = self.project / job.script, self.site_of(job)
-            require(script.is_file(), f"There is no file {script}; take it from the project's repository.")
-            default = re.search(r"^#SBATCH --time=(\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
-            limit = site.time or (default and default[1])
-            require(
-                not limit or seconds_of_limit(limit) > int(site.signal_seconds),
-                f"{job.name}: a time limit of {limit} is over before the warning {site.signal_seconds} s ahead of it "
-                "is of use; give a longer --time, or set a smaller signal_seconds in site.yaml.",
-            )
 
-    def described(self) -> str:
-        """The commands that submit the jobs, as one would type them, with names in place of ids."""
-        ids = {job.name: f"<{job.name}>" for job in self.jobs}
-        options = {job.name: self.options(job, ids) for job in self.jobs}
-        variables = [{name: value for name, value in self.variables(job).items() if value} for job in self.jobs]
-        exported = {n: value for n, value in variables[0].items() if all(each.get(n) == value for each in variables)}
-        names = [{word.partition("=")[0] for word in site} for _, site in options.values()]
-        first = options[self.jobs[0].name][1]
-        common = [word for word in first if all(word.partition("=")[0] in each for each in names)]
-        lines = [f"cd {shlex.quote(str(self.project))}", f"export {assignments(exported)}"]
-        lines.append(f"common=({shlex.join(common)})")
-        for job, values in zip(self.jobs, variables, strict=True):
-            own, site = options[job.name]  # what comes later goes before what is common
-            words = [*(word for word in site if word not in common), *own, job.script, *job.arguments]
-            before = assignments({name: value for name, value in values.items() if name not in exported})
-            lines.append(f'{before} sbatch "${{common[@]}}" {shlex.join(words)}'.strip())
-            if shlex.quote(str(self.out)) == str(self.out):
-                lines[-1] = lines[-1].replace(f"={self.out}/", "=$OUT/")
-        return "\n".join(lines)
+def described(chain: Chain) -> str:
+    """The commands that submit the jobs, as one would type them, with names in place of ids."""
+    jobs, out, ids = chain.jobs, str(chain.out), {job.name: f"<{job.name}>" for job in chain.jobs}
+    values = jobs[0].variables.items()
+    exported = {n: value for n, value in values if value and all(job.variables.get(n) == value for job in jobs)}
+    everywhere = set.intersection(*({word.partition("=")[0] for word in job.options} for job in jobs))
+    everywhere -= {"--job-name", "--output", "--array"}
+    common = [word for word in jobs[0].options if word.partition("=")[0] in everywhere]
+    lines = [f"cd {shlex.quote(str(chain.project))}", f"export {assignments(exported)}"]
+    lines.append(f"common=({shlex.join(common)})")
+    for job in jobs:
+        own = [word for word in job.options if word not in common]  # what comes later goes before what is common
+        words = shlex.join([*own, *job.dependency(ids), job.script, *job.arguments])
+        before = assignments({n: value for n, value in job.variables.items() if value and n not in exported})
+        lines.append(f'{before} sbatch "${{common[@]}}" {words}'.strip())
+    if shlex.quote(out) == out:
+        lines[3:] = [line.replace(f"={out}/", "=$OUT/") for line in lines[3:]]
+    return "\n".join(lines)
 
 
 def assignments(variables: Mapping[str, str]) -> str:

@@ -42,9 +42,8 @@ def submit(chain: Chain, again: bool = False) -> dict[str, str]:
     with submitting(chain, again):
         try:
             for job in chain.jobs:
-                own, site = chain.options(job, ids)
-                words = [*site, *own, job.script, *job.arguments]
-                ids[job.name] = slurm.sbatch(words, chain.project, environment(chain, job))
+                words = [*job.options, *job.dependency(ids), job.script, *job.arguments]
+                ids[job.name] = slurm.sbatch(words, chain.project, environment(job))
                 log_submitted(chain, job, ids)
             announce(chain)  # a job of a notebook does so too, but one that is cancelled before it starts cannot
         except BaseException as error:
@@ -54,9 +53,9 @@ def submit(chain: Chain, again: bool = False) -> dict[str, str]:
     return ids
 
 
-def environment(chain: Chain, job: Job) -> dict[str, str]:
+def environment(job: Job) -> dict[str, str]:
     """The variables of a job, with the `lmcore` that submits it first on the PATH."""
-    return {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}", **chain.variables(job)}
+    return {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}", **job.variables}
 
 
 def log_submitted(chain: Chain, job: Job, ids: Mapping[str, str]) -> None:
@@ -201,7 +200,7 @@ class LocalJobs:
         log = output_file(out, job.name, id)
         # this one's environment without what a Slurm job around it has set
         variables = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
-        variables |= environment(self.chain, job)
+        variables |= environment(job)
         variables |= {"LMCORE_JOB_ID": id, "LMCORE_JOB_NAME": job.name, "PYTHONUNBUFFERED": "1"}
         if task is not None:
             variables |= {"SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": str(task)}
