@@ -120,7 +120,7 @@ def read_lines(out: str | os.PathLike) -> list[Line]:
     except OSError as error:
         raise UserError(f"{log_of(out)} cannot be read ({error.strerror}).") from error
     return [
-        Line(*words[:4], values=dict(word.split("=", 1) for word in words[4:] if "=" in word))
+        Line(words[0], words[1], words[2], words[3], dict(word.split("=", 1) for word in words[4:] if "=" in word))
         for words in map(str.split, texts)
         if len(words) >= 4 and ID.fullmatch(words[1]) and words[3] in STATES
     ]

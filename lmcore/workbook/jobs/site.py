@@ -53,9 +53,10 @@ class Site(dict[str, Any]):
         super().__init__({name: value for name, value in values.items() if value not in ("", "~", "null")})
         for name, value in self.items():
             require(name in SETTINGS, f"there is no setting {name!r}; there are {', '.join(SETTINGS)}.")
-            kind, words = (list, "a list of lines") if name in LISTS else (str, "a plain value")
-            kind, words = (dict, "a mapping") if name in MAPPINGS else (kind, words)
-            require(isinstance(value, kind), f"{name} must be {words}, not {value!r}.")
+            require(isinstance(value, list) or name not in LISTS, f"{name} must be a list of lines, not {value!r}.")
+            require(isinstance(value, dict) or name not in MAPPINGS, f"{name} must be a mapping, not {value!r}.")
+            plain = isinstance(value, str) or name in (*LISTS, *MAPPINGS)
+            require(plain, f"{name} must be a plain value, not {value!r}.")
             whole = name not in COUNTS or (value.isdecimal() and 0 < int(value) < 65536)
             require(whole, f"{name} must be a whole number from 1 to 65535, not {value!r}.")
         counted = re.fullmatch(r"([\w.-]+:)?\d+", self.get("gpus", "0")) is not None

@@ -168,13 +168,11 @@ def row_of(
         row.log = str(max(found, key=os.path.getmtime)) if found else None
     mine = [work for work in works if work.job in (id, job.id)]
     if row.is_active:
-        words = [work.words for work in mine if work.state == "running"]
         runs = [work for work in mine if work.state == "training"]
+        words = [work.words for work in (*(work for work in mine if work.state == "running"), *runs[:1])]
         if len(runs) > 1:
-            words += [runs[0].words, f"{len(runs) - 1} more run{'s' if len(runs) > 2 else ''}"]
-        elif runs:
-            words, row.seconds_left = [*words, runs[0].words], runs[0].seconds_left
-        row.doing = "; ".join(words)
+            words.append(f"{len(runs) - 1} more run{'s' if len(runs) > 2 else ''}")
+        row.doing, row.seconds_left = "; ".join(words), runs[0].seconds_left if len(runs) == 1 else None
     elif row.attempts:
         row.doing = "; ".join(work.words for work in mine if work.state in ("failed", "stopped"))
     return row
@@ -207,11 +205,12 @@ def array_row(job: LoggedJob, tasks: Sequence[JobStatus]) -> JobStatus:
     durations = []
     for task in tasks:
         times = {line.state: line.time_utc for line in job.lines.get(task.id, [])}  # the last of each
-        with suppress(KeyError, ValueError):  # a time that is none
+        with suppress(KeyError, ValueError, TypeError):  # a time that is none
             if task.state == "completed":
-                durations.append(datetime.fromisoformat(times["exit"]) - datetime.fromisoformat(times["running"]))
+                began, ended = (datetime.fromisoformat(times[state]) for state in ("running", "exit"))
+                durations.append((ended - began).total_seconds())
     if len(durations) > 1 and going:
-        row.seconds_left = statistics.median(durations).total_seconds() * len(unfinished) / len(going)
+        row.seconds_left = statistics.median(durations) * len(unfinished) / len(going)
     return row
 
 
