@@ -118,12 +118,6 @@ def test_a_job_that_stops_itself_is_started_again_while_it_gets_somewhere(projec
     assert numbers == ["0", "1", "2"]
 
 
-def test_a_job_that_gets_nowhere_is_given_up(project):
-    line = "kill -USR1 $PPID; sleep 60"
-    assert project.run(project.job("job", line), attempts=2) == 1
-    assert project.states()["job"] == ["running", "requeued", "running", "gave-up", "exit"]
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_the_submitting_process_stops_the_job_in_order(project, number):
     line = "trap 'touch saved; exit 75' TERM; touch ready; while :; do sleep 0.1; done"

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -109,8 +108,8 @@ def require_idle(out: Path) -> None:
     if ids and shutil.which("sbatch"):
         entries, fault = slurm.ask_slurm(ids)
         require(fault is None, f"It is unknown whether jobs of {out} are still queued. {fault}")
-        active = [id for id, entry in entries.items() if entry.state not in ENDED]
-        active.sort(key=lambda id: [int(number) for number in re.findall(r"\d+", id)])
+        queued = [id for id, entry in entries.items() if entry.state not in ENDED]
+        active = [id for job in ids for id in queued if id.partition("_")[0] == job]  # in the order of submission
         require(
             not active,
             f"Jobs of {out} are still queued or running ({', '.join(active)}): wait for them, cancel them with "
