@@ -19,10 +19,9 @@ from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace, t
 from lmcore.errors import EXIT_INTERRUPTED
 from lmcore.run import RunFolder
 from lmcore.stopping import SAME_SIGNAL
-from lmcore.workbook.kernel import LAUNCHER
 from lmcore.workbook.notebook import read_notebook
 from lmcore.workbook.record import read_record
-from lmcore.workbook.stopping import command_line, is_training
+from lmcore.workbook.stopping import LAUNCHER, command_line, is_training
 
 PATIENCE = 120
 """Seconds after which a condition that has not come true fails the test."""
