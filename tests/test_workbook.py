@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
-from notebook_projects import SVG, code, make_project, parameters
+from notebook_projects import SVG, code, make_project, parameters, results
 
 from lmcore import cli
 from lmcore.errors import UserError
@@ -33,13 +33,6 @@ GOOD = {
     ],
     "_02_second": ["# 02 Second", parameters("scale = 'smoke'\ndata = ''\nout = ''"), code("2 + 2"), code("")],
 }
-
-
-def results(path) -> list[str]:
-    """The text/plain results in a notebook."""
-    cells = [cell for cell in read_notebook(path).cells if cell.cell_type == "code"]
-    outputs = [output for cell in cells for output in cell.outputs]
-    return [output["data"]["text/plain"] for output in outputs if output.output_type == "execute_result"]
 
 
 @pytest.fixture(scope="module")
