@@ -199,10 +199,9 @@ def check_parameters(name: str, known: Mapping[str, Any], given: Mapping[str, An
         rule = RULES.get(f"{name}.{key}", RULES.get(key, COUNT if kind is int else None))
         require(rule is None or rule.holds(value), f"{must} {rule.words if rule else ''}, not {value!r}.")
         if key == "tokenizer":
-            size = value.removeprefix("bpe:")
-            trained = value.startswith("bpe:") and size.isdecimal() and int(size) > 256
-            there = trained or value == "gpt2" or (bool(value) and (folder / value).is_dir())
-            require(there, f"{must} gpt2, bpe: and a size above 256, or a tokenizer's folder, not {value!r}.")
+            trained = re.fullmatch("bpe:([0-9]+)", str(value))
+            there = int(trained[1]) > 256 if trained else value == "gpt2" or (value and (folder / value).is_dir())
+            require(bool(there), f"{must} gpt2, bpe: and a size above 256, or a tokenizer's folder, not {value!r}.")
         elif key == "timeline_context" and name == "06_memory":
             require(value in values["contexts"], f"{must} one of contexts, {values['contexts']}, not {value!r}.")
         elif key == "study":
