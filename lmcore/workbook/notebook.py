@@ -1,6 +1,7 @@
 """What a workbook notebook must keep to, read from the file: parameters, execution order, committed outputs."""
 
 import ast
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ PARAMETERS, INJECTED = "parameters", "injected-parameters"
 KEEP_OUTPUT, CHECK_OUTPUT = "keep_output", "nbval-check-output"
 """Tags of a cell whose output is deterministic: the output is committed, and nbval compares it."""
 
+CLEAN_METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
 KEPT_METADATA = ("tags", "caption", "jupyter")
 """Metadata of a cell that an author sets; the rest is a run's or an editor's."""
 
@@ -61,11 +66,12 @@ def declared_parameters(notebook: nbformat.NotebookNode, name: str) -> dict[str,
         raise UserError(f"{name}: line {error.lineno} of the parameters cell is not Python ({error.msg}).") from None
     parameters = {}
     for statement in statements:
-        target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
         try:
-            if not isinstance(statement, ast.Assign | ast.AnnAssign) or not isinstance(target, ast.Name):
-                raise ValueError
-            parameters[target.id] = ast.literal_eval(statement.value)
+            match statement:
+                case ast.Assign([ast.Name(key), *_], value) | ast.AnnAssign(ast.Name(key), _, value):
+                    parameters[key] = ast.literal_eval(value)
+                case _:
+                    raise ValueError
         except (ValueError, TypeError):
             raise UserError(
                 f"{name}: line {statement.lineno} of the parameters cell must be `name = literal`, "
@@ -103,22 +109,17 @@ def damage(executed: Path, source: Path) -> str | None:
     except UserError as error:
         return str(error).rstrip(".")
     ours, theirs = ([cell.source for _, cell in code_cells(notebook)] for notebook in (read_notebook(source), made))
-    fault = execution_fault(made)
-    return f"{executed} has other cells" if ours != theirs else f"{executed}: {fault[1]}" if fault else None
+    if ours != theirs:
+        return f"{executed} has other cells"
+    return f"{executed}: {fault[1]}" if (fault := execution_fault(made)) else None
 
 
 def heading_above(notebook: nbformat.NotebookNode, number: int) -> str | None:
     """The last Markdown heading before code cell `number`."""
-    heading, seen = None, 0
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            seen += INJECTED not in tags(cell)
-            if seen == number:
-                return heading
-        elif cell.cell_type == "markdown":
-            found = re.findall(r"^#{1,6}\s+(.+?)\s*#*$", cell.source, flags=re.MULTILINE)
-            heading = found[-1] if found else heading
-    return heading
+    below = dict(code_cells(notebook)).get(number)
+    above = itertools.takewhile(lambda cell: cell is not below, notebook.cells)
+    text = "\n".join(cell.source for cell in above if cell.cell_type == "markdown")
+    return next(reversed(re.findall(r"^#{1,6}\s+(.+?)\s*#*$", text, flags=re.MULTILINE)), None)
 
 
 def clean(notebook: nbformat.NotebookNode, executed: nbformat.NotebookNode | None = None) -> nbformat.NotebookNode:
@@ -129,22 +130,17 @@ def clean(notebook: nbformat.NotebookNode, executed: nbformat.NotebookNode | Non
     With `executed`, a run of the same cells, those outputs are taken from it.
     """
     cleaned = nbformat.from_dict(notebook)
-    runs = {cell.id: cell for _, cell in code_cells(executed)} if executed is not None else {}
-    for _, cell in code_cells(cleaned):
-        outputs = runs.get(cell.id, cell).outputs if KEEP_OUTPUT in tags(cell) else []
-        cell.outputs = [nbformat.from_dict(output) for output in outputs]
-        for output in cell.outputs:
-            if "execution_count" in output:
-                output.execution_count = None
-        cell.execution_count = 1 if cell.outputs else None
+    runs = {cell.id: cell for _, cell in code_cells(executed or cleaned)}
     for cell in cleaned.cells:
+        if cell.cell_type == "code":
+            outputs = runs.get(cell.id, cell).outputs if KEEP_OUTPUT in tags(cell) else []
+            nones = {"execution_count": None}
+            cell.outputs = [
+                nbformat.from_dict({**output, **(nones if nones.keys() & output else {})}) for output in outputs
+            ]
+            cell.execution_count = 1 if outputs else None
         cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k in KEPT_METADATA})
-    cleaned.metadata = nbformat.from_dict(
-        {
-            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-            "language_info": {"name": "python"},
-        }
-    )
+    cleaned.metadata = nbformat.from_dict(CLEAN_METADATA)
     return cleaned
 
 
