@@ -41,9 +41,8 @@ def trim_export(source: Path, target: Path, range: str | None = None) -> Path:
                 db.execute(f"CREATE TABLE {table} AS SELECT {kept} FROM source.{table} WHERE {where}")
             return f"SELECT correlationId FROM main.{table}" if kept else "SELECT 0 WHERE 0"
 
-        copy(
-            NVTX, "start end eventType text globalTid textId domainId", f"eventType IN (59, 60) AND end > 0 AND {begun}"
-        )
+        lasting = f"eventType IN (59, 60) AND end > 0 AND {begun}"
+        copy(NVTX, "start end eventType text globalTid textId domainId", lasting)
         calls = f"SELECT correlationId FROM source.{RUNTIME} WHERE {begun}"
         work = [copy(table, WORK[table], "1" if range is None else f"correlationId IN ({calls})") for table in WORK]
         asked = f"{begun} AND correlationId IN ({' UNION '.join(work)})"

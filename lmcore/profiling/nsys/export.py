@@ -92,10 +92,12 @@ def read_work(db: sqlite3.Connection, tables: set[str]) -> pd.DataFrame:
     Correlation ids are unique in one process only. There may be two runtime rows for one, such as cudaLaunchKernel
     around cudaLaunchKernel_v7000 or the driver's call inside the runtime's: the outer one, which began first, is kept.
     """
-    db.execute("CREATE TEMP TABLE launches (process, correlation, thread, at, PRIMARY KEY (process, correlation))")
+    db.execute("""
+        CREATE TEMP TABLE launches (thread INTEGER, at INTEGER, process INTEGER, correlation INTEGER,
+        PRIMARY KEY (process, correlation))""")  # of the types of the tables it joins, or its index is not used
     if RUNTIME in tables:  # globalTid is that of the row with the least start, as SQLite promises
         db.execute(f"""
-            INSERT INTO launches SELECT globalTid & {PROCESS_OF_THREAD} AS process, correlationId, globalTid, MIN(start)
+            INSERT INTO launches SELECT globalTid, MIN(start), globalTid & {PROCESS_OF_THREAD} AS process, correlationId
             FROM {RUNTIME} GROUP BY process, correlationId""")
     strings, directions = dict(db.execute("SELECT id, value FROM StringIds")), COPY_KINDS
     if "ENUM_CUDA_MEMCPY_OPER" in tables:
