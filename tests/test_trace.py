@@ -311,9 +311,7 @@ def test_union_of_intervals(intervals, begin):
         assert found.loc[instance].tolist() == [max(ticks) + 1 - min(ticks), len(ticks)]
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.sampled_from([MAIN, AUTOGRAD])), max_size=8)
-)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.sampled_from([MAIN, AUTOGRAD])), max_size=8))
 def test_every_kernel_belongs_to_one_range_at_most(tmp_path_factory, spans):
     export = SmallExport()
     for start, length, thread in [(500, 1, MAIN), *spans]:
