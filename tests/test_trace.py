@@ -215,6 +215,7 @@ def test_a_kernel_belongs_to_the_range_that_launched_it(export, read, ranges, la
             export.call(number, at, thread)
         export.kernel(number, 500 + index, 501 + index, name, thread & ~0xFFFFFF)
     trace = read()
+    assert len(trace.kernels) == len(launches)
     for key, names in expected.items():
         name, scope = key if isinstance(key, tuple) else (key, "process")
         found = kernels_in(trace, name, scope)
