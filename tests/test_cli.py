@@ -113,7 +113,6 @@ OUT: writeup ? | submission ? | requeue ? | sweep table ?
 --to: submission --to ?
 OUTS: jobs ?
 --report: nsys --report ?
---trim: nsys --report r --trim ?
 --snapshot: memory --snapshot ?
 --site: submit workbook --dry-run --site ?
 """

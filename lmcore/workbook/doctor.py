@@ -63,13 +63,13 @@ def optional_parts() -> list[dict[str, Any]]:
 
 
 def nsight_systems() -> dict[str, Any]:
-    """The part of Nsight Systems, which hides in many places: its version and where it was found."""
+    """The part of Nsight Systems, which hides in many places: its version and where it is."""
     part = {"name": "nsys", "purpose": "profiling with Nsight Systems, without which torch.profiler is used"}
     try:
         nsys = find_nsys()
     except UserError:
         return part | {"present": False, "remedy": INSTALL}
-    detail = f"{nsys.version} ({nsys.path}), from {nsys.place}"
+    detail = f"{nsys.version} ({nsys.path})"
     return part | {"present": True, "remedy": "", "detail": detail}
 
 
