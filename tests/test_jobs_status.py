@@ -342,7 +342,7 @@ def test_a_local_job_is_looked_for_among_the_processes(out, no_slurm):
     for id in ("local-1", "local-2"):
         submit(out, id)
         say(out, id, f"running host={HOST} restart=0")
-    variables = os.environ | {"LMCORE_JOB_ID": "local-1"}
+    variables = os.environ | {"LMCORE_JOB_ID": "local-1", "OUT": str(out)}
     child = subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], env=variables, stdin=-1, stdout=-1)
     try:
         child.stdout.readline()

@@ -14,8 +14,9 @@ import yaml
 
 from lmcore.config import MODEL_SIZES, from_dict
 from lmcore.errors import UserError, require, require_path
+from lmcore.files import read_json
 from lmcore.recipes import RECIPES
-from lmcore.workbook.notebook import declared_parameters, read_notebook
+from lmcore.workbook.notebook import declared_parameters, literals, read_notebook
 
 PARAMETERS_FOLDER = Path("papermill_jobs") / "parameters"
 """One folder for each scale, with a YAML file for each notebook: what `papermill -f` takes."""
@@ -239,7 +240,8 @@ def begin_notebook(name: str, variables: Mapping[str, Any]) -> None:
     parameters for variables. Relative paths thus start at notebooks/, wherever papermill was started.
     """
     folder = project_of_notebook() / "notebooks"
-    known = declared_parameters(read_notebook(folder / f"{name}.ipynb"), name)
+    content = read_json(folder / f"{name}.ipynb")  # whole; nbformat would take a second to look into it
+    known = literals("".join(next(c["source"] for c in content["cells"] if c["cell_type"] == "code")), name)
     cells = [cell for cell in variables.get("In", ()) if cell.startswith("# Parameters\n")]  # papermill's own
     injected = [line for line in ast.parse(cells[-1]).body if isinstance(line, ast.Assign)] if cells else []
     keys = [*known, *(target.id for line in injected for target in line.targets if isinstance(target, ast.Name))]

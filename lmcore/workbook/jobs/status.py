@@ -147,7 +147,7 @@ def row_of(
     if entry is not None:
         row.state = "requeued" if entry.state == "pending" and row.attempts else entry.state
         row.state = own if own == "gave up" and entry.state in ENDED else row.state
-    elif own == "running" and (is_gone(id, values["host"]) if job.is_local else answered):
+    elif own == "running" and (is_gone(out, id, values["host"]) if job.is_local else answered):
         row.state = "lost"
     elif not lines and job.is_local and local_jobs_run(out):
         row.state = "pending"
@@ -178,13 +178,15 @@ def row_of(
     return row
 
 
-def is_gone(id: str, host: str | None) -> bool:
-    """Whether a local job has no process any more; unknown, thus not, on another host than this."""
+def is_gone(out: Path, id: str, host: str | None) -> bool:
+    """Whether a local job of `out` has no process any more; unknown, thus not, on another host than this."""
     if host not in (socket.gethostname(), socket.gethostname().split(".")[0]):
         return False
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if process.environ().get("LMCORE_JOB_ID") == id and process.status() != psutil.STATUS_ZOMBIE:
+            own = process.environ()
+            mine = (own.get("LMCORE_JOB_ID"), own.get("OUT")) == (id, str(out.resolve()))
+            if mine and process.status() != psutil.STATUS_ZOMBIE:
                 return False
     return True
 

@@ -92,7 +92,7 @@ def submitting(chain: Chain, again: bool) -> Iterator[None]:
     Raises `UserError` if the folder cannot be written to, and, unless `again`, if its jobs are not finished.
     """
     refusal = f"Another process is submitting jobs for {chain.out}; wait for it."
-    with exclusive(chain.out / "jobs" / ".submit.lock", SECONDS_FOR_ANOTHER, refusal):
+    with exclusive({chain.out / "jobs" / ".submit.lock": refusal}, SECONDS_FOR_ANOTHER):
         if not again:
             require_idle(chain.out)
         if chain.definition is not None:
@@ -126,7 +126,7 @@ def holding_local(out: Path) -> contextlib.AbstractContextManager[None]:
     refusal = (
         f"Local jobs of {out} are still running ({up_to}): wait for them, or stop the process that submitted them."
     )
-    return exclusive(local_lock(out), 0, refusal)
+    return exclusive({local_lock(out): refusal}, 0)
 
 
 # ---- the same scripts where there is no Slurm
