@@ -107,7 +107,7 @@ def adamw(cell: Cell, conditions: Conditions) -> Rows:
         for shape in shapes:
             parameters.append(nn.Parameter(torch.randn(shape, device=conditions.device).to(dtype)))
             parameters[-1].grad = (torch.randn(shape, device=conditions.device) / 100).to(dtype)
-        before, step = parameters[0].detach().double(), update(parameters, **OPTIMIZER)
+        before, step = parameters[0].detach().double().clone(), update(parameters, **OPTIMIZER)
         for _ in range(3):
             step()
         return Contestant(step, results=[parameters[0].detach().double() - before])

@@ -156,6 +156,13 @@ def test_the_command_measures_checks_and_goes_on_where_it_ended(tmp_path, capsys
     assert "times as fast as the best peer" in capsys.readouterr().out
 
 
+def test_an_update_that_does_nothing_has_an_error_of_one(monkeypatch):
+    (cell,) = (cell for cell in cells.toy_cells() if cell.row == "adamw")
+    monkeypatch.setattr(kernel_peers.optimizer, "torch_fused", lambda parameters, **settings: lambda: None)
+    errors = {row["contestant"]: row["notes"]["relative_error"] for row in kernel_peers.adamw(cell, TOY)}
+    assert errors == {"torch fused": pytest.approx(1), OURS: pytest.approx(0, abs=1e-2)}
+
+
 def test_rows_know_their_run_and_a_failure_does_not_displace_a_measurement():
     done, lost = ({"row": "work", "outcome": outcome} for outcome in ("complete", "failed"))
     runs = [{"environment": {"commit": name}, "ceilings": {"copy": name}, "cells": []} for name in "abcd"]
