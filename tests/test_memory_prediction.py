@@ -90,7 +90,9 @@ SWITCHED = [
 def test_predicted_peak_is_what_the_allocator_sees(shape, passes, precision, switches):
     batch_size, model = SHAPES[shape]
     model = replace(model, **switches)
-    measured = peak_by_stage(WorkloadConfig(model, batch_size, passes, precision, device="cpu"))
+    measured = peak_by_stage(
+        WorkloadConfig(model=model, batch_size=batch_size, passes=passes, precision=precision, device="cpu")
+    )
     predicted = predicted_peak(model, batch_size, precision=precision, passes=passes)
     close = 0.005 if switches else 0.001  # with checkpoints, the generator's states
     assert predicted["peak_bytes"] == max(predicted["by_stage"].values())
@@ -101,7 +103,7 @@ def test_predicted_peak_is_what_the_allocator_sees(shape, passes, precision, swi
 def test_gradients_grow_while_activations_shrink(switches):
     # few tokens beside many weights: the first block, which is last in the backward pass, is where both are most
     model = replace(ModelConfig(200, 128, 256, 6, 4, 1024), **switches)
-    measured = peak_by_stage(WorkloadConfig(model, 2, "forward_backward", device="cpu"))
+    measured = peak_by_stage(WorkloadConfig(model=model, batch_size=2, passes="forward_backward", device="cpu"))
     predicted = predicted_peak(model, 2, passes="forward_backward")
     assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.001)
     assert predicted["stage"] == "backward"
