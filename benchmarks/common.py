@@ -22,7 +22,7 @@ def take_turns(
     return seconds
 
 
-def turn_by_turn(seconds: dict[str, list[float]], ours: str, theirs: str) -> list[float]:
+def turn_by_turn(seconds: Mapping[str, list[float]], ours: str, theirs: str) -> list[float]:
     """How many times as long ours took, in each turn."""
     return [a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True)]
 

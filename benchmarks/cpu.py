@@ -10,7 +10,7 @@ A few minutes on two cores, which nothing else should use. The tokenizer has a c
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import metadata, util
 from pathlib import Path
@@ -29,7 +29,7 @@ from lmcore.data import batch_at_step
 from lmcore.data.batches import BatchReader
 from lmcore.errors import require
 from lmcore.files import write_json
-from lmcore.profiling.kernels.measuring import Contestant, race
+from lmcore.profiling.kernels.measuring import Contestant, Result, race
 from lmcore.provenance import environment
 from lmcore.recipes import RECIPES
 
@@ -73,40 +73,61 @@ def main(
         out: folder of loader_benchmark.json and training_benchmark.json.
     """
     torch.set_num_threads(threads)
-    loaders = compare_loaders(repeats, tokens, seconds_per_turn / 3)
-    write_json(out / "loader_benchmark.json", provenance(threads) | {"shapes": loaders})
+
+    def write(name: str, **results: Any) -> None:
+        """With where the numbers come from, and how busy the machine was."""
+        versions = {"transformers": metadata.version("transformers") if util.find_spec("transformers") else None}
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        place = environment() | {"threads": threads, "load_average": load}
+        write_json(out / name, {"environment": place, "versions": versions} | results)
+
+    write("loader_benchmark.json", shapes=compare_loaders(repeats, tokens, seconds_per_turn / 3))
     training = []
     for size in sizes:
         require(size in RECIPES, f"There is no recipe {size!r}; choose from {', '.join(RECIPES)}.")
-        result = {"size": size} | compare_training(RECIPES[size], repeats, compiled, seconds_per_turn)
-        tokens_of_step = f"{result['batch_size']} × {result['context_length']} tokens, full step in float32"
-        show(f"training {size}: {result['parameters'] / 1e6:.2f} M parameters, {tokens_of_step}",
-             result["contestants"], "times_plain")  # fmt: skip
-        training.append(result)
-        write_json(out / "training_benchmark.json", provenance(threads) | {"sizes": training})
+        result = compare_training(RECIPES[size], repeats, compiled, seconds_per_turn)
+        shape = f"{result['batch_size']} × {result['context_length']} tokens, full step in float32"
+        show(f"training {size}: {result['parameters'] / 1e6:.2f} M parameters, {shape}", result["contestants"])
+        training.append({"size": size} | result)
+        write("training_benchmark.json", sizes=training)
     print(f"written to {out}")
 
 
-def provenance(threads: int) -> dict[str, Any]:
-    """Where the numbers come from, and how busy the machine was."""
-    versions = {name: metadata.version(name) if util.find_spec(name) else None for name in ("transformers",)}
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return {"environment": environment() | {"threads": threads, "load_average": load}, "versions": versions}
+def timed(
+    builders: Mapping[str, Callable[[], Contestant]], repeats: int, seconds_per_turn: float, call: str, tokens: int
+) -> tuple[dict[str, Result], dict[str, dict[str, Any]]]:
+    """Lets contestants take turns of some calls each, of so many tokens a call; results, and a row for each.
+
+    Ratios, turn by turn, are to the first of them. One that cannot run here is a row that says why.
+    """
+    results = race(builders, CPU, len(builders) * repeats * seconds_per_turn, alone=False, rounds=repeats)
+    seconds, first = {name: result.seconds for name, result in results.items()}, next(iter(results))
+    rows: dict[str, dict[str, Any]] = {}
+    for name, result in results.items():
+        rows[name] = {"outcome": result.outcome}
+        if not result.seconds:
+            rows[name]["reason"] = result.reason
+            continue
+        rows[name] |= {f"seconds_per_{call}": result.seconds} | median_and_spread(result.seconds)
+        rows[name] |= {"tokens_per_second": tokens / rows[name]["median"]}
+        rows[name][f"times_{first.split()[-1]}"] = median_and_spread(turn_by_turn(seconds, name, first))
+    return results, rows
 
 
-def show(heading: str, rows: dict[str, dict[str, Any]], ratio: str) -> None:
-    """A table for people: time of a batch or a step with its spread, rate, and `ratio`, which names the first one."""
+def show(heading: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """A table for people: time of a batch or a step with its spread, rate, and the ratio to the first."""
     print(heading)
     for name, row in rows.items():
         if "median" not in row:
             print(f"  {name:<22} absent: {row['reason']}")
             continue
+        ratio = next(column for column in row if column.startswith("times_"))
         times = f"{1e3 * row['median']:8.3f} ms ({1e3 * row['low']:.3f} to {1e3 * row['high']:.3f})"
         rate = f"{row['tokens_per_second']:>13,.0f} tokens/s"
         print(f"  {name:<22} {times} {rate}  {row[ratio]['median']:.2f} × {ratio.removeprefix('times_')}")
 
 
-# ------------------------------------------------------------------------------------------------- loading
+# Loading
 
 
 class Windows(Dataset):
@@ -123,21 +144,21 @@ class Windows(Dataset):
         return window[:-1], window[1:]
 
 
-def stacked(x: np.ndarray, batch_size: int, context_length: int) -> Iterator[Batch]:
-    """Batches by a loop over their windows, stacked."""
-    generator = np.random.default_rng(0)
-    while True:
-        starts = generator.integers(0, len(x) - context_length, size=batch_size)
-        inputs = np.stack([x[i : i + context_length].astype(np.int64) for i in starts])
-        targets = np.stack([x[i + 1 : i + 1 + context_length].astype(np.int64) for i in starts])
-        yield torch.from_numpy(inputs), torch.from_numpy(targets)
-
-
 def data_loader(x: np.ndarray, batch_size: int, context_length: int, workers: int) -> Iterator[Batch]:
     """Batches of PyTorch's DataLoader at random starts, which may come again, as in lmcore."""
     dataset = Windows(x, context_length)
     sampler = RandomSampler(dataset, replacement=True, num_samples=MANY)
     return iter(DataLoader(dataset, batch_size, sampler=sampler, num_workers=workers))
+
+
+def stacked(x: np.ndarray, batch_size: int, context_length: int) -> Iterator[Batch]:
+    """Batches by a loop over their windows, stacked, as the handouts have it."""
+    generator = np.random.default_rng(0)
+    while True:
+        starts = generator.integers(0, len(x) - context_length, size=batch_size)
+        windows = (np.stack([x[i + k : i + k + context_length].astype(np.int64) for i in starts]) for k in (0, 1))
+        inputs, targets = map(torch.from_numpy, windows)
+        yield inputs, targets
 
 
 def read_ahead(reader: BatchReader) -> Iterator[Batch]:
@@ -149,44 +170,35 @@ def read_ahead(reader: BatchReader) -> Iterator[Batch]:
 
 def compare_loaders(repeats: int, tokens: int, seconds_per_turn: float) -> list[dict[str, Any]]:
     """Takes batches of each shape from a file of random ids (uint16), the file's pages in memory."""
+    found = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
         np.random.default_rng(0).integers(0, 50257, size=tokens, dtype=np.uint16).tofile(path)
         x = np.memmap(path, dtype=np.uint16, mode="r")
-        return [compare_shape(x, *shape, repeats, seconds_per_turn) for shape in SHAPES]
+        for shape in SHAPES:
+            config = TrainConfig(ModelConfig(context_length=shape[1]), batch_size=shape[0], steps=MANY)
+            with BatchReader(x, config, 0, pinned=False) as reader:
+                sources: dict[str, Iterator[Batch]] = {
+                    "lmcore": (batch_at_step(x, config, step, "cpu") for step in itertools.count()),
+                    "lmcore, read ahead": read_ahead(reader),
+                    "stacked loop": stacked(x, *shape),
+                    "DataLoader": data_loader(x, *shape, 0),
+                    "DataLoader, 2 workers": data_loader(x, *shape, 2),
+                }
+                for source in sources.values():
+                    for _ in range(10):  # starts workers and touches pages
+                        next(source)
+                builders = {name: partial(Contestant, partial(next, source)) for name, source in sources.items()}
+                results, rows = timed(builders, repeats, seconds_per_turn, "batch", config.tokens_per_step)
+            for name, row in rows.items():
+                row |= {"batches_per_turn": results[name].calls, "batches_per_second": 1 / row["median"]}
+            show("loading {} × {} tokens".format(*shape), rows)
+            head = dict(zip(("batch_size", "context_length"), shape, strict=True))
+            found.append(head | {"tokens_in_file": len(x), "contestants": rows})
+    return found
 
 
-def compare_shape(
-    x: np.ndarray, batch_size: int, context_length: int, repeats: int, seconds_per_turn: float
-) -> dict[str, Any]:
-    """All contestants on batches of one shape, in turns of about the same length."""
-    config = TrainConfig(ModelConfig(context_length=context_length), batch_size=batch_size, steps=MANY)
-    shape = (batch_size, context_length)
-    with BatchReader(x, config, 0, pinned=False) as reader:
-        sources: dict[str, Iterator[Batch]] = {
-            "lmcore": (batch_at_step(x, config, step, "cpu") for step in itertools.count()),
-            "lmcore, read ahead": read_ahead(reader),
-            "stacked loop": stacked(x, *shape),
-            "DataLoader": data_loader(x, *shape, 0),
-            "DataLoader, 2 workers": data_loader(x, *shape, 2),
-        }
-        for source in sources.values():
-            for _ in range(10):  # starts workers and touches pages
-                next(source)
-        builders = {name: partial(Contestant, partial(next, source)) for name, source in sources.items()}
-        results = race(builders, CPU, len(builders) * repeats * seconds_per_turn, alone=False, rounds=repeats)
-    seconds = {name: result.seconds for name, result in results.items()}
-    rows = {}
-    for name, values in seconds.items():
-        rows[name] = {"batches_per_turn": results[name].calls, "seconds_per_batch": values} | median_and_spread(values)
-        rows[name]["batches_per_second"] = 1 / rows[name]["median"]
-        rows[name]["tokens_per_second"] = batch_size * context_length / rows[name]["median"]
-        rows[name]["times_lmcore"] = median_and_spread(turn_by_turn(seconds, name, "lmcore"))
-    show(f"loading {batch_size} × {context_length} tokens", rows, "times_lmcore")
-    return {"batch_size": batch_size, "context_length": context_length, "tokens_in_file": len(x), "contestants": rows}
-
-
-# ------------------------------------------------------------------------------------------------- training
+# Training
 
 
 def compare_training(
@@ -200,20 +212,15 @@ def compare_training(
     config = replace(config, device="cpu", precision="fp32", model__tie_embeddings=False)
     bench = Bench(config, CPU, batches=BATCHES)
     builders = {name: partial(bench.build, name) for name in CONTESTANTS if compiled or "compiled" not in name}
-    results = race(builders, CPU, len(builders) * repeats * seconds_per_turn, alone=False, rounds=repeats)
-    rows: dict[str, dict[str, Any]] = {}
-    for name, result in results.items():
-        rows[name] = {"outcome": result.outcome}
-        if not result.seconds:
-            rows[name]["reason"] = result.reason
-            continue
-        rows[name] |= {"first_losses": result.notes["losses"], "seconds_per_step": result.seconds}
-        rows[name] |= median_and_spread(result.seconds)
-        rows[name]["tokens_per_second"] = config.tokens_per_step / rows[name]["median"]
-        rows[name]["flops_per_second"] = training_flops(config.model, config.batch_size) / rows[name]["median"]
-        ratios = turn_by_turn({name: result.seconds for name, result in results.items()}, name, "lmcore plain")
-        rows[name]["times_plain"] = median_and_spread(ratios)
-    require_same_losses(rows)
+    results, rows = timed(builders, repeats, seconds_per_turn, "step", config.tokens_per_step)
+    expected = results["lmcore plain"].notes["losses"]
+    for name, row in rows.items():
+        if "median" in row:
+            row["first_losses"] = results[name].notes["losses"]
+            row["flops_per_second"] = training_flops(config.model, config.batch_size) / row["median"]
+            for loss, other in zip(row["first_losses"], expected, strict=True):
+                same = abs(loss - other) <= TOLERANCE * other
+                require(same, f"{name} and lmcore plain do not compute the same: losses {loss} and {other}.")
     return {
         "parameters": num_parameters(config.model),
         "batch_size": config.batch_size,
@@ -223,15 +230,6 @@ def compare_training(
         "repeats": repeats,
         "contestants": rows,
     }
-
-
-def require_same_losses(rows: dict[str, dict[str, Any]]) -> None:
-    """Raises `UserError` unless the first steps of all contestants have the same losses."""
-    expected = rows["lmcore plain"]["first_losses"]
-    for name, row in rows.items():
-        for loss, other in zip(row.get("first_losses", expected), expected, strict=True):
-            same = abs(loss - other) <= TOLERANCE * other
-            require(same, f"{name} and lmcore plain do not compute the same: losses {loss} and {other}.")
 
 
 if __name__ == "__main__":

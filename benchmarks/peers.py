@@ -29,16 +29,13 @@ def llama(model: TransformerLM, dtype: torch.dtype = torch.float32, **settings: 
     from transformers import LlamaConfig, LlamaForCausalLM
 
     c, weight = model.config, model.token_embeddings.weight
-    sizes = {"hidden_size": c.d_model, "intermediate_size": c.d_ff, "num_hidden_layers": c.num_layers,
-             "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_heads, "vocab_size": c.vocab_size,
-             "max_position_embeddings": c.context_length, "rope_theta": c.rope_theta}  # fmt: skip
-    switches: dict[str, Any] = {
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    config = LlamaConfig(**sizes, **switches, **{"attn_implementation": "sdpa", "use_cache": False} | settings)
+    config = LlamaConfig(**{
+        "hidden_size": c.d_model, "intermediate_size": c.d_ff, "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_heads, "vocab_size": c.vocab_size,
+        "max_position_embeddings": c.context_length, "rope_theta": c.rope_theta, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "attn_implementation": "sdpa",
+        "use_cache": False,
+    } | settings)  # fmt: skip
     with weight.device:
         theirs = LlamaForCausalLM(config)
     theirs.load_state_dict(renamed(model.state_dict(), c))

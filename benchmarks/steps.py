@@ -6,12 +6,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from cells import OURS, Cell, Conditions, Rows, timed_rows
 from peers import hugging_face, torch_llama
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lmcore.config import TrainConfig, replace
-from lmcore.device import autocast
+from lmcore.accounting import training_flops
+from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
+from lmcore.device import autocast, device_name, peak_flops
 from lmcore.errors import require
 from lmcore.functional import cross_entropy
 from lmcore.kernels.adamw import FusedAdamW
@@ -19,7 +21,7 @@ from lmcore.kernels.cross_entropy import linear_cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer, gradient_clipping
 from lmcore.profiling.kernels.measuring import Absent, Contestant
-from lmcore.train import PlainStep, training_step
+from lmcore.train import training_step
 
 COMPARED_STEPS = 4
 """First steps whose losses are compared."""
@@ -29,7 +31,7 @@ LMCORE: dict[str, dict[str, Any]] = {
     "lmcore sdpa": {"model__attention": "sdpa"},
     "lmcore compiled": {"compile": True},
     "lmcore sdpa compiled": {"model__attention": "sdpa", "compile": True},
-    "lmcore fused": {"ops": "fused"},
+    OURS: {"ops": "fused"},
     "plain, eager": {},
     "+ sdpa": {"model__attention": "sdpa"},
     "+ flash attention": {"model__attention": "flash"},
@@ -43,74 +45,70 @@ PEERS = {"HF": hugging_face, "Hugging Face": hugging_face, "torch.nn": torch_lla
 """How the names of peers begin; "compiled" and "CUDA graph" in a name say how they run."""
 
 
-class PeerStep:
-    """A training step as PyTorch's users write it: its fused AdamW and its clipping, around any model's logits."""
+Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Updates the weights by one batch; returns loss and gradient norm."""
 
-    def __init__(self, model: nn.Module, logits: Callable, config: TrainConfig, device: torch.device, graph: bool):
-        self.model, self.logits, self.config, self.device = model, logits, config, device
-        self.criterion, self.loss = self.cross_entropy, self.plain_loss
-        o = config.optimizer
-        groups = [
-            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": o.weight_decay},
-            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        settings = {"fused": True, "capturable": graph and device.type == "cuda"}
-        self.optimizer = torch.optim.AdamW(groups, lr=o.learning_rate, betas=o.betas, eps=o.eps, **settings)
 
-    @staticmethod
-    def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def explicit_step(loss: Callable[..., Tensor], optimizer: torch.optim.Optimizer, clip: Callable[[], Tensor]) -> Step:
+    """A training step as PyTorch's users write it."""
+
+    def step(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        optimizer.zero_grad(set_to_none=True)
+        value = loss(inputs, targets)
+        value.backward()
+        norm = clip()
+        optimizer.step()
+        return value.detach(), norm
+
+    return step
+
+
+def peer_step(
+    model: nn.Module, logits: Callable, config: TrainConfig, device: torch.device, graph: bool, compiled: str | None
+) -> Step:
+    """Any model's logits with PyTorch's fused AdamW and clipping, compiled "as a whole", "by layer" or not at all."""
+    parameters, o = list(model.parameters()), config.optimizer
+
+    def criterion(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    def plain_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with autocast(self.device, self.config.precision):
-            logits = self.logits(inputs)
-        return self.criterion(logits, targets)
-
-    def compile(self, layers: nn.ModuleList | None = None) -> None:
-        """As a whole, or layer by layer with the criterion by itself."""
-        if layers is None:
-            self.loss = torch.compile(self.plain_loss, dynamic=False)
-            return
-        for layer in layers:
+    if compiled == "by layer":
+        for layer in model.model.layers:
             layer.compile(dynamic=False)
-        self.criterion = torch.compile(self.cross_entropy, dynamic=False)
+        criterion = torch.compile(criterion, dynamic=False)
 
-    def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Updates the weights by one batch; returns loss and gradient norm."""
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(inputs, targets)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
-        self.optimizer.step()
-        return loss.detach(), norm
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        with autocast(device, config.precision):
+            found = logits(inputs)
+        return criterion(found, targets)
+
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": o.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    settings = {"fused": True, "capturable": graph and device.type == "cuda"}
+    optimizer = torch.optim.AdamW(groups, lr=o.learning_rate, betas=o.betas, eps=o.eps, **settings)
+    loss = torch.compile(loss, dynamic=False) if compiled == "as a whole" else loss
+    return explicit_step(loss, optimizer, lambda: nn.utils.clip_grad_norm_(parameters, o.max_grad_norm))
 
 
-class KernelStep(PlainStep):
-    """The plain step, its forward pass compiled, with our loss and, if so wanted, our update."""
+def kernel_step(model: TransformerLM, config: TrainConfig, device: torch.device, adamw: bool, compiled: bool) -> Step:
+    """Our model, compiled up to the LM head, with our loss and, if so wanted, our update."""
+    parameters, limit, head = list(model.parameters()), config.optimizer.max_grad_norm, model.lm_head.weight
+    fused = partial(FusedAdamW, max_grad_norm=limit)
+    optimizer = build_optimizer(model, config.optimizer, fused) if adamw else build_optimizer(model, config.optimizer)
+    model.lm_head = nn.Identity()
 
-    def __init__(self, model: TransformerLM, config: TrainConfig, device: torch.device, adamw: bool, compiled: bool):
-        super().__init__(model, config, device)
-        limit = config.optimizer.max_grad_norm
-        self.clip = partial(gradient_clipping, list(model.parameters()), limit)
-        if adamw:
-            self.optimizer = build_optimizer(model, config.optimizer, partial(FusedAdamW, max_grad_norm=limit))
-            self.clip = lambda: self.optimizer.norm
-        self.head, model.lm_head = model.lm_head.weight, nn.Identity()
-        self.forward = torch.compile(self.activations, dynamic=False) if compiled else self.activations
+    def activations(inputs: Tensor) -> Tensor:
+        with autocast(device, config.precision):
+            return model(inputs)
 
-    def activations(self, inputs: Tensor) -> Tensor:
-        """What goes into the LM head."""
-        with autocast(self.device, self.config.precision):
-            return self.model(inputs)
+    forward = torch.compile(activations, dynamic=False) if compiled else activations
 
-    def __call__(self, inputs: Tensor, targets: Tensor, lr: float | None = None) -> tuple[Tensor, Tensor]:
-        x = self.forward(inputs).flatten(0, 1).bfloat16()
-        loss = linear_cross_entropy(x, self.head.bfloat16(), targets.flatten())
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = self.clip()
-        self.optimizer.step()
-        return loss.detach(), norm
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(forward(inputs).flatten(0, 1).bfloat16(), head.bfloat16(), targets.flatten())
+
+    return explicit_step(loss, optimizer, lambda: optimizer.norm if adamw else gradient_clipping(parameters, limit))
 
 
 class Bench:
@@ -139,21 +137,20 @@ class Bench:
 
     def build(self, name: str) -> Contestant:
         """A contestant after its first steps, whose losses are noted. Raises `UserError` on what a step cannot do."""
-        graph, compiled = "CUDA graph" in name and name not in LMCORE, "compile" in name
+        graph, way = "CUDA graph" in name and name not in LMCORE, "by layer" if self.by_layer else "as a whole"
+        compiled = way if "compile" in name or name in KERNELS else None
         if name in LMCORE:
             config = replace(self.config, **LMCORE[name])
             config = replace(config, compile=config.compile and not self.toy)
             step, reason = training_step(self.model(config), config, self.device)
             require(reason is None, f"The fused step does not cover {reason}.")
         elif name in KERNELS:
-            config, compiled = replace(self.config, model__attention="flash"), True
-            step = KernelStep(self.model(config), config, self.device, KERNELS[name], not self.toy)
+            config = replace(self.config, model__attention="flash")
+            step = kernel_step(self.model(config), config, self.device, KERNELS[name], not self.toy)
         else:
             make = next(make for start, make in PEERS.items() if name.startswith(start))
-            model, logits = make(self.model(self.config))
-            step = PeerStep(model, logits, self.config, self.device, graph)
-            if compiled and not self.toy:
-                step.compile(model.model.layers if self.by_layer else None)
+            found = make(self.model(self.config))
+            step = peer_step(*found, self.config, self.device, graph, None if self.toy else compiled)
 
         batches = itertools.cycle(self.batches)
 
@@ -165,8 +162,7 @@ class Bench:
         else:
             losses = [run().clone() for _ in range(COMPARED_STEPS)]
         notes: dict[str, Any] = {"losses": [round(loss.item(), 5) for loss in losses]}
-        if compiled:
-            notes["compiled"] = "by layer" if self.by_layer else "as a whole"
+        notes |= {"compiled": compiled} if compiled else {}
         return Contestant(run, results=[losses[0].float()], notes=notes)
 
 
@@ -188,3 +184,27 @@ def captured(step: Callable[[], Any], device: torch.device, warmups: int = 3) ->
         graph.replay()
 
     return replay, returned
+
+
+def measure(cell: Cell, conditions: Conditions) -> Rows:
+    """A whole step in bf16 over float32 weights by each of the cell's contestants, on one batch and from one start.
+
+    How far the loss fell over the first steps is noted as a multiple of the first contestant's fall.
+    """
+    s, device = cell.settings, torch.device(conditions.device)
+    torch.set_float32_matmul_precision("high")
+    model = model_config(s["size"], context_length=s["context_length"], vocab_size=s["vocab_size"])
+    optimizer = OptimizerConfig(learning_rate=1e-4)
+    config = TrainConfig(model, optimizer, batch_size=s["batch_size"], precision=s["precision"])
+    bench = Bench(config, device, conditions.toy)
+    builders = {name: partial(bench.build, name) for name in s["contestants"]}
+    peak = peak_flops(device_name(device), s["precision"])
+    ideal = None if peak is None else training_flops(model, config.batch_size) / peak
+    rates = (config.tokens_per_step, "tok/s", ideal, "peak of the data sheet")
+    rows = timed_rows(cell, conditions, builders, *rates, alone=False, reference=[bench.reference()])
+    noted = [row["notes"] for row in rows if "losses" in row["notes"]]
+    falls = [notes["losses"][0] - notes["losses"][-1] for notes in noted]
+    for notes, fall in zip(noted, falls, strict=True):
+        if falls[0] != 0:
+            notes["fall_beside_first"] = round(fall / falls[0], 4)
+    return rows

@@ -8,7 +8,7 @@ All take turns on the same text, so that what else the machine does falls on eac
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -45,66 +45,66 @@ def main(
         gpt2: folder of GPT-2's files; by default wherever `load_gpt2` finds them.
         out: the JSON file to write.
     """
-    content = "".join(read_text(text))
-    documents = content.split(END_OF_TEXT)
-    with tempfile.TemporaryDirectory() as folder:
-        plain = Path(folder) / "text.txt"
-        plain.write_bytes(content.encode())
-        training = compare_training(plain, documents, vocab_size, repeats)
-    encoding = compare_encoding(documents, load_gpt2(gpt2), repeats)
+    content, tokenizer = "".join(read_text(text)), load_gpt2(gpt2)
+    documents, size = content.split(END_OF_TEXT), len(content.encode())
+    print(f"{text.name}: {size / 1e6:.1f} MB, {available_cores()} cores")
     result = {
         "environment": environment() | {"available_cores": available_cores()},
         "versions": {name: metadata.version(name) for name in ("tokenizers", "tiktoken", "regex")},
-        "text": {"name": text.name, "sha256": sha256_file(text), "bytes_plain": len(content.encode())},
-        "training": training,
-        "encoding": encoding,
-        "taught_encoder": compare_taught_encoder(documents, load_gpt2(gpt2), repeats),
+        "text": {"name": text.name, "sha256": sha256_file(text), "bytes_plain": size},
+        "training": compare_training(content, vocab_size, repeats),
+        "encoding": compare_encoding(documents, tokenizer, repeats),
+        "taught_encoder": compare_taught_encoder(documents, tokenizer, repeats),
     }
     write_json(out, result)
-    print_table(result)
     print(f"written to {out}")
 
 
-def summary(seconds: dict[str, list[float]], ours: str, theirs: str) -> dict[str, Any]:
+def compared(contestants: Mapping[str, Callable[[], Any]], repeats: int, ours: str, theirs: str) -> dict[str, Any]:
     """All seconds, their medians, and how many times as long ours took: medians, and turn by turn."""
+    seconds = take_turns(contestants, repeats)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return {
-        "seconds": seconds,
-        "median_seconds": medians,
-        "ratio": medians[ours] / medians[theirs],
-        "ratio_by_turn": turn_by_turn(seconds, ours, theirs),
-    }
+    result = {"seconds": seconds, "median_seconds": medians, "ratio": medians[ours] / medians[theirs]}
+    return result | {"ratio_by_turn": turn_by_turn(seconds, ours, theirs)}
 
 
-def hugging_face(vocab_size: int) -> tuple[tokenizers.Tokenizer, Any]:
-    """Hugging Face's byte-level BPE, and its trainer."""
-    tokenizer, byte_level = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
-    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
-    settings = {"special_tokens": [END_OF_TEXT], "initial_alphabet": byte_level.alphabet(), "show_progress": False}
-    return tokenizer, tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, **settings)
+def show(heading: str, values: dict[str, float], unit: str = "") -> None:
+    """One value a line."""
+    print(heading, *(f"  {name:<14} {value:8.2f}{unit}" for name, value in values.items()), sep="\n")
 
 
-def hugging_face_merges(documents: list[str], vocab_size: int) -> set[tuple[str, str]]:
-    """Merges that Hugging Face makes of the documents. From a file it would train on the special tokens' text too."""
-    tokenizer, trainer = hugging_face(vocab_size)
-    tokenizer.train_from_iterator(documents, trainer)
-    return {tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]}
+def compare_training(content: str, vocab_size: int, repeats: int) -> dict[str, Any]:
+    """Trains with lmcore and with Hugging Face's byte-level BPE from the same file, on all cores.
 
+    Merges are compared with those that Hugging Face makes of the documents: from a file it would train on the special
+    tokens' text, too. The two choose differently among equally frequent pairs.
+    """
 
-def compare_training(plain: Path, documents: list[str], vocab_size: int, repeats: int) -> dict[str, Any]:
-    """Trains with both from the same file, on all cores."""
+    def trained_by_hugging_face(train: Callable) -> tokenizers.Tokenizer:
+        tokenizer, byte_level = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
+        tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+        settings = {"special_tokens": [END_OF_TEXT], "initial_alphabet": byte_level.alphabet(), "show_progress": False}
+        train(tokenizer, tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, **settings))
+        return tokenizer
 
-    def train_theirs() -> None:
-        tokenizer, trainer = hugging_face(vocab_size)
-        tokenizer.train([str(plain)], trainer)
-
-    contestants = {"lmcore": lambda: train_bpe(plain, vocab_size, [END_OF_TEXT]), "hugging_face": train_theirs}
-    result = {"vocab_size": vocab_size} | summary(take_turns(contestants, repeats), "lmcore", "hugging_face")
-    merges = train_bpe(plain, vocab_size, [END_OF_TEXT])[1]
-    ours = {(to_printable(left), to_printable(right)) for left, right in merges}
-    # the two choose differently among equally frequent pairs; with Hugging Face's choice our merges would be the same
-    in_common = len(ours & hugging_face_merges(documents, vocab_size))
-    return result | {"merges": len(merges), "merges_in_common": in_common}
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "text.txt"
+        plain.write_bytes(content.encode())
+        contestants = {
+            "lmcore": lambda: train_bpe(plain, vocab_size, [END_OF_TEXT]),
+            "hugging_face": lambda: trained_by_hugging_face(
+                lambda theirs, trainer: theirs.train([str(plain)], trainer)
+            ),
+        }
+        result = {"vocab_size": vocab_size} | compared(contestants, repeats, "lmcore", "hugging_face")
+        merges = contestants["lmcore"]()[1]
+    documents = content.split(END_OF_TEXT)
+    theirs = trained_by_hugging_face(lambda theirs, trainer: theirs.train_from_iterator(documents, trainer))
+    in_common = {tuple(pair) for pair in json.loads(theirs.to_str())["model"]["merges"]}
+    in_common &= {(to_printable(left), to_printable(right)) for left, right in merges}
+    show(f"training {vocab_size} tokens", result["median_seconds"], " s")
+    print(f"  lmcore takes {result['ratio']:.2f} times as long; {len(in_common)} of {len(merges)} merges in common")
+    return result | {"merges": len(merges), "merges_in_common": len(in_common)}
 
 
 def compare_encoding(documents: list[str], gpt2: Tokenizer, repeats: int) -> dict[str, Any]:
@@ -115,17 +115,17 @@ def compare_encoding(documents: list[str], gpt2: Tokenizer, repeats: int) -> dic
     expected = theirs.encode_ordinary_batch(documents, num_threads=available_cores())
     same = gpt2.encode_documents(documents) == expected
     require(same, "Bulk encoding and tiktoken disagree on this text, so their speeds cannot be compared.")
-    some = documents[: max(1, len(documents) // 8)]
-    fresh = unused(gpt2, repeats)
+    some, fresh = max(1, len(documents) // 8), unused(gpt2, repeats)
     contestants = {
         "lmcore_bulk": lambda: gpt2.encode_documents(documents),
         "tiktoken": lambda: theirs.encode_ordinary_batch(documents, num_threads=available_cores()),
-        "lmcore_python": lambda: [*map(next(fresh).encode, some)],
+        "lmcore_python": lambda: [*map(next(fresh).encode, documents[:some])],
     }
-    tokens = sum(map(len, expected))
-    result = summary(take_turns(contestants, repeats), "lmcore_bulk", "tiktoken")
-    counts = {"lmcore_bulk": tokens, "tiktoken": tokens, "lmcore_python": sum(map(len, expected[: len(some)]))}
+    result = compared(contestants, repeats, "lmcore_bulk", "tiktoken")
+    counts = {name: sum(map(len, expected[: some if name == "lmcore_python" else None])) for name in contestants}
     rates = {name: counts[name] / result["median_seconds"][name] for name in contestants}
+    show("encoding with GPT-2's tokenizer", {name: rate / 1e6 for name, rate in rates.items()}, " M tokens/s")
+    print(f"  lmcore_bulk takes {result['ratio']:.2f} times as long as tiktoken")
     return {"tokens": counts, "tokens_per_second": rates} | result
 
 
@@ -152,33 +152,11 @@ def compare_taught_encoder(documents: list[str], gpt2: Tokenizer, repeats: int) 
     same = contestants["warm"]() == contestants["tiktoken"]()
     require(same, "Tokenizer.encode and tiktoken disagree on this text, so their speeds cannot be compared.")
     seconds = take_turns(contestants, repeats)
-    pairs = {
-        "first_pass": ("first_pass", "tiktoken"),
-        "warm": ("warm", "tiktoken"),
-        "letters": ("letters", "letters_tiktoken"),
-        "doubling": ("letters_doubled", "letters"),
-    }
-    ratios = {name: statistics.median(turn_by_turn(seconds, *pair)) for name, pair in pairs.items()}
+    pairs = {"first_pass": "tiktoken", "warm": "tiktoken", "letters": "letters_tiktoken", "letters_doubled": "letters"}
+    ratios = {name: statistics.median(turn_by_turn(seconds, name, other)) for name, other in pairs.items()}
+    ratios["doubling"] = ratios.pop("letters_doubled")
+    show("Tokenizer.encode on one core, times as long as tiktoken; doubling: as half the letters", ratios)
     return {"characters": len(text), "seconds": seconds, "ratios": ratios}
-
-
-def print_table(result: dict[str, Any]) -> None:
-    """The medians and ratios, for people."""
-    training, encoding, text = result["training"], result["encoding"], result["text"]
-    print(f"{text['name']}: {text['bytes_plain'] / 1e6:.1f} MB, {result['environment']['available_cores']} cores")
-    show(f"training {training['vocab_size']} tokens", training["median_seconds"], " s")
-    merges = f"{training['merges_in_common']} of {training['merges']} merges in common"
-    print(f"  lmcore takes {training['ratio']:.2f} times as long; {merges}")
-    millions = {name: rate / 1e6 for name, rate in encoding["tokens_per_second"].items()}
-    show("encoding with GPT-2's tokenizer", millions, " M tokens/s")
-    print(f"  lmcore_bulk takes {encoding['ratio']:.2f} times as long as tiktoken")
-    heading = "Tokenizer.encode on one core, times as long as tiktoken; doubling: as half the letters"
-    show(heading, result["taught_encoder"]["ratios"])
-
-
-def show(heading: str, values: dict[str, float], unit: str = "") -> None:
-    """One value a line."""
-    print(heading, *(f"  {name:<14} {value:8.2f}{unit}" for name, value in values.items()), sep="\n")
 
 
 if __name__ == "__main__":

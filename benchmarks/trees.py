@@ -3,8 +3,9 @@
     git worktree add build/old 36acd2f
     python benchmarks/trees.py build/old             # the checkout that holds this file against build/old
 
-Each tree has a process of its own that builds a case's work and then waits; this process lets them take turns, one
-repeat each, the order swapped every round. So whatever the machine does meanwhile falls on both.
+Each tree has a process of its own that builds a case's work and then waits (this file, with a case in the place of the
+checkout); the first process lets them take turns, one repeat each, the order swapped every round. So whatever the
+machine does meanwhile falls on both.
 """
 
 import json
@@ -13,63 +14,43 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
+import torch
 import tyro
 from common import command, take_turns, turn_by_turn
 
-HERE = Path(__file__).resolve().parents[1]
+HERE, CASE = Path(__file__).resolve().parents[1], "--case"
+if CASE not in sys.argv:  # the process of a tree has that tree's lmcore
+    sys.path.insert(0, str(HERE))
+
+import lmcore  # noqa: E402
+from lmcore.config import model_config  # noqa: E402
+from lmcore.fused.decoder import FusedDecoder  # noqa: E402
+from lmcore.fused.step import FusedStep  # noqa: E402
+from lmcore.kernels.adamw import FusedAdamW  # noqa: E402
+from lmcore.kernels.attention import flash_attention  # noqa: E402
+from lmcore.model import TransformerLM  # noqa: E402
+
 REPEAT_SECONDS = 0.2
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "step-tinystories-256x256": ("step", {"size": "tinystories", "batch_size": 256, "context_length": 256}),
-    "step-large-4x1024": ("step", {"size": "large", "batch_size": 4, "context_length": 1024}),
-    "attention-128-16384": ("attention", {"head_size": 128, "length": 16384, "heads": 16}),
-    "decode-small-1": ("decode", {"size": "small", "prompt_tokens": 32, "new_tokens": 256}),
-    "step-tinystories-32x256": ("step", {"size": "tinystories", "batch_size": 32, "context_length": 256}),
+CASES: dict[str, dict[str, Any]] = {
+    "step-tinystories-256x256": {"size": "tinystories", "batch_size": 256, "context_length": 256},
+    "step-large-4x1024": {"size": "large", "batch_size": 4, "context_length": 1024},
+    "attention-128-16384": {"head_size": 128, "length": 16384, "heads": 16},
+    "decode-small-1": {"size": "small", "prompt_tokens": 32, "new_tokens": 256},
+    "step-tinystories-32x256": {"size": "tinystories", "batch_size": 32, "context_length": 256},
 }
-"""What `trees_worker` builds."""
-TOY: dict[str, tuple[str, dict[str, Any]]] = {
-    "step-smoke-2x16": ("step", {"size": "smoke", "batch_size": 2, "context_length": 16}),
-    "attention-16-32": ("attention", {"head_size": 16, "length": 32, "heads": 2}),
-    "decode-smoke-1": ("decode", {"size": "smoke", "prompt_tokens": 4, "new_tokens": 4}),
+"""Arguments of the function that a name begins with."""
+TOY: dict[str, dict[str, Any]] = {
+    "step-smoke-2x16": {"size": "smoke", "batch_size": 2, "context_length": 16},
+    "attention-16-32": {"head_size": 16, "length": 32, "heads": 2},
+    "decode-smoke-1": {"size": "smoke", "prompt_tokens": 4, "new_tokens": 4},
 }
-
-
-class Tree:
-    """A checkout, and the process that runs a case with its code."""
-
-    def __init__(self, folder: Path, case: tuple[str, dict[str, Any]]):
-        program = [sys.executable, str(HERE / "benchmarks" / "trees_worker.py"), json.dumps(case)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(program, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, **pipes)
-        found = self.answer()
-        if not Path(found).resolve().is_relative_to(folder.resolve()):
-            raise SystemExit(f"{folder} ran the lmcore of {found}.")
-
-    def answer(self) -> Any:
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else sys.exit("The process of a tree ended; what it said is above.")
-
-    def __call__(self, calls: int) -> float:
-        """Seconds of a call."""
-        self.process.stdin.write(f"{calls}\n")
-        self.process.stdin.flush()
-        return self.answer()
-
-
-def compare(case: tuple[str, dict[str, Any]], old: Path, rounds: int) -> dict[str, Any]:
-    """Median seconds of both trees, and the ratio old / new with the middle half of the rounds' own ratios."""
-    trees = {"old": Tree(old, case), "new": Tree(HERE, case)}
-    calls = max(1, math.ceil(REPEAT_SECONDS / trees["old"](1)))
-    seconds = take_turns({name: partial(tree, calls) for name, tree in trees.items()}, rounds, told=True)
-    for tree in trees.values():
-        tree.process.communicate()
-    low, middle, high = statistics.quantiles(turn_by_turn(seconds, "old", "new"), n=4, method="inclusive")
-    medians = {f"{name}_seconds": statistics.median(values) for name, values in seconds.items()}
-    return medians | {"ratio": middle, "ratio_low": low, "ratio_high": high, "rounds": rounds, "calls": calls}
 
 
 def main(
@@ -93,14 +74,26 @@ def main(
 
     old, here = old.resolve(), environment()
     result: dict[str, Any] = {"provenance": here, "old": commit(old), "new": here["git_commit"], "cases": {}}
-    for name, case in (TOY if toy else CASES).items():
+    for name, settings in (TOY if toy else CASES).items():
         if only and name not in only:
             continue
-        row = result["cases"][name] = {"settings": case[1]} | compare(case, old, rounds)
+        row = result["cases"][name] = {"settings": settings} | compare(name, settings, old, rounds)
         write_json(out, result)
         times = f"old {row['old_seconds'] * 1e3:.3f} ms, new {row['new_seconds'] * 1e3:.3f} ms"
         spread = f"({row['ratio_low']:.4f} to {row['ratio_high']:.4f})"
         print(f"{name}: {times}, old / new {row['ratio']:.4f} {spread}", flush=True)
+
+
+def compare(name: str, settings: dict[str, Any], old: Path, rounds: int) -> dict[str, Any]:
+    """Median seconds of both trees, and the ratio old / new with the middle half of the rounds' own ratios."""
+    trees = {"old": Tree(old, name, settings), "new": Tree(HERE, name, settings)}
+    calls = max(1, math.ceil(REPEAT_SECONDS / trees["old"](1)))
+    seconds = take_turns({name: partial(tree, calls) for name, tree in trees.items()}, rounds, told=True)
+    for tree in trees.values():
+        tree.process.communicate()
+    low, middle, high = statistics.quantiles(turn_by_turn(seconds, "old", "new"), n=4, method="inclusive")
+    medians = {f"{name}_seconds": statistics.median(values) for name, values in seconds.items()}
+    return medians | {"ratio": middle, "ratio_low": low, "ratio_high": high, "rounds": rounds, "calls": calls}
 
 
 def commit(folder: Path) -> str | None:
@@ -111,6 +104,82 @@ def commit(folder: Path) -> str | None:
     return done.stdout.strip() or None
 
 
+class Tree:
+    """A checkout, and the process that runs a case with its code."""
+
+    def __init__(self, folder: Path, name: str, settings: dict[str, Any]):
+        program = [sys.executable, __file__, CASE, name, json.dumps(settings)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(program, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, **pipes)
+        found = self.answer()
+        if not Path(found).resolve().is_relative_to(folder.resolve()):
+            raise SystemExit(f"{folder} ran the lmcore of {found}.")
+
+    def answer(self) -> Any:
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else sys.exit("The process of a tree ended; what it said is above.")
+
+    def __call__(self, calls: int) -> float:
+        """Seconds of a call."""
+        self.process.stdin.write(f"{calls}\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+
+# In the process of a tree, with that tree's lmcore
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+
+
+def step(size: str, batch_size: int, context_length: int) -> Callable[[], Any]:
+    """A fused training step with clipping, bf16 on a GPU."""
+    config = model_config(size, context_length=context_length, vocab_size=10_000)
+    model = TransformerLM(config, device=DEVICE)
+    settings = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "max_grad_norm": 1.0}
+    taken = FusedStep(model, FusedAdamW(model.parameters(), **settings), batch_size, context_length, DTYPE)
+    batch = [torch.randint(config.vocab_size, (batch_size, context_length), device=DEVICE) for _ in range(2)]
+    return lambda: taken(*batch)
+
+
+def attention(head_size: int, length: int, heads: int) -> Callable[[], Any]:
+    """Causal attention of one sequence, forward and backward."""
+    q, k, v, do = (torch.randn(1, heads, length, head_size, device=DEVICE, dtype=DTYPE) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+    return lambda: torch.autograd.grad(flash_attention(q, k, v), (q, k, v), do)
+
+
+def decode(size: str, prompt_tokens: int, new_tokens: int) -> Callable[[], Any]:
+    """Greedy decoding of one sequence with the static cache, the prompt included."""
+    config = model_config(size, context_length=prompt_tokens + new_tokens, vocab_size=10_000)
+    decoder = FusedDecoder(TransformerLM(config, device=DEVICE), 1, config.context_length, DTYPE)
+    prompt = torch.randint(config.vocab_size, (1, prompt_tokens)).tolist()
+    return lambda: (decoder.place([0], prompt), decoder.decode(new_tokens))
+
+
+def serve(name: str, settings: str) -> None:
+    """Builds a case; says whose lmcore this is; then answers each number of calls with the seconds of one."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    torch.manual_seed(0)
+    run = globals()[name.partition("-")[0]](**json.loads(settings))
+
+    def timed(calls: int) -> float:
+        began = perf_counter()
+        for _ in range(calls):
+            run()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        return (perf_counter() - began) / calls
+
+    timed(5)
+    print(json.dumps(lmcore.__file__), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(timed(json.loads(line))), file=answers, flush=True)
+
+
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE))
-    command(main)
+    if sys.argv[1:2] == [CASE]:
+        serve(*sys.argv[2:])
+    else:
+        command(main)

@@ -210,6 +210,33 @@ class GenerateConfig:
         require_choices(self)
 
 
+@dataclass(frozen=True)
+class CorpusConfig:
+    """How a source becomes training and validation documents."""
+
+    valid: str | None = None
+    """File of validation documents, for a source that is one file or a folder without one."""
+    valid_fraction: float = 0.1
+    """Share of the documents, the last ones, held out when there is no validation file."""
+    extra_train: tuple[str, ...] = ()
+    """More files of training documents."""
+    seed: int = 0
+    """Seed of the embedded stories."""
+    num_documents: int = 20_000
+    """Training documents of the embedded corpus; `valid_fraction` times as many more are its validation split."""
+    download_folder: str = "data/downloads"
+    mirror: str | None = None
+    """Address whose scheme and host replace those of the official downloads."""
+
+    def __post_init__(self):
+        require(0 < self.valid_fraction < 1, f"valid_fraction must be between 0 and 1, not {self.valid_fraction}.")
+        for name in ("valid", "extra_train", "download_folder"):
+            value = getattr(self, name)
+            for path in (value,) if isinstance(value, str) else value or ():
+                require_path(name, path)
+        require(self.num_documents > 0, f"num_documents must be positive, not {self.num_documents}.")
+
+
 def require_finite(config: Any) -> None:
     """Raises `UserError` if a number of a field annotated with `float`, or a tuple of it, is infinite or no number."""
     for name, hint in typing.get_type_hints(type(config)).items():

@@ -65,6 +65,14 @@ def device_name(device: torch.device) -> str:
     return {"cpu": "CPU", "mps": "Apple Metal"}[device.type]
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
 def visible_gpus() -> list[str]:
     """The CUDA GPUs that this process may use, each as CUDA_VISIBLE_DEVICES names it alone."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

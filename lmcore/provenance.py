@@ -60,16 +60,21 @@ def git_state() -> dict[str, Any]:
     folder = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str | None:
-        if shutil.which("git") is None:
-            return None
-        done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else None
+        return said("git", "-C", str(folder), *arguments)
 
     # an lmcore installed into an environment inside someone else's checkout must not report that one's commit
     own = git("rev-parse", "--show-toplevel") == str(folder.resolve())
     if own and (commit := git("rev-parse", "HEAD")) is not None:
         return {"git_commit": commit, "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
     return {"git_commit": exported_commit() or os.environ.get("LMCORE_GIT_COMMIT") or None, "git_dirty": None}
+
+
+def said(program: str, *arguments: str) -> str | None:
+    """What a program prints; None if it is not there or fails."""
+    if shutil.which(program) is None:
+        return None
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def exported_commit() -> str | None:
@@ -91,18 +96,16 @@ def git_tree(folder: str | os.PathLike | None = None) -> str:
     So the code behind a result can be found again even where the files were copied without their history, and a change
     to them shows. Caches and hidden files do not count; commit.txt counts as it is in the repository.
     """
-    entries = []
+    entries = {}
     for path in Path(folder or Path(__file__).parent).iterdir():
         if path.name.startswith(".") or path.name == "__pycache__" or path.suffix == ".pyc":
             continue
-        if path.is_dir():
-            if (id := git_tree(path)) != EMPTY_TREE:  # git knows no empty folders
-                entries.append((path.name + "/", b"40000 ", path.name, id))
-        else:
+        if not path.is_dir():
             content = EXPORTED.encode() if path.name == COMMIT_FILE else path.read_bytes()
-            entries.append((path.name, b"100644 ", path.name, git_id("blob", content)))
-    lines = (mode + name.encode() + b"\0" + bytes.fromhex(id) for _, mode, name, id in sorted(entries))
-    return git_id("tree", b"".join(lines))
+            entries[path.name] = f"100644 {path.name}", git_id("blob", content)
+        elif (id := git_tree(path)) != EMPTY_TREE:  # git knows no empty folders
+            entries[f"{path.name}/"] = f"40000 {path.name}", id  # by which it sorts
+    return git_id("tree", b"".join(e.encode() + b"\0" + bytes.fromhex(id) for _, (e, id) in sorted(entries.items())))
 
 
 def git_id(kind: str, content: bytes) -> str:
@@ -112,21 +115,16 @@ def git_id(kind: str, content: bytes) -> str:
 
 def gpu_driver() -> str | None:
     """Version of the NVIDIA driver, or None."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else None
+    versions = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return versions.splitlines()[0].strip() if versions else None
 
 
 def package_versions() -> dict[str, str]:
     """Installed versions of the packages whose numbers could matter."""
     versions = {}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -136,19 +134,15 @@ def command_line() -> str:
     In a notebook's kernel, whose own arguments say nothing: the command that executes the notebook, with all its
     parameters where lmcore runs it; in JupyterLab the notebook's name.
     """
-    if Path(sys.argv[0]).name in KERNELS:
-        return notebook_command()
-    return command_of(sys.argv)
+    return notebook_command() if Path(sys.argv[0]).name in KERNELS else command_of(sys.argv)
 
 
 def command_of(words: Sequence[str]) -> str:
     """A program and its arguments in one line that a shell would take."""
     program = Path(words[0])
-    if program.name == "__main__.py":
-        name = program.parent.name
-    else:
-        name = shown(words[0]) if program.suffix == ".py" else program.name
-    return shlex.join([name.removeprefix(f"{ELSEWHERE}/"), *map(shown, words[1:])])
+    name = shown(words[0]) if program.suffix == ".py" else program.name
+    name = program.parent.name if program.name == "__main__.py" else name.removeprefix(f"{ELSEWHERE}/")
+    return shlex.join([name, *map(shown, words[1:])])
 
 
 def shown(word: str) -> str:

@@ -7,8 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import ExitStack, contextmanager, suppress
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What a scheduler sends: SIGUSR1 before the time limit (`--signal`), SIGTERM when it cancels or preempts."""
@@ -34,31 +33,30 @@ class StopEvent:
     def __init__(
         self, numbers: Iterable[int] = (), exits: bool = False, before_exit: Callable[[], object] | None = None
     ):
-        self._set = self._raising = self._acknowledged = False
-        self._number: int = signal.SIGTERM
-        self._first: tuple[float, int] | None = None
-        self.numbers = frozenset(numbers)
-        self.exits, self.before_exit = exits, before_exit
+        self.numbers, self.exits, self.before_exit = frozenset(numbers), exits, before_exit
+        self.came: dict[int, float] = {}
+        """When, by `time.monotonic`, each of the signals first came, in order."""
+        self._raising = self._acknowledged = False
+        self._first: float | None = None  # when the listener heard the first signal that a second one enforces
 
     def is_set(self) -> bool:
         """Whether a stop signal has come."""
-        return self._set
+        return bool(self.came)
 
     @contextmanager
     def raises(self) -> Iterator[None]:
         """Inside the block a stop signal ends it by `Stopped` at once, as does one that came before."""
         self._raising = True
         try:
-            if self._set:  # looked at after `_raising` is set: a signal in between is not missed
-                raise Stopped(self._number)
+            if self.came:  # looked at after `_raising` is set: a signal in between is not missed
+                raise Stopped(next(iter(self.came)))
             yield
         finally:
             self._raising = False
 
     def handle(self, number: int, _: object = None) -> None:
         """The handler, run by the main thread between two instructions of Python."""
-        if not self._set:
-            self._set, self._number = True, number
+        self.came.setdefault(number, time.monotonic())
         if self._raising:
             self._raising = False  # once: what the exception ends may clean up
             raise Stopped(number)
@@ -66,23 +64,23 @@ class StopEvent:
     def hear(self, number: int) -> None:
         """What the listening thread does at once, whatever the main thread is in the middle of."""
         now, name = time.monotonic(), signal.Signals(number).name
-        if self._first is None or (self._first[1] == signal.SIGUSR1 and number != signal.SIGUSR1):
-            self._first = now, number
-        elif self.exits and number != signal.SIGUSR1 and now - self._first[0] > SAME_SIGNAL:
-            try:
-                _say(f"{name} again: ended at once; what was saved stays.")
-                if self.before_exit is not None:
-                    self.before_exit()
-            finally:
-                os._exit(128 + number)
+        if number != signal.SIGUSR1:
+            self._first = now if self._first is None else self._first
+            if self.exits and now - self._first > SAME_SIGNAL:
+                try:
+                    _say(f"{name} again: ended at once; what was saved stays.")
+                    if self.before_exit is not None:
+                        self.before_exit()
+                finally:
+                    os._exit(128 + number)
         if not self._acknowledged:
             self._acknowledged = True
             again = "; a second signal ends the process at once" if self.exits else ""
             _say(f"{name}: stopping where nothing is lost{again}.")
 
 
-_holders: list[StopEvent] = []
-_listened: list[int] = []
+_shared: list[StopEvent] = []
+"""The event of the outermost block, while there is one."""
 
 
 @contextmanager
@@ -94,28 +92,22 @@ def stop_signals(*more: signal.Signals, exits: bool = False) -> Iterator[StopEve
     handler. A block inside another one shares its event, so that a signal between two runs is not forgotten. Only the
     main thread can install handlers; in another thread the event is the one that is there, or one that is never set.
     """
-    outermost = not _holders
-    event = StopEvent() if outermost else _holders[-1]
+    event = _shared[0] if _shared else StopEvent()
     if threading.current_thread() is not threading.main_thread():
         yield event
         return
-    outside = event.exits
-    _holders.append(event)
-    before: dict[int, Any] = {}
-    try:
-        with listening(event) if outermost else nullcontext():
-            try:
-                event.numbers, event.exits = event.numbers | {*STOP_SIGNALS, *more}, event.exits or exits
-                for number in (*STOP_SIGNALS, *more):
-                    before[number] = signal.signal(number, event.handle)
-                yield event
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not Python's
-                if not outermost:  # its numbers it keeps: one of them may still be on its way to the listener
-                    event.exits = outside
-    finally:
-        _holders.pop()
+    with ExitStack() as stack:
+        if _shared:  # its numbers the event keeps: one of them may still be on its way to the listener
+            stack.callback(setattr, event, "exits", event.exits)
+        else:
+            stack.enter_context(_listening(event))
+            _shared.append(event)
+            stack.callback(_shared.clear)
+        event.numbers, event.exits = event.numbers | {*STOP_SIGNALS, *more}, event.exits or exits
+        for number in (*STOP_SIGNALS, *more):
+            before = signal.signal(number, event.handle)
+            stack.callback(signal.signal, number, signal.SIG_DFL if before is None else before)  # None: not Python's
+        yield event
 
 
 @contextmanager
@@ -126,7 +118,7 @@ def stoppable() -> Iterator[None]:
 
 
 @contextmanager
-def listening(event: StopEvent) -> Iterator[None]:
+def _listening(event: StopEvent) -> Iterator[None]:
     """A thread in which `event` hears its signals as long as the block lasts, whatever handlers they have.
 
     Python's C handler wakes it through a socket, which works while the main thread is in C code. Main thread only.
@@ -143,29 +135,19 @@ def listening(event: StopEvent) -> Iterator[None]:
     thread = threading.Thread(target=listen, name="lmcore-signals", daemon=True)
     thread.start()
     woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    _listened.append(writer.fileno())
     try:
         yield
     finally:
-        _listened.pop()
         signal.set_wakeup_fd(woken)
         writer.close()
         thread.join()
         reader.close()
 
 
-def _in_fork() -> None:
-    """In a forked process: its signals are its own, and not told to the thread of the one that it came from."""
-    if _listened:
-        signal.set_wakeup_fd(-1)
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_in_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows; a forked process does not tell its signals to this one's thread
+    os.register_at_fork(after_in_child=lambda: _shared and signal.set_wakeup_fd(-1))
 
 
 def _say(sentence: str) -> None:
-    try:
+    with suppress(OSError, ValueError):  # a full disk, a closed stream: the exit code says enough
         print(f"lmcore: {sentence}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):  # a full disk, a closed stream: the exit code says enough
-        return

@@ -1,4 +1,4 @@
-"""What the tests of notebook 07's tables and figures share: a cell's record, and what is written in a figure."""
+"""What the tests of notebook 07's tables and figures share: records, rows of speed files, and texts of a figure."""
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -10,6 +10,16 @@ def record(name, config, result, outcome="complete", reason=None):
         "cell": name, "config": to_dict(config), "outcome": outcome, "reason": reason, "result": result,
         "environment": {"device": "CPU"},
     }  # fmt: skip
+
+
+def speed_row(row, group, contestant, ours, median, **more):
+    """A row of a speed file; without a median it did not fit into the memory."""
+    empty = dict.fromkeys(("rate", "rate_unit", "share", "share_of", "peak_bytes", "reason"))
+    return empty | {
+        "row": row, "group": group, "work": f"work of {row}", "settings": {}, "contestant": contestant, "ours": ours,
+        "unit": "ms", "median": median, "low": median, "high": median, "repeats": 9,
+        "outcome": "complete" if median else "out of memory", "notes": {},
+    } | more  # fmt: skip
 
 
 def drawn(figure):

@@ -1,7 +1,9 @@
 """Profiles of memory made up for tests: a step whose every allocation is known."""
 
+import pandas as pd
+
 from lmcore.config import to_dict
-from lmcore.profiling.memory.snapshot import Allocation, History, Stage
+from lmcore.profiling.memory.snapshot import History
 from lmcore.profiling.memory.timeline import summary
 from lmcore.profiling.workload import workload_config
 
@@ -10,18 +12,18 @@ class Step:
     """A step as it happens: `make` allocates, `free` frees, `stage` names what follows."""
 
     def __init__(self, **standing: int):
-        self.event, self.stages = 0, []
-        self.rows = [
-            {"bytes": size, "first": 0, "source": name, "category": name.replace("_", " "), "stage": None}
-            for name, size in standing.items()
-        ]
+        self.stages, self.rows = {}, []
+        for name, size in standing.items():
+            self.event = -1  # `make` counts on to 0: before the first event
+            self.make(name.replace("_", " "), size, name)
 
     def stage(self, name: str) -> None:
-        self.stages.append((name, self.event))
+        self.stages[name] = self.event
 
     def make(self, category: str, size: int, source: str = "lmcore/model.py:59 Linear.forward") -> dict:
         self.event += 1
-        row = {"bytes": size, "first": self.event, "source": source, "category": category, "stage": self.stages[-1][0]}
+        stage = next(reversed(self.stages), None)
+        row = {"bytes": size, "first": self.event, "source": source, "category": category, "stage": stage}
         self.rows.append(row)
         return row
 
@@ -30,9 +32,9 @@ class Step:
         row["last"] = self.event
 
     def profile(self, passes: str, **changes) -> dict:
-        ends = [first for _, first in self.stages[1:]] + [self.event]
-        stages = tuple(Stage(name, first, last) for (name, first), last in zip(self.stages, ends, strict=True))
-        allocations = tuple(Allocation(**{"address": 0, "last": self.event + 1} | row) for row in self.rows)
+        edges = [*self.stages.values(), self.event]
+        stages = {name: (first, last) for name, first, last in zip(self.stages, edges, edges[1:], strict=False)}
+        allocations = pd.DataFrame([{"address": 0, "last": self.event + 1} | row for row in self.rows])
         seconds = tuple(event * 1e-3 for event in range(self.event + 1))
         said = summary(History("torch.cuda memory history", allocations, seconds, stages))
         peak = said["peak_bytes"]
@@ -70,10 +72,9 @@ def inference(layers: int = 6, passing: int = 40_000_000, weights: int = 1_000_0
     step = Step(parameters=weights, other=1_000_000)
     step.stage("forward")
     for _ in range(layers):
-        rows = [step.make("temporary", passing) for _ in range(2)]
-        for row in rows:
+        for row in [step.make("temporary", passing) for _ in range(2)]:
             step.free(row)
-    step.make("temporary", passing // 2, "lmcore/model.py:59 Linear.forward")
+    step.make("temporary", passing // 2)
     return step.profile("forward", **changes)
 
 

@@ -30,6 +30,12 @@ def parameters(source: str = PARAMETERS) -> nbformat.NotebookNode:
     return code(source, "parameters")
 
 
+def results(path: Path) -> list[str]:
+    """The text/plain results in a notebook."""
+    outputs = [output for cell in nbformat.read(path, 4).cells for output in cell.get("outputs", [])]
+    return [output["data"]["text/plain"] for output in outputs if output.output_type == "execute_result"]
+
+
 def make_project(folder: Path, scale: dict[str, str] | None = None, **notebooks: list) -> Path:
     """A project folder with notebooks/<name>.ipynb (a string is a Markdown cell) and the scale smoke.
 

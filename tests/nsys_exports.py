@@ -2,7 +2,6 @@
 
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -29,23 +28,22 @@ def sample(name: str) -> Path:
     return path
 
 
-def rows(path: Path, sql: str) -> list[tuple]:
-    """Rows of a query on an export."""
-    with closing(sqlite3.connect(path)) as connection:
+def rows(path: Path, *statements: str) -> list[tuple]:
+    """Executes statements on an export; the rows of the last one."""
+    with closing(sqlite3.connect(path)) as connection, connection:
         connection.text_factory = lambda text: text.decode(errors="replace")
-        return connection.execute(sql).fetchall()
+        return [connection.execute(sql).fetchall() for sql in statements][-1]
 
 
 COLUMNS = {
-    KERNEL: "start end deviceId streamId correlationId globalPid demangledName graphNodeId",
-    GRAPH: "start end deviceId streamId correlationId globalPid graphId graphExecId",
+    KERNEL: "start end streamId correlationId globalPid demangledName graphNodeId",
+    GRAPH: "start end streamId correlationId globalPid graphId",
     RUNTIME: "start end globalTid correlationId nameId",
-    MEMCPY: "start end deviceId streamId correlationId globalPid bytes copyKind",
-    MEMSET: "start end deviceId streamId correlationId globalPid bytes",
+    MEMCPY: "start end correlationId globalPid bytes copyKind",
+    MEMSET: "start end correlationId globalPid bytes",
     NVTX: "start end eventType text globalTid textId",
     "StringIds": "id value",
     "META_DATA_EXPORT": "name value",
-    "TARGET_INFO_SYSTEM_ENV": "name value",
 }
 
 
@@ -53,48 +51,40 @@ class SmallExport:
     """Collects rows and writes them as an export; tables without rows are not made, as nsys does."""
 
     def __init__(self):
-        self.tables: dict[str, list[Sequence]] = {name: [] for name in COLUMNS}
-        self.tables["META_DATA_EXPORT"] = [("EXPORT_PRODUCT_VERSION", "2025.3.1.90")]
-        self.strings: dict[str, int] = {"cudaLaunchKernel": 1}
-
-    def string(self, text: str) -> int:
-        return self.strings.setdefault(text, len(self.strings) + 1)
+        self.tables: dict[str, list[tuple]] = {name: [] for name in COLUMNS}
+        self.add("META_DATA_EXPORT", "EXPORT_PRODUCT_VERSION", "2025.3.1.90")
+        self.add("StringIds", 1, "cudaLaunchKernel")
 
     def add(self, table: str, *row) -> None:
         self.tables[table].append(row)
 
+    def string(self, text: str) -> int:
+        self.add("StringIds", len(self.tables["StringIds"]) + 1, text)
+        return len(self.tables["StringIds"])
+
     def call(self, correlation: int, at: int, thread: int = MAIN) -> None:
         self.add(RUNTIME, at, at + 1, thread, correlation, 1)
 
-    def kernel(
-        self, correlation: int, start: int, end: int, name: str = "gemm", process: int = PROCESS, node=None, stream=7
-    ) -> None:
-        row = (start, end, 0, stream, correlation, process, self.string(name), node)
-        self.add(KERNEL, *row)
+    def kernel(self, correlation: int, start: int, end: int, name="gemm", process=PROCESS, node=None, stream=7) -> None:
+        self.add(KERNEL, start, end, stream, correlation, process, self.string(name), node)
 
-    def launch(self, correlation: int, at: int, start: int, end: int, name: str = "gemm", thread: int = MAIN) -> None:
+    def launch(self, correlation: int, at: int, start: int, end: int, name="gemm", thread=MAIN) -> None:
         """A kernel and its one runtime call."""
         self.call(correlation, at, thread)
         self.kernel(correlation, start, end, name, thread & ~0xFFFFFF)
 
     def range(self, name: str, start: int, end: int | None, thread: int = MAIN, registered: bool = False) -> None:
-        text, text_id = (None, self.string(name)) if registered else (name, None)
-        self.add(NVTX, start, end, 59, text, thread, text_id)
+        self.add(NVTX, start, end, 59, *((None, thread, self.string(name)) if registered else (name, thread, None)))
 
     def write(self, path: Path) -> Path:
         path.unlink(missing_ok=True)
-        self.tables["StringIds"] = [(number, text) for text, number in self.strings.items()]
-        with closing(sqlite3.connect(path)) as connection:
+        with closing(sqlite3.connect(path)) as connection, connection:
             for name, found in self.tables.items():
                 if found:
-                    write_table(connection, name, COLUMNS[name].split(), found)
-            connection.commit()
+                    columns = COLUMNS[name].split()
+                    connection.execute(f"CREATE TABLE {name} ({', '.join(columns)})")
+                    connection.executemany(f"INSERT INTO {name} VALUES ({', '.join('?' * len(columns))})", found)
         return path
-
-
-def write_table(connection: sqlite3.Connection, name: str, columns: Sequence[str], found: Iterable[Sequence]) -> None:
-    connection.execute(f"CREATE TABLE {name} ({', '.join(columns)})")
-    connection.executemany(f"INSERT INTO {name} VALUES ({', '.join('?' * len(columns))})", found)
 
 
 def write_large_export(path: Path) -> Path:
@@ -102,22 +92,14 @@ def write_large_export(path: Path) -> Path:
 
     Call i is at 10 i ns; steps take 100,000 ns; the kernels' names have 300 characters.
     """
-    with closing(sqlite3.connect(SmallExport().write(path))) as connection:
-        for table in (KERNEL, RUNTIME, NVTX):
-            write_table(connection, table, COLUMNS[table].split(), ())
-        count = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n LIMIT {})"
-        names = f"SELECT i + 2, 'kernel_' || i || '<{'x' * 290}>()' FROM n"
-        calls = f"SELECT 10 * i, 10 * i + 5, CASE i % 2 WHEN 0 THEN {MAIN} ELSE {AUTOGRAD} END, i, 1 FROM n"
-        kernels = f"""SELECT 10 * c + 4, 10 * c + 12, 0, 7, c, {PROCESS}, 2 + i % 200, NULL
-                      FROM (SELECT i, i + i / 4 AS c FROM n)"""
-        for table, rows_made, sql in (
-            ("StringIds", 200, names),
-            (RUNTIME, 1_000_000, calls),
-            (KERNEL, 800_000, kernels),
-        ):
-            connection.execute(f"INSERT INTO {table} {count.format(rows_made)} {sql}")
-        for name, begin, end in (("step", 0, 99_990), ("half", 1, 50_000)):
-            ranges = [(100_000 * i + begin, 100_000 * i + end, 59, name, MAIN, None) for i in range(100)]
-            connection.executemany(f"INSERT INTO {NVTX} VALUES (?, ?, ?, ?, ?, ?)", ranges)
-        connection.commit()
-    return path
+    export = SmallExport()
+    names = [export.string(f"kernel_{i}<{'x' * 290}>()") for i in range(200)]
+    for i in range(100):
+        export.range("step", 100_000 * i, 100_000 * i + 99_990)
+        export.range("half", 100_000 * i + 1, 100_000 * i + 50_000)
+    export.tables[RUNTIME] = ((10 * i, 10 * i + 5, (MAIN, AUTOGRAD)[i % 2], i, 1) for i in range(1_000_000))
+    asked = (i + i // 4 for i in range(800_000))
+    export.tables[KERNEL] = (
+        (10 * c + 4, 10 * c + 12, 7, c, PROCESS, names[i % 200], None) for i, c in enumerate(asked)
+    )
+    return export.write(path)

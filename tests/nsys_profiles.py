@@ -102,7 +102,6 @@ def record(
             else None,
             "training_outcome": training,
             "training_reason": "CUDA out of memory." if training == "out of memory" else None,
-            "attention": {"inference": {}, "training": None},
             "timeline": {
                 "inference": timeline(config, "inference"),
                 "training": timeline(config, "training step") if done else None,

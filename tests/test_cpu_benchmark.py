@@ -19,6 +19,13 @@ TINY = TrainConfig(
 )
 
 
+def run(command, *arguments):
+    words = [sys.executable, BENCHMARKS / command, *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 @pytest.fixture
 def cpu(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
@@ -39,38 +46,29 @@ def test_all_contestants_take_the_same_steps(cpu):
         assert values == pytest.approx(expected, rel=2e-4), name
 
 
-def test_contestants_that_differ_are_not_compared(cpu, monkeypatch):
-    steps = import_module("steps")
+def test_contestants_that_differ_or_are_not_installed(cpu, monkeypatch):
+    """The first are not compared, the others are a row that says so."""
+
+    def missing(source):
+        raise ImportError("No module named 'transformers'")
 
     def other(source):
-        model, logits = steps.torch_llama(source)
+        model, logits = torch_llama(source)
         return model, lambda inputs: 2 * logits(inputs)
 
-    monkeypatch.setattr(steps, "PEERS", {"another": other})
+    torch_llama = import_module("peers").torch_llama
+    monkeypatch.setattr(import_module("steps"), "PEERS", {"missing": missing, "another": other})
+    monkeypatch.setattr(cpu, "CONTESTANTS", ("lmcore plain", "missing"))
+    result = cpu.compare_training(TINY, 1, compiled=False, seconds_per_turn=0.01)
+    assert result["contestants"]["missing"] == {"outcome": "absent", "reason": "No module named 'transformers'"}
     monkeypatch.setattr(cpu, "CONTESTANTS", ("lmcore plain", "another"))
     with pytest.raises(UserError, match="another and lmcore plain do not compute the same"):
         cpu.compare_training(TINY, 1, compiled=False, seconds_per_turn=0.01)
 
 
-def test_a_contestant_that_is_not_installed_is_a_row(cpu, monkeypatch):
-    def missing(source):
-        raise ImportError("No module named 'transformers'")
-
-    monkeypatch.setattr(import_module("steps"), "PEERS", {"Hugging Face": missing})
-    monkeypatch.setattr(cpu, "CONTESTANTS", ("lmcore plain", "Hugging Face"))
-    result = cpu.compare_training(TINY, 1, compiled=False, seconds_per_turn=0.01)
-    assert result["contestants"]["Hugging Face"] == {"outcome": "absent", "reason": "No module named 'transformers'"}
-
-
 def test_the_command_writes_both_results(tmp_path):
-    words = ["--repeats", "2", "--sizes", "smoke", "--no-compiled", "--seconds-per-turn", "0.01", "--threads", "1"]
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS / "cpu.py", *words, "--tokens", "100000", "--out", tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    options = "--repeats 2 --sizes smoke --no-compiled --seconds-per-turn 0.01 --threads 1 --tokens 100000"
+    done = run("cpu.py", *options.split(), "--out", tmp_path)
     assert "training smoke: 0.17 M parameters, 16 × 128 tokens" in done.stdout
     (training,) = json.loads((tmp_path / "training_benchmark.json").read_text())["sizes"]
     plain = training["contestants"]["lmcore plain"]
@@ -101,9 +99,8 @@ def test_the_tokenizers_are_compared_on_equal_results(tmp_path, shared_data, mon
 def test_two_trees_take_turns(tmp_path):
     """Each in a process of its own; here both are this one."""
     out = tmp_path / "trees.json"
-    command = [sys.executable, BENCHMARKS / "trees.py", BENCHMARKS.parent, "--toy", "--rounds", "2", "--out", out]
-    done = subprocess.run([*command, "--only", "attention-16-32"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    options = ("--toy", "--rounds", "2", "--out", out, "--only", "attention-16-32")
+    done = run("trees.py", BENCHMARKS.parent, *options)
     (case,) = json.loads(out.read_text())["cases"].values()
     assert case["ratio"] == pytest.approx(case["old_seconds"] / case["new_seconds"], rel=1)
     assert case["ratio_low"] <= case["ratio"] <= case["ratio_high"]

@@ -12,7 +12,10 @@ from lmcore.workbook import doctor
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
-    return doctor.examine(tmp_path_factory.mktemp("here"))
+    here = tmp_path_factory.mktemp("here")
+    (here / "data" / "broken").mkdir(parents=True)
+    (here / "data" / "broken" / "manifest.json").write_text("{")
+    return doctor.examine(here)
 
 
 def test_facts_are_this_machine(facts):
@@ -21,7 +24,8 @@ def test_facts_are_this_machine(facts):
     assert facts["torch"]["version"] == torch.__version__
     assert (facts["device"]["type"], facts["device"]["reason"]) == (device.type, reason)
     assert 0 < facts["disk_free_bytes"] <= shutil.disk_usage("/").total * 1000
-    assert facts["data"]["prepared"] == []
+    (broken,) = facts["data"]["prepared"]
+    assert "manifest.json" in broken["error"]
 
 
 def test_optional_parts_say_what_they_are_for(monkeypatch):
@@ -34,10 +38,8 @@ def test_optional_parts_say_what_they_are_for(monkeypatch):
 
 def test_text_names_what_is_missing(facts):
     part = {"name": "nsys", "present": False, "purpose": "profiling", "remedy": "install it"}
-    corpora = [
-        {"folder": "data/a", "train_tokens": 12345, "valid_tokens": 67, "error": None},
-        {"folder": "data/b", "error": "data/b/train.bin is too short."},
-    ]
+    corpus = {"folder": "data/a", "train_tokens": 12345, "valid_tokens": 67, "error": None}
+    corpora = [corpus, {"folder": "data/b", "error": "data/b/train.bin is too short."}]
     data = {"prepared": corpora, "gpt2_tokenizer": {"present": False, "error": "it is not here"}}
     text = doctor.as_text(facts | {"optional": [part], "data": data, "driver": "550.1"})
     assert "missing; to get it: install it — for profiling" in text
@@ -45,13 +47,6 @@ def test_text_names_what_is_missing(facts):
     assert "data/b/train.bin is too short." in text
     assert "missing: it is not here" in text
     assert "driver 550.1" in text
-
-
-def test_damaged_corpus_is_reported(tmp_path):
-    (tmp_path / "data" / "broken").mkdir(parents=True)
-    (tmp_path / "data" / "broken" / "manifest.json").write_text("{")
-    (corpus,) = doctor.prepared_corpora(tmp_path / "data")
-    assert "manifest.json" in corpus["error"]
 
 
 def test_gpt2_tokenizer_is_looked_for_without_a_download(tmp_path, monkeypatch):
@@ -62,7 +57,7 @@ def test_gpt2_tokenizer_is_looked_for_without_a_download(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(pooch, "retrieve", lambda *_, **__: pytest.fail("it tried to download"))
     found = doctor.gpt2_tokenizer()
-    assert found["present"] is False
+    assert found == {"present": False, "error": found["error"]}
     assert "LMCORE_GPT2" in found["error"]
 
 
@@ -90,17 +85,20 @@ def test_slurm_is_not_there(programs):
     assert "front end" in part["remedy"]
 
 
-def test_partitions_with_gpus(programs):
-    programs("sbatch", "slurm-wlm 22.05.8")
-    programs("sinfo", "main|gpu:a40:8(S:0-1),ssd:1\nmain|gpu:h200:4\ncompute|(null)\nspot|gpu:2")
-    assert doctor.slurm()["detail"] == "22.05.8, 3 partitions, GPUs in main (gpu:a40:8 or gpu:h200:4) and spot (gpu:2)"
-    programs("sinfo", "compute|(null)")
-    assert doctor.slurm()["detail"] == "22.05.8, 1 partition, no partition with GPUs"
-
-
-def test_a_controller_that_does_not_answer(programs):
-    programs("sbatch", "slurm 24.11.0")
-    programs("sinfo", "slurm_load_partitions: Unable to contact slurm controller", code=1)
-    part = doctor.slurm()
-    assert part["present"] is True
-    assert part["detail"].startswith("24.11.0; its controller does not answer (slurm_load_partitions: Unable")
+@pytest.mark.parametrize(
+    ("sbatch", "sinfo", "code", "detail"),
+    [
+        (
+            "slurm-wlm 22.05.8",
+            "main|gpu:a40:8(S:0-1),ssd:1\nmain|gpu:h200:4\ncompute|(null)\nspot|gpu:2",
+            0,
+            "22.05.8, 3 partitions, GPUs in main (gpu:a40:8 or gpu:h200:4) and spot (gpu:2)",
+        ),
+        ("slurm-wlm 22.05.8", "compute|(null)", 0, "22.05.8, 1 partition, no partition with GPUs"),
+        ("slurm 24.11.0", "unable to contact it", 1, "24.11.0; its controller does not answer (unable to contact it)"),
+    ],
+)
+def test_slurm_tells_of_partitions_with_gpus(programs, sbatch, sinfo, code, detail):
+    programs("sbatch", sbatch)
+    programs("sinfo", sinfo, code)
+    assert (doctor.slurm()["present"], doctor.slurm()["detail"]) == (True, detail)

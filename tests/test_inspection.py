@@ -10,17 +10,12 @@ from lmcore import accounting
 from lmcore.config import ModelConfig, model_config, replace
 from lmcore.errors import UserError
 from lmcore.model import CausalMultiHeadSelfAttention, TransformerLM
-from lmcore.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
+from lmcore.tokenizer import END_OF_TEXT
 from lmcore.workbook.inspection import (
     attention_weights,
     attention_weights_of_layer,
-    bytes_per_token,
-    compression_by_vocabulary,
-    learn_one_batch,
     norms_by_layer,
-    output_shapes,
     sample_text,
-    split_text,
 )
 from lmcore.workbook.report.build import answers as build_answers
 from lmcore.workbook.report.build import figures as build_figures
@@ -37,27 +32,9 @@ def model() -> TransformerLM:
     return TransformerLM(TINY)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Tokenizer:
-    file = tmp_path_factory.mktemp("text") / "sample.txt"
-    file.write_text(sample_text("embedded", 20_000))
-    return Tokenizer(*train_bpe(file, 400, [END_OF_TEXT]), [END_OF_TEXT])
-
-
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.randint(50, (3, 9), generator=torch.Generator().manual_seed(1))
     return ids[:, :-1], ids[:, 1:]
-
-
-def test_output_shapes_lists_every_call_and_leaves_no_hook(model):
-    table = output_shapes(model, batch()[0]).set_index("module")
-    assert table.loc["token_embeddings", "output"] == "3 × 8 × 16"
-    assert table.loc["layers.1.ffn.w1", "output"] == "3 × 8 × 24"
-    assert table.loc["(model)", "output"] == "3 × 8 × 50"
-    assert table.loc["(model)", "parameters"] == accounting.num_parameters(TINY)
-    assert table.index[0] == "token_embeddings"
-    assert table.index[-1] == "(model)"
-    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_norms_by_layer_measures_streams_and_gradients(model):
@@ -93,32 +70,11 @@ def test_attention_weights_of_layer_sees_the_layers_input(model):
         attention_weights_of_layer(model, token_ids, 2)
 
 
-def test_learn_one_batch_learns(model):
-    losses = learn_one_batch(model, *batch(), steps=60, learning_rate=1e-2)
-    assert len(losses) == 61
-    assert losses[-1] < 0.05 < losses[0]
-
-
-def test_sample_text_and_its_split():
+def test_sample_text(embedded_data):
     text = sample_text("embedded", 2000)
     assert 2000 <= len(text) < 4000
     assert text.endswith(END_OF_TEXT)
-    first, last = split_text(text, held_out=0.3)
-    assert first + last == text
-    assert first.endswith(END_OF_TEXT)
-    assert len(first) <= 0.7 * len(text)
-    assert split_text("no document ends here", held_out=0.5) == ("no documen", "t ends here")
-
-
-def test_compression_rises_with_the_vocabulary(tokenizer):
-    text = sample_text("embedded", 5000)
-    table = compression_by_vocabulary(tokenizer, text, [257, 300, tokenizer.vocab_size])
-    assert list(table["vocab_size"]) == [257, 300, tokenizer.vocab_size]
-    ratios = list(table["bytes_per_token"])
-    assert ratios == sorted(ratios)
-    without_specials = len(text.replace(END_OF_TEXT, "").encode()) + text.count(END_OF_TEXT)
-    assert ratios[0] == pytest.approx(len(text.encode()) / without_specials)  # bytes alone
-    assert ratios[-1] == bytes_per_token(tokenizer, text)
+    assert sample_text(embedded_data, 500) == text[:500]
 
 
 def test_agreement_says_what_it_found():
@@ -203,7 +159,3 @@ def test_figures_are_drawn_and_the_same_every_time(tmp_path, model):
         files = [save_figure(figure(), tmp_path / f"{name}{n}.svg").read_bytes() for n in range(2)]
         assert files[0] == files[1], name
         assert len(files[0]) > 5000, name
-
-
-def test_sample_text_of_a_prepared_folder(embedded_data):
-    assert sample_text(embedded_data, 500) == sample_text("embedded", 500)[:500]

@@ -14,10 +14,10 @@ from notebook_projects import code
 
 from lmcore.cli import main
 from lmcore.errors import UserError
-from lmcore.workbook.jobs.dependencies import Chain, Job
-from lmcore.workbook.jobs.log import hold_local, read_lines, read_log
+from lmcore.workbook.jobs.dependencies import Job, chain_of
+from lmcore.workbook.jobs.log import local_jobs_run, read_lines, read_log
 from lmcore.workbook.jobs.site import Site
-from lmcore.workbook.jobs.submit import run_here
+from lmcore.workbook.jobs.submit import require_idle, run_here
 
 SECONDS = 60
 
@@ -39,7 +39,7 @@ class Project:
 
     def run(self, *jobs: Job, attempts: int = 3) -> int:
         """Runs them; returns the exit code."""
-        return run_here(Chain(self.folder, self.out, Site(attempts_without_progress=attempts), jobs))
+        return run_here(chain_of(self.folder, self.out, jobs, Site(attempts_without_progress=str(attempts))))
 
     def states(self) -> dict[str, list[str]]:
         """What the last job of each name said of itself, or of an array its tasks."""
@@ -57,7 +57,7 @@ def project(tmp_path) -> Project:
 
 def test_jobs_run_in_their_order_with_a_log_each(project, capfd):
     first = project.job("first", 'echo "of $LMCORE_JOB_ID"; echo 1 >> order')
-    second = project.job("second", "echo 2 >> order", after_ok=("first",))
+    second = project.job("second", "echo 2 >> order", after=("first",))
     assert project.run(first, second) == 0
     assert (project.folder / "order").read_text() == "1\n2\n"
     assert (project.out / "jobs" / "first-local-1.log").read_text() == "of local-1\n"
@@ -71,10 +71,10 @@ def test_jobs_run_in_their_order_with_a_log_each(project, capfd):
 def test_a_failure_cancels_what_needs_it_and_nothing_else(project, capfd):
     jobs = [
         project.job("train", "echo no luck; exit 1"),
-        project.job("generate", "touch generated", after_ok=("train",)),
-        project.job("judge", "touch judged", after_ok=("generate",)),
+        project.job("generate", "touch generated", after=("train",)),
+        project.job("judge", "touch judged", after=("generate",)),
         project.job("benchmark", "true"),
-        project.job("writeup", "true", after_any=("train", "generate", "judge", "benchmark")),
+        project.job("writeup", "true", after=("train", "generate", "judge", "benchmark"), whatever_happens=True),
     ]
     assert project.run(*jobs) == 1
     assert project.states() == {
@@ -94,7 +94,7 @@ def test_the_tasks_of_an_array_run_one_after_another(project, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "99")  # a session of Slurm's around it is no business of these jobs
     line = 'echo "$SLURM_ARRAY_TASK_ID of $LMCORE_JOB_ID ${SLURM_JOB_ID:-alone}"; [[ $SLURM_ARRAY_TASK_ID != 3 ]]'
     array = project.job("array", line, tasks=(0, 3, 4))
-    table = project.job("table", "true", after_any=("array",))
+    table = project.job("table", "true", after=("array",), whatever_happens=True)
     assert project.run(array, table) == 1
     logs = {path.name: path.read_text() for path in sorted((project.out / "jobs").glob("array-*.log"))}
     assert logs == {f"array-local-1_{task}.log": f"{task} of local-1_{task} alone\n" for task in (0, 3, 4)}
@@ -118,23 +118,17 @@ def test_a_job_that_stops_itself_is_started_again_while_it_gets_somewhere(projec
     assert numbers == ["0", "1", "2"]
 
 
-def test_a_job_that_gets_nowhere_is_given_up(project):
-    line = "kill -USR1 $PPID; sleep 60"
-    assert project.run(project.job("job", line), attempts=2) == 1
-    assert project.states()["job"] == ["running", "requeued", "running", "gave-up", "exit"]
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_the_submitting_process_stops_the_job_in_order(project, number):
     line = "trap 'touch saved; exit 75' TERM; touch ready; while :; do sleep 0.1; done"
     project.job("first", line)
     project.job("second", "touch second")
     program = (
-        "import sys; from pathlib import Path; from lmcore.workbook.jobs.dependencies import Chain, Job\n"
+        "import sys; from pathlib import Path; from lmcore.workbook.jobs.dependencies import Job, chain_of\n"
         "from lmcore.workbook.jobs.site import Site; from lmcore.workbook.jobs.submit import run_here\n"
         "project, out = map(Path, sys.argv[1:])\n"
         "jobs = (Job('first', 'first', {'OUT': str(out)}), Job('second', 'second', {'OUT': str(out)}))\n"
-        "sys.exit(run_here(Chain(project, out, Site(), jobs)))\n"
+        "sys.exit(run_here(chain_of(project, out, jobs, Site())))\n"
     )
     command = [sys.executable, "-c", program, str(project.folder), str(project.out)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -144,14 +138,14 @@ def test_a_signal_to_the_submitting_process_stops_the_job_in_order(project, numb
         assert time.monotonic() < end
         time.sleep(0.05)
     with pytest.raises(UserError, match=r"Local jobs of .* are still running \(up to local-2\)"):
-        hold_local(project.out)
+        require_idle(project.out)
     process.send_signal(number)
     said = process.communicate(timeout=SECONDS)[1]
     assert (process.returncode, said) == (75, "lmcore: stopped; the same command goes on with what is saved.\n")
     assert (project.folder / "saved").exists()
     assert not (project.folder / "second").exists()
     assert project.states() == {"first": ["running", "stopping", "exit"], "second": ["cancelled"]}
-    hold_local(project.out).release()
+    assert not local_jobs_run(project.out)
 
 
 def test_the_workbook_runs_here_and_its_writeup_names_what_failed(tmp_path, monkeypatch, capfd):

@@ -11,6 +11,7 @@ from job_projects import command, states
 from lmcore.errors import UserError
 from lmcore.workbook.jobs.log import append, own_state, read_lines, read_log
 from lmcore.workbook.jobs.requeue import progress, requeue
+from lmcore.workbook.record import NotebookRecord, write_notebook_record
 
 LOCAL = {"LMCORE_JOB_ID": "local-1"}
 
@@ -22,31 +23,20 @@ def checkpoint(out: Path, step: int, run: str = "runs/base") -> None:
     path.touch()
 
 
-def cell(out: Path, name: str, outcome: str) -> None:
-    """A record as `lmcore.profiling.runner` writes it: in this order."""
-    path = out / "runs" / "benchmark" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps({"cell": name, "config": {"a": 1}, "outcome": outcome, "result": "x" * 99_999}, indent=2)
-    )
-
-
-def notebook(out: Path, name: str, state: str) -> None:
-    """A record as `lmcore.workbook` writes it."""
-    path = out / "notebooks" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"name": name, "state": state}))
+def record(out: Path, file: str, **values: str) -> None:
+    """A JSON file with its values in this order: of a measurement by `profiling.runner`, of a notebook."""
+    (out / file).parent.mkdir(parents=True, exist_ok=True)
+    (out / file).write_text(json.dumps(values | {"more": "x" * 99_999}, indent=2))
 
 
 def test_progress_is_what_is_saved(tmp_path):
-    checkpoint(tmp_path, 5)
-    checkpoint(tmp_path, 20)
-    checkpoint(tmp_path, 7, "runs/other")
+    for step, run in ((5, "runs/base"), (20, "runs/base"), (7, "runs/other")):
+        checkpoint(tmp_path, step, run)
     (tmp_path / "runs" / "base" / "checkpoints" / ".step_00000030.pt.99.tmp").touch()
     for name, outcome in (("one", "complete"), ("two", "out of memory"), ("three", "failed")):
-        cell(tmp_path, name, outcome)
-    notebook(tmp_path, "01_build", "done")
-    notebook(tmp_path, "02_train", "stopped")
+        record(tmp_path, f"runs/benchmark/{name}.json", cell=name, config="", outcome=outcome)
+    record(tmp_path, "notebooks/01_build.json", name="01_build", state="done")
+    record(tmp_path, "notebooks/02_train.json", name="02_train", state="stopped")
     (tmp_path / "notebooks" / "03_generate.json").write_text("{")
     assert progress(tmp_path) == {
         "runs/base/checkpoints": 20,
@@ -55,6 +45,12 @@ def test_progress_is_what_is_saved(tmp_path):
         "runs/benchmark/two.json": 1,
         "notebooks/01_build.json": 1,
     }
+
+
+def test_the_record_of_a_notebook_is_recognised(tmp_path):
+    """Held against the function that writes it."""
+    write_notebook_record(tmp_path, NotebookRecord("01_build", "done", parameters={"steps": 3}))
+    assert progress(tmp_path) == {"notebooks/01_build.json": 1}
 
 
 def test_the_record_of_a_measured_cell_is_recognised(tmp_path):
@@ -75,8 +71,8 @@ def test_the_record_of_a_measured_cell_is_recognised(tmp_path):
     [
         lambda out: checkpoint(out, 20),
         lambda out: checkpoint(out, 1, "runs/new"),
-        lambda out: cell(out, "one", "complete"),
-        lambda out: notebook(out, "01_build", "done"),
+        lambda out: record(out, "runs/benchmark/one.json", cell="one", outcome="complete"),
+        lambda out: record(out, "notebooks/01_build.json", name="01_build", state="done"),
     ],
     ids=["steps", "run", "cell", "notebook"],
 )
@@ -125,18 +121,14 @@ def test_a_damaged_note_of_the_last_stop_counts_as_none(tmp_path):
         assert requeue(tmp_path, 1, LOCAL)
 
 
-def test_slurm_is_asked_by_the_name_of_the_task(tmp_path, monkeypatch):
+def test_slurm_is_asked_by_the_name_of_the_task_and_its_refusal_is_reported(tmp_path, monkeypatch):
     """By the number of its last task Slurm would requeue the whole array."""
     called = command(tmp_path, "scontrol", "exit 0", monkeypatch)
     assert requeue(tmp_path / "out", 3, {"LMCORE_JOB_ID": "7_3", "SLURM_JOB_ID": "7"})
     assert called.read_text() == "requeue 7_3\n"
     assert requeue(tmp_path / "out", 3, LOCAL)
     assert called.read_text() == "requeue 7_3\n"  # not for a job without Slurm
-
-
-def test_slurms_refusal_is_reported(tmp_path, monkeypatch):
-    script = "echo 'slurm_requeue error: Requested operation is presently disabled' >&2; exit 1"
-    command(tmp_path, "scontrol", script, monkeypatch)
+    command(tmp_path, "scontrol", "echo 'slurm_requeue error: Requested operation is presently disabled' >&2; exit 1")
     with pytest.raises(UserError, match=r"scontrol: .*Requested operation is presently disabled"):
         requeue(tmp_path / "out", 3, {"LMCORE_JOB_ID": "7", "SLURM_JOB_ID": "7"})
     assert states(tmp_path / "out", "7") == ["requeued", "gave-up"]

@@ -145,15 +145,14 @@ def test_a_signal_before_the_command_is_not_lost(project):
 
 
 def test_a_job_that_gets_nowhere_gives_up(project):
-    for _ in range(3):
-        job = JobUnderTest(project, STARTING, ATTEMPTS="3")
+    for _ in range(2):
+        job = JobUnderTest(project, STARTING, ATTEMPTS="2")
         job.send(signal.SIGUSR1)
         code, said = job.end()
         assert code == 75
         (job.out / "ready").unlink()
-    assert job.states() == ["running", "requeued", "running", "requeued", "running", "gave-up", "exit"]
-    assert said.endswith("give it a longer --time, or let it save more often (checkpoint_interval).\n")
-    assert "stopped 3 times in a row with nothing new saved" in said
+    assert job.states() == ["running", "requeued", "running", "gave-up", "exit"]
+    assert "stopped 2 times in a row with nothing new saved" in said
 
 
 def test_the_command_hears_ctrl_c(project):
@@ -188,8 +187,6 @@ def slurm(id: int, nodes: int, tasks: int, gpus: int, rank: int = 0, local: int 
     ("variables", "expected"),
     [
         ({}, "nodes 1/0 processes 1 rank 0/1 local 0 at 127.0.0.1:20000"),
-        # one task, which starts torchrun for all GPUs of its node
-        (slurm(31, 1, 1, 4), "nodes 1/0 processes 4 rank 0/4 local 0 at 127.0.0.1:20031"),
         # a task for each of two GPUs
         (slurm(12031, 1, 2, 2, 1, 1), "nodes 1/0 processes 2 rank 1/2 local 1 at 127.0.0.1:20031"),
         # two nodes, a task on each, torchrun for its four GPUs
@@ -209,7 +206,7 @@ def slurm(id: int, nodes: int, tasks: int, gpus: int, rank: int = 0, local: int 
             "nodes 2/1 processes 1 rank 1/2 local 0 at n3:20005",
         ),
     ],
-    ids=["alone", "torchrun", "tasks", "two nodes", "two nodes with tasks", "a smaller step"],
+    ids=["alone", "tasks", "two nodes", "two nodes with tasks", "a smaller step"],
 )  # fmt: skip
 def test_what_torchrun_reads_comes_from_slurms_variables(project, tmp_path, variables, expected):
     command(tmp_path, "scontrol", '[[ $* == "show hostnames n[3-4]" ]] && printf "n3\\nn4\\n"')

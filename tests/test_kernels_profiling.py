@@ -1,6 +1,7 @@
-"""What notebook 07 counts and measures: contestants in turns, bytes that move, agreement with the definitions."""
+"""What notebook 07 counts and measures: contestants in turns, bytes that move, parity with the reference."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -9,23 +10,17 @@ from kernel_reports import record
 
 from lmcore.config import TrainConfig, model_config, to_dict
 from lmcore.errors import UserError
-from lmcore.profiling.ceilings import Timer
-from lmcore.profiling.kernels import agreement, elementwise, loss, optimizer, steps, traffic
-from lmcore.profiling.kernels import attention as attention_cells
-from lmcore.profiling.kernels.measuring import (
-    Absent,
-    Contestant,
-    extra_bytes,
-    measure_ceilings,
-    race,
-    relative_error,
-    with_gradients,
-)
+from lmcore.profiling.kernels import cases, measuring, optimizer, parity, steps
+from lmcore.profiling.kernels.bytes_moved import moved_by
+from lmcore.profiling.kernels.measuring import Absent, Contestant, extra_bytes, race, relative_error, with_gradients
+from lmcore.profiling.kernels.tables import COLUMNS, results_table
+from lmcore.profiling.timing import Timer
 from lmcore.profiling.workload import workload_config
 from lmcore.workbook.report.kernels import attention
 from lmcore.workbook.report.kernels import steps as step_answers
 
 CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[1] / "results" / "h200"
 
 
 # contestants in turns
@@ -34,18 +29,8 @@ CPU = torch.device("cpu")
 def test_events_are_recorded_where_the_work_is(monkeypatch):
     """With cuda:1 the current stream is still that of cuda:0, where nothing happens."""
     recorded = []
-
-    class Event:
-        def __init__(self, enable_timing: bool):
-            assert enable_timing
-
-        def record(self, stream=None):
-            recorded.append(stream)
-
-        def elapsed_time(self, end):
-            return 6.0
-
-    monkeypatch.setattr("torch.cuda.Event", Event)
+    event = SimpleNamespace(record=recorded.append, elapsed_time=lambda end: 6.0)
+    monkeypatch.setattr("torch.cuda.Event", lambda enable_timing: event)
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
     monkeypatch.setattr("torch.cuda.current_stream", lambda device=None: f"stream of {device}")
     timer = Timer(CPU)
@@ -54,47 +39,38 @@ def test_events_are_recorded_where_the_work_is(monkeypatch):
     assert recorded == ["reset", "stream of cuda:1", "work", "stream of cuda:1"]
 
 
+ENDS = {
+    "gone": (Absent("not here"), "absent", "not here"),
+    "refused": (UserError("not covered"), "absent", "not covered"),
+    "big": (torch.OutOfMemoryError("too big"), "out of memory", "too big"),
+    "wrong": (ValueError("wrong"), "failed", "ValueError: wrong"),
+}
+
+
 def test_contestants_take_turns_and_every_end_is_a_result():
     calls = []
 
     def raising(error):
-        def build():
-            raise error
-
-        return build
-
-    def later():
-        calls.append("later")
-        if calls.count("later") > 6:  # is built and warms up, then fails
-            raise ValueError("later")
+        raise error
 
     def contestant(name, *values):
         return lambda: Contestant(lambda: calls.append(name), results=[torch.tensor(values)])
 
-    reference = [torch.tensor([1.0, 2.0])]
-    builders = {
-        "a": contestant("a", 1.0, 2.0),
-        "b": contestant("b", 1.0, 2.2),
-        "gone": raising(Absent("not here")),
-        "refused": raising(UserError("not covered")),
-        "big": raising(torch.OutOfMemoryError("too big")),
-        "wrong": raising(ValueError("wrong")),
-    }
-    results = race(builders, CPU, 0.01, reference=reference)
-    assert {name: (result.outcome, result.reason) for name, result in results.items()} == {
-        "a": ("complete", None),
-        "b": ("complete", None),
-        "gone": ("absent", "not here"),
-        "refused": ("absent", "not covered"),
-        "big": ("out of memory", "too big"),
-        "wrong": ("failed", "ValueError: wrong"),
-    }
+    builders = {"a": contestant("a", 1.0, 2.0), "b": contestant("b", 1.0, 2.2)}
+    builders |= {name: lambda error=error: raising(error) for name, (error, *_) in ENDS.items()}
+    results = race(builders, CPU, 0.01, reference=[torch.tensor([1.0, 2.0])])
+    ends = dict.fromkeys("ab", ("complete", None)) | {name: tuple(end) for name, (_, *end) in ENDS.items()}
+    assert {name: (result.outcome, result.reason) for name, result in results.items()} == ends
     assert results["a"].notes["relative_error"] == 0
     assert results["b"].notes["relative_error"] == pytest.approx(0.2 / 5**0.5, rel=1e-5)
     assert len(results["a"].seconds) == len(results["b"].seconds) >= 7
     timed = calls[-2 * len(results["a"].seconds) :]  # each round in the other order
     assert timed[:4] in (["a", "b", "b", "a"], ["b", "a", "a", "b"])
-    ended = race({"later": lambda: Contestant(later)}, CPU, 0.01)["later"]
+
+
+def test_a_contestant_that_fails_later_has_no_time():
+    calls = iter(range(6))  # is built and warms up
+    ended = race({"later": lambda: Contestant(lambda: next(calls))}, CPU, 0.01)["later"]
     assert (ended.outcome, ended.seconds) == ("failed", [])
 
 
@@ -130,37 +106,31 @@ def test_results_come_with_the_gradients_of_their_inputs():
 
 
 def test_operations_are_counted_once_for_each_tensor():
-    a, b = traffic.meta(10, 10), traffic.meta(10, 10, dtype=torch.bfloat16)
-    moved = traffic.traffic_of(lambda: (a + a, a.t(), b.float(), a.mul_(2), torch.empty_like(a), a.zero_(), a.copy_(b)))
-    assert [(one.operation, one.read, one.written) for one in moved.moved] == [
-        ("add", 400, 400),
-        ("_to_copy", 200, 400),
-        ("mul_", 400, 400),
-        ("zero_", 0, 400),
-        ("copy_", 200, 400),
-    ]
+    a, b = (torch.empty(10, 10, dtype=dtype, device="meta") for dtype in (torch.float32, torch.bfloat16))
+    moved = moved_by(lambda: (a + a, a.t(), b.float(), a.mul_(2), torch.empty_like(a), a.zero_(), a.copy_(b)))
+    assert moved.operations == [
+        ("add", 400, 400), ("_to_copy", 200, 400), ("mul_", 400, 400), ("zero_", 0, 400), ("copy_", 200, 400)
+    ]  # fmt: skip
     assert moved.total == 400 + 400 + 200 + 400 + 400 + 400 + 400 + 200 + 400
-    assert traffic.bytes_of(traffic.meta(1, 10).expand(50, 10)) == 40
+    assert moved_by(lambda: a[:1].expand(50, 10) + a[:1]).operations == [("add", 2 * 40, 50 * 40)]
 
 
 def test_the_plain_update_moves_what_the_handouts_algorithm_says():
-    table = traffic.traffic_table(optimizer.update_traffic()).set_index("operation")
-    each = (table[["read", "written"]] / optimizer.COUNTED).round(3)
-    assert each.loc["addcmul_"].tolist() == [8, 4]
-    assert each.loc["linalg_vector_norm"].tolist() == [4, 0]
-    assert optimizer.bytes_each(optimizer.update_traffic()) == 92
-    assert list(traffic.lines(table.reset_index(), optimizer.COUNTED, "parameter"))[-1] == (
-        "together 92.00 bytes per parameter"
+    *lines, together = (
+        " ".join(line.split()) for line in optimizer.update_moved().lines(optimizer.COUNTED, "parameter")
     )
+    assert "addcmul_ 1 × read 8.00 written 4.00 bytes per parameter" in lines
+    assert "linalg_vector_norm 2 × read 4.00 written 0.00 bytes per parameter" in lines
+    assert together == "together 92.00 bytes per parameter"
 
 
 def test_eager_attention_moves_the_score_matrix_many_times():
     model = model_config("small", context_length=512, vocab_size=10)
     scores = 2 * model.num_heads * 512**2
-    forward = attention_cells.eager_traffic(model, 2, torch.float32).total
-    both = attention_cells.eager_traffic(model, 2, torch.float32, backward=True).total
-    assert both > 2 * forward > 2 * 40 * scores
-    assert attention_cells.least_bytes(model, 2, 4) == 4 * 2 * 512 * 768 * 4
+    layer = cases.attention_layer(model, 2, torch.float32)
+    forward = layer.forward.moved().total
+    assert layer.moved().total > 2 * forward > 2 * 40 * scores
+    assert layer.least_bytes == 4 * 2 * 512 * 768 * 4
     roofs = {"peak_flops_per_second": 3e13, "peak_bytes_per_second": 1e12}
     text = attention.eager_answer(model, 2, "fp32", roofs)
     assert f"{forward / scores:.3g} bytes for each score" in text
@@ -177,83 +147,80 @@ def test_the_memory_of_a_call_is_counted():
     assert extra_bytes(lambda: x.t(), CPU) == 0
 
 
-@pytest.mark.parametrize("kind", ["plain", "sdpa", "flash"])
+@pytest.mark.parametrize("kind", cases.ATTENTION)
 def test_attention_is_measured(kind):
-    (cell,) = attention_cells.attention_cells("smoke", [32], [kind], batch_size=1).values()
-    result = attention_cells.measure_attention(cell, None)
+    (case,) = cases.attention_cases("smoke", [32], [kind], batch_size=1).values()
+    result = cases.measure_attention(case, None)
     assert result["forward"]["seconds"] > 0
     assert result["both"]["extra_bytes"] > 3 * 32 * 64 * 4  # three gradients are part of it
 
 
 def test_the_loss_is_measured_with_and_without_logits():
-    results = {
-        loss.variant_of(cell): loss.measure_loss(cell, None)
-        for cell in loss.variant_cells("smoke", 64, False, batch_size=4, vocab_size=1024).values()
-    }
-    assert results["fused"]["extra_bytes"] < results["plain"]["extra_bytes"] / 2
-    assert results["fused"]["chunk_rows"] == 32
+    variants = cases.variant_cases("smoke", 64, False, batch_size=4, vocab_size=1024).values()
+    plain, fused = (cases.measure_loss(case, None) for case in variants)
+    assert fused["extra_bytes"] < plain["extra_bytes"] / 2
+    assert fused["chunk_rows"] == 32
 
 
 def test_the_optimizer_is_measured():
     config = workload_config("smoke", vocab_size=16)
-    table = optimizer.optimizer_table({"a": record("a", config, optimizer.measure_optimizer(config, None))})
-    recorded = pd.read_csv(Path(__file__).parents[1] / "results" / "h200" / "kernels_optimizer.csv")
-    assert list(table) == list(recorded)
+    table = results_table("optimizer", {"a": record("a", config, optimizer.measure_optimizer(config, None))})
     assert table["contestant"].str.startswith("ours").sum() == 1
     assert (table.loc[table["outcome"] == "complete", "bytes_per_second"] > 0).all()
 
 
-@pytest.mark.parametrize("operation", range(3))
-def test_both_ways_of_an_elementwise_operation_do_the_same(operation):
-    one = list(elementwise.operations(workload_config("smoke", 16, batch_size=2), CPU))[operation]
-    contestant = one.ours()
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_new_table_has_the_columns_of_the_recorded_one(name):
+    assert COLUMNS[name].split() == list(pd.read_csv(RESULTS / f"kernels_{name}.csv", nrows=0))
+
+
+OPERATIONS = {
+    **dict(enumerate(cases.elementwise(workload_config("smoke", 16, batch_size=2), CPU))),
+    "gradient of the residual stream": cases.norm(*(torch.randn(6, 8) for _ in range(4))),
+    "forward alone": cases.rotation(torch.randn(6, 24), 2, 3, backward=False),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_both_ways_of_an_elementwise_operation_do_the_same(name):
+    case, contestant = OPERATIONS[name], OPERATIONS[name].ours()
     for _ in range(2 if contestant.reset else 1):  # what works in place finds its inputs again
-        for ours, theirs in zip(contestant.call(), one.plain(), strict=True):
+        for ours, theirs in zip(contestant.call(), case.run(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_a_norm_adds_the_gradient_of_the_residual_stream_and_a_rotation_may_be_forward_alone():
-    one = elementwise.norm(*(torch.randn(6, 8) for _ in range(4)))
-    assert one.least_bytes == 8 * 6 * 8 * 4
-    for ours, theirs in zip(one.ours().call(), one.plain(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    one = elementwise.rotation(torch.randn(6, 24), 2, 3, backward=False)
-    assert one.least_bytes == 2 * 6 * 16 * 4
-    torch.testing.assert_close(one.ours().call(), one.plain())
+    by_hand = {"gradient of the residual stream": 8 * 6 * 8 * 4, "forward alone": 2 * 6 * 16 * 4}
+    assert case.least_bytes == by_hand.get(name, case.least_bytes)
 
 
 def test_the_explicit_step_is_measured_without_a_graph():
-    cell = steps.rung_cells("smoke", 16, batch_size=2, vocab_size=32, warmup_steps=1, steps=2)["fused"]
+    case = steps.rung_cases("smoke", 16, batch_size=2, vocab_size=32, warmup_steps=1, steps=2)["fused"]
     assert steps.task_of("fused") is steps.measure_ungraphed
-    samples = steps.measure_ungraphed(cell, None)["samples"]
+    samples = steps.measure_ungraphed(case, None)["samples"]
     assert [sample["warmup"] for sample in samples] == [True, False, False]
     assert all(sample["wall"] > 0 for sample in samples)
 
 
-def test_the_triton_code_is_interpreted():
-    pytest.importorskip("triton")
-    result = agreement.measure_interpreted(workload_config("smoke", device="cpu"), None)
-    assert [row["holds"] for row in result["rows"]] == [True] * 4
-    assert result["by"] == "Triton kernels, interpreted"
-
-
-def test_without_triton_nothing_is_interpreted(monkeypatch):
-    monkeypatch.setattr(agreement, "has_triton", lambda: False)
-    result = agreement.measure_interpreted(workload_config("smoke", device="cpu"), None)
+def test_the_triton_code_is_interpreted(monkeypatch):
+    config = workload_config("smoke", device="cpu")
+    if parity.has_triton():
+        result = parity.measure_interpreted(config, None)
+        assert [row["holds"] for row in result["rows"]] == [True] * 4
+        assert result["by"] == "Triton kernels, interpreted"
+    monkeypatch.setattr(parity, "has_triton", lambda: False)
+    result = parity.measure_interpreted(config, None)
     assert (result["rows"], "not installed" in result["reason"]) == ([], True)
 
 
 def test_shapes_side_by_side_are_those_one_after_the_other():
     shapes, keys = [(1, 2, 5, 16), (2, 1, 9, 16)], ("kernel", "shape", "causal", "precision", "holds")
-    rows = agreement.side_by_side(agreement.flash_attention, CPU, shapes, ["fp32"])
-    expected = agreement.attention_rows(agreement.flash_attention, CPU, shapes, ["fp32"])
+    rows = parity.side_by_side(parity.flash_attention, CPU, shapes, ["fp32"])
+    expected = parity.attention_rows(parity.flash_attention, CPU, shapes, ["fp32"])
     assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in expected]
     with pytest.raises(RuntimeError, match="fp99"):
-        agreement.side_by_side(agreement.flash_attention, CPU, shapes[:1], ["fp99"])
+        parity.side_by_side(parity.flash_attention, CPU, shapes[:1], ["fp99"])
 
 
 def test_the_other_kernels_agree():
-    rows = list(agreement.other_rows(CPU, ["fp32", "bf16"]))
+    rows = parity.other_rows(CPU, ["fp32", "bf16"])
     assert len(rows) == 6
     assert all(row["holds"] for row in rows), [row for row in rows if not row["holds"]]
 
@@ -261,11 +228,11 @@ def test_the_other_kernels_agree():
 def test_the_two_runs_differ_in_nothing_but_how_they_compute():
     runs = step_answers.curve_runs(TrainConfig(compile=True))
     plain, fast = (to_dict(runs[name]) for name in ("plain", "fast"))
-    assert (plain["ops"], fast["ops"]) == ("plain", "fused")
+    assert (plain.pop("ops"), fast.pop("ops")) == ("plain", "fused")
     assert (plain["model"].pop("attention"), fast["model"].pop("attention")) == ("plain", "flash")
-    plain.pop("ops"), fast.pop("ops")
     assert plain == fast
 
 
 def test_ceilings_are_a_task():
-    assert set(measure_ceilings(workload_config("smoke"), None)) == {"peak_flops_per_second", "peak_bytes_per_second"}
+    roofs = measuring.measure_ceilings(workload_config("smoke"), None)
+    assert set(roofs) == {"peak_flops_per_second", "peak_bytes_per_second"}

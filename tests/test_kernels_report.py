@@ -7,8 +7,10 @@ from kernel_reports import drawn, record
 
 from lmcore.config import model_config, replace
 from lmcore.errors import UserError
-from lmcore.profiling.kernels import agreement, decoding, elementwise, loss, optimizer, steps
-from lmcore.profiling.kernels import attention as attention_cells
+from lmcore.functional import scaled_dot_product_attention
+from lmcore.model import causal_mask
+from lmcore.profiling.kernels import cases, decoding, parity, steps
+from lmcore.profiling.kernels.tables import results_table
 from lmcore.profiling.workload import workload_config
 from lmcore.recipes import recipe
 from lmcore.run import RunFolder
@@ -35,9 +37,9 @@ def written(table, folder):
 
 
 def attention_table(tmp_path, changes=None, **more):
-    cells = attention_cells.attention_cells("smoke", [256, 512], batch_size=1, precision="bf16", **more)
+    found = cases.attention_cases("smoke", [256, 512], batch_size=1, precision="bf16", **more)
     records = {}
-    for name, config in cells.items():
+    for name, config in found.items():
         t, kind = config.model.context_length, config.model.attention
         extra = {"plain": 40 * t**2, "sdpa": 500 * t, "flash": 400 * t}[kind]
         one = {"seconds": {"plain": 4e-9, "sdpa": 1e-9, "flash": 2e-9}[kind] * t**2, "extra_bytes": extra}
@@ -45,7 +47,7 @@ def attention_table(tmp_path, changes=None, **more):
         records[name] = record(name, config, {"device": "CPU", "forward": one, "both": both})
     for name, change in (changes or {}).items():
         records[name] |= change
-    return written(attention_cells.attention_table(records), tmp_path)
+    return written(results_table("attention", records), tmp_path)
 
 
 def test_attention_by_length(tmp_path):
@@ -69,7 +71,7 @@ def test_attention_that_did_not_fit(tmp_path):
     assert "ours is 0.500 times as fast as PyTorch's SDPA" in text
     figure = figures.attention_figure(table)
     assert any(line.get_marker() == "X" for line in figure.axes[0].lines)
-    everything = {name: lost for name in attention_cells.attention_cells("smoke", [256, 512], precision="bf16")}
+    everything = {name: lost for name in cases.attention_cases("smoke", [256, 512], precision="bf16")}
     text = attention.attention_answer(attention_table(tmp_path, everything))
     assert "nan" not in text
     assert "times as fast" not in text
@@ -83,7 +85,7 @@ def test_attention_without_counted_memory(tmp_path):
 
 def test_flops_are_of_the_pairs_that_a_causal_mask_leaves():
     model = model_config("smoke", context_length=3, vocab_size=10)
-    assert attention_cells.causal_flops(model, 2) == 2 * 2 * 2 * model.d_model * 6
+    assert cases.attention_layer(model, 2, torch.float32).flops == 2 * 2 * 2 * model.d_model * 6
 
 
 # agreement
@@ -95,7 +97,8 @@ def agreements(**changes):
         "error": 1e-7, "worst": "O", "plain_error": 1e-7, "tolerance": 1e-5, "holds": True,
     }  # fmt: skip
     rows = [row, row | {"shape": [5, 6, 7, 8]} | changes]
-    return agreement.agreement_table({"a": {"result": {"by": "Triton kernels", "device": "CPU", "rows": rows}}})
+    result = {"by": "Triton kernels", "device": "CPU", "rows": rows}
+    return results_table("agreement", {"a": record("a", workload_config("smoke"), result)})
 
 
 def test_agreement_in_words():
@@ -112,28 +115,29 @@ def test_agreement_in_words():
 
 def test_a_wrong_kernel_is_found():
     def wrong(q, k, v, causal):
-        return attention_cells.attention_of("plain", q.shape[-2], CPU)(q, k, 1.001 * v)
+        return scaled_dot_product_attention(q, k, 1.001 * v, causal_mask(9, 9, CPU) if causal else None)
 
-    rows = agreement.attention_rows(wrong, CPU, [(1, 1, 9, 16)], ["fp32"])
+    rows = parity.attention_rows(wrong, CPU, [(1, 1, 9, 16)], ["fp32"])
     assert [row["holds"] for row in rows] == [False, False]
-    assert agreement.relative_error(torch.zeros(3), torch.ones(3)) == 1
-    assert agreement.relative_error(torch.zeros(3), torch.zeros(3)) == 0
+    assert parity.relative_error(torch.zeros(3), torch.ones(3)) == 1
+    assert parity.relative_error(torch.zeros(3), torch.zeros(3)) == 0
 
 
 # parts
 
 
 def loss_table(tmp_path, **changes):
-    cells = loss.variant_cells("smoke", 128, True, batch_size=8, vocab_size=8192)
-    assert [loss.variant_of(cell) for cell in cells.values()] == ["plain", "compiled", "fused"]
+    variants = cases.variant_cases("smoke", 128, True, batch_size=8, vocab_size=8192)
     logits = 8 * 128 * 8192 * 4
     results = {"plain": (0.2, 3 * logits), "compiled": (0.1, 2 * logits), "fused": (0.1, logits // 2)}
     records = {}
-    for name, cell in cells.items():
-        seconds, extra = results[loss.variant_of(cell)]
+    for name, cell in variants.items():
+        seconds, extra = results[name.rpartition("-")[2]]
         result = {"device": "CPU", "chunk_rows": 128, "seconds": seconds, "extra_bytes": extra}
         records[name] = record(name, cell, result | changes)
-    return written(loss.loss_table(records), tmp_path)
+    table = written(results_table("loss", records), tmp_path)
+    assert list(table["variant"]) == ["plain", "compiled", "fused"]
+    return table
 
 
 def test_the_loss_in_words(tmp_path):
@@ -153,7 +157,7 @@ def optimizer_rows(ours="ours, in one pass", seconds=(0.4, 0.1, 0.05)):
         for name, moved, time in zip(names, (92, 40, 32), seconds, strict=True)
     ]
     result = {"device": "GPU", "parameters": 10**9, "copy_bytes_per_second": 1e12, "rows": rows}
-    return optimizer.optimizer_table({"a": record("a", workload_config("smoke"), result)})
+    return results_table("optimizer", {"a": record("a", workload_config("smoke"), result)})
 
 
 def test_the_optimizer_in_words(tmp_path):
@@ -170,9 +174,9 @@ def test_the_optimizer_in_words(tmp_path):
 
 
 def test_elementwise_work_is_measured_and_told(tmp_path):
-    cells = loss.variant_cells("smoke", 16, False, batch_size=2, vocab_size=16)
-    records = {name: record(name, cell, elementwise.measure_elementwise(cell, None)) for name, cell in cells.items()}
-    table = written(elementwise.elementwise_table(records), tmp_path)
+    variants = cases.variant_cases("smoke", 16, False, batch_size=2, vocab_size=16)
+    records = {name: record(name, cell, cases.measure_elementwise(cell, None)) for name, cell in variants.items()}
+    table = written(results_table("elementwise", records), tmp_path)
     assert len(table) == 6
     assert (table["eager_bytes"] > table["least_bytes"]).all()
     table["seconds"] = table["variant"].map({"plain": 4.0, "fused": 2.0})
@@ -185,7 +189,7 @@ def test_elementwise_work_is_measured_and_told(tmp_path):
 
 
 def ladder(tmp_path, times, absent=None):
-    cells = steps.rung_cells("smoke", 16, batch_size=2)
+    cells = steps.rung_cases("smoke", 16, batch_size=2)
     samples = {rung: [{"wall": seconds, "cuda": None, "forward": None, "loss": None, "backward": None,
                        "optimizer": None, "warmup": False}] for rung, seconds in times.items()}  # fmt: skip
     records = {
@@ -276,11 +280,11 @@ def test_decoding_is_measured_and_told(tmp_path):
     for row, seconds in zip(result["rows"], (4.0, 2.0, 0.5), strict=True):
         row |= {"seconds": [seconds], "same_tokens": 1.0}
     records = {"a": record("a", cell, result)}
-    text = parts.decoding_answer(written(decoding.decoding_table(records), tmp_path))
+    text = parts.decoding_answer(written(results_table("decoding", records), tmp_path))
     assert "The cache decodes 2.0 times as fast as the window, our kernels 4.0 times as fast as the cache" in text
     assert "All ways decode the same tokens." in text
     result["rows"][2]["same_tokens"] = 0.5
-    assert "At least 50% of the tokens are the same" in parts.decoding_answer(decoding.decoding_table(records))
+    assert "At least 50% of the tokens are the same" in parts.decoding_answer(results_table("decoding", records))
 
 
 def test_nothing_measured_claims_nothing():

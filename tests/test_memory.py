@@ -4,6 +4,7 @@ import json
 import pickle
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -11,9 +12,10 @@ from lmcore.accounting import num_parameters
 from lmcore.cli import main
 from lmcore.profiling.memory import recording
 from lmcore.profiling.memory.profile import FULL_NOTE, profile_memory, write_snapshot
+from lmcore.profiling.memory.recording import PEAKS
 from lmcore.profiling.memory.saved import block_and_input, saved_by_operation
-from lmcore.profiling.memory.snapshot import Allocation, Event, History, Stage, read_snapshot
-from lmcore.profiling.memory.timeline import CATEGORIES, bytes_by_state, explained
+from lmcore.profiling.memory.snapshot import Event, History, read_snapshot
+from lmcore.profiling.memory.timeline import CATEGORIES, explained, levels
 from lmcore.profiling.workload import workload_config
 
 CONTEXT, VOCABULARY = 32, 1_000
@@ -35,26 +37,20 @@ def step(tmp_path_factory):
 
 
 def test_what_stands_before_and_after_a_step_is_known_exactly(step):
-    before, after = step["before_by_category"], step["after_by_category"]
-    assert before["parameters"] == after["parameters"] == PARAMETERS
-    assert before["optimizer state"] == after["optimizer state"] == 2 * PARAMETERS
-    assert before["gradients"] == 0
-    assert after["gradients"] == PARAMETERS
-    assert (after["activations"], after["temporary"]) == (4, 0)  # the loss
-    c = config().model
-    batch, angles = 2 * 4 * CONTEXT * 8, 2 * CONTEXT * c.d_k // 2 * 4
-    assert before["other"] == batch + angles
+    batch, angles = 2 * 4 * CONTEXT * 8, 2 * CONTEXT * config().model.d_k // 2 * 4
+    before = {"parameters": PARAMETERS, "optimizer state": 2 * PARAMETERS, "other": batch + angles}
+    before |= {"gradients": 0, "activations": 0, "temporary": 0}
+    assert step["before_by_category"] == before
+    assert step["after_by_category"] == before | {"gradients": PARAMETERS, "activations": 4}  # the loss
 
 
 def test_the_largest_allocations_are_the_logits_and_what_the_loss_makes_of_them(step):
     rows = [row for row in step["largest"] if row["bytes"] == LOGITS]
     assert len(rows) == 5
+    assert rows[0] == step["largest"][0]
     assert {row["stage"] for row in rows} == {"forward", "loss", "backward"}
     assert any("Linear.forward" in row["source"] and row["stage"] == "forward" for row in rows)
-    kept = [row for row in rows if row["category"] == "activations"]
-    assert len(kept) == 2
-    assert all("cross_entropy" in row["source"] for row in kept)
-    assert step["largest"][0]["bytes"] == LOGITS
+    assert ["cross_entropy" in row["source"] for row in rows if row["category"] == "activations"] == [True, True]
 
 
 def test_stages_follow_each_other_and_hold_the_peak(step):
@@ -69,13 +65,10 @@ def test_stages_follow_each_other_and_hold_the_peak(step):
 
 
 def test_sources_on_the_cpu_name_functions_operators_and_the_backward_pass(step):
-    sources = {row["source"] for row in step["allocations"]}
-    assert any(source.endswith("softmax, exp") for source in sources)
-    assert "ExpBackward0" in sources
-    assert "gradient of lm_head.weight" in sources
-    assert any("adamw_update, sqrt" in source for source in sources)
-    assert step["tool"] == "torch.profiler, CPU allocator"
-    assert step["sources"] == "function and operator"
+    sources = "\n".join(row["source"] for row in step["allocations"])
+    for part in ("softmax, exp\n", "ExpBackward0\n", "gradient of lm_head.weight\n", "adamw_update, sqrt\n"):
+        assert part in sources
+    assert (step["tool"], step["sources"]) == ("torch.profiler, CPU allocator", "function and operator")
     assert step["torch_peak_bytes"] is None
     assert "CPU's allocator" in step["notes"][0]
     json.dumps(step)
@@ -84,131 +77,94 @@ def test_sources_on_the_cpu_name_functions_operators_and_the_backward_pass(step)
 def test_inference_keeps_nothing_for_a_backward_pass(tmp_path, step):
     forward = profile_memory(config(passes="forward"), tmp_path)
     assert [row["name"] for row in forward["stages"]] == ["forward"]
-    assert forward["peak_by_category"]["activations"] == 0
-    assert forward["before_by_category"]["optimizer state"] == 0
+    assert (forward["peak_by_category"]["activations"], forward["before_by_category"]["optimizer state"]) == (0, 0)
     assert forward["peak_bytes"] < step["peak_bytes"]
 
 
 def test_copies_of_weights_in_half_precision_are_named(tmp_path):
-    half = profile_memory(config(precision="bf16"), tmp_path)
+    # of an optimizer, the first step is never the one recorded
+    half, c = profile_memory(config(precision="bf16", warmup_steps=0), tmp_path), config().model
     copies = [row for row in half["allocations"] if row["source"].startswith("bfloat16 copy of ")]
-    c = config().model
     assert {row["category"] for row in copies} == {"activations"}
     matrices = c.num_layers * (4 * c.d_model**2 + 3 * c.d_model * c.d_ff) + c.d_model * c.vocab_size
     assert sum(row["bytes"] for row in copies) == 2 * matrices
     assert half["after_by_category"]["activations"] == 4  # watching them keeps nothing alive
+    assert half["before_by_category"]["optimizer state"] == 2 * PARAMETERS
 
 
 def test_checkpointing_keeps_less_and_says_what_was_computed_again(tmp_path, step):
     less = profile_memory(config(checkpoint_every=1), tmp_path)
-    kept = {s["name"]: s["end_bytes"] for s in less["stages"]}["forward"]
-    assert kept < {s["name"]: s["end_bytes"] for s in step["stages"]}["forward"]
+    assert less["stages"][0]["end_bytes"] < step["stages"][0]["end_bytes"]
     again = [row for row in less["allocations"] if row["source"].endswith("computed again")]
-    assert again
     assert {row["stage"] for row in again} == {"backward"}
 
 
-def test_the_first_step_of_an_optimizer_is_never_the_one_recorded(tmp_path):
-    assert profile_memory(config(warmup_steps=0), tmp_path)["before_by_category"]["optimizer state"] == 2 * PARAMETERS
-
-
 def test_categories_follow_addresses_and_lifetimes():
-    stages = (Stage("forward", 0, 3), Stage("loss", 3, 4), Stage("backward", 5, 8), Stage("optimizer", 8, 9))
-    allocations = (
-        Allocation(1, 10, 0, 10, "x"),
-        Allocation(2, 10, 0, 4, "x"),
-        Allocation(3, 10, 1, 6, "a"),  # kept for the backward pass
-        Allocation(4, 10, 2, 5, "b"),  # gone when it begins
-        Allocation(5, 10, 4, 7, "c"),
-        Allocation(6, 10, 5, 10, "d"),  # between loss and backward
-        Allocation(3, 10, 7, 10, "e"),  # a gradient where an activation was
-        Allocation(7, 10, 8, 8, "lmcore/model.py:1 f"),
-        Allocation(8, 10, 9, 10, "no Python frame"),
-    )
-    history = History("t", allocations, tuple(range(10)), stages)
-    found = explained(history, {1: Event(1, 10, 0.0, "w", "parameters")}, {3: "w"}, {3: "half copy of w"}).allocations
-    assert [(a.category, a.stage, a.source) for a in found] == [
-        ("parameters", None, "w"),
-        ("other", None, "x"),
-        ("activations", "forward", "half copy of w, a"),
-        ("temporary", "forward", "b"),
-        ("activations", "loss", "c"),
-        ("temporary", None, "d"),
-        ("gradients", "backward", "gradient of w"),
-        ("temporary", "backward", "lmcore/model.py:1 f, computed again"),
-        ("temporary", "optimizer", "optimizer, no Python frame"),
-    ]
-
-
-class FakeCuda:
-    """A GPU that is not there: its step writes the trace that the allocator would have written."""
-
-    def __init__(self, capacity):
-        self.capacity, self.trace, self.counts = capacity, [], [40, 30]
-
-    def note(self, count, actions, address, size):
-        self.counts[count] += 1
-        for action in actions:
-            time = len(self.trace)
-            self.trace.append({"action": action, "addr": address, "size": size, "frames": [], "time_us": time})
-
-    def alloc(self, address, size):
-        self.note(0, ["alloc"], address, size)
-
-    def free(self, address, size):
-        self.note(1, ["free_requested", "free_completed"], address, size)
-
-    def step(self, span):
-        self.free(9, 900)
-        with span("forward"):
-            self.alloc(1, 100)
-            self.alloc(2, 200)
-            self.free(2, 200)
-        with span("backward"):
-            self.alloc(3, 300)
-            self.free(1, 100)
-
-    def snapshot(self):
-        blocks = [
-            {"address": 3, "size": 512, "requested_size": 300, "state": "active_allocated", "frames": []},
-            {"address": 8, "size": 1024, "requested_size": 800, "state": "active_allocated", "frames": []},
-        ]
-        return {"device_traces": [self.trace[-self.capacity :]], "segments": [{"address": 3, "blocks": blocks}]}
+    stages = {"forward": (0, 3), "loss": (3, 4), "backward": (5, 8), "optimizer": (8, 9)}
+    expected = {  # address, first and last state, source → category, stage, source
+        (1, 0, 10, "x"): ("parameters", None, "w"),
+        (2, 0, 4, "x"): ("other", None, "x"),
+        (3, 1, 6, "a"): ("activations", "forward", "half copy of w, a"),  # kept for the backward pass
+        (4, 2, 5, "b"): ("temporary", "forward", "b"),  # gone when it begins
+        (5, 4, 7, "c"): ("activations", "loss", "c"),
+        (6, 5, 10, "d"): ("temporary", None, "d"),  # between loss and backward
+        (3, 7, 10, "e"): ("gradients", "backward", "gradient of w"),  # where an activation was
+        (7, 8, 8, "lmcore/model.py:1 f"): ("temporary", "backward", "lmcore/model.py:1 f, computed again"),
+        (8, 9, 10, "no Python frame"): ("temporary", "optimizer", "optimizer, no Python frame"),
+    }
+    table = pd.DataFrame([*expected], columns=["address", "first", "last", "source"]).assign(bytes=10)
+    history = History("t", table, range(10), stages)
+    found = explained(history, {1: Event(1, 10, "w", "parameters")}, {3: "w"}, {3: "half copy of w"}).allocations
+    assert [*zip(found["category"], found["stage"], found["source"], strict=True)] == [*expected.values()]
 
 
 @pytest.mark.parametrize(("capacity", "truncated"), [(100, False), (5, True)])
 def test_stages_on_a_gpu_are_found_by_counting(monkeypatch, tmp_path, capacity, truncated):
-    fake = FakeCuda(capacity)
+    """A GPU that is not there: the step writes the trace that the allocator would have written, and counts alike."""
+    trace = []
+    stats = {"allocation.all.allocated": 40, "allocation.all.freed": 30} | dict.fromkeys(PEAKS.values(), 1)
+
+    def note(*events):
+        for address, size in events:
+            stats["allocation.all.allocated" if size > 0 else "allocation.all.freed"] += 1
+            for action in ["alloc"] if size > 0 else ["free_requested", "free_completed"]:
+                trace.append({"action": action, "addr": address, "size": abs(size), "time_us": len(trace)})
+
+    def step(span):
+        note((9, -900))
+        with span("forward"):
+            note((1, 100), (2, 200), (2, -200))
+        with span("backward"):
+            note((3, 300), (1, -100))
+
+    def taken():
+        keys, state = ("address", "size", "requested_size", "state"), "active_allocated"
+        blocks = [dict(zip(keys, (*numbers, state), strict=True)) for numbers in ((3, 512, 300), (8, 1024, 800))]
+        return {"device_traces": [trace[-capacity:]], "segments": [{"address": 3, "blocks": blocks}]}
+
     monkeypatch.setattr(recording, "forget_memory", lambda device: None)
-    monkeypatch.setattr(recording, "cuda_counts", lambda device: tuple(fake.counts))
-    monkeypatch.setattr(recording, "cuda_peaks", lambda device: {"torch_peak_bytes": 1})
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: dict(stats))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *args, **options: None)
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
-    history, _, snapshot = recording.record_cuda(fake.step, torch.device("cuda", 0))
-    assert history.truncated == truncated
-    if truncated:  # what is left: the free of 2, and the backward pass
-        assert history.stages == (Stage("forward", 0, 1), Stage("backward", 1, 3))
-    else:
-        assert history.stages == (Stage("forward", 1, 4), Stage("backward", 4, 6))
-    said = {a.address: (a.bytes, a.first, a.last) for a in history.allocations}
-    assert said[8] == (800, 0, history.states)
-    assert said[3] == (300, history.states - 2, history.states)
-    assert said[1] == (100, 0 if truncated else 2, history.states - 1)
-    assert read_snapshot(tmp_path / write_snapshot(snapshot, tmp_path)["file"]) == fake.snapshot()
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", taken)
+    history, peaks, snapshot = recording.record_cuda(step, torch.device("cuda", 0))
+    assert (history.truncated, peaks) == (truncated, dict.fromkeys(PEAKS, 1))
+    begin, middle, end = (0, 1, 3) if truncated else (1, 4, 6)  # left are the free of 2, and the backward pass
+    assert history.stages == {"forward": (begin, middle), "backward": (middle, end)}
+    said, states = {a.address: (a.bytes, a.first, a.last) for a in history.allocations.itertuples()}, end + 1
+    assert (said[8], said[3]) == ((800, 0, states), (300, states - 2, states))
+    assert said[1] == (100, 0 if truncated else 2, states - 1)
+    assert read_snapshot(tmp_path / write_snapshot(snapshot, tmp_path)["file"]) == taken()
 
 
 def test_what_a_block_keeps_is_what_stays_alive_after_its_forward_pass():
     """Held against the profiler: the bytes that a forward pass leaves behind, but for the result."""
-    cell = config()
-    block, x = block_and_input(cell, torch.device("cpu"))
+    block, x = block_and_input(config(), torch.device("cpu"))
     block(x)
-    history = recording.record_cpu(lambda span: block(x), [])
-    alive = int(bytes_by_state(history, ["unknown"])[0, -1])
-    rows = saved_by_operation(cell)
-    kept = sum(row["bytes"] for row in rows if row["kind"] != "input")
+    alive = levels(recording.record_cpu(lambda span: block(x)))["unknown"].iloc[-1]
+    kept = sum(row["bytes"] for row in saved_by_operation(config()) if row["kind"] != "input")
     # the angles' cosines and sines, looked up in the block, and the mask are kept; the result is alive but not saved
-    result = 4 * CONTEXT * cell.model.d_model * 4
+    result = 4 * CONTEXT * config().model.d_model * 4
     assert alive == pytest.approx(kept + result, abs=64)  # scalars such as epsilon
 
 
@@ -218,13 +174,11 @@ def test_fake_tensors_keep_what_real_ones_do(precision, attention):
     cell = config(precision=precision, attention=attention)
     rows = saved_by_operation(cell)
     assert rows == saved_by_operation(cell, abstract=True)
-    kinds = {row["kind"] for row in rows}
-    assert kinds == {"input", "activation", "constant"} | ({"weight copy"} if precision == "bf16" else set())
-    scores = 4 * cell.model.num_heads * CONTEXT**2
-    elements = [
-        int(np.prod(row["shape"])) for row in rows if "softmax" in row["source"] or "dot_product" in row["source"]
-    ]
-    assert (scores in elements) == (attention == "plain")
+    copies = {"weight copy"} if precision == "bf16" else set()
+    assert {row["kind"] for row in rows} == {"input", "activation", "constant"} | copies
+    attended = [row["shape"] for row in rows if "softmax" in row["source"] or "dot_product" in row["source"]]
+    scores = [4 * cell.model.num_heads, CONTEXT, CONTEXT]
+    assert any(np.prod(shape) == np.prod(scores) for shape in attended) == (attention == "plain")
 
 
 def test_what_a_block_of_any_size_keeps_is_known_without_memory():
@@ -238,10 +192,9 @@ def test_what_a_block_of_any_size_keeps_is_known_without_memory():
 def test_the_command_records_prints_and_draws(tmp_path, capsys):
     options = ["--size", "smoke", "--context-length", "16", "--passes", "forward", "--device", "cpu", "--top", "3"]
     assert main(["memory", *options, "--out", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
+    said, name = capsys.readouterr().out, "smoke-16-fp32-forward-b4"
     assert "CPU allocator" in said
     assert "Linear.forward" in said
-    name = "smoke-16-fp32-forward-b4"
     assert "<html" in (tmp_path / f"{name}.html").read_text()
     result = json.loads((tmp_path / "cells" / f"{name}.json").read_text())["result"]
     assert result["peak_bytes"] > result["before_bytes"]

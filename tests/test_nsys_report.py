@@ -354,18 +354,17 @@ def trace_of(thread: int, copies: tuple = ()) -> Trace:
             launch = begin + 100 + 200 * number - (number == 9)
             own = 1 if number < 5 else thread
             start = begin + 3000 + 500 * number
-            rows.append(("gemm", start, start + 400, 0, 7, 1, own, launch, False))
-    columns = ["name", "start", "end", "device", "stream", "process", "thread", "launched_at", "graph"]
+            rows.append(("gemm", start, start + 400, 7, 1, own, launch, -1))
+    columns = ["name", "start", "end", "stream", "process", "thread", "launched_at", "bytes"]
     frame = pd.DataFrame([(*row, 1, 1) for row in ranges], columns=["name", "start", "end", "process", "thread"])
-    moved = ["start", "end", "operation", "bytes", "process", "thread", "launched_at"]
-    copied = pd.DataFrame(list(copies), columns=moved)
-    return build_trace("Nsight Systems 2025.3.1", pd.DataFrame(rows, columns=columns), frame, copied)
+    work = pd.DataFrame([*rows, *copies], columns=columns)
+    return build_trace("Nsight Systems 2025.3.1", work.assign(duration=work["end"] - work["start"]), frame)
 
 
 def test_memory_copies_are_counted_for_each_pass():
     nothing = kernels.copies_text(trace_of(thread=1), {"training step": "training step"})
     assert nothing == "No memory copies were recorded."
-    rows = [(4000, 6000, "device to device", 1000, 1, 1, 150 + 10_000 * (n // 3)) for n in range(6)]
+    rows = [("device to device", 4000, 6000, -1, 1, 1, 150 + 10_000 * (n // 3), 1000) for n in range(6)]
     text = kernels.copies_text(trace_of(1, rows), {"training step": "training step"})
     assert [word.strip() for word in text.splitlines()[-1].split("|")[1:-1]] == [
         "training step", "device to device", "3", "3.00 KB", "6.00 µs", "2.00 µs"
@@ -468,8 +467,8 @@ def test_the_report_says_which_tool_and_what_it_noted(monkeypatch):
     assert "export" not in answers.tools_text(everything(grid(("smoke",), (32,), tool=CPU))[0], [])
     monkeypatch.setenv("NSYS", "off")
     assert "Until then, the same tables are made by torch.profiler." in answers.nsys_text()
-    monkeypatch.setattr(answers, "find_nsys", lambda: Nsys(Path("nsys"), "2025.3.1", "the PATH"))
-    assert answers.nsys_text() == "Nsight Systems 2025.3.1 is here, in the PATH."
+    monkeypatch.setattr(answers, "find_nsys", lambda: Nsys(Path("/bin/nsys"), "2025.3.1"))
+    assert answers.nsys_text() == "Nsight Systems 2025.3.1 is here: /bin/nsys."
 
 
 def test_phases_of_a_step():

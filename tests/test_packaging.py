@@ -38,9 +38,9 @@ def requirements(*extras: str) -> list[Requirement]:
 
 def pins() -> dict[str, str]:
     """Versions in constraints.txt by package."""
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pairs = [line.split("==") for line in lines if line.strip() and not line.startswith("#")]
-    return {canonicalize_name(name): version for name, version in pairs}
+    lines = [re.sub("#.*", "", line) for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()]
+    assert all(re.fullmatch("([a-z0-9-]+==[0-9][0-9a-z.]*)?", line) for line in lines)
+    return {canonicalize_name(line.partition("==")[0]): line.partition("==")[2] for line in lines if line}
 
 
 def test_constraints_pin_every_dependency():
@@ -51,11 +51,6 @@ def test_constraints_pin_every_dependency():
         assert requirement.specifier.contains(version), f"{requirement} against {version}"
 
 
-def test_constraints_hold_only_pins():
-    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
-        assert re.fullmatch(r"#.*|[a-z0-9-]+==[0-9][0-9a-z.]*", line), line
-
-
 def test_environment_yml_installs_what_pyproject_says():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
     python = next(item for item in environment["dependencies"] if str(item).startswith("python="))
@@ -63,10 +58,7 @@ def test_environment_yml_installs_what_pyproject_says():
     assert wanted.contains(python.removeprefix("python=") + ".0")
     (pip,) = (item["pip"] for item in environment["dependencies"] if isinstance(item, dict))
     assert pip == ["-c constraints.txt", "-e .[dev]"]
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert "install" in makefile
-    assert "-c constraints.txt -e '.[dev]'" in makefile
-    assert "dev" in PROJECT["optional-dependencies"]
+    assert "-c constraints.txt -e '.[dev]'" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def imported_modules(folder: Path) -> set[str]:
@@ -144,34 +136,27 @@ def test_notebook_begins_with_parameters_and_their_check(notebook):
     name, content = notebook
     known = declared_parameters(content, name)
     assert (known["scale"], known["data"], known["out"]) == ("smoke", "embedded", "../runs/smoke")
-    assert (
-        f'begin_notebook("{name}", globals())'
-        in next(cell for number, cell in code_cells(content) if number == 2).source
-    )
+    assert f'begin_notebook("{name}", globals())' in dict(code_cells(content))[2].source
 
 
 def test_notebook_is_committed_clean(notebook):
-    _, content = notebook
+    content = notebook[1]
     assert clean(content) == content
     assert strip_output(clean(content), keep_output=False, keep_count=True, keep_id=True) == content
     assert len({cell.id for cell in content.cells}) == len(content.cells)
 
 
 def test_kept_outputs_are_there_and_checked(notebook):
-    _, content = notebook
-    kept = [cell for _, cell in code_cells(content) if KEEP_OUTPUT in tags(cell)]
-    assert kept, "no cell has an output that nbval could check"
-    for cell in kept:
-        assert CHECK_OUTPUT in tags(cell), cell.source
-        assert cell.outputs, f"run `make refresh-notebooks`: {cell.source}"
-    for _, cell in code_cells(content):
-        assert KEEP_OUTPUT in tags(cell) or CHECK_OUTPUT not in tags(cell), cell.source
+    cells = [cell for _, cell in code_cells(notebook[1])]
+    assert any(KEEP_OUTPUT in tags(cell) for cell in cells), "no cell has an output that nbval could check"
+    for cell in cells:
+        assert (KEEP_OUTPUT in tags(cell)) == (CHECK_OUTPUT in tags(cell)), cell.source
+        assert cell.outputs or KEEP_OUTPUT not in tags(cell), f"run `make refresh-notebooks`: {cell.source}"
 
 
 def test_notebook_opens_with_what_it_is(notebook):
-    _, content = notebook
-    opening = content.cells[0]
+    opening = notebook[1].cells[0]
     assert opening.cell_type == "markdown"
     assert opening.source.startswith("# ")
-    for word in ("learn", "minute", "problem"):
-        assert word in opening.source.lower(), f"the opening cell does not speak of {word}"
+    missing = [word for word in ("learn", "minute", "problem") if word not in opening.source.lower()]
+    assert not missing, f"the opening cell does not speak of {missing}"

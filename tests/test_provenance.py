@@ -27,75 +27,69 @@ def git(folder, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def checkout(folder, monkeypatch):
-    """A repository at `folder` that holds a package with provenance.py, which then believes to live there."""
-    (folder / "lmcore").mkdir(parents=True)
-    source = folder / "lmcore" / "provenance.py"
+@pytest.fixture
+def house(tmp_path, monkeypatch):
+    """A repository with a package that holds provenance.py, which then believes to live there."""
+    (tmp_path / "house" / "lmcore").mkdir(parents=True)
+    source = tmp_path / "house" / "lmcore" / "provenance.py"
     source.write_text("")
-    git(folder, "init", "-q")
-    git(folder, "add", ".")
-    git(folder, "commit", "-qm", "first")
+    git(tmp_path / "house", "init", "-q")
+    commit(tmp_path / "house")
     monkeypatch.setattr(provenance, "__file__", str(source))
-    return source
+    monkeypatch.delenv("LMCORE_GIT_COMMIT", raising=False)
+    return tmp_path / "house"
 
 
-def test_git_state_gives_the_commit_and_whether_it_holds_changes(tmp_path, monkeypatch):
-    source = checkout(tmp_path / "house", monkeypatch)
-    commit = git(tmp_path / "house", "rev-parse", "HEAD")
-    assert provenance.git_state() == {"git_commit": commit, "git_dirty": False}
-    (tmp_path / "house" / "untracked.txt").write_text("a run's output")
-    assert provenance.git_state() == {"git_commit": commit, "git_dirty": False}
-    source.write_text("changed = True")
-    assert provenance.git_state() == {"git_commit": commit, "git_dirty": True}
+def commit(folder) -> str:
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "a message")
+    return git(folder, "rev-parse", "HEAD")
 
 
-def test_git_state_of_an_installation_inside_someone_elses_checkout(tmp_path, monkeypatch):
-    checkout(tmp_path / "house", monkeypatch)
-    installed = tmp_path / "house" / ".venv" / "lmcore" / "provenance.py"
+def test_git_state_gives_the_commit_and_whether_it_holds_changes(house, monkeypatch):
+    monkeypatch.setenv("LMCORE_GIT_COMMIT", "abc123")
+    expected = {"git_commit": git(house, "rev-parse", "HEAD"), "git_dirty": False}
+    assert provenance.git_state() == expected
+    (house / "untracked.txt").write_text("a run's output")
+    assert provenance.git_state() == expected
+    (house / "lmcore" / "provenance.py").write_text("changed = True")
+    assert provenance.git_state() == expected | {"git_dirty": True}
+    monkeypatch.setattr(provenance.shutil, "which", lambda _: None)  # without git the variable has it
+    assert provenance.git_state() == {"git_commit": "abc123", "git_dirty": None}
+
+
+def test_git_state_of_an_installation_inside_someone_elses_checkout(house, monkeypatch):
+    installed = house / ".venv" / "lmcore" / "provenance.py"
     monkeypatch.setattr(provenance, "__file__", str(installed))
     installed.parent.mkdir(parents=True)
-    monkeypatch.delenv("LMCORE_GIT_COMMIT", raising=False)
     assert provenance.git_state() == {"git_commit": None, "git_dirty": None}
     monkeypatch.setenv("LMCORE_GIT_COMMIT", "abc123")
     assert provenance.git_state() == {"git_commit": "abc123", "git_dirty": None}
 
 
-def test_the_commit_of_a_checkout_goes_before_the_variable_but_for_git(tmp_path, monkeypatch):
-    checkout(tmp_path / "house", monkeypatch)
-    monkeypatch.setenv("LMCORE_GIT_COMMIT", "abc123")
-    assert provenance.git_state()["git_commit"] == git(tmp_path / "house", "rev-parse", "HEAD")
-    monkeypatch.setattr(provenance.shutil, "which", lambda _: None)
-    assert provenance.git_state() == {"git_commit": "abc123", "git_dirty": None}
-
-
-def test_an_archive_carries_its_commit(tmp_path, monkeypatch):
-    """`git archive` of this very project's files, in which nobody sets a variable."""
-    source = checkout(tmp_path / "house", monkeypatch)
+def test_an_archive_carries_its_commit(house, tmp_path, monkeypatch):
+    """`git archive` of this very project's files, before which the variable does not count."""
     for name in (".gitattributes", "lmcore/commit.txt"):
-        shutil.copy(PROJECT / name, tmp_path / "house" / name)
-    git(tmp_path / "house", "add", ".")
-    git(tmp_path / "house", "commit", "-qm", "second")
-    commit = git(tmp_path / "house", "rev-parse", "HEAD")
-    git(tmp_path / "house", "archive", "-o", tmp_path / "house.tar", "HEAD")
+        shutil.copy(PROJECT / name, house / name)
+    number = commit(house)
+    git(house, "archive", "-o", tmp_path / "house.tar", "HEAD")
     shutil.unpack_archive(tmp_path / "house.tar", tmp_path / "copy")
-    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "copy" / source.relative_to(tmp_path / "house")))
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "copy" / "lmcore" / "provenance.py"))
     monkeypatch.setenv("LMCORE_GIT_COMMIT", "abc123")
-    assert provenance.git_state() == {"git_commit": commit, "git_dirty": None}
+    assert provenance.git_state() == {"git_commit": number, "git_dirty": None}
 
 
-def test_the_tree_is_gits_also_where_the_history_is_missing(tmp_path, monkeypatch):
-    source = checkout(tmp_path / "house", monkeypatch)
-    (source.parent / "cli").mkdir()
+def test_the_tree_is_gits_also_where_the_history_is_missing(house, tmp_path):
+    (house / "lmcore" / "cli").mkdir()
     for name in ("cli.py", "cli/z.py", "cli-x.txt", "commit.txt"):
-        (source.parent / name).write_text(provenance.EXPORTED if name == "commit.txt" else name)
-    git(tmp_path / "house", "add", ".")
-    git(tmp_path / "house", "commit", "-qm", "second")
-    tree = git(tmp_path / "house", "rev-parse", "HEAD:lmcore")
-    copy = shutil.copytree(source.parent, tmp_path / "copy" / "lmcore")
+        (house / "lmcore" / name).write_text(provenance.EXPORTED if name == "commit.txt" else name)
+    commit(house)
+    tree = git(house, "rev-parse", "HEAD:lmcore")
+    copy = shutil.copytree(house / "lmcore", tmp_path / "copy" / "lmcore")
     (copy / "commit.txt").write_text("0" * 40)
-    (copy / "__pycache__").mkdir()
+    for folder in ("__pycache__", "empty"):
+        (copy / folder).mkdir()
     (copy / "__pycache__" / "z.pyc").write_text("")
-    (copy / "empty").mkdir()
     assert provenance.git_tree(copy) == tree
     (copy / "cli" / "z.py").write_text("changed")
     assert provenance.git_tree(copy) != tree
@@ -120,13 +114,15 @@ def test_environment_holds_everything_and_is_json():
 
 
 def test_command_line_is_whole_and_names_no_machine(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/somewhere/private/lmcore", "train", "--steps", "5"])
-    assert provenance.command_line() == "lmcore train --steps 5"
-    monkeypatch.setattr("sys.argv", ["/site/lmcore/__main__.py", "sweep", os.path.abspath("runs/x")])
-    assert provenance.command_line() == "lmcore sweep runs/x"
-    words = ["benchmarks/cpu.py", "--prompt", "two words", f"--out={os.path.abspath('runs/x')}", "--data", "/home/text"]
-    monkeypatch.setattr(sys, "argv", words)
-    assert provenance.command_line() == "benchmarks/cpu.py --prompt 'two words' --out=runs/x --data .../text"
+    folder = os.path.abspath("runs/x")
+    words = ["benchmarks/cpu.py", "--prompt", "two words", f"--out={folder}", "--data", "/home/text"]
+    for argv, expected in (
+        (["/somewhere/private/lmcore", "train", "--steps", "5"], "lmcore train --steps 5"),
+        (["/site/lmcore/__main__.py", "sweep", folder], "lmcore sweep runs/x"),
+        (words, "benchmarks/cpu.py --prompt 'two words' --out=runs/x --data .../text"),
+    ):
+        monkeypatch.setattr(sys, "argv", argv)
+        assert provenance.command_line() == expected
 
 
 def in_a_kernel(monkeypatch, parent: list[str], **variables: str) -> str:
@@ -181,9 +177,9 @@ FOREIGN = re.compile(
 """What says nothing to others: a kernel's arguments, temporary files, folders of one machine."""
 
 
-@pytest.mark.parametrize("words", ["ipykernel_launcher.py -f ../../tmp2zzv2vec.json", "lmcore train --run /home/me/r"])
-def test_what_a_record_must_not_say_is_recognized(words):
-    assert FOREIGN.search(words)
+def test_what_a_record_must_not_say_is_recognized():
+    assert FOREIGN.search("ipykernel_launcher.py -f ../../tmp2zzv2vec.json")
+    assert FOREIGN.search("lmcore train --run /home/me/r")
 
 
 RECORDS = sorted(path for folder in ("results", "writeup") for path in (PROJECT / folder).rglob("*.json"))
@@ -203,12 +199,7 @@ def test_committed_records_say_where_they_come_from(path):
 
 def test_driver_is_asked_of_nvidia_smi(monkeypatch):
     monkeypatch.setattr(provenance.shutil, "which", lambda name: f"/usr/bin/{name}")
-
-    def answers(stdout: str, code: int) -> None:
-        done = subprocess.CompletedProcess([], code, stdout=stdout, stderr="")
-        monkeypatch.setattr(provenance.subprocess, "run", lambda *_, **__: done)
-
-    answers("570.86.15\n570.86.15\n", 0)
-    assert provenance.gpu_driver() == "570.86.15"
-    answers("no devices were found\n", 6)
-    assert provenance.gpu_driver() is None
+    for stdout, status, expected in (("570.86.15\n570.86.15\n", 0, "570.86.15"), ("no devices were found\n", 6, None)):
+        done = subprocess.CompletedProcess([], status, stdout=stdout, stderr="")
+        monkeypatch.setattr(provenance.subprocess, "run", lambda *_, done=done, **__: done)
+        assert provenance.gpu_driver() == expected

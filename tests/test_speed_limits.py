@@ -2,6 +2,7 @@
 
 import pandas as pd
 import pytest
+from kernel_reports import speed_row
 
 from lmcore.accounting import training_flops
 from lmcore.config import model_config
@@ -14,19 +15,8 @@ CEILINGS = {"copy_bytes_per_second": 1e9, "bf16_flops_per_second": 1e9}
 SETTINGS = {"size": "smoke", "batch_size": 2, "context_length": 16, "vocab_size": 100}
 
 
-def measured_row(row, group, contestant, ours, median, settings, **more):
-    head = {"row": row, "group": group, "work": f"work of {row}", "settings": settings, "contestant": contestant}
-    empty = dict.fromkeys(("rate", "rate_unit", "share", "share_of", "peak_bytes", "reason"))
-    return (
-        head
-        | empty
-        | {"ours": ours, "median": median, "unit": "ms", "outcome": "complete", "notes": {}, "run": 0}
-        | more
-    )
-
-
 def measured(rows, targets=()):
-    return Speed(pd.DataFrame(rows), list(targets), {"device": "a chip"}, CEILINGS)
+    return Speed(pd.DataFrame(rows).assign(run=0), list(targets), {"device": "a chip"}, CEILINGS)
 
 
 def test_products_count_each_weight_six_times_a_token():
@@ -53,7 +43,7 @@ def test_floors_of_a_step_by_hand():
 
 def test_a_missed_step_says_of_what_it_consists():
     floors = step_floors(SETTINGS, CEILINGS)
-    row = measured_row("a", "step", "lmcore fused", True, floors.total + 10, SETTINGS, share=0.25)
+    row = speed_row("a", "step", "lmcore fused", True, floors.total + 10, settings=SETTINGS, share=0.25)
     target = {"row": "a", "measure": "median", "at_most": floors.total + 5, "text": "soon"}
     text = misses(measured([row], [target]))
     assert "MFU 25%; products at least" in text
@@ -83,8 +73,8 @@ def test_lengths_at_which_a_peer_is_ahead_are_named():
 def test_memory_of_a_sweep_stands_in_for_rows_of_memory():
     shape = {"head_size": 64, "heads": 2, "batch_size": 1, "passes": "both", "causal": True}
     rows = [
-        measured_row(f"a-{n}", "attention", "lmcore flash", True, 1.0, shape | {"context_length": n},
-                     rate=1.0, peak_bytes=1000.0 * n)
+        speed_row(f"a-{n}", "attention", "lmcore flash", True, 1.0, settings=shape | {"context_length": n},
+                  rate=1.0, peak_bytes=1000.0 * n)
         for n in (512, 1024, 2048, 4096, 8192)
     ]  # fmt: skip
     figures = speed_figures(measured(rows))
@@ -100,7 +90,7 @@ def test_memory_of_a_sweep_stands_in_for_rows_of_memory():
 def test_what_the_file_lacks_is_named():
     names = ["study", "elementwise-rope", "memory-attention-512", "memory-step-512", "attention-64-512-both",
              "attention-128-512-both", "decode-small-8", "decode-small-1-generate"]  # fmt: skip
-    rows = [measured_row(name, "any", "lmcore fused", True, 1.0, {}) for name in names]
+    rows = [speed_row(name, "any", "lmcore fused", True, 1.0) for name in names]
     assert missing_sentence(measured(rows)) == ""
     text = missing_sentence(measured(rows[:-2]))
     assert text == "Not in this record yet: decoding in batches and Hugging Face's own loop of generation."

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from kernel_reports import drawn
+from kernel_reports import drawn, speed_row
 
 from lmcore.errors import UserError
 from lmcore.workbook.report.figures import use_style
@@ -17,15 +17,6 @@ def style():
     use_style()
 
 
-def speed_row(row, group, contestant, ours, median, **more):
-    head = {"row": row, "group": group, "work": f"work of {row}", "settings": more.pop("settings", {})}
-    return head | {
-        "contestant": contestant, "ours": ours, "unit": "ms", "median": median, "low": median, "high": median,
-        "repeats": 9, "peak_bytes": None, "rate": None, "rate_unit": None, "share": None, "share_of": None,
-        "outcome": "complete" if median else "out of memory", "reason": None, "notes": {},
-    } | more  # fmt: skip
-
-
 def speed_file(folder, step=2.0, changes=(), runs=()):
     rows = [
         speed_row("step-a", "step", "HF eager", False, 9.0, rate=1000.0, rate_unit="tok/s"),
@@ -37,34 +28,15 @@ def speed_file(folder, step=2.0, changes=(), runs=()):
         speed_row("study", "study", "+ broken", False, None),
     ]
     for length in (512, 1024, 16384):
-        for kind, passes in ((64, "forward"), (128, "both")):
-            settings = {"head_size": kind, "context_length": length, "passes": passes, "causal": True}
-            rates = {"SDPA cuDNN": 500.0, "SDPA FlashAttention": 300.0, "lmcore flash": 550.0}
-            rows += [
-                speed_row(
-                    f"attention-{kind}-{length}-{passes}",
-                    "attention",
-                    name,
-                    name.startswith("lmcore"),
-                    1 / rate,
-                    rate=rate,
-                    rate_unit="TFLOP/s",
-                    settings=settings,
-                )
-                for name, rate in rates.items()
-            ]
+        for head_size, passes in ((64, "forward"), (128, "both")):
+            settings = {"head_size": head_size, "context_length": length, "passes": passes, "causal": True}
+            name, more = f"attention-{head_size}-{length}-{passes}", {"rate_unit": "TFLOP/s", "settings": settings}
+            for contestant, rate in (("SDPA cuDNN", 500.0), ("SDPA FlashAttention", 300.0), ("lmcore flash", 550.0)):
+                ours = contestant.startswith("lmcore")
+                rows.append(speed_row(name, "attention", contestant, ours, 1 / rate, rate=rate, **more))
         for kind, name, lost in (("attention", "plain", length > 9000), ("step", "lmcore fused", False)):
-            rows.append(
-                speed_row(
-                    f"memory-{kind}-{length}",
-                    "memory",
-                    name,
-                    False,
-                    None if lost else 1.0,
-                    peak_bytes=None if lost else length**2 * 100,
-                    settings={"context_length": length},
-                )
-            )
+            more = {"peak_bytes": None if lost else length**2 * 100, "settings": {"context_length": length}}
+            rows.append(speed_row(f"memory-{kind}-{length}", "memory", name, False, None if lost else 1.0, **more))
     targets = [
         {"row": "step-a", "measure": "median", "at_most": 2.5, "text": "≤ 2.5 ms"},
         {"row": "step-a", "measure": "share", "at_least": 0.5, "text": "≥ 50 % MFU"},

@@ -1,78 +1,17 @@
+"""Answers and figures of the optimisation report on made-up tables: other numbers, other sentences."""
+
 import dataclasses
 
-import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from test_cases import SMALL, batch_cells, context_cells, optimization_cells
 
-from lmcore.config import from_dict
-from lmcore.errors import UserError
-from lmcore.profiling.study import OPTIMIZATIONS, StudyConfig
-from lmcore.profiling.workload import Workload
+from lmcore.profiling.cases import OPTIMIZATIONS, StudyConfig
 from lmcore.workbook.report.benchmark import optimizations as levers
 from lmcore.workbook.report.benchmark import study as answers
 from lmcore.workbook.report.benchmark.study_figures import batch_figure, context_figure, optimizations_figure
 from lmcore.workbook.report.figures import use_style
-
-SMALL = StudyConfig(
-    d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=64, batch_sizes=(1, 2), batch_context=16,
-    precisions=("fp32", "bf16"), contexts=(8, 16), context_batch=2, optimization_batch=2, optimization_context=16,
-    mixed_precision="bf16", warmup_steps=0, steps=1, device="cpu",
-)  # fmt: skip
-
-
-def batch_cells(s: StudyConfig) -> dict:
-    """The cases of notebook 04 by batch size and precision; those by context and by optimization follow."""
-    return s.grid((s.batch_context, size, kind, {}) for kind in s.precisions for size in s.batch_sizes)
-
-
-def context_cells(s: StudyConfig) -> dict:
-    return s.grid((context, s.context_batch, s.mixed_precision, {}) for context in s.contexts)
-
-
-def optimization_cells(s: StudyConfig) -> dict:
-    place = s.optimization_context, s.optimization_batch, s.mixed_precision
-    return s.grid((*place, switches) for switches in OPTIMIZATIONS.values())
-
-
-def study_cells(s: StudyConfig) -> dict:
-    return batch_cells(s) | context_cells(s) | optimization_cells(s)
-
-
-def test_the_reports_setting_is_the_default_and_names_tell_cases_apart():
-    cases = study_cells(StudyConfig())
-    assert len(cases) == 18 + 4 + 4 - 1  # batch 8 at context 512 serves two questions
-    assert len({repr(dataclasses.asdict(config)) for config in cases.values()}) == len(cases)
-    assert {config.passes for config in cases.values()} == {"train_step"}
-    model = cases["study_b16_c1024_fp16"].model
-    assert (model.num_layers, model.num_heads, model.vocab_size, model.position) == (12, 12, 50_257, "sinusoidal")
-    assert list(optimization_cells(SMALL).values()) == [
-        dataclasses.replace(batch_cells(SMALL)["study_b2_c16_bf16"], model=SMALL.model(16, **switches))
-        for switches in OPTIMIZATIONS.values()
-    ]
-    assert list(optimization_cells(SMALL))[1:] == [
-        "study_b2_c16_bf16_checkpoint1", "study_b2_c16_bf16_sdpa", "study_b2_c16_bf16_checkpoint1_sdpa"
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"batch_sizes": ()}, "batch_sizes must name at least one"),
-        ({"contexts": [8, 8]}, "contexts names a value twice"),
-        ({"batch_sizes": [0]}, "batch_sizes must be a positive whole number"),
-        ({"precisions": ["fp8"]}, "precisions must be one of"),
-        ({"depth": 3}, "StudyConfig has no field depth"),
-    ],
-)
-def test_a_study_that_makes_no_sense(changes, words):
-    with pytest.raises(UserError, match=words):
-        from_dict(StudyConfig, changes)
-
-
-@pytest.mark.parametrize("name", list(study_cells(SMALL)))
-def test_every_case_of_a_small_study_runs(name):
-    assert np.isfinite(Workload(study_cells(SMALL)[name]).step().item())
 
 
 def test_what_checkpointing_changed():

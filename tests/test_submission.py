@@ -46,23 +46,28 @@ KEYS = {  # put together here, so that no line of this file is one
 }
 
 
+PDF = "%PDF-1.7 answers"
+
+
+def write(folder: Path, *names: str, text: str = "secret") -> None:
+    """Writes the text into files of a folder."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
 @pytest.fixture
 def project(tmp_path):
     """A small project with an executed workbook, a writeup and a learning curve in runs/smoke."""
     folder = make_project(tmp_path / "project", _01_good=["# 01 Good", parameters(), code("1")])
     shutil.copy(ROOT / ".gitignore", folder)
-    (folder / "lmcore").mkdir()
-    (folder / "lmcore" / "tokenizer.py").write_text("SIZE = 1\n")
-    (folder / "run.sh").write_text("#!/bin/sh\n")
-    (folder / "run.sh").chmod(0o755)
     out = folder / "runs" / "smoke"
-    for name in ("notebooks", "writeup", "figures"):
-        (out / name).mkdir(parents=True)
-    shutil.copy(folder / "notebooks" / "01_good.ipynb", out / "notebooks")
+    write(folder, "lmcore/tokenizer.py", "run.sh", text="SIZE = 1\n")
+    (folder / "run.sh").chmod(0o755)
+    write(out, "figures/recipe_curves.svg", "writeup/answers.html", text="<svg/>")
+    write(out, "writeup/answers.pdf", text=PDF)
+    shutil.copytree(folder / "notebooks", out / "notebooks")
     write_record(out, "done")
-    (out / "figures" / "recipe_curves.svg").write_text("<svg/>")
-    (out / "writeup" / "answers.html").write_text("<html></html>")
-    (out / "writeup" / "answers.pdf").write_bytes(b"%PDF-1.7 answers")
     return folder
 
 
@@ -83,18 +88,18 @@ def git(project, *arguments):
     subprocess.run(["git", "-C", project, *identity, *arguments], check=True, capture_output=True)
 
 
-def names_in(project):
-    with zipfile.ZipFile(project / "submission" / "code.zip") as archive:
-        assert archive.testzip() is None
-        return archive.namelist()
+def handed_in(project) -> set[str]:
+    return {path.name for path in (project / "submission").iterdir()}
 
 
 def test_the_hand_in_is_code_answers_and_learning_curve(project):
     done = submit(project)
     assert sorted(path.name for path in done.written) == ["answers.pdf", "code.zip", "learning_curve.svg"]
-    assert sorted(path.name for path in (project / "submission").iterdir()) == sorted(p.name for p in done.written)
-    assert (project / "submission" / "answers.pdf").read_bytes() == b"%PDF-1.7 answers"
-    assert names_in(project) == [f"code/{name}" for name in sorted([*FILES, "learning_curve.svg"])]
+    assert handed_in(project) == {path.name for path in done.written}
+    assert (project / "submission" / "answers.pdf").read_text() == PDF
+    with zipfile.ZipFile(project / "submission" / "code.zip") as archive:
+        assert archive.testzip() is None
+        assert archive.namelist() == [f"code/{name}" for name in sorted([*FILES, "learning_curve.svg"])]
     assert done.notes == []
     assert "code.zip: 0.00 MB, 5 files of the project" in describe(done)
 
@@ -102,11 +107,7 @@ def test_the_hand_in_is_code_answers_and_learning_curve(project):
 def test_the_other_course_calls_the_answers_writeup(project):
     submit(project)
     submit(project, names="cs336")
-    assert sorted(p.name for p in (project / "submission").iterdir()) == [
-        "code.zip",
-        "learning_curve.svg",
-        "writeup.pdf",
-    ]
+    assert handed_in(project) == {"code.zip", "learning_curve.svg", "writeup.pdf"}
 
 
 def test_the_archive_is_reproducible(project):
@@ -114,8 +115,7 @@ def test_the_archive_is_reproducible(project):
     first = (project / "submission" / "code.zip").read_bytes()
     for path in project.rglob("*.py"):
         os.utime(path, (1.5e9, 1.5e9))
-    (project / "lmcore" / "__pycache__").mkdir()
-    (project / "lmcore" / "__pycache__" / "tokenizer.pyc").touch()
+    write(project, "lmcore/__pycache__/tokenizer.pyc")
     submit(project)
     assert (project / "submission" / "code.zip").read_bytes() == first
     with zipfile.ZipFile(project / "submission" / "code.zip") as archive:
@@ -128,10 +128,8 @@ def test_the_archive_is_reproducible(project):
 def test_what_is_made_or_secret_stays_out(project, checkout):
     secrets = [".env.local", "hf_token.txt", "keys/id_rsa", "server.pem", ".netrc", "credentials.json"]
     ignored = ["model.pt", "data/stories/train.txt", ".venv/lib/x.py", "lmcore/__pycache__/x.pyc", ".pytest_cache/x"]
-    for name in (*secrets, *ignored, "slurm-12.out", "a/.ipynb_checkpoints/a.ipynb", "lmcore.egg-info/PKG-INFO"):
-        (project / name).parent.mkdir(parents=True, exist_ok=True)
-        (project / name).write_text("secret")
-    (project / "large.txt").write_bytes(b"a" * (MAX_FILE_BYTES + 1))
+    write(project, *secrets, *ignored, "slurm-12.out", "a/.ipynb_checkpoints/a.ipynb", "lmcore.egg-info/PKG-INFO")
+    write(project, "large.txt", text="a" * (MAX_FILE_BYTES + 1))
     (project / "link").symlink_to("/etc/hostname")
     executed = nbformat.v4.new_notebook(metadata={"papermill": {"version": "2"}})
     nbformat.write(executed, project / "executed.ipynb")
@@ -157,11 +155,9 @@ def test_without_git_there_is_a_sentence(project, monkeypatch):
         project_files(project)
 
 
-@pytest.mark.parametrize(
-    "name", ["tokenizer.py", "tokens.py", "test_data_tokens.py", "hf_token.py", "token.md", "keys.py"]
-)
-def test_code_is_no_secret_by_its_name(name):
-    assert not is_secret_name(name)
+def test_code_is_no_secret_by_its_name():
+    names = ("tokenizer.py", "tokens.py", "test_data_tokens.py", "hf_token.py", "token.md", "keys.py")
+    assert not any(map(is_secret_name, names))
 
 
 @pytest.mark.parametrize("what", KEYS)
@@ -202,9 +198,8 @@ def test_a_missing_writeup_is_refused(project):
     (project / "runs" / "smoke" / "writeup" / "answers.pdf").unlink()
     with pytest.raises(UserError, match="There is no writeup"):
         submit(project)
-    done = submit(project, incomplete=True)
-    assert [path.name for path in done.written] == ["code.zip", "learning_curve.svg"]
-    assert not (project / "submission" / "answers.pdf").exists()  # that of the first hand-in would not be this one's
+    submit(project, incomplete=True)
+    assert handed_in(project) == {"code.zip", "learning_curve.svg"}  # answers.pdf was that of the first hand-in
 
 
 def test_the_command_takes_the_newest_writeup(project, monkeypatch, capsys):

@@ -18,26 +18,24 @@ def config(embedded_data) -> TrainConfig:
     return TrainConfig(
         model=model_config("smoke", vocab_size=300, context_length=16, d_model=16, num_heads=2, d_ff=24),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0, max_grad_norm=None),
-        data=str(embedded_data),
-        batch_size=4,
-        steps=6,
-        log_interval=1,
-        eval_interval=6,
-        checkpoint_interval=6,
+        data=str(embedded_data), batch_size=4, steps=6, log_interval=1, eval_interval=6, checkpoint_interval=6,
         device="cpu",
-    )
+    )  # fmt: skip
 
 
-def test_run_is_followed_to_its_end_and_reused(tmp_path, config, capsys):
+def test_run_is_followed_to_its_end_reused_and_mended(tmp_path, config, capsys):
     run = run_or_reuse(config, tmp_path / "run")
     assert run.status()["state"] == "complete"
     assert "step 6/6" in capsys.readouterr().out
-    written = run.metrics_file.stat().st_mtime_ns
+    written, text = run.metrics_file.stat().st_mtime_ns, run.metrics_file.read_text()
     run_or_reuse(config, tmp_path / "run")
     assert "reused, complete at step 6" in capsys.readouterr().out
     assert run.metrics_file.stat().st_mtime_ns == written
     with pytest.raises(UserError, match="made with other settings"):
         run_or_reuse(replace(config, seed=1), tmp_path / "run")
+    run.metrics_file.write_text(text.replace('"step": 4', '"step": 5'))
+    run_or_reuse(config, tmp_path / "run")
+    assert run.metrics_file.read_text() == text
 
 
 def test_a_child_that_fails_speaks_through_the_parent(tmp_path, config):
@@ -45,56 +43,41 @@ def test_a_child_that_fails_speaks_through_the_parent(tmp_path, config):
         run_or_reuse(replace(config, model__vocab_size=20), tmp_path / "run")
 
 
+def test_a_run_that_another_process_leaves_is_gone_on_with(tmp_path, config, capsys):
+    held, said = threading.Event(), []
+
+    def other_process():
+        with RunFolder(tmp_path / "run").lock():
+            held.set()
+            while not any("this one follows" in text for text in said):
+                said.append(capsys.readouterr().out)
+                threading.Event().wait(0.05)
+
+    thread = threading.Thread(target=other_process)
+    thread.start()
+    held.wait()
+    assert run_or_reuse(config, tmp_path / "run").status()["state"] == "complete"
+    thread.join()
+
+
 def test_sweep_with_a_diverging_run(tmp_path, config, capsys):
     runs = {"good": config, "bad": replace(config, optimizer__name="sgd", optimizer__learning_rate=1e30)}
     folders = run_sweep(runs, tmp_path, workers=2)
-    assert folders["good"].status()["state"] == "complete"
-    assert folders["bad"].status()["state"] == "diverged"
+    assert {name: run.status()["state"] for name, run in folders.items()} == {"good": "complete", "bad": "diverged"}
     assert math.isfinite(folders["good"].status()["valid_loss"])
     run_sweep(runs, tmp_path, workers=2)
     assert "all 2 runs reused" in capsys.readouterr().out
 
 
-def test_a_sweep_that_is_no_mapping_is_refused(tmp_path):
-    (tmp_path / "sweep.json").write_text("[1]")
-    with pytest.raises(UserError, match=r"sweep\.json must be a mapping"):
-        work(tmp_path)
-
-
-def test_a_run_in_other_hands_is_left_to_them(tmp_path, config):
+def test_a_worker_leaves_a_run_in_other_hands_and_refuses_what_is_no_mapping(tmp_path, config):
     write_json(tmp_path / "sweep.json", {"taken": {"data": config.data}})
     taken = RunFolder(tmp_path / "taken")
     with taken.lock():
         work(tmp_path)
     assert taken.status()["state"] == "new"
-
-
-def test_a_run_that_another_process_leaves_is_gone_on_with(tmp_path, config, capsys):
-    run, held = RunFolder(tmp_path / "run"), threading.Event()
-
-    def other_process():
-        with RunFolder(run.path).lock():
-            held.set()
-            while "this one follows" not in said:
-                said.append(capsys.readouterr().out.split(": another process trains it; ")[-1].strip(".\n"))
-                threading.Event().wait(0.05)
-
-    said: list[str] = []
-    thread = threading.Thread(target=other_process)
-    thread.start()
-    held.wait()
-    assert run_or_reuse(config, run.path).status()["state"] == "complete"
-    thread.join()
-
-
-def test_damaged_results_are_mended_not_reused(tmp_path, config):
-    run = run_or_reuse(config, tmp_path / "run")
-    lines = run.metrics_lines()
-    text = run.metrics_file.read_text()
-    run.metrics_file.write_text(text.replace('"step": 4', '"step": 5'))
-    run_or_reuse(config, tmp_path / "run")
-    assert run.metrics_lines() == lines
-    assert run.metrics_file.read_text() == text
+    write_json(tmp_path / "sweep.json", [1])
+    with pytest.raises(UserError, match=r"sweep\.json must be a mapping"):
+        work(tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
@@ -106,10 +89,9 @@ def test_a_worker_stops_between_two_runs(tmp_path, config, monkeypatch, number):
         os.kill(os.getpid(), number)
         return types.SimpleNamespace(state="complete")
 
-    monkeypatch.setattr("lmcore.train.train", train)
+    monkeypatch.setattr("lmcore.workbook.sweep.train", train)
     write_json(tmp_path / "sweep.json", {name: {"data": config.data} for name in ("a", "b")})
     with pytest.raises(SystemExit) as ended:
         work(tmp_path)
-    assert ended.value.code == EXIT_INTERRUPTED
-    assert trained == ["a"]
+    assert (ended.value.code, trained) == (EXIT_INTERRUPTED, ["a"])
     assert signal.getsignal(number) == signal.SIG_DFL

@@ -11,100 +11,92 @@ import torch
 from lmcore import accounting
 from lmcore.config import ModelConfig, replace, to_dict
 from lmcore.profiling import timing
-from lmcore.profiling.workload import PHASES, WorkloadConfig, workload_config
+from lmcore.profiling.cases import WorkloadConfig, workload_config
+from lmcore.profiling.workload import PHASES
 
 MODEL = ModelConfig(vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2, d_ff=64)
 
 
-def sample(wall: float, warmup: bool = False, cuda: float | None = None, **phases: float) -> dict:
-    step = {"wall": wall, "cuda": cuda} | dict.fromkeys(PHASES) | phases
-    return step | {"warmup": warmup, "device_allocations": None, "page_faults": 3}
+def sample(wall: float, warmup: bool = False, cuda: float | None = None, **others: float) -> dict:
+    counted = {"warmup": warmup, "device_allocations": None, "page_faults": 3}
+    return {"wall": wall, "cuda": cuda} | dict.fromkeys(PHASES) | counted | others
 
 
-def record(config: WorkloadConfig, samples: list[dict] | None, device: str = "NVIDIA H200", **changes) -> dict:
-    result = None
-    if samples is not None:
-        result = {"device": device, "samples": samples, "peak_memory_bytes": 7, "peak_reserved_bytes": 9}
+def record(config: WorkloadConfig, *samples: dict, device: str = "NVIDIA H200", **changes) -> dict:
+    result = {"device": device, "samples": samples, "peak_memory_bytes": 7, "peak_reserved_bytes": 9}
     return {
         "cell": "a", "config": json.loads(json.dumps(to_dict(config))), "outcome": "complete", "reason": None,
-        "environment": {"device": device}, "result": result,
+        "environment": {"device": device}, "result": result if samples else None,
     } | changes  # fmt: skip
 
 
-def test_summary_by_hand():
-    assert timing.summary([1.0, 2.0, 6.0]) == {"mean": 3.0, "std": math.sqrt(7), "median": 2.0, "min": 1.0}
-    assert timing.summary([2.0, None])["std"] is None
-    assert timing.summary([None, None]) == {"mean": None, "std": None, "median": None, "min": None}
-    assert timing.summary([])["mean"] is None
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        ([1.0, 2.0, 6.0], {"mean": 3.0, "std": math.sqrt(7), "median": 2.0, "min": 1.0}),
+        ([2.0, None], {"mean": 2.0, "std": None, "median": 2.0, "min": 2.0}),
+        ([None], dict.fromkeys(("mean", "std", "median", "min"))),
+    ],
+)
+def test_summary_by_hand(samples, expected):
+    assert timing.summary(samples) == expected
 
 
 def test_warmups_are_no_measurements():
     config = WorkloadConfig(model=MODEL, passes="train_step", precision="bf16")
-    samples = [sample(9.0, warmup=True, cuda=9.0), sample(1.0, cuda=0.5, backward=0.25), sample(3.0, cuda=0.7)]
-    table = timing.timing_table({"a": record(config, samples)})
-    row = table.iloc[0]
+    samples = sample(9.0, warmup=True, cuda=9.0), sample(1.0, cuda=0.5, backward=0.25), sample(3.0, cuda=0.7)
+    row = timing.timing_table({"a": record(config, *samples)}).iloc[0]
     assert (row["wall_mean"], row["wall_median"], row["wall_min"]) == (2.0, 2.0, 1.0)
-    assert row["wall_std"] == pytest.approx(math.sqrt(2))
-    assert row["cuda_mean"] == pytest.approx(0.6)
-    assert row["backward_median"] == 0.25
-    assert row["optimizer_median"] is None
-    assert row["tokens_per_second"] == 4 * 16 / 2.0
+    assert (row["wall_std"], row["cuda_mean"]) == (pytest.approx(math.sqrt(2)), pytest.approx(0.6))
+    assert (row["backward_median"], row["optimizer_median"], row["tokens_per_second"]) == (0.25, None, 4 * 16 / 2.0)
     assert row["flops"] == accounting.training_flops(MODEL, 4)
     assert row["mfu"] == pytest.approx(row["flops"] / 2.0 / 989.4e12)
-    long = timing.samples_table({"a": record(config, samples)})
-    assert long["step"].tolist() == [1, 2, 3]
-    assert long["warmup"].tolist() == [True, False, False]
+    long = timing.samples_table({"a": record(config, *samples)})
+    assert long[["step", "warmup"]].values.tolist() == [[1, True], [2, False], [3, False]]
 
 
 def test_a_row_tells_of_the_step_that_was_run():
     """The fused one heeds neither attention nor compile; records from before there was a choice have no ops."""
     config = WorkloadConfig(model=MODEL, compile=True)
-    old = record(config, [sample(1.0)])
-    del old["config"]["ops"]
-    records = {"old": old, "plain": record(config, [sample(1.0)])}
-    records["fused"] = record(replace(config, ops="fused", model__attention="sdpa"), [sample(1.0)])
-    table, samples = timing.timing_table(records), timing.samples_table(records)
-    expected = [("plain", True), ("plain", True), ("fused", False)]
-    for rows in (table, samples):
-        assert list(zip(rows["ops"], rows["compile"], strict=True)) == expected
+    fused = replace(config, ops="fused", model__attention="sdpa")
+    records = {name: record(one, sample(1.0)) for name, one in (("old", config), ("plain", config), ("fused", fused))}
+    del records["old"]["config"]["ops"]
+    before = json.dumps(records)
+    table = timing.timing_table(records)
+    for rows in (table, timing.samples_table(records)):
+        assert rows[["ops", "compile"]].values.tolist() == [["plain", True], ["plain", True], ["fused", False]]
     assert table["attention"].tolist() == [MODEL.attention, MODEL.attention, "flash"]
-    assert old["config"]["compile"] is records["fused"]["config"]["compile"] is True
+    assert json.dumps(records) == before
 
 
 def test_a_cell_without_memory_is_a_row():
     config = workload_config("2.7b", 1024, passes="train_step")
-    lost = record(config, None, outcome="out of memory", reason="CUDA out of memory. Tried to allocate 2 GiB")
-    table = timing.timing_table({"b": lost, "a": record(config, [sample(1.0)], device="CPU")})
-    row = table.iloc[0]
+    lost = record(config, outcome="out of memory", reason="CUDA out of memory. Tried to allocate 2 GiB")
+    row, other = timing.timing_table({"b": lost, "a": record(config, sample(1.0), device="CPU")}).to_dict("records")
     assert (row["size"], row["context_length"], row["outcome"]) == ("2.7b", 1024, "out of memory")
     assert row["reason"].endswith("2 GiB")
-    for name in ("wall_mean", "cuda_median", "tokens_per_second", "flops_per_second", "mfu", "peak_memory_bytes"):
-        assert row[name] is None, name
-    assert table.iloc[1]["mfu"] is None  # of a chip whose peak nobody knows
-    assert table.iloc[1]["cuda_median"] is None
+    empty = "wall_mean", "cuda_median", "tokens_per_second", "flops_per_second", "mfu", "peak_memory_bytes"
+    assert [row[name] for name in empty] == [None] * 6
+    assert (other["mfu"], other["cuda_median"]) == (None, None)  # of a chip whose peak nobody knows
     assert len(timing.samples_table({"b": lost})) == 0
-    killed = record(config, None, outcome="failed", environment=None)
-    assert timing.timing_table({"b": killed})["device"].tolist() == [None]
+    assert timing.timing_table({"b": lost | {"environment": None}})["device"].tolist() == [None]
 
 
 def test_flops_of_a_step():
     forward = accounting.forward_flops(MODEL, 4)
-    assert timing.step_flops(MODEL, 4, "forward") == forward
-    assert timing.step_flops(MODEL, 4, "forward_backward") == timing.step_flops(MODEL, 4, "train_step") == 3 * forward
+    found = [timing.step_flops(MODEL, 4, passes) for passes in ("forward", "forward_backward", "train_step")]
+    assert found == [forward, 3 * forward, 3 * forward]
 
 
-@pytest.mark.parametrize(
-    ("passes", "phases", "warmups"),
-    [("forward", PHASES[:1], 0), ("forward_backward", PHASES[:3], 1), ("train_step", PHASES, 1)],
-)
-def test_measure_on_the_cpu(passes, phases, warmups, tmp_path):
-    config = WorkloadConfig(model=MODEL, passes=passes, warmup_steps=warmups, steps=2, device="cpu")
+@pytest.mark.parametrize(("passes", "phases"), [("forward", 1), ("forward_backward", 3), ("train_step", 4)])
+def test_measure_on_the_cpu(passes, phases, tmp_path):
+    config = WorkloadConfig(model=MODEL, passes=passes, warmup_steps=phases - 1, steps=2, device="cpu")
     result = timing.measure(config, tmp_path)
-    assert [step["warmup"] for step in result["samples"]] == [True] * warmups + [False, False]
+    assert [step["warmup"] for step in result["samples"]] == [True] * (phases - 1) + [False, False]
     for step in result["samples"]:
         assert step["cuda"] is None
-        assert {name for name in PHASES if step[name] is not None} == set(phases)
-        assert 0 < sum(step[name] for name in phases) <= step["wall"]
+        assert [name for name in PHASES if step[name] is not None] == list(PHASES[:phases])
+        assert 0 < sum(step[name] for name in PHASES[:phases]) <= step["wall"]
     assert result["peak_memory_bytes"] is None
     json.dumps(result)
 
@@ -112,9 +104,8 @@ def test_measure_on_the_cpu(passes, phases, warmups, tmp_path):
 def test_a_new_measurement_is_a_column_where_it_is_measured_alone():
     """Records that have it fill the column, older ones leave it empty."""
     config = WorkloadConfig(model=MODEL)
-    new = record(config, [sample(1.0) | {"energy": 5.0}])
-    new["result"]["clock_rate"] = 7
-    records = {"old": record(config, [sample(1.0)]), "new": new}
+    records = {"old": record(config, sample(1.0)), "new": record(config, sample(1.0, energy=5.0))}
+    records["new"]["result"]["clock_rate"] = 7
     assert timing.timing_table(records)["clock_rate"].tolist() == [None, 7]
     assert timing.samples_table(records)["energy"].dropna().tolist() == [5.0]
 
@@ -130,7 +121,7 @@ def test_the_clock_runs_until_the_device_has_done_the_step(tmp_path, monkeypatch
         now[0], waiting[0] = now[0] + 1.0, waiting[0] + 100.0
 
     monkeypatch.setattr(timing, "default_timer", lambda: now[0])
-    monkeypatch.setattr(timing.Workload, "synchronize", synchronize)
+    monkeypatch.setattr(timing.Clock, "synchronize", synchronize)
     monkeypatch.setattr(timing.Workload, "step", step)
     result = timing.measure(WorkloadConfig(model=MODEL, warmup_steps=1, steps=2, device="cpu"), tmp_path)
     assert [sample["wall"] for sample in result["samples"]] == [101.0] * 3
@@ -139,21 +130,11 @@ def test_the_clock_runs_until_the_device_has_done_the_step(tmp_path, monkeypatch
 def test_compilation_is_no_measurement(tmp_path, monkeypatch):
     """The first call of a compiled model is slow; with one warm-up no measured step holds it."""
     compiled = []
-
-    def slow_once(model, **_):
-        def call(*arguments):
-            if not compiled:
-                compiled.append(True)
-            return model(*arguments)
-
-        return call
-
-    monkeypatch.setattr(torch, "compile", slow_once)
-    monkeypatch.setattr(timing, "default_timer", lambda: time.perf_counter() + 1000 * len(compiled))
+    monkeypatch.setattr(torch, "compile", lambda model, **_: lambda *inputs: compiled.append(True) or model(*inputs))
+    monkeypatch.setattr(timing, "default_timer", lambda: time.perf_counter() + 1000 * bool(compiled))
     config = WorkloadConfig(model=MODEL, compile=True, warmup_steps=1, steps=2, device="cpu")
     steps = timing.measure(config, tmp_path)["samples"]
-    assert steps[0]["wall"] > 1000
-    assert max(step["wall"] for step in steps if not step["warmup"]) < 1000
+    assert [step["wall"] > 1000 for step in steps] == [step["warmup"] for step in steps] == [True, False, False]
 
 
 @pytest.mark.gpu

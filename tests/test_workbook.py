@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
-from notebook_projects import SVG, code, make_project, parameters
+from notebook_projects import SVG, code, make_project, parameters, results
 
 from lmcore import cli
 from lmcore.errors import UserError
@@ -33,13 +33,6 @@ GOOD = {
     ],
     "_02_second": ["# 02 Second", parameters("scale = 'smoke'\ndata = ''\nout = ''"), code("2 + 2"), code("")],
 }
-
-
-def results(path) -> list[str]:
-    """The text/plain results in a notebook."""
-    cells = [cell for cell in read_notebook(path).cells if cell.cell_type == "code"]
-    outputs = [output for cell in cells for output in cell.outputs]
-    return [output["data"]["text/plain"] for output in outputs if output.output_type == "execute_result"]
 
 
 @pytest.fixture(scope="module")
@@ -185,10 +178,8 @@ def test_the_time_left_is_of_expected_durations(monkeypatch, speed):
     progress = execution.WorkbookProgress(expected, known=True)
     seen = []
     for name, cells in expected.items():
-        progress.begin_notebook(name)
-        for id, seconds in {"": execution.START_SECONDS, **cells}.items():
-            if id:
-                progress.begin_cell(code("1") | {"id": id})
+        for id, seconds in {None: execution.START_SECONDS, **cells}.items():
+            progress.begin(name, id)
             for _ in range(20):
                 now += seconds / speed / 20
                 seen.append((now - 1000, progress.share(now)[1]))
@@ -224,9 +215,7 @@ def test_the_committed_durations_are_of_cells_that_are_there():
 def test_a_line_says_what_goes_on_in_a_cell(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(execution, "SECONDS_BETWEEN_LINES", 0.0)
     progress = execution.WorkbookProgress({"01_a": {"a1": 3.0, "a2": 9.0}}, known=True, runs=tmp_path)
-    progress.begin_notebook("01_a")
-    cell = code("1") | {"id": "a2"}
-    progress.begin_cell(cell)
+    progress.begin("01_a", "a2")
     progress.write("merge 100\nmerge 200\n")
     progress.show()
     run = tmp_path / "rates" / "lr_1"
@@ -238,7 +227,7 @@ def test_a_line_says_what_goes_on_in_a_cell(tmp_path, monkeypatch, capsys):
     (tmp_path / ".small.lock").touch()
     os.utime(run / "metrics.jsonl", (1e9, 1e9))
     progress.show()
-    progress.begin_cell(cell)
+    progress.begin("01_a", "a2")
     progress.close()
     said = [line.partition("01_a, cell 2/2")[2] for line in capsys.readouterr().out.splitlines()][-5:]
     expected = ["merge 200", "lr_1, step 10/1,000, loss 1.250", "lr_1, step 20/1,000, loss 2.500", "case small"]

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 from lmcore.errors import require
-from lmcore.profiling.nsys.export import GRAPH, KERNEL, MEMCPY, MEMSET, NVTX, RUNTIME, VERSION_TABLES, open_export
+from lmcore.profiling.nsys.export import GRAPH, KERNEL, MEMCPY, MEMSET, NVTX, RUNTIME, VERSION_TABLES, read_export
 
 WORK = {
     KERNEL: "start end deviceId streamId correlationId globalPid demangledName shortName graphNodeId",
@@ -17,13 +17,8 @@ WORK = {
     MEMCPY: "start end deviceId streamId correlationId globalPid bytes copyKind",
     MEMSET: "start end deviceId streamId correlationId globalPid bytes",
 }
-CALLS = {RUNTIME: "start end globalTid correlationId nameId"}
-RANGES = {NVTX: "start end eventType text globalTid textId domainId"}
 NAMES = {"StringIds": "id value", "ENUM_CUDA_MEMCPY_OPER": "id name label", "TARGET_INFO_GPU": "id name"}
-VERSIONS = dict.fromkeys(VERSION_TABLES, "name value")
-"""What is kept of each table. Everything else goes: environment variables, processes, threads, call chains, paths."""
-
-STRINGS = {KERNEL: ("demangledName", "shortName"), RUNTIME: ("nameId",), NVTX: ("textId",)}
+"""Tables and columns that are kept beside calls and ranges; not environment, processes, threads, call chains, paths."""
 
 
 def trim_export(source: Path, target: Path, range: str | None = None) -> Path:
@@ -33,35 +28,33 @@ def trim_export(source: Path, target: Path, range: str | None = None) -> Path:
     that is no export, a target that exists, and an unknown name.
     """
     require(not target.exists(), f"{target} exists; name a new file.")
-    with open_export(source) as export:
-        columns = export.columns
+    ranges = read_export(source).ranges
+    chosen = ranges[ranges["name"] == range] if range is not None else ranges
+    require(range is None or len(chosen) > 0, f"{source} has no range {range}.")
+    begun = "1" if range is None else f"start BETWEEN {chosen['start'].iloc[0]} AND {chosen['end'].iloc[0]}"
     with closing(sqlite3.connect(target, uri=True)) as db:
         db.execute("ATTACH ? AS source", (f"{source.resolve().as_uri()}?mode=ro",))
 
-        def copy(tables: dict[str, str], where: str) -> list[str]:
-            there = [name for name in tables if name in columns]
-            for name in there:
-                kept = ", ".join(column for column in tables[name].split() if column in columns[name])
-                db.execute(f"CREATE TABLE {name} AS SELECT {kept} FROM source.{name} WHERE {where}")
-            return there
+        def copy(table: str, columns: str, where: str = "1") -> str:
+            there = [column[1] for column in db.execute(f"PRAGMA source.table_info({table})")]
+            if kept := ", ".join(column for column in columns.split() if column in there):
+                db.execute(f"CREATE TABLE {table} AS SELECT {kept} FROM source.{table} WHERE {where}")
+            return f"SELECT correlationId FROM main.{table}" if kept else "SELECT 0 WHERE 0"
 
-        copy({"StringIds": NAMES["StringIds"]}, "1")
-        copy(RANGES, "eventType IN (59, 60) AND end IS NOT NULL")
-        if range is not None:
-            text = "COALESCE(text, (SELECT value FROM StringIds WHERE id = textId))"
-            first = db.execute(f"SELECT start, end FROM {NVTX} WHERE {text} = ? ORDER BY start", (range,)).fetchone()
-            require(first is not None, f"{source} has no range {range}.")
-            db.execute(f"DELETE FROM {NVTX} WHERE start NOT BETWEEN ? AND ?", first)
-        begun = "1" if range is None else f"start BETWEEN {first[0]} AND {first[1]}"
+        lasting = f"eventType IN (59, 60) AND end > 0 AND {begun}"
+        copy(NVTX, "start end eventType text globalTid textId domainId", lasting)
         calls = f"SELECT correlationId FROM source.{RUNTIME} WHERE {begun}"
-        work = copy(WORK, "1" if range is None else f"correlationId IN ({calls})")
-        asked = " UNION ".join(f"SELECT correlationId FROM {name}" for name in work)
-        copy(CALLS, f"{begun} AND correlationId IN ({asked or 'SELECT 0 WHERE 0'})")
-        names = [(table, name) for table in STRINGS for name in STRINGS[table] if name in columns.get(table, ())]
-        used = " UNION ".join(f"SELECT {name} FROM main.{table} WHERE {name} IS NOT NULL" for table, name in names)
-        db.execute(f"DELETE FROM main.StringIds WHERE id NOT IN ({used})")
-        copy({name: NAMES[name] for name in NAMES if name != "StringIds"}, "1")
-        copy(VERSIONS, "name LIKE 'EXPORT_PRODUCT_%' OR name LIKE 'EXPORT_SCHEMA_VERSION%'")
+        work = [copy(table, WORK[table], "1" if range is None else f"correlationId IN ({calls})") for table in WORK]
+        asked = f"{begun} AND correlationId IN ({' UNION '.join(work)})"
+        copy(RUNTIME, "start end globalTid correlationId nameId", asked)
+        used = []
+        for table, column in ((KERNEL, "demangledName"), (KERNEL, "shortName"), (RUNTIME, "nameId"), (NVTX, "textId")):
+            if any(column == found[1] for found in db.execute(f"PRAGMA main.table_info({table})")):
+                used.append(f"SELECT {column} FROM main.{table}")
+        for table, columns in NAMES.items():
+            copy(table, columns, f"id IN ({' UNION '.join(used)})" if table == "StringIds" else "1")
+        for table in VERSION_TABLES:
+            copy(table, "name value", "name LIKE 'EXPORT_PRODUCT_%' OR name LIKE 'EXPORT_SCHEMA_VERSION%'")
         db.commit()
         db.execute("DETACH source")
         db.execute("VACUUM")

@@ -5,6 +5,7 @@ import functools
 import inspect
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -12,24 +13,13 @@ from typing import Any, TextIO
 
 import tyro
 
+from lmcore.cli import benchmark, data, jobs, memory, nsys, sweep, training, workbook
 from lmcore.cli.arguments import PATHS, check_paths
-from lmcore.cli.benchmark import benchmark
-from lmcore.cli.data import data_commands, tokenizer_commands
-from lmcore.cli.jobs import jobs, requeue, submit_commands
-from lmcore.cli.memory import memory
-from lmcore.cli.nsys import nsys
-from lmcore.cli.submission import submission
-from lmcore.cli.sweep import sweep_commands
-from lmcore.cli.training import generate, starting_config, train_command
-from lmcore.cli.workbook import refresh, workbook, writeup
 from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
 from lmcore.stopping import Stopped, stop_signals
 
 EXIT_CTRL_C = 130
-
-NEVER_RAISES = {"backslashreplace", "replace", "ignore", "xmlcharrefreplace", "namereplace"}
-"""What a stream may do with a character that its encoding lacks, other than fail."""
 
 
 def doctor(json: bool = False) -> int:
@@ -47,21 +37,35 @@ def doctor(json: bool = False) -> int:
     return 0
 
 
+GROUPS = {
+    "data": ("Prepare, download and look at corpora.", (data.prepare, data.download, data.info)),
+    "tokenizer": ("Train a tokenizer; encode and decode with one.", (data.train, data.encode, data.decode)),
+    "sweep": (
+        "Many runs or measurements: one cell or all of them, and their table.",
+        (sweep.run, sweep.table, sweep.work),
+    ),
+    "submit": ("The workbook, a notebook or a sweep as Slurm jobs.", (jobs.workbook, jobs.notebook, jobs.sweep)),
+}
+"""What a group of commands is for, and its commands."""
+
+
 def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
-    """All commands; the chosen one with its own defaults, the costly ones only named unless they are chosen."""
+    """All commands; `train` with the defaults that its arguments ask for."""
     chosen = arguments[0] if arguments else None
-    base = starting_config(arguments[1:]) if chosen == "train" else TrainConfig()
     app = tyro.extras.SubcommandApp()
     app.command(deferred(doctor))
-    data = data_commands(deferred) if chosen == "data" else doctor
-    app.command(data, name="data", help="Prepare, download and look at corpora.")
-    tokenizer = tokenizer_commands(deferred)
-    app.command(tokenizer, name="tokenizer", help="Train a tokenizer; encode and decode with one.")
-    sweep = sweep_commands(deferred) if chosen == "sweep" else doctor
-    app.command(sweep, name="sweep", help="Many runs or measurements: one cell or all of them, and their table.")
-    app.command(submit_commands(deferred), name="submit", help="The workbook, a notebook or a sweep as Slurm jobs.")
-    commands = (train_command(base), generate, benchmark, nsys, memory, workbook, refresh, writeup, jobs, submission)
-    for command in (*commands, requeue) if chosen == "requeue" else commands:  # what only job.sh calls is not listed
+    for name, (what, members) in GROUPS.items():
+        group = tyro.extras.SubcommandApp()
+        for command in members:
+            group.command(deferred(command))
+        app.command(group, name=name, help=what)
+    in_order = stop_signals(signal.SIGINT, exits=True)  # a signal during imports ends a command that measures later
+    commands = [
+        training.train_command(training.starting_config(arguments[1:]) if chosen == "train" else TrainConfig()),
+        training.generate, in_order(benchmark.benchmark), nsys.nsys, in_order(memory.memory), workbook.workbook,
+        workbook.refresh, workbook.writeup, jobs.jobs, workbook.submission,
+    ]  # fmt: skip
+    for command in [*commands, jobs.requeue] if chosen == "requeue" else commands:  # only job.sh calls it: not listed
         app.command(deferred(command))
     return app
 
@@ -72,16 +76,9 @@ def deferred(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
     @functools.wraps(command)
     def parsed(*arguments: Any, **options: Any) -> Callable[[], int]:
         check_paths(command, inspect.signature(command).bind(*arguments, **options).arguments)
-        run = functools.partial(command, *arguments, **options)
-        return functools.partial(stopped_in_order, run) if command in (benchmark, memory) else run
+        return functools.partial(command, *arguments, **options)
 
     return parsed
-
-
-def stopped_in_order(run: Callable[[], int]) -> int:
-    """Runs a command that measures. A signal while it still imports ends it as soon as it has begun to measure."""
-    with stop_signals(signal.SIGINT, exits=True):
-        return run()
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
@@ -109,15 +106,10 @@ def unboxed(box: str) -> str:
 
     Its message is in the first section of a box, or in the second, after a title, where the terminal has no boxes.
     """
-    sections: list[list[str]] = [[]]
-    for line in box.splitlines():
-        text = line.strip("│ ")
-        if text and set(text) <= {"─", "-"}:
-            sections.append([])
-        elif text and not line.startswith(("╭", "╰")):
-            sections[-1].append(text)
-    message = sections[0] if "╭" in box or len(sections) == 1 else sections[1]
-    return f"{' '.join(message).rstrip('.')}; see lmcore --help."
+    lines = re.sub(r"(?m)^[╭╰].*$|│", "", box)
+    sections = [" ".join(section.split()) for section in re.split(r"(?m)^\s*[─-]+\s*$", lines)]
+    message = sections[0 if "╭" in box or len(sections) == 1 else 1]
+    return f"{message.rstrip('.')}; see lmcore --help."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -151,7 +143,7 @@ def print_any_character() -> None:
     This is what Python does on standard error. PYTHONIOENCODING may ask for another way, as in `latin-1:replace`.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors not in NEVER_RAISES:
+        if isinstance(stream, io.TextIOWrapper) and stream.errors.startswith(("strict", "surrogate")):  # they can fail
             stream.reconfigure(errors="backslashreplace")
 
 

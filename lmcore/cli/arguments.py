@@ -1,4 +1,4 @@
-"""Kinds of arguments that several commands have, as their help shows them."""
+"""Types of arguments that several commands have, as their help shows them."""
 
 import dataclasses
 import errno
@@ -22,12 +22,12 @@ Pairs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE ...", help_
 Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")]
 
 PATHS = ConstructorRegistry()
-"""How arguments of type `Path` are read."""
+"""How arguments of type `Path` are read: as by tyro, but an empty one becomes a blank, which is not the folder `.`."""
 
 
 @PATHS.primitive_rule
 def path_rule(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """tyro's own rule for paths, but an empty one becomes a blank, which `check_paths` can tell from the folder `.`."""
+    """The rule for `Path`; None for other types."""
     if kind.type is not Path:
         return None
     return PrimitiveConstructorSpec(
@@ -40,7 +40,10 @@ def path_rule(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 
 def check_paths(command: Callable[..., int], options: Mapping[str, Any]) -> None:
-    """Raises `UserError` if a path among a command's options is empty, or its symbolic links lead in a circle."""
+    """Raises `UserError` if a path among a command's options is empty, or its symbolic links lead in a circle.
+
+    Text counts as a path where it names a corpus or a tokenizer.
+    """
     hints = get_type_hints(command, include_extras=True)
     for name, value in options.items():
         if dataclasses.is_dataclass(value):  # options that several commands share
@@ -48,23 +51,10 @@ def check_paths(command: Callable[..., int], options: Mapping[str, Any]) -> None
         positional = tyro.conf.Positional in getattr(hints.get(name), "__metadata__", ())
         option = name.upper() if positional else f"--{name.replace('_', '-')}"
         for path in value if isinstance(value, tuple) else (value,):
-            if isinstance(path, Path):
+            if isinstance(path, Path) or (isinstance(path, str) and name in ("source", "tokenizer")):
                 require_path(option, str(path))
-                require(not in_a_circle(path), f"{option}: the symbolic links of {path} lead in a circle.")
-
-
-def in_a_circle(path: Path) -> bool:
-    """Whether symbolic links of the path lead back to themselves."""
-    try:
-        path.stat()
-    except OSError as error:
-        return error.errno == errno.ELOOP
-    return False
-
-
-def group(wrap: Callable, **commands: Callable[..., int]) -> tyro.extras.SubcommandApp:
-    """The commands of a group by name; `wrap` is applied to each."""
-    app = tyro.extras.SubcommandApp()
-    for name, command in commands.items():
-        app.command(wrap(command), name=name)
-    return app
+                try:
+                    Path(path).stat()
+                except OSError as error:
+                    circle = error.errno == errno.ELOOP
+                    require(not circle, f"{option}: the symbolic links of {path} lead in a circle.")

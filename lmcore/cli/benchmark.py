@@ -1,19 +1,13 @@
 """`lmcore benchmark`: one benchmark case or a sweep of them, timed (CS336 A2 benchmarking_script (a))."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from lmcore.errors import EXIT_FAILURE, FINISHED, require
-from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
+from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
 from lmcore.stopping import stoppable
-
-if TYPE_CHECKING:  # PyTorch is imported when the command runs
-    import pandas as pd
-
-    from lmcore.profiling.workload import WorkloadConfig
 
 DEFAULTS = BenchmarkConfig()
 
@@ -36,42 +30,28 @@ def benchmark(
         markdown: Print the table as Markdown.
         latex: Print the table as LaTeX.
     """
+    from lmcore.fused.coverage import why_not
     from lmcore.profiling.runner import run_cases
     from lmcore.profiling.timing import measure, samples_table, timing_table
-    from lmcore.workbook.report.benchmark.views import failures
+    from lmcore.workbook.report.benchmark.views import failures, readable
     from lmcore.workbook.report.tables import provenance_of_cells, write_results
 
     cases = benchmark_cases(settings)
-    if settings.ops == "fused":
-        require_covered(cases)
+    if settings.ops == "fused":  # a case that it does not cover fails with its reason, unless none would be left
+        reasons = dict.fromkeys(why_not(case.model, case.precision) for case in cases.values())
+        missing = "; ".join(filter(None, reasons))
+        require(None in reasons, f"The fused step does not cover {missing}: take --ops plain.")
     with stoppable():
         records = run_cases(measure, cases, out / "cells", title="benchmark")
     table, source = timing_table(records), provenance_of_cells(records)
     write_results(table, out / "benchmark.json", source)
     write_results(samples_table(records), out / "samples.json", source)
-    print(formatted(table, markdown, latex))
+    shown = readable(table)
+    if markdown:
+        print(shown.to_markdown(index=False, disable_numparse=True), end="\n\n" if latex else "\n")
+    if latex:
+        print(shown.to_latex(index=False, escape=True).replace("±", r"$\pm$").replace("–", "--"))
+    if not (markdown or latex):
+        print(shown.to_string(index=False))
     print(failures(table) or f"Written to {out}/benchmark.json and .csv, every step to samples.json.")
     return 0 if all(record["outcome"] in FINISHED for record in records.values()) else EXIT_FAILURE
-
-
-def require_covered(cases: "Mapping[str, WorkloadConfig]") -> None:
-    """Raises `UserError` where the fused step covers none of the cases, and so all would fail. Where it covers some,
-    each of the others fails with its own reason."""
-    from lmcore.fused.coverage import why_not
-
-    reasons = dict.fromkeys(why_not(case.model, case.precision) for case in cases.values())
-    missing = "; ".join(filter(None, reasons))
-    require(None in reasons, f"The fused step does not cover {missing}: take --ops plain.")
-
-
-def formatted(table: "pd.DataFrame", markdown: bool = False, latex: bool = False) -> str:
-    """The table for the terminal, or as Markdown, or as LaTeX, or both."""
-    from lmcore.workbook.report.benchmark.views import readable
-
-    shown = readable(table)
-    texts = []
-    if markdown:
-        texts.append(shown.to_markdown(index=False, disable_numparse=True))
-    if latex:
-        texts.append(shown.to_latex(index=False, escape=True).replace("±", r"$\pm$").replace("–", "--"))
-    return "\n\n".join(texts) or shown.to_string(index=False)

@@ -2,44 +2,37 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from lmcore.cli.arguments import group
-from lmcore.errors import require, require_path
+from lmcore.config import CorpusConfig
+from lmcore.errors import require
 from lmcore.text import utf8_text
 
+CORPUS_DEFAULTS = CorpusConfig()
 
-def prepare_command() -> Callable[..., int]:
-    """The prepare command. Its options are fields of a config whose module needs torch, so it is made on demand."""
-    from lmcore.data import CorpusConfig, prepare
 
-    defaults = CorpusConfig()
+def prepare(
+    source: Annotated[str, tyro.conf.Positional],
+    out: Path,
+    tokenizer: str = "gpt2",
+    settings: Annotated[CorpusConfig, tyro.conf.arg(name="")] = CORPUS_DEFAULTS,
+) -> int:
+    """Tokenize a corpus once, into a folder that `lmcore train --data` takes.
 
-    def prepare_(
-        source: Annotated[str, tyro.conf.Positional],
-        out: Path,
-        tokenizer: str = "gpt2",
-        settings: Annotated[CorpusConfig, tyro.conf.arg(name="")] = defaults,
-    ) -> int:
-        """Tokenize a corpus once, into a folder that `lmcore train --data` takes.
+    Args:
+        source: embedded, tinystories, openwebtext, wikitext103, or a text file or folder, plain or .gz.
+        out: Folder for the tokens.
+        tokenizer: gpt2, bpe:10000 (trained here, with that many tokens), or a tokenizer's folder.
+        settings: What is training and what is validation text.
+    """
+    from lmcore.data import prepare
 
-        Args:
-            source: embedded, tinystories, openwebtext, wikitext103, or a text file or folder, plain or .gz.
-            out: Folder for the tokens.
-            tokenizer: gpt2, bpe:10000 (trained here, with that many tokens), or a tokenizer's folder.
-            settings: What is training and what is validation text.
-        """
-        require_path("SOURCE", source)
-        require_path("--tokenizer", tokenizer)
-        data = prepare(source, tokenizer, out, settings)
-        print(f"{out}: {len(data.train):,} tokens for training, {len(data.valid):,} for validation.")
-        return 0
-
-    return prepare_
+    data = prepare(source, tokenizer, out, settings)
+    print(f"{out}: {len(data.train):,} tokens for training, {len(data.valid):,} for validation.")
+    return 0
 
 
 def download(
@@ -72,9 +65,7 @@ def info(folder: Annotated[Path, tyro.conf.Positional]) -> int:
     return 0
 
 
-def train_tokenizer(
-    texts: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path, vocab_size: int = 10_000
-) -> int:
+def train(texts: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path, vocab_size: int = 10_000) -> int:
     """Train a byte-level BPE on text files.
 
     Args:
@@ -101,7 +92,6 @@ def encode(tokenizer: str = "gpt2", text: str | None = None) -> int:
     """
     from lmcore.data import tokenizer_for
 
-    require_path("--tokenizer", tokenizer)
     codec = tokenizer_for(tokenizer, "embedded")
     print(*codec.encode_iterable(utf8_text(sys.stdin if text is None else [text])))
     return 0
@@ -116,23 +106,8 @@ def decode(ids: Annotated[tuple[int, ...], tyro.conf.Positional], tokenizer: str
     """
     from lmcore.data import tokenizer_for
 
-    require_path("--tokenizer", tokenizer)
-    print(tokenizer_for(tokenizer, "embedded").decode(ids or read_ids("".join(utf8_text(sys.stdin)))))
+    codec, words = tokenizer_for(tokenizer, "embedded"), [] if ids else "".join(utf8_text(sys.stdin)).split()
+    for word in words:
+        require(word.isdecimal(), f"Token ids are whole numbers separated by spaces, not {word!r}.")
+    print(codec.decode(ids or [int(word) for word in words]))
     return 0
-
-
-def read_ids(text: str) -> list[int]:
-    """Whole numbers separated by white space. Raises `UserError` at anything else."""
-    wrong = next((word for word in text.split() if not word.isdecimal()), None)
-    require(wrong is None, f"Token ids are whole numbers separated by spaces, not {wrong!r}.")
-    return [int(word) for word in text.split()]
-
-
-def data_commands(wrap: Callable) -> tyro.extras.SubcommandApp:
-    """lmcore data ...; `wrap` is applied to each command."""
-    return group(wrap, prepare=prepare_command(), download=download, info=info)
-
-
-def tokenizer_commands(wrap: Callable) -> tyro.extras.SubcommandApp:
-    """lmcore tokenizer ...; `wrap` is applied to each command."""
-    return group(wrap, train=train_tokenizer, encode=encode, decode=decode)

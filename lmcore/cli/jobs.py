@@ -1,21 +1,19 @@
 """`lmcore submit`, `jobs` and `requeue`: the workbook, a notebook or a sweep as jobs of Slurm, or the same here."""
 
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from lmcore.cli.arguments import Flag, Names, OptionalFile, OptionalFolder, OptionalNumber, OptionalTime, Pairs
 from lmcore.errors import EXIT_FAILURE
-
-if TYPE_CHECKING:
-    from lmcore.workbook.jobs.dependencies import Chain
-    from lmcore.workbook.jobs.site import Site
 
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[OUT ...]", help_behavior_hint="")]
 
@@ -38,20 +36,43 @@ class Submission:
     again: Flag = False
     """Submit although jobs of the same folder are still queued or running."""
 
-    def settings(self, project: Path) -> "Site":
-        """The site's settings: of the file that was named, else of the project's, which may be missing."""
+    def carry_out(self, default: str | Path, jobs_of: Callable[[Path, Path], tuple], sweep: Any = None) -> int:
+        """Shows, submits or runs the jobs that `jobs_of` makes for a project and an output folder; the exit code.
+
+        The output folder is the one that was named, else `default` in the site's folder for results.
+        """
+        from lmcore.workbook.jobs.dependencies import chain_of, described
+        from lmcore.workbook.jobs.log import output_file
         from lmcore.workbook.jobs.site import Site, load_site
+        from lmcore.workbook.jobs.submit import run_here, submit
+        from lmcore.workbook.parameters import find_project
 
-        default = project / "papermill_jobs" / "site.yaml"
-        if self.site is None and not default.is_file():
-            return Site()
-        sweeps = sorted(path.stem for path in (project / "papermill_jobs" / "sweeps").glob("*.yaml"))
-        notebooks = sorted(path.stem for path in (project / "notebooks").glob("[0-9][0-9]_*.ipynb"))
-        return load_site(self.site or default, [*notebooks, *sweeps])
-
-    def folder(self, project: Path, default: Path) -> Path:
-        """The output folder in full: the one that was named, else the default in the site's folder for results."""
-        return (self.settings(project).folder(project) / default if self.out is None else self.out).resolve()
+        project = find_project()
+        settings, site = project / "papermill_jobs" / "site.yaml", Site()
+        if self.site is not None or settings.is_file():
+            files = (*project.glob("notebooks/[0-9][0-9]_*.ipynb"), *project.glob("papermill_jobs/sweeps/*.yaml"))
+            site = load_site(self.site or settings, sorted(file.stem for file in files))
+        out = (site.folder(project) / default if self.out is None else self.out).resolve()
+        jobs = jobs_of(project, out)
+        if not jobs:
+            print(f"All of {out} is finished; lmcore sweep table {shlex.quote(str(out))} makes its table.")
+            return 0
+        chain = chain_of(project, out, jobs, site, sweep, self.time)
+        if self.dry_run:
+            print(described(chain))
+            return 0
+        if self.local or not shutil.which("sbatch"):
+            if not self.local:
+                print("There is no sbatch on this machine: the jobs run here, one after another.", flush=True)
+            return run_here(chain, self.again)
+        ids = submit(chain, self.again)
+        for job in jobs:
+            log = output_file(out, job.name, f"{ids[job.name]}_*" if job.tasks else ids[job.name])
+            words = [str(log), *([f"{len(job.tasks)} tasks"] if job.tasks else [])]
+            words += [f"after {', '.join(ids[name] for name in job.after)}"] if job.after else []
+            print(f"{ids[job.name]}  {job.name:<{max(map(len, ids))}}  {', '.join(words)}")
+        print(f"To watch them: lmcore jobs {shlex.quote(str(out))}")
+        return 0
 
 
 How = Annotated[Submission, tyro.conf.arg(name="")]
@@ -79,13 +100,10 @@ def workbook(
         one_job: All notebooks and the writeup in one job.
         how: How they are submitted.
     """
-    from lmcore.workbook.jobs.dependencies import Chain, notebook_jobs
-    from lmcore.workbook.parameters import find_project
+    from lmcore.workbook.jobs.dependencies import notebook_jobs
 
-    project = find_project()
-    out = how.folder(project, Path("runs") / scale)
-    jobs = notebook_jobs(project, scale, data, out, notebooks, parameters, one_job)
-    return carry_out(Chain(project, out, how.settings(project), jobs), how)
+    chosen = {"scale": scale, "data": data, "notebooks": notebooks, "parameters": parameters}
+    return how.carry_out(f"runs/{scale}", partial(notebook_jobs, **chosen, one_job=one_job))
 
 
 def notebook(
@@ -104,15 +122,10 @@ def notebook(
         parameters: Parameters of the notebook that are to have other values: workers=2.
         how: How it is submitted.
     """
-    from lmcore.errors import require
-    from lmcore.workbook.jobs.dependencies import Chain, notebook_jobs
-    from lmcore.workbook.parameters import find_project
+    from lmcore.workbook.jobs.dependencies import notebook_jobs
 
-    project = find_project()
-    out = how.folder(project, Path("runs") / scale)
-    jobs = notebook_jobs(project, scale, data, out, [name], parameters, writeup=False)
-    require(len(jobs) == 1, f"{name!r} names {len(jobs)} notebooks: {', '.join(job.name for job in jobs)}.")
-    return carry_out(Chain(project, out, how.settings(project), jobs), how)
+    chosen = {"scale": scale, "data": data, "notebooks": [name], "parameters": parameters}
+    return how.carry_out(f"runs/{scale}", partial(notebook_jobs, **chosen, writeup=False))
 
 
 def sweep(
@@ -129,46 +142,11 @@ def sweep(
         set: Settings of the definition that are to have other values: steps=20 context_length=128,256.
         how: How they are submitted.
     """
-    from lmcore.workbook.jobs.dependencies import Chain, sweep_jobs
+    from lmcore.workbook.jobs.dependencies import sweep_jobs
     from lmcore.workbook.jobs.sweeps import load_definition, sweep_folder
-    from lmcore.workbook.parameters import find_project
 
-    project = find_project()
     changed = load_definition(definition, set)
-    out = how.folder(project, sweep_folder(changed))
-    jobs = sweep_jobs(changed, out, concurrency)
-    if not jobs:
-        print(f"All of {out} is finished; lmcore sweep table {shlex.quote(str(out))} makes its table.")
-        return 0
-    return carry_out(Chain(project, out, how.settings(project), jobs, changed), how)
-
-
-def carry_out(chain: "Chain", how: Submission) -> int:
-    """Shows, submits or runs the jobs; returns the exit code."""
-    import dataclasses
-
-    from lmcore.workbook.jobs.log import output_file
-    from lmcore.workbook.jobs.slurm import has_slurm
-    from lmcore.workbook.jobs.submit import run_here, submit
-
-    chain = dataclasses.replace(chain, time=how.time)
-    chain.check()
-    if how.dry_run:
-        print(chain.described())
-        return 0
-    if how.local or not has_slurm():
-        if not how.local:
-            print("There is no sbatch on this machine: the jobs run here, one after another.", flush=True)
-        return run_here(chain, how.again)
-    ids = submit(chain, how.again)
-    width = max(len(name) for name in ids)
-    for job in chain.jobs:
-        after = ", ".join(ids[name] for name in (*job.after_ok, *job.after_any))
-        log = output_file(chain.out, job.name, f"{ids[job.name]}_*" if job.tasks else ids[job.name])
-        tasks = f", {len(job.tasks)} tasks" if job.tasks else ""
-        print(f"{ids[job.name]}  {job.name:<{width}}  {log}{tasks}{f', after {after}' if after else ''}")
-    print(f"To watch them: lmcore jobs {shlex.quote(str(chain.out))}")
-    return 0
+    return how.carry_out(sweep_folder(changed), lambda _, out: sweep_jobs(changed, out, concurrency), changed)
 
 
 def jobs(outs: Folders = (), tail: OptionalNumber = None, json: Flag = False) -> int:
@@ -213,11 +191,3 @@ def requeue(out: Annotated[Path, tyro.conf.Positional], attempts: int = 3) -> in
         file=sys.stderr,
     )
     return EXIT_FAILURE
-
-
-def submit_commands(wrap: Callable) -> tyro.extras.SubcommandApp:
-    """lmcore submit ...; `wrap` is applied to each command."""
-    app = tyro.extras.SubcommandApp()
-    for command in (workbook, notebook, sweep):
-        app.command(wrap(command))
-    return app

@@ -1,7 +1,7 @@
 """`lmcore memory`: what the memory of a step was for, or what a snapshot of somebody else holds (CS336 A2 1.1.6)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,7 +9,7 @@ import tyro
 
 from lmcore.config import ModelConfig, require_choices
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
-from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
+from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
 from lmcore.stopping import stoppable
 
 
@@ -65,17 +65,11 @@ def memory(
 
         print(described(summary(history_of(read_snapshot(snapshot))), top))
         return 0
-    return record(settings, out, keep_snapshot, top)
-
-
-def record(settings: MemoryConfig, out: Path, keep_snapshot: bool, top: int) -> int:
-    """Records all cells, prints each and draws its timeline; returns the exit code."""
     from lmcore.profiling.memory.profile import profile_memory, profile_memory_without_snapshot
     from lmcore.profiling.runner import run_cases
     from lmcore.workbook.report.memory.timeline_html import write_timeline
 
-    options = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    cases = benchmark_cases(BenchmarkConfig(**options, steps=1))
+    cases = benchmark_cases(BenchmarkConfig(**vars(settings), steps=1))
     task = profile_memory if keep_snapshot else profile_memory_without_snapshot
     with stoppable():
         records = run_cases(task, cases, out / "cells", title="memory")
@@ -93,28 +87,27 @@ def record(settings: MemoryConfig, out: Path, keep_snapshot: bool, top: int) -> 
 
 def described(result: Mapping[str, Any], top: int) -> str:
     """Peaks, categories and the largest allocations of a profile, for the terminal."""
-    from lmcore.workbook.report.answers import format_bytes
+    from tabulate import tabulate
+
+    from lmcore.workbook.report.answers import format_bytes as size
 
     where = f" in {result['peak_stage']}" if result["peak_stage"] else ""
-    text = f"{result['tool']}, {result['events']:,} events. Peak: {format_bytes(result['peak_bytes'])}{where}."
+    text = f"{result['tool']}, {result['events']:,} events. Peak: {size(result['peak_bytes'])}{where}."
     if result.get("torch_peak_bytes"):
-        text += f" The allocator itself counts {format_bytes(result['torch_peak_bytes'])}, rounded up."
+        text += f" The allocator itself counts {size(result['torch_peak_bytes'])}, rounded up."
     splits = [result[f"{when}_by_category"] for when in ("before", "peak", "after")]
     tables = {
         ("stage", "peak", "at its end"): [
-            (s["name"], format_bytes(s["peak_bytes"]), format_bytes(s["end_bytes"])) for s in result["stages"]
+            (s["name"], size(s["peak_bytes"]), size(s["end_bytes"])) for s in result["stages"]
         ],
         ("memory for", "before", "at the peak", "after"): [
-            (name, *(format_bytes(split[name]) for split in splits)) for name in result["categories"]
+            (name, *(size(split[name]) for split in splits)) for name in result["categories"]
         ],
         ("largest", "count", "memory for", "stage", "source"): [
-            (format_bytes(row["bytes"]), str(row["count"]), row["category"], row["stage"] or "", row["source"])
+            (size(row["bytes"]), row["count"], row["category"], row["stage"], row["source"])
             for row in result["largest"][:top]
         ],
     }
     lines = [text, *result.get("notes", ())]
-    for header, rows in tables.items():
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        shown = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in (header, *rows))
-        lines += ["", *shown] if rows else []
+    lines += [f"\n{tabulate(rows, header, 'plain', disable_numparse=True)}" for header, rows in tables.items() if rows]
     return "\n".join(lines)

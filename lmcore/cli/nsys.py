@@ -10,13 +10,13 @@ import tyro
 
 from lmcore.config import ModelConfig, require_choices
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
-from lmcore.profiling.options import BenchmarkConfig, benchmark_cases
+from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
 from lmcore.stopping import stoppable
 
 if TYPE_CHECKING:  # pandas and PyTorch are imported when the command runs
     import pandas as pd
 
-    from lmcore.profiling.nsys.trace import Trace
+    from lmcore.profiling.nsys.trace import Scope, Trace
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ HEADERS = {
 }  # fmt: skip
 """What columns of tables are called here, and the factor to their unit."""
 
+GPU_TIMES = ["gpu_seconds", "busy_seconds", "idle_seconds"]
+
 
 def nsys(
     settings: Annotated[NsysConfig, tyro.conf.arg(name="")] = DEFAULTS,
@@ -61,7 +63,6 @@ def nsys(
     report: Path | None = None,
     range: str | None = None,
     scope: Literal["process", "thread"] = "process",
-    trim: Path | None = None,
     top: int = 10,
 ) -> int:
     """Profile inference and training with Nsight Systems, or read one of its reports: kernels and idle time by range.
@@ -77,28 +78,34 @@ def nsys(
         range: Range of the report to tabulate: a name, the end of a path, with * for anything; default: all, and a
             list of the ranges.
         scope: Launches that count as in a range: all of its process, as backward passes need, or its own thread's.
-        trim: No longer here; tests/trim_export.py of the project makes small copies of .sqlite reports.
         top: How many kernels to print.
     """
     require(top > 0, f"--top must be positive, not {top}.")
-    require(trim is None, "--trim is no longer here: run `python tests/trim_export.py SOURCE TARGET` in the project.")
     require(report is not None or range is None, "--range needs a --report.")
-    if report is None:
-        return record(settings, out, top)
-    from lmcore.profiling.nsys.tool import load_trace
+    if report is not None:
+        from lmcore.profiling.nsys.tool import load_trace
 
-    print("\n".join(report_lines(load_trace(report), range, scope, top)))
-    return 0
+        print("\n".join(report_lines(load_trace(report), range, scope, top)))
+        return 0
+    from lmcore.profiling.nsys.profile import profile_workload
+    from lmcore.profiling.runner import run_cases
+
+    cases = benchmark_cases(BenchmarkConfig(**(vars(settings) | {"passes": (settings.passes,)})))
+    with stoppable():
+        records = run_cases(profile_workload, cases, out / "cells", title="nsys")
+    for name, found in records.items():
+        print("", name, *profile_lines(found, top), sep="\n")
+    outcomes = {found["outcome"] for found in records.values()}
+    return EXIT_FAILURE if "failed" in outcomes else EXIT_OUT_OF_MEMORY if "out of memory" in outcomes else 0
 
 
-def report_lines(trace: "Trace", range: str | None, scope: Literal["process", "thread"], top: int) -> list[str]:
+def report_lines(trace: "Trace", range: str | None, scope: "Scope", top: int) -> list[str]:
     """What a trace says of a range, or of the whole record and which ranges it has."""
-    from lmcore.profiling.nsys.trace import busy_table, copy_table, inside, kernel_table, kind_table, unattributed
+    from lmcore.profiling.nsys.trace import busy_table, copy_table, kernel_table, kind_table, owners, unattributed
 
     kernels, busy = kernel_table(trace, range, scope).head(top), busy_table(trace, range, scope)
     kernels = kernels if range is not None else kernels.drop(columns="calls_per_instance")
-    gpu = ["gpu_seconds", "busy_seconds", "idle_seconds"]
-    busy.loc[busy["gpu_seconds"] == 0, gpu] = float("nan")  # no work, which is not the same as an idle GPU
+    busy.loc[busy["gpu_seconds"] == 0, GPU_TIMES] = float("nan")  # no work, which is not the same as an idle GPU
     sizes = [f"{len(getattr(trace, part)):,} {part}" for part in ("kernels", "copies", "ranges")]
     lines = [f"{trace.tool}: {', '.join(sizes)}."]
     lines += [f"Range {range}, launches of the {scope}."] if range is not None else ["All work of the record."]
@@ -110,33 +117,10 @@ def report_lines(trace: "Trace", range: str | None, scope: Literal["process", "t
     elif range is None:
         ranges = trace.ranges.assign(seconds=(trace.ranges["end"] - trace.ranges["start"]) / 1e9)
         known = ranges.groupby("path", sort=False).agg(instances=("id", "size"), mean_seconds=("seconds", "mean"))
-        attributed = len(inside(trace.kernels, ranges[ranges["parent"] < 0]))
+        launched = (owners(trace.kernels, ranges, "process") >= 0).sum()
         lines += text(known.reset_index())
-        lines.append(f"{attributed:,} of {len(trace.kernels):,} kernels were launched inside of ranges.")
+        lines.append(f"{launched:,} of {len(trace.kernels):,} kernels were launched inside of ranges.")
     return lines
-
-
-def record(settings: NsysConfig, out: Path, top: int) -> int:
-    """Profiles all cells and prints each; returns the exit code."""
-    from lmcore.profiling.nsys.profile import profile_workload
-    from lmcore.profiling.runner import run_cases
-
-    s = settings
-    cases = benchmark_cases(
-        BenchmarkConfig(
-            size=s.size, context_length=s.context_length, precision=s.precision, passes=(s.passes,),
-            batch_size=s.batch_size, warmup_steps=s.warmup_steps, steps=s.steps, compile=s.compile,
-            device=s.device, model=s.model,
-        )
-    )  # fmt: skip
-    with stoppable():
-        records = run_cases(profile_workload, cases, out / "cells", title="nsys")
-    for name, found in records.items():
-        print("", name, *profile_lines(found, top), sep="\n")
-    outcomes = {found["outcome"] for found in records.values()}
-    if "failed" in outcomes:
-        return EXIT_FAILURE
-    return EXIT_OUT_OF_MEMORY if "out of memory" in outcomes else 0
 
 
 def profile_lines(found: Mapping[str, Any], top: int) -> list[str]:
@@ -154,7 +138,7 @@ def profile_lines(found: Mapping[str, Any], top: int) -> list[str]:
     for part in filter(None, (result["inference"], result["training"])):
         rows = [
             {"range": path, "per pass": one["instances"] / part["passes"]}
-            | {key: one[key] for key in ("seconds", "gpu_seconds", "busy_seconds", "idle_seconds")}
+            | {key: one[key] for key in ("seconds", *GPU_TIMES)}
             | {"matmul share": sum(row["share"] for row in one["kinds"] if row["kind"] == "matmul")}
             for path, one in part["ranges"].items()
         ]

@@ -1,15 +1,14 @@
 """`lmcore sweep ...`: many runs or measurements, as one command or as the tasks of a job array."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from lmcore.cli.arguments import OptionalFolder, OptionalNumber
+from lmcore.cli.arguments import OptionalFolder, OptionalNumber, Pairs
 from lmcore.errors import EXIT_FAILURE, require
+from lmcore.stopping import stop_signals
 
-Overrides = Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...", help_behavior_hint="")]
 Definition = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 
 
@@ -17,7 +16,7 @@ def run(
     definition: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SWEEP")],
     out: OptionalFolder = None,
     task: OptionalNumber = None,
-    overrides: Overrides = (),
+    set: Pairs = (),
 ) -> int:
     """Do one task of a sweep, a run or a measurement, or all that are not finished, in turn.
 
@@ -28,16 +27,17 @@ def run(
         definition: Name of a definition in papermill_jobs/sweeps/, or a YAML file.
         out: Folder for the sweep (default: runs/sweeps/<name>).
         task: Number of the task, from 0 in the definition's order; default: all.
-        overrides: Settings of the base, or values of a setting that is varied: steps=20, or
+        set: Settings of the base, or values of a setting that is varied: steps=20, or
             optimizer.learning_rate=1e-3,1e-2.
     """
-    from lmcore.workbook.jobs.sweeps import load_definition, run_definition, sweep_folder
+    with stop_signals(exits=True):  # also while PyTorch is imported
+        from lmcore.workbook.jobs.sweeps import load_definition, run_definition, sweep_folder
 
-    sweep = load_definition(definition, overrides)
-    return run_definition(sweep, out or sweep_folder(sweep), task)
+        sweep = load_definition(definition, set)
+        return run_definition(sweep, out or sweep_folder(sweep), task)
 
 
-def table(out: Annotated[Path, tyro.conf.Positional], definition: Definition = None, overrides: Overrides = ()) -> int:
+def table(out: Annotated[Path, tyro.conf.Positional], definition: Definition = None, set: Pairs = ()) -> int:
     """Merge what a sweep has done into one table: a row for each run or measurement, whether it has run or not.
 
     It goes to out/results/<name>.json and .csv, for training runs with their curves, for measurements with each step.
@@ -47,16 +47,14 @@ def table(out: Annotated[Path, tyro.conf.Positional], definition: Definition = N
     Args:
         out: Folder of the sweep.
         definition: Name of a definition, or a YAML file; default: the one that the folder remembers.
-        overrides: As for lmcore sweep run, with --definition.
+        set: As for lmcore sweep run, with --definition.
     """
-    from lmcore.workbook.jobs.sweep_table import summary, write_sweep_table
-    from lmcore.workbook.jobs.sweeps import load_definition, remembered
+    from lmcore.workbook.jobs.sweeps import REMEMBERED, load_definition, summary, write_sweep_table
 
-    require(definition is not None or not overrides, "--set changes a definition: give --definition with it.")
-    sweep = load_definition(definition, overrides) if definition else remembered(out)
+    require(definition is not None or not set, "--set changes a definition: give --definition with it.")
+    sweep = load_definition(definition or out / REMEMBERED, set)
     rows, file = write_sweep_table(sweep, out)
-    print(summary(sweep, rows))
-    print(f"Written to {file} and .csv.")
+    print(f"{summary(sweep, rows)}\nWritten to {file} and .csv.")
     return EXIT_FAILURE if (rows["outcome"] == "failed").any() else 0
 
 
@@ -66,15 +64,8 @@ def work(folder: Annotated[Path, tyro.conf.Positional]) -> int:
     Args:
         folder: Folder with a sweep.json.
     """
-    from lmcore.workbook.sweep import work
+    with stop_signals(exits=True):
+        from lmcore.workbook.sweep import work
 
-    work(folder)
+        work(folder)
     return 0
-
-
-def sweep_commands(wrap: Callable) -> tyro.extras.SubcommandApp:
-    """lmcore sweep ...; `wrap` is applied to each command."""
-    app = tyro.extras.SubcommandApp()
-    for command in (run, table, work):
-        app.command(wrap(command))
-    return app

@@ -11,6 +11,7 @@ import tyro
 from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config
 from lmcore.errors import EXIT_CODES, require, require_path
 from lmcore.files import read_json
+from lmcore.recipes import RECIPES
 from lmcore.stopping import stop_signals
 from lmcore.text import utf8_text
 
@@ -72,8 +73,6 @@ def generate(
     from lmcore.generate import generate_text
     from lmcore.run import RunFolder
 
-    if tokenizer is not None:
-        require_path("--tokenizer", tokenizer)
     prompt, folder = tuple(utf8_text(prompt)), RunFolder(run)
     require(run.is_dir(), f"There is no run folder {run}.")
     place, _ = select_device(device)
@@ -98,17 +97,11 @@ def generate(
     return 0
 
 
-def preset_config(name: str) -> TrainConfig:
-    """The recipe of that name, else the defaults with the model size of that name."""
-    from lmcore.recipes import RECIPES
-
-    presets = {size: TrainConfig(model=model_config(size)) for size in MODEL_SIZES} | RECIPES
-    require(name in presets, f"There is no preset {name!r}; choose one of {', '.join(presets)}.")
-    return presets[name]
-
-
 def starting_config(arguments: Sequence[str]) -> TrainConfig:
-    """Settings that `lmcore train` starts from: those of --preset or --config, else the defaults."""
+    """Settings that `lmcore train` starts from: those of --preset or --config, else the defaults.
+
+    A preset is a recipe, or the defaults with the model of a named size.
+    """
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--preset")
     options.add_argument("--config")
@@ -117,4 +110,7 @@ def starting_config(arguments: Sequence[str]) -> TrainConfig:
     if given.config is not None:
         require_path("--config", given.config)
         return from_dict(TrainConfig, read_json(given.config))
-    return TrainConfig() if given.preset is None else preset_config(given.preset)
+    presets = {size: TrainConfig(model=model_config(size)) for size in MODEL_SIZES} | RECIPES
+    known = given.preset is None or given.preset in presets
+    require(known, f"There is no preset {given.preset!r}; choose one of {', '.join(presets)}.")
+    return presets.get(given.preset, TrainConfig())

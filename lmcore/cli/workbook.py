@@ -1,11 +1,12 @@
-"""`lmcore workbook`, `refresh` and `writeup`: the notebooks, executed, and what is made from them."""
+"""`lmcore workbook`, `refresh`, `writeup` and `submission`: the notebooks, executed, and what is made from them."""
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
+from lmcore.cli.arguments import Flag
 from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED
 
 
@@ -85,3 +86,26 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False) -> 
     if lacking := unfinished(read_record(out)):
         print("\n".join(lacking), file=sys.stderr)
     return EXIT_FAILURE if lacking else 0
+
+
+def submission(
+    out: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[OUT]", help_behavior_hint="")] = None,
+    to: Path = Path("submission"),
+    names: Literal["cse599o", "cs336"] = "cse599o",
+    incomplete: Flag = False,
+) -> int:
+    """Make the hand-in: code.zip without caches, data, checkpoints or secrets, the answers' PDF, the learning curve.
+
+    Args:
+        out: Folder of an executed workbook (default: that in runs/ whose writeup was made last).
+        to: Folder for the hand-in.
+        names: cse599o: code.zip and answers.pdf; cs336: code.zip and writeup.pdf.
+        incomplete: Also where the writeup is missing, out of date or reports a failure.
+    """
+    from lmcore.workbook.handin import describe, make_handin, newest_writeup
+    from lmcore.workbook.jobs.status import runs_folders
+    from lmcore.workbook.parameters import find_project
+
+    out = out or newest_writeup(runs_folders())
+    print(describe(make_handin(find_project(), out, to, names, incomplete)))
+    return 0

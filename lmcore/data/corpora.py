@@ -9,9 +9,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lmcore.config import CorpusConfig
 from lmcore.data.downloads import SOURCES, download
 from lmcore.data.grammar import sample_stories, stories
-from lmcore.errors import UserError, require, require_path
+from lmcore.errors import UserError, require
 from lmcore.files import sha256_file
 from lmcore.text import END_OF_TEXT, read_text
 
@@ -72,33 +73,6 @@ def read_documents(
             empty = False
             yield piece
         require(not empty, f"{path} holds no text.")
-
-
-@dataclass(frozen=True)
-class CorpusConfig:
-    """How a source becomes training and validation documents."""
-
-    valid: str | None = None
-    """File of validation documents, for a source that is one file or a folder without one."""
-    valid_fraction: float = 0.1
-    """Share of the documents, the last ones, held out when there is no validation file."""
-    extra_train: tuple[str, ...] = ()
-    """More files of training documents."""
-    seed: int = 0
-    """Seed of the embedded stories."""
-    num_documents: int = 20_000
-    """Training documents of the embedded corpus; `valid_fraction` times as many more are its validation split."""
-    download_folder: str = "data/downloads"
-    mirror: str | None = None
-    """Address whose scheme and host replace those of the official downloads."""
-
-    def __post_init__(self):
-        require(0 < self.valid_fraction < 1, f"valid_fraction must be between 0 and 1, not {self.valid_fraction}.")
-        for name in ("valid", "extra_train", "download_folder"):
-            value = getattr(self, name)
-            for path in (value,) if isinstance(value, str) else value or ():
-                require_path(name, path)
-        require(self.num_documents > 0, f"num_documents must be positive, not {self.num_documents}.")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from lmcore.config import from_dict, to_dict
 from lmcore.device import out_of_memory_reason, require_precision, select_device, visible_gpus
 from lmcore.errors import FINISHED, UserError, require
 from lmcore.files import atomic_write, read_json, write_json
-from lmcore.profiling.workload import WorkloadConfig
+from lmcore.profiling.cases import WorkloadConfig
 from lmcore.progress import Progress
 from lmcore.provenance import command_line, environment
 
@@ -38,10 +38,17 @@ OLD_TASKS = {
     f"lmcore.{old}": f"lmcore.{new}"
     for old, new in (
         ("report.memory.kept:kept_by_block", "workbook.report.memory.kept:kept_by_block"),
-        ("profiling.kernels.interpreted:measure_interpreted", "profiling.kernels.agreement:measure_interpreted"),
+        ("profiling.kernels.interpreted:measure_interpreted", "profiling.kernels.parity:measure_interpreted"),
+        ("profiling.kernels.agreement:measure_interpreted", "profiling.kernels.parity:measure_interpreted"),
+        ("profiling.kernels.agreement:measure_agreement", "profiling.kernels.parity:measure_parity"),
+        ("profiling.kernels.attention:measure_attention", "profiling.kernels.cases:measure_attention"),
+        ("profiling.kernels.elementwise:measure_elementwise", "profiling.kernels.cases:measure_elementwise"),
+        ("profiling.kernels.loss:measure_loss", "profiling.kernels.cases:measure_loss"),
     )
 }
 """Names of tasks in records from before the task was moved or renamed → names today. Add a row when you move one."""
+
+KILLED = "The system ended the process, as it does when the host's memory is used up (SIGKILL)."
 
 SECONDS_OF_A_SIGNAL = 0.5
 """A signal that ends a case, as Ctrl-C does, reaches the runner's process in this time if it was meant for both."""
@@ -62,7 +69,6 @@ def run_cases(
     cases: Mapping[str, WorkloadConfig],
     folder: str | os.PathLike,
     title: str = "cases",
-    timeout: float | None = None,
     reuse_other_machine: bool = False,
     shared: bool = False,
 ) -> dict[str, dict[str, Any]]:
@@ -73,7 +79,7 @@ def run_cases(
     result, environment} is written to folder/<name>.json as each case ends; the task's own files go to folder/<name>/.
     Cases that are complete or out of memory, with the same task, configuration, device and PyTorch, are not measured
     again; with `reuse_other_machine`, neither are those of another machine: what a cluster measured is then read on a
-    laptop. `timeout` in seconds ends a case as failed.
+    laptop.
 
     One process measures in a folder. With `shared`, as for the jobs of a cluster that each have a GPU of their own,
     others may measure other cases there at the same time; no case is ever measured by two.
@@ -94,7 +100,9 @@ def run_cases(
     required = {} if reuse_other_machine else {key: machine.get(key) for key in MACHINE}
 
     def finished(name: str) -> dict[str, Any] | None:
-        return finished_record(folder / f"{name}.json", name_of_task, cases[name], required)
+        record = read_record(folder / f"{name}.json")
+        stands = record is not None and record["outcome"] in FINISHED and is_of(record, name_of_task, cases[name])
+        return record if stands and required.items() <= record["environment"].items() else None
 
     records = {name: finished(name) for name in cases}
     missing = [name for name, record in records.items() if record is None]
@@ -107,52 +115,44 @@ def run_cases(
     with atomic_write(folder / ".writable"):  # makes the folder, or says that it cannot be written to
         pass
     (folder / ".writable").unlink(missing_ok=True)
-    progress = Progress(len(cases), title, unit="case", start=reused)
-    stopped, children = threading.Event(), set()
-
-    def measured(name: str, gpu: str | None) -> dict[str, Any] | None:
-        began = time.monotonic()
-        outcome, value = run_apart(task, (cases[name], folder / name), timeout, gpu, children)
-        if outcome not in FINISHED:
-            stopped.wait(SECONDS_OF_A_SIGNAL)
-        if outcome != "complete" and stopped.is_set():
-            return None  # it did not fail, it was ended
-        record = {
-            "cell": name,
-            "task": name_of_task,
-            "config": to_dict(cases[name]),
-            "outcome": outcome,
-            "reason": None if outcome == "complete" else value,
-            "seconds": round(time.monotonic() - began, 3),
-            "result": value if outcome == "complete" else None,
-            "environment": machine,
-        }
-        write_json(folder / f"{name}.json", record)
-        return record
+    progress, stopped = Progress(len(cases), title, unit="case", start=reused), threading.Event()
 
     def measure_on(gpu: str | None, names: Iterator[str]) -> None:
         for name in names:  # shared by the threads of all GPUs
+            if stopped.is_set():
+                return
             busy = f"Another process is measuring {name} in {folder}; wait for it or leave it to that."
             with _hold(case_lock(folder, name), busy, SECONDS_OF_A_LOOK):
-                record = None if stopped.is_set() else finished(name) or measured(name, gpu)
-            if record is None:
-                return
+                if (record := finished(name)) is None:
+                    began = time.monotonic()
+                    outcome, value = run_apart(task, (cases[name], folder / name), None, gpu, stopped)
+                    complete = outcome == "complete"
+                    if outcome not in FINISHED:
+                        stopped.wait(SECONDS_OF_A_SIGNAL)
+                    if not complete and stopped.is_set():
+                        return  # it did not fail, it was ended
+                    record = {
+                        "cell": name,
+                        "task": name_of_task,
+                        "config": to_dict(cases[name]),
+                        "outcome": outcome,
+                        "reason": None if complete else value,
+                        "seconds": round(time.monotonic() - began, 3),
+                        "result": value if complete else None,
+                        "environment": machine,
+                    }
+                    write_json(folder / f"{name}.json", record)
             records[name] = record
             progress.update(sum(map(bool, records.values())), f"{name} {record['outcome']}")
 
     busy = f"Another process is measuring in {folder}; wait for it or choose another folder."
     gpus, names = measuring_gpus(cases.values()), iter(missing)
     with contextlib.nullcontext() if shared else _hold(folder / ".lock", busy), ThreadPoolExecutor(len(gpus)) as pool:
-        futures = [pool.submit(measure_on, gpu, names) for gpu in gpus]
         try:
-            for future in futures:
+            for future in [pool.submit(measure_on, gpu, names) for gpu in gpus]:
                 future.result()
         except BaseException:
-            stopped.set()
-            while not all(future.done() for future in futures):  # else the cases that have begun are waited for
-                for child in [*children]:
-                    _end(child)
-                time.sleep(0.01)
+            stopped.set()  # ends the cases that have begun
             raise
     progress.close()
     return records
@@ -182,16 +182,6 @@ def measuring_gpus(cases: Iterable[WorkloadConfig]) -> list[str | None]:
 
 
 # Records on disk: files that jobs which know nothing of each other share
-
-
-def finished_record(
-    path: Path, task: str, config: WorkloadConfig, required: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """The record in `path` if it is of this very measurement and its environment has the values of `required`."""
-    record = read_record(path)
-    if record is None or not is_of(record, task, config) or record["outcome"] not in FINISHED:
-        return None
-    return record if all(record["environment"].get(key) == value for key, value in required.items()) else None
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
@@ -247,35 +237,43 @@ def run_apart(
     arguments: tuple,
     timeout: float | None = None,
     gpu: str | None = None,
-    children: set[BaseProcess] | None = None,
+    stopped: threading.Event | None = None,
 ) -> tuple[str, Any]:
     """Calls `function` in a fresh process: ("complete", its value), or an outcome and the reason in words.
 
-    The outcome is "out of memory" where a device's or the host's memory did not suffice, else "failed". `gpu`, named
-    as in CUDA_VISIBLE_DEVICES, is the only one that the process sees; None: all. As long as it lives, the process is
-    in `children`; it ends with this one, and when this call does.
+    The outcome is "out of memory" where a device's or the host's memory did not suffice, else "failed", also after
+    `timeout` seconds and when `stopped` is set. `gpu`, named as in CUDA_VISIBLE_DEVICES, is the only one that the
+    process sees; None: all. The process ends with this one, and when this call does.
     """
-    context = _processes()
-    children = set() if children is None else children
+    # Forked from a process that has imported PyTorch and used nothing of it, where that works: a fork of this one
+    # would inherit a CUDA context that it cannot use.
+    context = multiprocessing.get_context("forkserver" if sys.platform.startswith("linux") else "spawn")
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload(PRELOADED)
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_report, args=(sender, function, arguments, gpu), daemon=False)
     child.start()
-    children.add(child)
+    began = time.monotonic()
     try:
         sender.close()
-        if not receiver.poll(timeout):
-            return "failed", f"It was ended after {timeout:.0f} s without a result."
+        while not receiver.poll(0.2):
+            if stopped is not None and stopped.is_set():
+                return "failed", "It was stopped."
+            if timeout is not None and time.monotonic() - began > timeout:
+                return "failed", f"It was ended after {timeout:.0f} s without a result."
         answer = receiver.recv()
         child.join(timeout=5)  # it ends by itself
         return answer
     except EOFError:
         child.join()
-        return _ended(child.exitcode)
+        if (code := child.exitcode) == -signal.SIGKILL:  # nobody else sends it
+            return "out of memory", KILLED
+        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        return "failed", f"The process ended with {how} and said nothing."
     finally:  # also on Ctrl-C
         if child.is_alive():
             _end(child)
         child.join()
-        children.discard(child)
         receiver.close()
 
 
@@ -284,23 +282,10 @@ def _end(child: BaseProcess) -> None:
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
-    for how in (psutil.Process.terminate, psutil.Process.kill):
-        for process in family[: 1 if how is psutil.Process.terminate else None]:
-            with contextlib.suppress(psutil.Error):
-                how(process)
-        _, family = psutil.wait_procs(family, timeout=SECONDS_TO_END)
-
-
-def _processes() -> Any:
-    """How fresh processes are made: forked from one that has imported PyTorch and used nothing of it, where that works.
-
-    A fork of this process itself would inherit a CUDA context that it cannot use.
-    """
-    if not sys.platform.startswith("linux"):
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
+        family[0].terminate()
+    for process in psutil.wait_procs(family, timeout=SECONDS_TO_END)[1]:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def _report(sender: Connection, function: Callable[..., Any], arguments: tuple, gpu: str | None) -> None:
@@ -329,14 +314,6 @@ def _end_with_parent() -> None:
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _ended(code: int | None) -> tuple[str, str]:
-    """Outcome of a process that ended without an answer."""
-    if code == -signal.SIGKILL:  # nobody else sends it
-        return "out of memory", "The system ended the process, as it does when the host's memory is used up (SIGKILL)."
-    how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-    return "failed", f"The process ended with {how} and said nothing."
 
 
 def examine(wanted: Iterable[tuple[str, str]]) -> tuple[dict[str, Any], dict[tuple[str, str], str]]:

@@ -1,6 +1,7 @@
-"""How long a step takes, by two clocks, and what it takes of the memory (CS336 A2 section 1.1.3; CSE599-O 5.3)."""
+"""How long a function or a step takes, and what a step takes of the memory (CS336 A2 section 1.1.3; CSE599-O 5.3)."""
 
 import contextlib
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,41 +14,110 @@ import torch
 
 from lmcore import accounting
 from lmcore.config import ModelConfig, from_dict
-from lmcore.device import device_name, peak_flops
-from lmcore.profiling.workload import PHASES, Workload, WorkloadConfig
+from lmcore.device import device_name, peak_flops, synchronize
+from lmcore.profiling.cases import WorkloadConfig
+from lmcore.profiling.workload import PHASES, Workload
+
+FLUSH_BYTES = 1 << 28
+"""Written between measurements on a GPU, so that a measurement finds its inputs in the memory and not in the cache."""
+
+BUDGET = {"cuda": 0.2, "mps": 0.2, "cpu": 0.1}
+"""Seconds that the repetitions of one measurement may take together, beyond the first `LEAST`."""
+
+LEAST, MOST = 3, 50
+"""Repetitions of one measurement."""
 
 MODEL_COLUMNS = (
     "d_model", "num_layers", "num_heads", "d_ff", "vocab_size", "context_length", "attention", "checkpoint_every"
 )  # fmt: skip
-CASE_COLUMNS = ("batch_size", "passes", "precision", "ops", "compile", "warmup_steps", "steps")
-MEASURED = ("peak_memory_bytes", "peak_reserved_bytes")
+RUN_COLUMNS = ("passes", "precision", "ops", "compile", "warmup_steps")
 SAMPLE_COLUMNS = (
-    "cell", "size", "context_length", "passes", "precision", "ops", "compile", "warmup_steps", "step", "warmup", "wall",
-    "cuda", *PHASES, "device_allocations", "page_faults",
+    "cell", "size", "context_length", *RUN_COLUMNS, "step", "warmup", "wall", "cuda", *PHASES, "device_allocations",
+    "page_faults",
 )  # fmt: skip
 """Columns of every table of samples, in order; those of a later version may have more."""
 
 
-class Stopwatch:
-    """Times one step and its phases on a device.
+class Clock:
+    """The time on a device: CUDA events, which need no synchronization where they are recorded, or the wall clock."""
 
-    On CUDA by events, which the GPU stamps as it comes to them, so that a phase needs no synchronization of its own;
-    elsewhere by the wall clock at the phases' ends, which on a CPU is when the work is done.
-    """
-
-    def __init__(self, workload: Workload):
-        self.workload = workload
-        self.cuda = workload.device.type == "cuda"
-        self.marks: list[tuple[str, Any, Any]] = []
+    def __init__(self, device: torch.device):
+        self.device, self.cuda = device, device.type == "cuda"
 
     def now(self) -> Any:
         """The present moment: a recorded CUDA event, or the wall clock once the device has done its work."""
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self.workload.device))
+            event.record(torch.cuda.current_stream(self.device))
             return event
-        self.workload.synchronize()
+        self.synchronize()
         return default_timer()
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Seconds from one moment to another; CUDA events must have been synchronized with."""
+        return begin.elapsed_time(end) / 1e3 if self.cuda else end - begin
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all that it was given."""
+        synchronize(self.device)
+
+
+class Timer(Clock):
+    """Seconds that a function keeps a device busy, and seconds that the host needs to hand it the work.
+
+    On a GPU, the host first queues writes that take longer than it needs to queue the function: the kernels then run
+    back to back, and CUDA events around them see the GPU's time and no waiting for the host. The writes also drive
+    the inputs out of the cache. Elsewhere the wall clock is used, and inputs that fit into the cache stay there.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        if self.cuda:
+            self.buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+            self.flush_seconds = statistics.median(self.once(self.buffer.zero_, 0)[0] for _ in range(5))
+
+    def __call__(
+        self, function: Callable[[], Any], reset: Callable[[], Any] | None = None
+    ) -> tuple[float, float | None]:
+        """Median (seconds, issue_seconds) of several calls after one to warm up; issue_seconds is None off CUDA.
+
+        `reset` is called, untimed, before every call: what works in place then finds its inputs as they were.
+        """
+        self.once(function, 0, reset)
+        flushes = self.flushes_for(self.once(function, int(self.cuda), reset)[1])
+        taken, began = [], default_timer()
+        while len(taken) < LEAST or (len(taken) < MOST and default_timer() - began < BUDGET[self.device.type]):
+            taken.append(self.once(function, flushes, reset))
+        seconds, issue = map(statistics.median, zip(*taken, strict=True))
+        return seconds, issue if self.cuda else None
+
+    def flushes_for(self, issue: float) -> int:
+        """How many writes take longer than the `issue` seconds that the host needs to queue a function."""
+        return math.ceil(1.5 * issue / self.flush_seconds) if self.cuda else 0
+
+    def once(
+        self, function: Callable[[], Any], flushes: int, reset: Callable[[], Any] | None = None
+    ) -> tuple[float, float]:
+        """(seconds, issue_seconds) of one call, on a GPU behind this many writes."""
+        if reset is not None:
+            reset()
+        self.synchronize()
+        for _ in range(flushes):
+            self.buffer.zero_()
+        begin, began = self.now(), default_timer()
+        function()
+        issued, end = default_timer() - began, self.now()
+        self.synchronize()
+        return self.between(begin, end), issued
+
+
+class Stopwatch(Clock):
+    """Times one step of a workload and its phases, on CUDA without a synchronization between them."""
+
+    def __init__(self, workload: Workload):
+        super().__init__(workload.device)
+        self.workload = workload
+        self.marks: list[tuple[str, Any, Any]] = []
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -60,15 +130,15 @@ class Stopwatch:
         """Runs one step: seconds by `wall` and `cuda` clock (None without CUDA) and of each phase; and `counters`."""
         self.marks.clear()
         before = self.counters()
-        self.workload.synchronize()
+        self.synchronize()
         began = default_timer()
         begin = self.now() if self.cuda else None
         self.workload.step(self.span)
         end = self.now() if self.cuda else None
-        self.workload.synchronize()
-        sample: dict[str, float | int | None] = {"wall": default_timer() - began}
-        sample["cuda"] = between(begin, end) if self.cuda else None
-        sample |= {phase: None for phase in PHASES} | {name: between(*marks) for name, *marks in self.marks}
+        self.synchronize()
+        sample: dict[str, Any] = {"wall": default_timer() - began}
+        sample["cuda"] = self.between(begin, end) if self.cuda else None
+        sample |= {phase: None for phase in PHASES} | {name: self.between(*marks) for name, *marks in self.marks}
         return sample | {name: None if n is None else n - before[name] for name, n in self.counters().items()}
 
     def counters(self) -> dict[str, int | None]:
@@ -77,17 +147,12 @@ class Stopwatch:
         `device_allocations`: requests of PyTorch's allocator to the CUDA driver for memory; `page_faults`: pages of
         memory that the process touched for the first time (not on Windows).
         """
-        allocations = torch.cuda.memory_stats(self.workload.device).get("num_device_alloc") if self.cuda else None
+        allocations = torch.cuda.memory_stats(self.device).get("num_device_alloc") if self.cuda else None
         if sys.platform == "win32":
             return {"device_allocations": allocations, "page_faults": None}
         import resource
 
         return {"device_allocations": allocations, "page_faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt}
-
-
-def between(begin: Any, end: Any) -> float:
-    """Seconds from one moment of `Stopwatch.now` to another; CUDA events must have been synchronized with."""
-    return begin.elapsed_time(end) / 1e3 if isinstance(begin, torch.cuda.Event) else end - begin
 
 
 def measure(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
@@ -103,21 +168,19 @@ def measure(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
 def timed_steps(kind: Callable[[WorkloadConfig], Workload], config: WorkloadConfig) -> dict[str, Any]:
     """`measure` of the workload that `kind` makes of the case, whatever it takes for a step."""
     began = default_timer()
-    workload = kind(config)
-    workload.synchronize()
-    setup_seconds = default_timer() - began
-    watch = Stopwatch(workload)
-    warmups = [watch.step() for _ in range(config.warmup_steps)]
-    if watch.cuda:
-        torch.cuda.reset_peak_memory_stats(workload.device)
-    measured = [watch.step() for _ in range(config.steps)]
+    watch = Stopwatch(kind(config))
+    watch.synchronize()
+    setup_seconds, samples = default_timer() - began, []
+    for number in range(config.warmup_steps + config.steps):
+        if number == config.warmup_steps and watch.cuda:
+            torch.cuda.reset_peak_memory_stats(watch.device)
+        samples.append(watch.step() | {"warmup": number < config.warmup_steps})
     return {
-        "device": device_name(workload.device),
+        "device": device_name(watch.device),
         "setup_seconds": setup_seconds,
-        "samples": [sample | {"warmup": True} for sample in warmups]
-        + [sample | {"warmup": False} for sample in measured],
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(workload.device) if watch.cuda else None,
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(workload.device) if watch.cuda else None,
+        "samples": samples,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(watch.device) if watch.cuda else None,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(watch.device) if watch.cuda else None,
     }
 
 
@@ -126,18 +189,22 @@ def summary(samples: Sequence[float | None]) -> dict[str, float | None]:
     values = [value for value in samples if value is not None]
     if not values:
         return dict.fromkeys(("mean", "std", "median", "min"))
-    return {
-        "mean": statistics.fmean(values),
-        "std": statistics.stdev(values) if len(values) > 1 else None,
-        "median": statistics.median(values),
-        "min": min(values),
-    }
+    std = statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "std": std, "median": statistics.median(values), "min": min(values)}
 
 
 def step_flops(model: ModelConfig, batch_size: int, passes: str) -> int:
     """Matmul FLOPs of one step; the optimizer's, and what gradient checkpointing computes twice, are not counted."""
     count = accounting.forward_flops if passes == "forward" else accounting.training_flops
     return count(model, batch_size)
+
+
+def as_run(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration in a record as it was run: the fused step has FlashAttention and compiles nothing, whatever the
+    switches of the others say. Records from before there was a choice of `ops` are plain."""
+    if config.get("ops", "plain") == "plain":
+        return {**config, "ops": "plain"}
+    return {**config, "compile": False, "model": {**config["model"], "attention": "flash"}}
 
 
 def timing_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
@@ -151,38 +218,30 @@ def timing_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame([_row(record) for record in records.values()]).astype(object).replace({float("nan"): None})
 
 
-def as_run(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration in a record as it was run: the fused step has FlashAttention and compiles nothing, whatever the
-    switches of the others say. Records from before there was a choice of `ops` are plain."""
-    if config.get("ops", "plain") == "plain":
-        return {**config, "ops": "plain"}
-    return {**config, "compile": False, "model": {**config["model"], "attention": "flash"}}
-
-
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
-    config = as_run(record["config"])
-    model, measured = from_dict(ModelConfig, config["model"]), dict(record["result"] or {})
+    config, measured = as_run(record["config"]), dict(record["result"] or {})
+    model, batch_size = from_dict(ModelConfig, config["model"]), config["batch_size"]
     steps = [sample for sample in measured.pop("samples", ()) if not sample["warmup"]]
     seconds = {name: summary([step[name] for step in steps]) for name in ("wall", "cuda", *PHASES)}
-    flops = step_flops(model, config["batch_size"], config["passes"])
-    median = seconds["wall"]["median"]
+    for phase in PHASES:
+        seconds[phase].pop("min")
+    flops, median = step_flops(model, batch_size, config["passes"]), seconds["wall"]["median"]
     device = measured.pop("device", None) or (record["environment"] or {}).get("device")
     peak = peak_flops(device, config["precision"]) if device else None
     return {
         "cell": record["cell"],
         "size": config["size"],
         **{name: getattr(model, name) for name in MODEL_COLUMNS},
-        **{name: config[name] for name in CASE_COLUMNS},
+        **{name: config[name] for name in ("batch_size", *RUN_COLUMNS, "steps")},
         "outcome": record["outcome"],
         "reason": record["reason"],
         "num_parameters": accounting.num_parameters(model),
-        **{f"{clock}_{what}": value for clock in ("wall", "cuda") for what, value in seconds[clock].items()},
-        **{f"{phase}_{what}": seconds[phase][what] for phase in PHASES for what in ("mean", "std", "median")},
-        "tokens_per_second": config["batch_size"] * model.context_length / median if median else None,
+        **{f"{name}_{what}": value for name, found in seconds.items() for what, value in found.items()},
+        "tokens_per_second": batch_size * model.context_length / median if median else None,
         "flops": flops,
         "flops_per_second": flops / median if median else None,
         "mfu": flops / median / peak if median and peak else None,
-        **{name: None for name in MEASURED} | measured,
+        **{"peak_memory_bytes": None, "peak_reserved_bytes": None} | measured,
         "device": device,
     }
 
@@ -195,12 +254,8 @@ def samples_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     rows = []
     for record in records.values():
         config = as_run(record["config"])
-        head = {
-            "cell": record["cell"],
-            "size": config["size"],
-            "context_length": config["model"]["context_length"],
-            **{name: config[name] for name in ("passes", "precision", "ops", "compile", "warmup_steps")},
-        }
+        head = {"cell": record["cell"], "context_length": config["model"]["context_length"]}
+        head |= {name: config[name] for name in ("size", *RUN_COLUMNS)}
         samples = (record["result"] or {}).get("samples", ())
         rows += [head | {"step": number} | sample for number, sample in enumerate(samples, 1)]
     return pd.DataFrame(rows, columns=list(dict.fromkeys([*SAMPLE_COLUMNS, *(name for row in rows for name in row)])))

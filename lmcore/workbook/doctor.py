@@ -55,21 +55,21 @@ def examine(folder: str | os.PathLike = ".") -> dict[str, Any]:
 
 def optional_parts() -> list[dict[str, Any]]:
     """Parts that lmcore runs without: whether each is there, what it is for and how to get it."""
-    parts = []
-    for name, (purpose, remedy) in OPTIONAL_PARTS.items():
-        present = importlib.util.find_spec(name) is not None or shutil.which(name) is not None
-        parts.append({"name": name, "present": present, "purpose": purpose, "remedy": remedy})
-    return parts
+    there = {name: bool(importlib.util.find_spec(name) or shutil.which(name)) for name in OPTIONAL_PARTS}
+    return [
+        {"name": name, "present": there[name], "purpose": purpose, "remedy": remedy}
+        for name, (purpose, remedy) in OPTIONAL_PARTS.items()
+    ]
 
 
 def nsight_systems() -> dict[str, Any]:
-    """The part of Nsight Systems, which hides in many places: its version and where it was found."""
+    """The part of Nsight Systems, which hides in many places: its version and where it is."""
     part = {"name": "nsys", "purpose": "profiling with Nsight Systems, without which torch.profiler is used"}
     try:
         nsys = find_nsys()
     except UserError:
         return part | {"present": False, "remedy": INSTALL}
-    detail = f"{nsys.version} ({nsys.path}), from {nsys.place}"
+    detail = f"{nsys.version} ({nsys.path})"
     return part | {"present": True, "remedy": "", "detail": detail}
 
 
@@ -78,22 +78,21 @@ def slurm() -> dict[str, Any]:
     part = {"name": "slurm", "purpose": "jobs on a cluster, without which lmcore submit runs them here"}
     if shutil.which("sbatch") is None:
         return part | {"present": False, "remedy": "log in to a cluster's front end"}
-    version = said(["sbatch", "--version"])[1].strip().rpartition(" ")[2] or "version unknown"
-    code, shown, complaint = said(["sinfo", "--noheader", "--format=%R|%G"])
+    version = said("sbatch", "--version")[1].strip().rpartition(" ")[2] or "version unknown"
+    code, shown, complaint = said("sinfo", "--noheader", "--format=%R|%G")
     partitions: dict[str, set[str]] = {}
     for name, _, resources in (line.strip().partition("|") for line in shown.splitlines()):
         found = [resource.partition("(")[0] for resource in resources.split(",") if resource.startswith("gpu")]
         partitions.setdefault(name, set()).update(found)
     gpus = [f"{name} ({' or '.join(sorted(found))})" for name, found in partitions.items() if found]
     places = f"GPUs in {join_words(gpus)}" if gpus else "no partition with GPUs"
-    detail = f"{version}, {len(partitions)} partition{'' if len(partitions) == 1 else 's'}, {places}"
+    detail = f", {len(partitions)} partition{'' if len(partitions) == 1 else 's'}, {places}"
     if code != 0:
-        words = complaint.splitlines()[-1:] or ["sinfo said nothing"]
-        detail = f"{version}; its controller does not answer ({words[0]})"
-    return part | {"present": True, "remedy": "", "detail": detail}
+        detail = f"; its controller does not answer ({(complaint.splitlines() or ['sinfo said nothing'])[-1]})"
+    return part | {"present": True, "remedy": "", "detail": version + detail}
 
 
-def said(command: list[str]) -> tuple[int, str, str]:
+def said(*command: str) -> tuple[int, str, str]:
     """Exit code, output and errors of a program, which has ten seconds."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=False)

@@ -1,10 +1,13 @@
 """Executes one notebook, says what it is doing, and checks, cell by cell, that it really ran."""
 
+import contextlib
 import json
+import os
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,12 +19,11 @@ from tqdm.auto import tqdm
 from lmcore.errors import UserError
 from lmcore.files import atomic_write
 from lmcore.progress import SECONDS_BETWEEN_LINES
-from lmcore.workbook.notebook import INJECTED, code_cells, execution_fault, heading_above, read_notebook, tags
-from lmcore.workbook.record import NotebookRecord
-from lmcore.workbook.stopping import Stopped, StopSignals
+from lmcore.workbook.notebook import code_cells, execution_fault, heading_above, read_notebook
+from lmcore.workbook.record import NotebookRecord, write_notebook_record
+from lmcore.workbook.stopping import LAUNCHER, MARK, StopSignals
 
 HEARTBEAT_SECONDS = 5.0
-ERROR_MARKER = "papermill-error-cell-tag"
 
 DURATIONS = Path("papermill_jobs") / "durations.yaml"
 """Of a project: the seconds of the longer cells at scale smoke, by notebook and cell id."""
@@ -57,14 +59,17 @@ class WorkbookProgress:
     """
 
     def __init__(self, expected: Mapping[str, Mapping[str, float]], known: bool, runs: Path | None = None):
-        self.expected, self.known, self.runs = expected, known, runs
-        self.totals = {name: START_SECONDS + sum(cells.values()) for name, cells in expected.items()}
-        self.finished = 0.0  # expected seconds of what is done
+        self.known, self.runs = known, runs
+        self.steps = {  # cell None: the kernel starts
+            (name, id): seconds
+            for name, cells in expected.items()
+            for id, seconds in {None: START_SECONDS, **cells}.items()
+        }
         self.began = self.last_line = time.monotonic()
         self.bar = None
         if sys.stderr.isatty():
             self.bar = tqdm(total=100, desc="workbook", bar_format="{desc}: {percentage:3.0f}%|{bar:20}|{postfix}")
-        self._begin(next(iter(expected)), 0, START_SECONDS)
+        self.begin(next(iter(expected)))
         self.stop = threading.Event()
         self.heart = threading.Thread(target=self._beat, daemon=True)
         self.heart.start()
@@ -73,22 +78,11 @@ class WorkbookProgress:
         while not self.stop.wait(HEARTBEAT_SECONDS):
             self.show()
 
-    def _begin(self, name: str, number: int, seconds: float) -> None:
-        self.name, self.number, self.seconds, self.said = name, number, seconds, ""
-        self.cell_began = time.monotonic()
-        self.show()
-
-    def begin_notebook(self, name: str) -> None:
-        """The notebooks before `name` are done; its kernel starts."""
-        names = list(self.totals)
-        self.finished = sum(self.totals[other] for other in names[: names.index(name)])
-        self._begin(name, 0, START_SECONDS)
-
-    def begin_cell(self, cell: nbformat.NotebookNode) -> None:
-        """A cell of the notebook starts."""
-        if (id := cell.get("id")) in (cells := self.expected[self.name]):  # not papermill's own
-            self.finished += self.seconds
-            self._begin(self.name, [*cells].index(id) + 1, cells[id])
+    def begin(self, name: str, cell: str | None = None) -> None:
+        """A notebook's kernel starts, or a cell by its id; what is before it is done."""
+        if (name, cell) in self.steps:  # not papermill's own
+            self.step, self.said, self.step_began = (name, cell), "", time.monotonic()
+            self.show()
 
     def write(self, text: str) -> None:
         """Takes what the cell prints: the last line is shown."""
@@ -99,18 +93,23 @@ class WorkbookProgress:
 
     def share(self, now: float) -> tuple[float, float]:
         """Which part of the notebooks is done, by the expected durations, and the seconds that the rest will take."""
-        total = sum(self.totals.values())
-        slowness = (self.cell_began - self.began + TRUSTED_SECONDS) / (self.finished + TRUSTED_SECONDS)
-        done = min(self.finished + min((now - self.cell_began) / slowness, self.seconds), total)
+        seconds, at = list(self.steps.values()), list(self.steps).index(self.step)
+        total, finished = sum(seconds), sum(seconds[:at])
+        slowness = (self.step_began - self.began + TRUSTED_SECONDS) / (finished + TRUSTED_SECONDS)
+        done = finished + min((now - self.step_began) / slowness, seconds[at])
         return done / total, (total - done) * (now - self.began + TRUSTED_SECONDS) / (done + TRUSTED_SECONDS)
 
     def line(self, now: float) -> str:
         """What is shown: time, notebook, cell and what goes on in it."""
         left = f", {in_words(self.share(now)[1])} left" if self.known else ""
-        names, cells = list(self.expected), len(self.expected[self.name])
-        place = f"notebook {names.index(self.name) + 1}/{len(names)} {self.name}, cell {self.number}/{cells}"
-        doing = self.number and (going_on(self.runs, now - self.cell_began) or self.said)
-        return f"{now - self.began:.0f} s{left}, {place}{f': {doing}' if doing else ''}"
+        names, cells = (
+            list(dict.fromkeys(name for name, _ in self.steps)),
+            [s for s in self.steps if s[0] == self.step[0]],
+        )
+        place = f"notebook {names.index(self.step[0]) + 1}/{len(names)} {self.step[0]}"
+        number = cells.index(self.step)
+        doing = number and (going_on(self.runs, now - self.step_began) or self.said)
+        return f"{now - self.began:.0f} s{left}, {place}, cell {number}/{len(cells) - 1}{f': {doing}' if doing else ''}"
 
     def show(self) -> None:
         """Draws the bar, or prints a line if the last one was ten seconds ago."""
@@ -153,68 +152,62 @@ def going_on(runs: Path | None, seconds: float) -> str | None:
     return None
 
 
-class AtomicNotebooks:
-    """How papermill reads and writes executed notebooks: whole or not at all, as the process may be killed."""
+def execute(source: Path, record: NotebookRecord, out: Path, progress: WorkbookProgress, stop: StopSignals) -> None:
+    """Executes one notebook into out/notebooks with the record's parameters, and checks it.
 
-    def read(self, path: str) -> str:
-        """The text of a notebook."""
-        return Path(path).read_text(encoding="utf-8")
-
-    def write(self, text: str, path: str) -> None:
-        """Replaces a notebook."""
-        with atomic_write(path, "w") as file:
-            file.write(text)
-
-    def listdir(self, path: str) -> list[str]:
-        """The files of a folder."""
-        return [str(file) for file in Path(path).iterdir()]
-
-    def pretty_path(self, path: str) -> str:
-        """The path as it is shown."""
-        return path
-
-
-def execute(
-    source: Path,
-    target: Path,
-    parameters: Mapping[str, Any],
-    kernel: str,
-    progress: WorkbookProgress | None = None,
-    stop: StopSignals | None = None,
-) -> NotebookRecord:
-    """Executes one notebook into `target` and checks it; the kernel's processes must carry the mark of `stop`.
-
-    `target` is saved before and after each cell, so that it also keeps a run that failed, was stopped or was killed.
+    `record` says how it ended, and is on disk all the while. The executed notebook is saved before and after each cell,
+    so that it also keeps a run that failed, was stopped or was killed.
     """
+    from lmcore.provenance import environment, executing
+
+    began, target = time.monotonic(), (out / "notebooks" / source.name).resolve()
+    record.state, record.environment = "running", environment()
+    record.job = os.environ.get("SLURM_JOB_ID") or os.environ.get("LMCORE_JOB_ID")
+    write_notebook_record(out, record)
+    target.unlink(missing_ok=True)  # what an earlier run has left says nothing of this one
+    progress.begin(source.stem)
+    try:
+        with stop.watching(), executing(source.stem, record.parameters or {}):
+            problem = _run(source, target, record.parameters or {}, progress, stop)
+        record.seconds = round(time.monotonic() - began, 1)
+        _judge(record, read_notebook(target), problem, stop)
+    except BaseException:  # a full disk
+        record.state = "stopped"
+        with suppress(UserError):
+            write_notebook_record(out, record)
+        raise
+    write_notebook_record(out, record)
+
+
+def _run(
+    source: Path, target: Path, parameters: Mapping[str, Any], progress: WorkbookProgress, stop: StopSignals
+) -> str | None:
+    """papermill's execution of a notebook; returns why it ended early, if papermill says so."""
     import papermill
     from papermill.exceptions import PapermillException
-    from papermill.iorw import papermill_io
+    from papermill.iorw import LocalHandler, papermill_io
 
-    from lmcore.provenance import executing
+    class WholeOrNot(LocalHandler):
+        """Writes the executed notebook so that it is never half there: this process may be killed."""
 
-    record, began, target = NotebookRecord(source.stem, "running"), time.monotonic(), target.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    papermill_io.register(str(target), AtomicNotebooks())
-    stop = stop or StopSignals()
-    running = None  # index of the cell that was begun last
+        def write(self, text: str, path: str) -> None:
+            with atomic_write(path, "w") as file:
+                file.write(text)
 
-    def begin_cell(cell: Any, cell_index: int) -> None:
-        nonlocal running
-        running = cell_index
-        stop.require_go_on()
-        if progress:
-            progress.begin_cell(cell)
+    def begin_cell(cell: nbformat.NotebookNode, cell_index: int) -> None:
+        if stop.requested is not None:
+            raise InterruptedError
+        progress.begin(source.stem, cell.get("id"))
 
-    problem = None
+    papermill_io.register(str(target), WholeOrNot())
     try:
-        if progress:
-            progress.begin_notebook(source.stem)
-        with stop.watching(), executing(source.stem, parameters):
+        with _kernel({MARK: stop.mark}) as manager:
             papermill.execute_notebook(
                 source,
                 target,
                 dict(parameters),
-                kernel_name=kernel,
+                kernel_name="python3",
+                kernel_manager_class=manager,
                 language="python",
                 cwd=source.parent,
                 progress_bar=False,
@@ -222,40 +215,48 @@ def execute(
                 stdout_file=progress,
                 on_cell_execute=begin_cell,
             )
-    except (PapermillException, RuntimeError, Stopped) as error:  # RuntimeError: the kernel died, or never answered
-        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
     except UserError:  # the executed notebook cannot be written
         raise
     except Exception as error:
-        if stop.requested is None:
+        # RuntimeError: the kernel died, or never answered
+        if stop.requested is None and not isinstance(error, PapermillException | RuntimeError):
             raise
-        problem = str(error)
-    record.seconds = round(time.monotonic() - began, 1)
-    return judge(record, read_notebook(target), running, problem, stop)
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return None
 
 
-def judge(
-    record: NotebookRecord, executed: nbformat.NotebookNode, running: int | None, problem: str | None, stop: StopSignals
-) -> NotebookRecord:
+@contextlib.contextmanager
+def _kernel(variables: Mapping[str, str]) -> Iterator[type]:
+    """Makes the notebook's kernel this very interpreter, with these variables, whatever kernels are installed."""
+    from jupyter_client.kernelspec import KernelSpec
+    from jupyter_client.manager import AsyncKernelManager
+
+    with tempfile.TemporaryDirectory(prefix="lmcore-kernel-") as folder:
+        environment = {
+            "IPYTHONDIR": folder,  # and no profile of the user's
+            "JUPYTER_RUNTIME_DIR": folder,
+            # a cluster's MPLBACKEND=Agg would make every figure vanish from the notebook
+            "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+            **variables,
+        }
+        command = [sys.executable, "-m", LAUNCHER, "-f", "{connection_file}", "--log-level=ERROR"]
+        spec = KernelSpec(argv=command, display_name="Python 3", language="python", env=environment)
+        yield type("Kernel", (AsyncKernelManager,), {"kernel_spec": spec})
+
+
+def _judge(record: NotebookRecord, executed: nbformat.NotebookNode, problem: str | None, stop: StopSignals) -> None:
     """Completes the record of an execution that ended: done, failed or stopped, and where."""
     fault = execution_fault(executed)
     if fault is None and problem is None:
         record.state = "done"
-        return record
-    record.state = "failed" if stop.requested is None else "stopped"
-    cell, error = fault or (None, problem)
-    if fault is None or (fault[1] == "the cell was not run" and problem is not None):
+        return
+    if problem is not None and (fault is None or fault[1] == "the cell was not run"):
         # the kernel is gone: no cell has an error, and the one that ran has a number as if it had ended
-        cell, error = number_of(executed, running), problem
-    record.cell = cell
-    record.error = error.rstrip(".") if stop.requested is None else stop.requested.name
-    record.heading = None if cell is None else heading_above(executed, cell)
-    return record
-
-
-def number_of(executed: nbformat.NotebookNode, index: int | None) -> int | None:
-    """Number, from 1, of the code cell at this index, where papermill's own parameters belong to the first one."""
-    if index is None:
-        return None
-    cells = [cell for cell in executed.cells if ERROR_MARKER not in tags(cell)][: index + 1]
-    return sum(cell.cell_type == "code" and INJECTED not in tags(cell) for cell in cells)
+        begun = (n for n, cell in code_cells(executed) if cell.metadata.get("papermill", {}).get("start_time"))
+        fault = max(begun, default=None), problem
+    record.cell, error = fault
+    record.heading = heading_above(executed, record.cell) if record.cell else None
+    record.state, record.error = "failed", error.rstrip(".")
+    if stop.requested is not None:
+        record.state, record.error = "stopped", stop.requested.name

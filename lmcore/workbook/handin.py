@@ -9,7 +9,7 @@ import re
 import subprocess
 import tempfile
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
@@ -24,19 +24,12 @@ PDF_NAMES: dict[str, str] = {"cse599o": "answers.pdf", "cs336": "writeup.pdf"}
 """What each course calls the answers."""
 
 CODE_NAME, CURVE_NAME = "code.zip", "learning_curve.svg"
-ROOT_FOLDER = "code"
-"""Folder that code.zip unpacks to."""
 
 LEARNING_CURVES = ("recipe_curves.svg", "learning_rate_curves.svg")
 """Figures of notebook 02; handed in is the first that is there: the curves of the recipes, or those of the sweep."""
 
-ZIP_TIME = (1980, 1, 1, 0, 0, 0)
-"""The time of every file in code.zip, so that the same files make the same archive."""
-
 MAX_FILE_BYTES = 5_000_000
 """Larger files are left out: data, or what the code has made."""
-
-NAMES_SHOWN = 4
 
 SECRET_FILE = re.compile(
     r"\.env|\.env\..*|.*\.env|\.envrc|.*\.(pem|key|p12|pfx)|id_(rsa|dsa|ecdsa|ed25519).*|[._]netrc|\.pypirc|\.npmrc"
@@ -61,14 +54,14 @@ class Handin:
     """What was handed in, and what was not."""
 
     out: Path
-    files: list[Path] = field(default_factory=list)
+    files: list[Path]
     """Files of the project in code.zip, relative to the project."""
+    left_out: dict[str, list[str]]
+    """Names of what was left out, by the reason."""
+    notes: list[str]
+    """Sentences on what the hand-in lacks."""
     written: list[Path] = field(default_factory=list)
     """Files of the hand-in."""
-    left_out: dict[str, list[str]] = field(default_factory=dict)
-    """Names of what was left out, by the reason."""
-    notes: list[str] = field(default_factory=list)
-    """Sentences on what the hand-in lacks."""
 
 
 def make_handin(project: Path, out: Path, to: Path, names: Names = "cse599o", incomplete: bool = False) -> Handin:
@@ -77,24 +70,22 @@ def make_handin(project: Path, out: Path, to: Path, names: Names = "cse599o", in
     Raises `UserError`, before anything is written, where the writeup is missing, older than its notebooks or reports a
     failure, and where a file holds what looks like a key.
     """
-    done = Handin(out, notes=writeup_faults(out))
-    require(incomplete or not done.notes, f"{''.join(done.notes[:1])} To hand in what there is, say --incomplete.")
-    done.files, done.left_out = project_files(project, excluded=(out, to))
+    notes = writeup_faults(out)
+    require(incomplete or not notes, f"{''.join(notes[:1])} To hand in what there is, say --incomplete.")
+    done = Handin(out, *project_files(project, excluded=(out, to)), notes)
     require(bool(done.files), f"There are no files of the project in {project}.")
     refuse_secrets([*(project / file for file in done.files), *(out / "writeup").glob("answers.html")])
     curve = next((out / "figures" / name for name in LEARNING_CURVES if (out / "figures" / name).is_file()), None)
     if curve is None:
-        done.notes.append(f"There is no learning curve ({' or '.join(LEARNING_CURVES)}) in {out / 'figures'}.")
-    with atomic_write(to / CODE_NAME) as file:
-        write_zip(file, project, done.files, curve)
-    done.written.append(to / CODE_NAME)
-    sources = dict.fromkeys(PDF_NAMES.values()) | {PDF_NAMES[names]: out / "writeup" / "answers.pdf", CURVE_NAME: curve}
-    for name, source in sources.items():
-        if source is None or not source.is_file():
+        notes.append(f"There is no learning curve ({' or '.join(LEARNING_CURVES)}) in {out / 'figures'}.")
+    sources = {name.as_posix(): project / name for name in done.files} | ({CURVE_NAME: curve} if curve else {})
+    copies = dict.fromkeys(PDF_NAMES.values()) | {PDF_NAMES[names]: out / "writeup" / "answers.pdf", CURVE_NAME: curve}
+    for name, source in {CODE_NAME: project, **copies}.items():
+        if source is None or not source.exists():
             (to / name).unlink(missing_ok=True)  # of an earlier hand-in
             continue
         with atomic_write(to / name) as file:
-            file.write(source.read_bytes())
+            write_zip(file, sources) if name == CODE_NAME else file.write(source.read_bytes())
         done.written.append(to / name)
     return done
 
@@ -104,11 +95,9 @@ def writeup_faults(out: Path) -> list[str]:
     pdf = out / "writeup" / "answers.pdf"
     if not pdf.is_file() or not pdf.read_bytes().startswith(b"%PDF"):
         return [f"There is no writeup {pdf}: run `lmcore workbook --out {out}` first, or `lmcore writeup {out}`."]
-    faults = unfinished(read_record(out))
     newer = [path.stem for path in (out / "notebooks").glob("*.ipynb") if path.stat().st_mtime > pdf.stat().st_mtime]
-    if newer:
-        faults.append(f"The writeup {pdf} is older than notebook {min(newer)}: run `lmcore writeup {out}`.")
-    return faults
+    old = f"The writeup {pdf} is older than notebook {min(newer, default='')}: run `lmcore writeup {out}`."
+    return unfinished(read_record(out)) + ([old] if newer else [])
 
 
 def project_files(project: Path, excluded: Sequence[Path] = ()) -> tuple[list[Path], dict[str, list[str]]]:
@@ -132,17 +121,19 @@ def project_files(project: Path, excluded: Sequence[Path] = ()) -> tuple[list[Pa
 def git_files(project: Path) -> tuple[set[Path], list[str]]:
     """Files that git tracks or does not ignore, and what it ignores; by .gitignore alone where there is no checkout."""
 
+    def git(*words: str | Path, check: bool = True) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(["git", "-C", project, *words], capture_output=True, check=check)
+
     def listed(*options: str) -> list[str]:
-        command = [*git, "-C", project, "ls-files", "-z", "--others", "--exclude-standard", *options]
-        output = subprocess.run(command, capture_output=True, check=True).stdout
-        return [name.decode(errors="surrogateescape") for name in output.split(b"\0") if name]
+        output = git(*place, "ls-files", "-z", "--others", "--exclude-standard", *options).stdout
+        return [os.fsdecode(name) for name in output.split(b"\0") if name]
 
     with tempfile.TemporaryDirectory(prefix="lmcore-handin-") as folder:
-        git: list[str | Path] = ["git"]
+        place: list[str | Path] = []
         try:
-            if subprocess.run([*git, "-C", project, "rev-parse"], capture_output=True, check=False).returncode:
-                subprocess.run([*git, "init", "--quiet", "--bare", folder], capture_output=True, check=True)
-                git += ["--git-dir", folder, "--work-tree", project]
+            if git("rev-parse", check=False).returncode:
+                git("init", "--quiet", "--bare", folder)
+                place = ["--git-dir", folder, "--work-tree", project.resolve()]
             return {Path(name) for name in listed("--cached")}, listed("--ignored", "--directory")
         except FileNotFoundError:
             raise UserError("There is no git here, which says what belongs to the project: install it.") from None
@@ -161,9 +152,8 @@ def why_left_out(path: Path, excluded: Iterable[Path]) -> str | None:
         return "named like a secret"
     if path.stat().st_size > MAX_FILE_BYTES:
         return f"larger than {MAX_FILE_BYTES / 1e6:.0f} MB"
-    if path.suffix == ".ipynb" and b'"papermill": {' in path.read_bytes():
-        return "a notebook as papermill executed it"
-    return None
+    executed = path.suffix == ".ipynb" and b'"papermill": {' in path.read_bytes()
+    return "a notebook as papermill executed it" if executed else None
 
 
 def is_secret_name(name: str) -> bool:
@@ -186,12 +176,11 @@ def refuse_secrets(files: Iterable[Path]) -> None:
                 )
 
 
-def write_zip(file: IO[bytes], project: Path, files: Sequence[Path], curve: Path | None) -> None:
-    """The archive: sorted, with one fixed time, and of the permissions only whether a file is a program."""
-    sources = {name.as_posix(): project / name for name in files} | ({CURVE_NAME: curve} if curve else {})
+def write_zip(file: IO[bytes], sources: Mapping[str, Path]) -> None:
+    """The same archive of the same files: sorted, one fixed time, of the permissions only whether it is a program."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for name, source in sorted(sources.items()):
-            entry = zipfile.ZipInfo(f"{ROOT_FOLDER}/{name}", ZIP_TIME)
+            entry = zipfile.ZipInfo(f"code/{name}")  # of 1980
             entry.compress_type, entry.create_system = zipfile.ZIP_DEFLATED, 3
             entry.external_attr = (0o100755 if os.access(source, os.X_OK) else 0o100644) << 16
             archive.writestr(entry, source.read_bytes())
@@ -212,7 +201,7 @@ def describe(done: Handin) -> str:
         inside = f", {len(done.files)} files of the project" if path.name == CODE_NAME else ""
         lines.append(f"  {path}: {path.stat().st_size / 1e6:.2f} MB{inside}")
     for reason, names in sorted(done.left_out.items()):
-        shown = names if reason == "named like a secret" else names[:NAMES_SHOWN]
+        shown = names if reason == "named like a secret" else names[:4]
         more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
         lines.append(f"Left out, {reason}: {', '.join(shown)}{more}")
     return "\n".join([*lines, *(f"Note: {note}" for note in done.notes)])

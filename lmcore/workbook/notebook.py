@@ -1,17 +1,19 @@
 """What a workbook notebook must keep to, read from the file: parameters, execution order, committed outputs."""
 
 import ast
+import itertools
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import nbformat
+from typing import TYPE_CHECKING, Any
 
 from lmcore.errors import UserError
 from lmcore.files import atomic_write
 from lmcore.text import ANSI_ESCAPE
+
+if TYPE_CHECKING:  # importing it takes longer than a second, in each kernel
+    from nbformat import NotebookNode
 
 PARAMETERS, INJECTED = "parameters", "injected-parameters"
 """Tags of the cell that declares the parameters, and of the one that papermill puts after it."""
@@ -19,12 +21,18 @@ PARAMETERS, INJECTED = "parameters", "injected-parameters"
 KEEP_OUTPUT, CHECK_OUTPUT = "keep_output", "nbval-check-output"
 """Tags of a cell whose output is deterministic: the output is committed, and nbval compares it."""
 
+CLEAN_METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
 KEPT_METADATA = ("tags", "caption", "jupyter")
 """Metadata of a cell that an author sets; the rest is a run's or an editor's."""
 
 
-def read_notebook(path: str | os.PathLike) -> nbformat.NotebookNode:
+def read_notebook(path: str | os.PathLike) -> "NotebookNode":
     """Reads a notebook of format 4. Raises `UserError` if it is missing or is not a notebook."""
+    import nbformat
+
     try:
         notebook = nbformat.read(path, as_version=4)
         _ = [(cell.cell_type, cell.source, cell.metadata) for cell in notebook.cells]  # other JSON has none of these
@@ -36,18 +44,18 @@ def read_notebook(path: str | os.PathLike) -> nbformat.NotebookNode:
         raise UserError(f"{path} cannot be read as a notebook ({said}).") from error
 
 
-def tags(cell: nbformat.NotebookNode) -> list[str]:
+def tags(cell: "NotebookNode") -> list[str]:
     """Tags of a cell."""
     return cell.metadata.get("tags", [])
 
 
-def code_cells(notebook: nbformat.NotebookNode) -> Iterator[tuple[int, nbformat.NotebookNode]]:
+def code_cells(notebook: "NotebookNode") -> "Iterator[tuple[int, NotebookNode]]":
     """The code cells with their numbers, from 1, as the source notebook has them (papermill's own is left out)."""
     cells = (cell for cell in notebook.cells if cell.cell_type == "code" and INJECTED not in tags(cell))
     yield from enumerate(cells, 1)
 
 
-def declared_parameters(notebook: nbformat.NotebookNode, name: str) -> dict[str, Any]:
+def declared_parameters(notebook: "NotebookNode", name: str) -> dict[str, Any]:
     """Parameters and defaults in the first code cell, which must be tagged `parameters` and hold only literals.
 
     Raises `UserError` naming the notebook and the line that breaks the rule.
@@ -55,17 +63,23 @@ def declared_parameters(notebook: nbformat.NotebookNode, name: str) -> dict[str,
     first = next((cell for _, cell in code_cells(notebook)), None)
     if first is None or PARAMETERS not in tags(first):
         raise UserError(f"{name}: the first code cell must carry the tag {PARAMETERS!r} and declare the parameters.")
+    return literals(first.source, name)
+
+
+def literals(source: str, name: str) -> dict[str, Any]:
+    """The values that the source of a parameters cell gives to names; see `declared_parameters`."""
     try:
-        statements = ast.parse(first.source).body
+        statements = ast.parse(source).body
     except SyntaxError as error:
         raise UserError(f"{name}: line {error.lineno} of the parameters cell is not Python ({error.msg}).") from None
     parameters = {}
     for statement in statements:
-        target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
         try:
-            if not isinstance(statement, ast.Assign | ast.AnnAssign) or not isinstance(target, ast.Name):
-                raise ValueError
-            parameters[target.id] = ast.literal_eval(statement.value)
+            match statement:
+                case ast.Assign([ast.Name(key), *_], value) | ast.AnnAssign(ast.Name(key), _, value):
+                    parameters[key] = ast.literal_eval(value)
+                case _:
+                    raise ValueError
         except (ValueError, TypeError):
             raise UserError(
                 f"{name}: line {statement.lineno} of the parameters cell must be `name = literal`, "
@@ -74,7 +88,7 @@ def declared_parameters(notebook: nbformat.NotebookNode, name: str) -> dict[str,
     return parameters
 
 
-def execution_fault(notebook: nbformat.NotebookNode) -> tuple[int, str] | None:
+def execution_fault(notebook: "NotebookNode") -> tuple[int, str] | None:
     """Number of the first code cell that failed, ended the notebook early or was not run, and what happened there.
 
     None if every code cell ran, in order, without an error. papermill itself takes SystemExit(0) for success.
@@ -103,52 +117,46 @@ def damage(executed: Path, source: Path) -> str | None:
     except UserError as error:
         return str(error).rstrip(".")
     ours, theirs = ([cell.source for _, cell in code_cells(notebook)] for notebook in (read_notebook(source), made))
-    fault = execution_fault(made)
-    return f"{executed} has other cells" if ours != theirs else f"{executed}: {fault[1]}" if fault else None
+    if ours != theirs:
+        return f"{executed} has other cells"
+    return f"{executed}: {fault[1]}" if (fault := execution_fault(made)) else None
 
 
-def heading_above(notebook: nbformat.NotebookNode, number: int) -> str | None:
+def heading_above(notebook: "NotebookNode", number: int) -> str | None:
     """The last Markdown heading before code cell `number`."""
-    heading, seen = None, 0
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            seen += INJECTED not in tags(cell)
-            if seen == number:
-                return heading
-        elif cell.cell_type == "markdown":
-            found = re.findall(r"^#{1,6}\s+(.+?)\s*#*$", cell.source, flags=re.MULTILINE)
-            heading = found[-1] if found else heading
-    return heading
+    below = dict(code_cells(notebook)).get(number)
+    above = itertools.takewhile(lambda cell: cell is not below, notebook.cells)
+    text = "\n".join(cell.source for cell in above if cell.cell_type == "markdown")
+    return next(reversed(re.findall(r"^#{1,6}\s+(.+?)\s*#*$", text, flags=re.MULTILINE)), None)
 
 
-def clean(notebook: nbformat.NotebookNode, executed: nbformat.NotebookNode | None = None) -> nbformat.NotebookNode:
+def clean(notebook: "NotebookNode", executed: "NotebookNode | None" = None) -> "NotebookNode":
     """The notebook as it is committed: outputs only in cells tagged `keep_output`, no run's metadata.
 
     A cell that keeps outputs has the execution count 1, since nbval fails cells that have outputs and were never run.
 
     With `executed`, a run of the same cells, those outputs are taken from it.
     """
+    import nbformat
+
     cleaned = nbformat.from_dict(notebook)
-    runs = {cell.id: cell for _, cell in code_cells(executed)} if executed is not None else {}
-    for _, cell in code_cells(cleaned):
-        outputs = runs.get(cell.id, cell).outputs if KEEP_OUTPUT in tags(cell) else []
-        cell.outputs = [nbformat.from_dict(output) for output in outputs]
-        for output in cell.outputs:
-            if "execution_count" in output:
-                output.execution_count = None
-        cell.execution_count = 1 if cell.outputs else None
+    runs = {cell.id: cell for _, cell in code_cells(executed or cleaned)}
     for cell in cleaned.cells:
+        if cell.cell_type == "code":
+            outputs = runs.get(cell.id, cell).outputs if KEEP_OUTPUT in tags(cell) else []
+            nones = {"execution_count": None}
+            cell.outputs = [
+                nbformat.from_dict({**output, **(nones if nones.keys() & output else {})}) for output in outputs
+            ]
+            cell.execution_count = 1 if outputs else None
         cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k in KEPT_METADATA})
-    cleaned.metadata = nbformat.from_dict(
-        {
-            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-            "language_info": {"name": "python"},
-        }
-    )
+    cleaned.metadata = nbformat.from_dict(CLEAN_METADATA)
     return cleaned
 
 
-def write_notebook(path: Path, notebook: nbformat.NotebookNode) -> None:
+def write_notebook(path: Path, notebook: "NotebookNode") -> None:
     """Writes a notebook, atomically."""
+    import nbformat
+
     with atomic_write(path, "w") as file:
         nbformat.write(notebook, file)

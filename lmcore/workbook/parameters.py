@@ -4,19 +4,19 @@ import ast
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import yaml
 
 from lmcore.config import MODEL_SIZES, from_dict
 from lmcore.errors import UserError, require, require_path
+from lmcore.files import read_json
 from lmcore.recipes import RECIPES
-from lmcore.workbook.notebook import declared_parameters, read_notebook
+from lmcore.workbook.notebook import declared_parameters, literals, read_notebook
 
 PARAMETERS_FOLDER = Path("papermill_jobs") / "parameters"
 """One folder for each scale, with a YAML file for each notebook: what `papermill -f` takes."""
@@ -38,13 +38,12 @@ def find_project() -> Path:
 
 def find_notebooks(project: Path, names: Sequence[str] | None = None) -> list[Path]:
     """The numbered notebooks in order; `names` ("02" or "02_train") picks some. Raises `UserError` on another name."""
-    found = sorted((project / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    found = {path.stem: path for path in sorted((project / "notebooks").glob("[0-9][0-9]_*.ipynb"))}
     require(bool(found), f"There are no notebooks named like 01_build.ipynb in {project / 'notebooks'}.")
     for name in names or []:
-        known = ", ".join(path.stem for path in found)
-        there = name and any(path.stem.startswith(name) for path in found)
-        require(bool(there), f"There is no notebook {name!r}; there are {known}.")
-    return [path for path in found if not names or any(path.stem.startswith(name) for name in names)]
+        there = name and any(stem.startswith(name) for stem in found)
+        require(bool(there), f"There is no notebook {name!r}; there are {', '.join(found)}.")
+    return [path for stem, path in found.items() if not names or stem.startswith(tuple(names))]
 
 
 def resolve_parameters(
@@ -64,9 +63,9 @@ def resolve_parameters(
     for file in folder.glob("*.yaml"):
         require(file.stem in names, f"{file} names no notebook.")
     declared = {path.stem: declared_parameters(read_notebook(path), path.stem) for path in notebooks}
+    every = sorted({key for known in declared.values() for key in known})
     for key in overrides:
-        known = ", ".join(sorted({name for parameters in declared.values() for name in parameters}))
-        require(any(key in p for p in declared.values()), f"No notebook has a parameter {key!r}; there are {known}.")
+        require(key in every, f"No notebook has a parameter {key!r}; there are {', '.join(every)}.")
     resolved = {}
     for name, known in declared.items():
         chosen = {key: value for key, value in overrides.items() if key in known}
@@ -109,25 +108,24 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
 # ---- what the values must be
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """What a value must be, in words, and whether it is."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
-def whole(least: int, words: str) -> Rule:
+def number(words: str, holds: Callable[[float], bool], types: tuple[type, ...] = (int, float)) -> Rule:
+    """A finite number of one of the types, for which `holds` is true."""
+    return Rule(words, lambda value: type(value) in types and math.isfinite(value) and holds(value))
+
+
+def whole(words: str, least: int, below: float = math.inf) -> Rule:
     """A whole number from `least` on."""
-    return Rule(words, lambda value: type(value) is int and value >= least)
+    return number(words, lambda value: least <= value < below, (int,))
 
 
-def number(words: str, holds: Callable[[float], bool]) -> Rule:
-    """A finite number for which `holds` is true."""
-    return Rule(words, lambda v: type(v) in (int, float) and math.isfinite(v) and holds(v))
-
-
-def one_of(names: Sequence[str]) -> Rule:
+def one_of(names: Iterable[str]) -> Rule:
     """One of these texts."""
     return Rule(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
 
@@ -138,41 +136,31 @@ def several(rule: Rule, least: int = 1) -> Rule:
     return Rule(words, lambda v: isinstance(v, list | tuple) and len(v) >= least and all(map(rule.holds, v)))
 
 
-def optional(rule: Rule) -> Rule:
-    """None, or a value that follows the rule."""
-    return Rule(f"{rule.words}, or None", lambda value: value is None or rule.holds(value))
-
-
-COUNT, COUNT_FROM_0 = whole(1, "a positive whole number"), whole(0, "a whole number from 0 on")
-SIZE, RECIPE = one_of(tuple(MODEL_SIZES)), one_of(tuple(RECIPES))
-PRECISION = one_of(("fp32", "tf32", "bf16", "fp16"))
+COUNT, FROM_0 = whole("a positive whole number", 1), whole("a whole number from 0 on", 0)
+SIZE, RECIPE, PRECISION = one_of(MODEL_SIZES), one_of(RECIPES), one_of(("fp32", "tf32", "bf16", "fp16"))
 PASSES = one_of(("forward", "forward_backward", "train_step"))
 PASSES_BY_PRECISION = Rule(
     f"a mapping from precisions ({PRECISION.words}) to lists of passes ({PASSES.words})",
     lambda v: isinstance(v, dict) and all(map(PRECISION.holds, v)) and all(map(several(PASSES).holds, v.values())),
 )
-RATE = number("a positive number", lambda value: value > 0)
 TEMPERATURE = number("0 (greedy) or a positive number", lambda value: value >= 0)
 TOP_P = number("a number in (0, 1]", lambda value: 0 < value <= 1)
-TEXT = Rule("a text", lambda value: isinstance(value, str))
+DEVICE = re.compile("auto|cpu|mps|cuda(:[0-9]+)?")
 
 RULES: dict[str, Rule] = {
     name: rule
     for names, rule in {
-        "steps batch_size context_length sample_characters overfit_steps norm_layers num_documents batch_tokens "
-        "workers max_new_tokens num_samples vocab_size reference_context component_context extra_context "
-        "timeline_context attention_batch loss_context loss_batch loss_vocab elementwise_context elementwise_batch "
-        "step_context step_batch step_vocab decode_context decode_vocab decode_repeats recipe_steps": COUNT,
-        "warmup_steps": COUNT_FROM_0,
-        "sweep_steps": optional(COUNT),
-        "seed": Rule("a whole number from 0 to 2**63 - 1", lambda value: type(value) is int and 0 <= value < 2**63),
-        "01_build.vocab_size": whole(257, "a whole number above 256, as all bytes and <|endoftext|> are tokens"),
+        "warmup_steps": FROM_0,
+        "sweep_steps": Rule(f"{COUNT.words}, or None", lambda value: value is None or COUNT.holds(value)),
+        "seed": whole("a whole number from 0 to 2**63 - 1", 0, 2**63),
+        "01_build.vocab_size": whole("a whole number above 256, as all bytes and <|endoftext|> are tokens", 257),
         "model_size timeline_size snapshot_size attention_size loss_size optimizer_size elementwise_size step_size "
         "decode_size": SIZE,
         "sizes": several(SIZE),
         "warmup_sizes component_sizes": several(SIZE, 0),
         "batch_sizes contexts attention_contexts decode_batches": several(COUNT),
-        "warmups": several(COUNT_FROM_0, 0),
+        "04_benchmark.contexts": several(COUNT, 0),
+        "warmups": several(FROM_0, 0),
         "recipe": RECIPE,
         "best_recipes": several(RECIPE, 0),
         "precision": PRECISION,
@@ -180,21 +168,20 @@ RULES: dict[str, Rule] = {
         "extra_precisions component_precisions": several(PRECISION, 0),
         "reference_passes context_passes": PASSES_BY_PRECISION,
         "warmup_passes": PASSES,
-        "learning_rates": several(RATE),
+        "learning_rates": several(number("a positive number", lambda value: value > 0)),
         "temperatures": several(TEMPERATURE),
         "dump_temperature": TEMPERATURE,
         "top_ps": several(TOP_P),
         "dump_top_p": TOP_P,
-        "prompts": several(TEXT),
-        "device": Rule(
-            "auto, cpu, mps, cuda or cuda:N", lambda v: bool(re.fullmatch("auto|cpu|mps|cuda(:[0-9]+)?", str(v)))
-        ),
-        "04_benchmark.contexts": several(COUNT, 0),
+        "prompts": several(Rule("a text", lambda value: isinstance(value, str))),
+        "device": Rule("auto, cpu, mps, cuda or cuda:N", lambda value: bool(DEVICE.fullmatch(str(value)))),
     }.items()
     for name in names.split()
 }
-"""By the parameter's name, after the notebook's where this one has another rule. The type is that of the default."""
+"""By the parameter's name, after the notebook's where this one has another rule; a whole number without one is a COUNT.
+The type is that of the default."""
 
+SAME_TYPES = {float: (int, float), list: (list, tuple), tuple: (list, tuple)}
 PLAIN = (str, int, float, list, tuple, dict, type(None))
 
 
@@ -207,22 +194,19 @@ def check_parameters(name: str, known: Mapping[str, Any], given: Mapping[str, An
     for key, value in given.items():
         require(key in known, f"Notebook {name} has no parameter {key!r}; its parameters are {', '.join(known)}.")
         default, must = known[key], f"Parameter {key!r} of notebook {name} must be"
-        wanted = (int, float) if isinstance(default, float) else type(default)
-        wanted = (list, tuple) if wanted in (list, tuple) else wanted
-        typed = isinstance(value, wanted) and isinstance(value, bool) == isinstance(default, bool)
-        free = default is None or value is None
-        require(free or typed, f"{must} of type {type(default).__name__}, not {value!r}.")
-        rule = RULES.get(f"{name}.{key}", RULES.get(key))
+        kind = type(default)
+        typed = default is None or value is None or type(value) in SAME_TYPES.get(kind, (kind,))
+        require(typed, f"{must} of type {kind.__name__}, not {value!r}.")
+        rule = RULES.get(f"{name}.{key}", RULES.get(key, COUNT if kind is int else None))
         require(rule is None or rule.holds(value), f"{must} {rule.words if rule else ''}, not {value!r}.")
         if key == "tokenizer":
-            size = value.removeprefix("bpe:")
-            trained = value.startswith("bpe:") and size.isdecimal() and int(size) > 256
-            there = trained or value == "gpt2" or (bool(value) and (folder / value).is_dir())
-            require(there, f"{must} gpt2, bpe: and a size above 256, or a tokenizer's folder, not {value!r}.")
+            trained = re.fullmatch("bpe:([0-9]+)", str(value))
+            there = int(trained[1]) > 256 if trained else value == "gpt2" or (value and (folder / value).is_dir())
+            require(bool(there), f"{must} gpt2, bpe: and a size above 256, or a tokenizer's folder, not {value!r}.")
         elif key == "timeline_context" and name == "06_memory":
             require(value in values["contexts"], f"{must} one of contexts, {values['contexts']}, not {value!r}.")
         elif key == "study":
-            from lmcore.profiling.study import StudyConfig  # which imports torch
+            from lmcore.profiling.cases import StudyConfig  # which imports torch
 
             try:
                 from_dict(StudyConfig, value).model(1)
@@ -256,7 +240,8 @@ def begin_notebook(name: str, variables: Mapping[str, Any]) -> None:
     parameters for variables. Relative paths thus start at notebooks/, wherever papermill was started.
     """
     folder = project_of_notebook() / "notebooks"
-    known = declared_parameters(read_notebook(folder / f"{name}.ipynb"), name)
+    content = read_json(folder / f"{name}.ipynb")  # whole; nbformat would take a second to look into it
+    known = literals("".join(next(c["source"] for c in content["cells"] if c["cell_type"] == "code")), name)
     cells = [cell for cell in variables.get("In", ()) if cell.startswith("# Parameters\n")]  # papermill's own
     injected = [line for line in ast.parse(cells[-1]).body if isinstance(line, ast.Assign)] if cells else []
     keys = [*known, *(target.id for line in injected for target in line.targets if isinstance(target, ast.Name))]

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +61,7 @@ class NotebookRecord:
     def stands_for(self, other: "NotebookRecord") -> bool:
         """Whether this is of a finished run of the very notebook that `other` is about to run."""
         keys = ("scale", "data", "parameters", "source")
-        same = all(as_json(getattr(self, key)) == as_json(getattr(other, key)) for key in keys)
-        return self.state == "done" and same
+        return self.state == "done" and all(getattr(self, key) == getattr(other, key) for key in keys)
 
 
 def sentence(entry: Mapping[str, Any]) -> str | None:
@@ -100,21 +99,34 @@ def record_file(out: Path, name: str) -> Path:
     return out / "notebooks" / f"{name}.json"
 
 
+def _read(file: Path, is_good: Callable[[dict[str, Any]], bool], must: str, remedy: str) -> dict[str, Any]:
+    """A JSON file of this folder. Raises `UserError`, which ends in the remedy, for a damaged one."""
+    try:
+        values = read_json(file)
+    except UserError as error:
+        raise UserError(f"{str(error).rstrip('.')}; {remedy}.") from None
+    require(isinstance(values, dict) and is_good(values), f"{file} is damaged: it must name {must}; {remedy}.")
+    return values
+
+
+def _record(values: Mapping[str, Any]) -> NotebookRecord:
+    known = {field.name for field in dataclasses.fields(NotebookRecord)}
+    return NotebookRecord(**{key: value for key, value in values.items() if key in known})
+
+
 def read_notebook_record(out: Path, name: str) -> NotebookRecord | None:
     """The record of one notebook, or None if it was never run here. Raises `UserError` for a damaged file."""
     file = record_file(out, name)
     if not file.exists():
         return None
-    try:
-        values = read_json(file)
-    except UserError as error:
-        raise UserError(f"{str(error).rstrip('.')}; remove it to run the notebook again.") from None
-    require(
-        isinstance(values, dict) and values.get("name") == name and values.get("state") in STATES,
-        f"{file} is damaged: it must name the notebook and its state; remove it to run the notebook again.",
+    return _record(
+        _read(
+            file,
+            lambda values: values.get("name") == name and values.get("state") in STATES,
+            "the notebook and its state",
+            "remove it to run the notebook again",
+        )
     )
-    known = {field.name for field in dataclasses.fields(NotebookRecord)}
-    return NotebookRecord(**{key: value for key, value in values.items() if key in known})
 
 
 def write_notebook_record(out: Path, record: NotebookRecord) -> None:
@@ -123,23 +135,27 @@ def write_notebook_record(out: Path, record: NotebookRecord) -> None:
 
 
 def read_plan(out: Path) -> dict[str, Any]:
-    """out/workbook.json. Raises `UserError` if it is missing or damaged."""
-    here = (out / RECORD).exists()
-    require(
-        here, f"There is no workbook in {out} (no {RECORD}): run `lmcore workbook --out {out}`, or name its folder."
-    )
-    try:
-        plan = read_json(out / RECORD)
-    except UserError as error:
-        raise UserError(
-            f"{str(error).rstrip('.')}; remove it and run the workbook again, which keeps what is done."
-        ) from None
-    good = isinstance(plan, dict) and {"scale", "data"} <= plan.keys() and isinstance(plan.get("notebooks"), list)
-    good = good and all(
-        isinstance(n, str) or (isinstance(n, dict) and {"name", "state"} <= n.keys()) for n in plan["notebooks"]
-    )
-    require(good, f"{out / RECORD} is damaged: it must name scale, data and notebooks; remove it and run the workbook.")
-    return plan
+    """out/workbook.json: scale, data and the names of the notebooks; and `old`, their records by name where it was made
+    when there were no other files. Raises `UserError` if it is missing or damaged.
+    """
+
+    def is_good(plan: dict[str, Any]) -> bool:
+        notebooks = plan.get("notebooks")
+        return (
+            {"scale", "data"} <= plan.keys()
+            and isinstance(notebooks, list)
+            and all(isinstance(n, str) or (isinstance(n, dict) and {"name", "state"} <= n.keys()) for n in notebooks)
+        )
+
+    words = f"There is no workbook in {out} (no {RECORD}): run `lmcore workbook --out {out}`, or name its folder."
+    require((out / RECORD).exists(), words)
+    remedy = "remove it and run the workbook again, which keeps what is done"
+    plan = _read(out / RECORD, is_good, "scale, data and notebooks", remedy)
+    given, shared = plan.get("parameters") or {}, {key: plan.get(key) for key in ("scale", "data", "environment")}
+    items = [item for item in plan["notebooks"] if isinstance(item, dict)]
+    old = {item["name"]: _record({**shared, "parameters": given.get(item["name"]), **item}) for item in items}
+    names = [item if isinstance(item, str) else item["name"] for item in plan["notebooks"]]
+    return {"scale": plan["scale"], "data": plan["data"], "notebooks": names, "old": old}
 
 
 def read_record(out: str | os.PathLike) -> dict[str, Any]:
@@ -150,38 +166,21 @@ def read_record(out: str | os.PathLike) -> dict[str, Any]:
     Folders made before every notebook had its own record are read as well. Raises `UserError` where there is no plan.
     """
     out = Path(out)
-    plan = read_plan(out)
-    entries = []
-    for item in plan["notebooks"]:
-        entry = _old_entry(plan, item) if isinstance(item, dict) else _entry(out, plan, item)
-        if entry["state"] == "running" and not is_held(out, entry["name"]):
-            entry["state"] = "stopped"
-        entries.append(entry)
-    started = [entry for entry in entries if entry["state"] != "not run"]
+    plan, records = read_plan(out), []
+    for name in plan["notebooks"]:
+        record = plan["old"].get(name) or read_notebook_record(out, name)
+        if record is None or (record.scale, record.data) != (plan["scale"], plan["data"]):
+            record = NotebookRecord(name)
+        if record.state == "running" and not is_held(out, name):
+            record.state = "stopped"
+        records.append(record)
+    environments = (record.environment for record in records if record.state != "not run" and record.environment)
     return {
         "scale": plan["scale"],
         "data": plan["data"],
-        "parameters": {entry["name"]: entry["parameters"] for entry in entries},
-        "environment": next((entry["environment"] for entry in started if entry["environment"]), {}),
-        "notebooks": entries,
-    }
-
-
-def _entry(out: Path, plan: Mapping[str, Any], name: str) -> dict[str, Any]:
-    record = read_notebook_record(out, name)
-    if record is None or (record.scale, record.data) != (plan["scale"], plan["data"]):
-        record = NotebookRecord(name)
-    return dataclasses.asdict(record)
-
-
-def _old_entry(plan: Mapping[str, Any], item: Mapping[str, Any]) -> dict[str, Any]:
-    """An outcome as it stood in workbook.json when that was the only record."""
-    return dataclasses.asdict(NotebookRecord(item["name"])) | {
-        "scale": plan["scale"],
-        "data": plan["data"],
-        "parameters": (plan.get("parameters") or {}).get(item["name"]),
-        "environment": plan.get("environment"),
-        **item,
+        "parameters": {record.name: record.parameters for record in records},
+        "environment": next(environments, {}),
+        "notebooks": [dataclasses.asdict(record) for record in records],
     }
 
 
@@ -191,41 +190,39 @@ def update_plan(out: str | os.PathLike, scale: str, data: str, names: Sequence[s
     A plan of another scale or other data is replaced. Raises `UserError` if a notebook of that one is still running.
     """
     out = Path(out)
-    with exclusive(out / ".workbook.lock", PLAN_SECONDS, f"Another process is writing to {out}; try again."):
-        before = read_plan(out) if (out / RECORD).exists() else {"scale": scale, "data": data, "notebooks": []}
-        for item in before["notebooks"]:
-            if isinstance(item, dict) and not record_file(out, item["name"]).exists():
-                entry = _old_entry(before, item)
-                fields = {field.name: entry[field.name] for field in dataclasses.fields(NotebookRecord)}
-                write_notebook_record(out, NotebookRecord(**fields))
-        there = [item["name"] if isinstance(item, dict) else item for item in before["notebooks"]]
-        if (before["scale"], before["data"]) != (scale, data):
-            for name in set(there) - set(names):
+    refusal = f"Another process is writing to {out}; try again."
+    with exclusive({out / ".workbook.lock": refusal}, PLAN_SECONDS):
+        there = []
+        if (out / RECORD).exists():
+            before = read_plan(out)
+            for name, record in before["old"].items():
+                if not record_file(out, name).exists():
+                    write_notebook_record(out, record)
+            if (before["scale"], before["data"]) == (scale, data):
+                there = before["notebooks"]
+            for name in set(before["notebooks"]) - {*there, *names}:
                 require(
                     not is_held(out, name),
                     f"Another process is running notebook {name} in {out} with scale {before['scale']} and data "
                     f"{before['data']}; wait for it or choose another OUT.",
                 )
-            there = []
         planned = [name for name in known if name in {*there, *names}]
         write_json(out / RECORD, {"scale": scale, "data": data, "notebooks": planned})
 
 
 @contextmanager
-def exclusive(file: Path, seconds: float, refusal: str) -> Iterator[None]:
-    """Holds a lock file for this process. Raises `UserError` if another does, or it cannot be written."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(file)
-        lock.acquire(timeout=seconds)
-    except Timeout:
-        raise UserError(refusal) from None
-    except OSError as error:
-        raise UserError(f"The folder {file.parent} cannot be written to ({error.strerror}).") from error
-    try:
+def exclusive(refusals: Mapping[Path, str], seconds: float) -> Iterator[None]:
+    """Holds lock files for this process. Raises `UserError`, with its refusal, if another process holds one of them."""
+    with contextlib.ExitStack() as stack:
+        for file, refusal in refusals.items():
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(FileLock(file).acquire(timeout=seconds))
+            except Timeout:
+                raise UserError(refusal) from None
+            except OSError as error:
+                raise UserError(f"The folder {file.parent} cannot be written to ({error.strerror}).") from error
         yield
-    finally:
-        lock.release()
 
 
 def lock_file(out: Path, name: str) -> Path:
@@ -233,24 +230,17 @@ def lock_file(out: Path, name: str) -> Path:
     return out / "notebooks" / f".{name}.lock"
 
 
-@contextmanager
-def holding(out: Path, names: Sequence[str]) -> Iterator[None]:
+def holding(out: Path, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
     """Holds notebooks for this process. Raises `UserError` naming the first that another one runs."""
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            refusal = f"Another process is running notebook {name} in {out}; wait for it or choose another OUT."
-            stack.enter_context(exclusive(lock_file(out, name), LOCK_SECONDS, refusal))
-        yield
+    words = "Another process is running notebook {} in {}; wait for it or choose another OUT."
+    return exclusive({lock_file(out, name): words.format(name, out) for name in names}, LOCK_SECONDS)
 
 
 def is_held(out: Path, name: str) -> bool:
     """Whether a process runs the notebook at this moment."""
-    if not lock_file(out, name).exists():
-        return False
     try:
-        with FileLock(lock_file(out, name)).acquire(timeout=0):
-            return False
-    except Timeout:
-        return True
-    except OSError:  # a folder that can only be read
-        return False
+        if (file := lock_file(out, name)).exists():
+            FileLock(file).acquire(timeout=0).lock.release()
+    except OSError as error:  # or a folder that can only be read
+        return isinstance(error, Timeout)
+    return False

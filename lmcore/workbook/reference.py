@@ -5,6 +5,7 @@ It shares nothing with the model but its weights: `torch.nn.functional` computes
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -51,12 +52,8 @@ def reference_block(config: ModelConfig, weights: Weights, x: Tensor) -> Tensor:
     def norm(y: Tensor, name: str) -> Tensor:
         return F.rms_norm(y, (config.d_model,), weights[f"{name}.weight"], eps=1e-5)
 
-    def attention(y: Tensor) -> Tensor:
-        return reference_attention(config, part_of(weights, "attn"), y)
-
-    def feed_forward(y: Tensor) -> Tensor:
-        return reference_feed_forward(config, part_of(weights, "ffn"), y)
-
+    attention = partial(reference_attention, config, part_of(weights, "attn"))
+    feed_forward = partial(reference_feed_forward, config, part_of(weights, "ffn"))
     if config.norm == "pre":
         x = x + attention(norm(x, "ln1"))
         return x + feed_forward(norm(x, "ln2"))

@@ -12,13 +12,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from queue import SimpleQueue
 
 import psutil
 
-from lmcore.stopping import StopEvent, listening
-from lmcore.workbook.kernel import LAUNCHER
+from lmcore.stopping import StopEvent, stop_signals
 
+LAUNCHER = "ipykernel_launcher"
 MARK = "LMCORE_WORKBOOK"
 """Variable that marks every process of a notebook, also those that outlive their parents."""
 
@@ -31,10 +30,6 @@ LOOK_SECONDS = 0.2
 SETTLE_SECONDS = 2.0
 """A notebook whose training was stopped ends by itself, as soon as it has seen that."""
 INTERRUPT_SECONDS = 5.0
-
-
-class Stopped(Exception):
-    """A stop signal came before this cell."""
 
 
 class StopSignals:
@@ -52,44 +47,25 @@ class StopSignals:
         soon = min(seconds, TERM_SECONDS)
         self.seconds = {signal.SIGUSR1: seconds, signal.SIGTERM: soon, signal.SIGINT: soon}
         self.mark = f"{os.getpid()}-{secrets.token_hex(8)}"
-        self.requested: signal.Signals | None = None
-        """The signal that came, the first one."""
         self.left_behind: list[str] = []
         """In words, training processes that had not ended in time."""
-        self._deadline = float("inf")
-        self._asked: SimpleQueue[bool] = SimpleQueue()  # may be filled from a signal handler, as an Event may not
+        self._event = StopEvent()
         self._told: set[psutil.Process] = set()
 
     @contextmanager
     def heard(self) -> Iterator["StopSignals"]:
         """Listens for as long as the block lasts; only the main thread can."""
-        if threading.current_thread() is not threading.main_thread():
+        with stop_signals(signal.SIGINT, exits=True) as self._event:
+            self._event.before_exit = self._kill
             yield self
-            return
-        heard = StopEvent(self.seconds, exits=True, before_exit=self._kill)
-        with listening(heard):
-            before = {number: signal.signal(number, self._hear) for number in self.seconds}
-            try:
-                yield self
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
 
-    def _kill(self) -> None:
-        for process in family(self.mark):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+    @property
+    def requested(self) -> signal.Signals | None:
+        """The signal that came, the first one."""
+        return next(map(signal.Signals, self._event.came), None)
 
-    def _hear(self, number: int, _: object) -> None:
-        self.requested = self.requested or signal.Signals(number)
-        # a second signal may only shorten the time
-        self._deadline = min(self._deadline, time.monotonic() + self.seconds[signal.Signals(number)])
-        self._asked.put(True)
-
-    def require_go_on(self) -> None:
-        """Raises `Stopped` if a signal came."""
-        if self.requested is not None:
-            raise Stopped
+    def _time_is_up(self) -> bool:  # a second signal may only shorten the time
+        return any(time.monotonic() > when + self.seconds[number] for number, when in [*self._event.came.items()])
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -97,39 +73,34 @@ class StopSignals:
 
         After a signal, no process of the notebook is left but training that is still saving itself: see `left_behind`.
         """
-        ended, asked = threading.Event(), SimpleQueue()
-        self._asked = asked
-
-        def wait() -> None:
-            if asked.get():
-                self._end_notebook(ended)
-
-        thread = threading.Thread(target=wait, daemon=True)
-        if self.requested is not None:
-            asked.put(True)
+        ended = threading.Event()
+        thread = threading.Thread(target=self._end_notebook, args=(ended,), daemon=True)
         thread.start()
         try:
             yield
         finally:
             ended.set()
-            asked.put(False)
             thread.join()
             if self.requested is not None:
-                self._clear()
+                while self._forward() and not self._time_is_up():
+                    time.sleep(LOOK_SECONDS)
+                self.left_behind += [f"process {p.pid} ({' '.join(command_line(p)[-1:])})" for p in self._forward()]
+                psutil.wait_procs(self._kill(training=False), timeout=INTERRUPT_SECONDS)
 
     def _end_notebook(self, ended: threading.Event) -> None:
-        quiet_since = time.monotonic()
+        quiet_since = None
         while not ended.wait(LOOK_SECONDS):
-            now = time.monotonic()
-            if self._forward():
-                quiet_since = now
-            if now > self._deadline or now - quiet_since > SETTLE_SECONDS:
-                break
+            if self.requested is not None:
+                if self._forward() or quiet_since is None:
+                    quiet_since = time.monotonic()
+                if self._time_is_up() or time.monotonic() - quiet_since > SETTLE_SECONDS:
+                    break
         number = signal.SIGINT
         while not ended.is_set():
-            for kernel in self._kernels():
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(os.getpgid(kernel.pid), number)  # the kernel and what it has not put into other sessions
+            for process in family(self.mark):
+                if LAUNCHER in command_line(process):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(os.getpgid(process.pid), number)  # and what it has not put into other sessions
             ended.wait(INTERRUPT_SECONDS)
             number = signal.SIGKILL
 
@@ -143,23 +114,13 @@ class StopSignals:
                 self._told.add(process)
         return training
 
-    def _kernels(self) -> list[psutil.Process]:
-        return [process for process in family(self.mark) if LAUNCHER in command_line(process)]
-
-    def _clear(self) -> None:
-        """Waits for training that still saves itself, ends all other processes of the notebook."""
-        while self._forward() and time.monotonic() < self._deadline:
-            time.sleep(LOOK_SECONDS)
-        others = []
-        for process in family(self.mark):
-            if is_training(process):
-                where = command_line(process)[-1:]
-                self.left_behind.append(f"process {process.pid} ({' '.join(where)})")
-                continue
-            others.append(process)
+    def _kill(self, training: bool = True) -> list[psutil.Process]:
+        """Kills the notebook's processes, or those that do not train, and returns them."""
+        killed = [process for process in family(self.mark) if training or not is_training(process)]
+        for process in killed:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(others, timeout=INTERRUPT_SECONDS)
+        return killed
 
 
 def family(mark: str) -> list[psutil.Process]:
@@ -182,8 +143,7 @@ def command_line(process: psutil.Process) -> list[str]:
 
 def is_training(process: psutil.Process) -> bool:
     """Whether it is `lmcore train` or a worker of a sweep, which save themselves on a signal."""
-    words = command_line(process)
     return any(
         os.path.basename(program) == "lmcore" and command in ("train", "sweep")
-        for program, command in itertools.pairwise(words)
+        for program, command in itertools.pairwise(command_line(process))
     )

@@ -1,43 +1,50 @@
-"""Runs in child processes: one that a notebook follows, or many, each kept apart, reused when they are done."""
+"""Training runs in turn, none by two processes, reused when finished: one that a notebook follows, or many workers."""
 
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from lmcore.config import TrainConfig, from_dict, to_dict
-from lmcore.data import open_data
+from lmcore.config import TrainConfig, from_dict, replace, to_dict
+from lmcore.data import PreparedData, open_data
 from lmcore.device import visible_gpus
 from lmcore.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_USER_ERROR, FINISHED, UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.progress import Progress
 from lmcore.run import BUSY, RunBusy, RunFolder, damage
-from lmcore.stopping import stop_signals
+from lmcore.stopping import StopEvent, stop_signals
+from lmcore.train import train
 
 SECONDS_BETWEEN_LOOKS = 0.5
 
 
-def run_state(config: TrainConfig, run: RunFolder, fingerprint: str | None) -> tuple[str, str | None]:
-    """State of a run with this configuration on data of this fingerprint, and why where there is something to say.
+def run_state(config: TrainConfig, run: RunFolder, data: PreparedData | None) -> tuple[str, str | None]:
+    """State of a run with this configuration on these data, and why where there is something to say.
 
-    States: not run, running, stopped (begun, and neither ended nor in anyone's hands; it goes on), failed, and those
-    that are `FINISHED`: complete, with undamaged results, diverged, out of memory.
+    Without the data, those that the run was made with are taken for the same. States: not run, running, stopped (begun,
+    and neither ended nor in anyone's hands; it resumes), failed, and the `FINISHED`: complete, with undamaged results,
+    diverged, out of memory.
     """
     try:
         if run.is_busy():
             return "running", None
         status = run.status()
         if run.config_file.exists():
-            if differences := run.differences(config, fingerprint):
+            if data is None:
+                config = replace(config, model__vocab_size=run.config().model.vocab_size)
+            if differences := run.differences(config, data.fingerprint if data else run.data_fingerprint()):
                 return "not run", f"The run folder was made with other settings: {', '.join(differences)}."
         elif status["state"] != "failed":
             return "not run", None
     except UserError as error:
         return "failed", str(error)
     state = status["state"]
+    if state in FINISHED and not run.environment_file.exists():
+        return "stopped", f"{run.environment_file} is gone; training again looks for what the data were."
     if state == "complete" and (reason := damage(run)):
         return "stopped", f"{reason} Training again repairs it."
     return (state if state in (*FINISHED, "failed") else "stopped"), status.get("reason")
@@ -45,9 +52,44 @@ def run_state(config: TrainConfig, run: RunFolder, fingerprint: str | None) -> t
 
 def is_finished(config: TrainConfig, run: RunFolder) -> bool:
     """Whether `run` is `FINISHED`, undamaged, with this configuration and this data."""
-    if _status(run)["state"] not in FINISHED or not run.environment_file.exists():
-        return False  # training again looks for what the data were
-    return run_state(config, run, open_data(config.data).fingerprint)[0] in FINISHED
+    return run.last_known()[0] in FINISHED and run_state(config, run, open_data(config.data))[0] in FINISHED
+
+
+def train_each(
+    configs: Mapping[str, TrainConfig], folder: Path, stop: StopEvent, task: Callable[[TrainConfig, RunFolder], str]
+) -> list[str]:
+    """Trains the runs in turn, each in its subfolder; returns how they ended, `interrupted` last after a stop signal.
+
+    Finished ones are skipped; those in other hands are left to them, and `running`.
+    """
+    ended: list[str] = []
+    for name, config in configs.items():
+        run = RunFolder(folder / name)
+        if stop.is_set() or "interrupted" in ended:
+            return [*ended, "interrupted"]
+        if is_finished(config, run):
+            print(f"{name}: skipped, it is finished: {run.last_known()[0]}.", flush=True)
+            continue
+        try:
+            ended.append(task(config, run))
+        except RunBusy:
+            print(f"{name}: left to the process that is training it.", flush=True)
+            ended.append("running")
+    return ended
+
+
+def work(folder: str | os.PathLike) -> None:
+    """What one worker of `run_sweep` does: trains, in order, each run of sweep.json that is neither done nor taken.
+
+    A stop signal, also one between two runs, ends it with the exit code EXIT_INTERRUPTED; a second one at once.
+    """
+    with stop_signals(exits=True) as stop:
+        file = Path(folder) / "sweep.json"
+        runs = read_json(file)
+        require(isinstance(runs, dict), f"{file} must be a mapping of run names to settings.")
+        configs = {name: from_dict(TrainConfig, values) for name, values in runs.items()}
+        if "interrupted" in train_each(configs, Path(folder), stop, lambda config, run: train(config, run).state):
+            raise SystemExit(EXIT_INTERRUPTED)
 
 
 def run_or_reuse(config: TrainConfig, folder: str | os.PathLike) -> RunFolder:
@@ -61,19 +103,21 @@ def run_or_reuse(config: TrainConfig, folder: str | os.PathLike) -> RunFolder:
     while not is_finished(config, run):
         if run.config_file.exists():
             run.require_same(config, open_data(config.data).fingerprint)
+        said, children = run.log_file.stat().st_size if run.log_file.exists() else 0, []
         if run.is_busy():
             print(f"{run.name}: another process trains it; this one follows.", flush=True)
-            _follow(run, config.steps, None)
-            continue
-        said = run.log_file.stat().st_size if run.log_file.exists() else 0
-        child = _start(["train", "--config", str(_request(config, run)), "--run", str(run.path)], run)
-        _follow(run, config.steps, child)
-        if child.returncode == EXIT_USER_ERROR and BUSY in run.log_file.read_bytes()[said:].decode(errors="replace"):
-            continue  # another process was faster, and ours was refused
-        _check(child.returncode, run)
-        return run
-    state = run.status()
-    print(f"{run.name}: reused, {state['state']} at step {state['step']}.")
+        else:
+            request = run.path / "requested.json"
+            write_json(request, to_dict(config))
+            children = [_start(["train", "--config", str(request), "--run", str(run.path)], run)]
+        _follow(Progress(config.steps, run.name, start=run.last_known()[1]), partial(_latest, run), children, [run])
+        for child in children:
+            words = run.log_file.read_bytes()[said:].decode(errors="replace")
+            if child.returncode != EXIT_USER_ERROR or BUSY not in words:  # else another process was faster
+                _check(child.returncode, run)
+                return run
+    state, step = run.last_known()
+    print(f"{run.name}: reused, {state} at step {step}.")
     return run
 
 
@@ -81,116 +125,66 @@ def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: 
     """Trains every run in its own subfolder of `folder`, `workers` at a time; finished runs are reused.
 
     Each worker is a process that takes the next run nobody else holds; with several GPUs they are dealt out in turn.
-    A run that diverges is a result. Runs that another call had begun and did not end are gone on with. Raises
-    `UserError` if a worker fails otherwise.
+    A run that diverges is a result. Resumes runs that an earlier call left unfinished. Raises `UserError` if a worker
+    fails otherwise.
     """
-    folder = Path(folder)
+    folder, reused = Path(folder), True
     write_json(folder / "sweep.json", {name: to_dict(config) for name, config in runs.items()})
     folders = {name: RunFolder(folder / name) for name in runs}
-    reused = True
+
+    def done() -> tuple[int, str]:
+        return sum(run.last_known()[0] in FINISHED for run in folders.values()), ""
+
     while left := sum(not is_finished(config, folders[name]) for name, config in runs.items()):
         reused = False
-        _train_all(folder, folders, min(workers, left), left)
+        logs = [RunFolder(folder / f".worker{index}") for index in range(min(workers, left))]
+        children = [_start(["sweep", "work", str(folder)], log, gpu=index) for index, log in enumerate(logs)]
+        _follow(Progress(len(runs), folder.name, "run", len(runs) - left), done, children, list(folders.values()))
+        for child, log in zip(children, logs, strict=True):
+            _check(child.returncode, log)
     if reused:
         print(f"{folder.name}: all {len(runs)} runs reused.")
     return folders
 
 
-def _train_all(folder: Path, folders: dict[str, RunFolder], workers: int, left: int) -> None:
-    """Starts workers and waits for them, and for those of an earlier call that hold some of the runs."""
-    logs = [RunFolder(folder / f".worker{index}") for index in range(workers)]
-    children = [_start(["sweep", "work", str(folder)], log, gpu=index) for index, log in enumerate(logs)]
-    progress = Progress(len(folders), folder.name, unit="run", start=len(folders) - left)
-    while any(child.poll() is None for child in children) or any(run.is_busy() for run in folders.values()):
-        time.sleep(SECONDS_BETWEEN_LOOKS)
-        progress.update(sum(_status(run)["state"] in FINISHED for run in folders.values()))
-    progress.close()
-    for child, log in zip(children, logs, strict=True):
-        _check(child.returncode, log)
-
-
-def work(folder: str | os.PathLike) -> None:
-    """What one worker of `run_sweep` does: trains, in order, each run of sweep.json that is neither done nor taken.
-
-    A stop signal, also one between two runs, ends it with the exit code EXIT_INTERRUPTED; a second one at once.
-    """
-    with stop_signals(exits=True) as stop:
-        from lmcore.train import train  # here, because only the worker needs the trainer
-
-        folder = Path(folder)
-        runs = read_json(folder / "sweep.json")
-        require(isinstance(runs, dict), f"{folder / 'sweep.json'} must be a mapping of run names to settings.")
-        for name, values in runs.items():
-            if stop.is_set():
-                raise SystemExit(EXIT_INTERRUPTED)
-            config, run = from_dict(TrainConfig, values), RunFolder(folder / name)
-            if is_finished(config, run):
-                continue
-            try:
-                result = train(config, run)
-            except RunBusy:
-                continue
-            if result.state == "interrupted":
-                raise SystemExit(EXIT_INTERRUPTED)
-
-
-def _request(config: TrainConfig, run: RunFolder) -> Path:
-    path = run.path / "requested.json"
-    write_json(path, to_dict(config))
-    return path
-
-
 def _start(arguments: list[str], run: RunFolder, gpu: int | None = None) -> subprocess.Popen:
     """Starts `lmcore` with these arguments in a session of its own, writing to the run's log."""
-    variables = os.environ | {"PYTHONUNBUFFERED": "1"}
-    gpus = visible_gpus()
+    variables, gpus = os.environ | {"PYTHONUNBUFFERED": "1"}, visible_gpus()
     if gpu is not None and len(gpus) > 1:
         variables["CUDA_VISIBLE_DEVICES"] = gpus[gpu % len(gpus)]
     run.path.mkdir(parents=True, exist_ok=True)
+    command, nothing = [sys.executable, "-m", "lmcore", *arguments], subprocess.DEVNULL
     with open(run.log_file, "a", encoding="utf-8") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "lmcore", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=variables,
-            start_new_session=True,
-        )
+        return subprocess.Popen(command, stdin=nothing, stdout=log, stderr=log, env=variables, start_new_session=True)
 
 
-def _follow(run: RunFolder, steps: int, child: subprocess.Popen | None) -> None:
-    """Shows the run's progress until its process ends; `child` is None for a process started by someone else."""
-    progress = Progress(steps, run.name, start=_status(run)["step"])
-    done = False
-    while not done:
-        done = not run.is_busy() if child is None else child.poll() is not None
-        lines = []
-        with suppress(UserError):  # damaged: the process that trains repairs it, or says why not
-            lines = run.metrics_lines()
-        if lines:
-            progress.update(lines[-1]["step"], f"loss {lines[-1]['train_loss']:.3f}")
-        if not done:
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+def _follow(
+    progress: Progress, look: Callable[[], tuple[int, str]], children: list[subprocess.Popen], runs: list[RunFolder]
+) -> None:
+    """Shows how far it is, as `look` finds it, until the children have ended and nobody holds the runs."""
+    over = False
+    while not over:
+        over = all([child.poll() is not None for child in children]) and not any(run.is_busy() for run in runs)
+        progress.update(*look())
+        time.sleep(0 if over else SECONDS_BETWEEN_LOOKS)
     progress.close()
 
 
-def _status(run: RunFolder) -> dict[str, Any]:
-    """The run's status; that of a new run where it cannot be read, since training goes by the checkpoints."""
-    try:
-        return run.status()
-    except UserError:
-        return {"state": "new", "step": 0}
+def _latest(run: RunFolder) -> tuple[int, str]:
+    """Step and loss of the run's latest line."""
+    with suppress(UserError):  # damaged: the process that trains repairs it, or says why not
+        if lines := run.metrics_lines():
+            return lines[-1]["step"], f"loss {lines[-1]['train_loss']:.3f}"
+    return run.last_known()[1], ""
 
 
 def _check(code: int, run: RunFolder) -> None:
-    if code in [EXIT_CODES[state] for state in FINISHED]:
-        return
-    if code == EXIT_INTERRUPTED:
-        raise UserError(
-            f"The run {run.path} was stopped by a signal; run this again to go on from where it saved itself."
-        )
-    words = run.log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    said = words[-1] if words else "it said nothing"
+    """Raises `UserError` with the last words of a process that ended otherwise than finished."""
+    again = f"The run {run.path} was stopped by a signal; run this again to go on from where it saved itself."
+    require(code != EXIT_INTERRUPTED, again)
+    said = ["it said nothing", *run.log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()][-1]
     if not said.startswith("lmcore: "):  # a log on a full disk lacks the last words
-        said = _status(run).get("reason", said)
-    raise UserError(f"The process of {run.path} ended with code {code}: {said}")
+        with suppress(UserError):
+            said = run.status().get("reason", said)
+    ended = [EXIT_CODES[state] for state in FINISHED]
+    require(code in ended, f"The process of {run.path} ended with code {code}: {said}")

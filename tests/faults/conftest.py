@@ -54,12 +54,11 @@ def bench(tmp_path_factory) -> Iterator[Bench]:
 
 
 @pytest.fixture
-def tally(request, seed) -> Iterator[Tally]:
+def tally(request) -> Iterator[Tally]:
     """The tally of one test. It travels with the test's report, so that `SumOfTallies` has those of all workers."""
-    tally = Tally(seed)
+    tally = Tally()
     yield tally
-    counts = {kind: dict(count) for kind, count in tally.counts.items()}
-    request.node.user_properties.append((TALLY, [request.session.items.index(request.node), counts]))
+    request.node.user_properties.append((TALLY, [request.session.items.index(request.node), tally.outcomes]))
 
 
 class SumOfTallies:
@@ -67,7 +66,7 @@ class SumOfTallies:
 
     def __init__(self, report: Path | None, seed: int):
         self.report, self.seed = report, seed
-        self.tallies: dict[int, dict[str, dict[str, int]]] = {}
+        self.tallies: dict[int, list] = {}
         if report is not None:
             from lmcore.provenance import environment
 
@@ -75,18 +74,14 @@ class SumOfTallies:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
-            self.tallies |= {place: counts for name, (place, counts) in report.user_properties if name == TALLY}
+            self.tallies |= {place: outcomes for name, (place, outcomes) in report.user_properties if name == TALLY}
 
     def rows(self) -> list[dict]:
         """One row for each kind of fault, in the order of the tests, whoever ran them."""
-        tally = Tally(self.seed)
-        for _, counts in sorted(self.tallies.items()):
-            tally.add(counts)
-        return tally.rows()
+        return Tally([outcome for _, outcomes in sorted(self.tallies.items()) for outcome in outcomes]).rows(self.seed)
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        rows = self.rows()
-        totals = {column: sum(row[column] for row in rows) for column in COLUMNS}
+        totals = {column: sum(row[column] for row in self.rows()) for column in COLUMNS}
         terminalreporter.write_line("faults: " + ", ".join(f"{totals[column]:,} {column}" for column in COLUMNS))
 
     def pytest_sessionfinish(self) -> None:

@@ -1,6 +1,7 @@
 """What every fault is held against: a small run, done once undisturbed, and processes that repeat it."""
 
 import gc
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -57,7 +58,7 @@ class Bench:
         from lmcore.train import train
 
         torch.set_num_threads(1)
-        self.folder, self.number = folder, 0
+        self.folder, self.numbers = folder, itertools.count(1)
         data = prepare("embedded", "bpe:300", folder / "data", CorpusConfig(num_documents=40), progress=False).folder
         self.config = TrainConfig(
             model=model_config(
@@ -81,8 +82,7 @@ class Bench:
 
     def new(self) -> RunFolder:
         """A run folder that is not there yet."""
-        self.number += 1
-        return RunFolder(self.folder / f"run{self.number}")
+        return RunFolder(self.folder / f"run{next(self.numbers)}")
 
     def copy(self, run: RunFolder) -> RunFolder:
         """A new run folder with the files of another."""
@@ -165,38 +165,28 @@ def results(run: RunFolder) -> dict[str, Any]:
 
 
 @dataclass
-class Fault:
-    """One fault that is tried; survived unless it says otherwise."""
-
-    refused: bool = False
-
-
-@dataclass
 class Tally:
-    """How many faults of each kind were tried, and what became of the runs."""
+    """What became of the faults that were tried, in order."""
 
-    seed: int
-    counts: dict[str, Counter] = field(default_factory=dict)
+    outcomes: list[tuple[str, str]] = field(default_factory=list)
+    """Kind and outcome, one of COLUMNS, of each."""
+    refused: bool = False
+    """Whether the fault that is tried now was refused in words; else it is survived."""
 
     @contextmanager
-    def fault(self, kind: str) -> Iterator[Fault]:
+    def fault(self, kind: str) -> Iterator["Tally"]:
         """Counts a fault: lost if the block fails, else refused in words if it says so, else survived."""
-        fault, count = Fault(), self.counts.setdefault(kind, Counter())
-        count["tried"] += 1
+        self.refused = False
         try:
-            yield fault
+            yield self
         except BaseException:
-            count["lost"] += 1
+            self.outcomes.append((kind, "lost"))
             raise
-        count["refused_in_words" if fault.refused else "survived"] += 1
+        self.outcomes.append((kind, "refused_in_words" if self.refused else "survived"))
 
-    def add(self, counts: dict[str, dict[str, int]]) -> None:
-        """Adds the counts of another tally, by kind."""
-        for kind, count in counts.items():
-            self.counts.setdefault(kind, Counter()).update(count)
-
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self, seed: int) -> list[dict[str, Any]]:
         """One row for each kind."""
-        return [
-            {"kind": kind, **{c: count[c] for c in COLUMNS}, "seed": self.seed} for kind, count in self.counts.items()
-        ]
+        counts: dict[str, Counter] = {}
+        for kind, outcome in self.outcomes:
+            counts.setdefault(kind, Counter()).update(("tried", outcome))
+        return [{"kind": kind, **{c: count[c] for c in COLUMNS}, "seed": seed} for kind, count in counts.items()]

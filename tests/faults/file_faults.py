@@ -4,25 +4,47 @@ import json
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True)
+class AtSteps:
+    """Called in a process: every step takes so many `seconds` more; SIGKILL after step `last`."""
+
+    seconds: float = 0.0
+    last: int | None = None
+
+    def __call__(self) -> None:
+        from lmcore.train import AsyncMetrics
+
+        push = AsyncMetrics.push
+
+        def push_and_wait(metrics: AsyncMetrics, step: int, *values: Any) -> None:
+            push(metrics, step, *values)
+            time.sleep(self.seconds)
+            if step == self.last:
+                die()
+
+        AsyncMetrics.push = push_and_wait
+
+
+@dataclass
 class Operations:
     """Called in a process: counts what it does to files below `folder`; SIGKILL at number `victim`, else a record."""
 
     folder: Path
     victim: int | None = None
     record: Path | None = None
+    count: int = 0
 
     def __call__(self) -> None:
         import lmcore.checkpoint
         import lmcore.files
         import lmcore.run
 
-        self.__dict__["count"] = 0
         sync, save_file = os.fsync, lmcore.checkpoint.save_file
 
         def fsync(descriptor: int) -> None:
@@ -51,15 +73,13 @@ class Operations:
         """Notes an operation; returns whether it is the one to die in, after dying of it if that is to be `now`."""
         if not path.startswith(str(self.folder)):
             return False
-        self.__dict__["count"] += 1
+        self.count += 1
         if self.record is not None:
             with open(self.record, "a", encoding="utf-8") as file:  # outside the folder, so not counted itself
                 file.write(json.dumps([what, plain_name(path)]) + "\n")
-        if self.__dict__["count"] != self.victim:
-            return False
-        if now:
+        if now and self.count == self.victim:
             die()
-        return True
+        return self.count == self.victim
 
 
 class Halved:

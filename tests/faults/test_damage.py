@@ -5,10 +5,10 @@ import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fault_bench import Bench, Tally, ended
+from file_faults import AtSteps
 
 from lmcore.config import replace
 from lmcore.run import RunFolder
@@ -20,31 +20,10 @@ CUTS, FLIPS = 12, 25
 def stopped(bench: Bench) -> RunFolder:
     """A run that ended after two thirds, with checkpoints of its steps 9 and 12."""
     run = bench.new()
-    process = bench.start(run, stop_after(13))
+    process = bench.start(run, AtSteps(last=13))
     assert ended(process) == -signal.SIGKILL, bench.said(run)
     assert [path.name for path in run.checkpoints()] == ["step_00000012.pt", "step_00000009.pt"]
     return run
-
-
-class stop_after:
-    """Called in a process: kills it after a step."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def __call__(self) -> None:
-        from file_faults import die
-
-        from lmcore.train import AsyncMetrics
-
-        push = AsyncMetrics.push
-
-        def last_push(metrics: AsyncMetrics, step: int, *values: Any) -> None:
-            push(metrics, step, *values)
-            if step == self.step:
-                die()
-
-        AsyncMetrics.push = last_push
 
 
 def cut(path: Path, rng: random.Random) -> None:
@@ -148,19 +127,7 @@ def test_metrics(bench: Bench, stopped, tally: Tally, rng, damage: Damage, ended
 def test_notes(bench: Bench, stopped, tally: Tally, rng, damage: Damage, name: str):
     for number in range(1 if damage is lose else CUTS):
         run = bench.copy(bench.straight if number % 2 else stopped)
-        before = (run.path / name).read_bytes()
-        damage(run.path / name, rng)
-        with tally.fault(f"{name} damaged") as fault:
-            said = bench.finish(run)
-            if "lmcore:" in said:
-                fault.refused = True
-                assert one_sentence(said)
-                assert name in said or "made with other settings" in said
-                (run.path / name).write_bytes(before)
-                bench.finish(run)
-            bench.require_same(run)
-            assert run.config() == replace(bench.config)
-        bench.forget(run)
+        try_damage(bench, run, tally, rng, run.path / name, damage, "made with other settings")
 
 
 @pytest.mark.parametrize("damage", [cut, flip, lose])
@@ -168,19 +135,24 @@ def test_notes(bench: Bench, stopped, tally: Tally, rng, damage: Damage, name: s
 def test_weights(bench: Bench, stopped, tally: Tally, rng, damage: Damage, name: str):
     for number in range(CUTS):
         run = bench.copy(bench.straight if number % 2 or name.startswith("last") else stopped)
-        path = run.checkpoint_folder / name
-        before = path.read_bytes()
-        damage(path, rng)
-        with tally.fault(f"{name} damaged") as fault:
-            said = bench.finish(run)
-            if "lmcore:" in said:
-                fault.refused = True
-                assert one_sentence(said)
-                assert name in said
-                path.write_bytes(before)
-                bench.finish(run)
-            bench.require_same(run)
-        bench.forget(run)
+        try_damage(bench, run, tally, rng, run.checkpoint_folder / name, damage)
+
+
+def try_damage(bench: Bench, run: RunFolder, tally: Tally, rng, path: Path, damage: Damage, *words: str) -> None:
+    """Damages a file of a run, which is mended, or refused in a sentence that has its name or other words."""
+    before = path.read_bytes()
+    damage(path, rng)
+    with tally.fault(f"{path.name} damaged") as fault:
+        said = bench.finish(run)
+        if "lmcore:" in said:
+            fault.refused = True
+            assert one_sentence(said)
+            assert any(word in said for word in (path.name, *words))
+            path.write_bytes(before)
+            bench.finish(run)
+        bench.require_same(run)
+    assert run.config() == replace(bench.config)
+    bench.forget(run)
 
 
 def files(run: RunFolder) -> dict[Path, bytes]:

@@ -57,8 +57,8 @@ def trains(process: multiprocessing.Process | subprocess.Popen, run: RunFolder) 
 
 def trains_or_ended(process: multiprocessing.Process | subprocess.Popen, run: RunFolder) -> bool:
     """Whether there is nothing more to wait for."""
-    done = process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
-    return done is not None or trains(process, run)
+    code = process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+    return code is not None or trains(process, run)
 
 
 def moment(process: multiprocessing.Process, run: RunFolder) -> str:

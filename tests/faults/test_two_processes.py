@@ -9,10 +9,10 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from fault_bench import SECONDS, Bench, Tally, ended, wait_until
+from file_faults import AtSteps
 
 from lmcore.config import to_dict
 from lmcore.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
@@ -45,7 +45,7 @@ def test_two_notebooks_want_one_run(bench: Bench, tally: Tally):
 def test_a_notebook_goes_on_when_the_process_it_follows_is_killed(bench: Bench, tally: Tally):
     run = bench.new()
     with tally.fault("the followed process is killed"), ThreadPoolExecutor() as threads:
-        process = bench.start(run, Slow(0.2))
+        process = bench.start(run, AtSteps(seconds=0.2))
         wait_until(run.is_busy, "the process has the folder")
         following = threads.submit(run_or_reuse, bench.config, run.path)
         wait_until(run.metrics_lines, "the process has written metrics")
@@ -74,29 +74,11 @@ def test_a_sweep_goes_on_when_another_ones_worker_is_killed(bench: Bench, tally:
             bench.require_same(run)
 
 
-class Slow:
-    """Called in a process: every step takes so many seconds more."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-
-    def __call__(self) -> None:
-        from lmcore.train import AsyncMetrics
-
-        push = AsyncMetrics.push
-
-        def slow_push(metrics: AsyncMetrics, *values: Any) -> None:
-            time.sleep(self.seconds)
-            push(metrics, *values)
-
-        AsyncMetrics.push = slow_push
-
-
 def slow_worker(folder) -> None:
     import torch
 
     torch.set_num_threads(1)
-    Slow(1.0)()
+    AtSteps(seconds=1.0)()
     work(folder)
 
 
@@ -142,26 +124,17 @@ def listening_worker(folder, listens) -> None:
         work(folder)
 
 
-def test_a_command_stopped_while_it_starts(bench: Bench, tally: Tally, config_file):
+def test_a_command_stopped_while_it_starts(bench: Bench, tally: Tally, tmp_path):
     """The signal comes while torch is imported, long before training."""
-    run = bench.new()
+    run, file = bench.new(), tmp_path / "config.json"
+    write_json(file, to_dict(bench.config))
     with tally.fault("SIGUSR1 while the command starts"):
-        command = [sys.executable, "-X", "importtime", "-m", "lmcore", "train", "--config", str(config_file)]
-        child = subprocess.Popen(
-            [*command, "--run", str(run.path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for line in child.stderr:
-            if line.rstrip().endswith("torch.types"):
-                break
+        command = [sys.executable, "-X", "importtime", "-m", "lmcore", "train", "--config", file, "--run", run.path]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        next(line for line in child.stderr if line.rstrip().endswith("torch.types"))
         child.send_signal(signal.SIGUSR1)
         said, _ = child.communicate(timeout=SECONDS)
         assert child.returncode == EXIT_INTERRUPTED
         assert "stopped before it began; nothing is lost" in said
         bench.finish(run)
         bench.require_same(run)
-
-
-@pytest.fixture
-def config_file(bench: Bench, tmp_path):
-    write_json(tmp_path / "config.json", to_dict(bench.config))
-    return tmp_path / "config.json"

@@ -11,18 +11,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from notebook_projects import code, make_project, parameters
-from safetensors.torch import load_file
+from fault_bench import results as run_results
+from notebook_projects import code, make_project, parameters, results
 
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace, to_dict
 from lmcore.errors import EXIT_INTERRUPTED
 from lmcore.run import RunFolder
 from lmcore.stopping import SAME_SIGNAL
-from lmcore.workbook.kernel import LAUNCHER
-from lmcore.workbook.notebook import read_notebook
 from lmcore.workbook.record import read_record
-from lmcore.workbook.stopping import command_line, is_training
+from lmcore.workbook.stopping import LAUNCHER, command_line, is_training
 
 PATIENCE = 120
 """Seconds after which a condition that has not come true fails the test."""
@@ -33,7 +30,7 @@ ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 KEPT = code("'an output to keep'")
 TRAIN = """import json
 from lmcore.config import TrainConfig, from_dict
-from lmcore.workbook.sweep import run_or_reuse, run_sweep
+from lmcore.workbook.sweep import run_or_reuse
 config = from_dict(TrainConfig, json.load(open("../config.json")))
 run_or_reuse(config, f"{out}/runs/toy").status()["state"]"""
 SWEEP = """import json
@@ -42,11 +39,6 @@ from lmcore.workbook.sweep import run_sweep
 config = from_dict(TrainConfig, json.load(open("../config.json")))
 runs = run_sweep({f"seed_{i}": replace(config, seed=i) for i in (1, 2)}, f"{out}/runs", workers=2)
 [run.status()["state"] for run in runs.values()]"""
-
-
-def touch(name: str) -> str:
-    """Source that leaves a file in the project's folder."""
-    return f"import os, time; open('../{name}', 'w').close()\n"
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +97,8 @@ class Workbook:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    def wait_for_file(self, name: str) -> None:
-        self.wait_for((self.folder / name).exists)
-
     def wait_for_steps(self, *runs: str) -> None:
         self.wait_for(lambda: all(self.run(name).metrics_lines() for name in runs))
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
 
     def end(self) -> tuple[int, str]:
         """Exit code and what was said."""
@@ -136,9 +122,15 @@ class Workbook:
 
     def results(self) -> list[str]:
         """The results of the cells in the executed notebook."""
-        cells = read_notebook(self.out / "notebooks" / "01_toy.ipynb").cells
-        outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
-        return [output["data"]["text/plain"] for output in outputs if output.output_type == "execute_result"]
+        return results(self.out / "notebooks" / "01_toy.ipynb")
+
+    def processes(self, is_one) -> list[psutil.Process]:
+        """Those of the family for which this is true."""
+        return [process for process in self.family() if is_one(process)]
+
+
+def is_kernel(process: psutil.Process) -> bool:
+    return LAUNCHER in command_line(process)
 
 
 @pytest.fixture
@@ -159,12 +151,8 @@ def workbook(tmp_path):
 
 def require_same_run(run: RunFolder, other: RunFolder) -> None:
     """Bitwise the same weights, and metrics that differ in wall-clock fields alone."""
-    weights = [load_file(r.checkpoint_folder / "last.safetensors") for r in (run, other)]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    clock = {"seconds", "tokens_per_second", "mfu"}
-    lines = [[{k: v for k, v in line.items() if k not in clock} for line in r.metrics_lines()] for r in (run, other)]
-    assert lines[0] == lines[1]
+    for key in ("last", "metrics"):
+        assert run_results(run)[key] == run_results(other)[key]
 
 
 def require_stopped(book: Workbook, name: str, cell: int) -> str:
@@ -182,8 +170,8 @@ def require_stopped(book: Workbook, name: str, cell: int) -> str:
 def test_training_is_stopped_and_goes_on_as_if_nothing_had_been(workbook, config, undisturbed):
     book = workbook(code(TRAIN), config=config).start("--no-writeup")
     book.wait_for_steps("toy")
-    book.signal(signal.SIGUSR1)
-    book.signal(signal.SIGUSR1)
+    book.process.send_signal(signal.SIGUSR1)
+    book.process.send_signal(signal.SIGUSR1)
     require_stopped(book, "SIGUSR1", 3)
     status = book.run("toy").status()
     assert status["state"] == "interrupted"
@@ -197,13 +185,13 @@ def test_training_is_stopped_and_goes_on_as_if_nothing_had_been(workbook, config
 def test_a_second_ctrl_c_ends_all_processes_at_once(workbook, endless):
     book = workbook(code(TRAIN), config=endless).start("--no-writeup")
     book.wait_for_steps("toy")
-    (training,) = [process for process in book.family() if is_training(process)]
+    (training,) = book.processes(is_training)
     training.suspend()  # it will not save itself
-    book.signal(signal.SIGINT)
+    book.process.send_signal(signal.SIGINT)
     time.sleep(2 * SAME_SIGNAL)
     assert book.process.poll() is None
     began = time.monotonic()
-    book.signal(signal.SIGINT)
+    book.process.send_signal(signal.SIGINT)
     code_, said = book.end()
     assert time.monotonic() - began < 10
     assert code_ == 128 + signal.SIGINT
@@ -217,7 +205,7 @@ def test_a_second_ctrl_c_ends_all_processes_at_once(workbook, endless):
 def test_all_workers_of_a_sweep_are_stopped(workbook, endless):
     book = workbook(code(SWEEP), config=endless).start("--no-writeup")
     book.wait_for_steps("seed_1", "seed_2")
-    book.signal(signal.SIGTERM)
+    book.process.send_signal(signal.SIGTERM)
     require_stopped(book, "SIGTERM", 3)
     assert [book.run(name).status()["state"] for name in ("seed_1", "seed_2")] == ["interrupted"] * 2
 
@@ -225,9 +213,9 @@ def test_all_workers_of_a_sweep_are_stopped(workbook, endless):
 def test_every_process_gets_the_signal_at_once(workbook, endless):
     book = workbook(code(TRAIN), config=endless).start("--no-writeup")
     book.wait_for_steps("toy")
-    family = book.family()
-    assert any(LAUNCHER in command_line(process) for process in family)
-    for process in sorted(family, key=lambda process: LAUNCHER not in command_line(process)):  # the kernel dies first
+    kernels, family = book.processes(is_kernel), book.family()
+    assert kernels
+    for process in sorted(family, key=lambda process: process not in kernels):  # the kernel dies first
         process.send_signal(signal.SIGTERM)
     require_stopped(book, "SIGTERM", 3)
     assert book.run("toy").checkpoints()
@@ -247,17 +235,17 @@ WITH_A_CHILD = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new
     ],
 )
 def test_a_cell_without_training_is_interrupted(workbook, loop, number):
-    book = workbook(code(touch("begun") + loop), code("1")).start()
-    book.wait_for_file("begun")
-    book.signal(number)
+    book = workbook(code("import time; open('../begun', 'w').close()\n" + loop), code("1")).start()
+    book.wait_for((book.folder / "begun").exists)
+    book.process.send_signal(number)
     assert "Traceback" not in require_stopped(book, number.name, 3)
     assert not (book.out / "writeup").exists()
 
 
 def test_while_the_kernel_starts(workbook):
     book = workbook().start()
-    book.wait_for(lambda: any(LAUNCHER in command_line(process) for process in book.family()))
-    book.signal(signal.SIGTERM)
+    book.wait_for(lambda: book.processes(is_kernel))
+    book.process.send_signal(signal.SIGTERM)
     code, said = book.end()
     assert code == EXIT_INTERRUPTED
     assert "stopped by SIGTERM in notebook 01_toy" in said
@@ -275,7 +263,7 @@ def test_between_notebooks_and_while_the_writeup_is_made(workbook):
     assert [entry["state"] for entry in read_record(book.out)["notebooks"]] == ["done", "not run"]
     book.start()
     book.wait_for(lambda: book.record("02_second")["state"] == "done")
-    book.signal(signal.SIGUSR1)
+    book.process.send_signal(signal.SIGUSR1)
     code_, said = book.end()
     assert code_ == 0
     assert "01_toy: kept, done before" in said
@@ -285,9 +273,9 @@ def test_between_notebooks_and_while_the_writeup_is_made(workbook):
 def test_training_that_does_not_end_is_left_behind(workbook, endless):
     book = workbook(code(TRAIN), config=endless).start("--no-writeup", "--stop-seconds", "1")
     book.wait_for_steps("toy")
-    (training,) = [process for process in book.family() if is_training(process)]
+    (training,) = book.processes(is_training)
     training.suspend()
-    book.signal(signal.SIGUSR1)
+    book.process.send_signal(signal.SIGUSR1)
     code_, said = book.end()
     assert code_ == EXIT_INTERRUPTED
     assert f"left behind: process {training.pid} ({book.out / 'runs' / 'toy'})" in said
@@ -300,17 +288,16 @@ def test_training_that_does_not_end_is_left_behind(workbook, endless):
 def test_all_but_the_kernel_is_killed(workbook, config, undisturbed):
     book = workbook(code(TRAIN), config=config).start("--no-writeup")
     book.wait_for(lambda: book.run("toy").checkpoints())
-    kernels = [process for process in book.family() if LAUNCHER in command_line(process)]
-    (training,) = [process for process in book.family() if is_training(process)]
-    book.signal(signal.SIGKILL)
+    kernels = book.processes(is_kernel)
+    (training,) = book.processes(is_training)
+    book.process.send_signal(signal.SIGKILL)
     training.kill()
     book.end()
     assert json.loads((book.out / "notebooks" / "01_toy.json").read_text())["state"] == "running"
     assert book.record()["state"] == "stopped"
     assert book.results() == ["'an output to keep'"]
-    gone, alive = psutil.wait_procs(kernels, timeout=PATIENCE)
-    assert gone
-    assert not alive
+    assert kernels
+    assert not psutil.wait_procs(kernels, timeout=PATIENCE)[1]
     assert book.start("--no-writeup").end()[0] == 0
     assert book.results()[-1] == "'complete'"
     assert len(book.run("toy").starts()) == 2

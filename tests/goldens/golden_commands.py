@@ -182,7 +182,6 @@ nsys --report text.sqlite
 nsys --report broken.json
 nsys --report kernels.sqlite --range nothing
 nsys --report kernels.sqlite --range inference --scope block
-nsys --report kernels.sqlite --trim kernels.sqlite
 nsys --size huge
 nsys --passes sideways
 memory --top -1

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import psutil
 from slurm_configuration import NODES, write_configuration
-from slurm_processes import cluster_processes, kill
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "setpriv")
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
@@ -50,7 +51,6 @@ class Cluster:
         }
         self._daemons: dict[str, subprocess.Popen] = {}
         self._scripts = 0
-        self._last_states: dict[str, str] = {}
 
     def __enter__(self) -> "Cluster":
         try:
@@ -127,12 +127,9 @@ class Cluster:
     def state(self, job: str) -> str:
         """PENDING, RUNNING, COMPLETED, FAILED …; of an array a task's that has not ended, or else that has failed."""
         states = [record["JobState"] for record in self.records(job)]
-        if not states:  # slurmctld has forgotten it
-            return self._last_states.get(job, "UNKNOWN")
         unfinished = [state for state in states if state not in FINAL_STATES]
         failed = [state for state in states if state != "COMPLETED"]
-        self._last_states[job] = (unfinished or failed or states)[0]
-        return self._last_states[job]
+        return [*unfinished, *failed, *states, "UNKNOWN"][0]
 
     def wait(self, job: str, *states: str, timeout: float = 300) -> str:
         """Waits for one of `states`, or without them until the job has ended, and returns the state.
@@ -248,3 +245,47 @@ class Cluster:
 
 def _tail(path: Path, lines: int = 30) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.is_file() else "(no file)"
+
+
+# Processes
+
+
+def cluster_processes(folder: Path, node: str = "*") -> Iterator[psutil.Process]:
+    """Processes of the cluster in `folder`, or of one of its nodes, known by their environment or by their open log.
+
+    Two variables name the cluster and the node: LMCORE_TEST_CLUSTER and SLURMD_NODENAME. A slurmstepd writes its
+    title over its environment, but holds the log of its node open.
+    """
+    logs = {str(path) for path in folder.glob(f"{node}.log")}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.name().startswith("slurmstepd"):
+                found = any(each.path in logs for each in process.open_files())
+            else:
+                variables = process.environ()
+                found = variables.get("LMCORE_TEST_CLUSTER") == str(folder)
+                found = found and node in ("*", variables.get("SLURMD_NODENAME"))
+            if found:
+                yield process
+
+
+def kill(processes: Iterable[psutil.Process]) -> None:
+    """SIGKILL to the processes, and waits until they have ended (a zombie has, whoever its parent is)."""
+    found = {process for process in processes if process.pid != os.getpid()}
+    for process in list(found):  # a job may have emptied its environment: it is known as a slurmstepd's child
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(process.children(recursive=True))
+    # Suspended first: a slurmstepd that outlives its job, if only for a moment, reports that the job has failed.
+    for step in (psutil.Process.suspend, psutil.Process.kill):
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                step(process)
+    end = time.monotonic() + 10
+    while any(_alive(process) for process in found) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

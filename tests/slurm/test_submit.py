@@ -172,7 +172,7 @@ def test_what_sbatch_refuses_cancels_the_jobs_before_it(cluster, tmp_path):
     cancelled = refused.stderr.strip().rpartition(" ")[2].rstrip(".")
     assert "The jobs before it are cancelled" in refused.stderr
     assert cluster.wait(cancelled) == "CANCELLED"
-    assert said(project, cancelled) == ["cancelled"]
+    assert "cancelled" in said(project, cancelled)  # it may have started in the meantime
 
 
 def test_a_dependency_that_sbatch_refuses_is_reported(cluster, tmp_path):

@@ -1,20 +1,18 @@
 """Tokens a second of the three ways to decode: the whole window again, with a KV cache, and by our kernels."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from timeit import default_timer
 from typing import Any
 
-import pandas as pd
 import torch
 
-from lmcore.accounting import num_parameters
 from lmcore.config import GenerateConfig
-from lmcore.device import autocast, device_name, select_device, set_matmul_precision
+from lmcore.device import autocast, device_name
 from lmcore.generate import generate
 from lmcore.model import TransformerLM
-from lmcore.profiling.ceilings import Timer, copy_ceiling
-from lmcore.profiling.kernels.measuring import DTYPES, result_rows
+from lmcore.profiling.kernels.measuring import begin
+from lmcore.profiling.peak_rates import copy_rate
+from lmcore.profiling.timing import Timer
 from lmcore.profiling.workload import WorkloadConfig
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -34,9 +32,7 @@ def measure_decoding(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     The ways take turns on `config.batch_size` prompts. The result holds `device`, `copy_bytes_per_second`, `new_tokens`
     of each prompt, and `rows`: `way`, `seconds` of each of `config.steps` repeats, `same_tokens` as the first way.
     """
-    device, _ = select_device(config.device)
-    set_matmul_precision(device, config.precision)
-    torch.manual_seed(config.seed)
+    device = begin(config)
     model = TransformerLM(config.model, device=device)
     prompts = torch.randint(config.model.vocab_size, (config.batch_size, PROMPT)).tolist()
     new_tokens = config.model.context_length - PROMPT
@@ -55,35 +51,6 @@ def measure_decoding(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     return {
         "device": device_name(device),
         "new_tokens": new_tokens,
-        "copy_bytes_per_second": copy_ceiling(device, Timer(device)),
+        "copy_bytes_per_second": copy_rate(device, Timer(device)),
         "rows": [{"way": way, "seconds": seconds[way], "same_tokens": same[way]} for way in WAYS],
     }
-
-
-def decoding_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """One row for each way and record of `measure_decoding`.
-
-    `bound` is how many tokens a second reading all weights once for each of them, at the speed of a copy, would allow.
-    """
-    rows = []
-    for row, config, result in result_rows(records):
-        model, median = config.model, pd.Series(row["seconds"]).median()
-        read = num_parameters(model) - model.vocab_size * model.d_model  # the embeddings are looked up
-        rows.append(
-            {
-                "cell": row["cell"],
-                "size": config.size,
-                "batch_size": config.batch_size,
-                "context_length": model.context_length,
-                "precision": config.precision,
-                "way": row["way"],
-                "seconds": median,
-                "tokens_per_second": config.batch_size * result["new_tokens"] / median,
-                "same_tokens": row["same_tokens"],
-                "bound": config.batch_size
-                * result["copy_bytes_per_second"]
-                / (read * DTYPES[config.precision].itemsize),
-                "device": result["device"],
-            }
-        )
-    return pd.DataFrame(rows)

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmcore.config import from_dict
-from lmcore.device import forget_memory, out_of_memory_reason, select_device
+from lmcore.device import forget_memory, out_of_memory_reason, select_device, set_matmul_precision
 from lmcore.errors import UserError
-from lmcore.profiling.ceilings import Timer, ceilings
 from lmcore.profiling.memory.recording import record_cpu
-from lmcore.profiling.memory.snapshot import UNKNOWN
-from lmcore.profiling.memory.timeline import bytes_by_state
+from lmcore.profiling.memory.timeline import levels
+from lmcore.profiling.peak_rates import peak_rates
+from lmcore.profiling.timing import Timer
 from lmcore.profiling.workload import WorkloadConfig
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,6 +73,21 @@ class Result:
     notes: dict[str, Any] = field(default_factory=dict)
     """Those of the contestant; `setup_seconds`, and `relative_error` where there is a reference."""
 
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """An error inside is the outcome of this contestant and does not stop the others."""
+        try:
+            yield
+        except Exception as error:
+            self.outcome, self.reason, self.seconds = "failed", None, []
+            if isinstance(error, Absent | ImportError | UserError):
+                self.outcome, self.reason = "absent", str(error)
+            elif (reason := out_of_memory_reason(error)) is not None:
+                self.outcome, self.reason = "out of memory", reason
+            else:
+                traceback.print_exception(error)
+                self.reason = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
 
 def race(
     builders: Mapping[str, Callable[[], Contestant]],
@@ -96,10 +110,10 @@ def race(
     flushes: dict[str, int] = {}
     cost, turn = 0.0, seconds / USUAL if rounds is None else seconds / rounds / len(builders)
     for name, build in builders.items():
-        with ending(results[name]):
+        with results[name].ending():
             ready[name] = prepared(build, results[name], timer, reference, part)
     for name, contestant in ready.items():
-        with ending(results[name]):
+        with results[name].ending():
             contestant.call()
             took, issue = timer.once(contestant.call, int(alone and timer.cuda))
             flushes[name] = timer.flushes_for(issue) if alone else 0
@@ -111,28 +125,12 @@ def race(
     for number in range(rounds):
         for name in list(flushes)[:: -1 if number % 2 else 1]:
             contestant, result = ready[name], results[name]
-            with ending(result):
+            with result.ending():
                 took, _ = timer.once(partial(contestant.repeat, result.calls), flushes[name], contestant.reset)
                 result.seconds.append(took / result.calls)
             if result.outcome != "complete":
                 del flushes[name]
     return results
-
-
-@contextlib.contextmanager
-def ending(result: Result) -> Iterator[None]:
-    """An error inside is the outcome of the contestant whose result this is."""
-    try:
-        yield
-    except Exception as error:
-        result.outcome, result.reason, result.seconds = "failed", None, []
-        if isinstance(error, Absent | ImportError | UserError):
-            result.outcome, result.reason = "absent", str(error)
-        elif (reason := out_of_memory_reason(error)) is not None:
-            result.outcome, result.reason = "out of memory", reason
-        else:
-            traceback.print_exception(error)
-            result.reason = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def prepared(
@@ -143,13 +141,12 @@ def prepared(
     part: Callable[[Tensor], Tensor],
 ) -> Contestant:
     """A contestant that has been called once; its peak memory, error and notes are in `result`."""
-    device, began = timer.device, default_timer()
-    forget_memory(device)
-    before = torch.cuda.memory_allocated(device) if timer.cuda else 0
+    began = default_timer()
+    before = allocated(timer.device)
     contestant = build()
     found = contestant.call()
     timer.synchronize()
-    result.peak_bytes = torch.cuda.max_memory_allocated(device) - before if timer.cuda else None
+    result.peak_bytes = torch.cuda.max_memory_allocated(timer.device) - before if timer.cuda else None
     result.notes = contestant.notes
     if reference is not None:
         pairs = zip(contestant.results or [part(x) for x in found], reference, strict=True)
@@ -181,6 +178,23 @@ def with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], *grad
     return (results[-1].detach(), *torch.autograd.grad(results, leaves, of))
 
 
+# What the tasks of notebook 07 share
+
+
+def begin(config: WorkloadConfig) -> torch.device:
+    """The device of a benchmark case, with the case's matmul precision and seed set."""
+    device, _ = select_device(config.device)
+    set_matmul_precision(device, config.precision)
+    torch.manual_seed(config.seed)
+    return device
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes allocated on the device, of which new peaks are counted from now on; 0 off CUDA."""
+    forget_memory(device)
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 def extra_bytes(function: Callable[[], Any], device: torch.device) -> int | None:
     """The most memory that a call takes at a time, beside what was there before; None where nobody counts it (MPS).
 
@@ -188,16 +202,14 @@ def extra_bytes(function: Callable[[], Any], device: torch.device) -> int | None
     """
     function()  # compilation and workspaces are not the function's own
     if device.type == "cuda":
-        forget_memory(device)
-        before = torch.cuda.memory_allocated(device)
+        before = allocated(device)
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     if device.type != "cpu":
         return None
-    history = record_cpu(lambda span: function(), (), sources=False)
-    levels = bytes_by_state(history, (UNKNOWN,))[0]
-    return int(levels.max() - levels[0])
+    alive = levels(record_cpu(lambda span: function(), sources=False)).sum(axis=1)
+    return int(alive.max() - alive[0])
 
 
 def measured(function: Callable[[], Any], device: torch.device) -> dict[str, Any]:
@@ -207,15 +219,5 @@ def measured(function: Callable[[], Any], device: torch.device) -> dict[str, Any
 
 
 def measure_ceilings(config: WorkloadConfig, folder: Path) -> dict[str, float]:
-    """`lmcore.profiling.ceilings.ceilings` of the cell's precision: a task of `lmcore.profiling.runner.run_cases`."""
-    return ceilings(select_device(config.device)[0], config.precision)
-
-
-def result_rows(
-    records: Mapping[str, Mapping[str, Any]],
-) -> Iterator[tuple[dict[str, Any], WorkloadConfig, dict[str, Any]]]:
-    """Each row that a task left in the `rows` of its result, with the cell's name and configuration, and the result."""
-    for record in records.values():
-        result = record["result"] or {}
-        for row in result.get("rows", ()):
-            yield {"cell": record["cell"]} | row, from_dict(WorkloadConfig, record["config"]), result
+    """`peak_rates` of the case's precision: a task of `lmcore.profiling.runner.run_cases`."""
+    return peak_rates(select_device(config.device)[0], config.precision)

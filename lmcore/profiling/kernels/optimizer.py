@@ -1,23 +1,23 @@
 """AdamW with gradient clipping over a whole model: bytes counted, time measured (tasks of notebook 07)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import nn
 
-from lmcore.device import device_name, select_device
+from lmcore.device import device_name
 from lmcore.kernels.adamw import FusedAdamW
 from lmcore.kernels.common.support import runs_triton
 from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW, gradient_clipping
-from lmcore.profiling.ceilings import BUDGET, Timer, copy_ceiling
-from lmcore.profiling.kernels.measuring import Absent, Contestant, race, result_rows
-from lmcore.profiling.kernels.traffic import Traffic, traffic_of
+from lmcore.profiling.kernels.bytes_moved import BytesMoved, moved_by
+from lmcore.profiling.kernels.measuring import Absent, Contestant, begin, race
+from lmcore.profiling.peak_rates import copy_rate
+from lmcore.profiling.timing import BUDGET, Timer
 from lmcore.profiling.workload import WorkloadConfig
 
 MAX_NORM = 1.0
@@ -40,21 +40,17 @@ Update = Callable[[], Any]
 
 def plain(parameters: list[nn.Parameter], max_norm: float | None = None, **settings: Any) -> Update:
     """The update of `lmcore.optimizer`, operation by operation; with `max_norm` clipping goes before it."""
-    optimizer = AdamW(parameters, **settings)
-    if max_norm is None:
-        return optimizer.step
-    return lambda: (gradient_clipping(parameters, max_norm), optimizer.step())
+    step = AdamW(parameters, **settings).step
+    return step if max_norm is None else lambda: (gradient_clipping(parameters, max_norm), step())
 
 
 def torch_fused(parameters: list[nn.Parameter], max_norm: float | None = None, **settings: Any) -> Update:
     """PyTorch's fused update. Raises `Absent` on a device that it does not serve."""
     try:
-        optimizer = torch.optim.AdamW(parameters, fused=True, **settings)
+        step = torch.optim.AdamW(parameters, fused=True, **settings).step
     except RuntimeError as error:
         raise Absent((str(error).splitlines() or ["no reason given"])[0]) from error
-    if max_norm is None:
-        return optimizer.step
-    return lambda: (nn.utils.clip_grad_norm_(parameters, max_norm), optimizer.step())
+    return step if max_norm is None else lambda: (nn.utils.clip_grad_norm_(parameters, max_norm), step())
 
 
 def ours(parameters: list[nn.Parameter], max_norm: float | None = None, **settings: Any) -> Update:
@@ -62,18 +58,13 @@ def ours(parameters: list[nn.Parameter], max_norm: float | None = None, **settin
     return FusedAdamW(parameters, max_grad_norm=max_norm, **settings).step
 
 
-def update_traffic(update: Callable[..., Update] = plain, device: str = "meta") -> Traffic:
+def update_moved(update: Callable[..., Update] = plain, device: str = "meta") -> BytesMoved:
     """What one step with clipping moves for `COUNTED` parameters, operation by operation."""
     weight = nn.Parameter(torch.zeros(COUNTED, device=device))
     weight.grad = torch.zeros_like(weight)
     step = update([weight], MAX_NORM)
     step()  # the moments exist from the first step on
-    return traffic_of(step)
-
-
-def bytes_each(traffic: Traffic) -> float:
-    """Bytes for each of the `COUNTED` parameters."""
-    return round(traffic.total / COUNTED, 2)
+    return moved_by(step)
 
 
 def measure_optimizer(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
@@ -82,18 +73,18 @@ def measure_optimizer(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     The result holds `device`, `parameters`, `copy_bytes_per_second` of a large copy there, and `rows`: `contestant`,
     `seconds` (None with a `reason` where it does not run here) and `bytes_per_parameter` as counted.
     """
-    device, _ = select_device(config.device)
-    torch.manual_seed(config.seed)
+    device = begin(config)
     parameters = list(TransformerLM(config.model, device=device).parameters())
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     kernels = runs_triton(device)
-    one_pass = ONE_PASS if kernels else bytes_each(update_traffic(ours, "cpu"))
     updates = {
-        "plain, operation by operation": (plain, bytes_each(update_traffic())),
+        "plain, operation by operation": (plain, counted_each()),
         "torch.optim.AdamW(fused=True)": (torch_fused, TORCH_FUSED),
-        "ours, in one pass" if kernels else "ours, as plain operations": (ours, one_pass),
-    }
+        "ours, in one pass" if kernels else "ours, as plain operations": (
+            ours, ONE_PASS if kernels else counted_each(ours, "cpu")
+        ),
+    }  # fmt: skip
 
     def build(update: Callable[..., Update]) -> Contestant:
         return Contestant(update(parameters, MAX_NORM))
@@ -102,23 +93,16 @@ def measure_optimizer(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     rows = []
     for name, result in results.items():
         seconds = median(result.seconds) if result.seconds else None
-        row = {"contestant": name, "bytes_per_parameter": updates[name][1]}
-        rows.append(row | {"seconds": seconds, "reason": result.reason})
+        row = {"contestant": name, "bytes_per_parameter": updates[name][1], "seconds": seconds}
+        rows.append(row | {"outcome": "complete" if seconds else "absent", "reason": result.reason})
     return {
         "device": device_name(device),
         "parameters": sum(parameter.numel() for parameter in parameters),
-        "copy_bytes_per_second": copy_ceiling(device, Timer(device)),
+        "copy_bytes_per_second": copy_rate(device, Timer(device)),
         "rows": rows,
     }
 
 
-def optimizer_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """One row for each contestant of each record of `measure_optimizer`; bytes per second by the bytes counted."""
-    rows = []
-    for row, config, result in result_rows(records):
-        seconds, moved = row["seconds"], row["bytes_per_parameter"] * result["parameters"]
-        head = {"cell": row["cell"], "size": config.size, "outcome": "complete" if seconds else "absent"}
-        counted = {"parameters": result["parameters"], "bytes": moved}
-        counted["bytes_per_second"] = moved / seconds if seconds else None
-        rows.append(head | row | counted | {name: result[name] for name in ("copy_bytes_per_second", "device")})
-    return pd.DataFrame(rows)
+def counted_each(*arguments: Any) -> float:
+    """Bytes that `update_moved` counts for each parameter."""
+    return round(update_moved(*arguments).total / COUNTED, 2)

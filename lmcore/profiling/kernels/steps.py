@@ -1,4 +1,4 @@
-"""The ladder of a training step: from the eager model to one CUDA graph of our kernels, one change at a time."""
+"""Cumulative optimizations of a training step: from the eager model to one CUDA graph of our kernels."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ RUNGS: dict[str, tuple[str, dict[str, Any]]] = {
     "fused": ("our explicit step, kernel by kernel", {"attention": "flash", "ops": "fused"}),
     "graph": ("the same as one CUDA graph", {"attention": "flash", "ops": "fused"}),
 }
-"""What each rung adds, and the switches of its cell."""
+"""What each adds, and the switches of its benchmark case."""
 
 NO_GRAPH = "A CUDA graph needs a CUDA GPU; elsewhere the explicit step runs operation by operation, as the rung before."
 NO_COMPILER = "It was left out here (parameter `compiled`): compiling takes longer than all other measurements."
@@ -41,8 +41,8 @@ def measure_ungraphed(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     return timing.timed_steps(Ungraphed, config)
 
 
-def rung_cells(size: str, context_length: int, **changes: Any) -> dict[str, WorkloadConfig]:
-    """The cell of every rung: a whole training step of a named size."""
+def rung_cases(size: str, context_length: int, **changes: Any) -> dict[str, WorkloadConfig]:
+    """The benchmark case of every rung: a whole training step of a named size."""
     return {
         rung: workload_config(size, context_length, passes="train_step", **changes, **switches)
         for rung, (_, switches) in RUNGS.items()
@@ -63,17 +63,16 @@ def task_of(rung: str) -> Callable[[WorkloadConfig, Path], dict[str, Any]]:
 
 def ladder_table(records: Mapping[str, Mapping[str, Any]], absent: Mapping[str, str]) -> pd.DataFrame:
     """A row for each rung, in order: seconds of a step and peak memory as measured, or why it was not."""
-    timings = timing.timing_table(records).set_index("cell") if records else pd.DataFrame()
+    timings = {row["cell"]: row for row in timing.timing_table(records).to_dict("records")} if records else {}
     rows = [
-        {"rung": rung, "what": what, "outcome": "absent", "reason": absent.get(rung)}
-        | (timings.loc[rung, MEASURES].to_dict() if rung in timings.index else {})
+        {"rung": rung, "what": what} | timings.get(rung, {"outcome": "absent", "reason": absent.get(rung)})
         for rung, (what, _) in RUNGS.items()
-        if rung in timings.index or rung in absent
+        if rung in timings or rung in absent
     ]
-    return pd.DataFrame(rows, columns=["rung", "what", *MEASURES])
+    return pd.DataFrame([{name: row.get(name) for name in COLUMNS} for row in rows], columns=COLUMNS)
 
 
-MEASURES = [
-    "outcome", "reason", "size", "batch_size", "context_length", "precision", "wall_median", "wall_std",
-    "tokens_per_second", "mfu", "peak_memory_bytes", "device",
+COLUMNS = [
+    "rung", "what", "outcome", "reason", "size", "batch_size", "context_length", "precision", "wall_median",
+    "wall_std", "tokens_per_second", "mfu", "peak_memory_bytes", "device",
 ]  # fmt: skip

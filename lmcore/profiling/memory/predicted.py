@@ -11,10 +11,13 @@ aten/src/ATen/cuda/CublasHandlePool.cpp); scratch memory inside a kernel; compil
 """
 
 import contextlib
+import copy
 import functools
 import sys
+import traceback
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,14 +29,14 @@ from lmcore.config import ModelConfig
 from lmcore.errors import require, require_positive
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
-from lmcore.profiling.memory.profile import standing_storages
+from lmcore.profiling.memory.profile import gradient_storages, standing_storages
 from lmcore.profiling.memory.recording import storage_address
-from lmcore.profiling.memory.snapshot import Event, History, Stage, calling_line, replay
-from lmcore.profiling.memory.timeline import CATEGORIES, bytes_by_state, explained
+from lmcore.profiling.memory.snapshot import PACKAGE, Event, History, replay
+from lmcore.profiling.memory.timeline import explained, levels, summary
 from lmcore.profiling.workload import Workload, WorkloadConfig
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-PASSES = ("forward", "forward_backward", "train_step")
+KEYS = {"optimizer state": "optimizer_state", "other": "inputs"}
+"""What `predicted_peak` calls categories."""
 
 
 def residual_stream_bytes(
@@ -59,16 +62,13 @@ def predicted_peak(
     Raises `UserError` for unknown passes or precisions, sizes below 1, and more tokens than the context.
     """
     seq_len = config.context_length if seq_len is None else seq_len
-    require(precision in PRECISIONS, f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
-    require(passes in PASSES, f"passes must be one of {', '.join(PASSES)}, not {passes!r}.")
-    require_positive("batch_size", batch_size)
     require_positive("seq_len", seq_len)
     require(
         seq_len <= config.context_length,
         f"seq_len ({seq_len}) is above the model's context_length ({config.context_length}).",
     )
-    found = _peak(WorkloadConfig(config, batch_size, passes, precision), seq_len)
-    return found | {"by_stage": dict(found["by_stage"])}
+    workload = WorkloadConfig(model=config, batch_size=batch_size, passes=passes, precision=precision)
+    return copy.deepcopy(_peak(workload, seq_len))
 
 
 aten = torch.ops.aten
@@ -84,7 +84,7 @@ class FakeMemory(FakeTensorMode):
         self.inside = False
         self.alive: set[int] = set()
         self.events: list[Event] = []
-        self.stages: list[Stage] = []
+        self.stages: dict[str, tuple[int, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.inside:  # what an operation is made of on fake tensors, and nowhere else
@@ -95,40 +95,31 @@ class FakeMemory(FakeTensorMode):
         finally:
             self.inside = False
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and storage_address(tensor) not in self.alive:
-                self._begin(tensor, func)
+            if isinstance(tensor, Tensor) and (address := storage_address(tensor)) not in self.alive:
+                node = torch._C._current_autograd_node()  # in a backward pass, whose stack says nothing
+                line = node.name() if node else calling_function(sys._getframe(1))
+                storage, size = tensor.untyped_storage(), tensor.untyped_storage().nbytes()
+                self.alive.add(address)
+                self.events.append(Event(address, size, f"{line}, {func.overloadpacket.__name__}"))
+                weakref.finalize(storage, self._end, address, size).atexit = False
         return result
-
-    def _begin(self, tensor: Tensor, func: Any) -> None:
-        address, storage = storage_address(tensor), tensor.untyped_storage()
-        node = torch._C._current_autograd_node()  # in a backward pass, whose stack says nothing
-        line = node.name() if node else calling_line(sys._getframe(2)).rpartition(" ")[2]
-        self.alive.add(address)
-        self.events.append(Event(address, storage.nbytes(), 0.0, f"{line}, {func.overloadpacket.__name__}"))
-        weakref.finalize(storage, self._end, address, storage.nbytes()).atexit = False
 
     def _end(self, address: int, size: int) -> None:
         self.alive.discard(address)
-        self.events.append(Event(address, -size, 0.0))
+        self.events.append(Event(address, -size))
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Notes a stage of a step (see `Workload.step`)."""
         first = len(self.events)
         yield
-        self.stages.append(Stage(name, first, len(self.events)))
-
-    def history(self, standing: Iterable[Event]) -> History:
-        """All that was noted so far; for seconds the numbers of the states."""
-        seconds = tuple(float(state) for state in range(len(self.events) + 1))
-        return History("fake tensors", replay(self.events, standing), seconds, tuple(self.stages))
+        self.stages[name] = (first, len(self.events))
 
 
-class FakeModel(TransformerLM):
-    """The model without a look at the token ids: fake ones have no values."""
-
-    def _check(self, token_ids: Tensor) -> None:
-        pass
+def calling_function(frame: FrameType) -> str:
+    """The innermost function of lmcore that a running stack goes through."""
+    functions = (caller.f_code for caller, _ in traceback.walk_stack(frame))
+    return next(code.co_qualname for code in functions if code.co_filename.startswith(str(PACKAGE)))
 
 
 class FakeWorkload(Workload):
@@ -150,35 +141,28 @@ class FakeWorkload(Workload):
 
 @functools.cache
 def _peak(config: WorkloadConfig, seq_len: int) -> dict[str, Any]:
-    model = FakeModel(config.model, device="meta")  # drawing weights looks at them, where they are not on `meta`
+    model = TransformerLM(config.model, device="meta")  # drawing weights looks at them, where they are not on `meta`
+    model._check = lambda token_ids: None  # fake ones have no values
     with FakeMemory() as memory:
         work = FakeWorkload(config, model, seq_len)
         work.optimizer.zero_grad(set_to_none=True)
         standing = standing_storages(work)
         memory.events.clear()
         held = work.step(memory.span)
-        recorded = memory.history(standing.values())
+        events = [*memory.events]
         del held
-        named = work.model.named_parameters()
-        gradients = {storage_address(p.grad): name for name, p in named if p.grad is not None}
-    history = explained(recorded, standing, gradients, {})
-    by_category = bytes_by_state(history, CATEGORIES)
-    total = by_category.sum(axis=0)
-    peak = int(total.argmax())
-    stage = next(s for s in history.stages if s.first < peak <= s.last)
-    close = total[0] + 0.999 * (total[peak] - total[0])  # what comes after it at most adds scalars
-    near = next(state for state in range(stage.first + 1, peak + 1) if total[state] >= close)
-    parts = dict(zip(CATEGORIES, by_category[:, peak].tolist(), strict=True))
-    source = next(a.source for a in recorded.allocations if a.first == near)
+    allocations = replay(events, standing.values())
+    seconds = range(len(events) + 1)  # there is no clock
+    history = History("fake tensors", allocations, seconds, memory.stages)
+    history = explained(history, standing, gradient_storages(work.model), {})
+    said, total = summary(history), levels(history).sum(axis=1)
+    first, peak = history.stages[said["peak_stage"]][0], said["peak_event"]
+    near = allocations[allocations["first"].between(first + 1, peak)].set_index("first")["source"]
+    close = total[near.index] - total[0] >= 0.999 * (total[peak] - total[0])  # what comes after it at most adds scalars
     return {
-        "parameters": parts["parameters"],
-        "optimizer_state": parts["optimizer state"],
-        "inputs": parts["other"],
-        "gradients": parts["gradients"],
-        "activations": parts["activations"],
-        "temporary": parts["temporary"],
-        "peak_bytes": int(total[peak]),
-        "stage": stage.name,
-        "moment": source,
-        "by_stage": {s.name: int(total[s.first : s.last + 1].max()) for s in history.stages},
+        **{KEYS.get(category, category): size for category, size in said["peak_by_category"].items()},
+        "peak_bytes": said["peak_bytes"],
+        "stage": said["peak_stage"],
+        "moment": near[close].iloc[0],
+        "by_stage": {stage["name"]: stage["peak_bytes"] for stage in said["stages"]},
     }

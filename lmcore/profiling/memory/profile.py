@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from lmcore.device import device_name, select_device
 from lmcore.files import atomic_write
-from lmcore.profiling.memory.recording import record_cpu, record_cuda, storage_address
+from lmcore.profiling.memory.recording import PEAKS, record_cpu, record_cuda, storage_address
 from lmcore.profiling.memory.snapshot import Event
 from lmcore.profiling.memory.timeline import explained, summary
 from lmcore.profiling.workload import Span, Workload, WorkloadConfig
@@ -67,17 +69,23 @@ def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = T
     ("layers.0.ffn.w1.weight", "gradient of …", "m of …", "inputs"); half-precision copies of weights, which autocast
     makes, are activations if they live until the backward pass, and named "bfloat16 copy of …, " before the line.
     """
-    workload, notes = prepared(config)
-    standing, marks = standing_storages(workload), Marks(workload)
-    recorded: dict[str, Any] = {}
-    if workload.device.type == "cuda":
-        history, recorded, snapshot = record_cuda(marks.step, workload.device)
-        recorded |= {"snapshot": write_snapshot(snapshot, folder) if keep_snapshot else None}
+    workload, copies = prepared(config), {}
+    standing, step = standing_storages(workload), functools.partial(step_noting_copies, workload, copies)
+    on_gpu = workload.device.type == "cuda"
+    if on_gpu:
+        history, peaks, snapshot = record_cuda(step, workload.device)
     else:
-        history = record_cpu(marks.step, standing.values())
-    history = explained(history, standing, marks.gradients, marks.copies)
-    notes += [FULL_NOTE] if history.truncated else []
-    return about(workload) | summary(history) | recorded | {"notes": notes}
+        history, peaks, snapshot = record_cpu(step, standing.values()), dict.fromkeys(PEAKS), None
+    return {
+        "device": device_name(workload.device),
+        "passes": config.passes,
+        "precision": config.precision,
+        "sources": "source line" if on_gpu else "function and operator",
+        **summary(explained(history, standing, gradient_storages(workload.model), copies)),
+        **peaks,
+        "snapshot": write_snapshot(snapshot, folder) if snapshot and keep_snapshot else None,
+        "notes": [CPU_NOTE] * (not on_gpu) + [FULL_NOTE] * history.truncated,
+    }
 
 
 def profile_memory_without_snapshot(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
@@ -85,39 +93,20 @@ def profile_memory_without_snapshot(config: WorkloadConfig, folder: Path) -> dic
     return profile_memory(config, folder, keep_snapshot=False)
 
 
-def prepared(config: WorkloadConfig) -> tuple[Workload, list[str]]:
-    """The workload after its warm-up, without gradients, on a device whose allocator can be watched; and notes.
+def prepared(config: WorkloadConfig) -> Workload:
+    """The workload after its warm-up, without gradients, on a device whose allocator can be watched.
 
     There is at least one warm-up step, and as many more as the optimizer needs to have its state: with loss scaling
     the first steps may be skipped.
     """
     device, _ = select_device(config.device)
-    notes = [] if device.type == "cuda" else [CPU_NOTE]
     workload = Workload(dataclasses.replace(config, device=str(device) if device.type == "cuda" else "cpu"))
-    for _ in range(max(1, config.warmup_steps)):
-        workload.step()
-    for _ in range(20):
-        if config.passes != "train_step" or workload.optimizer.state:
-            break
-        workload.step()
+    for step in range(max(1, config.warmup_steps) + 20):
+        if step < max(1, config.warmup_steps) or (config.passes == "train_step" and not workload.optimizer.state):
+            workload.step()
     workload.optimizer.zero_grad(set_to_none=True)
     workload.synchronize()
-    return workload, notes
-
-
-def about(workload: Workload) -> dict[str, Any]:
-    """What was measured where, for the result."""
-    config, device = workload.config, workload.device
-    return {
-        "device": device_name(device),
-        "passes": config.passes,
-        "precision": config.precision,
-        "sources": "source line" if device.type == "cuda" else "function and operator",
-        "torch_peak_bytes": None,
-        "torch_requested_peak_bytes": None,
-        "reserved_peak_bytes": None,
-        "snapshot": None,
-    }
+    return workload
 
 
 def standing_storages(workload: Workload) -> dict[int, Event]:
@@ -130,61 +119,45 @@ def standing_storages(workload: Workload) -> dict[int, Event]:
         for key, value in values.items()
         if isinstance(value, Tensor)
     }
-    batch = {"inputs": workload.inputs, "targets": workload.targets}
-    others = dict(workload.model.named_buffers()) | batch
+    others = {**dict(workload.model.named_buffers()), "inputs": workload.inputs, "targets": workload.targets}
     found: dict[int, Event] = {}
     for category, tensors in (("parameters", parameters), ("optimizer state", state), ("other", others)):
         for name, tensor in tensors.items():
-            size = tensor.untyped_storage().nbytes()
+            address, size = storage_address(tensor), tensor.untyped_storage().nbytes()
             if tensor.device.type == workload.device.type and size:
-                address = storage_address(tensor)
-                found.setdefault(address, Event(address, size, 0.0, name, category))
+                found.setdefault(address, Event(address, size, name, category))
     return found
 
 
-class Marks:
-    """A step, and what only the running step can tell: where gradients lie when the backward pass ends, and copies."""
+def gradient_storages(model: Module) -> dict[int, str]:
+    """Names of the parameters whose gradients lie at these addresses."""
+    return {storage_address(p.grad): name for name, p in model.named_parameters() if p.grad is not None}
 
-    def __init__(self, workload: Workload):
-        self.workload = workload
-        self.names = {id(parameter): name for name, parameter in workload.model.named_parameters()}
-        self.gradients: dict[int, str] = {}
-        """Names of the parameters whose gradients lie at these addresses."""
-        self.copies: dict[int, str] = {}
-        """Names of the half-precision copies of parameters at these addresses."""
 
-    def step(self, span: Span) -> Tensor:
-        """The workload's step, with `span` around each part and around what is noted at its end."""
+def step_noting_copies(workload: Workload, copies: dict[int, str], span: Span) -> Tensor:
+    """The workload's step; notes in `copies`, by address, which storages are a parameter in half precision.
 
-        @contextlib.contextmanager
-        def marked(name: str) -> Iterator[None]:
-            with span(name):
-                with self._watching_copies() if name == "forward" else contextlib.nullcontext():
-                    yield
-                if name == "backward":
-                    named = self.workload.model.named_parameters()
-                    self.gradients = {storage_address(p.grad): n for n, p in named if p.grad is not None}
+    Autocast makes them in the forward pass, and autograd saves them for the backward pass. Where nothing is copied,
+    and in compiled code, nothing is watched, so that as little as possible is disturbed.
+    """
+    config, names = workload.config, {id(parameter): name for name, parameter in workload.model.named_parameters()}
+    if config.passes == "forward" or config.compile or config.precision not in ("bf16", "fp16"):
+        return workload.step(span)
 
-        return self.workload.step(marked)
+    def note(tensor: Tensor) -> Tensor:
+        copied = copied_parameter(tensor)
+        if copied is not None and tensor.dtype != copied.dtype:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            copies[storage_address(tensor)] = f"{kind} copy of {names.get(id(copied), 'a parameter')}"
+        return tensor.detach()  # an operation that saved its own result with its node would never be freed
 
-    def _watching_copies(self) -> contextlib.AbstractContextManager:
-        """Notes which storages saved for the backward pass are a parameter in half precision, made by autocast.
+    @contextlib.contextmanager
+    def watched(name: str) -> Iterator[None]:
+        watching = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+        with span(name), watching if name == "forward" else contextlib.nullcontext():
+            yield
 
-        Where nothing is copied, and in compiled code, nothing is watched, so that as little as possible is disturbed.
-        """
-        config = self.workload.config
-        if config.passes == "forward" or config.compile or config.precision not in ("bf16", "fp16"):
-            return contextlib.nullcontext()
-
-        def note(tensor: Tensor) -> Tensor:
-            copied = copied_parameter(tensor)
-            if copied is not None and tensor.dtype != copied.dtype:
-                kind = str(tensor.dtype).removeprefix("torch.")
-                name = self.names.get(id(copied), "a parameter")
-                self.copies[storage_address(tensor)] = f"{kind} copy of {name}"
-            return tensor.detach()  # an operation that saved its own result with its node would never be freed
-
-        return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+    return workload.step(watched)
 
 
 VIEWS_AND_COPIES = ("ToCopyBackward", "TBackward", "PermuteBackward", "TransposeBackward", "ViewBackward")

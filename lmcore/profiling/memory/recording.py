@@ -10,23 +10,24 @@ import torch
 from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler._utils import traverse_dfs
 
 from lmcore.device import forget_memory
-from lmcore.profiling.memory.snapshot import (
-    NO_FRAME,
-    Event,
-    History,
-    Stage,
-    counted_states,
-    frame_in_lmcore,
-    history_of,
-    replay,
-    state_after,
-)
+from lmcore.profiling.memory.snapshot import NO_FRAME, Event, History, frame_in_lmcore, history_of, replay
 from lmcore.profiling.workload import Span
 
 MAX_ENTRIES = 1_000_000
 """Events that a CUDA record holds, as in the handout; the first ones are lost when there are more."""
+
+COUNTERS = ("allocation.all.allocated", "allocation.all.freed")
+"""What the CUDA allocator counts: allocations and frees, each an event of the record."""
+
+PEAKS = {
+    "torch_peak_bytes": "allocated_bytes.all.peak",
+    "torch_requested_peak_bytes": "requested_bytes.all.peak",
+    "reserved_peak_bytes": "reserved_bytes.all.peak",
+}
+"""Names of the CUDA allocator's own peaks, here and in `torch.cuda.memory_stats`."""
 
 EVALUATE = "autograd::engine::evaluate_function: "
 
@@ -39,98 +40,58 @@ def record_cuda(step: Callable[[Span], Any], device: torch.device) -> tuple[Hist
 
     Stages begin and end at numbers of allocations and frees, which the allocator counts: no clock is compared.
     """
+    edges: dict[str, list[dict[str, int]]] = {}
+
+    @contextlib.contextmanager
+    def counting(name: str) -> Iterator[None]:
+        edges[name] = [torch.cuda.memory_stats(device)]
+        yield
+        edges[name].append(torch.cuda.memory_stats(device))
+
     forget_memory(device)
     torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_ENTRIES)
     try:
-        counts: list[tuple[str, tuple[int, int], tuple[int, int]]] = []
-
-        @contextlib.contextmanager
-        def counting(name: str) -> Iterator[None]:
-            begin = cuda_counts(device)
-            yield
-            counts.append((name, begin, cuda_counts(device)))
-
-        begin = cuda_counts(device)
-        held = step(counting)
-        torch.cuda.synchronize(device)
-        end = cuda_counts(device)
-        peaks = cuda_peaks(device)
+        with counting("the record"):
+            held = step(counting)
+            torch.cuda.synchronize(device)
         snapshot = torch.cuda.memory._snapshot()
         del held
     finally:
         torch.cuda.memory._record_memory_history(None)
-    index = device.index or 0
-    history = history_of(snapshot, index)
-    told = counted_states(snapshot["device_traces"][index])
-    stages = [
-        Stage(name, *(state_after(end[0] - moment[0], end[1] - moment[1], told) for moment in (first, last)))
-        for name, first, last in counts
-    ]
-    truncated = len(told[0]) < end[0] - begin[0]
-    return dataclasses.replace(history, stages=tuple(stages), truncated=truncated), peaks, snapshot
+    history, (begin, end) = history_of(snapshot, device.index or 0), edges.pop("the record")
+
+    def state(moment: Mapping[str, int]) -> int:  # from the end, as a full record has lost its beginning
+        return max(0, len(history.seconds) - 1 - sum(end[counter] - moment[counter] for counter in COUNTERS))
+
+    stages = {name: (state(first), state(last)) for name, (first, last) in edges.items()}
+    truncated = sum(history.allocations["first"] > 0) < end[COUNTERS[0]] - begin[COUNTERS[0]]
+    peaks = {name: end[counter] for name, counter in PEAKS.items()}
+    return dataclasses.replace(history, stages=stages, truncated=truncated), peaks, snapshot
 
 
-def cuda_counts(device: torch.device) -> tuple[int, int]:
-    """Allocations made and frees asked for on a GPU so far."""
-    counted = torch.cuda.memory_stats(device)
-    return counted["allocation.all.allocated"], counted["allocation.all.freed"]
-
-
-def cuda_peaks(device: torch.device) -> dict[str, int]:
-    """The allocator's own peaks since they were last reset."""
-    return {
-        "torch_peak_bytes": torch.cuda.max_memory_allocated(device),
-        "torch_requested_peak_bytes": torch.cuda.memory_stats(device)["requested_bytes.all.peak"],
-        "reserved_peak_bytes": torch.cuda.max_memory_reserved(device),
-    }
-
-
-def record_cpu(step: Callable[[Span], Any], standing: Iterable[Event], sources: bool = True) -> History:
+def record_cpu(step: Callable[[Span], Any], standing: Iterable[Event] = (), sources: bool = True) -> History:
     """Runs `step(span)` and returns the history of the CPU's allocator, with the stages that `span` was called for.
 
     `standing` are the allocations known to be there before: the profiler itself sees only what happens under it.
     Without `sources` no stacks are taken, which is faster.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=sources) as profiler:
-        held = step(stage_span)  # until the record ends
+        held = step(lambda name: record_function(STAGE + name))  # until the record ends
     del held
-    return history_of_events(profiler.profiler.kineto_results.experimental_event_tree(), standing)
-
-
-@contextlib.contextmanager
-def stage_span(name: str) -> Iterator[None]:
-    """The span that makes a stage visible in the profiler's record."""
-    with record_function(STAGE + name):
-        yield
-
-
-def history_of_events(roots: Iterable[Any], standing: Iterable[Event]) -> History:
-    """The history that an event tree of torch.profiler holds for the CPU's allocator."""
     events, ranges = [], []
-    for event in tree(roots):
+    for event in traverse_dfs(profiler.profiler.kineto_results.experimental_event_tree()):
         if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
             found = event.extra_fields
             source = operator_source(event) if found.alloc_size > 0 else NO_FRAME
-            events.append((event.start_time_ns, Event(found.ptr, found.alloc_size, 0.0, source)))
+            events.append((event.start_time_ns, Event(found.ptr, found.alloc_size, source)))
         elif event.name.startswith(STAGE):
             ranges.append((event.start_time_ns, event.end_time_ns, event.name.removeprefix(STAGE)))
     events.sort(key=lambda pair: pair[0])
     times = [time for time, _ in events]
     start = min([*times[:1], *(begin for begin, _, _ in ranges)], default=0)
-    stages = [Stage(name, bisect_right(times, begin), bisect_right(times, end)) for begin, end, name in sorted(ranges)]
-    seconds = (0.0, *((time - start) / 1e9 for time in times))
-    return History(
-        "torch.profiler, CPU allocator", replay([event for _, event in events], standing), seconds, tuple(stages)
-    )
-
-
-def tree(roots: Iterable[Any]) -> Iterator[Any]:
-    """All events of a tree, without recursion, as Python stacks are deep."""
-    waiting = list(roots)
-    while waiting:
-        event = waiting.pop()
-        yield event
-        waiting.extend(event.children)
+    stages = {name: (bisect_right(times, begin), bisect_right(times, end)) for begin, end, name in sorted(ranges)}
+    seconds = [0.0, *((time - start) / 1e9 for time in times)]
+    return History("torch.profiler, CPU allocator", replay([event for _, event in events], standing), seconds, stages)
 
 
 def operator_source(event: Any) -> str:
@@ -139,23 +100,19 @@ def operator_source(event: Any) -> str:
     The profiler knows the line of a call into PyTorch, but not that of an operator such as `@`: then the line is the
     function's first. Without stacks only the operator is known.
     """
-    operator, line = None, None
-    parent = event.parent
+    operator, parent = NO_FRAME, event.parent
     while parent is not None:
-        found = parent.extra_fields
         if parent.tag == _EventType.TorchOp:
             if parent.name.startswith(EVALUATE):
                 return parent.name.removeprefix(EVALUATE)
-            operator = operator if line else parent.name.removeprefix("aten::")
-        elif parent.tag == _EventType.PyCCall:
-            line = frame_in_lmcore(found.caller.file_name, found.caller.line_number, found.caller.function_name) or line
-        elif parent.tag == _EventType.PyCall:
-            start = found.callsite
-            line = line or frame_in_lmcore(start.file_name, start.line_number, start.function_name)
-            if line:
-                break
+            operator = parent.name.removeprefix("aten::")
+        elif parent.tag in (_EventType.PyCCall, _EventType.PyCall):
+            fields = parent.extra_fields
+            at = fields.caller if parent.tag == _EventType.PyCCall else fields.callsite
+            if line := frame_in_lmcore(at.file_name, at.line_number, at.function_name):
+                return line if operator == NO_FRAME else f"{line}, {operator}"
         parent = parent.parent
-    return ", ".join(part for part in (line, operator) if part) or NO_FRAME
+    return operator
 
 
 def storage_address(tensor: Tensor) -> int:

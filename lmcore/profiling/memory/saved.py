@@ -1,47 +1,31 @@
 """What one Transformer block keeps for the backward pass, operation by operation (CS336 A2 section 1.1.6 (e))."""
 
 import contextlib
-import sys
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from lmcore.device import autocast, select_device, set_matmul_precision
 from lmcore.model import RotaryPositionalEmbedding, TransformerBlock
 from lmcore.profiling.memory.profile import copied_parameter
-from lmcore.profiling.memory.snapshot import calling_line
+from lmcore.profiling.memory.snapshot import frame_in_lmcore
 from lmcore.profiling.workload import WorkloadConfig
 
 RESULTS = ("result", "output", "logsumexp", "log_sumexp")
 """How the names of what an operation saves end, if it is something that it computed itself."""
 
 
-@dataclass
-class Saved:
-    """One storage that the backward pass needs, and the operations that keep it."""
-
-    storage: Any
-    """Held, so that its identity stays its own."""
-    shape: list[int]
-    dtype: torch.dtype
-    source: str
-    copy: bool
-    """It is a parameter in another precision."""
-    gradient: bool
-    """A gradient flows through it."""
-    operations: list[str] = field(default_factory=list)
-
-
 def saved_by_operation(config: WorkloadConfig, abstract: bool = False) -> list[dict[str, Any]]:
-    """The storages that one block of `config.model` keeps for its backward pass, in order of saving. Bytes.
+    """The storages that one block of `config.model` keeps for its backward pass, in order of the forward pass. Bytes.
 
-    Measured by running the block forward on the device of the configuration, in its precision, and looking at every
-    tensor that autograd saves (`torch.autograd.graph.saved_tensors_hooks`). A storage is counted once, whatever number
-    of views of it is saved; parameters are left out. `abstract` predicts it on fake tensors, which have shapes and
+    Measured by running the block forward on the device of the configuration, in its precision, and looking at what the
+    nodes of the autograd graph hold. A storage is counted once, whatever number of views of it is saved; parameters are
+    left out. `abstract` predicts it on fake tensors, which have shapes and
     types but no memory: any size, without a GPU (with the autocast rules and the attention kernels of the CPU).
 
     What an operation saved whose result is detached, as the maximum in softmax, is gone with it and not counted.
@@ -57,13 +41,30 @@ def saved_by_operation(config: WorkloadConfig, abstract: bool = False) -> list[d
     with FakeTensorMode(allow_non_fake_inputs=True) if abstract else contextlib.nullcontext():
         if abstract:  # drawing weights looks at their values, which fake ones do not have
             block, x = block.to_empty(device=device), torch.empty_like(x, device=device).requires_grad_()
-        saved: dict[int, Saved] = {}
-        with watching(saved), autocast(device, config.precision):
+        with torch.autograd.set_detect_anomaly(True), autocast(device, config.precision):  # notes stacks with nodes
             y = block(x)
-        name_operations(y, saved)
-        excluded = {p.untyped_storage()._cdata for p in block.parameters()}
-        own_input = x.untyped_storage()._cdata
-        return [row(s, key == own_input) for key, s in saved.items() if s.operations and key not in excluded]
+        parameters, own_input = {p.untyped_storage()._cdata for p in block.parameters()}, x.untyped_storage()._cdata
+        rows: dict[int, dict[str, Any]] = {}
+        for node, tensor, computed in saved_tensors(y):
+            if (key := tensor.untyped_storage()._cdata) in parameters:
+                continue
+            copied, kind = copied_parameter(tensor), "input" if key == own_input else "constant"
+            row = rows.setdefault(
+                key,
+                {
+                    "operation": node.name(),
+                    "operations": [],
+                    "source": forward_line(node),
+                    "kind": "weight copy" if copied is not None and copied.dtype != tensor.dtype else kind,
+                    "shape": [*tensor.shape],
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "bytes": tensor.untyped_storage().nbytes(),
+                },
+            )
+            if row["kind"] == "constant" and (computed or tensor.requires_grad):
+                row["kind"] = "activation"
+            row["operations"] = list(dict.fromkeys([*row["operations"], node.name()]))
+    return [*rows.values()]
 
 
 def block_and_input(config: WorkloadConfig, device: torch.device) -> tuple[TransformerBlock, Tensor]:
@@ -75,25 +76,9 @@ def block_and_input(config: WorkloadConfig, device: torch.device) -> tuple[Trans
     return TransformerBlock(c, rope, device=device), x.requires_grad_()
 
 
-@contextlib.contextmanager
-def watching(saved: dict[int, Saved]) -> Iterator[None]:
-    """Notes in `saved`, by identity of the storage, all tensors that operations inside save for the backward pass."""
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in saved:
-            copied = copied_parameter(tensor)
-            copy = copied is not None and copied.dtype != tensor.dtype
-            line = calling_line(sys._getframe(1))
-            saved[storage._cdata] = Saved(storage, [*tensor.shape], tensor.dtype, line, copy, tensor.requires_grad)
-        return tensor.detach()  # an operation that saved its own result with its node would never be freed
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield
-
-
-def name_operations(y: Tensor, saved: dict[int, Saved]) -> None:
-    """Tells every storage which nodes of `y`'s autograd graph keep it, in order of the forward pass."""
+def saved_tensors(y: Tensor) -> Iterator[tuple[Any, Tensor, bool]]:
+    """The nodes of `y`'s autograd graph, in order of the forward pass, with each tensor that they keep, and whether the
+    operation computed it itself: then a gradient may flow through it, whatever the tensor says."""
     nodes, waiting = set(), [y.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -101,28 +86,18 @@ def name_operations(y: Tensor, saved: dict[int, Saved]) -> None:
             nodes.add(node)
             waiting += [following for following, _ in node.next_functions]
     for node in sorted(nodes, key=lambda node: node._sequence_nr()):
-        for attribute in dir(node):
-            ours = attribute == "saved_tensors"  # an operation in Python, which keeps nothing else but these
-            if not (ours or attribute.startswith("_saved_")):
-                continue
-            value = getattr(node, attribute)
-            for tensor in value if isinstance(value, list | tuple) else [value]:
-                found = saved.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
-                if found is not None:
-                    found.operations.append(node.name())
-                    found.gradient |= ours or attribute.endswith(RESULTS)  # not known yet when it was saved
+        for name in dir(node):
+            ours = name == "saved_tensors"  # an operation in Python, which keeps nothing else but these
+            if ours or name.startswith("_saved_"):
+                for tensor in tree_leaves(getattr(node, name)):
+                    if isinstance(tensor, Tensor) and tensor.dim():  # a number is Python's own
+                        yield node, tensor, ours or name.endswith(RESULTS)
 
 
-def row(saved: Saved, is_input: bool) -> dict[str, Any]:
-    """One storage as a row of the table."""
-    kind = "activation" if saved.gradient else "constant"
-    operations = list(dict.fromkeys(saved.operations))
-    return {
-        "operation": operations[0],
-        "operations": operations,
-        "source": saved.source,
-        "kind": "weight copy" if saved.copy else "input" if is_input else kind,
-        "shape": saved.shape,
-        "dtype": str(saved.dtype).removeprefix("torch."),
-        "bytes": saved.storage.nbytes(),
-    }
+def forward_line(node: Any) -> str:
+    """The innermost line of lmcore of the stack that anomaly mode has noted with a node."""
+    for text in reversed(node.metadata["traceback_"]):
+        found = re.match(r'  File "(.*)", line (\d+), in (.*)', text)  # not so where recursion is abridged
+        if found and (ours := frame_in_lmcore(found[1], int(found[2]), found[3])):
+            return ours
+    return "outside lmcore"

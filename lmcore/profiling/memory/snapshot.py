@@ -4,16 +4,18 @@ Reads the snapshots of `torch.cuda.memory._snapshot()`, the format that pytorch.
 *states*: state 0 is before the first event of the record, state k after k events, each one allocation or one free.
 """
 
-import ast
 import functools
 import os
 import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
 
 from lmcore.errors import UserError, require
 
@@ -29,84 +31,50 @@ FREED = ("free_completed", "free")
 PACKAGE = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """One piece of memory: `bytes` as requested, alive in the states first, first + 1, …, last - 1."""
+class Event(NamedTuple):
+    """One allocation (`bytes` > 0) or free (`bytes` <= 0) at an address."""
 
     address: int
     bytes: int
-    first: int
-    """0: it was there before the record."""
-    last: int
-    """Number of states: it was still there at the end."""
     source: str = NO_FRAME
     category: str = UNKNOWN
-    stage: str | None = None
-    """The part of the step that allocated it; None: before the record, or between the parts."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A part of the step, from the state in which it begins to the state in which it ends."""
-
-    name: str
-    first: int
-    last: int
 
 
 @dataclass(frozen=True)
 class History:
-    """All allocations of a record. `seconds[k]` is when state k began, from the first event."""
+    """All allocations of a record."""
 
     tool: str
-    allocations: tuple[Allocation, ...]
-    seconds: tuple[float, ...]
-    stages: tuple[Stage, ...] = ()
+    allocations: pd.DataFrame
+    """A row for each piece of memory, in order of its beginning: address, bytes (as requested), source, category, stage
+    (that made it; None: before the record or between stages), and the states in which it is alive: first, first + 1, …,
+    last - 1. First 0: it was there before the record; last the number of states: it was still there at the end."""
+    seconds: Sequence[float]
+    """When each state began, from the first event."""
+    stages: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """The parts of the step, in order, with the states in which each begins and ends."""
     truncated: bool = False
     """True: the record was full, and its beginning is lost; what then lived counts as there before."""
 
-    @property
-    def states(self) -> int:
-        """Number of states, one more than events."""
-        return len(self.seconds)
+    def stage_at(self, state: int) -> str | None:
+        """The stage whose event led to this state."""
+        return next((name for name, (first, last) in self.stages.items() if first < state <= last), None)
 
 
-@dataclass(frozen=True)
-class Event:
-    """One allocation (`bytes` > 0) or free (`bytes` <= 0) at an address; `time` in seconds."""
-
-    address: int
-    bytes: int
-    time: float
-    source: str = NO_FRAME
-    category: str = UNKNOWN
-
-
-def replay(events: Sequence[Event], standing: Iterable[Event] = ()) -> tuple[Allocation, ...]:
-    """The allocations that `events` tell of, in order of their beginning, those that were there before first.
+def replay(events: Sequence[Event], standing: Iterable[Event] = ()) -> pd.DataFrame:
+    """The allocations that `events` tell of, as in `History`.
 
     There before were the `standing` ones, and each address that is freed without having been allocated. An address
     that is allocated while it is alive, because the free is missing, ends where it begins again.
     """
-    alive = {event.address: (0, event) for event in standing}
-    done: list[Allocation] = []
-
-    def end(address: int, last: int) -> None:
-        first, event = alive.pop(address)
-        done.append(Allocation(address, event.bytes, first, last, event.source))
-
-    seen: set[int] = set()
-    for state, event in enumerate(events, start=1):
-        if event.bytes <= 0 and event.address not in alive and event.address not in seen:
-            alive[event.address] = (0, Event(event.address, -event.bytes, 0.0))
-        if event.address in alive:
-            end(event.address, state)
-        if event.bytes > 0:
-            alive[event.address] = (state, event)
-        seen.add(event.address)
-    for address in list(alive):
-        end(address, len(events) + 1)
-    return tuple(sorted(done, key=lambda a: (a.first, a.address)))
+    standing = list(standing)
+    table = pd.DataFrame([*standing, *events], columns=Event._fields).astype({"bytes": "int64"})
+    table["first"] = np.maximum(np.arange(len(table)) - len(standing) + 1, 0)
+    table["last"] = table.groupby("address")["first"].shift(-1, fill_value=len(events) + 1)
+    untold = table[(table["bytes"] < 0) & ~table.duplicated("address")]
+    untold = untold.assign(bytes=-untold["bytes"], last=untold["first"], first=0)
+    found = pd.concat([untold, table[table["bytes"] > 0]]).assign(stage=None)
+    return found.sort_values(["first", "address"], ignore_index=True)
 
 
 def read_snapshot(path: str | os.PathLike) -> dict[str, Any]:
@@ -114,17 +82,15 @@ def read_snapshot(path: str | os.PathLike) -> dict[str, Any]:
 
     Nothing in the pickle is executed: it may hold plain data only. Raises `UserError` for any other file.
     """
-    path = Path(path)
     try:
-        with path.open("rb") as file:
+        with open(path, "rb") as file:
             snapshot = PlainUnpickler(file).load()
     except OSError as error:
         raise UserError(f"Cannot read {path}: {error.strerror or error}.") from None
     except Exception:  # a damaged pickle can raise anything
         snapshot = None
-    named = isinstance(snapshot, dict) and isinstance(snapshot.get("device_traces"), list)
     require(
-        named and isinstance(snapshot.get("segments"), list),
+        isinstance(snapshot, dict) and all(isinstance(snapshot.get(k), list) for k in ("device_traces", "segments")),
         f"{path} is no memory snapshot; make one with torch.cuda.memory._dump_snapshot, or with lmcore memory.",
     )
     return snapshot
@@ -137,16 +103,6 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
 
 
-def busiest_device(snapshot: Mapping[str, Any]) -> int:
-    """Index of the device with the longest record. Raises `UserError` if nothing was recorded for any."""
-    lengths = [len(trace) for trace in snapshot["device_traces"]]
-    require(
-        any(lengths),
-        "The snapshot has no history: call torch.cuda.memory._record_memory_history(max_entries=...) before the work.",
-    )
-    return lengths.index(max(lengths))
-
-
 def history_of(snapshot: Mapping[str, Any], device: int | None = None) -> History:
     """The history that a CUDA snapshot holds for one device (default: the one with the longest record).
 
@@ -154,27 +110,26 @@ def history_of(snapshot: Mapping[str, Any], device: int | None = None) -> Histor
     Raises `UserError` for a snapshot without a history, or one that lacks what the format has.
     """
     try:
-        device = busiest_device(snapshot) if device is None else device
-        trace = [entry for entry in snapshot["device_traces"][device] if entry["action"] in ("alloc", *FREED)]
-        events = [cuda_event(entry, index) for index, entry in enumerate(trace)]
+        traces = snapshot["device_traces"]
+        advice = "call torch.cuda.memory._record_memory_history(max_entries=...) before the work."
+        require(device is not None or any(map(len, traces)), f"The snapshot has no history: {advice}")
+        device = traces.index(max(traces, key=len)) if device is None else device
+        trace = [entry for entry in traces[device] if entry["action"] in ("alloc", *FREED)]
+        events = [
+            Event(entry["addr"], entry["size"], source_of(entry.get("frames") or ()))
+            if entry["action"] == "alloc"
+            else Event(entry["addr"], -entry["size"])
+            for entry in trace
+        ]
         told = {event.address for event in events}
         standing = [block for block in active_blocks(snapshot["segments"], device) if block.address not in told]
         if any(not isinstance(event.bytes, int) or abs(event.bytes) >= 1 << 48 for event in (*events, *standing)):
             raise TypeError("an allocation of an impossible size")
+        times = [entry.get("time_us", index) / 1e6 for index, entry in enumerate(trace)]  # old records have no times
+        seconds = (0.0, *(time - times[0] for time in times))
+        return History("torch.cuda memory history", replay(events, standing), seconds)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise UserError(f"The snapshot is damaged, or in a format not known here ({error!r}).") from None
-    start = events[0].time if events else 0.0
-    seconds = (0.0, *(event.time - start for event in events))
-    return History("torch.cuda memory history", replay(events, standing), seconds)
-
-
-def cuda_event(entry: Mapping[str, Any], index: int) -> Event:
-    """A trace entry as an event. Records of old versions have no time; they count microseconds by events."""
-    allocated = entry["action"] == "alloc"
-    source = source_of(entry.get("frames") or ()) if allocated else NO_FRAME
-    return Event(
-        entry["addr"], entry["size"] if allocated else -entry["size"], entry.get("time_us", index) / 1e6, source
-    )
 
 
 def active_blocks(segments: Sequence[Mapping[str, Any]], device: int) -> Iterable[Event]:
@@ -186,36 +141,8 @@ def active_blocks(segments: Sequence[Mapping[str, Any]], device: int) -> Iterabl
         for block in segment["blocks"]:
             address = block.get("address", address)
             if block["state"] != "inactive":
-                source = source_of(block.get("frames") or ())
-                yield Event(address, block.get("requested_size") or block["size"], 0.0, source)
+                yield Event(address, block.get("requested_size") or block["size"], source_of(block.get("frames") or ()))
             address += block["size"]
-
-
-def counted_states(trace: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-    """For each allocation of a CUDA trace, in order, the state right after it; the same for each requested free.
-
-    With them a moment that is known as numbers of allocations and frees, which the allocator counts, becomes a state:
-    no clock is needed, and a record that lost its beginning is counted from its end.
-    """
-    allocations, requests, state = [], [], 0
-    for index, entry in enumerate(trace):
-        action = entry["action"]
-        state += action == "alloc" or action in FREED
-        if action == "alloc":
-            allocations.append(state)
-        elif action == "free_requested":
-            completed = index + 1 < len(trace) and trace[index + 1]["action"] in FREED
-            requests.append(state + completed)
-    return allocations, requests
-
-
-def state_after(allocations: int, frees: int, trace_states: tuple[list[int], list[int]]) -> int:
-    """The first state with only so many allocations and requested frees still to come (see `counted_states`)."""
-
-    def reached(states: list[int], still: int) -> int:
-        return states[len(states) - still - 1] if still < len(states) else 0
-
-    return max(reached(trace_states[0], allocations), reached(trace_states[1], frees))
 
 
 def source_of(frames: Sequence[Mapping[str, Any]]) -> str:
@@ -240,40 +167,22 @@ def source_of(frames: Sequence[Mapping[str, Any]]) -> str:
 def frame_in_lmcore(filename: str, line: int, name: str) -> str | None:
     """A frame of lmcore as "lmcore/model.py:59 Linear.forward", whatever folder it ran from; None for another's."""
     path = re.fullmatch(r"(?:.*/)?(lmcore/(?:\w+/)*\w+\.py)", filename)
-    return f"{path[1]}:{line} {qualified_name(PACKAGE.parent / path[1], line, name)}" if path else None
-
-
-def calling_line(frame: FrameType | None) -> str:
-    """The innermost line of lmcore that a running stack goes through."""
-    while frame is not None:
-        code = frame.f_code
-        if ours := frame_in_lmcore(code.co_filename, frame.f_lineno, code.co_name):
-            return ours
-        frame = frame.f_back
-    return "outside lmcore"
-
-
-def qualified_name(path: Path, line: int, name: str) -> str:
-    """The function around a line with its class in front ("Linear.forward"), if it is `name`; else `name` alone."""
-    around = [found for first, last, found in functions_in(path) if first <= line <= last]
-    innermost = around[-1] if around else name
-    return innermost if innermost.rpartition(".")[2] == name else name
+    if not path:
+        return None
+    around = [long for lines, own, long in functions_in(PACKAGE.parent / path[1]) if own == name and line in lines]
+    return f"{path[1]}:{line} {(around or [name])[-1].replace('.<locals>', '')}"
 
 
 @functools.lru_cache
-def functions_in(path: Path) -> tuple[tuple[int, int, str], ...]:
-    """First line, last line and qualified name of each function in a file, outer ones first; none without the file."""
-    found = []
-
-    def visit(node: ast.AST, prefix: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            named = isinstance(child, ast.FunctionDef | ast.ClassDef)
-            if isinstance(child, ast.FunctionDef):
-                found.append((child.lineno, child.end_lineno or child.lineno, prefix + child.name))
-            visit(child, f"{prefix}{child.name}." if named else prefix)
-
+def functions_in(path: Path) -> list[tuple[range, str, str]]:
+    """Lines, name and name with its class ("Linear.forward") of each function in a file; none without the file."""
     try:
-        visit(ast.parse(path.read_text(encoding="utf-8")), "")
+        found = [compile(path.read_text(encoding="utf-8"), str(path), "exec")]
     except (OSError, SyntaxError):
-        return ()
-    return tuple(found)
+        return []
+    for code in found:
+        found += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return [
+        (range(code.co_firstlineno, max(line or 0 for *_, line in code.co_lines()) + 1), code.co_name, code.co_qualname)
+        for code in found
+    ]

@@ -1,6 +1,7 @@
 """Nsight Systems: finds it, runs a program under it, exports the report to SQLite (CS336 A2 section 1.1.4)."""
 
 import contextlib
+import glob
 import os
 import re
 import shutil
@@ -19,10 +20,8 @@ from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.torch_trace import read_torch_trace
 from lmcore.profiling.nsys.trace import Trace
 
-PROGRAM_TIMEOUT = 1800.0
-"""Seconds that a profiled program may take, with what nsys does after it."""
-
-EXPORT_TIMEOUT = 900.0
+TIMEOUT = 1800.0
+"""Seconds that a profiled program may take, with what nsys does after it; or an export."""
 
 FLAGS = (
     "--trace=cuda,nvtx",  # not osrt: calls of the operating system's library, which once made a file of 2 GB
@@ -39,25 +38,22 @@ INSTALL = (
 )
 
 IN_NSIGHT_COMPUTE = "host/target-linux-*/nsys"
-
-PLACES = {
-    "CUDA's folder": "/usr/local/cuda*/bin/nsys /opt/cuda*/bin/nsys",
-    "Nsight Systems' folder": "/opt/nvidia/nsight-systems*/*/bin/nsys /opt/nvidia/nsight-systems*/*/target-linux-*/nsys"
-    " /opt/nvidia/nsight-systems*/bin/nsys /usr/local/cuda*/nsight-systems-*/bin/nsys"
-    " /usr/lib/nsight-systems/bin/nsys /opt/nvidia/hpc_sdk/*/*/profilers/Nsight_Systems/bin/nsys",
-    "Nsight Compute's folder": f"/opt/nvidia/nsight-compute/*/{IN_NSIGHT_COMPUTE}"
-    f" /usr/local/cuda*/nsight-compute-*/{IN_NSIGHT_COMPUTE}",
-}
-"""Where installers put nsys; of several in one place the newest is taken. Nsight Compute brings a copy of its own."""
+PLACES = f"""
+    /usr/local/cuda*/bin/nsys /opt/cuda*/bin/nsys
+    /opt/nvidia/nsight-systems*/*/bin/nsys /opt/nvidia/nsight-systems*/*/target-linux-*/nsys
+    /opt/nvidia/nsight-systems*/bin/nsys /usr/local/cuda*/nsight-systems-*/bin/nsys /usr/lib/nsight-systems/bin/nsys
+    /opt/nvidia/hpc_sdk/*/*/profilers/Nsight_Systems/bin/nsys
+    /opt/nvidia/nsight-compute/*/{IN_NSIGHT_COMPUTE} /usr/local/cuda*/nsight-compute-*/{IN_NSIGHT_COMPUTE}
+""".split()
+"""Where installers put nsys, the best place first. Nsight Compute brings a copy of its own."""
 
 
 @dataclass(frozen=True)
 class Nsys:
-    """A program nsys that runs here: where it is, its version ("2025.3.1") and where it was found, in words."""
+    """A program nsys that runs here: where it is, and its version ("2025.3.1")."""
 
     path: Path
     version: str
-    place: str
 
 
 def find_nsys() -> Nsys:
@@ -67,35 +63,25 @@ def find_nsys() -> Nsys:
     """
     wanted = os.environ.get("NSYS")
     require(wanted != "off", "Nsight Systems is switched off by NSYS=off.")
-    if wanted:
-        found = shutil.which(wanted)
-        version = nsys_version(found) if found else None
-        require(version is not None, f"The variable NSYS names {wanted}, which is no nsys that runs here; {INSTALL}.")
-        return Nsys(Path(found), version, "the variable NSYS")
     lame = []
-    for path, place in candidates():
-        if (version := nsys_version(str(path))) is not None:
-            return Nsys(path, version, place)
-        lame.append(str(path))
+    for path in [shutil.which(wanted) or wanted] if wanted else candidates():
+        if (version := nsys_version(path)) is not None:
+            return Nsys(Path(path), version)
+        lame.append(path)
+    require(not wanted, f"The variable NSYS names {wanted}, which is no nsys that runs here; {INSTALL}.")
     tried = f"{', '.join(lame)} did not run" if lame else "it is not on the PATH, in CUDA's or in Nsight's folders"
     raise UserError(f"There is no Nsight Systems (nsys) here: {tried}; {INSTALL}.")
 
 
-def candidates() -> Iterator[tuple[Path, str]]:
-    """Files that may be nsys, each with its place in words, the best first."""
-    if (found := shutil.which("nsys")) is not None:
-        yield Path(found), "the PATH"
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        if (folder := os.environ.get(variable)) and (path := Path(folder) / "bin" / "nsys").is_file():
-            yield path, f"the folder of {variable}"
+def candidates() -> Iterator[str]:
+    """Files that may be nsys, the best first; of one place those of the newest version."""
+    folders = [glob.escape(folder) for name in ("CUDA_HOME", "CUDA_PATH") if (folder := os.environ.get(name))]
+    patterns = [f"{folder}/bin/nsys" for folder in folders]
     if (ncu := shutil.which("ncu")) is not None:
-        for path in Path(ncu).resolve().parent.glob(IN_NSIGHT_COMPUTE):
-            yield path, "Nsight Compute's folder"
-    for place, patterns in PLACES.items():
-        paths = {path for pattern in patterns.split() for path in Path("/").glob(pattern.lstrip("/")) if path.is_file()}
-        numbers = {path: [int(number) for number in re.findall(r"\d+", str(path))] for path in sorted(paths)}
-        for path in sorted(numbers, key=numbers.__getitem__, reverse=True):  # 2025.10 comes before 2025.9
-            yield path, place
+        patterns.append(f"{glob.escape(str(Path(ncu).resolve().parent))}/{IN_NSIGHT_COMPUTE}")
+    yield from filter(None, [shutil.which("nsys")])
+    for pattern in (*patterns, *PLACES):  # 2025.10 comes before 2025.9
+        yield from sorted(glob.glob(pattern), key=lambda path: [*map(int, re.findall(r"\d+", path))], reverse=True)
 
 
 @cache
@@ -116,7 +102,7 @@ def profile_command(nsys: Nsys, program: Sequence[str], report: Path, graphs: bo
 
 
 def run_under_nsys(
-    nsys: Nsys, program: Sequence[str], folder: Path, graphs: bool = False, timeout: float = PROGRAM_TIMEOUT
+    nsys: Nsys, program: Sequence[str], folder: Path, graphs: bool = False, timeout: float = TIMEOUT
 ) -> Path:
     """Runs `program` under nsys; folder/profile.nsys-rep and profile.sqlite are kept, nsys.log is what was said.
 
@@ -129,15 +115,22 @@ def run_under_nsys(
     for old in (report, stream, report.with_suffix(".sqlite")):
         old.unlink(missing_ok=True)
     code = run_logged(profile_command(nsys, program, report, graphs), log, timeout)
-    if not report.exists() and stream.exists():
-        import_stream(nsys, stream, report, log)
+    if not report.exists() and stream.exists():  # all that an nsys writes that does not find its importer
+        home = nsys.path.resolve().parent
+        importers = [path for folder in (home, *home.parents[:2]) for path in folder.glob("*/QdstrmImporter")]
+        require(
+            len(importers) > 0,
+            f"nsys {nsys.version} ({nsys.path}) recorded {stream.name} but cannot make a report of it, as its "
+            f"QdstrmImporter is missing; {INSTALL}.",
+        )
+        run_logged([str(importers[0]), f"--input-file={stream}", f"--output-file={report}"], log)
     why = "the capture range never fired, as the program did not call torch.cuda.profiler.start()"
     why = why if code == 0 else f"it ended with code {code} ({last_words(log)})"
     require(report.exists(), f"nsys {nsys.version} made no report: {why}; see {log}.")
     return export_report(nsys, report)
 
 
-def run_logged(command: Sequence[str], log: Path, timeout: float) -> int:
+def run_logged(command: Sequence[str], log: Path, timeout: float = TIMEOUT) -> int:
     """Runs a command with its output in `log` and returns its exit code; at a timeout all of its processes end.
 
     So they do at Ctrl-C and SIGTERM, of which they hear nothing in their own session. Raises `UserError` at a timeout.
@@ -176,47 +169,28 @@ def end_with_children(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def import_stream(nsys: Nsys, stream: Path, report: Path, log: Path) -> None:
-    """Makes the report of a .qdstrm file, which is all that an nsys writes that does not find its importer.
-
-    The copy in Nsight Compute may have none. Raises `UserError` then.
-    """
-    home = nsys.path.resolve().parent
-    importers = [path for folder in (home, *home.parents[:2]) for path in sorted(folder.glob("*/QdstrmImporter"))]
-    require(
-        bool(importers),
-        f"nsys {nsys.version} ({nsys.path}) recorded {stream.name} but cannot make a report of it, as its "
-        f"QdstrmImporter is missing; {INSTALL}.",
-    )
-    run_logged([str(importers[0]), f"--input-file={stream}", f"--output-file={report}"], log, EXPORT_TIMEOUT)
-
-
 def export_report(nsys: Nsys, report: Path) -> Path:
     """Exports a .nsys-rep to SQLite beside it. Raises `UserError` when nsys is too old for the file or fails."""
     require(report.is_file(), f"There is no file {report}.")
-    target = report.with_suffix(".sqlite")
     log = report.with_name("nsys-export.log")
+    new = report.with_suffix(".new.sqlite")  # an older export stands until this one is whole
     try:
-        log.unlink(missing_ok=True)
-        log.touch()
+        new.unlink(missing_ok=True)
+        log.write_text("")
     except OSError as error:
         raise UserError(f"Cannot export beside {report} ({error.strerror}); copy it to a folder of yours.") from error
-    new = report.with_suffix(".new.sqlite")  # an older export stands until this one is whole
-    new.unlink(missing_ok=True)
     command = [str(nsys.path), "export", "--type=sqlite", "--force-overwrite=true", f"--output={new}", str(report)]
-    code = run_logged(command, log, EXPORT_TIMEOUT)
-    if code != 0 or not new.exists():
-        words = log.read_text(errors="replace")
-        old = re.search(r"newer|unsupported|version", words, re.IGNORECASE)
-        why = "which seems to be of a newer version; install that one" if old else "and it may be damaged"
-        raise UserError(f"nsys {nsys.version} cannot read {report}, {why}; nsys said: {last_words(log)}")
-    return new.rename(target)
+    if run_logged(command, log) == 0 and new.exists():
+        return new.rename(report.with_suffix(".sqlite"))
+    old = re.search(r"newer|unsupported|version", log.read_text(errors="replace"), re.IGNORECASE)
+    why = "which seems to be of a newer version; install that one" if old else "and it may be damaged"
+    raise UserError(f"nsys {nsys.version} cannot read {report}, {why}; nsys said: {last_words(log)}")
 
 
 def last_words(log: Path) -> str:
     """The last line of a log that says something."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if re.search(r"\w{3}", line)), "nothing")
+    lines = re.findall(r"^.*\w{3}.*$", log.read_text(errors="replace"), re.MULTILINE)
+    return lines[-1].strip() if lines else "nothing"
 
 
 def load_trace(path: str | os.PathLike) -> Trace:

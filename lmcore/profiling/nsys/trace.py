@@ -1,7 +1,6 @@
 """What a profiler recorded, whichever it was: ranges, kernels and copies, and what ran on behalf of which range."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,13 +17,14 @@ PyTorch launches the kernels of a backward pass from a thread of the autograd en
 the range "backward" launches hardly any: "process" is right for one training program, "thread" for several in one.
 """
 
-NUMBERS = ("start", "end", "duration", "device", "stream", "process", "thread", "launched_at", "bytes")
-KERNEL_COLUMNS = ["name", "short_name", "kind", *NUMBERS[:-1], "graph"]
-RANGE_COLUMNS = ["id", "name", "path", "start", "end", "process", "thread", "depth", "parent"]
-COPY_COLUMNS = ["operation", "kind", "start", "end", "duration", "bytes", "process", "thread", "launched_at"]
-
 NEVER = -1
 """`launched_at` of work whose launch the record lacks: it belongs to no range."""
+
+NO_COPY = -1
+"""`bytes` of a kernel. A copy has no `stream` that is told: -1 as well."""
+
+NUMBERS = ["start", "end", "duration", "stream", "process", "thread", "launched_at", "bytes"]
+RANGE_COLUMNS = ["id", "name", "path", "start", "end", "process", "thread", "depth", "parent"]
 
 NAMES_SHOWN = 20
 """Names of ranges that an error lists."""
@@ -34,108 +34,88 @@ NAMES_SHOWN = 20
 class Trace:
     """A record of one program. Times are in nanoseconds from a beginning that is the profiler's.
 
-    `kernels`: one row each, or one per CPU operator; `duration` is end - start, or an operator's own time without that
-    of the operators it calls, so that durations may be summed. `launched_at` is when the CPU asked for it.
+    `work`: name, short_name, kind and `NUMBERS` of each kernel (or CPU operator) and each copy; `duration` is end -
+    start, or an operator's own time without that of the operators it calls, so that durations may be summed;
+    `launched_at` is when the CPU asked for it. What was launched in the range "optimizer" is of that kind.
     `ranges`: nested; `path` holds the names from the outermost in, joined by "/"; `parent` is an `id`, or -1.
     A range that nothing on its own thread encloses lies in the one that is open on another thread of its process:
     with gradient checkpointing the autograd thread enters blocks while the main thread is in "backward".
-    `copies`: cudaMemcpy and cudaMemset, which are no kernels. Both kinds of work are "optimizer" inside its range.
     """
 
     tool: str
-    kernels: pd.DataFrame
+    work: pd.DataFrame
     ranges: pd.DataFrame
-    copies: pd.DataFrame
+
+    @property
+    def kernels(self) -> pd.DataFrame:
+        """Work without cudaMemcpy and cudaMemset, which are no kernels."""
+        return self.work[self.work["bytes"] < 0]
+
+    @property
+    def copies(self) -> pd.DataFrame:
+        """cudaMemcpy, by direction, and cudaMemset."""
+        return self.work[self.work["bytes"] >= 0]
 
 
-def build_trace(tool: str, kernels: pd.DataFrame, ranges: pd.DataFrame, copies: pd.DataFrame) -> Trace:
-    """A trace from what a profiler knows: kernels without kinds and short names, ranges without their nesting."""
-    kernels, ranges, copies = (with_times(table) for table in (kernels, ranges, copies))
-    kernels["name"] = kernels["name"].astype("category")  # a few hundred names, each thousands of times
-    codes, names = kernels["name"].cat.codes, kernels["name"].cat.categories
-    kernels["short_name"] = labels(codes, [short_name(name) for name in names])
-    kernels["kind"] = pd.Categorical(labels(codes, [kernel_kind(name) for name in names]), list(KINDS))
-    copies["kind"] = pd.Categorical(["copy"] * len(copies), list(KINDS))
+def build_trace(tool: str, work: pd.DataFrame, ranges: pd.DataFrame) -> Trace:
+    """A trace from what a profiler knows: `name` and `NUMBERS` of all work, ranges without their nesting."""
+    work = work[["name", *NUMBERS]].astype(dict.fromkeys(NUMBERS, "int64"))
+    work = work.sort_values(["start", "end"], ignore_index=True)
+    work["name"] = work["name"].astype("category")  # a few hundred names, each thousands of times
+    work["short_name"] = work["name"].map(short_name).astype("category")
+    work["kind"] = work["name"].map(kernel_kind).astype(pd.CategoricalDtype(KINDS))
+    work.loc[work["bytes"] >= 0, "kind"] = "copy"
     ranges = nested(ranges)
-    optimizer = outermost(ranges, ranges[ranges["name"] == OPTIMIZER_RANGE])
-    for work in (kernels, copies):
-        work.loc[owners(work, optimizer, "process") >= 0, "kind"] = OPTIMIZER_RANGE
-    return Trace(tool, kernels[KERNEL_COLUMNS], ranges, copies[COPY_COLUMNS])
-
-
-def with_times(table: pd.DataFrame) -> pd.DataFrame:
-    """The table by start, in whole numbers also without rows, with a `duration` where it has none of its own."""
-    table = table.astype({name: "int64" for name in NUMBERS if name in table})
-    table = table.sort_values(["start", "end"], ignore_index=True)
-    return table if "duration" in table else table.assign(duration=table["end"] - table["start"])
-
-
-def labels(codes: Sequence[int], names: Sequence[str]) -> pd.Categorical:
-    """names[code] for each code; names may be equal."""
-    number, distinct = pd.factorize(np.array(names, dtype=object))
-    return pd.Categorical.from_codes(number[np.asarray(codes)], distinct)
+    work.loc[owners(work, ranges[ranges["name"] == OPTIMIZER_RANGE], "process") >= 0, "kind"] = OPTIMIZER_RANGE
+    return Trace(tool, work, ranges)
 
 
 def nested(ranges: pd.DataFrame) -> pd.DataFrame:
     """Ranges (name, start, end, process, thread) in order of their start, with id, parent, depth and path."""
+    ranges = ranges.astype(dict.fromkeys(("start", "end", "process", "thread"), "int64"))
     ranges = ranges.sort_values(["start", "end"], ascending=[True, False], ignore_index=True)
-    rows = list(ranges[["name", "start", "end", "process", "thread"]].itertuples(index=False))
-    paths: list[str] = []
-    depths: list[int] = []
-    parents: list[int] = []
-    still_open: dict[int, list[int]] = {}
-    for index, row in enumerate(rows):
-        begun = [i for i in still_open.get(row.process, ()) if rows[i].end > row.start]
-        around = [i for i in begun if rows[i].end >= row.end]
-        parent = max([i for i in around if rows[i].thread == row.thread] or around, default=-1)
+    paths, depths, parents, still_open = [], [], [], {}
+    for row in ranges.itertuples():
+        begun = [one for one in still_open.get(row.process, ()) if one.end > row.start]
+        around = [one for one in begun if one.end >= row.end]
+        own = [one for one in around if one.thread == row.thread]
+        parent = (own or around)[-1].Index if around else -1
         parents.append(parent)
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        paths.append(f"{paths[parent]}/{row.name}" if parent >= 0 else row.name)
-        still_open[row.process] = [*begun, index]
-    ranges = ranges.assign(id=range(len(rows)), path=paths, depth=depths, parent=parents)
-    return ranges.astype({"depth": "int64", "parent": "int64"})[RANGE_COLUMNS]
+        depths.append(depths[parent] + 1 if around else 0)
+        paths.append(f"{paths[parent]}/{row.name}" if around else row.name)
+        still_open[row.process] = [*begun, row]
+    ranges = ranges.assign(id=range(len(ranges)), path=paths, depth=depths, parent=parents)[RANGE_COLUMNS]
+    return ranges.astype({"path": str, "depth": "int64", "parent": "int64"})
 
 
-def outermost(ranges: pd.DataFrame, chosen: pd.DataFrame) -> pd.DataFrame:
-    """Those of the chosen ranges that lie in no other chosen one of their thread: what ran inside is counted once."""
-    parents, threads, wanted = ranges["parent"].tolist(), ranges["thread"].tolist(), set(chosen["id"])
-
-    def inside_another(index: int) -> bool:
-        thread = threads[index]
-        while (index := parents[index]) >= 0:
-            if index in wanted and threads[index] == thread:
-                return True
-        return False
-
-    return chosen[np.array([not inside_another(index) for index in chosen["id"]], dtype=bool)]
+def outermost(chosen: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """The chosen ranges, in order of their start, without those inside another one of the same process or thread."""
+    reached = chosen.groupby(keys)["end"].cummax()
+    before = reached.groupby([chosen[key] for key in keys]).shift(fill_value=NEVER)
+    return chosen[chosen["end"] > before]
 
 
 def owners(work: pd.DataFrame, chosen: pd.DataFrame, scope: Scope) -> np.ndarray:
     """For each kernel or copy, the id of the chosen range it was launched in, or -1.
 
-    Each belongs to one at most. Where ranges of several threads are open at once, the launching thread's own goes
-    before the others, and a later one before an earlier one.
+    Each belongs to one at most: to a range of the thread that launched it before one of another thread, to one that
+    encloses others before those, to a later one before an earlier one.
     """
     require(scope in ("process", "thread"), f"The scope is process or thread, not {scope!r}.")
-    order = np.argsort(work["launched_at"].to_numpy(), kind="stable")
-    in_order = {key: work[key].to_numpy()[order] for key in ("launched_at", "process", "thread")}
-    found = np.full(len(work), -1)
-    for keys in (["process"], ["process", "thread"]) if scope == "process" else (["process", "thread"],):
-        for values, ranges in chosen.sort_values("start").groupby(keys):
-            same = np.logical_and.reduce([in_order[key] == value for key, value in zip(keys, values, strict=True)])
-            members, times = order[same], in_order["launched_at"][same]
-            first = np.searchsorted(times, ranges["start"].to_numpy(), side="left")
-            last = np.searchsorted(times, ranges["end"].to_numpy(), side="right")
-            for index, low, high in zip(ranges["id"], first, last, strict=True):
-                found[members[low:high]] = index
+    found, launched = np.full(len(work), -1), work["launched_at"].to_numpy()
+    for keys in [["process"], ["process", "thread"]][scope == "thread" :]:
+        for values, ranges in outermost(chosen, keys).groupby(keys):
+            members = np.flatnonzero((work[keys].to_numpy() == values).all(axis=1))
+            last = np.searchsorted(ranges["start"], launched[members], side="right") - 1  # and its end is the last, too
+            inside = (last >= 0) & (launched[members] <= ranges["end"].to_numpy()[last])
+            found[members[inside]] = ranges["id"].to_numpy()[last[inside]]
     return found
 
 
 def unattributed(trace: Trace) -> str | None:
     """How many kernels and copies belong to no range because the record lacks their launch, in a sentence, if any."""
-    counts = {"kernels": trace.kernels, "copies": trace.copies}
-    lacking = {name: int((work["launched_at"] == NEVER).sum()) for name, work in counts.items()}
-    parts = [f"{lacking[name]:,} of {len(work):,} {name}" for name, work in counts.items() if lacking[name]]
+    work = {"kernels": trace.kernels["launched_at"], "copies": trace.copies["launched_at"]}
+    parts = [f"{(at == NEVER).sum():,} of {len(at):,} {name}" for name, at in work.items() if (at == NEVER).any()]
     if not parts:
         return None
     return f"{' and '.join(parts)} have no launch in the record: they count in no range, whose GPU times lack them."
@@ -145,56 +125,51 @@ def instances(trace: Trace, name: str) -> pd.DataFrame:
     """Ranges by name ("forward"), by the end of their path ("training step/forward") or with `*` for any characters
     but "/" ("block */attention"), in order of their start.
 
-    A range inside another one that is meant as well is left out: nothing is counted twice. Raises `UserError` with
-    the names that exist when there is none.
+    A range inside another one of its thread that is meant as well is left out: nothing is counted twice. Raises
+    `UserError` with the names that exist when there is none.
     """
-    pattern = "(^|.*/)" + "[^/]*".join(map(re.escape, name.split("*")))
-    paths = {path for path in trace.ranges["path"].unique() if re.fullmatch(pattern, path)}
-    if not paths:
-        alike: dict[str, list[str]] = {}  # "block 0" and "block 1" are shown as "block *"
-        for known in trace.ranges["name"].unique():
-            alike.setdefault(re.sub(r"\d+", "*", known), []).append(known)
-        names = [shown if len(same) > 1 else same[0] for shown, same in alike.items()]
-        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-        exist = f"there are {', '.join(names[:NAMES_SHOWN])}{more}" if names else "the trace has no ranges"
+    pattern = "(?:.*/)?" + "[^/]*".join(map(re.escape, name.split("*")))
+    chosen = trace.ranges[trace.ranges["path"].str.fullmatch(pattern)]
+    if chosen.empty:
+        names = pd.Series(trace.ranges["name"].unique(), dtype=str)
+        alike = names.str.replace(r"\d+", "*", regex=True)  # "block 0" and "block 1" are shown as "block *"
+        shown = list(alike.where(alike.duplicated(keep=False), names).unique())
+        more = f" and {len(shown) - NAMES_SHOWN} more" if len(shown) > NAMES_SHOWN else ""
+        exist = f"there are {', '.join(shown[:NAMES_SHOWN])}{more}" if shown else "the trace has no ranges"
         raise UserError(f"There is no range {name!r}; {exist}.")
-    return outermost(trace.ranges, trace.ranges[trace.ranges["path"].isin(paths)])
+    return outermost(chosen, ["process", "thread"])
 
 
-def inside(work: pd.DataFrame, chosen: pd.DataFrame, scope: Scope = "process") -> pd.DataFrame:
-    """The kernels or copies launched inside the chosen ranges, with the range's id as `instance`."""
-    found = owners(work, chosen, scope)
-    return work[found >= 0].assign(instance=found[found >= 0])
+def work_in(trace: Trace, name: str | None, scope: Scope = "process") -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The ranges of this name (see `instances`), and the work launched in them, with the range's id as `instance`; of
+    None the record as one range."""
+    if name is not None:
+        chosen = instances(trace, name)
+        found = owners(trace.work, chosen, scope)
+        return chosen, trace.work[found >= 0].assign(instance=found[found >= 0])
+    times = pd.concat([table[["start", "end"]] for table in (trace.work, trace.ranges)])
+    whole = {"id": 0, "path": "whole record", "start": times["start"].min(), "end": times["end"].max()}
+    return pd.DataFrame([whole]), trace.work.assign(instance=0)
 
 
 def kernels_in(trace: Trace, name: str, scope: Scope = "process") -> pd.DataFrame:
-    """Kernels launched inside the ranges of this name, with the range's id as `instance` (see `instances`, `Scope`)."""
-    return inside(trace.kernels, instances(trace, name), scope)
-
-
-def work_in(trace: Trace, name: str | None, scope: Scope) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """The ranges of this name, and the kernels and copies launched in them; of None the record as one range."""
-    if name is not None:
-        chosen = instances(trace, name)
-        return chosen, inside(trace.kernels, chosen, scope), inside(trace.copies, chosen, scope)
-    times = pd.concat([table[["start", "end"]] for table in (trace.kernels, trace.copies, trace.ranges)])
-    whole = {"id": 0, "path": "whole record", "start": times["start"].min(), "end": times["end"].max()}
-    return pd.DataFrame([whole]), trace.kernels.assign(instance=0), trace.copies.assign(instance=0)
+    """The kernels of `work_in`."""
+    _, work = work_in(trace, name, scope)
+    return work[work["bytes"] < 0]
 
 
 def kernel_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.DataFrame:
     """Kernels of a range, or of None the whole record, by total time: name, short_name, kind, calls,
     calls_per_instance, total_seconds, mean_seconds, share (of the kernels' time)."""
-    chosen, kernels, _ = work_in(trace, name, scope)
+    chosen, work = work_in(trace, name, scope)
     keys = ["name", "short_name", "kind"]
-    table = kernels.groupby(keys, sort=False, observed=True)["duration"].agg(["size", "sum"]).reset_index()
-    table = table.astype(dict.fromkeys(keys, str)).rename(columns={"size": "calls"})
-    table = table.sort_values(["sum", "name"], ascending=[False, True], ignore_index=True)
-    table["calls_per_instance"] = table["calls"] / len(chosen)
-    table["total_seconds"] = table.pop("sum") / 1e9
+    grouped = work[work["bytes"] < 0].groupby(keys, sort=False, observed=True)["duration"]
+    table = grouped.agg(calls="size", total_seconds="sum").reset_index().astype(dict.fromkeys(keys, str))
+    table = table.sort_values(["total_seconds", "name"], ascending=[False, True], ignore_index=True)
+    table.insert(4, "calls_per_instance", table["calls"] / len(chosen))
+    table["total_seconds"] /= 1e9
     table["mean_seconds"] = table["total_seconds"] / table["calls"]
-    table["share"] = table["total_seconds"] / table["total_seconds"].sum()
-    return table
+    return table.assign(share=table["total_seconds"] / table["total_seconds"].sum())
 
 
 def kind_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.DataFrame:
@@ -202,10 +177,9 @@ def kind_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.D
 
     Memory copies count as "copy" beside the kernels that copy, so that the shares are of all the device's work.
     """
-    _, *work = work_in(trace, name, scope)
-    grouped = pd.concat(part[["kind", "duration"]] for part in work).groupby("kind", observed=True)["duration"]
-    table = grouped.agg(calls="size", total_seconds="sum").reset_index().astype({"kind": str})
-    table["total_seconds"] = table["total_seconds"] / 1e9
+    _, work = work_in(trace, name, scope)
+    table = work.groupby("kind", observed=True)["duration"].agg(calls="size", total_seconds="sum").reset_index()
+    table = table.astype({"kind": str}).assign(total_seconds=table["total_seconds"] / 1e9)
     return table.assign(share=table["total_seconds"] / table["total_seconds"].sum())
 
 
@@ -216,18 +190,18 @@ def busy_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.D
     beginning of its first kernel or copy to the end of its last; `busy_seconds` the time in which at least one ran,
     counted once where several did; `idle_seconds` the rest.
     """
-    chosen, *work = work_in(trace, name, scope)
-    spans = occupied(pd.concat(part[["instance", "start", "end"]] for part in work)).reindex(chosen["id"], fill_value=0)
+    chosen, work = work_in(trace, name, scope)
+    times = occupied(work).reindex(chosen["id"], fill_value=0).reset_index(drop=True)
     table = chosen[["id", "path"]].rename(columns={"id": "instance"}).reset_index(drop=True)
     table["seconds"] = (chosen["end"] - chosen["start"]).to_numpy() / 1e9
-    table["gpu_seconds"], table["busy_seconds"] = spans["whole"].to_numpy() / 1e9, spans["busy"].to_numpy() / 1e9
-    return table.assign(idle_seconds=(spans["whole"] - spans["busy"]).to_numpy() / 1e9)
+    table["gpu_seconds"], table["busy_seconds"] = times["whole"] / 1e9, times["busy"] / 1e9
+    return table.assign(idle_seconds=(times["whole"] - times["busy"]) / 1e9)
 
 
 def occupied(work: pd.DataFrame) -> pd.DataFrame:
     """Of the intervals of each instance (instance, start, end), in nanoseconds: whole, the length from the first start
     to the last end, and busy, the length of their union."""
-    work = work.sort_values(["instance", "start"])
+    work = work[["instance", "start", "end"]].sort_values(["instance", "start"])
     instance = work["instance"]
     reached = work["end"].groupby(instance).cummax()
     before = reached.groupby(instance).shift(fill_value=np.iinfo(np.int64).max)  # no gap before the first
@@ -238,8 +212,8 @@ def occupied(work: pd.DataFrame) -> pd.DataFrame:
 
 def copy_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.DataFrame:
     """Memory copies and fills of a range (None: the record) by total time: operation, calls, bytes, total_seconds."""
-    *_, copies = work_in(trace, name, scope)
-    grouped = copies.groupby("operation", observed=True)
+    _, work = work_in(trace, name, scope)
+    grouped = work[work["bytes"] >= 0].groupby("name", observed=True)
     table = grouped.agg(calls=("bytes", "size"), bytes=("bytes", "sum"), total_seconds=("duration", "sum"))
-    table["total_seconds"] = table["total_seconds"] / 1e9
-    return table.sort_values("total_seconds", ascending=False).reset_index()
+    table["total_seconds"] /= 1e9
+    return table.sort_values("total_seconds", ascending=False).rename_axis("operation").reset_index()

@@ -7,15 +7,16 @@ script's own options give way; what a job is to do goes into its variables.
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from lmcore.errors import require
 from lmcore.workbook.jobs.log import output_file, ranges
 from lmcore.workbook.jobs.site import Site, seconds_of_limit
 from lmcore.workbook.jobs.sweep_definition import SweepDefinition, frozen_file
 from lmcore.workbook.notebook import declared_parameters, read_notebook
-from lmcore.workbook.parameters import find_notebooks, parse_overrides, resolve_parameters
+from lmcore.workbook.parameters import find_notebooks, locate, parse_overrides, resolve_parameters
 from lmcore.workbook.record import RECORD, read_plan
 
 NEEDS = {"generate": "train"}
@@ -31,93 +32,90 @@ class Job:
     """The script: papermill_jobs/<kind>.sbatch."""
     variables: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
-    after_ok: tuple[str, ...] = ()
-    """Jobs that must have succeeded."""
-    after_any: tuple[str, ...] = ()
-    """Jobs that must have ended, however they did."""
+    after: tuple[str, ...] = ()
+    """Jobs that must have succeeded or, with `whatever_happens`, have ended."""
+    whatever_happens: bool = False
     tasks: tuple[int, ...] = ()
     """Indices of an array; none: not an array."""
     concurrency: int | None = None
     """How many tasks of the array run at a time; None: as many as the cluster lets."""
+    options: tuple[str, ...] = ()
+    """Those of sbatch, but for the dependency."""
 
     @property
     def script(self) -> str:
         """Path of the script in the project."""
         return f"papermill_jobs/{self.kind}.sbatch"
 
+    def dependency(self, ids: Mapping[str, str]) -> list[str]:
+        """Options of sbatch that make it wait; a job that can never start any more is cancelled."""
+        how, kill = ("any", []) if self.whatever_happens else ("ok", ["--kill-on-invalid-dep=yes"])
+        waits = f"--dependency=after{how}:{':'.join(ids[name] for name in self.after)}"
+        return [waits, *kill] if self.after else []
 
-@dataclass(frozen=True)
-class Chain:
+
+class Chain(NamedTuple):
     """Jobs in an order in which each comes after those that it waits for, and where they run."""
 
     project: Path
     out: Path
-    site: Site
-    jobs: tuple[Job, ...]
+    jobs: Sequence[Job]
     definition: SweepDefinition | None = None
     """The sweep, if it is one."""
-    time: str | None = None
-    """A time limit that goes before every one of the site."""
 
-    def variables(self, job: Job) -> dict[str, str]:
-        """What a job is to do and what the site says, for its environment."""
-        return self.site_of(job).variables() | job.variables
 
-    def site_of(self, job: Job) -> Site:
-        """The site's settings for a job."""
-        return self.site.for_job(job.kind, job.name).replaced({} if self.time is None else {"time": self.time})
+def chain_of(
+    project: Path,
+    out: Path,
+    jobs: Sequence[Job],
+    site: Site,
+    definition: SweepDefinition | None = None,
+    time: str | None = None,
+) -> Chain:
+    """The jobs with the site's options and variables; `time` goes before its time limits.
 
-    def options(self, job: Job) -> list[str]:
-        """The job's own options of sbatch. Raises `UserError` on a time limit that is over at once."""
-        site = self.site_of(job)
-        script = (self.project / job.script).read_text(encoding="utf-8")
-        default = re.search(r"^#SBATCH --time=(\S+)", script, re.MULTILINE)
-        limit = site.time or (default[1] if default else None)
+    Raises `UserError` if a script is missing, or Slurm could not write the logs, or a limit is too short.
+    """
+    for path in (project, out):  # Slurm takes a backslash in a log's name away
+        sentence = f"Slurm cannot write to {str(path)!r}; choose a folder without \\ and line breaks."
+        require(not {"\\", "\n"} & set(str(path)), sentence)
+    ready = []
+    for job in jobs:
+        own, script = site.for_job(job.kind, job.name, **({} if time is None else {"time": time})), project / job.script
+        require(script.is_file(), f"There is no file {script}; take it from the project's repository.")
+        default = re.search(r"^#SBATCH --time=(\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
+        limit = own.get("time") or (default and default[1])
         require(
-            limit is None or seconds_of_limit(limit) > site.signal_seconds,
-            f"{job.name}: a time limit of {limit} is over before the warning {site.signal_seconds} s ahead of it is of "
+            not limit or seconds_of_limit(limit) > own.signal_seconds,
+            f"{job.name}: a time limit of {limit} is over before the warning {own.signal_seconds} s ahead of it is of "
             "use; give a longer --time, or set a smaller signal_seconds in site.yaml.",
         )
-        log = output_file(str(self.out).replace("%", "%%"), job.name, "%A_%a" if job.tasks else "%j")
-        array = f"--array={ranges(job.tasks)}" + (f"%{job.concurrency}" if job.concurrency else "")
-        return [f"--job-name={job.name}", f"--output={log}", *([array] if job.tasks else [])]
+        log = output_file(str(out).replace("%", "%%"), job.name, "%A_%a" if job.tasks else "%j")
+        options = ["--export=ALL", *own.options(), f"--job-name={job.name}", f"--output={log}"]
+        if job.tasks:
+            options.append(f"--array={ranges(job.tasks)}" + (f"%{job.concurrency}" if job.concurrency else ""))
+        ready.append(replace(job, options=tuple(options), variables=own.variables() | job.variables))
+    return Chain(project, out, ready, definition)
 
-    def dependency(self, job: Job, ids: Mapping[str, str]) -> list[str]:
-        """The option of sbatch that makes it wait; a job that can never start any more is cancelled."""
-        waits = [("ok", job.after_ok), ("any", job.after_any)]
-        words = [f"after{how}:{':'.join(ids[name] for name in names)}" for how, names in waits if names]
-        kill = ["--kill-on-invalid-dep=yes"] if job.after_ok else []
-        return [f"--dependency={','.join(words)}", *kill] if words else []
 
-    def check(self) -> None:
-        """Raises `UserError` if a script is missing, or Slurm could not write the logs, or a limit is too short."""
-        for path in (self.project, self.out):  # Slurm takes a backslash in a log's name away
-            sentence = f"Slurm cannot write to {str(path)!r}; choose a folder without \\ and line breaks."
-            require(not {"\\", "\n"} & set(str(path)), sentence)
-        for job in self.jobs:
-            script = self.project / job.script
-            require(script.is_file(), f"There is no file {script}; take it from the project's repository.")
-            self.options(job)
-
-    def described(self) -> str:
-        """The commands that submit the jobs, as one would type them, with names in place of ids."""
-        options = {job.name: ["--export=ALL", *self.site_of(job).options()] for job in self.jobs}
-        variables = {job.name: self.variables(job) for job in self.jobs}
-        first, ids = self.jobs[0].name, {job.name: f"<{job.name}>" for job in self.jobs}
-        names = [{word.partition("=")[0] for word in words} for words in options.values()]
-        common = [word for word in options[first] if all(word.partition("=")[0] in each for each in names)]
-        exported = {name: value for name, value in variables[first].items() if value}
-        exported = {n: value for n, value in exported.items() if all(v.get(n) == value for v in variables.values())}
-        lines = [f"cd {shlex.quote(str(self.project))}", f"export {assignments(exported)}"]
-        lines.append(f"common=({shlex.join(common)})")
-        for job in self.jobs:
-            own = {name: value for name, value in variables[job.name].items() if value and name not in exported}
-            words = [*self.dependency(job, ids), *self.options(job)]  # what comes later goes before what is common
-            words += [*(word for word in options[job.name] if word not in common), job.script, *job.arguments]
-            lines.append(f'{assignments(own)} sbatch "${{common[@]}}" {shlex.join(words)}'.strip())
-            if shlex.quote(str(self.out)) == str(self.out):
-                lines[-1] = lines[-1].replace(f"={self.out}/", "=$OUT/")
-        return "\n".join(lines)
+def described(chain: Chain) -> str:
+    """The commands that submit the jobs, as one would type them, with names in place of ids."""
+    jobs, out, ids = chain.jobs, str(chain.out), {job.name: f"<{job.name}>" for job in chain.jobs}
+    values = jobs[0].variables.items()
+    exported = {n: value for n, value in values if value and all(job.variables.get(n) == value for job in jobs)}
+    everywhere = set.intersection(*({word.partition("=")[0] for word in job.options} for job in jobs))
+    everywhere -= {"--job-name", "--output", "--array"}
+    common = [word for word in jobs[0].options if word.partition("=")[0] in everywhere]
+    lines = [f"cd {shlex.quote(str(chain.project))}", f"export {assignments(exported)}"]
+    lines.append(f"common=({shlex.join(common)})")
+    for job in jobs:
+        own = [word for word in job.options if word not in common]  # what comes later goes before what is common
+        words = shlex.join([*own, *job.dependency(ids), job.script, *job.arguments])
+        before = assignments({n: value for n, value in job.variables.items() if value and n not in exported})
+        lines.append(f'{before} sbatch "${{common[@]}}" {words}'.strip())
+    if shlex.quote(out) == out:
+        lines[3:] = [line.replace(f"={out}/", "=$OUT/") for line in lines[3:]]
+    return "\n".join(lines)
 
 
 def assignments(variables: Mapping[str, str]) -> str:
@@ -127,29 +125,27 @@ def assignments(variables: Mapping[str, str]) -> str:
 
 def notebook_jobs(
     project: Path,
+    out: Path,
     scale: str,
     data: str,
-    out: Path,
     notebooks: Sequence[str] = (),
     parameters: Sequence[str] = (),
     one_job: bool = False,
     writeup: bool = True,
 ) -> tuple[Job, ...]:
-    """One job for each notebook, and the writeup last, also when one failed; or all in one job.
+    """One job for each notebook, and the writeup last, also when one failed; or all in one job; or one without writeup.
 
     Each notebook gets those of the `parameters` that it declares. Raises `UserError` on unknown notebooks, scales and
     parameters, and on data that is not there.
     """
-    from lmcore.workbook.run import locate
-
     if (out / RECORD).exists():
         read_plan(out)
     paths = find_notebooks(project, notebooks or None)
-    located = locate(data)
-    common = {"scale": scale, "data": located, "out": str(out)}
+    variables = {"SCALE": scale, "DATA": locate(data), "OUT": str(out)}
+    common = {name.lower(): value for name, value in variables.items()}
     resolve_parameters(project, paths, scale, parse_overrides(parameters), common)
-    variables = {"SCALE": scale, "DATA": located, "OUT": str(out)}
     names = tuple(path.stem for path in paths)
+    require(writeup or len(names) == 1, f"{', '.join(notebooks)!r} names {len(names)} notebooks: {', '.join(names)}.")
     if one_job:
         chosen = variables | {"NOTEBOOKS": " ".join(names) if notebooks else ""}
         return (Job("workbook", "workbook", chosen, ("--parameters", *parameters) if parameters else ()),)
@@ -157,11 +153,12 @@ def notebook_jobs(
     for path in paths:
         declared = declared_parameters(read_notebook(path), path.stem)
         own = [pair for pair in parameters if pair.partition("=")[0] in declared]
+        arguments = ("--parameters", *own) if own else ()
         needed = NEEDS.get(path.stem.partition("_")[2])
         after = tuple(name for name in names if needed is not None and name.partition("_")[2] == needed)
-        arguments = ("--parameters", *own) if own else ()
-        jobs.append(Job(path.stem, "notebook", variables | {"NOTEBOOKS": path.stem}, arguments, after_ok=after))
-    return (*jobs, Job("writeup", "writeup", variables, after_any=names)) if writeup else tuple(jobs)
+        jobs.append(Job(path.stem, "notebook", variables | {"NOTEBOOKS": path.stem}, arguments, after))
+    last = (Job("writeup", "writeup", variables, after=names, whatever_happens=True),) if writeup else ()
+    return (*jobs, *last)
 
 
 def sweep_jobs(definition: SweepDefinition, out: Path, concurrency: int | None = None) -> tuple[Job, ...]:
@@ -171,7 +168,6 @@ def sweep_jobs(definition: SweepDefinition, out: Path, concurrency: int | None =
     that is not there and on a concurrency below 1.
     """
     from lmcore.workbook.jobs.sweeps import unfinished
-    from lmcore.workbook.run import locate
 
     require(concurrency is None or concurrency >= 1, f"--concurrency must be at least 1, not {concurrency}.")
     if definition.kind == "train":
@@ -182,4 +178,5 @@ def sweep_jobs(definition: SweepDefinition, out: Path, concurrency: int | None =
     variables = {"OUT": str(out)}
     frozen = {"SWEEP": str(frozen_file(definition, out))}
     array = Job(definition.name, "sweep", variables | frozen, tasks=tasks, concurrency=concurrency)
-    return array, Job(f"{definition.name}-table", "sweep-table", variables, after_any=(array.name,))
+    table = f"{definition.name}-table"
+    return array, Job(table, "sweep-table", variables, after=(array.name,), whatever_happens=True)

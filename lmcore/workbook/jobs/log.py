@@ -9,6 +9,7 @@ It is read where Slurm has forgotten a job, as it does after minutes on many sit
 """
 
 import fcntl
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -20,10 +21,14 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lmcore.errors import EXIT_INTERRUPTED, UserError
+from lmcore.text import ANSI_ESCAPE
 
 STATES = ("submitted", "running", "stopping", "requeued", "gave-up", "cancelled", "exit")
 """stopping: SIGTERM came, as from scancel; cancelled: what it waited for failed, so that it never ran; gave-up: it was
 stopped too often with nothing new saved."""
+
+TAIL_BYTES = 1 << 18
+"""So much of the end of a file is read."""
 
 ID = re.compile(r"(local-|by-hand-)?\d+(_\d+)?")
 ENDED = frozenset({
@@ -57,7 +62,7 @@ class LoggedJob:
     after: list[str] = field(default_factory=list)
     """Ids of the jobs that it waits for."""
     task_ids: list[str] = field(default_factory=list)
-    """The job's id, or those of the tasks of an array."""
+    """The job's id, or those of the tasks of an array; none of a job by hand."""
     lines: dict[str, list[Line]] = field(default_factory=dict)
     """What it, or each task of the array, said of itself, by its id."""
 
@@ -92,7 +97,7 @@ def append(out: str | os.PathLike, id: str, name: str, state: str, **values: obj
 
 
 def read_log(out: str | os.PathLike) -> list[LoggedJob]:
-    """The jobs of an output folder, the first submitted first; lines that a crash has torn are left out."""
+    """The jobs of an output folder, the first submitted first. Raises `UserError` if the log cannot be read."""
     jobs: dict[str, LoggedJob] = {}
     for line in read_lines(out):
         array = line.id.partition("_")[0]
@@ -107,18 +112,17 @@ def read_log(out: str | os.PathLike) -> list[LoggedJob]:
 
 
 def read_lines(out: str | os.PathLike) -> list[Line]:
-    """The whole lines of the log. Raises `UserError` if there is one that cannot be read."""
+    """The lines of the log without those that a crash has torn. Raises `UserError` if it cannot be read."""
     try:
         texts = log_of(out).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:
         raise UserError(f"{log_of(out)} cannot be read ({error.strerror}).") from error
-    words = [text.split() for text in texts]
     return [
-        Line(*first, values=dict(pair.split("=", 1) for pair in rest if "=" in pair))
-        for first, rest in ((each[:4], each[4:]) for each in words)
-        if len(first) == 4 and ID.fullmatch(first[1]) and first[3] in STATES
+        Line(words[0], words[1], words[2], words[3], dict(word.split("=", 1) for word in words[4:] if "=" in word))
+        for words in map(str.split, texts)
+        if len(words) >= 4 and ID.fullmatch(words[1]) and words[3] in STATES
     ]
 
 
@@ -127,24 +131,21 @@ def own_state(lines: Sequence[Line]) -> str:
 
     "not run" if it wrote nothing. stopped: by a signal, mostly after saving; gave up: so, and not queued again.
     """
-    if not lines:
+    said = [line.state for line in lines]
+    if not said:
         return "not run"
-    if lines[-1].state == "gave-up" or [line.state for line in lines[-2:]] == ["gave-up", "exit"]:
+    if said[-1] == "gave-up" or said[-2:] == ["gave-up", "exit"]:
         return "gave up"
-    if lines[-1].state == "exit":
+    if said[-1] == "exit":
         return {"0": "completed", str(EXIT_INTERRUPTED): "stopped"}.get(lines[-1].values.get("code", ""), "failed")
-    return {"stopping": "stopped"}.get(lines[-1].state, lines[-1].state)
+    return {"stopping": "stopped"}.get(said[-1], said[-1])
 
 
 def ranges(tasks: Sequence[int]) -> str:
     """Ascending numbers in short, as --array takes them: 0-3,7."""
-    runs: list[list[int]] = []
-    for task in tasks:
-        if runs and task == runs[-1][-1] + 1:
-            runs[-1][1:] = [task]
-        else:
-            runs.append([task])
-    return ",".join("-".join(map(str, run)) for run in runs)
+    groups = itertools.groupby(enumerate(tasks), lambda pair: pair[1] - pair[0])
+    runs = [[task for _, task in group] for _, group in groups]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def numbers(ranges: str) -> list[int]:
@@ -153,26 +154,30 @@ def numbers(ranges: str) -> list[int]:
     return [number for first, last in found for number in range(int(first), int(last or first) + 1)]
 
 
-def hold_local(out: Path) -> FileLock:
-    """A lock that is held while local jobs of this folder run. Raises `UserError` if others do."""
-    lock = FileLock(out / "jobs" / ".local.lock")
+def tail_lines(path: Path) -> list[str]:
+    """The lines at the end of a text file, as a terminal shows them, without empty ones; none if it cannot be read."""
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        ids = [job.id for job in read_log(out) if job.is_local]
-        raise UserError(
-            f"Local jobs of {out} are still running (up to {ids[-1] if ids else 'the first'}): wait for them, or stop "
-            "the process that submitted them."
-        ) from None
-    return lock
+        with open(path, "rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+            file.seek(start)
+            text = ANSI_ESCAPE.sub("", file.read(TAIL_BYTES).decode(errors="replace"))
+    except OSError:
+        return []
+    lines = [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]  # of a progress bar its last state
+    return [line for line in lines[start > 0 :] if line]
+
+
+def local_lock(out: Path) -> Path:
+    """A file that is locked while a process runs the local jobs of this folder, one after another."""
+    return out / "jobs" / ".local.lock"
 
 
 def local_jobs_run(out: Path) -> bool:
-    """Whether the process that runs the local jobs of this folder, one after another, is there."""
+    """Whether that process is there."""
     try:
-        hold_local(out).release()
-    except UserError:
+        with FileLock(local_lock(out)).acquire(timeout=0):
+            return False
+    except Timeout:
         return True
     except OSError:  # a folder that can only be read
         return False
-    return False

@@ -1,13 +1,12 @@
-"""Slurm's own commands: what it says of jobs, submitting, cancelling, and queueing again."""
+"""Slurm's own commands: what it says of jobs, submitting, and an array's size."""
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmcore.errors import UserError
 
@@ -16,16 +15,15 @@ SECONDS_TO_ANSWER = 60
 
 SITE_WORDS = re.compile(r"partition|account|qos|gres|node configuration|node count|time limit|memory", re.IGNORECASE)
 WHERE_TO_CHANGE = (
-    "What your cluster wants stands in papermill_jobs/site.yaml, or in the file after --site; sinfo -s lists "
+    " What your cluster wants stands in papermill_jobs/site.yaml, or in the file after --site; sinfo -s lists "
     "partitions."
 )
 OF_A_JOB = ("SLURM_ARRAY_", "SLURM_STEP", "SLURM_RESTART_COUNT", "LMCORE_JOB_", "MASTER_ADDR", "MASTER_PORT")
 """Variables of a job that are not for the jobs it submits: sbatch hands its environment on, a task's number, too."""
 
 
-@dataclass(frozen=True)
-class QueueEntry:
-    """One job, or one task of an array, as Slurm sees it."""
+class QueueEntry(NamedTuple):
+    """A job, or a task of an array, as Slurm sees it."""
 
     state: str
     """Slurm's word, in lower case: pending, running, completed, failed, cancelled, timeout, node fail, ..."""
@@ -33,12 +31,22 @@ class QueueEntry:
     """Why it waits, or why it ended."""
     start: str | None = None
     """When it started or is expected to start, by Slurm's clock."""
-    name: str | None = None
 
 
-def has_slurm() -> bool:
-    """Whether jobs can be submitted from here."""
-    return shutil.which("sbatch") is not None
+def call(*command: str, **options: Any) -> str:
+    """What one of Slurm's commands prints. Raises `UserError` with the words of one that fails or does not answer."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SECONDS_TO_ANSWER, check=False, **options
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{command[0]}: no answer within {SECONDS_TO_ANSWER} s.") from None
+    except OSError as error:
+        raise UserError(f"{command[0]} cannot be started here: {error.strerror}.") from None
+    if done.returncode == 0:
+        return done.stdout
+    lines = [re.sub(r"^\w+: (error|fatal): ", "", line.strip()).rstrip(".") for line in done.stderr.splitlines()]
+    raise UserError(f"{command[0]}: {'; '.join(filter(None, lines)) or f'it ended with code {done.returncode}'}.")
 
 
 def ask_slurm(jobs: Sequence[str]) -> tuple[dict[str, QueueEntry], str | None]:
@@ -46,36 +54,28 @@ def ask_slurm(jobs: Sequence[str]) -> tuple[dict[str, QueueEntry], str | None]:
 
     One call of squeue for all, and one of sacct, where there is accounting, for those that squeue has forgotten.
     """
-    if not jobs:
-        return {}, None
-    if shutil.which("squeue") is None:
-        return {}, "Slurm is not on this machine (no squeue): the states are what the jobs themselves last wrote."
-    options = ["--noheader", "--array", "--states=all", "--format=%i|%T|%r|%S|%j"]
-    code, answer, said = ask(["squeue", *options, f"--jobs={','.join(jobs)}"])
-    if code != 0 and "Invalid job id" not in said:  # that is what it says where it knows none of them
-        words = said.strip().splitlines()[-1:] or [f"squeue ended with code {code}"]
-        return {}, f"Slurm does not answer ({words[0]}): the states are what the jobs themselves last wrote."
+    answers = ""
+    try:
+        if jobs:
+            answers = call(
+                "squeue", "-h", "--array", "--states=all", "--format=%i|%T|%r|%S", f"--jobs={','.join(jobs)}"
+            )
+    except UserError as error:
+        if "Invalid job id" not in str(error):  # that is what it says where it knows none of them
+            fault = str(error).rstrip(".")
+            return {}, f"Slurm does not answer ({fault}): the states are what the jobs themselves last wrote."
+    forgotten = set(jobs) - {line.partition("|")[0].partition("_")[0] for line in answers.splitlines()}
+    with suppress(UserError):  # many sites have no accounting
+        if forgotten:
+            options = ["--noheader", "--parsable2", "--allocations", "--format=JobID,State"]
+            answers += call("sacct", *options, f"--jobs={','.join(sorted(forgotten))}")
     entries = {}
-    for line in filter(None, answer.splitlines()):
-        job, state, reason, start, name = (field.strip() for field in line.split("|", 4))
-        entries[job] = QueueEntry(in_words(state), known(reason), known(start), name)
-    forgotten = set(jobs) - {job.partition("_")[0] for job in entries}
-    if forgotten and shutil.which("sacct") is not None:
-        options = ["--noheader", "--parsable2", "--allocations", "--format=JobID,State,JobName"]
-        _, answer, _ = ask(["sacct", *options, f"--jobs={','.join(sorted(forgotten))}"])
-        rows = [line.split("|", 2) for line in answer.splitlines() if line.count("|") >= 2]
-        entries |= {job: QueueEntry(in_words(state), name=name) for job, state, name in rows}
+    for line in filter(None, answers.splitlines()):
+        job, state, *rest = line.split("|")[:4]
+        word = state.split(" ")[0].rstrip("+").lower().replace("_", " ")  # NODE_FAIL, CANCELLED+, CANCELLED by 1000
+        known = [None if text in ("", "None", "N/A", "(null)", "INVALID") else text for text in rest]
+        entries[job] = QueueEntry(word, *known)
     return entries, None
-
-
-def in_words(state: str) -> str:
-    """Slurm's state in words: NODE_FAIL is node fail, "CANCELLED by 1000" is cancelled."""
-    return state.split(" ")[0].rstrip("+").lower().replace("_", " ")
-
-
-def known(value: str) -> str | None:
-    """The value, or None for Slurm's words that there is none."""
-    return None if value in ("", "None", "N/A", "(null)", "INVALID") else value
 
 
 def sbatch(arguments: Sequence[str], project: Path, variables: Mapping[str, str]) -> str:
@@ -85,39 +85,18 @@ def sbatch(arguments: Sequence[str], project: Path, variables: Mapping[str, str]
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_JOB)}
     try:
-        answer = demand(["sbatch", "--parsable", *arguments], cwd=project, env={**environment, **variables})
+        answer = call("sbatch", "--parsable", *arguments, cwd=project, env={**environment, **variables})
     except UserError as error:
-        raise UserError(f"{error} {WHERE_TO_CHANGE}" if SITE_WORDS.search(str(error)) else str(error)) from None
+        raise UserError(f"{error}{WHERE_TO_CHANGE if SITE_WORDS.search(str(error)) else ''}") from None
     job = answer.strip().rpartition("\n")[2].partition(";")[0]  # id, or id;cluster
     if not job.isdecimal():
         raise UserError(f"sbatch gave no job id, but {answer.strip()!r}.")
     return job
 
 
-def max_array_size() -> int | None:
-    """Numbers of an array's tasks are below this; None where Slurm does not tell."""
-    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask(["scontrol", "show", "config"])[1], re.MULTILINE)
-    return int(found[1]) if found else None
-
-
-def demand(command: Sequence[str], **options: Any) -> str:
-    """What one of Slurm's commands prints. Raises `UserError` with the words that it ends with."""
-    code, answer, error = ask(command, **options)
-    if code == 0:
-        return answer
-    lines = [re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in error.splitlines()]
-    words = "; ".join(line.rstrip(".") for line in lines if line) or f"it ended with code {code}"
-    raise UserError(f"{command[0]}: {words}.")
-
-
-def ask(command: Sequence[str], **options: Any) -> tuple[int, str, str]:
-    """Exit code, output and error of one of Slurm's commands; one that does not answer in time has failed."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SECONDS_TO_ANSWER, check=False, **options
-        )
-    except subprocess.TimeoutExpired:
-        return 1, "", f"no answer within {SECONDS_TO_ANSWER} s"
-    except OSError as error:
-        return 1, "", f"it could not be started: {error.strerror}"
-    return done.returncode, done.stdout, done.stderr
+def max_array_size() -> float:
+    """Numbers of an array's tasks are below this; infinite where Slurm does not tell."""
+    with suppress(UserError):
+        if found := re.search(r"^MaxArraySize\s*=\s*(\d+)", call("scontrol", "show", "config"), re.MULTILINE):
+            return int(found[1])
+    return float("inf")

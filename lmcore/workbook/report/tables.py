@@ -55,27 +55,12 @@ def run_table(runs: Mapping[str, RunFolder], unigram_entropy: float) -> pd.DataF
     or if its training loss rose by more than `DIVERGENCE_RISE` and ended above `unigram_entropy`: it has then unlearned
     even the frequencies of the tokens. A run that was merely too short to learn them is complete.
     """
-    return pd.DataFrame([_row(name, run, unigram_entropy) for name, run in runs.items()])
+    return pd.DataFrame([run_row(name, run, unigram_entropy) for name, run in runs.items()])
 
 
-def settings_columns(name: str, config: TrainConfig, steps_done: int) -> dict[str, Any]:
-    """The columns of `run_table` that a run's settings tell, and the tokens of the steps that it has taken."""
-    return {
-        "name": name,
-        "optimizer": config.optimizer.name,
-        "learning_rate": config.optimizer.learning_rate,
-        "weight_decay": config.optimizer.weight_decay,
-        "batch_size": config.batch_size,
-        "steps": config.steps,
-        "tokens": steps_done * config.tokens_per_step,
-        "tie_embeddings": config.model.tie_embeddings,
-        "dropout": config.model.dropout,
-        "sampling": config.sampling,
-    }
-
-
-def _row(name: str, run: RunFolder, entropy: float) -> dict[str, Any]:
-    config, status, metrics = run.config(), run.status(), run.metrics()
+def run_row(name: str, run: RunFolder, entropy: float, config: TrainConfig | None = None) -> dict[str, Any]:
+    """A row of `run_table`; of a run that has not begun, what its `config` tells."""
+    config, status, metrics = config or run.config(), run.status(), run.metrics()
     steady = metrics["tokens_per_second"].iloc[1:] if len(metrics) > 1 else metrics["tokens_per_second"]
     evaluated = metrics.dropna(subset="valid_loss")
     lowest = evaluated.loc[evaluated["valid_loss"].idxmin()] if len(evaluated) else None
@@ -84,7 +69,16 @@ def _row(name: str, run: RunFolder, entropy: float) -> dict[str, Any]:
     ended_at = status.get("diverged_at_step", unlearned_at(metrics, entropy))
     environment = run.environment() if run.environment_file.exists() else {}
     return {
-        **settings_columns(name, config, status["step"]),
+        "name": name,
+        "optimizer": config.optimizer.name,
+        "learning_rate": config.optimizer.learning_rate,
+        "weight_decay": config.optimizer.weight_decay,
+        "batch_size": config.batch_size,
+        "steps": config.steps,
+        "tokens": status["step"] * config.tokens_per_step,
+        "tie_embeddings": config.model.tie_embeddings,
+        "dropout": config.model.dropout,
+        "sampling": config.sampling,
         "outcome": outcome,
         "final_valid_loss": status.get("valid_loss") if outcome == "complete" else None,
         "best_valid_loss": None if lowest is None else float(lowest["valid_loss"]),

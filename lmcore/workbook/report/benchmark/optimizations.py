@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from lmcore.profiling.cases import OPTIMIZATIONS, StudyConfig
 from lmcore.profiling.memory.predicted import predicted_peak
-from lmcore.profiling.study import OPTIMIZATIONS, StudyConfig
 from lmcore.workbook.report.answers import format_bytes, join_words
 from lmcore.workbook.report.benchmark.published import PUBLISHED, is_published_setting
 from lmcore.workbook.report.benchmark.study import NO_MEMORY, done, format_rate, has_memory

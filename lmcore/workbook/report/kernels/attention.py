@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pandas as pd
 
 from lmcore.config import ModelConfig
-from lmcore.profiling.kernels.attention import causal_flops, eager_traffic, least_bytes
+from lmcore.profiling.kernels.cases import attention_layer
 from lmcore.profiling.kernels.measuring import DTYPES
 from lmcore.workbook.report.answers import (
     format_bytes,
@@ -22,13 +22,13 @@ from lmcore.workbook.report.kernels.figures import KINDS
 def eager_answer(model: ModelConfig, batch_size: int, precision: str, roofs: Mapping[str, float]) -> str:
     """Bytes that eager attention moves against the least, FLOPs per byte, and where that lies on this roofline.
 
-    `roofs` holds `peak_flops_per_second` and `peak_bytes_per_second`, as measured (`lmcore.profiling.ceilings`).
+    `roofs` holds `peak_flops_per_second` and `peak_bytes_per_second`, as measured (`lmcore.profiling.peak_rates`).
     """
     dtype = DTYPES[precision]
     scores = batch_size * model.num_heads * model.context_length**2
-    eager = eager_traffic(model, batch_size, dtype).total
-    training = eager_traffic(model, batch_size, dtype, backward=True).total
-    least, flops = least_bytes(model, batch_size, dtype.itemsize), causal_flops(model, batch_size)
+    layer = attention_layer(model, batch_size, dtype)
+    eager, training = layer.forward.moved().total, layer.moved().total
+    least, flops = layer.least_bytes, layer.flops
     peak, bandwidth = roofs["peak_flops_per_second"], roofs["peak_bytes_per_second"]
     ridge = peak / bandwidth
     return (

@@ -14,7 +14,7 @@ from lmcore.workbook.report.answers import (
 from lmcore.workbook.report.benchmark.views import MISSING, given
 
 NAMES = {"plain": "operation by operation", "compiled": "torch.compile", "fused": "ours"}
-"""Variants of `lmcore.profiling.kernels.loss.variant_cells`, for readers."""
+"""Variants of `lmcore.profiling.kernels.cases.variant_cases`, for readers."""
 
 
 def markdown(rows: list[dict[str, str]]) -> str:

@@ -59,7 +59,7 @@ def product_flops(model: ModelConfig, batch_size: int) -> float:
 
 
 def elementwise_bytes(model: ModelConfig, batch_size: int) -> int:
-    """Bytes of norms and gates in bfloat16, both passes, as `lmcore.profiling.kernels.elementwise` counts them."""
+    """Bytes of norms and gates in bfloat16, both passes, as `lmcore.profiling.kernels.cases` counts them."""
     rows, norms = batch_size * model.context_length, 2 * model.num_layers + 1
     norm = (7 * norms - 2) * rows * model.d_model  # the first has no residual sum to read and to write
     gate = 8 * model.num_layers * rows * model.d_ff

@@ -73,7 +73,7 @@ def nsys_text(foreign: bool = False) -> str:
         found = find_nsys()
     except UserError as error:
         return f"{error} Until then, the same tables are made by torch.profiler."
-    return f"Nsight Systems {found.version} is here, in {found.place}."
+    return f"Nsight Systems {found.version} is here: {found.path}."
 
 
 def tools_text(table: pd.DataFrame, notes: Iterable[str]) -> str:

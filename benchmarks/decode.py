@@ -7,6 +7,7 @@ from timeit import default_timer
 from typing import Any
 
 import torch
+from cells import GENERATE, GRAPH, OURS, Cell, Conditions, Rows, timed_rows
 from peers import llama
 from steps import captured
 from torch import Tensor, nn
@@ -16,9 +17,6 @@ from lmcore.config import model_config
 from lmcore.fused.decoder import FusedDecoder
 from lmcore.model import TransformerLM
 from lmcore.profiling.kernels.measuring import Absent, Contestant
-
-from .cells import GENERATE, GRAPH
-from .rows import OURS, Cell, Conditions, Rows, Work
 
 
 class Bench:
@@ -35,8 +33,7 @@ class Bench:
 
     def build(self, name: str) -> Contestant:
         """The contestant, after a first continuation; the rate with the prompt is noted."""
-        begin, run = BUILDERS[name](self)
-        built = Contestant(run, reset=begin)
+        built = BUILDERS[name](self)
         built.call()  # whatever is made once
         self.tokens[name] = built.call().clone()
         seconds = []
@@ -58,7 +55,7 @@ class Bench:
         torch.set_float32_matmul_precision("high")
         return llama(self.model(), torch.bfloat16, use_cache=True).eval()
 
-    def hf_generate(self) -> tuple[None, Callable[[], Tensor]]:
+    def hf_generate(self) -> Contestant:
         """`generate` as documented for a static cache: it compiles its own decoding step. The prompt is timed too."""
         if self.device.type != "cuda" and not self.conditions.toy:
             raise Absent("The static cache is measured compiled for a GPU.")
@@ -71,9 +68,9 @@ class Bench:
             return tokens[:, self.prompts.shape[1] :]
 
         run()  # compiles; the next call records its graphs
-        return None, run
+        return Contestant(run)
 
-    def hf_graph(self) -> tuple[Callable[[], Any], Callable[[], Tensor]]:
+    def hf_graph(self) -> Contestant:
         """A loop of one's own around the same model and cache: a compiled greedy step in one CUDA graph."""
         model = self.llama()
         from transformers import StaticCache
@@ -84,15 +81,13 @@ class Bench:
         tokens = torch.empty(len(token), self.new, dtype=torch.long, device=self.device)
 
         @torch.no_grad()
-        def step() -> None:
-            logits = forward(input_ids=token, past_key_values=cache, use_cache=True).logits
+        def step(forward: Callable = forward, inputs: Tensor = token, **settings: Any) -> None:
+            logits = forward(input_ids=inputs, past_key_values=cache, use_cache=True, **settings).logits
             token.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
-        @torch.no_grad()
         def begin() -> None:
             cache.reset()
-            logits = model(input_ids=self.prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            token.copy_(logits[:, -1].argmax(-1, keepdim=True))
+            step(model, self.prompts, logits_to_keep=1)
 
         begin()
         replay = step if self.conditions.toy else captured(step, self.device)[0]
@@ -103,13 +98,13 @@ class Bench:
                 replay()
             return tokens
 
-        return begin, run
+        return Contestant(run, reset=begin)
 
-    def fused(self) -> tuple[Callable[[], Any], Callable[[], Tensor]]:
+    def fused(self) -> Contestant:
         """Our decoder."""
         prompts, rows = self.prompts.tolist(), range(len(self.prompts))
         decoder = FusedDecoder(self.model(), len(rows), self.prompts.shape[1] + self.new, torch.bfloat16)
-        return lambda: decoder.place(rows, prompts), lambda: decoder.decode(self.new).T
+        return Contestant(lambda: decoder.decode(self.new).T, reset=lambda: decoder.place(rows, prompts))
 
 
 BUILDERS = {GENERATE: Bench.hf_generate, GRAPH: Bench.hf_graph, OURS: Bench.fused}
@@ -126,9 +121,11 @@ def measure(cell: Cell, conditions: Conditions) -> Rows:
     counts = parameter_counts(bench.config)
     weights = 2 * (sum(counts.values()) - counts["token_embeddings"])
     builders = {name: partial(bench.build, name) for name in s["contestants"]}
-    ideal = weights * s["new_tokens"] / conditions.ceilings["copy_bytes_per_second"]
-    work = Work(builders, s["batch_size"] * s["new_tokens"], "tok/s", ideal, "measured copy", alone=False)
-    rows = work.rows(cell, conditions)
+    ideal, amount = (
+        weights * s["new_tokens"] / conditions.ceilings["copy_bytes_per_second"],
+        s["batch_size"] * bench.new,
+    )
+    rows = timed_rows(cell, conditions, builders, amount, "tok/s", ideal, "measured copy", alone=False)
     first = next(iter(bench.tokens.values()), None)
     for row in rows:
         if row["contestant"] in bench.tokens:

@@ -1,0 +1,274 @@
+"""The cells of `speed.py`: what is measured, against whom, and how well it has to do; and the rows that come of it."""
+
+import importlib
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lmcore.device import select_device
+from lmcore.profiling.kernels.measuring import Contestant, race
+from lmcore.profiling.peak_rates import peak_rates
+from lmcore.provenance import environment
+
+CUDNN, FLASH = "SDPA cuDNN", "SDPA FlashAttention"
+OURS = "lmcore fused"
+FAST_PATH = (OURS, "lmcore flash", "+ one CUDA graph")
+"""Our own contestants; whatever else of ours takes part is there for comparison."""
+HUGGING_FACE = ("HF eager", "HF compiled", "HF compiled + CUDA graph")
+HF_BEST = HUGGING_FACE[-1]
+GENERATE, GRAPH = "HF generate, static cache", "HF static cache, compiled + CUDA graph"
+CUMULATIVE = (
+    "plain, eager", "+ sdpa", "+ flash attention", "+ torch.compile", "+ fused loss", "+ fused AdamW",
+    "+ one CUDA graph",
+)  # fmt: skip
+"""Cumulative optimizations of a step: each adds to the last."""
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+TOKENS = 16384
+"""Tokens of an attention call in the figure by length: the batch shrinks as the sequences grow."""
+SECONDS_OF_A_MEMORY_ROW = 0.2
+"""Times are a by-product where memory is what is asked for."""
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One piece of work, which several contestants do in one process."""
+
+    row: str
+    group: str
+    work: str
+    measure: str
+    """The function that does it, `module:function`; it gets the cell and `Conditions` and returns rows."""
+    settings: dict[str, Any]
+    estimate: float
+    """Seconds that the cell takes on an H200, with what is compiled for it."""
+    parts: Sequence["Cell"] = ()
+    """What is measured in place of the cell itself, one after the other, sharing its time."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under which a cell is measured: where, how long, and what the device can do at best."""
+
+    device: str
+    toy: bool
+    """Sizes for a test of the command: nothing is compiled, and the times mean nothing."""
+    seconds: float
+    """Time that the turns may take, building and compiling excluded."""
+    ceilings: dict[str, float]
+
+    def compiled(self, function: Callable) -> Callable:
+        """torch.compile for these very shapes; at toy sizes the function as it is, since compiling takes seconds."""
+        return function if self.toy else torch.compile(function, dynamic=False)
+
+
+def examined(device: str, toy: bool) -> dict[str, Any]:
+    """In a process of its own: the device, the environment and the ceilings of this run."""
+    chosen, _ = select_device(device)
+    roofs = peak_rates(chosen, "fp32" if toy else "bf16")
+    copy, matmul = roofs["peak_bytes_per_second"], roofs["peak_flops_per_second"]
+    found = {"copy_bytes_per_second": copy, "bf16_flops_per_second": matmul}
+    return {"device": str(chosen), "environment": environment(), "ceilings": found}
+
+
+def perform(cell: Cell, conditions: Conditions) -> Rows:
+    """In the cell's process: its measurement."""
+    module, _, function = cell.measure.partition(":")
+    measure, parts = getattr(importlib.import_module(module), function), cell.parts or (cell,)
+    seconds = SECONDS_OF_A_MEMORY_ROW if cell.group == "memory" else conditions.seconds / len(parts)
+    return [row for part in parts for row in measure(part, replace(conditions, seconds=seconds))]
+
+
+def timed_rows(
+    cell: Cell,
+    conditions: Conditions,
+    builders: Mapping[str, Callable[[], Contestant]],
+    amount: float,
+    rate_unit: str,
+    ideal: float | None,
+    share_of: str,
+    **options: Any,
+) -> Rows:
+    """Lets the contestants take turns (`race`, with its `options`); a row for each.
+
+    `amount` is what one call does, of `rate_unit` times seconds (TFLOP, GB or tokens); `ideal` the seconds of a call at
+    the whole of `share_of`. Times are in ms: the median, the first and the last decile; a share is from 0 to 1.
+    """
+    rows = []
+    for name, result in race(builders, torch.device(conditions.device), conditions.seconds, **options).items():
+        rows.append(blank_row(cell, name, result.outcome, result.reason))
+        if not result.seconds:
+            continue
+        median = statistics.median(result.seconds)
+        deciles = statistics.quantiles(result.seconds, n=10, method="inclusive")
+        rows[-1] |= {"median": median * 1e3, "low": deciles[0] * 1e3, "high": deciles[-1] * 1e3}
+        rows[-1] |= {"repeats": len(result.seconds), "peak_bytes": result.peak_bytes, "notes": result.notes}
+        rows[-1] |= {"rate": amount / median, "rate_unit": rate_unit}
+        rows[-1] |= {"share": None if ideal is None else ideal / median, "share_of": share_of}
+    return rows
+
+
+def blank_row(cell: Cell, contestant: str, outcome: str, reason: str | None) -> dict[str, Any]:
+    """The row of a contestant without a time."""
+    head = {name: getattr(cell, name) for name in ("row", "group", "work", "settings")}
+    head |= {"contestant": contestant, "ours": contestant in FAST_PATH, "unit": "ms"}
+    empty = dict.fromkeys(("median", "low", "high")) | {"repeats": 0}
+    empty |= dict.fromkeys(("peak_bytes", "rate", "rate_unit", "share", "share_of"))
+    return head | empty | {"outcome": outcome, "reason": reason, "notes": {}}
+
+
+def cells() -> list[Cell]:
+    """The cells that an H200 is measured with; `estimate` is what each takes there with 2.5 seconds of turns."""
+    adamw = {"d_model": 2560, "d_ff": 10496, "blocks": 10, "parameters": 1_068_288_000}
+    loss = {"rows": 16384, "d_model": 768, "vocab_size": 50_257, "precision": "bf16"}
+    return [
+        *(attention_cell(128, n, passes, TOKENS // n) for n in (4096, 16384) for passes in ("both", "forward")),
+        attention_cell(64, 16384, "both", 1),
+        Cell("adamw", "optimizer", "AdamW, 1.07 B fp32 parameters", "kernel_peers:adamw", adamw, 6),
+        Cell("loss", "loss", "linear + cross-entropy, 16,384 × 50,257, d 768, forward + backward",
+             "kernel_peers:loss", loss, 14),
+        step_cell("tinystories", 32, 256, ("HF eager", HF_BEST, OURS), 32),
+        step_cell("tinystories", 256, 256, (HF_BEST, OURS), 24),
+        step_cell("small", 4, 1024, (HF_BEST, OURS), 34),
+        step_cell("small", 4, 256, (HF_BEST, OURS), 34),
+        step_cell("large", 4, 1024, (HF_BEST, OURS), 34),
+        step_cell("2.7b", 4, 256, (HF_BEST, OURS), 32),
+        decode_cell("small", 1, (GRAPH, OURS), 24),
+        decode_cell("2.7b", 1, (GRAPH, OURS), 50),
+        *(sweep_cell(head_size, passes) for head_size in (64, 128) for passes in ("both", "forward")),
+        memory_cell("attention", "memory of attention forward + backward by length", 16, {
+            n: attention_cell(64, n, "both", 1, ("plain", "SDPA", "lmcore flash"), unchecked=True)
+            for n in (*LENGTHS[1:], 32768)
+        }),
+        memory_cell("step", "memory of a full step by length", 25, {
+            n: step_cell("small", 4, n, ("lmcore plain", OURS), 0) for n in LENGTHS[:-1]
+        }),
+        replace(step_cell("tinystories", 8, 1024, CUMULATIVE, 48), row="study", group="study",
+                work="TinyStories model, 8 × 1,024, one change after the other"),
+        *(Cell(f"elementwise-{name}", "elementwise", f"{name}{' forward + backward' * (name != 'rope')}",
+               "kernel_peers:elementwise", {"kernel": name, "precision": "bf16"} | sizes, 8)
+          for name, sizes in KERNELS.items()),
+        decode_cell("small", 64, (GRAPH, OURS), 24),
+        decode_cell("small", 8, (GRAPH, OURS), 24),
+        # Hugging Face's own loop, with nobody beside it: where it has run, CUDA graphs of others take twice as long
+        replace(decode_cell("small", 1, (GENERATE,), 40), row="decode-small-1-generate",
+                work="decode, batch 1, small, Hugging Face's own loop"),
+    ]  # fmt: skip
+
+
+KERNELS = {
+    "rmsnorm": {"rows": 65536, "d_model": 768},
+    "rope": {"rows": 65536, "heads": 12, "head_size": 64, "context_length": 1024},
+    "swiglu": {"rows": 32768, "d_ff": 3072},
+}
+"""Elementwise kernels and their sizes, all well beyond a cache's."""
+
+
+def attention_cell(
+    head_size: int, length: int, passes: str, batch_size: int, contestants: tuple[str, ...] = (), **more: Any
+) -> Cell:
+    """Causal attention. Compiling FlexAttention takes seconds: it takes part where both passes are measured."""
+    both = passes == "both"
+    flex = ("FlexAttention",) if both else ()
+    settings = {"batch_size": batch_size, "heads": 16, "context_length": length, "head_size": head_size,
+                "causal": True, "passes": passes, "precision": "bf16",
+                "contestants": list(contestants or (CUDNN, FLASH, *flex, "lmcore flash"))} | more  # fmt: skip
+    words = "forward + backward" if both else "forward"
+    work = f"attention {words}, causal, head size {head_size}, {length:,} positions"
+    name = f"attention-{head_size}-{length}-{passes}"
+    return Cell(name, "attention", work, "kernel_peers:attention", settings, 16 if both else 9)
+
+
+def sweep_cell(head_size: int, passes: str) -> Cell:
+    """Attention at a constant number of tokens, for the figure: the lengths that have no cell of their own."""
+    done = {(128, 4096, passes), (128, 16384, passes), (64, 16384, "both")}
+    lengths, contestants = [n for n in LENGTHS if (head_size, n, passes) not in done], (CUDNN, FLASH, "lmcore flash")
+    parts = [attention_cell(head_size, n, passes, TOKENS // n, contestants) for n in lengths]
+    return Cell(f"attention-{head_size}-sweep-{passes}", "sweep", f"attention by length, head size {head_size}",
+                "kernel_peers:attention", {"lengths": lengths}, 9, parts)  # fmt: skip
+
+
+def memory_cell(name: str, work: str, estimate: float, by_length: Mapping[int, Cell]) -> Cell:
+    """Cells measured for their memory, by length."""
+    parts = [
+        replace(part, row=f"memory-{name}-{n}", group="memory", work=f"{work}: {n:,}") for n, part in by_length.items()
+    ]
+    return Cell(f"memory-{name}", "memory", work, parts[0].measure, {"lengths": [*by_length]}, estimate, parts)
+
+
+def step_cell(size: str, batch_size: int, length: int, contestants: tuple[str, ...], estimate: float) -> Cell:
+    """A full training step; the vocabulary is that of CS336 A2 (section 1.1.2)."""
+    settings = {"size": size, "batch_size": batch_size, "context_length": length, "vocab_size": 10_000,
+                "precision": "bf16", "contestants": list(contestants)}  # fmt: skip
+    name = {"tinystories": "TinyStories"}.get(size, size)
+    return Cell(f"step-{size}-{batch_size}x{length}", "step", f"{name} model, {batch_size} × {length:,}, full step",
+                "steps:measure", settings, estimate)  # fmt: skip
+
+
+def decode_cell(size: str, batch_size: int, contestants: tuple[str, ...], estimate: float) -> Cell:
+    """Decoding of 256 tokens after a prompt of 16."""
+    settings = {"size": size, "batch_size": batch_size, "prompt_tokens": 16, "new_tokens": 256, "context_length": 512,
+                "vocab_size": 10_000, "precision": "bf16", "contestants": list(contestants)}  # fmt: skip
+    return Cell(f"decode-{size}-{batch_size}", "decode", f"decode, batch {batch_size}, {size}",
+                "decode:measure", settings, estimate)  # fmt: skip
+
+
+TOY = {
+    "size": "smoke", "batch_size": 2, "context_length": 16, "vocab_size": 512, "prompt_tokens": 4, "new_tokens": 4,
+    "heads": 2, "head_size": 16, "rows": 32, "d_model": 32, "d_ff": 64, "blocks": 2,
+}  # fmt: skip
+
+
+def toy_cells() -> list[Cell]:
+    """One cell of every kind at sizes that take seconds on a CPU."""
+
+    def toy(cell: Cell) -> Cell:
+        small = {name: TOY.get(name, value) for name, value in cell.settings.items()}
+        parts = [toy(part) for part in cell.parts[:2]]
+        return replace(cell, work=f"{cell.work}, at toy size", settings=small, estimate=1, parts=parts)
+
+    kinds: dict[Any, Cell] = {}
+    for cell in cells():
+        kind = (cell.group, cell.measure, cell.settings.get("kernel"), str(cell.settings.get("contestants")))
+        kinds.setdefault(kind, toy(cell))
+    return [*kinds.values()]
+
+
+def targets() -> list[dict[str, Any]]:
+    """What has to be reached, on one H200 in bf16.
+
+    `measure` is a field of our row, or `rate over NAME`: our rate divided by that contestant's in the same row.
+    """
+    beside = [
+        (f"attention-128-{length}-{passes}", f"rate over {peer}", factor, text)
+        for length in (4096, 16384)
+        for passes in ("forward", "both")
+        for peer, factor, text in ((CUDNN, 1.0, "≥ cuDNN"), (FLASH, 1.3, "≥ 1.3 × FA2"))
+    ]
+    rows = [
+        ("step-tinystories-32x256", "median", 2.4, "≤ 2.4 ms"),
+        ("step-tinystories-256x256", "median", 14.5, "≤ 14.5 ms"),
+        ("step-tinystories-256x256", "share", 0.50, "≥ 50 % MFU"),
+        ("step-small-4x256", "median", 3.0, "≤ 3.0 ms"),
+        ("step-small-4x1024", "median", 7.4, "≤ 7.4 ms"),
+        ("step-large-4x1024", "median", 43.0, "≤ 43 ms"),
+        ("step-large-4x1024", "share", 0.60, "≥ 60 % MFU"),
+        ("step-2.7b-4x256", "median", 57.0, "≤ 57 ms"),
+        ("attention-64-16384-both", "median", 4.4, "≤ 4.4 ms"),
+        *beside,
+        ("adamw", "median", 7.5, "≤ 7.5 ms"),
+        ("adamw", "share", 0.93, "≥ 93 % of copy"),
+        ("loss", "median", 7.0, "≤ 7 ms"),
+        ("loss", "peak_bytes", 0.7 * 2**30, "≤ 0.7 GiB extra"),
+        ("decode-small-1", "rate", 5000, "≥ 5,000 tok/s"),
+        ("decode-2.7b-1", "rate", 480, "≥ 480 tok/s"),
+    ]
+    bounds = {"≤": "at_most", "≥": "at_least"}
+    return [
+        {"row": row, "measure": measure, bounds[text[0]]: number, "text": text} for row, measure, number, text in rows
+    ]

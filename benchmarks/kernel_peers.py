@@ -1,0 +1,145 @@
+"""Kernels beside their peers: attention, loss, AdamW and elementwise work, as `lmcore.profiling.kernels` has them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from cells import CUDNN, FLASH, OURS, Cell, Conditions, Rows, timed_rows
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lmcore.kernels.cross_entropy import linear_cross_entropy
+from lmcore.profiling.kernels import cases, optimizer
+from lmcore.profiling.kernels.measuring import Absent, Contestant
+
+CHECKED_COLUMNS = 64
+"""Gradients of so many features are compared."""
+BYTES_PER_PARAMETER = 28
+"""Parameter, gradient and both moments are read, all but the gradient are written; 4 bytes each."""
+OPTIMIZER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+BACKENDS = {CUDNN: SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION}
+ATTENTION = {"plain": "plain", "SDPA": "sdpa", "lmcore flash": "flash"}
+"""Attention of the library, by contestant."""
+CONTESTANTS = (*ATTENTION, *BACKENDS, "FlexAttention")
+"""Whom `attention_by` knows."""
+
+
+def attention(cell: Cell, conditions: Conditions) -> Rows:
+    """Causal attention of random q, k and v in bf16, forward or in both directions."""
+    s, device, both = cell.settings, torch.device(conditions.device), cell.settings["passes"] == "both"
+    torch.manual_seed(0)
+    shape = (s["batch_size"], s["heads"], s["context_length"], s["head_size"])
+    case = cases.attention(shape, torch.bfloat16, device)
+    case = case if both else case.forward
+
+    def build(name: str) -> Contestant:
+        return Contestant(partial(case.run, attention_by(name, s["context_length"], device, conditions)))
+
+    builders, reference = {name: partial(build, name) for name in s["contestants"]}, None
+    if not s.get("unchecked"):  # the last head of the first sequence: of all the scores would be too many
+        reference = case.run(convert=lambda x: x[0, -1].double())
+    flops = case.flops * (1 + cases.BACKWARD * both)
+    ideal, options = flops / conditions.ceilings["bf16_flops_per_second"], {"part": lambda x: x[0, -1]}
+    rates = (flops / 1e12, "TFLOP/s", ideal, "measured matmul")
+    return timed_rows(cell, conditions, builders, *rates, reference=reference, **options)
+
+
+def attention_by(name: str, length: int, device: torch.device, conditions: Conditions) -> Callable[..., Tensor] | None:
+    """A contestant's causal attention; None: the reference. Raises `Absent` for one that this device does not have."""
+    if name in ATTENTION:
+        return cases.ATTENTION[ATTENTION[name]]
+    if name in BACKENDS:
+        return partial(by_backend, BACKENDS[name])
+    if device.type != "cuda":
+        raise Absent("FlexAttention is measured compiled for a GPU.")
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    mask = create_block_mask(lambda b, h, query, key: query >= key, None, None, length, length, device=str(device))
+    return partial(conditions.compiled(flex_attention), block_mask=mask)
+
+
+def by_backend(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's attention by one of its back ends. Raises `Absent` if that does not serve these inputs."""
+    try:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    except RuntimeError as error:
+        if "No available kernel" in str(error) or "No viable backend" in str(error):
+            raise Absent("PyTorch has no such kernel for these inputs on this device.") from error
+        raise
+
+
+def loss(cell: Cell, conditions: Conditions) -> Rows:
+    """LM head and cross-entropy forward and backward in bf16. Peak memory is all beyond the inputs: gradients too."""
+    s = cell.settings
+    torch.manual_seed(0)
+    sizes = (s["rows"], s["d_model"], s["vocab_size"])
+    case = cases.loss(*sizes, torch.bfloat16, torch.device(conditions.device))
+
+    def eager(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight).float(), targets)
+
+    def part(result: Tensor) -> Tensor:
+        return result[:, :CHECKED_COLUMNS] if result.ndim == 2 else result
+
+    reference = case.run(convert=lambda x: x.float() if x.is_floating_point() else x)
+    options = {"reference": [part(result).clone() for result in reference], "part": part}
+    del reference
+    losses = {"eager": eager, "torch.compile": conditions.compiled(eager), OURS: linear_cross_entropy}
+    builders = {name: partial(Contestant, partial(case.run, function)) for name, function in losses.items()}
+    flops = 6 * s["rows"] * s["d_model"] * s["vocab_size"]
+    ideal = flops / conditions.ceilings["bf16_flops_per_second"]
+    return timed_rows(cell, conditions, builders, flops / 1e12, "TFLOP/s", ideal, "measured matmul", **options)
+
+
+def adamw(cell: Cell, conditions: Conditions) -> Rows:
+    """One AdamW update of many float32 parameters, clipping left out. The shapes are those of a model's blocks."""
+    s = cell.settings
+    d, f, blocks = s["d_model"], s["d_ff"], s["blocks"]
+    shapes = [(d, d)] * 4 * blocks + [(f, d)] * 3 * blocks + [(d,)] * 2 * blocks
+
+    def build(update: Callable, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> Contestant:
+        """What is compared is by how much three updates change the first parameter."""
+        torch.manual_seed(0)  # the first are the same whatever follows
+        parameters = []
+        for shape in shapes:
+            parameters.append(nn.Parameter(torch.randn(shape, device=conditions.device).to(dtype)))
+            parameters[-1].grad = (torch.randn(shape, device=conditions.device) / 100).to(dtype)
+        before, step = parameters[0].detach().double().clone(), update(parameters, **OPTIMIZER)
+        for _ in range(3):
+            step()
+        return Contestant(step, results=[parameters[0].detach().double() - before])
+
+    updates = {"torch fused": optimizer.torch_fused, OURS: optimizer.ours}
+    builders = {name: partial(build, update, shapes) for name, update in updates.items()}
+    reference = build(optimizer.plain, shapes[:1], torch.float64).results
+    return copying(
+        cell, conditions, builders, BYTES_PER_PARAMETER * sum(map(torch.Size.numel, map(torch.Size, shapes))), reference
+    )
+
+
+def elementwise(cell: Cell, conditions: Conditions) -> Rows:
+    """A kernel between the matmuls in bf16: what torch.compile makes of the reference, and ours."""
+    s = cell.settings
+    torch.manual_seed(0)
+
+    def random(width: int) -> Tensor:
+        return torch.randn(s["rows"], width, device=conditions.device).bfloat16()
+
+    if s["kernel"] == "rmsnorm":  # with the gradient of the residual stream, which the backward pass adds
+        case = cases.norm(*(random(s["d_model"]) for _ in range(4)))
+    elif s["kernel"] == "rope":
+        case = cases.rotation(random(3 * s["heads"] * s["head_size"]), s["heads"], s["context_length"], False)
+    else:
+        case = cases.gate(random(2 * s["d_ff"]), random(s["d_ff"]))
+    compiled = partial(case.run, conditions.compiled(case.reference))
+    builders = {"torch.compile": partial(Contestant, compiled), OURS: case.ours}
+    return copying(cell, conditions, builders, case.least_bytes, case.run(convert=Tensor.float))
+
+
+def copying(cell: Cell, conditions: Conditions, builders: Any, moved: int, reference: Any) -> Rows:
+    """Rows of work whose speed is that of moving so many bytes."""
+    ideal = moved / conditions.ceilings["copy_bytes_per_second"]
+    return timed_rows(cell, conditions, builders, moved / 1e9, "GB/s", ideal, "measured copy", reference=reference)

@@ -1,1 +1,0 @@
-"""Cells of `benchmarks/speed.py`: what is measured, against whom, and how well it has to do."""

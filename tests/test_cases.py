@@ -1,0 +1,134 @@
+"""Benchmark cases: names and configurations of those that options, notebooks and the optimisation report ask for."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from lmcore.config import ModelConfig, from_dict, model_config
+from lmcore.errors import UserError
+from lmcore.profiling.cases import (
+    OPTIMIZATIONS,
+    BenchmarkConfig,
+    StudyConfig,
+    WorkloadConfig,
+    benchmark_cases,
+    case_grid,
+    workload_config,
+)
+from lmcore.profiling.workload import Workload
+
+SMALL = StudyConfig(
+    d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=64, batch_sizes=(1, 2), batch_context=16,
+    precisions=("fp32", "bf16"), contexts=(8, 16), context_batch=2, optimization_batch=2, optimization_context=16,
+    mixed_precision="bf16", warmup_steps=0, steps=1, device="cpu",
+)  # fmt: skip
+
+
+def batch_cells(s: StudyConfig) -> dict:
+    """The cases of notebook 04 by batch size and precision; those by context and by optimization follow."""
+    return s.grid((s.batch_context, size, kind, {}) for kind in s.precisions for size in s.batch_sizes)
+
+
+def context_cells(s: StudyConfig) -> dict:
+    return s.grid((context, s.context_batch, s.mixed_precision, {}) for context in s.contexts)
+
+
+def optimization_cells(s: StudyConfig) -> dict:
+    place = s.optimization_context, s.optimization_batch, s.mixed_precision
+    return s.grid((*place, switches) for switches in OPTIMIZATIONS.values())
+
+
+def study_cells(s: StudyConfig) -> dict:
+    return batch_cells(s) | context_cells(s) | optimization_cells(s)
+
+
+def test_named_sizes_of_the_handouts():
+    assert workload_config("2.35b").model.d_ff == 25_600
+    config = workload_config("2.7b", context_length=512, precision="bf16", attention="sdpa")
+    assert config.model == model_config("2.7b", context_length=512, vocab_size=10_000, attention="sdpa")
+    assert (config.batch_size, config.precision, config.size, config.tokens_per_step) == (4, "bf16", "2.7b", 2048)
+
+
+def test_names_and_cases_of_a_grid():
+    cases = case_grid(["smoke", "2.7b"], [64, 128], ["bf16"], ["forward"], batch_size=2, attention="sdpa")
+    assert list(cases) == [f"{size}-{context}-bf16-forward" for context in (64, 128) for size in ("smoke", "2.7b")]
+    expected = {"batch_size": 2, "attention": "sdpa", "precision": "bf16", "passes": "forward"}
+    assert cases["2.7b-128-bf16-forward"] == workload_config("2.7b", 128, **expected)
+    joined = cases | case_grid(["smoke"], [64], ["bf16", "fp32"], ["forward"], batch_size=2, attention="sdpa")
+    assert len(joined) == 5
+
+
+def test_options_with_named_sizes():
+    settings = BenchmarkConfig(
+        size=("small", "2.7b"), context_length=(128, 256), precision=("fp32", "bf16"), passes=("forward",),
+        attention=("plain", "sdpa"), model=ModelConfig(vocab_size=500, norm="post"), batch_size=2,
+    )  # fmt: skip
+    cases = benchmark_cases(settings)
+    assert len(cases) == 16
+    model = model_config("2.7b", vocab_size=500, norm="post", context_length=256, attention="sdpa")
+    expected = WorkloadConfig(model=model, size="2.7b", precision="bf16", batch_size=2)
+    assert cases["2.7b-256-bf16-forward-sdpa-b2"] == expected
+
+
+def test_options_with_numbers_of_their_own():
+    model = ModelConfig(d_model=48, num_heads=4, num_layers=3, norm="post", context_length=64)
+    assert benchmark_cases(BenchmarkConfig(model=model, compile=True, warmup_steps=0)) == {
+        f"own-3x48-64-fp32-{passes}-compiled-b4": WorkloadConfig(
+            model=model, passes=passes, compile=True, warmup_steps=0
+        )
+        for passes in ("forward", "forward_backward")
+    }
+
+
+@pytest.mark.parametrize("asked", [{}, {"attention": ("flash",)}, {"model": ModelConfig(attention="flash")}])
+def test_fused_cases_say_what_they_run(asked):
+    """The same case, whether its attention is asked for or not; so what is measured once is not measured again."""
+    ((name, config),) = benchmark_cases(BenchmarkConfig(passes=("train_step",), ops="fused", **asked)).items()
+    assert name == "own-4x512-256-fp32-train_step-fused-b4"
+    assert (config.ops, config.model.attention, config.compile) == ("fused", "flash", False)
+
+
+def test_the_reports_setting_is_the_default_and_names_tell_cases_apart():
+    cases = study_cells(StudyConfig())
+    assert len(cases) == 18 + 4 + 4 - 1  # batch 8 at context 512 serves two questions
+    assert len({repr(config) for config in cases.values()}) == len(cases)
+    assert {config.passes for config in cases.values()} == {"train_step"}
+    model = cases["study_b16_c1024_fp16"].model
+    assert (model.num_layers, model.num_heads, model.vocab_size, model.position) == (12, 12, 50_257, "sinusoidal")
+    base = batch_cells(SMALL)["study_b2_c16_bf16"]
+    assert optimization_cells(SMALL) == {
+        f"study_b2_c16_bf16{marks}": dataclasses.replace(base, model=SMALL.model(16, **switches))
+        for marks, switches in zip(
+            ("", "_checkpoint1", "_sdpa", "_checkpoint1_sdpa"), OPTIMIZATIONS.values(), strict=True
+        )
+    }
+
+
+@pytest.mark.parametrize("name", list(study_cells(SMALL)))
+def test_every_case_of_a_small_study_runs(name):
+    assert np.isfinite(Workload(study_cells(SMALL)[name]).step().item())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: workload_config("huge"), "no model size 'huge'"),
+        (lambda: workload_config("small", depth=3), "no field depth"),
+        (lambda: case_grid(["smoke"], [0]), "context_length"),
+        (lambda: WorkloadConfig(steps=0), "steps must be a positive"),
+        (lambda: WorkloadConfig(warmup_steps=-1), "warmup_steps must be"),
+        (lambda: WorkloadConfig(passes="sideways"), "passes must be one of forward, forward_backward, train_step"),
+        (lambda: WorkloadConfig(precision="fp8"), "precision must be one of"),
+        (lambda: ModelConfig(attention="fast"), "attention must be one of plain, sdpa"),
+        (lambda: ModelConfig(checkpoint_every=0), "checkpoint_every must be a positive"),
+        (lambda: from_dict(StudyConfig, {"batch_sizes": ()}), "batch_sizes must name at least one"),
+        (lambda: from_dict(StudyConfig, {"contexts": [8, 8]}), "contexts names a value twice"),
+        (lambda: from_dict(StudyConfig, {"batch_sizes": [0]}), "batch_sizes must be a positive whole number"),
+        (lambda: from_dict(StudyConfig, {"precisions": ["fp8"]}), "precisions must be one of"),
+        (lambda: from_dict(StudyConfig, {"depth": 3}), "StudyConfig has no field depth"),
+    ],
+)
+def test_bad_settings_are_refused(make, words):
+    with pytest.raises(UserError, match=words):
+        make()
