@@ -1,50 +1,27 @@
-"""Runs the code cells of a notebook in this process, and looks into the calls of `answer` in its source."""
+"""Runs the code cells of a notebook in this process, and looks into the calls of `answer` in its source.
+
+`python tests/notebook_cells.py 03_generate ...` writes the answers that the committed records give into
+results/h200/answers.json, with which the tests compare.
+"""
 
 import ast
 import contextlib
 import io
+import json
 import os
 import re
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from lmcore.workbook.notebook import code_cells, read_notebook
+from lmcore.workbook.parameters import PARAMETERS_FOLDER, read_parameters
 from lmcore.workbook.report.answers import METADATA_KEY, Answer
 
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
-
-
-def run_cells(name: str, **parameters: Any) -> dict[str, dict[str, Any]]:
-    """Runs the notebook with these parameters; its answers' metadata by "problem (part)"."""
-    variables: dict[str, Any] = {"__name__": "__main__"}
-    answers, here = {}, Path.cwd()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            for number, cell in code_cells(read_notebook(NOTEBOOKS / f"{name}.ipynb")):
-                tree = ast.parse(cell.source, f"{name}, code cell {number}")
-                last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
-                exec(compile(tree, tree and f"{name}, code cell {number}", "exec"), variables)
-                if number == 1:
-                    variables |= parameters
-                if last is not None:
-                    shown = eval(compile(ast.Expression(last.value), f"{name}, code cell {number}", "eval"), variables)
-                    if isinstance(shown, Answer):
-                        found = shown.metadata[METADATA_KEY]
-                        answers[f"{found['problem']} ({found['part']})" if found["part"] else found["problem"]] = found
-    finally:
-        os.chdir(here)
-    return answers
-
-
-def answer_calls(name: str) -> list[ast.Call]:
-    """Every call of `answer` in a notebook's code."""
-    calls = []
-    for _, cell in code_cells(read_notebook(NOTEBOOKS / f"{name}.ipynb")):
-        for node in ast.walk(ast.parse(cell.source)):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "answer":
-                calls.append(node)
-    return calls
-
+PROJECT = Path(__file__).parents[1]
+RECORDS = PROJECT / "results" / "h200"
+ANSWERS = RECORDS / "answers.json"
 
 NAMES = re.compile(
     r"`[^`]*`|\$[^$]*\$|\b(?:float|bf|fp|tf|int|uint)\d+|\b(?:GPT|FlashAttention|L|CSE|CS)-?\d\w*|\b\d-gram"
@@ -52,7 +29,53 @@ NAMES = re.compile(
 """What a template may hold digits for: code, formulas, data types, names of models and caches."""
 
 
+def rendered(name: str, out: Path) -> dict[str, dict[str, Any]]:
+    """The answers of a notebook at scale gpu from the committed records, by "problem (part)": values and claims."""
+    parameters = read_parameters(PROJECT / PARAMETERS_FOLDER / "gpu" / f"{name}.yaml")
+    return run_cells(name, **parameters | {"out": str(out), "records": str(RECORDS)})
+
+
+def run_cells(name: str, **parameters: Any) -> dict[str, dict[str, Any]]:
+    """Runs the notebook with these parameters; its answers' values and claims by "problem (part)"."""
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    answers, here = {}, Path.cwd()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            for number, cell in code_cells(read_notebook(PROJECT / "notebooks" / f"{name}.ipynb")):
+                tree, file = ast.parse(cell.source), f"<{name}, code cell {number}>"
+                last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+                exec(compile(tree, file, "exec"), variables)
+                if number == 1:
+                    variables |= parameters
+                shown = eval(compile(ast.Expression(last.value), file, "eval"), variables) if last else None
+                if isinstance(shown, Answer):
+                    found = shown.metadata[METADATA_KEY]
+                    problem = f"{found['problem']} ({found['part']})" if found["part"] else found["problem"]
+                    answers[problem] = {"values": found["values"], "claims": found["claims"]}
+    finally:
+        os.chdir(here)
+    return answers
+
+
+def answer_calls(name: str) -> list[ast.Call]:
+    """Every call of `answer` in a notebook's code."""
+    cells = [cell.source for _, cell in code_cells(read_notebook(PROJECT / "notebooks" / f"{name}.ipynb"))]
+    nodes = [node for source in cells for node in ast.walk(ast.parse(source))]
+    return [
+        node
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "answer"
+    ]
+
+
 def typed_numbers(template: str) -> list[str]:
     """Numbers that stand in a template's text, outside of its fields and of names."""
-    text = re.sub(r"\{\{|\}\}", "", template)
-    return re.findall(r"\d[\d.,]*", NAMES.sub("", re.sub(r"\{[^{}]*\}", "", text)))
+    text = re.sub(r"(?<!\{)\{[^{}]*\}(?!\})", "", template)
+    return re.findall(r"\d+(?:[.,]\d+)*", NAMES.sub("", text))
+
+
+if __name__ == "__main__":
+    committed = json.loads(ANSWERS.read_text(encoding="utf-8")) if ANSWERS.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        committed |= {name: rendered(name, Path(folder)) for name in sys.argv[1:]}
+    ANSWERS.write_text(json.dumps(committed, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from lmcore.errors import require
-from lmcore.files import atomic_write, read_json
+from lmcore.files import atomic_write
 from lmcore.recipes import RECIPES
 from lmcore.workbook.report.answers import format_count, format_seconds
 from lmcore.workbook.report.figures import learning_curves, learning_rate_sweep, save_figure, use_style
@@ -83,25 +83,18 @@ def results_block(results: str | os.PathLike) -> str:
         "little. Notebook 02 explains each step; the tables, with commits and versions, are in "
         f"[`results/`](results/{Path(results).name}), all answers in "
         f"[`answers.pdf`](writeup/{Path(results).name}/answers.pdf).\n\n"
-        f"{_sample(Path(results) / 'generate.json', table)}\n\n{measurements_block(Path(results))}"
+        f"{_sample(Path(results))}\n\n{measurements_block(Path(results))}"
     )
 
 
-def _sample(path: Path, runs: pd.DataFrame) -> str:
-    """The first of the sampled texts, as a quotation, with the run that wrote it."""
-    generated = read_json(path)
-    run, settings, sample = generated["run"]["config"], generated["settings"], generated["text"][0]
-    like = {
-        "optimizer": run["optimizer"]["name"],
-        "learning_rate": run["optimizer"]["learning_rate"],
-        "steps": run["steps"],
-        "batch_size": run["batch_size"],
-        "tie_embeddings": run["model"]["tie_embeddings"],
-    }
-    name = runs[(runs[list(like)] == pd.Series(like)).all(axis=1)]["name"].iloc[0]
-    how = f"temperature {settings['temperature']:g}, top-p {settings['top_p']:g}"
-    lines = (sample["prompt"] + sample["text"]).strip().splitlines()
-    return f"`{name}` goes on from “{sample['prompt']}” ({how}):\n\n> " + "\n>\n> ".join(filter(None, lines))
+def _sample(results: Path) -> str:
+    """The text that notebook 03 hands in, up to its first end, as a quotation, with the run that wrote it."""
+    run = read_results(results / "generate_run.json")[0].iloc[0]
+    sample = read_results(results / "generate_text.json")[0].iloc[-1]
+    how = f"validation loss {run['valid_loss']:.3f}, temperature {sample['temperature']:g}, top-p {sample['top_p']:g}"
+    text = (sample["prompt"] + sample["text"]).partition("<|endoftext|>")[0]
+    lines = [line for line in text.strip().splitlines() if line]
+    return f"`{run['recipe']}` goes on from “{sample['prompt']}” ({how}):\n\n> " + "\n>\n> ".join(lines)
 
 
 def _settings(row: dict) -> str:
