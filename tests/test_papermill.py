@@ -58,7 +58,8 @@ def test_there_are_no_other_parameter_files():
 
 
 def test_every_parameter_has_a_rule():
-    free = {"scale", "data", "out", "tokenizer", "study", "picture_prompt", "reference"}  # checked apart, or any text
+    apart = {"scale", "data", "out", "tokenizer", "study", "records"}
+    free = apart | {"picture_prompt", "reference", "comment", "comment_of"}  # any text
     for name, known in DECLARED.items():
         assert {key for key, value in known.items() if type(value) not in (bool, int)} - free <= RULES.keys(), name
 
@@ -67,6 +68,7 @@ WRONG = [
     ("01_build", "vocab_size=5", "must be a whole number above 256"),
     ("01_build", "context_length=-1", "must be a positive whole number, not -1"),
     ("01_build", "model_size=nope", "must be one of tinystories, small"),
+    ("03_generate", "records=nowhere", "must be empty, or a folder of tables, not 'nowhere'"),
     ("01_build", "seed=-1", "must be a whole number from 0 to"),
     ("01_build", "batch_size=null", "must be a positive whole number, not None"),
     ("01_build", "compare_gpt2=1", "must be of type bool, not 1"),

@@ -6,6 +6,7 @@ import re
 import zlib
 
 import nbformat
+import numpy as np
 import pypdf
 import pytest
 from hypothesis import given
@@ -316,12 +317,26 @@ def test_text_helpers():
 def test_answer():
     shown = answers.answer("adamwAccounting (b)", "  About 3.")
     assert shown.data == "**Answer — adamwAccounting (b).** About 3."
-    assert shown.metadata[answers.METADATA_KEY] == {"problem": "adamwAccounting", "part": "b"}
+    found = {"problem": "adamwAccounting", "part": "b", "values": {}, "claims": {}}
+    assert shown.metadata[answers.METADATA_KEY] == found
     assert answers.answer("adamw", "- one\n- two").data.startswith("**Answer — adamw.**\n\n- one")
     with pytest.raises(UserError, match="empty"):
         answers.answer("adamw", "  ")
     with pytest.raises(UserError, match="named like"):
         answers.answer("(b)", "x")
+
+
+def test_an_answer_from_values_says_which_claims_do_not_hold():
+    template = "{sizes} take {time:seconds} and {memory:bytes}, {share:.0%} of $x^{{2}}$."
+    values = {"sizes": ["small", "large"], "time": np.float64(0.0123), "memory": 3e9, "share": 0.5}
+    claims = {"it falls": np.array([True, False]), "it is there": True}
+    shown = answers.answer("adamw", template, claims, **values)
+    assert shown.data.startswith("**Answer — adamw.** small and large take 12.3 ms and 3.00 GB, 50% of $x^{2}$.")
+    assert shown.data.endswith("*Does not hold on this machine:* it falls.")
+    found = shown.metadata[answers.METADATA_KEY]
+    assert found["values"] == values
+    assert found["claims"] == {"it falls": False, "it is there": True}
+    json.dumps(found)
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,8 @@ def check_parameters(name: str, known: Mapping[str, Any], given: Mapping[str, An
             require(bool(there), f"{must} gpt2, bpe: and a size above 256, or a tokenizer's folder, not {value!r}.")
         elif key == "timeline_context" and name == "06_memory":
             require(value in values["contexts"], f"{must} one of contexts, {values['contexts']}, not {value!r}.")
+        elif key == "records":
+            require(not value or (folder / value).is_dir(), f"{must} empty, or a folder of tables, not {value!r}.")
         elif key == "study":
             from lmcore.profiling.cases import StudyConfig  # which imports torch
 

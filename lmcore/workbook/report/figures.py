@@ -33,6 +33,7 @@ LEGEND_BESIDE: dict[str, Any] = {
 STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so text is set alike everywhere
     "figure.dpi": 110,
+    "figure.constrained_layout.use": True,
     "axes.titlesize": 9,
     "axes.titleweight": "bold",
     "axes.labelsize": 9,
@@ -61,10 +62,10 @@ def use_style() -> None:
     seaborn.set_theme(context="paper", style="whitegrid", palette="colorblind", rc=STYLE | SVG_STYLE)
 
 
-def save_figure(figure: Figure, path: str | os.PathLike) -> Path:
+def save_figure(figure: Figure, path: str | os.PathLike, **options: Any) -> Path:
     """Writes `figure` as SVG, atomically: no date, fixed identifiers, so that equal figures are equal files."""
     with matplotlib.rc_context(SVG_STYLE), atomic_write(path) as file:
-        figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
+        figure.savefig(file, format="svg", metadata={"Date": None}, **options)
     return Path(path)
 
 
@@ -75,7 +76,7 @@ def show_figure(figure: Figure, path: str | os.PathLike, caption: str) -> SVG:
 
 def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, np.ndarray]:
     """A figure as wide as the page with a grid of axes; `height` in inches is that of the whole figure."""
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(WIDTH, height))
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 

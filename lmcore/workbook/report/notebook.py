@@ -28,6 +28,7 @@ def start(
     `show` saves a figure as out/figures/<name>.svg and returns the picture for the cell, with its caption.
     """
     use_style()
+    plt.rcParams["figure.constrained_layout.use"] = False  # seaborn's grids have a layout of their own
     chosen, reason = select_device(device)
     if scale == "smoke" and chosen.type == "cpu":
         torch.set_num_threads(1)  # in models this small, threads wait for each other longer than they compute
@@ -35,7 +36,7 @@ def start(
     print(f"Scale {scale}; {source}.")
 
     def show(figure: Figure, name: str, caption: str) -> SVG:
-        saved = save_figure(figure, Path(out) / "figures" / f"{name}.svg")
+        saved = save_figure(figure, Path(out) / "figures" / f"{name}.svg", bbox_inches="tight")
         plt.close(figure)  # or the notebook shows it a second time
         return SVG(saved.read_text(encoding="utf-8"), metadata={"caption": caption})
 

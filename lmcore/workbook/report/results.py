@@ -45,13 +45,18 @@ class Results:
 
 
 def perturbed(table: pd.DataFrame, keys: Sequence[str], seed: str) -> pd.DataFrame:
-    """The table with each measured number multiplied by a random factor, about a tenth to ten, and each bool drawn."""
+    """The table with each measured number multiplied by a random factor, about a tenth to ten, and each bool drawn.
+
+    Rows with the same keys, repetitions of one measurement, have the same factor: else it would be lost in their mean.
+    """
     random = np.random.default_rng(zlib.crc32(seed.encode()))
+    group = table.groupby(list(keys), dropna=False).ngroup() if keys else np.arange(len(table))
     changed = table.copy()
     for name in table.columns.difference(keys):
+        factor = random.lognormal(0, 1, len(table))[group]
         if table[name].dtype == bool:
-            changed[name] = random.random(len(table)) < 0.5
+            changed[name] = factor > 1
         elif pd.api.types.is_numeric_dtype(table[name]):
-            values = table[name] * random.lognormal(0, 1, len(table))
+            values = table[name] * factor
             changed[name] = values.round().astype(int) if table[name].dtype.kind in "iu" else values
     return changed
