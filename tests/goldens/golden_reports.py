@@ -20,7 +20,7 @@ def reports(results: Path) -> Iterator[tuple[str, Any]]:
 
 
 def is_table(path: Path) -> bool:
-    return path.stem not in ("speed", "generate", "exploration", "trees")
+    return path.stem not in ("speed", "answers", "exploration", "trees") and not path.stem.startswith("generate")
 
 
 def benchmark(rows: dict[str, Any]) -> Iterator[tuple[str, Any]]:
