@@ -196,14 +196,14 @@ def _plain_generate(
 
 def _fused_dtype(model: TransformerLM, config: GenerateConfig) -> torch.dtype | None:
     """The precision that the fused decoder would work in, autocast's if it is on; None, and why, if it cannot."""
-    from lmcore.fused.decoder import why_not
+    from lmcore.fused.decoder import unsupported_reason
 
     require(config.kv_cache, "The fused decoder always has a KV cache: leave kv_cache on, or take ops=plain.")
     weight = model.token_embeddings.weight
     device, dtype = weight.device.type, weight.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    reason = why_not(model.config, dtype)
+    reason = unsupported_reason(model.config, dtype)
     if reason is not None:
         print(f"Decoding with plain operations, as the fused decoder does not cover {reason}.", file=sys.stderr)
         return None

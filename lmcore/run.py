@@ -386,7 +386,7 @@ def is_complete(run: RunFolder) -> bool:
     if (reason := damage(run)) is None:
         return True
     require(bool(run.checkpoints()), f"{reason} No checkpoint is left to mend it from; train in another folder.")
-    print(f"{reason} It is mended from the last checkpoint.", flush=True)
+    print(f"{reason} It is repaired from the last checkpoint.", flush=True)
     return False
 
 

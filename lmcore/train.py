@@ -34,7 +34,7 @@ from lmcore.device import (
 )
 from lmcore.errors import NO_ROOM, UserError, require
 from lmcore.functional import cross_entropy
-from lmcore.fused.coverage import why_not
+from lmcore.fused.coverage import unsupported_reason
 from lmcore.fused.step import FusedStep
 from lmcore.model import TransformerBlock, TransformerLM, evaluating
 from lmcore.optimizer import build_optimizer, get_lr_cosine_schedule, gradient_clipping, set_learning_rate
@@ -92,7 +92,7 @@ def training_step(
     """The configured step of `model`; and, if the fused one was asked for but does not cover it, the reason."""
     if config.ops == "plain":
         return PlainStep(model, config, device), None
-    reason = why_not(config.model, config.precision)
+    reason = unsupported_reason(config.model, config.precision)
     return (FusedStep.from_config(model, config) if reason is None else PlainStep(model, config, device)), reason
 
 

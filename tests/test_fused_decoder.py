@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lmcore.config import GenerateConfig, ModelConfig, model_config
 from lmcore.device import autocast
 from lmcore.errors import UserError
-from lmcore.fused.decoder import FusedDecoder, why_not
+from lmcore.fused.decoder import FusedDecoder, unsupported_reason
 from lmcore.generate import generate
 from lmcore.model import TransformerLM
 
@@ -118,9 +118,9 @@ def test_half_precision_under_autocast(capsys):
     assert [len(row) for row in rows] == [20] * len(PROMPTS)
     assert generate(model, PROMPTS, dataclasses.replace(config, precision="bf16")) == rows
     assert "".join(capsys.readouterr()) == ""
-    assert why_not(model.config, torch.float16) == "precision=fp16"
-    assert why_not(build(dropout=0.5, checkpoint_every=1).config, torch.bfloat16) is None
-    both_reasons = why_not(build(norm="post", position="none").config, torch.float64)
+    assert unsupported_reason(model.config, torch.float16) == "precision=fp16"
+    assert unsupported_reason(build(dropout=0.5, checkpoint_every=1).config, torch.bfloat16) is None
+    both_reasons = unsupported_reason(build(norm="post", position="none").config, torch.float64)
     assert both_reasons == "norm=post, precision=float64, position=none"
 
 

@@ -14,7 +14,7 @@ from lmcore.checkpoint import digest
 from lmcore.config import ModelConfig
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
-from lmcore.fused.coverage import why_not
+from lmcore.fused.coverage import unsupported_reason
 from lmcore.fused.model import FusedTransformer
 from lmcore.fused.step import FusedStep, leaves_room
 from lmcore.kernels.common.support import has_triton
@@ -109,7 +109,7 @@ UNCOVERED = [
 def test_a_model_that_is_not_covered_is_refused(changes, reason):
     """Or it would be computed as another one."""
     config = ModelConfig(**asdict(SHAPES["odd"]) | changes)
-    assert why_not(config, "bf16") == reason
+    assert unsupported_reason(config, "bf16") == reason
     sentence = re.escape(f"The fused step does not cover {reason}.")
     for make in (lambda model: FusedTransformer(model, torch.float32), lambda model: fused_step(model, 2)):
         with pytest.raises(UserError, match=f"^{sentence}$"):
@@ -133,7 +133,7 @@ def test_what_else_is_refused():
         with pytest.raises(UserError, match=sentence):
             call()
     assert all(p.grad is None for p in model.parameters())
-    reasons = [why_not(model.config, name) for name in ("bf16", "fp32", "tf32", "fp16")]
+    reasons = [unsupported_reason(model.config, name) for name in ("bf16", "fp32", "tf32", "fp16")]
     assert reasons == [None, None, None, "precision=fp16"]
     assert not fused_step(model, 2, name="muon").pipelined
 

@@ -114,7 +114,7 @@ def test_found_on_the_path_and_by_the_variable(tmp_path, monkeypatch):
     monkeypatch.setenv("NSYS", str(other))
     assert find_nsys() == Nsys(other, "2023.4.4")
     monkeypatch.setenv("NSYS", str(tmp_path / "nothing"))
-    with pytest.raises(UserError, match=r"The variable NSYS names .*nothing, which is no nsys"):
+    with pytest.raises(UserError, match=r"The variable NSYS names .*nothing, which does not run as nsys"):
         find_nsys()
     monkeypatch.setenv("NSYS", "off")
     with pytest.raises(UserError, match="switched off"):

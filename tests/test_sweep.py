@@ -23,7 +23,7 @@ def config(embedded_data) -> TrainConfig:
     )  # fmt: skip
 
 
-def test_run_is_followed_to_its_end_reused_and_mended(tmp_path, config, capsys):
+def test_run_is_followed_to_its_end_reused_and_repaired(tmp_path, config, capsys):
     run = run_or_reuse(config, tmp_path / "run")
     assert run.status()["state"] == "complete"
     assert "step 6/6" in capsys.readouterr().out

@@ -233,7 +233,7 @@ def test_two_tasks_on_one_run(tmp_path, out, training, capsys):
     assert unfinished(definition, out) == [1]
 
 
-def test_damaged_runs_are_rows_and_are_mended(tmp_path, out, training):
+def test_damaged_runs_are_rows_and_are_repaired(tmp_path, out, training):
     definition = loaded(tmp_path, training)
     assert run_definition(definition, out) == 0
     run = run_folder(out, "lr_0.001")

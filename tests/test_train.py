@@ -215,7 +215,7 @@ def test_a_checkpoint_that_is_not_of_a_run_is_refused(config, run):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/last.safetensors", "checkpoints/best.safetensors"])
 @pytest.mark.parametrize("damaged", ["cut", "missing"])
-def test_damaged_results_of_a_complete_run_are_mended(config, straight, capsys, name, damaged):
+def test_damaged_results_of_a_complete_run_are_repaired(config, straight, capsys, name, damaged):
     there, last, best = lines(straight), weights(straight), digest(load_model(straight.best_weights).state_dict())
     path = straight.path / name
     if damaged == "cut":
@@ -223,7 +223,7 @@ def test_damaged_results_of_a_complete_run_are_mended(config, straight, capsys, 
     else:
         path.unlink()
     assert train(config, straight).state == "complete"
-    assert "mended from the last checkpoint" in capsys.readouterr().out
+    assert "repaired from the last checkpoint" in capsys.readouterr().out
     assert lines(straight) == there
     assert (weights(straight), digest(load_model(straight.best_weights).state_dict())) == (last, best)
 

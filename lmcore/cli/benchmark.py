@@ -30,7 +30,7 @@ def benchmark(
         markdown: Print the table as Markdown.
         latex: Print the table as LaTeX.
     """
-    from lmcore.fused.coverage import why_not
+    from lmcore.fused.coverage import unsupported_reason
     from lmcore.profiling.runner import run_cases
     from lmcore.profiling.timing import measure, samples_table, timing_table
     from lmcore.workbook.report.benchmark.views import failures, readable
@@ -38,7 +38,7 @@ def benchmark(
 
     cases = benchmark_cases(settings)
     if settings.ops == "fused":  # a case that it does not cover fails with its reason, unless none would be left
-        reasons = dict.fromkeys(why_not(case.model, case.precision) for case in cases.values())
+        reasons = dict.fromkeys(unsupported_reason(case.model, case.precision) for case in cases.values())
         missing = "; ".join(filter(None, reasons))
         require(None in reasons, f"The fused step does not cover {missing}: take --ops plain.")
     with stoppable():

@@ -16,7 +16,7 @@ def precision_of(dtype: torch.dtype) -> str:
     return PRECISIONS.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def why_not(config: ModelConfig, precision: str) -> str | None:
+def unsupported_reason(config: ModelConfig, precision: str) -> str | None:
     """What of this model or precision the fused step does not cover, to end a sentence with; None if it covers it."""
     obstacles = {
         f"norm={config.norm}": config.norm != "pre",

@@ -14,7 +14,7 @@ from torch import Tensor
 from lmcore.config import GenerateConfig, ModelConfig, replace
 from lmcore.errors import require
 from lmcore.fused.coverage import precision_of
-from lmcore.fused.coverage import why_not as training_why_not
+from lmcore.fused.coverage import unsupported_reason as unsupported_in_training
 from lmcore.kernels import decode as ops
 from lmcore.kernels.common.support import on_device_of
 from lmcore.model import Linear, TransformerBlock, TransformerLM, evaluating
@@ -24,9 +24,9 @@ KEYS_PER_PART = 256
 """A part of the keys has at least so many; more parts than it takes to fill the chip gain nothing."""
 
 
-def why_not(config: ModelConfig, dtype: torch.dtype) -> str | None:
-    """As `lmcore.fused.coverage.why_not`, for decoding: without dropout and backward pass, and not without RoPE."""
-    found = [training_why_not(replace(config, dropout=0.0, checkpoint_every=None), precision_of(dtype))]
+def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    """As `lmcore.fused.coverage` says it of training, but without dropout and backward pass, and with RoPE alone."""
+    found = [unsupported_in_training(replace(config, dropout=0.0, checkpoint_every=None), precision_of(dtype))]
     if config.position == "none":
         found.append("position=none")
     return ", ".join(filter(None, found)) or None
@@ -63,7 +63,7 @@ class FusedDecoder:
         config: GenerateConfig = GREEDY,
         num_ids: int | None = None,
     ):
-        reason = why_not(model.config, dtype)
+        reason = unsupported_reason(model.config, dtype)
         require(reason is None, f"The fused decoder does not cover {reason}.")
         require(
             num_slots <= model.config.context_length,

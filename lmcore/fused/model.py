@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lmcore.config import ModelConfig
 from lmcore.errors import require
-from lmcore.fused.coverage import precision_of, why_not
+from lmcore.fused.coverage import precision_of, unsupported_reason
 from lmcore.fused.packing import PackedMatrices, gains_of
 from lmcore.fused.streams import Aside
 from lmcore.kernels.attention import attention_backward, attention_forward
@@ -106,7 +106,7 @@ class FusedTransformer:
         overlap: bool = True,
         layers_per_product: int | None = None,
     ):
-        reason = why_not(model.config, precision_of(dtype))
+        reason = unsupported_reason(model.config, precision_of(dtype))
         require(reason is None, f"The fused step does not cover {reason}.")
         self.model, self.config, self.dtype = model, model.config, dtype
         self.device = model.lm_head.weight.device

@@ -12,7 +12,7 @@ from lmcore.config import TrainConfig, replace
 from lmcore.device import autocast, select_device, set_matmul_precision, synchronize, too_large
 from lmcore.errors import require
 from lmcore.functional import cross_entropy
-from lmcore.fused.coverage import why_not
+from lmcore.fused.coverage import unsupported_reason
 from lmcore.fused.step import FusedStep
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
@@ -61,7 +61,7 @@ class Workload:
         self.model = TransformerLM(config.model, device=self.device)
         self.forward = torch.compile(self.model, dynamic=False) if config.compile else self.model
         if config.ops == "fused":
-            reason = why_not(config.model, config.precision)
+            reason = unsupported_reason(config.model, config.precision)
             require(reason is None, f"The fused step does not cover {reason}; measure this case with ops plain.")
             settings = replace(config.optimizer, max_grad_norm=None)
             run = TrainConfig(config.model, settings, batch_size=config.batch_size, precision=config.precision)

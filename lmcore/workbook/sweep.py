@@ -180,7 +180,7 @@ def _latest(run: RunFolder) -> tuple[int, str]:
 
 def _check(code: int, run: RunFolder) -> None:
     """Raises `UserError` with the last words of a process that ended otherwise than finished."""
-    again = f"The run {run.path} was stopped by a signal; run this again to go on from where it saved itself."
+    again = f"The run {run.path} was stopped by a signal; run this again to resume it."
     require(code != EXIT_INTERRUPTED, again)
     said = ["it said nothing", *run.log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()][-1]
     if not said.startswith("lmcore: "):  # a log on a full disk lacks the last words

@@ -1,4 +1,4 @@
-"""Files that were cut off, changed by a bit or lost: found, and mended or refused in a sentence."""
+"""Files that were cut off, changed by a bit or lost: found, and repaired or refused in a sentence."""
 
 import json
 import random
@@ -139,7 +139,7 @@ def test_weights(bench: Bench, stopped, tally: Tally, rng, damage: Damage, name:
 
 
 def try_damage(bench: Bench, run: RunFolder, tally: Tally, rng, path: Path, damage: Damage, *words: str) -> None:
-    """Damages a file of a run, which is mended, or refused in a sentence that has its name or other words."""
+    """Damages a file of a run, which is repaired, or refused in a sentence that has its name or other words."""
     before = path.read_bytes()
     damage(path, rng)
     with tally.fault(f"{path.name} damaged") as fault:

@@ -80,7 +80,7 @@ def read_export(path: str | Path) -> Trace:
             return build_trace(tool, read_work(db, tables), read_ranges(db, tables))
         except UserError:
             raise
-        # a column that is not there; what is no number where one should be, or none that fits
+        # a missing column; text where a number belongs, or a number out of range
         except (sqlite3.DatabaseError, ValueError, TypeError, ArithmeticError) as error:
             raise UserError(f"{path} cannot be read as an SQLite export of {tool} ({error}){again}.") from error
 

@@ -68,7 +68,7 @@ def find_nsys() -> Nsys:
         if (version := nsys_version(path)) is not None:
             return Nsys(Path(path), version)
         lame.append(path)
-    require(not wanted, f"The variable NSYS names {wanted}, which is no nsys that runs here; {INSTALL}.")
+    require(not wanted, f"The variable NSYS names {wanted}, which does not run as nsys here; {INSTALL}.")
     tried = f"{', '.join(lame)} did not run" if lame else "it is not on the PATH, in CUDA's or in Nsight's folders"
     raise UserError(f"There is no Nsight Systems (nsys) here: {tried}; {INSTALL}.")
 
@@ -86,7 +86,7 @@ def candidates() -> Iterator[str]:
 
 @cache
 def nsys_version(path: str) -> str | None:
-    """The version that the program at `path` says, such as "2025.3.1", or None if it is no nsys that runs."""
+    """The version that the program at `path` says, such as "2025.3.1", or None if it does not run as nsys."""
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.TimeoutExpired):
