@@ -1,0 +1,38 @@
+"""What every notebook begins with, and text that must not be read as markup."""
+
+import matplotlib.pyplot as plt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcore.workbook.report.notebook import quote, start
+
+
+def test_start_gives_results_figures_and_a_device(tmp_path, capsys):
+    results, show, device = start(str(tmp_path), "laptop", device="cpu")
+    figure, axes = plt.subplots()
+    axes.plot([1, 2])
+    picture = show(figure, "line", "A line.")
+    assert picture.data == (tmp_path / "figures" / "line.svg").read_text(encoding="utf-8")
+    assert picture.metadata == {"caption": "A line."}
+    assert not plt.get_fignums()  # or the notebook would show it twice
+    assert (results.out, device.type) == (str(tmp_path), "cpu")
+    assert capsys.readouterr().out.startswith("Scale laptop; cpu computes, because ")
+    start(str(tmp_path), "gpu", "../results/h200")
+    assert capsys.readouterr().out == "Scale gpu; results are those of h200.\n"
+
+
+def test_a_quotation_cannot_be_read_as_markup():
+    text = 'Hi *you* <|endoftext|> "so"... \\textbf{x} $x$ &amp; [a](b)\nline\n\n# head\x00\t'
+    shown = quote(text, "heading")
+    assert shown.startswith("**heading**\n\n> Hi ")
+    pypandoc = pytest.importorskip("pypandoc")
+    plain = pypandoc.convert_text(shown, "plain", format="markdown", extra_args=["--wrap=none"])
+    assert "\n".join(line[2:] for line in plain.rstrip().split("\n")[2:]) == (
+        'Hi *you* <|endoftext|> "so"... \\textbf{x} $x$ &amp; [a](b)\nline\n\n# head\\x00\\t'
+    )
+
+
+@given(st.text(max_size=40))
+def test_every_line_of_a_quotation_is_quoted(text):
+    assert all(line.startswith(">") for line in quote(text, "h").split("\n")[2:])
