@@ -32,6 +32,7 @@ from lmcore.model import TransformerLM
 from lmcore.profiling.memory.predicted import predicted_peak
 from lmcore.profiling.memory.snapshot import history_of
 from lmcore.profiling.memory.timeline import summary
+from lmcore.profiling.memory.timeline_html import timeline_data
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.trace import busy_table, copy_table, kernel_table, kind_table
 from lmcore.profiling.runner import is_of
@@ -47,11 +48,6 @@ from lmcore.workbook.report.benchmark import study as study_answers
 from lmcore.workbook.report.kernels import attention as kernel_attention
 from lmcore.workbook.report.kernels import parts as kernel_parts
 from lmcore.workbook.report.kernels import speed, speed_answers, steps
-from lmcore.workbook.report.memory import answers as memory_answers
-from lmcore.workbook.report.memory import kept, peak_answers
-from lmcore.workbook.report.memory import sizes as memory_sizes
-from lmcore.workbook.report.memory import tables as memory_tables
-from lmcore.workbook.report.memory.timeline_html import timeline_data
 from lmcore.workbook.report.nsys import answers as nsys_answers
 from lmcore.workbook.report.nsys import kernels as nsys_kernels
 from lmcore.workbook.report.nsys import pitfalls as nsys_pitfalls

@@ -1,4 +1,4 @@
-"""Which tables are made from the results of the reference machine: as notebooks 04 to 07 and the README make them."""
+"""Which tables are made from the results of the reference machine: for notebooks 04, 05 and 07 and the README."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,6 @@ def reports(results: Path) -> Iterator[tuple[str, Any]]:
     yield "README, faults", library.faults_block(results.parent / "faults.json")
     yield from benchmark(rows)
     yield from nsys(rows)
-    yield from memory(rows)
     yield from kernels(rows, results)
 
 
@@ -58,20 +57,6 @@ def nsys(rows: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "nsys, copy ceiling", ceiling
     yield "nsys, softmax and products", library.nsys_shares.softmax_pairs(attention)
     yield "nsys, pitfalls", library.nsys_pitfalls.pitfalls_text(rows["nsys_pitfalls"], "Nsight Systems", 3)
-
-
-def memory(rows: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Notebook 06."""
-    peaks, stages, composition = rows["memory_peaks"], rows["memory_stages"], rows["memory_composition"]
-    answers = library.peak_answers
-    largest = rows["memory_largest"]
-    precision = peaks["precision"].iloc[0]
-    yield "memory (a)", library.memory_answers.timeline_answer(stages[stages["context_length"] == 512])
-    yield "memory (b)", answers.peaks_answer(peaks, stages, precision)
-    yield "memory (c)", answers.precision_answer(peaks, composition[composition["context_length"] == 512], stages)
-    yield "memory (e)", library.memory_sizes.largest_answer(largest[largest["precision"] == precision])
-    yield "memory, accounting", library.memory_sizes.accounting_answer(peaks, composition)
-    yield "memory, kept", library.kept.kept_answer(rows["memory_kept"], 32)
 
 
 def kernels(rows: dict[str, Any], results: Path) -> Iterator[tuple[str, Any]]:

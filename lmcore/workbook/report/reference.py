@@ -1,5 +1,7 @@
 """The reference results in results/<machine>/: their figures, and what the README says of them."""
 
+import gzip
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -9,6 +11,7 @@ import pandas as pd
 
 from lmcore.errors import require
 from lmcore.files import atomic_write
+from lmcore.profiling.memory.timeline_html import write_timeline
 from lmcore.recipes import RECIPES
 from lmcore.workbook.report.answers import format_count, format_seconds
 from lmcore.workbook.report.figures import learning_curves, learning_rate_sweep, save_figure, use_style
@@ -20,6 +23,7 @@ from lmcore.workbook.report.train.figures import batch_size_figure, divergence_f
 from lmcore.workbook.report.train.recipes import TARGET
 
 FAULTS = Path("results/faults.json")
+PAGE = "memory_timeline_2.7b_training_step.html"
 
 
 def write_reference_figures(results: str | os.PathLike, figures: str | os.PathLike) -> list[Path]:
@@ -41,6 +45,13 @@ def write_reference_figures(results: str | os.PathLike, figures: str | os.PathLi
         **measurement_figures(Path(results)),
     }
     return [save_figure(figure, Path(figures) / f"{name}.svg") for name, figure in made.items()]
+
+
+def write_timeline_page(results: str | os.PathLike, folder: str | os.PathLike) -> Path:
+    """The active memory timeline of a training step of 2.7b as a page in `folder`, from the record of that step."""
+    record = Path(results) / "timelines" / "memory_2.7b-512-fp32-train_step.json.gz"
+    profile = json.loads(gzip.decompress(record.read_bytes()))
+    return write_timeline(profile, Path(folder) / PAGE, "Active memory of a training step of 2.7b, context 512")
 
 
 def _study(table: pd.DataFrame, prefix: str, by: str) -> pd.DataFrame:
@@ -123,5 +134,6 @@ def write_readme(readme: str | os.PathLike, blocks: Mapping[str, str]) -> None:
 
 if __name__ == "__main__":
     write_reference_figures("results/h200", "figures/h200")
+    write_timeline_page("results/h200", "writeup/h200")
     blocks = {"results": results_block("results/h200"), "speed": speed_block("results/h200")}
     write_readme("README.md", blocks | {"faults": faults_block(FAULTS)})

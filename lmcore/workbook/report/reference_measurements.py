@@ -1,4 +1,4 @@
-"""The measured part of the reference results: the figures of notebooks 04 to 07, and what the README says of them."""
+"""The measured part of the reference results: figures of notebooks 04, 05 and 07, and what the README says of them."""
 
 import gzip
 import json
@@ -15,7 +15,6 @@ from lmcore.workbook.report.benchmark.study_figures import batch_figure, context
 from lmcore.workbook.report.kernels.speed import read_speed
 from lmcore.workbook.report.kernels.speed_figures import speed_figures
 from lmcore.workbook.report.kernels.steps import CURVES, both_curves_figure, curves_in
-from lmcore.workbook.report.memory import figures as memory
 from lmcore.workbook.report.nsys import figures as nsys
 from lmcore.workbook.report.nsys.shares import softmax_pairs
 from lmcore.workbook.report.nsys.timeline import timeline_figure
@@ -32,8 +31,6 @@ def measurement_figures(results: Path) -> dict[str, Figure]:
     """The figures that are drawn from a machine's tables and timelines, by name."""
     timings, warmups, parts, study = (_rows(results, name) for name in _TIMING)
     profiles, kinds, attention = (_rows(results, f"nsys_{name}") for name in ("profiles", "kinds", "attention"))
-    peaks, composition, kept = (_rows(results, f"memory_{name}") for name in ("peaks", "composition", "kept"))
-    steps = composition[composition["passes"] == "train_step"]
     timeline = _timeline(results, "nsys_small-256-fp32")
     curves = curves_in(results)
     return {
@@ -52,10 +49,6 @@ def measurement_figures(results: Path) -> dict[str, Figure]:
         "nsys_attention": nsys.attention_figure(attention, softmax_pairs(attention)),
         "nsys_timeline_inference": timeline_figure(timeline["inference"], True),
         "nsys_timeline_training": timeline_figure(timeline["training"], True),
-        "memory_peaks": memory.peaks_figure(peaks),
-        "memory_kept": memory.kept_figure(kept),
-        **{f"memory_composition_{size}": memory.composition_figure(part) for size, part in steps.groupby("size")},
-        **{f"memory_timeline_{size}": _memory_timeline(results, size) for size in ("large", "2.7b")},
         **speed_figures(read_speed(results)),
         **({CURVES: both_curves_figure(curves)} if curves else {}),
     }
@@ -77,16 +70,6 @@ def _study(study: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
 def _timeline(results: Path, name: str) -> dict[str, Any]:
     """A record that is too large to be read by people, and so is kept compressed."""
     return json.loads(gzip.decompress((results / "timelines" / f"{name}.json.gz").read_bytes()))
-
-
-def _memory_timeline(results: Path, size: str) -> Figure:
-    titles = {"forward": "forward pass", "train_step": "training step"}
-    return memory.timeline_figure(
-        {
-            f"{size}, {title}, context 512, {PRECISION}": _timeline(results, f"memory_{size}-512-fp32-{passes}")
-            for passes, title in titles.items()
-        }
-    )
 
 
 def measurements_block(results: Path) -> str:
