@@ -16,7 +16,7 @@ from lmcore.config import ModelConfig
 from lmcore.errors import require
 from lmcore.fused.coverage import precision_of, unsupported_reason
 from lmcore.fused.packing import PackedMatrices, gains_of
-from lmcore.fused.streams import Aside
+from lmcore.fused.streams import SideStream
 from lmcore.kernels.attention import attention_backward, attention_forward
 from lmcore.kernels.cross_entropy import linear_cross_entropy_gradients, linear_cross_entropy_loss
 from lmcore.kernels.embedding import embedding_backward_, sorted_tokens
@@ -117,7 +117,7 @@ class FusedTransformer:
         self.gradients = self.grads.views | dict(zip(self.gains, self.gain_grads, strict=True))
         self.rope = model.layers[0].attn.rope
         self.eps = model.ln_final.eps
-        self.aside = Aside(self.device, overlap)
+        self.side_stream = SideStream(self.device, overlap)
         self.layers_per_product = layers_per_product
         self.refresh()
 
@@ -156,14 +156,14 @@ class FusedTransformer:
         """The same loss; leaves its gradients in `gradients`, in place of what was there. No host synchronisation.
 
         `before(part)` is called ahead of each of the `parts` of the forward pass; gradients change after the last.
-        `after(parts)` is called, aside, where the gradients of layers and head are final.
+        `after(parts)` is called, on the side stream, where the gradients of layers and head are final.
         """
         before(0)
-        with self.aside():
+        with self.side_stream():
             sorted_ids, order = sorted_tokens(inputs.flatten(), self.config.vocab_size)
             if not self.config.tie_embeddings:
                 self.grads.embedding.zero_()  # rows of tokens that do not occur
-            tokens_sorted = self.aside.mark()
+            tokens_sorted = self.side_stream.record()
         groups, x, branch = self._forward_groups(inputs, before)
         before(1 + self.config.num_layers)
         x, normed, rstd = rmsnorm_forward(x, self.gains[-1], self.eps, branch)
@@ -171,7 +171,7 @@ class FusedTransformer:
             normed, self.weights.head, targets.flatten(), self.config.vocab_size, dw=self.grads.head
         )
         if not self.config.tie_embeddings:
-            with self.aside():
+            with self.side_stream():
                 after({1 + self.config.num_layers})
         partials = x.new_empty(len(self.gains), num_partials(x), self.config.d_model, dtype=torch.float32)
         groups[-1].begin_backward()
@@ -179,9 +179,9 @@ class FusedTransformer:
         dx = torch.empty_like(x)
         in_use = self._backward_groups(groups, dx, inputs.shape, partials, after)
         sum_partials(partials, self.gain_grads)
-        self.aside.join(tokens_sorted)
+        self.side_stream.wait(tokens_sorted)
         embedding_backward_(dx, sorted_ids, order, self.grads.embedding, accumulate=self.config.tie_embeddings)
-        self.aside.join()
+        self.side_stream.wait()
         del in_use
         return loss
 
@@ -228,7 +228,7 @@ class FusedTransformer:
         self, groups: list[Group], dx: Tensor, shape: torch.Size, partials: Tensor, after: Callable
     ) -> list:
         """Goes back through all layers; the gradient of their result is in the last group's `dy`, leaves that of the
-        embeddings (N, D) in `dx`. Gives back what the weight gradients aside still read."""
+        embeddings (N, D) in `dx`. Gives back what the weight gradients on the side stream still read."""
         in_use: list[tuple[Group, torch.cuda.Event | None]] = []
         while groups:
             group = groups.pop()
@@ -237,12 +237,12 @@ class FusedTransformer:
             for i in reversed(range(len(group.layers))):
                 before = group.dy[i - 1] if i else groups[-1].dy[-1] if groups else dx
                 self._layer_backward(group, i, before, shape, partials)
-            with self.aside():
+            with self.side_stream():
                 self._weight_gradients(group)
-                in_use.append((group, self.aside.mark()))
+                in_use.append((group, self.side_stream.record()))
                 after({1 + layer for layer in group.layers})
             if len(in_use) > 1:  # at most two groups are in memory
-                self.aside.join(in_use.pop(0)[1])
+                self.side_stream.wait(in_use.pop(0)[1])
         return in_use
 
     def _layer_backward(self, group: Group, i: int, dx: Tensor, shape: torch.Size, partials: Tensor) -> None:

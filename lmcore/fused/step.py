@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lmcore.config import TrainConfig
 from lmcore.errors import require
 from lmcore.fused.model import FusedTransformer, nothing
-from lmcore.fused.streams import HIGH, Aside
+from lmcore.fused.streams import HIGH, SideStream
 from lmcore.kernels.adamw import FusedAdamW
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer, gradient_clipping, set_learning_rate
@@ -84,7 +84,7 @@ class FusedStep:
                 p.grad = gradient if gradient.dtype == p.dtype else torch.zeros_like(p)
         if self.transformer.device.type == "cuda":
             self.batch = torch.zeros(2, *self.shape, dtype=torch.int64, device=self.transformer.device)
-            self.updates = Aside(self.transformer.device, self.pipelined)
+            self.updates = SideStream(self.transformer.device, self.pipelined)
 
     @classmethod
     def from_config(cls, model: TransformerLM, config: TrainConfig) -> "FusedStep":
@@ -202,13 +202,13 @@ class FusedStep:
         self.result = torch.stack((loss.float(), self.optimizer.norm))
 
     def _begin_update(self) -> Callable[[int], None]:
-        """Launches the update aside, part by part; what is given back lets the current stream wait for a part."""
-        marks = {}
+        """Launches the update on a side stream, part by part; returns what makes the current stream wait for a part."""
+        events = {}
         with self.updates():
             for part in sorted(set(self.transformer.parts.values())):
                 self.optimizer.apply(part)
-                marks[part] = self.updates.mark()
-        return lambda part: self.updates.join(marks[part]) if part in marks else None
+                events[part] = self.updates.record()
+        return lambda part: self.updates.wait(events[part]) if part in events else None
 
     def _capture(self) -> None:
         """Records the graph. Kernels are compiled before, by passes that write nothing but gradients."""
