@@ -89,7 +89,7 @@ def test_working_copies_follow_the_masters():
             model.load_state_dict(written)
         step.current()
         assert all(torch.equal(value, before[name]) == bool(written) for name, value in model.state_dict().items())
-        assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.transformer.copies.items())
+        assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.transformer.compute_weights.items())
     assert step.transformer.weights.head[config.vocab_size :].count_nonzero() == 0
 
 
@@ -176,7 +176,7 @@ def test_an_update_that_is_due_is_dropped_with_the_weights_it_was_for():
     model.load_state_dict(loaded)
     step.current()
     assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
-    assert all(map(torch.equal, step.transformer.copies, step.transformer.copies.values()))
+    assert all(map(torch.equal, step.transformer.compute_weights, step.transformer.compute_weights.values()))
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -323,7 +323,7 @@ def test_muon_on_the_gpu():
     step = fused_step(model, 16, torch.bfloat16, name="muon")
     losses = [step(*repeated_text(GPU_MODEL, 16, device))[0].item() for _ in range(60)]
     assert sum(losses[-5:]) < sum(losses[:5]) / 2
-    assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.transformer.copies.items())
+    assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.transformer.compute_weights.items())
 
 
 @pytest.mark.gpu

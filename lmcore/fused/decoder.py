@@ -34,7 +34,7 @@ def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's matrices as its kernels read them: in the working precision, the gains of the norms folded in."""
+    """One layer's matrices as its kernels read them: in the working precision, the norm weights folded in."""
 
     qkv: Float[Tensor, "3D D"]
     output: Float[Tensor, "D D"]
@@ -111,8 +111,8 @@ class FusedDecoder:
         return [self._pack(layer) for layer in model.layers], head
 
     def _pack(self, layer: TransformerBlock) -> LayerWeights:
-        def together(gain: Tensor, *matrices: Linear) -> Tensor:
-            return torch.cat([(matrix.weight * gain).to(self.dtype) for matrix in matrices])
+        def together(norm_weight: Tensor, *matrices: Linear) -> Tensor:
+            return torch.cat([(matrix.weight * norm_weight).to(self.dtype) for matrix in matrices])
 
         attn, ffn = layer.attn, layer.ffn
         return LayerWeights(

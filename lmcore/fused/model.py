@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lmcore.config import ModelConfig
 from lmcore.errors import require
 from lmcore.fused.coverage import precision_of, unsupported_reason
-from lmcore.fused.packing import PackedMatrices, gains_of
+from lmcore.fused.packing import PackedMatrices, norm_weights_of
 from lmcore.fused.streams import SideStream
 from lmcore.kernels.attention import attention_backward, attention_forward
 from lmcore.kernels.cross_entropy import linear_cross_entropy_gradients, linear_cross_entropy_loss
@@ -91,12 +91,12 @@ class Saved:
 class FusedTransformer:
     """The loss of a `TransformerLM` and its gradients, in `dtype`, which is bfloat16 or float32.
 
-    `copies` maps each matrix of the model to a working copy in `dtype`; the parameters themselves are the masters, and
-    `refresh` brings the copies up to date with them. The gains of norms are read where they are. `gradients` maps every
-    parameter to where `forward_backward` leaves its gradient: in `dtype` for matrices, float32 for gains. Both are
-    views that stay. `overlap` computes weight gradients beside the chain of the others, and `layers_per_product` is G,
-    how many layers share one batched product of them (None: by the number of rows). Raises `UserError` for a model or a
-    `dtype` that it does not cover.
+    `compute_weights` maps each matrix of the model to its copy in `dtype`; the parameters themselves are the masters,
+    and `refresh` brings the copies up to date with them. The norm weights are read where they are. `gradients` maps
+    every parameter to where `forward_backward` leaves its gradient: in `dtype` for matrices, float32 for norm weights.
+    Both are views that stay. `overlap` computes weight gradients beside the chain of the others, and
+    `layers_per_product` is G, how many layers share one batched product of them (None: by the number of rows). Raises
+    `UserError` for a model or a `dtype` that it does not cover.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class FusedTransformer:
         self.model, self.config, self.dtype = model, model.config, dtype
         self.device = model.lm_head.weight.device
         self.weights, self.grads = PackedMatrices(model, dtype), PackedMatrices(model, dtype)
-        self.gains = gains_of(model)
-        self.gain_grads = torch.zeros(len(self.gains), self.config.d_model, device=self.device)
-        self.copies: dict[nn.Parameter, Tensor] = dict(self.weights.views)
-        self.gradients = self.grads.views | dict(zip(self.gains, self.gain_grads, strict=True))
+        self.norm_weights = norm_weights_of(model)
+        self.norm_weight_grads = torch.zeros(len(self.norm_weights), self.config.d_model, device=self.device)
+        self.compute_weights: dict[nn.Parameter, Tensor] = dict(self.weights.views)
+        self.gradients = self.grads.views | dict(zip(self.norm_weights, self.norm_weight_grads, strict=True))
         self.rope = model.layers[0].attn.rope
         self.eps = model.ln_final.eps
         self.side_stream = SideStream(self.device, overlap)
@@ -123,8 +123,8 @@ class FusedTransformer:
 
     @on_its_device
     def refresh(self) -> None:
-        """Copies the parameters into the working copies, after anything but `FusedAdamW` changed them."""
-        torch._foreach_copy_(list(self.copies.values()), [p.detach() for p in self.copies])
+        """Copies the parameters into the compute weights, after anything but `FusedAdamW` changed them."""
+        torch._foreach_copy_(list(self.compute_weights.values()), [p.detach() for p in self.compute_weights])
 
     @on_its_device
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -134,14 +134,14 @@ class FusedTransformer:
         for index in range(self.config.num_layers):
             group = Group(self.config, range(index, index + 1), x)
             x, branch = self._layer_forward(group, 0, x, branch, inputs.shape)
-        _, normed, _ = rmsnorm_forward(x, self.gains[-1], self.eps, branch)
+        _, normed, _ = rmsnorm_forward(x, self.norm_weights[-1], self.eps, branch)
         return linear_cross_entropy_loss(normed, self.weights.head, targets.flatten(), self.config.vocab_size)
 
     @property
     def parts(self) -> dict[nn.Parameter, int]:
-        """In which part of the forward pass each parameter is first read: embedding and gains, the layers, the head."""
+        """In which part of the forward pass each parameter is first read: embedding and norms, the layers, the head."""
         names = {p: name for name, p in self.model.named_parameters()}
-        first = {p: 0 for p in (*self.gains, self.model.token_embeddings.weight)}
+        first = {p: 0 for p in (*self.norm_weights, self.model.token_embeddings.weight)}
         layers = {p: 1 + int(name.split(".")[1]) for p, name in names.items() if name.startswith("layers.")}
         return {self.model.lm_head.weight: 1 + self.config.num_layers} | layers | first
 
@@ -166,19 +166,19 @@ class FusedTransformer:
             tokens_sorted = self.side_stream.record()
         groups, x, branch = self._forward_groups(inputs, before)
         before(1 + self.config.num_layers)
-        x, normed, rstd = rmsnorm_forward(x, self.gains[-1], self.eps, branch)
+        x, normed, rstd = rmsnorm_forward(x, self.norm_weights[-1], self.eps, branch)
         loss, dnormed, _ = linear_cross_entropy_gradients(
             normed, self.weights.head, targets.flatten(), self.config.vocab_size, dw=self.grads.head
         )
         if not self.config.tie_embeddings:
             with self.side_stream():
                 after({1 + self.config.num_layers})
-        partials = x.new_empty(len(self.gains), num_partials(x), self.config.d_model, dtype=torch.float32)
+        partials = x.new_empty(len(self.norm_weights), num_partials(x), self.config.d_model, dtype=torch.float32)
         groups[-1].begin_backward()
-        rmsnorm_backward(dnormed, x, self.gains[-1], rstd, dx=groups[-1].dy[-1], partials=partials[-1])
+        rmsnorm_backward(dnormed, x, self.norm_weights[-1], rstd, dx=groups[-1].dy[-1], partials=partials[-1])
         dx = torch.empty_like(x)
         in_use = self._backward_groups(groups, dx, inputs.shape, partials, after)
-        sum_partials(partials, self.gain_grads)
+        sum_partials(partials, self.norm_weight_grads)
         self.side_stream.wait(tokens_sorted)
         embedding_backward_(dx, sorted_ids, order, self.grads.embedding, accumulate=self.config.tie_embeddings)
         self.side_stream.wait()
@@ -207,7 +207,7 @@ class FusedTransformer:
     ) -> tuple[Tensor, Tensor]:
         """Layer `i` of the group on the sum x + branch (N, D); gives back its result as two summands likewise."""
         layer, w, qkv = group.layers[i], self.weights, group.qkv[i]
-        x, normed, rstd = rmsnorm_forward(x, self.gains[2 * layer], self.eps, branch, group.normed1[i])
+        x, normed, rstd = rmsnorm_forward(x, self.norm_weights[2 * layer], self.eps, branch, group.normed1[i])
         saved = Saved(x, rstd)
         torch.mm(normed, w.qkv[layer].t(), out=qkv)
         sizes = (*shape, self.config.num_heads)
@@ -217,7 +217,7 @@ class FusedTransformer:
             _, saved.lse = attention_forward(*split_heads(qkv, sizes), True, out=heads_of(group.heads[i], sizes))
         branch = torch.mm(group.heads[i], w.out[layer].t())
         saved.x2, normed, saved.rstd2 = rmsnorm_forward(
-            x, self.gains[2 * layer + 1], self.eps, branch, group.normed2[i]
+            x, self.norm_weights[2 * layer + 1], self.eps, branch, group.normed2[i]
         )
         torch.mm(normed, w.w13[layer].t(), out=group.ab[i])
         swiglu_forward(group.ab[i], group.h[i])
@@ -250,12 +250,12 @@ class FusedTransformer:
         layer, w, saved = group.layers[i], self.weights, group.saved[i]
         linear_swiglu_backward_(group.dy[i], w.w2[layer], group.ab[i])
         rmsnorm_backward(
-            torch.mm(group.ab[i], w.w13[layer]), saved.x2, self.gains[2 * layer + 1], saved.rstd2,
+            torch.mm(group.ab[i], w.w13[layer]), saved.x2, self.norm_weights[2 * layer + 1], saved.rstd2,
             residual=group.dy[i], dx=group.dx2[i], partials=partials[2 * layer + 1],
         )  # fmt: skip
         self._attention_backward(group, i, torch.mm(group.dx2[i], w.out[layer]), shape)
         rmsnorm_backward(
-            torch.mm(group.dqkv[i], w.qkv[layer]), saved.x1, self.gains[2 * layer], saved.rstd1,
+            torch.mm(group.dqkv[i], w.qkv[layer]), saved.x1, self.norm_weights[2 * layer], saved.rstd1,
             residual=group.dx2[i], dx=dx, partials=partials[2 * layer],
         )  # fmt: skip
 

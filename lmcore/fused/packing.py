@@ -46,6 +46,6 @@ class PackedMatrices:
         return views
 
 
-def gains_of(model: TransformerLM) -> list[nn.Parameter]:
-    """The gains of all norms in the order of the forward pass: 2L + 1 parameters (D,)."""
+def norm_weights_of(model: TransformerLM) -> list[nn.Parameter]:
+    """The weights of all norms in the order of the forward pass: 2L + 1 parameters (D,)."""
     return [norm.weight for layer in model.layers for norm in (layer.ln1, layer.ln2)] + [model.ln_final.weight]

@@ -78,7 +78,7 @@ class FusedStep:
         )
         self.due = False  # an update
         if ours:
-            optimizer.bind(self.transformer.gradients, self.transformer.copies, self.transformer.parts)
+            optimizer.bind(self.transformer.gradients, self.transformer.compute_weights, self.transformer.parts)
         else:
             for p, gradient in self.transformer.gradients.items():  # what is float32 already serves as it is
                 p.grad = gradient if gradient.dtype == p.dtype else torch.zeros_like(p)
