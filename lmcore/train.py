@@ -34,8 +34,8 @@ from lmcore.device import (
 )
 from lmcore.errors import NO_ROOM, UserError, require
 from lmcore.functional import cross_entropy
-from lmcore.fused.coverage import unsupported_reason
 from lmcore.fused.step import FusedStep
+from lmcore.fused.support import unsupported_reason
 from lmcore.model import TransformerBlock, TransformerLM, evaluating
 from lmcore.optimizer import build_optimizer, get_lr_cosine_schedule, gradient_clipping, set_learning_rate
 from lmcore.progress import Progress

@@ -14,9 +14,9 @@ from lmcore.checkpoint import digest
 from lmcore.config import ModelConfig
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
-from lmcore.fused.coverage import unsupported_reason
 from lmcore.fused.model import FusedTransformer
 from lmcore.fused.step import FusedStep, leaves_room
+from lmcore.fused.support import unsupported_reason
 from lmcore.kernels.common.support import has_triton
 from lmcore.workbook.inspection import norms_by_layer
 

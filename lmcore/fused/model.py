@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lmcore.config import ModelConfig
 from lmcore.errors import require
-from lmcore.fused.coverage import precision_of, unsupported_reason
 from lmcore.fused.packing import PackedMatrices, norm_weights_of
 from lmcore.fused.streams import SideStream
+from lmcore.fused.support import precision_of, unsupported_reason
 from lmcore.kernels.attention import attention_backward, attention_forward
 from lmcore.kernels.cross_entropy import linear_cross_entropy_gradients, linear_cross_entropy_loss
 from lmcore.kernels.embedding import embedding_backward_, sorted_tokens
