@@ -56,7 +56,7 @@ def cross_entropy(logits: Float[Tensor, "... vocab"], targets: Int[Tensor, "..."
     """Mean of -log softmax(logits)[target] over all leading dimensions, in nats (section 4.1).
 
     With the maximum m subtracted, -log softmax(o)[t] = log(sum(exp(o - m))) - (o[t] - m): exp and log cancel for the
-    target, so nothing overflows. Half-precision logits are widened to float32.
+    target, so nothing overflows. Half-precision logits are upcast to float32.
     """
     logits = at_least_float32(logits)
     shifted = logits - logits.amax(dim=-1, keepdim=True).detach()

@@ -183,7 +183,7 @@ class RunFolder:
         require(
             None not in plain,
             f"{self.environment_file} is damaged: it must be the list of starts that was written; put it right, or "
-            "remove it to go on without knowing what the run began with.",
+            "remove it to continue without knowing what the run began with.",
         )
         return plain
 
@@ -287,7 +287,7 @@ class MetricsFile:
                 require(
                     not whole and number == len(texts),
                     f"{self.path} line {number} is damaged: it is not the JSON object with a step that was written "
-                    f"there; lmcore train on {self.path.parent} takes the lines from its last checkpoint, else mend or "
+                    f"there; lmcore train on {self.path.parent} takes the lines from its last checkpoint, else repair or "
                     "remove that line.",
                 )
                 break
@@ -385,7 +385,7 @@ def is_complete(run: RunFolder) -> bool:
         return False
     if (reason := damage(run)) is None:
         return True
-    require(bool(run.checkpoints()), f"{reason} No checkpoint is left to mend it from; train in another folder.")
+    require(bool(run.checkpoints()), f"{reason} No checkpoint is left to repair it from; train in another folder.")
     print(f"{reason} It is repaired from the last checkpoint.", flush=True)
     return False
 
@@ -396,7 +396,7 @@ def require_same_data(run: RunFolder, fingerprint: str) -> None:
     Says so where nothing tells. Raises `UserError` if the data are others.
     """
     if run.starts() or not run.checkpoints():
-        return  # the start compares them, or there is nothing to go on with
+        return  # the start compares them, or there is nothing to resume
     noted = None
     for path in run.checkpoints():
         with suppress(UserError):  # damaged: whoever goes on from it will say so
@@ -443,7 +443,7 @@ def newest_state(run: RunFolder) -> tuple[dict[str, Any] | None, list[Path]]:
     require(
         refused is None or not run.best_weights.exists(),
         f"{run.best_weights} is damaged, and no checkpoint from before it was written is left; put a whole one back, "
-        "or remove it to go on without.",
+        "or remove it to continue without.",
     )
     require(
         refused is not None or not run.last_weights.exists(),

@@ -209,7 +209,7 @@ def test_the_command_reads_snapshots_of_others_and_refuses_what_is_none(tmp_path
     assert "Peak: 5.00 MB" in said
     assert "unknown" in said
     assert main(["memory", "--snapshot", __file__]) == 2
-    assert "is no memory snapshot" in capsys.readouterr().err
+    assert "is not a memory snapshot" in capsys.readouterr().err
     assert main(["memory", "--size", "huge"]) == 2
     assert "no model size 'huge'" in capsys.readouterr().err
 
