@@ -44,7 +44,7 @@ def scaled_dot_product_attention(
 
     `mask` is boolean and broadcasts over leading dimensions; True lets a query attend to a key. Every query must
     attend to at least one key: a row without any has no distribution, and comes out as NaN. The softmax is computed
-    in float32 (or float64) whatever the precision of the products.
+    in float32 (or float64) whatever the precision of the matmuls.
     """
     scores = Q @ K.transpose(-2, -1) / math.sqrt(Q.shape[-1])
     if mask is not None:

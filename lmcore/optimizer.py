@@ -107,7 +107,7 @@ class Muon(Optimizer):
         by_shape: dict[torch.Size, list[Any]] = {}
         for p in _with_gradient(group):
             by_shape.setdefault(p.shape, []).append(p)
-        for shape, parameters in by_shape.items():  # one batched product serves all matrices of a shape
+        for shape, parameters in by_shape.items():  # one batched matmul serves all matrices of a shape
             directions = []
             for p in parameters:
                 state = self.state[p]

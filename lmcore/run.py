@@ -287,8 +287,8 @@ class MetricsFile:
                 require(
                     not whole and number == len(texts),
                     f"{self.path} line {number} is damaged: it is not the JSON object with a step that was written "
-                    f"there; lmcore train on {self.path.parent} takes the lines from its last checkpoint, else repair or "
-                    "remove that line.",
+                    f"there; lmcore train on {self.path.parent} takes the lines from its last checkpoint, else repair "
+                    "or remove that line.",
                 )
                 break
             values.append((plain, text if whole else text + "\n"))

@@ -37,10 +37,10 @@ def check_gradients(config: ModelConfig, device=CPU, dtype=torch.float32, tolera
         assert relative_error(fused.gradients[p], p.grad) < tolerances[1], path
 
 
-@pytest.mark.parametrize("layers_per_product", [None, 1, 2])
+@pytest.mark.parametrize("layers_per_matmul", [None, 1, 2])
 @pytest.mark.parametrize("name", SHAPES)
-def test_loss_and_gradients_are_those_of_autograd(name, layers_per_product):
-    check_gradients(SHAPES[name], layers_per_product=layers_per_product)
+def test_loss_and_gradients_are_those_of_autograd(name, layers_per_matmul):
+    check_gradients(SHAPES[name], layers_per_matmul=layers_per_matmul)
 
 
 def test_half_precision_is_near(device):
@@ -284,13 +284,13 @@ def test_loss_curve_on_the_gpu(precision):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layers_per_product", [1, 2])
-def test_deterministic_steps_repeat_themselves(deterministic, layers_per_product):
+@pytest.mark.parametrize("layers_per_matmul", [1, 2])
+def test_deterministic_steps_repeat_themselves(deterministic, layers_per_matmul):
     device = torch.device("cuda")
     runs = []
     for _ in range(2):
         model = model_of(GPU_MODEL, device)
-        step = fused_step(model, 8, torch.bfloat16, layers_per_product=layers_per_product)
+        step = fused_step(model, 8, torch.bfloat16, layers_per_matmul=layers_per_matmul)
         torch.manual_seed(3)
         results = [torch.stack(step(*repeated_text(GPU_MODEL, 8, device))) for _ in range(20)]
         step.current()

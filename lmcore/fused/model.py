@@ -31,7 +31,7 @@ from lmcore.kernels.swiglu import linear_swiglu_backward_, swiglu_forward
 from lmcore.model import TransformerLM
 
 ROWS_PER_PRODUCT, MOST_LAYERS = 16_384, 8
-"""Rows of activations that one batched product of weight gradients takes, since fewer would leave multiprocessors idle,
+"""Rows of activations that one batched matmul of weight gradients takes, since fewer would leave multiprocessors idle,
 and layers at most: on the H200 from 4 to 12 of them differ by less than a percent of the step, and need more memory."""
 
 
@@ -95,7 +95,7 @@ class FusedTransformer:
     and `refresh` brings the copies up to date with them. The norm weights are read where they are. `gradients` maps
     every parameter to where `forward_backward` leaves its gradient: in `dtype` for matrices, float32 for norm weights.
     Both are views that stay. `overlap` computes weight gradients beside the chain of the others, and
-    `layers_per_product` is G, how many layers share one batched product of them (None: by the number of rows). Raises
+    `layers_per_matmul` is G, how many layers share one batched matmul of them (None: by the number of rows). Raises
     `UserError` for a model or a `dtype` that it does not cover.
     """
 
@@ -104,7 +104,7 @@ class FusedTransformer:
         model: TransformerLM,
         dtype: torch.dtype,
         overlap: bool = True,
-        layers_per_product: int | None = None,
+        layers_per_matmul: int | None = None,
     ):
         reason = unsupported_reason(model.config, precision_of(dtype))
         require(reason is None, f"The fused step does not cover {reason}.")
@@ -118,7 +118,7 @@ class FusedTransformer:
         self.rope = model.layers[0].attn.rope
         self.eps = model.ln_final.eps
         self.side_stream = SideStream(self.device, overlap)
-        self.layers_per_product = layers_per_product
+        self.layers_per_matmul = layers_per_matmul
         self.refresh()
 
     @on_its_device
@@ -193,7 +193,7 @@ class FusedTransformer:
     def _forward_groups(self, inputs: Tensor, before: Callable[[int], None]) -> tuple[list[Group], Tensor, Tensor]:
         """All layers; returns what was kept, and the two summands of the residual stream at the end."""
         x, branch, groups = self._embed(inputs), None, []
-        per_group = self.layers_per_product or min(MOST_LAYERS, max(1, ROWS_PER_PRODUCT // x.shape[0]))
+        per_group = self.layers_per_matmul or min(MOST_LAYERS, max(1, ROWS_PER_PRODUCT // x.shape[0]))
         for first in range(0, self.config.num_layers, per_group):
             group = Group(self.config, range(first, min(first + per_group, self.config.num_layers)), x)
             for i in range(len(group.layers)):
@@ -270,7 +270,7 @@ class FusedTransformer:
             attention_backward(*split_heads(qkv, sizes), o, lse, do, True, *split_heads(dqkv, sizes))
 
     def _weight_gradients(self, group: Group) -> None:
-        """dW = dy^T x of every matrix of the group's layers, one batched product per kind of matrix."""
+        """dW = dy^T x of every matrix of the group's layers, one batched matmul per kind of matrix."""
         layers = slice(group.layers.start, group.layers.stop)
         for dy, x, dw in (
             (group.dy, group.h, self.grads.w2),

@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 
 FEW_ROWS, NARROW = 2048, 1024
 """Tokens of a batch up to which the update fits in beside the forward pass, and d_model below which it does: on the
-H200 it gained at 768, and lost at 2,560, where products fill the chip and only take turns with the update."""
+H200 it gained at 768, and lost at 2,560, where matmuls fill the chip and only take turns with the update."""
 
 
 def leaves_room(device: torch.device, rows: int, d_model: int) -> bool:
@@ -40,7 +40,7 @@ class FusedStep:
     A `pipelined` step takes its update with the next call, layer after layer beside that call's forward pass: until
     then parameters and moments are one step behind. **Read and write them through `current`**, which takes the update
     that is due. Any other call ends with its update. Pipelining is the default with `FusedAdamW` on CUDA for small
-    batches of narrow models, whose kernels leave multiprocessors idle. `overlap` and `layers_per_product` are those of
+    batches of narrow models, whose kernels leave multiprocessors idle. `overlap` and `layers_per_matmul` are those of
     `FusedTransformer`, `.transformer`. An optimizer serves the last step that was made with it. Raises `UserError` for
     a model or a `dtype` that is not covered, an empty batch, and a `pipelined` step with another optimizer than
     `FusedAdamW`.
@@ -58,12 +58,12 @@ class FusedStep:
         dtype: torch.dtype = torch.bfloat16,
         max_grad_norm: float | None = None,
         overlap: bool = True,
-        layers_per_product: int | None = None,
+        layers_per_matmul: int | None = None,
         pipelined: bool | None = None,
     ):
         found = f"A batch holds at least one id; batch_size is {batch_size} and context_length {context_length}."
         require(min(batch_size, context_length) > 0, found)
-        self.transformer = FusedTransformer(model, dtype, overlap, layers_per_product)
+        self.transformer = FusedTransformer(model, dtype, overlap, layers_per_matmul)
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.parameters = list(self.transformer.gradients)
         self.versions = self._versions()

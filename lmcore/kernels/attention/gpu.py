@@ -356,12 +356,12 @@ def has_room(q: Tensor) -> bool:
 
 
 def block_of(q: Tensor) -> int:
-    """The head size filled up to a power of two, of which matrix products take 16 and more."""
+    """The head size filled up to a power of two, of which matmuls take 16 and more."""
     return max(16, triton.next_power_of_2(q.shape[-1]))
 
 
 def precision_of(q: Tensor) -> str:
-    """Of matrix products of float32: whole, unless PyTorch's own may round to TF32."""
+    """Of matmuls of float32: whole, unless PyTorch's own may round to TF32."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 

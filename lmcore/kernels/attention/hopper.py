@@ -1,8 +1,8 @@
-"""FlashAttention-2 on Hopper for half precision, in Gluon: TMA copies, warp specialisation, asynchronous products.
+"""FlashAttention-2 on Hopper for half precision, in Gluon: TMA copies, warp specialisation, asynchronous matmuls.
 
 Forward: two warpgroups of consumers with half of the queries each compute, while one producer warp copies tiles of keys
 and values into a ring of buffers; barriers in shared memory say which buffers are full and which may be filled again
-(Shah et al. 2024, FlashAttention-3, section 3.1). The softmax of one tile of scores runs beside the product of the next
+(Shah et al. 2024, FlashAttention-3, section 3.1). The softmax of one tile of scores runs beside the matmul of the next
 one (section 3.2).
 
 Backward: a program has one tile of keys at a time. Two warpgroups of consumers keep dK and dV of half of it each in
@@ -108,7 +108,7 @@ def online_softmax(s, m_i, l_i, scale):
 def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexpr, C: gl.constexpr,
                      BLOCK_N: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, ST: gl.constexpr,
 CAUSAL: gl.constexpr):
-    """Some of a tile's queries: softmax of one tile of scores while the product of the next one runs."""
+    """Some of a tile's queries: softmax of one tile of scores while the matmul of the next one runs."""
     q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty = rings
     first, tiles, batch, head = place
     heads, length, lse_rows = sizes
