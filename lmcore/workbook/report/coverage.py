@@ -1,7 +1,7 @@
 """Which problems of the handouts the notebooks answer.
 
-`python -m lmcore.workbook.report.coverage` writes docs/coverage.md. `problems.csv` has every problem, where it stands and its
-parts. An answer counts for each handout that has the problem, unless its part names one:
+`python -m lmcore.workbook.report.coverage` writes docs/coverage.md. `problems.csv` has every problem, its place and its
+parts. An answer counts for each handout that has the problem, unless its part names one, as does
 `answer("memory_profiling (c, CS336)", …)`.
 """
 
@@ -60,8 +60,8 @@ def page(table: pd.DataFrame) -> str:
     """The table as a page of Markdown, a section for each handout."""
     text = [
         "# The problems of the handouts, and where they are answered",
-        "Written by `python -m lmcore.workbook.report.coverage` from the answers in the notebooks. A place is a page or a "
-        "section of the handout.",
+        "Written by `python -m lmcore.workbook.report.coverage` from the answers in the notebooks. A place is a page or "
+        "a section of the handout.",
         counts(table).to_markdown(index=False),
     ]
     for handout, part in table.groupby("handout", sort=False):
