@@ -60,7 +60,7 @@ def page(table: pd.DataFrame) -> str:
     """The table as a page of Markdown, a section for each handout."""
     text = [
         "# The problems of the handouts, and where they are answered",
-        "Written by `python -m lmcore.workbook.report.coverage` from the answers in the notebooks. A place is a page or "
+        "Written by `python -m lmcore.workbook.report.coverage` from the notebooks. A place is a page or "
         "a section of the handout.",
         counts(table).to_markdown(index=False),
     ]
