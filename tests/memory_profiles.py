@@ -2,10 +2,8 @@
 
 import pandas as pd
 
-from lmcore.config import to_dict
 from lmcore.profiling.memory.snapshot import History
 from lmcore.profiling.memory.timeline import summary
-from lmcore.profiling.workload import workload_config
 
 
 class Step:
@@ -65,27 +63,3 @@ def training(layers: int = 6, activation: int = 40_000_000, weights: int = 1_000
     for _ in range(layers):
         step.free(step.make("temporary", weights // (3 * layers), "lmcore/optimizer.py:90 adamw_update"))
     return step.profile("train_step", **changes)
-
-
-def inference(layers: int = 6, passing: int = 40_000_000, weights: int = 1_000_000_000, **changes) -> dict:
-    """A forward pass that keeps nothing but its last tensor."""
-    step = Step(parameters=weights, other=1_000_000)
-    step.stage("forward")
-    for _ in range(layers):
-        for row in [step.make("temporary", passing) for _ in range(2)]:
-            step.free(row)
-    step.make("temporary", passing // 2)
-    return step.profile("forward", **changes)
-
-
-def record(profile: dict | None, size: str = "large", context: int = 128, outcome: str = "complete", **changes) -> dict:
-    """The record of a cell as `run_cases` writes it."""
-    config = workload_config(size, context, **changes)
-    return {
-        "cell": f"{size}-{context}-{config.precision}-{config.passes}" + "-sdpa" * (config.model.attention == "sdpa"),
-        "config": to_dict(config),
-        "outcome": outcome,
-        "reason": "CUDA out of memory. Tried to allocate 3.00 GiB." if outcome == "out of memory" else None,
-        "environment": {"device": "Chip A"},
-        "result": profile,
-    }

@@ -1,4 +1,4 @@
-"""The memory of a real step, on the CPU's allocator, and what a block keeps for the backward pass."""
+"""The memory of a real step, on the CPU's allocator, and what a block saves for the backward pass."""
 
 import json
 import pickle
@@ -74,7 +74,7 @@ def test_sources_on_the_cpu_name_functions_operators_and_the_backward_pass(step)
     json.dumps(step)
 
 
-def test_inference_keeps_nothing_for_a_backward_pass(tmp_path, step):
+def test_inference_saves_nothing_for_a_backward_pass(tmp_path, step):
     forward = profile_memory(config(passes="forward"), tmp_path)
     assert [row["name"] for row in forward["stages"]] == ["forward"]
     assert (forward["peak_by_category"]["activations"], forward["before_by_category"]["optimizer state"]) == (0, 0)
@@ -92,7 +92,7 @@ def test_copies_of_weights_in_half_precision_are_named(tmp_path):
     assert half["before_by_category"]["optimizer state"] == 2 * PARAMETERS
 
 
-def test_checkpointing_keeps_less_and_says_what_was_computed_again(tmp_path, step):
+def test_checkpointing_saves_less_and_says_what_was_computed_again(tmp_path, step):
     less = profile_memory(config(checkpoint_every=1), tmp_path)
     assert less["stages"][0]["end_bytes"] < step["stages"][0]["end_bytes"]
     again = [row for row in less["allocations"] if row["source"].endswith("computed again")]
@@ -104,7 +104,7 @@ def test_categories_follow_addresses_and_lifetimes():
     expected = {  # address, first and last state, source → category, stage, source
         (1, 0, 10, "x"): ("parameters", None, "w"),
         (2, 0, 4, "x"): ("other", None, "x"),
-        (3, 1, 6, "a"): ("activations", "forward", "half copy of w, a"),  # kept for the backward pass
+        (3, 1, 6, "a"): ("activations", "forward", "half copy of w, a"),  # saved for the backward pass
         (4, 2, 5, "b"): ("temporary", "forward", "b"),  # gone when it begins
         (5, 4, 7, "c"): ("activations", "loss", "c"),
         (6, 5, 10, "d"): ("temporary", None, "d"),  # between loss and backward
@@ -157,20 +157,20 @@ def test_stages_on_a_gpu_are_found_by_counting(monkeypatch, tmp_path, capacity, 
     assert read_snapshot(tmp_path / write_snapshot(snapshot, tmp_path)["file"]) == taken()
 
 
-def test_what_a_block_keeps_is_what_stays_alive_after_its_forward_pass():
+def test_what_a_block_saves_is_what_stays_alive_after_its_forward_pass():
     """Held against the profiler: the bytes that a forward pass leaves behind, but for the result."""
     block, x = block_and_input(config(), torch.device("cpu"))
     block(x)
     alive = levels(recording.record_cpu(lambda span: block(x)))["unknown"].iloc[-1]
-    kept = sum(row["bytes"] for row in saved_by_operation(config()) if row["kind"] != "input")
-    # the angles' cosines and sines, looked up in the block, and the mask are kept; the result is alive but not saved
+    saved = sum(row["bytes"] for row in saved_by_operation(config()) if row["kind"] != "input")
+    # the angles' cosines and sines, looked up in the block, and the mask are saved; the result is alive but not saved
     result = 4 * CONTEXT * config().model.d_model * 4
-    assert alive == pytest.approx(kept + result, abs=64)  # scalars such as epsilon
+    assert alive == pytest.approx(saved + result, abs=64)  # scalars such as epsilon
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("attention", ["plain", "sdpa", "flash"])
-def test_fake_tensors_keep_what_real_ones_do(precision, attention):
+def test_fake_tensors_save_what_real_ones_do(precision, attention):
     cell = config(precision=precision, attention=attention)
     rows = saved_by_operation(cell)
     assert rows == saved_by_operation(cell, abstract=True)
@@ -181,7 +181,7 @@ def test_fake_tensors_keep_what_real_ones_do(precision, attention):
     assert any(np.prod(shape) == np.prod(scores) for shape in attended) == (attention == "plain")
 
 
-def test_what_a_block_of_any_size_keeps_is_known_without_memory():
+def test_what_a_block_of_any_size_saves_is_known_without_memory():
     rows = saved_by_operation(workload_config("2.7b", 1024), abstract=True)
     exponentials = next(row for row in rows if row["operation"] == "ExpBackward0")
     assert exponentials["bytes"] == 4 * 4 * 32 * 1024**2

@@ -1,4 +1,4 @@
-"""Predicted memory against what autograd keeps, what PyTorch's profiler sees allocated, and what an H200 recorded."""
+"""Predicted memory against what autograd saves, what PyTorch's profiler sees allocated, and what an H200 recorded."""
 
 import csv
 import itertools
@@ -30,7 +30,7 @@ SWITCHES += [{**switches, "attention": kernel} for kernel in ("sdpa", "flash") f
 
 @settings(max_examples=25, deadline=None)
 @given(model_configs(SWITCHES), st.integers(1, 3), st.sampled_from(["fp32", "bf16"]))
-def test_a_block_of_any_kind_keeps_what_is_predicted(config, batch_size, precision):
+def test_a_block_of_any_kind_saves_what_is_predicted(config, batch_size, precision):
     cell = WorkloadConfig(model=config, batch_size=batch_size, precision=precision, device="cpu")
     assert saved_by_operation(cell, abstract=True) == saved_by_operation(cell)
 

@@ -339,6 +339,13 @@ def test_an_answer_from_values_says_which_claims_do_not_hold():
     json.dumps(found)
 
 
+def test_what_was_not_measured_is_said():
+    shown = answers.answer("adamw", "It takes {sizes:bytes}.", {"it is small": np.nan < 1}, sizes=[1e9, np.nan])
+    assert "It takes 1.00 GB and (not measured)." in shown.data
+    assert "*Does not hold on this machine:* it is small." in shown.data
+    assert shown.metadata[answers.METADATA_KEY]["values"] == {"sizes": [1e9, None]}
+
+
 @pytest.mark.parametrize(
     ("function", "value", "text"),
     [

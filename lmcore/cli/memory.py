@@ -66,8 +66,8 @@ def memory(
         print(described(summary(history_of(read_snapshot(snapshot))), top))
         return 0
     from lmcore.profiling.memory.profile import profile_memory, profile_memory_without_snapshot
+    from lmcore.profiling.memory.timeline_html import write_timeline
     from lmcore.profiling.runner import run_cases
-    from lmcore.workbook.report.memory.timeline_html import write_timeline
 
     cases = benchmark_cases(BenchmarkConfig(**vars(settings), steps=1))
     task = profile_memory if keep_snapshot else profile_memory_without_snapshot

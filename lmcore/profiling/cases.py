@@ -56,7 +56,7 @@ class WorkloadConfig(MeasurementConfig):
 
     model: ModelConfig = field(default_factory=lambda: model_config("small"))
     passes: Passes = "forward"
-    """forward: inference, nothing kept for a backward pass; forward_backward: with loss and gradients; train_step: and
+    """forward: inference, nothing saved for a backward pass; forward_backward: with loss and gradients; train_step: and
     the optimizer's update."""
     precision: Precision = "fp32"
     """fp32, the same with TF32 matmuls, or mixed precision by autocast; fp16 with loss scaling."""

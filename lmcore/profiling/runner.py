@@ -37,7 +37,8 @@ MACHINE = ("device", "torch")
 OLD_TASKS = {
     f"lmcore.{old}": f"lmcore.{new}"
     for old, new in (
-        ("report.memory.kept:kept_by_block", "workbook.report.memory.kept:kept_by_block"),
+        ("report.memory.kept:kept_by_block", "profiling.memory.saved:saved_by_block"),
+        ("workbook.report.memory.kept:kept_by_block", "profiling.memory.saved:saved_by_block"),
         ("profiling.kernels.interpreted:measure_interpreted", "profiling.kernels.parity:measure_interpreted"),
         ("profiling.kernels.agreement:measure_interpreted", "profiling.kernels.parity:measure_interpreted"),
         ("profiling.kernels.agreement:measure_agreement", "profiling.kernels.parity:measure_parity"),

@@ -32,6 +32,7 @@ from lmcore.model import TransformerLM
 from lmcore.profiling.memory.predicted import predicted_peak
 from lmcore.profiling.memory.snapshot import history_of
 from lmcore.profiling.memory.timeline import summary
+from lmcore.profiling.memory.timeline_html import timeline_data
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.trace import busy_table, copy_table, kernel_table, kind_table
 from lmcore.profiling.runner import is_of
@@ -41,8 +42,6 @@ from lmcore.recipes import RECIPES
 from lmcore.run import RunFolder
 from lmcore.tokenizer import Tokenizer, train_bpe
 from lmcore.train import train, training_step
-from lmcore.workbook.report.memory import tables as memory_tables
-from lmcore.workbook.report.memory.timeline_html import timeline_data
 
 HANDOUT: dict[str, types.ModuleType] = {
     **dict.fromkeys(("train_bpe", "Tokenizer"), lmcore.tokenizer),

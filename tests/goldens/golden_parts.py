@@ -252,25 +252,14 @@ def totals(kernels: Any) -> list[float]:
 
 
 def memory() -> dict[str, Any]:
-    """What is summed up of a snapshot, and the tables of two recorded steps, as CSV."""
+    """What is summed up of a snapshot and of the committed records of steps."""
     said = library.summary(library.history_of(snapshot()))
     keys = [key for key in said if key not in ("timeline", "allocations")]
-    import memory_profiles
-
-    cells = {
-        "forward": memory_profiles.record(memory_profiles.inference(), passes="forward"),
-        "train_step": memory_profiles.record(memory_profiles.training(), passes="train_step"),
-        "lost": memory_profiles.record(None, "xl", 512, "out of memory", passes="train_step"),
-    }
-    tables = {
-        name: csv(getattr(library.memory_tables, name)(cells))
-        for name in ("peaks_table", "stages_table", "composition_table", "largest_table")
-    }
     peaks = {
         path.name: peaks_of_timeline(json.loads(gzip.decompress(path.read_bytes())))
         for path in sorted((PROJECT / "results" / "h200" / "timelines").glob("memory_*.json.gz"))
     }
-    return {"snapshot": rounded({key: said[key] for key in keys}, 9), "tables": tables, "timelines": peaks}
+    return {"snapshot": rounded({key: said[key] for key in keys}, 9), "timelines": peaks}
 
 
 def peaks_of_timeline(profile: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def predicted_peak(
     """The moment at which most memory is allocated, after warm-up, and what is alive then, in bytes.
 
     `passes` are those of `lmcore.profiling.workload.WorkloadConfig`. Keys: parameters, gradients, optimizer_state,
-    activations (kept for the backward pass), temporary, inputs (token ids and position tables), peak_bytes (their
+    activations (saved for the backward pass), temporary, inputs (token ids and position tables), peak_bytes (their
     sum), stage ("forward", "loss", "backward" or "optimizer"), moment (function and operator, or the node of the
     backward pass, of the allocation that comes within a thousandth of it), and by_stage, the peak of each stage.
     Raises `UserError` for unknown passes or precisions, sizes below 1, and more tokens than the context.

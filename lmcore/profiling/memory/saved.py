@@ -1,8 +1,9 @@
-"""What one Transformer block keeps for the backward pass, operation by operation (CS336 A2 section 1.1.6 (e))."""
+"""Saved activations of one Transformer block: what it saves for the backward pass, operation by operation."""
 
 import contextlib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,13 @@ RESULTS = ("result", "output", "logsumexp", "log_sumexp")
 """How the names of what an operation saves end, if it is something that it computed itself."""
 
 
+def saved_by_block(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
+    """`saved_by_operation` as a task for `lmcore.profiling.runner.run_cases`."""
+    return {"saved": saved_by_operation(config)}
+
+
 def saved_by_operation(config: WorkloadConfig, abstract: bool = False) -> list[dict[str, Any]]:
-    """The storages that one block of `config.model` keeps for its backward pass, in order of the forward pass. Bytes.
+    """The storages that one block of `config.model` saves for its backward pass, in order of the forward pass. Bytes.
 
     Measured by running the block forward on the device of the configuration, in its precision, and looking at what the
     nodes of the autograd graph hold. A storage is counted once, whatever number of views of it is saved; parameters are
@@ -77,7 +83,7 @@ def block_and_input(config: WorkloadConfig, device: torch.device) -> tuple[Trans
 
 
 def saved_tensors(y: Tensor) -> Iterator[tuple[Any, Tensor, bool]]:
-    """The nodes of `y`'s autograd graph, in order of the forward pass, with each tensor that they keep, and whether the
+    """The nodes of `y`'s autograd graph, in order of the forward pass, with each tensor that they save, and whether the
     operation computed it itself: then a gradient may flow through it, whatever the tensor says."""
     nodes, waiting = set(), [y.grad_fn]
     while waiting:
@@ -87,7 +93,7 @@ def saved_tensors(y: Tensor) -> Iterator[tuple[Any, Tensor, bool]]:
             waiting += [following for following, _ in node.next_functions]
     for node in sorted(nodes, key=lambda node: node._sequence_nr()):
         for name in dir(node):
-            ours = name == "saved_tensors"  # an operation in Python, which keeps nothing else but these
+            ours = name == "saved_tensors"  # an operation in Python, which saves nothing else
             if ours or name.startswith("_saved_"):
                 for tensor in tree_leaves(getattr(node, name)):
                     if isinstance(tensor, Tensor) and tensor.dim():  # a number is Python's own

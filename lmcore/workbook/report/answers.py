@@ -50,21 +50,25 @@ def answer(problem: str, template: str, claims: Mapping[str, Any] | None = None,
 
 
 class AnswerFormatter(string.Formatter):
-    """`str.format` with the words of `FORMATS`, and with lists joined."""
+    """`str.format` with the words of `FORMATS`, with lists joined, and with NaN as what it is: not measured."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         """One field of a template."""
         if isinstance(value, list | tuple | np.ndarray):
             return join_words([self.format_field(each, format_spec) for each in value])
+        if isinstance(value, float | np.floating) and np.isnan(value):
+            return "(not measured)"
         return FORMATS[format_spec](value) if format_spec in FORMATS else format(value, format_spec)
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it, for the metadata of an answer: numpy's numbers and arrays as Python's."""
+    """A value as JSON has it, for the metadata of an answer: numpy's numbers and arrays as Python's, NaN as None."""
     if isinstance(value, np.ndarray | np.generic):
         return plain(value.tolist())
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
+    if isinstance(value, float) and np.isnan(value):
+        return None
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 

@@ -11,8 +11,18 @@ from typing import Any
 
 from lmcore.errors import require
 from lmcore.files import atomic_write
-from lmcore.workbook.report.answers import format_bytes
-from lmcore.workbook.report.memory.figures import CATEGORY_COLORS, PASSES
+from lmcore.profiling.cases import PASSES
+
+CATEGORY_COLORS = {
+    "parameters": "#0173b2",
+    "optimizer state": "#56b4e9",
+    "other": "#949494",
+    "gradients": "#de8f05",
+    "activations": "#029e73",
+    "temporary": "#cc78bc",
+    "unknown": "#ca9161",
+}
+"""One color for a category in every figure, told apart also by color-blind readers."""
 
 DETAIL = 30
 """Percentage of the listed allocations that are drawn one by one at first, the largest."""
@@ -28,7 +38,7 @@ def write_timeline(profile: Mapping[str, Any], path: str | os.PathLike, title: s
     data = timeline_data(profile)
     # "<" could close the script element that holds the data
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-    template = resources.files("lmcore.workbook.report.memory").joinpath("timeline.html").read_text(encoding="utf-8")
+    template = resources.files("lmcore.profiling.memory").joinpath("timeline.html").read_text(encoding="utf-8")
     values = {"@TITLE@": html.escape(title), "@SUBTITLE@": html.escape(subtitle(profile)), "@DATA@": text}
     page = re.sub("@(?:TITLE|SUBTITLE|DATA)@", lambda match: values[match[0]], template)
     with atomic_write(path, "w") as file:
@@ -38,12 +48,12 @@ def write_timeline(profile: Mapping[str, Any], path: str | os.PathLike, title: s
 
 def subtitle(profile: Mapping[str, Any]) -> str:
     """What was measured, on what, with which tool."""
-    kept = len(profile["allocations"])
-    listed = f"the {kept:,} largest allocations" if kept < profile["allocations_total"] else "all allocations"
+    count, total = len(profile["allocations"]), profile["allocations_total"]
+    listed = f"the {count:,} largest of {total:,} allocations" if count < total else f"all {total:,} allocations"
     return (
-        f"{PASSES[profile['passes']].capitalize()}, {profile['precision']}, on {profile['device']}; recorded by "
-        f"{profile['tool']}. The heights count every allocation; {listed} of {profile['allocations_total']:,} can be "
-        f"told apart, from {format_bytes(profile['allocations_smallest_bytes'])} on."
+        f"{PASSES[profile['passes']]}, {profile['precision']}, on {profile['device']}; recorded by {profile['tool']}. "
+        f"The height is the sum of all allocations; {listed} can be pointed at, from "
+        f"{profile['allocations_smallest_bytes'] / 1e6:,.3g} MB on."
     )
 
 

@@ -1,1 +1,0 @@
-"""What notebook 06 answers and draws."""
