@@ -33,7 +33,7 @@ from lmcore.profiling.memory.predicted import predicted_peak
 from lmcore.profiling.memory.snapshot import history_of
 from lmcore.profiling.memory.timeline import summary
 from lmcore.profiling.nsys.export import read_export
-from lmcore.profiling.nsys.trace import busy_table, copy_table, kernel_table, kind_table
+from lmcore.profiling.nsys.trace import busy_table, category_table, copy_table, kernel_table
 from lmcore.profiling.runner import is_of
 from lmcore.profiling.workload import workload_config
 from lmcore.provenance import environment
@@ -52,10 +52,6 @@ from lmcore.workbook.report.memory import kept, peak_answers
 from lmcore.workbook.report.memory import sizes as memory_sizes
 from lmcore.workbook.report.memory import tables as memory_tables
 from lmcore.workbook.report.memory.timeline_html import timeline_data
-from lmcore.workbook.report.nsys import answers as nsys_answers
-from lmcore.workbook.report.nsys import kernels as nsys_kernels
-from lmcore.workbook.report.nsys import pitfalls as nsys_pitfalls
-from lmcore.workbook.report.nsys import shares as nsys_shares
 from lmcore.workbook.report.reference import results_block
 from lmcore.workbook.report.reference_measurements import measurements_block
 from lmcore.workbook.report.survival import faults_block

@@ -14,7 +14,6 @@ def reports(results: Path) -> Iterator[tuple[str, Any]]:
     yield "README, measurements", library.measurements_block(results)
     yield "README, faults", library.faults_block(results.parent / "faults.json")
     yield from benchmark(rows)
-    yield from nsys(rows)
     yield from memory(rows)
     yield from kernels(rows, results)
 
@@ -42,22 +41,6 @@ def benchmark(rows: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "study, context", library.study_answers.context_answer(context)
     yield "study, optimizations", library.optimizations.optimizations_table(optimizations)
     yield "study, optimizations, shown", library.optimizations.optimizations_answer(optimizations)
-
-
-def nsys(rows: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Notebook 05."""
-    table, found, kinds = rows["nsys_profiles"], rows["nsys_kernels"], rows["nsys_kinds"]
-    attention = rows["nsys_attention"]
-    ceiling = library.nsys_shares.copy_ceiling(rows["components"], table)
-    yield "nsys (a)", library.nsys_answers.forward_time_answer(table)
-    yield "nsys, phases", library.nsys_answers.phases_text(table)
-    yield "nsys (b)", library.nsys_kernels.top_kernel_answer(table, found)
-    yield "nsys (c)", library.nsys_kernels.other_kernels_answer(table, found, kinds)
-    yield "nsys (d)", library.nsys_shares.training_answer(table, kinds)
-    yield "nsys (e)", library.nsys_shares.softmax_answer(table, attention, ceiling)
-    yield "nsys, copy ceiling", ceiling
-    yield "nsys, softmax and products", library.nsys_shares.softmax_pairs(attention)
-    yield "nsys, pitfalls", library.nsys_pitfalls.pitfalls_text(rows["nsys_pitfalls"], "Nsight Systems", 3)
 
 
 def memory(rows: dict[str, Any]) -> Iterator[tuple[str, Any]]:

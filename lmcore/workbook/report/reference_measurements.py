@@ -16,9 +16,6 @@ from lmcore.workbook.report.kernels.speed import read_speed
 from lmcore.workbook.report.kernels.speed_figures import speed_figures
 from lmcore.workbook.report.kernels.steps import CURVES, both_curves_figure, curves_in
 from lmcore.workbook.report.memory import figures as memory
-from lmcore.workbook.report.nsys import figures as nsys
-from lmcore.workbook.report.nsys.shares import softmax_pairs
-from lmcore.workbook.report.nsys.timeline import timeline_figure
 from lmcore.workbook.report.tables import read_results
 
 CONTEXT, PRECISION = 256, "fp32"
@@ -31,10 +28,8 @@ IDLE = 0.1
 def measurement_figures(results: Path) -> dict[str, Figure]:
     """The figures that are drawn from a machine's tables and timelines, by name."""
     timings, warmups, parts, study = (_rows(results, name) for name in _TIMING)
-    profiles, kinds, attention = (_rows(results, f"nsys_{name}") for name in ("profiles", "kinds", "attention"))
     peaks, composition, kept = (_rows(results, f"memory_{name}") for name in ("peaks", "composition", "kept"))
     steps = composition[composition["passes"] == "train_step"]
-    timeline = _timeline(results, "nsys_small-256-fp32")
     curves = curves_in(results)
     return {
         "benchmark_times": benchmark.times_figure(timings, CONTEXT),
@@ -46,12 +41,6 @@ def measurement_figures(results: Path) -> dict[str, Figure]:
         "study_batch_size": batch_figure(_study(study, context_length=512, attention="plain")),
         "study_context": context_figure(_study(study, batch_size=8, precision="fp16")),
         "study_optimizations": optimizations_figure(_study(study, batch_size=16, context_length=1024)),
-        "nsys_idle": nsys.idle_figure(profiles, PRECISION),
-        "nsys_shares": nsys.shares_figure(profiles, kinds, PRECISION),
-        "nsys_contexts": nsys.contexts_figure(profiles, kinds),
-        "nsys_attention": nsys.attention_figure(attention, softmax_pairs(attention)),
-        "nsys_timeline_inference": timeline_figure(timeline["inference"], True),
-        "nsys_timeline_training": timeline_figure(timeline["training"], True),
         "memory_peaks": memory.peaks_figure(peaks),
         "memory_kept": memory.kept_figure(kept),
         **{f"memory_composition_{size}": memory.composition_figure(part) for size, part in steps.groupby("size")},
