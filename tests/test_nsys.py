@@ -22,7 +22,7 @@ from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.profile import profile_with_nsys, profile_workload, summary, timeline
 from lmcore.profiling.nsys.tool import FLAGS, Nsys, export_report, find_nsys, load_trace, run_under_nsys
 from lmcore.profiling.nsys.torch_trace import read_torch_trace
-from lmcore.profiling.nsys.trace import busy_table, kernels_in, kind_table
+from lmcore.profiling.nsys.trace import busy_table, category_table, kernels_in
 from lmcore.profiling.workload import no_span, workload_config
 from lmcore.workbook import doctor
 
@@ -403,7 +403,7 @@ def test_own_times_add_up(on_cpu):
     for name in ("inference", "training step"):
         own = kernels_in(trace, name)["duration"].sum() / 1e9
         assert own == pytest.approx(busy_table(trace, name)["busy_seconds"].sum(), rel=1e-6)
-    assert kind_table(trace, "optimizer")["kind"].tolist() == ["optimizer"]
+    assert category_table(trace, "optimizer")["category"].tolist() == ["optimizer"]
 
 
 def test_command_reads_reports(capsys, tmp_path):

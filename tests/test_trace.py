@@ -31,11 +31,11 @@ from lmcore.profiling.nsys.export import GRAPH, KERNEL, MEMCPY, MEMSET, NVTX, RU
 from lmcore.profiling.nsys.torch_trace import CPU_TOOL, CUDA_TOOL, read_torch_trace, trace_of
 from lmcore.profiling.nsys.trace import (
     busy_table,
+    category_table,
     copy_table,
     instances,
     kernel_table,
     kernels_in,
-    kind_table,
     occupied,
     unattributed,
 )
@@ -79,7 +79,7 @@ def test_kernels_of_real_training_programs(request, program, name, scope):
     path = H200 if program == "ours" else sample(FORWARD_BACKWARD)
     table = kernel_table(request.getfixturevalue(program), name, scope)
     by_hand = counted_by_hand(path, name, scope == "thread")
-    together = table.groupby("name")[["calls", "total_seconds"]].sum()  # of two kinds: the optimizer's apart
+    together = table.groupby("name")[["calls", "total_seconds"]].sum()  # of two categories: the optimizer's apart
     found = {row.Index: (row.calls, round(row.total_seconds * 1e9)) for row in together.itertuples()}
     assert found == by_hand
     assert len(by_hand) > (5 if program == "real" else 0)
@@ -116,10 +116,12 @@ def test_matmuls_are_as_many_as_the_model_multiplies(ours):
         ("optimizer", 0),
     ):
         kernels = kernels_in(ours, name)
-        kernels = kernels[(kernels["kind"] == "matmul") & ~kernels["name"].str.contains("splitKreduce|split_k_kernel")]
+        kernels = kernels[
+            (kernels["category"] == "matmul") & ~kernels["name"].str.contains("splitKreduce|split_k_kernel")
+        ]
         assert len(kernels) == 2 * expected
-    assert kind_table(ours, "optimizer")["kind"].tolist() == ["optimizer"]
-    assert "optimizer" not in kind_table(ours, "backward")["kind"].tolist()
+    assert category_table(ours, "optimizer")["category"].tolist() == ["optimizer"]
+    assert "optimizer" not in category_table(ours, "backward")["category"].tolist()
     for part in ("computing attention scores", "computing softmax", "final matmul", "ffn"):
         assert len(instances(ours, part)) == 8  # two layers, twice in inference and twice in training
 
@@ -238,7 +240,7 @@ def test_kernels_without_a_launch_belong_to_no_range(export, read, tmp_path, cap
     export.kernel(5, 10, 20)
     trace = read()
     assert len(trace.kernels) == 1
-    assert [len(table(trace, "step")) for table in (kernels_in, kernel_table, kind_table)] == [0, 0, 0]
+    assert [len(table(trace, "step")) for table in (kernels_in, kernel_table, category_table)] == [0, 0, 0]
     assert busy_table(trace, "step")["busy_seconds"].tolist() == [0]
     assert unattributed(trace).startswith("1 of 1 kernels have no launch in the record")  # there is no table RUNTIME
     export.launch(6, 200, 210, 220)
@@ -259,9 +261,9 @@ def test_the_optimizer_is_told_by_its_range(export, read):
     export.launch(2, 60, 70, 75, "ampere_sgemm")
     export.call(3, 61)
     export.add(MEMCPY, 80, 82, 3, PROCESS, 64, 8)
-    kinds = kind_table(read(), "training step").set_index("kind")
-    assert kinds["calls"].to_dict() == {"matmul": 1, "optimizer": 2}
-    assert kinds["total_seconds"].tolist() == pytest.approx([10e-9, 7e-9])
+    categories = category_table(read(), "training step").set_index("category")
+    assert categories["calls"].to_dict() == {"matmul": 1, "optimizer": 2}
+    assert categories["total_seconds"].tolist() == pytest.approx([10e-9, 7e-9])
 
 
 def test_unfinished_ranges_marks_and_missing_tables(export, read):
@@ -417,8 +419,8 @@ print(*[line.split()[1] for line in status.read_text().splitlines() if "VmHWM" i
     assert lines[0] == "Nsight Systems 2025.3.1: 800,000 kernels, 0 copies, 200 ranges."
     # 100 steps of 8,000 kernels, one call in five starts none; each of the 200 kernels runs 4,000 times 8 ns
     assert lines[4].split() == ["1", "4,000", "40", "0.032", "8e-06", "0.5", "other", "kernel_0"]
-    kinds = next(line for line in lines if line.split()[:2] == ["other", "800,000"])
-    assert kinds.split()[2:] == ["6.4", "100"]
+    categories = next(line for line in lines if line.split()[:2] == ["other", "800,000"])
+    assert categories.split()[2:] == ["6.4", "100"]
     steps = [line.split()[1:] for line in lines if line.startswith("step ")]
     assert steps == [["0.09999", "0.09999", "0.064", "0.03599"]] * 100
     assert int(lines[-1]) < 600_000, "kilobytes"
@@ -484,7 +486,7 @@ def test_records_of_torch_profiler_on_cuda(tmp_path):
     assert trace.ranges["path"].tolist() == ["training step", "training step/backward"]
     assert len(kernels_in(trace, "backward", "thread")) == 0
     (kernel,) = kernels_in(trace, "backward").to_dict("records")
-    assert (kernel["kind"], kernel["duration"], kernel["launched_at"]) == ("matmul", 10250, 112500)
+    assert (kernel["category"], kernel["duration"], kernel["launched_at"]) == ("matmul", 10250, 112500)
     assert copy_table(trace, "training step").to_dict("records") == [
         {"operation": "Host-to-Device", "calls": 1, "bytes": 4096, "total_seconds": pytest.approx(2e-6)}
     ]

@@ -1,4 +1,4 @@
-"""`lmcore nsys`: kernels, kinds and idle time by range, of a model or of a report that is there (CS336 A2 1.1.4)."""
+"""`lmcore nsys`: kernels, categories and idle time by range, of a model or of an existing report (CS336 A2 1.1.4)."""
 
 import textwrap
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ HEADERS = {
     "seconds": ("open (ms)", 1e3), "gpu_seconds": ("gpu (ms)", 1e3), "busy_seconds": ("busy (ms)", 1e3),
     "idle_seconds": ("idle (ms)", 1e3), "total_seconds": ("total (ms)", 1e3), "mean_seconds": ("mean (ms)", 1e3),
     "share": ("share (%)", 100.0), "matmul share": ("matmul (%)", 100.0), "bytes": ("MB", 1e-6),
-    "kind": ("category", 1), "short_name": ("kernel", 1), "calls_per_instance": ("per range", 1),
+    "short_name": ("kernel", 1), "calls_per_instance": ("per range", 1),
 }  # fmt: skip
 """What columns of tables are called here, and the factor to their unit."""
 
@@ -101,7 +101,7 @@ def nsys(
 
 def report_lines(trace: "Trace", range: str | None, scope: "Scope", top: int) -> list[str]:
     """What a trace says of a range, or of the whole record and which ranges it has."""
-    from lmcore.profiling.nsys.trace import busy_table, copy_table, kernel_table, kind_table, owners, unattributed
+    from lmcore.profiling.nsys.trace import busy_table, category_table, copy_table, kernel_table, owners, unattributed
 
     kernels, busy = kernel_table(trace, range, scope).head(top), busy_table(trace, range, scope)
     kernels = kernels if range is not None else kernels.drop(columns="calls_per_instance")
@@ -110,7 +110,7 @@ def report_lines(trace: "Trace", range: str | None, scope: "Scope", top: int) ->
     lines = [f"{trace.tool}: {', '.join(sizes)}."]
     lines += [f"Range {range}, launches of the {scope}."] if range is not None else ["All work of the record."]
     lines += filter(None, [unattributed(trace)])
-    lines += kernel_lines(kernels) + text(kind_table(trace, range, scope)) + text(busy.drop(columns="instance"))
+    lines += kernel_lines(kernels) + text(category_table(trace, range, scope)) + text(busy.drop(columns="instance"))
     lines += text(copy_table(trace, range, scope))
     if range is None and trace.ranges.empty:
         lines += ["", "The record has no ranges."]
@@ -143,7 +143,8 @@ def profile_lines(found: Mapping[str, Any], top: int) -> list[str]:
             for path, one in part["ranges"].items()
         ]
         whole = next(iter(part["ranges"].values()))
-        lines += text(pd.DataFrame(rows)) + kernel_lines(pd.DataFrame(whole["kernels"][:top]))
+        kernels = pd.DataFrame(whole["kernels"][:top]).rename(columns={"kind": "category"})
+        lines += text(pd.DataFrame(rows)) + kernel_lines(kernels)
     return lines
 
 
@@ -156,8 +157,8 @@ def kernel_lines(kernels: "pd.DataFrame") -> list[str]:
         if row.name != row.short_name
     ]
     kernels.insert(0, "no.", kernels.index + 1)
-    numbers = [name for name in kernels if name not in ("kind", "short_name", "name")]
-    return text(kernels[[*numbers, "kind", "short_name"]]) + (["", "Full names:", *full] if full else [])
+    numbers = [name for name in kernels if name not in ("category", "short_name", "name")]
+    return text(kernels[[*numbers, "category", "short_name"]]) + (["", "Full names:", *full] if full else [])
 
 
 def text(table: "pd.DataFrame") -> list[str]:

@@ -154,8 +154,8 @@ RULES: dict[str, Rule] = {
         "sweep_steps": Rule(f"{COUNT.words}, or None", lambda value: value is None or COUNT.holds(value)),
         "seed": whole("a whole number from 0 to 2**63 - 1", 0, 2**63),
         "01_build.vocab_size": whole("a whole number above 256, as all bytes and <|endoftext|> are tokens", 257),
-        "model_size timeline_size snapshot_size attention_size loss_size optimizer_size elementwise_size step_size "
-        "decode_size": SIZE,
+        "model_size answer_size timeline_size snapshot_size attention_size loss_size optimizer_size elementwise_size "
+        "step_size decode_size": SIZE,
         "sizes": several(SIZE),
         "warmup_sizes component_sizes": several(SIZE, 0),
         "batch_sizes contexts attention_contexts decode_batches": several(COUNT),

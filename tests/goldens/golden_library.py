@@ -34,7 +34,7 @@ from lmcore.profiling.memory.snapshot import history_of
 from lmcore.profiling.memory.timeline import summary
 from lmcore.profiling.memory.timeline_html import timeline_data
 from lmcore.profiling.nsys.export import read_export
-from lmcore.profiling.nsys.trace import busy_table, copy_table, kernel_table, kind_table
+from lmcore.profiling.nsys.trace import busy_table, category_table, copy_table, kernel_table
 from lmcore.profiling.runner import is_of
 from lmcore.profiling.workload import workload_config
 from lmcore.provenance import environment

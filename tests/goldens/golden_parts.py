@@ -227,7 +227,7 @@ def nsys() -> dict[str, Any]:
                 tables[f"{name}, {scope}"] = {
                     "kernels": csv(kernels.drop(columns="name").head(8)),
                     "all kernels": [len(kernels), *totals(kernels)],
-                    "kinds": csv(library.kind_table(trace, name, scope)),
+                    "categories": csv(library.category_table(trace, name, scope)),
                     "busy": csv(library.busy_table(trace, name, scope).head(4)),
                     "copies": csv(library.copy_table(trace, name, scope)),
                 }

@@ -1,4 +1,4 @@
-"""What a model's passes are made of: kernels, kinds and idle time by range (CS336 A2 nsys_profile): a cell's task.
+"""What a model's passes are made of: kernels, categories and idle time by range (CS336 A2 nsys_profile): a cell's task.
 
 `python -m lmcore.profiling.nsys.profile config.json` is the program that Nsight Systems watches: it cannot look into a
 notebook.
@@ -32,6 +32,9 @@ from lmcore.profiling.workload import Span, Workload, WorkloadConfig, no_span, r
 INFERENCE, TRAINING = "inference", "training step"
 TOPS = {"inference": INFERENCE, "training": TRAINING}
 """Outermost ranges of what is recorded, one for each pass or step; the device has done its work when they end."""
+
+RECORDED = {"category": "kind"}
+"""What columns are called in records: their older name, so that old records can be read."""
 
 TOP_KERNELS = 25
 TIMELINE_PIECES = 1500
@@ -173,15 +176,15 @@ def summary(trace: Trace, top: str) -> dict[str, Any]:
     for path in dict.fromkeys(re.sub(r"\bblock \d+", "block *", path) for path in paths):
         busy = busy_table(trace, path)
         medians = busy.drop(columns=["instance", "path"]).median().to_dict()
-        kernels = kernel_table(trace, path).head(TOP_KERNELS).to_dict("records")
-        ranges[path] = {"instances": len(busy), **medians, "kinds": median_kinds(trace, path), "kernels": kernels}
+        kernels = kernel_table(trace, path).head(TOP_KERNELS).rename(columns=RECORDED).to_dict("records")
+        ranges[path] = {"instances": len(busy), **medians, "kinds": median_categories(trace, path), "kernels": kernels}
     return {"passes": int((paths == top).sum()), "ranges": ranges}
 
 
-def median_kinds(trace: Trace, path: str) -> list[dict[str, Any]]:
-    """Calls and seconds of each kind in one of a path's ranges: medians over them, absent kinds counting as 0."""
+def median_categories(trace: Trace, path: str) -> list[dict[str, Any]]:
+    """Calls and seconds of each category in one of a path's ranges: medians over them; absent ones count as 0."""
     chosen, work = work_in(trace, path)
-    each = work.groupby(["instance", "kind"], observed=True)["duration"].agg(calls="size", total_seconds="sum")
+    each = work.groupby(["instance", "category"], observed=True)["duration"].agg(calls="size", total_seconds="sum")
     wide = {name: each[name].unstack(fill_value=0).reindex(chosen["id"], fill_value=0) for name in each}
     table = pd.DataFrame({name: column.median() for name, column in wide.items()}) / [1, 1e9]
     whole = table["total_seconds"].sum()
@@ -193,8 +196,8 @@ def timeline(trace: Trace, top: str) -> dict[str, Any]:
     """One pass, to be drawn: the one of median length; seconds are from its beginning.
 
     {"seconds": when its last work ended, "ranges": [{name, path, depth, start, end}] down to the blocks' parts,
-    "work": [{start, end, busy, kind, stream, count}]}: neighbours of one kind on one stream (copies have -1) are one
-    piece where the gap between them is too small to see; `busy` is the time in which the piece's work ran.
+    "work": [{start, end, busy, kind, stream, count}]}: neighbours of one category on one stream (copies have -1) are
+    one piece where the gap between them is too small to see; `busy` is the time in which the piece's work ran.
     """
     passes, work = work_in(trace, top)
     middle = passes.iloc[(passes["end"] - passes["start"]).argsort().iloc[len(passes) // 2]]
@@ -211,16 +214,18 @@ def timeline(trace: Trace, top: str) -> dict[str, Any]:
 
 
 def pieces(work: pd.DataFrame, gap: float) -> pd.DataFrame:
-    """Kernels and copies in order, neighbours of one kind and stream joined over gaps up to `gap` nanoseconds."""
-    work = work.sort_values("start").astype({"kind": str})
+    """Kernels and copies in order, neighbours of one category and stream joined over gaps up to `gap` nanoseconds."""
+    work = work.sort_values("start").astype({"category": str})
     stream = work["stream"]
-    other = work["kind"] != work["kind"].groupby(stream).shift()
+    other = work["category"] != work["category"].groupby(stream).shift()
     run = [stream, other.groupby(stream).cumsum()]
     before = work["end"].groupby(run).cummax().groupby(run).shift(fill_value=0)
     piece = (other | (work["start"] - before > gap)).groupby(stream).cumsum().rename("piece")
     grouped = work.groupby(["stream", piece], sort=False)
     busy = grouped["duration"].sum() / 1e9
-    table = grouped.agg(start=("start", "min"), end=("end", "max"), kind=("kind", "first"), count=("kind", "size"))
+    table = grouped.agg(
+        start=("start", "min"), end=("end", "max"), kind=("category", "first"), count=("category", "size")
+    )
     return table.assign(busy=busy).reset_index("stream").reset_index(drop=True)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from lmcore.errors import UserError, require
-from lmcore.profiling.nsys.kinds import KINDS, OPTIMIZER_RANGE, kernel_kind, short_name
+from lmcore.profiling.nsys.categories import CATEGORIES, OPTIMIZER_RANGE, kernel_category, short_name
 
 Scope = Literal["process", "thread"]
 """Whose launches count as inside a range: those of every thread of its process while it is open, or its thread's own.
@@ -34,9 +34,9 @@ NAMES_SHOWN = 20
 class Trace:
     """A record of one program. Times are in nanoseconds from a beginning that is the profiler's.
 
-    `work`: name, short_name, kind and `NUMBERS` of each kernel (or CPU operator) and each copy; `duration` is end -
+    `work`: name, short_name, category and `NUMBERS` of each kernel (or CPU operator) and each copy; `duration` is end -
     start, or an operator's own time without that of the operators it calls, so that durations may be summed;
-    `launched_at` is when the CPU asked for it. What was launched in the range "optimizer" is of that kind.
+    `launched_at` is when the CPU asked for it. What was launched in the range "optimizer" is of that category.
     `ranges`: nested; `path` holds the names from the outermost in, joined by "/"; `parent` is an `id`, or -1.
     A range that nothing on its own thread encloses lies in the one that is open on another thread of its process:
     with gradient checkpointing the autograd thread enters blocks while the main thread is in "backward".
@@ -63,10 +63,10 @@ def build_trace(tool: str, work: pd.DataFrame, ranges: pd.DataFrame) -> Trace:
     work = work.sort_values(["start", "end"], ignore_index=True)
     work["name"] = work["name"].astype("category")  # a few hundred names, each thousands of times
     work["short_name"] = work["name"].map(short_name).astype("category")
-    work["kind"] = work["name"].map(kernel_kind).astype(pd.CategoricalDtype(KINDS))
-    work.loc[work["bytes"] >= 0, "kind"] = "copy"
+    work["category"] = work["name"].map(kernel_category).astype(pd.CategoricalDtype(CATEGORIES))
+    work.loc[work["bytes"] >= 0, "category"] = "copy"
     ranges = nested(ranges)
-    work.loc[owners(work, ranges[ranges["name"] == OPTIMIZER_RANGE], "process") >= 0, "kind"] = OPTIMIZER_RANGE
+    work.loc[owners(work, ranges[ranges["name"] == OPTIMIZER_RANGE], "process") >= 0, "category"] = OPTIMIZER_RANGE
     return Trace(tool, work, ranges)
 
 
@@ -159,10 +159,10 @@ def kernels_in(trace: Trace, name: str, scope: Scope = "process") -> pd.DataFram
 
 
 def kernel_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.DataFrame:
-    """Kernels of a range, or of None the whole record, by total time: name, short_name, kind, calls,
+    """Kernels of a range, or of None the whole record, by total time: name, short_name, category, calls,
     calls_per_instance, total_seconds, mean_seconds, share (of the kernels' time)."""
     chosen, work = work_in(trace, name, scope)
-    keys = ["name", "short_name", "kind"]
+    keys = ["name", "short_name", "category"]
     grouped = work[work["bytes"] < 0].groupby(keys, sort=False, observed=True)["duration"]
     table = grouped.agg(calls="size", total_seconds="sum").reset_index().astype(dict.fromkeys(keys, str))
     table = table.sort_values(["total_seconds", "name"], ascending=[False, True], ignore_index=True)
@@ -172,14 +172,14 @@ def kernel_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd
     return table.assign(share=table["total_seconds"] / table["total_seconds"].sum())
 
 
-def kind_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.DataFrame:
-    """Kinds of work of a range (None: the record), in the order of `KINDS`: kind, calls, total_seconds, share.
+def category_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.DataFrame:
+    """Work of a range (None: the record) in the order of `CATEGORIES`: category, calls, total_seconds, share.
 
     Memory copies count as "copy" beside the kernels that copy, so that the shares are of all the device's work.
     """
     _, work = work_in(trace, name, scope)
-    table = work.groupby("kind", observed=True)["duration"].agg(calls="size", total_seconds="sum").reset_index()
-    table = table.astype({"kind": str}).assign(total_seconds=table["total_seconds"] / 1e9)
+    table = work.groupby("category", observed=True)["duration"].agg(calls="size", total_seconds="sum").reset_index()
+    table = table.astype({"category": str}).assign(total_seconds=table["total_seconds"] / 1e9)
     return table.assign(share=table["total_seconds"] / table["total_seconds"].sum())
 
 

@@ -1,9 +1,9 @@
-"""What kind of work a kernel does, by its name; the names are those of cuBLAS, CUTLASS, cuDNN, PyTorch and Triton."""
+"""The category of a kernel, by its name; the names are those of cuBLAS, CUTLASS, cuDNN, PyTorch and Triton."""
 
 import re
 
-KINDS = ("matmul", "attention", "softmax/reduction", "elementwise", "copy", "optimizer", "other")
-"""Every kind, in the order of tables. "attention" is fused attention alone: the plain one is made of other kinds."""
+CATEGORIES = ("matmul", "attention", "softmax/reduction", "elementwise", "copy", "optimizer", "other")
+"""In the order of tables. "attention" is fused attention alone: plain attention is made of the other categories."""
 
 OPTIMIZER_RANGE = "optimizer"
 """Work that is launched inside a range of this name is the optimizer's, whatever the kernel (see `Trace`)."""
@@ -27,7 +27,7 @@ KERNEL_RULES: tuple[tuple[str, str], ...] = (
     (r"[Ss]oft[Mm]ax|reduc|norm(?!al)|logsumexp|nll_loss|(?<![a-z])scan|Scan|GammaBeta|welford", "softmax/reduction"),
 )
 
-OPERATOR_KINDS: dict[str, str] = {
+OPERATOR_CATEGORIES: dict[str, str] = {
     "matmul": "mm bmm addmm addbmm baddbmm addmv mv dot _scaled_mm mkldnn_linear",
     "attention": "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"
     " _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention scaled_dot_product_attention"
@@ -44,17 +44,17 @@ OPERATOR_KINDS: dict[str, str] = {
 """PyTorch's CPU operators that compute, without `aten::` and the underscore of in-place ones. Operators that only call
 others (matmul, linear, reshape) have little time of their own, and are "other" like views and the autograd engine."""
 
-KIND_OF_OPERATOR = {name: kind for kind, names in OPERATOR_KINDS.items() for name in names.split()}
+CATEGORY_OF_OPERATOR = {name: category for category, names in OPERATOR_CATEGORIES.items() for name in names.split()}
 
 
-def kernel_kind(name: str) -> str:
-    """One of `KINDS`, from a kernel's full name (demangled, with its template arguments) or that of a CPU operator."""
+def kernel_category(name: str) -> str:
+    """One of `CATEGORIES`, from a kernel's full name (demangled, with template arguments) or a CPU operator's name."""
     if name.startswith("aten::"):
         operator = name.removeprefix("aten::")
         if operator.startswith(("_foreach_", "_fused_adam", "_fused_sgd")):
             return "optimizer"
-        return KIND_OF_OPERATOR.get(operator.rstrip("_"), "other")
-    return next((kind for pattern, kind in KERNEL_RULES if re.search(pattern, name)), "other")
+        return CATEGORY_OF_OPERATOR.get(operator.rstrip("_"), "other")
+    return next((category for pattern, category in KERNEL_RULES if re.search(pattern, name)), "other")
 
 
 FUNCTION = re.compile(

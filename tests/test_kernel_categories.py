@@ -1,9 +1,9 @@
-"""The rule that tells kinds of kernels by their names: real names, those of the shared exports among them."""
+"""The rule that tells categories of kernels by their names: real names, those of the shared exports among them."""
 
 import pytest
 from nsys_exports import FORWARD_BACKWARD, WHOLE_GRAPHS, rows, sample
 
-from lmcore.profiling.nsys.kinds import KINDS, OPERATOR_KINDS, kernel_kind, short_name
+from lmcore.profiling.nsys.categories import CATEGORIES, OPERATOR_CATEGORIES, kernel_category, short_name
 
 ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<(int)4, {}, std::array<char *, (unsigned long)3>>(int)"
 UNROLLED = (
@@ -74,15 +74,17 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
-def test_kind_of_real_names(kind, name):
-    assert kernel_kind(name) == kind
+@pytest.mark.parametrize(
+    ("category", "name"), [(category, name) for category, names in NAMES.items() for name in names]
+)
+def test_category_of_real_names(category, name):
+    assert kernel_category(name) == category
 
 
 def test_every_kind_has_names():
-    assert set(NAMES) == set(KINDS)
-    operators = " ".join(OPERATOR_KINDS.values()).split()
-    assert len(operators) == len(set(operators)), "an operator of two kinds"
+    assert set(NAMES) == set(CATEGORIES)
+    operators = " ".join(OPERATOR_CATEGORIES.values()).split()
+    assert len(operators) == len(set(operators)), "an operator of two categories"
 
 
 def kinds_by_sql(path, condition: str) -> int:
@@ -93,12 +95,12 @@ def kinds_by_sql(path, condition: str) -> int:
 
 
 def test_kinds_of_a_real_training_step():
-    """The nanoseconds of each kind in the real export, told apart by hand-written conditions on the names."""
+    """The nanoseconds of each category in the real export, told apart by hand-written conditions on the names."""
     path = sample(FORWARD_BACKWARD)
-    found = dict.fromkeys(KINDS, 0)
+    found = dict.fromkeys(CATEGORIES, 0)
     sql = "SELECT value, end - start FROM CUPTI_ACTIVITY_KIND_KERNEL JOIN StringIds ON id = demangledName"
     for name, duration in rows(path, sql):
-        found[kernel_kind(name)] += duration
+        found[kernel_category(name)] += duration
     assert found["matmul"] == kinds_by_sql(path, "value LIKE 'ampere_sgemm%' OR value LIKE '%cutlass%'")
     assert found["optimizer"] == kinds_by_sql(path, "value LIKE '%multi_tensor_apply_kernel%'")
     assert found["copy"] == kinds_by_sql(path, "value LIKE '%direct_copy_kernel%' OR value LIKE '%CatArray%'")
@@ -111,7 +113,7 @@ def test_kinds_of_a_real_training_step():
 
 def test_multi_tensor_copies_are_copies():
     names = rows(sample(WHOLE_GRAPHS), "SELECT value FROM StringIds WHERE value LIKE 'void at::%'")
-    assert {kernel_kind(name) for (name,) in names} == {"copy", "elementwise"}
+    assert {kernel_category(name) for (name,) in names} == {"copy", "elementwise"}
 
 
 @pytest.mark.parametrize(

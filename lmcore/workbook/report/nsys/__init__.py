@@ -1,1 +1,0 @@
-"""Tables, sentences and figures of notebook 05: where the time of a step goes."""
