@@ -8,7 +8,7 @@ from notebook_cells import ANSWERS, RECORDS, answer_calls, rendered, typed_numbe
 
 from lmcore.workbook.report.results import PERTURB
 
-REWRITTEN = ["03_generate", "05_nsys", "06_memory"]
+REWRITTEN = ["02_train", "03_generate", "05_nsys", "06_memory"]
 SEEDS = range(20)
 
 

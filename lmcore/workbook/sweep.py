@@ -1,5 +1,7 @@
 """Training runs in turn, none by two processes, reused when finished: one that a notebook follows, or many workers."""
 
+import io
+import math
 import os
 import subprocess
 import sys
@@ -14,12 +16,13 @@ from lmcore.data import PreparedData, open_data
 from lmcore.device import visible_gpus
 from lmcore.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_USER_ERROR, FINISHED, UserError, require
 from lmcore.files import read_json, write_json
-from lmcore.progress import Progress
+from lmcore.progress import Progress, in_jupyter, show_live
 from lmcore.run import BUSY, RunBusy, RunFolder, damage
 from lmcore.stopping import StopEvent, stop_signals
 from lmcore.train import train
 
 SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_BETWEEN_PICTURES = 2.0
 
 
 def run_state(config: TrainConfig, run: RunFolder, data: PreparedData | None) -> tuple[str, str | None]:
@@ -110,7 +113,8 @@ def run_or_reuse(config: TrainConfig, folder: str | os.PathLike) -> RunFolder:
             request = run.path / "requested.json"
             write_json(request, to_dict(config))
             children = [_start(["train", "--config", str(request), "--run", str(run.path)], run)]
-        _follow(Progress(config.steps, run.name, start=run.last_known()[1]), partial(_latest, run), children, [run])
+        progress = Progress(config.steps, run.name, start=run.last_known()[1])
+        _follow(progress, partial(_latest, run), children, {run.name: run})
         for child in children:
             words = run.log_file.read_bytes()[said:].decode(errors="replace")
             if child.returncode != EXIT_USER_ERROR or BUSY not in words:  # else another process was faster
@@ -133,13 +137,16 @@ def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: 
     folders = {name: RunFolder(folder / name) for name in runs}
 
     def done() -> tuple[int, str]:
-        return sum(run.last_known()[0] in FINISHED for run in folders.values()), ""
+        states = {name: run.last_known()[0] for name, run in folders.items()}
+        latest = {name: _latest(folders[name]) for name, state in states.items() if state == "running"}
+        note = "; ".join(f"{name}: step {step:,}/{runs[name].steps:,}, {loss}" for name, (step, loss) in latest.items())
+        return sum(state in FINISHED for state in states.values()), note
 
     while left := sum(not is_finished(config, folders[name]) for name, config in runs.items()):
         reused = False
         logs = [RunFolder(folder / f".worker{index}") for index in range(min(workers, left))]
         children = [_start(["sweep", "work", str(folder)], log, gpu=index) for index, log in enumerate(logs)]
-        _follow(Progress(len(runs), folder.name, "run", len(runs) - left), done, children, list(folders.values()))
+        _follow(Progress(len(runs), folder.name, "run", len(runs) - left), done, children, folders)
         for child, log in zip(children, logs, strict=True):
             _check(child.returncode, log)
     if reused:
@@ -159,15 +166,56 @@ def _start(arguments: list[str], run: RunFolder, gpu: int | None = None) -> subp
 
 
 def _follow(
-    progress: Progress, look: Callable[[], tuple[int, str]], children: list[subprocess.Popen], runs: list[RunFolder]
+    progress: Progress,
+    look: Callable[[], tuple[int, str]],
+    children: list[subprocess.Popen],
+    runs: Mapping[str, RunFolder],
 ) -> None:
-    """Shows how far it is, as `look` finds it, until the children have ended and nobody holds the runs."""
-    over = False
+    """Shows how far it is, as `look` finds it, until the children have ended and nobody holds the runs.
+
+    In JupyterLab the runs' training losses are drawn besides.
+    """
+    over, curves = False, LiveCurves(runs) if in_jupyter() else None
     while not over:
-        over = all([child.poll() is not None for child in children]) and not any(run.is_busy() for run in runs)
+        over = all([child.poll() is not None for child in children]) and not any(run.is_busy() for run in runs.values())
         progress.update(*look())
+        if curves is not None:
+            curves.update(now=over)
         time.sleep(0 if over else SECONDS_BETWEEN_LOOKS)
     progress.close()
+
+
+class LiveCurves:
+    """A picture of the training losses so far, in the cell that runs; redrawn at most every two seconds."""
+
+    def __init__(self, runs: Mapping[str, RunFolder]):
+        self.runs, self.picture, self.drawn = runs, show_live(""), -math.inf
+
+    def update(self, now: bool = False) -> None:
+        """Draws the losses again if it is time, or if it has to be `now`."""
+        if not now and time.monotonic() - self.drawn < SECONDS_BETWEEN_PICTURES:
+            return
+        self.picture.update({"text/html": self.svg()}, raw=True)
+        self.drawn = time.monotonic()
+
+    def svg(self) -> str:
+        """The losses of the runs that have any, as a picture for HTML."""
+        from matplotlib.figure import Figure  # which takes a second
+
+        figure = Figure(figsize=(6.6, 3), layout="constrained")
+        ax = figure.subplots()
+        for name, run in self.runs.items():
+            lines: list[dict] = []
+            with suppress(UserError):  # damaged: the process that trains repairs it, or says why not
+                lines = run.metrics_lines()
+            if lines:
+                ax.plot([line["step"] for line in lines], [line["train_loss"] for line in lines], label=name)
+        ax.set(xlabel="step", ylabel="training loss (nats per token)", yscale="log")
+        if ax.lines:
+            ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8)
+        file = io.StringIO()
+        figure.savefig(file, format="svg")
+        return file.getvalue()[file.getvalue().index("<svg") :]
 
 
 def _latest(run: RunFolder) -> tuple[int, str]:

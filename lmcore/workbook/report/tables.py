@@ -16,7 +16,6 @@ from lmcore.errors import require
 from lmcore.files import atomic_write, read_json
 from lmcore.provenance import utc_now
 from lmcore.run import RunFolder
-from lmcore.workbook.report.answers import format_bytes, format_count, format_seconds, format_significant
 
 COUNT_CHUNK = 1 << 22
 """Token ids that are counted at a time."""
@@ -53,7 +52,8 @@ def run_table(runs: Mapping[str, RunFolder], unigram_entropy: float) -> pd.DataF
 
     `outcome` is complete, diverged, out of memory, failed or interrupted. A run has diverged if a loss was not finite,
     or if its training loss rose by more than `DIVERGENCE_RISE` and ended above `unigram_entropy`: it has then unlearned
-    even the frequencies of the tokens. A run that was merely too short to learn them is complete.
+    even the frequencies of the tokens. A run that was merely too short to learn them is complete. `diverged_at_step` is
+    the first step whose loss was not finite, or exceeded that at the start of a run that went on.
     """
     return pd.DataFrame([run_row(name, run, unigram_entropy) for name, run in runs.items()])
 
@@ -66,7 +66,7 @@ def run_row(name: str, run: RunFolder, entropy: float, config: TrainConfig | Non
     lowest = evaluated.loc[evaluated["valid_loss"].idxmin()] if len(evaluated) else None
     spike = largest_rise(metrics["train_loss"])
     outcome = _outcome(status, spike, entropy)
-    ended_at = status.get("diverged_at_step", unlearned_at(metrics, entropy))
+    ended_at = status.get("diverged_at_step", exceeded_start_at(metrics))
     environment = run.environment() if run.environment_file.exists() else {}
     return {
         "name": name,
@@ -112,17 +112,16 @@ def largest_rise(losses: pd.Series) -> float | None:
     return float((losses - losses.cummin()).max()) if len(losses) else None
 
 
-def unlearned_at(metrics: pd.DataFrame, entropy: float) -> int | None:
-    """First step after which the training loss was never below `entropy` again; None if it ended below."""
-    below = metrics.loc[metrics["train_loss"] < entropy, "step"]
-    after = metrics.loc[metrics["step"] > (below.max() if len(below) else -1), "step"]
-    return int(after.iloc[0]) if len(after) else None
+def exceeded_start_at(metrics: pd.DataFrame) -> int | None:
+    """First step of the log whose training loss was above that of the first one; None if there is none."""
+    above = metrics.loc[metrics["train_loss"] > metrics["train_loss"].iloc[:1].max(), "step"]
+    return int(above.iloc[0]) if len(above) else None
 
 
 def curves_table(runs: Mapping[str, RunFolder], points: int = CURVE_POINTS) -> pd.DataFrame:
     """Learning curves in long form: a row for each kept metrics line, `name` is that of the run.
 
-    Of long runs every so-manieth line is kept, at most about `points`, and every line with a validation loss.
+    Of long runs every n-th line is kept, at most about `points`, and every line with a validation loss.
     """
     parts = []
     for name, run in runs.items():
@@ -133,12 +132,6 @@ def curves_table(runs: Mapping[str, RunFolder], points: int = CURVE_POINTS) -> p
     columns = ["name", *CURVE_COLUMNS]
     parts = [part for part in parts if len(part)]
     return pd.concat(parts, ignore_index=True)[columns] if parts else pd.DataFrame(columns=columns)
-
-
-def curves_of(curves: pd.DataFrame, names: Mapping[str, str]) -> dict[str, pd.DataFrame]:
-    """From `curves_table`, the curves of the runs in `names`, which maps them to labels; a run without lines is left
-    out."""
-    return {label: part for name, label in names.items() if len(part := curves[curves["name"] == name])}
 
 
 def provenance_of(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
@@ -207,44 +200,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
     return value
-
-
-def experiment_log(table: pd.DataFrame) -> str:
-    """Every run as a row of a Markdown table: what was tried, and what came of it."""
-    rows = [
-        {
-            "run": f"`{row['name']}`",
-            "optimizer": row["optimizer"],
-            "learning rate": f"{row['learning_rate']:.3g}",
-            "decay": f"{row['weight_decay']:g}",
-            "batch": f"{row['batch_size']:,}",
-            "steps": f"{row['steps']:,}",
-            "also": ", ".join(_switches(row)),
-            "validation loss": ending_of(row),
-            "time": "" if pd.isna(row["seconds"]) else format_seconds(row["seconds"]),
-            "tokens/s": "" if pd.isna(row["tokens_per_second"]) else format_count(row["tokens_per_second"]),
-            "memory": "" if pd.isna(row["peak_memory_bytes"]) else format_bytes(row["peak_memory_bytes"]),
-        }
-        for row in table.to_dict("records")
-    ]
-    shown = pd.DataFrame(rows)
-    if not shown["memory"].any():  # known on CUDA alone
-        shown = shown.drop(columns="memory")
-    return shown.to_markdown(index=False, disable_numparse=True)
-
-
-def _switches(row: Mapping[str, Any]) -> list[str]:
-    return [
-        *(["epochs"] if row["sampling"] == "epoch" else []),
-        *(["tied"] if row["tie_embeddings"] else []),
-        *([f"dropout {row['dropout']:g}"] if row["dropout"] else []),
-    ]
-
-
-def ending_of(row: Mapping[str, Any]) -> str:
-    """The final validation loss in nats per token, or how else the run ended."""
-    if row["outcome"] == "complete":
-        return format_significant(row["final_valid_loss"], 4)
-    if row["outcome"] == "diverged" and not pd.isna(row["diverged_at_step"]):
-        return f"diverged at step {row['diverged_at_step']:,.0f}"
-    return row["outcome"]

@@ -1,1 +1,0 @@
-"""What notebook 02 answers and draws."""
