@@ -1,7 +1,4 @@
-"""Looking inside a model: activation and gradient sizes, attention weights; and the text that notebook 01 begins with.
-
-The figures are in `lmcore.workbook.report.build.figures`.
-"""
+"""Looking inside a model: sizes of activations and gradients, attention weights; and notebook 01's sample of text."""
 
 import os
 from contextlib import ExitStack

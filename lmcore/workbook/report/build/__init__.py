@@ -1,1 +1,0 @@
-"""What notebook 01 answers and draws."""
