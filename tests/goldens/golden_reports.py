@@ -25,14 +25,7 @@ def is_table(path: Path) -> bool:
 
 def benchmark(rows: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Notebook 04."""
-    table, parts, study = rows["benchmark"], rows["components"], rows["study"]
-    yield "benchmark, passes", library.benchmark_answers.passes_table(table, 256)
-    yield "benchmark, timings", library.benchmark_answers.timings_answer(table, 256)
-    yield "benchmark, contexts", library.benchmark_answers.contexts_answer(table, "forward")
-    yield "benchmark, utilization", library.benchmark_answers.utilization_answer(table, 256, "train_step")
-    yield "benchmark, warm-ups", library.warmups.warmup_table(rows["warmups"], rows["warmup_samples"])
-    yield "benchmark, FFN and attention", library.roofline.ratio_table(parts)
-    yield "benchmark, roofline", library.roofline.roofline_table(parts[parts["cell"] == parts["cell"].iloc[-1]])
+    table, study = rows["benchmark"], rows["study"]
     yield "benchmark, mixed precision", library.mixed_precision.speedup_table(table)
     batch = study[(study["context_length"] == 512) & (study["attention"] == "plain")]
     context = study[(study["batch_size"] == 8) & (study["precision"] == "fp16")]

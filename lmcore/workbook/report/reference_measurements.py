@@ -9,8 +9,6 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from lmcore.workbook.report.answers import format_bytes, format_percent, format_seconds, format_significant
-from lmcore.workbook.report.benchmark import figures as benchmark
-from lmcore.workbook.report.benchmark.roofline_figure import roofline_figure
 from lmcore.workbook.report.benchmark.study_figures import batch_figure, context_figure, optimizations_figure
 from lmcore.workbook.report.kernels.speed import read_speed
 from lmcore.workbook.report.kernels.speed_figures import speed_figures
@@ -30,19 +28,13 @@ IDLE = 0.1
 
 def measurement_figures(results: Path) -> dict[str, Figure]:
     """The figures that are drawn from a machine's tables and timelines, by name."""
-    timings, warmups, parts, study = (_rows(results, name) for name in _TIMING)
+    study = _rows(results, "study")
     profiles, kinds, attention = (_rows(results, f"nsys_{name}") for name in ("profiles", "kinds", "attention"))
     peaks, composition, kept = (_rows(results, f"memory_{name}") for name in ("peaks", "composition", "kept"))
     steps = composition[composition["passes"] == "train_step"]
     timeline = _timeline(results, "nsys_small-256-fp32")
     curves = curves_in(results)
     return {
-        "benchmark_times": benchmark.times_figure(timings, CONTEXT),
-        "benchmark_contexts": benchmark.contexts_figure(timings),
-        "benchmark_warmups": benchmark.warmups_figure(warmups),
-        "benchmark_ffn_attention": benchmark.ffn_attention_figure(parts),
-        "benchmark_utilization": benchmark.utilization_figure(timings, CONTEXT, "train_step"),
-        "benchmark_roofline": roofline_figure(parts[parts["cell"] == parts["cell"].iloc[-1]]),
         "study_batch_size": batch_figure(_study(study, context_length=512, attention="plain")),
         "study_context": context_figure(_study(study, batch_size=8, precision="fp16")),
         "study_optimizations": optimizations_figure(_study(study, batch_size=16, context_length=1024)),
@@ -59,9 +51,6 @@ def measurement_figures(results: Path) -> dict[str, Figure]:
         **speed_figures(read_speed(results)),
         **({CURVES: both_curves_figure(curves)} if curves else {}),
     }
-
-
-_TIMING = ("benchmark", "warmup_samples", "components", "study")
 
 
 def _rows(results: Path, name: str) -> pd.DataFrame:
