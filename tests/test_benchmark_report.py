@@ -9,7 +9,6 @@ from lmcore.profiling import timing
 from lmcore.profiling.workload import PHASES, case_grid
 from lmcore.workbook.report import tables
 from lmcore.workbook.report.benchmark import views
-from lmcore.workbook.report.benchmark.pace import launches_set_pace
 from lmcore.workbook.report.tables import write_results
 
 OOM = (
@@ -90,13 +89,3 @@ def test_readers_are_told_of_fused_operations():
     both = pd.concat([plain.drop(columns="ops"), fused], ignore_index=True)
     assert views.readable(both)["ops"].tolist() == ["plain"] * 3 + ["fused"] * 3
     assert views.readable(both)["attention"].tolist() == ["plain"] * 3 + ["flash"] * 3
-
-
-def test_the_pace_of_plain_cells_is_not_measured_by_fused_ones():
-    """Time that hardly grows from one cell to the next larger one is the host's, if the cells are alike."""
-    small, large = (timing_table(grid(("small",), contexts=(context,), noise=1e-6)) for context in (128, 256))
-    small = small.assign(attention="flash")
-    large = large.assign(attention="flash", wall_mean=small["wall_mean"], optimizer_mean=small["optimizer_mean"])
-    for ops, paced in {"plain": True, "fused": False}.items():
-        table = pd.concat([small, large.assign(ops=ops)], ignore_index=True)
-        assert launches_set_pace(table.iloc[0].to_dict(), table) is paced

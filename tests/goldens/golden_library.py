@@ -41,8 +41,6 @@ from lmcore.recipes import RECIPES
 from lmcore.run import RunFolder
 from lmcore.tokenizer import Tokenizer, train_bpe
 from lmcore.train import train, training_step
-from lmcore.workbook.report.benchmark import mixed_precision, optimizations
-from lmcore.workbook.report.benchmark import study as study_answers
 from lmcore.workbook.report.kernels import attention as kernel_attention
 from lmcore.workbook.report.kernels import parts as kernel_parts
 from lmcore.workbook.report.kernels import speed, speed_answers, steps

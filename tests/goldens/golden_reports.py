@@ -13,7 +13,6 @@ def reports(results: Path) -> Iterator[tuple[str, Any]]:
     yield "README, results", library.results_block(results)
     yield "README, measurements", library.measurements_block(results)
     yield "README, faults", library.faults_block(results.parent / "faults.json")
-    yield from benchmark(rows)
     yield from nsys(rows)
     yield from memory(rows)
     yield from kernels(rows, results)
@@ -21,20 +20,6 @@ def reports(results: Path) -> Iterator[tuple[str, Any]]:
 
 def is_table(path: Path) -> bool:
     return path.stem not in ("speed", "answers", "exploration", "trees") and not path.stem.startswith("generate")
-
-
-def benchmark(rows: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Notebook 04."""
-    table, study = rows["benchmark"], rows["study"]
-    yield "benchmark, mixed precision", library.mixed_precision.speedup_table(table)
-    batch = study[(study["context_length"] == 512) & (study["attention"] == "plain")]
-    context = study[(study["batch_size"] == 8) & (study["precision"] == "fp16")]
-    optimizations = study[(study["batch_size"] == 16) & (study["context_length"] == 1024)]
-    yield "study, batch size", library.study_answers.batch_answer(batch)
-    yield "study, precisions", library.study_answers.compared(batch)
-    yield "study, context", library.study_answers.context_answer(context)
-    yield "study, optimizations", library.optimizations.optimizations_table(optimizations)
-    yield "study, optimizations, shown", library.optimizations.optimizations_answer(optimizations)
 
 
 def nsys(rows: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,6 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from lmcore.workbook.report.answers import format_bytes, format_percent, format_seconds, format_significant
-from lmcore.workbook.report.benchmark.study_figures import batch_figure, context_figure, optimizations_figure
 from lmcore.workbook.report.kernels.speed import read_speed
 from lmcore.workbook.report.kernels.speed_figures import speed_figures
 from lmcore.workbook.report.kernels.steps import CURVES, both_curves_figure, curves_in
@@ -28,16 +27,12 @@ IDLE = 0.1
 
 def measurement_figures(results: Path) -> dict[str, Figure]:
     """The figures that are drawn from a machine's tables and timelines, by name."""
-    study = _rows(results, "study")
     profiles, kinds, attention = (_rows(results, f"nsys_{name}") for name in ("profiles", "kinds", "attention"))
     peaks, composition, kept = (_rows(results, f"memory_{name}") for name in ("peaks", "composition", "kept"))
     steps = composition[composition["passes"] == "train_step"]
     timeline = _timeline(results, "nsys_small-256-fp32")
     curves = curves_in(results)
     return {
-        "study_batch_size": batch_figure(_study(study, context_length=512, attention="plain")),
-        "study_context": context_figure(_study(study, batch_size=8, precision="fp16")),
-        "study_optimizations": optimizations_figure(_study(study, batch_size=16, context_length=1024)),
         "nsys_idle": nsys.idle_figure(profiles, PRECISION),
         "nsys_shares": nsys.shares_figure(profiles, kinds, PRECISION),
         "nsys_contexts": nsys.contexts_figure(profiles, kinds),
@@ -55,12 +50,6 @@ def measurement_figures(results: Path) -> dict[str, Figure]:
 
 def _rows(results: Path, name: str) -> pd.DataFrame:
     return read_results(results / f"{name}.json")[0]
-
-
-def _study(study: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
-    for column, value in wanted.items():
-        study = study[study[column] == value]
-    return study
 
 
 def _timeline(results: Path, name: str) -> dict[str, Any]:
@@ -141,7 +130,7 @@ def _memory_sentence(results: Path) -> str:
 
 def _optimizations_sentence(study: pd.DataFrame) -> str:
     """What checkpointing and fused attention change at batch 16, context 1024."""
-    cells = _study(study, batch_size=16, context_length=1024)
+    cells = study[(study["batch_size"] == 16) & (study["context_length"] == 1024)]
     plain = cells[(cells["attention"] == "plain") & cells["checkpoint_every"].isna()].iloc[0]
 
     def change(row: pd.Series) -> str:
