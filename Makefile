@@ -77,4 +77,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo 'Installing lmcore and its dependencies into $(VENV) (a few minutes the first time).'
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' \
 	  | sed -En 's/^(Downloading .*MB\)|Installing collected packages|Installing build).*/  \1/p'
+	@git config filter.notebook.clean '$(BIN)/python -m lmcore.workbook.notebook' 2>/dev/null || true  # see .gitattributes
 	@touch $@

@@ -106,12 +106,12 @@ class MatrixMultiply:
 
     @property
     def flops(self) -> int:
-        """Additions and multiplications of all `count` products."""
+        """Additions and multiplications of all `count` matmuls."""
         return 2 * self.count * self.rows * self.inner * self.columns
 
 
 def matrix_multiplies(config: ModelConfig, batch_size: int = 1, seq_len: int | None = None) -> list[MatrixMultiply]:
-    """Every matrix product of a forward pass over (batch_size, seq_len) tokens; `seq_len` None: the whole context.
+    """Every matmul of a forward pass over (batch_size, seq_len) tokens; `seq_len` None: the whole context.
 
     Scores and weighted sums are counted in full, as the plain implementation computes them, although the causal mask
     throws half away.
@@ -150,8 +150,8 @@ def forward_flops(config: ModelConfig, batch_size: int = 1, seq_len: int | None 
 def training_flops(config: ModelConfig, batch_size: int = 1, seq_len: int | None = None) -> int:
     """Matmul FLOPs of forward and backward pass together: three times the forward pass.
 
-    Each product Y = X W has two of the same size in the backward pass, for the gradients of X and of W. That is exact
-    when every weight is trained: only a product whose input needs no gradient would save one of the two.
+    Each matmul Y = X W has two of the same size in the backward pass, for the gradients of X and of W. That is exact
+    when every weight is trained: only a matmul whose input needs no gradient would save one of the two.
     """
     return 3 * forward_flops(config, batch_size, seq_len)
 

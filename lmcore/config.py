@@ -35,7 +35,7 @@ class ModelConfig:
     embedding_init_std: float | None = None
     """Standard deviation of the token embedding; None: 1 (section 3.4.1), or d_model**-0.5 when tied to the output."""
     attention: Literal["plain", "sdpa", "flash"] = "plain"
-    """plain: the definition, which writes out the scores; flash: our FlashAttention-2; sdpa: PyTorch's kernels."""
+    """plain: the definition, which materializes the scores; flash: our FlashAttention-2; sdpa: PyTorch's kernels."""
     checkpoint_every: int | None = None
     """Gradient checkpointing (Chen et al. 2016): while training, only the input of every so many blocks is kept, and
     the blocks are computed again in the backward pass. None: off, everything is kept."""

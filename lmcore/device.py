@@ -123,7 +123,7 @@ def out_of_memory_reason(error: Exception) -> str | None:
     return reason if plain or isinstance(error, torch.OutOfMemoryError | MemoryError) else None
 
 
-def forget_memory(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     """Returns what earlier work in this process no longer uses, and starts the record of peak memory anew."""
     if device.type == "cuda":
         gc.collect()  # what only a cycle still holds: on a CPU it goes by itself, and looking for it takes time

@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend: one clear sentence, no traceback."""
+"""Errors that the user can correct: one clear sentence, no traceback."""
 
 import errno
 from typing import Any

@@ -12,8 +12,8 @@ from typing import IO, Any
 
 from lmcore.errors import UserError
 
-SEAL = "crc32"
-"""Key of a sealed value's checksum."""
+CHECKSUM = "crc32"
+"""Key of the checksum in a value that has one."""
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 def write_in_place(path: str | os.PathLike, value: Any) -> None:
     """Writes JSON over a file that is there: where the disk is full there may be room for that only.
 
-    Not atomic: for values that are sealed and can be done without. Raises `UserError` if it cannot be written.
+    Not atomic: for values that are checksummed and can be done without. Raises `UserError` if it cannot be written.
     """
     try:
         with open(path, "r+", encoding="utf-8") as file:
@@ -82,16 +82,16 @@ def read_json(path: str | os.PathLike) -> Any:
         raise UserError(f"{path} cannot be read as JSON ({error}).") from error
 
 
-def sealed(value: dict[str, Any], previous: str = "") -> dict[str, Any]:
+def checksummed(value: dict[str, Any], previous: str = "") -> dict[str, Any]:
     """`value` with a checksum over its JSON and over `previous`, the checksum of the value before it in a file."""
     text = json.dumps(value, default=str)
-    return value | {SEAL: f"{zlib.crc32(text.encode(), int(previous or '0', 16)):08x}"}
+    return value | {CHECKSUM: f"{zlib.crc32(text.encode(), int(previous or '0', 16)):08x}"}
 
 
-def unsealed(value: dict[str, Any], previous: str = "") -> dict[str, Any] | None:
-    """A value without its checksum; None if that does not match. A value that was never sealed is taken as it is."""
-    plain = {key: item for key, item in value.items() if key != SEAL}
-    return plain if SEAL not in value or sealed(plain, previous) == value else None
+def verified(value: dict[str, Any], previous: str = "") -> dict[str, Any] | None:
+    """A value without its checksum; None if that does not match. A value that has none is taken as it is."""
+    plain = {key: item for key, item in value.items() if key != CHECKSUM}
+    return plain if CHECKSUM not in value or checksummed(plain, previous) == value else None
 
 
 def sha256_file(path: str | os.PathLike, progress: Callable[[int], None] | None = None) -> str:

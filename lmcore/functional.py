@@ -44,7 +44,7 @@ def scaled_dot_product_attention(
 
     `mask` is boolean and broadcasts over leading dimensions; True lets a query attend to a key. Every query must
     attend to at least one key: a row without any has no distribution, and comes out as NaN. The softmax is computed
-    in float32 (or float64) whatever the precision of the products.
+    in float32 (or float64) whatever the precision of the matmuls.
     """
     scores = Q @ K.transpose(-2, -1) / math.sqrt(Q.shape[-1])
     if mask is not None:
@@ -56,7 +56,7 @@ def cross_entropy(logits: Float[Tensor, "... vocab"], targets: Int[Tensor, "..."
     """Mean of -log softmax(logits)[target] over all leading dimensions, in nats (section 4.1).
 
     With the maximum m subtracted, -log softmax(o)[t] = log(sum(exp(o - m))) - (o[t] - m): exp and log cancel for the
-    target, so nothing overflows. Half-precision logits are widened to float32.
+    target, so nothing overflows. Half-precision logits are upcast to float32.
     """
     logits = at_least_float32(logits)
     shifted = logits - logits.amax(dim=-1, keepdim=True).detach()

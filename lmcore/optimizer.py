@@ -107,7 +107,7 @@ class Muon(Optimizer):
         by_shape: dict[torch.Size, list[Any]] = {}
         for p in _with_gradient(group):
             by_shape.setdefault(p.shape, []).append(p)
-        for shape, parameters in by_shape.items():  # one batched product serves all matrices of a shape
+        for shape, parameters in by_shape.items():  # one batched matmul serves all matrices of a shape
             directions = []
             for p in parameters:
                 state = self.state[p]
@@ -141,17 +141,17 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, adamw: Callable[..., Optimizer] = AdamW) -> Optimizer:
-    """The configured optimizer over `model`: weight decay on matrices, none on the gains of norms.
+    """The configured optimizer over `model`: weight decay on matrices, none on the weights of norms.
 
     `adamw` makes it where AdamW is configured.
     """
     matrices = [p for p in model.parameters() if p.ndim >= 2]
-    gains = [p for p in model.parameters() if p.ndim < 2]
+    norms = [p for p in model.parameters() if p.ndim < 2]
     if config.name == "sgd":
         return SGD(model.parameters(), lr=config.learning_rate)
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
     if config.name == "adamw":
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}]
         return adamw([g for g in groups if g["params"]], **settings)
     hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("layers.")]
     hidden_ids = {id(p) for p in hidden}
@@ -159,7 +159,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, adamw: Callable[.
     groups = [
         {"params": hidden, "weight_decay": config.weight_decay, "orthogonalize": True},
         {"params": embeddings, "weight_decay": config.weight_decay},
-        {"params": gains, "weight_decay": 0.0},
+        {"params": norms, "weight_decay": 0.0},
     ]
     return Muon([g for g in groups if g["params"]], **settings)
 

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from lmcore.checkpoint import read_checkpoint, read_weights
 from lmcore.config import TrainConfig, from_dict, to_dict
 from lmcore.errors import UserError, require
-from lmcore.files import SEAL, atomic_write, leftovers, read_json, sealed, unsealed, write_in_place, write_json
+from lmcore.files import CHECKSUM, atomic_write, checksummed, leftovers, read_json, verified, write_in_place, write_json
 from lmcore.provenance import utc_now
 
 FREE_TO_CHANGE = {"data", "device", "trackers", "keep_checkpoints", "checkpoint_interval"}
@@ -140,7 +140,7 @@ class RunFolder:
             self.require_same(config, environment.get("data_fingerprint"))
         else:
             write_json(self.config_file, to_dict(config))
-        write_json(self.environment_file, [sealed(start) for start in (*starts, environment)])
+        write_json(self.environment_file, [checksummed(start) for start in (*starts, environment)])
 
     def require_same(self, config: TrainConfig, data_fingerprint: str | None) -> None:
         """Raises `UserError` unless the folder was made with this configuration and this data."""
@@ -179,18 +179,18 @@ class RunFolder:
         """Provenance of every start of the run, the first one first."""
         starts = _json_or_none(self.environment_file) if self.environment_file.exists() else []
         sound = isinstance(starts, list) and all(isinstance(start, dict) for start in starts)
-        plain = [unsealed(start) for start in starts] if sound else [None]
+        plain = [verified(start) for start in starts] if sound else [None]
         require(
             None not in plain,
             f"{self.environment_file} is damaged: it must be the list of starts that was written; put it right, or "
-            "remove it to go on without knowing what the run began with.",
+            "remove it to continue without knowing what the run began with.",
         )
         return plain
 
     def status(self) -> dict[str, Any]:
         """State (new, running, interrupted, failed, diverged, out of memory or complete), step, and further notes."""
         status = _json_or_none(self.status_file) if self.status_file.exists() else {"state": "new", "step": 0}
-        plain = unsealed(status) if isinstance(status, dict) and {"state", "step"} <= status.keys() else None
+        plain = verified(status) if isinstance(status, dict) and {"state", "step"} <= status.keys() else None
         require(
             plain is not None,
             f"{self.status_file} is damaged: it must be the state and step that were written; lmcore train on "
@@ -212,7 +212,7 @@ class RunFolder:
 
     def write_status(self, state: str, step: int, **notes: Any) -> None:
         """Replaces the status; on a full disk in place, which needs no room."""
-        status = sealed({"state": state, "step": step, "time_utc": utc_now(), **notes})
+        status = checksummed({"state": state, "step": step, "time_utc": utc_now(), **notes})
         try:
             write_json(self.status_file, status)
         except UserError:
@@ -282,24 +282,24 @@ class MetricsFile:
         for number, text in enumerate(texts, 1):
             whole = text.endswith("\n")
             value = _parsed(text)
-            plain = unsealed(value, previous) if isinstance(value, dict) and "step" in value else None
+            plain = verified(value, previous) if isinstance(value, dict) and "step" in value else None
             if plain is None:
                 require(
                     not whole and number == len(texts),
                     f"{self.path} line {number} is damaged: it is not the JSON object with a step that was written "
-                    f"there; lmcore train on {self.path.parent} takes the lines from its last checkpoint, else mend or "
-                    "remove that line.",
+                    f"there; lmcore train on {self.path.parent} takes the lines from its last checkpoint, else repair "
+                    "or remove that line.",
                 )
                 break
             values.append((plain, text if whole else text + "\n"))
-            previous = value.get(SEAL, "")
+            previous = value.get(CHECKSUM, "")
         return values
 
     def append(self, line: dict[str, Any]) -> None:
         """Adds one line. Raises `UserError` if it cannot be written, as on a full disk."""
         written = self._open()
-        previous = json.loads(written[-1]).get(SEAL, "") if written else ""
-        text = json.dumps(sealed(line, previous)) + "\n"
+        previous = json.loads(written[-1]).get(CHECKSUM, "") if written else ""
+        text = json.dumps(checksummed(line, previous)) + "\n"
         self._write(lambda: _append(self.path, text))
         written.append(text)
 
@@ -385,7 +385,7 @@ def is_complete(run: RunFolder) -> bool:
         return False
     if (reason := damage(run)) is None:
         return True
-    require(bool(run.checkpoints()), f"{reason} No checkpoint is left to mend it from; train in another folder.")
+    require(bool(run.checkpoints()), f"{reason} No checkpoint is left to repair it from; train in another folder.")
     print(f"{reason} It is repaired from the last checkpoint.", flush=True)
     return False
 
@@ -396,7 +396,7 @@ def require_same_data(run: RunFolder, fingerprint: str) -> None:
     Says so where nothing tells. Raises `UserError` if the data are others.
     """
     if run.starts() or not run.checkpoints():
-        return  # the start compares them, or there is nothing to go on with
+        return  # the start compares them, or there is nothing to resume
     noted = None
     for path in run.checkpoints():
         with suppress(UserError):  # damaged: whoever goes on from it will say so
@@ -443,7 +443,7 @@ def newest_state(run: RunFolder) -> tuple[dict[str, Any] | None, list[Path]]:
     require(
         refused is None or not run.best_weights.exists(),
         f"{run.best_weights} is damaged, and no checkpoint from before it was written is left; put a whole one back, "
-        "or remove it to go on without.",
+        "or remove it to continue without.",
     )
     require(
         refused is not None or not run.last_weights.exists(),

@@ -23,10 +23,10 @@ from lmcore.device import (
     autocast,
     device_name,
     fastest_threads,
-    forget_memory,
     out_of_memory_reason,
     peak_flops,
     reproducible,
+    reset_peak_memory,
     rng_state,
     select_device,
     set_rng_state,
@@ -34,8 +34,8 @@ from lmcore.device import (
 )
 from lmcore.errors import NO_ROOM, UserError, require
 from lmcore.functional import cross_entropy
-from lmcore.fused.coverage import unsupported_reason
 from lmcore.fused.step import FusedStep
+from lmcore.fused.support import unsupported_reason
 from lmcore.model import TransformerBlock, TransformerLM, evaluating
 from lmcore.optimizer import build_optimizer, get_lr_cosine_schedule, gradient_clipping, set_learning_rate
 from lmcore.progress import Progress
@@ -191,7 +191,7 @@ def _train(config: TrainConfig, data: PreparedData, run: RunFolder, device: torc
                 f"({data.vocab_size:,}): ids from {data.vocab_size:,} on never occur.",
                 flush=True,
             )
-        forget_memory(device)  # a sweep's runs share a process
+        reset_peak_memory(device)  # a sweep's runs share a process
         with reproducible(config, device, threads):
             try:
                 if reason is None:
@@ -344,7 +344,7 @@ class Trainer:
             if self.valid_loss < self.best_valid_loss:
                 self.best_valid_loss, self.best_step = self.valid_loss, self.step
                 self._save_best()
-            forget_memory(self.device)  # the peak in the lines is that of training steps alone
+            reset_peak_memory(self.device)  # the peak in the lines is that of training steps alone
         line["seconds"] = self._elapsed()
         self.run.append_metrics(line)
         for tracker in self.trackers:

@@ -58,7 +58,7 @@ def forward(size: int, length: int, causal: bool) -> dict:
     queries, keys = tile(64, size), tile(n, size)
     types = {"q_desc": queries, "k_desc": keys, "v_desc": keys, "o_desc": queries, "lse_ptr": "*fp32"}
     types |= dict.fromkeys(("all_heads", "heads", "group", "length", "lse_rows"), "i32") | {"scale": "fp32"}
-    shape = {"C": m // 64, "BN": n, "D": size, "DEPTH": size, "ST": stages, "CAUSAL": causal}
+    shape = {"C": m // 64, "BLOCK_N": n, "D": size, "DEPTH": size, "ST": stages, "CAUSAL": causal}
     return compiled(attention_forward_kernel, types, shape, registers, mean)
 
 
@@ -69,7 +69,7 @@ def backward(size: int, length: int, causal: bool) -> dict:
     types |= {"delta_desc": row(m), "dq_desc": tile(m, size // 2, "fp32", gl.float32), "dk_desc": half, "dv_desc": half}
     types |= dict.fromkeys(("all_heads", "heads", "group", "length"), "i32") | {"scale2": "fp32", "scale": "fp32"}
     types |= {"counter": "*i32"}
-    shape = {"BM": m, "BN": n, "D": size, "DEPTH": size, "ST": stages, "KV": buffers, "CAUSAL": causal}
+    shape = {"BLOCK_M": m, "BLOCK_N": n, "D": size, "DEPTH": size, "ST": stages, "KV": buffers, "CAUSAL": causal}
     return compiled(attention_backward_kernel, types, shape, registers, mean)
 
 

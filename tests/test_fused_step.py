@@ -14,9 +14,9 @@ from lmcore.checkpoint import digest
 from lmcore.config import ModelConfig
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
-from lmcore.fused.coverage import unsupported_reason
 from lmcore.fused.model import FusedTransformer
 from lmcore.fused.step import FusedStep, leaves_room
+from lmcore.fused.support import unsupported_reason
 from lmcore.kernels.common.support import has_triton
 from lmcore.workbook.inspection import norms_by_layer
 
@@ -37,10 +37,10 @@ def check_gradients(config: ModelConfig, device=CPU, dtype=torch.float32, tolera
         assert relative_error(fused.gradients[p], p.grad) < tolerances[1], path
 
 
-@pytest.mark.parametrize("layers_per_product", [None, 1, 2])
+@pytest.mark.parametrize("layers_per_matmul", [None, 1, 2])
 @pytest.mark.parametrize("name", SHAPES)
-def test_loss_and_gradients_are_those_of_autograd(name, layers_per_product):
-    check_gradients(SHAPES[name], layers_per_product=layers_per_product)
+def test_loss_and_gradients_are_those_of_autograd(name, layers_per_matmul):
+    check_gradients(SHAPES[name], layers_per_matmul=layers_per_matmul)
 
 
 def test_half_precision_is_near(device):
@@ -89,7 +89,7 @@ def test_working_copies_follow_the_masters():
             model.load_state_dict(written)
         step.current()
         assert all(torch.equal(value, before[name]) == bool(written) for name, value in model.state_dict().items())
-        assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.transformer.copies.items())
+        assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.transformer.compute_weights.items())
     assert step.transformer.weights.head[config.vocab_size :].count_nonzero() == 0
 
 
@@ -176,7 +176,7 @@ def test_an_update_that_is_due_is_dropped_with_the_weights_it_was_for():
     model.load_state_dict(loaded)
     step.current()
     assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
-    assert all(map(torch.equal, step.transformer.copies, step.transformer.copies.values()))
+    assert all(map(torch.equal, step.transformer.compute_weights, step.transformer.compute_weights.values()))
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -284,13 +284,13 @@ def test_loss_curve_on_the_gpu(precision):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layers_per_product", [1, 2])
-def test_deterministic_steps_repeat_themselves(deterministic, layers_per_product):
+@pytest.mark.parametrize("layers_per_matmul", [1, 2])
+def test_deterministic_steps_repeat_themselves(deterministic, layers_per_matmul):
     device = torch.device("cuda")
     runs = []
     for _ in range(2):
         model = model_of(GPU_MODEL, device)
-        step = fused_step(model, 8, torch.bfloat16, layers_per_product=layers_per_product)
+        step = fused_step(model, 8, torch.bfloat16, layers_per_matmul=layers_per_matmul)
         torch.manual_seed(3)
         results = [torch.stack(step(*repeated_text(GPU_MODEL, 8, device))) for _ in range(20)]
         step.current()
@@ -323,7 +323,7 @@ def test_muon_on_the_gpu():
     step = fused_step(model, 16, torch.bfloat16, name="muon")
     losses = [step(*repeated_text(GPU_MODEL, 16, device))[0].item() for _ in range(60)]
     assert sum(losses[-5:]) < sum(losses[:5]) / 2
-    assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.transformer.copies.items())
+    assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.transformer.compute_weights.items())
 
 
 @pytest.mark.gpu

@@ -75,7 +75,7 @@ def test_scratch_is_the_folder_of_the_results(tmp_path, monkeypatch):
         ("extra: [mail-type=END]", "extra: 'mail-type=END' is not an option of sbatch"),
         ("extra: ['--comment=\"a']", "has a quote that is not closed"),
         ("environment: [A=b]", "environment must be a mapping"),
-        ("environment: {A-B: c}", "environment: 'A-B' is no variable's name"),
+        ("environment: {A-B: c}", "environment: 'A-B' is not a variable's name"),
         ("environment: {A: [1]}", "environment must hold plain values, not ['1']"),
         ("jobs: {wrietup: {gpus: 0}}", "jobs: there is no job 'wrietup'; there are workbook, notebook"),
         ("jobs: {writeup: {gpu: 0}}", "there is no setting 'gpu'"),

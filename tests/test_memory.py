@@ -142,7 +142,7 @@ def test_stages_on_a_gpu_are_found_by_counting(monkeypatch, tmp_path, capacity, 
         blocks = [dict(zip(keys, (*numbers, state), strict=True)) for numbers in ((3, 512, 300), (8, 1024, 800))]
         return {"device_traces": [trace[-capacity:]], "segments": [{"address": 3, "blocks": blocks}]}
 
-    monkeypatch.setattr(recording, "forget_memory", lambda device: None)
+    monkeypatch.setattr(recording, "reset_peak_memory", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: dict(stats))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *args, **options: None)
@@ -209,7 +209,7 @@ def test_the_command_reads_snapshots_of_others_and_refuses_what_is_none(tmp_path
     assert "Peak: 5.00 MB" in said
     assert "unknown" in said
     assert main(["memory", "--snapshot", __file__]) == 2
-    assert "is no memory snapshot" in capsys.readouterr().err
+    assert "is not a memory snapshot" in capsys.readouterr().err
     assert main(["memory", "--size", "huge"]) == 2
     assert "no model size 'huge'" in capsys.readouterr().err
 

@@ -9,9 +9,9 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
-from nbstripout import strip_output
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -81,7 +81,8 @@ def test_every_import_is_declared(folder, extras):
     declared |= {"packaging", "lmcore"}  # packaging comes with pytest, which is what uses it here
     distributions = metadata.packages_distributions()
     own = {path.stem for path in (ROOT / folder).glob("**/*.py" if folder == "tests" else "*.py")}
-    own |= {path.stem for path in (ROOT / "benchmarks").iterdir()} if folder == "tests" else set()
+    scripts = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "results").glob("*.py")]
+    own |= {path.stem for path in scripts} if folder == "tests" else set()
     for name in imported_modules(ROOT / folder) - set(sys.stdlib_module_names) - own - {"lmcore", "tiktoken_ext"}:
         owners = {canonicalize_name(owner) for owner in distributions.get(name, [name])}
         assert owners & declared, f"{folder} imports {name}, which pyproject.toml does not declare"
@@ -99,7 +100,7 @@ def test_hooks_have_the_pinned_versions():
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     revisions = {repo["repo"].rsplit("/", 1)[-1].removesuffix("-pre-commit"): repo["rev"] for repo in config["repos"]}
     versions = {name: rev.removeprefix("v") for name, rev in revisions.items()}
-    assert versions == {name: pins()[name] for name in ("ruff", "nbstripout")}
+    assert versions == {name: pins()[name] for name in ("ruff",)}
     command = [sys.executable, "-m", "pre_commit", "validate-config", ROOT / ".pre-commit-config.yaml"]
     assert subprocess.run(command, check=False).returncode == 0
 
@@ -142,8 +143,22 @@ def test_notebook_begins_with_parameters_and_their_check(notebook):
 def test_notebook_is_committed_clean(notebook):
     content = notebook[1]
     assert clean(content) == content
-    assert strip_output(clean(content), keep_output=False, keep_count=True, keep_id=True) == content
     assert len({cell.id for cell in content.cells}) == len(content.cells)
+
+
+def test_git_strips_what_an_editor_saves(notebook):
+    name, content = notebook
+    saved = nbformat.from_dict(content)
+    for number, cell in code_cells(saved):
+        cell.execution_count, cell.metadata["collapsed"] = number, False
+        if not cell.outputs:
+            cell.outputs = [nbformat.v4.new_output("stream", text="this run's\n")]
+    command = [sys.executable, "-m", "lmcore.workbook.notebook"]
+    done = subprocess.run(command, input=nbformat.writes(saved), capture_output=True, text=True, check=True)
+    assert done.stdout == (ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8")
+    attributes = (ROOT / ".gitattributes").read_text().split()
+    assert "filter=notebook" in attributes
+    assert "git config filter.notebook.clean" in (ROOT / "Makefile").read_text()
 
 
 def test_kept_outputs_are_there_and_checked(notebook):

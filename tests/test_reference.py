@@ -1,70 +1,48 @@
-"""The committed results, and what the README and the committed figures make of them."""
+"""The committed results, and the tables that pages make of them."""
 
-import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from lmcore.errors import UserError
-from lmcore.workbook.report.kernels.speed_answers import speed_block
-from lmcore.workbook.report.reference import FAULTS, block, results_block, write_readme, write_reference_figures
-from lmcore.workbook.report.survival import faults_block
 
 PROJECT = Path(__file__).parents[1]
-RESULTS = PROJECT / "results" / "h200"
+sys.path.insert(0, str(PROJECT / "results"))
+import tables  # noqa: E402 - a script beside the results
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("results", lambda: results_block(RESULTS)),
-        ("speed", lambda: speed_block(RESULTS)),
-        ("faults", lambda: faults_block(PROJECT / FAULTS)),
-    ],
-)
-def test_the_readme_says_what_the_results_hold(name, text):
-    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
-    assert block(name).search(readme)[0] == text()
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_the_pages_say_what_the_results_hold(page):
+    assert (PROJECT / page).read_text(encoding="utf-8") == tables.with_tables(page)
 
 
-def test_kinds_of_faults_are_counted_together(tmp_path):
-    kinds = ["metrics damaged", "metrics of a complete run damaged", "lightning", "SIGKILL just before a rename"]
-    rows = [{"kind": kind, "tried": 3, "survived": 2, "refused_in_words": 1, "lost": 0} for kind in kinds]
-    report = {"provenance": {"torch": "2", "git_commit": "abc"}, "faults": rows}
-    (tmp_path / "faults.json").write_text(json.dumps(report))
-    text = faults_block(tmp_path / "faults.json")
-    assert text.startswith("12 faults were tried on training runs: 8 survived, 4 refused, 0 lost.")
-    cells = [[word.strip() for word in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")][
-        1:
-    ]
-    assert cells == [
-        ["metrics damaged", "6", "4", "2", "0"],
-        ["lightning", "3", "2", "1", "0"],
-        ["SIGKILL at every kind of file operation of a save", "3", "2", "1", "0"],
-    ]
+def test_kinds_of_faults_are_counted_together():
+    counts = tables.fault_counts()
+    assert set(counts["fault"]) == set(tables.FAULTS)  # no kind is left over
+    assert (counts["tried"] == counts["survived"] + counts["refused"] + counts["lost"]).all()
 
 
-def test_a_report_that_is_none_is_refused(tmp_path):
-    (tmp_path / "faults.json").write_text('{"faults": [{"kind": "kill"}]}')
-    with pytest.raises(UserError, match="is not a report of the fault suite"):
-        faults_block(tmp_path / "faults.json")
-
-
-def test_pictures_and_links_of_the_readme_exist():
-
-    targets = re.findall(r"\]\(([^)#]+)\)", (PROJECT / "README.md").read_text(encoding="utf-8"))
-    assert any(target.endswith(".svg") for target in targets)
-    assert [target for target in targets if not (PROJECT / target).exists()] == []
-
-
-def test_the_committed_figures_are_drawn_from_the_committed_results(tmp_path):
-    made = {path.name: path for path in write_reference_figures(RESULTS, tmp_path)}
-    assert made.keys() == {path.name for path in (PROJECT / "figures" / "h200").iterdir()}
-    assert all(path.stat().st_size > 5000 for path in made.values())
-
-
-def test_a_readme_without_markers_is_refused(tmp_path):
+def test_a_page_without_markers_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "PROJECT", tmp_path)
     (tmp_path / "README.md").write_text("nothing")
     with pytest.raises(UserError, match="lacks the markers"):
-        write_readme(tmp_path / "README.md", {"faults": "text"})
+        tables.with_tables("README.md")
+
+
+def test_a_target_is_judged_by_what_was_measured():
+    rows, targets = tables.contestants()
+    verdicts = [tables.judged(target, rows[rows["row"] == target["row"]]) for target in targets[:3]]
+    assert [verdict.rpartition(": ")[2][:6] for verdict in verdicts] == ["yes", "**no**", "**no**"]
+
+
+@pytest.mark.parametrize("page", [*tables.PAGES, "CONTRIBUTING.md", "papermill_jobs/README.md"])
+def test_pictures_and_links_of_the_pages_exist(page):
+    targets = re.findall(r"\]\(([^)#]+)\)", (PROJECT / page).read_text(encoding="utf-8"))
+    files = [target for target in targets if "://" not in target]
+    assert [target for target in files if not ((PROJECT / page).parent / target).exists()] == []
+
+
+def test_the_readme_is_short():
+    assert len((PROJECT / "README.md").read_text(encoding="utf-8").split()) <= 900

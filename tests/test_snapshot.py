@@ -134,7 +134,7 @@ def test_a_snapshot_file_is_read_and_others_are_refused_and_not_run(tmp_path, mo
         Path(name).write_bytes(content)
     assert read_snapshot("good") == snapshot
     for name in ("text", "empty", "list", "half", "x"):
-        with pytest.raises(UserError, match=f"{name} is no memory snapshot"):
+        with pytest.raises(UserError, match=f"{name} is not a memory snapshot"):
             read_snapshot(name)
     with pytest.raises(UserError, match=r"Cannot read .*nothing"):
         read_snapshot("nothing")

@@ -30,7 +30,7 @@ def benchmark(
         markdown: Print the table as Markdown.
         latex: Print the table as LaTeX.
     """
-    from lmcore.fused.coverage import unsupported_reason
+    from lmcore.fused.support import unsupported_reason
     from lmcore.profiling.runner import run_cases
     from lmcore.profiling.timing import measure, samples_table, timing_table
     from lmcore.workbook.report.benchmark.views import failures, readable

@@ -27,7 +27,7 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
         preset: str | None = None,
         config: Path | None = None,
     ) -> int:
-        """Train a model into a run folder, or go on with the run that is there.
+        """Train a model into a run folder, or resume the run that is there.
 
         The options override the settings of --preset or --config. Exit codes: 0 complete, 3 diverged, 4 out of
         memory, 75 stopped by a signal, saved, ready to go on. A second SIGINT or SIGTERM ends it at once: 130, 143.

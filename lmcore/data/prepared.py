@@ -237,7 +237,7 @@ def open_if_same(folder: Path, request: dict[str, Any]) -> PreparedData | None:
 
 
 def say_if_validation_is_training_text(data: PreparedData) -> None:
-    """Prints a line where a loss on the validation text would measure what the model has learned by heart."""
+    """Prints a line where a loss on the validation text would measure what the model has memorized."""
     splits, source = data.manifest["splits"], data.manifest["request"]["source"]
     trained = {file["sha256"] for file in source.get("train_files", ())}
     files = [file["file"] for file in source.get("valid_files", ()) if file["sha256"] in trained]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lmcore.config import GenerateConfig, ModelConfig, replace
 from lmcore.errors import require
-from lmcore.fused.coverage import precision_of
-from lmcore.fused.coverage import unsupported_reason as unsupported_in_training
+from lmcore.fused.support import precision_of
+from lmcore.fused.support import unsupported_reason as unsupported_in_training
 from lmcore.kernels import decode as ops
 from lmcore.kernels.common.support import on_device_of
 from lmcore.model import Linear, TransformerBlock, TransformerLM, evaluating
@@ -25,7 +25,7 @@ KEYS_PER_PART = 256
 
 
 def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
-    """As `lmcore.fused.coverage` says it of training, but without dropout and backward pass, and with RoPE alone."""
+    """As `lmcore.fused.support` says it of training, but without dropout and backward pass, and with RoPE alone."""
     found = [unsupported_in_training(replace(config, dropout=0.0, checkpoint_every=None), precision_of(dtype))]
     if config.position == "none":
         found.append("position=none")
@@ -34,7 +34,7 @@ def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's matrices as its kernels read them: in the working precision, the gains of the norms folded in."""
+    """One layer's matrices as its kernels read them: in the working precision, the norm weights folded in."""
 
     qkv: Float[Tensor, "3D D"]
     output: Float[Tensor, "D D"]
@@ -111,8 +111,8 @@ class FusedDecoder:
         return [self._pack(layer) for layer in model.layers], head
 
     def _pack(self, layer: TransformerBlock) -> LayerWeights:
-        def together(gain: Tensor, *matrices: Linear) -> Tensor:
-            return torch.cat([(matrix.weight * gain).to(self.dtype) for matrix in matrices])
+        def together(norm_weight: Tensor, *matrices: Linear) -> Tensor:
+            return torch.cat([(matrix.weight * norm_weight).to(self.dtype) for matrix in matrices])
 
         attn, ffn = layer.attn, layer.ffn
         return LayerWeights(

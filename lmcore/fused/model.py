@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lmcore.config import ModelConfig
 from lmcore.errors import require
-from lmcore.fused.coverage import precision_of, unsupported_reason
-from lmcore.fused.packing import PackedMatrices, gains_of
-from lmcore.fused.streams import Aside
+from lmcore.fused.packing import PackedMatrices, norm_weights_of
+from lmcore.fused.streams import SideStream
+from lmcore.fused.support import precision_of, unsupported_reason
 from lmcore.kernels.attention import attention_backward, attention_forward
 from lmcore.kernels.cross_entropy import linear_cross_entropy_gradients, linear_cross_entropy_loss
 from lmcore.kernels.embedding import embedding_backward_, sorted_tokens
@@ -31,7 +31,7 @@ from lmcore.kernels.swiglu import linear_swiglu_backward_, swiglu_forward
 from lmcore.model import TransformerLM
 
 ROWS_PER_PRODUCT, MOST_LAYERS = 16_384, 8
-"""Rows of activations that one batched product of weight gradients takes, since fewer would leave multiprocessors idle,
+"""Rows of activations that one batched matmul of weight gradients takes, since fewer would leave multiprocessors idle,
 and layers at most: on the H200 from 4 to 12 of them differ by less than a percent of the step, and need more memory."""
 
 
@@ -91,12 +91,12 @@ class Saved:
 class FusedTransformer:
     """The loss of a `TransformerLM` and its gradients, in `dtype`, which is bfloat16 or float32.
 
-    `copies` maps each matrix of the model to a working copy in `dtype`; the parameters themselves are the masters, and
-    `refresh` brings the copies up to date with them. The gains of norms are read where they are. `gradients` maps every
-    parameter to where `forward_backward` leaves its gradient: in `dtype` for matrices, float32 for gains. Both are
-    views that stay. `overlap` computes weight gradients beside the chain of the others, and `layers_per_product` is G,
-    how many layers share one batched product of them (None: by the number of rows). Raises `UserError` for a model or a
-    `dtype` that it does not cover.
+    `compute_weights` maps each matrix of the model to its copy in `dtype`; the parameters themselves are the masters,
+    and `refresh` brings the copies up to date with them. The norm weights are read where they are. `gradients` maps
+    every parameter to where `forward_backward` leaves its gradient: in `dtype` for matrices, float32 for norm weights.
+    Both are views that stay. `overlap` computes weight gradients beside the chain of the others, and
+    `layers_per_matmul` is G, how many layers share one batched matmul of them (None: by the number of rows). Raises
+    `UserError` for a model or a `dtype` that it does not cover.
     """
 
     def __init__(
@@ -104,27 +104,27 @@ class FusedTransformer:
         model: TransformerLM,
         dtype: torch.dtype,
         overlap: bool = True,
-        layers_per_product: int | None = None,
+        layers_per_matmul: int | None = None,
     ):
         reason = unsupported_reason(model.config, precision_of(dtype))
         require(reason is None, f"The fused step does not cover {reason}.")
         self.model, self.config, self.dtype = model, model.config, dtype
         self.device = model.lm_head.weight.device
         self.weights, self.grads = PackedMatrices(model, dtype), PackedMatrices(model, dtype)
-        self.gains = gains_of(model)
-        self.gain_grads = torch.zeros(len(self.gains), self.config.d_model, device=self.device)
-        self.copies: dict[nn.Parameter, Tensor] = dict(self.weights.views)
-        self.gradients = self.grads.views | dict(zip(self.gains, self.gain_grads, strict=True))
+        self.norm_weights = norm_weights_of(model)
+        self.norm_weight_grads = torch.zeros(len(self.norm_weights), self.config.d_model, device=self.device)
+        self.compute_weights: dict[nn.Parameter, Tensor] = dict(self.weights.views)
+        self.gradients = self.grads.views | dict(zip(self.norm_weights, self.norm_weight_grads, strict=True))
         self.rope = model.layers[0].attn.rope
         self.eps = model.ln_final.eps
-        self.aside = Aside(self.device, overlap)
-        self.layers_per_product = layers_per_product
+        self.side_stream = SideStream(self.device, overlap)
+        self.layers_per_matmul = layers_per_matmul
         self.refresh()
 
     @on_its_device
     def refresh(self) -> None:
-        """Copies the parameters into the working copies, after anything but `FusedAdamW` changed them."""
-        torch._foreach_copy_(list(self.copies.values()), [p.detach() for p in self.copies])
+        """Copies the parameters into the compute weights, after anything but `FusedAdamW` changed them."""
+        torch._foreach_copy_(list(self.compute_weights.values()), [p.detach() for p in self.compute_weights])
 
     @on_its_device
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -134,14 +134,14 @@ class FusedTransformer:
         for index in range(self.config.num_layers):
             group = Group(self.config, range(index, index + 1), x)
             x, branch = self._layer_forward(group, 0, x, branch, inputs.shape)
-        _, normed, _ = rmsnorm_forward(x, self.gains[-1], self.eps, branch)
+        _, normed, _ = rmsnorm_forward(x, self.norm_weights[-1], self.eps, branch)
         return linear_cross_entropy_loss(normed, self.weights.head, targets.flatten(), self.config.vocab_size)
 
     @property
     def parts(self) -> dict[nn.Parameter, int]:
-        """In which part of the forward pass each parameter is first read: embedding and gains, the layers, the head."""
+        """In which part of the forward pass each parameter is first read: embedding and norms, the layers, the head."""
         names = {p: name for name, p in self.model.named_parameters()}
-        first = {p: 0 for p in (*self.gains, self.model.token_embeddings.weight)}
+        first = {p: 0 for p in (*self.norm_weights, self.model.token_embeddings.weight)}
         layers = {p: 1 + int(name.split(".")[1]) for p, name in names.items() if name.startswith("layers.")}
         return {self.model.lm_head.weight: 1 + self.config.num_layers} | layers | first
 
@@ -156,32 +156,32 @@ class FusedTransformer:
         """The same loss; leaves its gradients in `gradients`, in place of what was there. No host synchronisation.
 
         `before(part)` is called ahead of each of the `parts` of the forward pass; gradients change after the last.
-        `after(parts)` is called, aside, where the gradients of layers and head are final.
+        `after(parts)` is called, on the side stream, where the gradients of layers and head are final.
         """
         before(0)
-        with self.aside():
+        with self.side_stream():
             sorted_ids, order = sorted_tokens(inputs.flatten(), self.config.vocab_size)
             if not self.config.tie_embeddings:
                 self.grads.embedding.zero_()  # rows of tokens that do not occur
-            tokens_sorted = self.aside.mark()
+            tokens_sorted = self.side_stream.record()
         groups, x, branch = self._forward_groups(inputs, before)
         before(1 + self.config.num_layers)
-        x, normed, rstd = rmsnorm_forward(x, self.gains[-1], self.eps, branch)
+        x, normed, rstd = rmsnorm_forward(x, self.norm_weights[-1], self.eps, branch)
         loss, dnormed, _ = linear_cross_entropy_gradients(
             normed, self.weights.head, targets.flatten(), self.config.vocab_size, dw=self.grads.head
         )
         if not self.config.tie_embeddings:
-            with self.aside():
+            with self.side_stream():
                 after({1 + self.config.num_layers})
-        partials = x.new_empty(len(self.gains), num_partials(x), self.config.d_model, dtype=torch.float32)
+        partials = x.new_empty(len(self.norm_weights), num_partials(x), self.config.d_model, dtype=torch.float32)
         groups[-1].begin_backward()
-        rmsnorm_backward(dnormed, x, self.gains[-1], rstd, dx=groups[-1].dy[-1], partials=partials[-1])
+        rmsnorm_backward(dnormed, x, self.norm_weights[-1], rstd, dx=groups[-1].dy[-1], partials=partials[-1])
         dx = torch.empty_like(x)
         in_use = self._backward_groups(groups, dx, inputs.shape, partials, after)
-        sum_partials(partials, self.gain_grads)
-        self.aside.join(tokens_sorted)
+        sum_partials(partials, self.norm_weight_grads)
+        self.side_stream.wait(tokens_sorted)
         embedding_backward_(dx, sorted_ids, order, self.grads.embedding, accumulate=self.config.tie_embeddings)
-        self.aside.join()
+        self.side_stream.wait()
         del in_use
         return loss
 
@@ -193,7 +193,7 @@ class FusedTransformer:
     def _forward_groups(self, inputs: Tensor, before: Callable[[int], None]) -> tuple[list[Group], Tensor, Tensor]:
         """All layers; returns what was kept, and the two summands of the residual stream at the end."""
         x, branch, groups = self._embed(inputs), None, []
-        per_group = self.layers_per_product or min(MOST_LAYERS, max(1, ROWS_PER_PRODUCT // x.shape[0]))
+        per_group = self.layers_per_matmul or min(MOST_LAYERS, max(1, ROWS_PER_PRODUCT // x.shape[0]))
         for first in range(0, self.config.num_layers, per_group):
             group = Group(self.config, range(first, min(first + per_group, self.config.num_layers)), x)
             for i in range(len(group.layers)):
@@ -207,7 +207,7 @@ class FusedTransformer:
     ) -> tuple[Tensor, Tensor]:
         """Layer `i` of the group on the sum x + branch (N, D); gives back its result as two summands likewise."""
         layer, w, qkv = group.layers[i], self.weights, group.qkv[i]
-        x, normed, rstd = rmsnorm_forward(x, self.gains[2 * layer], self.eps, branch, group.normed1[i])
+        x, normed, rstd = rmsnorm_forward(x, self.norm_weights[2 * layer], self.eps, branch, group.normed1[i])
         saved = Saved(x, rstd)
         torch.mm(normed, w.qkv[layer].t(), out=qkv)
         sizes = (*shape, self.config.num_heads)
@@ -217,7 +217,7 @@ class FusedTransformer:
             _, saved.lse = attention_forward(*split_heads(qkv, sizes), True, out=heads_of(group.heads[i], sizes))
         branch = torch.mm(group.heads[i], w.out[layer].t())
         saved.x2, normed, saved.rstd2 = rmsnorm_forward(
-            x, self.gains[2 * layer + 1], self.eps, branch, group.normed2[i]
+            x, self.norm_weights[2 * layer + 1], self.eps, branch, group.normed2[i]
         )
         torch.mm(normed, w.w13[layer].t(), out=group.ab[i])
         swiglu_forward(group.ab[i], group.h[i])
@@ -228,7 +228,7 @@ class FusedTransformer:
         self, groups: list[Group], dx: Tensor, shape: torch.Size, partials: Tensor, after: Callable
     ) -> list:
         """Goes back through all layers; the gradient of their result is in the last group's `dy`, leaves that of the
-        embeddings (N, D) in `dx`. Gives back what the weight gradients aside still read."""
+        embeddings (N, D) in `dx`. Gives back what the weight gradients on the side stream still read."""
         in_use: list[tuple[Group, torch.cuda.Event | None]] = []
         while groups:
             group = groups.pop()
@@ -237,12 +237,12 @@ class FusedTransformer:
             for i in reversed(range(len(group.layers))):
                 before = group.dy[i - 1] if i else groups[-1].dy[-1] if groups else dx
                 self._layer_backward(group, i, before, shape, partials)
-            with self.aside():
+            with self.side_stream():
                 self._weight_gradients(group)
-                in_use.append((group, self.aside.mark()))
+                in_use.append((group, self.side_stream.record()))
                 after({1 + layer for layer in group.layers})
             if len(in_use) > 1:  # at most two groups are in memory
-                self.aside.join(in_use.pop(0)[1])
+                self.side_stream.wait(in_use.pop(0)[1])
         return in_use
 
     def _layer_backward(self, group: Group, i: int, dx: Tensor, shape: torch.Size, partials: Tensor) -> None:
@@ -250,12 +250,12 @@ class FusedTransformer:
         layer, w, saved = group.layers[i], self.weights, group.saved[i]
         linear_swiglu_backward_(group.dy[i], w.w2[layer], group.ab[i])
         rmsnorm_backward(
-            torch.mm(group.ab[i], w.w13[layer]), saved.x2, self.gains[2 * layer + 1], saved.rstd2,
+            torch.mm(group.ab[i], w.w13[layer]), saved.x2, self.norm_weights[2 * layer + 1], saved.rstd2,
             residual=group.dy[i], dx=group.dx2[i], partials=partials[2 * layer + 1],
         )  # fmt: skip
         self._attention_backward(group, i, torch.mm(group.dx2[i], w.out[layer]), shape)
         rmsnorm_backward(
-            torch.mm(group.dqkv[i], w.qkv[layer]), saved.x1, self.gains[2 * layer], saved.rstd1,
+            torch.mm(group.dqkv[i], w.qkv[layer]), saved.x1, self.norm_weights[2 * layer], saved.rstd1,
             residual=group.dx2[i], dx=dx, partials=partials[2 * layer],
         )  # fmt: skip
 
@@ -270,7 +270,7 @@ class FusedTransformer:
             attention_backward(*split_heads(qkv, sizes), o, lse, do, True, *split_heads(dqkv, sizes))
 
     def _weight_gradients(self, group: Group) -> None:
-        """dW = dy^T x of every matrix of the group's layers, one batched product per kind of matrix."""
+        """dW = dy^T x of every matrix of the group's layers, one batched matmul per kind of matrix."""
         layers = slice(group.layers.start, group.layers.stop)
         for dy, x, dw in (
             (group.dy, group.h, self.grads.w2),

@@ -1,7 +1,7 @@
 """The matrices of a model side by side: what a step multiplies by, and where it leaves their gradients.
 
-Projections of the same input are stacked, so that one product serves them all, and layers lie one behind the other, so
-that one batched product gives a gradient for several layers. Letters: L layers, D d_model, F d_ff, V vocabulary.
+Projections of the same input are stacked, so that one matmul serves them all, and layers lie one behind the other, so
+that one batched matmul gives a gradient for several layers. Letters: L layers, D d_model, F d_ff, V vocabulary.
 """
 
 import torch
@@ -46,6 +46,6 @@ class PackedMatrices:
         return views
 
 
-def gains_of(model: TransformerLM) -> list[nn.Parameter]:
-    """The gains of all norms in the order of the forward pass: 2L + 1 parameters (D,)."""
+def norm_weights_of(model: TransformerLM) -> list[nn.Parameter]:
+    """The weights of all norms in the order of the forward pass: 2L + 1 parameters (D,)."""
     return [norm.weight for layer in model.layers for norm in (layer.ln1, layer.ln2)] + [model.ln_final.weight]

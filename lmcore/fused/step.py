@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lmcore.config import TrainConfig
 from lmcore.errors import require
 from lmcore.fused.model import FusedTransformer, nothing
-from lmcore.fused.streams import HIGH, Aside
+from lmcore.fused.streams import HIGH, SideStream
 from lmcore.kernels.adamw import FusedAdamW
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer, gradient_clipping, set_learning_rate
@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 
 FEW_ROWS, NARROW = 2048, 1024
 """Tokens of a batch up to which the update fits in beside the forward pass, and d_model below which it does: on the
-H200 it gained at 768, and lost at 2,560, where products fill the chip and only take turns with the update."""
+H200 it gained at 768, and lost at 2,560, where matmuls fill the chip and only take turns with the update."""
 
 
 def leaves_room(device: torch.device, rows: int, d_model: int) -> bool:
@@ -40,7 +40,7 @@ class FusedStep:
     A `pipelined` step takes its update with the next call, layer after layer beside that call's forward pass: until
     then parameters and moments are one step behind. **Read and write them through `current`**, which takes the update
     that is due. Any other call ends with its update. Pipelining is the default with `FusedAdamW` on CUDA for small
-    batches of narrow models, whose kernels leave multiprocessors idle. `overlap` and `layers_per_product` are those of
+    batches of narrow models, whose kernels leave multiprocessors idle. `overlap` and `layers_per_matmul` are those of
     `FusedTransformer`, `.transformer`. An optimizer serves the last step that was made with it. Raises `UserError` for
     a model or a `dtype` that is not covered, an empty batch, and a `pipelined` step with another optimizer than
     `FusedAdamW`.
@@ -58,12 +58,12 @@ class FusedStep:
         dtype: torch.dtype = torch.bfloat16,
         max_grad_norm: float | None = None,
         overlap: bool = True,
-        layers_per_product: int | None = None,
+        layers_per_matmul: int | None = None,
         pipelined: bool | None = None,
     ):
         found = f"A batch holds at least one id; batch_size is {batch_size} and context_length {context_length}."
         require(min(batch_size, context_length) > 0, found)
-        self.transformer = FusedTransformer(model, dtype, overlap, layers_per_product)
+        self.transformer = FusedTransformer(model, dtype, overlap, layers_per_matmul)
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.parameters = list(self.transformer.gradients)
         self.versions = self._versions()
@@ -78,13 +78,13 @@ class FusedStep:
         )
         self.due = False  # an update
         if ours:
-            optimizer.bind(self.transformer.gradients, self.transformer.copies, self.transformer.parts)
+            optimizer.bind(self.transformer.gradients, self.transformer.compute_weights, self.transformer.parts)
         else:
             for p, gradient in self.transformer.gradients.items():  # what is float32 already serves as it is
                 p.grad = gradient if gradient.dtype == p.dtype else torch.zeros_like(p)
         if self.transformer.device.type == "cuda":
             self.batch = torch.zeros(2, *self.shape, dtype=torch.int64, device=self.transformer.device)
-            self.updates = Aside(self.transformer.device, self.pipelined)
+            self.updates = SideStream(self.transformer.device, self.pipelined)
 
     @classmethod
     def from_config(cls, model: TransformerLM, config: TrainConfig) -> "FusedStep":
@@ -202,13 +202,13 @@ class FusedStep:
         self.result = torch.stack((loss.float(), self.optimizer.norm))
 
     def _begin_update(self) -> Callable[[int], None]:
-        """Launches the update aside, part by part; what is given back lets the current stream wait for a part."""
-        marks = {}
+        """Launches the update on a side stream, part by part; returns what makes the current stream wait for a part."""
+        events = {}
         with self.updates():
             for part in sorted(set(self.transformer.parts.values())):
                 self.optimizer.apply(part)
-                marks[part] = self.updates.mark()
-        return lambda part: self.updates.join(marks[part]) if part in marks else None
+                events[part] = self.updates.record()
+        return lambda part: self.updates.wait(events[part]) if part in events else None
 
     def _capture(self) -> None:
         """Records the graph. Kernels are compiled before, by passes that write nothing but gradients."""

@@ -1,4 +1,4 @@
-"""A second stream for work that nothing in the main one waits for: small products then share the GPU."""
+"""A second stream for work that nothing in the main one waits for: small matmuls then share the GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ LOW, HIGH = 0, -1
 """Priorities of streams: blocks of work in a stream of high priority take free multiprocessors first."""
 
 
-class Aside:
+class SideStream:
     """Work beside the current stream of a CUDA device; in turn with it elsewhere, or where not `enabled`.
 
     The stream forks off and joins by events, as a CUDA graph that captures both records it. The caller keeps every
@@ -21,7 +21,7 @@ class Aside:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Runs the block's operations aside, after all that was launched before."""
+        """Runs the block's operations on the side stream, after all that was launched before."""
         if self.stream is None:
             yield
             return
@@ -29,16 +29,16 @@ class Aside:
         with torch.cuda.stream(self.stream):
             yield
 
-    def mark(self) -> torch.cuda.Event | None:
-        """A point in the work aside that `join` can wait for."""
+    def record(self) -> torch.cuda.Event | None:
+        """An event after the work so far, for `wait`."""
         return None if self.stream is None else self.stream.record_event()
 
-    def join(self, mark: torch.cuda.Event | None = None) -> None:
-        """Lets the current stream wait for the work aside up to `mark`, or for all of it."""
+    def wait(self, event: torch.cuda.Event | None = None) -> None:
+        """Lets the current stream wait for the side stream's work up to `event`, or for all of it."""
         if self.stream is None:
             return
         current = torch.cuda.current_stream(self.stream.device)
-        if mark is None:
+        if event is None:
             current.wait_stream(self.stream)
         else:
-            current.wait_event(mark)
+            current.wait_event(event)

@@ -1,6 +1,6 @@
 """Each component of a model timed alone, with its FLOPs and bytes, against measured peak rates (the roofline).
 
-FLOPs of matrix products are those of `lmcore.accounting`. Elementwise work is counted by `ELEMENTWISE_FLOPS`, one for
+FLOPs of matmuls are those of `lmcore.accounting`. Elementwise work is counted by `ELEMENTWISE_FLOPS`, one for
 each addition, product, comparison, division, exponential or root. Bytes are the least that must move: every input and
 weight read once, every output written once, in the types that they have; with a backward pass also every input, weight
 and output gradient read, and every input and weight gradient written. Intermediate results of the eager operations

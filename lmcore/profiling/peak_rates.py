@@ -1,4 +1,4 @@
-"""What a device can do at best, by measurement: a large matrix product, and a large copy (the roofline's two roofs)."""
+"""What a device can do at best, by measurement: a large matmul, and a large copy (the roofline's two roofs)."""
 
 import torch
 
@@ -13,7 +13,7 @@ COPY_BYTES = {"cuda": 1 << 30, "mps": 1 << 28, "cpu": 1 << 27}
 
 
 def matmul_rate(device: torch.device, precision: str, timer: Timer) -> float:
-    """FLOP/s of a large square matrix product in `precision`, of matrices of that type: no casts are timed."""
+    """FLOP/s of a large square matmul in `precision`, of matrices of that type: no casts are timed."""
     set_matmul_precision(device, precision)
     size = MATMUL_SIZE[device.type]
     with autocast(device, precision):

@@ -12,8 +12,8 @@ from lmcore.config import TrainConfig, replace
 from lmcore.device import autocast, select_device, set_matmul_precision, synchronize, too_large
 from lmcore.errors import require
 from lmcore.functional import cross_entropy
-from lmcore.fused.coverage import unsupported_reason
 from lmcore.fused.step import FusedStep
+from lmcore.fused.support import unsupported_reason
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
 from lmcore.profiling.cases import PASSES, WorkloadConfig, case_grid, workload_config

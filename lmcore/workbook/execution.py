@@ -53,7 +53,7 @@ def expected_seconds(source: Path, executed: Path, scale: str) -> tuple[dict[str
 class WorkbookProgress:
     """Says which cell of which notebook runs, what goes on in it and how long all will take: a bar, or lines.
 
-    A line every ten seconds where standard error is no terminal. `expected` has the seconds of each notebook's code
+    A line every ten seconds where standard error is not a terminal. `expected` has the seconds of each notebook's code
     cells by id; the time left is theirs (not shown if they are not `known`), scaled by what the cells so far have taken
     on this machine. `runs` is the folder of the runs that the cells train.
     """

@@ -160,3 +160,11 @@ def write_notebook(path: Path, notebook: "NotebookNode") -> None:
 
     with atomic_write(path, "w") as file:
         nbformat.write(notebook, file)
+
+
+if __name__ == "__main__":  # git's filter, see .gitattributes and the Makefile: a notebook as it is committed
+    import sys
+
+    import nbformat
+
+    print(nbformat.writes(clean(nbformat.read(sys.stdin, as_version=4))))

@@ -41,22 +41,8 @@ from lmcore.recipes import RECIPES
 from lmcore.run import RunFolder
 from lmcore.tokenizer import Tokenizer, train_bpe
 from lmcore.train import train, training_step
-from lmcore.workbook.report.kernels import attention as kernel_attention
-from lmcore.workbook.report.kernels import parts as kernel_parts
-from lmcore.workbook.report.kernels import speed, speed_answers, steps
-from lmcore.workbook.report.memory import answers as memory_answers
-from lmcore.workbook.report.memory import kept, peak_answers
-from lmcore.workbook.report.memory import sizes as memory_sizes
 from lmcore.workbook.report.memory import tables as memory_tables
 from lmcore.workbook.report.memory.timeline_html import timeline_data
-from lmcore.workbook.report.nsys import answers as nsys_answers
-from lmcore.workbook.report.nsys import kernels as nsys_kernels
-from lmcore.workbook.report.nsys import pitfalls as nsys_pitfalls
-from lmcore.workbook.report.nsys import shares as nsys_shares
-from lmcore.workbook.report.reference import results_block
-from lmcore.workbook.report.reference_measurements import measurements_block
-from lmcore.workbook.report.survival import faults_block
-from lmcore.workbook.report.tables import read_results
 
 HANDOUT: dict[str, types.ModuleType] = {
     **dict.fromkeys(("train_bpe", "Tokenizer"), lmcore.tokenizer),

@@ -17,7 +17,6 @@ from typing import Any
 
 import golden_commands
 import golden_library as library
-import golden_reports
 import golden_runs
 import numpy as np
 
@@ -306,19 +305,6 @@ def snapshot() -> dict[str, Any]:
     }
 
 
-def tables() -> dict[str, Any]:
-    """The tables that notebooks 04 to 07 and the README show of the reference machine, made from its results."""
-    return {name: as_values(value) for name, value in golden_reports.reports(PROJECT / "results" / "h200")}
-
-
-def as_values(found: Any) -> Any:
-    """A table as CSV; of a text its tables, row by row, or if it has none the numbers in it, in their order."""
-    if isinstance(found, str):
-        rows = [re.sub(r" +", " ", line).strip() for line in found.splitlines() if re.match(r"\s*\|[^:-]", line)]
-        return rows or " ".join(re.findall(r"\d[\d,]*(?:\.\d+)?", found))
-    return csv(found) if hasattr(found, "to_csv") else rounded(found, 6)
-
-
 def csv(table: Any) -> list[str]:
     """Lines of a table as CSV, numbers with six digits."""
     return table.map(lambda value: rounded(value, 6)).to_csv(index=False, float_format="%.6g").splitlines()
@@ -352,7 +338,6 @@ PARTS: dict[str, Callable[[], Any]] = {
     "refusals": refusals,
     "signatures": signatures,
     "suites": suites,
-    "tables": tables,
     "tokenizers": tokenizers,
 }
 """Name of a JSON file in this folder, and what computes its values."""

@@ -1,4 +1,4 @@
-"""AdamW as one pass over all parameters: clipping folded in, working copies written beside, no wait for the device."""
+"""AdamW as one pass over all parameters: clipping folded in, compute weights written beside, no wait for the device."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -42,7 +42,7 @@ class FusedAdamW(AdamW):
         self.max_grad_norm = max_grad_norm
         self.norm = torch.full((), math.nan, device=parameters[0].device)
         self._gradients: dict[Tensor, Tensor] = {}
-        self._copies: dict[Tensor, Tensor] = {}
+        self._compute_weights: dict[Tensor, Tensor] = {}
         self._parts: dict[Tensor, int] = {}
         self._moments: dict[Tensor, tuple[Tensor, Tensor]] = {}  # their addresses outlive a loaded state
         self._slots: list[Slot] = []  # only for the reference implementation: a table holds no gradient alive
@@ -55,17 +55,18 @@ class FusedAdamW(AdamW):
     def bind(
         self,
         gradients: Mapping[nn.Parameter, Tensor],
-        copies: Mapping[nn.Parameter, Tensor] | None = None,
+        compute_weights: Mapping[nn.Parameter, Tensor] | None = None,
         parts: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
-        """Reads gradients from `gradients` (default: p.grad) and writes every new parameter into `copies` as well.
+        """Reads gradients from `gradients` (default: p.grad); writes new parameters into `compute_weights` as well.
 
         Both map a parameter to a contiguous tensor of its shape on its device, bfloat16 or float32. `parts` numbers
         the parts that `apply` may be asked for one by one (default: everything is part 0).
         """
-        for p, tensor in [*gradients.items(), *(copies or {}).items()]:
+        for p, tensor in [*gradients.items(), *(compute_weights or {}).items()]:
             _check(p, tensor)
-        self._gradients, self._copies, self._parts = dict(gradients), dict(copies or {}), dict(parts or {})
+        self._gradients, self._parts = dict(gradients), dict(parts or {})
+        self._compute_weights = dict(compute_weights or {})
         self._addresses = None
 
     @torch.no_grad()
@@ -201,7 +202,7 @@ class FusedAdamW(AdamW):
         for _, p, gradient in found:
             _check(p, p)
             _check(p, gradient)
-            slots.append(Slot(p.detach(), gradient.detach(), *self._moments_of(p), self._copies.get(p)))
+            slots.append(Slot(p.detach(), gradient.detach(), *self._moments_of(p), self._compute_weights.get(p)))
         self._squared.clear()  # another table, or other gradients
         devices = {slot.p.device for slot in slots}
         require(len(devices) <= 1, f"FusedAdamW updates parameters of one device, not of {len(devices)}.")

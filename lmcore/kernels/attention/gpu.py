@@ -45,103 +45,103 @@ def tile_and_head(program, tiles, all_heads, group):
 
 
 @triton.jit
-def tile_of(pointer, stride_b, stride_h, stride_t, bh, heads, rows, T, SIZE: tl.constexpr, D: tl.constexpr,
+def tile_of(pointer, stride_b, stride_h, stride_t, bh, heads, offs_m, T, SIZE: tl.constexpr, D: tl.constexpr,
             CHECK: tl.constexpr):
     """Loads rows of one head, zeros where there is nothing."""
     d = tl.arange(0, D)
     at = (bh // heads).to(tl.int64) * stride_b + (bh % heads).to(tl.int64) * stride_h
-    pointers = pointer + at + rows[:, None].to(tl.int64) * stride_t + d[None, :]
+    pointers = pointer + at + offs_m[:, None].to(tl.int64) * stride_t + d[None, :]
     if CHECK:
-        return tl.load(pointers, mask=(rows[:, None] < T) & (d[None, :] < SIZE), other=0.0)
+        return tl.load(pointers, mask=(offs_m[:, None] < T) & (d[None, :] < SIZE), other=0.0)
     if SIZE < D:
         return tl.load(pointers, mask=d[None, :] < SIZE, other=0.0)
     return tl.load(pointers)
 
 
 @triton.jit
-def store_tile(pointer, stride_b, stride_h, stride_t, bh, heads, rows, T, value, SIZE: tl.constexpr, D: tl.constexpr):
+def store_tile(pointer, stride_b, stride_h, stride_t, bh, heads, offs_m, T, value, SIZE: tl.constexpr, D: tl.constexpr):
     """Stores rows of one head in the tensor's own type."""
     d = tl.arange(0, D)
     at = (bh // heads).to(tl.int64) * stride_b + (bh % heads).to(tl.int64) * stride_h
-    pointers = pointer + at + rows[:, None].to(tl.int64) * stride_t + d[None, :]
-    tl.store(pointers, value.to(pointer.dtype.element_ty), mask=(rows[:, None] < T) & (d[None, :] < SIZE))
+    pointers = pointer + at + offs_m[:, None].to(tl.int64) * stride_t + d[None, :]
+    tl.store(pointers, value.to(pointer.dtype.element_ty), mask=(offs_m[:, None] < T) & (d[None, :] < SIZE))
 
 
 @triton.jit
-def attend(q, acc, m, total, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, rows, first, last, T, scale,
-           N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+def attend(q, acc, m_i, l_i, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, offs_m, first, last, T, scale,
+           BLOCK_N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
            PRECISION: tl.constexpr):
     """The running softmax of a tile of queries over tiles of keys from `first` up to `last` (algorithm 1)."""
     for tile in range(first, last):
-        keys = tile * N + tl.arange(0, N)
-        k_tile = tile_of(k, k_b, k_h, k_t, bh, heads, keys, T, SIZE, D, MASKED)
-        v_tile = tile_of(v, v_b, v_h, v_t, bh, heads, keys, T, SIZE, D, MASKED)
+        offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        k_tile = tile_of(k, k_b, k_h, k_t, bh, heads, offs_n, T, SIZE, D, MASKED)
+        v_tile = tile_of(v, v_b, v_h, v_t, bh, heads, offs_n, T, SIZE, D, MASKED)
         s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
         if MASKED:
-            keep = keys[None, :] < T
+            keep = offs_n[None, :] < T
             if CAUSAL:
-                keep = keep & (keys[None, :] <= rows[:, None])
+                keep = keep & (offs_n[None, :] <= offs_m[:, None])
             s = tl.where(keep, s, float("-inf"))
-        new = tl.maximum(m, tl.max(s, 1) * scale)
-        p = tl.exp2(s * scale - new[:, None])
-        shrink = tl.exp2(m - new)
-        total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)
-        m = new
-    return acc, m, total
+        m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+        m_i = m_new
+    return acc, m_i, l_i
 
 
 @triton.jit(do_not_specialize=["all_heads", "group"])
 def attention_forward_kernel(q, k, v, o, lse, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, all_heads,
-                             heads, group, T, lse_rows, scale, M: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr,
-                             D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
+                             heads, group, T, lse_rows, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                             SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
     """One tile of queries of one head; of a group of heads those with most keys start first."""
-    tiles = tl.cdiv(T, M)
+    tiles = tl.cdiv(T, BLOCK_M)
     rank, bh = tile_and_head(tl.program_id(0), tiles, all_heads, group)
     tile = tiles - 1 - rank
-    rows = tile * M + tl.arange(0, M)
-    q_tile = tile_of(q, q_b, q_h, q_t, bh, heads, rows, T, SIZE, D, True)
-    acc = tl.zeros([M, D], tl.float32)
-    m = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    whole = T // N  # tiles of keys that every query of this tile sees all of: these need no mask
-    last = tl.cdiv(T, N)
+    offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_tile = tile_of(q, q_b, q_h, q_t, bh, heads, offs_m, T, SIZE, D, True)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    whole = T // BLOCK_N  # tiles of keys that every query of this tile sees all of: these need no mask
+    last = tl.cdiv(T, BLOCK_N)
     if CAUSAL:
-        whole = tl.minimum(whole, tile * M // N)
-        last = tl.minimum(last, tl.cdiv((tile + 1) * M, N))
-    acc, m, total = attend(q_tile, acc, m, total, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, rows, 0, whole, T,
-                           scale, N, SIZE, D, CAUSAL, False, PRECISION)
-    acc, m, total = attend(q_tile, acc, m, total, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, rows, whole, last, T,
-                           scale, N, SIZE, D, CAUSAL, True, PRECISION)
-    store_tile(o, o_b, o_h, o_t, bh, heads, rows, T, acc / total[:, None], SIZE, D)
-    value = tl.where(rows < T, m + tl.log2(total), float("inf"))
-    lse_at = lse + bh.to(tl.int64) * lse_rows + rows
-    tl.store(lse_at, value, mask=rows < lse_rows)
+        whole = tl.minimum(whole, tile * BLOCK_M // BLOCK_N)
+        last = tl.minimum(last, tl.cdiv((tile + 1) * BLOCK_M, BLOCK_N))
+    acc, m_i, l_i = attend(q_tile, acc, m_i, l_i, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, offs_m, 0, whole, T,
+                           scale, BLOCK_N, SIZE, D, CAUSAL, False, PRECISION)
+    acc, m_i, l_i = attend(q_tile, acc, m_i, l_i, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, offs_m, whole, last, T,
+                           scale, BLOCK_N, SIZE, D, CAUSAL, True, PRECISION)
+    store_tile(o, o_b, o_h, o_t, bh, heads, offs_m, T, acc / l_i[:, None], SIZE, D)
+    value = tl.where(offs_m < T, m_i + tl.log2(l_i), float("inf"))
+    lse_at = lse + bh.to(tl.int64) * lse_rows + offs_m
+    tl.store(lse_at, value, mask=offs_m < lse_rows)
     if tile == tiles - 1:  # whole pieces of 128 rows
-        for _ in tl.static_range(128 // M - 1):
-            rows += M
-            lse_at += M
-            tl.store(lse_at, tl.full([M], float("inf"), tl.float32), mask=rows < lse_rows)
+        for _ in tl.static_range(128 // BLOCK_M - 1):
+            offs_m += BLOCK_M
+            lse_at += BLOCK_M
+            tl.store(lse_at, tl.full([BLOCK_M], float("inf"), tl.float32), mask=offs_m < lse_rows)
 
 
 # --- the backward pass (algorithm 2), without sums in memory
 
 
 @triton.jit
-def gather_dq(dq, q, do, lse, delta, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, rows, first, last, T, scale,
-              N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+def gather_dq(dq, q, do, lse, delta, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, offs_m, first, last, T, scale,
+              BLOCK_N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
               PRECISION: tl.constexpr):
     """dQ of a tile of queries from tiles of keys from `first` up to `last` (algorithm 2, lines 11 to 15)."""
     for tile in range(first, last):
-        keys = tile * N + tl.arange(0, N)
-        k_tile = tile_of(k, k_b, k_h, k_t, bh, heads, keys, T, SIZE, D, MASKED)
-        v_tile = tile_of(v, v_b, v_h, v_t, bh, heads, keys, T, SIZE, D, MASKED)
+        offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        k_tile = tile_of(k, k_b, k_h, k_t, bh, heads, offs_n, T, SIZE, D, MASKED)
+        v_tile = tile_of(v, v_b, v_h, v_t, bh, heads, offs_n, T, SIZE, D, MASKED)
         s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
         p = tl.exp2(s * scale - lse[:, None])
         if MASKED:
-            keep = keys[None, :] < T
+            keep = offs_n[None, :] < T
             if CAUSAL:
-                keep = keep & (keys[None, :] <= rows[:, None])
+                keep = keep & (offs_n[None, :] <= offs_m[:, None])
             p = tl.where(keep, p, 0.0)
         dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
@@ -151,54 +151,54 @@ def gather_dq(dq, q, do, lse, delta, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, hea
 
 @triton.jit
 def query_gradients(q, k, v, o, do, dq, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
-                    o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, tile, bh, heads, T, lse_rows, scale, M: tl.constexpr,
-                    N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, TURNED: tl.constexpr,
-                    PRECISION: tl.constexpr):
+                    o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, tile, bh, heads, T, lse_rows, scale, BLOCK_M: tl.constexpr,
+                    BLOCK_N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+                    TURNED: tl.constexpr, PRECISION: tl.constexpr):
     """dQ of one tile of queries of one head; also delta = sum(dO · O), for the other gradients."""
-    rows = tile * M + tl.arange(0, M)
-    at = bh.to(tl.int64) * lse_rows + rows
-    do_tile = tile_of(do, do_b, do_h, do_t, bh, heads, rows, T, SIZE, D, True)
-    o_tile = tile_of(o, o_b, o_h, o_t, bh, heads, rows, T, SIZE, D, True)
+    offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    at = bh.to(tl.int64) * lse_rows + offs_m
+    do_tile = tile_of(do, do_b, do_h, do_t, bh, heads, offs_m, T, SIZE, D, True)
+    o_tile = tile_of(o, o_b, o_h, o_t, bh, heads, offs_m, T, SIZE, D, True)
     delta_tile = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
-    tl.store(delta + at, delta_tile, mask=rows < lse_rows)
-    q_tile = tile_of(q, q_b, q_h, q_t, bh, heads, rows, T, SIZE, D, True)
-    lse_tile = tl.load(lse + at, mask=rows < T, other=float("inf"))
-    whole = T // N
-    last = tl.cdiv(T, N)
+    tl.store(delta + at, delta_tile, mask=offs_m < lse_rows)
+    q_tile = tile_of(q, q_b, q_h, q_t, bh, heads, offs_m, T, SIZE, D, True)
+    lse_tile = tl.load(lse + at, mask=offs_m < T, other=float("inf"))
+    whole = T // BLOCK_N
+    last = tl.cdiv(T, BLOCK_N)
     if CAUSAL:
-        whole = tl.minimum(whole, tile * M // N)
-        last = tl.minimum(last, tl.cdiv((tile + 1) * M, N))
-    acc = tl.zeros([M, D], tl.float32)
-    acc = gather_dq(acc, q_tile, do_tile, lse_tile, delta_tile, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, rows, 0,
-                    whole, T, scale * LOG2_E, N, SIZE, D, CAUSAL, False, PRECISION)
-    acc = gather_dq(acc, q_tile, do_tile, lse_tile, delta_tile, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, rows,
-                    whole, last, T, scale * LOG2_E, N, SIZE, D, CAUSAL, True, PRECISION)
+        whole = tl.minimum(whole, tile * BLOCK_M // BLOCK_N)
+        last = tl.minimum(last, tl.cdiv((tile + 1) * BLOCK_M, BLOCK_N))
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    acc = gather_dq(acc, q_tile, do_tile, lse_tile, delta_tile, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, offs_m,
+                    0, whole, T, scale * LOG2_E, BLOCK_N, SIZE, D, CAUSAL, False, PRECISION)
+    acc = gather_dq(acc, q_tile, do_tile, lse_tile, delta_tile, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, offs_m,
+                    whole, last, T, scale * LOG2_E, BLOCK_N, SIZE, D, CAUSAL, True, PRECISION)
     acc *= scale
     if TURNED:
-        acc = turned_back(acc, cos, sin, rows, T, M, SIZE, D, False)
-    store_tile(dq, dq_b, dq_h, dq_t, bh, heads, rows, T, acc, SIZE, D)
+        acc = turned_back(acc, cos, sin, offs_m, T, BLOCK_M, SIZE, D, False)
+    store_tile(dq, dq_b, dq_h, dq_t, bh, heads, offs_m, T, acc, SIZE, D)
 
 
 @triton.jit
-def gather_dk_dv(dk, dv, k, v, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h, q_t, do, do_b, do_h, do_t, bh, heads, keys,
-                 first, last, T, lse_rows, scale, M: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+def gather_dk_dv(dk, dv, k, v, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h, q_t, do, do_b, do_h, do_t, bh, heads, offs_n,
+                 first, last, T, lse_rows, scale, BLOCK_M: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
                  CAUSAL: tl.constexpr, MASKED: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr):
     """dK and dV of a tile of keys from tiles of queries from `first` up to `last`; scores lie transposed."""
     for tile in range(first, last):
-        rows = tile * M + tl.arange(0, M)
-        at = bh.to(tl.int64) * lse_rows + rows
-        q_tile = tile_of(q, q_b, q_h, q_t, bh, heads, rows, T, SIZE, D, MASKED)
-        do_tile = tile_of(do, do_b, do_h, do_t, bh, heads, rows, T, SIZE, D, MASKED)
-        lse_tile = tl.load(lse + at, mask=rows < T, other=float("inf"))  # no probability behind the last position
+        offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        at = bh.to(tl.int64) * lse_rows + offs_m
+        q_tile = tile_of(q, q_b, q_h, q_t, bh, heads, offs_m, T, SIZE, D, MASKED)
+        do_tile = tile_of(do, do_b, do_h, do_t, bh, heads, offs_m, T, SIZE, D, MASKED)
+        lse_tile = tl.load(lse + at, mask=offs_m < T, other=float("inf"))  # no probability behind the last position
         if DELTA:
-            delta_tile = tl.load(delta + at, mask=rows < T, other=0.0)
+            delta_tile = tl.load(delta + at, mask=offs_m < T, other=0.0)
         else:
-            o_tile = tile_of(o, o_b, o_h, o_t, bh, heads, rows, T, SIZE, D, MASKED)
+            o_tile = tile_of(o, o_b, o_h, o_t, bh, heads, offs_m, T, SIZE, D, MASKED)
             delta_tile = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
         s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
         p = tl.exp2(s * scale - lse_tile[None, :])
         if MASKED and CAUSAL:
-            p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
+            p = tl.where(offs_n[:, None] <= offs_m[None, :], p, 0.0)
         dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
         ds = p * (dp - delta_tile[None, :])
@@ -209,48 +209,49 @@ def gather_dk_dv(dk, dv, k, v, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h, q_t, d
 @triton.jit
 def key_gradients(q, k, v, o, do, dk, dv, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
                   o_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, tile, bh, heads, T, lse_rows, scale,
-                  M: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
-                  DELTA: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr):
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+                  CAUSAL: tl.constexpr, DELTA: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr):
     """dK and dV of one tile of keys of one head, with delta read or, without DELTA, computed again."""
-    keys = tile * N + tl.arange(0, N)
-    k_tile = tile_of(k, k_b, k_h, k_t, bh, heads, keys, T, SIZE, D, True)
-    v_tile = tile_of(v, v_b, v_h, v_t, bh, heads, keys, T, SIZE, D, True)
+    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k_tile = tile_of(k, k_b, k_h, k_t, bh, heads, offs_n, T, SIZE, D, True)
+    v_tile = tile_of(v, v_b, v_h, v_t, bh, heads, offs_n, T, SIZE, D, True)
     diagonal = 0
-    whole = T // M
-    last = tl.cdiv(T, M)
-    dk_tile = tl.zeros([N, D], tl.float32)
-    dv_tile = tl.zeros([N, D], tl.float32)
+    whole = T // BLOCK_M
+    last = tl.cdiv(T, BLOCK_M)
+    dk_tile = tl.zeros([BLOCK_N, D], tl.float32)
+    dv_tile = tl.zeros([BLOCK_N, D], tl.float32)
     if CAUSAL:
-        diagonal = tl.minimum(tl.cdiv((tile + 1) * N, M), last)  # up to here a mask is needed
+        diagonal = tl.minimum(tl.cdiv((tile + 1) * BLOCK_N, BLOCK_M), last)  # up to here a mask is needed
         whole = tl.maximum(whole, diagonal)
         dk_tile, dv_tile = gather_dk_dv(dk_tile, dv_tile, k_tile, v_tile, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h,
-                                        q_t, do, do_b, do_h, do_t, bh, heads, keys, tile * N // M, diagonal, T,
-                                        lse_rows, scale * LOG2_E, M, SIZE, D, CAUSAL, True, DELTA, PRECISION)
+                                        q_t, do, do_b, do_h, do_t, bh, heads, offs_n, tile * BLOCK_N // BLOCK_M,
+                                        diagonal, T, lse_rows, scale * LOG2_E, BLOCK_M, SIZE, D, CAUSAL, True, DELTA,
+PRECISION)
     dk_tile, dv_tile = gather_dk_dv(dk_tile, dv_tile, k_tile, v_tile, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h, q_t,
-                                    do, do_b, do_h, do_t, bh, heads, keys, diagonal, whole, T, lse_rows,
-                                    scale * LOG2_E, M, SIZE, D, CAUSAL, False, DELTA, PRECISION)
+                                    do, do_b, do_h, do_t, bh, heads, offs_n, diagonal, whole, T, lse_rows,
+                                    scale * LOG2_E, BLOCK_M, SIZE, D, CAUSAL, False, DELTA, PRECISION)
     dk_tile, dv_tile = gather_dk_dv(dk_tile, dv_tile, k_tile, v_tile, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h, q_t,
-                                    do, do_b, do_h, do_t, bh, heads, keys, whole, last, T, lse_rows, scale * LOG2_E, M,
-                                    SIZE, D, CAUSAL, True, DELTA, PRECISION)
+                                    do, do_b, do_h, do_t, bh, heads, offs_n, whole, last, T, lse_rows, scale * LOG2_E,
+                                    BLOCK_M, SIZE, D, CAUSAL, True, DELTA, PRECISION)
     dk_tile *= scale
     if TURNED:
-        dk_tile = turned_back(dk_tile, cos, sin, keys, T, N, SIZE, D, False)
-    store_tile(dk, dk_b, dk_h, dk_t, bh, heads, keys, T, dk_tile, SIZE, D)
-    store_tile(dv, dv_b, dv_h, dv_t, bh, heads, keys, T, dv_tile, SIZE, D)
+        dk_tile = turned_back(dk_tile, cos, sin, offs_n, T, BLOCK_N, SIZE, D, False)
+    store_tile(dk, dk_b, dk_h, dk_t, bh, heads, offs_n, T, dk_tile, SIZE, D)
+    store_tile(dv, dv_b, dv_h, dv_t, bh, heads, offs_n, T, dv_tile, SIZE, D)
 
 
 @triton.jit(do_not_specialize=["all_heads", "group"])
 def attention_backward_kernel(q, k, v, o, do, dq, dk, dv, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h,
                               v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h,
-                              dv_t, all_heads, heads, group, T, lse_rows, scale, M: tl.constexpr, N: tl.constexpr,
-                              SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, TURNED: tl.constexpr,
-                              PRECISION: tl.constexpr, PART: tl.constexpr):
+                              dv_t, all_heads, heads, group, T, lse_rows, scale, BLOCK_M: tl.constexpr,
+                              BLOCK_N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+                              TURNED: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr):
     """dQ of a tile of M positions, or dK and dV of one; for both, even programs do the first and odd ones the second.
 
     With a causal mask the last queries have most keys and the first keys most queries: those of a group of heads start
     first. TURNED: RoPE has turned q and k, and dQ and dK are turned back.
     """
-    tiles = tl.cdiv(T, M)
+    tiles = tl.cdiv(T, BLOCK_M)
     program = tl.program_id(0)
     of_keys = PART == "keys"
     if PART == "both":
@@ -260,11 +261,11 @@ def attention_backward_kernel(q, k, v, o, do, dq, dk, dv, lse, delta, cos, sin, 
     if of_keys:
         key_gradients(q, k, v, o, do, dk, dv, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b,
                       o_h, o_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, tile, bh, heads, T, lse_rows,
-                      scale, N, M, SIZE, D, CAUSAL, PART == "keys", TURNED, PRECISION)
+                      scale, BLOCK_N, BLOCK_M, SIZE, D, CAUSAL, PART == "keys", TURNED, PRECISION)
     else:
         query_gradients(q, k, v, o, do, dq, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b,
                         o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, tiles - 1 - tile, bh, heads, T, lse_rows, scale,
-                        M, N, SIZE, D, CAUSAL, TURNED, PRECISION)
+                        BLOCK_M, BLOCK_N, SIZE, D, CAUSAL, TURNED, PRECISION)
 
 
 # --- around the backward pass of `hopper`: delta and zeros before, dQ from its sums after; where RoPE has turned
@@ -278,16 +279,16 @@ def attention_prepare_kernel(o, do, delta, sums, counter, o_b, o_h, o_t, do_b, d
     if tl.program_id(0) == 0:
         tl.store(counter, 0)
     blocks = tl.cdiv(lse_rows, ROWS)
-    rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    offs_m = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     d = tl.arange(0, D)
-    inside = (rows[:, None] < length) & (d[None, :] < SIZE)
-    at = bh // heads * o_b + bh % heads * o_h + rows[:, None].to(tl.int64) * o_t + d[None, :]
+    inside = (offs_m[:, None] < length) & (d[None, :] < SIZE)
+    at = bh // heads * o_b + bh % heads * o_h + offs_m[:, None].to(tl.int64) * o_t + d[None, :]
     left = tl.load(o + at, mask=inside, other=0.0).to(tl.float32)
-    at = bh // heads * do_b + bh % heads * do_h + rows[:, None].to(tl.int64) * do_t + d[None, :]
+    at = bh // heads * do_b + bh % heads * do_h + offs_m[:, None].to(tl.int64) * do_t + d[None, :]
     right = tl.load(do + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(delta + bh * lse_rows + rows, tl.sum(left * right, 1))
-    tl.store(sums + (bh * length + rows[:, None]) * SIZE + d[None, :], tl.zeros([ROWS, D], tl.float32), mask=inside)
+    tl.store(delta + bh * lse_rows + offs_m, tl.sum(left * right, 1))
+    tl.store(sums + (bh * length + offs_m[:, None]) * SIZE + d[None, :], tl.zeros([ROWS, D], tl.float32), mask=inside)
 
 
 @triton.jit
@@ -295,17 +296,17 @@ def attention_finish_kernel(sums, dq, dk, cos, sin, dq_b, dq_h, dq_t, dk_b, dk_h
                             SIZE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr):
     """dQ from the sums of its parts; TURNED: dQ and dK are turned back, dK in place."""
     blocks = tl.cdiv(length, ROWS)
-    rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    offs_m = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     d = tl.arange(0, D)
-    inside = (rows[:, None] < length) & (d[None, :] < SIZE)
-    value = tl.load(sums + (bh * length + rows[:, None]) * SIZE + d[None, :], mask=inside, other=0.0) * scale
+    inside = (offs_m[:, None] < length) & (d[None, :] < SIZE)
+    value = tl.load(sums + (bh * length + offs_m[:, None]) * SIZE + d[None, :], mask=inside, other=0.0) * scale
     if TURNED:
-        value = turned_back(value, cos, sin, rows, length, ROWS, SIZE, D, False)
-        at = bh // heads * dk_b + bh % heads * dk_h + rows[:, None].to(tl.int64) * dk_t + d[None, :]
+        value = turned_back(value, cos, sin, offs_m, length, ROWS, SIZE, D, False)
+        at = bh // heads * dk_b + bh % heads * dk_h + offs_m[:, None].to(tl.int64) * dk_t + d[None, :]
         key = tl.load(dk + at, mask=inside, other=0.0)
-        tl.store(dk + at, turned_back(key, cos, sin, rows, length, ROWS, SIZE, D, False), mask=inside)
-    at = bh // heads * dq_b + bh % heads * dq_h + rows[:, None].to(tl.int64) * dq_t + d[None, :]
+        tl.store(dk + at, turned_back(key, cos, sin, offs_m, length, ROWS, SIZE, D, False), mask=inside)
+    at = bh // heads * dq_b + bh % heads * dq_h + offs_m[:, None].to(tl.int64) * dq_t + d[None, :]
     tl.store(dq + at, value.to(dq.dtype.element_ty), mask=inside)
 
 
@@ -316,10 +317,10 @@ def attention_finish_kernel(sums, dq, dk, cos, sin, dq_b, dq_h, dq_t, dk_b, dk_h
 
 
 class Tiles(NamedTuple):
-    """Positions that a program keeps, positions of a tile that passes by, warps, and stages of its loads."""
+    """Positions of a program's own tile and of the tiles that it loops over, warps, and stages of its loads."""
 
-    kept: int
-    passing: int
+    block_m: int
+    block_n: int
     warps: int
     stages: int
 
@@ -355,12 +356,12 @@ def has_room(q: Tensor) -> bool:
 
 
 def block_of(q: Tensor) -> int:
-    """The head size filled up to a power of two, of which matrix products take 16 and more."""
+    """The head size filled up to a power of two, of which matmuls take 16 and more."""
     return max(16, triton.next_power_of_2(q.shape[-1]))
 
 
 def precision_of(q: Tensor) -> str:
-    """Of matrix products of float32: whole, unless PyTorch's own may round to TF32."""
+    """Of matmuls of float32: whole, unless PyTorch's own may round to TF32."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 

@@ -1,8 +1,8 @@
-"""FlashAttention-2 on Hopper for half precision, in Gluon: TMA copies, warp specialisation, asynchronous products.
+"""FlashAttention-2 on Hopper for half precision, in Gluon: TMA copies, warp specialisation, asynchronous matmuls.
 
 Forward: two warpgroups of consumers with half of the queries each compute, while one producer warp copies tiles of keys
 and values into a ring of buffers; barriers in shared memory say which buffers are full and which may be filled again
-(Shah et al. 2024, FlashAttention-3, section 3.1). The softmax of one tile of scores runs beside the product of the next
+(Shah et al. 2024, FlashAttention-3, section 3.1). The softmax of one tile of scores runs beside the matmul of the next
 one (section 3.2).
 
 Backward: a program has one tile of keys at a time. Two warpgroups of consumers keep dK and dV of half of it each in
@@ -67,16 +67,16 @@ SHORT, LONG = 256, 4096
 
 
 @gluon.jit
-def key_tiles(last_query, length, BN: gl.constexpr, CAUSAL: gl.constexpr):
+def key_tiles(last_query, length, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
     """How many tiles of keys the queries up to this one attend to."""
-    tiles = gl.cdiv(length, BN)
+    tiles = gl.cdiv(length, BLOCK_N)
     if CAUSAL:
-        tiles = gl.minimum(tiles, gl.cdiv(last_query + 1, BN))
+        tiles = gl.minimum(tiles, gl.cdiv(last_query + 1, BLOCK_N))
     return tiles
 
 
 @gluon.jit
-def forward_producer(q_desc, k_desc, v_desc, rings, place, C: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr):
+def forward_producer(q_desc, k_desc, v_desc, rings, place, C: gl.constexpr, BLOCK_N: gl.constexpr, ST: gl.constexpr):
     """Loads the queries, then keys and values from the last tile to the first."""
     q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty = rings
     first, tiles, batch, head = place
@@ -84,7 +84,7 @@ def forward_producer(q_desc, k_desc, v_desc, rings, place, C: gl.constexpr, BN: 
         mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
         load_tile(q_desc, batch, head, first + w * ROWS, q_full.index(w), q_s.index(w))
     for j in range(tiles):
-        row = (tiles - 1 - j) * BN
+        row = (tiles - 1 - j) * BLOCK_N
         stage = j % ST
         free = ((j // ST) & 1) ^ 1
         mbarrier.wait(k_empty.index(stage), free)
@@ -96,22 +96,23 @@ def forward_producer(q_desc, k_desc, v_desc, rings, place, C: gl.constexpr, BN: 
 
 
 @gluon.jit
-def online_softmax(s, m, total, scale):
+def online_softmax(s, m_i, l_i, scale):
     """One step of the running softmax in base 2: probabilities, new maximum, new sum, factor for what is there."""
-    new = gl.maximum(m, gl.max(s, 1) * scale)
-    alpha = gl.exp2(m - new)
-    p = gl.exp2(s * scale - gl.expand_dims(new, 1))
-    return p, new, total * alpha + gl.sum(p, 1), alpha
+    m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
+    alpha = gl.exp2(m_i - m_new)
+    p = gl.exp2(s * scale - gl.expand_dims(m_new, 1))
+    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
-def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexpr, C: gl.constexpr, BN: gl.constexpr,
-                     D: gl.constexpr, DEPTH: gl.constexpr, ST: gl.constexpr, CAUSAL: gl.constexpr):
-    """Some of a tile's queries: softmax of one tile of scores while the product of the next one runs."""
+def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexpr, C: gl.constexpr,
+                     BLOCK_N: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, ST: gl.constexpr,
+CAUSAL: gl.constexpr):
+    """Some of a tile's queries: softmax of one tile of scores while the matmul of the next one runs."""
     q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty = rings
     first, tiles, batch, head = place
     heads, length, lse_rows = sizes
-    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_L: gl.constexpr = gl.DotOperandLayout(0, O_L, 2)
     ROWS_S: gl.constexpr = gl.SliceLayout(1, S_L)
@@ -119,30 +120,31 @@ def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexp
     dtype: gl.constexpr = o_desc.dtype
     own = tiles
     skip = 0
-    if CAUSAL and BN % (C * ROWS) != 0:  # the last tiles may be of use to the other warpgroups alone
-        own = key_tiles(first + W * ROWS + ROWS - 1, length, BN, CAUSAL)
+    if CAUSAL and BLOCK_N % (C * ROWS) != 0:  # the last tiles may be of use to the other warpgroups alone
+        own = key_tiles(first + W * ROWS + ROWS - 1, length, BLOCK_N, CAUSAL)
         skip = tiles - own  # fewer than there are buffers
         for j in range(skip):  # a buffer that was given back before it is full would be taken for full in its next turn
             mbarrier.wait(k_full.index(j), 0)
             mbarrier.arrive(k_empty.index(j))
             mbarrier.wait(v_full.index(j), 0)
             mbarrier.arrive(v_empty.index(j))
-    rows = first + W * ROWS + gl.arange(0, ROWS, layout=ROWS_S)
+    offs_m = first + W * ROWS + gl.arange(0, ROWS, layout=ROWS_S)
     q = as_matrix(q_s.index(W))
-    m = gl.full([ROWS], -float("inf"), gl.float32, layout=ROWS_S)
-    total = gl.full([ROWS], 0.0, gl.float32, layout=ROWS_S)
+    m_i = gl.full([ROWS], -float("inf"), gl.float32, layout=ROWS_S)
+    l_i = gl.full([ROWS], 0.0, gl.float32, layout=ROWS_S)
     acc = gl.zeros([ROWS, D], gl.float32, layout=O_L)
-    zero = gl.zeros([ROWS, BN], gl.float32, layout=S_L)
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=S_L)
     mbarrier.wait(q_full.index(W), 0)
     mbarrier.wait(k_full.index(skip), 0)
     s = features_product(q, as_matrix(k_s.index(skip)), zero, D, DEPTH)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(k_empty.index(skip))
-    keys = (own - 1) * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, S_L))  # only the last tile needs a mask
-    keep = gl.expand_dims(keys, 0) < length
+    # only the last tile needs a mask
+    offs_n = (own - 1) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_L))
+    keep = gl.expand_dims(offs_n, 0) < length
     if CAUSAL:
-        keep = keep & (gl.expand_dims(keys, 0) <= gl.expand_dims(rows, 1))
-    p, m, total, alpha = online_softmax(gl.where(keep, s, -1.0e30), m, total, scale)
+        keep = keep & (gl.expand_dims(offs_n, 0) <= gl.expand_dims(offs_m, 1))
+    p, m_i, l_i, alpha = online_softmax(gl.where(keep, s, -1.0e30), m_i, l_i, scale)
     p_operand = gl.convert_layout(p.to(dtype), P_L)
     for j in range(skip + 1, tiles):
         stage = j % ST
@@ -153,7 +155,7 @@ def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexp
         acc_token = warpgroup_mma(p_operand, as_matrix(v_s.index(before)), acc, is_async=True)
         s = warpgroup_mma_wait(1, [s_token])
         mbarrier.arrive(k_empty.index(stage))
-        p, m, total, alpha = online_softmax(s, m, total, scale)
+        p, m_i, l_i, alpha = online_softmax(s, m_i, l_i, scale)
         acc = warpgroup_mma_wait(0, [acc_token])
         mbarrier.arrive(v_empty.index(before))
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, ROWS_O), 1)
@@ -162,12 +164,12 @@ def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexp
     mbarrier.wait(v_full.index(last), ((tiles - 1) // ST) & 1)
     acc = warpgroup_mma(p_operand, as_matrix(v_s.index(last)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, [acc])
-    acc = acc * gl.expand_dims(gl.convert_layout(1.0 / total, ROWS_O), 1)
-    lse = gl.where(rows < length, m + gl.log2(total), float("inf"))  # no probability behind the last position
-    lse_at = lse_ptr + (batch * heads + head).to(gl.int64) * lse_rows + rows
-    gl.store(lse_at, lse, mask=rows < lse_rows)
+    acc = acc * gl.expand_dims(gl.convert_layout(1.0 / l_i, ROWS_O), 1)
+    lse = gl.where(offs_m < length, m_i + gl.log2(l_i), float("inf"))  # no probability behind the last position
+    lse_at = lse_ptr + (batch * heads + head).to(gl.int64) * lse_rows + offs_m
+    gl.store(lse_at, lse, mask=offs_m < lse_rows)
     if C % 2 == 1 and W == C - 1:  # odd numbers of warpgroups may leave the last 64 rows
-        behind = (first + C * ROWS >= length) & (rows + ROWS < lse_rows)
+        behind = (first + C * ROWS >= length) & (offs_m + ROWS < lse_rows)
         gl.store(lse_at + ROWS, gl.full([ROWS], float("inf"), gl.float32, layout=ROWS_S), mask=behind)
     q.store(acc.to(dtype))
     fence_async_shared()
@@ -177,14 +179,15 @@ def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexp
 
 @gluon.jit(do_not_specialize=["all_heads", "group"])
 def attention_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, all_heads, heads, group, length, lse_rows, scale,
-                             C: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, ST: gl.constexpr,
-                             CAUSAL: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
+                             C: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr,
+                             ST: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
+PRODUCER_REGISTERS: gl.constexpr):
     """One tile of 64 C queries of one head; of a group of heads those with most keys start first."""
     dtype: gl.constexpr = q_desc.dtype
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_s = gl.allocate_shared_memory(dtype, [C, 1, 1, ROWS, D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [ST, 1, 1, BN, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [ST, 1, 1, BN, D], v_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [ST, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [ST, 1, 1, BLOCK_N, D], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [C, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [ST, 1], BAR)
     k_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], BAR)
@@ -203,34 +206,34 @@ def attention_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, all_heads,
     first = (blocks - 1 - tile) * C * ROWS
     batch = bh // heads
     head = bh % heads
-    tiles = key_tiles(first + C * ROWS - 1, length, BN, CAUSAL)
+    tiles = key_tiles(first + C * ROWS - 1, length, BLOCK_N, CAUSAL)
     rings = (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty)
     place = (first, tiles, batch, head)
     sizes = (heads, length, lse_rows)
     if C == 1:
         gl.warp_specialize(
             [
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, C, BN, D, DEPTH, ST, CAUSAL)),
-                (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BN, ST)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, C, BLOCK_N, D, DEPTH, ST, CAUSAL)),
+                (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BLOCK_N, ST)),
             ],
             [1], [PRODUCER_REGISTERS],
         )
     elif C == 2:
         gl.warp_specialize(
             [
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, C, BN, D, DEPTH, ST, CAUSAL)),
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 1, C, BN, D, DEPTH, ST, CAUSAL)),
-                (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BN, ST)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, C, BLOCK_N, D, DEPTH, ST, CAUSAL)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 1, C, BLOCK_N, D, DEPTH, ST, CAUSAL)),
+                (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BLOCK_N, ST)),
             ],
             [4, 1], [REGISTERS, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, C, BN, D, DEPTH, ST, CAUSAL)),
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 1, C, BN, D, DEPTH, ST, CAUSAL)),
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 2, C, BN, D, DEPTH, ST, CAUSAL)),
-                (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BN, ST)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, C, BLOCK_N, D, DEPTH, ST, CAUSAL)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 1, C, BLOCK_N, D, DEPTH, ST, CAUSAL)),
+                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 2, C, BLOCK_N, D, DEPTH, ST, CAUSAL)),
+                (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BLOCK_N, ST)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )
@@ -262,33 +265,33 @@ def learn(claims, turn):
 
 
 @gluon.jit
-def tile_of_keys(program, work, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr):
+def tile_of_keys(program, work, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
     """A tile of keys, its sequence and head, the first tile of queries that attend to it, and how many there are."""
     all_heads, heads, group, length = work
-    tile, bh = tile_and_head(program, gl.cdiv(length, BN), all_heads, group)
+    tile, bh = tile_and_head(program, gl.cdiv(length, BLOCK_N), all_heads, group)
     first = 0
     if CAUSAL:
-        first = tile * BN // BM
-    return tile, bh // heads, bh % heads, first, gl.cdiv(length, BM) - first
+        first = tile * BLOCK_N // BLOCK_M
+    return tile, bh // heads, bh % heads, first, gl.cdiv(length, BLOCK_M) - first
 
 
 @gluon.jit
 def backward_producer(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s, lse_s, delta_s,
-                      kv_full, kv_empty, q_full, q_empty, do_full, do_empty, claims, work, BM: gl.constexpr,
-                      BN: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, CAUSAL: gl.constexpr):
+                      kv_full, kv_empty, q_full, q_empty, do_full, do_empty, claims, work, BLOCK_M: gl.constexpr,
+                      BLOCK_N: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, CAUSAL: gl.constexpr):
     """Loads a tile of keys and values and all tiles of queries that attend to it; then claims the next one."""
     all_heads, heads, _, length = work
-    programs = gl.cdiv(length, BN) * all_heads
+    programs = gl.cdiv(length, BLOCK_N) * all_heads
     program = gl.program_id(0)
     base = 0  # tiles of queries before this one of keys
     turn = 0
     while program < programs:
-        tile, batch, head, first, count = tile_of_keys(program, work, BM, BN, CAUSAL)
+        tile, batch, head, first, count = tile_of_keys(program, work, BLOCK_M, BLOCK_N, CAUSAL)
         own = turn % KV
         for j in range(count):
             stage = (base + j) % ST
             free = (((base + j) // ST) & 1) ^ 1
-            row = (first + j) * BM
+            row = (first + j) * BLOCK_M
             mbarrier.wait(q_empty.index(stage), free)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
             load_tile(q_desc, batch, head, row, q_full.index(stage), q_s.index(stage))
@@ -298,8 +301,8 @@ def backward_producer(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s
             if j == 0:
                 mbarrier.wait(kv_empty.index(own), ((turn // KV) & 1) ^ 1)
                 mbarrier.expect(kv_full.index(own), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-                load_tile(k_desc, batch, head, tile * BN, kv_full.index(own), k_s.index(own))
-                load_tile(v_desc, batch, head, tile * BN, kv_full.index(own), v_s.index(own))
+                load_tile(k_desc, batch, head, tile * BLOCK_N, kv_full.index(own), k_s.index(own))
+                load_tile(v_desc, batch, head, tile * BLOCK_N, kv_full.index(own), v_s.index(own))
             mbarrier.wait(do_empty.index(stage), free)
             mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
             load_tile(do_desc, batch, head, row, do_full.index(stage), do_s.index(stage))
@@ -326,29 +329,29 @@ def add_query_gradients(dq, dq_desc, dq_s, batch, head, row, W: gl.constexpr, CO
 @gluon.jit
 def backward_consumer(dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, kv_full, kv_empty,
                       q_full, q_empty, do_full, do_empty, ds_full, ds_empty, kv_done, claims, work, scale2, scale,
-                      W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr,
-                      ST: gl.constexpr, KV: gl.constexpr, CAUSAL: gl.constexpr):
+                      W: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+                      DEPTH: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, CAUSAL: gl.constexpr):
     """Half of a tile of keys: its dK and dV stay in registers; dS goes through shared memory for dQ.
 
     dQ of a tile of queries is computed one turn late, from the dS of both warpgroups, so that neither waits for the
     other.
     """
-    HALF: gl.constexpr = BN // 2
+    HALF: gl.constexpr = BLOCK_N // 2
     COLUMNS: gl.constexpr = D // 2
-    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     A_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     Q_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     P_L: gl.constexpr = gl.DotOperandLayout(0, A_L, 2)
     COLS: gl.constexpr = gl.SliceLayout(0, S_L)
     dtype: gl.constexpr = k_s.dtype
     all_heads, _, _, length = work
-    programs = gl.cdiv(length, BN) * all_heads
+    programs = gl.cdiv(length, BLOCK_N) * all_heads
     program = gl.program_id(0)
     base = 0  # tiles of queries before this tile of keys
     filled = 0  # tiles of dS before it, of which each tile of keys has one more than tiles of queries
     turn = 0
     while program < programs:
-        tile, batch, head, first, count = tile_of_keys(program, work, BM, BN, CAUSAL)
+        tile, batch, head, first, count = tile_of_keys(program, work, BLOCK_M, BLOCK_N, CAUSAL)
         own = turn % KV
         k = as_matrix(k_s.index(own))
         v = as_matrix(v_s.index(own))
@@ -357,13 +360,14 @@ def backward_consumer(dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, del
         k_columns = k.slice(W * COLUMNS, COLUMNS, 1)
         dk = gl.zeros([HALF, D], gl.float32, layout=A_L)
         dv = gl.zeros([HALF, D], gl.float32, layout=A_L)
-        zero = gl.zeros([HALF, BM], gl.float32, layout=S_L)
-        zero_q = gl.zeros([BM, COLUMNS], gl.float32, layout=Q_L)
-        keys_at = tile * BN + W * HALF
+        zero = gl.zeros([HALF, BLOCK_M], gl.float32, layout=S_L)
+        zero_q = gl.zeros([BLOCK_M, COLUMNS], gl.float32, layout=Q_L)
+        keys_at = tile * BLOCK_N + W * HALF
         keys = keys_at + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_L))
         now = filled & 1
         mbarrier.wait(ds_empty.index(now), ((filled >> 1) & 1) ^ 1)
-        ds_s.index(now).slice(W * HALF, HALF, 0).store(gl.zeros([HALF, BM], dtype, layout=S_L))  # "the turn before"
+        # "the turn before"
+        ds_s.index(now).slice(W * HALF, HALF, 0).store(gl.zeros([HALF, BLOCK_M], dtype, layout=S_L))
         fence_async_shared()
         mbarrier.arrive(ds_full.index(now))
         mbarrier.wait(kv_full.index(own), (turn // KV) & 1)
@@ -378,18 +382,18 @@ def backward_consumer(dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, del
             s_token = features_product(k_half, q, zero, D, DEPTH)
             mbarrier.wait(do_full.index(stage), phase)
             dp_token = features_product(v_half, do, zero, D, DEPTH)
-            lse = lse_s.index(stage).reshape([BM]).load(COLS)
+            lse = lse_s.index(stage).reshape([BLOCK_M]).load(COLS)
             s = warpgroup_mma_wait(1 if DEPTH == D else 2, [s_token])
             p = gl.exp2(s * scale2 - gl.expand_dims(lse, 0))
             if CAUSAL:
-                if j * BM < BN:  # a tile on the diagonal
-                    queries = (first + j) * BM + gl.arange(0, BM, layout=COLS)
+                if j * BLOCK_M < BLOCK_N:  # a tile on the diagonal
+                    queries = (first + j) * BLOCK_M + gl.arange(0, BLOCK_M, layout=COLS)
                     p = gl.where(gl.expand_dims(keys, 1) <= gl.expand_dims(queries, 0), p, 0.0)
             else:
-                if (tile + 1) * BN > length:  # keys behind the last position
+                if (tile + 1) * BLOCK_N > length:  # keys behind the last position
                     p = gl.where(gl.expand_dims(keys < length, 1), p, 0.0)
             p_operand = gl.convert_layout(p.to(dtype), P_L)
-            delta = delta_s.index(stage).reshape([BM]).load(COLS)
+            delta = delta_s.index(stage).reshape([BLOCK_M]).load(COLS)
             dp = warpgroup_mma_wait(0, [dp_token])
             dv_token = warpgroup_mma(p_operand, do, dv, is_async=True)
             ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
@@ -407,13 +411,13 @@ def backward_consumer(dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, del
             dq = warpgroup_mma_wait(0, [dq_token])
             mbarrier.arrive(ds_empty.index(old))
             # in the first turn it adds zeros: a row before the first would be an illegal instruction
-            add_query_gradients(dq, dq_desc, dq_s, batch, head, (first + gl.maximum(j - 1, 0)) * BM, W, COLUMNS)
+            add_query_gradients(dq, dq_desc, dq_s, batch, head, (first + gl.maximum(j - 1, 0)) * BLOCK_M, W, COLUMNS)
         last = (filled + count) & 1
         mbarrier.wait(ds_full.index(last), ((filled + count) >> 1) & 1)
         dq_token = warpgroup_mma(ds_s.index(last).permute((1, 0)), k_columns, zero_q, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, [dq_token])
         mbarrier.arrive(ds_empty.index(last))
-        add_query_gradients(dq, dq_desc, dq_s, batch, head, (first + count - 1) * BM, W, COLUMNS)
+        add_query_gradients(dq, dq_desc, dq_s, batch, head, (first + count - 1) * BLOCK_M, W, COLUMNS)
         tma.store_wait(0)
         mbarrier.arrive(kv_done)  # both have read K: its buffer can take dK
         mbarrier.wait(kv_done, turn & 1)
@@ -434,24 +438,25 @@ def backward_consumer(dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, del
 
 @gluon.jit(do_not_specialize=["all_heads", "group"])
 def attention_backward_kernel(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, counter,
-                              all_heads, heads, group, length, scale2, scale, BM: gl.constexpr, BN: gl.constexpr,
-                              D: gl.constexpr, DEPTH: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr,
-                              CAUSAL: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
+                              all_heads, heads, group, length, scale2, scale, BLOCK_M: gl.constexpr,
+                              BLOCK_N: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, ST: gl.constexpr,
+                              KV: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
+PRODUCER_REGISTERS: gl.constexpr):
     """One tile of BN keys of one head; with a causal mask a group's first ones have most queries, and start first.
 
     With two buffers of keys and values, programs claim one tile after the other, and load the next one meanwhile.
     """
     dtype: gl.constexpr = q_desc.dtype
-    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
+    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_s = gl.allocate_shared_memory(dtype, [ST, 1, 1, BM, D], q_desc.layout)
-    do_s = gl.allocate_shared_memory(dtype, [ST, 1, 1, BM, D], do_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [KV, 1, 1, BN, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [KV, 1, 1, BN, D], v_desc.layout)
-    lse_s = gl.allocate_shared_memory(gl.float32, [ST, 1, BM], lse_desc.layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [ST, 1, BM], delta_desc.layout)
-    ds_s = gl.allocate_shared_memory(dtype, [2, BN, BM], DS_L)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, BM, D // 2], dq_desc.layout)
+    q_s = gl.allocate_shared_memory(dtype, [ST, 1, 1, BLOCK_M, D], q_desc.layout)
+    do_s = gl.allocate_shared_memory(dtype, [ST, 1, 1, BLOCK_M, D], do_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [KV, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [KV, 1, 1, BLOCK_N, D], v_desc.layout)
+    lse_s = gl.allocate_shared_memory(gl.float32, [ST, 1, BLOCK_M], lse_desc.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [ST, 1, BLOCK_M], delta_desc.layout)
+    ds_s = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], DS_L)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK_M, D // 2], dq_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [KV, 1], BAR)
     kv_empty = gl.allocate_shared_memory(gl.int64, [KV, 1], BAR)
     kv_done = gl.allocate_shared_memory(gl.int64, [1], BAR)
@@ -485,13 +490,13 @@ def attention_backward_kernel(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_d
         [
             (backward_consumer, (dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, kv_full,
                                  kv_empty, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, kv_done, claims, work,
-                                 scale2, scale, 0, BM, BN, D, DEPTH, ST, KV, CAUSAL)),
+                                 scale2, scale, 0, BLOCK_M, BLOCK_N, D, DEPTH, ST, KV, CAUSAL)),
             (backward_consumer, (dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, kv_full,
                                  kv_empty, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, kv_done, claims, work,
-                                 scale2, scale, 1, BM, BN, D, DEPTH, ST, KV, CAUSAL)),
+                                 scale2, scale, 1, BLOCK_M, BLOCK_N, D, DEPTH, ST, KV, CAUSAL)),
             (backward_producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s, lse_s,
-                                 delta_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, claims, work, BM, BN,
-                                 ST, KV, CAUSAL)),
+                                 delta_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, claims, work, BLOCK_M,
+                                 BLOCK_N, ST, KV, CAUSAL)),
         ],
         [4, 1], [REGISTERS, PRODUCER_REGISTERS],
     )

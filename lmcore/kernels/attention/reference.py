@@ -43,23 +43,23 @@ def forward(
 ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H T"]]:
     """softmax(Q Kᵀ / sqrt(K)) V and the logarithm of each row's sum of exponentials (Dao 2023, algorithm 1).
 
-    A tile of queries meets one tile of keys after the other. It carries the largest score so far, m, and the sum and
-    the weighted values acc of the exponentials relative to m; when m grows, both shrink by the same factor.
+    A tile of queries meets one tile of keys after the other. It carries the largest score so far, m_i, and
+    the sum l_i and the weighted values acc of the exponentials relative to it; when m_i grows, both shrink by alpha.
     """
     length = q.shape[-2]
     out = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:-1], device=q.device, dtype=at_least_float32(q[..., :0]).dtype)
     for queries in tiles(0, length, tile):
-        m, total, acc = float("-inf"), 0.0, 0.0
+        m_i, l_i, acc = float("-inf"), 0.0, 0.0
         for keys in tiles(0, queries.stop if causal else length, tile):  # what a causal mask hides is never computed
             s = tile_scores(q, k, queries, keys, causal)
-            new = s.amax(-1, keepdim=True).clamp_min(m)
-            p, shrink = torch.exp(s - new), torch.exp(m - new)
-            total = total * shrink + p.sum(-1, keepdim=True)
-            acc = acc * shrink + p @ v[..., keys, :].to(p.dtype)
-            m = new
-        out[..., queries, :] = acc / total
-        lse[..., queries] = (m + total.log()).squeeze(-1)
+            m_new = s.amax(-1, keepdim=True).clamp_min(m_i)
+            p, alpha = torch.exp(s - m_new), torch.exp(m_i - m_new)
+            l_i = l_i * alpha + p.sum(-1, keepdim=True)
+            acc = acc * alpha + p @ v[..., keys, :].to(p.dtype)
+            m_i = m_new
+        out[..., queries, :] = acc / l_i
+        lse[..., queries] = (m_i + l_i.log()).squeeze(-1)
     return out, lse
 
 

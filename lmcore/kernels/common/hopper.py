@@ -43,7 +43,7 @@ def as_matrix(tile):
 
 @gluon.jit
 def features_product(a, b, zero, D: gl.constexpr, DEPTH: gl.constexpr):
-    """Starts a · bᵀ over the first DEPTH of D features, of which the others are zeros: one product, or two."""
+    """Starts a · bᵀ over the first DEPTH of D features, of which the others are zeros: one matmul, or two."""
     if DEPTH == D:
         return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
     else:

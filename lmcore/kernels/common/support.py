@@ -24,7 +24,7 @@ def runs_triton(device: torch.device) -> bool:
 
 @lru_cache(maxsize=8)
 def is_hopper(device: torch.device) -> bool:
-    """Whether Triton runs here on what Hopper's own instructions need (TMA, warpgroup matrix products).
+    """Whether Triton runs here on what Hopper's own instructions need (TMA, warpgroup matmuls).
 
     AMD's chips have capabilities of their own, some of them the same number.
     """

@@ -2,7 +2,7 @@
 
 The rows go through in chunks: the logits of a chunk, their softmax, and at once the gradients, for which nothing else
 is needed than p - onehot(target), the gradient of the logits. It overwrites them in place, so that the memory is that
-of one chunk whatever the batch. The products are PyTorch's; the pass between them is a Triton kernel on CUDA.
+of one chunk whatever the batch. The matmuls are PyTorch's; the pass between them is a Triton kernel on CUDA.
 """
 
 from types import ModuleType
@@ -19,10 +19,10 @@ CHUNK_BYTES = 540 * 2**20
 """Most memory for the logits of a chunk: fewer chunks mean fewer passes over the sum of the weight's gradient."""
 
 CPU_CHUNK_ROWS = 256
-"""Most rows of a chunk on a CPU, whose caches keep such logits from one product to the next."""
+"""Most rows of a chunk on a CPU, whose caches keep such logits from one matmul to the next."""
 
 ALIGNMENT = 16
-"""Rows of the weight are padded to a multiple of this, so that rows of logits are aligned in memory: products with
+"""Rows of the weight are padded to a multiple of this, so that rows of logits are aligned in memory: matmuls with
 GPT-2's 50,257 columns run at a seventh of the speed of those with 50,256 or 50,304.
 """
 
@@ -31,7 +31,7 @@ def linear_cross_entropy(x: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], 
     """Mean of -log softmax(x weight^T)[target] over the rows, in nats: `cross_entropy(x @ weight.T, targets)`.
 
     Differentiable in `x` and `weight`: the gradients are computed in the forward pass, where the logits are, if
-    gradients are enabled at all. Under autocast the products are in its precision; the softmax is in float32 (or
+    gradients are enabled at all. Under autocast the matmuls are in its precision; the softmax is in float32 (or
     float64) always. Raises `UserError` for shapes or types that do not fit, float16, no rows, and on the CPU
     for ids outside the vocabulary; on other devices such an id makes the loss NaN.
     """

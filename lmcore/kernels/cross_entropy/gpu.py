@@ -14,7 +14,7 @@ then finds them in the caches.
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-1.0e38)  # rather than -inf, whose difference with itself is no number
+LOWEST = tl.constexpr(-1.0e38)  # rather than -inf, whose difference with itself is not a number
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """One decoding step in five operations a layer, written into tensors that exist, by kernels or by plain PyTorch.
 
 For each layer, with the residual stream x (B, D) in float32, its copy c in the working precision of the weights W,
-and norm(c) = c / rms(c) without a gain (the gains are folded into the weights behind them):
+and norm(c) = c / rms(c) without a weight (the norm weights are folded into the matrices behind them):
 
     qkv = W_qkv norm(c)               `norm_linear`, also the output head
     heads = attention over the cache  `attend`, which turns q and k by the position and writes k and v into the cache

@@ -20,7 +20,7 @@ from lmcore.kernels.common.overlap import early, launch_options
 from lmcore.kernels.decode.reference import Sequences
 
 VECTOR_ROWS = 8
-"""Up to so many rows the products are sums in registers; above, tiles for the tensor cores."""
+"""Up to so many rows the matmuls are sums in registers; above, tiles for the tensor cores."""
 
 WARP_BYTES = 10 * 1024
 """Of weights that a warp holds: 80 registers a thread, so that a multiprocessor has some 170 KiB on their way."""
@@ -32,7 +32,7 @@ MAX_SAMPLED = 1 << 14
 """The logits of a row are held in the registers of one program."""
 
 
-# --- matrix products, which are bound by reading the weights
+# --- matmuls, which are bound by reading the weights
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _vector_kernel(
     for b in tl.static_range(B):
         out = tl.sum(y[b], 1)
         scale = 1.0
-        if NORM:  # the same for all features, so it can come after the product
+        if NORM:  # the same for all features, so it can come after the matmul
             scale = 1.0 / tl.sqrt(tl.sum(squares[b], 1) / N + eps)
             out = out * scale
         if GATED:
@@ -132,7 +132,7 @@ def _tile_kernel(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    if NORM:  # in a loop of its own: x in shared memory, as the product wants it, is not to be read beside it
+    if NORM:  # in a loop of its own: x in shared memory, as the matmul wants it, is not to be read beside it
         for start in tl.range(0, N, CHUNK, num_stages=1):
             i = start + tl.arange(0, CHUNK)
             x = tl.load(x_rows + i[None, :], mask=(b < batch)[:, None] & (i < N)[None, :], other=0.0).to(tl.float32)
@@ -193,7 +193,7 @@ def linear(
     eps: float = 1e-5,
     overlap: bool = False,
 ) -> None:
-    """All matrix products of a step: with a norm before it, a gate or a residual sum (and its copy) after it."""
+    """All matmuls of a step: with a norm before it, a gate or a residual sum (and its copy) after it."""
     batch, num_outputs = out.shape
     num_inputs = weight.shape[1]
     pointers = (x, weight, out, out if copy is None else copy, eps)

@@ -13,34 +13,34 @@ from lmcore.kernels.rmsnorm import reference
 
 
 def rmsnorm_forward(
-    x: Tensor, gain: Tensor, eps: float = 1e-5, branch: Tensor | None = None, y: Tensor | None = None
+    x: Tensor, weight: Tensor, eps: float = 1e-5, branch: Tensor | None = None, y: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum x + branch (x itself without a branch), its norm times `gain`, and 1 / rms of each row.
+    """The sum x + branch (x itself without a branch), its norm times `weight`, and 1 / rms of each row.
 
-    `x` and `branch` are (N, D) and contiguous, `gain` is (D,); the result is (sum (N, D), y (N, D), rstd (N,)), rstd in
-    float32. `y` is written into the tensor given, if one is. Rows are computed in at least float32.
+    `x` and `branch` are (N, D) and contiguous, `weight` is (D,); the result is (sum (N, D), y (N, D), rstd (N,)), rstd
+    in float32. `y` is written into the tensor given, if one is. Rows are computed in at least float32.
     """
     with on_device_of(x):
-        return kernels(x).rmsnorm_forward(x, gain, eps, branch, y)
+        return kernels(x).rmsnorm_forward(x, weight, eps, branch, y)
 
 
 def rmsnorm_backward(
     dy: Tensor,
     x: Tensor,
-    gain: Tensor,
+    weight: Tensor,
     rstd: Tensor,
     residual: Tensor | None = None,
     dx: Tensor | None = None,
     partials: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `rmsnorm_forward`: of its input, plus `residual` if given, and partial sums of that of the gain.
+    """Gradients of `rmsnorm_forward`: of its input, plus `residual` if given, and partial sums of that of the weight.
 
-    With xhat = x * rstd and w = dy * gain, the first is rstd * (w - xhat * mean(w * xhat)); `x` is the sum that was
-    normalized. The gain's gradient is the sum of dy * xhat over the rows. It comes as (P, D) sums in float32 over parts
-    of the rows, for P see `num_partials`: `sum_partials` adds them up for all norms of a model at once.
+    With xhat = x * rstd and w = dy * weight, the first is rstd * (w - xhat * mean(w * xhat)); `x` is the sum that was
+    normalized. The weight's gradient is the sum of dy * xhat over the rows. It comes as (P, D) sums in float32 over
+    parts of the rows, for P see `num_partials`: `sum_partials` adds them up for all norms of a model at once.
     """
     with on_device_of(x):
-        return kernels(x).rmsnorm_backward(dy, x, gain, rstd, residual, dx, partials)
+        return kernels(x).rmsnorm_backward(dy, x, weight, rstd, residual, dx, partials)
 
 
 def num_partials(x: Tensor) -> int:
@@ -49,7 +49,7 @@ def num_partials(x: Tensor) -> int:
 
 
 def sum_partials(partials: Tensor, out: Tensor) -> Tensor:
-    """Adds up partial sums (M, P, D) of M norms into the gradients of their gains `out` (M, D), in a fixed order."""
+    """Adds up partial sums (M, P, D) of M norms into the gradients of their weights `out` (M, D), in a fixed order."""
     with on_device_of(partials):
         return kernels(partials).sum_partials(partials, out)
 

@@ -19,7 +19,7 @@ SUM_ROWS, SUM_COLUMNS = 32, 32
 
 @triton.jit
 def rmsnorm_forward_kernel(
-    x_ptr, branch_ptr, gain_ptr, total_ptr, y_ptr, rstd_ptr, num_rows, eps,
+    x_ptr, branch_ptr, weight_ptr, total_ptr, y_ptr, rstd_ptr, num_rows, eps,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Program i: rows i * ROWS and following, whole."""
@@ -35,19 +35,19 @@ def rmsnorm_forward_kernel(
         x = total.to(tl.float32)  # the norm is that of the rounded sum: the backward pass has no other
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / D + eps)
     tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
-    gain = tl.load(gain_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
-    y = x * rstd[:, None] * gain[None, :]
+    weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+    y = x * rstd[:, None] * weight[None, :]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def rmsnorm_backward_kernel(
-    dy_ptr, x_ptr, gain_ptr, rstd_ptr, residual_ptr, dx_ptr, partials_ptr, num_rows,
+    dy_ptr, x_ptr, weight_ptr, rstd_ptr, residual_ptr, dx_ptr, partials_ptr, num_rows,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Program i of P: every P-th block of ROWS rows, and the sum of its share of the gain's gradient."""
+    """Program i of P: every P-th block of ROWS rows, and the sum of its share of the weight's gradient."""
     columns = tl.arange(0, BLOCK)
-    gain = tl.load(gain_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
         rows = block * ROWS + tl.arange(0, ROWS)
@@ -58,7 +58,7 @@ def rmsnorm_backward_kernel(
         rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
         xhat = x * rstd[:, None]
         sums += tl.sum(dy * xhat, axis=0)
-        weighted = dy * gain[None, :]
+        weighted = dy * weight[None, :]
         mean = tl.sum(weighted * xhat, axis=1) / D
         dx = rstd[:, None] * (weighted - xhat * mean[:, None])
         if ADD:
@@ -81,7 +81,7 @@ def sum_kernel(partials_ptr, sums_ptr, num_parts, D: tl.constexpr, ROWS: tl.cons
 
 
 def rmsnorm_forward(
-    x: Tensor, gain: Tensor, eps: float = 1e-5, branch: Tensor | None = None, y: Tensor | None = None
+    x: Tensor, weight: Tensor, eps: float = 1e-5, branch: Tensor | None = None, y: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `lmcore.kernels.rmsnorm.rmsnorm_forward`."""
     num_rows, d = x.shape
@@ -90,7 +90,7 @@ def rmsnorm_forward(
     y = torch.empty_like(x) if y is None else y
     rstd = x.new_empty(num_rows, dtype=torch.float32)
     rmsnorm_forward_kernel[(triton.cdiv(num_rows, tile["ROWS"]),)](
-        x, x if branch is None else branch, gain, total, y, rstd, num_rows, eps,
+        x, x if branch is None else branch, weight, total, y, rstd, num_rows, eps,
         **tile, D=d, ADD=branch is not None, num_warps=warps,
     )  # fmt: skip
     return total, y, rstd
@@ -99,7 +99,7 @@ def rmsnorm_forward(
 def rmsnorm_backward(
     dy: Tensor,
     x: Tensor,
-    gain: Tensor,
+    weight: Tensor,
     rstd: Tensor,
     residual: Tensor | None = None,
     dx: Tensor | None = None,
@@ -111,7 +111,7 @@ def rmsnorm_backward(
     dx = torch.empty_like(x) if dx is None else dx
     partials = x.new_empty(num_partials(x), d, dtype=torch.float32) if partials is None else partials
     rmsnorm_backward_kernel[(num_partials(x),)](
-        dy, x, gain, rstd, dy if residual is None else residual, dx, partials, num_rows,
+        dy, x, weight, rstd, dy if residual is None else residual, dx, partials, num_rows,
         **tile, D=d, ADD=residual is not None, num_warps=warps,
     )  # fmt: skip
     return dx, partials

@@ -58,21 +58,21 @@ def attend_from_start(q, keys, values, rows, scale, i: tl.constexpr, PRECISION: 
     s = tl.dot(q, tl.trans(keys[0]), input_precision=PRECISION)
     if i == 0:
         s = tl.where(rows[None, :] <= rows[:, None], s, float("-inf"))
-    top = tl.max(s, 1) * scale
-    p = tl.exp2(s * scale - top[:, None])
-    total = tl.sum(p, 1)
+    m_i = tl.max(s, 1) * scale
+    p = tl.exp2(s * scale - m_i[:, None])
+    l_i = tl.sum(p, 1)
     acc = tl.dot(p.to(q.dtype), values[0], input_precision=PRECISION)
     for j in tl.static_range(1, i + 1):
         s = tl.dot(q, tl.trans(keys[j]), input_precision=PRECISION)
         if i == j:
             s = tl.where(rows[None, :] <= rows[:, None], s, float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1) * scale)
+        new = tl.maximum(m_i, tl.max(s, 1) * scale)
         p = tl.exp2(s * scale - new[:, None])
-        shrink = tl.exp2(top - new)
-        total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(q.dtype), values[j], acc * shrink[:, None], input_precision=PRECISION)
-        top = new
-    return acc / total[:, None], top + tl.log2(total)
+        alpha = tl.exp2(m_i - new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(q.dtype), values[j], acc * alpha[:, None], input_precision=PRECISION)
+        m_i = new
+    return acc / l_i[:, None], m_i + tl.log2(l_i)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The gate of SwiGLU between its matrix products, SiLU(a) * b, forward and backward (section 3.5.2; Shazeer 2020)."""
+"""The gate of SwiGLU between its matmuls, SiLU(a) * b, forward and backward (section 3.5.2; Shazeer 2020)."""
 
 from types import ModuleType
 
@@ -10,7 +10,7 @@ from lmcore.kernels.swiglu import reference
 
 NARROW, MANY_ROWS = 512, 4096
 """Up to this d_model, and from so many rows on, `linear_swiglu_backward_` is faster as one kernel, by measurement on
-the H200: the deeper the product, the more it loses there against cuBLAS."""
+the H200: the deeper the matmul, the more it loses there against cuBLAS."""
 
 
 def swiglu_forward(ab: Tensor, h: Tensor | None = None) -> Tensor:
@@ -31,7 +31,7 @@ def swiglu_backward_(dh: Tensor, ab: Tensor) -> Tensor:
 def linear_swiglu_backward_(dy: Tensor, w2: Tensor, ab: Tensor) -> Tensor:
     """`swiglu_backward_` of dh = dy W2, given `dy` (N, D) and `w2` (D, F).
 
-    One kernel where that is faster, a product and `swiglu_backward_` elsewhere.
+    One kernel where that is faster, a matmul and `swiglu_backward_` elsewhere.
     """
     if goes_in_one(dy, w2):
         from lmcore.kernels.swiglu import hopper

@@ -1,4 +1,4 @@
-"""SwiGLU's backward pass inside the matrix product before it. Letters: N rows, D d_model, F d_ff.
+"""SwiGLU's backward pass inside the matmul before it. Letters: N rows, D d_model, F d_ff.
 
 Tiles of dh stay in registers until they are multiplied into the gradients of both halves, so that neither dh nor a
 second kernel goes through memory. Half a tile is multiplied at a time, which leaves registers for two programs on each
@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lmcore.kernels.swiglu.gpu import gate_gradients
 
 ROWS, COLUMNS, DEPTH = 128, 128, 64
-"""Rows and columns of a tile of dh, and features of D that a turn of the product takes."""
+"""Rows and columns of a tile of dh, and features of D that a turn of the matmul takes."""
 
 GROUP = 4
 """Tiles of rows whose programs run beside each other for all columns: what they share comes from the cache."""

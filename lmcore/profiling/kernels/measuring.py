@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmcore.device import forget_memory, out_of_memory_reason, select_device, set_matmul_precision
+from lmcore.device import out_of_memory_reason, reset_peak_memory, select_device, set_matmul_precision
 from lmcore.errors import UserError
 from lmcore.profiling.memory.recording import record_cpu
 from lmcore.profiling.memory.timeline import levels
@@ -191,7 +191,7 @@ def begin(config: WorkloadConfig) -> torch.device:
 
 def allocated(device: torch.device) -> int:
     """Bytes allocated on the device, of which new peaks are counted from now on; 0 off CUDA."""
-    forget_memory(device)
+    reset_peak_memory(device)
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 

@@ -29,7 +29,7 @@ TOLERANCES = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 """Largest relative error, by precision: some 100 roundings of float32, 2 to 3 of half precision."""
 
 ATTENTION_SHAPES = ((1, 1, 1, 16), (2, 3, 37, 16), (1, 2, 130, 32), (1, 2, 128, 64), (1, 1, 257, 80), (1, 1, 192, 128))
-"""(batch, heads, positions, head size): one position, odd lengths, whole tiles, a head size that is no power of two."""
+"""(batch, heads, positions, head size): one position, odd lengths, whole tiles, a head size of no power of two."""
 
 INTERPRETED_SHAPES = ((1, 1, 37, 16), (1, 2, 48, 32))
 """Tiny ones: every instruction of every program is interpreted."""

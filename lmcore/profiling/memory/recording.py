@@ -12,7 +12,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.profiler._utils import traverse_dfs
 
-from lmcore.device import forget_memory
+from lmcore.device import reset_peak_memory
 from lmcore.profiling.memory.snapshot import NO_FRAME, Event, History, frame_in_lmcore, history_of, replay
 from lmcore.profiling.workload import Span
 
@@ -48,7 +48,7 @@ def record_cuda(step: Callable[[Span], Any], device: torch.device) -> tuple[Hist
         yield
         edges[name].append(torch.cuda.memory_stats(device))
 
-    forget_memory(device)
+    reset_peak_memory(device)
     torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_ENTRIES)
     try:
         with counting("the record"):

@@ -91,7 +91,7 @@ def read_snapshot(path: str | os.PathLike) -> dict[str, Any]:
         snapshot = None
     require(
         isinstance(snapshot, dict) and all(isinstance(snapshot.get(k), list) for k in ("device_traces", "segments")),
-        f"{path} is no memory snapshot; make one with torch.cuda.memory._dump_snapshot, or with lmcore memory.",
+        f"{path} is not a memory snapshot; make one with torch.cuda.memory._dump_snapshot, or with lmcore memory.",
     )
     return snapshot
 
@@ -100,7 +100,7 @@ class PlainUnpickler(pickle.Unpickler):
     """Loads numbers, strings, lists and dictionaries, and refuses everything that would have to be imported."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
+        raise pickle.UnpicklingError(f"{module}.{name} is not plain data")
 
 
 def history_of(snapshot: Mapping[str, Any], device: int | None = None) -> History:

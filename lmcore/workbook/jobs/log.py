@@ -149,7 +149,7 @@ def ranges(tasks: Sequence[int]) -> str:
 
 
 def numbers(ranges: str) -> list[int]:
-    """The numbers that are in short in `ranges`; what is no range is left out."""
+    """The numbers that are in short in `ranges`; what is not a range is left out."""
     found = re.findall(r"(?:^|,)(\d{1,7})(?:-(\d{1,7}))?(?=,|$)", ranges)
     return [number for first, last in found for number in range(int(first), int(last or first) + 1)]
 

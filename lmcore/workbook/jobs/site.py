@@ -67,7 +67,7 @@ class Site(dict[str, Any]):
         for line in (*setup, *extra, *environment.values()):
             require(isinstance(line, str), f"setup, extra and environment must hold plain values, not {line!r}.")
         for name in environment:
-            require(re.fullmatch(r"[A-Za-z_]\w*", name) is not None, f"environment: {name!r} is no variable's name.")
+            require(re.fullmatch(r"[A-Za-z_]\w*", name) is not None, f"environment: {name!r} is not a variable's name.")
             sentence = "is set by lmcore submit itself; change PATH in setup, others by its words."
             require(name not in OWN_VARIABLES, f"environment: {name} {sentence}")
         for option in extra:

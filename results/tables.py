@@ -1,0 +1,238 @@
+"""Writes the tables of the README and of the pages beside results and benchmarks: every number is in a results file.
+
+`python results/tables.py` puts each table between the markers of its name in its page.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lmcore.errors import require
+from lmcore.files import atomic_write, read_json
+from lmcore.recipes import RECIPES
+from lmcore.workbook.report.answers import (
+    format_bytes,
+    format_count,
+    format_percent,
+    format_seconds,
+    format_significant,
+)
+from lmcore.workbook.report.tables import read_results
+
+PROJECT = Path(__file__).parents[1]
+H200 = PROJECT / "results" / "h200"
+
+FAULTS = {
+    "SIGKILL at a random moment": r"SIGKILL .*random moment",
+    "SIGKILL at every kind of file operation of a save": r"SIGKILL (just before|in the middle)",
+    "checkpoints and weights truncated, with flipped bits or lost": r".*(checkpoint|safetensors)",
+    "metrics damaged": r"metrics",
+    "status, configuration or environment damaged": r"\w+\.json damaged",
+    "disk full, or a limit on the size of files": r"disk full|limit on",
+    "several processes at once, one of them killed": r"two |.* is killed",
+    "stop signals": r"SIG(USR1|TERM)",
+}
+"""Kinds of faults that are counted together, by a pattern; a kind that matches none has a row of its own."""
+
+HIGHLIGHTS = {
+    "step-tinystories-32x256": "training step, the handout's model, 32 × 256",
+    "step-large-4x1024": "training step, `large`, 4 × 1,024",
+    "attention-128-16384-both": "causal attention, forward and backward, 16,384 positions",
+    "adamw": "AdamW, 1.07 billion parameters",
+    "decode-small-1": "decoding one sequence, `small`",
+}
+"""Rows of speed.json that the README shows."""
+
+
+def rows_of(name: str) -> pd.DataFrame:
+    """A table of the reference machine."""
+    return read_results(H200 / f"{name}.json")[0]
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table, a row for each dictionary."""
+    return pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True)
+
+
+def fault_counts() -> pd.DataFrame:
+    """Faults tried, survived, refused and lost, by kind."""
+    report = read_json(PROJECT / "results" / "faults.json")
+    table = pd.DataFrame(report["faults"])[["kind", "tried", "survived", "refused_in_words", "lost"]]
+    kinds = [next((kind for kind, of in FAULTS.items() if re.match(of, name)), name) for name in table.pop("kind")]
+    table = table.groupby(pd.Series(kinds, name="fault"), sort=False).sum().reset_index()
+    return table.rename(columns={"refused_in_words": "refused"})
+
+
+def best_of(rows: pd.DataFrame, ours: bool) -> pd.Series:
+    """The fastest contestant of ours, or of other software (our slower ways are no peers)."""
+    mine = rows["ours"].astype(bool)
+    theirs = ~mine & ~rows["contestant"].str.startswith(("lmcore", "plain", "+"))
+    timed = rows[(mine if ours else theirs) & (rows["outcome"] == "complete")]
+    return timed.loc[timed["median"].idxmin()]
+
+
+def contestants() -> tuple[pd.DataFrame, list[dict[str, Any]]]:
+    """The rows of speed.json, and its targets."""
+    content = read_json(H200 / "speed.json")
+    return pd.DataFrame(content["rows"]), content["targets"]
+
+
+def time_and_rate(row: pd.Series) -> str:
+    """The median of a contestant and its rate: 2.39 ms, 3.42 million tok/s."""
+    rounded = "" if pd.isna(row["rate"]) else format_count(float(f"{row['rate']:.3g}"))
+    if row["group"] == "decode":
+        return f"{rounded} {row['rate_unit']}"
+    return f"{format_significant(row['median'])} {row['unit']}" + (f", {rounded} {row['rate_unit']}" if rounded else "")
+
+
+def judged(target: dict[str, Any], rows: pd.DataFrame) -> str:
+    """A target and whether it is reached; what was measured if it is not."""
+    ours, (field, _, peer) = best_of(rows, True), target["measure"].partition(" over ")
+    value = ours[field]
+    if peer:
+        value = value / rows.loc[rows["contestant"] == peer, field].iloc[0]
+    reached = value <= target["at_most"] if "at_most" in target else value >= target["at_least"]
+    shown = format_percent(value) if field == "share" else format_significant(value)
+    return f"{target['text']}: {'yes' if reached else f'**no**, {shown}'}"
+
+
+def highlights() -> str:
+    """The README's table: what was reached, and beside what."""
+    runs = rows_of("training_runs").set_index("name")["final_valid_loss"]
+    peaks, faults = rows_of("memory_peaks"), fault_counts().drop(columns="fault").sum()
+    apart = (peaks["predicted_bytes"] / peaks["peak_bytes"] - 1).abs().max()
+    speed, _ = contestants()
+    best = runs[[name for name in RECIPES if name in runs]].min()
+    made = [
+        {
+            "what": "validation loss on TinyStories, one GPU, 41 million tokens read",
+            "lmcore": f"{runs['best-at-budget']:.3f}",
+            "beside": f"{runs.filter(like='lr_').min():.3f}, the handout's recipe at its best rate",
+        },
+        {"what": "the same, ten minutes of training", "lmcore": f"{best:.3f}", "beside": ""},
+    ]
+    for name, words in HIGHLIGHTS.items():
+        rows = speed[speed["row"] == name]
+        ours, peer = best_of(rows, True), best_of(rows, False)
+        times = f"{format_significant(peer['median'] / ours['median'])} × as fast as {peer['contestant']}"
+        made.append({"what": words, "lmcore": time_and_rate(ours), "beside": f"{times}: {time_and_rate(peer)}"})
+    made += [
+        {
+            "what": "peak memory of a step, predicted from shapes",
+            "lmcore": f"within {format_percent(apart, 2)}",
+            "beside": f"measured, {len(peaks)} configurations",
+        },
+        {
+            "what": "training runs killed, damaged or starved",
+            "lmcore": f"{faults['lost']} lost",
+            "beside": f"{faults['tried']} faults: {faults['survived']} survived, {faults['refused']} refused in words",
+        },
+    ]
+    return markdown(made)
+
+
+def training() -> str:
+    """The best run of the learning-rate sweep and the recipes, by their losses, and what they were trained on."""
+    table, provenance, _ = read_results(H200 / "training_runs.json")
+    data, trials = provenance["data"], len(rows_of("exploration"))
+    table = table.sort_values("final_valid_loss", ascending=False, na_position="first")
+    rates = table[table["name"].str.startswith("lr_")].tail(1)
+    shown = pd.concat([rates, table[table["name"].isin(list(RECIPES))]])
+    source = (
+        f"{data['train_tokens']:,} training tokens, {data['valid_tokens']:,} to validate on; {trials} earlier trials; "
+        f"PyTorch {provenance['torch']}."
+    )
+    rows = [
+        {
+            "run": f"`{row['name']}`",
+            "optimizer": row["optimizer"],
+            "rate": f"{row['learning_rate']:g}",
+            "decay": f"{row['weight_decay']:g}",
+            "batches": {"epoch": "epochs"}.get(row["sampling"], row["sampling"]),
+            "tied": "yes" if row["tie_embeddings"] else "no",
+            "dropout": f"{row['dropout']:g}",
+            "steps × batch": f"{row['steps']:,} × {row['batch_size']}",
+            "tokens": format_count(row["tokens"]),
+            "validation loss": f"{row['final_valid_loss']:.3f}",
+            "time": format_seconds(row["seconds"]),
+        }
+        for row in shown.to_dict("records")
+    ]
+    return f"{source}\n\n{markdown(rows)}"
+
+
+def sizes() -> str:
+    """The plain model of every size: time, utilization, memory, and the share of matmuls."""
+    timings, profiles = rows_of("benchmark"), rows_of("nsys_profiles").set_index("cell")
+    here = timings[(timings["context_length"] == 256) & (timings["outcome"] == "complete")]
+    found = []
+    for size, part in here.groupby("size", sort=False):
+        case = part.set_index(["precision", "passes"])
+        step, half = case.loc[("fp32", "train_step")], case.loc[("bf16", "train_step")]
+        profile = profiles.loc[step["cell"]]
+        found.append(
+            {
+                "size": size,
+                "forward, fp32": format_seconds(case.loc[("fp32", "forward"), "wall_median"]),
+                "step, fp32": format_seconds(step["wall_median"]),
+                "MFU": format_percent(step["mfu"], 2),
+                "forward, bf16": format_seconds(case.loc[("bf16", "forward"), "wall_median"]),
+                "step, bf16": format_seconds(half["wall_median"]),
+                "MFU, bf16": format_percent(half["mfu"], 2),
+                "peak memory, fp32": format_bytes(step["peak_memory_bytes"]),
+                "matmul, inference": format_percent(profile["inference_matmul_share"], 2),
+                "matmul, step": format_percent(profile["training_matmul_share"], 2),
+            }
+        )
+    return markdown(found)
+
+
+def speed() -> str:
+    """The fast path's rows with targets: ours, the best peer, and which targets are reached."""
+    rows, targets = contestants()
+    found = []
+    for name in dict.fromkeys(target["row"] for target in targets):
+        part = rows[rows["row"] == name]
+        if not part["ours"].any() or name.startswith(("memory", "study")):
+            continue
+        ours, peer = best_of(part, True), best_of(part, False)
+        found.append(
+            {
+                "work": ours["work"],
+                "lmcore": time_and_rate(ours),
+                "best peer": f"{time_and_rate(peer)} ({peer['contestant']})",
+                "times as fast": format_significant(peer["median"] / ours["median"]),
+                "target": "; ".join(judged(target, part) for target in targets if target["row"] == name),
+            }
+        )
+    return markdown(found)
+
+
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"highlights": highlights},
+    "results/h200/README.md": {"training": training, "sizes": sizes},
+    "benchmarks/README.md": {"speed": speed},
+    "results/README.md": {"faults": lambda: markdown(fault_counts().astype(str).to_dict("records"))},
+}
+"""The tables of each page, by the name of their markers."""
+
+
+def with_tables(page: str) -> str:
+    """The page's text with its tables as the results give them. Raises `UserError` if it lacks a table's markers."""
+    text = (PROJECT / page).read_text(encoding="utf-8")
+    for name, table in PAGES[page].items():
+        found = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
+        require(found.search(text) is not None, f"{page} lacks the markers <!-- {name} --> and <!-- /{name} -->.")
+        before, after = found.split(text)
+        text = f"{before}{table()}\n{after}"
+    return text
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        made = with_tables(page)
+        with atomic_write(PROJECT / page, "w") as file:
+            file.write(made)

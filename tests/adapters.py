@@ -1,0 +1,153 @@
+"""What the courses' own tests call (CSE599-O assignment 1 part 1, CS336 assignment 1): glue around lmcore, no logic.
+
+Copy this file over `tests/adapters.py` of the course's repository, install lmcore there, and run its tests.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lmcore import functional, model, optimizer
+from lmcore.checkpoint import load_checkpoint, save_checkpoint
+from lmcore.config import ModelConfig
+from lmcore.data import get_batch
+from lmcore.tokenizer import Tokenizer, train_bpe
+
+
+def _loaded(module: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """The module with these weights, in their type and on their device."""
+    first = next(iter(weights.values()))
+    module = module.to(first.device, first.dtype)
+    module.load_state_dict(dict(weights))
+    return module
+
+
+def run_linear(d_in, d_out, weights, in_features):
+    """`model.Linear`; weights (d_out, d_in)."""
+    return _loaded(model.Linear(d_in, d_out), {"weight": weights})(in_features)
+
+
+def run_embedding(vocab_size, d_model, weights, token_ids):
+    """`model.Embedding`; weights (vocab_size, d_model)."""
+    return _loaded(model.Embedding(vocab_size, d_model), {"weight": weights})(token_ids)
+
+
+def run_rmsnorm(d_model, eps, weights, in_features):
+    """`model.RMSNorm`; weights (d_model,)."""
+    return _loaded(model.RMSNorm(d_model, eps), {"weight": weights})(in_features)
+
+
+def run_silu(in_features):
+    """`functional.silu`."""
+    return functional.silu(in_features)
+
+
+def run_swiglu(d_model, d_ff, w1_weight, w2_weight, w3_weight, in_features):
+    """`model.SwiGLU`; w1 and w3 (d_ff, d_model), w2 (d_model, d_ff)."""
+    weights = {"w1.weight": w1_weight, "w2.weight": w2_weight, "w3.weight": w3_weight}
+    return _loaded(model.SwiGLU(d_model, d_ff), weights)(in_features)
+
+
+def run_softmax(in_features, dim):
+    """`functional.softmax`."""
+    return functional.softmax(in_features, dim)
+
+
+def run_scaled_dot_product_attention(Q, K, V, mask=None):
+    """`functional.scaled_dot_product_attention`; in the mask True lets a query attend."""
+    return functional.scaled_dot_product_attention(Q, K, V, mask)
+
+
+def run_rope(d_k, theta, max_seq_len, in_query_or_key, token_positions):
+    """`model.RotaryPositionalEmbedding` of (..., seq, d_k)."""
+    rope = model.RotaryPositionalEmbedding(theta, d_k, max_seq_len, device=in_query_or_key.device)
+    return rope(in_query_or_key, token_positions)
+
+
+def _attention(d_model, num_heads, rope, q, k, v, o):
+    weights = {"q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "output_proj.weight": o}
+    return _loaded(model.CausalMultiHeadSelfAttention(d_model, num_heads, rope), weights)
+
+
+def run_multihead_self_attention(
+    d_model, num_heads, q_proj_weight, k_proj_weight, v_proj_weight, o_proj_weight, in_features
+):
+    """`model.CausalMultiHeadSelfAttention` without positions."""
+    projections = (q_proj_weight, k_proj_weight, v_proj_weight, o_proj_weight)
+    return _attention(d_model, num_heads, None, *projections)(in_features)
+
+
+def run_multihead_self_attention_with_rope(
+    d_model, num_heads, max_seq_len, theta, q_proj_weight, k_proj_weight, v_proj_weight, o_proj_weight, in_features,
+    token_positions=None,
+):  # fmt: skip
+    """`model.CausalMultiHeadSelfAttention` with RoPE."""
+    rope = model.RotaryPositionalEmbedding(theta, d_model // num_heads, max_seq_len)
+    projections = (q_proj_weight, k_proj_weight, v_proj_weight, o_proj_weight)
+    return _attention(d_model, num_heads, rope, *projections)(in_features, token_positions)
+
+
+def run_transformer_block(d_model, num_heads, d_ff, max_seq_len, theta, weights, in_features):
+    """`model.TransformerBlock`, pre-norm with RoPE; the state dict has the names of the handout."""
+    config = ModelConfig(1, max_seq_len, d_model, 1, num_heads, d_ff, rope_theta=theta)
+    rope = model.RotaryPositionalEmbedding(theta, d_model // num_heads, max_seq_len)
+    return _loaded(model.TransformerBlock(config, rope), weights)(in_features)
+
+
+def run_transformer_lm(
+    vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta, weights, in_indices
+):
+    """`model.TransformerLM`; the state dict has the names of the handout."""
+    config = ModelConfig(vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta=rope_theta)
+    return _loaded(model.TransformerLM(config), weights)(in_indices)
+
+
+def run_cross_entropy(inputs, targets):
+    """`functional.cross_entropy`."""
+    return functional.cross_entropy(inputs, targets)
+
+
+def run_gradient_clipping(parameters: Iterable[nn.Parameter], max_l2_norm: float) -> None:
+    """`optimizer.gradient_clipping`, in place."""
+    optimizer.gradient_clipping(parameters, max_l2_norm)
+
+
+def get_adamw_cls() -> type[torch.optim.Optimizer]:
+    """`optimizer.AdamW`."""
+    return optimizer.AdamW
+
+
+def run_get_lr_cosine_schedule(it, max_learning_rate, min_learning_rate, warmup_iters, cosine_cycle_iters):
+    """`optimizer.get_lr_cosine_schedule`."""
+    schedule = (max_learning_rate, min_learning_rate, warmup_iters, cosine_cycle_iters)
+    return optimizer.get_lr_cosine_schedule(it, *schedule)
+
+
+get_lr_cosine_schedule = run_get_lr_cosine_schedule
+"""As CSE599-O names it."""
+
+
+def run_get_batch(dataset, batch_size, context_length, device):
+    """`data.get_batch`."""
+    return get_batch(dataset, batch_size, context_length, device)
+
+
+def run_save_checkpoint(model, optimizer, iteration, out):
+    """`checkpoint.save_checkpoint`."""
+    save_checkpoint(model, optimizer, iteration, out)
+
+
+def run_load_checkpoint(src, model, optimizer):
+    """`checkpoint.load_checkpoint`; returns the iteration."""
+    return load_checkpoint(src, model, optimizer)
+
+
+def get_tokenizer(vocab, merges, special_tokens=None):
+    """`tokenizer.Tokenizer`."""
+    return Tokenizer(vocab, merges, special_tokens)
+
+
+def run_train_bpe(input_path, vocab_size, special_tokens, **kwargs):
+    """`tokenizer.train_bpe`: vocabulary and merges."""
+    return train_bpe(input_path, vocab_size, special_tokens, **kwargs)

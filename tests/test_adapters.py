@@ -1,0 +1,82 @@
+"""The courses' adapters against PyTorch's own operations, called as the courses' tests call them."""
+
+import adapters
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from lmcore.config import ModelConfig
+from lmcore.model import TransformerLM
+from lmcore.workbook.reference import reference_attention, reference_logits
+
+D, HEADS, FF, SEQ, THETA = 16, 4, 24, 10, 10_000.0
+
+
+def test_layers():
+    torch.manual_seed(0)
+    x, w, v = (torch.randn(shape, dtype=torch.float64) for shape in ((2, SEQ, D), (FF, D), (D, FF)))
+    ids = torch.tensor([[1, 3], [0, 2]])
+    close = torch.testing.assert_close
+    close(adapters.run_linear(D, FF, w, x), F.linear(x, w))
+    close(adapters.run_embedding(FF, D, w, ids), F.embedding(ids, w))
+    close(adapters.run_rmsnorm(D, 1e-5, w[0], x), F.rms_norm(x, (D,), w[0], 1e-5))
+    close(adapters.run_silu(x), F.silu(x))
+    close(adapters.run_swiglu(D, FF, w, v, w + 1, x), F.linear(F.silu(F.linear(x, w)) * F.linear(x, w + 1), v))
+    close(adapters.run_softmax(x + 100, dim=1), x.softmax(1))
+    mask = torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
+    close(
+        adapters.run_scaled_dot_product_attention(x, x + 1, -x, mask),
+        F.scaled_dot_product_attention(x, x + 1, -x, attn_mask=mask),
+    )
+    logits, targets = torch.randn(8, 5), torch.randint(5, (8,))
+    close(adapters.run_cross_entropy(logits, targets), F.cross_entropy(logits, targets))
+
+
+def test_attention_and_the_model():
+    torch.manual_seed(0)
+    config = ModelConfig(50, SEQ, D, 2, HEADS, FF, rope_theta=THETA)
+    weights = TransformerLM(config).state_dict()
+    x, ids = torch.randn(2, SEQ, D), torch.randint(50, (2, SEQ))
+    block = {name.removeprefix("layers.0."): w for name, w in weights.items() if name.startswith("layers.0.")}
+    own = {name.removeprefix("attn."): w for name, w in block.items() if name.startswith("attn.")}
+    qkvo = [own[f"{name}_proj.weight"] for name in ("q", "k", "v", "output")]
+    rotated = adapters.run_multihead_self_attention_with_rope(D, HEADS, SEQ, THETA, *qkvo, x, torch.arange(SEQ))
+    torch.testing.assert_close(rotated, reference_attention(config, own, x))
+    assert not torch.allclose(adapters.run_multihead_self_attention(D, HEADS, *qkvo, x), rotated)
+    assert adapters.run_transformer_block(D, HEADS, FF, SEQ, THETA, block, x).shape == x.shape
+    logits = adapters.run_transformer_lm(50, SEQ, D, 2, HEADS, FF, THETA, weights, ids)
+    torch.testing.assert_close(logits, reference_logits(config, weights, ids), rtol=1e-4, atol=1e-4)
+    first = adapters.run_rope(D, THETA, SEQ, x, torch.arange(SEQ))[:, 0]
+    torch.testing.assert_close(first, x[:, 0])  # position 0 is not rotated
+
+
+def test_training(tmp_path):
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    theirs.load_state_dict(ours.state_dict())
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    steps = adapters.get_adamw_cls()(ours.parameters(), **options), torch.optim.AdamW(theirs.parameters(), **options)
+    for layer, step in zip((ours, theirs), steps, strict=True):
+        layer(torch.ones(2, 4)).square().sum().backward()
+        if layer is ours:
+            adapters.run_gradient_clipping(layer.parameters(), 0.5)
+        else:
+            torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.5)
+        step.step()
+    torch.testing.assert_close(ours.weight, theirs.weight, rtol=0, atol=1e-4)  # the handout's eps has another place
+    rates = [adapters.run_get_lr_cosine_schedule(it, 1.0, 0.1, 4, 12) for it in (0, 2, 4, 8, 12, 20)]
+    np.testing.assert_allclose(rates, [0, 0.5, 1, 0.55, 0.1, 0.1])
+    inputs, targets = adapters.run_get_batch(np.arange(100), 8, 7, "cpu")
+    assert inputs.shape == (8, 7)
+    assert torch.equal(inputs + 1, targets)
+    adapters.run_save_checkpoint(ours, steps[0], 7, tmp_path / "c.pt")
+    assert adapters.run_load_checkpoint(tmp_path / "c.pt", ours, steps[0]) == 7
+
+
+def test_tokenizer(tmp_path):
+    (tmp_path / "corpus.txt").write_text("low low low lower newest newest<|endoftext|>low")
+    vocab, merges = adapters.run_train_bpe(tmp_path / "corpus.txt", 260, ["<|endoftext|>"])
+    assert len(vocab) == 260
+    assert merges == [(b"o", b"w"), (b"l", b"ow"), (b" ", b"low")]
+    tokenizer = adapters.get_tokenizer(vocab, merges, ["<|endoftext|>"])
+    assert tokenizer.decode(tokenizer.encode("lower<|endoftext|>")) == "lower<|endoftext|>"
