@@ -143,6 +143,17 @@ PASSES_BY_PRECISION = Rule(
     f"a mapping from precisions ({PRECISION.words}) to lists of passes ({PASSES.words})",
     lambda v: isinstance(v, dict) and all(map(PRECISION.holds, v)) and all(map(several(PASSES).holds, v.values())),
 )
+REFERENCE_PASSES = Rule(
+    f"{PASSES_BY_PRECISION.words}, with all of them in fp32 and in bf16",
+    lambda v: PASSES_BY_PRECISION.holds(v) and all(len(set(v.get(name, ()))) == 3 for name in ("fp32", "bf16")),
+)
+CONTEXT_PASSES = Rule(
+    f"{PASSES_BY_PRECISION.words}, fp32 among them", lambda v: PASSES_BY_PRECISION.holds(v) and "fp32" in v
+)
+WARMUPS = Rule(
+    f"a list of at least three numbers, each {FROM_0.words}, 0 among them",
+    lambda v: several(FROM_0, 3).holds(v) and 0 in v,
+)
 TEMPERATURE = number("0 (greedy) or a positive number", lambda value: value >= 0)
 TOP_P = number("a number in (0, 1]", lambda value: 0 < value <= 1)
 DEVICE = re.compile("auto|cpu|mps|cuda(:[0-9]+)?")
@@ -157,16 +168,17 @@ RULES: dict[str, Rule] = {
         "model_size answer_size timeline_size snapshot_size attention_size loss_size optimizer_size elementwise_size "
         "step_size decode_size": SIZE,
         "sizes": several(SIZE),
-        "warmup_sizes component_sizes": several(SIZE, 0),
+        "warmup_sizes component_sizes": several(SIZE),
         "batch_sizes contexts attention_contexts decode_batches": several(COUNT),
-        "04_benchmark.contexts": several(COUNT, 0),
-        "warmups": several(FROM_0, 0),
+        "warmups": WARMUPS,
         "recipe": RECIPE,
         "best_recipes": several(RECIPE, 0),
         "precision": PRECISION,
         "precisions": several(PRECISION),
-        "extra_precisions component_precisions": several(PRECISION, 0),
-        "reference_passes context_passes": PASSES_BY_PRECISION,
+        "component_precisions": several(PRECISION),
+        "extra_precisions": several(PRECISION, 0),
+        "reference_passes": REFERENCE_PASSES,
+        "context_passes": CONTEXT_PASSES,
         "warmup_passes": PASSES,
         "learning_rates": several(number("a positive number", lambda value: value > 0)),
         "temperatures": several(TEMPERATURE),

@@ -1,6 +1,7 @@
 """Answers: a template that a person wrote, values by keyword, and the claims it rests on."""
 
 import inspect
+import math
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -53,11 +54,11 @@ class AnswerFormatter(string.Formatter):
     """`str.format` with the words of `FORMATS`, with lists joined, and with NaN as what it is: not measured."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        """One field of a template."""
+        """One field of a template; what is missing or not a number was not measured."""
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            return "(not measured)"
         if isinstance(value, list | tuple | np.ndarray):
             return join_words([self.format_field(each, format_spec) for each in value])
-        if isinstance(value, float | np.floating) and np.isnan(value):
-            return "(not measured)"
         return FORMATS[format_spec](value) if format_spec in FORMATS else format(value, format_spec)
 
 
@@ -67,8 +68,8 @@ def plain(value: Any) -> Any:
         return plain(value.tolist())
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
-    if isinstance(value, float) and np.isnan(value):
-        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)  # JSON has neither
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 

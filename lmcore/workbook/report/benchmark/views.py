@@ -12,14 +12,6 @@ PASSES = {"forward": "forward", "forward_backward": "forward + backward", "train
 
 MISSING = "–"
 
-ALIKE = 0.1
-"""Relative difference from a ratio that is expected, or from a settled time, within which there is none to speak of."""
-
-
-def markdown(rows: list[dict]) -> str:
-    """Rows of text as a Markdown table."""
-    return pd.DataFrame(rows).fillna("").to_markdown(index=False, disable_numparse=True)
-
 
 def given(value: Any) -> bool:
     """Whether a cell of a table holds a value."""
@@ -42,6 +34,11 @@ def rate(value: float | None) -> str:
     return (
         f"{format_significant(value / 1e12)} TFLOP/s" if value >= 1e12 else f"{format_significant(value / 1e9)} GFLOP/s"
     )
+
+
+def format_rate(value: float) -> str:
+    """Tokens per second to three digits, whole numbers too: 23,200."""
+    return format_count(float(f"{value:.3g}"))
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
@@ -97,18 +94,6 @@ def size_label(row: Mapping[str, Any]) -> str:
     if given(row.get("size")):
         return row["size"]
     return f"{row['num_layers']} × {row['d_model']}" if "d_model" in row else MISSING
-
-
-def complete(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a timing table that were measured."""
-    return table[[measured(row) for row in table.to_dict("records")]] if len(table) else table
-
-
-def chosen(table: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
-    """The rows whose columns have the values `wanted`."""
-    for name, value in wanted.items():
-        table = table[table[name] == value]
-    return table
 
 
 def failures(table: pd.DataFrame) -> str:

@@ -14,8 +14,7 @@ from lmcore.errors import require
 from lmcore.recipes import fast
 from lmcore.run import RunFolder
 from lmcore.workbook.report.answers import format_bytes, format_percent, format_seconds, format_significant
-from lmcore.workbook.report.benchmark.study import format_rate
-from lmcore.workbook.report.benchmark.views import MISSING, given
+from lmcore.workbook.report.benchmark.views import MISSING, format_rate, given
 from lmcore.workbook.report.kernels.figures import curves_figure, ladder_figure, relative_difference
 from lmcore.workbook.report.tables import provenance_of, read_results, write_results
 
