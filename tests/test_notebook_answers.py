@@ -8,7 +8,7 @@ from notebook_cells import ANSWERS, RECORDS, answer_calls, rendered, typed_numbe
 
 from lmcore.workbook.report.results import PERTURB
 
-REWRITTEN = ["03_generate"]
+REWRITTEN = ["03_generate", "07_kernels"]
 SEEDS = range(20)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lmcore.errors import UserError
-from lmcore.workbook.report.kernels.speed_answers import speed_block
 from lmcore.workbook.report.reference import FAULTS, block, results_block, write_readme, write_reference_figures
+from lmcore.workbook.report.speed import speed_block
 from lmcore.workbook.report.survival import faults_block
 
 PROJECT = Path(__file__).parents[1]
@@ -60,7 +60,8 @@ def test_pictures_and_links_of_the_readme_exist():
 
 def test_the_committed_figures_are_drawn_from_the_committed_results(tmp_path):
     made = {path.name: path for path in write_reference_figures(RESULTS, tmp_path)}
-    assert made.keys() == {path.name for path in (PROJECT / "figures" / "h200").iterdir()}
+    committed = {path.name for path in (PROJECT / "figures" / "h200").iterdir()}
+    assert made.keys() == {name for name in committed if not name.startswith(("kernels_", "speed_"))}  # notebook 07's
     assert all(path.stat().st_size > 5000 for path in made.values())
 
 

@@ -44,9 +44,6 @@ from lmcore.train import train, training_step
 from lmcore.workbook.report.benchmark import answers as benchmark_answers
 from lmcore.workbook.report.benchmark import mixed_precision, optimizations, roofline, warmups
 from lmcore.workbook.report.benchmark import study as study_answers
-from lmcore.workbook.report.kernels import attention as kernel_attention
-from lmcore.workbook.report.kernels import parts as kernel_parts
-from lmcore.workbook.report.kernels import speed, speed_answers, steps
 from lmcore.workbook.report.memory import answers as memory_answers
 from lmcore.workbook.report.memory import kept, peak_answers
 from lmcore.workbook.report.memory import sizes as memory_sizes
@@ -58,6 +55,7 @@ from lmcore.workbook.report.nsys import pitfalls as nsys_pitfalls
 from lmcore.workbook.report.nsys import shares as nsys_shares
 from lmcore.workbook.report.reference import results_block
 from lmcore.workbook.report.reference_measurements import measurements_block
+from lmcore.workbook.report.speed import comparison, read_speed, speed_block
 from lmcore.workbook.report.survival import faults_block
 from lmcore.workbook.report.tables import read_results
 

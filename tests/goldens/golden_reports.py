@@ -16,7 +16,7 @@ def reports(results: Path) -> Iterator[tuple[str, Any]]:
     yield from benchmark(rows)
     yield from nsys(rows)
     yield from memory(rows)
-    yield from kernels(rows, results)
+    yield from speed(results)
 
 
 def is_table(path: Path) -> bool:
@@ -74,17 +74,8 @@ def memory(rows: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "memory, kept", library.kept.kept_answer(rows["memory_kept"], 32)
 
 
-def kernels(rows: dict[str, Any], results: Path) -> Iterator[tuple[str, Any]]:
-    """Notebook 07."""
-    yield "kernels, agreement", library.kernel_attention.agreement_answer(rows["kernels_agreement"])
-    yield "kernels, attention", library.kernel_attention.attention_answer(rows["kernels_attention"])
-    yield "kernels, loss", library.kernel_parts.loss_answer(rows["kernels_loss"])
-    yield "kernels, optimizer", library.kernel_parts.optimizer_answer(rows["kernels_optimizer"])
-    yield "kernels, elementwise", library.kernel_parts.elementwise_answer(rows["kernels_elementwise"])
-    yield "kernels, decoding", library.kernel_parts.decoding_answer(rows["kernels_decoding"])
-    yield "kernels, steps", library.steps.ladder_answer(rows["kernels_steps"])
-    yield "kernels, curves", library.steps.curves_answer(library.steps.read_curves(results))
-    speed = library.speed.read_speed(results)
-    yield "speed, comparison", library.speed.comparison(speed).drop(columns=["ours", "peer", "targets"])
-    yield "speed, table", library.speed_answers.speed_table(speed)
-    yield "speed, README", library.speed_answers.speed_block(results)
+def speed(results: Path) -> Iterator[tuple[str, Any]]:
+    """Section 8 of notebook 07, and the README."""
+    recorded = library.read_speed(results)
+    yield "speed, comparison", library.comparison(recorded.rows, recorded.targets).drop(columns=["judged"])
+    yield "speed, README", library.speed_block(results)

@@ -12,8 +12,8 @@ from lmcore.files import atomic_write
 from lmcore.recipes import RECIPES
 from lmcore.workbook.report.answers import format_count, format_seconds
 from lmcore.workbook.report.figures import learning_curves, learning_rate_sweep, save_figure, use_style
-from lmcore.workbook.report.kernels.speed_answers import speed_block
 from lmcore.workbook.report.reference_measurements import measurement_figures, measurements_block
+from lmcore.workbook.report.speed import speed_block
 from lmcore.workbook.report.survival import faults_block
 from lmcore.workbook.report.tables import curves_of, read_results
 from lmcore.workbook.report.train.figures import batch_size_figure, divergence_figure

@@ -1,4 +1,4 @@
-"""The measured part of the reference results: the figures of notebooks 04 to 07, and what the README says of them."""
+"""The measured part of the reference results: the figures of notebooks 04 to 06, and what the README says of them."""
 
 import gzip
 import json
@@ -12,9 +12,6 @@ from lmcore.workbook.report.answers import format_bytes, format_percent, format_
 from lmcore.workbook.report.benchmark import figures as benchmark
 from lmcore.workbook.report.benchmark.roofline_figure import roofline_figure
 from lmcore.workbook.report.benchmark.study_figures import batch_figure, context_figure, optimizations_figure
-from lmcore.workbook.report.kernels.speed import read_speed
-from lmcore.workbook.report.kernels.speed_figures import speed_figures
-from lmcore.workbook.report.kernels.steps import CURVES, both_curves_figure, curves_in
 from lmcore.workbook.report.memory import figures as memory
 from lmcore.workbook.report.nsys import figures as nsys
 from lmcore.workbook.report.nsys.shares import softmax_pairs
@@ -35,7 +32,6 @@ def measurement_figures(results: Path) -> dict[str, Figure]:
     peaks, composition, kept = (_rows(results, f"memory_{name}") for name in ("peaks", "composition", "kept"))
     steps = composition[composition["passes"] == "train_step"]
     timeline = _timeline(results, "nsys_small-256-fp32")
-    curves = curves_in(results)
     return {
         "benchmark_times": benchmark.times_figure(timings, CONTEXT),
         "benchmark_contexts": benchmark.contexts_figure(timings),
@@ -56,8 +52,6 @@ def measurement_figures(results: Path) -> dict[str, Figure]:
         "memory_kept": memory.kept_figure(kept),
         **{f"memory_composition_{size}": memory.composition_figure(part) for size, part in steps.groupby("size")},
         **{f"memory_timeline_{size}": _memory_timeline(results, size) for size in ("large", "2.7b")},
-        **speed_figures(read_speed(results)),
-        **({CURVES: both_curves_figure(curves)} if curves else {}),
     }
 
 
