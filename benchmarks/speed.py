@@ -21,7 +21,7 @@ from common import command
 from lmcore.errors import require
 from lmcore.files import read_json, write_json
 from lmcore.profiling.runner import run_apart
-from lmcore.workbook.report.kernels.speed import fastest, is_row, judged, ours_of, peers_of, table_of
+from lmcore.workbook.report.speed import fastest, is_row, judged, ours_of, peers_of, table_of
 
 GRACE = 120.0
 """Seconds beyond its estimate after which a cell is given up."""

@@ -1,6 +1,4 @@
-"""What the tests of notebook 07's tables and figures share: records, rows of speed files, and texts of a figure."""
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+"""What the tests of notebook 07's tables share: records of benchmark cases, and rows of speed files."""
 
 from lmcore.config import to_dict
 
@@ -20,14 +18,3 @@ def speed_row(row, group, contestant, ours, median, **more):
         "unit": "ms", "median": median, "low": median, "high": median, "repeats": 9,
         "outcome": "complete" if median else "out of memory", "notes": {},
     } | more  # fmt: skip
-
-
-def drawn(figure):
-    """Draws the figure and returns its texts; no annotation is cut off by the figure's edge."""
-    FigureCanvasAgg(figure).draw()
-    for text in (text for axes in figure.axes for text in axes.texts if text.get_text()):
-        box = text.get_window_extent()
-        assert box.x0 >= 0, text
-        assert box.x1 <= figure.bbox.x1, text
-    texts = [text for axes in figure.axes for text in (*axes.texts, *axes.get_xticklabels(), *axes.get_yticklabels())]
-    return [text.get_text() for text in texts]

@@ -8,16 +8,17 @@ import pytest
 import torch
 from kernel_reports import record
 
+from lmcore import recipes
 from lmcore.config import TrainConfig, model_config, to_dict
 from lmcore.errors import UserError
-from lmcore.profiling.kernels import cases, measuring, optimizer, parity, steps
+from lmcore.functional import scaled_dot_product_attention
+from lmcore.model import causal_mask
+from lmcore.profiling.kernels import cases, decoding, measuring, optimizer, parity, steps
 from lmcore.profiling.kernels.bytes_moved import moved_by
 from lmcore.profiling.kernels.measuring import Absent, Contestant, extra_bytes, race, relative_error, with_gradients
 from lmcore.profiling.kernels.tables import COLUMNS, results_table
 from lmcore.profiling.timing import Timer
 from lmcore.profiling.workload import workload_config
-from lmcore.workbook.report.kernels import attention
-from lmcore.workbook.report.kernels import steps as step_answers
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[1] / "results" / "h200"
@@ -131,13 +132,6 @@ def test_eager_attention_moves_the_score_matrix_many_times():
     forward = layer.forward.moved().total
     assert layer.moved().total > 2 * forward > 2 * 40 * scores
     assert layer.least_bytes == 4 * 2 * 512 * 768 * 4
-    roofs = {"peak_flops_per_second": 3e13, "peak_bytes_per_second": 1e12}
-    text = attention.eager_answer(model, 2, "fp32", roofs)
-    assert f"{forward / scores:.3g} bytes for each score" in text
-    assert "eager attention is bound by memory, the other bound by arithmetic" in text
-    slow = attention.eager_answer(model, 2, "fp32", roofs | {"peak_flops_per_second": 1e11})
-    assert "ridge is at 0.100 FLOPs per byte" in slow
-    assert "eager attention is bound by arithmetic" in slow
 
 
 def test_the_memory_of_a_call_is_counted():
@@ -225,9 +219,9 @@ def test_the_other_kernels_agree():
     assert all(row["holds"] for row in rows), [row for row in rows if not row["holds"]]
 
 
-def test_the_two_runs_differ_in_nothing_but_how_they_compute():
-    runs = step_answers.curve_runs(TrainConfig(compile=True))
-    plain, fast = (to_dict(runs[name]) for name in ("plain", "fast"))
+def test_the_fast_path_differs_in_nothing_but_how_it_computes():
+    config = TrainConfig(ops="plain", compile=False)
+    plain, fast = to_dict(config), to_dict(recipes.fast(config))
     assert (plain.pop("ops"), fast.pop("ops")) == ("plain", "fused")
     assert (plain["model"].pop("attention"), fast["model"].pop("attention")) == ("plain", "flash")
     assert plain == fast
@@ -236,3 +230,50 @@ def test_the_two_runs_differ_in_nothing_but_how_they_compute():
 def test_ceilings_are_a_task():
     roofs = measuring.measure_ceilings(workload_config("smoke"), None)
     assert set(roofs) == {"peak_flops_per_second", "peak_bytes_per_second"}
+
+
+# what the tables of notebook 07 are made of
+
+
+def test_flops_are_of_the_pairs_that_a_causal_mask_leaves():
+    model = model_config("smoke", context_length=3, vocab_size=10)
+    assert cases.attention_layer(model, 2, torch.float32).flops == 2 * 2 * 2 * model.d_model * 6
+
+
+def test_a_wrong_kernel_is_found():
+    def wrong(q, k, v, causal):
+        return scaled_dot_product_attention(q, k, 1.001 * v, causal_mask(9, 9, CPU) if causal else None)
+
+    rows = parity.attention_rows(wrong, CPU, [(1, 1, 9, 16)], ["fp32"])
+    assert [row["holds"] for row in rows] == [False, False]
+    assert relative_error(torch.zeros(3), torch.ones(3)) == 1
+    assert relative_error(torch.zeros(3), torch.zeros(3)) == 0
+
+
+def test_elementwise_work_is_measured():
+    variants = cases.variant_cases("smoke", 16, False, batch_size=2, vocab_size=16)
+    records = {name: record(name, case, cases.measure_elementwise(case, None)) for name, case in variants.items()}
+    table = results_table("elementwise", records)
+    assert len(table) == 6
+    assert (table["eager_bytes"] > table["least_bytes"]).all()
+
+
+def test_decoding_is_measured():
+    case = workload_config("smoke", 24, vocab_size=32, batch_size=2, steps=1)
+    result = decoding.measure_decoding(case, None)
+    assert [row["way"] for row in result["rows"]] == ["plain", "cached", "fused"]
+    assert result["rows"][1]["same_tokens"] > 0.5
+
+
+def test_variants_of_a_step_that_cannot_run_are_named():
+    absent = steps.absent_rungs(compiled=False, device=CPU)
+    assert set(absent) == {"compiled", "graph"}
+    assert steps.absent_rungs(compiled=True, device=torch.device("cuda")) == {}
+    sample = dict.fromkeys(("cuda", "forward", "loss", "backward", "optimizer")) | {"wall": 0.5, "warmup": False}
+    timed = [rung for rung in steps.RUNGS if rung not in absent]
+    todo = steps.rung_cases("smoke", 16, batch_size=2)
+    records = {rung: record(rung, todo[rung], {"device": "CPU", "samples": [sample]}) for rung in timed}
+    table = steps.ladder_table(records, absent)
+    assert table["rung"].tolist() == list(steps.RUNGS)
+    assert table["outcome"].tolist().count("absent") == 2
+    assert "needs a CUDA GPU" in table["reason"].iloc[-1]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import subprocess
 import sys
 from importlib import util
@@ -15,8 +14,7 @@ from lmcore.config import model_config
 from lmcore.errors import UserError
 from lmcore.model import TransformerLM
 from lmcore.profiling.kernels.measuring import Absent, Contestant
-from lmcore.workbook.report.kernels.speed import judged, table_of
-from lmcore.workbook.report.kernels.speed_answers import BESIDE_TARGETS
+from lmcore.workbook.report.speed import judged, table_of
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RECORDED = json.loads((BENCHMARKS.parent / "results" / "h200" / "speed.json").read_text())
@@ -112,13 +110,6 @@ def test_a_new_run_makes_the_rows_of_the_recorded_one():
         assert (cell.group, cell.work, cell.settings) == (row["group"], row["work"], row["settings"])
         assert row["contestant"] in cell.settings.get("contestants", [row["contestant"]])
     assert {row["row"] for row in RECORDED["rows"]} == set(ROWS)
-
-
-def test_every_row_without_a_target_is_told_of_where_it_is_missing():
-    beside = set(ROWS) - {target["row"] for target in cells.targets()}
-    found = {name: [words for pattern, words in BESIDE_TARGETS.items() if re.fullmatch(pattern, name)] for name in ROWS}
-    assert all(len(found[name]) == (name in beside) for name in ROWS), found
-    assert {words for one in found.values() for words in one} == set(BESIDE_TARGETS.values())
 
 
 def test_hugging_face_has_the_weights_of_our_model():

@@ -22,7 +22,7 @@ COLUMNS = {
     "copy_bytes_per_second device",
     "elementwise": "cell variant precision operation seconds least_bytes eager_bytes device",
     "decoding": "cell size batch_size context_length precision way seconds tokens_per_second same_tokens bound device",
-    "agreement": "by kernel shape causal precision error worst plain_error tolerance holds device",
+    "parity": "by kernel shape causal precision error worst plain_error tolerance holds device",
 }
 """By results file, kernels_<name>.json. `bound` is how many tokens a second reading all weights but the embeddings once
 for each of them, at the speed of a copy, would allow."""
