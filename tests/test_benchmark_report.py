@@ -7,8 +7,7 @@ import pandas as pd
 from lmcore.config import MODEL_SIZES, to_dict
 from lmcore.profiling import timing
 from lmcore.profiling.workload import PHASES, case_grid
-from lmcore.workbook.report import tables
-from lmcore.workbook.report.benchmark import views
+from lmcore.workbook.report import tables, timings
 from lmcore.workbook.report.tables import write_results
 
 OOM = (
@@ -62,16 +61,16 @@ def grid(sizes=("small", "2.7b"), contexts=(256,), precisions=("fp32",), seconds
 
 def test_tables_for_readers():
     table = timing_table(grid(lost=("2.7b-256-fp32-train_step",)))
-    shown = views.readable(table)
-    assert shown.equals(views.readable(timing.timing_table(grid(lost=("2.7b-256-fp32-train_step",)))))
+    shown = timings.readable(table)
+    assert shown.equals(timings.readable(timing.timing_table(grid(lost=("2.7b-256-fp32-train_step",)))))
     assert "context" not in shown
     assert shown["wall clock (ms)"].iloc[-1] == "out of memory"
     assert "nan" not in shown.to_markdown() + shown.to_latex()
-    assert "MFU" not in views.readable(timing_table(grid(device="Chip A")))
-    assert views.spread(0.0345678, 0.000221) == "34.6 ± 0.22"
-    assert views.spread(0.5, None) == "500"
-    assert views.spread(None, None) == views.MISSING
-    assert [views.rate(value) for value in (2.5e12, 3e10, None)] == ["2.50 TFLOP/s", "30.0 GFLOP/s", views.MISSING]
+    assert "MFU" not in timings.readable(timing_table(grid(device="Chip A")))
+    assert timings.spread(0.0345678, 0.000221) == "34.6 ± 0.22"
+    assert timings.spread(0.5, None) == "500"
+    assert timings.spread(None, None) == timings.MISSING
+    assert [timings.rate(value) for value in (2.5e12, 3e10, None)] == ["2.50 TFLOP/s", "30.0 GFLOP/s", timings.MISSING]
     sources = tables.provenance_of_cells(grid(("small",)))
     assert (sources["device"], sources["cells"]) == ("NVIDIA H200", 3)
 
@@ -82,10 +81,10 @@ def test_readers_are_told_of_fused_operations():
     records = grid(("small",))
     fused = timing_table({name: r | {"config": r["config"] | {"ops": "fused"}} for name, r in records.items()})
     assert plain["ops"].unique().tolist() == ["plain"]
-    assert views.readable(plain).equals(views.readable(plain.drop(columns="ops")))
-    assert "ops" not in views.readable(plain)
-    assert "ops" not in views.readable(plain[:1])
-    assert views.readable(fused)["ops"].unique().tolist() == ["fused"]
+    assert timings.readable(plain).equals(timings.readable(plain.drop(columns="ops")))
+    assert "ops" not in timings.readable(plain)
+    assert "ops" not in timings.readable(plain[:1])
+    assert timings.readable(fused)["ops"].unique().tolist() == ["fused"]
     both = pd.concat([plain.drop(columns="ops"), fused], ignore_index=True)
-    assert views.readable(both)["ops"].tolist() == ["plain"] * 3 + ["fused"] * 3
-    assert views.readable(both)["attention"].tolist() == ["plain"] * 3 + ["flash"] * 3
+    assert timings.readable(both)["ops"].tolist() == ["plain"] * 3 + ["fused"] * 3
+    assert timings.readable(both)["attention"].tolist() == ["plain"] * 3 + ["flash"] * 3

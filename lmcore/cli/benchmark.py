@@ -33,8 +33,8 @@ def benchmark(
     from lmcore.fused.support import unsupported_reason
     from lmcore.profiling.runner import run_cases
     from lmcore.profiling.timing import measure, samples_table, timing_table
-    from lmcore.workbook.report.benchmark.views import failures, readable
     from lmcore.workbook.report.tables import provenance_of_cells, write_results
+    from lmcore.workbook.report.timings import failures, readable
 
     cases = benchmark_cases(settings)
     if settings.ops == "fused":  # a case that it does not cover fails with its reason, unless none would be left

@@ -23,7 +23,7 @@ from lmcore.stopping import Stopped, stop_signals
 from lmcore.train import train
 from lmcore.workbook.jobs.sweep_definition import SweepDefinition, cells, frozen_file, load_definition, write_definition
 from lmcore.workbook.report import tables
-from lmcore.workbook.report.benchmark.views import readable
+from lmcore.workbook.report.timings import readable
 from lmcore.workbook.sweep import run_state, train_each
 
 REMEMBERED = "sweep.yaml"

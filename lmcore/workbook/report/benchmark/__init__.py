@@ -1,1 +1,0 @@
-"""What notebook 04 answers and draws."""
