@@ -1,6 +1,6 @@
 """The course's adapters: each hands its arguments to lmcore.
 
-To be graded, this file takes the place of tests/adapters.py in the repository of assignment 1 (CSE599-O or CS336), whose
+To be graded, this file takes the place of tests/adapters.py in the repository of assignment 1 (CSE599-O, CS336), whose
 own tests import it; lmcore must be installed there. `tests/test_adapters.py` compares it with plain PyTorch.
 """
 

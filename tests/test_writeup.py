@@ -138,11 +138,22 @@ def test_math_that_pandoc_and_typst_spell_differently(tmp_path):
         assert symbol in pdf_text(pdf)
 
 
-def test_code_and_unasked_prints_are_hidden(writeup):
+def test_unasked_prints_are_hidden(writeup):
     _, html, pdf = writeup
     for text in (html, pdf_text(pdf)):
-        for hidden in ("hidden_source_code", "never shown", "warning!", "Line2D", "left out", "IHDR"):
+        for hidden in ("hidden_source_code", "never shown", "warning!", "Line2D", "left out"):
             assert hidden not in text
+
+
+def test_code_is_folded_in_html_and_in_the_appendix_of_the_pdf(writeup):
+    _, html, pdf = writeup
+    assert re.search(r'<details class="code" id="01_build-code-\d+-library">.*?IHDR.*?</details>', html, re.DOTALL)
+    assert "IHDR" not in re.sub(r"<details class.*?</details>", "", html, flags=re.DOTALL)
+    pages = [page.extract_text() for page in pypdf.PdfReader(pdf).pages]
+    number, place = next((n, text) for n, text in enumerate(pages, 1) if "IHDR" in text)
+    listing = re.search(r"Code 1\.\d+-library", place)[0]
+    assert "Appendix" in " ".join(pages[:number])
+    assert f"{listing}, page {number}" in " ".join(pages)
 
 
 def test_printed_text_is_cleaned(writeup):
@@ -180,7 +191,11 @@ def test_answers_are_marked_and_listed(writeup):
     listed = re.search(r'<section id="problems">.*?</section>', html, re.DOTALL)[0]
     assert "transformer_accounting" in listed
     assert "adamw" in listed
-    assert listed.count("href=") == 6
+    assert listed.count("href=") == 4
+    assert re.search(r"<td>✓ §4.3</td>.{0,200}#answer-02_train-adamw", listed, re.DOTALL)  # its place, and it is done
+    assert re.search(
+        r"<td>◐ §3.6, without c d e</td>.{0,200}#answer-01_build-transformer_accounting-a", listed, re.DOTALL
+    )
     assert "1.64 billion" in pdf_text(pdf)
 
 
