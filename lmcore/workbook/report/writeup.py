@@ -60,6 +60,13 @@ def write_writeup(out: str | Path) -> tuple[Path, Path]:
     return folder / HTML_NAME, folder / PDF_NAME
 
 
+def answered_in(out: Path) -> list[tuple[str, str, str]]:
+    """Problem, part and notebook of every answer in the executed workbook."""
+    with tempfile.TemporaryDirectory(prefix="lmcore-answers-") as build:
+        documents = read_documents(out, read_record(out), Path(build))
+    return [(each.problem, each.part, each.notebook) for document in documents for each in document.answers]
+
+
 def read_documents(out: Path, record: dict[str, Any], build: Path) -> list[NotebookDocument]:
     """The documents of all notebooks that were started. Raises `UserError` if one that is done is missing."""
     folder = out / "notebooks"
