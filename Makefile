@@ -22,7 +22,7 @@ PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3 py
 SHAPED := lmcore.functional,lmcore.model,lmcore.optimizer,lmcore.sampling
 SHAPED_TESTS := tests/test_functional.py tests/test_model.py tests/test_optimizer.py tests/test_sampling.py
 
-.PHONY: help install workbook lint test test-slurm test-faults submission lab refresh-notebooks clean
+.PHONY: help install workbook record lint test test-slurm test-faults submission lab refresh-notebooks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -33,6 +33,14 @@ install: $(INSTALLED)  ## only .venv with lmcore in it
 workbook: $(INSTALLED)  ## execute all notebooks and make the writeup (SCALE=smoke|laptop|gpu DATA= OUT= NOTEBOOKS=)
 	@$(BIN)/lmcore workbook --scale "$(SCALE)" --data "$(DATA)" --out "$(OUT)" \
 	  $(if $(strip $(NOTEBOOKS)),--notebooks $(NOTEBOOKS))
+
+# The machine whose tables in results/ are read: nothing is measured, so a CPU is enough.
+MACHINE ?= h200
+record: $(INSTALLED)  ## render the notebooks from the tables in results/h200 into writeup/h200 and docs/coverage.md
+	@$(BIN)/lmcore workbook --scale gpu --out runs/record --no-writeup \
+	  --parameters 'records="$(CURDIR)/results/$(MACHINE)"' $(if $(strip $(NOTEBOOKS)),--notebooks $(NOTEBOOKS))
+	@$(BIN)/lmcore writeup runs/record --to writeup/$(MACHINE)
+	@mkdir -p docs && mv writeup/$(MACHINE)/coverage.md docs/coverage.md
 
 lint: $(INSTALLED)  ## style, the layers of imports, and the types of the core
 	$(BIN)/ruff check .

@@ -230,3 +230,7 @@ def test_this_project_unpacks_to_one_that_works(tmp_path):
     assert {p.name for p in (ROOT / "tests" / "data").iterdir() if p.is_file()} == {
         p.name for p in (unpacked / "tests" / "data").iterdir() if p.is_file()
     }
+
+
+def test_the_courses_adapters_are_handed_in():
+    assert Path("tests/adapters.py") in project_files(ROOT)[0]

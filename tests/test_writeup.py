@@ -1,9 +1,11 @@
 """The writeup from executed notebooks, and answers and their wording."""
 
+import ast
 import base64
 import json
 import re
 import zlib
+from pathlib import Path
 
 import nbformat
 import numpy as np
@@ -12,14 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from notebook_cells import answer_calls
 
 from lmcore.errors import UserError
-from lmcore.workbook.report import answers
+from lmcore.workbook import publish
+from lmcore.workbook.report import answers, coverage
 from lmcore.workbook.report.document import plain_text, shorten
 from lmcore.workbook.report.source import show_source
 from lmcore.workbook.report.verify import check_writeup
 from lmcore.workbook.report.writeup import break_lines, spell_out, write_writeup
 
+ROOT = Path(__file__).parents[1]
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="300" height="90"><rect width="9" height="9"/></svg>'
 
 
@@ -138,11 +143,22 @@ def test_math_that_pandoc_and_typst_spell_differently(tmp_path):
         assert symbol in pdf_text(pdf)
 
 
-def test_code_and_unasked_prints_are_hidden(writeup):
+def test_unasked_prints_are_hidden(writeup):
     _, html, pdf = writeup
     for text in (html, pdf_text(pdf)):
-        for hidden in ("hidden_source_code", "never shown", "warning!", "Line2D", "left out", "IHDR"):
+        for hidden in ("hidden_source_code", "never shown", "warning!", "Line2D", "left out"):
             assert hidden not in text
+
+
+def test_code_is_folded_in_html_and_in_the_appendix_of_the_pdf(writeup):
+    _, html, pdf = writeup
+    assert re.search(r'<details class="code" id="01_build-code-\d+-library">.*?IHDR.*?</details>', html, re.DOTALL)
+    assert "IHDR" not in re.sub(r"<details class.*?</details>", "", html, flags=re.DOTALL)
+    pages = [page.extract_text() for page in pypdf.PdfReader(pdf).pages]
+    number, place = next((n, text) for n, text in enumerate(pages, 1) if "IHDR" in text)
+    listing = re.search(r"Code 1\.\d+-library", place)[0]
+    assert "Appendix" in " ".join(pages[:number])
+    assert f"{listing}, page {number}" in " ".join(pages)
 
 
 def test_printed_text_is_cleaned(writeup):
@@ -180,7 +196,11 @@ def test_answers_are_marked_and_listed(writeup):
     listed = re.search(r'<section id="problems">.*?</section>', html, re.DOTALL)[0]
     assert "transformer_accounting" in listed
     assert "adamw" in listed
-    assert listed.count("href=") == 6
+    assert listed.count("href=") == 4
+    assert re.search(r"<td>✓ §4.3</td>.{0,200}#answer-02_train-adamw", listed, re.DOTALL)  # its place, and it is done
+    assert re.search(
+        r"<td>◐ §3.6, without c d e</td>.{0,200}#answer-01_build-transformer_accounting-a", listed, re.DOTALL
+    )
     assert "1.64 billion" in pdf_text(pdf)
 
 
@@ -303,6 +323,109 @@ def test_error_is_shown_plainly(tmp_path):
     assert "failed at code cell 1 under “Here”" in text
     assert "bad luck" in text
     assert "\x1b" not in text
+
+
+def test_claims_that_fail_are_listed_at_the_end(tmp_path):
+    claims = {"it falls": False, "it is there": True}
+    cells = ["# 02 Train", cell(show(answers.answer("adamw (b)", "Done.", claims))), "## The last section"]
+    html, pdf = write_writeup(executed_workbook(tmp_path / "out", _02_train=cells))
+    end = html.read_text().partition('id="claims"')[2]
+    assert "rest on 2 claims" in end
+    assert "1 of them do not hold" in end
+    assert re.search(r'href="#answer-02_train-adamw-b">adamw \(b\)</a></td>\s*<td>it falls</td>', end)
+    assert "it is there" not in end
+    text = pdf_text(pdf)
+    assert text.index("The last section") < text.rindex("it falls")
+
+
+def test_long_tables_stand_in_the_appendix_of_the_pdf(tmp_path):
+    rows = "\n".join(f"| row{i} | {i} |" for i in range(80))
+    shown = display({"text/markdown": f"| name | value |\n|---|---|\n{rows}"})
+    html, pdf = write_writeup(executed_workbook(tmp_path / "out", _01_build=["# 01 Build", cell(shown), "The end."]))
+    assert html.read_text().index("row79") < html.read_text().index("The end.")
+    pages = [page.extract_text() for page in pypdf.PdfReader(pdf).pages]
+    assert " ".join(pages).index("The end.") < " ".join(pages).index("row0")
+    assert re.search(rf"Table A.1, page {next(n for n, t in enumerate(pages, 1) if 'row0' in t)}\b", " ".join(pages))
+    assert all("name" in page and "value" in page for page in pages if re.search(r"row\d", page))  # the head repeats
+
+
+def test_what_is_published(tmp_path):
+    out = executed_workbook(tmp_path / "out", _01_build=FIRST, _02_train=SECOND)
+    injected = new_code_cell(
+        "out = '/home/someone/runs'", metadata={"tags": ["injected-parameters"]}, execution_count=1
+    )
+    notebook = nbformat.read(out / "notebooks" / "01_build.ipynb", as_version=4)
+    notebook.cells.insert(1, injected)
+    notebook.metadata = {"kernelspec": {}, "language_info": {}, "papermill": {"output_path": "/home/someone/x.ipynb"}}
+    nbformat.write(notebook, out / "notebooks" / "01_build.ipynb")
+    other = nbformat.read(out / "notebooks" / "02_train.ipynb", as_version=4)
+    other.metadata = {"kernelspec": {}, "language_info": {}}
+    nbformat.write(other, out / "notebooks" / "02_train.ipynb")
+    (out / "figures").mkdir()
+    (out / "figures" / "loss.svg").write_text(SVG)
+    (tmp_path / "to" / "figures").mkdir(parents=True)
+    (tmp_path / "to" / "figures" / "old.svg").write_text(SVG)
+    files = publish.publish(out, tmp_path / "to")
+    names = ["answers.html", "answers.pdf", "coverage.md", "figures/loss.svg"]
+    names += ["notebooks/01_build.ipynb", "notebooks/02_train.ipynb"]
+    there = [path for path in (tmp_path / "to").rglob("*") if path.is_file()]
+    assert sorted(path.relative_to(tmp_path / "to").as_posix() for path in there) == names
+    assert len(files) == 6
+    text = (tmp_path / "to" / "notebooks" / "01_build.ipynb").read_text()
+    assert "/home/someone" not in text
+    assert "svg+xml" not in text
+    assert "warning!" not in text
+    shown = nbformat.reads(text, as_version=4)
+    pictures = [o for c in shown.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
+    assert len(pictures) == 2
+    assert base64.b64decode(pictures[0].data["image/png"]).startswith(b"\x89PNG")
+    assert "*Figure 1.1.* Loss by $\\\\theta$" in text
+    assert "| `adamw` | §4.3 | done | [02_train]" in (tmp_path / "to" / "coverage.md").read_text()
+
+
+@pytest.mark.parametrize("place", ["/home/someone/lmcore/runs/x", "/work/lmcore", "/scratch/u/results"])
+def test_names_of_a_machine_are_not_published(tmp_path, place):
+    said = cell(stream(f"saved in {place}"))
+    out = executed_workbook(tmp_path / "out", _01_build=["# 01 Build", said])
+    notebook = nbformat.read(out / "notebooks" / "01_build.ipynb", as_version=4)
+    notebook.metadata = {"kernelspec": {}, "language_info": {}}
+    nbformat.write(notebook, out / "notebooks" / "01_build.ipynb")
+    with pytest.raises(UserError, match=f"01_build, cell 2 names something of this machine, '{place}'"):
+        publish.publish(out, tmp_path / "to")
+    assert not (tmp_path / "to").exists()
+
+
+def test_an_incomplete_workbook_is_not_published(tmp_path):
+    out = executed_workbook(tmp_path / "out", state="stopped", _01_build=FIRST[:1])
+    with pytest.raises(UserError, match="Only a complete workbook is published"):
+        publish.publish(out, tmp_path / "to")
+
+
+def test_published_notebooks_have_small_pictures_and_no_machine():
+    for path in (ROOT / "writeup").glob("*/notebooks/*.ipynb"):
+        text = path.read_text(encoding="utf-8")
+        publish.refuse_machine_names(path.name, re.sub(r'"image/png": "[^"]*"', "", text))
+        assert "svg+xml" not in text
+        assert '"image/png"' in text
+        assert len(text) < 3e6
+
+
+def test_coverage_counts_parts():
+    found = {(p.handout, p.name): p for p in coverage.coverage([("memory_profiling", "a"), ("adamw_accounting", "")])}
+    memory = found["CS336 A2 2026", "memory_profiling"]
+    assert (memory.state, memory.words) == ("partly", "p. 9: partly, without (b) (c) (d) (e) (f)")
+    assert found["CSE599-O A1 part 1", "adamwAccounting"].state == "done"  # the handouts spell it in two ways
+    assert found["CSE599-O A1 part 1", "adamw"].state == "not yet"
+    assert coverage.counts(found.values())["CS336 A2 2026"] == {"done": 0, "partly": 1, "not yet": 26, "problems": 27}
+
+
+def test_the_committed_coverage_claims_no_more_than_the_notebooks_answer():
+    names = [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+    calls = [ast.unparse(call.args[0]).strip("'") for name in names for call in answer_calls(name)]
+    answered = {coverage.plain_name(problem.partition(" (")[0]) for problem in calls}
+    rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+?) \|", (ROOT / "docs" / "coverage.md").read_text(), re.MULTILINE)
+    assert len(rows) == len(coverage.coverage([]))
+    assert {coverage.plain_name(name) for name, _, state in rows if state != "not yet"} <= answered
 
 
 def test_text_helpers():

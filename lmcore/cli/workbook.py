@@ -65,13 +65,20 @@ def refresh(notebooks: tuple[str, ...] = ()) -> int:
     return 0
 
 
-def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False) -> int:
+def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False, to: Path | None = None) -> int:
     """Make the writeup of an executed workbook again, or check the one that is there. Exit code 1: a notebook lacks.
 
     Args:
         out: The workbook's folder.
         check: Only verify that HTML and PDF are sound, complete and without an error.
+        to: Also copy it into this folder, to be committed: with the figures, and the notebooks with their pictures.
     """
+    if to is not None:
+        from lmcore.workbook.publish import publish
+
+        files = publish(out, to)
+        print(f"{to}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB.")
+        return 0
     if check:
         from lmcore.workbook.report.verify import check_writeup
 

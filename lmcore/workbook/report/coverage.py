@@ -1,75 +1,100 @@
-"""Which problems of the handouts the notebooks answer.
-
-`python -m lmcore.workbook.report.coverage` writes docs/coverage.md. `problems.csv` has every problem, its place and its
-parts. An answer counts for each handout that has the problem, unless its part names one, as does
-`answer("memory_profiling (c, CS336)", …)`.
-"""
+"""Coverage: which problems of the course's handouts the answers of the notebooks solve."""
 
 import csv
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 
-import pandas as pd
-
-from lmcore.files import atomic_write
-from lmcore.workbook.notebook import code_cells, read_notebook
-
-PAGE = Path("docs/coverage.md")
+DONE, PARTLY, OPEN = "done", "partly", "not yet"
+COURSES = ("CS336", "CSE599-O")
 
 
-def answers_in(notebooks: Iterable[Path]) -> dict[str, list[str]]:
-    """Answered problems, as "problem" or "problem (part)", with the notebooks that answer them."""
-    found: dict[str, list[str]] = {}
-    for path in notebooks:
-        for _, cell in code_cells(read_notebook(path)):
-            for answered in re.findall(r'^ *answer\(\s*"([^"]+)"', cell.source, flags=re.MULTILINE):
-                found.setdefault(answered, []).append(path.stem)
+@dataclass(frozen=True)
+class Problem:
+    """A problem of one handout, and what of it is answered."""
+
+    handout: str
+    place: str
+    """Page, or section where the handout has no pages."""
+    name: str
+    parts: str
+    """Letters of its parts, as the notebooks name them."""
+    answered: tuple[str, ...]
+    """Letters of the parts that are answered; of a problem without parts, "" if it is."""
+
+    @property
+    def state(self) -> str:
+        """done, partly or not yet."""
+        if not self.answered:
+            return OPEN
+        return DONE if not self.missing else PARTLY
+
+    @property
+    def missing(self) -> list[str]:
+        """Letters of the parts that are not answered."""
+        return [part for part in self.parts if part not in self.answered]
+
+    @property
+    def words(self) -> str:
+        """State and place: p. 27; p. 9, (a) and (b) missing."""
+        lacking = f", without {' '.join(f'({part})' for part in self.missing)}" if self.state == PARTLY else ""
+        return f"{self.place}: {self.state}{lacking}"
+
+
+def plain_name(problem: str) -> str:
+    """A problem's name without case and marks, in which handouts and notebooks differ."""
+    return re.sub(r"[^a-z0-9]", "", problem.lower())
+
+
+def coverage(answers: Iterable[tuple[str, str]]) -> list[Problem]:
+    """All problems of the handouts (problems.csv), given the problem and the part of every answer that there is.
+
+    A part such as "c, CS336" counts for the handouts of that course alone, any other for all that have the problem.
+    """
+    parts: dict[str, list[tuple[str, str]]] = {}
+    for problem, part in answers:
+        letter, _, course = part.partition(", ")
+        parts.setdefault(plain_name(problem), []).append((letter[:1], course if course in COURSES else ""))
+    text = resources.files("lmcore.workbook.report").joinpath("problems.csv").read_text(encoding="utf-8")
+    found = []
+    for row in csv.DictReader(text.splitlines()):
+        named = parts.get(plain_name(row["problem"]), [])
+        there = [letter for letter, course in named if row["handout"].startswith(course)]
+        # an answer without a part is one to all parts
+        answered = [part for part in row["parts"] if part in there or "" in there] if row["parts"] else there[:1]
+        found.append(Problem(row["handout"], row["place"], row["problem"], row["parts"], tuple(answered)))
     return found
 
 
-def coverage(answers: dict[str, list[str]]) -> pd.DataFrame:
-    """Every problem: handout, problem, place, answered (yes, its parts, or not yet), and the notebooks."""
-    rows = []
-    text = resources.files("lmcore.workbook.report").joinpath("problems.csv").read_text(encoding="utf-8")
-    for row in csv.DictReader(text.splitlines()):
-        parts, notebooks = set(), set()
-        for answered, places in answers.items():
-            problem, _, label = answered.rstrip(")").partition(" (")
-            part, _, handout = label.partition(", ")
-            of_this = not handout.startswith(("CS336", "CSE599-O")) or row["handout"].startswith(handout)
-            if problem == row["problem"] and of_this:
-                parts.add(part)
-                notebooks |= set(places)
-        wanted = row["parts"].split()
-        done = [part for part in wanted if part in parts or parts == {""}]
-        some = f"{', '.join(done)} of {', '.join(wanted)}" if done else "not yet"
-        answered = "yes" if notebooks and done == wanted else some
-        rows.append({**row, "answered": answered, "notebooks": ", ".join(sorted(notebooks))})
-    return pd.DataFrame(rows)
+def counts(problems: Iterable[Problem]) -> dict[str, dict[str, int]]:
+    """Problems of each handout by state, and in all."""
+    table: dict[str, dict[str, int]] = {}
+    for problem in problems:
+        row = table.setdefault(problem.handout, {DONE: 0, PARTLY: 0, OPEN: 0, "problems": 0})
+        row[problem.state] += 1
+        row["problems"] += 1
+    return table
 
 
-def counts(table: pd.DataFrame) -> pd.DataFrame:
-    """Problems of each handout, and how many are answered in full."""
-    full = (table["answered"] == "yes").groupby(table["handout"], sort=False)
-    return full.agg(problems="size", answered="sum").reset_index()
+def counts_markdown(problems: Iterable[Problem]) -> str:
+    """The counts as a Markdown table, for the README and docs/coverage.md."""
+    rows = [f"| {handout} | {' | '.join(map(str, row.values()))} |" for handout, row in counts(problems).items()]
+    return "\n".join(["| handout | done | partly | not yet | problems |", "|---|---|---|---|---|", *rows])
 
 
-def page(table: pd.DataFrame) -> str:
-    """The table as a page of Markdown, a section for each handout."""
-    text = [
-        "# The problems of the handouts, and where they are answered",
-        "Written by `python -m lmcore.workbook.report.coverage` from the notebooks. A place is a page or "
-        "a section of the handout.",
-        counts(table).to_markdown(index=False),
-    ]
-    for handout, part in table.groupby("handout", sort=False):
-        shown = part.drop(columns=["handout", "parts"]).assign(problem=part["problem"].map("`{}`".format))
-        text += [f"## {handout}", shown.to_markdown(index=False)]
-    return "\n\n".join(text) + "\n"
-
-
-if __name__ == "__main__":
-    with atomic_write(PAGE, "w") as file:
-        file.write(page(coverage(answers_in(sorted(Path("notebooks").glob("*.ipynb"))))))
+def coverage_markdown(answers: Iterable[tuple[str, str, str]]) -> str:
+    """docs/coverage.md: the counts, and each handout's problems with the notebook (third) that answers them."""
+    answers = list(answers)
+    problems = coverage((problem, part) for problem, part, _ in answers)
+    lines = ["# Coverage of the handouts", "", "Generated by `make record` from the answers in the notebooks.", ""]
+    lines += [counts_markdown(problems)]
+    for handout in dict.fromkeys(problem.handout for problem in problems):
+        lines += ["", f"## {handout}", "", "| problem | place | state | notebook |", "|---|---|---|---|"]
+        for problem in (each for each in problems if each.handout == handout):
+            state = problem.words.partition(": ")[2]
+            names = {plain_name(name): book for name, _, book in answers}
+            where = names.get(plain_name(problem.name), "") if problem.answered else ""
+            link = f"[{where}](../notebooks/{where}.ipynb)" if where else ""
+            lines.append(f"| `{problem.name}` | {problem.place} | {state} | {link} |")
+    return "\n".join(lines) + "\n"

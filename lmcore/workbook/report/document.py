@@ -1,6 +1,7 @@
-"""An executed notebook as a document: its Markdown, its figures, tables and answers; never its code."""
+"""An executed notebook as a document: its Markdown, figures, tables and answers, and its code to be looked up."""
 
 import base64
+import html
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,7 +10,16 @@ from typing import Any
 
 import nbformat
 
-from lmcore.workbook.notebook import ANSI_ESCAPE, KEEP_OUTPUT, code_cells, execution_fault, heading_above, tags
+from lmcore.workbook.notebook import (
+    ANSI_ESCAPE,
+    INJECTED,
+    KEEP_OUTPUT,
+    PARAMETERS,
+    code_cells,
+    execution_fault,
+    heading_above,
+    tags,
+)
 from lmcore.workbook.report.answers import METADATA_KEY
 from lmcore.workbook.report.pandoc import (
     ATTRIBUTES_FIRST,
@@ -47,6 +57,8 @@ class Answered:
     part: str
     notebook: str
     identifier: str
+    claims: dict[str, bool] = field(default_factory=dict)
+    """The claims it rests on, and whether they hold."""
 
 
 @dataclass
@@ -130,15 +142,22 @@ def _pieces(
             yield Piece("markdown", _mathjax_environments(_attachments(cell)))
         if cell.cell_type != "code":
             continue
+        if cell.source.strip() and not {PARAMETERS, INJECTED} & set(tags(cell)):
+            yield Piece("blocks", [listing(name, numbers[cell.id], cell.source)])
         if REMOVE_OUTPUT not in tags(cell):
             for output in cell.outputs:
-                yield from _output_pieces(name, cell, output, answers, store)
+                yield from _output_pieces(name, cell, output, answers, store, numbers)
         if fault is not None and numbers.get(cell.id) == fault[0]:
             yield Piece("blocks", [failure_box(name, notebook, cell, *fault)])
 
 
 def _output_pieces(
-    name: str, cell: nbformat.NotebookNode, output: Any, answers: list[Answered], store: FigureStore
+    name: str,
+    cell: nbformat.NotebookNode,
+    output: Any,
+    answers: list[Answered],
+    store: FigureStore,
+    numbers: dict[str, int],
 ) -> Iterator[Piece]:
     if output.output_type == "stream":
         if output.name == "stdout" and {SHOW_STDOUT, KEEP_OUTPUT} & set(tags(cell)):
@@ -154,9 +173,15 @@ def _output_pieces(
         content = data[image].encode() if image == "image/svg+xml" else base64.b64decode(data[image])
         caption = _caption(cell, output, image)
         target = store.save(content, SUFFIXES[image])
-        yield Piece("blocks", [figure(target, parse([caption])[0][0]["c"] if caption else [])])
-    elif "text/html" in data and 'class="highlight"' not in data["text/html"]:
-        yield Piece("html", re.sub(r"<style.*?</style>", "", data["text/html"], flags=re.DOTALL))
+        number = [strong(f"Figure {short(name)}.{store.count}."), {"t": "Space"}]
+        yield Piece("blocks", [figure(target, number + parse([caption])[0][0]["c"] if caption else [])])
+    elif "text/html" in data:
+        text = re.sub(r"<style.*?</style>", "", data["text/html"], flags=re.DOTALL)
+        if 'class="highlight"' in text:  # show_source
+            shown = html.unescape(re.sub(r"<[^>]*>", "", text)).strip()
+            yield Piece("blocks", [listing(name, f"{numbers[cell.id]}-library", shown)])
+        else:
+            yield Piece("html", text)
     elif "text/latex" in data and "text/html" not in data:
         yield Piece("markdown", _mathjax_environments(data["text/latex"]))
     elif set(data) == {"text/plain"} and not OBJECT_REPR.match(data["text/plain"]):
@@ -171,8 +196,20 @@ def _answered(name: str, output: Any, answers: list[Answered]) -> Answered | Non
     slug = re.sub(r"\W+", "-", f"{metadata['problem']}-{metadata['part']}").strip("-")
     taken = sum(1 for known in answers if re.fullmatch(rf"answer-{name}-{slug}(-\d+)?", known.identifier))
     identifier = f"answer-{name}-{slug}" + (f"-{taken + 1}" if taken else "")
-    answers.append(Answered(metadata["problem"], metadata["part"], name, identifier))
+    found = Answered(metadata["problem"], metadata["part"], name, identifier, metadata.get("claims", {}))
+    answers.append(found)
     return answers[-1]
+
+
+def short(name: str) -> str:
+    """A notebook's number, or its name if it has none: 3 for 03_generate."""
+    number = name.partition("_")[0]
+    return str(int(number)) if number.isdigit() else name
+
+
+def listing(name: str, number: int | str, source: str) -> Node:
+    """Code as a block to be folded (HTML) or put into the appendix (PDF)."""
+    return div([code_block(source)], f"{name}-code-{number}", "code")
 
 
 def _caption(cell: nbformat.NotebookNode, output: Any, mime: str) -> str | None:

@@ -131,6 +131,11 @@ def link(text: str, target: str) -> Node:
     return {"t": "Link", "c": [["", [], []], inlines(text), [target, ""]]}
 
 
+def header(level: int, identifier: str, text: str) -> Node:
+    """A heading."""
+    return {"t": "Header", "c": [level, [identifier, [], []], inlines(text)]}
+
+
 def div(blocks: list[Node], identifier: str = "", *classes: str) -> Node:
     """Blocks with an identifier and classes."""
     return {"t": "Div", "c": [[identifier, list(classes), []], blocks]}

@@ -12,20 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from lmcore.errors import UserError, require
-from lmcore.files import atomic_write
+from lmcore.files import atomic_write, read_json
 from lmcore.workbook.notebook import read_notebook
 from lmcore.workbook.record import read_record, sentence
 from lmcore.workbook.report.answers import format_seconds
-from lmcore.workbook.report.document import Answered, NotebookDocument, read_document
-from lmcore.workbook.report.pandoc import Node, div, inlines, link, para, run_pandoc, strong, table, transform
+from lmcore.workbook.report.coverage import DONE, OPEN, PARTLY, counts, coverage, plain_name
+from lmcore.workbook.report.document import Answered, NotebookDocument, read_document, short
+from lmcore.workbook.report.pandoc import Node, div, header, inlines, link, para, run_pandoc, strong, table, transform
 
 TITLE = "Building, training and measuring a Transformer language model"
 HTML_NAME, PDF_NAME = "answers.html", "answers.pdf"
-CODE_COLUMNS = 94
-"""Characters of a line of preformatted text on the PDF's page."""
+CODE_COLUMNS, APPENDIX_COLUMNS = 94, 120
+"""Characters of a line of preformatted text on the PDF's page, and of code in its appendix."""
 
 RENAMED_SYMBOLS = re.compile(r"\b(dot|times|minus|dash)\.circle\b")
 """Math symbols by the names that pandoc 3.9 writes and Typst 0.14 changed; `sect` is in the template."""
+
+LONG_TABLE = 30
+"""Rows from which on a table stands in the PDF's appendix."""
+
+MARKS = {DONE: "✓", PARTLY: "◐", OPEN: "–"}
+"""States of a problem in the table of coverage."""
 
 VMATRIX = re.compile(r"\\begin\{vmatrix\}(.*?)\\end\{vmatrix\}", re.DOTALL)
 
@@ -39,7 +46,7 @@ def write_writeup(out: str | Path) -> tuple[Path, Path]:
     where no workbook was executed.
     """
     out = Path(out)
-    record = read_record(out)
+    record = {**read_record(out), "measured": measured_on(out)}
     folder = out / "writeup"
     with tempfile.TemporaryDirectory(prefix="lmcore-writeup-") as temporary:
         build = Path(temporary)
@@ -51,6 +58,13 @@ def write_writeup(out: str | Path) -> tuple[Path, Path]:
         with atomic_write(folder / PDF_NAME) as file:
             file.write(pdf)
     return folder / HTML_NAME, folder / PDF_NAME
+
+
+def answered_in(out: Path) -> list[tuple[str, str, str]]:
+    """Problem, part and notebook of every answer in the executed workbook."""
+    with tempfile.TemporaryDirectory(prefix="lmcore-answers-") as build:
+        documents = read_documents(out, read_record(out), Path(build))
+    return [(each.problem, each.part, each.notebook) for document in documents for each in document.answers]
 
 
 def read_documents(out: Path, record: dict[str, Any], build: Path) -> list[NotebookDocument]:
@@ -75,17 +89,18 @@ def read_documents(out: Path, record: dict[str, Any], build: Path) -> list[Noteb
 
 def assemble(record: dict[str, Any], documents: list[NotebookDocument]) -> Node:
     """One pandoc document: provenance, failures and the list of answers as metadata, the notebooks as the body."""
-    blocks = [block for document in documents for block in document.blocks]
-    blocks = _drop_broken_links(blocks)
+    blocks = _drop_broken_links([block for document in documents for block in document.blocks])
+    answers = [answered for document in documents for answered in document.answers]
     meta = {
         "title": {"t": "MetaInlines", "c": inlines(TITLE)},
         "provenance": {"t": "MetaBlocks", "c": [provenance_table(record)]},
     }
     if failures := failure_notices(record):
         meta["failures"] = {"t": "MetaBlocks", "c": failures}
-    if answers := [answered for document in documents for answered in document.answers]:
-        titles = {document.name: document.title for document in documents}
-        meta["answers"] = {"t": "MetaBlocks", "c": [answers_table(answers, titles)]}
+    if answers:
+        meta["counts"] = {"t": "MetaBlocks", "c": [counts_table(answers)]}
+        meta["answers"] = {"t": "MetaBlocks", "c": [answers_table(answers)]}
+        blocks += claims_section(answers)
     return {"pandoc-api-version": [1, 23, 1], "meta": meta, "blocks": blocks}
 
 
@@ -99,12 +114,24 @@ def provenance_table(record: dict[str, Any]) -> Node:
     rows = {
         "Scale": record["scale"],
         "Data": Path(record["data"]).name,
-        "Device": _each(environments, _device),
+        "Measured on": record.get("measured") or _each(environments, _device),
         "Code": _each(environments, _commit),
         "Libraries": _each(environments, _libraries),
-        "Executed": f"{first}, {duration} for {notebooks}",
+        "Rendered" if record.get("measured") else "Executed": f"{first}, {duration} for {notebooks}",
     }
     return table([[[strong(name)], inlines(str(text))] for name, text in rows.items()])
+
+
+def measured_on(out: Path) -> str:
+    """The devices and commits of the results that notebooks read from records; "" if none did."""
+    folders = {
+        (values.get("parameters") or {}).get("records") for values in map(read_json, (out / "notebooks").glob("*.json"))
+    } - {None, ""}
+    if not folders:
+        return ""
+    found = [read_json(file).get("provenance") or {} for file in sorted((out / "results").glob("*.json"))]
+    devices = dict.fromkeys(str(each["device"]) for each in found if each.get("device"))
+    return f"{', '.join(devices)}; results read from {', '.join(sorted(Path(folder).name for folder in folders))}"
 
 
 def _each(environments: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str]) -> str:
@@ -136,19 +163,61 @@ def failure_notices(record: dict[str, Any]) -> list[Node]:
     return [div([para(*inlines(words))], "", "failure") for words in told]
 
 
-def answers_table(answers: list[Answered], titles: dict[str, str]) -> Node:
-    """Each problem with links to its answers and to the notebook."""
-    grouped: dict[tuple[str, str], list[Answered]] = {}
+def counts_table(answers: list[Answered]) -> Node:
+    """How many problems of each handout are answered."""
+    rows = counts(coverage((answered.problem, answered.part) for answered in answers))
+    return table(
+        [[inlines(handout), *(inlines(str(count)) for count in row.values())] for handout, row in rows.items()],
+        ("Handout", "Done ✓", "Partly ◐", "Not yet –", "Problems"),
+    )
+
+
+def answers_table(answers: list[Answered]) -> Node:
+    """Each problem of the handouts with its place in them, whether it is done, and links to its answers."""
+    problems = coverage((answered.problem, answered.part) for answered in answers)
+    handouts = list(dict.fromkeys(problem.handout for problem in problems))
+    links: dict[str, list[Node]] = {}
     for answered in answers:
-        grouped.setdefault((answered.problem, answered.notebook), []).append(answered)
-    rows = []
-    for (problem, notebook), parts in grouped.items():
-        links: list[Node] = []
-        for answered in parts:
-            label = f"({answered.part})" if answered.part else "answer"
-            links += [link(label, f"#{answered.identifier}"), {"t": "Space"}]
-        rows.append([inlines(problem), links[:-1], [link(titles[notebook], f"#{notebook}")]])
-    return table(rows, ("Problem", "Answers", "Notebook"))
+        label = f"{short(answered.notebook)} ({answered.part})" if answered.part else short(answered.notebook)
+        links.setdefault(plain_name(answered.problem), []).extend(
+            [link(label, f"#{answered.identifier}"), {"t": "Str", "c": ","}, {"t": "Space"}]
+        )
+    names = {plain_name(each.problem): each.problem for each in answers}
+    names |= {plain_name(each.name): each.name for each in reversed(problems)}
+    order = dict.fromkeys([plain_name(p.name) for p in problems] + [plain_name(a.problem) for a in answers])
+    places = {
+        (plain_name(p.name), p.handout): f"{MARKS[p.state]} {p.place}{without(p.missing, p.state)}" for p in problems
+    }
+    rows = [
+        [
+            inlines(names[name].replace("_", "_\u200b")),
+            *(inlines(places.get((name, handout), "")) for handout in handouts),
+            links.get(name, [])[:-2],
+        ]
+        for name in order
+    ]
+    return table(rows, ("Problem", *handouts, "Answer: notebook (part)"))
+
+
+def without(missing: list[str], state: str) -> str:
+    """The parts that a partly answered problem lacks, in words."""
+    return f", without {' '.join(missing)}" if state == PARTLY else ""
+
+
+def claims_section(answers: list[Answered]) -> list[Node]:
+    """A section on the claims that do not hold on this machine, each with a link to its answer."""
+    failed = [(answered, claim) for answered in answers for claim, holds in answered.claims.items() if not holds]
+    count = sum(len(answered.claims) for answered in answers)
+    words = "All hold." if not failed else f"{len(failed)} of them do not hold on this machine:"
+    blocks = [para(*inlines(f"The answers rest on {count} claims, computed from the tables. {words}"))]
+    rows = [[[link(label(each), f"#{each.identifier}")], inlines(claim)] for each, claim in failed]
+    listed = [table(rows, ("Answer", "Claim that does not hold"))] if failed else []
+    return [header(1, "appendix", "Appendix"), header(2, "claims", "Claims"), *blocks, *listed]
+
+
+def label(answered: Answered) -> str:
+    """An answer's problem and part."""
+    return f"{answered.problem} ({answered.part})" if answered.part else answered.problem
 
 
 def _drop_broken_links(blocks: list[Node]) -> list[Node]:
@@ -178,6 +247,13 @@ def to_html(tree: Node, build: Path) -> str:
             file = build / node["c"][2][0]
             content = base64.b64encode(file.read_bytes()).decode()
             node["c"][2][0] = f"data:{MIME[file.suffix]};base64,{content}"
+        if node["t"] == "Div" and "code" in node["c"][0][1]:
+            summary = f'<details class="code" id="{node["c"][0][0]}"><summary>Code</summary>'
+            return [
+                {"t": "RawBlock", "c": ["html", summary]},
+                *node["c"][1],
+                {"t": "RawBlock", "c": ["html", "</details>"]},
+            ]
         return node
 
     tree = {**tree, "meta": transform(tree["meta"], embed), "blocks": transform(tree["blocks"], embed)}
@@ -193,7 +269,8 @@ def to_pdf(tree: Node, build: Path) -> bytes:
     """The PDF by Typst, from the fonts in its wheel and in matplotlib's alone."""
     import typst
 
-    tree = {**tree, "meta": transform(tree["meta"], _for_typst), "blocks": transform(tree["blocks"], _for_typst)}
+    blocks = with_appendix(tree["blocks"])
+    tree = {**tree, "meta": transform(tree["meta"], _for_typst), "blocks": transform(blocks, _for_typst)}
     template = resources.files("lmcore.workbook.report").joinpath("writeup.typ").read_text(encoding="utf-8")
     (build / "template.typ").write_text(template, encoding="utf-8")
     options = ["-s", "--wrap=none", "--template=template.typ"]
@@ -208,6 +285,42 @@ def to_pdf(tree: Node, build: Path) -> bytes:
         place = re.search(r"│ (.{0,160})", error.diagnostic)
         where = f" at: {place[1].strip()}" if place else ""
         raise UserError(f"Typst could not typeset the PDF: {error.message}{where}.") from error
+
+
+def with_appendix(blocks: list[Node]) -> list[Node]:
+    """Code and long tables at the end, and where they stood a line that says on which page they are."""
+    moved: dict[str, list[Node]] = {"Long tables": [], "Code": []}
+    body: list[Node] = []
+    waiting: list[str] = []  # references to code that follow each other share a line
+
+    def move(title: str, words: str, identifier: str, content: list[Node]) -> str:
+        moved[title].append(div([header(4, "", words), *content], identifier))  # a heading stays with what follows
+        return f"link(<{identifier}>)[{words}, page #page-of(<{identifier}>)]"
+
+    def moved_table(node: Node) -> Node:
+        if node["t"] != "Table" or sum(len(part[3]) for part in node["c"][4]) <= LONG_TABLE:
+            return node
+        number = len(moved["Long tables"]) + 1
+        return _reference([move("Long tables", f"Table A.{number}", f"long-table-{number}", [node])])
+
+    for block in blocks:
+        if block["t"] == "Div" and "code" in block["c"][0][1]:
+            name, _, number = (identifier := block["c"][0][0]).partition("-code-")
+            lines = [{"t": "CodeBlock", "c": [["", ["python"], []], node["c"][1]]} for node in block["c"][1]]
+            waiting.append(move("Code", f"Code {short(name)}.{number}", identifier, lines))
+            continue
+        body += [_reference(waiting)] if waiting else []
+        waiting = []
+        body.append(transform(block, moved_table))
+    body += [_reference(waiting)] if waiting else []
+    for title, found in moved.items():
+        body += [header(2, f"appendix-{title[:4].lower()}", title), *found] if found else []
+    return body
+
+
+def _reference(links: list[str]) -> Node:
+    """A line that says where the appendix has something."""
+    return {"t": "RawBlock", "c": ["typst", f"#appendix-link[#{' · #'.join(links)}]"]}
 
 
 def _for_typst(node: Node) -> Node | list[Node]:
@@ -228,7 +341,7 @@ def _for_typst(node: Node) -> Node | list[Node]:
     if node["t"] in ("Code", "CodeBlock"):
         node["c"][1] = spell_out(node["c"][1])
     if node["t"] == "CodeBlock":
-        node["c"][1] = break_lines(node["c"][1])
+        node["c"][1] = break_lines(node["c"][1], CODE_COLUMNS if not node["c"][0][1] else APPENDIX_COLUMNS)
     return node
 
 
