@@ -139,7 +139,7 @@ def in_words(seconds: float) -> str:
 
 def going_on(runs: Path | None, seconds: float) -> str | None:
     """The training run (name, step, loss) or benchmark case below `runs` that wrote last in the last `seconds`."""
-    with suppress(OSError, ValueError, KeyError, TypeError):  # files that come, go and are half written
+    with suppress(OSError, ValueError, LookupError, TypeError):  # files that come, go and are half written
         files = [*runs.rglob("metrics.jsonl"), *runs.rglob(".?*.lock")] if runs else []
         file = max(files, key=lambda path: path.stat().st_mtime)
         if file.stat().st_mtime < time.time() - seconds:
