@@ -36,11 +36,12 @@ workbook: $(INSTALLED)  ## execute all notebooks and make the writeup (SCALE=smo
 
 # The machine whose tables in results/ are read: nothing is measured, so a CPU is enough.
 MACHINE ?= h200
-record: $(INSTALLED)  ## render the notebooks from the tables in results/h200 into writeup/h200 and docs/coverage.md
+record: $(INSTALLED)  ## render the notebooks from the tables in results/h200 into writeup/h200, figures/h200 and docs/coverage.md
 	@$(BIN)/lmcore workbook --scale gpu --out runs/record --no-writeup \
 	  --parameters 'records="$(CURDIR)/results/$(MACHINE)"' $(if $(strip $(NOTEBOOKS)),--notebooks $(NOTEBOOKS))
 	@$(BIN)/lmcore writeup runs/record --to writeup/$(MACHINE)
-	@mkdir -p docs && mv writeup/$(MACHINE)/coverage.md docs/coverage.md
+	@mkdir -p docs figures && mv writeup/$(MACHINE)/coverage.md docs/coverage.md
+	@rm -rf figures/$(MACHINE) && mv writeup/$(MACHINE)/figures figures/$(MACHINE)
 
 lint: $(INSTALLED)  ## style, the layers of imports, and the types of the core
 	$(BIN)/ruff check .
