@@ -124,7 +124,7 @@ def highlights() -> str:
         made.append({"what": words, "lmcore": time_and_rate(ours), "beside": f"{times}: {time_and_rate(peer)}"})
     made += [
         {
-            "what": "peak memory of a step, predicted from shapes",
+            "what": "bytes requested at the peak of a step, predicted",
             "lmcore": f"within {format_percent(apart, 2)}",
             "beside": f"measured, {len(peaks)} configurations",
         },
