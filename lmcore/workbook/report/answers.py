@@ -4,10 +4,11 @@ import inspect
 import math
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from IPython.display import Markdown
 
 from lmcore.errors import require
@@ -150,3 +151,16 @@ FORMATS = {
     "digits": format_significant,
 }
 """Formats of the fields of an answer's template, besides Python's own."""
+
+
+def table(frame: pd.DataFrame, **formats: str | Callable[[Any], str]) -> Markdown:
+    """The frame as a table for people, without its index; missing values are "–".
+
+    `formats` say how a column is written: by a word of `FORMATS`, by a format as in `str.format` (".1%"), or by a
+    function of the value. Other numbers are written as they are.
+    """
+    shown = frame.astype(object).where(frame.notna(), None)
+    for name, form in formats.items():
+        write = form if callable(form) else FORMATS.get(form, ("{:" + form + "}").format)
+        shown[name] = [None if value is None else write(value) for value in shown[name]]
+    return Markdown(shown.fillna("–").to_markdown(index=False, disable_numparse=True))

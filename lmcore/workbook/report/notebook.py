@@ -1,5 +1,6 @@
 """What every notebook of the workbook begins with: where results go, how figures look, which device computes."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,15 @@ from IPython.display import SVG
 from matplotlib.figure import Figure
 
 from lmcore.device import select_device
-from lmcore.workbook.report.answers import answer
+from lmcore.workbook.report.answers import answer, table
 from lmcore.workbook.report.figures import save_figure, use_style
 from lmcore.workbook.report.results import Results
 from lmcore.workbook.report.source import show_source
 
-__all__ = ["answer", "quote", "show_source", "start", "token_label"]
+__all__ = ["answer", "quote", "show_source", "start", "table", "token_label"]
+
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+"""Settings of glibc's malloc for the processes of benchmark cases."""
 
 MARKUP = re.compile(r"""[\\`*_{}\[\]()#+.!|~$^>:=@'"<&-]""")
 
@@ -25,13 +29,19 @@ def start(
 ) -> tuple[Results, Callable[[Figure, str, str], SVG], torch.device]:
     """Results of a notebook, its function `show(figure, name, caption)`, and the device that computes.
 
+    On a CPU, models at smoke scale compute with one thread, here and in the processes of benchmark cases: more would
+    wait for each other. Freed memory is kept, since fresh pages cost more than small operations on them.
     `show` saves a figure as out/figures/<name>.svg and returns the picture for the cell, with its caption.
     """
     use_style()
     plt.rcParams["figure.constrained_layout.use"] = False  # seaborn's grids have a layout of their own
     chosen, reason = select_device(device)
-    if scale == "smoke" and chosen.type == "cpu":
-        torch.set_num_threads(1)  # in models this small, threads wait for each other longer than they compute
+    if chosen.type == "cpu":
+        for name, value in KEEP_MEMORY.items():
+            os.environ.setdefault(name, value)
+        if scale == "smoke":
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            torch.set_num_threads(1)
     source = f"results are those of {Path(records).name}" if records else f"{chosen.type} computes, because {reason}"
     print(f"Scale {scale}; {source}.")
 

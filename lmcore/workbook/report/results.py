@@ -2,16 +2,19 @@
 
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from lmcore.errors import require
+from lmcore.profiling.cases import WorkloadConfig
+from lmcore.profiling.runner import Task, require_complete, run_cases
 from lmcore.provenance import environment
-from lmcore.workbook.report.tables import ENVIRONMENT, in_common, read_results, write_results
+from lmcore.workbook.report.tables import ENVIRONMENT, in_common, provenance_of_cells, read_results, write_results
 
 PERTURB = "LMCORE_PERTURB"
 """Variable with a seed: the numbers of all tables are changed at random. Under some seed each claim has to fail."""
@@ -42,6 +45,27 @@ class Results:
             table, provenance = made if isinstance(made, tuple) else (made, in_common([environment()], ENVIRONMENT))
         table = write_results(table, Path(self.out) / "results" / f"{name}.json", provenance)
         return perturbed(table, keys, f"{os.environ[PERTURB]}-{name}") if os.environ.get(PERTURB) else table
+
+    def measured(
+        self,
+        name: str,
+        task: Task,
+        cases: Mapping[str, WorkloadConfig],
+        make: Callable[[dict[str, dict[str, Any]]], pd.DataFrame],
+        keys: Sequence[str],
+        folder: str,
+    ) -> pd.DataFrame:
+        """The table `name` that `make` gives of the records of all cases by name, kept in out/runs/<folder>.
+
+        Each case is measured by `task` in a process of its own (`run_cases`).
+        """
+
+        def measure() -> tuple[pd.DataFrame, dict]:
+            records = run_cases(task, cases, Path(self.out) / "runs" / folder, title=folder.rpartition("/")[2])
+            require_complete(records)
+            return make(records), provenance_of_cells(records)
+
+        return self.table(name, measure, keys)
 
 
 def perturbed(table: pd.DataFrame, keys: Sequence[str], seed: str) -> pd.DataFrame:
