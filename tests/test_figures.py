@@ -1,11 +1,14 @@
 """Figures hold the data that they were given and are saved as the same bytes every time."""
 
+import base64
+
 import pytest
 from IPython.display import SVG
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from lmcore.errors import UserError
-from lmcore.workbook.report.figures import LEGEND_BESIDE, panels, save_figure, show_figure, use_style
+from lmcore.workbook.report.figures import Picture, save_figure, use_style
 from lmcore.workbook.report.notebook import token_label
 
 
@@ -16,10 +19,11 @@ def style():
 
 def schedule():
     """A figure as a notebook makes one."""
-    figure, ((axes,),) = panels(1, 1, 2.7)
+    figure = Figure(figsize=(6.6, 2.7))
+    axes = figure.subplots()
     axes.plot([0, 1, 2, 3], [0.0, 1.0, 0.5, 0.0], label="cosine")
     axes.set(xlabel="step", ylabel="learning rate")
-    axes.legend(**LEGEND_BESIDE)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
     return figure
 
 
@@ -48,11 +52,14 @@ def test_a_figure_that_cannot_be_saved_leaves_nothing(tmp_path):
         save_figure(schedule(), tmp_path / "file" / "figure.svg")
 
 
-def test_what_is_shown_is_what_is_saved(tmp_path):
-    shown = show_figure(schedule(), tmp_path / "figure.svg", "A caption.")
+def test_what_is_shown_is_what_is_saved_with_its_caption(tmp_path):
+    shown = Picture(save_figure(schedule(), tmp_path / "figure.svg"), "`steps` < 9.")
     data, metadata = shown._repr_svg_()
     assert data == SVG((tmp_path / "figure.svg").read_text()).data
-    assert metadata == {"caption": "A caption."}
+    assert metadata == {"caption": "`steps` < 9."}
+    page = shown._repr_html_()
+    assert base64.b64decode(page.split("base64,")[1].partition('"')[0]).decode() == data
+    assert page.endswith("<figcaption><em>Figure.</em> <code>steps</code> &lt; 9.</figcaption></figure>")
 
 
 @pytest.mark.parametrize(("text", "label"), [(" the", "␣the"), ("\n", "\\n"), ("é", "é"), ("😀", "\\U0001f600")])

@@ -439,10 +439,10 @@ def test_text_helpers():
 
 def test_answer():
     shown = answers.answer("adamwAccounting (b)", "  About 3.")
-    assert shown.data == "**Answer — adamwAccounting (b).** About 3."
+    assert shown.data == "> **Answer — adamwAccounting (b).** About 3."
     found = {"problem": "adamwAccounting", "part": "b", "values": {}, "claims": {}}
     assert shown.metadata[answers.METADATA_KEY] == found
-    assert answers.answer("adamw", "- one\n- two").data.startswith("**Answer — adamw.**\n\n- one")
+    assert answers.answer("adamw", "- one\n- two").data.startswith("> **Answer — adamw.**\n>\n> - one\n> - two")
     with pytest.raises(UserError, match="empty"):
         answers.answer("adamw", "  ")
     with pytest.raises(UserError, match="named like"):
@@ -454,7 +454,7 @@ def test_an_answer_from_values_says_which_claims_do_not_hold():
     values = {"sizes": ["small", "large"], "time": np.float64(0.0123), "memory": 3e9, "share": 0.5}
     claims = {"it falls": np.array([True, False]), "it is there": True}
     shown = answers.answer("adamw", template, claims, **values)
-    assert shown.data.startswith("**Answer — adamw.** small and large take 12.3 ms and 3.00 GB, 50% of $x^{2}$.")
+    assert shown.data.startswith("> **Answer — adamw.** small and large take 12.3 ms and 3.00 GB, 50% of $x^{2}$.")
     assert shown.data.endswith("*Does not hold on this machine:* it falls.")
     found = shown.metadata[answers.METADATA_KEY]
     assert found["values"] == values

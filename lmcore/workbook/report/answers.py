@@ -20,14 +20,15 @@ BLOCK_START = re.compile(r"\s*(\||[-*+] |\d+[.)] |#|>|```|\$\$|<)")
 
 
 class Answer(Markdown):
-    """Markdown that begins with a uniform marker; its metadata holds problem, part, values and claims."""
+    """A quoted block that begins with a uniform marker; its metadata holds problem, part, values and claims."""
 
     def __init__(self, name: str, part: str, text: str, values: Mapping[str, Any], claims: Mapping[str, bool]):
         label = f"{name} ({part})" if part else name
         gap = "\n\n" if BLOCK_START.match(text) else " "
         failed = [claim for claim, holds in claims.items() if not holds]
         note = f"\n\n*Does not hold on this machine:* {'; '.join(failed)}." if failed else ""
-        super().__init__(f"**Answer — {label}.**{gap}{text}{note}")
+        lines = f"**Answer — {label}.**{gap}{text}{note}".split("\n")
+        super().__init__("\n".join(f"> {line}".rstrip() for line in lines))  # a box wherever it is shown
         found = {"problem": name, "part": part, "values": dict(values), "claims": dict(claims)}
         self.metadata = {METADATA_KEY: found}
 

@@ -168,7 +168,9 @@ def _output_pieces(
     data = output.data
     image = next((mime for mime in SUFFIXES if mime in data), None)
     if "text/markdown" in data:
-        yield Piece("markdown", _mathjax_environments(data["text/markdown"]), _answered(name, output, answers))
+        answered, text = _answered(name, output, answers), data["text/markdown"]
+        text = re.sub(r"^> ?", "", text, flags=re.MULTILINE) if answered else text  # it gets a box of its own
+        yield Piece("markdown", _mathjax_environments(text), answered)
     elif image is not None:
         content = data[image].encode() if image == "image/svg+xml" else base64.b64decode(data[image])
         caption = _caption(cell, output, image)

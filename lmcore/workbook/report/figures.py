@@ -1,27 +1,18 @@
 """Figures of the workbook, and how they look. A figure is made from tables and saved as the same SVG every time."""
 
+import base64
+import html
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 import seaborn
 from IPython.display import SVG
 from matplotlib.figure import Figure
 
 from lmcore.files import atomic_write
-
-WIDTH = 6.6
-"""Width of a figure in inches: the text width of a page."""
-
-WARNING, MUTED = "#c0392b", "#8a8f98"
-"""Colors of what went wrong, and of what is there for comparison."""
-
-LEGEND_BESIDE: dict[str, Any] = {
-    "loc": "upper left", "bbox_to_anchor": (1.01, 1), "borderaxespad": 0, "alignment": "left"
-}  # fmt: skip
-"""Options of a legend to the right of the axes."""
 
 STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so text is set alike everywhere
@@ -60,22 +51,16 @@ def save_figure(figure: Figure, path: str | os.PathLike, **options: Any) -> Path
     return Path(path)
 
 
-def show_figure(figure: Figure, path: str | os.PathLike, caption: str) -> SVG:
-    """Saves `figure` and returns the saved picture for a notebook to show; the writeup sets `caption` under it."""
-    return SVG(save_figure(figure, path).read_text(encoding="utf-8"), metadata={"caption": caption})
+class Picture(SVG):
+    """A saved figure for a notebook: the picture, and as HTML the picture above its caption, as JupyterLab shows it."""
 
+    def __init__(self, path: Path, caption: str):
+        super().__init__(path.read_text(encoding="utf-8"), metadata={"caption": caption})
+        self.caption = caption
 
-def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, np.ndarray]:
-    """A figure as wide as the page with a grid of axes; `height` in inches is that of the whole figure."""
-    figure = Figure(figsize=(WIDTH, height))
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
-
-
-def category_colors(count: int) -> list:
-    """Colors for things without an order: told apart also by color-blind readers, up to ten."""
-    return seaborn.color_palette("colorblind", count)
-
-
-def sequence_colors(count: int) -> list:
-    """Colors for values in order, dark to light."""
-    return seaborn.color_palette("viridis", count) if count > 1 else seaborn.color_palette("colorblind", 1)
+    def _repr_html_(self) -> str:
+        encoded = base64.b64encode(self.data.encode()).decode()
+        words = html.escape(self.caption)
+        shown = re.sub(r"`([^`]*)`", r"<code>\1</code>", words)
+        picture = f'<img alt="{words}" src="data:image/svg+xml;base64,{encoded}">'
+        return f"<figure>{picture}<figcaption><em>Figure.</em> {shown}</figcaption></figure>"

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from IPython.display import SVG
 from matplotlib.figure import Figure
 
 from lmcore.device import select_device
 from lmcore.workbook.report.answers import answer, table
-from lmcore.workbook.report.figures import save_figure, use_style
+from lmcore.workbook.report.figures import Picture, save_figure, use_style
 from lmcore.workbook.report.results import Results
 from lmcore.workbook.report.source import show_source
 
@@ -26,7 +25,7 @@ MARKUP = re.compile(r"""[\\`*_{}\[\]()#+.!|~$^>:=@'"<&-]""")
 
 def start(
     out: str, scale: str, records: str = "", device: str = "auto"
-) -> tuple[Results, Callable[[Figure, str, str], SVG], torch.device]:
+) -> tuple[Results, Callable[[Figure, str, str], Picture], torch.device]:
     """Results of a notebook, its function `show(figure, name, caption)`, and the device that computes.
 
     On a CPU, models at smoke scale compute with one thread, here and in the processes of benchmark cases: more would
@@ -45,10 +44,10 @@ def start(
     source = f"results are those of {Path(records).name}" if records else f"{chosen.type} computes, because {reason}"
     print(f"Scale {scale}; {source}.")
 
-    def show(figure: Figure, name: str, caption: str) -> SVG:
+    def show(figure: Figure, name: str, caption: str) -> Picture:
         saved = save_figure(figure, Path(out) / "figures" / f"{name}.svg", bbox_inches="tight")
         plt.close(figure)  # or the notebook shows it a second time
-        return SVG(saved.read_text(encoding="utf-8"), metadata={"caption": caption})
+        return Picture(saved, caption)
 
     return Results(out, records), show, chosen
 
