@@ -50,14 +50,14 @@ TEN_MINUTES = replace(  # what one H200 does in that time: some 46 passes over 7
 
 RECIPES: dict[str, TrainConfig] = {
     "smoke": TrainConfig(
-        model=model_config("smoke", vocab_size=512, context_length=128),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=24),
+        model=model_config("smoke", vocab_size=512, context_length=128, attention="sdpa"),
+        optimizer=OptimizerConfig(learning_rate=2e-2, warmup_steps=16),
         batch_size=16,
-        steps=240,
-        log_interval=10,
-        eval_interval=60,
+        steps=144,
+        log_interval=12,
+        eval_interval=48,
         eval_batch_size=16,  # what fits into the caches of a CPU
-        checkpoint_interval=60,
+        checkpoint_interval=36,
         keep_checkpoints=4,
     ),
     "laptop": TrainConfig(
