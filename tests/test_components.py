@@ -50,7 +50,7 @@ STREAM, HIDDEN, SCORES, BLOCK = 2 * 16 * 32, 2 * 16 * 64, 2 * 2 * 16 * 16, 4 * 3
 
 BYTES = {
     ("RMSNorm", "forward"): 4 * (2 * STREAM + 32),
-    ("residual sum", "forward"): 4 * 3 * STREAM,
+    ("residual addition", "forward"): 4 * 3 * STREAM,
     ("Q, K, V projections", "forward"): 4 * (STREAM + 3 * 32 * 32 + 3 * STREAM),
     ("scores", "forward"): 4 * (2 * STREAM + SCORES),
     ("scale, mask, softmax", "forward"): 4 * 2 * SCORES + 16 * 16,
@@ -61,7 +61,7 @@ BYTES = {
     ("AdamW", "update"): 4 * 7 * BLOCK,
 }
 FLOPS = {"RMSNorm": 4 * STREAM, "RoPE": 3 * 2 * STREAM, "scale, mask, softmax": 7 * SCORES, "AdamW": 14 * BLOCK}
-COUNTS = {"RMSNorm": 7, "residual sum": 6, "output layer": 1}
+COUNTS = {"RMSNorm": 7, "residual addition": 6, "LM head": 1}
 
 
 def test_bytes_elementwise_flops_and_counts_by_hand(rows):

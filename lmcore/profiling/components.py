@@ -31,7 +31,7 @@ ELEMENTWISE_FLOPS = {
     "RoPE": 6,  # of an element of queries and one of keys: four products and two sums for each pair of them
     "scale, mask, softmax": 7,  # of a score: scale, mask, maximum, difference, exponential, sum, division
     "SiLU and gate": 6,  # of a hidden value: sign, exponential, sum, division, product; product with the gate
-    "residual sum": 1,
+    "residual addition": 1,
     "cross-entropy": 4,  # of a logit: maximum, difference, exponential, sum
 }
 """Operations for each element of the component's first input."""
@@ -119,7 +119,7 @@ def components(config: WorkloadConfig, device: torch.device) -> Iterator[Part]:
     if c.norm != "none":
         norms = accounting.parameter_counts(c)["norms"] // c.d_model
         yield part("RMSNorm", "block", RMSNorm(c.d_model, device=device), x, count=norms)
-    yield part("residual sum", "block", torch.add, (*x, tokens(c.d_model)), count=2 * c.num_layers)
+    yield part("residual addition", "block", torch.add, (*x, tokens(c.d_model)), count=2 * c.num_layers)
     projections = Beside(linear(c.d_model, c.d_model) for _ in range(3))
     yield part("Q, K, V projections", "attention", projections, x, flops=flops["qkv_proj"])
     if c.position == "rope":
@@ -139,7 +139,7 @@ def components(config: WorkloadConfig, device: torch.device) -> Iterator[Part]:
     whole = sum(flops[name] for name in ("qkv_proj", "scores", "weighted_sum", "output_proj"))
     yield part("attention", "attention", block.attn, x, flops=whole, kind="whole")
     yield part("feed-forward network", "ffn", block.ffn, x, flops=flops["ffn"], kind="whole")
-    yield part("output layer", "model", linear(c.d_model, c.vocab_size), x, flops=flops["lm_head"], count=1)
+    yield part("LM head", "model", linear(c.d_model, c.vocab_size), x, flops=flops["lm_head"], count=1)
     targets = torch.randint(c.vocab_size, (batch, time), device=device)
     yield part("cross-entropy", "model", cross_entropy, (tokens(c.vocab_size), targets), count=1)
     update, read = adamw(block)
