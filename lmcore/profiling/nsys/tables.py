@@ -22,6 +22,9 @@ PARTS = ("token embeddings", "norm", "attention", "ffn", "lm head")
 REPORTED = (*PASSES, BOTH, *PHASES, *(f"inference: {part}" for part in PARTS))
 """Ranges that the tables of categories and kernels keep; `category_times` has all."""
 
+ATTENTION = ["scores", "scale, mask and copies", "softmax", "final matmul"]
+"""Parts of the annotated attention."""
+
 CLOCKS = ["seconds", "gpu_seconds", "busy_seconds", "idle_seconds"]
 SHAPE = ["d_model", "num_layers", "num_heads", "d_ff", "vocab_size", "context_length"]
 CONFIGURATION = ["cell", "size", *SHAPE, "batch_size", "precision", "attention", "tool", "gpu", "device"]
@@ -136,6 +139,26 @@ def profile_table(records: Records) -> pd.DataFrame:
             table = table.join(times.xs(label, level="range").add_prefix(f"{label}_"), on="cell")
     launching = times["seconds"].xs("inference: forward", level="range")
     return table.join(launching.rename("launch_seconds"), on="cell")
+
+
+def attention_times(records: Records) -> pd.DataFrame:
+    """`CASE`, part and seconds of the parts of attention in an inference; fused or compiled attention has no parts.
+
+    Raises `UserError` if no case has them.
+    """
+    work = category_times(records).groupby(["cell", "range", "category"])["seconds"].sum()
+    rows = []
+    for cell, own in work.groupby("cell"):
+        whole = own.groupby("range").sum()
+        names = [f"inference: {name}" for name in ("computing attention scores", "final matmul", "computing softmax")]
+        if not set(names) <= set(whole.index):
+            continue
+        scores, final = (own.get((cell, name, "matmul"), 0.0) for name in names[:2])
+        rest = whole[names[0]] + whole[names[1]] - scores - final
+        rows.append({"cell": cell} | dict(zip(ATTENTION, (scores, rest, whole[names[2]], final), strict=True)))
+    require(len(rows) > 0, "The profiles show no parts of attention: it is fused or compiled.")
+    parts = pd.DataFrame(rows).melt("cell", ATTENTION, "part", "seconds")
+    return configurations(records)[CASE].merge(parts, on="cell")
 
 
 def timeline_table(record: Mapping[str, Any], what: str) -> pd.DataFrame:
