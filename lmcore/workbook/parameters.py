@@ -165,7 +165,7 @@ RULES: dict[str, Rule] = {
         "sweep_steps": Rule(f"{COUNT.words}, or None", lambda value: value is None or COUNT.holds(value)),
         "seed": whole("a whole number from 0 to 2**63 - 1", 0, 2**63),
         "01_build.vocab_size": whole("a whole number above 256, as all bytes and <|endoftext|> are tokens", 257),
-        "model_size answer_size timeline_size snapshot_size attention_size loss_size optimizer_size elementwise_size "
+        "model_size answer_size timeline_size attention_size loss_size optimizer_size elementwise_size "
         "step_size decode_size": SIZE,
         "sizes": several(SIZE),
         "warmup_sizes component_sizes": several(SIZE),
@@ -175,6 +175,10 @@ RULES: dict[str, Rule] = {
         "best_recipes": several(RECIPE, 0),
         "precision": PRECISION,
         "precisions": several(PRECISION),
+        "06_memory.precisions": Rule(
+            f"a list that begins with fp32 and goes on with at least one more, each {PRECISION.words}",
+            lambda v: several(PRECISION, 2).holds(v) and v[0] == "fp32",
+        ),
         "component_precisions": several(PRECISION),
         "extra_precisions": several(PRECISION, 0),
         "reference_passes": REFERENCE_PASSES,

@@ -1,4 +1,4 @@
-"""Memory of one step: peaks, and every allocation with its category, stage and source (CS336 A2 section 1.1.6)."""
+"""Memory of one step: peaks, and every allocation with its category, stage and source (CS336 A2, 2025 §1.1.6)."""
 
 import contextlib
 import dataclasses

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ def saved_by_operation(config: WorkloadConfig, abstract: bool = False) -> list[d
 
     What an operation saved whose result is detached, as the maximum in softmax, is gone with it and not counted.
 
-    Rows: {"operation": the autograd node that saved it first ("BmmBackward0"), "operations": all that did,
+    Rows: {"name": the operation of the block ("norm 1", "softmax", "w2"),
+    "operation": the autograd node that saved it first ("BmmBackward0"), "operations": all that did,
     "source": "lmcore/functional.py:21 softmax", "kind": "activation" | "input" (the block's own input, which is also
     the output of the block before) | "weight copy" (a parameter in half precision, by autocast) | "constant" (what no
     gradient flows through, such as the mask and RoPE's angles), "shape", "dtype", "bytes"}.
@@ -70,7 +71,29 @@ def saved_by_operation(config: WorkloadConfig, abstract: bool = False) -> list[d
             if row["kind"] == "constant" and (computed or tensor.requires_grad):
                 row["kind"] = "activation"
             row["operations"] = list(dict.fromkeys([*row["operations"], node.name()]))
-    return [*rows.values()]
+    return [{"name": name} | row for name, row in zip(names_of_operations(rows.values()), rows.values(), strict=True)]
+
+
+FUNCTIONS = {"RotaryPositionalEmbedding.forward": "rope", "SwiGLU.forward": "gate"}
+"""Functions that are one operation of a block."""
+
+
+def names_of_operations(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The operation of the block that saved each of its storages, which are in order of the forward pass."""
+    names: list[str] = []
+    for row in rows:
+        function, attended = row["source"].split()[-1], bool({"weighted sum", "fused attention"} & {*names})
+        if function == "Linear.forward":
+            second = "w2" if "gate" in names else "w1, w3" if "norm 2" in names else "output projection"
+            names.append(second if attended else "q, k, v projections")
+        elif function == "scaled_dot_product_attention":
+            matmul = "weighted sum" if "softmax" in names else "scores"
+            names.append("mask" if "MaskedFill" in row["operation"] else matmul)
+        elif function == "RMSNorm.forward":
+            names.append("norm 2" if attended else "norm 1")
+        else:
+            names.append(FUNCTIONS.get(function, "fused attention" if "attention" in function else function))
+    return names
 
 
 def block_and_input(config: WorkloadConfig, device: torch.device) -> tuple[TransformerBlock, Tensor]:

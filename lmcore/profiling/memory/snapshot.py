@@ -1,4 +1,4 @@
-"""Allocation history: which piece of memory lived when, and where it came from (CS336 A2 section 1.1.6).
+"""Allocation history: which piece of memory lived when, and where it came from (CS336 A2, 2025 §1.1.6).
 
 Reads the snapshots of `torch.cuda.memory._snapshot()`, the format that pytorch.org/memory_viz shows. Time is counted in
 *states*: state 0 is before the first event of the record, state k after k events, each one allocation or one free.
