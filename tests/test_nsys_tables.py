@@ -31,7 +31,7 @@ RECORD = {
         "tool": "nsys",
         "training_outcome": "complete",
         "inference": {
-            "passes": 2,
+            "mode": 2,
             "ranges": {
                 "inference": entry(2, GEMM, ADD),
                 "inference/forward": entry(2, GEMM, ADD),
@@ -39,7 +39,7 @@ RECORD = {
             },
         },
         "training": {
-            "passes": 2,
+            "mode": 2,
             "ranges": {
                 "training step": entry(2, GEMM, ADD),
                 "training step/forward": entry(2, GEMM),

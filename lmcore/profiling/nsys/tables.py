@@ -17,9 +17,9 @@ Records = Mapping[str, Mapping[str, Any]]
 Rows = Iterable[dict[str, Any]]
 
 BOTH = "forward + backward"
-PASSES = ("inference", "training")
+MODES = ("inference", "training")
 PARTS = ("token embeddings", "norm", "attention", "ffn", "lm head")
-REPORTED = (*PASSES, BOTH, *PHASES, *(f"inference: {part}" for part in PARTS))
+REPORTED = (*MODES, BOTH, *PHASES, *(f"inference: {part}" for part in PARTS))
 """Ranges that the tables of categories and kernels keep; `category_times` has all."""
 
 ATTENTION = ["scores", "scale, mask and copies", "softmax", "final matmul"]
@@ -27,8 +27,8 @@ ATTENTION = ["scores", "scale, mask and copies", "softmax", "final matmul"]
 
 CLOCKS = ["seconds", "gpu_seconds", "busy_seconds", "idle_seconds"]
 SHAPE = ["d_model", "num_layers", "num_heads", "d_ff", "vocab_size", "context_length"]
-CONFIGURATION = ["cell", "size", *SHAPE, "batch_size", "precision", "attention", "tool", "gpu", "device"]
-CASE = ["cell", "size", "context_length", "precision", "gpu"]
+CONFIGURATION = ["case", "size", *SHAPE, "batch_size", "precision", "attention", "tool", "gpu", "device"]
+CASE = ["case", "size", "context_length", "precision", "gpu"]
 
 
 def configurations(records: Records) -> pd.DataFrame:
@@ -36,7 +36,7 @@ def configurations(records: Records) -> pd.DataFrame:
     rows = []
     for cell, record in records.items():
         config, tool = record["config"], (record["result"] or {}).get("tool")
-        known = {"cell": cell, "tool": tool, "device": (record["environment"] or {}).get("device")}
+        known = {"case": cell, "tool": tool, "device": (record["environment"] or {}).get("device")}
         known["gpu"] = "CPU operators" not in tool if tool else None
         rows.append({**config["model"], **config, **known})
     return pd.DataFrame(rows)[CONFIGURATION]
@@ -49,16 +49,16 @@ def per_pass(records: Records, read: Callable[[dict[str, Any], float], Rows]) ->
     """
     rows = []
     for cell, record in records.items():
-        for root in PASSES:
+        for root in MODES:
             summary = (record["result"] or {}).get(root) or {"ranges": {}}
             for path, entry in summary["ranges"].items():
                 last = path.split("/")[-1]
                 label = root if "/" not in path else last if root == "training" else f"inference: {last}"
                 found = read(entry, entry["instances"] / summary["passes"])
-                rows += [{"cell": cell, "range": label} | row for row in found]
+                rows += [{"case": cell, "range": label} | row for row in found]
     require(len(rows) > 0, "Nothing could be profiled; choose a smaller size or context.")
     table = pd.DataFrame(rows)
-    trained = table["cell"].isin(table.loc[table["range"] == "backward", "cell"])
+    trained = table["case"].isin(table.loc[table["range"] == "backward", "case"])
     both = table[trained & table["range"].isin(("forward", "loss", "backward"))]
     table = pd.concat([table, both.assign(range=BOTH)])
     keys = [name for name in table if name not in ("calls", "seconds", *CLOCKS)]
@@ -97,9 +97,9 @@ def reported_categories(records: Records) -> pd.DataFrame:
     """`CASE`, range, category, calls, seconds and share of time of the `REPORTED` ranges, by order of `CATEGORIES`."""
     table = category_times(records)
     table = table.sort_values("category", key=lambda names: names.map(CATEGORIES.index), kind="stable")
-    whole = table.groupby(["cell", "range"])["seconds"].transform("sum")
+    whole = table.groupby(["case", "range"])["seconds"].transform("sum")
     table["share"] = table["seconds"] / whole.where(whole > 0)
-    return configurations(records)[CASE].merge(table[table["range"].isin(REPORTED)], on="cell")
+    return configurations(records)[CASE].merge(table[table["range"].isin(REPORTED)], on="case")
 
 
 def reported_kernels(records: Records, most: int = 20, of_parts: int = 3) -> pd.DataFrame:
@@ -109,15 +109,15 @@ def reported_kernels(records: Records, most: int = 20, of_parts: int = 3) -> pd.
     """
     table = kernel_times(records)
     table = table[table["range"].isin(REPORTED)].sort_values(["seconds", "name"], ascending=[False, True])
-    table["rank"] = table.groupby(["cell", "range"]).cumcount() + 1
-    leader = table[(table["range"] == "inference") & (table["rank"] == 1)].set_index("cell")["name"]
-    whole = category_times(records).groupby(["cell", "range"])["seconds"].sum().rename("whole")
-    table = table.join(whole, on=["cell", "range"])
-    room = np.where(table["range"].isin((*PASSES, BOTH)), most, of_parts)
-    table = table[(table["rank"] <= room) | (table["name"] == table["cell"].map(leader))]
+    table["rank"] = table.groupby(["case", "range"]).cumcount() + 1
+    leader = table[(table["range"] == "inference") & (table["rank"] == 1)].set_index("case")["name"]
+    whole = category_times(records).groupby(["case", "range"])["seconds"].sum().rename("whole")
+    table = table.join(whole, on=["case", "range"])
+    room = np.where(table["range"].isin((*MODES, BOTH)), most, of_parts)
+    table = table[(table["rank"] <= room) | (table["name"] == table["case"].map(leader))]
     table["share"] = table["seconds"] / table["whole"].where(table["whole"] > 0)
-    order = ["cell", "range", "rank", "name", "short_name", "category", "calls", "seconds", "share"]
-    return configurations(records)[CASE].merge(table[order], on="cell")
+    order = ["case", "range", "rank", "name", "short_name", "category", "calls", "seconds", "share"]
+    return configurations(records)[CASE].merge(table[order], on="case")
 
 
 def profile_table(records: Records) -> pd.DataFrame:
@@ -130,15 +130,15 @@ def profile_table(records: Records) -> pd.DataFrame:
     for column in ("outcome", "reason"):
         table[column] = [record[column] for record in records.values()]
     table["training_outcome"] = [(record["result"] or {}).get("training_outcome") for record in records.values()]
-    times, work = range_times(records).set_index(["cell", "range"]), category_times(records)
-    seconds = work.groupby(["cell", "range"])["seconds"].sum()
-    matmul = work[work["category"] == "matmul"].set_index(["cell", "range"])["seconds"]
+    times, work = range_times(records).set_index(["case", "range"]), category_times(records)
+    seconds = work.groupby(["case", "range"])["seconds"].sum()
+    matmul = work[work["category"] == "matmul"].set_index(["case", "range"])["seconds"]
     times = times.assign(kernel_seconds=seconds, matmul_share=matmul.reindex(seconds.index, fill_value=0) / seconds)
-    for label in (*PASSES, *PHASES):
+    for label in (*MODES, *PHASES):
         if label in times.index.get_level_values("range"):
-            table = table.join(times.xs(label, level="range").add_prefix(f"{label}_"), on="cell")
+            table = table.join(times.xs(label, level="range").add_prefix(f"{label}_"), on="case")
     launching = times["seconds"].xs("inference: forward", level="range")
-    return table.join(launching.rename("launch_seconds"), on="cell")
+    return table.join(launching.rename("launch_seconds"), on="case")
 
 
 def attention_times(records: Records) -> pd.DataFrame:
@@ -146,19 +146,19 @@ def attention_times(records: Records) -> pd.DataFrame:
 
     Raises `UserError` if no case has them.
     """
-    work = category_times(records).groupby(["cell", "range", "category"])["seconds"].sum()
+    work = category_times(records).groupby(["case", "range", "category"])["seconds"].sum()
     rows = []
-    for cell, own in work.groupby("cell"):
+    for cell, own in work.groupby("case"):
         whole = own.groupby("range").sum()
         names = [f"inference: {name}" for name in ("computing attention scores", "final matmul", "computing softmax")]
         if not set(names) <= set(whole.index):
             continue
         scores, final = (own.get((cell, name, "matmul"), 0.0) for name in names[:2])
         rest = whole[names[0]] + whole[names[1]] - scores - final
-        rows.append({"cell": cell} | dict(zip(ATTENTION, (scores, rest, whole[names[2]], final), strict=True)))
+        rows.append({"case": cell} | dict(zip(ATTENTION, (scores, rest, whole[names[2]], final), strict=True)))
     require(len(rows) > 0, "The profiles show no parts of attention: it is fused or compiled.")
-    parts = pd.DataFrame(rows).melt("cell", ATTENTION, "part", "seconds")
-    return configurations(records)[CASE].merge(parts, on="cell")
+    parts = pd.DataFrame(rows).melt("case", ATTENTION, "part", "seconds")
+    return configurations(records)[CASE].merge(parts, on="case")
 
 
 def timeline_table(record: Mapping[str, Any], what: str) -> pd.DataFrame:
