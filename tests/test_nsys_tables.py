@@ -31,7 +31,7 @@ RECORD = {
         "tool": "nsys",
         "training_outcome": "complete",
         "inference": {
-            "mode": 2,
+            "passes": 2,
             "ranges": {
                 "inference": entry(2, GEMM, ADD),
                 "inference/forward": entry(2, GEMM, ADD),
@@ -39,7 +39,7 @@ RECORD = {
             },
         },
         "training": {
-            "mode": 2,
+            "passes": 2,
             "ranges": {
                 "training step": entry(2, GEMM, ADD),
                 "training step/forward": entry(2, GEMM),
@@ -71,7 +71,7 @@ def test_the_kernel_that_leads_is_kept_in_every_range():
 
 
 def test_a_case_that_did_not_fit_keeps_its_row():
-    profile = tables.profile_table(RECORDS).set_index("cell")
+    profile = tables.profile_table(RECORDS).set_index("case")
     assert profile.loc["a", ["inference_matmul_share", "launch_seconds"]].tolist() == [0.75, 0.5]
     assert profile.loc["b", "reason"] == "too large"
     assert profile.loc["b", ["inference_seconds", "tool"]].isna().all()

@@ -123,7 +123,7 @@ def calling_function(frame: FrameType) -> str:
 
 
 class FakeWorkload(Workload):
-    """A cell before its step, with the optimizer's state, of fake tensors: to be made in a `FakeTensorMode`."""
+    """A case before its step, with the optimizer's state, of fake tensors: to be made in a `FakeTensorMode`."""
 
     def __init__(self, config: WorkloadConfig, model: TransformerLM, seq_len: int):
         self.config, self.device, self.fused = config, torch.device("cpu"), None

@@ -1,4 +1,4 @@
-"""What a model's passes are made of: kernels, categories and idle time by range (CS336 A2 nsys_profile): a cell's task.
+"""What a model's passes are made of: kernels, categories and idle time by range (CS336 A2 nsys_profile): a case's task.
 
 `python -m lmcore.profiling.nsys.profile config.json` is the program that Nsight Systems watches: it cannot look into a
 notebook.

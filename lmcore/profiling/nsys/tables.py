@@ -1,6 +1,6 @@
 """Records of `profile_workload` as tables: for one pass, the times, categories and kernels of every range.
 
-Ranges of the same name, such as "inference: ffn" in every block, are summed. Cases are named in the column `cell`.
+Ranges of the same name, such as "inference: ffn" in every block, are summed. Cases are named in the column `case`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -34,9 +34,9 @@ CASE = ["case", "size", "context_length", "precision", "gpu"]
 def configurations(records: Records) -> pd.DataFrame:
     """What was run in each case: `CONFIGURATION`; `gpu` tells whether the GPU's kernels were timed."""
     rows = []
-    for cell, record in records.items():
+    for name, record in records.items():
         config, tool = record["config"], (record["result"] or {}).get("tool")
-        known = {"case": cell, "tool": tool, "device": (record["environment"] or {}).get("device")}
+        known = {"case": name, "tool": tool, "device": (record["environment"] or {}).get("device")}
         known["gpu"] = "CPU operators" not in tool if tool else None
         rows.append({**config["model"], **config, **known})
     return pd.DataFrame(rows)[CONFIGURATION]
@@ -48,14 +48,14 @@ def per_pass(records: Records, read: Callable[[dict[str, Any], float], Rows]) ->
     The range "forward + backward" is the sum of forward pass, loss and backward pass.
     """
     rows = []
-    for cell, record in records.items():
+    for name, record in records.items():
         for root in MODES:
             summary = (record["result"] or {}).get(root) or {"ranges": {}}
             for path, entry in summary["ranges"].items():
                 last = path.split("/")[-1]
                 label = root if "/" not in path else last if root == "training" else f"inference: {last}"
                 found = read(entry, entry["instances"] / summary["passes"])
-                rows += [{"case": cell, "range": label} | row for row in found]
+                rows += [{"case": name, "range": label} | row for row in found]
     require(len(rows) > 0, "Nothing could be profiled; choose a smaller size or context.")
     table = pd.DataFrame(rows)
     trained = table["case"].isin(table.loc[table["range"] == "backward", "case"])
@@ -148,14 +148,14 @@ def attention_times(records: Records) -> pd.DataFrame:
     """
     work = category_times(records).groupby(["case", "range", "category"])["seconds"].sum()
     rows = []
-    for cell, own in work.groupby("case"):
+    for case, own in work.groupby("case"):
         whole = own.groupby("range").sum()
         names = [f"inference: {name}" for name in ("computing attention scores", "final matmul", "computing softmax")]
         if not set(names) <= set(whole.index):
             continue
-        scores, final = (own.get((cell, name, "matmul"), 0.0) for name in names[:2])
+        scores, final = (own.get((case, name, "matmul"), 0.0) for name in names[:2])
         rest = whole[names[0]] + whole[names[1]] - scores - final
-        rows.append({"case": cell} | dict(zip(ATTENTION, (scores, rest, whole[names[2]], final), strict=True)))
+        rows.append({"case": case} | dict(zip(ATTENTION, (scores, rest, whole[names[2]], final), strict=True)))
     require(len(rows) > 0, "The profiles show no parts of attention: it is fused or compiled.")
     parts = pd.DataFrame(rows).melt("case", ATTENTION, "part", "seconds")
     return configurations(records)[CASE].merge(parts, on="case")

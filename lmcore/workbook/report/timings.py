@@ -8,7 +8,7 @@ import pandas as pd
 from lmcore.workbook.report.answers import format_bytes, format_count, format_percent, format_significant
 
 MODES = {"forward": "forward", "forward_backward": "forward + backward", "train_step": "training step"}
-"""What a cell runs, for readers."""
+"""What a case runs, for readers."""
 
 MISSING = "–"
 
@@ -42,7 +42,7 @@ def format_rate(value: float) -> str:
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """A timing table as text, a row for each cell; columns of settings that are the same everywhere are left out.
+    """A timing table as text, a row for each case; columns of settings that are the same everywhere are left out.
 
     Fused operations are always named, plain ones beside them only.
     """
@@ -85,7 +85,7 @@ def ops_of(row: Mapping[str, Any]) -> str:
 
 
 def measured(row: Mapping[str, Any]) -> bool:
-    """Whether a cell was measured to its end."""
+    """Whether a case was measured to its end."""
     return row["outcome"] == "complete" and given(row["wall_median"])
 
 
@@ -97,7 +97,7 @@ def size_label(row: Mapping[str, Any]) -> str:
 
 
 def failures(table: pd.DataFrame) -> str:
-    """A sentence for the cells that could not be measured, with what was asked for; empty where there is none."""
+    """A sentence for the cases that could not be measured, with what was asked for; empty where there is none."""
     rows = [row for row in table.to_dict("records") if not measured(row)]
     short = [row for row in rows if row["outcome"] == "out of memory"]
     other = [row for row in rows if row["outcome"] != "out of memory"]
