@@ -66,8 +66,8 @@ test-slurm: $(INSTALLED)  ## the job scripts on a private Slurm cluster on this 
 test-faults: $(INSTALLED)  ## training runs killed, damaged and starved at random moments: they go on as if nothing was
 	$(BIN)/pytest -m faults -rs -n auto --dist worksteal tests/faults
 
-handin: $(INSTALLED)  ## the hand-in of the newest writeup, or of OUT: submission/code.zip (NAMES=cse599o|cs336)
-	@$(BIN)/lmcore submission $(if $(filter-out file,$(origin OUT) $(origin SCALE)),"$(OUT)") --names "$(NAMES)"
+handin: $(INSTALLED)  ## the hand-in of the newest writeup, or of OUT: handin/code.zip (NAMES=cse599o|cs336)
+	@$(BIN)/lmcore handin $(if $(filter-out file,$(origin OUT) $(origin SCALE)),"$(OUT)") --names "$(NAMES)"
 
 lab: $(INSTALLED)  ## JupyterLab in notebooks/
 	$(BIN)/jupyter lab --notebook-dir . notebooks
