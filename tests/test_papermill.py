@@ -86,6 +86,7 @@ WRONG = [
     ("04_benchmark", "study={width: 3}", "StudyConfig has no field width"),
     ("05_nsys", "warmup_steps=-1", "must be a whole number from 0 on"),
     ("06_memory", "timeline_context=3", "must be one of contexts, [64, 128], not 3"),
+    ("06_memory", "precisions=[bf16]", "must be a list that begins with fp32"),
     ("07_kernels", "precision=fp8", "must be one of fp32, tf32"),
 ]
 
