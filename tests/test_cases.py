@@ -1,4 +1,4 @@
-"""Benchmark cases: names and configurations of those that options, notebooks and the optimisation report ask for."""
+"""Benchmark cases: names and configurations of those that options, notebooks and the optimization report ask for."""
 
 import dataclasses
 

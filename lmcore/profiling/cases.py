@@ -1,4 +1,4 @@
-"""Benchmark cases: one of them, and the grids that commands, notebooks and the optimisation report ask for.
+"""Benchmark cases: one of them, and the grids that commands, notebooks and the optimization report ask for.
 
 Nothing here imports PyTorch: commands show these options in their help.
 """
@@ -160,7 +160,7 @@ OPTIMIZATIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class StudyConfig:
-    """What is measured of an optimisation report. The defaults are its own setting; smaller ones fit a CPU.
+    """What is measured of an optimization report. The defaults are its own setting; smaller ones fit a CPU.
 
     The report (Foundations of ML for Systems Researchers, assignment 1) trains a Transformer encoder stack of 12 layers
     and 12 heads with a causal mask and sinusoidal positions, and does not give its width or its feed-forward network.
