@@ -22,7 +22,7 @@ PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3 py
 SHAPED := lmcore.functional,lmcore.model,lmcore.optimizer,lmcore.sampling
 SHAPED_TESTS := tests/test_functional.py tests/test_model.py tests/test_optimizer.py tests/test_sampling.py
 
-.PHONY: help install workbook record lint test test-slurm test-faults submission lab refresh-notebooks clean
+.PHONY: help install workbook record lint test test-slurm test-faults handin lab refresh-notebooks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -66,8 +66,8 @@ test-slurm: $(INSTALLED)  ## the job scripts on a private Slurm cluster on this 
 test-faults: $(INSTALLED)  ## training runs killed, damaged and starved at random moments: they go on as if nothing was
 	$(BIN)/pytest -m faults -rs -n auto --dist worksteal tests/faults
 
-submission: $(INSTALLED)  ## the hand-in of the newest writeup, or of OUT: submission/code.zip (NAMES=cse599o|cs336)
-	@$(BIN)/lmcore submission $(if $(filter-out file,$(origin OUT) $(origin SCALE)),"$(OUT)") --names "$(NAMES)"
+handin: $(INSTALLED)  ## the hand-in of the newest writeup, or of OUT: handin/code.zip (NAMES=cse599o|cs336)
+	@$(BIN)/lmcore handin $(if $(filter-out file,$(origin OUT) $(origin SCALE)),"$(OUT)") --names "$(NAMES)"
 
 lab: $(INSTALLED)  ## JupyterLab in notebooks/
 	$(BIN)/jupyter lab --notebook-dir . notebooks

@@ -7,7 +7,7 @@ from timeit import default_timer
 from typing import Any
 
 import torch
-from cells import GENERATE, GRAPH, OURS, Cell, Conditions, Rows, timed_rows
+from benchmark_cases import GENERATE, GRAPH, OURS, BenchmarkCase, Conditions, Rows, timed_rows
 from peers import llama
 from steps import captured
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from lmcore.profiling.kernels.measuring import Absent, Contestant
 class Bench:
     """One model in bf16 and its prompts."""
 
-    def __init__(self, cell: Cell, conditions: Conditions):
-        s, self.conditions, self.device = cell.settings, conditions, torch.device(conditions.device)
+    def __init__(self, case: BenchmarkCase, conditions: Conditions):
+        s, self.conditions, self.device = case.settings, conditions, torch.device(conditions.device)
         self.new = s["new_tokens"]
         self.config = model_config(s["size"], context_length=s["context_length"], vocab_size=s["vocab_size"])
         torch.manual_seed(1)
@@ -110,22 +110,22 @@ class Bench:
 BUILDERS = {GENERATE: Bench.hf_generate, GRAPH: Bench.hf_graph, OURS: Bench.fused}
 
 
-def measure(cell: Cell, conditions: Conditions) -> Rows:
+def measure(case: BenchmarkCase, conditions: Conditions) -> Rows:
     """The continuation of a prompt; the share is that of reading all weights but the embeddings once a token.
 
     Reading the prompt is not in it; the rate of the whole call is in the notes, and so is the share of tokens before
     the first on which a sequence differs from the first contestant's. All round in bf16, each in its own places: where
     two tokens are about as likely, one may take the other.
     """
-    s, bench = cell.settings, Bench(cell, conditions)
+    s, bench = case.settings, Bench(case, conditions)
     counts = parameter_counts(bench.config)
     weights = 2 * (sum(counts.values()) - counts["token_embeddings"])
     builders = {name: partial(bench.build, name) for name in s["contestants"]}
     ideal, amount = (
-        weights * s["new_tokens"] / conditions.ceilings["copy_bytes_per_second"],
+        weights * s["new_tokens"] / conditions.peak_rates["copy_bytes_per_second"],
         s["batch_size"] * bench.new,
     )
-    rows = timed_rows(cell, conditions, builders, amount, "tok/s", ideal, "measured copy", alone=False)
+    rows = timed_rows(case, conditions, builders, amount, "tok/s", ideal, "measured copy", alone=False)
     first = next(iter(bench.tokens.values()), None)
     for row in rows:
         if row["contestant"] in bench.tokens:

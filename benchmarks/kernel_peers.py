@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from cells import CUDNN, FLASH, OURS, Cell, Conditions, Rows, timed_rows
+from benchmark_cases import CUDNN, FLASH, OURS, BenchmarkCase, Conditions, Rows, timed_rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,24 +26,24 @@ CONTESTANTS = (*ATTENTION, *BACKENDS, "FlexAttention")
 """Whom `attention_by` knows."""
 
 
-def attention(cell: Cell, conditions: Conditions) -> Rows:
+def attention(case: BenchmarkCase, conditions: Conditions) -> Rows:
     """Causal attention of random q, k and v in bf16, forward or in both directions."""
-    s, device, both = cell.settings, torch.device(conditions.device), cell.settings["passes"] == "both"
+    s, device, both = case.settings, torch.device(conditions.device), case.settings["mode"] == "both"
     torch.manual_seed(0)
     shape = (s["batch_size"], s["heads"], s["context_length"], s["head_size"])
-    case = cases.attention(shape, torch.bfloat16, device)
-    case = case if both else case.forward
+    kernel = cases.attention(shape, torch.bfloat16, device)
+    kernel = kernel if both else kernel.forward
 
     def build(name: str) -> Contestant:
-        return Contestant(partial(case.run, attention_by(name, s["context_length"], device, conditions)))
+        return Contestant(partial(kernel.run, attention_by(name, s["context_length"], device, conditions)))
 
     builders, reference = {name: partial(build, name) for name in s["contestants"]}, None
     if not s.get("unchecked"):  # the last head of the first sequence: of all the scores would be too many
-        reference = case.run(convert=lambda x: x[0, -1].double())
-    flops = case.flops * (1 + cases.BACKWARD * both)
-    ideal, options = flops / conditions.ceilings["bf16_flops_per_second"], {"part": lambda x: x[0, -1]}
+        reference = kernel.run(convert=lambda x: x[0, -1].double())
+    flops = kernel.flops * (1 + cases.BACKWARD * both)
+    ideal, options = flops / conditions.peak_rates["bf16_flops_per_second"], {"part": lambda x: x[0, -1]}
     rates = (flops / 1e12, "TFLOP/s", ideal, "measured matmul")
-    return timed_rows(cell, conditions, builders, *rates, reference=reference, **options)
+    return timed_rows(case, conditions, builders, *rates, reference=reference, **options)
 
 
 def attention_by(name: str, length: int, device: torch.device, conditions: Conditions) -> Callable[..., Tensor] | None:
@@ -71,12 +71,12 @@ def by_backend(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         raise
 
 
-def loss(cell: Cell, conditions: Conditions) -> Rows:
+def loss(case: BenchmarkCase, conditions: Conditions) -> Rows:
     """LM head and cross-entropy forward and backward in bf16. Peak memory is all beyond the inputs: gradients too."""
-    s = cell.settings
+    s = case.settings
     torch.manual_seed(0)
     sizes = (s["rows"], s["d_model"], s["vocab_size"])
-    case = cases.loss(*sizes, torch.bfloat16, torch.device(conditions.device))
+    kernel = cases.loss(*sizes, torch.bfloat16, torch.device(conditions.device))
 
     def eager(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, weight).float(), targets)
@@ -84,19 +84,19 @@ def loss(cell: Cell, conditions: Conditions) -> Rows:
     def part(result: Tensor) -> Tensor:
         return result[:, :CHECKED_COLUMNS] if result.ndim == 2 else result
 
-    reference = case.run(convert=lambda x: x.float() if x.is_floating_point() else x)
+    reference = kernel.run(convert=lambda x: x.float() if x.is_floating_point() else x)
     options = {"reference": [part(result).clone() for result in reference], "part": part}
     del reference
     losses = {"eager": eager, "torch.compile": conditions.compiled(eager), OURS: linear_cross_entropy}
-    builders = {name: partial(Contestant, partial(case.run, function)) for name, function in losses.items()}
+    builders = {name: partial(Contestant, partial(kernel.run, function)) for name, function in losses.items()}
     flops = 6 * s["rows"] * s["d_model"] * s["vocab_size"]
-    ideal = flops / conditions.ceilings["bf16_flops_per_second"]
-    return timed_rows(cell, conditions, builders, flops / 1e12, "TFLOP/s", ideal, "measured matmul", **options)
+    ideal = flops / conditions.peak_rates["bf16_flops_per_second"]
+    return timed_rows(case, conditions, builders, flops / 1e12, "TFLOP/s", ideal, "measured matmul", **options)
 
 
-def adamw(cell: Cell, conditions: Conditions) -> Rows:
+def adamw(case: BenchmarkCase, conditions: Conditions) -> Rows:
     """One AdamW update of many float32 parameters, clipping left out. The shapes are those of a model's blocks."""
-    s = cell.settings
+    s = case.settings
     d, f, blocks = s["d_model"], s["d_ff"], s["blocks"]
     shapes = [(d, d)] * 4 * blocks + [(f, d)] * 3 * blocks + [(d,)] * 2 * blocks
 
@@ -116,30 +116,30 @@ def adamw(cell: Cell, conditions: Conditions) -> Rows:
     builders = {name: partial(build, update, shapes) for name, update in updates.items()}
     reference = build(optimizer.plain, shapes[:1], torch.float64).results
     return copying(
-        cell, conditions, builders, BYTES_PER_PARAMETER * sum(map(torch.Size.numel, map(torch.Size, shapes))), reference
+        case, conditions, builders, BYTES_PER_PARAMETER * sum(map(torch.Size.numel, map(torch.Size, shapes))), reference
     )
 
 
-def elementwise(cell: Cell, conditions: Conditions) -> Rows:
+def elementwise(case: BenchmarkCase, conditions: Conditions) -> Rows:
     """A kernel between the matmuls in bf16: what torch.compile makes of the reference, and ours."""
-    s = cell.settings
+    s = case.settings
     torch.manual_seed(0)
 
     def random(width: int) -> Tensor:
         return torch.randn(s["rows"], width, device=conditions.device).bfloat16()
 
     if s["kernel"] == "rmsnorm":  # with the gradient of the residual stream, which the backward pass adds
-        case = cases.norm(*(random(s["d_model"]) for _ in range(4)))
+        kernel = cases.norm(*(random(s["d_model"]) for _ in range(4)))
     elif s["kernel"] == "rope":
-        case = cases.rotation(random(3 * s["heads"] * s["head_size"]), s["heads"], s["context_length"], False)
+        kernel = cases.rotation(random(3 * s["heads"] * s["head_size"]), s["heads"], s["context_length"], False)
     else:
-        case = cases.gate(random(2 * s["d_ff"]), random(s["d_ff"]))
-    compiled = partial(case.run, conditions.compiled(case.reference))
-    builders = {"torch.compile": partial(Contestant, compiled), OURS: case.ours}
-    return copying(cell, conditions, builders, case.least_bytes, case.run(convert=Tensor.float))
+        kernel = cases.gate(random(2 * s["d_ff"]), random(s["d_ff"]))
+    compiled = partial(kernel.run, conditions.compiled(kernel.reference))
+    builders = {"torch.compile": partial(Contestant, compiled), OURS: kernel.ours}
+    return copying(case, conditions, builders, kernel.least_bytes, kernel.run(convert=Tensor.float))
 
 
-def copying(cell: Cell, conditions: Conditions, builders: Any, moved: int, reference: Any) -> Rows:
+def copying(case: BenchmarkCase, conditions: Conditions, builders: Any, moved: int, reference: Any) -> Rows:
     """Rows of work whose speed is that of moving so many bytes."""
-    ideal = moved / conditions.ceilings["copy_bytes_per_second"]
-    return timed_rows(cell, conditions, builders, moved / 1e9, "GB/s", ideal, "measured copy", reference=reference)
+    ideal = moved / conditions.peak_rates["copy_bytes_per_second"]
+    return timed_rows(case, conditions, builders, moved / 1e9, "GB/s", ideal, "measured copy", reference=reference)

@@ -1,11 +1,11 @@
 """Speed of lmcore beside what else its users could pick, on one device, in one run.
 
     python benchmarks/speed.py                       # everything that there is time for, to results/h200/speed.json
-    python benchmarks/speed.py --only step decode    # some groups, or cells by name
+    python benchmarks/speed.py --only step decode    # some groups, or cases by name
     python benchmarks/speed.py --toy --out runs/toy/speed.json
 
-A cell is one piece of work: its contestants are built, checked against the reference and then timed turn by turn, in
-a process of the cell's own. What is done is written down at once and not done again.
+A case is one piece of work: its contestants are built, checked against the reference and then timed turn by turn, in
+a process of the case's own. What is done is written down at once and not done again.
 """
 
 import math
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from cells import Cell, Conditions, Rows, blank_row, cells, examined, perform, targets, toy_cells
+from benchmark_cases import BenchmarkCase, Conditions, Rows, all_cases, blank_row, examined, perform, targets, toy_cases
 from common import command
 
 from lmcore.errors import require
@@ -24,7 +24,7 @@ from lmcore.profiling.runner import run_apart
 from lmcore.workbook.report.speed import fastest, is_row, judged, ours_of, peers_of, table_of
 
 GRACE = 120.0
-"""Seconds beyond its estimate after which a cell is given up."""
+"""Seconds beyond its estimate after which a case is given up."""
 
 
 def main(
@@ -39,42 +39,42 @@ def main(
     """Measures, prints and writes.
 
     Args:
-        out: the JSON file to write, cell by cell; what it holds already is kept.
-        only: groups (step, attention, optimizer, loss, decode, sweep, memory, study, elementwise) or cells by name.
-        budget: seconds after which no cell is begun that would take longer than what is left.
-        seconds: how long the contestants of a cell take turns.
+        out: the JSON file to write, case by case; what it holds already is kept.
+        only: groups (step, attention, optimizer, loss, decode, sweep, memory, study, elementwise) or cases by name.
+        budget: seconds after which no case is begun that would take longer than what is left.
+        seconds: how long the contestants of a case take turns.
         device: auto, cuda, cuda:N, mps or cpu.
         toy: small sizes, nothing compiled: to try the command; its times mean nothing.
-        again: measure cells anew that the file holds.
+        again: measure cases anew that the file holds.
     """
     began = time.monotonic()
     require(budget is None or 0 <= budget < math.inf, f"--budget is a number of seconds from 0 on, not {budget}.")
-    every = toy_cells() if toy else cells()
-    known = {cell.group for cell in every} | {cell.row for cell in every}
+    every = toy_cases() if toy else all_cases()
+    known = {case.group for case in every} | {case.row for case in every}
     unknown = [name for name in only if name not in known]
-    require(not unknown, f"There is no group or cell {', '.join(unknown)}; choose from {', '.join(sorted(known))}.")
+    require(not unknown, f"There is no group or case {', '.join(unknown)}; choose from {', '.join(sorted(known))}.")
     result = earlier(out, toy)
     outcome, place = run_apart(examined, (device, toy), timeout=None)
     require(outcome == "complete", f"The device cannot be examined: {place}")
     here, others = machine(place), {machine(run) for run in result["runs"]} - {machine(place)}
     require(not others, f"{out} holds measurements of {', '.join(sorted(others))}, not {here}: choose another --out.")
-    done = set() if again else {name for run in result["runs"] for name in run["cells"]}
-    result["runs"].append(place | {"cells": []})
-    conditions = Conditions(place["device"], toy, 0.05 if toy else seconds, place["ceilings"])
-    for cell in every:
-        if cell.row in done or (only and not {cell.group, cell.row} & set(only)):
+    done = set() if again else {name for run in result["runs"] for name in run["cases"]}
+    result["runs"].append(place | {"cases": []})
+    conditions = Conditions(place["device"], toy, 0.05 if toy else seconds, place["peak_rates"])
+    for case in every:
+        if case.row in done or (only and not {case.group, case.row} & set(only)):
             continue
         left = math.inf if budget is None else max(0.0, budget - (time.monotonic() - began))
-        if left < cell.estimate:
-            print(f"{cell.row}: left out, as {left:.0f} s are left and it takes {cell.estimate:.0f} s", flush=True)
+        if left < case.estimate:
+            print(f"{case.row}: left out, as {left:.0f} s are left and it takes {case.estimate:.0f} s", flush=True)
             continue
         start = time.monotonic()
-        outcome, rows = run_apart(perform, (cell, conditions), min(left, cell.estimate + GRACE))
-        if outcome != "complete":  # the cell ended as a whole
-            rows = [blank_row(cell, "all", outcome, rows)]
-        keep(result, cell, rows)
+        outcome, rows = run_apart(perform, (case, conditions), min(left, case.estimate + GRACE))
+        if outcome != "complete":  # the case ended as a whole
+            rows = [blank_row(case, "all", outcome, rows)]
+        keep(result, case, rows)
         write_json(out, result)
-        print(f"{cell.row}: {time.monotonic() - start:.0f} s", *lines(rows, ()), sep="\n", flush=True)
+        print(f"{case.row}: {time.monotonic() - start:.0f} s", *lines(rows, ()), sep="\n", flush=True)
     where = f"all in {out}" if out.exists() else "nothing was measured"
     print(f"\n{'-' * 100}", *lines(result["rows"], result["targets"]), where, sep="\n")
 
@@ -83,8 +83,8 @@ def earlier(out: Path, toy: bool) -> dict[str, Any]:
     """What the file holds, or an empty result. Raises `UserError` rather than mix toy sizes with real ones."""
     wanted = {"targets": [] if toy else targets()}
     if not out.exists():
-        return {"provenance": {}, "ceilings": {}, "toy": toy, "runs": [], "rows": []} | wanted
-    result, keys = read_json(out), {"device", "environment", "ceilings", "cells"}
+        return {"provenance": {}, "peak_rates": {}, "toy": toy, "runs": [], "rows": []} | wanted
+    result, keys = read_json(out), {"device", "environment", "peak_rates", "cases"}
     whole = isinstance(result, dict) and {"toy", "runs", "rows"} <= result.keys() and all(map(is_row, result["rows"]))
     whole = whole and all(isinstance(run, dict) and keys <= run.keys() for run in result["runs"])
     require(whole, f"{out} is not a result of this benchmark.")
@@ -97,17 +97,17 @@ def machine(run: dict[str, Any]) -> str:
     return f"{run['environment'].get('device')} ({run['device'].partition(':')[0]})"
 
 
-def keep(result: dict[str, Any], cell: Cell, rows: Rows) -> None:
-    """Puts rows into the result in the place of earlier ones of the same names; the cell is done if any is complete.
+def keep(result: dict[str, Any], case: BenchmarkCase, rows: Rows) -> None:
+    """Puts rows into the result in the place of earlier ones of the same names; the case is done if any is complete.
 
-    `run` of a row is the place of its run, with commit, machine and ceilings, in the result's `runs`. Rows that hold
-    no measurement do not take the place of some that do, and then the result's `provenance` and `ceilings` stay, too.
+    `run` of a row is the place of its run, with commit, machine and peak rates, in the result's `runs`. Rows that hold
+    no measurement do not take the place of some that do, and then the result's `provenance` and `peak rates` stay, too.
     """
     names, run = {row["row"] for row in rows}, result["runs"][-1]
     if any(row["outcome"] == "complete" for row in rows):
-        names.add(cell.row)  # a row of the whole cell, which had failed
-        run["cells"].append(cell.row)
-        result |= {"provenance": run["environment"], "ceilings": run["ceilings"]}
+        names.add(case.row)  # a row of the whole case, which had failed
+        run["cases"].append(case.row)
+        result |= {"provenance": run["environment"], "peak_rates": run["peak_rates"]}
     else:
         names -= {row["row"] for row in result["rows"] if row["outcome"] == "complete"}
     result["rows"] = [row for row in result["rows"] if row["row"] not in names]

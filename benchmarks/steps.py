@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from cells import OURS, Cell, Conditions, Rows, timed_rows
+from benchmark_cases import OURS, BenchmarkCase, Conditions, Rows, timed_rows
 from peers import hugging_face, torch_llama
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -186,12 +186,12 @@ def captured(step: Callable[[], Any], device: torch.device, warmups: int = 3) ->
     return replay, returned
 
 
-def measure(cell: Cell, conditions: Conditions) -> Rows:
-    """A whole step in bf16 over float32 weights by each of the cell's contestants, on one batch and from one start.
+def measure(case: BenchmarkCase, conditions: Conditions) -> Rows:
+    """A whole step in bf16 over float32 weights by each of the case's contestants, on one batch and from one start.
 
     How far the loss fell over the first steps is noted as a multiple of the first contestant's fall.
     """
-    s, device = cell.settings, torch.device(conditions.device)
+    s, device = case.settings, torch.device(conditions.device)
     torch.set_float32_matmul_precision("high")
     model = model_config(s["size"], context_length=s["context_length"], vocab_size=s["vocab_size"])
     optimizer = OptimizerConfig(learning_rate=1e-4)
@@ -201,7 +201,7 @@ def measure(cell: Cell, conditions: Conditions) -> Rows:
     peak = peak_flops(device_name(device), s["precision"])
     ideal = None if peak is None else training_flops(model, config.batch_size) / peak
     rates = (config.tokens_per_step, "tok/s", ideal, "peak of the data sheet")
-    rows = timed_rows(cell, conditions, builders, *rates, alone=False, reference=[bench.reference()])
+    rows = timed_rows(case, conditions, builders, *rates, alone=False, reference=[bench.reference()])
     noted = [row["notes"] for row in rows if "losses" in row["notes"]]
     falls = [notes["losses"][0] - notes["losses"][-1] for notes in noted]
     for notes, fall in zip(noted, falls, strict=True):

@@ -207,7 +207,7 @@ def least_training_bytes(config: TrainConfig) -> int:
 def least_step_bytes(
     config: ModelConfig,
     batch_size: int,
-    passes: str = "train_step",
+    mode: str = "train_step",
     precision: str = "fp32",
     optimizer: str = "adamw",
     steps: int = 2,
@@ -222,9 +222,9 @@ def least_step_bytes(
     scores where a kernel spares them.
     """
     weights = 4 * num_parameters(config)
-    if passes == "forward":
+    if mode == "forward":
         return weights
-    moments = LEAST_MOMENTS[optimizer] * weights if passes == "train_step" else 0
+    moments = LEAST_MOMENTS[optimizer] * weights if mode == "train_step" else 0
     activations = activation_counts(config, batch_size)
     if config.attention != "plain":
         del activations["scores"], activations["softmax"]

@@ -169,13 +169,13 @@ def training() -> str:
 
 def sizes() -> str:
     """The plain model of every size: time, utilization, memory, and the share of matmuls."""
-    timings, profiles = rows_of("benchmark"), rows_of("nsys_profiles").set_index("cell")
+    timings, profiles = rows_of("benchmark"), rows_of("nsys_profiles").set_index("case")
     here = timings[(timings["context_length"] == 256) & (timings["outcome"] == "complete")]
     found = []
     for size, part in here.groupby("size", sort=False):
-        case = part.set_index(["precision", "passes"])
+        case = part.set_index(["precision", "mode"])
         step, half = case.loc[("fp32", "train_step")], case.loc[("bf16", "train_step")]
-        profile = profiles.loc[step["cell"]]
+        profile = profiles.loc[step["case"]]
         found.append(
             {
                 "size": size,

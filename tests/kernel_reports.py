@@ -5,7 +5,7 @@ from lmcore.config import to_dict
 
 def record(name, config, result, outcome="complete", reason=None):
     return {
-        "cell": name, "config": to_dict(config), "outcome": outcome, "reason": reason, "result": result,
+        "case": name, "config": to_dict(config), "outcome": outcome, "reason": reason, "result": result,
         "environment": {"device": "CPU"},
     }  # fmt: skip
 

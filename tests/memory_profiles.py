@@ -29,7 +29,7 @@ class Step:
         self.event += 1
         row["last"] = self.event
 
-    def profile(self, passes: str, **changes) -> dict:
+    def profile(self, mode: str, **changes) -> dict:
         edges = [*self.stages.values(), self.event]
         stages = {name: (first, last) for name, first, last in zip(self.stages, edges, edges[1:], strict=False)}
         allocations = pd.DataFrame([{"address": 0, "last": self.event + 1} | row for row in self.rows])
@@ -37,7 +37,7 @@ class Step:
         said = summary(History("torch.cuda memory history", allocations, seconds, stages))
         peak = said["peak_bytes"]
         return said | {
-            "device": "Chip A", "passes": passes, "precision": "fp32", "sources": "source line", "snapshot": None,
+            "device": "Chip A", "mode": mode, "precision": "fp32", "sources": "source line", "snapshot": None,
             "torch_peak_bytes": peak, "torch_requested_peak_bytes": peak, "reserved_peak_bytes": 2 * peak, "notes": [],
         } | changes  # fmt: skip
 

@@ -19,7 +19,7 @@ def training_sweep(embedded_data: Path) -> dict:
 BENCHMARK = {
     "name": "times",
     "kind": "benchmark",
-    "base": {"size": "smoke", "device": "cpu", "warmup_steps": 0, "steps": 1, "passes": "forward", "batch_size": 1},
+    "base": {"size": "smoke", "device": "cpu", "warmup_steps": 0, "steps": 1, "mode": "forward", "batch_size": 1},
     "vary": {"context_length": [8, 16]},
 }
 

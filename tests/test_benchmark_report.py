@@ -18,10 +18,10 @@ OOM = (
 def record(name, config, walls, cuda=True, device="NVIDIA H200", split=(0.3, 0.02, 0.6, 0.08), allocations=0):
     """A record whose steps, warm-ups first, take `walls` seconds; None: out of memory."""
     environment = {"device": device, "torch": "2"}
-    head = {"cell": name, "config": to_dict(config), "environment": environment}
+    head = {"case": name, "config": to_dict(config), "environment": environment}
     if walls is None:
         return head | {"outcome": "out of memory", "reason": OOM, "result": None}
-    many = {"forward": 1, "forward_backward": 3, "train_step": 4}[config.passes]
+    many = {"forward": 1, "forward_backward": 3, "train_step": 4}[config.mode]
     samples = [
         {
             "wall": wall,
@@ -53,7 +53,7 @@ def grid(sizes=("small", "2.7b"), contexts=(256,), precisions=("fp32",), seconds
     far = {"forward": 1, "forward_backward": 3, "train_step": 4}
     records = {}
     for name, config in cells.items():
-        base = seconds * far[config.passes] * MODEL_SIZES[config.size]["d_model"] * config.model.context_length / 2**18
+        base = seconds * far[config.mode] * MODEL_SIZES[config.size]["d_model"] * config.model.context_length / 2**18
         walls = None if name in lost else [base * (1 + noise * shift) for shift in (9, -1, 1, -1, 1)]
         records[name] = record(name, config, walls, **options)
     return records
@@ -71,8 +71,8 @@ def test_tables_for_readers():
     assert timings.spread(0.5, None) == "500"
     assert timings.spread(None, None) == timings.MISSING
     assert [timings.rate(value) for value in (2.5e12, 3e10, None)] == ["2.50 TFLOP/s", "30.0 GFLOP/s", timings.MISSING]
-    sources = tables.provenance_of_cells(grid(("small",)))
-    assert (sources["device"], sources["cells"]) == ("NVIDIA H200", 3)
+    sources = tables.provenance_of_cases(grid(("small",)))
+    assert (sources["device"], sources["cases"]) == ("NVIDIA H200", 3)
 
 
 def test_readers_are_told_of_fused_operations():

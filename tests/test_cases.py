@@ -53,7 +53,7 @@ def test_named_sizes_of_the_handouts():
 def test_names_and_cases_of_a_grid():
     cases = case_grid(["smoke", "2.7b"], [64, 128], ["bf16"], ["forward"], batch_size=2, attention="sdpa")
     assert list(cases) == [f"{size}-{context}-bf16-forward" for context in (64, 128) for size in ("smoke", "2.7b")]
-    expected = {"batch_size": 2, "attention": "sdpa", "precision": "bf16", "passes": "forward"}
+    expected = {"batch_size": 2, "attention": "sdpa", "precision": "bf16", "mode": "forward"}
     assert cases["2.7b-128-bf16-forward"] == workload_config("2.7b", 128, **expected)
     joined = cases | case_grid(["smoke"], [64], ["bf16", "fp32"], ["forward"], batch_size=2, attention="sdpa")
     assert len(joined) == 5
@@ -61,7 +61,7 @@ def test_names_and_cases_of_a_grid():
 
 def test_options_with_named_sizes():
     settings = BenchmarkConfig(
-        size=("small", "2.7b"), context_length=(128, 256), precision=("fp32", "bf16"), passes=("forward",),
+        size=("small", "2.7b"), context_length=(128, 256), precision=("fp32", "bf16"), mode=("forward",),
         attention=("plain", "sdpa"), model=ModelConfig(vocab_size=500, norm="post"), batch_size=2,
     )  # fmt: skip
     cases = benchmark_cases(settings)
@@ -74,17 +74,15 @@ def test_options_with_named_sizes():
 def test_options_with_numbers_of_their_own():
     model = ModelConfig(d_model=48, num_heads=4, num_layers=3, norm="post", context_length=64)
     assert benchmark_cases(BenchmarkConfig(model=model, compile=True, warmup_steps=0)) == {
-        f"own-3x48-64-fp32-{passes}-compiled-b4": WorkloadConfig(
-            model=model, passes=passes, compile=True, warmup_steps=0
-        )
-        for passes in ("forward", "forward_backward")
+        f"own-3x48-64-fp32-{mode}-compiled-b4": WorkloadConfig(model=model, mode=mode, compile=True, warmup_steps=0)
+        for mode in ("forward", "forward_backward")
     }
 
 
 @pytest.mark.parametrize("asked", [{}, {"attention": ("flash",)}, {"model": ModelConfig(attention="flash")}])
 def test_fused_cases_say_what_they_run(asked):
     """The same case, whether its attention is asked for or not; so what is measured once is not measured again."""
-    ((name, config),) = benchmark_cases(BenchmarkConfig(passes=("train_step",), ops="fused", **asked)).items()
+    ((name, config),) = benchmark_cases(BenchmarkConfig(mode=("train_step",), ops="fused", **asked)).items()
     assert name == "own-4x512-256-fp32-train_step-fused-b4"
     assert (config.ops, config.model.attention, config.compile) == ("fused", "flash", False)
 
@@ -93,7 +91,7 @@ def test_the_reports_setting_is_the_default_and_names_tell_cases_apart():
     cases = study_cells(StudyConfig())
     assert len(cases) == 18 + 4 + 4 - 1  # batch 8 at context 512 serves two questions
     assert len({repr(config) for config in cases.values()}) == len(cases)
-    assert {config.passes for config in cases.values()} == {"train_step"}
+    assert {config.mode for config in cases.values()} == {"train_step"}
     model = cases["study_b16_c1024_fp16"].model
     assert (model.num_layers, model.num_heads, model.vocab_size, model.position) == (12, 12, 50_257, "sinusoidal")
     base = batch_cells(SMALL)["study_b2_c16_bf16"]
@@ -118,7 +116,7 @@ def test_every_case_of_a_small_study_runs(name):
         (lambda: case_grid(["smoke"], [0]), "context_length"),
         (lambda: WorkloadConfig(steps=0), "steps must be a positive"),
         (lambda: WorkloadConfig(warmup_steps=-1), "warmup_steps must be"),
-        (lambda: WorkloadConfig(passes="sideways"), "passes must be one of forward, forward_backward, train_step"),
+        (lambda: WorkloadConfig(mode="sideways"), "mode must be one of forward, forward_backward, train_step"),
         (lambda: WorkloadConfig(precision="fp8"), "precision must be one of"),
         (lambda: ModelConfig(attention="fast"), "attention must be one of plain, sdpa"),
         (lambda: ModelConfig(checkpoint_every=0), "checkpoint_every must be a positive"),

@@ -85,6 +85,8 @@ def mistake(command: str | list[str], capsys) -> str:
         ("train --run r --model.embedding-init-std inf", "embedding_init_std must be a finite number"),
         ("train --run r --model.rope-theta inf", "rope_theta must be a finite number, not inf"),
         ("workbook --stop-seconds inf", "stop_seconds must be positive and finite, not inf"),
+        ("benchmark --passes forward", "--passes is called --mode now."),
+        ("submission runs/gpu", "submission is called handin now."),
     ],
 )
 def test_a_mistake_is_one_sentence(command, words, capsys):
@@ -109,8 +111,8 @@ extra_train: data prepare text.txt --out o --extra-train text.txt ?
 download_folder: data prepare tinystories --out o --download-folder ?
 --folder: data download tinystories --folder ?
 TEXTS: tokenizer train text.txt ? --out o
-OUT: writeup ? | submission ? | requeue ? | sweep table ?
---to: submission --to ?
+OUT: writeup ? | handin ? | requeue ? | sweep table ?
+--to: handin --to ?
 OUTS: jobs ?
 --report: nsys --report ?
 --snapshot: memory --snapshot ?

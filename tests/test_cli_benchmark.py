@@ -13,7 +13,7 @@ TINY = [word for name, value in SIZES.items() for word in (f"--model.{name}", st
 
 def test_command_measures_writes_and_resumes(tmp_path, capsys):
     """Commands that share a folder: each prints and writes the table of its own cases, and measures none twice."""
-    command = ["benchmark", *TINY, "--passes", "train_step", "--steps", "2", "--warmup-steps", "0"]
+    command = ["benchmark", *TINY, "--mode", "train_step", "--steps", "2", "--warmup-steps", "0"]
     command += ["--device", "cpu", "--out", str(tmp_path), "--context-length", "8"]
 
     def done(*more, code=0):
@@ -38,7 +38,7 @@ def test_command_measures_writes_and_resumes(tmp_path, capsys):
     assert found == [("complete", "fused", "flash", False), ("failed", "fused", "flash", False)]
     assert rows[0]["wall_mean"] > 0
     assert ",fused," in (tmp_path / "samples.csv").read_text()
-    assert {path.stem for path in (tmp_path / "cells").glob("own*.json")} == {row["cell"] for row in plain + rows}
+    assert {path.stem for path in (tmp_path / "cases").glob("own*.json")} == {row["case"] for row in plain + rows}
     head, row = done("--ops", "fused")[0].splitlines()[-3:-1]
     assert ("ops" in head.split(), "fused" in row.split(), "flash" in row.split()) == (True,) * 3
 
@@ -51,7 +51,7 @@ def test_command_measures_writes_and_resumes(tmp_path, capsys):
         ("--context-length 0", "context_length must be a positive whole number, not 0"),
         ("--device cuda:7", "Device 'cuda:7' is not there"),
         ("--size small --model.d-model 64", "give either --size or --model.d-model"),
-        ("--passes", "Give at least one of the passes"),
+        ("--mode", "Give at least one mode"),
         ("--precision", "Give at least one precision"),
         ("--model.num-heads 7", "d_model (512) must be divisible by num_heads (7)"),
         ("--steps 0", "steps must be a positive whole number"),

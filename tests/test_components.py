@@ -89,8 +89,8 @@ def test_roofline_of_a_table():
     row = {"component": "x", "part_of": "block", "kind": "matmul", "count": 1, "direction": "forward", "bytes": 100}
     rows = row | {"flops": 100, "seconds": 2.0}, row | {"flops": 10_000, "seconds": 20.0, "issue_seconds": 1.0}
     rates = {"peak_flops_per_second": 1000.0, "peak_bytes_per_second": 100.0}
-    lost = {"cell": "b", "config": to_dict(CONFIG), "result": None}
-    found = lost | {"cell": "a", "result": {"device": "CPU", "ceilings": rates, "components": rows}}
+    lost = {"case": "b", "config": to_dict(CONFIG), "result": None}
+    found = lost | {"case": "a", "result": {"device": "CPU", "peak_rates": rates, "components": rows}}
     table = components_table({"a": found, "b": lost})
     columns = ["intensity", "bound", "attainable", "roofline_share"]
     assert table[columns].values.tolist() == [[1.0, "memory", 100.0, 0.5], [100.0, "compute", 1000.0, 0.5]]

@@ -34,7 +34,7 @@ def test_progress_is_what_is_saved(tmp_path):
         checkpoint(tmp_path, step, run)
     (tmp_path / "runs" / "base" / "checkpoints" / ".step_00000030.pt.99.tmp").touch()
     for name, outcome in (("one", "complete"), ("two", "out of memory"), ("three", "failed")):
-        record(tmp_path, f"runs/benchmark/{name}.json", cell=name, config="", outcome=outcome)
+        record(tmp_path, f"runs/benchmark/{name}.json", case=name, config="", outcome=outcome)
     record(tmp_path, "notebooks/01_build.json", name="01_build", state="done")
     record(tmp_path, "notebooks/02_train.json", name="02_train", state="stopped")
     (tmp_path / "notebooks" / "03_generate.json").write_text("{")
@@ -62,8 +62,8 @@ def test_the_record_of_a_measured_cell_is_recognised(tmp_path):
 
     model = model_config("smoke", vocab_size=16, context_length=8)
     config = WorkloadConfig(model=model, batch_size=1, device="cpu", warmup_steps=1, steps=1)
-    run_cases(measure, {"tiny": config}, tmp_path / "cells")
-    assert progress(tmp_path) == {"cells/tiny.json": 1}
+    run_cases(measure, {"tiny": config}, tmp_path / "cases")
+    assert progress(tmp_path) == {"cases/tiny.json": 1}
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_the_record_of_a_measured_cell_is_recognised(tmp_path):
     [
         lambda out: checkpoint(out, 20),
         lambda out: checkpoint(out, 1, "runs/new"),
-        lambda out: record(out, "runs/benchmark/one.json", cell="one", outcome="complete"),
+        lambda out: record(out, "runs/benchmark/one.json", case="one", outcome="complete"),
         lambda out: record(out, "notebooks/01_build.json", name="01_build", state="done"),
     ],
-    ids=["steps", "run", "cell", "notebook"],
+    ids=["steps", "run", "case", "notebook"],
 )
 def test_whatever_is_saved_counts_and_a_pause_is_forgiven(tmp_path, saves):
     checkpoint(tmp_path, 10)

@@ -229,7 +229,7 @@ def test_a_job_that_submits_does_not_pass_its_own_numbers_on(slurm, project, mon
 SWEEP = """
 name: tiny
 kind: benchmark
-base: {warmup_steps: 1, steps: 1, device: cpu, passes: forward}
+base: {warmup_steps: 1, steps: 1, device: cpu, mode: forward}
 vary: {size: [smoke, laptop]}
 """
 

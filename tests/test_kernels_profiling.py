@@ -186,7 +186,7 @@ def test_both_ways_of_an_elementwise_operation_do_the_same(name):
 
 
 def test_the_explicit_step_is_measured_without_a_graph():
-    case = steps.rung_cases("smoke", 16, batch_size=2, vocab_size=32, warmup_steps=1, steps=2)["fused"]
+    case = steps.step_cases("smoke", 16, batch_size=2, vocab_size=32, warmup_steps=1, steps=2)["fused"]
     assert steps.task_of("fused") is steps.measure_ungraphed
     samples = steps.measure_ungraphed(case, None)["samples"]
     assert [sample["warmup"] for sample in samples] == [True, False, False]
@@ -228,7 +228,7 @@ def test_the_fast_path_differs_in_nothing_but_how_it_computes():
 
 
 def test_ceilings_are_a_task():
-    roofs = measuring.measure_ceilings(workload_config("smoke"), None)
+    roofs = measuring.device_peak_rates(workload_config("smoke"), None)
     assert set(roofs) == {"peak_flops_per_second", "peak_bytes_per_second"}
 
 
@@ -270,10 +270,10 @@ def test_variants_of_a_step_that_cannot_run_are_named():
     assert set(absent) == {"compiled", "graph"}
     assert steps.absent_rungs(compiled=True, device=torch.device("cuda")) == {}
     sample = dict.fromkeys(("cuda", "forward", "loss", "backward", "optimizer")) | {"wall": 0.5, "warmup": False}
-    timed = [rung for rung in steps.RUNGS if rung not in absent]
-    todo = steps.rung_cases("smoke", 16, batch_size=2)
-    records = {rung: record(rung, todo[rung], {"device": "CPU", "samples": [sample]}) for rung in timed}
-    table = steps.ladder_table(records, absent)
-    assert table["rung"].tolist() == list(steps.RUNGS)
+    timed = [variant for variant in steps.VARIANTS if variant not in absent]
+    todo = steps.step_cases("smoke", 16, batch_size=2)
+    records = {variant: record(variant, todo[variant], {"device": "CPU", "samples": [sample]}) for variant in timed}
+    table = steps.steps_table(records, absent)
+    assert table["variant"].tolist() == list(steps.VARIANTS)
     assert table["outcome"].tolist().count("absent") == 2
     assert "needs a CUDA GPU" in table["reason"].iloc[-1]

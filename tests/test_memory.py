@@ -24,7 +24,7 @@ LOGITS = 4 * 4 * CONTEXT * VOCABULARY
 
 
 def config(**changes):
-    defaults = {"device": "cpu", "warmup_steps": 1, "passes": "train_step"}
+    defaults = {"device": "cpu", "warmup_steps": 1, "mode": "train_step"}
     return workload_config("smoke", CONTEXT, vocab_size=VOCABULARY, **defaults | changes)
 
 
@@ -75,7 +75,7 @@ def test_sources_on_the_cpu_name_functions_operators_and_the_backward_pass(step)
 
 
 def test_inference_saves_nothing_for_a_backward_pass(tmp_path, step):
-    forward = profile_memory(config(passes="forward"), tmp_path)
+    forward = profile_memory(config(mode="forward"), tmp_path)
     assert [row["name"] for row in forward["stages"]] == ["forward"]
     assert (forward["peak_by_category"]["activations"], forward["before_by_category"]["optimizer state"]) == (0, 0)
     assert forward["peak_bytes"] < step["peak_bytes"]
@@ -190,13 +190,13 @@ def test_what_a_block_of_any_size_saves_is_known_without_memory():
 
 
 def test_the_command_records_prints_and_draws(tmp_path, capsys):
-    options = ["--size", "smoke", "--context-length", "16", "--passes", "forward", "--device", "cpu", "--top", "3"]
+    options = ["--size", "smoke", "--context-length", "16", "--mode", "forward", "--device", "cpu", "--top", "3"]
     assert main(["memory", *options, "--out", str(tmp_path)]) == 0
     said, name = capsys.readouterr().out, "smoke-16-fp32-forward-b4"
     assert "CPU allocator" in said
     assert "Linear.forward" in said
     assert "<html" in (tmp_path / f"{name}.html").read_text()
-    result = json.loads((tmp_path / "cells" / f"{name}.json").read_text())["result"]
+    result = json.loads((tmp_path / "cases" / f"{name}.json").read_text())["result"]
     assert result["peak_bytes"] > result["before_bytes"]
 
 
@@ -215,15 +215,13 @@ def test_the_command_reads_snapshots_of_others_and_refuses_what_is_none(tmp_path
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "changes", [{}, {"passes": "forward"}, {"precision": "bf16"}, {"checkpoint_every": 1}], ids=str
-)
+@pytest.mark.parametrize("changes", [{}, {"mode": "forward"}, {"precision": "bf16"}, {"checkpoint_every": 1}], ids=str)
 def test_the_gpu_s_timeline_has_the_allocator_s_own_peak(tmp_path, changes):
     found = profile_memory(config(device="cuda", **changes), tmp_path)
     assert found["peak_bytes"] == found["torch_requested_peak_bytes"]
     assert found["peak_bytes"] <= found["torch_peak_bytes"]
     assert found["before_by_category"]["parameters"] == PARAMETERS
-    if changes.get("passes") != "forward":
+    if changes.get("mode") != "forward":
         assert found["after_by_category"]["gradients"] == PARAMETERS
     assert (tmp_path / found["snapshot"]["file"]).stat().st_size == found["snapshot"]["bytes"]
     assert FULL_NOTE not in found["notes"]

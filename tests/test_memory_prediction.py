@@ -79,7 +79,7 @@ SWITCHED = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "passes", "precision", "switches"),
+    ("shape", "mode", "precision", "switches"),
     [
         *((*case, {}) for case in itertools.product(SHAPES, ("forward", "train_step"), ("fp32", "bf16"))),
         *((shape, "train_step", "fp32", switches) for shape in ("scores", "embeddings") for switches in SWITCHED),
@@ -87,13 +87,13 @@ SWITCHED = [
     ],
     ids=str,
 )
-def test_predicted_peak_is_what_the_allocator_sees(shape, passes, precision, switches):
+def test_predicted_peak_is_what_the_allocator_sees(shape, mode, precision, switches):
     batch_size, model = SHAPES[shape]
     model = replace(model, **switches)
     measured = peak_by_stage(
-        WorkloadConfig(model=model, batch_size=batch_size, passes=passes, precision=precision, device="cpu")
+        WorkloadConfig(model=model, batch_size=batch_size, mode=mode, precision=precision, device="cpu")
     )
-    predicted = predicted_peak(model, batch_size, precision=precision, passes=passes)
+    predicted = predicted_peak(model, batch_size, precision=precision, mode=mode)
     close = 0.005 if switches else 0.001  # with checkpoints, the generator's states
     assert predicted["peak_bytes"] == max(predicted["by_stage"].values())
     assert predicted["by_stage"] == pytest.approx(measured, rel=close)
@@ -103,8 +103,8 @@ def test_predicted_peak_is_what_the_allocator_sees(shape, passes, precision, swi
 def test_gradients_grow_while_activations_shrink(switches):
     # few tokens beside many weights: the first block, which is last in the backward pass, is where both are most
     model = replace(ModelConfig(200, 128, 256, 6, 4, 1024), **switches)
-    measured = peak_by_stage(WorkloadConfig(model=model, batch_size=2, passes="forward_backward", device="cpu"))
-    predicted = predicted_peak(model, 2, passes="forward_backward")
+    measured = peak_by_stage(WorkloadConfig(model=model, batch_size=2, mode="forward_backward", device="cpu"))
+    predicted = predicted_peak(model, 2, mode="forward_backward")
     assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.001)
     assert predicted["stage"] == "backward"
     done = len(range(switches.get("checkpoint_every", 6), 6))  # blocks whose gradients are there
@@ -114,17 +114,17 @@ def test_gradients_grow_while_activations_shrink(switches):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("passes", ["forward", "train_step"])
+@pytest.mark.parametrize("mode", ["forward", "train_step"])
 @pytest.mark.parametrize(
     "switches", [{}, {"checkpoint_every": 2}, {"attention": "sdpa"}, {"attention": "flash"}], ids=str
 )
-def test_predicted_peak_on_a_gpu(switches, passes, precision):
+def test_predicted_peak_on_a_gpu(switches, mode, precision):
     model = model_config("small", context_length=512, **switches)
-    work = Workload(WorkloadConfig(model=model, batch_size=4, passes=passes, precision=precision, device="cuda"))
+    work = Workload(WorkloadConfig(model=model, batch_size=4, mode=mode, precision=precision, device="cuda"))
     for _ in range(2):
         work.step()
     work.optimizer.zero_grad(set_to_none=True)
-    predicted = predicted_peak(model, 4, precision=precision, passes=passes)
+    predicted = predicted_peak(model, 4, precision=precision, mode=mode)
     always = predicted["parameters"] + predicted["optimizer_state"] + predicted["inputs"]
     workspace = torch.cuda.memory_allocated() - always  # cuBLAS' own, which is not predicted
     torch.cuda.reset_peak_memory_stats()
@@ -151,15 +151,15 @@ def test_residual_stream_of_the_handout():
 def test_the_recorded_peaks_are_predicted_within_a_percent():
     for row in csv.DictReader((PROJECT / "results" / "h200" / "memory_peaks.csv").open()):
         config = model_config(row["size"], context_length=int(row["context_length"]), vocab_size=10_000)
-        predicted = predicted_peak(config, int(row["batch_size"]), None, row["precision"], row["passes"])
-        assert predicted["peak_bytes"] == pytest.approx(int(row["peak_bytes"]), rel=0.01), row["cell"]
+        predicted = predicted_peak(config, int(row["batch_size"]), None, row["precision"], row["mode"])
+        assert predicted["peak_bytes"] == pytest.approx(int(row["peak_bytes"]), rel=0.01), row["case"]
 
 
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
         ({"precision": "int8"}, r"precision must be one of .*'int8'"),
-        ({"passes": "backward"}, "passes must be one of"),
+        ({"mode": "backward"}, "mode must be one of"),
         ({"seq_len": model_config("smoke").context_length + 1}, "context_length"),
         *(({name: n}, "must be a positive whole number") for name in ("batch_size", "seq_len") for n in (0, 1.5, -5)),
     ],

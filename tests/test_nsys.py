@@ -239,7 +239,7 @@ def test_traces_by_ending(tmp_path, copying):
 
 
 def test_the_program_says_how_it_ended(tmp_path):
-    config = workload_config("smoke", 16, passes="train_step", device="cpu", warmup_steps=1, steps=1)
+    config = workload_config("smoke", 16, mode="train_step", device="cpu", warmup_steps=1, steps=1)
     write_json(tmp_path / "config.json", to_dict(config))
     kernel_profile.main(tmp_path / "config.json")
     assert json.loads((tmp_path / "outcome.json").read_text()) == {
@@ -279,18 +279,18 @@ def passes_of(fails_in=None, **changes):
 
 
 def test_warm_ups_are_outside_the_recording():
-    outcome, before, recorded = passes_of(passes="train_step")
+    outcome, before, recorded = passes_of(mode="train_step")
     assert before == ["warm-up"] * 4
     assert recorded == ["inference"] * 3 + ["training step"] * 3
     assert outcome == {"training_outcome": "complete", "training_reason": None}
-    outcome, before, recorded = passes_of(passes="forward")
+    outcome, before, recorded = passes_of(mode="forward")
     assert (before, recorded) == (["warm-up"] * 2, ["inference"] * 3)
     assert outcome["training_outcome"] is None
 
 
 @pytest.mark.parametrize("times", [0, 1, 3])  # in the first warm-up, in the second, in the record
 def test_training_that_does_not_fit_leaves_the_inference(times):
-    outcome, _, recorded = passes_of(fails_in=("optimizer", times), passes="train_step")
+    outcome, _, recorded = passes_of(fails_in=("optimizer", times), mode="train_step")
     assert outcome["training_outcome"] == "out of memory"
     assert "9 GiB" in outcome["training_reason"]
     assert recorded == ["inference"] * 3 + ["training step"] * (0 if times < 2 else 2)
@@ -298,25 +298,25 @@ def test_training_that_does_not_fit_leaves_the_inference(times):
 
 def test_inference_that_does_not_fit_is_raised():
     with pytest.raises(torch.OutOfMemoryError):
-        passes_of(fails_in=("forward", 0), passes="train_step")
+        passes_of(fails_in=("forward", 0), mode="train_step")
 
 
 def test_a_workload_under_nsys(tmp_path, copying):
     """The whole way with a fake nsys: config, program, report, export, trace, outcome."""
-    config = workload_config("smoke", 16, passes="forward", device="cpu", warmup_steps=0, steps=1)
-    trace, outcome = profile_with_nsys(config, tmp_path / "cell")
+    config = workload_config("smoke", 16, mode="forward", device="cpu", warmup_steps=0, steps=1)
+    trace, outcome = profile_with_nsys(config, tmp_path / "case")
     assert trace.tool == "Nsight Systems 2025.3.1"
     assert outcome == {"training_outcome": None, "training_reason": None}
-    there = {path.name for path in (tmp_path / "cell").iterdir()}
+    there = {path.name for path in (tmp_path / "case").iterdir()}
     assert there >= {"profile.nsys-rep", "profile.sqlite", "config.json"}
 
 
 def test_what_fails_under_nsys_is_tried_with_torch(tmp_path, monkeypatch, copying):
     """There is a report, but the program ended early, as where the inference does not fit: no result is made of it."""
-    config = workload_config("smoke", 16, passes="forward", device="cpu", warmup_steps=0, steps=1)
+    config = workload_config("smoke", 16, mode="forward", device="cpu", warmup_steps=0, steps=1)
     monkeypatch.setattr(kernel_profile, "select_device", lambda name: (torch.device("cuda"), "a test"))
     monkeypatch.setattr(kernel_profile, "to_dict", lambda config: {"colour": "red"})
-    result = profile_workload(config, tmp_path / "cell")
+    result = profile_workload(config, tmp_path / "case")
     assert result["tool"] == "torch.profiler (CPU operators)"
     assert "torch.profiler instead of Nsight Systems: The program under nsys ended before it was" in result["notes"][0]
     assert "colour" in result["notes"][0]
@@ -365,7 +365,7 @@ def test_timeline_of_a_step(trace):
 def on_cpu(tmp_path_factory):
     """A real profile of the smallest model by torch.profiler."""
     folder = tmp_path_factory.mktemp("profile")
-    config = workload_config("smoke", 32, passes="train_step", device="cpu", warmup_steps=1, steps=2)
+    config = workload_config("smoke", 32, mode="train_step", device="cpu", warmup_steps=1, steps=2)
     return profile_workload(config, folder), folder
 
 
@@ -466,7 +466,7 @@ def test_command_shows_profiles(on_cpu):
 def test_kernels_of_torch_profiler_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("NSYS", "off")
     monkeypatch.setenv("PATH", os.defpath)
-    config = workload_config("smoke", 32, passes="train_step", warmup_steps=2, steps=2)
+    config = workload_config("smoke", 32, mode="train_step", warmup_steps=2, steps=2)
     result = profile_workload(config, tmp_path)
     assert result["tool"] == "torch.profiler (CUDA)"
     assert "switched off by NSYS=off" in result["notes"][0]

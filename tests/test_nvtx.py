@@ -133,7 +133,7 @@ def test_models_with_other_switches(tokens, switches):
 
 
 def test_checkpointed_blocks_are_entered_again_in_the_backward_pass():
-    config = workload_config("smoke", 16, passes="forward_backward", device="cpu", checkpoint_every=1)
+    config = workload_config("smoke", 16, mode="forward_backward", device="cpu", checkpoint_every=1)
     workload, span = Workload(config), Recorder()
     with annotated(workload.model, span):
         workload.step(span)

@@ -93,10 +93,10 @@ def test_the_script_is_there(line):
     for name in variables:
         assert re.search(rf"\${{?{name}\b", text), f"{script} has no variable {name}"
     if "--array" in line:
-        from lmcore.workbook.jobs.sweep_definition import cell_names, load_definition
+        from lmcore.workbook.jobs.sweep_definition import load_definition, run_names
 
         last = re.search(r"--array=0-(\d+)", line)[1]
-        assert int(last) == len(cell_names(load_definition(variables["SWEEP"], ()))) - 1
+        assert int(last) == len(run_names(load_definition(variables["SWEEP"], ()))) - 1
 
 
 def test_what_is_sourced_and_named_is_there():

@@ -116,7 +116,7 @@ def test_the_kernel_after_hopper_s_turns_gradients_back(shape, size, device):
     batch, length, heads = shape
     e = Example(shape, size, torch.float32, device)
     sums = torch.randn(batch, heads, length, size, device=device)
-    expected = e.qkv.double()  # k's part is dK, turned; that of v is not touched
+    expected = e.qkv.double()  # k's part is dK, rotated; that of v is not touched
     split_heads(expected, shape)[0].copy_(sums * 0.5)
     rope_(expected, *(x.double() for x in e.angles), length, inverse=True)
     dq, dk, _ = split_heads(e.qkv, shape)

@@ -80,7 +80,7 @@ def test_finished_cases_of_the_same_code_and_device_are_not_measured_again(first
 RECORDED = """
 report.memory.kept:kept_by_block timing:measure components:measure_components nsys.profile:profile_workload
 memory.profile:profile_memory memory.profile:profile_memory_without_snapshot
-kernels.measuring:measure_ceilings kernels.steps:measure_ungraphed kernels.agreement:measure_agreement
+kernels.measuring:device_peak_rates kernels.steps:measure_ungraphed kernels.agreement:measure_agreement
 kernels.interpreted:measure_interpreted kernels.attention:measure_attention kernels.loss:measure_loss
 kernels.optimizer:measure_optimizer kernels.elementwise:measure_elementwise kernels.decoding:measure_decoding
 """

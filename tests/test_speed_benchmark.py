@@ -20,23 +20,23 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RECORDED = json.loads((BENCHMARKS.parent / "results" / "h200" / "speed.json").read_text())
 sys.path.insert(0, str(BENCHMARKS))
 
-import cells  # noqa: E402
+import benchmark_cases  # noqa: E402
 import decode  # noqa: E402
 import kernel_peers  # noqa: E402
 import steps  # noqa: E402
-from cells import OURS, Cell, Conditions, blank_row, timed_rows  # noqa: E402
+from benchmark_cases import OURS, BenchmarkCase, Conditions, blank_row, timed_rows  # noqa: E402
 from peers import llama  # noqa: E402
 from speed import keep, lines, main  # noqa: E402
 from steps import KERNELS, LMCORE, PEERS  # noqa: E402
 
 TOY = Conditions("cpu", True, 0.01, {"copy_bytes_per_second": 1e10, "bf16_flops_per_second": 1e11})
-CELL = Cell("work", "group", "some work", "", {}, 1)
+CASE = BenchmarkCase("work", "group", "some work", "", {}, 1)
 
 
 def row(contestant: str, median: float | None, **fields) -> dict:
     """A row as it is in the file."""
     times = dict.fromkeys(("median", "low", "high"), median)
-    return blank_row(CELL, contestant, "absent" if median is None else "complete", None) | times | fields
+    return blank_row(CASE, contestant, "absent" if median is None else "complete", None) | times | fields
 
 
 def test_rates_and_shares_are_those_of_the_median():
@@ -44,7 +44,7 @@ def test_rates_and_shares_are_those_of_the_median():
         raise Absent("not here")
 
     builders = {OURS: lambda: Contestant(lambda: torch.randn(1000)), "gone": gone}
-    ours, other = timed_rows(CELL, TOY, builders, 10.0, "things/s", 1e-6, "the best")
+    ours, other = timed_rows(CASE, TOY, builders, 10.0, "things/s", 1e-6, "the best")
     assert (ours["ours"], other["ours"]) == (True, False)
     assert ours["low"] <= ours["median"] <= ours["high"]
     assert ours["rate"] == pytest.approx(10.0 / (ours["median"] / 1e3))
@@ -86,29 +86,29 @@ def test_ratios_are_to_the_best_peer():
 
 
 def test_every_target_is_of_a_cell_and_compares_with_a_contestant_of_it():
-    found = {cell.row: cell for cell in cells.cells()}
-    assert len(found) == len(cells.cells())
-    for target in cells.targets():
-        cell = found[target["row"]]
+    found = {case.row: case for case in benchmark_cases.all_cases()}
+    assert len(found) == len(benchmark_cases.all_cases())
+    for target in benchmark_cases.targets():
+        case = found[target["row"]]
         other = target["measure"].partition(" over ")[2]
-        assert not other or other in cell.settings["contestants"]
+        assert not other or other in case.settings["contestants"]
     known = {"attention": kernel_peers.CONTESTANTS, "decode": decode.BUILDERS}
-    for cell in [*found.values(), *cells.toy_cells()]:
-        for name in cell.settings.get("contestants", ()):
-            peer = name.startswith(tuple(PEERS)) and cell.group == "step"
-            assert peer or name in known.get(cell.group, {**LMCORE, **KERNELS}), (cell.row, name)
+    for case in [*found.values(), *benchmark_cases.toy_cases()]:
+        for name in case.settings.get("contestants", ()):
+            peer = name.startswith(tuple(PEERS)) and case.group == "step"
+            assert peer or name in known.get(case.group, {**LMCORE, **KERNELS}), (case.row, name)
 
 
-ROWS = {part.row: part for cell in cells.cells() for part in cell.parts or [cell]}
+ROWS = {part.row: part for case in benchmark_cases.all_cases() for part in case.parts or [case]}
 
 
 def test_a_new_run_makes_the_rows_of_the_recorded_one():
     """The names of rows and contestants, their settings and the targets are those of the file."""
-    assert cells.targets() == RECORDED["targets"]
+    assert benchmark_cases.targets() == RECORDED["targets"]
     for row in RECORDED["rows"]:
-        cell = ROWS[row["row"]]
-        assert (cell.group, cell.work, cell.settings) == (row["group"], row["work"], row["settings"])
-        assert row["contestant"] in cell.settings.get("contestants", [row["contestant"]])
+        case = ROWS[row["row"]]
+        assert (case.group, case.work, case.settings) == (row["group"], row["work"], row["settings"])
+        assert row["contestant"] in case.settings.get("contestants", [row["contestant"]])
     assert {row["row"] for row in RECORDED["rows"]} == set(ROWS)
 
 
@@ -121,7 +121,7 @@ def test_hugging_face_has_the_weights_of_our_model():
 
 
 def test_the_command_measures_checks_and_goes_on_where_it_ended(tmp_path, capsys, monkeypatch):
-    """Two cells in processes of their own, and the rest in this one, which is faster."""
+    """Two cases in processes of their own, and the rest in this one, which is faster."""
     out = tmp_path / "speed.json"
     main(out, only=("optimizer", "loss"), device="cpu", toy=True)
     begun = json.loads(out.read_text())
@@ -132,10 +132,10 @@ def test_the_command_measures_checks_and_goes_on_where_it_ended(tmp_path, capsys
     kept = [row for row in result["rows"] if row["row"] in ("adamw", "loss")]
     assert kept == begun["rows"]
     absent = set() if util.find_spec("transformers") else {"decode-small-1-generate"}  # nobody else takes part
-    first, second = (set(run["cells"]) for run in result["runs"])
+    first, second = (set(run["cases"]) for run in result["runs"])
     assert first == {"adamw", "loss"}
-    assert second == {cell.row for cell in cells.toy_cells()} - first - absent
-    assert result["ceilings"]["copy_bytes_per_second"] > 0
+    assert second == {case.row for case in benchmark_cases.toy_cases()} - first - absent
+    assert result["peak_rates"]["copy_bytes_per_second"] > 0
     for row in result["rows"]:
         assert row["outcome"] in ("complete", "absent"), row
         if row["outcome"] == "complete":
@@ -148,38 +148,38 @@ def test_the_command_measures_checks_and_goes_on_where_it_ended(tmp_path, capsys
 
 
 def test_an_update_that_does_nothing_has_an_error_of_one(monkeypatch):
-    (cell,) = (cell for cell in cells.toy_cells() if cell.row == "adamw")
+    (case,) = (case for case in benchmark_cases.toy_cases() if case.row == "adamw")
     monkeypatch.setattr(kernel_peers.optimizer, "torch_fused", lambda parameters, **settings: lambda: None)
-    errors = {row["contestant"]: row["notes"]["relative_error"] for row in kernel_peers.adamw(cell, TOY)}
+    errors = {row["contestant"]: row["notes"]["relative_error"] for row in kernel_peers.adamw(case, TOY)}
     assert errors == {"torch fused": pytest.approx(1), OURS: pytest.approx(0, abs=1e-2)}
 
 
 def test_rows_know_their_run_and_a_failure_does_not_displace_a_measurement():
     done, lost = ({"row": "work", "outcome": outcome} for outcome in ("complete", "failed"))
-    runs = [{"environment": {"commit": name}, "ceilings": {"copy": name}, "cells": []} for name in "abcd"]
-    result = {"rows": [], "runs": [], "provenance": {}, "ceilings": {}}
+    runs = [{"environment": {"commit": name}, "peak_rates": {"copy": name}, "cases": []} for name in "abcd"]
+    result = {"rows": [], "runs": [], "provenance": {}, "peak_rates": {}}
     many = [{"row": f"length-{n}", "outcome": "complete"} for n in (1, 2)]
-    given = ([lost], [done], [lost], many)  # the last takes the place of the cell's own row
+    given = ([lost], [done], [lost], many)  # the last takes the place of the case's own row
     kept = ([lost | {"run": 0}], [done | {"run": 1}], [done | {"run": 1}], [row | {"run": 3} for row in many])
     for run, rows, expected, measured_in in zip(runs, given, kept, (None, "b", "b", "d"), strict=True):
         result["runs"].append(run)
-        keep(result, CELL, rows)
+        keep(result, CASE, rows)
         assert result["rows"] == expected
-        assert (result["provenance"].get("commit"), result["ceilings"].get("copy")) == (measured_in, measured_in)
-    assert [run["cells"] for run in runs] == [[], ["work"], [], ["work"]]
+        assert (result["provenance"].get("commit"), result["peak_rates"].get("copy")) == (measured_in, measured_in)
+    assert [run["cases"] for run in runs] == [[], ["work"], [], ["work"]]
 
 
 def test_without_time_nothing_is_measured(tmp_path, capsys):
     main(tmp_path / "speed.json", budget=0, device="cpu", toy=True)
     said = capsys.readouterr().out
-    assert said.count("left out, as 0 s are left") == len(cells.toy_cells())
+    assert said.count("left out, as 0 s are left") == len(benchmark_cases.toy_cases())
     assert said.endswith("nothing was measured\n")
     assert not list(tmp_path.iterdir())
 
 
 def test_another_machines_measurements_are_left_alone(tmp_path, monkeypatch):
-    place = {"device": "cuda:0", "environment": {"device": "NVIDIA H200"}, "ceilings": {}}
-    content = {"rows": [], "runs": [place | {"cells": ["adamw"]}], "toy": True}
+    place = {"device": "cuda:0", "environment": {"device": "NVIDIA H200"}, "peak_rates": {}}
+    content = {"rows": [], "runs": [place | {"cases": ["adamw"]}], "toy": True}
     out = tmp_path / "speed.json"
     out.write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"holds measurements of NVIDIA H200 \(cuda\), not .* \(cpu\): choose another"):
@@ -193,7 +193,7 @@ def test_an_unknown_cell_is_refused_in_one_sentence(tmp_path):
     command = [sys.executable, BENCHMARKS / "speed.py", "--toy", "--only", "nonsense", "--out", tmp_path / "speed.json"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 1
-    assert ran.stderr.startswith("There is no group or cell nonsense; choose from ")
+    assert ran.stderr.startswith("There is no group or case nonsense; choose from ")
     assert ran.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
@@ -218,4 +218,4 @@ def test_settings_are_checked(tmp_path):
         with pytest.raises(UserError, match="--budget is a number of seconds from 0 on"):
             main(tmp_path / "speed.json", budget=budget, device="cpu", toy=True)
     with pytest.raises(UserError, match="There is no model size"):
-        steps.measure(cells.step_cell("huge", 1, 8, (OURS,), 1), TOY)
+        steps.measure(benchmark_cases.step_case("huge", 1, 8, (OURS,), 1), TOY)

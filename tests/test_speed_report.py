@@ -20,9 +20,9 @@ def speed_file(folder, step=2.0, changes=(), runs=()):
         speed_row("study", "study", "+ broken", False, None),
     ]
     for length in (512, 1024, 16384):
-        for head_size, passes in ((64, "forward"), (128, "both")):
-            settings = {"head_size": head_size, "context_length": length, "passes": passes, "causal": True}
-            name, more = f"attention-{head_size}-{length}-{passes}", {"rate_unit": "TFLOP/s", "settings": settings}
+        for head_size, mode in ((64, "forward"), (128, "both")):
+            settings = {"head_size": head_size, "context_length": length, "mode": mode, "causal": True}
+            name, more = f"attention-{head_size}-{length}-{mode}", {"rate_unit": "TFLOP/s", "settings": settings}
             for contestant, rate in (("SDPA cuDNN", 500.0), ("SDPA FlashAttention", 300.0), ("lmcore flash", 550.0)):
                 ours = contestant.startswith("lmcore")
                 rows.append(speed_row(name, "attention", contestant, ours, 1 / rate, rate=rate, **more))
@@ -37,7 +37,7 @@ def speed_file(folder, step=2.0, changes=(), runs=()):
     ]
     content = {
         "provenance": {"device": "NVIDIA H200", "torch": "2.11", "packages": {"triton": "3.6.0"}},
-        "ceilings": {"copy_bytes_per_second": 4e12, "bf16_flops_per_second": 8e14},
+        "peak_rates": {"copy_bytes_per_second": 4e12, "bf16_flops_per_second": 8e14},
         "rows": [*rows, *changes], "targets": targets, "runs": list(runs),
     }  # fmt: skip
     (folder / "speed.json").write_text(json.dumps(content))
@@ -78,7 +78,7 @@ def test_settings_are_columns(tmp_path):
     rows = read_speed(speed_file(tmp_path)).rows
     attention = rows[rows["group"] == "attention"]
     assert set(attention["head_size"]) == {64, 128}
-    assert set(attention["passes"]) == {"forward", "both"}
+    assert set(attention["mode"]) == {"forward", "both"}
     assert "settings" not in rows
 
 
@@ -102,7 +102,7 @@ def test_the_readme_block_has_the_rows_with_targets(tmp_path):
 def test_peak_rates_are_those_of_the_last_run_that_has_rows(tmp_path):
     chip = {"device": "NVIDIA H200"}
     runs = [
-        {"environment": chip, "ceilings": {"copy_bytes_per_second": n * 1e12, "bf16_flops_per_second": n * 1e14}}
+        {"environment": chip, "peak_rates": {"copy_bytes_per_second": n * 1e12, "bf16_flops_per_second": n * 1e14}}
         for n in (1, 2, 3)
     ]
     later = [speed_row("loss", "loss", name, name == "lmcore fused", 2.0, run=1) for name in ("eager", "lmcore fused")]

@@ -300,10 +300,10 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_built(tmp_path, config,
 WORDS = {"forward": "forward pass", "forward_backward": "forward and backward pass", "train_step": "training step"}
 
 
-@pytest.mark.parametrize("passes", WORDS)
-def test_a_case_that_cannot_fit_is_refused_before_it_is_built(tmp_path, never_built, passes):
-    config = workload_config("smoke", 8, vocab_size=32, device="cpu", passes=passes, num_layers=10**9)
-    with pytest.raises(MemoryError, match=f"A {WORDS[passes]} needs at least"):
+@pytest.mark.parametrize("mode", WORDS)
+def test_a_case_that_cannot_fit_is_refused_before_it_is_built(tmp_path, never_built, mode):
+    config = workload_config("smoke", 8, vocab_size=32, device="cpu", mode=mode, num_layers=10**9)
+    with pytest.raises(MemoryError, match=f"A {WORDS[mode]} needs at least"):
         measure(config, tmp_path)
 
 
@@ -315,7 +315,7 @@ def test_no_case_goes_on_without_its_command(start, tmp_path, number, code):
     family: dict[int, psutil.Process] = {}
 
     def is_building() -> bool:
-        begun = any((tmp_path / "cells").glob(".*.lock")) and not any((tmp_path / "cells").glob("*.json"))
+        begun = any((tmp_path / "cases").glob(".*.lock")) and not any((tmp_path / "cases").glob("*.json"))
         for server in psutil.Process(process.pid).children():
             family[server.pid] = server
             for cell in server.children():
@@ -332,13 +332,13 @@ def test_no_case_goes_on_without_its_command(start, tmp_path, number, code):
     assert process.wait(AT_ONCE) == code
     _, alive = psutil.wait_procs(family.values(), timeout=AT_ONCE)
     assert alive == []
-    assert not list((tmp_path / "cells").glob("*.json"))
+    assert not list((tmp_path / "cases").glob("*.json"))
 
 
 def test_a_benchmark_of_a_model_that_cannot_fit_answers(tmp_path, capsys):
     options = ["--model.num-layers", "1000000000", "--device", "cpu", "--out", str(tmp_path)]
     assert cli.main(["benchmark", *options]) == 0
-    records = [json.loads(path.read_text()) for path in (tmp_path / "cells").glob("*.json")]
+    records = [json.loads(path.read_text()) for path in (tmp_path / "cases").glob("*.json")]
     assert [record["outcome"] for record in records] == ["out of memory"] * 2
     said = capsys.readouterr().out
     assert all(record["reason"].rstrip(".") in said for record in records)

@@ -1,4 +1,4 @@
-"""Sweeps as many jobs: definitions, cells by number, processes side by side, one table of everything."""
+"""Sweeps as many jobs: definitions, runs by number, processes side by side, one table of everything."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +12,8 @@ from lmcore.errors import UserError
 from lmcore.files import read_json, write_json
 from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
 from lmcore.recipes import batch_size_runs, learning_rate_runs, recipe
-from lmcore.workbook.jobs.sweep_definition import cell_names, cells, load_definition, write_definition
-from lmcore.workbook.jobs.sweeps import cell_states, run_definition, run_folder, summary, unfinished, write_sweep_table
+from lmcore.workbook.jobs.sweep_definition import load_definition, run_names, runs_of, write_definition
+from lmcore.workbook.jobs.sweeps import run_definition, run_folder, run_states, summary, unfinished, write_sweep_table
 from lmcore.workbook.report.tables import read_results, run_table
 
 DATA = SimpleNamespace(folder="data", vocab_size=512)
@@ -44,25 +44,25 @@ def test_definitions_of_the_course_and_the_command_that_each_gives_for_a_laptop(
     definition = load_definition(file.stem)
     assert definition.name == file.stem
     assert definition.about
-    assert len(cell_names(definition)) >= 6
+    assert len(run_names(definition)) >= 6
     (line,) = [line for line in file.read_text().splitlines() if "--set" in line]
     small = load_definition(file.stem, line.partition("--set ")[2].split())
-    assert all(config.model.d_model == 64 for config in cells(small).values())
+    assert all(config.model.d_model == 64 for config in runs_of(small).values())
 
 
 def test_grids_are_the_runs_of_the_recipes(tmp_path, training):
     rates = loaded(tmp_path, training | {"base": {"recipe": "smoke", "steps": 60}})
-    assert cells(rates, DATA) == learning_rate_runs(recipe("smoke", "data", 512, 60), RATES)
+    assert runs_of(rates, DATA) == learning_rate_runs(recipe("smoke", "data", 512, 60), RATES)
     batches = {"base": {"recipe": "smoke", "tokens": 32_768}, "vary": {"batch_size": [1, 8, 64]}}
     expected = batch_size_runs(recipe("smoke", "data", 512), [1, 8, 64], 32_768)
-    assert cells(loaded(tmp_path, training | batches), DATA) == expected
+    assert runs_of(loaded(tmp_path, training | batches), DATA) == expected
 
 
 def test_every_combination_and_named_variants(tmp_path, training):
     grid = loaded(tmp_path, training | {"vary": {"optimizer.learning_rate": [1e-3, 1e-2]} | NORMS})
-    assert cell_names(grid) == ["lr_0.001_norm_pre", "lr_0.001_norm_none", "lr_0.01_norm_pre", "lr_0.01_norm_none"]
+    assert run_names(grid) == ["lr_0.001_norm_pre", "lr_0.001_norm_none", "lr_0.01_norm_pre", "lr_0.01_norm_none"]
     variants = {"plain": {}, "post": {"model.norm": "post"}, "tied": {"recipe": "tied", "steps": 3}}
-    runs = cells(loaded(tmp_path, training | {"vary": {}, "runs": variants}))
+    runs = runs_of(loaded(tmp_path, training | {"vary": {}, "runs": variants}))
     assert list(runs) == ["plain", "post", "tied"]
     assert replace(runs["plain"], model__norm="post") == runs["post"]
     assert (runs["tied"].model.tie_embeddings, runs["tied"].model.d_model, runs["tied"].steps) == (True, 16, 3)
@@ -70,31 +70,31 @@ def test_every_combination_and_named_variants(tmp_path, training):
 
 def test_benchmarks_are_the_cells_of_the_benchmark_command(tmp_path):
     definition = loaded(tmp_path, BENCHMARK | {"vary": {"context_length": [8, 16], "precision": ["fp32", "bf16"]}})
-    values = {"size": ("smoke",), "passes": ("forward",), "context_length": (8, 16), "precision": ("fp32", "bf16")}
-    assert cells(definition) == benchmark_cases(BenchmarkConfig(**BENCHMARK["base"] | values))
+    values = {"size": ("smoke",), "mode": ("forward",), "context_length": (8, 16), "precision": ("fp32", "bf16")}
+    assert runs_of(definition) == benchmark_cases(BenchmarkConfig(**BENCHMARK["base"] | values))
     other = loaded(tmp_path, BENCHMARK | {"vary": {"model.dropout": [0.0, 0.1]}})
-    assert [name.partition("-b1-")[2] for name in cell_names(other)] == ["dropout_0", "dropout_0.1"]
+    assert [name.partition("-b1-")[2] for name in run_names(other)] == ["dropout_0", "dropout_0.1"]
     both = loaded(tmp_path, BENCHMARK | {"vary": {"ops": ["plain", "fused"]}})
-    assert cell_names(both) == [f"smoke-256-fp32-forward-{word}b1" for word in ("", "fused-")]
+    assert run_names(both) == [f"smoke-256-fp32-forward-{word}b1" for word in ("", "fused-")]
     with pytest.raises(UserError, match=r"ops fused: The fused step compiles nothing"):
         loaded(tmp_path, BENCHMARK | {"vary": {"compile": [True], "ops": ["fused"]}})
     named = loaded(tmp_path, BENCHMARK | {"vary": {}, "runs": {"plain": {}, "fused": {"attention": "sdpa"}}})
-    assert [config.model.attention for config in cells(named).values()] == ["plain", "sdpa"]
+    assert [config.model.attention for config in runs_of(named).values()] == ["plain", "sdpa"]
 
 
 def test_overrides_replace_varied_values_and_settings_of_the_base(tmp_path, training):
     definition = loaded(tmp_path, training, "optimizer.learning_rate=1e-2,1e-1", "steps=7", "model.norm=none")
-    runs = cells(definition)
+    runs = runs_of(definition)
     assert list(runs) == ["lr_0.01", "lr_0.1"]
     assert all(config.steps == 7 and config.model.norm == "none" for config in runs.values())
     write_definition(definition, tmp_path / "again.yaml")
     assert load_definition(tmp_path / "again.yaml") == definition
-    assert cell_names(loaded(tmp_path, training, "optimizer.learning_rate=0.5")) == ["lr_0.5"]
+    assert run_names(loaded(tmp_path, training, "optimizer.learning_rate=0.5")) == ["lr_0.5"]
     assert loaded(tmp_path, training | {"vary": NORMS}, "model.norm=none,post").vary == {"model.norm": ["none", "post"]}
-    names = ["size=smoke, laptop", "passes=forward,train_step"]  # with a space after the comma or without
-    sizes = loaded(tmp_path, BENCHMARK | {"base": {"passes": "forward"}, "vary": {"size": ["smoke"]}}, *names)
-    assert (sizes.vary, sizes.base) == ({"size": ["smoke", "laptop"]}, {"passes": ["forward", "train_step"]})
-    assert len(cell_names(sizes)) == 4
+    names = ["size=smoke, laptop", "mode=forward,train_step"]  # with a space after the comma or without
+    sizes = loaded(tmp_path, BENCHMARK | {"base": {"mode": "forward"}, "vary": {"size": ["smoke"]}}, *names)
+    assert (sizes.vary, sizes.base) == ({"size": ["smoke", "laptop"]}, {"mode": ["forward", "train_step"]})
+    assert len(run_names(sizes)) == 4
 
 
 WRONG = {
@@ -112,7 +112,7 @@ WRONG = {
     "no documents": ({"base": {"recipe": "smoke", "num_documents": "many"}}, "num_documents must be a positive whole"),
     "unknown recipe": ({"base": {"recipe": "nice"}}, "There is no recipe 'nice'"),
     "data varied": ({"vary": {"data": ["a", "b"]}}, "data cannot be varied"),
-    "the same twice": ({"vary": {"batch_size": [4, 4]}}, "two cells are named batch_4"),
+    "the same twice": ({"vary": {"batch_size": [4, 4]}}, "two runs are named batch_4"),
     "steps and tokens": ({"base": {"recipe": "smoke", "steps": 3, "tokens": 4096}}, "say the same twice"),
     "a value and a mapping": ({"base": {"recipe": "smoke", "model": 3, "model.norm": "pre"}}, "within model, which is"),
     "base a list": ({"base": ["recipe"]}, "base must be a mapping"),
@@ -153,7 +153,7 @@ def test_tasks_do_their_runs_and_none_twice_and_the_table_has_each_once(tmp_path
     assert main(["sweep", "table", str(out)]) == 2
     assert "There is no sweep definition" in capsys.readouterr().err
     assert main(["sweep", "table", str(out), "--definition", str(tmp_path / "definition.yaml")]) == 0
-    assert "rates: 3 cells: 3 not run." in capsys.readouterr().out
+    assert "rates: 3 runs: 3 not run." in capsys.readouterr().out
     assert main(["sweep", "table", str(out), "--set", "steps=3"]) == 2
     assert "give --definition with it" in capsys.readouterr().err
     planned, _ = write_sweep_table(definition, out)
@@ -171,7 +171,7 @@ def test_tasks_do_their_runs_and_none_twice_and_the_table_has_each_once(tmp_path
     assert (provenance["runs"], bool(provenance["torch"]), notes["sweep"]["name"]) == (2, True, "rates")
     assert file.with_suffix(".csv").read_text().count("\n") == 4
     assert set(read_results(out / "results" / "rates_curves.json")[0]["name"]) == {"lr_0.001", "lr_0.1"}
-    assert "rates: 3 cells: 2 complete, 1 not run." in summary(definition, table)
+    assert "rates: 3 runs: 2 complete, 1 not run." in summary(definition, table)
     written_at = run_folder(out, "lr_0.1").metrics_file.stat().st_mtime_ns
     assert run_definition(definition, out) == 0
     assert "lr_0.1: skipped, it is finished: complete." in capsys.readouterr().out
@@ -193,7 +193,7 @@ def test_a_diverged_run_is_a_result_and_a_failed_one_is_tried_again(tmp_path, ou
     with monkeypatch.context() as fault:
         fault.setattr("lmcore.train.PlainStep.__call__", broken)
         assert run_definition(definition, out) == 1
-    assert cell_states(definition, out)["good"] == ("failed", "ZeroDivisionError: a fault in the program")
+    assert run_states(definition, out)["good"] == ("failed", "ZeroDivisionError: a fault in the program")
     assert unfinished(definition, out) == [0, 1, 2]
     assert main(["sweep", "table", str(out)]) == 1
     assert "good: ZeroDivisionError: a fault in the program" in capsys.readouterr().out
@@ -224,7 +224,7 @@ def test_a_changed_definition_neither_overwrites_nor_loses(tmp_path, out, traini
 def test_two_tasks_on_one_run(tmp_path, out, training, capsys):
     definition = loaded(tmp_path, training)
     with run_folder(out, "lr_0.01").lock():
-        assert cell_states(definition, out)["lr_0.01"] == ("running", None)
+        assert run_states(definition, out)["lr_0.01"] == ("running", None)
         with pytest.raises(UserError, match="Another process is using the run folder"):
             run_definition(definition, out, task=1)
         assert run_definition(definition, out) == 0
@@ -267,24 +267,24 @@ def test_without_the_data_the_runs_are_those_that_were_made_with_them(tmp_path, 
 
 def test_measurements_by_number_and_their_table(tmp_path, out, capsys):
     definition = loaded(tmp_path, BENCHMARK)
-    names = cell_names(definition)
-    first, second = (out / "cells" / f"{name}.json" for name in names)
+    names = run_names(definition)
+    first, second = (out / "cases" / f"{name}.json" for name in names)
     assert run_definition(definition, out, task=1) == 0
     assert unfinished(definition, out) == [0]
-    assert column(definition, out, "cell") == names
+    assert column(definition, out, "case") == names
     assert column(definition, out) == ["not run", "complete"]
     before = second.read_text()
     assert run_definition(definition, out) == 0
     assert second.read_text() == before
     first.write_text(before[:100])
-    assert cell_states(definition, out)[names[0]][0] == "not run"
+    assert run_states(definition, out)[names[0]][0] == "not run"
     assert unfinished(definition, out) == [0]
     assert main(["sweep", "run", str(tmp_path / "definition.yaml"), "--out", str(out), "--task", "0"]) == 0
-    assert "is damaged; the cell is measured again" in capsys.readouterr().out
+    assert "is damaged; the run is measured again" in capsys.readouterr().out
     table, file = write_sweep_table(definition, out)
-    assert read_results(file)[1]["cells"] == 2
-    assert list(read_results(out / "results" / "times_samples.json")[0]["cell"]) == names
-    assert "times: 2 cells: 2 complete." in summary(definition, table)
+    assert read_results(file)[1]["cases"] == 2
+    assert list(read_results(out / "results" / "times_samples.json")[0]["case"]) == names
+    assert "times: 2 runs: 2 complete." in summary(definition, table)
     write_json(first, read_json(first) | {"outcome": "failed", "reason": "A fault.", "result": None})
     assert unfinished(definition, out) == [0]
     assert main(["sweep", "table", str(out)]) == 1
@@ -301,4 +301,4 @@ def test_measurements_by_number_and_their_table(tmp_path, out, capsys):
 def test_a_device_that_is_not_there_is_refused_before_anything_is_measured(tmp_path, out):
     with pytest.raises(UserError, match="cuda:9"):
         run_definition(loaded(tmp_path, BENCHMARK, "device=cuda:9"), out, task=0)
-    assert not (out / "cells").exists()
+    assert not (out / "cases").exists()

@@ -25,7 +25,7 @@ def sample(wall: float, warmup: bool = False, cuda: float | None = None, **other
 def record(config: WorkloadConfig, *samples: dict, device: str = "NVIDIA H200", **changes) -> dict:
     result = {"device": device, "samples": samples, "peak_memory_bytes": 7, "peak_reserved_bytes": 9}
     return {
-        "cell": "a", "config": json.loads(json.dumps(to_dict(config))), "outcome": "complete", "reason": None,
+        "case": "a", "config": json.loads(json.dumps(to_dict(config))), "outcome": "complete", "reason": None,
         "environment": {"device": device}, "result": result if samples else None,
     } | changes  # fmt: skip
 
@@ -43,7 +43,7 @@ def test_summary_by_hand(samples, expected):
 
 
 def test_warmups_are_no_measurements():
-    config = WorkloadConfig(model=MODEL, passes="train_step", precision="bf16")
+    config = WorkloadConfig(model=MODEL, mode="train_step", precision="bf16")
     samples = sample(9.0, warmup=True, cuda=9.0), sample(1.0, cuda=0.5, backward=0.25), sample(3.0, cuda=0.7)
     row = timing.timing_table({"a": record(config, *samples)}).iloc[0]
     assert (row["wall_mean"], row["wall_median"], row["wall_min"]) == (2.0, 2.0, 1.0)
@@ -70,7 +70,7 @@ def test_a_row_tells_of_the_step_that_was_run():
 
 
 def test_a_cell_without_memory_is_a_row():
-    config = workload_config("2.7b", 1024, passes="train_step")
+    config = workload_config("2.7b", 1024, mode="train_step")
     lost = record(config, outcome="out of memory", reason="CUDA out of memory. Tried to allocate 2 GiB")
     row, other = timing.timing_table({"b": lost, "a": record(config, sample(1.0), device="CPU")}).to_dict("records")
     assert (row["size"], row["context_length"], row["outcome"]) == ("2.7b", 1024, "out of memory")
@@ -84,13 +84,13 @@ def test_a_cell_without_memory_is_a_row():
 
 def test_flops_of_a_step():
     forward = accounting.forward_flops(MODEL, 4)
-    found = [timing.step_flops(MODEL, 4, passes) for passes in ("forward", "forward_backward", "train_step")]
+    found = [timing.step_flops(MODEL, 4, mode) for mode in ("forward", "forward_backward", "train_step")]
     assert found == [forward, 3 * forward, 3 * forward]
 
 
-@pytest.mark.parametrize(("passes", "phases"), [("forward", 1), ("forward_backward", 3), ("train_step", 4)])
-def test_measure_on_the_cpu(passes, phases, tmp_path):
-    config = WorkloadConfig(model=MODEL, passes=passes, warmup_steps=phases - 1, steps=2, device="cpu")
+@pytest.mark.parametrize(("mode", "phases"), [("forward", 1), ("forward_backward", 3), ("train_step", 4)])
+def test_measure_on_the_cpu(mode, phases, tmp_path):
+    config = WorkloadConfig(model=MODEL, mode=mode, warmup_steps=phases - 1, steps=2, device="cpu")
     result = timing.measure(config, tmp_path)
     assert [step["warmup"] for step in result["samples"]] == [True] * (phases - 1) + [False, False]
     for step in result["samples"]:
@@ -139,7 +139,7 @@ def test_compilation_is_no_measurement(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_both_clocks_agree_on_a_gpu(tmp_path):
-    config = workload_config("small", 256, passes="train_step", warmup_steps=3, steps=5, device="cuda")
+    config = workload_config("small", 256, mode="train_step", warmup_steps=3, steps=5, device="cuda")
     result = timing.measure(config, tmp_path)
     measured = pd.DataFrame([step for step in result["samples"] if not step["warmup"]])
     assert (measured["cuda"] <= measured["wall"]).all()

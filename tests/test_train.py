@@ -621,10 +621,10 @@ def test_the_gpu_recipes_are_fast():
     assert (RECIPES["smoke"].ops, RECIPES["smoke"].model.attention) == ("plain", "plain")
 
 
-@pytest.mark.parametrize("passes", ["forward", "forward_backward", "train_step"])
-def test_a_fused_workload_has_the_plain_loss_and_measures_nothing_else(covered, passes):
-    cell = WorkloadConfig(model=covered.model, batch_size=2, passes=passes, device="cpu")
-    plain = Workload(replace(cell, passes="forward_backward")).step()
+@pytest.mark.parametrize("mode", ["forward", "forward_backward", "train_step"])
+def test_a_fused_workload_has_the_plain_loss_and_measures_nothing_else(covered, mode):
+    cell = WorkloadConfig(model=covered.model, batch_size=2, mode=mode, device="cpu")
+    plain = Workload(replace(cell, mode="forward_backward")).step()
     assert Workload(replace(cell, ops="fused")).step() == pytest.approx(plain.item(), rel=1e-5)
     with pytest.raises(UserError, match="does not cover norm=post; measure this case with ops plain"):
-        Workload(replace(cell, ops="fused", passes="train_step", model__norm="post"))
+        Workload(replace(cell, ops="fused", mode="train_step", model__norm="post"))

@@ -26,7 +26,7 @@ def test_passes_run_their_parts_in_order():
 
     logits = Workload(SMALL).step(span)
     assert (names, logits.shape, logits.requires_grad) == (["forward"], (2, 16, 50), False)
-    workload = Workload(replace(SMALL, passes="forward_backward"))
+    workload = Workload(replace(SMALL, mode="forward_backward"))
     before = [p.detach().clone() for p in workload.model.parameters()]
     assert workload.step(span).shape == ()
     assert names[1:] == ["forward", "loss", "backward"]
@@ -34,7 +34,7 @@ def test_passes_run_their_parts_in_order():
     first = [p.grad.clone() for p in workload.model.parameters()]
     workload.step()  # gradients do not pile up
     assert all(torch.equal(a, p.grad) for a, p in zip(first, workload.model.parameters(), strict=True))
-    workload = Workload(replace(SMALL, passes="train_step"))
+    workload = Workload(replace(SMALL, mode="train_step"))
     losses = [workload.step(span).item() for _ in range(5)]
     assert names[-4:] == ["forward", "loss", "backward", "optimizer"]
     assert losses[-1] < losses[0]
@@ -42,7 +42,7 @@ def test_passes_run_their_parts_in_order():
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
 def test_precisions(precision):
-    workload = Workload(replace(SMALL, passes="train_step", precision=precision))
+    workload = Workload(replace(SMALL, mode="train_step", precision=precision))
     assert torch.isfinite(workload.step())
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     assert Workload(replace(SMALL, precision=precision)).step().dtype == half
@@ -93,13 +93,13 @@ SHAPES = [
 
 @pytest.mark.parametrize("switches", SHAPES, ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("passes", ["forward", "forward_backward", "train_step"])
-def test_nothing_that_fits_is_refused(tmp_path, passes, precision, switches):
+@pytest.mark.parametrize("mode", ["forward", "forward_backward", "train_step"])
+def test_nothing_that_fits_is_refused(tmp_path, mode, precision, switches):
     """The least by arithmetic is never more than a step takes: of many activations, and of as many weights."""
-    way = {"vocab_size": 50, "num_layers": 2, "device": "cpu", "passes": passes, "precision": precision} | switches
+    way = {"vocab_size": 50, "num_layers": 2, "device": "cpu", "mode": mode, "precision": precision} | switches
     weights = {"context_length": 16, "batch_size": 4, "d_model": 64, "d_ff": 256}
     for shape in ({"context_length": 64, "batch_size": 8}, weights):
         config = workload_config("smoke", **shape, **way)
-        least = least_step_bytes(config.model, config.batch_size, passes, precision)
+        least = least_step_bytes(config.model, config.batch_size, mode, precision)
         measured = profile_memory_without_snapshot(config, tmp_path)["peak_bytes"]
         assert measured / 10 < least <= measured  # it also refuses what is far too large

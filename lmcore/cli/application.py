@@ -21,6 +21,9 @@ from lmcore.stopping import Stopped, stop_signals
 
 EXIT_CTRL_C = 130
 
+RENAMED = {"submission": "handin", "--passes": "--mode"}
+"""Commands and options of version 0.1 by their names of today, which a use of the old one is told."""
+
 
 def doctor(json: bool = False) -> int:
     """Say what this machine has: Python, torch, the device and why, disk, optional parts, data.
@@ -63,7 +66,7 @@ def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
     commands = [
         training.train_command(training.starting_config(arguments[1:]) if chosen == "train" else TrainConfig()),
         training.generate, in_order(benchmark.benchmark), nsys.nsys, in_order(memory.memory), workbook.workbook,
-        workbook.refresh, workbook.writeup, jobs.jobs, workbook.submission,
+        workbook.refresh, workbook.writeup, jobs.jobs, workbook.handin,
     ]  # fmt: skip
     for command in [*commands, jobs.requeue] if chosen == "requeue" else commands:  # only job.sh calls it: not listed
         app.command(deferred(command))
@@ -86,6 +89,9 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
 
     tyro would print such a sentence broken into a box, and prints its own ones so.
     """
+    for old in arguments:
+        if old in RENAMED and (old.startswith("-") or old == arguments[0]):
+            raise UserError(f"{old} is called {RENAMED[old]} now.")
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

@@ -33,7 +33,7 @@ def benchmark(
     from lmcore.fused.support import unsupported_reason
     from lmcore.profiling.runner import run_cases
     from lmcore.profiling.timing import measure, samples_table, timing_table
-    from lmcore.workbook.report.tables import provenance_of_cells, write_results
+    from lmcore.workbook.report.tables import provenance_of_cases, write_results
     from lmcore.workbook.report.timings import failures, readable
 
     cases = benchmark_cases(settings)
@@ -42,8 +42,8 @@ def benchmark(
         missing = "; ".join(filter(None, reasons))
         require(None in reasons, f"The fused step does not cover {missing}: take --ops plain.")
     with stoppable():
-        records = run_cases(measure, cases, out / "cells", title="benchmark")
-    table, source = timing_table(records), provenance_of_cells(records)
+        records = run_cases(measure, cases, out / "cases", title="benchmark")
+    table, source = timing_table(records), provenance_of_cases(records)
     write_results(table, out / "benchmark.json", source)
     write_results(samples_table(records), out / "samples.json", source)
     shown = readable(table)

@@ -22,7 +22,7 @@ class MemoryConfig:
     context_length: tuple[int, ...] = ()
     """None: that of --model.context-length."""
     precision: tuple[Literal["fp32", "tf32", "bf16", "fp16"], ...] = ("fp32",)
-    passes: tuple[Literal["forward", "forward_backward", "train_step"], ...] = ("forward", "train_step")
+    mode: tuple[Literal["forward", "forward_backward", "train_step"], ...] = ("forward", "train_step")
     """forward: inference; forward_backward: with loss and gradients; train_step: and AdamW's update."""
     batch_size: int = 4
     warmup_steps: int = 1
@@ -72,7 +72,7 @@ def memory(
     cases = benchmark_cases(BenchmarkConfig(**vars(settings), steps=1))
     task = profile_memory if keep_snapshot else profile_memory_without_snapshot
     with stoppable():
-        records = run_cases(task, cases, out / "cells", title="memory")
+        records = run_cases(task, cases, out / "cases", title="memory")
     for name, found in records.items():
         if found["outcome"] != "complete":
             print(f"\n{name}: {found['outcome']}: {found['reason']}")
@@ -80,7 +80,7 @@ def memory(
         page = write_timeline(found["result"], out / f"{name}.html", name)
         print(f"\n{name}\n{described(found['result'], top)}\nTimeline: {page}")
         if kept := found["result"]["snapshot"]:
-            print(f"Snapshot for pytorch.org/memory_viz: {out / 'cells' / name / kept['file']}")
+            print(f"Snapshot for pytorch.org/memory_viz: {out / 'cases' / name / kept['file']}")
     outcomes = {found["outcome"] for found in records.values()}
     return EXIT_FAILURE if "failed" in outcomes else EXIT_OUT_OF_MEMORY if "out of memory" in outcomes else 0
 

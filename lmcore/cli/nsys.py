@@ -28,7 +28,7 @@ class NsysConfig:
     context_length: tuple[int, ...] = ()
     """None: that of --model.context-length."""
     precision: tuple[Literal["fp32", "tf32", "bf16", "fp16"], ...] = ("fp32",)
-    passes: Literal["forward", "forward_backward", "train_step"] = "train_step"
+    mode: Literal["forward", "forward_backward", "train_step"] = "train_step"
     """forward: inference alone; the others: inference, and steps without or with AdamW's update."""
     batch_size: int = 4
     warmup_steps: int = 5
@@ -90,9 +90,9 @@ def nsys(
     from lmcore.profiling.nsys.profile import profile_workload
     from lmcore.profiling.runner import run_cases
 
-    cases = benchmark_cases(BenchmarkConfig(**(vars(settings) | {"passes": (settings.passes,)})))
+    cases = benchmark_cases(BenchmarkConfig(**(vars(settings) | {"mode": (settings.mode,)})))
     with stoppable():
-        records = run_cases(profile_workload, cases, out / "cells", title="nsys")
+        records = run_cases(profile_workload, cases, out / "cases", title="nsys")
     for name, found in records.items():
         print("", name, *profile_lines(found, top), sep="\n")
     outcomes = {found["outcome"] for found in records.values()}

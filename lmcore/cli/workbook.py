@@ -1,4 +1,4 @@
-"""`lmcore workbook`, `refresh`, `writeup` and `submission`: the notebooks, executed, and what is made from them."""
+"""`lmcore workbook`, `refresh`, `writeup` and `handin`: the notebooks, executed, and what is made from them."""
 
 import sys
 from pathlib import Path
@@ -95,9 +95,9 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False, to:
     return EXIT_FAILURE if lacking else 0
 
 
-def submission(
+def handin(
     out: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[OUT]", help_behavior_hint="")] = None,
-    to: Path = Path("submission"),
+    to: Path = Path("handin"),
     names: Literal["cse599o", "cs336"] = "cse599o",
     incomplete: Flag = False,
 ) -> int:

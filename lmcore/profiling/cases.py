@@ -11,15 +11,15 @@ from typing import Any, Literal
 from lmcore.config import MODEL_SIZES, ModelConfig, OptimizerConfig, from_dict, model_config, replace, require_choices
 from lmcore.errors import require, require_positive, require_seed
 
-Passes = Literal["forward", "forward_backward", "train_step"]
+Mode = Literal["forward", "forward_backward", "train_step"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
-PASSES = {
+MODES = {
     "forward": "A forward pass",
     "forward_backward": "A forward and backward pass",
     "train_step": "A training step",
 }
-"""What the passes of a benchmark case are called in a sentence."""
+"""What the modes of a benchmark case are called in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class WorkloadConfig(MeasurementConfig):
     """One benchmark case: what is run, in which precision, and how often."""
 
     model: ModelConfig = field(default_factory=lambda: model_config("small"))
-    passes: Passes = "forward"
+    mode: Mode = "forward"
     """forward: inference, nothing saved for a backward pass; forward_backward: with loss and gradients; train_step: and
     the optimizer's update."""
     precision: Precision = "fp32"
@@ -85,7 +85,7 @@ def case_grid(
     sizes: Sequence[str],
     contexts: Sequence[int],
     precisions: Sequence[str] = ("fp32",),
-    passes: Sequence[str] = tuple(PASSES),
+    mode: Sequence[str] = tuple(MODES),
     **changes: Any,
 ) -> dict[str, WorkloadConfig]:
     """Every combination, by names such as small-256-fp32-train_step; `changes` go to the model or the case.
@@ -95,9 +95,9 @@ def case_grid(
     """
     return {
         f"{size}-{context}-{precision}-{how_far}": workload_config(
-            size, context, precision=precision, passes=how_far, **changes
+            size, context, precision=precision, mode=how_far, **changes
         )
-        for context, size, precision, how_far in itertools.product(contexts, sizes, precisions, passes)
+        for context, size, precision, how_far in itertools.product(contexts, sizes, precisions, mode)
     }
 
 
@@ -110,7 +110,7 @@ class BenchmarkConfig(MeasurementConfig):
     context_length: tuple[int, ...] = ()
     """None: that of --model.context-length."""
     precision: tuple[Precision, ...] = ("fp32",)
-    passes: tuple[Passes, ...] = ("forward", "forward_backward")
+    mode: tuple[Mode, ...] = ("forward", "forward_backward")
     """forward: inference; forward_backward: with loss and gradients; train_step: and AdamW's update."""
     attention: tuple[Literal["plain", "sdpa", "flash"], ...] = ()
     """None: that of --model.attention."""
@@ -119,7 +119,7 @@ class BenchmarkConfig(MeasurementConfig):
     def __post_init__(self):
         super().__post_init__()
         require(bool(self.precision), "Give at least one precision: fp32, tf32, bf16 or fp16.")
-        require(bool(self.passes), "Give at least one of the passes: forward, forward_backward or train_step.")
+        require(bool(self.mode), "Give at least one mode: forward, forward_backward or train_step.")
         defaults = ModelConfig()
         own = [name for name in MODEL_SIZES["small"] if getattr(self.model, name) != getattr(defaults, name)]
         options = ", ".join(f"--model.{name.replace('_', '-')}" for name in own)
@@ -139,12 +139,12 @@ def benchmark_cases(settings: BenchmarkConfig) -> dict[str, WorkloadConfig]:
     contexts = s.context_length or (s.model.context_length,)
     attentions = ("flash",) if fused else s.attention or (s.model.attention,)
     measured = {f.name: getattr(s, f.name) for f in fields(MeasurementConfig)}
-    for (size, model), *ways in itertools.product(models.items(), contexts, attentions, s.precision, s.passes):
-        context, attention, precision, passes = ways
-        name = [size or f"own-{model.num_layers}x{model.d_model}", str(context), precision, passes]
+    for (size, model), *ways in itertools.product(models.items(), contexts, attentions, s.precision, s.mode):
+        context, attention, precision, mode = ways
+        name = [size or f"own-{model.num_layers}x{model.d_model}", str(context), precision, mode]
         name += ["fused"] if fused else [attention] * (attention != "plain") + ["compiled"] * s.compile
         model = replace(model, context_length=context, attention=attention)
-        config = WorkloadConfig(**measured, model=model, passes=passes, precision=precision, size=size)
+        config = WorkloadConfig(**measured, model=model, mode=mode, precision=precision, size=size)
         cases["-".join([*name, f"b{s.batch_size}"])] = config
     return cases
 
@@ -212,7 +212,7 @@ class StudyConfig:
         for context, batch, precision, switches in ways:
             marks = [f"checkpoint{on}" if name == "checkpoint_every" else on for name, on in switches.items()]
             cases["_".join(["study", f"b{batch}", f"c{context}", precision, *marks])] = WorkloadConfig(
-                model=self.model(context, **switches), batch_size=batch, passes="train_step", precision=precision,
+                model=self.model(context, **switches), batch_size=batch, mode="train_step", precision=precision,
                 warmup_steps=self.warmup_steps, steps=self.steps, device=self.device, size="study",
             )  # fmt: skip
         return cases

@@ -37,7 +37,7 @@ ELEMENTWISE_FLOPS = {
 """Operations for each element of the component's first input."""
 
 COLUMNS = [
-    "cell", "size", "context_length", "batch_size", "precision", "device", "component", "part_of", "kind", "count",
+    "case", "size", "context_length", "batch_size", "precision", "device", "component", "part_of", "kind", "count",
     "direction", "flops", "bytes", "seconds", "issue_seconds", "intensity", "flops_per_second", "bytes_per_second",
     "attainable", "roofline_share", "bound", "peak_flops_per_second", "peak_bytes_per_second",
 ]  # fmt: skip
@@ -169,7 +169,7 @@ def adamw(block: nn.Module) -> tuple[Callable[..., list[Tensor]], tuple[Tensor, 
 def measure_components(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     """Times every component of `config.model` alone: a task of `lmcore.profiling.runner.run_cases`.
 
-    The result holds the `device`, the measured peak rates as `ceilings`, and `components`, a row for each component
+    The result holds the `device`, the measured peak rates as `peak_rates`, and `components`, a row for each component
     and direction with its FLOPs, bytes, `seconds` that it keeps the device busy and `issue_seconds` that the host
     needs to hand it over.
     """
@@ -179,7 +179,7 @@ def measure_components(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     set_matmul_precision(device, config.precision)
     timer = Timer(device)
     rows = [row for part in components(config, device) for row in timed(part, timer, config.precision)]
-    return {"device": device_name(device), "ceilings": rates, "components": rows}
+    return {"device": device_name(device), "peak_rates": rates, "components": rows}
 
 
 def components_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
@@ -191,10 +191,10 @@ def components_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     """
     rows = []
     for record in records.values():
-        config, result = record["config"], record["result"] or {"components": (), "ceilings": {}}
-        head = {name: config[name] for name in ("size", "batch_size", "precision")} | {"cell": record["cell"]}
+        config, result = record["config"], record["result"] or {"components": (), "peak_rates": {}}
+        head = {name: config[name] for name in ("size", "batch_size", "precision")} | {"case": record["case"]}
         head |= {"context_length": config["model"]["context_length"], "device": result.get("device")}
-        rows += [head | row | result["ceilings"] for row in result["components"]]
+        rows += [head | row | result["peak_rates"] for row in result["components"]]
     table = pd.DataFrame(rows, columns=list(dict.fromkeys([*COLUMNS, *(name for row in rows for name in row)])))
     table["intensity"] = table["flops"] / table["bytes"]
     table["flops_per_second"] = table["flops"] / table["seconds"]

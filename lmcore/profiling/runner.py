@@ -45,9 +45,13 @@ OLD_TASKS = {
         ("profiling.kernels.attention:measure_attention", "profiling.kernels.cases:measure_attention"),
         ("profiling.kernels.elementwise:measure_elementwise", "profiling.kernels.cases:measure_elementwise"),
         ("profiling.kernels.loss:measure_loss", "profiling.kernels.cases:measure_loss"),
+        ("profiling.kernels.measuring:measure_ceilings", "profiling.kernels.measuring:device_peak_rates"),
     )
 }
 """Names of tasks in records from before the task was moved or renamed → names today. Add a row when you move one."""
+
+OLD_KEYS = {"cell": "case", "passes": "mode", "ceilings": "peak_rates"}
+"""Names of keys in older records → names today."""
 
 KILLED = "The system ended the process, as it does when the host's memory is used up (SIGKILL)."
 
@@ -76,7 +80,7 @@ def run_cases(
     """Measures every benchmark case with `task` and returns the records by name, in order.
 
     Cases run one at a time, or with several GPUs one at a time on each. Each has a fresh process, so that a lack of
-    memory is its outcome and the next one starts clean. A record {cell, task, config, outcome, reason, seconds,
+    memory is its outcome and the next one starts clean. A record {case, task, config, outcome, reason, seconds,
     result, environment} is written to folder/<name>.json as each case ends; the task's own files go to folder/<name>/.
     Cases that are complete or out of memory, with the same task, configuration, device and PyTorch, are not measured
     again; with `reuse_other_machine`, neither are those of another machine: what a cluster measured is then read on a
@@ -133,7 +137,7 @@ def run_cases(
                     if not complete and stopped.is_set():
                         return  # it did not fail, it was ended
                     record = {
-                        "cell": name,
+                        "case": name,
                         "task": name_of_task,
                         "config": to_dict(cases[name]),
                         "outcome": outcome,
@@ -185,13 +189,21 @@ def measuring_gpus(cases: Iterable[WorkloadConfig]) -> list[str | None]:
 # Records on disk: files that jobs which know nothing of each other share
 
 
+def renamed(record: Any) -> Any:
+    """A record, or its part, with the names that keys have today."""
+    if not isinstance(record, dict):
+        return record
+    parts = {key: renamed(record[key]) for key in ("config", "result") if key in record}
+    return {OLD_KEYS.get(key, key): value for key, value in (record | parts).items()}
+
+
 def read_record(path: Path) -> dict[str, Any] | None:
     """The record in `path`; None if there is none, or if it is damaged: such a case is measured again."""
     try:
-        record = read_json(path)
+        record = renamed(read_json(path))
     except UserError:
         return None
-    keys = {"cell", "task", "config", "outcome", "reason", "result", "environment"}
+    keys = {"case", "task", "config", "outcome", "reason", "result", "environment"}
     whole = isinstance(record, dict) and keys <= set(record) and isinstance(record["environment"], dict)
     return record if whole and (record["outcome"] != "complete" or isinstance(record["result"], dict)) else None
 

@@ -30,9 +30,9 @@ LEAST, MOST = 3, 50
 MODEL_COLUMNS = (
     "d_model", "num_layers", "num_heads", "d_ff", "vocab_size", "context_length", "attention", "checkpoint_every"
 )  # fmt: skip
-RUN_COLUMNS = ("passes", "precision", "ops", "compile", "warmup_steps")
+RUN_COLUMNS = ("mode", "precision", "ops", "compile", "warmup_steps")
 SAMPLE_COLUMNS = (
-    "cell", "size", "context_length", *RUN_COLUMNS, "step", "warmup", "wall", "cuda", *PHASES, "device_allocations",
+    "case", "size", "context_length", *RUN_COLUMNS, "step", "warmup", "wall", "cuda", *PHASES, "device_allocations",
     "page_faults",
 )  # fmt: skip
 """Columns of every table of samples, in order; those of a later version may have more."""
@@ -193,9 +193,9 @@ def summary(samples: Sequence[float | None]) -> dict[str, float | None]:
     return {"mean": statistics.fmean(values), "std": std, "median": statistics.median(values), "min": min(values)}
 
 
-def step_flops(model: ModelConfig, batch_size: int, passes: str) -> int:
+def step_flops(model: ModelConfig, batch_size: int, mode: str) -> int:
     """Matmul FLOPs of one step; the optimizer's, and what gradient checkpointing computes twice, are not counted."""
-    count = accounting.forward_flops if passes == "forward" else accounting.training_flops
+    count = accounting.forward_flops if mode == "forward" else accounting.training_flops
     return count(model, batch_size)
 
 
@@ -225,11 +225,11 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
     seconds = {name: summary([step[name] for step in steps]) for name in ("wall", "cuda", *PHASES)}
     for phase in PHASES:
         seconds[phase].pop("min")
-    flops, median = step_flops(model, batch_size, config["passes"]), seconds["wall"]["median"]
+    flops, median = step_flops(model, batch_size, config["mode"]), seconds["wall"]["median"]
     device = measured.pop("device", None) or (record["environment"] or {}).get("device")
     peak = peak_flops(device, config["precision"]) if device else None
     return {
-        "cell": record["cell"],
+        "case": record["case"],
         "size": config["size"],
         **{name: getattr(model, name) for name in MODEL_COLUMNS},
         **{name: config[name] for name in ("batch_size", *RUN_COLUMNS, "steps")},
@@ -254,7 +254,7 @@ def samples_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     rows = []
     for record in records.values():
         config = as_run(record["config"])
-        head = {"cell": record["cell"], "context_length": config["model"]["context_length"]}
+        head = {"case": record["case"], "context_length": config["model"]["context_length"]}
         head |= {name: config[name] for name in ("size", *RUN_COLUMNS)}
         samples = (record["result"] or {}).get("samples", ())
         rows += [head | {"step": number} | sample for number, sample in enumerate(samples, 1)]

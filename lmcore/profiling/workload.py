@@ -16,7 +16,7 @@ from lmcore.fused.step import FusedStep
 from lmcore.fused.support import unsupported_reason
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
-from lmcore.profiling.cases import PASSES, WorkloadConfig, case_grid, workload_config
+from lmcore.profiling.cases import MODES, WorkloadConfig, case_grid, workload_config
 
 __all__ = ["PHASES", "Span", "Workload", "WorkloadConfig", "case_grid", "no_span", "require_memory", "workload_config"]
 
@@ -35,11 +35,11 @@ def no_span(name: str) -> AbstractContextManager:
 def require_memory(config: WorkloadConfig, device: torch.device) -> None:
     """Raises MemoryError if, by arithmetic alone, the passes of a case cannot fit into the device's memory."""
     least = least_step_bytes(
-        config.model, config.batch_size, config.passes, config.precision, config.optimizer.name,
+        config.model, config.batch_size, config.mode, config.precision, config.optimizer.name,
         steps=config.warmup_steps + config.steps, saves_all=config.ops == "plain" and not config.compile,
     )  # fmt: skip
     parameters = num_parameters(config.model)
-    if (reason := too_large(PASSES[config.passes], least, parameters, config.batch_size, device)) is not None:
+    if (reason := too_large(MODES[config.mode], least, parameters, config.batch_size, device)) is not None:
         raise MemoryError(reason)
 
 
@@ -79,15 +79,13 @@ class Workload:
         Returns the logits of a forward pass, (batch, context, vocab), else the loss. Old gradients are dropped first.
         A fused step has no parts and no logits: its forward pass ends in the loss, too.
         """
-        passes = self.config.passes
+        mode = self.config.mode
         if self.fused is not None:
-            if passes == "train_step":
+            if mode == "train_step":
                 return self.fused(self.inputs, self.targets)[0]
             transformer = self.fused.transformer
-            return (transformer.loss if passes == "forward" else transformer.forward_backward)(
-                self.inputs, self.targets
-            )
-        if passes == "forward":
+            return (transformer.loss if mode == "forward" else transformer.forward_backward)(self.inputs, self.targets)
+        if mode == "forward":
             with span("forward"), torch.no_grad(), autocast(self.device, self.config.precision):
                 return self.forward(self.inputs)
         self.optimizer.zero_grad(set_to_none=True)
@@ -99,7 +97,7 @@ class Workload:
         del logits  # as in training, where the loss function owns them: gone as soon as the backward pass is past them
         with span("backward"):
             self.scaler.scale(loss).backward()
-        if passes == "train_step":
+        if mode == "train_step":
             with span("optimizer"):
                 self.scaler.step(self.optimizer)
                 self.scaler.update()

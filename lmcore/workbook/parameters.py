@@ -138,10 +138,10 @@ def several(rule: Rule, least: int = 1) -> Rule:
 
 COUNT, FROM_0 = whole("a positive whole number", 1), whole("a whole number from 0 on", 0)
 SIZE, RECIPE, PRECISION = one_of(MODEL_SIZES), one_of(RECIPES), one_of(("fp32", "tf32", "bf16", "fp16"))
-PASSES = one_of(("forward", "forward_backward", "train_step"))
+MODES = one_of(("forward", "forward_backward", "train_step"))
 PASSES_BY_PRECISION = Rule(
-    f"a mapping from precisions ({PRECISION.words}) to lists of passes ({PASSES.words})",
-    lambda v: isinstance(v, dict) and all(map(PRECISION.holds, v)) and all(map(several(PASSES).holds, v.values())),
+    f"a mapping from precisions ({PRECISION.words}) to lists of modes ({MODES.words})",
+    lambda v: isinstance(v, dict) and all(map(PRECISION.holds, v)) and all(map(several(MODES).holds, v.values())),
 )
 REFERENCE_PASSES = Rule(
     f"{PASSES_BY_PRECISION.words}, with all of them in fp32 and in bf16",
@@ -177,9 +177,9 @@ RULES: dict[str, Rule] = {
         "precisions": several(PRECISION),
         "component_precisions": several(PRECISION),
         "extra_precisions": several(PRECISION, 0),
-        "reference_passes": REFERENCE_PASSES,
-        "context_passes": CONTEXT_PASSES,
-        "warmup_passes": PASSES,
+        "reference_modes": REFERENCE_PASSES,
+        "context_modes": CONTEXT_PASSES,
+        "warmup_mode": MODES,
         "learning_rates": several(number("a positive number", lambda value: value > 0)),
         "temperatures": several(TEMPERATURE),
         "dump_temperature": TEMPERATURE,

@@ -13,8 +13,8 @@ from sweep_definitions import BENCHMARK, loaded, training_sweep
 
 from lmcore.checkpoint import digest, read_weights
 from lmcore.errors import EXIT_INTERRUPTED, UserError
-from lmcore.workbook.jobs.sweep_definition import cell_names
-from lmcore.workbook.jobs.sweeps import cell_states, run_definition, run_folder
+from lmcore.workbook.jobs.sweep_definition import run_names
+from lmcore.workbook.jobs.sweeps import run_definition, run_folder, run_states
 
 UNPREPARED = {"data": "embedded", "tokenizer": "bpe:300", "num_documents": 100}
 
@@ -41,7 +41,7 @@ def end(tasks: list[subprocess.Popen], code: int) -> list[str]:
 
 
 def states(definition, out: Path) -> list[str]:
-    return [state for state, _ in cell_states(definition, out).values()]
+    return [state for state, _ in run_states(definition, out).values()]
 
 
 def test_data_are_prepared_once_by_tasks_side_by_side(tmp_path, training):
@@ -82,14 +82,14 @@ def test_a_signal_before_training_ends_with_75_too(tmp_path, training):
 
 def test_tasks_measure_other_cells_of_one_folder_side_by_side_and_never_the_same(tmp_path):
     definition = loaded(tmp_path, BENCHMARK | {"base": BENCHMARK["base"] | {"steps": 100_000}})
-    cells, names = tmp_path / "out" / "cells", cell_names(definition)
+    runs_of, names = tmp_path / "out" / "cases", run_names(definition)
     tasks = [start(tmp_path, number) for number in range(2)]
     for name in names:
-        wait_until((cells / f".{name}.lock").exists, f"{name} is measured")
+        wait_until((runs_of / f".{name}.lock").exists, f"{name} is measured")
     assert f"Another process is measuring {names[0]}" in end([start(tmp_path, 0)], 2)[0]
     assert states(definition, tmp_path / "out") == ["running", "running"]
     tasks[0].send_signal(signal.SIGUSR1)
     os.killpg(tasks[1].pid, signal.SIGTERM)  # what a scheduler does that cancels a job: all of its processes
     end(tasks, EXIT_INTERRUPTED)
     assert states(definition, tmp_path / "out") == ["stopped", "stopped"]
-    assert not list(cells.glob("*.json"))  # a cell that was stopped has not failed
+    assert not list(runs_of.glob("*.json"))  # a cell that was stopped has not failed

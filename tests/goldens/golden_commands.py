@@ -163,7 +163,7 @@ tokenizer decode --tokenizer corpus/tokenizer 100000
 tokenizer decode --tokenizer corpus/tokenizer -- -1
 tokenizer decode --tokenizer corpus/tokenizer one
 benchmark --size huge
-benchmark --passes backward
+benchmark --mode backward
 benchmark --precision fp8
 benchmark --steps 0
 benchmark --warmup-steps -1
@@ -183,13 +183,13 @@ nsys --report broken.json
 nsys --report kernels.sqlite --range nothing
 nsys --report kernels.sqlite --range inference --scope block
 nsys --size huge
-nsys --passes sideways
+nsys --mode sideways
 memory --top -1
 memory --snapshot nowhere.pickle
 memory --snapshot text.txt
 memory --snapshot evil.pickle
 memory --size huge
-memory --passes step
+memory --mode step
 memory --steps 3
 sweep
 sweep run
@@ -235,9 +235,9 @@ writeup nowhere
 writeup nowhere --check
 writeup text.txt
 refresh --notebooks 99
-submission nowhere
-submission --names mit
-submission run
+handin nowhere
+handin --names mit
+handin run
 doctor --jsn
 doctor now
 """

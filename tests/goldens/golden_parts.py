@@ -106,12 +106,12 @@ def architecture() -> dict[str, Any]:
     sizes = {}
     for size in library.MODEL_SIZES:
         config = library.model_config(size, context_length=256)
-        peaks = {passes: library.predicted_peak(config, 4, passes=passes) for passes in ("forward", "train_step")}
+        peaks = {mode: library.predicted_peak(config, 4, mode=mode) for mode in ("forward", "train_step")}
         sizes[size] = {
             "parameters": library.num_parameters(config),
             "forward_flops": library.forward_flops(config, 4),
             "training_flops": library.training_flops(config, 4),
-            "peaks": {passes: [peak["peak_bytes"], peak["stage"]] for passes, peak in peaks.items()},
+            "peaks": {mode: [peak["peak_bytes"], peak["stage"]] for mode, peak in peaks.items()},
         }
     presets = {name: json.loads(json.dumps(library.to_dict(config))) for name, config in library.RECIPES.items()}
     return {"state_dict": weights, "sizes": sizes, "presets": presets}

@@ -193,7 +193,7 @@ def test_scancel_keeps_the_notebook_so_far(cluster, tmp_path):
     assert cluster.wait(job) == "CANCELLED"
     cluster.wait_until(lambda: record(project, "02_train")["state"] == "stopped", "it was stopped", job=job)
     saved = json.loads((project / "runs" / "smoke" / "notebooks" / "02_train.ipynb").read_text())
-    assert any(cell.get("execution_count") for cell in saved["cells"])
+    assert any(cell.get("execution_count") for cell in saved["cases"])
     assert "requeued" not in said(project, job)
     time.sleep(2)
     assert cluster.state(job) == "CANCELLED"
@@ -302,7 +302,7 @@ def test_an_array_beyond_the_clusters_size_is_refused(cluster, tmp_path):
     project = job_project(tmp_path / "project")
     numbers = ", ".join(map(str, range(1002)))
     (project / "many.yaml").write_text(
-        f"name: many\nkind: benchmark\nbase: {{size: smoke, passes: forward}}\nvary: {{seed: [{numbers}]}}\n"
+        f"name: many\nkind: benchmark\nbase: {{size: smoke, mode: forward}}\nvary: {{seed: [{numbers}]}}\n"
     )
     refused = cluster.run("lmcore", "submit", "sweep", "many.yaml", cwd=project, check=False)
     assert refused.returncode == 2

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lmcore.data import CorpusConfig, prepare
-from lmcore.workbook.jobs.sweeps import cell_states, load_definition, run_folder
+from lmcore.workbook.jobs.sweeps import load_definition, run_folder, run_states
 from lmcore.workbook.report.tables import read_results
 
 pytestmark = pytest.mark.slurm
@@ -76,7 +76,7 @@ def test_an_array_with_a_cap_ends_in_one_table(cluster, tmp_path, training):
     assert sorted(int(task["ArrayTaskId"]) for task in tasks) == [0, 1, 2, 3, 4, 5]
     assert most_at_once(tasks) == 2
     assert rows(out) == [(f"lr_{rate:g}", "complete") for rate in RATES]
-    assert "rates: 6 cells: 6 complete." in cluster.log(table)
+    assert "rates: 6 runs: 6 complete." in cluster.log(table)
     assert (
         f"All of {out} is finished"
         in cluster.run("lmcore", "submit", "sweep", definition, "--out", out, cwd=PROJECT).stdout
@@ -122,14 +122,14 @@ def test_a_task_at_its_time_limit_is_queued_again_and_finishes(cluster, tmp_path
 
 
 def test_measurements_run_side_by_side_on_a_gpu_each(cluster, tmp_path):
-    base = {"size": "smoke", "device": "cpu", "warmup_steps": 0, "passes": "forward", "batch_size": 1}
+    base = {"size": "smoke", "device": "cpu", "warmup_steps": 0, "mode": "forward", "batch_size": 1}
     sweep = {"name": "times", "kind": "benchmark", "base": base, "vary": {"context_length": [8, 16]}}
     definition, out = written(tmp_path, sweep), tmp_path / "out"
     endless = load_definition(definition, ["steps=1_000_000_000"])
     array, table = submit(cluster, definition, out, "--set", "steps=1_000_000_000", gpus=1)
     cluster.wait_until(
-        lambda: [state for state, _ in cell_states(endless, out).values()] == ["running"] * 2,
-        "both cells are measured at once", 300, array,
+        lambda: [state for state, _ in run_states(endless, out).values()] == ["running"] * 2,
+        "both runs are measured at once", 300, array,
     )  # fmt: skip
     said = cluster.run("scontrol", "--details", "show", "job", array).stdout
     places = re.findall(r"Nodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=gpu\S*?:1\(IDX:(\d+)\)", said)
@@ -141,4 +141,4 @@ def test_measurements_run_side_by_side_on_a_gpu_each(cluster, tmp_path):
     array, table = submit(cluster, definition, out, "--set", "steps=2", gpus=1)
     assert ended(cluster, array, table) == ["COMPLETED", "COMPLETED"], cluster.describe(array)
     assert rows(out, "times") == [("smoke-8-fp32-forward-b1", "complete"), ("smoke-16-fp32-forward-b1", "complete")]
-    assert not any(name.endswith(".tmp") for name in os.listdir(out / "cells"))
+    assert not any(name.endswith(".tmp") for name in os.listdir(out / "cases"))

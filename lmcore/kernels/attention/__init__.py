@@ -80,7 +80,7 @@ def attention_backward(
     """Gradients of Q, K and V from that of the output, into the given views or new tensors; see `attention_forward`.
 
     `deterministic` (or PyTorch's switch of that name) takes kernels that add in a fixed order. With `angles`, the
-    cosines and sines of `lmcore.kernels.rope`, Q and K have been turned by RoPE, and the gradients are those before it.
+    cosines and sines of `lmcore.kernels.rope`, Q and K are those after RoPE, and the gradients those before it.
     """
     dq, dk, dv = (by_position(x) if given is None else given for x, given in ((q, dq), (k, dk), (v, dv)))
     if q.numel() == 0:

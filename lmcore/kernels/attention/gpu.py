@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmcore.kernels.common.gpu import turned_back
+from lmcore.kernels.common.gpu import rotated_back
 
 LOG2_E: tl.constexpr = tl.constexpr(1 / math.log(2))
 """Exponentials are of base 2, which the chip computes."""
@@ -153,7 +153,7 @@ def gather_dq(dq, q, do, lse, delta, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, hea
 def query_gradients(q, k, v, o, do, dq, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
                     o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, tile, bh, heads, T, lse_rows, scale, BLOCK_M: tl.constexpr,
                     BLOCK_N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
-                    TURNED: tl.constexpr, PRECISION: tl.constexpr):
+                    ROPE: tl.constexpr, PRECISION: tl.constexpr):
     """dQ of one tile of queries of one head; also delta = sum(dO · O), for the other gradients."""
     offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     at = bh.to(tl.int64) * lse_rows + offs_m
@@ -174,8 +174,8 @@ def query_gradients(q, k, v, o, do, dq, lse, delta, cos, sin, q_b, q_h, q_t, k_b
     acc = gather_dq(acc, q_tile, do_tile, lse_tile, delta_tile, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, offs_m,
                     whole, last, T, scale * LOG2_E, BLOCK_N, SIZE, D, CAUSAL, True, PRECISION)
     acc *= scale
-    if TURNED:
-        acc = turned_back(acc, cos, sin, offs_m, T, BLOCK_M, SIZE, D, False)
+    if ROPE:
+        acc = rotated_back(acc, cos, sin, offs_m, T, BLOCK_M, SIZE, D, False)
     store_tile(dq, dq_b, dq_h, dq_t, bh, heads, offs_m, T, acc, SIZE, D)
 
 
@@ -210,7 +210,7 @@ def gather_dk_dv(dk, dv, k, v, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h, q_t, d
 def key_gradients(q, k, v, o, do, dk, dv, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
                   o_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, tile, bh, heads, T, lse_rows, scale,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-                  CAUSAL: tl.constexpr, DELTA: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr):
+                  CAUSAL: tl.constexpr, DELTA: tl.constexpr, ROPE: tl.constexpr, PRECISION: tl.constexpr):
     """dK and dV of one tile of keys of one head, with delta read or, without DELTA, computed again."""
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k_tile = tile_of(k, k_b, k_h, k_t, bh, heads, offs_n, T, SIZE, D, True)
@@ -234,8 +234,8 @@ PRECISION)
                                     do, do_b, do_h, do_t, bh, heads, offs_n, whole, last, T, lse_rows, scale * LOG2_E,
                                     BLOCK_M, SIZE, D, CAUSAL, True, DELTA, PRECISION)
     dk_tile *= scale
-    if TURNED:
-        dk_tile = turned_back(dk_tile, cos, sin, offs_n, T, BLOCK_N, SIZE, D, False)
+    if ROPE:
+        dk_tile = rotated_back(dk_tile, cos, sin, offs_n, T, BLOCK_N, SIZE, D, False)
     store_tile(dk, dk_b, dk_h, dk_t, bh, heads, offs_n, T, dk_tile, SIZE, D)
     store_tile(dv, dv_b, dv_h, dv_t, bh, heads, offs_n, T, dv_tile, SIZE, D)
 
@@ -245,11 +245,11 @@ def attention_backward_kernel(q, k, v, o, do, dq, dk, dv, lse, delta, cos, sin, 
                               v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h,
                               dv_t, all_heads, heads, group, T, lse_rows, scale, BLOCK_M: tl.constexpr,
                               BLOCK_N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
-                              TURNED: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr):
+                              ROPE: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr):
     """dQ of a tile of M positions, or dK and dV of one; for both, even programs do the first and odd ones the second.
 
     With a causal mask the last queries have most keys and the first keys most queries: those of a group of heads start
-    first. TURNED: RoPE has turned q and k, and dQ and dK are turned back.
+    first. ROPE: RoPE has rotated q and k, and dQ and dK are rotated back.
     """
     tiles = tl.cdiv(T, BLOCK_M)
     program = tl.program_id(0)
@@ -261,15 +261,15 @@ def attention_backward_kernel(q, k, v, o, do, dq, dk, dv, lse, delta, cos, sin, 
     if of_keys:
         key_gradients(q, k, v, o, do, dk, dv, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b,
                       o_h, o_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, tile, bh, heads, T, lse_rows,
-                      scale, BLOCK_N, BLOCK_M, SIZE, D, CAUSAL, PART == "keys", TURNED, PRECISION)
+                      scale, BLOCK_N, BLOCK_M, SIZE, D, CAUSAL, PART == "keys", ROPE, PRECISION)
     else:
         query_gradients(q, k, v, o, do, dq, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b,
                         o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, tiles - 1 - tile, bh, heads, T, lse_rows, scale,
-                        BLOCK_M, BLOCK_N, SIZE, D, CAUSAL, TURNED, PRECISION)
+                        BLOCK_M, BLOCK_N, SIZE, D, CAUSAL, ROPE, PRECISION)
 
 
-# --- around the backward pass of `hopper`: delta and zeros before, dQ from its sums after; where RoPE has turned
-# --- queries and keys, dQ and dK are turned back on the way
+# --- around the backward pass of `hopper`: delta and zeros before, dQ from its sums after; where RoPE has rotated
+# --- queries and keys, dQ and dK are rotated back on the way
 
 
 @triton.jit
@@ -293,19 +293,19 @@ def attention_prepare_kernel(o, do, delta, sums, counter, o_b, o_h, o_t, do_b, d
 
 @triton.jit
 def attention_finish_kernel(sums, dq, dk, cos, sin, dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, heads, length, scale,
-                            SIZE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr):
-    """dQ from the sums of its parts; TURNED: dQ and dK are turned back, dK in place."""
+                            SIZE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, ROPE: tl.constexpr):
+    """dQ from the sums of its parts; ROPE: dQ and dK are rotated back, dK in place."""
     blocks = tl.cdiv(length, ROWS)
     offs_m = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     d = tl.arange(0, D)
     inside = (offs_m[:, None] < length) & (d[None, :] < SIZE)
     value = tl.load(sums + (bh * length + offs_m[:, None]) * SIZE + d[None, :], mask=inside, other=0.0) * scale
-    if TURNED:
-        value = turned_back(value, cos, sin, offs_m, length, ROWS, SIZE, D, False)
+    if ROPE:
+        value = rotated_back(value, cos, sin, offs_m, length, ROWS, SIZE, D, False)
         at = bh // heads * dk_b + bh % heads * dk_h + offs_m[:, None].to(tl.int64) * dk_t + d[None, :]
         key = tl.load(dk + at, mask=inside, other=0.0)
-        tl.store(dk + at, turned_back(key, cos, sin, offs_m, length, ROWS, SIZE, D, False), mask=inside)
+        tl.store(dk + at, rotated_back(key, cos, sin, offs_m, length, ROWS, SIZE, D, False), mask=inside)
     at = bh // heads * dq_b + bh % heads * dq_h + offs_m[:, None].to(tl.int64) * dq_t + d[None, :]
     tl.store(dq + at, value.to(dq.dtype.element_ty), mask=inside)
 

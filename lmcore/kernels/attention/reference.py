@@ -81,7 +81,7 @@ def backward(
 
     The probabilities are computed again from the scores and the log-sum-exp. A tile of keys meets one tile of queries
     after the other and gathers its own dK and dV; the parts of dQ are added up in memory. With `angles`, RoPE has
-    turned queries and keys by them, and their gradients are turned back.
+    rotated queries and keys by them, and their gradients are rotated back.
     """
     length, scale = q.shape[-2], 1 / math.sqrt(q.shape[-1])
     dq, dk, dv = (torch.empty_like(x) if given is None else given for x, given in ((q, dq), (k, dk), (v, dv)))

@@ -18,15 +18,15 @@ def load_angles(table, rows, T, SIZE: tl.constexpr, D: tl.constexpr, WHOLE: tl.c
 
 
 @triton.jit
-def turned(x, c, s, M: tl.constexpr, D: tl.constexpr):
-    """Feature pairs of x (M, D) turned by angles with cosines c and sines s (M, D / 2), in x's type."""
+def rotated(x, c, s, M: tl.constexpr, D: tl.constexpr):
+    """Feature pairs of x (M, D) rotated by angles with cosines c and sines s (M, D / 2), in x's type."""
     even, odd = tl.split(tl.reshape(x.to(tl.float32), [M, D // 2, 2]))
     return tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [M, D]).to(x.dtype)
 
 
 @triton.jit
-def turned_back(x, cos, sin, rows, T, M: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
-    """The gradient of rows of a head from that of the same rows turned: a rotation's inverse is its transpose."""
+def rotated_back(x, cos, sin, rows, T, M: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
+    """The gradient of rows of a head from that of the same rows rotated: a rotation's inverse is its transpose."""
     c = load_angles(cos, rows, T, SIZE, D, WHOLE)
     s = load_angles(sin, rows, T, SIZE, D, WHOLE)
-    return turned(x, c, -s, M, D)
+    return rotated(x, c, -s, M, D)

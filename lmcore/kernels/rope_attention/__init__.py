@@ -45,7 +45,7 @@ def rope_attention_backward(
     sin: Tensor,
     shape: tuple[int, int, int],
 ) -> Tensor:
-    """Writes into `dqkv` (N, 3D) the gradient of the joint projection, before its queries and keys were turned.
+    """Writes into `dqkv` (N, 3D) the gradient of the joint projection, before its queries and keys were rotated.
 
     `qkv` (N, 3D) and `lse` are what `rope_attention_forward` left, `o` and `do` (N, D) its output and the gradient of
     that; `shape`, `cos` and `sin` as there.

@@ -1,11 +1,11 @@
 """RoPE and causal attention of short sequences by one program a head, forward and backward.
 
-Queries and keys are turned by RoPE on their way in. Keys and values of a head stay in shared memory once they are read,
+RoPE rotates queries and keys on their way in. Keys and values of a head stay in shared memory once they are read,
 so that queries, keys and values come from memory once for RoPE and attention together.
 
 In the backward pass the tiles of dQ stay in registers while those of keys and values pass by, so that scores are
 computed once, nothing is added up in memory and the order of all sums is fixed (Dao 2023, algorithm 2, with the loop
-over queries unrolled). Gradients of queries and keys are turned back on their way out.
+over queries unrolled). Gradients of queries and keys are rotated back on their way out.
 """
 
 import math
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lmcore.kernels.attention.gpu import LOG2_E, block_of, precision_of
-from lmcore.kernels.common.gpu import load_angles, turned, turned_back
+from lmcore.kernels.common.gpu import load_angles, rotated, rotated_back
 
 TILE, WARPS = 64, 4
 """Queries, and keys, of a tile, and warps of a program."""
@@ -93,8 +93,8 @@ def head_forward_kernel(q, k, v, o, lse, cos, sin, x_b, x_h, x_t, o_b, o_h, o_t,
         q_i = load_rows(q, x_b, x_h, x_t, bh, heads, rows, T, SIZE, D, WHOLE)
         c = load_angles(cos, rows, T, SIZE, D, WHOLE)
         s = load_angles(sin, rows, T, SIZE, D, WHOLE)
-        k_i = turned(k_i, c, s, M, D)
-        q_i = turned(q_i, c, s, M, D)
+        k_i = rotated(k_i, c, s, M, D)
+        q_i = rotated(q_i, c, s, M, D)
         store_rows(k, x_b, x_h, x_t, bh, heads, rows, T, k_i, SIZE, D)
         store_rows(q, x_b, x_h, x_t, bh, heads, rows, T, q_i, SIZE, D)
         keys = keys + (k_i,)  # noqa: RUF005
@@ -150,12 +150,12 @@ def head_gradients_kernel(q, k, v, o, do, dq, dk, dv, lse, cos, sin, x_b, x_h, x
                 dq_i = tl.dot(ds, k_j, dq_i, input_precision=PRECISION)
             new = new + (dq_i,)  # noqa: RUF005
         dqs = new
-        dk_j = turned_back(dk_j * scale, cos, sin, keys, T, M, SIZE, D, WHOLE)
+        dk_j = rotated_back(dk_j * scale, cos, sin, keys, T, M, SIZE, D, WHOLE)
         store_rows(dk, g_b, g_h, g_t, bh, heads, keys, T, dk_j, SIZE, D)
         store_rows(dv, g_b, g_h, g_t, bh, heads, keys, T, dv_j, SIZE, D)
     for i in tl.static_range(TILES):
         rows = i * M + tl.arange(0, M)
-        dq_i = turned_back(dqs[i] * scale, cos, sin, rows, T, M, SIZE, D, WHOLE)
+        dq_i = rotated_back(dqs[i] * scale, cos, sin, rows, T, M, SIZE, D, WHOLE)
         store_rows(dq, g_b, g_h, g_t, bh, heads, rows, T, dq_i, SIZE, D)
 
 

@@ -23,7 +23,7 @@ def rope_attention_backward(
     cos: Tensor,
     sin: Tensor,
 ) -> None:
-    """Writes into `gradients` those of q, k and v before q and k were turned; `lse` from `rope_attention_forward`."""
+    """Writes into `gradients` those of q, k and v before q and k were rotated; `lse` from `rope_attention_forward`."""
     attention.backward(*q_k_v, o, lse, do, True, *gradients, angles=(cos, sin))
 
 

@@ -228,7 +228,7 @@ def attention_cases(
     return {
         f"{case.size}-{context}-{case.precision}-{kind}": case
         for context, kind in itertools.product(contexts, kinds)
-        for case in [workload_config(size, context, attention=kind, passes="forward_backward", **changes)]
+        for case in [workload_config(size, context, attention=kind, mode="forward_backward", **changes)]
     }
 
 

@@ -218,6 +218,6 @@ def measured(function: Callable[[], Any], device: torch.device) -> dict[str, Any
     return {"seconds": Timer(device)(function)[0], "extra_bytes": bytes_taken}
 
 
-def measure_ceilings(config: WorkloadConfig, folder: Path) -> dict[str, float]:
+def device_peak_rates(config: WorkloadConfig, folder: Path) -> dict[str, float]:
     """`peak_rates` of the case's precision: a task of `lmcore.profiling.runner.run_cases`."""
     return peak_rates(select_device(config.device)[0], config.precision)

@@ -12,7 +12,7 @@ from lmcore.device import select_device
 from lmcore.profiling import timing
 from lmcore.profiling.workload import Span, Workload, WorkloadConfig, no_span, workload_config
 
-RUNGS: dict[str, tuple[str, dict[str, Any]]] = {
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "eager": ("the definition, operation by operation", {}),
     "sdpa": ("PyTorch's fused attention", {"attention": "sdpa"}),
     "flash": ("our FlashAttention-2", {"attention": "flash"}),
@@ -22,7 +22,9 @@ RUNGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """What each adds, and the switches of its benchmark case."""
 
-NO_GRAPH = "A CUDA graph needs a CUDA GPU; elsewhere the explicit step runs operation by operation, as the rung before."
+NO_GRAPH = (
+    "A CUDA graph needs a CUDA GPU; elsewhere the explicit step runs operation by operation, as the variant before."
+)
 NO_COMPILER = "It was left out here (parameter `compiled`): compiling takes longer than all other measurements."
 
 
@@ -41,38 +43,38 @@ def measure_ungraphed(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     return timing.timed_steps(Ungraphed, config)
 
 
-def rung_cases(size: str, context_length: int, **changes: Any) -> dict[str, WorkloadConfig]:
-    """The benchmark case of every rung: a whole training step of a named size."""
+def step_cases(size: str, context_length: int, **changes: Any) -> dict[str, WorkloadConfig]:
+    """The benchmark case of every variant: a whole training step of a named size."""
     return {
-        rung: workload_config(size, context_length, passes="train_step", **changes, **switches)
-        for rung, (_, switches) in RUNGS.items()
+        variant: workload_config(size, context_length, mode="train_step", **changes, **switches)
+        for variant, (_, switches) in VARIANTS.items()
     }
 
 
 def absent_rungs(compiled: bool, device: torch.device | None = None) -> dict[str, str]:
-    """The rungs that cannot be measured here, and why."""
+    """The variants that cannot be measured here, and why."""
     device = device or select_device()[0]
     absent = {} if compiled else {"compiled": NO_COMPILER}
     return absent if device.type == "cuda" else absent | {"graph": NO_GRAPH}
 
 
-def task_of(rung: str) -> Callable[[WorkloadConfig, Path], dict[str, Any]]:
-    """What measures the rung."""
-    return measure_ungraphed if rung == "fused" else timing.measure
+def task_of(variant: str) -> Callable[[WorkloadConfig, Path], dict[str, Any]]:
+    """What measures the variant."""
+    return measure_ungraphed if variant == "fused" else timing.measure
 
 
-def ladder_table(records: Mapping[str, Mapping[str, Any]], absent: Mapping[str, str]) -> pd.DataFrame:
-    """A row for each rung, in order: seconds of a step and peak memory as measured, or why it was not."""
-    timings = {row["cell"]: row for row in timing.timing_table(records).to_dict("records")} if records else {}
+def steps_table(records: Mapping[str, Mapping[str, Any]], absent: Mapping[str, str]) -> pd.DataFrame:
+    """A row for each variant, in order: seconds of a step and peak memory as measured, or why it was not."""
+    timings = {row["case"]: row for row in timing.timing_table(records).to_dict("records")} if records else {}
     rows = [
-        {"rung": rung, "what": what} | timings.get(rung, {"outcome": "absent", "reason": absent.get(rung)})
-        for rung, (what, _) in RUNGS.items()
-        if rung in timings or rung in absent
+        {"variant": variant, "what": what} | timings.get(variant, {"outcome": "absent", "reason": absent.get(variant)})
+        for variant, (what, _) in VARIANTS.items()
+        if variant in timings or variant in absent
     ]
     return pd.DataFrame([{name: row.get(name) for name in COLUMNS} for row in rows], columns=COLUMNS)
 
 
 COLUMNS = [
-    "rung", "what", "outcome", "reason", "size", "batch_size", "context_length", "precision", "wall_median",
+    "variant", "what", "outcome", "reason", "size", "batch_size", "context_length", "precision", "wall_median",
     "wall_std", "tokens_per_second", "mfu", "peak_memory_bytes", "device",
 ]  # fmt: skip

@@ -14,14 +14,14 @@ from lmcore.profiling.kernels.measuring import DTYPES
 from lmcore.profiling.workload import WorkloadConfig
 
 COLUMNS = {
-    "attention": "cell attention passes context_length batch_size num_heads d_k precision outcome reason seconds "
+    "attention": "case attention mode context_length batch_size num_heads d_k precision outcome reason seconds "
     "extra_bytes flops flops_per_second device",
-    "loss": "cell variant rows d_model vocab_size precision outcome reason seconds chunk_rows extra_bytes logits_bytes "
+    "loss": "case variant rows d_model vocab_size precision outcome reason seconds chunk_rows extra_bytes logits_bytes "
     "gradient_bytes device",
-    "optimizer": "cell size outcome contestant bytes_per_parameter seconds reason parameters bytes bytes_per_second "
+    "optimizer": "case size outcome contestant bytes_per_parameter seconds reason parameters bytes bytes_per_second "
     "copy_bytes_per_second device",
-    "elementwise": "cell variant precision operation seconds least_bytes eager_bytes device",
-    "decoding": "cell size batch_size context_length precision way seconds tokens_per_second same_tokens bound device",
+    "elementwise": "case variant precision operation seconds least_bytes eager_bytes device",
+    "decoding": "case size batch_size context_length precision way seconds tokens_per_second same_tokens bound device",
     "parity": "by kernel shape causal precision error worst plain_error tolerance holds device",
 }
 """By results file, kernels_<name>.json. `bound` is how many tokens a second reading all weights but the embeddings once
@@ -30,7 +30,7 @@ for each of them, at the speed of a copy, would allow."""
 DERIVED: dict[str, Callable[[WorkloadConfig, Mapping[str, Any]], Any]] = {
     "d_k": lambda c, row: c.model.d_k,
     "flops": lambda c, row: (
-        attention_layer(c.model, c.batch_size, torch.float32).flops * (1 + BACKWARD * (row["passes"] == "both"))
+        attention_layer(c.model, c.batch_size, torch.float32).flops * (1 + BACKWARD * (row["mode"] == "both"))
     ),
     "flops_per_second": lambda c, row: row["flops"] / row["seconds"],
     "rows": lambda c, row: c.tokens_per_step,
@@ -58,12 +58,12 @@ def results_table(name: str, records: Mapping[str, Mapping[str, Any]]) -> pd.Dat
     columns, table = COLUMNS[name].split(), []
     for record in records.values():
         c, result = from_dict(WorkloadConfig, record["config"]), record["result"] or {}
-        head = vars(c.model) | vars(c) | {key: record[key] for key in ("cell", "outcome", "reason")}
+        head = vars(c.model) | vars(c) | {key: record[key] for key in ("case", "outcome", "reason")}
         head["variant"] = "fused" if c.ops == "fused" else "compiled" if c.compile else "plain"
         head |= {"device": (record["environment"] or {}).get("device"), "seconds": None} | result
         rows = head.pop("rows", () if name != "loss" else ({},))
         if name == "attention":
-            rows = [{"passes": mode} | (result.get(mode) or {}) for mode in ("forward", "both")]
+            rows = [{"mode": mode} | (result.get(mode) or {}) for mode in ("forward", "both")]
         for row in (head | row for row in rows):
             if isinstance(row["seconds"], list):
                 row["seconds"] = median(row["seconds"])

@@ -51,15 +51,15 @@ def predicted_peak(
     batch_size: int = 1,
     seq_len: int | None = None,
     precision: str = "fp32",
-    passes: str = "train_step",
+    mode: str = "train_step",
 ) -> dict[str, Any]:
     """The moment at which most memory is allocated, after warm-up, and what is alive then, in bytes.
 
-    `passes` are those of `lmcore.profiling.workload.WorkloadConfig`. Keys: parameters, gradients, optimizer_state,
+    `mode` is that of `lmcore.profiling.workload.WorkloadConfig`. Keys: parameters, gradients, optimizer_state,
     activations (saved for the backward pass), temporary, inputs (token ids and position tables), peak_bytes (their
     sum), stage ("forward", "loss", "backward" or "optimizer"), moment (function and operator, or the node of the
     backward pass, of the allocation that comes within a thousandth of it), and by_stage, the peak of each stage.
-    Raises `UserError` for unknown passes or precisions, sizes below 1, and more tokens than the context.
+    Raises `UserError` for unknown modes or precisions, sizes below 1, and more tokens than the context.
     """
     seq_len = config.context_length if seq_len is None else seq_len
     require_positive("seq_len", seq_len)
@@ -67,7 +67,7 @@ def predicted_peak(
         seq_len <= config.context_length,
         f"seq_len ({seq_len}) is above the model's context_length ({config.context_length}).",
     )
-    workload = WorkloadConfig(model=config, batch_size=batch_size, passes=passes, precision=precision)
+    workload = WorkloadConfig(model=config, batch_size=batch_size, mode=mode, precision=precision)
     return copy.deepcopy(_peak(workload, seq_len))
 
 
@@ -133,7 +133,7 @@ class FakeWorkload(Workload):
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = torch.amp.GradScaler(enabled=False)
         self.inputs, self.targets = (torch.empty(config.batch_size, seq_len, dtype=torch.int64) for _ in range(2))
-        if config.passes == "train_step":
+        if config.mode == "train_step":
             for parameter in self.model.parameters():
                 parameter.grad = torch.empty_like(parameter)
             self.optimizer.step()

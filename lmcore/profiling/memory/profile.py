@@ -26,7 +26,7 @@ FULL_NOTE = "The record was full: its first events are lost, and what was alive 
 
 
 def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = True) -> dict[str, Any]:
-    """Records every allocation of one step of `config.passes` and says what the memory was for (a `run_cases` task).
+    """Records every allocation of one step of `config.mode` and says what the memory was for (a `run_cases` task).
 
     After the warm-up (at least one step, so that the optimizer's state exists) one step is recorded, from dropped
     gradients on: with the CUDA allocator's history on a GPU, else with torch.profiler's events of the CPU allocator.
@@ -78,7 +78,7 @@ def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = T
         history, peaks, snapshot = record_cpu(step, standing.values()), dict.fromkeys(PEAKS), None
     return {
         "device": device_name(workload.device),
-        "passes": config.passes,
+        "mode": config.mode,
         "precision": config.precision,
         "sources": "source line" if on_gpu else "function and operator",
         **summary(explained(history, standing, gradient_storages(workload.model), copies)),
@@ -102,7 +102,7 @@ def prepared(config: WorkloadConfig) -> Workload:
     device, _ = select_device(config.device)
     workload = Workload(dataclasses.replace(config, device=str(device) if device.type == "cuda" else "cpu"))
     for step in range(max(1, config.warmup_steps) + 20):
-        if step < max(1, config.warmup_steps) or (config.passes == "train_step" and not workload.optimizer.state):
+        if step < max(1, config.warmup_steps) or (config.mode == "train_step" and not workload.optimizer.state):
             workload.step()
     workload.optimizer.zero_grad(set_to_none=True)
     workload.synchronize()
@@ -141,7 +141,7 @@ def step_noting_copies(workload: Workload, copies: dict[int, str], span: Span) -
     and in compiled code, nothing is watched, so that as little as possible is disturbed.
     """
     config, names = workload.config, {id(parameter): name for name, parameter in workload.model.named_parameters()}
-    if config.passes == "forward" or config.compile or config.precision not in ("bf16", "fp16"):
+    if config.mode == "forward" or config.compile or config.precision not in ("bf16", "fp16"):
         return workload.step(span)
 
     def note(tensor: Tensor) -> Tensor:

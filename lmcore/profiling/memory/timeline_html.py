@@ -11,7 +11,7 @@ from typing import Any
 
 from lmcore.errors import require
 from lmcore.files import atomic_write
-from lmcore.profiling.cases import PASSES
+from lmcore.profiling.cases import MODES
 
 CATEGORY_COLORS = {
     "parameters": "#0173b2",
@@ -51,7 +51,7 @@ def subtitle(profile: Mapping[str, Any]) -> str:
     count, total = len(profile["allocations"]), profile["allocations_total"]
     listed = f"the {count:,} largest of {total:,} allocations" if count < total else f"all {total:,} allocations"
     return (
-        f"{PASSES[profile['passes']]}, {profile['precision']}, on {profile['device']}; recorded by {profile['tool']}. "
+        f"{MODES[profile['mode']]}, {profile['precision']}, on {profile['device']}; recorded by {profile['tool']}. "
         f"The height is the sum of all allocations; {listed} can be pointed at, from "
         f"{profile['allocations_smallest_bytes'] / 1e6:,.3g} MB on."
     )

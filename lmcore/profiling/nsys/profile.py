@@ -44,7 +44,7 @@ TIMELINE_PIECES = 1500
 def profile_workload(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     """Profiles config.steps inference passes and training steps: a task of `lmcore.profiling.runner.run_cases`.
 
-    config.passes says what a training step is; "forward" has none. With Nsight Systems on a CUDA device where it works,
+    config.mode says what a training step is; "forward" has none. With Nsight Systems on a CUDA device where it works,
     else with torch.profiler, in this process; `tool` says which, and the first of the `notes` why. Returns
 
     {"tool", "inference": S, "training": S | None, "training_outcome": None | "complete" | "out of memory",
@@ -86,14 +86,14 @@ def run_passes(config: WorkloadConfig, span: Span, recording: AbstractContextMan
     All warm-ups come first. A lack of memory in training ends the training alone; in inference it is raised.
     Returns training_outcome (None, "complete" or "out of memory") and training_reason.
     """
-    inference = Workload(replace(config, passes="forward"))
+    inference = Workload(replace(config, mode="forward"))
     training = copy.copy(inference)  # the same model and batch
     training.config = config
     outcome: dict[str, Any] = {"training_outcome": None, "training_reason": None}
     # a compiled model has no modules left to see, and ranges would break its graph
     with annotated(training.model, no_span if config.compile else span):
         repeat(inference, config.warmup_steps, "warm-up", span)
-        if config.passes != "forward":
+        if config.mode != "forward":
             outcome = train(training, config.warmup_steps, "warm-up", span)
         with recording:
             repeat(inference, config.steps, INFERENCE, span)

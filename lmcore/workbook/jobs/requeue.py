@@ -10,11 +10,11 @@ from lmcore.errors import UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.workbook.jobs.log import append
 from lmcore.workbook.jobs.slurm import call
-from lmcore.workbook.jobs.sweep_definition import cell_names, load_definition
+from lmcore.workbook.jobs.sweep_definition import load_definition, run_names
 
 CHECKPOINT = re.compile(r"step_(\d+)\.pt")
 DONE = re.compile(
-    r'\s*\{\s*("name": "[^"]*",\s*"state": "done"|"cell":.*"outcome": "(complete|out of memory)")', re.DOTALL
+    r'\s*\{\s*("name": "[^"]*",\s*"state": "done"|"(case|cell)":.*"outcome": "(complete|out of memory)")', re.DOTALL
 )
 """The record of a notebook that is done, or of a finished measurement: its outcome comes before its results."""
 
@@ -44,7 +44,7 @@ def own_progress(out: Path, task: str) -> dict[str, int]:
     found = progress(out)
     with suppress(UserError):
         if task.isdecimal() and (out / "sweep.yaml").exists():
-            own = dict(enumerate(cell_names(load_definition(out / "sweep.yaml")))).get(int(task), "")
+            own = dict(enumerate(run_names(load_definition(out / "sweep.yaml")))).get(int(task), "")
             return {file: count for file, count in found.items() if own in (Path(file).stem, *Path(file).parts)}
     return found
 

@@ -30,7 +30,7 @@ CORPUS = {"data": "embedded", "tokenizer": "gpt2", "num_documents": 20_000}
 PREFIXES = {"optimizer.learning_rate": "lr", "batch_size": "batch"}
 """Names of settings in names of runs, as in `lmcore.recipes`; others have the last word of their own."""
 
-LISTS = ("size", "context_length", "precision", "passes", "attention")
+LISTS = ("size", "context_length", "precision", "mode", "attention")
 """Options of a benchmark that take several values; they and the next are in the name that `benchmark_cases` gives."""
 
 NAMED = (*LISTS, "batch_size", "ops", "compile")
@@ -121,7 +121,7 @@ def load_definition(source: str | os.PathLike, overrides: Sequence[str] = ()) ->
             value = list(value) if isinstance(value, tuple) else value
             values["vary" if varied else "base"][key] = [value] if varied and not isinstance(value, list) else value
         definition = from_dict(SweepDefinition, values)
-        cell_names(definition)
+        run_names(definition)
     return definition
 
 
@@ -166,12 +166,12 @@ def frozen_file(definition: SweepDefinition, out: Path) -> Path:
     return out / "jobs" / f"{definition.name}-{hashlib.sha256(values.encode()).hexdigest()[:8]}.yaml"
 
 
-def cell_names(definition: SweepDefinition) -> list[str]:
+def run_names(definition: SweepDefinition) -> list[str]:
     """Names of the runs or measurements, in order: the index in this list is the index of the array task."""
-    return list(cells(definition))
+    return list(runs_of(definition))
 
 
-def cells(definition: SweepDefinition, data: "PreparedData | None" = None) -> dict[str, Any]:
+def runs_of(definition: SweepDefinition, data: "PreparedData | None" = None) -> dict[str, Any]:
     """The `TrainConfig` or `WorkloadConfig` of each run or measurement by name, in order.
 
     Training runs are on `data`; without it, on a corpus to come. Raises `UserError`, naming the run, on a setting that
@@ -189,10 +189,10 @@ def cells(definition: SweepDefinition, data: "PreparedData | None" = None) -> di
                 more = [label(key, value) for key, value in settings.items() if key not in NAMED]
                 cases = benchmark_cases(from_dict(BenchmarkConfig, merged({}, options)))
                 made = {"-".join([own, *more]): config for own, config in cases.items()}
-            require(not given or len(made) == 1, f"it is {len(made)} cells; give one value of {', '.join(LISTS)}")
+            require(not given or len(made) == 1, f"it is {len(made)} runs; give one value of {', '.join(LISTS)}")
             for own, config in made.items():
                 name = given or own
-                require(name not in found, f"two cells are named {name}; remove the value that is there twice")
+                require(name not in found, f"two runs are named {name}; remove the value that is there twice")
                 found[name] = config
     return found
 

@@ -21,7 +21,13 @@ from lmcore.profiling.workload import WorkloadConfig
 from lmcore.run import BUSY, RunBusy, RunFolder, flatten
 from lmcore.stopping import Stopped, stop_signals
 from lmcore.train import train
-from lmcore.workbook.jobs.sweep_definition import SweepDefinition, cells, frozen_file, load_definition, write_definition
+from lmcore.workbook.jobs.sweep_definition import (
+    SweepDefinition,
+    frozen_file,
+    load_definition,
+    runs_of,
+    write_definition,
+)
 from lmcore.workbook.report import tables
 from lmcore.workbook.report.timings import readable
 from lmcore.workbook.sweep import run_state, train_each
@@ -51,7 +57,7 @@ def run_definition(definition: SweepDefinition, out: str | os.PathLike, task: in
     at once. Raises `UserError` before anything runs: on a number that there is not, on what is in the folder with other
     settings or data, and on a run that is in other hands; without `task`, a training run is left to them.
     """
-    out, names = Path(out), list(cells(definition))
+    out, names = Path(out), list(runs_of(definition))
     there = task is None or 0 <= task < len(names)
     require(there, f"{definition.name} has tasks 0 to {len(names) - 1}; there is no task {task}.")
     chosen = names if task is None else [names[task]]
@@ -66,7 +72,7 @@ def run_definition(definition: SweepDefinition, out: str | os.PathLike, task: in
         except Stopped:
             print("Stopped; the same command goes on.", flush=True)
             return EXIT_INTERRUPTED
-        configs = {name: config for name, config in cells(definition, data).items() if name in chosen}
+        configs = {name: config for name, config in runs_of(definition, data).items() if name in chosen}
         for name, config in configs.items():
             if (run := run_folder(out, name)).config_file.exists():
                 run.require_same(config, data.fingerprint)
@@ -82,7 +88,7 @@ def remember(definition: SweepDefinition, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / ".sweep.lock"):
             if check_folder(definition, out) != definition:
-                print(f"{out}: the definition has changed; cells of the one before stay, and stay in the table.")
+                print(f"{out}: the definition has changed; runs of the one before stay, and stay in the table.")
             write_definition(definition, out / REMEMBERED)
     except OSError as error:
         raise UserError(f"Cannot write {out}: {error.strerror or error}.") from error
@@ -126,11 +132,11 @@ def measure_chosen(definition: SweepDefinition, out: Path, names: list[str], sha
 
     With `shared`, beside other tasks that have GPUs of their own. What another machine has measured is finished too.
     """
-    for name, (state, reason) in cell_states(definition, out).items():
+    for name, (state, reason) in run_states(definition, out).items():
         if name in names and state == "not run" and reason:
             print(f"{name}: {reason}", flush=True)
-    cases = {name: config for name, config in cells(definition).items() if name in names}
-    records = run_cases(measure, cases, out / "cells", definition.name, reuse_other_machine=True, shared=shared)
+    cases = {name: config for name, config in runs_of(definition).items() if name in names}
+    records = run_cases(measure, cases, out / "cases", definition.name, reuse_other_machine=True, shared=shared)
     failed = {name: record["reason"] for name, record in records.items() if record["outcome"] not in FINISHED}
     for name, reason in failed.items():
         print(f"{name}: failed: {reason}", file=sys.stderr, flush=True)
@@ -143,20 +149,20 @@ def measure_chosen(definition: SweepDefinition, out: Path, names: list[str], sha
 def unfinished(definition: SweepDefinition, out: str | os.PathLike) -> list[int]:
     """Numbers of what has not ended with these settings. Raises `UserError` if `out` is another sweep's."""
     check_folder(definition, Path(out))
-    states = cell_states(definition, out)
+    states = run_states(definition, out)
     return [number for number, (state, _) in enumerate(states.values()) if state not in FINISHED]
 
 
-def cell_states(definition: SweepDefinition, out: str | os.PathLike) -> dict[str, tuple[str, str | None]]:
+def run_states(definition: SweepDefinition, out: str | os.PathLike) -> dict[str, tuple[str, str | None]]:
     """Of each run or measurement, by name and in order, its state, and why where there is something to say.
 
     States: not run, running, stopped (begun, and neither ended nor in anyone's hands), failed, and those `FINISHED`.
     """
     out = Path(out)
     if definition.kind == "benchmark":
-        return {name: measured_state(name, case, out / "cells") for name, case in cells(definition).items()}
+        return {name: measured_state(name, case, out / "cases") for name, case in runs_of(definition).items()}
     data = data_there(definition, out)
-    return {name: run_state(config, run_folder(out, name), data) for name, config in cells(definition, data).items()}
+    return {name: run_state(config, run_folder(out, name), data) for name, config in runs_of(definition, data).items()}
 
 
 def data_there(definition: SweepDefinition, out: Path) -> PreparedData | None:
@@ -178,7 +184,7 @@ def measured_state(name: str, config: WorkloadConfig, folder: Path) -> tuple[str
         reason = "It was measured with other settings, and is measured again."
         return (record["outcome"], record["reason"]) if same else ("not run", reason)
     if file.exists():
-        return "not run", f"The record {file.name} is damaged; the cell is measured again."
+        return "not run", f"The record {file.name} is damaged; the run is measured again."
     return "stopped" if case_lock(folder, name).exists() else "not run", None
 
 
@@ -188,7 +194,7 @@ def measured_state(name: str, config: WorkloadConfig, folder: Path) -> tuple[str
 def write_sweep_table(definition: SweepDefinition, out: str | os.PathLike) -> tuple[pd.DataFrame, Path]:
     """Writes out/results/<name>.json and .csv with a row for each run or measurement; returns the table and the file.
 
-    `outcome` is a state of `cell_states`; a run whose loss rose for good is `diverged` as in `run_table`. What is in
+    `outcome` is a state of `run_states`; a run whose loss rose for good is `diverged` as in `run_table`. What is in
     the folder and not in the definition, as of an earlier one, follows with `in_definition` false. The curves of
     training runs go to <name>_curves, the single steps of measurements to <name>_samples.
     """
@@ -215,12 +221,12 @@ def training_tables(definition: SweepDefinition, out: Path) -> Tables:
         with suppress(UserError):  # damaged: a row without results
             begun |= {name: tables.run_row(name, run, entropy)} if run.config_file.exists() else {}
     varied, nothing = definition.varied(), RunFolder(out / "runs" / ".planned")
-    for (name, config), (_, settings) in zip(cells(definition, data).items(), varied, strict=True):
+    for (name, config), (_, settings) in zip(runs_of(definition, data).items(), varied, strict=True):
         values = flatten(to_dict(config)) | definition.base | settings
         own = {key: values.get(key) for _, others in varied for key in others}
         own = {key: str(value) if isinstance(value, list | dict) else value for key, value in own.items()}
         planned[name] = tables.run_row(name, nothing, entropy, config) | own
-    rows = joined(planned, begun, cell_states(definition, out))
+    rows = joined(planned, begun, run_states(definition, out))
     runs = {row["name"]: folders[row["name"]] for row in rows if row["name"] in begun}
     floors = (entropy, data.floor_nats_per_token) if data else (None, None)
     notes = dict(zip(("unigram_entropy", "floor_nats_per_token"), floors, strict=True))
@@ -229,19 +235,19 @@ def training_tables(definition: SweepDefinition, out: Path) -> Tables:
 
 def measured_tables(definition: SweepDefinition, out: Path) -> Tables:
     """The table of a benchmark sweep and its samples."""
-    states, found = cell_states(definition, out), {}
-    for file in sorted((out / "cells").glob("[!.]*.json")):
+    states, found = run_states(definition, out), {}
+    for file in sorted((out / "cases").glob("[!.]*.json")):
         record = read_record(file)
         if record and record["task"] == task_name(measure) and states.get(file.stem, ("",))[0] != "running":
             found[file.stem] = record
     planned: dict[str, dict[str, Any]] = {
-        name: {"cell": name, "config": to_dict(config), "result": None, "environment": None}
-        for name, config in cells(definition).items()
+        name: {"case": name, "config": to_dict(config), "result": None, "environment": None}
+        for name, config in runs_of(definition).items()
     }
     rows = dict(enumerate(joined(planned, found, states)))
     measured = {number: row for number, row in rows.items() if row["result"]}
     table = timing_table(rows).assign(in_definition=[row["in_definition"] for row in rows.values()])
-    return table, samples_table(measured), tables.provenance_of_cells(measured), {}
+    return table, samples_table(measured), tables.provenance_of_cases(measured), {}
 
 
 def joined(planned: dict[str, dict], found: dict[str, dict], states: Mapping[str, tuple]) -> list[dict[str, Any]]:
@@ -258,15 +264,15 @@ def summary(definition: SweepDefinition, table: pd.DataFrame) -> str:
     """The table for the terminal, how many ended how, and why those that failed did."""
     if definition.kind == "benchmark":
         shown = readable(table)
-        shown.insert(0, "cell", table["cell"])
+        shown.insert(0, "run", table["case"])
     else:
         varied = list(definition.vary)  # named runs say by their names how they differ
-        shown = table[["name", *varied, "outcome", *SHOWN]].rename(columns={"name": "cell"})
+        shown = table[["name", *varied, "outcome", *SHOWN]].rename(columns={"name": "run"})
         shown = shown.astype(object).where(shown.notna(), "–")
     counts = ", ".join(f"{count} {outcome}" for outcome, count in table["outcome"].value_counts().items())
     failed = table["outcome"] == "failed"
-    reasons = [f"{name}: {reason}" for name, reason in zip(shown["cell"][failed], table["reason"][failed], strict=True)]
+    reasons = [f"{name}: {reason}" for name, reason in zip(shown["run"][failed], table["reason"][failed], strict=True)]
     others = int((~table["in_definition"].astype(bool)).sum())
     also = f" {others} of them are not, or no longer, in the definition." if others else ""
-    head = f"\n{definition.name}: {len(table)} cells: {counts}.{also}"
+    head = f"\n{definition.name}: {len(table)} runs: {counts}.{also}"
     return "\n".join([shown.to_string(index=False), head, *reasons])

@@ -14,7 +14,7 @@ from lmcore.errors import require
 from lmcore.profiling.cases import WorkloadConfig
 from lmcore.profiling.runner import Task, require_complete, run_cases
 from lmcore.provenance import environment
-from lmcore.workbook.report.tables import ENVIRONMENT, in_common, provenance_of_cells, read_results, write_results
+from lmcore.workbook.report.tables import ENVIRONMENT, in_common, provenance_of_cases, read_results, write_results
 
 PERTURB = "LMCORE_PERTURB"
 """Variable with a seed: the numbers of all tables are changed at random. Under some seed each claim has to fail."""
@@ -63,7 +63,7 @@ class Results:
         def measure() -> tuple[pd.DataFrame, dict]:
             records = run_cases(task, cases, Path(self.out) / "runs" / folder, title=folder.rpartition("/")[2])
             require_complete(records)
-            return make(records), provenance_of_cells(records)
+            return make(records), provenance_of_cases(records)
 
         return self.table(name, measure, keys)
 

@@ -24,7 +24,7 @@ COLUMNS = [
     "share_of", "outcome", "reason", "notes", "run",
 ]  # fmt: skip
 
-SETTINGS = ["size", "batch_size", "context_length", "vocab_size", "head_size", "passes", "causal"]
+SETTINGS = ["size", "batch_size", "context_length", "vocab_size", "head_size", "mode", "causal"]
 """Settings that have a column of their own in `Speed.rows`."""
 
 OUR_WAYS = ("lmcore", "plain", "+")
@@ -50,7 +50,7 @@ def read_speed(results: str | os.PathLike) -> Speed:
     path = Path(results) / NAME
     require(path.exists(), f"There is no {path}; `python benchmarks/speed.py` measures it on a GPU.")
     content = read_json(path)
-    keys = {"provenance", "ceilings", "rows", "targets"}
+    keys = {"provenance", "peak_rates", "rows", "targets"}
     whole = isinstance(content, dict) and keys <= content.keys() and all(map(is_row, content["rows"]))
     require(whole, f"{path} holds no speed measurements; make it with benchmarks/speed.py.")
     rows, runs = table_of(content["rows"]), content.get("runs", [])
@@ -61,7 +61,7 @@ def read_speed(results: str | os.PathLike) -> Speed:
         rows.drop(columns=["settings", "notes"]).join(settings),
         content["targets"],
         run.get("environment", content["provenance"]),
-        run.get("ceilings", content["ceilings"]),
+        run.get("peak_rates", content["peak_rates"]),
     )
 
 

@@ -149,10 +149,10 @@ def provenance_of(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
     return provenance
 
 
-def provenance_of_cells(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def provenance_of_cases(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Where measurements come from: machine, versions, commit and command; a list where the cells differ."""
     environments = [record["environment"] for record in records.values() if record["environment"]]
-    return {"time_utc": utc_now(), "cells": len(records)} | in_common(environments)
+    return {"time_utc": utc_now(), "cases": len(records)} | in_common(environments)
 
 
 def in_common(environments: Sequence[Mapping[str, Any]], keys: Sequence[str] = ENVIRONMENT) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pandas as pd
 
 from lmcore.workbook.report.answers import format_bytes, format_count, format_percent, format_significant
 
-PASSES = {"forward": "forward", "forward_backward": "forward + backward", "train_step": "training step"}
+MODES = {"forward": "forward", "forward_backward": "forward + backward", "train_step": "training step"}
 """What a cell runs, for readers."""
 
 MISSING = "–"
@@ -54,7 +54,7 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     return shown.drop(columns=list({*constant, *empty, *usual} - {"size"}))
 
 
-SETTINGS = ("context", "precision", "passes", "batch", "attention", "compiled", "warm-ups", "steps")
+SETTINGS = ("context", "precision", "mode", "batch", "attention", "compiled", "warm-ups", "steps")
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, str]:
@@ -62,7 +62,7 @@ def _row(row: Mapping[str, Any]) -> dict[str, str]:
         "size": size_label(row),
         "context": f"{row['context_length']:,}",
         "precision": row["precision"],
-        "passes": PASSES[row["passes"]],
+        "mode": MODES[row["mode"]],
         "batch": f"{row['batch_size']:,}",
         "ops": ops_of(row),
         "attention": row["attention"],
@@ -110,7 +110,7 @@ def failures(table: pd.DataFrame) -> str:
 
 
 def _listed(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "; ".join(f"`{row['cell']}` ({reason})" if (reason := _reason(row)) else f"`{row['cell']}`" for row in rows)
+    return "; ".join(f"`{row['case']}` ({reason})" if (reason := _reason(row)) else f"`{row['case']}`" for row in rows)
 
 
 def _reason(row: Mapping[str, Any]) -> str:

@@ -80,7 +80,7 @@ def write_record(out, state):
 
 
 def submit(project, **options):
-    return make_handin(project, project / "runs" / "smoke", project / "submission", **options)
+    return make_handin(project, project / "runs" / "smoke", project / "handin", **options)
 
 
 def git(project, *arguments):
@@ -89,15 +89,15 @@ def git(project, *arguments):
 
 
 def handed_in(project) -> set[str]:
-    return {path.name for path in (project / "submission").iterdir()}
+    return {path.name for path in (project / "handin").iterdir()}
 
 
 def test_the_hand_in_is_code_answers_and_learning_curve(project):
     done = submit(project)
     assert sorted(path.name for path in done.written) == ["answers.pdf", "code.zip", "learning_curve.svg"]
     assert handed_in(project) == {path.name for path in done.written}
-    assert (project / "submission" / "answers.pdf").read_text() == PDF
-    with zipfile.ZipFile(project / "submission" / "code.zip") as archive:
+    assert (project / "handin" / "answers.pdf").read_text() == PDF
+    with zipfile.ZipFile(project / "handin" / "code.zip") as archive:
         assert archive.testzip() is None
         assert archive.namelist() == [f"code/{name}" for name in sorted([*FILES, "learning_curve.svg"])]
     assert done.notes == []
@@ -112,13 +112,13 @@ def test_the_other_course_calls_the_answers_writeup(project):
 
 def test_the_archive_is_reproducible(project):
     submit(project)
-    first = (project / "submission" / "code.zip").read_bytes()
+    first = (project / "handin" / "code.zip").read_bytes()
     for path in project.rglob("*.py"):
         os.utime(path, (1.5e9, 1.5e9))
     write(project, "lmcore/__pycache__/tokenizer.pyc")
     submit(project)
-    assert (project / "submission" / "code.zip").read_bytes() == first
-    with zipfile.ZipFile(project / "submission" / "code.zip") as archive:
+    assert (project / "handin" / "code.zip").read_bytes() == first
+    with zipfile.ZipFile(project / "handin" / "code.zip") as archive:
         modes = {entry.filename: entry.external_attr >> 16 & 0o777 for entry in archive.infolist()}
     assert modes["code/run.sh"] == 0o755
     assert modes["code/lmcore/tokenizer.py"] == 0o644
@@ -166,7 +166,7 @@ def test_a_key_is_refused_and_nothing_written(project, what, place):
     (project / place).write_text(f"x = 1\n\n{KEYS[what]}\n")
     with pytest.raises(UserError, match=f"{place} line 3 looks like {what}"):
         submit(project)
-    assert not (project / "submission").exists()
+    assert not (project / "handin").exists()
 
 
 def test_a_commit_is_no_key(project):
@@ -182,7 +182,7 @@ def test_a_writeup_that_reports_a_failure_is_refused(project, state, words):
     write_record(project / "runs" / "smoke", state)
     with pytest.raises(UserError, match=f"Notebook 01_good .*{words}.*--incomplete"):
         submit(project)
-    assert not (project / "submission").exists()
+    assert not (project / "handin").exists()
     assert f"{words}" in describe(submit(project, incomplete=True)).partition("Note: Notebook 01_good")[2]
 
 
@@ -204,11 +204,11 @@ def test_a_missing_writeup_is_refused(project):
 
 def test_the_command_takes_the_newest_writeup(project, monkeypatch, capsys):
     monkeypatch.chdir(project)
-    assert cli.main(["submission", "--names", "cs336"]) == 0
+    assert cli.main(["handin", "--names", "cs336"]) == 0
     assert "writeup.pdf" in capsys.readouterr().out
     assert newest_writeup([project / "runs", project / "nowhere"]) == project / "runs" / "smoke"
     shutil.rmtree(project / "runs")
-    assert cli.main(["submission"]) == EXIT_USER_ERROR
+    assert cli.main(["handin"]) == EXIT_USER_ERROR
     assert "run `make workbook` first" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""The cells of `speed.py`: what is measured, against whom, and how well it has to do; and the rows that come of it."""
+"""The cases of `speed.py`: what is measured, against whom, and how well it has to do; and the rows that come of it."""
 
 import importlib
 import statistics
@@ -36,31 +36,31 @@ Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Cell:
+class BenchmarkCase:
     """One piece of work, which several contestants do in one process."""
 
     row: str
     group: str
     work: str
     measure: str
-    """The function that does it, `module:function`; it gets the cell and `Conditions` and returns rows."""
+    """The function that does it, `module:function`; it gets the case and `Conditions` and returns rows."""
     settings: dict[str, Any]
     estimate: float
-    """Seconds that the cell takes on an H200, with what is compiled for it."""
-    parts: Sequence["Cell"] = ()
-    """What is measured in place of the cell itself, one after the other, sharing its time."""
+    """Seconds that the case takes on an H200, with what is compiled for it."""
+    parts: Sequence["BenchmarkCase"] = ()
+    """What is measured in place of the case itself, one after the other, sharing its time."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Under which a cell is measured: where, how long, and what the device can do at best."""
+    """Under which a case is measured: where, how long, and what the device can do at best."""
 
     device: str
     toy: bool
     """Sizes for a test of the command: nothing is compiled, and the times mean nothing."""
     seconds: float
     """Time that the turns may take, building and compiling excluded."""
-    ceilings: dict[str, float]
+    peak_rates: dict[str, float]
 
     def compiled(self, function: Callable) -> Callable:
         """torch.compile for these very shapes; at toy sizes the function as it is, since compiling takes seconds."""
@@ -68,24 +68,24 @@ class Conditions:
 
 
 def examined(device: str, toy: bool) -> dict[str, Any]:
-    """In a process of its own: the device, the environment and the ceilings of this run."""
+    """In a process of its own: the device, the environment and the peak rates of this run."""
     chosen, _ = select_device(device)
     roofs = peak_rates(chosen, "fp32" if toy else "bf16")
     copy, matmul = roofs["peak_bytes_per_second"], roofs["peak_flops_per_second"]
     found = {"copy_bytes_per_second": copy, "bf16_flops_per_second": matmul}
-    return {"device": str(chosen), "environment": environment(), "ceilings": found}
+    return {"device": str(chosen), "environment": environment(), "peak_rates": found}
 
 
-def perform(cell: Cell, conditions: Conditions) -> Rows:
-    """In the cell's process: its measurement."""
-    module, _, function = cell.measure.partition(":")
-    measure, parts = getattr(importlib.import_module(module), function), cell.parts or (cell,)
-    seconds = SECONDS_OF_A_MEMORY_ROW if cell.group == "memory" else conditions.seconds / len(parts)
+def perform(case: BenchmarkCase, conditions: Conditions) -> Rows:
+    """In the case's process: its measurement."""
+    module, _, function = case.measure.partition(":")
+    measure, parts = getattr(importlib.import_module(module), function), case.parts or (case,)
+    seconds = SECONDS_OF_A_MEMORY_ROW if case.group == "memory" else conditions.seconds / len(parts)
     return [row for part in parts for row in measure(part, replace(conditions, seconds=seconds))]
 
 
 def timed_rows(
-    cell: Cell,
+    case: BenchmarkCase,
     conditions: Conditions,
     builders: Mapping[str, Callable[[], Contestant]],
     amount: float,
@@ -101,7 +101,7 @@ def timed_rows(
     """
     rows = []
     for name, result in race(builders, torch.device(conditions.device), conditions.seconds, **options).items():
-        rows.append(blank_row(cell, name, result.outcome, result.reason))
+        rows.append(blank_row(case, name, result.outcome, result.reason))
         if not result.seconds:
             continue
         median = statistics.median(result.seconds)
@@ -113,50 +113,50 @@ def timed_rows(
     return rows
 
 
-def blank_row(cell: Cell, contestant: str, outcome: str, reason: str | None) -> dict[str, Any]:
+def blank_row(case: BenchmarkCase, contestant: str, outcome: str, reason: str | None) -> dict[str, Any]:
     """The row of a contestant without a time."""
-    head = {name: getattr(cell, name) for name in ("row", "group", "work", "settings")}
+    head = {name: getattr(case, name) for name in ("row", "group", "work", "settings")}
     head |= {"contestant": contestant, "ours": contestant in FAST_PATH, "unit": "ms"}
     empty = dict.fromkeys(("median", "low", "high")) | {"repeats": 0}
     empty |= dict.fromkeys(("peak_bytes", "rate", "rate_unit", "share", "share_of"))
     return head | empty | {"outcome": outcome, "reason": reason, "notes": {}}
 
 
-def cells() -> list[Cell]:
-    """The cells that an H200 is measured with; `estimate` is what each takes there with 2.5 seconds of turns."""
+def all_cases() -> list[BenchmarkCase]:
+    """The cases that an H200 is measured with; `estimate` is what each takes there with 2.5 seconds of turns."""
     adamw = {"d_model": 2560, "d_ff": 10496, "blocks": 10, "parameters": 1_068_288_000}
     loss = {"rows": 16384, "d_model": 768, "vocab_size": 50_257, "precision": "bf16"}
     return [
-        *(attention_cell(128, n, passes, TOKENS // n) for n in (4096, 16384) for passes in ("both", "forward")),
-        attention_cell(64, 16384, "both", 1),
-        Cell("adamw", "optimizer", "AdamW, 1.07 B fp32 parameters", "kernel_peers:adamw", adamw, 6),
-        Cell("loss", "loss", "linear + cross-entropy, 16,384 × 50,257, d 768, forward + backward",
+        *(attention_case(128, n, mode, TOKENS // n) for n in (4096, 16384) for mode in ("both", "forward")),
+        attention_case(64, 16384, "both", 1),
+        BenchmarkCase("adamw", "optimizer", "AdamW, 1.07 B fp32 parameters", "kernel_peers:adamw", adamw, 6),
+        BenchmarkCase("loss", "loss", "linear + cross-entropy, 16,384 × 50,257, d 768, forward + backward",
              "kernel_peers:loss", loss, 14),
-        step_cell("tinystories", 32, 256, ("HF eager", HF_BEST, OURS), 32),
-        step_cell("tinystories", 256, 256, (HF_BEST, OURS), 24),
-        step_cell("small", 4, 1024, (HF_BEST, OURS), 34),
-        step_cell("small", 4, 256, (HF_BEST, OURS), 34),
-        step_cell("large", 4, 1024, (HF_BEST, OURS), 34),
-        step_cell("2.7b", 4, 256, (HF_BEST, OURS), 32),
-        decode_cell("small", 1, (GRAPH, OURS), 24),
-        decode_cell("2.7b", 1, (GRAPH, OURS), 50),
-        *(sweep_cell(head_size, passes) for head_size in (64, 128) for passes in ("both", "forward")),
-        memory_cell("attention", "memory of attention forward + backward by length", 16, {
-            n: attention_cell(64, n, "both", 1, ("plain", "SDPA", "lmcore flash"), unchecked=True)
+        step_case("tinystories", 32, 256, ("HF eager", HF_BEST, OURS), 32),
+        step_case("tinystories", 256, 256, (HF_BEST, OURS), 24),
+        step_case("small", 4, 1024, (HF_BEST, OURS), 34),
+        step_case("small", 4, 256, (HF_BEST, OURS), 34),
+        step_case("large", 4, 1024, (HF_BEST, OURS), 34),
+        step_case("2.7b", 4, 256, (HF_BEST, OURS), 32),
+        decode_case("small", 1, (GRAPH, OURS), 24),
+        decode_case("2.7b", 1, (GRAPH, OURS), 50),
+        *(sweep_case(head_size, mode) for head_size in (64, 128) for mode in ("both", "forward")),
+        memory_case("attention", "memory of attention forward + backward by length", 16, {
+            n: attention_case(64, n, "both", 1, ("plain", "SDPA", "lmcore flash"), unchecked=True)
             for n in (*LENGTHS[1:], 32768)
         }),
-        memory_cell("step", "memory of a full step by length", 25, {
-            n: step_cell("small", 4, n, ("lmcore plain", OURS), 0) for n in LENGTHS[:-1]
+        memory_case("step", "memory of a full step by length", 25, {
+            n: step_case("small", 4, n, ("lmcore plain", OURS), 0) for n in LENGTHS[:-1]
         }),
-        replace(step_cell("tinystories", 8, 1024, CUMULATIVE, 48), row="study", group="study",
+        replace(step_case("tinystories", 8, 1024, CUMULATIVE, 48), row="study", group="study",
                 work="TinyStories model, 8 × 1,024, one change after the other"),
-        *(Cell(f"elementwise-{name}", "elementwise", f"{name}{' forward + backward' * (name != 'rope')}",
+        *(BenchmarkCase(f"elementwise-{name}", "elementwise", f"{name}{' forward + backward' * (name != 'rope')}",
                "kernel_peers:elementwise", {"kernel": name, "precision": "bf16"} | sizes, 8)
           for name, sizes in KERNELS.items()),
-        decode_cell("small", 64, (GRAPH, OURS), 24),
-        decode_cell("small", 8, (GRAPH, OURS), 24),
+        decode_case("small", 64, (GRAPH, OURS), 24),
+        decode_case("small", 8, (GRAPH, OURS), 24),
         # Hugging Face's own loop, with nobody beside it: where it has run, CUDA graphs of others take twice as long
-        replace(decode_cell("small", 1, (GENERATE,), 40), row="decode-small-1-generate",
+        replace(decode_case("small", 1, (GENERATE,), 40), row="decode-small-1-generate",
                 work="decode, batch 1, small, Hugging Face's own loop"),
     ]  # fmt: skip
 
@@ -169,52 +169,52 @@ KERNELS = {
 """Elementwise kernels and their sizes, all well beyond a cache's."""
 
 
-def attention_cell(
-    head_size: int, length: int, passes: str, batch_size: int, contestants: tuple[str, ...] = (), **more: Any
-) -> Cell:
+def attention_case(
+    head_size: int, length: int, mode: str, batch_size: int, contestants: tuple[str, ...] = (), **more: Any
+) -> BenchmarkCase:
     """Causal attention. Compiling FlexAttention takes seconds: it takes part where both passes are measured."""
-    both = passes == "both"
+    both = mode == "both"
     flex = ("FlexAttention",) if both else ()
     settings = {"batch_size": batch_size, "heads": 16, "context_length": length, "head_size": head_size,
-                "causal": True, "passes": passes, "precision": "bf16",
+                "causal": True, "mode": mode, "precision": "bf16",
                 "contestants": list(contestants or (CUDNN, FLASH, *flex, "lmcore flash"))} | more  # fmt: skip
     words = "forward + backward" if both else "forward"
     work = f"attention {words}, causal, head size {head_size}, {length:,} positions"
-    name = f"attention-{head_size}-{length}-{passes}"
-    return Cell(name, "attention", work, "kernel_peers:attention", settings, 16 if both else 9)
+    name = f"attention-{head_size}-{length}-{mode}"
+    return BenchmarkCase(name, "attention", work, "kernel_peers:attention", settings, 16 if both else 9)
 
 
-def sweep_cell(head_size: int, passes: str) -> Cell:
-    """Attention at a constant number of tokens, for the figure: the lengths that have no cell of their own."""
-    done = {(128, 4096, passes), (128, 16384, passes), (64, 16384, "both")}
-    lengths, contestants = [n for n in LENGTHS if (head_size, n, passes) not in done], (CUDNN, FLASH, "lmcore flash")
-    parts = [attention_cell(head_size, n, passes, TOKENS // n, contestants) for n in lengths]
-    return Cell(f"attention-{head_size}-sweep-{passes}", "sweep", f"attention by length, head size {head_size}",
+def sweep_case(head_size: int, mode: str) -> BenchmarkCase:
+    """Attention at a constant number of tokens, for the figure: the lengths that have no case of their own."""
+    done = {(128, 4096, mode), (128, 16384, mode), (64, 16384, "both")}
+    lengths, contestants = [n for n in LENGTHS if (head_size, n, mode) not in done], (CUDNN, FLASH, "lmcore flash")
+    parts = [attention_case(head_size, n, mode, TOKENS // n, contestants) for n in lengths]
+    return BenchmarkCase(f"attention-{head_size}-sweep-{mode}", "sweep", f"attention by length, head size {head_size}",
                 "kernel_peers:attention", {"lengths": lengths}, 9, parts)  # fmt: skip
 
 
-def memory_cell(name: str, work: str, estimate: float, by_length: Mapping[int, Cell]) -> Cell:
+def memory_case(name: str, work: str, estimate: float, by_length: Mapping[int, BenchmarkCase]) -> BenchmarkCase:
     """Cells measured for their memory, by length."""
     parts = [
         replace(part, row=f"memory-{name}-{n}", group="memory", work=f"{work}: {n:,}") for n, part in by_length.items()
     ]
-    return Cell(f"memory-{name}", "memory", work, parts[0].measure, {"lengths": [*by_length]}, estimate, parts)
+    return BenchmarkCase(f"memory-{name}", "memory", work, parts[0].measure, {"lengths": [*by_length]}, estimate, parts)
 
 
-def step_cell(size: str, batch_size: int, length: int, contestants: tuple[str, ...], estimate: float) -> Cell:
+def step_case(size: str, batch_size: int, length: int, contestants: tuple[str, ...], estimate: float) -> BenchmarkCase:
     """A full training step; the vocabulary is that of CS336 A2 (section 1.1.2)."""
     settings = {"size": size, "batch_size": batch_size, "context_length": length, "vocab_size": 10_000,
                 "precision": "bf16", "contestants": list(contestants)}  # fmt: skip
     name = {"tinystories": "TinyStories"}.get(size, size)
-    return Cell(f"step-{size}-{batch_size}x{length}", "step", f"{name} model, {batch_size} × {length:,}, full step",
-                "steps:measure", settings, estimate)  # fmt: skip
+    return BenchmarkCase(f"step-{size}-{batch_size}x{length}", "step",
+                f"{name} model, {batch_size} × {length:,}, full step", "steps:measure", settings, estimate)  # fmt: skip
 
 
-def decode_cell(size: str, batch_size: int, contestants: tuple[str, ...], estimate: float) -> Cell:
+def decode_case(size: str, batch_size: int, contestants: tuple[str, ...], estimate: float) -> BenchmarkCase:
     """Decoding of 256 tokens after a prompt of 16."""
     settings = {"size": size, "batch_size": batch_size, "prompt_tokens": 16, "new_tokens": 256, "context_length": 512,
                 "vocab_size": 10_000, "precision": "bf16", "contestants": list(contestants)}  # fmt: skip
-    return Cell(f"decode-{size}-{batch_size}", "decode", f"decode, batch {batch_size}, {size}",
+    return BenchmarkCase(f"decode-{size}-{batch_size}", "decode", f"decode, batch {batch_size}, {size}",
                 "decode:measure", settings, estimate)  # fmt: skip
 
 
@@ -224,18 +224,18 @@ TOY = {
 }  # fmt: skip
 
 
-def toy_cells() -> list[Cell]:
-    """One cell of every kind at sizes that take seconds on a CPU."""
+def toy_cases() -> list[BenchmarkCase]:
+    """One case of every kind at sizes that take seconds on a CPU."""
 
-    def toy(cell: Cell) -> Cell:
-        small = {name: TOY.get(name, value) for name, value in cell.settings.items()}
-        parts = [toy(part) for part in cell.parts[:2]]
-        return replace(cell, work=f"{cell.work}, at toy size", settings=small, estimate=1, parts=parts)
+    def toy(case: BenchmarkCase) -> BenchmarkCase:
+        small = {name: TOY.get(name, value) for name, value in case.settings.items()}
+        parts = [toy(part) for part in case.parts[:2]]
+        return replace(case, work=f"{case.work}, at toy size", settings=small, estimate=1, parts=parts)
 
-    kinds: dict[Any, Cell] = {}
-    for cell in cells():
-        kind = (cell.group, cell.measure, cell.settings.get("kernel"), str(cell.settings.get("contestants")))
-        kinds.setdefault(kind, toy(cell))
+    kinds: dict[Any, BenchmarkCase] = {}
+    for case in all_cases():
+        kind = (case.group, case.measure, case.settings.get("kernel"), str(case.settings.get("contestants")))
+        kinds.setdefault(kind, toy(case))
     return [*kinds.values()]
 
 
@@ -245,9 +245,9 @@ def targets() -> list[dict[str, Any]]:
     `measure` is a field of our row, or `rate over NAME`: our rate divided by that contestant's in the same row.
     """
     beside = [
-        (f"attention-128-{length}-{passes}", f"rate over {peer}", factor, text)
+        (f"attention-128-{length}-{mode}", f"rate over {peer}", factor, text)
         for length in (4096, 16384)
-        for passes in ("forward", "both")
+        for mode in ("forward", "both")
         for peer, factor, text in ((CUDNN, 1.0, "≥ cuDNN"), (FLASH, 1.3, "≥ 1.3 × FA2"))
     ]
     rows = [
