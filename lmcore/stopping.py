@@ -45,14 +45,21 @@ class StopEvent:
 
     @contextmanager
     def raises(self) -> Iterator[None]:
-        """Inside the block a stop signal ends it by `Stopped` at once, as does one that came before."""
+        """Inside the block a stop signal ends it by `Stopped` at once, as does one that came before.
+
+        A library that the signal breaks off may raise another exception instead, or none: the block ends by `Stopped`.
+        """
         self._raising = True
         try:
-            if self.came:  # looked at after `_raising` is set: a signal in between is not missed
-                raise Stopped(next(iter(self.came)))
-            yield
+            if not self.came:  # looked at after `_raising` is set: a signal in between is not missed
+                yield
+        except Exception:
+            if not self.came:
+                raise
         finally:
             self._raising = False
+        if self.came:
+            raise Stopped(next(iter(self.came)))
 
     def handle(self, number: int, _: object = None) -> None:
         """The handler, run by the main thread between two instructions of Python."""

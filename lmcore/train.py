@@ -197,6 +197,7 @@ def _train(config: TrainConfig, data: PreparedData, run: RunFolder, device: torc
                 if reason is None:
                     with stop.raises():
                         trainer = Trainer(config, data, run, device)
+                    trainer.resume()  # to its end: a read that a signal breaks off looks like a damaged file
             except (RuntimeError, MemoryError) as error:
                 if (reason := out_of_memory_reason(error)) is None:
                     raise
@@ -256,8 +257,6 @@ class Trainer:
         self.last_lr, self.last_norm = 0.0, 0.0
         self.metrics = AsyncMetrics()
         self.line_step: int | None = None  # step of the metrics line whose numbers are on their way
-        self._resume()
-        self.clock = time.perf_counter()
         self.busy_seconds, self.busy_steps = 0.0, 0  # of training steps alone, since the last metrics line
         self.flops_per_step = training_flops(config.model, config.batch_size)
         self.peak_flops = peak_flops(device_name(device), config.precision)
@@ -297,6 +296,7 @@ class Trainer:
 
     def fit(self) -> RunResult:
         """Runs the loop to the last step, a stop signal, divergence or a lack of memory, and notes how it ended."""
+        self.clock = time.perf_counter()
         self.trackers = open_trackers(self.run, self.config, self.step)
         self.progress = Progress(self.config.steps, self.run.name, start=self.step)
         self.run.write_status("running", self.step, pid=os.getpid(), job=job_id())
@@ -412,7 +412,8 @@ class Trainer:
         for path in self.run.checkpoints()[self.config.keep_checkpoints :]:
             path.unlink()
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Goes on from the newest checkpoint that is whole, if there is one."""
         content, damaged = newest_state(self.run)
         if content is not None:
             self._load(content)

@@ -80,7 +80,7 @@ def test_finished_cases_of_the_same_code_and_device_are_not_measured_again(first
 RECORDED = """
 report.memory.kept:kept_by_block timing:measure components:measure_components nsys.profile:profile_workload
 memory.profile:profile_memory memory.profile:profile_memory_without_snapshot
-kernels.measuring:device_peak_rates kernels.steps:measure_ungraphed kernels.agreement:measure_agreement
+kernels.measuring:measure_ceilings kernels.steps:measure_ungraphed kernels.agreement:measure_agreement
 kernels.interpreted:measure_interpreted kernels.attention:measure_attention kernels.loss:measure_loss
 kernels.optimizer:measure_optimizer kernels.elementwise:measure_elementwise kernels.decoding:measure_decoding
 """
@@ -94,6 +94,16 @@ def test_records_from_before_a_task_was_moved_are_recognised(name):
     module, _, function = today.partition(":")
     assert task_name(getattr(importlib.import_module(module), function)) == today
     assert runner.is_of({"task": name, "config": {"seed": 3}}, today, runner.WorkloadConfig(seed=3))
+
+
+def test_records_with_the_keys_of_before_are_read(first):
+    record = json.loads((first[0] / "a.json").read_text())
+    old = json.dumps(record).replace('"case":', '"cell":').replace('"mode":', '"passes":')
+    file = first[0] / "before.json"
+    file.write_text(old)
+    assert "passes" in json.loads(old)["config"]
+    assert runner.read_record(file) == record
+    file.unlink()
 
 
 def test_what_hangs_is_ended():

@@ -201,6 +201,22 @@ def test_a_signal_at_any_line_of_the_beginning_ends_the_block():
     assert [began_with_signal_at(count) for count in range(5)] == [False] * 5
 
 
+@pytest.mark.parametrize("instead", [ValueError, None])
+def test_a_library_that_swallows_the_exception_does_not_go_on(instead):
+    """As `torch.asarray` does, which calls methods of Python and has its own error for whatever they raise."""
+    with stop_signals() as stop:
+        with pytest.raises(Stopped) as stopped, stop.raises():
+            try:
+                os.kill(os.getpid(), TERM)
+                time.sleep(PATIENCE)
+            except Stopped:
+                if instead is not None:
+                    raise instead("could not determine the shape") from None
+        assert stopped.value.number == TERM
+        with pytest.raises(KeyError), StopEvent().raises():
+            raise KeyError("without a signal")
+
+
 def test_other_threads():
     def entered() -> StopEvent:
         found = []

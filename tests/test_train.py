@@ -618,7 +618,7 @@ def test_which_step(covered):
 
 def test_the_gpu_recipes_are_fast():
     assert all((c.ops, c.model.attention) == ("fused", "flash") for c in RECIPES.values() if c.precision == "bf16")
-    assert (RECIPES["smoke"].ops, RECIPES["smoke"].model.attention) == ("plain", "plain")
+    assert (RECIPES["smoke"].ops, RECIPES["smoke"].model.attention) == ("plain", "sdpa")
 
 
 @pytest.mark.parametrize("mode", ["forward", "forward_backward", "train_step"])

@@ -201,6 +201,7 @@ class LiveCurves:
     def svg(self) -> str:
         """The losses of the runs that have any, as a picture for HTML."""
         from matplotlib.figure import Figure  # which takes a second
+        from matplotlib.ticker import LogLocator
 
         figure = Figure(figsize=(6.6, 3), layout="constrained")
         ax = figure.subplots()
@@ -211,6 +212,9 @@ class LiveCurves:
             if lines:
                 ax.plot([line["step"] for line in lines], [line["train_loss"] for line in lines], label=name)
         ax.set(xlabel="step", ylabel="training loss (nats per token)", yscale="log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("")
         if ax.lines:
             ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8)
         file = io.StringIO()

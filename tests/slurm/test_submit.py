@@ -193,7 +193,7 @@ def test_scancel_keeps_the_notebook_so_far(cluster, tmp_path):
     assert cluster.wait(job) == "CANCELLED"
     cluster.wait_until(lambda: record(project, "02_train")["state"] == "stopped", "it was stopped", job=job)
     saved = json.loads((project / "runs" / "smoke" / "notebooks" / "02_train.ipynb").read_text())
-    assert any(cell.get("execution_count") for cell in saved["cases"])
+    assert any(cell.get("execution_count") for cell in saved["cells"])
     assert "requeued" not in said(project, job)
     time.sleep(2)
     assert cluster.state(job) == "CANCELLED"

@@ -39,13 +39,6 @@ KEYS = {"optimizer state": "optimizer_state", "other": "inputs"}
 """What `predicted_peak` calls categories."""
 
 
-def residual_stream_bytes(
-    config: ModelConfig, batch_size: int = 1, seq_len: int | None = None, bytes_per_value: int = 4
-) -> int:
-    """Bytes of one tensor of the residual stream, (batch_size, seq_len, d_model) (memory_profiling d)."""
-    return bytes_per_value * batch_size * (seq_len or config.context_length) * config.d_model
-
-
 def predicted_peak(
     config: ModelConfig,
     batch_size: int = 1,

@@ -14,9 +14,6 @@ from lmcore.functional import at_least_float32, softmax
 from lmcore.model import CausalMultiHeadSelfAttention, RMSNorm, SiLUFeedForward, SwiGLU, TransformerBlock
 from lmcore.profiling.workload import Span, no_span
 
-ATTENTION_PARTS = ("computing attention scores", "computing softmax", "final matmul")
-"""Ranges inside "scaled dot product attention", as the handout names them."""
-
 
 @contextmanager
 def nvtx_span(name: str) -> Iterator[None]:

@@ -36,11 +36,6 @@ def rate(value: float | None) -> str:
     )
 
 
-def format_rate(value: float) -> str:
-    """Tokens per second to three digits, whole numbers too: 23,200."""
-    return format_count(float(f"{value:.3g}"))
-
-
 def readable(table: pd.DataFrame) -> pd.DataFrame:
     """A timing table as text, a row for each case; columns of settings that are the same everywhere are left out.
 
