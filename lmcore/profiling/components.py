@@ -43,6 +43,12 @@ COLUMNS = [
 ]  # fmt: skip
 """Of `components_table`, also where it has no row; what `timed` measures besides follows."""
 
+KEYS = [
+    "case", "size", "context_length", "batch_size", "precision", "device", "component", "part_of", "kind", "count",
+    "direction", "flops", "bytes", "intensity", "bound",
+]  # fmt: skip
+"""Columns of the table that say what was timed: all others are measured."""
+
 
 Part = tuple[dict[str, Any], Callable[..., Any], tuple[Tensor, ...]]
 """A part of the model that can be run alone: what the table says of it, a function or module, and its inputs."""

@@ -37,6 +37,15 @@ SAMPLE_COLUMNS = (
 )  # fmt: skip
 """Columns of every table of samples, in order; those of a later version may have more."""
 
+RUN_KEYS = (
+    "case", "size", "mode", "precision", "compile", "warmup_steps", *MODEL_COLUMNS, "batch_size", "steps",
+    "num_parameters", "flops", "device", "outcome", "reason",
+)  # fmt: skip
+"""Columns of a timing table that say what was run: all others are measured."""
+
+SAMPLE_KEYS = ("case", "size", "mode", "precision", "compile", "warmup_steps", "context_length", "step", "warmup")
+"""Columns of a table of samples that say what was run."""
+
 
 class Clock:
     """The time on a device: CUDA events, which need no synchronization where they are recorded, or the wall clock."""
