@@ -13,7 +13,7 @@ from lmcore.profiling import timing
 from lmcore.profiling.workload import Span, Workload, WorkloadConfig, no_span, workload_config
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "eager": ("the definition, operation by operation", {}),
+    "eager": ("the reference implementation, operation by operation", {}),
     "sdpa": ("PyTorch's fused attention", {"attention": "sdpa"}),
     "flash": ("our FlashAttention-2", {"attention": "flash"}),
     "compiled": ("torch.compile of the model", {"attention": "flash", "compile": True}),
