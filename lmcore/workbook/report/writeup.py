@@ -70,20 +70,14 @@ def answered_in(out: Path) -> list[tuple[str, str, str]]:
 def read_documents(out: Path, record: dict[str, Any], build: Path) -> list[NotebookDocument]:
     """The documents of all notebooks that were started. Raises `UserError` if one that is done is missing."""
     folder = out / "notebooks"
-    shown = [
-        entry
-        for entry in record["notebooks"]
-        if entry["state"] == "done"
-        or (
-            entry["state"] != "not run" and (folder / f"{entry['name']}.ipynb").exists()
-        )  # stopped before its first cell
-    ]
-    require(bool(shown), f"No notebook was executed in {out}; run `lmcore workbook` first.")
     documents = []
-    for entry in shown:
-        name, ended = entry["name"], entry["state"] in ("done", "failed")
-        notebook = read_notebook(folder / f"{name}.ipynb")
-        documents.append(read_document(name, notebook, folder, build / "figures", show_fault=ended))
+    for entry in record["notebooks"]:
+        name, state = entry["name"], entry["state"]
+        file = folder / f"{name}.ipynb"
+        if state == "done" or (state != "not run" and file.exists()):  # or stopped before its first cell
+            ended = state in ("done", "failed")
+            documents.append(read_document(name, read_notebook(file), folder, build / "figures", show_fault=ended))
+    require(bool(documents), f"No notebook was executed in {out}; run `lmcore workbook` first.")
     return documents
 
 
@@ -178,16 +172,14 @@ def answers_table(answers: list[Answered]) -> Node:
     handouts = list(dict.fromkeys(problem.handout for problem in problems))
     links: dict[str, list[Node]] = {}
     for answered in answers:
-        label = f"{short(answered.notebook)} ({answered.part})" if answered.part else short(answered.notebook)
+        words = f"{short(answered.notebook)} ({answered.part})" if answered.part else short(answered.notebook)
         links.setdefault(plain_name(answered.problem), []).extend(
-            [link(label, f"#{answered.identifier}"), {"t": "Str", "c": ","}, {"t": "Space"}]
+            [link(words, f"#{answered.identifier}"), {"t": "Str", "c": ","}, {"t": "Space"}]
         )
     names = {plain_name(each.problem): each.problem for each in answers}
     names |= {plain_name(each.name): each.name for each in reversed(problems)}
     order = dict.fromkeys([plain_name(p.name) for p in problems] + [plain_name(a.problem) for a in answers])
-    places = {
-        (plain_name(p.name), p.handout): f"{MARKS[p.state]} {p.place}{without(p.missing, p.state)}" for p in problems
-    }
+    places = {(plain_name(p.name), p.handout): f"{MARKS[p.state]} {p.place}{p.without}" for p in problems}
     rows = [
         [
             inlines(names[name].replace("_", "_\u200b")),
@@ -197,11 +189,6 @@ def answers_table(answers: list[Answered]) -> Node:
         for name in order
     ]
     return table(rows, ("Problem", *handouts, "Answer: notebook (part)"))
-
-
-def without(missing: list[str], state: str) -> str:
-    """The parts that a partly answered problem lacks, in words."""
-    return f", without {' '.join(missing)}" if state == PARTLY else ""
 
 
 def claims_section(answers: list[Answered]) -> list[Node]:
