@@ -51,7 +51,7 @@ def step_cases(size: str, context_length: int, **changes: Any) -> dict[str, Work
     }
 
 
-def absent_rungs(compiled: bool, device: torch.device | None = None) -> dict[str, str]:
+def absent_variants(compiled: bool, device: torch.device | None = None) -> dict[str, str]:
     """The variants that cannot be measured here, and why."""
     device = device or select_device()[0]
     absent = {} if compiled else {"compiled": NO_COMPILER}
