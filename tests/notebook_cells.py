@@ -24,7 +24,7 @@ RECORDS = PROJECT / "results" / "h200"
 ANSWERS = RECORDS / "answers.json"
 
 NAMES = re.compile(
-    r"`[^`]*`|\$[^$]*\$|\b(?:b?float|bf|fp|tf|int|uint)\d+|\b(?:GPT|FlashAttention|L|CSE|CS)-?\d\w*|\b\d-gram"
+    r"`[^`]*`|\$[^$]*\$|\b(?:b?float|bf|fp|tf|int|uint)\d+|\b(?:GPT|FlashAttention|L|CSE|CS|UTF)-?\d\w*|\b\d-gram"
 )
 """What a template may hold digits for: code, formulas, data types, names of models and caches."""
 

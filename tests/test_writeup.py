@@ -227,6 +227,29 @@ def test_notebooks_of_several_machines_name_each_once(tmp_path):
         assert f"<td>{row}</td>" in page
 
 
+def test_rendered_from_records_the_page_names_what_was_measured_where(tmp_path):
+    """Not the machine and commit that rendered it: those stand in a row of their own."""
+    out = executed_workbook(tmp_path / "out", _01_build=FIRST[:1])
+    records = ROOT / "results" / "h200"
+    (out / "notebooks" / "01_build.json").write_text(json.dumps({"parameters": {"records": str(records)}}))
+    (out / "results").mkdir()
+    for name in ("training_runs.json", "build_bpe.json"):
+        (out / "results" / name).write_bytes((records / name).read_bytes())
+    page = write_writeup(out)[0].read_text()
+    provenance, built = (
+        json.loads((records / f"{name}.json").read_text())["provenance"] for name in ("training_runs", "build_bpe")
+    )
+    commits = "; ".join(f"{each['git_commit'][:12]} (1 table)" for each in (built, provenance))
+    rows = {
+        "Data": f"stories, {provenance['data']['train_tokens']:,} training tokens",
+        "Measured on": "NVIDIA H200",
+        "Code": commits,
+        "Rendered": "at abcdef123456 on CPU",
+    }
+    for name, text in rows.items():
+        assert re.search(rf"<strong>{name}</strong></td>\s*<td>[^<]*{re.escape(text)}", page), name
+
+
 def test_every_state_has_its_sentence(tmp_path):
     out = executed_workbook(tmp_path / "out", _01_build=FIRST[:1], _02_train=SECOND, _03_generate=SECOND, _04_x=SECOND)
     record = json.loads((out / "workbook.json").read_text())

@@ -5,9 +5,11 @@ import json
 import re
 import tempfile
 import unicodedata
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from importlib import resources
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -105,27 +107,41 @@ def provenance_table(record: dict[str, Any]) -> Node:
     duration = format_seconds(sum(entry["seconds"] for entry in started))
     notebooks = "1 notebook" if len(started) == 1 else f"{len(started)} notebooks"
     first = min((environment.get("time_utc") or "" for environment in environments), default="")
-    rows = {
-        "Scale": record["scale"],
-        "Data": Path(record["data"]).name,
-        "Measured on": record.get("measured") or _each(environments, _device),
-        "Code": _each(environments, _commit),
-        "Libraries": _each(environments, _libraries),
-        "Rendered" if record.get("measured") else "Executed": f"{first}, {duration} for {notebooks}",
-    }
+    rows = {"Scale": record["scale"]}
+    if measured := record.get("measured"):
+        rows |= {**measured, "Rendered": f"{first} at {_each(environments, _commit)} on {_each(environments, _device)}"}
+    else:
+        rows |= {
+            "Data": Path(record["data"]).name,
+            "Measured on": _each(environments, _device),
+            "Code": _each(environments, _commit),
+            "Libraries": _libraries(environments),
+            "Executed": f"{first}, {duration} for {notebooks}",
+        }
     return table([[[strong(name)], inlines(str(text))] for name, text in rows.items()])
 
 
-def measured_on(out: Path) -> str:
-    """The devices and commits of the results that notebooks read from records; "" if none did."""
+def measured_on(out: Path) -> dict[str, str]:
+    """Data, devices, commits and libraries of the tables that notebooks read from records; empty if none did."""
     folders = {
         (values.get("parameters") or {}).get("records") for values in map(read_json, (out / "notebooks").glob("*.json"))
     } - {None, ""}
-    if not folders:
-        return ""
-    found = [read_json(file).get("provenance") or {} for file in sorted((out / "results").glob("*.json"))]
-    devices = dict.fromkeys(str(each["device"]) for each in found if each.get("device"))
-    return f"{', '.join(devices)}; results read from {', '.join(sorted(Path(folder).name for folder in folders))}"
+    names = {file.name for folder in folders for file in Path(folder).glob("*.json")}
+    read = [read_json(file) for file in sorted((out / "results").glob("*.json")) if file.name in names]
+    found = [each for content in read if (each := content.get("provenance") or {}).get("device")]
+    if not found:
+        return {}
+    commits = Counter(map(_commit, found)).most_common()
+    data = {each["data_fingerprint"]: each["data"] for each in found if "data" in each}
+    rows = {
+        "Data": "; ".join(
+            f"{each['request']['source']['name']}, {each['train_tokens']:,} training tokens" for each in data.values()
+        ),
+        "Measured on": _each(found, itemgetter("device")),
+        "Code": "; ".join(f"{commit} ({count} table{'s' * (count > 1)})" for commit, count in commits),
+        "Libraries": _libraries(found),
+    }
+    return {name: text for name, text in rows.items() if text}
 
 
 def _each(environments: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str]) -> str:
@@ -144,9 +160,14 @@ def _commit(environment: dict[str, Any]) -> str:
     return f"{commit[:12]}{dirty}" if commit else "not from a git checkout"
 
 
-def _libraries(environment: dict[str, Any]) -> str:
-    packages = {"python": environment.get("python")} | (environment.get("packages") or {})
-    return ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+def _libraries(environments: list[dict[str, Any]]) -> str:
+    """Names with all versions that took part."""
+    versions: dict[str, dict[str, None]] = {}
+    for environment in environments:
+        for name, version in ({"python": environment.get("python")} | (environment.get("packages") or {})).items():
+            if version:
+                versions.setdefault(name, {})[version] = None
+    return ", ".join(f"{name} {' and '.join(found)}" for name, found in versions.items())
 
 
 def failure_notices(record: dict[str, Any]) -> list[Node]:
