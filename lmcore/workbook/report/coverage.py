@@ -81,9 +81,9 @@ def counts(problems: Iterable[Problem]) -> dict[str, dict[str, int]]:
 
 
 def counts_markdown(problems: Iterable[Problem]) -> str:
-    """The counts as a Markdown table, for the README and docs/coverage.md."""
+    """The counts as a Markdown table, with the marks of the writeup's table of answers."""
     rows = [f"| {handout} | {' | '.join(map(str, row.values()))} |" for handout, row in counts(problems).items()]
-    return "\n".join(["| handout | done | partly | not yet | problems |", "|---|---|---|---|---|", *rows])
+    return "\n".join(["| handout | done ✓ | partly ◐ | not yet – | problems |", "|---|---|---|---|---|", *rows])
 
 
 def coverage_markdown(answers: Iterable[tuple[str, str, str]]) -> str:

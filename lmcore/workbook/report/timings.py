@@ -1,6 +1,6 @@
 """Timing tables for readers: columns that say something, times as mean ± std, ways to end in words."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -85,18 +85,11 @@ def failures(table: pd.DataFrame) -> str:
     rows = [row for row in table.to_dict("records") if not measured(row)]
     short = [row for row in rows if row["outcome"] == "out of memory"]
     other = [row for row in rows if row["outcome"] != "out of memory"]
-    sentences = []
-    if short:
-        sentences.append(f"Out of memory, and so without a time: {_listed(short)}.")
-    if other:
-        sentences.append(f"Failed: {_listed(other)}.")
-    return " ".join(sentences)
+    named = (("Out of memory, and so without a time", short), ("Failed", other))
+    return " ".join(f"{words}: {'; '.join(map(_listed, listed))}." for words, listed in named if listed)
 
 
-def _listed(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "; ".join(f"`{row['case']}` ({reason})" if (reason := _reason(row)) else f"`{row['case']}`" for row in rows)
-
-
-def _reason(row: Mapping[str, Any]) -> str:
-    """The first two sentences of what PyTorch says: what was asked for, and what the device has."""
-    return ". ".join(row["reason"].split(". ")[:2]).rstrip(".") if pd.notna(row["reason"]) else ""
+def _listed(row: Mapping[str, Any]) -> str:
+    """A case with the first two sentences of what PyTorch says: what was asked for, and what the device has."""
+    reason = ". ".join(row["reason"].split(". ")[:2]).rstrip(".") if pd.notna(row["reason"]) else ""
+    return f"`{row['case']}` ({reason})" if reason else f"`{row['case']}`"

@@ -18,9 +18,21 @@ from lmcore.files import atomic_write, read_json
 from lmcore.workbook.notebook import read_notebook
 from lmcore.workbook.record import read_record, sentence
 from lmcore.workbook.report.answers import format_seconds
-from lmcore.workbook.report.coverage import DONE, OPEN, PARTLY, counts, coverage, plain_name
+from lmcore.workbook.report.coverage import DONE, OPEN, PARTLY, counts_markdown, coverage, plain_name
 from lmcore.workbook.report.document import Answered, NotebookDocument, read_document, short
-from lmcore.workbook.report.pandoc import Node, div, header, inlines, link, para, run_pandoc, strong, table, transform
+from lmcore.workbook.report.pandoc import (
+    Node,
+    div,
+    header,
+    inlines,
+    link,
+    para,
+    parse,
+    run_pandoc,
+    strong,
+    table,
+    transform,
+)
 
 TITLE = "Building, training and measuring a Transformer language model"
 HTML_NAME, PDF_NAME = "answers.html", "answers.pdf"
@@ -94,7 +106,8 @@ def assemble(record: dict[str, Any], documents: list[NotebookDocument]) -> Node:
     if failures := failure_notices(record):
         meta["failures"] = {"t": "MetaBlocks", "c": failures}
     if answers:
-        meta["counts"] = {"t": "MetaBlocks", "c": [counts_table(answers)]}
+        problems = coverage((answered.problem, answered.part) for answered in answers)
+        meta["counts"] = {"t": "MetaBlocks", "c": parse([counts_markdown(problems)])[0]}
         meta["answers"] = {"t": "MetaBlocks", "c": [answers_table(answers)]}
         blocks += claims_section(answers)
     return {"pandoc-api-version": [1, 23, 1], "meta": meta, "blocks": blocks}
@@ -176,15 +189,6 @@ def failure_notices(record: dict[str, Any]) -> list[Node]:
     if waiting := [entry["name"] for entry in record["notebooks"] if entry["state"] == "not run"]:
         told.append(f"Not run: {', '.join(waiting)}.")
     return [div([para(*inlines(words))], "", "failure") for words in told]
-
-
-def counts_table(answers: list[Answered]) -> Node:
-    """How many problems of each handout are answered."""
-    rows = counts(coverage((answered.problem, answered.part) for answered in answers))
-    return table(
-        [[inlines(handout), *(inlines(str(count)) for count in row.values())] for handout, row in rows.items()],
-        ("Handout", "Done ✓", "Partly ◐", "Not yet –", "Problems"),
-    )
 
 
 def answers_table(answers: list[Answered]) -> Node:
