@@ -20,8 +20,8 @@ from common import command
 
 from lmcore.errors import require
 from lmcore.files import read_json, write_json
+from lmcore.profiling.kernels.speed import fastest, judged, rows_table
 from lmcore.profiling.runner import run_apart
-from lmcore.workbook.report.speed import fastest, is_row, judged, ours_of, peers_of, table_of
 
 GRACE = 120.0
 """Seconds beyond its estimate after which a case is given up."""
@@ -85,7 +85,10 @@ def earlier(out: Path, toy: bool) -> dict[str, Any]:
     if not out.exists():
         return {"provenance": {}, "peak_rates": {}, "toy": toy, "runs": [], "rows": []} | wanted
     result, keys = read_json(out), {"device", "environment", "peak_rates", "cases"}
-    whole = isinstance(result, dict) and {"toy", "runs", "rows"} <= result.keys() and all(map(is_row, result["rows"]))
+    whole = isinstance(result, dict) and {"toy", "runs", "rows"} <= result.keys()
+    whole = whole and all(
+        isinstance(row, dict) and {"row", "contestant", "ours"} <= row.keys() for row in result["rows"]
+    )
     whole = whole and all(isinstance(run, dict) and keys <= run.keys() for run in result["runs"])
     require(whole, f"{out} is not a result of this benchmark.")
     require(result["toy"] == toy, f"{out} holds {'toy' if result['toy'] else 'real'} sizes: choose another --out.")
@@ -116,16 +119,18 @@ def keep(result: dict[str, Any], case: BenchmarkCase, rows: Rows) -> None:
 
 def lines(rows: Sequence[Mapping[str, Any]], goals: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Lines of text: each piece of work with its contestants, then a line for each target whose row was measured."""
-    table = table_of(rows)
+    if not rows:
+        return
+    table = rows_table(rows)
     for name, group in table.groupby("row", sort=False):
-        ours, peer = fastest(ours_of(group)), fastest(peers_of(group))
+        ours, peer = fastest(group[group["ours"]]), fastest(group[group["peer"]])
         yield f"{group['work'].iloc[0]}  [{name}]"
         width = max(map(len, group["contestant"])) + 2
         yield from (f"    {row['contestant']:<{width}}{_figures(row, peer)}" for _, row in group.iterrows())
         if ours is not None and peer is not None:
             yield f"    {peer['median'] / ours['median']:.2f} times as fast as the best peer"
     for target in goals:
-        result = judged(target, table[table["row"] == target["row"]])
+        result = judged(target, table)
         if (value := result["measured"]) is not None:
             verdict = "reached" if result["reached"] else "NOT reached"
             number = {"peak_bytes": f"{value / 2**30:.2f} GiB", "share": f"{value:.1%}"}.get(target["measure"])

@@ -7,7 +7,8 @@ import gzip
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pandas as pd
 
 from lmcore.errors import require
 from lmcore.files import atomic_write, read_json
+from lmcore.profiling.kernels.speed import fastest, judged, read_speed
 from lmcore.profiling.memory.timeline_html import write_timeline
 from lmcore.recipes import RECIPES
 from lmcore.workbook.report.answers import (
@@ -28,6 +30,7 @@ from lmcore.workbook.report.tables import read_results
 
 PROJECT = Path(__file__).parents[1]
 H200 = PROJECT / "results" / "h200"
+SPEED = H200 / "speed.json"
 
 FAULTS = {
     "SIGKILL at a random moment": r"SIGKILL .*random moment",
@@ -70,18 +73,9 @@ def fault_counts() -> pd.DataFrame:
     return table.rename(columns={"refused_in_words": "refused"})
 
 
-def best_of(rows: pd.DataFrame, ours: bool) -> pd.Series:
-    """The fastest contestant of ours, or of other software (our slower ways are no peers)."""
-    mine = rows["ours"].astype(bool)
-    theirs = ~mine & ~rows["contestant"].str.startswith(("lmcore", "plain", "+"))
-    timed = rows[(mine if ours else theirs) & (rows["outcome"] == "complete")]
-    return timed.loc[timed["median"].idxmin()]
-
-
-def contestants() -> tuple[pd.DataFrame, list[dict[str, Any]]]:
-    """The rows of speed.json, and its targets."""
-    content = read_json(H200 / "speed.json")
-    return pd.DataFrame(content["rows"]), content["targets"]
+def beside_peers(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """Our row of a benchmark case of speed.json, and that of the best peer."""
+    return fastest(rows[rows["ours"]]), fastest(rows[rows["peer"]])
 
 
 def time_and_rate(row: pd.Series) -> str:
@@ -92,15 +86,12 @@ def time_and_rate(row: pd.Series) -> str:
     return f"{format_significant(row['median'])} {row['unit']}" + (f", {rounded} {row['rate_unit']}" if rounded else "")
 
 
-def judged(target: dict[str, Any], rows: pd.DataFrame) -> str:
+def verdict(target: dict[str, Any], rows: pd.DataFrame) -> str:
     """A target and whether it is reached; what was measured if it is not."""
-    ours, (field, _, peer) = best_of(rows, True), target["measure"].partition(" over ")
-    value = ours[field]
-    if peer:
-        value = value / rows.loc[rows["contestant"] == peer, field].iloc[0]
-    reached = value <= target["at_most"] if "at_most" in target else value >= target["at_least"]
-    shown = format_percent(value) if field == "share" else format_significant(value)
-    return f"{target['text']}: {'yes' if reached else f'**no**, {shown}'}"
+    found = judged(target, rows)
+    shown = format_percent if target["measure"] == "share" else format_significant
+    result = "yes" if found["reached"] else f"**no**, {shown(found['measured'])}"
+    return f"{target['text']}: {result}"
 
 
 def highlights() -> str:
@@ -109,7 +100,7 @@ def highlights() -> str:
     peaks, faults = rows_of("memory_peaks"), fault_counts().drop(columns="fault").sum()
     fitted = peaks[peaks["outcome"] == "complete"]
     apart = (fitted["predicted_bytes"] / fitted["peak_bytes"] - 1).abs().max()
-    speed, _ = contestants()
+    timed = read_speed(SPEED).rows
     best = runs[[name for name in RECIPES if name in runs]].min()
     made = [
         {
@@ -124,8 +115,7 @@ def highlights() -> str:
         },
     ]
     for name, words in HIGHLIGHTS.items():
-        rows = speed[speed["row"] == name]
-        ours, peer = best_of(rows, True), best_of(rows, False)
+        ours, peer = beside_peers(timed[timed["row"] == name])
         times = f"{format_significant(peer['median'] / ours['median'])} × as fast as {peer['contestant']}"
         made.append({"what": words, "lmcore": time_and_rate(ours), "compared with": f"{times}: {time_and_rate(peer)}"})
     made += [
@@ -200,29 +190,57 @@ def sizes() -> str:
 
 
 def speed() -> str:
-    """The fast path's rows with targets: ours, the best peer, and which targets are reached."""
-    rows, targets = contestants()
+    """The fast path's benchmark cases with targets: ours, the best peer, and which targets are reached."""
+    recorded = read_speed(SPEED)
     found = []
-    for name in dict.fromkeys(target["row"] for target in targets):
-        part = rows[rows["row"] == name]
-        if not part["ours"].any() or name.startswith(("memory", "study")):
-            continue
-        ours, peer = best_of(part, True), best_of(part, False)
+    for name in dict.fromkeys(target["row"] for target in recorded.targets):
+        ours, peer = beside_peers(recorded.rows[recorded.rows["row"] == name])
         found.append(
             {
                 "work": ours["work"],
                 "lmcore": time_and_rate(ours),
                 "best peer": f"{time_and_rate(peer)} ({peer['contestant']})",
                 "times as fast": format_significant(peer["median"] / ours["median"]),
-                "target": "; ".join(judged(target, part) for target in targets if target["row"] == name),
+                "target": "; ".join(
+                    verdict(target, recorded.rows) for target in recorded.targets if target["row"] == name
+                ),
             }
         )
     return markdown(found)
 
 
+def contestants(like: str, index: Mapping[str, str], value: str, words: Callable[[float], str]) -> str:
+    """The benchmark cases of speed.json whose names begin with `like`, a column for each contestant.
+
+    `index` are the columns that tell the cases apart, and their names here; "–" is what did not fit or took no part.
+    """
+    rows = read_speed(SPEED).rows
+    rows = rows[rows["row"].str.startswith(like)]
+    wide = rows.pivot(index=[*index], columns="contestant", values=value)[rows["contestant"].unique()]
+    shown = wide.map(lambda number: "–" if pd.isna(number) else words(number)).reset_index().rename(columns=index)
+    for name in shown.select_dtypes("float"):
+        shown[name] = shown[name].map("{:,.0f}".format)
+    return markdown(shown.to_dict("records"))
+
+
+CONTEXT = {"context_length": "context"}
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"highlights": highlights},
-    "results/h200/README.md": {"training": training, "sizes": sizes},
+    "results/h200/README.md": {
+        "training": training,
+        "sizes": sizes,
+        "speed-attention": partial(
+            contestants,
+            "attention",
+            {"mode": "mode", "head_size": "head size"} | CONTEXT,
+            "rate",
+            "{:.0f}".format,
+        ),
+        "speed-decode": partial(contestants, "decode", {"work": "work"}, "rate", "{:,.0f}".format),
+        "speed-memory-attention": partial(contestants, "memory-attention", CONTEXT, "peak_bytes", format_bytes),
+        "speed-memory-step": partial(contestants, "memory-step", CONTEXT, "peak_bytes", format_bytes),
+    },
     "benchmarks/README.md": {"speed": speed},
     "results/README.md": {"faults": lambda: markdown(fault_counts().astype(str).to_dict("records"))},
 }

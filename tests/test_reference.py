@@ -37,8 +37,8 @@ def test_a_page_without_markers_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_target_is_judged_by_what_was_measured():
-    rows, targets = tables.contestants()
-    verdicts = [tables.judged(target, rows[rows["row"] == target["row"]]) for target in targets[:3]]
+    recorded = tables.read_speed(tables.SPEED)
+    verdicts = [tables.verdict(target, recorded.rows) for target in recorded.targets[:3]]
     assert [verdict.rpartition(": ")[2][:6] for verdict in verdicts] == ["yes", "**no**", "**no**"]
 
 

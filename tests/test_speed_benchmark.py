@@ -14,7 +14,7 @@ from lmcore.config import model_config
 from lmcore.errors import UserError
 from lmcore.model import TransformerLM
 from lmcore.profiling.kernels.measuring import Absent, Contestant
-from lmcore.workbook.report.speed import judged, table_of
+from lmcore.profiling.kernels.speed import fastest, judged, read_speed, rows_table
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RECORDED = json.loads((BENCHMARKS.parent / "results" / "h200" / "speed.json").read_text())
@@ -69,12 +69,30 @@ MEASURED = [
     ("measure", "value"), [("median", 2.0), ("share", 0.5), ("peak_bytes", 10), ("rate over SDPA cuDNN", 1.5)]
 )
 def test_targets_are_of_our_row(measure, value):
-    table, target = table_of(MEASURED), {"measure": measure, "at_most": value}
+    table, target = rows_table(MEASURED), {"row": CASE.row, "measure": measure, "at_most": value}
     assert judged(target, table) == target | {"measured": value, "reached": True}
-    assert not judged({"measure": measure, "at_most": 0.99 * value}, table)["reached"]
-    assert not judged({"measure": measure, "at_least": 1.01 * value}, table)["reached"]
-    assert judged({"measure": "rate over FlexAttention", "at_least": 1}, table)["reached"] is None
-    assert judged(target, table[:0])["reached"] is None
+    assert not judged(target | {"at_most": 0.99 * value}, table)["reached"]
+    assert not judged({"row": CASE.row, "measure": measure, "at_least": 1.01 * value}, table)["reached"]
+    assert judged(target | {"measure": "rate over FlexAttention"}, table)["reached"] is None
+    assert judged(target | {"row": "another"}, table)["reached"] is None
+
+
+def test_our_slower_variants_are_no_peers():
+    table = rows_table(MEASURED)
+    assert fastest(table[table["peer"]])["contestant"] == "SDPA cuDNN"
+    assert fastest(table[table["contestant"] == "FlexAttention"]) is None
+
+
+def test_the_record_is_read_with_its_settings_as_columns(tmp_path):
+    file = BENCHMARKS.parent / "results" / "h200" / "speed.json"
+    rows = read_speed(file).rows
+    assert len(rows) == len(RECORDED["rows"])
+    assert set(rows.loc[rows["group"] == "attention", "head_size"]) == {64, 128}
+    with pytest.raises(UserError, match=r"benchmarks/speed\.py` measures it"):
+        read_speed(tmp_path / "speed.json")
+    (tmp_path / "speed.json").write_text('{"rows": []}')
+    with pytest.raises(UserError, match="holds no speed measurements"):
+        read_speed(tmp_path / "speed.json")
 
 
 def test_ratios_are_to_the_best_peer():

@@ -199,7 +199,9 @@ def test_answers_are_marked_and_listed(writeup):
     assert listed.count("href=") == 4
     assert re.search(r"<td>✓ §4.3</td>.{0,200}#answer-02_train-adamw", listed, re.DOTALL)  # its place, and it is done
     assert re.search(
-        r"<td>◐ §3.6, without c d e</td>.{0,200}#answer-01_build-transformer_accounting-a", listed, re.DOTALL
+        r"<td>◐ §3.6, without \(c\) \(d\) \(e\)</td>.{0,200}#answer-01_build-transformer_accounting-a",
+        listed,
+        re.DOTALL,
     )
     assert "1.64 billion" in pdf_text(pdf)
 

@@ -13,7 +13,7 @@ from lmcore.profiling import timing
 from lmcore.profiling.workload import Span, Workload, WorkloadConfig, no_span, workload_config
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "eager": ("the definition, operation by operation", {}),
+    "eager": ("the reference implementation, operation by operation", {}),
     "sdpa": ("PyTorch's fused attention", {"attention": "sdpa"}),
     "flash": ("our FlashAttention-2", {"attention": "flash"}),
     "compiled": ("torch.compile of the model", {"attention": "flash", "compile": True}),
@@ -51,7 +51,7 @@ def step_cases(size: str, context_length: int, **changes: Any) -> dict[str, Work
     }
 
 
-def absent_rungs(compiled: bool, device: torch.device | None = None) -> dict[str, str]:
+def absent_variants(compiled: bool, device: torch.device | None = None) -> dict[str, str]:
     """The variants that cannot be measured here, and why."""
     device = device or select_device()[0]
     absent = {} if compiled else {"compiled": NO_COMPILER}

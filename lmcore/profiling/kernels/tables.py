@@ -51,7 +51,7 @@ DERIVED: dict[str, Callable[[WorkloadConfig, Mapping[str, Any]], Any]] = {
 
 
 def results_table(name: str, records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """The table `name` of `COLUMNS`: a row for each of a record's `rows`, of attention for each of its two passes.
+    """The table `name` of `COLUMNS`: a row for each of a record's `rows`, of attention for each of its two modes.
 
     Other columns are fields of the result, of the record, of the case or of its model. `variant` says who computes.
     """

@@ -22,24 +22,24 @@ class Problem:
     """Letters of its parts, as the notebooks name them."""
     answered: tuple[str, ...]
     """Letters of the parts that are answered; of a problem without parts, "" if it is."""
+    lacks: str = ""
+    """What the answer leaves out besides, in words."""
 
     @property
     def state(self) -> str:
         """done, partly or not yet."""
-        if not self.answered:
-            return OPEN
-        return DONE if not self.missing else PARTLY
+        return OPEN if not self.answered else PARTLY if self.without else DONE
 
     @property
-    def missing(self) -> list[str]:
-        """Letters of the parts that are not answered."""
-        return [part for part in self.parts if part not in self.answered]
+    def without(self) -> str:
+        """What an answer leaves out: ", without (a) (b)"."""
+        missing = [f"({part})" for part in self.parts if part not in self.answered] + [self.lacks] * bool(self.lacks)
+        return f", without {' '.join(missing)}" if self.answered and missing else ""
 
     @property
     def words(self) -> str:
-        """State and place: p. 27; p. 9, (a) and (b) missing."""
-        lacking = f", without {' '.join(f'({part})' for part in self.missing)}" if self.state == PARTLY else ""
-        return f"{self.place}: {self.state}{lacking}"
+        """Place and state: p. 9: partly, without (a) (b)."""
+        return f"{self.place}: {self.state}{self.without}"
 
 
 def plain_name(problem: str) -> str:
@@ -63,7 +63,10 @@ def coverage(answers: Iterable[tuple[str, str]]) -> list[Problem]:
         there = [letter for letter, course in named if row["handout"].startswith(course)]
         # an answer without a part is one to all parts
         answered = [part for part in row["parts"] if part in there or "" in there] if row["parts"] else there[:1]
-        found.append(Problem(row["handout"], row["place"], row["problem"], row["parts"], tuple(answered)))
+        problem = Problem(
+            row["handout"], row["place"], row["problem"], row["parts"], tuple(answered), row["lacks"] or ""
+        )
+        found.append(problem)
     return found
 
 
@@ -78,9 +81,9 @@ def counts(problems: Iterable[Problem]) -> dict[str, dict[str, int]]:
 
 
 def counts_markdown(problems: Iterable[Problem]) -> str:
-    """The counts as a Markdown table, for the README and docs/coverage.md."""
+    """The counts as a Markdown table, with the marks of the writeup's table of answers."""
     rows = [f"| {handout} | {' | '.join(map(str, row.values()))} |" for handout, row in counts(problems).items()]
-    return "\n".join(["| handout | done | partly | not yet | problems |", "|---|---|---|---|---|", *rows])
+    return "\n".join(["| handout | done ✓ | partly ◐ | not yet – | problems |", "|---|---|---|---|---|", *rows])
 
 
 def coverage_markdown(answers: Iterable[tuple[str, str, str]]) -> str:

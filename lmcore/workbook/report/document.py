@@ -198,8 +198,7 @@ def _answered(name: str, output: Any, answers: list[Answered]) -> Answered | Non
     slug = re.sub(r"\W+", "-", f"{metadata['problem']}-{metadata['part']}").strip("-")
     taken = sum(1 for known in answers if re.fullmatch(rf"answer-{name}-{slug}(-\d+)?", known.identifier))
     identifier = f"answer-{name}-{slug}" + (f"-{taken + 1}" if taken else "")
-    found = Answered(metadata["problem"], metadata["part"], name, identifier, metadata.get("claims", {}))
-    answers.append(found)
+    answers.append(Answered(metadata["problem"], metadata["part"], name, identifier, metadata.get("claims", {})))
     return answers[-1]
 
 

@@ -159,11 +159,8 @@ def in_common(environments: Sequence[Mapping[str, Any]], keys: Sequence[str] = E
     """Each of the keys with the value that all environments have; a list of the distinct ones where they differ."""
     found = {}
     for key in keys:
-        distinct: list[Any] = []
-        for environment in environments:
-            value = environment.get(key)
-            if value not in distinct:
-                distinct.append(value)
+        values = [environment.get(key) for environment in environments]
+        distinct = [value for index, value in enumerate(values) if value not in values[:index]]
         found[key] = distinct[0] if len(distinct) == 1 else distinct
     return found
 

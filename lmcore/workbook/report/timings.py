@@ -1,6 +1,6 @@
 """Timing tables for readers: columns that say something, times as mean ± std, ways to end in words."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -13,27 +13,21 @@ MODES = {"forward": "forward", "forward_backward": "forward + backward", "train_
 MISSING = "–"
 
 
-def given(value: Any) -> bool:
-    """Whether a cell of a table holds a value."""
-    return value is not None and not pd.isna(value)
-
-
 def spread(mean: float | None, std: float | None) -> str:
     """`mean ± std` in milliseconds, to the digits that the spread leaves; the mean alone where there is no std."""
-    if not given(mean):
+    if pd.isna(mean):
         return MISSING
     digits = 3 if mean < 1 else 4
     text = format_significant(1e3 * mean, digits)
-    return f"{text} ± {format_significant(1e3 * std, 2)}" if given(std) else text
+    return f"{text} ± {format_significant(1e3 * std, 2)}" if pd.notna(std) else text
 
 
 def rate(value: float | None) -> str:
     """FLOP/s in units of 10^12, or of 10^9 below one of those."""
-    if not given(value):
+    if pd.isna(value):
         return MISSING
-    return (
-        f"{format_significant(value / 1e12)} TFLOP/s" if value >= 1e12 else f"{format_significant(value / 1e9)} GFLOP/s"
-    )
+    unit, name = (1e12, "TFLOP/s") if value >= 1e12 else (1e9, "GFLOP/s")
+    return f"{format_significant(value / unit)} {name}"
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
@@ -59,7 +53,7 @@ def _row(row: Mapping[str, Any]) -> dict[str, str]:
         "precision": row["precision"],
         "mode": MODES[row["mode"]],
         "batch": f"{row['batch_size']:,}",
-        "ops": ops_of(row),
+        "ops": row["ops"] if pd.notna(row.get("ops")) else "plain",  # tables from before there was a choice lack it
         "attention": row["attention"],
         "compiled": "yes" if row["compile"] else "no",
         "warm-ups": str(row["warmup_steps"]),
@@ -67,26 +61,21 @@ def _row(row: Mapping[str, Any]) -> dict[str, str]:
         "wall clock (ms)": spread(row["wall_mean"], row["wall_std"]) if measured(row) else row["outcome"],
         "CUDA events (ms)": spread(row["cuda_mean"], row["cuda_std"]),
         "median (ms)": spread(row["wall_median"], None),
-        "tokens/s": format_count(row["tokens_per_second"]) if given(row["tokens_per_second"]) else MISSING,
+        "tokens/s": format_count(row["tokens_per_second"]) if pd.notna(row["tokens_per_second"]) else MISSING,
         "achieved": rate(row["flops_per_second"]),
-        "MFU": format_percent(row["mfu"]) if given(row["mfu"]) else MISSING,
-        "peak memory": format_bytes(row["peak_memory_bytes"]) if given(row["peak_memory_bytes"]) else MISSING,
+        "MFU": format_percent(row["mfu"]) if pd.notna(row["mfu"]) else MISSING,
+        "peak memory": format_bytes(row["peak_memory_bytes"]) if pd.notna(row["peak_memory_bytes"]) else MISSING,
     }
-
-
-def ops_of(row: Mapping[str, Any]) -> str:
-    """plain or fused operations; plain in tables from before there was a choice, which do not say."""
-    return row["ops"] if given(row.get("ops")) else "plain"
 
 
 def measured(row: Mapping[str, Any]) -> bool:
     """Whether a case was measured to its end."""
-    return row["outcome"] == "complete" and given(row["wall_median"])
+    return row["outcome"] == "complete" and pd.notna(row["wall_median"])
 
 
 def size_label(row: Mapping[str, Any]) -> str:
     """The name of a model's size, or its numbers where it has none."""
-    if given(row.get("size")):
+    if pd.notna(row.get("size")):
         return row["size"]
     return f"{row['num_layers']} × {row['d_model']}" if "d_model" in row else MISSING
 
@@ -96,18 +85,11 @@ def failures(table: pd.DataFrame) -> str:
     rows = [row for row in table.to_dict("records") if not measured(row)]
     short = [row for row in rows if row["outcome"] == "out of memory"]
     other = [row for row in rows if row["outcome"] != "out of memory"]
-    sentences = []
-    if short:
-        sentences.append(f"Out of memory, and so without a time: {_listed(short)}.")
-    if other:
-        sentences.append(f"Failed: {_listed(other)}.")
-    return " ".join(sentences)
+    named = (("Out of memory, and so without a time", short), ("Failed", other))
+    return " ".join(f"{words}: {'; '.join(map(_listed, listed))}." for words, listed in named if listed)
 
 
-def _listed(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "; ".join(f"`{row['case']}` ({reason})" if (reason := _reason(row)) else f"`{row['case']}`" for row in rows)
-
-
-def _reason(row: Mapping[str, Any]) -> str:
-    """The first two sentences of what PyTorch says: what was asked for, and what the device has."""
-    return ". ".join(row["reason"].split(". ")[:2]).rstrip(".") if given(row["reason"]) else ""
+def _listed(row: Mapping[str, Any]) -> str:
+    """A case with the first two sentences of what PyTorch says: what was asked for, and what the device has."""
+    reason = ". ".join(row["reason"].split(". ")[:2]).rstrip(".") if pd.notna(row["reason"]) else ""
+    return f"`{row['case']}` ({reason})" if reason else f"`{row['case']}`"

@@ -18,9 +18,21 @@ from lmcore.files import atomic_write, read_json
 from lmcore.workbook.notebook import read_notebook
 from lmcore.workbook.record import read_record, sentence
 from lmcore.workbook.report.answers import format_seconds
-from lmcore.workbook.report.coverage import DONE, OPEN, PARTLY, counts, coverage, plain_name
+from lmcore.workbook.report.coverage import DONE, OPEN, PARTLY, counts_markdown, coverage, plain_name
 from lmcore.workbook.report.document import Answered, NotebookDocument, read_document, short
-from lmcore.workbook.report.pandoc import Node, div, header, inlines, link, para, run_pandoc, strong, table, transform
+from lmcore.workbook.report.pandoc import (
+    Node,
+    div,
+    header,
+    inlines,
+    link,
+    para,
+    parse,
+    run_pandoc,
+    strong,
+    table,
+    transform,
+)
 
 TITLE = "Building, training and measuring a Transformer language model"
 HTML_NAME, PDF_NAME = "answers.html", "answers.pdf"
@@ -72,20 +84,14 @@ def answered_in(out: Path) -> list[tuple[str, str, str]]:
 def read_documents(out: Path, record: dict[str, Any], build: Path) -> list[NotebookDocument]:
     """The documents of all notebooks that were started. Raises `UserError` if one that is done is missing."""
     folder = out / "notebooks"
-    shown = [
-        entry
-        for entry in record["notebooks"]
-        if entry["state"] == "done"
-        or (
-            entry["state"] != "not run" and (folder / f"{entry['name']}.ipynb").exists()
-        )  # stopped before its first cell
-    ]
-    require(bool(shown), f"No notebook was executed in {out}; run `lmcore workbook` first.")
     documents = []
-    for entry in shown:
-        name, ended = entry["name"], entry["state"] in ("done", "failed")
-        notebook = read_notebook(folder / f"{name}.ipynb")
-        documents.append(read_document(name, notebook, folder, build / "figures", show_fault=ended))
+    for entry in record["notebooks"]:
+        name, state = entry["name"], entry["state"]
+        file = folder / f"{name}.ipynb"
+        if state == "done" or (state != "not run" and file.exists()):  # or stopped before its first cell
+            ended = state in ("done", "failed")
+            documents.append(read_document(name, read_notebook(file), folder, build / "figures", show_fault=ended))
+    require(bool(documents), f"No notebook was executed in {out}; run `lmcore workbook` first.")
     return documents
 
 
@@ -100,7 +106,8 @@ def assemble(record: dict[str, Any], documents: list[NotebookDocument]) -> Node:
     if failures := failure_notices(record):
         meta["failures"] = {"t": "MetaBlocks", "c": failures}
     if answers:
-        meta["counts"] = {"t": "MetaBlocks", "c": [counts_table(answers)]}
+        problems = coverage((answered.problem, answered.part) for answered in answers)
+        meta["counts"] = {"t": "MetaBlocks", "c": parse([counts_markdown(problems)])[0]}
         meta["answers"] = {"t": "MetaBlocks", "c": [answers_table(answers)]}
         blocks += claims_section(answers)
     return {"pandoc-api-version": [1, 23, 1], "meta": meta, "blocks": blocks}
@@ -184,31 +191,20 @@ def failure_notices(record: dict[str, Any]) -> list[Node]:
     return [div([para(*inlines(words))], "", "failure") for words in told]
 
 
-def counts_table(answers: list[Answered]) -> Node:
-    """How many problems of each handout are answered."""
-    rows = counts(coverage((answered.problem, answered.part) for answered in answers))
-    return table(
-        [[inlines(handout), *(inlines(str(count)) for count in row.values())] for handout, row in rows.items()],
-        ("Handout", "Done ✓", "Partly ◐", "Not yet –", "Problems"),
-    )
-
-
 def answers_table(answers: list[Answered]) -> Node:
     """Each problem of the handouts with its place in them, whether it is done, and links to its answers."""
     problems = coverage((answered.problem, answered.part) for answered in answers)
     handouts = list(dict.fromkeys(problem.handout for problem in problems))
     links: dict[str, list[Node]] = {}
     for answered in answers:
-        label = f"{short(answered.notebook)} ({answered.part})" if answered.part else short(answered.notebook)
+        words = f"{short(answered.notebook)} ({answered.part})" if answered.part else short(answered.notebook)
         links.setdefault(plain_name(answered.problem), []).extend(
-            [link(label, f"#{answered.identifier}"), {"t": "Str", "c": ","}, {"t": "Space"}]
+            [link(words, f"#{answered.identifier}"), {"t": "Str", "c": ","}, {"t": "Space"}]
         )
     names = {plain_name(each.problem): each.problem for each in answers}
     names |= {plain_name(each.name): each.name for each in reversed(problems)}
     order = dict.fromkeys([plain_name(p.name) for p in problems] + [plain_name(a.problem) for a in answers])
-    places = {
-        (plain_name(p.name), p.handout): f"{MARKS[p.state]} {p.place}{without(p.missing, p.state)}" for p in problems
-    }
+    places = {(plain_name(p.name), p.handout): f"{MARKS[p.state]} {p.place}{p.without}" for p in problems}
     rows = [
         [
             inlines(names[name].replace("_", "_\u200b")),
@@ -218,11 +214,6 @@ def answers_table(answers: list[Answered]) -> Node:
         for name in order
     ]
     return table(rows, ("Problem", *handouts, "Answer: notebook (part)"))
-
-
-def without(missing: list[str], state: str) -> str:
-    """The parts that a partly answered problem lacks, in words."""
-    return f", without {' '.join(missing)}" if state == PARTLY else ""
 
 
 def claims_section(answers: list[Answered]) -> list[Node]:
