@@ -26,6 +26,7 @@ from lmcore.workbook.report.answers import (
     format_seconds,
     format_significant,
 )
+from lmcore.workbook.report.coverage import counts, coverage
 from lmcore.workbook.report.tables import read_results
 
 PROJECT = Path(__file__).parents[1]
@@ -223,10 +224,18 @@ def contestants(like: str, index: Mapping[str, str], value: str, words: Callable
     return markdown(shown.to_dict("records"))
 
 
+def answered() -> str:
+    """How many problems of each handout the committed answers solve."""
+    names = [name for found in read_json(H200 / "answers.json").values() for name in found]
+    parts = (name.removesuffix(")").partition(" (") for name in names)
+    found = counts(coverage((problem, part) for problem, _, part in parts))
+    return ", ".join(f"{handout}: {row['done']}/{row['problems']}" for handout, row in found.items()) + "."
+
+
 CONTEXT = {"context_length": "context"}
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"highlights": highlights},
+    "README.md": {"coverage": answered, "highlights": highlights},
     "results/h200/README.md": {
         "training": training,
         "sizes": sizes,
