@@ -37,6 +37,7 @@ workbook: $(INSTALLED)  ## execute all notebooks and make the writeup (SCALE=smo
 # The machine whose tables in results/ are read: nothing is measured, so a CPU is enough.
 MACHINE ?= h200
 record: $(INSTALLED)  ## render the notebooks from the tables in results/h200 into writeup/h200, figures/h200 and docs/coverage.md
+	@$(if $(strip $(NOTEBOOKS)),,rm -rf runs/record)
 	@$(BIN)/lmcore workbook --scale gpu --out runs/record --no-writeup \
 	  --parameters 'records="$(CURDIR)/results/$(MACHINE)"' $(if $(strip $(NOTEBOOKS)),--notebooks $(NOTEBOOKS))
 	@$(BIN)/lmcore writeup runs/record --to writeup/$(MACHINE)
