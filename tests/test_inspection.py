@@ -15,7 +15,7 @@ from lmcore.workbook.inspection import (
     norms_by_layer,
     sample_text,
 )
-from lmcore.workbook.report.source import show_source
+from lmcore.workbook.report.notebook import show_source
 
 TINY = ModelConfig(vocab_size=50, context_length=16, d_model=16, num_layers=2, num_heads=2, d_ff=24)
 

@@ -20,7 +20,7 @@ from lmcore.errors import UserError
 from lmcore.workbook import publish
 from lmcore.workbook.report import answers, coverage
 from lmcore.workbook.report.document import plain_text, shorten
-from lmcore.workbook.report.source import show_source
+from lmcore.workbook.report.notebook import show_source
 from lmcore.workbook.report.verify import check_writeup
 from lmcore.workbook.report.writeup import break_lines, spell_out, write_writeup
 

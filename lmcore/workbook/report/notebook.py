@@ -1,19 +1,21 @@
 """What every notebook of the workbook begins with: where results go, how figures look, which device computes."""
 
+import inspect
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from IPython.display import Code
 from matplotlib.figure import Figure
 
 from lmcore.device import select_device
 from lmcore.workbook.report.answers import answer, table
 from lmcore.workbook.report.figures import Picture, save_figure, use_style
 from lmcore.workbook.report.results import Results
-from lmcore.workbook.report.source import show_source
 
 __all__ = ["answer", "quote", "show_source", "start", "table", "token_label"]
 
@@ -50,6 +52,11 @@ def start(
         return Picture(saved, caption)
 
     return Results(out, records), show, chosen
+
+
+def show_source(*objects: Any) -> Code:
+    """The library's own code in a notebook: the source of functions, classes or modules."""
+    return Code("\n\n".join(inspect.getsource(shown).rstrip() for shown in objects), language="python")
 
 
 def quote(text: str, heading: str) -> str:

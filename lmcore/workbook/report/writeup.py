@@ -17,22 +17,11 @@ from lmcore.errors import UserError, require
 from lmcore.files import atomic_write, read_json
 from lmcore.workbook.notebook import read_notebook
 from lmcore.workbook.record import read_record, sentence
+from lmcore.workbook.report import pandoc
 from lmcore.workbook.report.answers import format_seconds
 from lmcore.workbook.report.coverage import DONE, OPEN, PARTLY, counts_markdown, coverage, plain_name
 from lmcore.workbook.report.document import Answered, NotebookDocument, read_document, short
-from lmcore.workbook.report.pandoc import (
-    Node,
-    div,
-    header,
-    inlines,
-    link,
-    para,
-    parse,
-    run_pandoc,
-    strong,
-    table,
-    transform,
-)
+from lmcore.workbook.report.pandoc import Node, div, header, inlines, link, para, run_pandoc, strong, table, transform
 
 TITLE = "Building, training and measuring a Transformer language model"
 HTML_NAME, PDF_NAME = "answers.html", "answers.pdf"
@@ -107,7 +96,7 @@ def assemble(record: dict[str, Any], documents: list[NotebookDocument]) -> Node:
         meta["failures"] = {"t": "MetaBlocks", "c": failures}
     if answers:
         problems = coverage((answered.problem, answered.part) for answered in answers)
-        meta["counts"] = {"t": "MetaBlocks", "c": parse([counts_markdown(problems)])[0]}
+        meta["counts"] = {"t": "MetaBlocks", "c": pandoc.parse([counts_markdown(problems)])[0]}
         meta["answers"] = {"t": "MetaBlocks", "c": [answers_table(answers)]}
         blocks += claims_section(answers)
     return {"pandoc-api-version": [1, 23, 1], "meta": meta, "blocks": blocks}
