@@ -147,7 +147,8 @@ def test_the_recorded_peaks_are_predicted_within_a_percent():
     for row in csv.DictReader((PROJECT / "results" / "h200" / "memory_peaks.csv").open()):
         config = model_config(row["size"], context_length=int(row["context_length"]), vocab_size=10_000)
         predicted = predicted_peak(config, int(row["batch_size"]), None, row["precision"], row["mode"])
-        assert predicted["peak_bytes"] == pytest.approx(int(row["peak_bytes"]), rel=0.01), row["case"]
+        if row["outcome"] == "complete":
+            assert predicted["peak_bytes"] == pytest.approx(float(row["peak_bytes"]), rel=0.01), row["case"]
 
 
 @pytest.mark.parametrize(
