@@ -26,7 +26,7 @@ def test_start_gives_results_figures_and_a_device(tmp_path, capsys):
 def test_a_quotation_cannot_be_read_as_markup():
     text = 'Hi *you* <|endoftext|> "so"... \\textbf{x} $x$ &amp; [a](b)\nline\n\n# head\x00\t'
     shown = quote(text, "heading")
-    assert shown.startswith("**heading**\n\n> Hi ")
+    assert shown.startswith("> **heading**\n>\n> Hi ")
     pypandoc = pytest.importorskip("pypandoc")
     plain = pypandoc.convert_text(shown, "plain", format="markdown", extra_args=["--wrap=none"])
     assert "\n".join(line[2:] for line in plain.rstrip().split("\n")[2:]) == (
@@ -36,4 +36,4 @@ def test_a_quotation_cannot_be_read_as_markup():
 
 @given(st.text(max_size=40))
 def test_every_line_of_a_quotation_is_quoted(text):
-    assert all(line.startswith(">") for line in quote(text, "h").split("\n")[2:])
+    assert all(line.startswith(">") for line in quote(text, "h").split("\n"))

@@ -166,7 +166,7 @@ def test_tasks_do_their_runs_and_none_twice_and_the_table_has_each_once(tmp_path
     assert list(read["name"]) == ["lr_0.001", "lr_0.01", "lr_0.1"]
     assert list(read["outcome"]) == ["complete", "not run", "complete"]
     assert list(read["optimizer.learning_rate"]) == RATES
-    assert set(run_table({"a": run_folder(out, "lr_0.001")}, 1.0)) <= set(planned)
+    assert set(run_table({"a": run_folder(out, "lr_0.001")})) <= set(planned)
     assert planned[["final_valid_loss", "max_spike", "seconds", "device"]].isna().all(axis=None)
     assert (provenance["runs"], bool(provenance["torch"]), notes["sweep"]["name"]) == (2, True, "rates")
     assert file.with_suffix(".csv").read_text().count("\n") == 4

@@ -4,6 +4,7 @@ import ast
 import base64
 import json
 import re
+import shutil
 import zlib
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from notebook_cells import answer_calls
 
 from lmcore.errors import UserError
+from lmcore.files import read_json
 from lmcore.workbook import publish
 from lmcore.workbook.report import answers, coverage
 from lmcore.workbook.report.document import plain_text, shorten
@@ -230,20 +232,21 @@ def test_notebooks_of_several_machines_name_each_once(tmp_path):
 def test_rendered_from_records_the_page_names_what_was_measured_where(tmp_path):
     """Not the machine and commit that rendered it: those stand in a row of their own."""
     out = executed_workbook(tmp_path / "out", _01_build=FIRST[:1])
-    records = ROOT / "results" / "h200"
+    records, measured = tmp_path / "records", read_json(ROOT / "results" / "h200" / "training_runs.json")
+    provenance = measured["provenance"]
+    commits = {"first": provenance["git_commit"], "second": provenance["git_commit"], "third": "0123456789abcdef"}
+    records.mkdir()
+    for name, commit in commits.items():
+        (records / f"{name}.json").write_text(
+            json.dumps(measured | {"provenance": provenance | {"git_commit": commit}})
+        )
+    shutil.copytree(records, out / "results")
     (out / "notebooks" / "01_build.json").write_text(json.dumps({"parameters": {"records": str(records)}}))
-    (out / "results").mkdir()
-    for name in ("training_runs.json", "build_bpe.json"):
-        (out / "results" / name).write_bytes((records / name).read_bytes())
     page = write_writeup(out)[0].read_text()
-    provenance, built = (
-        json.loads((records / f"{name}.json").read_text())["provenance"] for name in ("training_runs", "build_bpe")
-    )
-    commits = "; ".join(f"{each['git_commit'][:12]} (1 table)" for each in (built, provenance))
     rows = {
         "Data": f"stories, {provenance['data']['train_tokens']:,} training tokens",
         "Measured on": "NVIDIA H200",
-        "Code": commits,
+        "Code": f"{provenance['git_commit'][:12]} (2 tables); 0123456789ab (1 table)",
         "Rendered": "at abcdef123456 on CPU",
     }
     for name, text in rows.items():

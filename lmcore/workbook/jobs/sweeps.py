@@ -1,6 +1,5 @@
 """Sweeps as many jobs: each run or measurement by whoever has the task of its number, none twice; one table of all."""
 
-import math
 import os
 import sys
 import traceback
@@ -214,21 +213,20 @@ Tables = tuple[pd.DataFrame, pd.DataFrame, dict[str, Any], dict[str, Any]]
 def training_tables(definition: SweepDefinition, out: Path) -> Tables:
     """The table of a training sweep and its curves."""
     data = data_there(definition, out)
-    entropy = tables.unigram_entropy(data) if data else math.inf
     folders = {folder.name: RunFolder(folder) for folder in sorted((out / "runs").glob("[!.]*"))}
     begun, planned = {}, {}
     for name, run in folders.items():
         with suppress(UserError):  # damaged: a row without results
-            begun |= {name: tables.run_row(name, run, entropy)} if run.config_file.exists() else {}
+            begun |= {name: tables.run_row(name, run)} if run.config_file.exists() else {}
     varied, nothing = definition.varied(), RunFolder(out / "runs" / ".planned")
     for (name, config), (_, settings) in zip(runs_of(definition, data).items(), varied, strict=True):
         values = flatten(to_dict(config)) | definition.base | settings
         own = {key: values.get(key) for _, others in varied for key in others}
         own = {key: str(value) if isinstance(value, list | dict) else value for key, value in own.items()}
-        planned[name] = tables.run_row(name, nothing, entropy, config) | own
+        planned[name] = tables.run_row(name, nothing, config) | own
     rows = joined(planned, begun, run_states(definition, out))
     runs = {row["name"]: folders[row["name"]] for row in rows if row["name"] in begun}
-    floors = (entropy, data.floor_nats_per_token) if data else (None, None)
+    floors = (tables.unigram_entropy(data), data.floor_nats_per_token) if data else (None, None)
     notes = dict(zip(("unigram_entropy", "floor_nats_per_token"), floors, strict=True))
     return pd.DataFrame(rows), tables.curves_table(runs), tables.provenance_of(runs), notes
 

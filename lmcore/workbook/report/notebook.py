@@ -64,7 +64,7 @@ def quote(text: str, heading: str) -> str:
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     escaped = MARKUP.sub(lambda match: f"&#{ord(match[0])};", shown)
     paragraphs = [re.sub(r" *\n *", "\\\\\n> ", part.strip()) for part in re.split(r"\n\s*\n", escaped) if part.strip()]
-    return f"**{heading}**\n\n> " + "\n>\n> ".join(paragraphs or ["&nbsp;"])
+    return "> " + "\n>\n> ".join([f"**{heading}**", *(paragraphs or ["&nbsp;"])])
 
 
 def token_label(text: str) -> str:

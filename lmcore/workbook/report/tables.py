@@ -21,7 +21,7 @@ COUNT_CHUNK = 1 << 22
 """Token ids that are counted at a time."""
 
 DIVERGENCE_RISE = 0.5
-"""Rise of the training loss in nats, above the noise of a batch, without which a high final loss is not divergence."""
+"""A run whose training loss ends this many nats above its lowest has diverged."""
 
 CURVE_POINTS = 150
 """Metrics lines kept of each run in the committed curves; all evaluations are kept besides."""
@@ -47,26 +47,24 @@ def unigram_entropy(data: PreparedData) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def run_table(runs: Mapping[str, RunFolder], unigram_entropy: float) -> pd.DataFrame:
+def run_table(runs: Mapping[str, RunFolder]) -> pd.DataFrame:
     """One row for each run: its settings, how it ended, what it reached and what it took.
 
     `outcome` is complete, diverged, out of memory, failed or interrupted. A run has diverged if a loss was not finite,
-    or if its training loss rose by more than `DIVERGENCE_RISE` and ended above `unigram_entropy`: it has then unlearned
-    even the frequencies of the tokens. A run that was merely too short to learn them is complete. `diverged_at_step` is
-    the first step whose loss was not finite, or exceeded that at the start of a run that went on.
+    or if it lost what it had learned (`lowest_step_if_lost`). `diverged_at_step` is the first step whose loss was not
+    finite, or the one from which the loss rose.
     """
-    return pd.DataFrame([run_row(name, run, unigram_entropy) for name, run in runs.items()])
+    return pd.DataFrame([run_row(name, run) for name, run in runs.items()])
 
 
-def run_row(name: str, run: RunFolder, entropy: float, config: TrainConfig | None = None) -> dict[str, Any]:
+def run_row(name: str, run: RunFolder, config: TrainConfig | None = None) -> dict[str, Any]:
     """A row of `run_table`; of a run that has not begun, what its `config` tells."""
     config, status, metrics = config or run.config(), run.status(), run.metrics()
     steady = metrics["tokens_per_second"].iloc[1:] if len(metrics) > 1 else metrics["tokens_per_second"]
     evaluated = metrics.dropna(subset="valid_loss")
     lowest = evaluated.loc[evaluated["valid_loss"].idxmin()] if len(evaluated) else None
-    spike = largest_rise(metrics["train_loss"])
-    outcome = _outcome(status, spike, entropy)
-    ended_at = status.get("diverged_at_step", exceeded_start_at(metrics))
+    diverged_at = status.get("diverged_at_step", lowest_step_if_lost(metrics))
+    outcome = _outcome(status["state"], diverged_at)
     environment = run.environment() if run.environment_file.exists() else {}
     return {
         "name": name,
@@ -83,8 +81,8 @@ def run_row(name: str, run: RunFolder, entropy: float, config: TrainConfig | Non
         "final_valid_loss": status.get("valid_loss") if outcome == "complete" else None,
         "best_valid_loss": None if lowest is None else float(lowest["valid_loss"]),
         "best_step": None if lowest is None else int(lowest["step"]),
-        "diverged_at_step": ended_at if outcome == "diverged" else None,
-        "max_spike": spike,
+        "diverged_at_step": diverged_at if outcome == "diverged" else None,
+        "max_spike": largest_rise(metrics["train_loss"]),
         "seconds": status.get("seconds"),
         "tokens_per_second": float(steady.median()) if len(steady) else None,
         "peak_memory_bytes": _peak_memory(metrics),
@@ -92,9 +90,8 @@ def run_row(name: str, run: RunFolder, entropy: float, config: TrainConfig | Non
     }
 
 
-def _outcome(status: Mapping[str, Any], spike: float | None, entropy: float) -> str:
-    state, loss = status["state"], status.get("valid_loss")
-    if state == "complete" and loss > entropy and spike is not None and spike > DIVERGENCE_RISE:
+def _outcome(state: str, diverged_at: int | None) -> str:
+    if state == "complete" and diverged_at is not None:
         return "diverged"
     return state if state in ("complete", "diverged", "out of memory", "failed") else "interrupted"
 
@@ -112,10 +109,14 @@ def largest_rise(losses: pd.Series) -> float | None:
     return float((losses - losses.cummin()).max()) if len(losses) else None
 
 
-def exceeded_start_at(metrics: pd.DataFrame) -> int | None:
-    """First step of the log whose training loss was above that of the first one; None if there is none."""
-    above = metrics.loc[metrics["train_loss"] > metrics["train_loss"].iloc[:1].max(), "step"]
-    return int(above.iloc[0]) if len(above) else None
+def lowest_step_if_lost(metrics: pd.DataFrame) -> int | None:
+    """Step of the lowest training loss if the run ended more than `DIVERGENCE_RISE` above it, else None.
+
+    Losses are medians of five lines of the log, against the noise of single batches.
+    """
+    losses = metrics["train_loss"].rolling(5, min_periods=1).median()
+    lost = len(losses) > 0 and losses.iloc[-1] > losses.min() + DIVERGENCE_RISE
+    return int(metrics["step"][losses.idxmin()]) if lost else None
 
 
 def curves_table(runs: Mapping[str, RunFolder], points: int = CURVE_POINTS) -> pd.DataFrame:
