@@ -331,6 +331,9 @@ def _for_typst(node: Node) -> Node | list[Node]:
         if classes:
             opening = {"t": "RawBlock", "c": ["typst", f"#{classes[0]}-box["]}
             return [opening, node, {"t": "RawBlock", "c": ["typst", "]"]}]
+    if node["t"] == "Para" and pandoc.text_of(node["c"]).endswith(":"):
+        before, after = ({"t": "RawBlock", "c": ["typst", part]} for part in ("#block(sticky: true)[", "]"))
+        return [before, node, after]  # it stays with what follows
     if node["t"] == "Table":
         for row in node["c"][3][1]:
             for cell in row[1]:
