@@ -255,7 +255,7 @@ class Trainer:
         self.best_valid_loss, self.best_step = math.inf, 0
         self.losses: list[float] = []  # since the last metrics line
         self.last_lr, self.last_norm = 0.0, 0.0
-        self.metrics = AsyncMetrics()
+        self.metrics, self.waits = AsyncMetrics(), device.type != "cuda"  # only a GPU computes on meanwhile
         self.line_step: int | None = None  # step of the metrics line whose numbers are on their way
         self.busy_seconds, self.busy_steps = 0.0, 0  # of training steps alone, since the last metrics line
         self.flops_per_step = training_flops(config.model, config.batch_size)
@@ -263,7 +263,7 @@ class Trainer:
 
     def loop(self, stop: StopEvent) -> str:
         """Takes the steps that are left, with all that is due between them; returns complete or interrupted."""
-        config, waits = self.config, self.device.type != "cuda"
+        config = self.config
         o, last_step = config.optimizer, config.optimizer.cosine_steps or config.steps
         with prefetched(self.data.train, config, self.step, self.device) as batches:
             while self.step < config.steps and not stop.is_set():
@@ -273,11 +273,7 @@ class Trainer:
                 lr = get_lr_cosine_schedule(self.step, o.learning_rate, o.min_learning_rate, o.warmup_steps, last_step)
                 loss, norm = self.update(inputs, targets, lr)  # forward, backward, clip, update
                 self.metrics.push(self.step, lr, loss, norm)
-                self.busy_seconds, self.busy_steps = (
-                    self.busy_seconds + time.perf_counter() - started,
-                    self.busy_steps + 1,
-                )
-
+                self.busy_seconds += time.perf_counter() - started
                 self.write_line()  # that of an earlier step, read while this one keeps the device busy
                 last = self.step == config.steps
                 evaluate = last or self.step % config.eval_interval == 0
@@ -285,7 +281,7 @@ class Trainer:
                 if evaluate or self.step % config.log_interval == 0:
                     self.line_step = self.step
                     self.metrics.start()
-                    if waits or evaluate or save:
+                    if self.waits or evaluate or save:
                         self.write_line(evaluate)
                 if save:
                     self.save()
@@ -356,6 +352,7 @@ class Trainer:
         started = time.perf_counter()
         values = self.metrics.read()
         self.busy_seconds += time.perf_counter() - started
+        self.busy_steps += len(values)  # those that are over: the next one may be under way
         for step, lr, loss, norm in values:
             if not math.isfinite(loss):
                 raise Diverged(step, lr, "loss")

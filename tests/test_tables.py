@@ -1,6 +1,7 @@
 import json
 import math
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -62,6 +63,11 @@ def test_a_run_that_lost_what_it_had_learned_has_diverged(tmp_path):
 def test_one_hard_batch_at_the_end_is_no_divergence(tmp_path):
     row = row_of(make_run(tmp_path, [6.0, 4.5, 4.4, 4.3, 4.2, 5.9], valid={6: 4.4}))
     assert (row["outcome"], row["diverged_at_step"]) == ("complete", None)
+
+
+def test_noise_is_no_divergence(tmp_path):
+    losses = 4 + np.random.default_rng(0).normal(0, 0.6, 3000)
+    assert row_of(make_run(tmp_path, losses.tolist(), valid={3000: 4.0}))["outcome"] == "complete"
 
 
 def test_a_run_that_was_only_too_short_has_not_diverged(tmp_path):

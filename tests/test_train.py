@@ -628,3 +628,17 @@ def test_a_fused_workload_has_the_plain_loss_and_measures_nothing_else(covered, 
     assert Workload(replace(cell, ops="fused")).step() == pytest.approx(plain.item(), rel=1e-5)
     with pytest.raises(UserError, match="does not cover norm=post; measure this case with ops plain"):
         Workload(replace(cell, ops="fused", mode="train_step", model__norm="post"))
+
+
+def test_a_line_that_is_read_late_counts_its_own_steps(config, run, monkeypatch):
+    """On a GPU a line is read while the next step is computed, which counts in the line after it."""
+    loop = Trainer.loop
+
+    def late(self, stop):
+        self.waits = False  # as on a GPU
+        return loop(self, stop)
+
+    monkeypatch.setattr(Trainer, "loop", late)
+    train(replace(config, log_interval=1, eval_interval=2), run)
+    assert len(run.metrics_lines()) == config.steps
+    assert all(line["tokens_per_second"] > 0 for line in run.metrics_lines())

@@ -112,9 +112,10 @@ def largest_rise(losses: pd.Series) -> float | None:
 def lowest_step_if_lost(metrics: pd.DataFrame) -> int | None:
     """Step of the lowest training loss if the run ended more than `DIVERGENCE_RISE` above it, else None.
 
-    Losses are medians of five lines of the log, against the noise of single batches.
+    Losses are medians over a twentieth of the log, at least five lines, against noise.
     """
-    losses = metrics["train_loss"].rolling(5, min_periods=1).median()
+    lines = max(5, len(metrics) // 20)
+    losses = metrics["train_loss"].rolling(lines, min_periods=lines // 5).median()
     lost = len(losses) > 0 and losses.iloc[-1] > losses.min() + DIVERGENCE_RISE
     return int(metrics["step"][losses.idxmin()]) if lost else None
 
