@@ -65,6 +65,8 @@ def symbolic(config: ModelConfig, d_ff_per_d_model: int | None = None) -> Any:
         d_k=d_model / num_heads,
         norm=config.norm,
         ffn=config.ffn,
+        qk_norm=config.qk_norm,
+        parallel=config.parallel,
         tie_embeddings=config.tie_embeddings,
     )
 
@@ -83,7 +85,7 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
         "token_embeddings": c.vocab_size * c.d_model,
         "attention": c.num_layers * 4 * c.d_model**2,
         "ffn": c.num_layers * (3 if c.ffn == "swiglu" else 2) * c.d_model * c.d_ff,
-        "norms": _norms_per_block(c) * c.num_layers * c.d_model + _final_norms(c) * c.d_model,
+        "norms": (_norms_per_block(c) * c.num_layers + _final_norms(c)) * c.d_model + _qk_norms(c) * c.d_k,
         "lm_head": 0 if c.tie_embeddings else c.vocab_size * c.d_model,
     }
 
@@ -168,7 +170,7 @@ def activation_counts(config: ModelConfig, batch_size: int = 1, seq_len: int | N
     hidden_tensors = 4 if c.ffn == "swiglu" else 2  # W1 x, SiLU and, when gated, W3 x and the product
     logits = batch_size * seq * c.vocab_size
     return {
-        "norms": _norms_per_block(c) * c.num_layers * stream + _final_norms(c) * stream,
+        "norms": (_norms_per_block(c) * c.num_layers + _final_norms(c) + _qk_norms(c)) * stream,
         "qkv_proj": 3 * c.num_layers * stream,
         "scores": c.num_layers * pairs,
         "softmax": c.num_layers * pairs,
@@ -273,7 +275,11 @@ def latex(expression: Any) -> str:
 
 
 def _norms_per_block(config: ModelConfig) -> int:
-    return 0 if config.norm == "none" else 2
+    return {"none": 0}.get(config.norm, 1 if config.parallel else 2)
+
+
+def _qk_norms(config: ModelConfig) -> int:
+    return 2 * config.num_layers if config.qk_norm else 0
 
 
 def _final_norms(config: ModelConfig) -> int:

@@ -30,6 +30,10 @@ class ModelConfig:
     norm: Literal["pre", "post", "none"] = "pre"
     position: Literal["rope", "sinusoidal", "none"] = "rope"
     ffn: Literal["swiglu", "silu"] = "swiglu"
+    qk_norm: bool = False
+    """RMSNorm of each query and key over the features of its head, before RoPE (Henry et al. 2020)."""
+    parallel: bool = False
+    """Both sublayers read one norm of the block's input, and their sum is added once (Wang and Komatsuzaki 2021)."""
     tie_embeddings: bool = False
     dropout: float = 0.0
     embedding_init_std: float | None = None
@@ -60,6 +64,7 @@ class ModelConfig:
             self.embedding_init_std is None or self.embedding_init_std > 0,
             f"embedding_init_std must be positive or None, not {self.embedding_init_std}.",
         )
+        require(not self.parallel or self.norm == "pre", f"Parallel blocks are pre-norm, not norm={self.norm}.")
         require(0 <= self.dropout < 1, f"dropout must be in [0, 1), not {self.dropout}.")
         if self.checkpoint_every is not None:
             require_positive("checkpoint_every", self.checkpoint_every)
@@ -114,6 +119,8 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+    decay_norms: bool = False
+    """Whether the weights of norms decay, too, not only matrices."""
     max_grad_norm: float | None = 1.0
     """Gradients above this l2 norm are scaled down to it; None: never."""
 
@@ -158,9 +165,17 @@ class TrainConfig:
     log_interval: int = 10
     eval_interval: int = 500
     eval_batch_size: int = 128
+    eval_details: bool = False
+    """Whether an evaluation measures next-token accuracy, too, and the loss at each position of the window."""
+    evaluate_on: Literal["valid", "dev"] = "valid"
+    """dev: the last training documents, on which settings are chosen; the run then trains on those before them."""
+    z_loss: float = 0.0
+    """Weight of the mean of log(Z)^2 beside the loss, Z the softmax's normalizer (Chowdhery et al. 2022, section 5)."""
     checkpoint_interval: int = 500
     keep_checkpoints: int = 2
     """Latest checkpoints kept, besides the best by validation loss."""
+    keep_weights: bool = True
+    """False: of a complete run only the metrics stay, neither checkpoints nor weights, as for a sweep of many runs."""
     device: str = "auto"
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     ops: Literal["plain", "fused"] = "plain"
@@ -175,7 +190,9 @@ class TrainConfig:
             require_positive(name, getattr(self, name))
         require_path("data", self.data)
         require_seed(self.seed)
+        require(self.z_loss >= 0, f"z_loss must not be negative, not {self.z_loss}.")
         require(self.keep_checkpoints >= 1, f"keep_checkpoints must be at least 1, not {self.keep_checkpoints}.")
+        require_finite(self)
         require_choices(self)
 
     @property

@@ -178,6 +178,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         device=None,
         dtype=None,
         kernel: str = "plain",  # as `ModelConfig.attention`; masks of one's own are the plain definition's
+        qk_norm: bool = False,
     ):
         super().__init__()
         if d_model % num_heads:
@@ -189,6 +190,10 @@ class CausalMultiHeadSelfAttention(nn.Module):
         self.k_proj = Linear(d_model, d_model, device=device, dtype=dtype)
         self.v_proj = Linear(d_model, d_model, device=device, dtype=dtype)
         self.output_proj = Linear(d_model, d_model, device=device, dtype=dtype)
+        self.qk_norm = qk_norm
+        if qk_norm:
+            self.q_norm = RMSNorm(d_model // num_heads, device=device, dtype=dtype)
+            self.k_norm = RMSNorm(d_model // num_heads, device=device, dtype=dtype)
 
     def forward(
         self,
@@ -205,6 +210,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
             rearrange(proj(x), "... seq (heads d_k) -> ... heads seq d_k", heads=self.num_heads)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             if token_positions is None:
                 token_positions = torch.arange(x.shape[-2], device=x.device)
@@ -230,18 +237,22 @@ class TransformerBlock(nn.Module):
     """Attention and feed-forward network, each with its norm and residual connection (section 3.5, equation 15).
 
     `config.norm` places the norm before each sublayer (pre), after each residual sum (post) or nowhere (none).
+    With `config.parallel` there is one norm, and both sublayers read it.
     """
 
     def __init__(self, config: ModelConfig, rope: RotaryPositionalEmbedding | None = None, device=None, dtype=None):
         super().__init__()
         c, place = config, {"device": device, "dtype": dtype}
-        self.norm, self.dropout = c.norm, c.dropout
+        self.norm, self.parallel, self.dropout = c.norm, c.parallel, c.dropout
         feed_forward = {"swiglu": SwiGLU, "silu": SiLUFeedForward}[c.ffn]
-        self.attn = CausalMultiHeadSelfAttention(c.d_model, c.num_heads, rope, **place, kernel=c.attention)
+        self.attn = CausalMultiHeadSelfAttention(
+            c.d_model, c.num_heads, rope, **place, kernel=c.attention, qk_norm=c.qk_norm
+        )
         self.ffn = feed_forward(c.d_model, c.d_ff, **place)
         if c.norm != "none":
             self.ln1 = RMSNorm(c.d_model, **place)
-            self.ln2 = RMSNorm(c.d_model, **place)
+            if not c.parallel:
+                self.ln2 = RMSNorm(c.d_model, **place)
 
     def forward(
         self,
@@ -256,6 +267,9 @@ class TransformerBlock(nn.Module):
         def feed_forward(y: Tensor) -> Tensor:
             return dropout(self.ffn(y), self.dropout, self.training)
 
+        if self.parallel:
+            y = self.ln1(x)
+            return x + attend(y) + feed_forward(y)
         if self.norm == "pre":
             x = x + attend(self.ln1(x))
             return x + feed_forward(self.ln2(x))

@@ -141,7 +141,7 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, adamw: Callable[..., Optimizer] = AdamW) -> Optimizer:
-    """The configured optimizer over `model`: weight decay on matrices, none on the weights of norms.
+    """The configured optimizer over `model`: weight decay on matrices, on the weights of norms only if so configured.
 
     `adamw` makes it where AdamW is configured.
     """
@@ -149,9 +149,13 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, adamw: Callable[.
     norms = [p for p in model.parameters() if p.ndim < 2]
     if config.name == "sgd":
         return SGD(model.parameters(), lr=config.learning_rate)
+    norm_decay = config.weight_decay if config.decay_norms else 0.0
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
     if config.name == "adamw":
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": norms, "weight_decay": norm_decay},
+        ]
         return adamw([g for g in groups if g["params"]], **settings)
     hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("layers.")]
     hidden_ids = {id(p) for p in hidden}
@@ -159,7 +163,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, adamw: Callable[.
     groups = [
         {"params": hidden, "weight_decay": config.weight_decay, "orthogonalize": True},
         {"params": embeddings, "weight_decay": config.weight_decay},
-        {"params": norms, "weight_decay": 0.0},
+        {"params": norms, "weight_decay": norm_decay},
     ]
     return Muon([g for g in groups if g["params"]], **settings)
 

@@ -1,7 +1,7 @@
 """Training recipes by name, and the studies that vary one setting of a recipe (CSE599-O A1 section 7.2)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.errors import require
@@ -91,6 +91,10 @@ PASSES: dict[str, tuple[float, float]] = {
 """Passes over the training tokens for which a long recipe is meant: how much it regularizes depends on them."""
 
 
+MAX_RATE_SCALE = 2.0
+"""How much larger than the base's the learning rate of a large batch becomes at most."""
+
+
 def suited(names: Sequence[str], train_tokens: int) -> list[str]:
     """Those of the named recipes that suit a corpus of this size, in the given order."""
 
@@ -134,16 +138,32 @@ def learning_rate_runs(base: TrainConfig, learning_rates: Sequence[float]) -> di
     return {f"lr_{rate:g}": replace(base, optimizer__learning_rate=rate) for rate in learning_rates}
 
 
-def batch_size_runs(base: TrainConfig, batch_sizes: Sequence[int], tokens: int) -> dict[str, TrainConfig]:
+def with_seeds(runs: Mapping[str, TrainConfig], seeds: Sequence[int]) -> dict[str, TrainConfig]:
+    """Each run once for each seed, which decides its weights and batches; all but seed 0 have it in their names."""
+    named = {f"{name}_seed_{seed}" if seed else name: (config, seed) for name, config in runs.items() for seed in seeds}
+    return {name: replace(config, seed=seed) for name, (config, seed) in named.items()}
+
+
+def batch_size_runs(
+    base: TrainConfig,
+    batch_sizes: Sequence[int],
+    tokens: int,
+    factors: Sequence[float] = (1.0,),
+    max_steps: int | None = None,
+) -> dict[str, TrainConfig]:
     """`base` with each batch size on the same number of tokens (problem *batch_size_experiment*).
 
     The learning rate grows with the square root of the batch size, which keeps the noise of Adam's updates alike
-    (Malladi et al. 2022), but not beyond `base`'s.
+    (Malladi et al. 2022), up to `MAX_RATE_SCALE` times `base`'s; each of `factors` multiplies it once. A run has
+    `max_steps` at most: a smaller batch then sees fewer tokens.
     """
     runs = {}
     for batch_size in batch_sizes:
-        steps = max(1, tokens // (batch_size * base.model.context_length))
-        scale = min(1.0, math.sqrt(batch_size / base.batch_size))
-        config = replace(base, batch_size=batch_size, optimizer__learning_rate=base.optimizer.learning_rate * scale)
-        runs[f"batch_{batch_size}"] = with_steps(config, steps)
+        steps = min(max(1, tokens // (batch_size * base.model.context_length)), max_steps or tokens)
+        scale = min(MAX_RATE_SCALE, math.sqrt(batch_size / base.batch_size))
+        for factor in factors:
+            rate = float(f"{base.optimizer.learning_rate * scale * factor:.4g}")
+            name = f"batch_{batch_size}" if len(factors) == 1 else f"batch_{batch_size}_lr_{rate:g}"
+            config = replace(base, batch_size=batch_size, optimizer__learning_rate=rate)
+            runs[name] = with_steps(config, steps)
     return runs

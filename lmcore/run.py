@@ -365,7 +365,7 @@ def damage(run: RunFolder) -> str | None:
     """What is wrong with the results of a complete run, in a sentence; None if everything is as it was written."""
     try:
         step = run.status()["step"]
-        for path in (run.last_weights, run.best_weights):
+        for path in (run.last_weights, run.best_weights) if run.config().keep_weights else ():
             read_weights(path)
         lines = run.metrics_lines()
     except UserError as error:
@@ -412,7 +412,7 @@ def require_same_data(run: RunFolder, fingerprint: str) -> None:
     )
 
 
-def newest_state(run: RunFolder) -> tuple[dict[str, Any] | None, list[Path]]:
+def newest_state(run: RunFolder, keep_weights: bool = True) -> tuple[dict[str, Any] | None, list[Path]]:
     """Content of the checkpoint to go on from, None for a run without any, and the checkpoints that are damaged.
 
     Says in a sentence what is damaged and which checkpoint is used instead. Raises `UserError` where going on would
@@ -431,7 +431,7 @@ def newest_state(run: RunFolder) -> tuple[dict[str, Any] | None, list[Path]]:
             "rng" in content["extra"],
             f"{path} was not written by a training run, so none can go on from it; remove it.",
         )
-        if _leads_to_best(content, best):
+        if not keep_weights or _leads_to_best(content, best):
             return content, damaged
         print(f"{run.best_weights} is missing or damaged, so {path.name} is not enough to go on from.", flush=True)
         refused = refused or content
@@ -499,7 +499,7 @@ class TensorBoardTracker:
 
     def log(self, line: dict[str, Any]) -> None:
         for key, value in line.items():
-            if key != "step" and value is not None:
+            if key != "step" and isinstance(value, int | float):
                 self.writer.add_scalar(key, value, line["step"])
 
     def close(self) -> None:

@@ -33,6 +33,7 @@ from lmcore.device import (
     too_large,
 )
 from lmcore.errors import NO_ROOM, UserError, require
+from lmcore.evaluate import score
 from lmcore.functional import cross_entropy
 from lmcore.fused.step import FusedStep
 from lmcore.fused.support import unsupported_reason
@@ -58,18 +59,20 @@ class PlainStep:
             torch.compiler.reset()  # a sweep's runs share a process, and PyTorch limits recompilations of one function
         self.loss_function = torch.compile(self.loss, dynamic=False) if config.compile else self.loss
 
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per token of (batch, context) ids; nothing is compiled."""
+    def loss(self, inputs: Tensor, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Mean cross-entropy in nats per token of (batch, context) ids, and what is minimized; nothing is compiled."""
         with autocast(self.device, self.config.precision):
-            return cross_entropy(self.model(inputs), targets)
+            logits = self.model(inputs)
+            loss = cross_entropy(logits, targets)
+        return loss, loss + z_loss * logits.float().logsumexp(-1).square().mean() if z_loss else loss
 
     def __call__(self, inputs: Tensor, targets: Tensor, lr: float | None = None) -> tuple[Tensor, Tensor]:
         """Updates the weights by one batch; loss and gradient norm before clipping stay on the device."""
         if lr is not None:
             set_learning_rate(self.optimizer, lr)
-        loss = self.loss_function(inputs, targets)  # forward
+        loss, objective = self.loss_function(inputs, targets, self.config.z_loss)  # forward
         self.optimizer.zero_grad(set_to_none=True)
-        self.scaler.scale(loss).backward()  # backward
+        self.scaler.scale(objective).backward()  # backward
         self.scaler.unscale_(self.optimizer)
         norm = gradient_clipping(self.model.parameters(), self.config.optimizer.max_grad_norm or math.inf)  # clip
         self.scaler.step(self.optimizer)  # update
@@ -79,7 +82,7 @@ class PlainStep:
     def evaluation_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss alone; a smaller last batch is not compiled for."""
         usual = len(inputs) == self.config.eval_batch_size
-        return (self.loss_function if usual else self.loss)(inputs, targets)
+        return (self.loss_function if usual else self.loss)(inputs, targets)[0]
 
     def current(self) -> tuple[TransformerLM, Optimizer]:
         """Model and optimizer as the last step leaves them; see `FusedStep.current`, where that takes work."""
@@ -92,7 +95,7 @@ def training_step(
     """The configured step of `model`; and, if the fused one was asked for but does not cover it, the reason."""
     if config.ops == "plain":
         return PlainStep(model, config, device), None
-    reason = unsupported_reason(config.model, config.precision)
+    reason = f"z_loss={config.z_loss}" if config.z_loss else unsupported_reason(config.model, config.precision)
     return (FusedStep.from_config(model, config) if reason is None else PlainStep(model, config, device)), reason
 
 
@@ -161,7 +164,7 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
         try:
             with stop.raises():
                 device, _ = select_device(config.device)
-                data = open_data(config.data)
+                data = open_data(config.data).evaluated_on(config.evaluate_on)
                 check_data(config, data)
             with run.lock():
                 return _train(config, data, run, device, stop)
@@ -221,7 +224,8 @@ def check_data(config: TrainConfig, data: PreparedData) -> None:
         f"set model.vocab_size to at least {data.vocab_size}.",
     )
     require_context(data.train, config.model.context_length, f"{config.data} (training part)")
-    require_context(data.valid, config.model.context_length, f"{config.data} (validation part)")
+    part = {"valid": "validation", "dev": "dev"}[config.evaluate_on]
+    require_context(data.valid, config.model.context_length, f"{config.data} ({part} part)")
 
 
 def choose_threads(config: TrainConfig, device: torch.device, run: RunFolder) -> int | None:
@@ -277,7 +281,7 @@ class Trainer:
                 self.write_line()  # that of an earlier step, read while this one keeps the device busy
                 last = self.step == config.steps
                 evaluate = last or self.step % config.eval_interval == 0
-                save = last or self.step % config.checkpoint_interval == 0
+                save = self.step % config.checkpoint_interval == 0 or (last and config.keep_weights)
                 if evaluate or self.step % config.log_interval == 0:
                     self.line_step = self.step
                     self.metrics.start()
@@ -286,9 +290,10 @@ class Trainer:
                 if save:
                     self.save()
         self.write_line()
-        if self.saved_step != self.step:
+        complete = self.step == config.steps
+        if self.saved_step != self.step and (config.keep_weights or not complete):
             self.save()
-        return "complete" if self.step == config.steps else "interrupted"
+        return "complete" if complete else "interrupted"
 
     def fit(self) -> RunResult:
         """Runs the loop to the last step, a stop signal, divergence or a lack of memory, and notes how it ended."""
@@ -337,6 +342,8 @@ class Trainer:
         self.losses, self.busy_seconds, self.busy_steps, self.line_step = [], 0.0, 0, None
         if evaluate:
             self.valid_loss = line["valid_loss"] = self.evaluate()
+            if self.config.eval_details:
+                line |= self.evaluation_details()
             if self.valid_loss < self.best_valid_loss:
                 self.best_valid_loss, self.best_step = self.valid_loss, self.step
                 self._save_best()
@@ -380,6 +387,13 @@ class Trainer:
             raise Diverged(self.step, self.last_lr, "validation loss")
         return mean
 
+    def evaluation_details(self) -> dict[str, Any]:
+        """Share of the tokens that the model finds most probable, and mean loss by position in the window."""
+        config, model = self.config, self.update.current()[0]
+        found = score(model, self.data.valid, config.eval_batch_size, self.device, config.precision)
+        by_position = [round(loss, 5) for loss in found.loss_by_position]
+        return {"valid_accuracy": found.accuracy, "valid_loss_by_position": by_position}
+
     def save(self) -> None:
         """Saves everything that a resumed run needs, then removes checkpoints beyond the latest few."""
         model, optimizer = self.update.current()
@@ -402,16 +416,18 @@ class Trainer:
         self._prune()
 
     def _save_best(self) -> None:
+        if not self.config.keep_weights:
+            return
         model, _ = self.update.current()
         save_weights(model, self.run.best_weights, step=self.best_step, valid_loss=self.best_valid_loss)
 
-    def _prune(self) -> None:
-        for path in self.run.checkpoints()[self.config.keep_checkpoints :]:
+    def _prune(self, keep: int | None = None) -> None:
+        for path in self.run.checkpoints()[self.config.keep_checkpoints if keep is None else keep :]:
             path.unlink()
 
     def resume(self) -> None:
         """Goes on from the newest checkpoint that is whole, if there is one."""
-        content, damaged = newest_state(self.run)
+        content, damaged = newest_state(self.run, self.config.keep_weights)
         if content is not None:
             self._load(content)
             print(f"{self.run.name}: goes on from step {self.step}.", flush=True)
@@ -440,9 +456,10 @@ class Trainer:
         best = self.best_valid_loss if math.isfinite(self.best_valid_loss) else None
         notes |= {"valid_loss": self.valid_loss, "best_valid_loss": best, "seconds": self._elapsed()}
         if state == "complete":
-            self._prune()
             self.run.metrics_log.flush()
-            save_weights(self.update.current()[0], self.run.last_weights, step=self.step)
+            if self.config.keep_weights:
+                save_weights(self.update.current()[0], self.run.last_weights, step=self.step)
+            self._prune(None if self.config.keep_weights else 0)
         self.run.write_status(state, self.step, **notes)
         if "reason" in notes:
             print(f"{self.run.name}: {notes['reason']}", flush=True)

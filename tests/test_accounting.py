@@ -22,6 +22,7 @@ SWITCHES = [
         ("pre", "post", "none"), ("rope", "sinusoidal", "none"), ("swiglu", "silu"), (False, True)
     )
 ]
+SWITCHES += [{"qk_norm": True}, {"parallel": True}, {"qk_norm": True, "parallel": True, "tie_embeddings": True}] * 4
 
 
 def meta_model(config: ModelConfig) -> TransformerLM:
@@ -47,6 +48,7 @@ def test_parameters_equal_the_built_model_by_component(config):
     for name, parameter in model.named_parameters():  # names a tied matrix once, as token_embeddings
         component = {"attn": "attention", "ffn": "ffn", "ln1": "norms", "ln2": "norms", "ln_final": "norms"}
         part = name.split(".")[2] if name.startswith("layers.") else name.split(".")[0]
+        part = "norms" if "_norm" in name else part  # of queries and keys
         built[component.get(part, part)] += parameter.numel()
     assert accounting.parameter_counts(config) == built
     assert accounting.num_parameters(config) == sum(p.numel() for p in model.parameters())

@@ -10,6 +10,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
+import lmcore.data.prepared
 from lmcore.data import (
     CorpusConfig,
     entropy_per_document,
@@ -249,6 +250,33 @@ def test_tokenizer_of_a_folder_is_checked(prepared):
     shutil.rmtree(prepared.folder / "tokenizer")
     with pytest.raises(UserError, match=r"tokenizer folder .* is missing"):
         _ = open_data(prepared.folder).tokenizer
+
+
+@pytest.mark.parametrize("documents", [2, 49, 99, 150])
+@pytest.mark.parametrize("scanned", [8, 1 << 22], ids=["pieces", "whole"])
+def test_dev_is_the_last_fiftieth_of_the_training_documents(tmp_path, monkeypatch, documents, scanned):
+    texts = [f"story {number} ends" for number in range(documents)]
+    (tmp_path / "train.txt").write_text("<|endoftext|>".join(texts))
+    (tmp_path / "valid.txt").write_text("held out")
+    config = CorpusConfig(valid=str(tmp_path / "valid.txt"))
+    data = prepare(tmp_path / "train.txt", "bpe:257", tmp_path / "data", config, progress=False)
+    monkeypatch.setattr(lmcore.data.prepared, "SCAN_BYTES", 8 * scanned)
+    dev = data.evaluated_on("dev")
+    held_out = max(1, round(0.02 * documents))
+    decode = data.tokenizer.decode
+    assert decode(dev.train.tolist()) == "".join(f"{text}<|endoftext|>" for text in texts[:-held_out])
+    assert decode(dev.valid.tolist()) == "".join(f"{text}<|endoftext|>" for text in texts[-held_out:])
+    assert dev.fingerprint == data.fingerprint
+    assert data.evaluated_on("valid") is data
+
+
+def test_one_document_leaves_nothing_for_dev(tmp_path):
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.txt").write_text(f"one {name} story")
+    config = CorpusConfig(valid=str(tmp_path / "valid.txt"))
+    data = prepare(tmp_path / "train.txt", "bpe:257", tmp_path / "data", config, progress=False)
+    with pytest.raises(UserError, match="has 1 training document, and dev, on which settings are chosen, needs anoth"):
+        data.evaluated_on("dev")
 
 
 def test_text_without_enough_for_both_splits(tmp_path):

@@ -98,6 +98,8 @@ UNCOVERED = [
     ({"norm": "none"}, "norm=none"),
     ({"position": "sinusoidal"}, "position=sinusoidal"),
     ({"ffn": "silu"}, "ffn=silu"),
+    ({"qk_norm": True}, "qk_norm"),
+    ({"parallel": True}, "parallel blocks"),
     ({"dropout": 0.1}, "dropout=0.1"),
     ({"checkpoint_every": 2}, "checkpoint_every=2"),
     ({"d_model": 3 * 130}, "heads of 130 features (at most 128)"),

@@ -25,6 +25,7 @@ SWITCHES = [
         ("pre", "post", "none"), ("rope", "sinusoidal", "none"), ("swiglu", "silu"), (False, True), (0.0, 0.1)
     )
 ]
+SWITCHES += [{"qk_norm": True}, {"parallel": True, "dropout": 0.1}, {"qk_norm": True, "parallel": True}]
 SWITCHES += [{**switches, "attention": kernel} for kernel in ("sdpa", "flash") for switches in SWITCHES]
 
 

@@ -37,6 +37,11 @@ SWITCHES = [
         ("pre", "post", "none"), ("rope", "sinusoidal", "none"), ("swiglu", "silu"), (False, True)
     )
 ]
+SWITCHES += [
+    {"qk_norm": qk_norm, "parallel": parallel, "position": position}
+    for qk_norm, parallel, position in itertools.product((False, True), (False, True), ("rope", "none"))
+    if qk_norm or parallel
+]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -49,8 +54,8 @@ def built(config: ModelConfig, seed: int = 0, **place) -> TransformerLM:
     torch.manual_seed(seed)
     model = TransformerLM(config, **place)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 and "ln" in name:
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
     return model
 
@@ -70,8 +75,9 @@ def test_whole_model_equals_the_second_model(switches):
 
 @torch.no_grad()
 @settings(max_examples=15, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 24), st.integers(0, 10**6))
+@given(st.integers(4, 8), st.integers(1, 4), st.integers(1, 3), st.integers(1, 24), st.integers(0, 10**6))
 def test_whole_model_at_random_sizes(num_heads, half_head, num_layers, seq, seed):
+    # d_model is at least 8: of two features both may be nearly zero, and a norm then divides rounding errors
     config = replace(TINY, d_model=num_heads * 2 * half_head, num_heads=num_heads, num_layers=num_layers)
     model, token_ids = built(config, seed), ids_of(config, 2, seq, seed=seed)
     torch.testing.assert_close(model(token_ids), reference_logits(config, model.state_dict(), token_ids), **CLOSE)

@@ -1,8 +1,10 @@
 """Training: what a run leaves behind, that resuming changes nothing, and that both kinds of step lead to one result."""
 
+import copy
 import errno
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -23,6 +25,7 @@ from lmcore.checkpoint import digest, load_model, read_checkpoint, read_weights,
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.data import CorpusConfig, PreparedData, open_data, prepare
 from lmcore.errors import EXIT_INTERRUPTED, UserError
+from lmcore.evaluate import evaluate
 from lmcore.files import read_json, write_json
 from lmcore.functional import cross_entropy
 from lmcore.fused.step import FusedStep
@@ -404,12 +407,12 @@ def test_a_run_keeps_the_number_of_threads_that_it_began_with(config, run, monke
 def test_divergence_is_a_result_that_names_step_and_rate(config, run, monkeypatch, capsys, poison):
     original, calls = PlainStep.loss, []
 
-    def poisoned(self, inputs, targets):
-        loss = original(self, inputs, targets)
+    def poisoned(self, *batch):
+        loss, objective = original(self, *batch)
         calls.append(self.model.training)
         if not (self.model.training and sum(calls) == 8):
-            return loss
-        return loss * float("nan") if poison == "loss" else loss + (self.model.lm_head.weight * 1e38 * 1e38).sum() * 0
+            return loss, objective
+        return (loss * math.nan, objective) if poison == "loss" else (loss, objective * math.inf)
 
     monkeypatch.setattr(PlainStep, "loss", poisoned)
     assert train(config, run).state == "diverged"
@@ -642,3 +645,55 @@ def test_a_line_that_is_read_late_counts_its_own_steps(config, run, monkeypatch)
     train(replace(config, log_interval=1, eval_interval=2), run)
     assert len(run.metrics_lines()) == config.steps
     assert all(line["tokens_per_second"] > 0 for line in run.metrics_lines())
+
+
+def test_a_run_that_keeps_no_weights_has_the_same_metrics_and_only_them(config, run, straight, capsys):
+    config = replace(config, keep_weights=False)
+    train_until(7, config, run)
+    assert {path.name for path in run.checkpoint_folder.iterdir()} == {"step_00000005.pt", "step_00000007.pt"}
+    assert train(config, run).state == "complete"
+    assert lines(run) == lines(straight)
+    assert not list(run.checkpoint_folder.iterdir())
+    before = run.metrics_file.stat().st_mtime_ns
+    assert is_finished(config, run)
+    assert train(config, run) == straight.result()
+    assert run.metrics_file.stat().st_mtime_ns == before
+    with pytest.raises(UserError, match=r"keep_weights \(False there, True here\)"):
+        train(replace(config, keep_weights=True), run)
+
+
+def test_on_dev_a_run_trains_on_the_documents_before_it(config, run):
+    data = open_data(config.data)
+    config = replace(config, evaluate_on="dev", eval_details=True)
+    train(config, run)
+    assert run.data_fingerprint() == data.fingerprint
+    dev, model = data.evaluated_on("dev"), load_model(run.last_weights)
+    assert len(dev.train) + len(dev.valid) == len(data.train)
+    found = evaluate(model, data, "dev", config.eval_batch_size)
+    assert run.status()["valid_loss"] == pytest.approx(found.loss, rel=1e-6)
+    last = lines(run)[-1]
+    assert last["valid_accuracy"] == pytest.approx(found.accuracy)
+    assert last["valid_loss_by_position"] == pytest.approx(found.loss_by_position, abs=1e-4)
+    trainer = Trainer(config, dev, run, torch.device("cpu"))
+    assert trainer.data.train[-1] == data.tokenizer.eot_id
+
+
+def test_z_loss_is_minimized_beside_the_loss_and_not_reported(covered):
+    torch.manual_seed(0)
+    model, ids = TransformerLM(covered.model), torch.randint(300, (2, 4, 16))
+    plain, with_z = (
+        PlainStep(copy.deepcopy(model), replace(covered, z_loss=weight), torch.device("cpu")) for weight in (0.0, 0.5)
+    )
+    assert torch.equal(plain(*ids, 1e-3)[0], with_z(*ids, 1e-3)[0])
+    log_z = model(ids[0]).logsumexp(-1)
+    loss, objective = with_z.loss(*ids, 0.5)
+    z = with_z.model(ids[0]).logsumexp(-1)
+    assert (objective - loss).item() == pytest.approx(0.5 * z.square().mean().item(), rel=1e-5)
+    assert with_z.evaluation_loss(*ids) == loss
+    for step in (plain, with_z):
+        for _ in range(30):
+            step(*ids, 1e-2)
+    sizes = [step.model(ids[0]).logsumexp(-1).abs().mean() for step in (plain, with_z)]
+    assert sizes[1] < sizes[0] / 2 < log_z.abs().mean()
+    step, reason = training_step(model, replace(covered, ops="fused", z_loss=0.1), torch.device("cpu"))
+    assert (type(step), reason) == (PlainStep, "z_loss=0.1")

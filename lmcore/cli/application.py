@@ -65,8 +65,8 @@ def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
     in_order = stop_signals(signal.SIGINT, exits=True)  # a signal during imports ends a command that measures later
     commands = [
         training.train_command(training.starting_config(arguments[1:]) if chosen == "train" else TrainConfig()),
-        training.generate, in_order(benchmark.benchmark), nsys.nsys, in_order(memory.memory), workbook.workbook,
-        workbook.refresh, workbook.writeup, jobs.jobs, workbook.handin,
+        training.evaluate, training.generate, in_order(benchmark.benchmark), nsys.nsys, in_order(memory.memory),
+        workbook.workbook, workbook.refresh, workbook.writeup, jobs.jobs, workbook.handin,
     ]  # fmt: skip
     for command in [*commands, jobs.requeue] if chosen == "requeue" else commands:  # only job.sh calls it: not listed
         app.command(deferred(command))

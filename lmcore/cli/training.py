@@ -1,15 +1,15 @@
-"""`lmcore train` and `lmcore generate`: a run folder from a configuration, and texts from a run folder."""
+"""`lmcore train`, `lmcore evaluate` and `lmcore generate`: a run folder from a configuration, its losses, its texts."""
 
 import argparse
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config
-from lmcore.errors import EXIT_CODES, require, require_path
+from lmcore.errors import EXIT_CODES, require, require_path, require_positive
 from lmcore.files import read_json
 from lmcore.recipes import RECIPES
 from lmcore.stopping import stop_signals
@@ -47,6 +47,50 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
         return EXIT_CODES[result.state]
 
     return train
+
+
+def evaluate(
+    run: Annotated[Path, tyro.conf.Positional],
+    split: Literal["valid", "dev"] = "valid",
+    data: Path | None = None,
+    batch_size: int = 32,
+    device: str = "auto",
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32",
+    json: bool = False,
+) -> int:
+    """Print how well the best weights of a run predict a text: loss, perplexity, accuracy, loss per byte and word.
+
+    Args:
+        run: Run folder.
+        split: valid, or dev: the last training documents, on which settings are chosen.
+        data: Prepared corpus; by default the one of the run.
+        batch_size: Windows at a time.
+        device: auto, cpu, mps, cuda or cuda:N.
+        precision: Of the matmuls, as in training.
+        json: Print it as JSON, with the loss at each position of the window.
+    """
+    from json import dumps
+
+    from lmcore.checkpoint import load_model
+    from lmcore.data import open_data
+    from lmcore.device import select_device
+    from lmcore.evaluate import evaluate
+    from lmcore.run import RunFolder
+
+    require(run.is_dir(), f"There is no run folder {run}.")
+    require_positive("batch_size", batch_size)
+    folder, (place, _) = RunFolder(run), select_device(device)
+    corpus = open_data(folder.config().data if data is None else data)
+    found = evaluate(load_model(folder.best_weights, place), corpus, split, batch_size, place, precision)
+    if json:
+        print(dumps(found.describe() | {"loss_by_position": found.loss_by_position}, indent=2))
+    else:
+        print(
+            f"{run} on {split}: loss {found.loss:.4f} nats per token (perplexity {found.perplexity:.2f}), accuracy "
+            f"{found.accuracy:.1%}, {found.loss_per_byte:.4f} nats per byte, word perplexity "
+            f"{found.word_perplexity:.2f}; {found.tokens:,} tokens, {found.bytes:,} bytes, {found.words:,} words."
+        )
+    return 0
 
 
 def generate(

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -33,6 +33,8 @@ SPLITS = ("train", "valid")
 MANIFEST = "manifest.json"
 CHECKED = "checked.json"
 TOKENIZER_FOLDER = "tokenizer"
+DEV_FRACTION = 0.02
+"""Share of the training documents, the last ones, on which settings are chosen."""
 SCAN_BYTES = 1 << 22
 BATCH_CHARS = 1 << 22
 """Text that is encoded at a time: enough to keep all cores busy, little enough to fit anywhere."""
@@ -71,6 +73,33 @@ class PreparedData:
         content = {name: self.manifest[name] for name in names}
         content |= {split: self.manifest["splits"][split]["sha256"] for split in SPLITS}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def dev_start(self) -> int:
+        """Where `dev`, the last `DEV_FRACTION` of the training documents, begins in `train`.
+
+        Raises `UserError` if there are too few documents.
+        """
+        documents = self.manifest["splits"]["train"]["documents"]
+        held_out, after, step = max(1, round(DEV_FRACTION * documents)), len(self.train), SCAN_BYTES // 8
+        require(
+            documents > held_out,
+            f"{self.folder} has {documents} training document, and dev, on which settings are chosen, needs another.",
+        )
+        left = held_out + 1  # ends of documents, counted from the last one backwards
+        while left > 0 and after > 0:
+            before = max(0, after - step)
+            ends = np.flatnonzero(self.train[before:after] == self.tokenizer.eot_id)
+            if len(ends) >= left:
+                return before + int(ends[-left]) + 1
+            left, after = left - len(ends), before
+        raise UserError(f"{self.folder} has fewer training documents than its {MANIFEST} says; prepare it again.")
+
+    def evaluated_on(self, split: str) -> "PreparedData":
+        """The same corpus, evaluated on `split`; with "dev" training stops where `dev` begins."""
+        if split == "valid":
+            return self
+        return replace(self, train=self.train[: self.dev_start], valid=self.train[self.dev_start :])
 
     @property
     def floor_nats_per_token(self) -> float | None:

@@ -21,6 +21,8 @@ def unsupported_reason(config: ModelConfig, precision: str) -> str | None:
     obstacles = {
         f"norm={config.norm}": config.norm != "pre",
         f"position={config.position}": config.position == "sinusoidal",
+        "qk_norm": config.qk_norm,
+        "parallel blocks": config.parallel,
         f"ffn={config.ffn}": config.ffn != "swiglu",
         f"dropout={config.dropout}": config.dropout > 0,
         f"checkpoint_every={config.checkpoint_every}": config.checkpoint_every is not None,

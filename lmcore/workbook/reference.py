@@ -32,6 +32,10 @@ def reference_attention(config: ModelConfig, weights: Weights, x: Tensor) -> Ten
         F.linear(x, weights[f"{letter}_proj.weight"]).view(batch, seq, config.num_heads, config.d_k).transpose(1, 2)
         for letter in "qkv"
     )
+    if config.qk_norm:
+        q, k = (
+            F.rms_norm(y, (config.d_k,), weights[f"{name}_norm.weight"], eps=1e-5) for y, name in ((q, "q"), (k, "k"))
+        )
     if config.position == "rope":
         q, k = (rotate_as_complex_numbers(y, torch.arange(seq), config.rope_theta) for y in (q, k))
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -54,6 +58,8 @@ def reference_block(config: ModelConfig, weights: Weights, x: Tensor) -> Tensor:
 
     attention = partial(reference_attention, config, part_of(weights, "attn"))
     feed_forward = partial(reference_feed_forward, config, part_of(weights, "ffn"))
+    if config.parallel:
+        return x + attention(norm(x, "ln1")) + feed_forward(norm(x, "ln1"))
     if config.norm == "pre":
         x = x + attention(norm(x, "ln1"))
         return x + feed_forward(norm(x, "ln2"))

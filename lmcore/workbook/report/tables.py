@@ -170,8 +170,7 @@ def in_common(environments: Sequence[Mapping[str, Any]], keys: Sequence[str] = E
 def write_results(
     table: pd.DataFrame, path: str | os.PathLike, provenance: Mapping[str, Any], **notes: Any
 ) -> pd.DataFrame:
-    """Writes {provenance, notes, rows} to `path` (.json) and the rows as CSV beside it; returns them as they were
-    written."""
+    """Writes {provenance, notes, rows} to `path` (.json), the rows as CSV beside it; returns them as written."""
     path = Path(path)
     require(path.suffix == ".json", f"A results file ends in .json, not {path.name}.")
     rows = [{key: _plain(value) for key, value in row.items()} for row in table.to_dict("records")]

@@ -1,0 +1,132 @@
+"""How well a model predicts a text: loss, perplexity, accuracy; per token, byte and word (CSE599-O A1 section 4.1)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmcore.data import PreparedData, num_validation_windows, require_context, validation_batches
+from lmcore.device import autocast
+from lmcore.errors import require
+from lmcore.functional import at_least_float32, perplexity
+from lmcore.model import TransformerLM, evaluating
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over the targets of all non-overlapping windows of a text, by position in the window: (context_length,)."""
+
+    losses: Tensor
+    """Nats."""
+    correct: Tensor
+    """Targets to which the model gives the highest probability."""
+    windows: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of targets."""
+        return self.windows * len(self.losses)
+
+    @property
+    def loss_by_position(self) -> list[float]:
+        """Mean cross-entropy in nats per token at each position of the window."""
+        return (self.losses / self.windows).tolist()
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy in nats per token."""
+        return self.losses.sum().item() / self.tokens
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the targets that the model finds most probable."""
+        return self.correct.sum().item() / self.tokens
+
+
+@torch.no_grad()
+def score(
+    model: TransformerLM, tokens: np.ndarray, batch_size: int, device: torch.device, precision: str = "fp32"
+) -> Score:
+    """Losses and hits over `tokens` in windows of the model's context, `batch_size` at a time, in evaluation mode.
+
+    Raises `UserError` if the text is shorter than a window.
+    """
+    context = model.config.context_length
+    losses = torch.zeros(context, dtype=torch.float64, device=device)
+    correct = torch.zeros(context, dtype=torch.int64, device=device)
+    with evaluating(model):
+        for inputs, targets in validation_batches(tokens, context, batch_size, device):
+            with autocast(device, precision):
+                logits = at_least_float32(model(inputs))
+            of_targets = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+            losses += (logits.logsumexp(-1) - of_targets).double().sum(0)
+            correct += (logits.argmax(-1) == targets).sum(0)
+    return Score(losses.cpu(), correct.cpu(), num_validation_windows(len(tokens), context))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` finds on a part of a corpus. Bytes and words are those of the tokens that were predicted."""
+
+    split: str
+    tokens: int
+    bytes: int
+    words: int
+    """Separated by white space."""
+    loss: float
+    """Nats per token."""
+    accuracy: float
+    loss_by_position: list[float]
+    """Nats per token at each position of the window."""
+
+    @property
+    def perplexity(self) -> float:
+        """Per token."""
+        return perplexity(self.loss)
+
+    @property
+    def loss_per_byte(self) -> float:
+        """Nats per byte of UTF-8: comparable between tokenizers."""
+        return self.loss * self.tokens / self.bytes
+
+    @property
+    def word_perplexity(self) -> float:
+        """exp of the nats per word."""
+        return perplexity(self.loss * self.tokens / self.words)
+
+    def describe(self) -> dict[str, Any]:
+        """The numbers by name, but for the loss by position."""
+        names = ("split", "tokens", "bytes", "words", "loss", "perplexity", "accuracy", "loss_per_byte")
+        return {name: getattr(self, name) for name in (*names, "word_perplexity")}
+
+
+def evaluate(
+    model: TransformerLM,
+    data: PreparedData,
+    split: str = "valid",
+    batch_size: int = 32,
+    device: str | torch.device = "cpu",
+    precision: str = "fp32",
+) -> Evaluation:
+    """Scores `model` on a split of the corpus: valid, or dev, the last training documents.
+
+    Windows of the model's context tile the text, so that a token sees between none and all of its window before it.
+    `<|endoftext|>` is a token to predict, but neither a byte nor a word. Raises `UserError` for another split, a
+    vocabulary larger than the model's, or a text shorter than a window.
+    """
+    require(split in ("valid", "dev"), f"A model is evaluated on valid or dev, not on {split!r}.")
+    require(
+        data.vocab_size <= model.config.vocab_size,
+        f"The data has a vocabulary of {data.vocab_size}, the model one of {model.config.vocab_size}.",
+    )
+    tokens, context = data.evaluated_on(split).valid, model.config.context_length
+    require_context(tokens, context, f"{data.folder} ({split} part)")
+    found = score(model, tokens, batch_size, torch.device(device), precision)
+    predicted = tokens[1 : found.windows * context + 1]
+    documents = np.split(predicted, np.flatnonzero(predicted == data.tokenizer.eot_id))
+    texts = [data.tokenizer.decode_bytes(part[part != data.tokenizer.eot_id].tolist()) for part in documents]
+    size, words = sum(map(len, texts)), sum(len(text.split()) for text in texts)
+    require(size > 0 and words > 0, f"{data.folder} ({split} part) has no words.")
+    return Evaluation(split, found.tokens, size, words, found.loss, found.accuracy, found.loss_by_position)
