@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -227,6 +228,7 @@ def test_a_line_says_what_goes_on_in_a_cell(tmp_path, monkeypatch, capsys):
     (tmp_path / ".small.lock").touch()
     os.utime(run / "metrics.jsonl", (1e9, 1e9))
     progress.show()
+    time.sleep(0.05)  # the clock of files ticks every few milliseconds
     progress.begin("01_a", "a2")
     progress.close()
     said = [line.partition("01_a, cell 2/2")[2] for line in capsys.readouterr().out.splitlines()][-5:]

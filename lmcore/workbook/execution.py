@@ -25,6 +25,9 @@ from lmcore.workbook.stopping import LAUNCHER, MARK, StopSignals
 
 HEARTBEAT_SECONDS = 5.0
 
+LONGEST_SOCKET = 90
+"""Characters of a path that systems take for a socket, with some left for its number."""
+
 DURATIONS = Path("papermill_jobs") / "durations.yaml"
 """Of a project: the seconds of the longer cells at scale smoke, by notebook and cell id."""
 OTHER_CELL_SECONDS, START_SECONDS = 0.05, 4.0
@@ -142,7 +145,7 @@ def going_on(runs: Path | None, seconds: float) -> str | None:
     with suppress(OSError, ValueError, LookupError, TypeError):  # files that come, go and are half written
         files = [*runs.rglob("metrics.jsonl"), *runs.rglob(".?*.lock")] if runs else []
         file = max(files, key=lambda path: path.stat().st_mtime)
-        if file.stat().st_mtime < time.time() - seconds:
+        if file.stat().st_mtime < time.time() - seconds - 0.01:  # the clock of files ticks more coarsely
             return None
         if file.suffix == ".lock":  # of a case, held as long as it is measured
             return f"case {file.name[1:-5]}"
@@ -242,7 +245,12 @@ def _kernel(variables: Mapping[str, str]) -> Iterator[type]:
         }
         command = [sys.executable, "-m", LAUNCHER, "-f", "{connection_file}", "--log-level=ERROR"]
         spec = KernelSpec(argv=command, display_name="Python 3", language="python", env=environment)
-        yield type("Kernel", (AsyncKernelManager,), {"kernel_spec": spec})
+        members: dict[str, Any] = {"kernel_spec": spec}
+        sockets = os.path.join(folder, "k")
+        if sys.platform != "win32" and len(sockets) < LONGEST_SOCKET:
+            # ports may be taken between choosing and binding them, by the kernel of a job beside this one
+            members |= {"_transport_default": lambda _: "ipc", "_ip_default": lambda _: sockets}
+        yield type("Kernel", (AsyncKernelManager,), members)
 
 
 def _judge(record: NotebookRecord, executed: nbformat.NotebookNode, problem: str | None, stop: StopSignals) -> None:
