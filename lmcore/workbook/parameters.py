@@ -156,15 +156,23 @@ WARMUPS = Rule(
 )
 TEMPERATURE = number("0 (greedy) or a positive number", lambda value: value >= 0)
 TOP_P = number("a number in (0, 1]", lambda value: 0 < value <= 1)
+TWO_VOCABULARIES = Rule(
+    "a mapping from two corpora, or their files, to sizes of a vocabulary, each a whole number above 256",
+    lambda v: len(v) == 2 and all(isinstance(k, str) and k for k in v) and all(map(whole("", 257).holds, v.values())),
+)
 DEVICE = re.compile("auto|cpu|mps|cuda(:[0-9]+)?")
 
+POSITIVE = number("a positive number", lambda value: value > 0)
 RULES: dict[str, Rule] = {
     name: rule
     for names, rule in {
         "warmup_steps": FROM_0,
-        "sweep_steps": Rule(f"{COUNT.words}, or None", lambda value: value is None or COUNT.holds(value)),
+        "sweep_steps batch_steps corpus_characters": Rule(
+            f"{COUNT.words}, or None", lambda value: value is None or COUNT.holds(value)
+        ),
         "seed": whole("a whole number from 0 to 2**63 - 1", 0, 2**63),
         "01_build.vocab_size": whole("a whole number above 256, as all bytes and <|endoftext|> are tokens", 257),
+        "corpora": TWO_VOCABULARIES,
         "model_size answer_size timeline_size attention_size loss_size optimizer_size elementwise_size "
         "step_size decode_size": SIZE,
         "sizes": several(SIZE),
@@ -184,7 +192,9 @@ RULES: dict[str, Rule] = {
         "reference_modes": REFERENCE_PASSES,
         "context_modes": CONTEXT_PASSES,
         "warmup_mode": MODES,
-        "learning_rates": several(number("a positive number", lambda value: value > 0)),
+        "learning_rates repeated_rates batch_factors": several(POSITIVE),
+        "best_rate": POSITIVE,
+        "seeds": several(whole("a whole number from 0 on", least=0)),
         "temperatures": several(TEMPERATURE),
         "dump_temperature": TEMPERATURE,
         "top_ps": several(TOP_P),
@@ -221,6 +231,8 @@ def check_parameters(name: str, known: Mapping[str, Any], given: Mapping[str, An
             require(bool(there), f"{must} gpt2, bpe: and a size above 256, or a tokenizer's folder, not {value!r}.")
         elif key == "timeline_context" and name == "06_memory":
             require(value in values["contexts"], f"{must} one of contexts, {values['contexts']}, not {value!r}.")
+        elif key == "corpora":
+            check_texts(list(value), folder, must)
         elif key == "records":
             require(not value or (folder / value).is_dir(), f"{must} empty, or a folder of tables, not {value!r}.")
         elif key == "study":
@@ -230,6 +242,22 @@ def check_parameters(name: str, known: Mapping[str, Any], given: Mapping[str, An
                 from_dict(StudyConfig, value).model(1)
             except UserError as error:
                 raise UserError(f"Parameter 'study' of notebook {name}: {error}") from None
+
+
+def check_texts(sources: Sequence[str], folder: Path, must: str) -> None:
+    """Raises `UserError` unless each source is a corpus or a place with text, as seen from `folder`, and all have
+    names of their own."""
+    from lmcore.data.corpora import open_corpus
+    from lmcore.data.downloads import SOURCES
+
+    names = ("embedded", *SOURCES)
+    for source in (source for source in sources if source not in names):
+        place = folder / source
+        known = f"{must} of texts: there is no file or folder {source}; name one, or one of {', '.join(names)}."
+        require(place.exists(), known)
+        require(open_corpus(place).size("train") > 0, f"{must} of texts: {source} is empty.")
+    called = [(folder / source).resolve().name for source in sources]
+    require(len(set(called)) == len(called), f"{must} of texts with names of their own, not {', '.join(called)}.")
 
 
 def locate(data: str) -> str:
