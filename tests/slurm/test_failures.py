@@ -158,10 +158,14 @@ def test_the_controller_dies_and_comes_back(cluster, tmp_path, config, undisturb
 
 
 def test_the_time_limit_comes(cluster, tmp_path):
-    """Slurm itself sends the signal, some time before the end of the only minute; without it the job is a TIMEOUT."""
+    """Slurm itself sends the signal, some time before the end of the only minute; without it the job is a TIMEOUT.
+
+    On a busy machine half a minute may not be enough for the notebook either: the job is then queued again.
+    """
     project = job_project(tmp_path / "project", _02_train=["# 02", parameters(), code(WAIT_THE_FIRST_TIME)])
     options = ["--time=1", "--signal=B:USR1@30"]
     job = cluster.sbatch(SCRIPT, options=options, cwd=project, NOTEBOOKS="02")
     assert cluster.wait(job) == "COMPLETED"
-    assert cluster.info(job)["Restarts"] == "1"
-    assert states(project / "runs" / "smoke", job) == ["running", "requeued", "running", "exit"]
+    restarts = int(cluster.info(job)["Restarts"])
+    assert restarts >= 1
+    assert states(project / "runs" / "smoke", job) == ["running", *["requeued", "running"] * restarts, "exit"]
