@@ -163,7 +163,7 @@ TWO_VOCABULARIES = Rule(
 DEVICE = re.compile("auto|cpu|mps|cuda(:[0-9]+)?")
 TOKENIZER = Rule(
     "gpt2, or bpe: and a size above 256",
-    lambda v: isinstance(v, str) and (v == "gpt2" or bool(re.fullmatch("bpe:[0-9]+", v)) and int(v[4:]) > 256),
+    lambda v: isinstance(v, str) and (v == "gpt2" or (bool(re.fullmatch("bpe:[0-9]+", v)) and int(v[4:]) > 256)),
 )
 DIFFERENT_TOKENIZERS = Rule(
     f"a list of at least two that differ, each {TOKENIZER.words}",
