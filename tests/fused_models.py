@@ -20,6 +20,7 @@ SHAPES = {
     "heads of 80": ModelConfig(130, context_length=20, d_model=160, num_layers=1, num_heads=2, d_ff=96),
     "deep": ModelConfig(40, context_length=6, d_model=16, num_layers=10, num_heads=2, d_ff=24),  # two groups of layers
     "no positions": ModelConfig(33, context_length=9, d_model=34, num_layers=2, num_heads=2, d_ff=7, position="none"),
+    "no norms": ModelConfig(40, context_length=7, d_model=24, num_layers=2, num_heads=3, d_ff=20, norm="none"),
 }
 
 

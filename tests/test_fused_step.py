@@ -55,7 +55,7 @@ def test_the_step_over_triton_kernels(monkeypatch, device):
     check_gradients(SHAPES["odd"], device)
 
 
-@pytest.mark.parametrize("name", ["odd", "tied"])
+@pytest.mark.parametrize("name", ["odd", "tied", "no norms"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 def test_training_is_that_of_the_plain_step(name, optimizer):
     """30 steps in float32, clipped and with changing learning rates: losses and norms within 1e-5, weights too."""
@@ -95,7 +95,6 @@ def test_working_copies_follow_the_masters():
 
 UNCOVERED = [
     ({"norm": "post"}, "norm=post"),
-    ({"norm": "none"}, "norm=none"),
     ({"position": "sinusoidal"}, "position=sinusoidal"),
     ({"ffn": "silu"}, "ffn=silu"),
     ({"qk_norm": True}, "qk_norm"),

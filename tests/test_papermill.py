@@ -59,7 +59,7 @@ def test_there_are_no_other_parameter_files():
 
 def test_every_parameter_has_a_rule():
     apart = {"scale", "data", "out", "tokenizer", "study", "records"}
-    free = apart | {"picture_prompt", "reference", "comment", "comment_of"}  # any text
+    free = apart | {"picture_prompt", "story_prompt", "web_prompt", "web", "reference", "comment", "comment_of"}  # text
     for name, known in DECLARED.items():
         assert {key for key, value in known.items() if type(value) not in (bool, int)} - free <= RULES.keys(), name
 
@@ -99,6 +99,19 @@ WRONG = [
     ("06_memory", "timeline_context=3", "must be one of contexts, [64, 128], not 3"),
     ("06_memory", "precisions=[bf16]", "must be a list that begins with fp32"),
     ("07_kernels", "precision=fp8", "must be one of fp32, tf32"),
+    ("08_experiments", "best_rate=0", "must be a positive number"),
+    ("08_experiments", "seeds=[-1]", "each value a whole number from 0 on"),
+    ("08_experiments", "additions=[layer_drop]", "each value one of qk_norm, tied, z_loss, parallel, autograd, not"),
+    ("08_experiments", "tuned_rates={no_norm: [0.01]}", "must be a mapping from no_norm, post_norm, nope, silu, each"),
+    (
+        "08_experiments",
+        "tuned_rates={no_norm: [0.01], post_norm: [0], nope: [0.01], silu: [0.01]}",
+        "to lists of learning rates, each a positive number",
+    ),
+    ("08_experiments", "z_loss=-1", "must be a positive number, not -1"),
+    ("08_experiments", "web=nowhere", "there is no file or folder nowhere; name one, or one of embedded"),
+    ("08_experiments", "web_tokenizers=[bpe:300]", "must be a list of at least two that differ, each gpt2, or bpe:"),
+    ("08_experiments", "web_tokenizers=[bpe:300, bpe:300]", "must be a list of at least two that differ"),
 ]
 
 

@@ -79,13 +79,13 @@ class Group:
 
 @dataclass
 class Saved:
-    """Of one layer: inputs of its norms (N, D), their 1 / rms (N,), and attention's log-sum-exp."""
+    """Of one layer: inputs of its norms (N, D), their 1 / rms (N,) if it has norms, and attention's log-sum-exp."""
 
     x1: Tensor
-    rstd1: Tensor
+    rstd1: Tensor | None
     lse: Tensor = field(init=False)
     x2: Tensor = field(init=False)
-    rstd2: Tensor = field(init=False)
+    rstd2: Tensor | None = field(init=False)
 
 
 class FusedTransformer:
@@ -116,7 +116,7 @@ class FusedTransformer:
         self.compute_weights: dict[nn.Parameter, Tensor] = dict(self.weights.views)
         self.gradients = self.grads.views | dict(zip(self.norm_weights, self.norm_weight_grads, strict=True))
         self.rope = model.layers[0].attn.rope
-        self.eps = model.ln_final.eps
+        self.eps = model.ln_final.eps if self.norm_weights else 0.0
         self.side_stream = SideStream(self.device, overlap)
         self.layers_per_matmul = layers_per_matmul
         self.refresh()
@@ -134,7 +134,7 @@ class FusedTransformer:
         for index in range(self.config.num_layers):
             group = Group(self.config, range(index, index + 1), x)
             x, branch = self._layer_forward(group, 0, x, branch, inputs.shape)
-        _, normed, _ = rmsnorm_forward(x, self.norm_weights[-1], self.eps, branch)
+        _, normed, _ = self._norm(-1, x, branch)
         return linear_cross_entropy_loss(normed, self.weights.head, targets.flatten(), self.config.vocab_size)
 
     @property
@@ -166,7 +166,7 @@ class FusedTransformer:
             tokens_sorted = self.side_stream.record()
         groups, x, branch = self._forward_groups(inputs, before)
         before(1 + self.config.num_layers)
-        x, normed, rstd = rmsnorm_forward(x, self.norm_weights[-1], self.eps, branch)
+        x, normed, rstd = self._norm(-1, x, branch)
         loss, dnormed, _ = linear_cross_entropy_gradients(
             normed, self.weights.head, targets.flatten(), self.config.vocab_size, dw=self.grads.head
         )
@@ -175,15 +175,42 @@ class FusedTransformer:
                 after({1 + self.config.num_layers})
         partials = x.new_empty(len(self.norm_weights), num_partials(x), self.config.d_model, dtype=torch.float32)
         groups[-1].begin_backward()
-        rmsnorm_backward(dnormed, x, self.norm_weights[-1], rstd, dx=groups[-1].dy[-1], partials=partials[-1])
+        self._norm_backward(-1, dnormed, x, rstd, None, groups[-1].dy[-1], partials)
         dx = torch.empty_like(x)
         in_use = self._backward_groups(groups, dx, inputs.shape, partials, after)
-        sum_partials(partials, self.norm_weight_grads)
+        if self.norm_weights:
+            sum_partials(partials, self.norm_weight_grads)
         self.side_stream.wait(tokens_sorted)
         embedding_backward_(dx, sorted_ids, order, self.grads.embedding, accumulate=self.config.tie_embeddings)
         self.side_stream.wait()
         del in_use
         return loss
+
+    def _norm(
+        self, index: int, x: Tensor, branch: Tensor | None, y: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The sum x + branch (N, D), what norm `index` of the model makes of it, in `y` if given, and its 1 / rms.
+
+        A model without norms reads the sum itself.
+        """
+        if self.norm_weights:
+            return rmsnorm_forward(x, self.norm_weights[index], self.eps, branch, y)
+        y = torch.empty_like(x) if y is None else y
+        total = y.copy_(x) if branch is None else torch.add(x, branch, out=y)
+        return total, total, None
+
+    def _norm_backward(
+        self, index: int, dy: Tensor, x: Tensor, rstd: Tensor | None, residual: Tensor | None, dx: Tensor,
+        partials: Tensor,
+    ) -> None:  # fmt: skip
+        """Writes the gradient of the input of `_norm`, plus `residual`, into `dx`, and the weight's into `partials`."""
+        if self.norm_weights:
+            weight, sums = self.norm_weights[index], partials[index]
+            rmsnorm_backward(dy, x, weight, rstd, residual=residual, dx=dx, partials=sums)
+        elif residual is None:
+            dx.copy_(dy)
+        else:
+            torch.add(dy, residual, out=dx)
 
     def _embed(self, inputs: Tensor) -> Tensor:
         length, most = inputs.shape[1], self.config.context_length
@@ -207,7 +234,7 @@ class FusedTransformer:
     ) -> tuple[Tensor, Tensor]:
         """Layer `i` of the group on the sum x + branch (N, D); gives back its result as two summands likewise."""
         layer, w, qkv = group.layers[i], self.weights, group.qkv[i]
-        x, normed, rstd = rmsnorm_forward(x, self.norm_weights[2 * layer], self.eps, branch, group.normed1[i])
+        x, normed, rstd = self._norm(2 * layer, x, branch, group.normed1[i])
         saved = Saved(x, rstd)
         torch.mm(normed, w.qkv[layer].t(), out=qkv)
         sizes = (*shape, self.config.num_heads)
@@ -216,9 +243,7 @@ class FusedTransformer:
         else:
             _, saved.lse = attention_forward(*split_heads(qkv, sizes), True, out=heads_of(group.heads[i], sizes))
         branch = torch.mm(group.heads[i], w.out[layer].t())
-        saved.x2, normed, saved.rstd2 = rmsnorm_forward(
-            x, self.norm_weights[2 * layer + 1], self.eps, branch, group.normed2[i]
-        )
+        saved.x2, normed, saved.rstd2 = self._norm(2 * layer + 1, x, branch, group.normed2[i])
         torch.mm(normed, w.w13[layer].t(), out=group.ab[i])
         swiglu_forward(group.ab[i], group.h[i])
         group.saved.append(saved)
@@ -249,15 +274,11 @@ class FusedTransformer:
         """Writes the gradient of layer `i`'s input into `dx`, given that of its result in `group.dy[i]`."""
         layer, w, saved = group.layers[i], self.weights, group.saved[i]
         linear_swiglu_backward_(group.dy[i], w.w2[layer], group.ab[i])
-        rmsnorm_backward(
-            torch.mm(group.ab[i], w.w13[layer]), saved.x2, self.norm_weights[2 * layer + 1], saved.rstd2,
-            residual=group.dy[i], dx=group.dx2[i], partials=partials[2 * layer + 1],
-        )  # fmt: skip
+        dnormed = torch.mm(group.ab[i], w.w13[layer])
+        self._norm_backward(2 * layer + 1, dnormed, saved.x2, saved.rstd2, group.dy[i], group.dx2[i], partials)
         self._attention_backward(group, i, torch.mm(group.dx2[i], w.out[layer]), shape)
-        rmsnorm_backward(
-            torch.mm(group.dqkv[i], w.qkv[layer]), saved.x1, self.norm_weights[2 * layer], saved.rstd1,
-            residual=group.dx2[i], dx=dx, partials=partials[2 * layer],
-        )  # fmt: skip
+        dnormed = torch.mm(group.dqkv[i], w.qkv[layer])
+        self._norm_backward(2 * layer, dnormed, saved.x1, saved.rstd1, group.dx2[i], dx, partials)
 
     def _attention_backward(self, group: Group, i: int, dheads: Tensor, shape: torch.Size) -> None:
         """Leaves the gradient of layer `i`'s joint projection in `group.dqkv[i]`, given that of the heads (N, D)."""

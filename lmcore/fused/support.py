@@ -19,7 +19,7 @@ def precision_of(dtype: torch.dtype) -> str:
 def unsupported_reason(config: ModelConfig, precision: str) -> str | None:
     """What of this model or precision the fused step does not cover, to end a sentence with; None if it covers it."""
     obstacles = {
-        f"norm={config.norm}": config.norm != "pre",
+        f"norm={config.norm}": config.norm == "post",
         f"position={config.position}": config.position == "sinusoidal",
         "qk_norm": config.qk_norm,
         "parallel blocks": config.parallel,

@@ -161,8 +161,24 @@ TWO_VOCABULARIES = Rule(
     lambda v: len(v) == 2 and all(isinstance(k, str) and k for k in v) and all(map(whole("", 257).holds, v.values())),
 )
 DEVICE = re.compile("auto|cpu|mps|cuda(:[0-9]+)?")
+TOKENIZER = Rule(
+    "gpt2, or bpe: and a size above 256",
+    lambda v: isinstance(v, str) and (v == "gpt2" or (bool(re.fullmatch("bpe:[0-9]+", v)) and int(v[4:]) > 256)),
+)
+DIFFERENT_TOKENIZERS = Rule(
+    f"a list of at least two that differ, each {TOKENIZER.words}",
+    lambda v: several(TOKENIZER, 2).holds(v) and len(set(v)) == len(v),
+)
+
+ABLATIONS = ("no_norm", "post_norm", "nope", "silu")
+"""Of the handout, with learning rates of their own."""
+ADDITIONS = ("qk_norm", "tied", "z_loss", "parallel", "autograd")
 
 POSITIVE = number("a positive number", lambda value: value > 0)
+RATES_BY_ABLATION = Rule(
+    f"a mapping from {', '.join(ABLATIONS)}, each of them, to lists of learning rates, each a positive number",
+    lambda v: set(v) == set(ABLATIONS) and all(map(several(POSITIVE).holds, v.values())),
+)
 RULES: dict[str, Rule] = {
     name: rule
     for names, rule in {
@@ -193,7 +209,10 @@ RULES: dict[str, Rule] = {
         "context_modes": CONTEXT_PASSES,
         "warmup_mode": MODES,
         "learning_rates repeated_rates batch_factors": several(POSITIVE),
-        "best_rate": POSITIVE,
+        "best_rate z_loss": POSITIVE,
+        "tuned_rates": RATES_BY_ABLATION,
+        "additions": several(one_of(ADDITIONS), 0),
+        "web_tokenizers": DIFFERENT_TOKENIZERS,
         "seeds": several(whole("a whole number from 0 on", least=0)),
         "temperatures": several(TEMPERATURE),
         "dump_temperature": TEMPERATURE,
@@ -231,8 +250,8 @@ def check_parameters(name: str, known: Mapping[str, Any], given: Mapping[str, An
             require(bool(there), f"{must} gpt2, bpe: and a size above 256, or a tokenizer's folder, not {value!r}.")
         elif key == "timeline_context" and name == "06_memory":
             require(value in values["contexts"], f"{must} one of contexts, {values['contexts']}, not {value!r}.")
-        elif key == "corpora":
-            check_texts(list(value), folder, must)
+        elif key in ("corpora", "web"):
+            check_texts([value] if key == "web" else list(value), folder, must)
         elif key == "records":
             require(not value or (folder / value).is_dir(), f"{must} empty, or a folder of tables, not {value!r}.")
         elif key == "study":
