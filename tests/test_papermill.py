@@ -59,9 +59,18 @@ def test_there_are_no_other_parameter_files():
 
 def test_every_parameter_has_a_rule():
     apart = {"scale", "data", "out", "tokenizer", "study", "records"}
+    apart |= {"leaderboard_corpus", "leaderboard_tokenizer", "wikitext", "wikitext_tokenizer", "wikitext_model"}
+    apart |= {"wikitext_study"}
     free = apart | {"picture_prompt", "reference", "comment", "comment_of"}  # any text
     for name, known in DECLARED.items():
         assert {key for key, value in known.items() if type(value) not in (bool, int)} - free <= RULES.keys(), name
+
+
+@pytest.mark.parametrize("scale", ["smoke", "laptop", "gpu"])
+def test_two_notebooks_share_the_cases_of_the_report(scale):
+    parameters = resolve_parameters(ROOT, find_notebooks(ROOT, ["04", "08"]), scale, {}, {})
+    there = parameters["04_benchmark"].get("study", DECLARED["04_benchmark"]["study"])
+    assert parameters["08_experiments"].get("wikitext_study", DECLARED["08_experiments"]["wikitext_study"]) == there
 
 
 WRONG = [
@@ -99,6 +108,20 @@ WRONG = [
     ("06_memory", "timeline_context=3", "must be one of contexts, [64, 128], not 3"),
     ("06_memory", "precisions=[bf16]", "must be a list that begins with fp32"),
     ("07_kernels", "precision=fp8", "must be one of fp32, tf32"),
+    ("08_experiments", "leaderboard_recipe=best", "must be one of smoke, laptop"),
+    ("08_experiments", "leaderboard_corpus=nowhere", "must be one of embedded, tinystories, openwebtext, wikitext103, or"),
+    ("08_experiments", "leaderboard_tokenizer=bpe:9", "must be gpt2, bpe: and a size above 256"),
+    ("08_experiments", "leaderboard_steps=0", "must be a positive whole number, not 0"),
+    ("08_experiments", "wikitext=../LICENCE", "or a file or folder with text, not '../LICENCE'"),
+    ("08_experiments", "wikitext_models={}", "must be a mapping from names to sizes, not {}"),
+    ("08_experiments", "wikitext_models={a: {width: 3}}", "ModelConfig has no field width"),
+    ("08_experiments", "wikitext_model=huge", "must be one of wikitext_models, 1 x 32, 1 x 64, not 'huge'"),
+    ("08_experiments", "wikitext_tokens=100", "must be a multiple of each of wikitext_contexts, [64, 32], not 100"),
+    ("08_experiments", "wikitext_rate=0", "must be a positive number"),
+    ("08_experiments", "wikitext_seeds=[-1]", "each value a whole number from 0 on"),
+    ("08_experiments", "wikitext_precision=fp8", "must be one of fp32, tf32"),
+    ("08_experiments", "wikitext_ops=fast", "must be one of plain, fused"),
+    ("08_experiments", "wikitext_study={width: 3}", "StudyConfig has no field width"),
 ]
 
 

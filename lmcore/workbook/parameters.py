@@ -194,7 +194,7 @@ RULES: dict[str, Rule] = {
         "context_modes": CONTEXT_PASSES,
         "warmup_mode": MODES,
         "learning_rates repeated_rates batch_factors": several(POSITIVE),
-        "best_rate wikitext_rate": POSITIVE,
+        "best_rate wikitext_rate wikitext_long_rate": POSITIVE,
         "wikitext_ops": one_of(("plain", "fused")),
         "wikitext_contexts": several(COUNT),
         "wikitext_models": Rule(
@@ -249,10 +249,13 @@ def check_parameters(name: str, known: Mapping[str, Any], given: Mapping[str, An
                     from_dict(ModelConfig, sizes)
                 except UserError as error:
                     raise UserError(f"{must} sizes of models, and {model!r} is none: {error}") from None
-            chosen, contexts, tokens = values["wikitext_model"], values["wikitext_contexts"], values["wikitext_tokens"]
-            require(chosen in value, f"Parameter 'wikitext_model' of notebook {name} must be one of {', '.join(value)}.")
-            uneven = [context for context in contexts if tokens % context]
-            require(not uneven, f"Parameter 'wikitext_tokens' of notebook {name} must be a multiple of {uneven}.")
+        elif key == "wikitext_model":
+            models = values["wikitext_models"]
+            require(value in models, f"{must} one of wikitext_models, {', '.join(models)}, not {value!r}.")
+        elif key == "wikitext_tokens":
+            contexts = values["wikitext_contexts"]
+            even = all(value % context == 0 for context in contexts)
+            require(even, f"{must} a multiple of each of wikitext_contexts, {contexts}, not {value!r}.")
         elif key in ("study", "wikitext_study"):
             from lmcore.profiling.cases import StudyConfig  # which imports torch
 
