@@ -62,7 +62,7 @@ LEADERBOARD = replace(  # CSE599-O A1 section 7.5: OpenWebText, read once, for 1
     eval_batch_size=32,
     checkpoint_interval=2300,
 )
-"""110 million parameters, as many as suit 2 to 4 billion tokens (Hoffmann et al. 2022), covered by the explicit step."""
+"""110 million parameters suit some 2 to 4 billion tokens (Hoffmann et al. 2022); the explicit step covers them."""
 
 RECIPES: dict[str, TrainConfig] = {
     "smoke": TrainConfig(
