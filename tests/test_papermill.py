@@ -91,6 +91,7 @@ WRONG = [
     ("02_train", "tokenizer=bpe:256", "must be gpt2, bpe: and a size above 256, or a tokenizer's folder"),
     ("02_train", "tokenizer=nowhere", "not 'nowhere'"),
     ("03_generate", "top_ps=[1.5]", "each value a number in (0, 1]"),
+    ("03_generate", 'prompts=["Once"]', "a list of at least two texts"),
     ("03_generate", "device=gpu", "must be auto, cpu, mps, cuda or cuda:N"),
     ("04_benchmark", "reference_modes={fp8: [forward]}", "must be a mapping from precisions"),
     ("04_benchmark", "study={d_model: 3}", "d_model (3) must be divisible by num_heads"),

@@ -160,6 +160,7 @@ TWO_VOCABULARIES = Rule(
     "a mapping from two corpora, or their files, to sizes of a vocabulary, each a whole number above 256",
     lambda v: len(v) == 2 and all(isinstance(k, str) and k for k in v) and all(map(whole("", 257).holds, v.values())),
 )
+TEXT = Rule("a text", lambda value: isinstance(value, str))
 DEVICE = re.compile("auto|cpu|mps|cuda(:[0-9]+)?")
 TOKENIZER = Rule(
     "gpt2, or bpe: and a size above 256",
@@ -219,7 +220,10 @@ RULES: dict[str, Rule] = {
         "dump_temperature": TEMPERATURE,
         "top_ps": several(TOP_P),
         "dump_top_p": TOP_P,
-        "prompts": several(Rule("a text", lambda value: isinstance(value, str))),
+        "prompts": Rule(
+            "a list of at least two texts, each another one",
+            lambda v: several(TEXT, 2).holds(v) and len(set(v)) == len(v),
+        ),
         "device": Rule("auto, cpu, mps, cuda or cuda:N", lambda value: bool(DEVICE.fullmatch(str(value)))),
     }.items()
     for name in names.split()
