@@ -101,6 +101,6 @@ def test_the_command_prints_what_evaluate_finds(tmp_path, embedded_data, capsys)
     assert f"loss {result.valid_loss:.4f} nats per token" in said
     assert "word perplexity" in said
     assert main(["evaluate", str(tmp_path / "nothing")]) == 2
-    assert "There is no run folder" in capsys.readouterr().err
+    assert "is not a run folder" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path / "run"), "--batch-size", "0"]) == 2
     assert "batch_size must be" in capsys.readouterr().err

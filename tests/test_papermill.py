@@ -74,7 +74,7 @@ WRONG = [
     ("01_build", "compare_gpt2=1", "must be of type bool, not 1"),
     ("01_build", "corpora={embedded: 600}", "must be a mapping from two corpora, or their files, to sizes"),
     ("01_build", "corpora={embedded: 256, tinystories: 600}", "each a whole number above 256"),
-    ("01_build", "corpora={embedded: 600, nowhere: 600}", "there is no file or folder nowhere; name one, or one of"),
+    ("01_build", "corpora={embedded: 600, nowhere: 600}", "nowhere is not a file or folder; name one, or one of"),
     ("01_build", "corpora={../README.md: 600, ../results/README.md: 600}", "with names of their own, not README.md"),
     ("01_build", "corpus_characters=0", "must be a positive whole number, or None, not 0"),
     ("02_train", "recipe=none", "must be one of smoke, laptop"),
@@ -109,7 +109,7 @@ WRONG = [
         "to lists of learning rates, each a positive number",
     ),
     ("08_experiments", "z_loss=-1", "must be a positive number, not -1"),
-    ("08_experiments", "web=nowhere", "there is no file or folder nowhere; name one, or one of embedded"),
+    ("08_experiments", "web=nowhere", "nowhere is not a file or folder; name one, or one of embedded"),
     ("08_experiments", "web_tokenizers=[bpe:300]", "must be a list of at least two that differ, each gpt2, or bpe:"),
     ("08_experiments", "web_tokenizers=[bpe:300, bpe:300]", "must be a list of at least two that differ"),
 ]

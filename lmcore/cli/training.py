@@ -77,7 +77,7 @@ def evaluate(
     from lmcore.evaluate import evaluate
     from lmcore.run import RunFolder
 
-    require(run.is_dir(), f"There is no run folder {run}.")
+    require(run.is_dir(), f"{run} is not a run folder.")
     require_positive("batch_size", batch_size)
     folder, (place, _) = RunFolder(run), select_device(device)
     corpus = open_data(folder.config().data if data is None else data)
@@ -118,7 +118,7 @@ def generate(
     from lmcore.run import RunFolder
 
     prompt, folder = tuple(utf8_text(prompt)), RunFolder(run)
-    require(run.is_dir(), f"There is no run folder {run}.")
+    require(run.is_dir(), f"{run} is not a run folder.")
     place, _ = select_device(device)
     model = load_model(folder.best_weights, place)
     with torch.no_grad():

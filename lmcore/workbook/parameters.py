@@ -272,7 +272,7 @@ def check_texts(sources: Sequence[str], folder: Path, must: str) -> None:
     names = ("embedded", *SOURCES)
     for source in (source for source in sources if source not in names):
         place = folder / source
-        known = f"{must} of texts: there is no file or folder {source}; name one, or one of {', '.join(names)}."
+        known = f"{must} of texts: {source} is not a file or folder; name one, or one of {', '.join(names)}."
         require(place.exists(), known)
         require(open_corpus(place).size("train") > 0, f"{must} of texts: {source} is empty.")
     called = [(folder / source).resolve().name for source in sources]

@@ -55,10 +55,8 @@ class Results:
         keys: Sequence[str],
         folder: str,
     ) -> pd.DataFrame:
-        """The table `name` that `make` gives of the records of all cases by name, kept in out/runs/<folder>.
-
-        Each case is measured by `task` in a process of its own (`run_cases`).
-        """
+        """The table `name` that `make` gives of the records of all cases by name, kept in out/runs/<folder>. `task`
+        measures each case in a process of its own (`run_cases`)."""
 
         def measure() -> tuple[pd.DataFrame, dict]:
             records = run_cases(task, cases, Path(self.out) / "runs" / folder, title=folder.rpartition("/")[2])

@@ -31,10 +31,8 @@ def rate(value: float | None) -> str:
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """A timing table as text, a row for each case; columns of settings that are the same everywhere are left out.
-
-    Fused operations are always named, plain ones beside them only.
-    """
+    """A timing table as text, a row for each case. Columns of settings that are the same everywhere are left out; plain
+    operations are named beside fused ones only."""
     rows = [_row(row) for row in table.to_dict("records")]
     shown = pd.DataFrame(rows)
     constant = [name for name in SETTINGS if name in shown and shown[name].nunique() == 1 and len(shown) > 1]
