@@ -18,7 +18,7 @@ HANDOUT_STEPS = 5000
 HANDOUT = fast(
     TrainConfig(
         model=model_config("tinystories", vocab_size=50257, context_length=256),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=200, weight_decay=0.1),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=200, weight_decay=0.1, decay_norms=True),
         batch_size=32,
         steps=HANDOUT_STEPS,
         log_interval=20,
@@ -29,8 +29,15 @@ HANDOUT = fast(
     )
 )
 
-# From here on, what a corpus of 7.8 million tokens asks for: it is read several times, so regularization pays.
-REGULARIZED = replace(HANDOUT, sampling="epoch", optimizer__learning_rate=2e-3, optimizer__weight_decay=1.0)
+# From here on, what a corpus of 7.8 million tokens asks for: it is read several times, so regularization pays. A weight
+# decay this large costs more than it gains where norm weights decay, too (results/h200/norm_decay.json).
+REGULARIZED = replace(
+    HANDOUT,
+    sampling="epoch",
+    optimizer__learning_rate=2e-3,
+    optimizer__weight_decay=1.0,
+    optimizer__decay_norms=False,
+)
 TIED = replace(REGULARIZED, model__tie_embeddings=True)
 BEST_AT_BUDGET = replace(TIED, optimizer__name="muon", optimizer__learning_rate=5e-3, optimizer__weight_decay=0.5)
 
@@ -91,10 +98,6 @@ PASSES: dict[str, tuple[float, float]] = {
 """Passes over the training tokens for which a long recipe is meant: how much it regularizes depends on them."""
 
 
-MAX_RATE_SCALE = 2.0
-"""How much larger than the base's the learning rate of a large batch becomes at most."""
-
-
 def suited(names: Sequence[str], train_tokens: int) -> list[str]:
     """Those of the named recipes that suit a corpus of this size, in the given order."""
 
@@ -153,14 +156,14 @@ def batch_size_runs(
 ) -> dict[str, TrainConfig]:
     """`base` with each batch size on the same number of tokens (problem *batch_size_experiment*).
 
-    The learning rate grows with the square root of the batch size, which keeps the noise of Adam's updates alike
-    (Malladi et al. 2022), up to `MAX_RATE_SCALE` times `base`'s; each of `factors` multiplies it once. A run has
-    `max_steps` at most: a smaller batch then sees fewer tokens.
+    Below the base's batch size the learning rate shrinks with its square root, which keeps the noise of Adam's updates
+    alike (Malladi et al. 2022); each of `factors` multiplies it once. A run has `max_steps` at most: a smaller batch
+    then sees fewer tokens.
     """
     runs = {}
     for batch_size in batch_sizes:
         steps = min(max(1, tokens // (batch_size * base.model.context_length)), max_steps or tokens)
-        scale = min(MAX_RATE_SCALE, math.sqrt(batch_size / base.batch_size))
+        scale = min(1.0, math.sqrt(batch_size / base.batch_size))
         for factor in factors:
             rate = float(f"{base.optimizer.learning_rate * scale * factor:.4g}")
             name = f"batch_{batch_size}" if len(factors) == 1 else f"batch_{batch_size}_lr_{rate:g}"

@@ -208,7 +208,7 @@ RULES: dict[str, Rule] = {
         "reference_modes": REFERENCE_PASSES,
         "context_modes": CONTEXT_PASSES,
         "warmup_mode": MODES,
-        "learning_rates repeated_rates batch_factors": several(POSITIVE),
+        "learning_rates repeated_rates norm_rates batch_factors large_batch_factors": several(POSITIVE),
         "best_rate z_loss": POSITIVE,
         "tuned_rates": RATES_BY_ABLATION,
         "additions": several(one_of(ADDITIONS), 0),
