@@ -64,13 +64,13 @@ def training_step(out: Path) -> int:
 def test_one_job_makes_the_writeup(one_job):
     out, log = one_job
     found = check_writeup(out)
-    assert found["notebooks"] == 8
+    assert found["notebooks"] == 9
     assert f"PDF:  {out / 'writeup' / 'answers.pdf'}" in log
 
 
 def test_the_chain_makes_the_writeup(chain):
     out, _ = chain
-    assert check_writeup(out)["notebooks"] == 8
+    assert check_writeup(out)["notebooks"] == 9
     assert {entry["state"] for entry in read_record(out)["notebooks"]} == {"done"}
 
 
