@@ -11,6 +11,16 @@ from lmcore.workbook.report.results import PERTURB
 
 REWRITTEN = ["01_build", "02_train", "03_generate", "04_benchmark", "05_nsys", "06_memory", "07_kernels"]
 SEEDS = range(20)
+FIRST = {
+    "01_build": (1, 9, 2, 3, 4, 5),
+    "02_train": (6, 2, 3, 5),
+    "03_generate": (4, 5, 8),
+    "04_benchmark": (4, 12, 2, 0, 5),
+    "05_nsys": (2, 7, 4),
+    "06_memory": (1, 5, 3, 4),
+    "07_kernels": (2, 0, 12, 8, 13),
+}
+"""Seeds under which most claims fail: only if some are left, the others are tried as well."""
 
 
 @pytest.mark.parametrize("name", REWRITTEN)
@@ -41,7 +51,7 @@ def test_every_claim_holds_and_can_fail(name, tmp_path, monkeypatch, nothing_dra
     left = {(problem, claim) for problem, found in committed.items() for claim in found["claims"]}
     assert {problem for problem, _ in left} == committed.keys(), "an answer without a claim"
     assert all(all(found["claims"].values()) for found in committed.values())
-    for seed in SEEDS:
+    for seed in dict.fromkeys([*FIRST.get(name, ()), *SEEDS]):
         monkeypatch.setenv(PERTURB, str(seed))
         for problem, found in rendered(name, tmp_path).items():
             left -= {(problem, claim) for claim, holds in found["claims"].items() if not holds}
