@@ -1,6 +1,7 @@
 """The fused AdamW, plain and in Triton, against the plain class and the formula in float64."""
 
 import copy
+import importlib.util
 import math
 
 import pytest
@@ -15,7 +16,16 @@ from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW, build_optimizer, gradient_clipping
 
 OPERATION = adamw
-SHAPES = [(1,), (5,), (1023,), (1025,), (20, 16), (0, 3)]
+SHAPES = [(1,), (5,), (1023,), (2049,), (20, 16), (0, 3)]
+
+
+@pytest.fixture(autouse=True)
+def short_programs(device, monkeypatch):
+    """A program of the norm goes through two blocks where Triton's interpreter runs it, not through sixteen."""
+    if device.type == "cpu" and importlib.util.find_spec("triton"):
+        from lmcore.kernels.adamw import gpu
+
+        monkeypatch.setattr(gpu, "PARTS", 2)
 
 
 def parameters(device, shapes=SHAPES, seed=0, dtype=torch.float32) -> list[nn.Parameter]:
@@ -68,11 +78,11 @@ def groups_of(parameters):
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
-def test_fifty_steps_follow_the_formula_in_float64(device, kernels, max_norm):
+def test_many_steps_follow_the_formula_in_float64(device, kernels, max_norm):
     ours, plain, exact = (parameters(device, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.float64))
     optimizer = FusedAdamW(groups_of(ours), lr=1e-3, weight_decay=0.1, max_grad_norm=max_norm)
     others = [AdamW(groups_of(p), lr=1e-3, weight_decay=0.1) for p in (plain, exact)]
-    for step in range(50):
+    for step in range(15 if kernels == "triton" and device.type == "cpu" else 50):  # the interpreter is slow
         give(step, ours, plain, exact)
         before = [p.grad.clone() for p in ours]
         if max_norm is not None:

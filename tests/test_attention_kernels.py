@@ -161,7 +161,8 @@ def test_portable_kernels_are_the_definition(gpu, length, size, causal, dtype, d
     tensors = packed(1, length, 2, size, dtype, device, seed=length)
     found = by_module(gpu, *tensors, causal)
     assert_close(found, defined(*tensors, causal), TOLERANCE[dtype])
-    assert all(map(torch.equal, found, by_module(gpu, *tensors, causal))), "the same bits every time"
+    if device.type == "cuda":  # the interpreter has one order
+        assert all(map(torch.equal, found, by_module(gpu, *tensors, causal))), "the same bits every time"
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 100])

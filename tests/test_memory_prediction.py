@@ -144,12 +144,21 @@ def test_the_parts_of_a_peak_add_up():
     assert list(predicted["by_stage"]) == list(PHASES)
 
 
+AGAIN = ("large-128-fp32-forward", "2.7b-256-bf16-forward", "2.7b-512-fp32-train_step", "large-2048-bf16-train_step")
+"""Of the recorded cases those that are predicted again, a few seconds each: every size, context, precision and mode."""
+
+
 def test_the_recorded_peaks_are_predicted_within_a_percent():
-    for row in csv.DictReader((PROJECT / "results" / "h200" / "memory_peaks.csv").open()):
+    rows = {row["case"]: row for row in csv.DictReader((PROJECT / "results" / "h200" / "memory_peaks.csv").open())}
+    complete = [row for row in rows.values() if row["outcome"] == "complete"]
+    assert len(complete) == 29
+    for row in complete:
+        assert float(row["predicted_bytes"]) == pytest.approx(float(row["peak_bytes"]), rel=0.01), row["case"]
+    for row in map(rows.__getitem__, AGAIN):
         config = model_config(row["size"], context_length=int(row["context_length"]), vocab_size=10_000)
         predicted = predicted_peak(config, int(row["batch_size"]), None, row["precision"], row["mode"])
-        if row["outcome"] == "complete":
-            assert predicted["peak_bytes"] == pytest.approx(float(row["peak_bytes"]), rel=0.01), row["case"]
+        assert predicted["peak_bytes"] == pytest.approx(float(row["predicted_bytes"]), rel=1e-3), row["case"]
+        assert predicted["stage"] == row["predicted_stage"]
 
 
 @pytest.mark.parametrize(

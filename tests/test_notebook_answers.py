@@ -4,12 +4,23 @@ import ast
 import json
 
 import pytest
+from matplotlib.figure import Figure
 from notebook_cells import ANSWERS, RECORDS, answer_calls, rendered, typed_numbers
 
 from lmcore.workbook.report.results import PERTURB
 
 REWRITTEN = ["01_build", "02_train", "03_generate", "04_benchmark", "05_nsys", "06_memory", "07_kernels"]
 SEEDS = range(20)
+FIRST = {
+    "01_build": (1, 9, 2, 3, 4, 5),
+    "02_train": (6, 2, 3, 5),
+    "03_generate": (4, 5, 8),
+    "04_benchmark": (4, 12, 2, 0, 5),
+    "05_nsys": (2, 7, 4),
+    "06_memory": (1, 5, 3, 4),
+    "07_kernels": (2, 0, 12, 8, 13),
+}
+"""Seeds under which most claims fail: only if some are left, the others are tried as well."""
 
 
 @pytest.mark.parametrize("name", REWRITTEN)
@@ -26,13 +37,21 @@ def test_the_records_give_the_committed_answers(name, tmp_path):
     assert not (tmp_path / "runs").exists()  # nothing was trained
 
 
+@pytest.fixture
+def nothing_drawn(monkeypatch):
+    """Figures are made and written, but empty: drawing them is most of a notebook's time."""
+    for name in ("draw", "tight_layout"):
+        monkeypatch.setattr(Figure, name, lambda *_, **__: None)
+    monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"<svg/>"))
+
+
 @pytest.mark.parametrize("name", REWRITTEN)
-def test_every_claim_holds_and_can_fail(name, tmp_path, monkeypatch):
+def test_every_claim_holds_and_can_fail(name, tmp_path, monkeypatch, nothing_drawn):
     committed = json.loads(ANSWERS.read_text(encoding="utf-8"))[name]
     left = {(problem, claim) for problem, found in committed.items() for claim in found["claims"]}
     assert {problem for problem, _ in left} == committed.keys(), "an answer without a claim"
     assert all(all(found["claims"].values()) for found in committed.values())
-    for seed in SEEDS:
+    for seed in dict.fromkeys([*FIRST.get(name, ()), *SEEDS]):
         monkeypatch.setenv(PERTURB, str(seed))
         for problem, found in rendered(name, tmp_path).items():
             left -= {(problem, claim) for claim, holds in found["claims"].items() if not holds}

@@ -1,5 +1,6 @@
 """Pretokens: the fast count and the cutting of streams against GPT-2's published pattern on the whole text."""
 
+import itertools
 import random
 from collections import Counter
 
@@ -74,5 +75,6 @@ def test_chunks_hold_the_pretokens_of_the_text_and_each_pretoken_is_one_alone(te
 
 
 def test_chunks_have_the_white_space_of_the_pattern():
-    for character in map(chr, range(0x110000)):
-        assert (len(chunks(f"a{character}b")) == 2) == bool(regex.fullmatch(r"\s", character))
+    text = "".join(f"a{chr(code)}b" for code in range(0x110000))
+    places = [0, *(found.start() for found in regex.finditer(r"\s", text)), len(text)]
+    assert chunks(text) == [text[start:end] for start, end in itertools.pairwise(places)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from nsys_exports import (
     AUTOGRAD,
@@ -314,6 +314,7 @@ def test_union_of_intervals(intervals, begin):
         assert found.loc[instance].tolist() == [max(ticks) + 1 - min(ticks), len(ticks)]
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.sampled_from([MAIN, AUTOGRAD])), max_size=8))
 def test_every_kernel_belongs_to_one_range_at_most(tmp_path_factory, spans):
     export = SmallExport()

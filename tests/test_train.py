@@ -545,11 +545,11 @@ def test_fused_training_is_plain_training(tmp_path, covered, optimizer, tied):
 
 
 def test_on_real_stories_the_losses_are_the_plain_ones(tmp_path, covered, shared_data):
-    """The curve of a small model that learns for 300 steps, in float32."""
+    """The curve of a small model that learns for 120 steps, in float32."""
     text = shared_data / "tinystories" / "valid.txt"
     data = prepare(str(text), "bpe:300", tmp_path / "data", CorpusConfig(num_documents=300), progress=False).folder
-    config = replace(covered, data=str(data), steps=300, batch_size=16, log_interval=20, eval_interval=150)
-    config = replace(config, model__d_model=32, model__d_ff=40, optimizer__learning_rate=1e-3)
+    config = replace(covered, data=str(data), steps=120, batch_size=16, log_interval=10, eval_interval=60)
+    config = replace(config, model__d_model=32, model__d_ff=40, optimizer__learning_rate=3e-3)
     runs = [RunFolder(tmp_path / name) for name in ("plain", "fused")]
     for run, settings in zip(runs, (config, fast(config)), strict=True):
         train(settings, run)

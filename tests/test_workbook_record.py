@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -39,6 +40,23 @@ def project(tmp_path):
 
 def run(project, **options):
     return run_workbook(project=project, out=project / "made", **({"writeup": False} | options))
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    """A project whose notebooks have all been executed, and a copy of it: records hold its path."""
+    folder = tmp_path_factory.mktemp("executed")
+    project = make_project(folder / "project", **{f"_{name}": counting(name) for name in NAMES})
+    run(project)
+    return project, shutil.copytree(project, folder / "kept")
+
+
+@pytest.fixture
+def done(executed):
+    """That project as it was."""
+    project, kept = executed
+    shutil.rmtree(project)
+    return shutil.copytree(kept, project)
 
 
 def executions(project) -> list[int]:
@@ -93,51 +111,47 @@ def test_done_notebooks_are_kept_unless_something_changed(project):
     ],
     ids=["truncated", "empty", "no notebook", "without cells", "not run"],
 )
-def test_a_damaged_executed_notebook_is_run_again(project, capsys, damage, words):
-    run(project, notebooks=["01", "02"])
-    file = project / "made" / "notebooks" / "01_first.ipynb"
+def test_a_damaged_executed_notebook_is_run_again(done, capsys, damage, words):
+    file = done / "made" / "notebooks" / "01_first.ipynb"
     file.write_text(damage(file.read_text()))
-    run(project, notebooks=["01", "02"], resume=True)
-    assert states(project) == ["done", "done"]
-    assert executions(project) == [2, 1, 0]
+    run(done, notebooks=["01", "02"], resume=True)
+    assert states(done) == ["done"] * 3
+    assert executions(done) == [2, 1, 1]
     said = capsys.readouterr().out
     assert re.search(f"01_first: was done, but is run again: .*{words}", said)
     assert "02_second: kept, done before" in said
 
 
-def test_one_notebook_run_again_leaves_the_others_alone(project):
-    run(project)
-    before = read_record(project / "made")["notebooks"]
-    result = run(project, notebooks=["02"], writeup=True)
+def test_one_notebook_run_again_leaves_the_others_alone(done):
+    before = read_record(done / "made")["notebooks"]
+    result = run(done, notebooks=["02"], writeup=True)
     assert [outcome.name for outcome in result.outcomes] == ["02_second"]
-    after = read_record(project / "made")["notebooks"]
+    after = read_record(done / "made")["notebooks"]
     assert [entry["name"] for entry in after] == NAMES
     assert after[::2] == before[::2]
     page = result.html.read_text()
     assert all(f'id="{name}"' in page for name in NAMES)
-    assert executions(project) == [1, 2, 1]
+    assert executions(done) == [1, 2, 1]
 
 
-def test_a_run_anew_forgets_what_it_did_not_reach(project):
-    run(project)
-    change(project, "01_first", "1 / 0")
-    assert run(project).failure.startswith("Notebook 01_first failed at code cell 2")
-    assert states(project) == ["failed", "not run", "not run"]
-    assert unfinished(read_record(project / "made"))[1:] == [
+def test_a_run_anew_forgets_what_it_did_not_reach(done):
+    change(done, "01_first", "1 / 0")
+    assert run(done).failure.startswith("Notebook 01_first failed at code cell 2")
+    assert states(done) == ["failed", "not run", "not run"]
+    assert unfinished(read_record(done / "made"))[1:] == [
         "Notebook 02_second was not run.",
         "Notebook 03_third was not run.",
     ]
 
 
-def test_other_data_replace_the_plan(project, tmp_path):
-    run(project)
+def test_other_data_replace_the_plan(done, tmp_path):
     (tmp_path / "text.txt").write_text("text")
-    run(project, notebooks=["03"], data=str(tmp_path / "text.txt"))
-    record = read_record(project / "made")
+    run(done, notebooks=["03"], data=str(tmp_path / "text.txt"))
+    record = read_record(done / "made")
     assert record["data"] == str(tmp_path / "text.txt")
     assert [(entry["name"], entry["state"]) for entry in record["notebooks"]] == [("03_third", "done")]
-    update_plan(project / "made", "smoke", str(tmp_path / "text.txt"), ["01_first"], NAMES)
-    assert states(project) == ["not run", "done"]  # 01_first was executed, but with the embedded corpus
+    update_plan(done / "made", "smoke", str(tmp_path / "text.txt"), ["01_first"], NAMES)
+    assert states(done) == ["not run", "done"]  # 01_first was executed, but with the embedded corpus
 
 
 def test_running_notebooks_are_not_disturbed(project, tmp_path):
@@ -198,21 +212,20 @@ def test_a_damaged_record_is_refused(project):
         read_record(project / "made")
 
 
-def test_a_folder_of_the_older_version_goes_on(project):
-    run(project)
-    plan = read_record(project / "made")
+def test_a_folder_of_the_older_version_goes_on(done):
+    plan = read_record(done / "made")
     keys = ("name", "state", "seconds", "cell", "heading", "error")
     old = plan | {"notebooks": [{key: entry[key] for key in keys} for entry in plan["notebooks"]]}
-    (project / "made" / "workbook.json").write_text(json.dumps(old))
+    (done / "made" / "workbook.json").write_text(json.dumps(old))
     for name in NAMES:
-        record_file(project / "made", name).unlink()
-    there = read_record(project / "made")
+        record_file(done / "made", name).unlink()
+    there = read_record(done / "made")
     assert [entry["state"] for entry in there["notebooks"]] == ["done"] * 3
     assert there["environment"] == plan["environment"]
-    run(project, notebooks=["02"], resume=True)  # the old record does not say which cells were run
-    assert executions(project) == [1, 2, 1]
-    assert states(project) == ["done"] * 3
-    assert read_notebook_record(project / "made", "03_third").environment == plan["environment"]
+    run(done, notebooks=["02"], resume=True)  # the old record does not say which cells were run
+    assert executions(done) == [1, 2, 1]
+    assert states(done) == ["done"] * 3
+    assert read_notebook_record(done / "made", "03_third").environment == plan["environment"]
 
 
 def test_records_say_where_from(project, monkeypatch):

@@ -91,9 +91,18 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("switches", SHAPES, ids=str)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("mode", ["forward", "forward_backward", "train_step"])
+MODES = ["forward", "forward_backward", "train_step"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "precision", "switches"),
+    [  # each precision with every mode and with every shape
+        (mode, ("fp32", "bf16")[(i + j) % 2], switches)
+        for i, mode in enumerate(MODES)
+        for j, switches in enumerate(SHAPES)
+    ],
+    ids=str,
+)
 def test_nothing_that_fits_is_refused(tmp_path, mode, precision, switches):
     """The least by arithmetic is never more than a step takes: of many activations, and of as many weights."""
     way = {"vocab_size": 50, "num_layers": 2, "device": "cpu", "mode": mode, "precision": precision} | switches

@@ -91,6 +91,10 @@ def grammar() -> dict[str, Any]:
     return {"entropy_per_document": rounded(library.entropy_per_document(), 12), "sha256 of 20 stories": texts}
 
 
+MOST_LAYERS = 12
+"""Of a size whose peak is predicted: it takes a tenth of a second a layer."""
+
+
 def architecture() -> dict[str, Any]:
     """Names and shapes of the weights; parameters, FLOPs and predicted peaks of the named sizes; the presets."""
     two = library.model_config("smoke", vocab_size=300, context_length=32)
@@ -106,7 +110,8 @@ def architecture() -> dict[str, Any]:
     sizes = {}
     for size in library.MODEL_SIZES:
         config = library.model_config(size, context_length=256)
-        peaks = {mode: library.predicted_peak(config, 4, mode=mode) for mode in ("forward", "train_step")}
+        modes = ("forward", "train_step") if config.num_layers <= MOST_LAYERS else ()
+        peaks = {mode: library.predicted_peak(config, 4, mode=mode) for mode in modes}
         sizes[size] = {
             "parameters": library.num_parameters(config),
             "forward_flops": library.forward_flops(config, 4),
