@@ -113,6 +113,13 @@ def test_environment_holds_everything_and_is_json():
     assert abs(datetime.datetime.now(datetime.UTC) - written) < datetime.timedelta(minutes=1)
 
 
+@pytest.mark.skipif(not torch.__version__.endswith("+cpu"), reason="this build may find a GPU: it is asked")
+def test_a_build_for_cpus_alone_says_the_same_without_being_imported():
+    without = "import json, sys; from lmcore.provenance import torch_build as t; a = t(); assert 'torch' not in sys.modules"
+    said = subprocess.run([sys.executable, "-c", f"{without}; print(json.dumps(a))"], capture_output=True, text=True)
+    assert json.loads(said.stdout) == provenance.torch_build(), said.stderr
+
+
 def test_command_line_is_whole_and_names_no_machine(monkeypatch):
     folder = os.path.abspath("runs/x")
     words = ["benchmarks/cpu.py", "--prompt", "two words", f"--out={folder}", "--data", "/home/text"]
