@@ -132,14 +132,14 @@ def progress_of(paths: Sequence[Path], out: Path, scale: str) -> contextlib.clos
 
 def finish(result: WorkbookResult, resume: bool, writeup: bool, stop: StopSignals) -> WorkbookResult:
     """Adds the writeup, or where a signal stopped the notebooks; one that comes now lets the writeup be finished."""
-    from lmcore.workbook.report.writeup import write_writeup
-
     place = None
     first = next((outcome for outcome in result.outcomes if outcome.state != "done"), None)
     if stop.requested is not None and first is not None and result.failure is None:
         place = f"{'before' if first.state == 'not run' else 'in'} notebook {first.name}"
         place += f", cell {first.cell}" if first.cell else ""
     elif writeup:
+        from lmcore.workbook.report.writeup import write_writeup  # which takes a second
+
         print("workbook: the writeup is being made", flush=True)
         try:
             result.html, result.pdf = write_writeup(result.out)
