@@ -328,7 +328,7 @@ def test_check_finds_a_notebook_that_the_pdf_lacks(tmp_path):
     write_writeup(out)
     notebook = out / "notebooks" / "02_train.ipynb"
     notebook.write_text(notebook.read_text().replace("# 02 Train", "# 02 Another title"))
-    with pytest.raises(UserError, match=r"answers\.pdf lacks the notebook 'Another title'"):
+    with pytest.raises(UserError, match=r"answers\.pdf lacks the notebook '02 Another title'"):
         check_writeup(out)
 
 

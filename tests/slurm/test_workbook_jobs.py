@@ -27,8 +27,9 @@ TRAINING = [
 ]  # fmt: skip
 """Shorter sweeps than by default, and fewer texts."""
 FEWER = [
-    *TRAINING, "attention_contexts=[128,256]", "recipe_steps=10", "steps=2", "warmup_steps=1", "sample_characters=50000",
-    "corpus_characters=50000", "overfit_steps=60", "decode_repeats=1",
+    *TRAINING, 'sizes=["smoke"]', "optimizer_size=smoke", "elementwise_size=smoke", "attention_contexts=[128,256]",
+    "recipe_steps=10", "steps=2", "warmup_steps=1", "warmups=[0,1,2]", "decode_repeats=1",
+    "sample_characters=50000", "corpus_characters=50000", "overfit_steps=60",
 ]  # fmt: skip
 """Fewer measurements, too: the chain keeps two cores busy all the same."""
 
