@@ -62,10 +62,10 @@ test: lint  ## lint, tests, and the notebooks against their committed outputs
 	env -u MPLBACKEND OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile \
 	  --nbval-lax --nbval-current-env --nbval-cell-timeout=900 notebooks
 
-# Most of them wait: each worker has a cluster of its own. Two whole workbooks keep two cores busy for minutes, and the
-# others' waits have ends: they come afterwards.
+# Most of them wait: each worker has a cluster of its own. The whole workbook keeps two cores busy for minutes, and the
+# others' waits have ends: it comes afterwards.
 test-slurm: $(INSTALLED)  ## the job scripts on a private Slurm cluster on this machine, which needs Slurm's daemons
-	$(BIN)/pytest -m slurm -rs -n 2 --dist worksteal --ignore tests/slurm/test_workbook_jobs.py tests/slurm
+	$(BIN)/pytest -m slurm -rs -n 3 --dist worksteal --ignore tests/slurm/test_workbook_jobs.py tests/slurm
 	$(BIN)/pytest -m slurm -rs tests/slurm/test_workbook_jobs.py
 
 test-faults: $(INSTALLED)  ## training runs killed, damaged and starved at random moments: they go on as if nothing was

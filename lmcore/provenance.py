@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-
-from lmcore.device import device_name, select_device
 
 PACKAGES = ("torch", "numpy", "triton", "tiktoken", "safetensors", "einops", "transformers")
 
@@ -183,17 +180,34 @@ def notebook_command() -> str:
     return f"notebook {name.removesuffix('.ipynb')}" if name.endswith(".ipynb") else "a notebook"
 
 
-def environment() -> dict[str, Any]:
-    """Everything about the machine and the code that a result should carry."""
+def torch_build() -> dict[str, Any]:
+    """PyTorch's version, CUDA's, and the device that it takes by default.
+
+    To import it takes seconds: what a build for CPUs alone would say, its version tells.
+    """
+    version = metadata.version("torch")
+    if version.endswith("+cpu") and sys.platform != "darwin" and "torch" not in sys.modules:
+        return {"torch": version, "cuda": None, "device": "CPU", "gpu": None}
+    import torch
+
+    from lmcore.device import device_name, select_device
+
     cuda = torch.cuda.is_available()
     return {
-        "time_utc": utc_now(),
-        "command": command_line(),
-        "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "device": device_name(select_device()[0]),
         "gpu": torch.cuda.get_device_name() if cuda else None,
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Everything about the machine and the code that a result should carry."""
+    return {
+        "time_utc": utc_now(),
+        "command": command_line(),
+        "python": platform.python_version(),
+        **torch_build(),
         "driver": gpu_driver(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),

@@ -113,6 +113,14 @@ def test_environment_holds_everything_and_is_json():
     assert abs(datetime.datetime.now(datetime.UTC) - written) < datetime.timedelta(minutes=1)
 
 
+@pytest.mark.skipif(not torch.__version__.endswith("+cpu"), reason="this build may find a GPU: it is asked")
+def test_a_build_for_cpus_alone_says_the_same_without_being_imported():
+    ask = "import json, sys; from lmcore.provenance import torch_build; found = json.dumps(torch_build())"
+    words = [sys.executable, "-c", f"{ask}; assert 'torch' not in sys.modules; print(found)"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert json.loads(said) == provenance.torch_build()
+
+
 def test_command_line_is_whole_and_names_no_machine(monkeypatch):
     folder = os.path.abspath("runs/x")
     words = ["benchmarks/cpu.py", "--prompt", "two words", f"--out={folder}", "--data", "/home/text"]

@@ -323,6 +323,15 @@ def test_check_finds_damage(tmp_path, name, replace, words):
         check_writeup(out)
 
 
+def test_check_finds_a_notebook_that_the_pdf_lacks(tmp_path):
+    out = executed_workbook(tmp_path / "out", _01_build=FIRST[:3], _02_train=SECOND)
+    write_writeup(out)
+    notebook = out / "notebooks" / "02_train.ipynb"
+    notebook.write_text(notebook.read_text().replace("# 02 Train", "# 02 Another title"))
+    with pytest.raises(UserError, match=r"answers\.pdf lacks the notebook '02 Another title'"):
+        check_writeup(out)
+
+
 def test_check_finds_missing_files_and_failures(tmp_path):
     out = executed_workbook(tmp_path / "out", state="failed", _02_train=SECOND)
     with pytest.raises(UserError, match=r"lacks .*answers\.html"):

@@ -3,7 +3,7 @@
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def seed(request) -> int:
     return request.config.getoption("--faults-seed")
+
+
+@pytest.fixture(scope="session")
+def tries(request) -> Callable[[int], int]:
+    """Of so many random faults of a kind, how many are tried: all for a report, else half of them."""
+    reported = request.config.getoption("--faults-report") is not None
+    return lambda count: count if reported else -(-count // 2)
 
 
 @pytest.fixture

@@ -65,8 +65,8 @@ Damage = Callable[[Path, random.Random], None]
 
 
 @pytest.mark.parametrize(("damage", "times", "kind"), [(cut, CUTS, "truncated"), (flip, FLIPS, "with a flipped bit")])
-def test_newest_checkpoint(bench: Bench, stopped, tally: Tally, rng, damage: Damage, times: int, kind: str):
-    for _ in range(times):
+def test_newest_checkpoint(bench: Bench, stopped, tally: Tally, rng, tries, damage: Damage, times: int, kind: str):
+    for _ in range(tries(times)):
         run = bench.copy(stopped)
         newest, _ = run.checkpoints()
         damage(newest, rng)
@@ -83,8 +83,8 @@ def test_newest_checkpoint(bench: Bench, stopped, tally: Tally, rng, damage: Dam
 
 
 @pytest.mark.parametrize("damage", [cut, flip])
-def test_every_checkpoint(bench: Bench, stopped, tally: Tally, rng, damage: Damage):
-    for _ in range(CUTS):
+def test_every_checkpoint(bench: Bench, stopped, tally: Tally, rng, tries, damage: Damage):
+    for _ in range(tries(CUTS)):
         run = bench.copy(stopped)
         whole = {path: path.read_bytes() for path in run.checkpoints()}
         for path in whole:
@@ -107,8 +107,8 @@ def test_every_checkpoint(bench: Bench, stopped, tally: Tally, rng, damage: Dama
 
 @pytest.mark.parametrize("damage", [cut, flip, lose, half_line, other_number])
 @pytest.mark.parametrize("ended", [False, True], ids=["stopped", "complete"])
-def test_metrics(bench: Bench, stopped, tally: Tally, rng, damage: Damage, ended: bool):
-    for _ in range(1 if damage is lose else CUTS):
+def test_metrics(bench: Bench, stopped, tally: Tally, rng, tries, damage: Damage, ended: bool):
+    for _ in range(1 if damage is lose else tries(CUTS)):
         run = bench.copy(bench.straight if ended else stopped)
         text = run.metrics_file.read_text()
         damage(run.metrics_file, rng)
@@ -124,16 +124,16 @@ def test_metrics(bench: Bench, stopped, tally: Tally, rng, damage: Damage, ended
 
 @pytest.mark.parametrize("damage", [cut, flip, lose])
 @pytest.mark.parametrize("name", ["status.json", "config.json", "environment.json"])
-def test_notes(bench: Bench, stopped, tally: Tally, rng, damage: Damage, name: str):
-    for number in range(1 if damage is lose else CUTS):
+def test_notes(bench: Bench, stopped, tally: Tally, rng, tries, damage: Damage, name: str):
+    for number in range(1 if damage is lose else tries(CUTS)):
         run = bench.copy(bench.straight if number % 2 else stopped)
         try_damage(bench, run, tally, rng, run.path / name, damage, "made with other settings")
 
 
 @pytest.mark.parametrize("damage", [cut, flip, lose])
 @pytest.mark.parametrize("name", ["best.safetensors", "last.safetensors"])
-def test_weights(bench: Bench, stopped, tally: Tally, rng, damage: Damage, name: str):
-    for number in range(CUTS):
+def test_weights(bench: Bench, stopped, tally: Tally, rng, tries, damage: Damage, name: str):
+    for number in range(tries(CUTS)):
         run = bench.copy(bench.straight if number % 2 or name.startswith("last") else stopped)
         try_damage(bench, run, tally, rng, run.checkpoint_folder / name, damage)
 

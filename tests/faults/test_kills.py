@@ -24,11 +24,11 @@ WRITES_OF_A_FILE = 3
 """A checkpoint is written in hundreds of pieces: so many of them are tried for each file."""
 
 
-def test_random_moments(bench: Bench, tally: Tally, rng: random.Random):
+def test_random_moments(bench: Bench, tally: Tally, rng: random.Random, tries):
     """Each run is killed up to three times; after each kill a copy of it goes on to the end without another."""
     life, steps_begin = min(timed(bench) for _ in range(3))
     killed = 0
-    while killed < RANDOM_KILLS:
+    while killed < tries(RANDOM_KILLS):
         run = bench.new()
         for _ in range(rng.choice((1, 1, 2, 3))):
             process = bench.start(run)
@@ -79,12 +79,12 @@ def timed(bench: Bench) -> tuple[float, float]:
     return time.perf_counter() - started, steps_begin
 
 
-def test_random_moments_of_the_command(bench: Bench, tally: Tally, rng: random.Random, tmp_path: Path):
+def test_random_moments_of_the_command(bench: Bench, tally: Tally, rng: random.Random, tries, tmp_path: Path):
     """On the disk, where a save waits for fsync."""
     write_json(bench.folder / "config.json", to_dict(bench.config))
     life = None
     killed = 0
-    while killed < COMMAND_KILLS:
+    while killed < tries(COMMAND_KILLS):
         run, started = RunFolder(tmp_path / bench.new().name), time.perf_counter()
         command = [sys.executable, "-m", "lmcore", "train", "--config", str(bench.folder / "config.json")]
         child = subprocess.Popen([*command, "--run", str(run.path)], stdout=subprocess.DEVNULL)

@@ -55,7 +55,7 @@ def test_data_are_prepared_once_by_tasks_side_by_side(tmp_path, training):
 
 
 def test_a_task_that_is_stopped_goes_on_to_the_weights_of_an_undisturbed_one(tmp_path, training):
-    training["base"] |= {"steps": 3000, "checkpoint_interval": 3000, "log_interval": 1, "eval_interval": 3000}
+    training["base"] |= {"steps": 1500, "checkpoint_interval": 1500, "log_interval": 1, "eval_interval": 1500}
     definition, out = loaded(tmp_path, training), tmp_path / "out"
     run, straight = (run_folder(folder, "lr_0.01") for folder in (out, tmp_path / "straight"))
     task = start(tmp_path, 1)
@@ -63,7 +63,7 @@ def test_a_task_that_is_stopped_goes_on_to_the_weights_of_an_undisturbed_one(tmp
     task.send_signal(signal.SIGUSR1)
     end([task], EXIT_INTERRUPTED)
     assert states(definition, out)[1] == "stopped"
-    assert 0 < run.status()["step"] < 3000
+    assert 0 < run.status()["step"] < 1500
     assert "goes on from step" in end([start(tmp_path, 1)], 0)[0]
     assert run_definition(definition, tmp_path / "straight", task=1) == 0
     assert digest(read_weights(run.last_weights)[0]) == digest(read_weights(straight.last_weights)[0])

@@ -21,8 +21,8 @@ from lmcore.run import RunFolder
 from lmcore.workbook.sweep import run_or_reuse, run_sweep, work
 
 
-def test_two_train_at_once(bench: Bench, tally: Tally, rng: random.Random):
-    for _ in range(6):
+def test_two_train_at_once(bench: Bench, tally: Tally, tries):
+    for _ in range(tries(6)):
         run = bench.new()
         with tally.fault("two processes train in one folder"):
             processes = [bench.start(run) for _ in range(3)]
@@ -83,10 +83,10 @@ def slow_worker(folder) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_stop_signals_at_random_moments(bench: Bench, tally: Tally, rng: random.Random, number: signal.Signals):
+def test_stop_signals_at_random_moments(bench: Bench, tally: Tally, rng: random.Random, tries, number: signal.Signals):
     """From the first moment at which the worker listens, also between two runs."""
     names = ("a", "b", "c")
-    for _ in range(10):
+    for _ in range(tries(10)):
         sweep = bench.new()
         write_json(sweep.path / "sweep.json", {name: to_dict(bench.config) for name in names})
         with tally.fault(f"{number.name} at a random moment of a sweep's worker"):

@@ -136,21 +136,19 @@ class Cluster:
 
         A job that has ended in another state, or is late, is an AssertionError with the queue and all logs.
         """
-        end = time.monotonic() + timeout
+        pauses = pauses_until(timeout)
         while (state := self.state(job)) not in (states or FINAL_STATES):
-            if state in FINAL_STATES or time.monotonic() > end:
+            if state in FINAL_STATES or not next(pauses):
                 wanted = " or ".join(states) or "ended"
                 raise AssertionError(f"job {job} is {state}, not {wanted}, {timeout} s at most\n{self.describe(job)}")
-            time.sleep(0.1)
         return state
 
     def wait_until(self, condition, what: str, timeout: float = 300, job: str | None = None) -> None:
         """Waits until `condition()` is true; late, it is an AssertionError that says `what` did not happen."""
-        end = time.monotonic() + timeout
+        pauses = pauses_until(timeout)
         while not condition():
-            if time.monotonic() > end:
+            if not next(pauses):
                 raise AssertionError(f"in {timeout} s it did not happen that {what}\n{self.describe(job)}")
-            time.sleep(0.1)
 
     def log(self, job: str) -> str:
         """The text of the job's output file so far ('' where there is none yet)."""
@@ -241,6 +239,19 @@ class Cluster:
 
     def _daemon_logs(self) -> str:
         return "\n".join(f"{path.stem} said:\n{_tail(path)}" for path in sorted(self.folder.glob("*.out")))
+
+
+def pauses_until(timeout: float) -> Iterator[bool]:
+    """Sleeps each time, first shortly and then a twentieth of the time so far, half a second at most.
+
+    False once `timeout` is over. Each look is a process or more, beside what is waited for.
+    """
+    began = time.monotonic()
+    while (passed := time.monotonic() - began) <= timeout:
+        time.sleep(min(max(0.05, passed / 20), 0.5))
+        yield True
+    while True:
+        yield False
 
 
 def _tail(path: Path, lines: int = 30) -> str:

@@ -20,7 +20,7 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
 @pytest.fixture
 def forgetful(tmp_path_factory) -> Iterator[Cluster]:
     """A cluster of its own that forgets jobs soon after their end, as most do; it has no accounting either."""
-    with running_cluster(tmp_path_factory, min_job_age=10) as running:
+    with running_cluster(tmp_path_factory, min_job_age=5) as running:
         yield running
 
 

@@ -18,7 +18,9 @@ from lmcore.run import RunFolder
 pytestmark = pytest.mark.slurm
 
 WALL_CLOCK = ("seconds", "tokens_per_second", "mfu")
-CHECKPOINT_INTERVAL = 250
+CHECKPOINT_INTERVAL = 100
+STEPS = 1500
+"""Seconds of training are left after the first checkpoint, in which the node is taken."""
 SCRIPT = "papermill_jobs/notebook.sbatch"
 
 
@@ -39,9 +41,9 @@ def config(embedded_data) -> TrainConfig:
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
         data=str(embedded_data),
         batch_size=4,
-        steps=2000,
+        steps=STEPS,
         log_interval=5,
-        eval_interval=2000,
+        eval_interval=STEPS,
         eval_batch_size=64,
         checkpoint_interval=CHECKPOINT_INTERVAL,
         device="cpu",

@@ -13,26 +13,28 @@ pytestmark = pytest.mark.slurm
 
 TRAIN = """
 from lmcore.config import replace
-from lmcore.data import CorpusConfig, prepare
+from lmcore.data import open_data
 from lmcore.recipes import recipe
 from lmcore.workbook.sweep import run_or_reuse
 
-data = prepare("embedded", "bpe:300", Path(out, "data"), CorpusConfig(num_documents=200), progress=False)
+data = open_data(open("../corpus.txt").read())
 config = replace(recipe("smoke", str(data.folder), data.vocab_size), steps=1_000_000, log_interval=5, device="cpu")
 """
 """A cell that prepares a run of more steps than any test waits for."""
 
 
 @pytest.fixture
-def project(tmp_path) -> Path:
+def project(tmp_path, embedded_data) -> Path:
     """A project whose notebooks train for ever, need that, fail, and succeed."""
-    return job_project(
+    made = job_project(
         tmp_path / "project",
         _02_train=touching("02_train", code(TRAIN), code('run_or_reuse(config, Path(out, "runs", "long"))'), code("1")),
         _03_generate=touching("03_generate"),
         _04_benchmark=touching("04_benchmark", code("1 / 0")),
         _05_nsys=touching("05_nsys"),
     )
+    (made / "corpus.txt").write_text(str(embedded_data))
+    return made
 
 
 def shown(cluster, project: Path, *outs: str) -> dict[str, dict]:

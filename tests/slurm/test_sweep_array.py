@@ -15,12 +15,12 @@ pytestmark = pytest.mark.slurm
 
 PROJECT = Path(__file__).parents[2]
 TINY = {"model.d_model": 16, "model.num_layers": 1, "model.num_heads": 2, "model.d_ff": 24, "model.context_length": 16}
-RATES = [0.001, 0.002, 0.004, 0.01, 0.02, 0.1]
+RATES = [0.001, 0.002, 0.004, 0.01]
 
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory) -> dict:
-    """A sweep of six tiny runs on data that are prepared."""
+    """A sweep of four tiny runs on data that are prepared."""
     data = prepare("embedded", "bpe:300", tmp_path_factory.mktemp("data"), CorpusConfig(num_documents=200))
     base = {"recipe": "smoke", "data": str(data.folder), "device": "cpu", "batch_size": 2, "steps": 4} | TINY
     return {"name": "rates", "kind": "train", "base": base, "vary": {"optimizer.learning_rate": RATES}}
@@ -73,10 +73,10 @@ def test_an_array_with_a_cap_ends_in_one_table(cluster, tmp_path, training):
     array, table = submit(cluster, definition, out, "--concurrency", 2)
     assert ended(cluster, array, table) == ["COMPLETED", "COMPLETED"], cluster.describe(array)
     tasks = cluster.records(array)
-    assert sorted(int(task["ArrayTaskId"]) for task in tasks) == [0, 1, 2, 3, 4, 5]
+    assert sorted(int(task["ArrayTaskId"]) for task in tasks) == [0, 1, 2, 3]
     assert most_at_once(tasks) == 2
     assert rows(out) == [(f"lr_{rate:g}", "complete") for rate in RATES]
-    assert "rates: 6 runs: 6 complete." in cluster.log(table)
+    assert "rates: 4 runs: 4 complete." in cluster.log(table)
     assert (
         f"All of {out} is finished"
         in cluster.run("lmcore", "submit", "sweep", definition, "--out", out, cwd=PROJECT).stdout
@@ -84,7 +84,7 @@ def test_an_array_with_a_cap_ends_in_one_table(cluster, tmp_path, training):
 
 
 def test_after_cancelling_only_what_is_unfinished_is_submitted(cluster, tmp_path, training):
-    base = training["base"] | {"steps": 3000, "log_interval": 1, "eval_interval": 3000, "checkpoint_interval": 3000}
+    base = training["base"] | {"steps": 1500, "log_interval": 1, "eval_interval": 1500, "checkpoint_interval": 1500}
     definition = written(tmp_path, training | {"base": base, "vary": {"optimizer.learning_rate": RATES[:3]}})
     out = tmp_path / "out"
     first, second, _ = (run_folder(out, f"lr_{rate:g}") for rate in RATES[:3])
@@ -95,7 +95,7 @@ def test_after_cancelling_only_what_is_unfinished_is_submitted(cluster, tmp_path
     cluster.run("scancel", array)
     assert ended(cluster, array, table) == ["CANCELLED", "COMPLETED"]
     assert [outcome for _, outcome in rows(out)] == ["complete", "stopped", "not run"]
-    assert 0 < second.status()["step"] < 3000
+    assert 0 < second.status()["step"] < 1500
     written_at = first.metrics_file.stat().st_mtime_ns
     array, table = submit(cluster, definition, out)
     assert ended(cluster, array, table) == ["COMPLETED", "COMPLETED"], cluster.describe(array)
@@ -107,7 +107,7 @@ def test_after_cancelling_only_what_is_unfinished_is_submitted(cluster, tmp_path
 
 
 def test_a_task_at_its_time_limit_is_queued_again_and_finishes(cluster, tmp_path, training):
-    base = training["base"] | {"steps": 3000, "log_interval": 1, "eval_interval": 3000, "checkpoint_interval": 3000}
+    base = training["base"] | {"steps": 1500, "log_interval": 1, "eval_interval": 1500, "checkpoint_interval": 1500}
     definition = written(tmp_path, training | {"base": base, "vary": {"optimizer.learning_rate": RATES[:2]}})
     out = tmp_path / "out"
     run = run_folder(out, "lr_0.002")

@@ -1,4 +1,7 @@
-"""The whole smoke workbook on the cluster: as one job, and as a chain whose training is interrupted. Both end alike."""
+"""The smoke workbook on the cluster: all of it as a chain whose training is interrupted, and training undisturbed.
+
+The notebooks that train, as one job without a disturbance, end with the chain's weights.
+"""
 
 import json
 import re
@@ -18,33 +21,46 @@ PROJECT = Path(__file__).parents[2]
 ONE_THREAD = {"OMP_NUM_THREADS": 1}  # sums of floats differ between numbers of threads
 WALL_CLOCK = ("seconds", "tokens_per_second", "mfu", "peak_memory_bytes")
 MINUTES = 60.0
-FEWER = [
+TRAINING = [
     "--parameters", "num_documents=1000", "learning_rates=[0.01,10.0]", "sweep_steps=10", "batch_sizes=[8,64]",
-    "batch_tokens=8192", "num_samples=6", "max_new_tokens=96", "attention_contexts=[128,256]", "recipe_steps=10",
-    "steps=2", "warmup_steps=1",
+    "batch_tokens=8192", "num_samples=6", "max_new_tokens=96",
 ]  # fmt: skip
-"""Shorter sweeps and fewer measurements than by default: both workbooks keep two cores busy all the same."""
+"""Shorter sweeps than by default, and fewer texts."""
+FEWER = [
+    *TRAINING, 'sizes=["smoke"]', "optimizer_size=smoke", "elementwise_size=smoke", "attention_contexts=[128,256]",
+    "recipe_steps=10", "steps=2", "warmup_steps=1", "warmups=[0,1,2]", "decode_repeats=1",
+    "sample_characters=50000", "corpus_characters=50000", "overfit_steps=60",
+]  # fmt: skip
+"""Fewer measurements, too: the chain keeps two cores busy all the same."""
 
 
 @pytest.fixture(scope="module")
 def workbooks(cluster, tmp_path_factory) -> tuple[tuple[Path, str], tuple[Path, dict[str, str]]]:
-    """Two workbooks that ran at the same time, as `one_job` and `chain` give them."""
+    """Two that ran at the same time, as `one_job` and `chain` give them."""
     one, chain = (tmp_path_factory.mktemp(name) / "out" for name in ("one", "chain"))
     log = f"--output={one.parent}/%x-%j.log"
-    whole = cluster.sbatch("papermill_jobs/workbook.sbatch", *FEWER, options=[log], cwd=PROJECT, OUT=one, **ONE_THREAD)
+    trains = cluster.sbatch(
+        "papermill_jobs/workbook.sbatch",
+        *TRAINING,
+        options=[log],
+        cwd=PROJECT,
+        OUT=one,
+        NOTEBOOKS="02 03",
+        **ONE_THREAD,
+    )
     said = cluster.run("lmcore", "submit", "workbook", "--out", chain, *FEWER, cwd=PROJECT, **ONE_THREAD).stdout
     jobs = {name: job for job, name in re.findall(r"^(\d+)\s+(\w+)", said, flags=re.MULTILINE)}
     train = jobs["02_train"]
     cluster.wait_until(lambda: training_step(chain) >= 100, "training is under way", 8 * MINUTES, train)
     cluster.run("scancel", "--batch", "--signal=USR1", train)
-    for job in (*jobs.values(), whole):
+    for job in (*jobs.values(), trains):
         assert cluster.wait(job, timeout=15 * MINUTES) == "COMPLETED", cluster.describe(job)
-    return (one, whole), (chain, jobs)
+    return (one, trains), (chain, jobs)
 
 
 @pytest.fixture(scope="module")
 def one_job(cluster, workbooks):
-    """OUT of `sbatch papermill_jobs/workbook.sbatch`, and the job's log."""
+    """OUT of `sbatch papermill_jobs/workbook.sbatch` with the notebooks that train and generate, and the job's log."""
     out, job = workbooks[0]
     return out, cluster.log(job)
 
@@ -64,7 +80,7 @@ def training_step(out: Path) -> int:
 def test_one_job_makes_the_writeup(one_job):
     out, log = one_job
     found = check_writeup(out)
-    assert found["notebooks"] == 8
+    assert found["notebooks"] == 2
     assert f"PDF:  {out / 'writeup' / 'answers.pdf'}" in log
 
 
@@ -95,13 +111,14 @@ def test_training_was_interrupted_and_requeued(cluster, chain):
 
 
 def test_the_interrupted_run_equals_the_undisturbed_one(one_job, chain):
-    """Every run of both workbooks: the same weights, bit for bit, and the same metrics but for the wall clock."""
+    """Every run of the training: the same weights, bit for bit, and the same metrics but for the wall clock."""
     undisturbed, interrupted = (
         {path.parent.relative_to(out): RunFolder(path.parent) for path in out.rglob("metrics.jsonl")}
         for out in (one_job[0], chain[0])
     )
     assert Path("runs/smoke") in undisturbed
-    assert undisturbed.keys() == interrupted.keys()
+    assert len(undisturbed) > 3
+    assert undisturbed.keys() <= interrupted.keys()  # other notebooks train, too
     for name, run in undisturbed.items():
         other = interrupted[name]
         assert run.status()["state"] == other.status()["state"], name
