@@ -281,9 +281,7 @@ def check_texts(sources: Sequence[str], folder: Path, must: str) -> None:
 
 def locate(data: str) -> str:
     """`data` as the notebooks need it: a name as it is, a path in full. Raises `UserError` if it has no text."""
-    if data == "embedded":
-        return data
-    from lmcore.data.corpora import open_corpus  # which import torch
+    from lmcore.data.corpora import open_corpus
     from lmcore.data.downloads import SOURCES
     from lmcore.data.prepared import is_prepared
 
