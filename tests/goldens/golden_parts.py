@@ -181,6 +181,9 @@ def patterns_of(text: ast.expr) -> set[str]:
 NO_COUNTS = ("PAGE", "PATIENCE")
 """Whole numbers of the fault suite that do not say how often something is tried."""
 
+COUNT = re.compile(r"range\((?:tries\()?(\d+)\)+")
+"""A loop over so many tries; `tries` makes them fewer where no report is written."""
+
 
 def numbers_in(folder: Path) -> Iterator[tuple[str, int]]:
     """How often a suite tries something: whole numbers that are named at the top of a file, and those of its loops."""
@@ -196,7 +199,7 @@ def numbers_in(folder: Path) -> Iterator[tuple[str, int]]:
                         yield f"{path.name}: {name.id}", value.value
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 for loop in ast.walk(node):
-                    if isinstance(loop, ast.For) and (times := re.fullmatch(r"range\((\d+)\)", ast.unparse(loop.iter))):
+                    if isinstance(loop, ast.For) and (times := COUNT.fullmatch(ast.unparse(loop.iter))):
                         yield f"{path.name}: {node.name}", int(times[1])
 
 
