@@ -183,7 +183,7 @@ def notebook_command() -> str:
 def torch_build() -> dict[str, Any]:
     """PyTorch's version, CUDA's, and the device that it takes by default.
 
-    To import it takes seconds: what a build for CPUs alone would say, its version tells.
+    A build for CPUs alone is told by its version, so that it need not be imported, which takes seconds.
     """
     version = metadata.version("torch")
     if version.endswith("+cpu") and sys.platform != "darwin" and "torch" not in sys.modules:
