@@ -165,6 +165,25 @@ def training() -> str:
     return f"{source}\n\n{markdown(rows)}"
 
 
+def norm_decay() -> str:
+    """Losses of recipes with a large weight decay: where norm weights decay, too, and where they do not."""
+    kept = rows_of("training_runs").set_index("name")["final_valid_loss"]
+    runs = rows_of("norm_decay")
+    made = [
+        {
+            "run": f"`{row['name']}`",
+            "rate": f"{row['learning_rate']:g}",
+            "decay": f"{row['weight_decay']:g}",
+            "loss on": "validation text" if row["evaluate_on"] == "valid" else row["evaluate_on"],
+            "where they decay": f"{row['final_valid_loss']:.3f}",
+            "where they do not": f"{kept[recipe]:.3f}" if recipe in kept else "–",
+        }
+        for row in runs.to_dict("records")
+        for recipe in [row["name"].partition("_seed")[0]]
+    ]
+    return markdown(made)
+
+
 def sizes() -> str:
     """The plain model of every size: time, utilization, memory, and the share of matmuls."""
     timings, profiles = rows_of("benchmark"), rows_of("nsys_profiles").set_index("case")
@@ -239,6 +258,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"coverage": answered, "highlights": highlights},
     "results/h200/README.md": {
         "training": training,
+        "norm-decay": norm_decay,
         "sizes": sizes,
         "speed-attention": partial(
             contestants,
