@@ -58,7 +58,7 @@ def _check_pdf(file: Path, documents: list[NotebookDocument], figures: int) -> i
     for document in documents:
         require(re.sub(r"\W+", "", document.title) in squeezed, f"{file} lacks the notebook {document.title!r}.")
     require(pictures == figures, f"{file} shows {pictures} of {figures} figures.")
-    return len(pages)
+    return len(reader.pages)
 
 
 def _count_figures(element: Any) -> int:
