@@ -25,8 +25,11 @@ from lmcore.workbook.report.results import PERTURB
 
 NAME = "08_experiments"
 PROBLEMS = {"layer_norm_ablation", "pre_norm_ablation", "no_pos_emb", "swiglu_ablation", "main_experiment"}
+PROBLEMS |= {"leaderboard (A1)"}
 SEEDS = range(20)
-TRAINS = re.compile(r"-(train|plan|rates|table|norm|post|nope|positions|silu|additions|web-(?!data|corpora))")
+TRAINS = re.compile(
+    r"-(train|plan|rates|table|norm|post|nope|positions|silu|additions|web-(?!data|corpora)|run|figure|answer)"
+)
 """Cells that train, or need what was trained."""
 
 

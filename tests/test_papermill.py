@@ -59,9 +59,18 @@ def test_there_are_no_other_parameter_files():
 
 def test_every_parameter_has_a_rule():
     apart = {"scale", "data", "out", "tokenizer", "study", "records"}
+    apart |= {"leaderboard_corpus", "leaderboard_tokenizer", "wikitext", "context_model"}
     free = apart | {"picture_prompt", "story_prompt", "web_prompt", "web", "reference", "comment", "comment_of"}  # text
+    ruled = {rule.rpartition(".")[2] for rule in RULES}
     for name, known in DECLARED.items():
-        assert {key for key, value in known.items() if type(value) not in (bool, int)} - free <= RULES.keys(), name
+        assert {key for key, value in known.items() if type(value) not in (bool, int)} - free <= ruled, name
+
+
+@pytest.mark.parametrize("scale", ["smoke", "laptop", "gpu"])
+def test_two_notebooks_share_the_cases_of_the_report(scale):
+    parameters = resolve_parameters(ROOT, find_notebooks(ROOT, ["04", "10"]), scale, {}, {})
+    there = parameters["04_benchmark"].get("study", DECLARED["04_benchmark"]["study"])
+    assert parameters["10_wikitext"].get("study", DECLARED["10_wikitext"]["study"]) == there
 
 
 WRONG = [
@@ -91,6 +100,7 @@ WRONG = [
     ("02_train", "tokenizer=bpe:256", "must be gpt2, bpe: and a size above 256, or a tokenizer's folder"),
     ("02_train", "tokenizer=nowhere", "not 'nowhere'"),
     ("03_generate", "top_ps=[1.5]", "each value a number in (0, 1]"),
+    ("03_generate", 'prompts=["Once"]', "a list of at least two texts"),
     ("03_generate", "device=gpu", "must be auto, cpu, mps, cuda or cuda:N"),
     ("04_benchmark", "reference_modes={fp8: [forward]}", "must be a mapping from precisions"),
     ("04_benchmark", "study={d_model: 3}", "d_model (3) must be divisible by num_heads"),
@@ -112,6 +122,20 @@ WRONG = [
     ("08_experiments", "web=nowhere", "nowhere is not a file or folder; name one, or one of embedded"),
     ("08_experiments", "web_tokenizers=[bpe:300]", "must be a list of at least two that differ, each gpt2, or bpe:"),
     ("08_experiments", "web_tokenizers=[bpe:300, bpe:300]", "must be a list of at least two that differ"),
+    ("08_experiments", "leaderboard_recipe=best", "must be one of smoke, laptop"),
+    ("08_experiments", "leaderboard_corpus=nowhere", "one of embedded, tinystories, openwebtext, wikitext103, or"),
+    ("08_experiments", "leaderboard_tokenizer=bpe:9", "must be gpt2, bpe: and a size above 256"),
+    ("08_experiments", "leaderboard_steps=0", "must be a positive whole number, not 0"),
+    ("10_wikitext", "wikitext=../LICENCE", "or a file or folder with text, not '../LICENCE'"),
+    ("10_wikitext", "models={}", "must be a mapping from names to sizes, not {}"),
+    ("10_wikitext", "models={a: {width: 3}}", "ModelConfig has no field width"),
+    ("10_wikitext", "context_model=huge", "must be one of models, 1 x 32, 1 x 64, not 'huge'"),
+    ("10_wikitext", "step_tokens=100", "must be a multiple of each of contexts, [64, 32], not 100"),
+    ("10_wikitext", "learning_rate=0", "must be a positive number"),
+    ("10_wikitext", "seeds=[-1]", "each value a whole number from 0 on"),
+    ("10_wikitext", "precision=fp8", "must be one of fp32, tf32"),
+    ("10_wikitext", "ops=fast", "must be one of plain, fused"),
+    ("10_wikitext", "study={width: 3}", "StudyConfig has no field width"),
 ]
 
 

@@ -2,8 +2,10 @@ import math
 
 import pytest
 
+from lmcore.accounting import num_parameters, training_flops
 from lmcore.config import replace
 from lmcore.errors import UserError
+from lmcore.fused.support import unsupported_reason
 from lmcore.recipes import (
     HANDOUT_STEPS,
     RECIPES,
@@ -56,6 +58,22 @@ def test_studies_change_one_thing():
     repeated = with_seeds(runs, [0, 3])
     assert list(repeated) == ["lr_0.0001", "lr_0.0001_seed_3", "lr_0.1", "lr_0.1_seed_3"]
     assert replace(repeated["lr_0.1_seed_3"], seed=0) == repeated["lr_0.1"] == runs["lr_0.1"]
+
+
+def test_the_leaderboards_recipe_takes_the_explicit_step_and_reads_the_corpus_once():
+    config = RECIPES["leaderboard"]
+    assert unsupported_reason(config.model, config.precision) is None
+    assert (config.ops, config.sampling, config.model.vocab_size) == ("fused", "epoch", 32_000)
+    tokens = config.steps * config.tokens_per_step
+    assert tokens == pytest.approx(3e9, rel=0.01)
+    assert tokens / num_parameters(config.model) == pytest.approx(27.5, rel=0.01)
+    seconds = tokens * training_flops(config.model) / config.model.context_length / (0.46 * 989.4e12)
+    assert seconds == pytest.approx(5100, rel=0.01)  # within the hour and a half, at the share of the peak it says
+    assert config.steps % config.eval_interval == config.steps % config.checkpoint_interval == 0
+    assert suited(["leaderboard"], 9_000_000_000) == ["leaderboard"]
+    assert suited(["leaderboard"], 2_600_000) == []
+    trial = recipe("leaderboard", "somewhere", 32_000, steps=100)
+    assert (trial.steps, trial.eval_interval, trial.optimizer.warmup_steps) == (100, 25, 2)
 
 
 def test_long_recipes_go_by_the_size_of_the_corpus():

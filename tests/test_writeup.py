@@ -456,6 +456,11 @@ def test_coverage_counts_parts():
     assert coverage.counts(found.values())["CS336 A2 2026"] == {"done": 0, "partly": 1, "not yet": 26, "problems": 27}
 
 
+def test_a_problem_of_one_assignment_is_not_that_of_another():
+    found = {p.handout: p.state for p in coverage.coverage([("leaderboard", "A1")]) if p.name == "leaderboard"}
+    assert found == {"CSE599-O A1 part 1": "done", "CS336 A1 2026": "done", "CS336 A2 2026": "not yet"}
+
+
 def test_the_committed_coverage_claims_no_more_than_the_notebooks_answer():
     names = [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
     calls = [ast.unparse(call.args[0]).strip("'") for name in names for call in answer_calls(name)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import psutil
 import yaml
 
-from lmcore.config import MODEL_SIZES, from_dict
+from lmcore.config import MODEL_SIZES, ModelConfig, from_dict
 from lmcore.errors import UserError, require, require_path
 from lmcore.files import read_json
 from lmcore.recipes import RECIPES
@@ -160,6 +160,7 @@ TWO_VOCABULARIES = Rule(
     "a mapping from two corpora, or their files, to sizes of a vocabulary, each a whole number above 256",
     lambda v: len(v) == 2 and all(isinstance(k, str) and k for k in v) and all(map(whole("", 257).holds, v.values())),
 )
+TEXT = Rule("a text", lambda value: isinstance(value, str))
 DEVICE = re.compile("auto|cpu|mps|cuda(:[0-9]+)?")
 TOKENIZER = Rule(
     "gpt2, or bpe: and a size above 256",
@@ -196,6 +197,7 @@ RULES: dict[str, Rule] = {
         "batch_sizes contexts attention_contexts decode_batches": several(COUNT),
         "warmups": WARMUPS,
         "recipe": RECIPE,
+        "leaderboard_recipe": RECIPE,
         "best_recipes": several(RECIPE, 0),
         "precision": PRECISION,
         "precisions": several(PRECISION),
@@ -209,16 +211,23 @@ RULES: dict[str, Rule] = {
         "context_modes": CONTEXT_PASSES,
         "warmup_mode": MODES,
         "learning_rates repeated_rates norm_rates batch_factors large_batch_factors": several(POSITIVE),
-        "best_rate z_loss": POSITIVE,
+        "best_rate learning_rate long_rate z_loss": POSITIVE,
         "tuned_rates": RATES_BY_ABLATION,
         "additions": several(one_of(ADDITIONS), 0),
         "web_tokenizers": DIFFERENT_TOKENIZERS,
         "seeds": several(whole("a whole number from 0 on", least=0)),
+        "ops": one_of(("plain", "fused")),
+        "10_wikitext.models": Rule(
+            "a mapping from names to sizes", lambda v: len(v) > 0 and all(isinstance(s, dict) for s in v.values())
+        ),
         "temperatures": several(TEMPERATURE),
         "dump_temperature": TEMPERATURE,
         "top_ps": several(TOP_P),
         "dump_top_p": TOP_P,
-        "prompts": several(Rule("a text", lambda value: isinstance(value, str))),
+        "prompts": Rule(
+            "a list of at least two texts, each another one",
+            lambda v: several(TEXT, 2).holds(v) and len(set(v)) == len(v),
+        ),
         "device": Rule("auto, cpu, mps, cuda or cuda:N", lambda value: bool(DEVICE.fullmatch(str(value)))),
     }.items()
     for name in names.split()
@@ -244,7 +253,7 @@ def check_parameters(name: str, known: Mapping[str, Any], given: Mapping[str, An
         require(typed, f"{must} of type {kind.__name__}, not {value!r}.")
         rule = RULES.get(f"{name}.{key}", RULES.get(key, COUNT if kind is int else None))
         require(rule is None or rule.holds(value), f"{must} {rule.words if rule else ''}, not {value!r}.")
-        if key == "tokenizer":
+        if key.endswith("tokenizer"):
             trained = re.fullmatch("bpe:([0-9]+)", str(value))
             there = int(trained[1]) > 256 if trained else value == "gpt2" or (value and (folder / value).is_dir())
             require(bool(there), f"{must} gpt2, bpe: and a size above 256, or a tokenizer's folder, not {value!r}.")
@@ -254,13 +263,28 @@ def check_parameters(name: str, known: Mapping[str, Any], given: Mapping[str, An
             check_texts([value] if key == "web" else list(value), folder, must)
         elif key == "records":
             require(not value or (folder / value).is_dir(), f"{must} empty, or a folder of tables, not {value!r}.")
+        elif key in ("leaderboard_corpus", "wikitext"):
+            check_source(value, folder, must)
+        elif key == "models" and name == "10_wikitext":
+            for model, sizes in value.items():
+                try:
+                    from_dict(ModelConfig, sizes)
+                except UserError as error:
+                    raise UserError(f"{must} sizes of models, and {model!r} is none: {error}") from None
+        elif key == "context_model":
+            models = values["models"]
+            require(value in models, f"{must} one of models, {', '.join(models)}, not {value!r}.")
+        elif key == "step_tokens":
+            contexts = values["contexts"]
+            even = all(value % context == 0 for context in contexts)
+            require(even, f"{must} a multiple of each of contexts, {contexts}, not {value!r}.")
         elif key == "study":
             from lmcore.profiling.cases import StudyConfig  # which imports torch
 
             try:
                 from_dict(StudyConfig, value).model(1)
             except UserError as error:
-                raise UserError(f"Parameter 'study' of notebook {name}: {error}") from None
+                raise UserError(f"Parameter {key!r} of notebook {name}: {error}") from None
 
 
 def check_texts(sources: Sequence[str], folder: Path, must: str) -> None:
@@ -277,6 +301,21 @@ def check_texts(sources: Sequence[str], folder: Path, must: str) -> None:
         require(open_corpus(place).size("train") > 0, f"{must} of texts: {source} is empty.")
     called = [(folder / source).resolve().name for source in sources]
     require(len(set(called)) == len(called), f"{must} of texts with names of their own, not {', '.join(called)}.")
+
+
+def check_source(source: str, folder: Path, must: str) -> None:
+    """Raises `UserError` unless `source` is a corpus by name, a place with text or a prepared folder, as seen from
+    `folder`."""
+    from lmcore.data.corpora import open_corpus
+    from lmcore.data.downloads import SOURCES
+    from lmcore.data.prepared import is_prepared
+
+    names = ("embedded", *SOURCES)
+    if source not in names:
+        known = f"{must} one of {', '.join(names)}, or a file or folder with text, not {source!r}."
+        require(bool(source) and (folder / source).exists(), known)
+        there = is_prepared(folder / source) or open_corpus(folder / source).size("train") > 0
+        require(there, f"{must} a corpus with text, and {source} is empty.")
 
 
 def locate(data: str) -> str:

@@ -86,7 +86,7 @@ def test_one_job_makes_the_writeup(one_job):
 
 def test_the_chain_makes_the_writeup(chain):
     out, _ = chain
-    assert check_writeup(out)["notebooks"] == 8
+    assert check_writeup(out)["notebooks"] == 9
     assert {entry["state"] for entry in read_record(out)["notebooks"]} == {"done"}
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from importlib import resources
 
 DONE, PARTLY, OPEN = "done", "partly", "not yet"
-COURSES = ("CS336", "CSE599-O")
+COURSES = ("CS336", "CSE599-O", "A1")
+"""What a part may name of a handout: its course, or that it is the first assignment."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,18 @@ def plain_name(problem: str) -> str:
 def coverage(answers: Iterable[tuple[str, str]]) -> list[Problem]:
     """All problems of the handouts (problems.csv), given the problem and the part of every answer that there is.
 
-    A part such as "c, CS336" counts for the handouts of that course alone, any other for all that have the problem.
+    A part such as "c, CS336" or "A1" counts for the handouts that are named so, any other for all that have the
+    problem.
     """
     parts: dict[str, list[tuple[str, str]]] = {}
     for problem, part in answers:
-        letter, _, course = part.partition(", ")
+        letter, _, course = ("", "", part) if part in COURSES else part.partition(", ")
         parts.setdefault(plain_name(problem), []).append((letter[:1], course if course in COURSES else ""))
     text = resources.files("lmcore.workbook.report").joinpath("problems.csv").read_text(encoding="utf-8")
     found = []
     for row in csv.DictReader(text.splitlines()):
         named = parts.get(plain_name(row["problem"]), [])
-        there = [letter for letter, course in named if row["handout"].startswith(course)]
+        there = [letter for letter, course in named if course in row["handout"]]
         # an answer without a part is one to all parts
         answered = [part for part in row["parts"] if part in there or "" in there] if row["parts"] else there[:1]
         problem = Problem(
