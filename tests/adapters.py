@@ -1,9 +1,12 @@
-"""What the courses' own tests call (CSE599-O assignment 1 part 1, CS336 assignment 1): glue around lmcore, no logic.
+"""What the courses' own tests call (CSE599-O assignment 1 part 1, CS336 assignments 1 and 2): glue around lmcore.
 
-Copy this file over `tests/adapters.py` of the course's repository, install lmcore there, and run its tests.
+Copy this file over `tests/adapters.py` of the course's repository, install lmcore there, and run its tests; or
+`make official A2=path/to/the/repository`, which leaves it as it is.
 """
 
+import math
 from collections.abc import Iterable, Mapping
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +15,8 @@ from lmcore import functional, model, optimizer
 from lmcore.checkpoint import load_checkpoint, save_checkpoint
 from lmcore.config import ModelConfig
 from lmcore.data import get_batch
+from lmcore.distributed import FSDP, BucketedDDP, OverlappedDDP, ShardedOptimizer
+from lmcore.kernels.attention import by_position, reference
 from lmcore.tokenizer import Tokenizer, train_bpe
 
 
@@ -151,3 +156,84 @@ def get_tokenizer(vocab, merges, special_tokens=None):
 def run_train_bpe(input_path, vocab_size, special_tokens, **kwargs):
     """`tokenizer.train_bpe`: vocabulary and merges."""
     return train_bpe(input_path, vocab_size, special_tokens, **kwargs)
+
+
+# CS336 assignment 2
+
+
+def _flash_attention(kernels: ModuleType, unit: float) -> type[torch.autograd.Function]:
+    """An autograd function of (batch, positions, features) that saves the log-sum-exp, of which `unit` is one nat."""
+
+    class FlashAttention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, is_causal=False):
+            heads = [x.unsqueeze(1) for x in (q, k, v)]
+            o, lse = kernels.forward(*heads, is_causal, by_position(heads[0]))
+            ctx.lse, ctx.is_causal = lse, is_causal
+            ctx.save_for_backward(q, k, v, o.squeeze(1), lse[:, 0, : q.shape[1]] * unit)
+            return o.squeeze(1)
+
+        @staticmethod
+        def backward(ctx, do):
+            q, k, v, o = (x.unsqueeze(1) for x in ctx.saved_tensors[:4])
+            new = (by_position(q) for _ in range(3))
+            gradients = kernels.backward(q, k, v, o, ctx.lse, do.unsqueeze(1).contiguous(), ctx.is_causal, *new)
+            return *(gradient.squeeze(1) for gradient in gradients), None
+
+    return FlashAttention
+
+
+def get_flashattention_autograd_function_pytorch() -> type[torch.autograd.Function]:
+    """`kernels.attention.reference`: FlashAttention-2 in plain PyTorch."""
+    return _flash_attention(reference, 1.0)
+
+
+def get_flashattention_autograd_function_triton() -> type[torch.autograd.Function]:
+    """`kernels.attention.gpu`: FlashAttention-2 in Triton, whose log-sum-exp has base 2."""
+    from lmcore.kernels.attention import gpu
+
+    return _flash_attention(gpu, math.log(2))
+
+
+def get_ddp(module: nn.Module) -> nn.Module:
+    """`distributed.OverlappedDDP`."""
+    return OverlappedDDP(module)
+
+
+def ddp_on_after_backward(ddp_model, optimizer) -> None:
+    """Between the backward pass and the optimizer's step."""
+    ddp_model.finish_gradient_synchronization()
+
+
+get_ddp_individual_parameters, ddp_individual_parameters_on_after_backward = get_ddp, ddp_on_after_backward
+"""As 2025 names them."""
+
+
+def get_ddp_bucketed(module: nn.Module, bucket_size_mb: float) -> nn.Module:
+    """`distributed.BucketedDDP`."""
+    return BucketedDDP(module, bucket_size_mb)
+
+
+ddp_bucketed_on_after_backward = ddp_on_after_backward
+
+
+def ddp_bucketed_on_train_batch_start(ddp_model, optimizer) -> None:
+    """Nothing is left to do at the beginning of a step."""
+
+
+def get_fsdp(module: nn.Module, compute_dtype: torch.dtype | None = None) -> nn.Module:
+    """`distributed.FSDP`."""
+    return FSDP(module, compute_dtype)
+
+
+fsdp_on_after_backward = ddp_on_after_backward
+
+
+def fsdp_gather_full_params(fsdp_model) -> dict[str, Tensor]:
+    """All parameters whole, by their names."""
+    return fsdp_model.gather_full_params()
+
+
+def get_sharded_optimizer(params, optimizer_cls: type[torch.optim.Optimizer], **kwargs) -> torch.optim.Optimizer:
+    """`distributed.ShardedOptimizer`."""
+    return ShardedOptimizer(params, optimizer_cls, **kwargs)

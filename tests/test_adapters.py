@@ -2,10 +2,12 @@
 
 import adapters
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
 from lmcore.config import ModelConfig
+from lmcore.distributed import Ranks
 from lmcore.model import TransformerLM
 from lmcore.workbook.reference import reference_attention, reference_logits
 
@@ -80,3 +82,62 @@ def test_tokenizer(tmp_path):
     assert merges == [(b"o", b"w"), (b"l", b"ow"), (b" ", b"low")]
     tokenizer = adapters.get_tokenizer(vocab, merges, ["<|endoftext|>"])
     assert tokenizer.decode(tokenizer.encode("lower<|endoftext|>")) == "lower<|endoftext|>"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["pytorch", "triton"])
+def test_flash_attention_functions(name, causal):
+    if name == "triton":
+        pytest.importorskip("triton")
+    place = "cuda" if name == "triton" and torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 48, 16, device=place, requires_grad=True) for _ in range(3)]
+    do = torch.randn(2, 48, 16, device=place)
+    function = getattr(adapters, f"get_flashattention_autograd_function_{name}")()
+    out = function.apply(*inputs, causal)
+    lse = next(saved for saved in out.grad_fn.saved_tensors if saved.shape == (2, 48))
+    q, k, v = (x.detach().double().requires_grad_() for x in inputs)
+    scores = q @ k.mT / 4
+    if causal:
+        scores = scores.masked_fill(~torch.ones(48, 48, dtype=torch.bool, device=place).tril(), float("-inf"))
+    want = scores.softmax(-1) @ v
+    close = {"rtol": 1e-2, "atol": 1e-2} if place == "cuda" else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(out.double(), want, **close)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), **close)
+    out.backward(do)
+    want.backward(do.double())
+    for ours, theirs in zip(inputs, (q, k, v), strict=True):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, **close)
+
+
+def distributed_by_adapters(rank, kind):
+    """A step of gradient descent as the course's tests take it; the weights afterwards, and those of one process."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(3, 4, bias=False), torch.arange(12.0).view(4, 3)
+    alone = torch.nn.Linear(3, 4, bias=False)
+    alone.load_state_dict(model.state_dict())
+    (alone(x).square().mean() / 10).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    if kind == "bucketed":
+        wrapped, after = adapters.get_ddp_bucketed(model, 1), adapters.ddp_bucketed_on_after_backward
+    elif kind == "fsdp":
+        wrapped, after = adapters.get_fsdp(model), adapters.fsdp_on_after_backward
+    else:
+        wrapped, after = adapters.get_ddp(model), adapters.ddp_on_after_backward
+    if kind == "sharded":
+        optimizer = adapters.get_sharded_optimizer(wrapped.parameters(), torch.optim.SGD, lr=0.1)
+    else:
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    adapters.ddp_bucketed_on_train_batch_start(wrapped, optimizer)
+    (wrapped(x[2 * rank : 2 * rank + 2]).square().mean() / 10).backward()
+    after(wrapped, optimizer)
+    optimizer.step()
+    whole = adapters.fsdp_gather_full_params(wrapped)["weight"] if kind == "fsdp" else model.weight
+    return whole.detach(), alone.weight.detach()
+
+
+def test_distributed_classes():
+    with Ranks(2) as ranks:
+        for kind in ("ddp", "bucketed", "fsdp", "sharded"):
+            for ours, alone in ranks.run(distributed_by_adapters, kind):
+                torch.testing.assert_close(ours, alone)

@@ -1,0 +1,155 @@
+"""Ranks on this machine, for a notebook or a test: processes that all run the same function, again and again."""
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+
+from lmcore.errors import UserError, require, require_positive
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message names it and has its last words."""
+
+
+class Ranks:
+    """`world_size` processes in one process group, on the CPU with gloo or with a GPU each with NCCL.
+
+    `run` calls a function on every rank, also one that was defined in a notebook, and returns what each returned. Use
+    it as a context manager, or `close` it. A rank that fails, dies or does not answer within `timeout` seconds ends
+    all of them. Raises `UserError` if there are fewer GPUs than ranks for NCCL.
+    """
+
+    def __init__(self, world_size: int, backend: str = "gloo", timeout: float = 60.0):
+        require_positive("world_size", world_size)
+        require(backend in ("gloo", "nccl"), f"backend must be gloo or nccl, not {backend!r}.")
+        if backend == "nccl":
+            import torch
+
+            gpus = torch.cuda.device_count()
+            require(world_size <= gpus, f"{world_size} ranks need as many GPUs with NCCL, and there are {gpus}.")
+        self.world_size, self.timeout = world_size, timeout
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, rank, world_size, backend, str(Path(self.folder.name) / "store"), timeout)
+            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
+            with _quiet_main():
+                process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What `function(rank, *arguments)` returns on each rank, tensors included."""
+        require(bool(self.processes), "These ranks have ended: start new ones.")
+        call = cloudpickle.dumps((function, arguments))
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                pipe.send_bytes(call)
+            except OSError:
+                self._fail(rank, f"has ended with exit code {self._exit_code(rank)}")
+        results: dict[int, Any] = {}
+        end = time.monotonic() + self.timeout
+        while len(results) < self.world_size:
+            left = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
+            ready = connection.wait(list(left), max(0.0, end - time.monotonic()))
+            if not ready:
+                waiting = ", ".join(str(rank) for rank in left.values())
+                self._fail(min(left.values()), f"has not answered within {self.timeout:g} seconds (waiting: {waiting})")
+            for pipe in ready:
+                rank = left[pipe]
+                try:
+                    worked, answer = cloudpickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    self._fail(rank, f"has ended with exit code {self._exit_code(rank)}")
+                if not worked:
+                    self._fail(rank, *answer)
+                results[rank] = answer
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _exit_code(self, rank: int) -> int | None:
+        self.processes[rank].join(5)
+        return self.processes[rank].exitcode
+
+    def _fail(self, rank: int, words: str, details: str = "", by_user: bool = False) -> None:
+        self.close()
+        if by_user:
+            raise UserError(words)
+        error = RankError(f"Rank {rank} {words}; the other ranks were ended.")
+        if details:
+            error.add_note(details)
+        raise error
+
+    def close(self) -> None:
+        """Ends all ranks."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+        self.pipes, self.processes = [], []
+        self.folder.cleanup()
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def _quiet_main():
+    """A new process must not run the program that started it again: what it calls comes to it pickled."""
+    import __main__
+
+    kept = {name: getattr(__main__, name) for name in ("__file__", "__spec__") if hasattr(__main__, name)}
+    for name in kept:
+        setattr(__main__, name, None)
+    if "__file__" in kept:
+        del __main__.__file__
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(__main__, name, value)
+
+
+def _serve(pipe: connection.Connection, rank: int, size: int, backend: str, store: str, timeout: float) -> None:
+    """A rank's life: join the group, then run what comes until the pipe closes."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if backend == "gloo":  # the ranks are on one machine: its name need not be in any directory
+        loopback = [name for name in psutil.net_if_addrs() if name.startswith("lo")]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0] if loopback else "lo")
+    else:
+        torch.cuda.set_device(rank)
+    patience = timedelta(seconds=timeout)
+    dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=size, timeout=patience)
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        while True:
+            function, arguments = cloudpickle.loads(pipe.recv_bytes())
+            try:
+                answer = True, function(rank, *arguments)
+            except UserError as error:
+                answer = False, (str(error), "", True)
+            except Exception as error:
+                answer = False, (f"failed: {type(error).__name__}: {error}", traceback.format_exc(), False)
+            pipe.send_bytes(cloudpickle.dumps(answer))

@@ -1,0 +1,95 @@
+"""An optimizer whose state is divided among the ranks (CS336 A2 section 6; ZeRO stage 1, Rajbhandari et al. 2020)."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lmcore.distributed.collectives import Group
+
+
+class ShardedOptimizer(Optimizer):
+    """Each parameter belongs to one rank, which alone has its optimizer state, updates it, and broadcasts it.
+
+    `params` and `kwargs` are those of `optimizer_cls`, any optimizer of PyTorch that treats its parameters one by one.
+    A parameter goes to the rank that has the fewest elements so far. Gradients must be the same on all ranks. Changes
+    of `param_groups`, such as a schedule's, reach the update. `state_dict` and `load_state_dict` are those of the
+    unsharded optimizer; every rank has to call them.
+    """
+
+    def __init__(self, params: Iterable, optimizer_cls: type[Optimizer], *, process_group: Group = None, **kwargs: Any):
+        self.optimizer_cls, self.kwargs, self.group = optimizer_cls, kwargs, process_group
+        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.owner: dict[Tensor, int] = {}
+        self.load = [0] * self.world_size
+        self.local: Optimizer | None = None
+        self.local_groups: list[tuple[dict, dict]] = []  # (the whole group, this rank's part of it)
+        defaults = optimizer_cls([nn.Parameter(torch.empty(1))], **kwargs).defaults
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group and deals its parameters out among the ranks."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for parameter in group["params"]:
+            rank = min(range(self.world_size), key=self.load.__getitem__)
+            self.owner[parameter] = rank
+            self.load[rank] += parameter.numel()
+        own = [parameter for parameter in group["params"] if self.owner[parameter] == self.rank]
+        if own:
+            part = {**group, "params": own}
+            if self.local is None:
+                self.local = self.optimizer_cls([part], **self.kwargs)
+            else:
+                self.local.add_param_group(part)
+            self.local_groups.append((group, self.local.param_groups[-1]))
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Updates this rank's parameters, then sends every parameter from its owner to all ranks."""
+        for group, part in self.local_groups:
+            part.update({name: value for name, value in group.items() if name != "params"})
+        loss = None
+        if self.local is not None:
+            loss = self.local.step(closure, **kwargs)
+        elif closure is not None:  # its backward pass may communicate
+            with torch.enable_grad():
+                loss = closure()
+        sent = []
+        for parameter, owner in self.owner.items():
+            if parameter.grad is not None:  # others did not change
+                source = dist.get_global_rank(self.group, owner) if self.group else owner
+                sent.append(dist.broadcast(parameter.data, source, group=self.group, async_op=True))
+        for work in sent:
+            work.wait()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that the unsharded optimizer would have, put together from all ranks, with tensors on the CPU."""
+        number = {parameter: index for index, parameter in enumerate(self.owner)}
+        state = self.local.state if self.local is not None else {}
+        own = {
+            number[parameter]: {name: v.cpu() if isinstance(v, Tensor) else v for name, v in values.items()}
+            for parameter, values in state.items()
+        }
+        parts: list[dict] = [{}] * self.world_size
+        dist.all_gather_object(parts, own, group=self.group)
+        whole = {index: values for part in parts for index, values in part.items()}
+        return super().state_dict() | {"state": {index: whole[index] for index in sorted(whole)}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of an unsharded optimizer, or of one that was sharded over any number of ranks."""
+        super().load_state_dict(state_dict | {"state": {}})
+        groups = self.param_groups  # new ones
+        self.local_groups = []
+        if self.local is None:
+            return
+        number = {parameter: index for index, parameter in enumerate(self.owner)}
+        own = [parameter for group in self.local.param_groups for parameter in group["params"]]
+        state = {i: state_dict["state"][number[p]] for i, p in enumerate(own) if number[p] in state_dict["state"]}
+        self.local.load_state_dict(self.local.state_dict() | {"state": state})
+        for part in self.local.param_groups:
+            group = next(group for group in groups if any(part["params"][0] is each for each in group["params"]))
+            self.local_groups.append((group, part))

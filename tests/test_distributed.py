@@ -1,0 +1,587 @@
+"""Collectives, data parallelism and sharding by real processes with gloo: each equal to one process on the whole batch.
+
+Four ranks are started once; smaller worlds are groups of them, so that `group` is tested as well.
+"""
+
+import copy
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lmcore.config import ModelConfig
+from lmcore.distributed import (
+    FSDP,
+    BucketedDDP,
+    FlatDDP,
+    NaiveDDP,
+    OverlappedDDP,
+    Ranks,
+    ShardedOptimizer,
+    all_reduce_by_root,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    tree_broadcast,
+)
+from lmcore.distributed.ranks import RankError
+from lmcore.errors import UserError
+from lmcore.functional import cross_entropy
+from lmcore.model import TransformerLM
+from lmcore.optimizer import AdamW, gradient_clipping
+
+WORLDS = [1, 2, 3, 4]
+EACH, LENGTH, VOCABULARY = 2, 8, 33
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks(4, timeout=120) as ranks:
+        yield ranks
+
+
+def within(rank, size, function, *arguments):
+    """On a rank: `function(rank, group, *arguments)` if it belongs to the first `size` ranks, as a group."""
+    group = dist.new_group(range(size))
+    result = function(rank, group, *arguments) if rank < size else None
+    dist.barrier()
+    return result
+
+
+def on(ranks, size, function, *arguments):
+    return ranks.run(within, size, function, *arguments)[:size]
+
+
+# Collectives
+
+
+def reduced(rank, group, length, name, dtype):
+    own = [torch.arange(length, dtype=dtype) * (r + 1) for r in range(dist.get_world_size(group))]
+    tensor = own[rank].clone()
+    {"ring": ring_all_reduce, "root": all_reduce_by_root}[name](tensor, group)
+    return torch.equal(tensor, sum(own))
+
+
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("name", ["ring", "root"])
+def test_all_reduce_sums_on_every_rank(ranks, size, name):
+    for length in (1, 3, 8, 101):  # fewer elements than ranks, and lengths that the ranks do not divide
+        assert all(on(ranks, size, reduced, length, name, torch.float64)), length
+    assert all(on(ranks, size, reduced, 12, name, torch.bfloat16))
+
+
+def scattered(rank, group, length):
+    size = dist.get_world_size(group)
+    tensor = torch.arange(length) + 100 * rank
+    chunk = ring_reduce_scatter(tensor, group).clone()
+    want = (size * torch.arange(length) + 100 * sum(range(size))).tensor_split(size)[rank]
+    gathered = torch.full((length,), -1)
+    gathered.tensor_split(size)[rank][:] = rank
+    ring_all_gather(gathered, group)
+    owners = torch.cat([torch.full_like(part, r) for r, part in enumerate(tensor.tensor_split(size))])
+    return torch.equal(chunk, want) and torch.equal(gathered, owners)
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_reduce_scatter_and_all_gather(ranks, size):
+    assert all(on(ranks, size, scattered, 8))
+    assert all(on(ranks, size, scattered, 11))
+
+
+def broadcast(rank, group, root):
+    tensor = torch.full((2, 3), float(rank))
+    tree_broadcast(tensor, root, group)
+    return bool((tensor == root).all())
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_tree_broadcast_from_every_root(ranks, size):
+    assert all(all(on(ranks, size, broadcast, root)) for root in range(size))
+
+
+def refused(rank, group):
+    said = []
+    for call in (
+        lambda: ring_all_reduce(torch.zeros(4, 4).T, group),
+        lambda: tree_broadcast(torch.zeros(2), 7, group),
+        lambda: BucketedDDP(nn.Linear(2, 2), 0, group=group),
+    ):
+        try:
+            call()
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def test_refusals(ranks):
+    said = on(ranks, 2, refused)[0]
+    assert len(said) == 3
+    assert "contiguous" in said[0]
+    assert "root must be a rank from 0 to 1, not 7" in said[1]
+    assert "bucket_size_mb must be positive, not 0" in said[2]
+
+
+# Training
+
+
+class Odd(nn.Module):
+    """Biases, tied weights, a frozen weight, a buffer, a layer that is not used, and rows that no world divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 7)
+        self.first, self.second = nn.Linear(7, 5), nn.Linear(7, 5, bias=False)
+        self.second.weight = self.first.weight
+        self.frozen, self.unused = nn.Linear(5, 7), nn.Linear(3, 3)
+        self.frozen.weight.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(7))
+        self.register_buffer("shift", torch.randn(7))
+        self.head = nn.Linear(7, VOCABULARY)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return self.head(self.frozen(torch.tanh(self.first(x)) + self.second(x * self.scale)) + self.shift)
+
+
+def lm(**changes):
+    sizes = {"d_model": 12, "num_layers": 2, "num_heads": 2, "d_ff": 20}
+    return TransformerLM(ModelConfig(VOCABULARY, LENGTH, **(sizes | changes)))
+
+
+MODELS = {
+    "lm": lm,
+    "tied": lambda: lm(tie_embeddings=True),
+    "checkpointed": lambda: lm(checkpoint_every=1),
+    "odd": Odd,
+}
+WRAPPERS = {
+    "naive": NaiveDDP,
+    "flat": FlatDDP,
+    "overlapped": OverlappedDDP,
+    "one bucket": lambda module, group: BucketedDDP(module, 1000, group=group),
+    "small buckets": lambda module, group: BucketedDDP(module, 0.0005, group=group),
+    "fsdp": FSDP,
+}
+
+
+def batches(size, steps):
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(VOCABULARY, (steps, 2, size * EACH, LENGTH), generator=generator)
+
+
+def fitted(rank, group, model, wrapper, dtype=torch.float64, clip=None):
+    """Parameters after three steps of AdamW, of the whole model; initial weights differ, so that rank 0's must win."""
+    torch.manual_seed(rank)
+    module = MODELS[model]().to(dtype)
+    wrapped = WRAPPERS[wrapper](module, group=group)
+    optimizer = AdamW(wrapped.parameters(), lr=1e-2)
+    norms = []
+    for inputs, targets in batches(dist.get_world_size(group), 3)[:, :, rank * EACH : (rank + 1) * EACH]:
+        optimizer.zero_grad()
+        cross_entropy(wrapped(inputs), targets).backward()
+        wrapped.finish_gradient_synchronization()
+        if clip is not None:
+            norms.append(float(wrapped.clip_gradients(clip)))
+        optimizer.step()
+    whole = wrapped.gather_full_params() if wrapper == "fsdp" else dict(wrapped.module.named_parameters())
+    return {name: parameter.detach().clone() for name, parameter in whole.items()}, norms
+
+
+def fitted_alone(size, model, dtype=torch.float64, clip=None):
+    torch.manual_seed(0)
+    module = MODELS[model]().to(dtype)
+    optimizer, norms = AdamW(module.parameters(), lr=1e-2), []
+    for inputs, targets in batches(size, 3):
+        optimizer.zero_grad()
+        cross_entropy(module(inputs), targets).backward()
+        if clip is not None:
+            norms.append(float(gradient_clipping(module.parameters(), clip)))
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}, norms
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_training_equals_one_process(ranks, wrapper, model):
+    for size in (2, 3, 4):
+        want, _ = fitted_alone(size, model)
+        for got, _ in on(ranks, size, fitted, model, wrapper):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
+def test_fsdp_clips_by_the_norm_of_the_whole(ranks):
+    want, norms = fitted_alone(3, "odd", clip=0.5)
+    for got, found in on(ranks, 3, fitted, "odd", "fsdp", torch.float64, 0.5):
+        torch.testing.assert_close(found, norms, rtol=1e-9, atol=0)
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
+def first_gradients(rank, group, wrapper, gradient_dtype=None):
+    torch.manual_seed(0)
+    options = {"gradient_dtype": gradient_dtype} if gradient_dtype else {}
+    wrapped = wrapper(lm(), group=group, **options)
+    inputs, targets = batches(dist.get_world_size(group), 1)[0, :, rank * EACH : (rank + 1) * EACH]
+    cross_entropy(wrapped(inputs), targets).backward()
+    wrapped.finish_gradient_synchronization()
+    return [parameter.grad for parameter in wrapped.parameters()]
+
+
+@pytest.mark.parametrize("wrapper", [NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP])
+def test_gradients_in_float32_and_bfloat16(ranks, wrapper):
+    torch.manual_seed(0)
+    model = lm()
+    inputs, targets = batches(2, 1)[0]
+    cross_entropy(model(inputs), targets).backward()
+    want = [parameter.grad for parameter in model.parameters()]
+    for got in on(ranks, 2, first_gradients, wrapper):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    for got in on(ranks, 2, first_gradients, wrapper, torch.bfloat16):
+        assert all(gradient.dtype == torch.float32 for gradient in got)
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-3)
+        assert not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, want, strict=True))
+
+
+def accumulated(rank, group, wrapper):
+    torch.manual_seed(0)
+    wrapped = wrapper(lm().double(), group=group)
+    first, second = batches(dist.get_world_size(group), 2)[:, :, rank * EACH : (rank + 1) * EACH]
+    with wrapped.no_sync():
+        cross_entropy(wrapped(first[0]), first[1]).backward()
+    cross_entropy(wrapped(second[0]), second[1]).backward()
+    wrapped.finish_gradient_synchronization()
+    return [parameter.grad for parameter in wrapped.parameters()]
+
+
+@pytest.mark.parametrize("wrapper", [NaiveDDP, OverlappedDDP, BucketedDDP])
+def test_accumulated_gradients_are_sent_once(ranks, wrapper):
+    torch.manual_seed(0)
+    model = lm().double()
+    for inputs, targets in batches(2, 2):
+        cross_entropy(model(inputs), targets).backward()
+    want = [parameter.grad for parameter in model.parameters()]
+    for got in on(ranks, 2, accumulated, wrapper):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
+def calls_before_the_end(rank, group, wrapper):
+    """All-reduces that were begun when the backward pass was over, those after it, and the most elements of one."""
+    counted, all_reduce = [], dist.all_reduce
+
+    def counting(tensor, **options):
+        counted.append(tensor.numel())
+        return all_reduce(tensor, **options)
+
+    wrapped = WRAPPERS[wrapper](lm(), group=group)
+    dist.all_reduce = counting
+    try:
+        ids = torch.zeros(1, LENGTH, dtype=torch.long)
+        cross_entropy(wrapped(ids), ids).backward()
+        before = len(counted)
+        wrapped.finish_gradient_synchronization()
+    finally:
+        dist.all_reduce = all_reduce
+    return before, len(counted) - before, max(counted)
+
+
+def test_when_gradients_are_sent(ranks):
+    parameters = len(list(lm().parameters()))
+    total = sum(parameter.numel() for parameter in lm().parameters())
+    found = {wrapper: on(ranks, 2, calls_before_the_end, wrapper)[0] for wrapper in WRAPPERS if wrapper != "fsdp"}
+    assert found["naive"][:2] == (0, parameters)
+    assert found["flat"] == (0, 1, total)
+    assert found["overlapped"][:2] == (parameters, 0)
+    assert found["one bucket"] == (1, 0, total)
+    before, after, largest = found["small buckets"]
+    assert after == 0
+    assert 1 < before < parameters
+    assert largest == VOCABULARY * 12  # a matrix larger than a bucket has one of its own
+    assert largest * 4 > 0.0005 * 2**20
+
+
+def fsdp_state(rank, group, dtype):
+    """Memory of whole matrices after each part of a step, types, and what layers computed in."""
+    torch.manual_seed(0)
+    model = lm()
+    fsdp = FSDP(model, dtype, group)
+    there, computed = [], set()
+
+    def whole_bytes(layer=None, *_):
+        if layer is not None and layer in fsdp.weights:
+            there.append(sum(w.buffer.untyped_storage().nbytes() > 0 for w in fsdp.weights.values()))
+            computed.add(layer.weight.dtype)
+
+    for layer in fsdp.weights:
+        layer.register_forward_pre_hook(whole_bytes)
+    inputs, targets = batches(dist.get_world_size(group), 1)[0, :, rank * EACH : (rank + 1) * EACH]
+    for _ in range(2):
+        fsdp.zero_grad()
+        cross_entropy(fsdp(inputs).float(), targets).backward()
+        fsdp.finish_gradient_synchronization()
+    left = sum(w.buffer.untyped_storage().nbytes() for w in fsdp.weights.values())
+    kept = sum(p.numel() for p in fsdp.parameters())
+    kinds = {(p.dtype, p.grad.dtype, p.shape == p.grad.shape) for p in fsdp.parameters()}
+    return max(there), computed, left, kept, kinds, [p.grad for p in fsdp.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_fsdp_frees_what_it_gathers_and_keeps_masters(ranks, dtype):
+    total = sum(parameter.numel() for parameter in lm().parameters())
+    rows = on(ranks, 2, fsdp_state, dtype)
+    for most, computed, left, kept, kinds, _ in rows:
+        assert most <= 3  # the layer that runs and the two after it
+        assert computed == {dtype or torch.float32}
+        assert left == 0
+        assert kept < 0.6 * total
+        assert kinds == {(torch.float32, torch.float32, True)}
+
+
+def mixed(rank, group, dtype):
+    return steps_in(dtype, FSDP(seeded(), dtype, group), group, rank).gather_full_params()
+
+
+def seeded():
+    torch.manual_seed(0)
+    return lm()
+
+
+def steps_in(dtype, model, group=None, rank=0):
+    """Three steps of SGD on a rank's part of the batch, or on all of it."""
+    size = dist.get_world_size(group) if group else 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, targets in batches(size, 3):
+        part = slice(rank * EACH, (rank + 1) * EACH) if group else slice(None)
+        optimizer.zero_grad()
+        cross_entropy(model(inputs[part]).float(), targets[part]).backward()
+        if group:
+            model.finish_gradient_synchronization()
+        optimizer.step()
+    return model
+
+
+class Cast(nn.Module):
+    """A layer that computes with its weight in another type; autograd brings the gradient back."""
+
+    def __init__(self, layer, dtype):
+        super().__init__()
+        self.layer, self.dtype = layer, dtype
+
+    def forward(self, x):
+        weights = {"weight": self.layer.weight.to(self.dtype)}
+        return torch.func.functional_call(self.layer, weights, (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fsdp_in_mixed_precision_equals_one_process(ranks, dtype):
+    model = seeded()
+    layers = [name for name, layer in model.named_modules() if type(layer).__name__ in ("Linear", "Embedding")]
+    for name in layers:
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, Cast(model.get_submodule(name), dtype))
+    initial = dict(seeded().named_parameters())
+    want = {name.replace(".layer.", "."): p.detach() for name, p in steps_in(dtype, model).named_parameters()}
+    for got in on(ranks, 2, mixed, dtype):
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-3 if dtype == torch.bfloat16 else 2e-4)
+        moved = max((got[name] - initial[name]).abs().max().item() for name in got)
+        assert moved > 0.02
+
+
+def test_fsdp_sees_that_the_order_of_layers_has_changed(ranks):
+    assert all(on(ranks, 2, other_order))
+
+
+class TwoWays(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x, names):
+        for name in names:
+            x = torch.tanh(getattr(self, name)(x))
+        return x
+
+
+def other_order(rank, group):
+    torch.manual_seed(0)
+    model, alone = TwoWays().double(), TwoWays().double()
+    alone.load_state_dict(model.state_dict())
+    dist.broadcast(torch.zeros(1), 0, group=group)
+    for parameter in alone.parameters():
+        dist.broadcast(parameter.data, 0, group=group)
+    fsdp, x = FSDP(model, group=group), torch.ones(2, 4, dtype=torch.float64)
+    same = []
+    for names in ("abc", "abc", "cba", "ca", "aab"):
+        fsdp.zero_grad()
+        alone.zero_grad()
+        fsdp(x, names).sum().backward()
+        alone(x, names).sum().backward()
+        fsdp.finish_gradient_synchronization()
+        for name, parameter in model.named_parameters():
+            whole = getattr(alone, name[0]).weight.grad
+            own = None if whole is None else whole.chunk(dist.get_world_size(group))[rank]
+            found = parameter.grad
+            same.append(found is None if own is None else torch.allclose(found, own, rtol=1e-9, atol=1e-12))
+    return all(same)
+
+
+# Optimizer state
+
+
+def groups_of(model):
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": [p for p in model.parameters() if p.ndim < 2]}]
+
+
+OPTIMIZERS = {
+    "ours": (AdamW, {"lr": 1e-2}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
+    "momentum": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {}),
+}
+
+
+def state_elements(state):
+    return sum(v.numel() for values in state.values() for v in values.values() if torch.is_tensor(v))
+
+
+def sharded_steps(rank, group, name, grow):
+    cls, options = OPTIMIZERS[name]
+    torch.manual_seed(0)
+    model = lm().double()
+    groups = groups_of(model)
+    optimizer = ShardedOptimizer(groups[:1] if grow else groups, cls, process_group=group, **options)
+    if grow:
+        optimizer.add_param_group(groups[1])
+    loss = steps_of(model, optimizer)
+    state = state_elements(optimizer.local.state) if optimizer.local is not None else 0
+    return dict(model.named_parameters()), optimizer.state_dict(), state, loss
+
+
+def steps_of(model, optimizer):
+    for step, (inputs, targets) in enumerate(batches(1, 3)):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (step + 1)  # as a schedule does
+
+        def closure(inputs=inputs, targets=targets):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs), targets)
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure)
+    return loss.item()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sharded_optimizer_equals_the_whole_one(ranks, name, size):
+    cls, options = OPTIMIZERS[name]
+    torch.manual_seed(0)
+    model = lm().double()
+    whole = cls(groups_of(model), **options)
+    loss = steps_of(model, whole)
+    rows = on(ranks, size, sharded_steps, name, size == 3)
+    for parameters, state, _, found in rows:
+        assert found == pytest.approx(loss, rel=1e-9)
+        torch.testing.assert_close(parameters, dict(model.named_parameters()), rtol=1e-9, atol=1e-12)
+        want = whole.state_dict()
+        assert state["param_groups"] == want["param_groups"]
+        torch.testing.assert_close(state["state"], want["state"], rtol=1e-9, atol=1e-12)
+    shares = [share for _, _, share, _ in rows]
+    assert sum(shares) == state_elements(whole.state)
+    assert max(shares) < 1.3 * sum(shares) / size
+
+
+def resharded(rank, group, state, parameters):
+    model = lm().double()
+    model.load_state_dict(parameters)
+    optimizer = ShardedOptimizer(groups_of(model), AdamW, process_group=group, lr=5e-5)
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == state["param_groups"][0]["lr"]
+    steps_of(model, optimizer)
+    return dict(model.named_parameters())
+
+
+def test_sharded_state_loads_whole_and_over_another_number_of_ranks(ranks):
+    torch.manual_seed(0)
+    model = lm().double()
+    parameters, state, _, _ = on(ranks, 2, sharded_steps, "ours", False)[0]
+    model.load_state_dict(parameters)
+    whole = AdamW(groups_of(model), lr=1.0)
+    whole.load_state_dict(copy.deepcopy(state))  # it goes on with the tensors that it gets
+    steps_of(model, whole)
+    for found in on(ranks, 3, resharded, state, parameters):
+        torch.testing.assert_close(found, dict(model.named_parameters()), rtol=1e-9, atol=1e-12)
+
+
+def one_parameter(rank, group):
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=0.5)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model.weight.detach()
+
+
+def test_a_rank_without_parameters_takes_part(ranks):
+    for weight in on(ranks, 3, one_parameter):
+        assert torch.equal(weight, torch.full((1, 3), 0.5))
+
+
+# The processes themselves
+
+
+def test_functions_of_a_notebook_run_on_ranks(ranks):
+    def doubled(rank, x):  # as in a cell: no module can be imported for it
+        return 2 * x + rank
+
+    assert ranks.run(doubled, 10) == [20, 21, 22, 23]
+
+
+def hurt(rank, how):
+    if rank == 1 and how == "raises":
+        raise ZeroDivisionError("too small")
+    if rank == 1 and how == "refuses":
+        raise UserError("The batch has 3 rows, which 2 ranks do not divide.")
+    if rank == 1 and how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and how == "hangs":
+        time.sleep(600)
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "says"),
+    [
+        ("raises", RankError, "Rank 1 failed: ZeroDivisionError: too small; the other ranks were ended."),
+        ("refuses", UserError, "The batch has 3 rows, which 2 ranks do not divide."),
+        ("dies", RankError, "Rank 1 has ended with exit code -9; the other ranks were ended."),
+        ("hangs", RankError, "Rank 1 has not answered within 2 seconds"),
+    ],
+)
+def test_a_rank_that_fails_ends_all(how, error, says):
+    with Ranks(2) as ranks:
+        assert ranks.run(hurt, "") == [0, 1]
+        processes, ranks.timeout = list(ranks.processes), 2 if how == "hangs" else 60
+        with pytest.raises(error, match=re.escape(says)):
+            ranks.run(hurt, how)
+        assert not any(process.is_alive() for process in processes)
+        with pytest.raises(UserError, match="have ended: start new ones"):
+            ranks.run(hurt, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((0,), "world_size must be a positive whole number, not 0"),
+        ((2, "mpi"), "backend must be gloo or nccl, not 'mpi'"),
+        ((99, "nccl"), "99 ranks need as many GPUs with NCCL, and there are"),
+    ],
+)
+def test_wrong_worlds(arguments, says):
+    with pytest.raises(UserError, match=re.escape(says)):
+        Ranks(*arguments)
