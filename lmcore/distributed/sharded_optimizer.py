@@ -15,9 +15,9 @@ class ShardedOptimizer(Optimizer):
     """Each parameter belongs to one rank, which alone has its optimizer state, updates it, and broadcasts it.
 
     `params` and `kwargs` are those of `optimizer_cls`, any optimizer of PyTorch that treats its parameters one by one.
-    A parameter goes to the rank that has the fewest elements so far. Gradients must be the same on all ranks. Changes
-    of `param_groups`, such as a schedule's, reach the update. `state_dict` and `load_state_dict` are those of the
-    unsharded optimizer; every rank has to call them.
+    The largest parameters are dealt out first, each to the rank that has the fewest elements so far. Gradients must be
+    the same on all ranks. Changes of `param_groups`, such as a schedule's, reach the update. `state_dict` and
+    `load_state_dict` are those of the unsharded optimizer; every rank has to call them.
     """
 
     def __init__(self, params: Iterable, optimizer_cls: type[Optimizer], *, process_group: Group = None, **kwargs: Any):
@@ -34,10 +34,12 @@ class ShardedOptimizer(Optimizer):
         """Adds a group and deals its parameters out among the ranks."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for parameter in group["params"]:
+        owner = {}
+        for parameter in sorted(group["params"], key=Tensor.numel, reverse=True):
             rank = min(range(self.world_size), key=self.load.__getitem__)
-            self.owner[parameter] = rank
+            owner[parameter] = rank
             self.load[rank] += parameter.numel()
+        self.owner |= {parameter: owner[parameter] for parameter in group["params"]}
         own = [parameter for parameter in group["params"] if self.owner[parameter] == self.rank]
         if own:
             part = {**group, "params": own}

@@ -191,7 +191,7 @@ RULES: dict[str, Rule] = {
         "01_build.vocab_size": whole("a whole number above 256, as all bytes and <|endoftext|> are tokens", 257),
         "corpora": TWO_VOCABULARIES,
         "model_size answer_size timeline_size attention_size loss_size optimizer_size elementwise_size "
-        "step_size decode_size": SIZE,
+        "step_size decode_size 09_distributed.size": SIZE,
         "sizes": several(SIZE),
         "warmup_sizes component_sizes": several(SIZE),
         "batch_sizes contexts attention_contexts decode_batches": several(COUNT),
@@ -215,6 +215,9 @@ RULES: dict[str, Rule] = {
         "tuned_rates": RATES_BY_ABLATION,
         "additions": several(one_of(ADDITIONS), 0),
         "web_tokenizers": DIFFERENT_TOKENIZERS,
+        "world_sizes": several(whole("a whole number from 2 on", 2)),
+        "message_sizes_mb bucket_sizes_mb": several(POSITIVE),
+        "backend": one_of(("auto", "gloo", "nccl")),
         "seeds": several(whole("a whole number from 0 on", least=0)),
         "ops": one_of(("plain", "fused")),
         "10_wikitext.models": Rule(

@@ -1,0 +1,98 @@
+"""Notebook 09 at scale smoke: every answer, the same ones from its tables, and claims that can fail.
+
+Its ranks are started once: a function that is called again with the same arguments gives what it returned first.
+"""
+
+import ast
+
+import cloudpickle
+import pytest
+from matplotlib.figure import Figure
+from notebook_cells import answer_calls, run_cells, typed_numbers
+
+import lmcore.distributed
+from lmcore.workbook.report.results import PERTURB
+
+NAME = "09_distributed"
+PROBLEMS = {
+    "distributed_communication_single_node", "naive_ddp", "naive_ddp_benchmarking", "minimal_ddp_flat_benchmarking",
+    "ddp_overlap_individual_parameters", "ddp_overlap_individual_parameters_benchmarking (a)",
+    "ddp_overlap_individual_parameters_benchmarking (b)", "ddp_overlap_bucketed", "ddp_bucketed_benchmarking (a)",
+    "optimizer_state_sharding", "optimizer_state_sharding_accounting (a)", "optimizer_state_sharding_accounting (b)",
+    "optimizer_state_sharding_accounting (c)", "fsdp", "fsdp_accounting (a)", "fsdp_accounting (b)",
+}  # fmt: skip
+MEASURED = {problem for problem in PROBLEMS if "benchmarking" in problem or "communication" in problem}
+SEEDS = [2, 4, 0, 9, *range(20)]
+
+
+class Replaying:
+    """`Ranks` that calls each function once."""
+
+    returned: dict[tuple, list] = {}  # noqa: RUF012
+
+    def __init__(self, world_size, *options, **more):
+        self.world_size, self.make, self.ranks = world_size, lambda: REAL(world_size, *options, **more), None
+
+    def run(self, function, *arguments):
+        key = self.world_size, function.__name__, cloudpickle.dumps(arguments)
+        if key not in self.returned:
+            self.ranks = self.ranks or self.make()
+            self.returned[key] = self.ranks.run(function, *arguments)
+        return self.returned[key]
+
+    def close(self):
+        if self.ranks is not None:
+            self.ranks.close()
+
+
+REAL = lmcore.distributed.Ranks
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """The folder of the notebook's tables, and its answers."""
+    out = tmp_path_factory.mktemp("distributed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lmcore.distributed, "Ranks", Replaying)
+        yield out / "results", run_cells(NAME, out=str(out))
+
+
+def test_every_problem_has_an_answer_with_claims(smoke):
+    _, answers = smoke
+    assert answers.keys() >= PROBLEMS
+    assert all(found["claims"] for found in answers.values())
+
+
+def test_the_tables_give_the_same_answers_again(smoke, tmp_path):
+    records, answers = smoke
+    assert run_cells(NAME, out=str(tmp_path), records=str(records), backend="gloo") == answers
+
+
+@pytest.mark.usefixtures("smoke")
+def test_records_without_measurements_leave_those_answers_out(tmp_path):
+    (tmp_path / "records").mkdir()
+    found = run_cells(NAME, out=str(tmp_path / "out"), records=str(tmp_path / "records"))
+    assert not found.keys() & MEASURED
+    assert found.keys() >= {"naive_ddp", "ddp_overlap_bucketed", "optimizer_state_sharding", "fsdp"}
+    assert all(all(answer["claims"].values()) for answer in found.values())
+
+
+def test_every_claim_can_fail(smoke, tmp_path, monkeypatch):
+    records, answers = smoke
+    for name in ("draw", "tight_layout"):
+        monkeypatch.setattr(Figure, name, lambda *_, **__: None)
+    monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"<svg/>"))
+    left = {(problem, claim) for problem, found in answers.items() for claim, holds in found["claims"].items() if holds}
+    for seed in SEEDS:
+        monkeypatch.setenv(PERTURB, str(seed))
+        for problem, found in run_cells(NAME, out=str(tmp_path), records=str(records)).items():
+            left -= {(problem, claim) for claim, holds in found["claims"].items() if not holds}
+        if not left:
+            break
+    assert not left, f"these cannot fail: {left}"
+
+
+def test_templates_hold_no_numbers():
+    for call in answer_calls(NAME):
+        template = ast.literal_eval(call.args[1])
+        assert typed_numbers(template) == [], template
