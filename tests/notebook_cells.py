@@ -24,9 +24,9 @@ RECORDS = PROJECT / "results" / "h200"
 ANSWERS = RECORDS / "answers.json"
 
 NAMES = re.compile(
-    r"`[^`]*`|\$[^$]*\$|\b(?:b?float|bf|fp|tf|int|uint)\d+|\b(?:GPT|FlashAttention|L|CSE|CS|UTF)-?\d\w*|\b\d-gram"
+    r"`[^`]*`|\$[^$]*\$|\b(?:b?float|bf|fp|tf|int|uint)\d+|\b(?:GPT|FlashAttention|L|H|CSE|CS|UTF)-?\d\w*|\b\d-gram"
 )
-"""What a template may hold digits for: code, formulas, data types, names of models and caches."""
+"""What a template may hold digits for: code, formulas, data types, names of models, caches and GPUs."""
 
 
 def rendered(name: str, out: Path) -> dict[str, dict[str, Any]]:
