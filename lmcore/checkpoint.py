@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lmcore.config import ModelConfig, from_dict
 from lmcore.errors import UserError
-from lmcore.files import atomic_write
+from lmcore.files import atomic_write, sha256_file
 from lmcore.model import TransformerLM
 
 FORMAT = 1
@@ -32,11 +32,19 @@ def save_checkpoint(
     A path is written atomically. The content carries its own SHA-256 digest. Raises `UserError` if `out` cannot be
     written.
     """
+    save_states(model, model.state_dict(), optimizer.state_dict(), iteration, out, extra)
+
+
+def save_states(
+    model: nn.Module, weights: dict[str, Any], optimizer: dict[str, Any], iteration: int, out: Source,
+    extra: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """`save_checkpoint` of states that were put together before, as from several processes."""
     content = {
         "iteration": iteration,
         "model_config": asdict(model.config) if isinstance(model, TransformerLM) else None,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "model": weights,
+        "optimizer": optimizer,
         "extra": extra or {},
     }
     content |= {"lmcore_format": FORMAT, "digest": digest(content)}
@@ -63,9 +71,14 @@ def load_checkpoint(src: Source, model: nn.Module, optimizer: Optimizer) -> int:
     return restore(read_checkpoint(src), model, optimizer, name=_name(src))
 
 
-def read_checkpoint(src: Source) -> dict[str, Any]:
-    """The verified content of a checkpoint, tensors on the CPU. Raises `UserError` as `load_checkpoint` does."""
+def read_checkpoint(src: Source, tensors: bool = True) -> dict[str, Any]:
+    """The verified content of a checkpoint, tensors on the CPU. Raises `UserError` as `load_checkpoint` does.
+
+    A sharded one is put together; without `tensors` it is only verified, and lacks `model` and the optimizer's state.
+    """
     name = _name(src)
+    if isinstance(src, str | os.PathLike) and Path(src).is_dir():
+        return read_sharded_checkpoint(Path(src), tensors)
     try:
         content = torch.load(src, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -84,6 +97,51 @@ def read_checkpoint(src: Source) -> dict[str, Any]:
     if not body.keys() >= CONTENT:
         raise UserError(f"{name} was not written by lmcore's save_checkpoint.")
     return body
+
+
+SHARDED_STATE, MANIFEST = "state.pt", "manifest.json"
+"""Of a sharded checkpoint: all that is no tensor; the SHA-256 digest of every file, which is written last."""
+
+
+def read_sharded_checkpoint(folder: Path, tensors: bool = True) -> dict[str, Any]:
+    """`read_checkpoint` of a folder that `lmcore.distributed.sharded_checkpoint` wrote, on any number of processes."""
+    verify_files(folder)
+    content = torch.load(folder / SHARDED_STATE, map_location="cpu", weights_only=True)
+    if not tensors:
+        return content
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    reader = FileSystemReader(folder)
+    metadata = reader.read_metadata().state_dict_metadata
+    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
+    load(found, storage_reader=reader, no_dist=True)
+    names, numbers = content.pop("names"), content.pop("numbers")
+    moments: dict[str, dict[str, Any]] = {name: dict(values) for name, values in numbers.items()}
+    for key, tensor in found.items():
+        kind, _, rest = key.partition(".")
+        if kind == "optimizer":
+            name, _, moment = rest.rpartition(".")
+            moments.setdefault(name, {})[moment] = tensor
+    content["optimizer"] |= {"state": {i: moments[name] for i, name in enumerate(names) if name in moments}}
+    content["model"] = {key.partition(".")[2]: tensor for key, tensor in found.items() if key.startswith("model.")}
+    for alias, name in content.pop("aliases").items():
+        content["model"][alias] = content["model"][name]
+    return content
+
+
+def verify_files(folder: Path) -> None:
+    """Raises `UserError` unless a sharded checkpoint has all its files as they were written."""
+    damaged = f"{folder} is not a whole checkpoint"
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        for name, noted in manifest.items():
+            if sha256_file(folder / name) != noted:
+                raise UserError(f"{damaged}: {name} does not match its SHA-256 digest.")
+    except (OSError, ValueError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        what = Path(error.filename).name if isinstance(error, OSError) and error.filename else MANIFEST
+        raise UserError(f"{damaged}: {what} is missing or cannot be read.") from error
 
 
 def restore(content: dict[str, Any], model: nn.Module, optimizer: Optimizer, name: str = "The checkpoint") -> int:
@@ -157,8 +215,13 @@ def _update(state: "hashlib._Hash", value: Any) -> None:
 
 def save_weights(model: TransformerLM, path: str | os.PathLike, **notes: Any) -> None:
     """Writes the weights alone as safetensors, atomically; `notes` go into the file's metadata with the config."""
-    weights = _distinct_weights(model)
-    metadata = {"model_config": json.dumps(asdict(model.config)), "digest": digest(weights)}
+    write_weights(model.config, model.state_dict(), path, **notes)
+
+
+def write_weights(config: ModelConfig, state: Mapping[str, Tensor], path: str | os.PathLike, **notes: Any) -> None:
+    """`save_weights` of a state dict that was put together before, as from several processes."""
+    weights = _distinct_weights(config, state)
+    metadata = {"model_config": json.dumps(asdict(config)), "digest": digest(weights)}
     metadata |= {key: json.dumps(value) for key, value in notes.items()}
     with atomic_write(path) as file:
         try:
@@ -204,12 +267,12 @@ def read_weights(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, 
     return weights, notes | {"model_config": from_dict(ModelConfig, notes["model_config"])}
 
 
-def _distinct_weights(model: TransformerLM) -> dict[str, Tensor]:
+def _distinct_weights(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict in the order of its names, without the alias of tied embeddings, which safetensors refuses."""
-    state = {key: value.detach().cpu().contiguous() for key, value in sorted(model.state_dict().items())}
-    if model.config.tie_embeddings:
-        del state["lm_head.weight"]
-    return state
+    weights = {key: value.detach().cpu().contiguous() for key, value in sorted(state.items())}
+    if config.tie_embeddings:
+        del weights["lm_head.weight"]
+    return weights
 
 
 def _name(src: Source) -> str:

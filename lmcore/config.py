@@ -177,6 +177,9 @@ class TrainConfig:
     checkpoint_interval: int = 500
     keep_checkpoints: int = 2
     """Latest checkpoints kept, besides the best by validation loss."""
+    checkpoints: Literal["whole", "sharded", "async"] = "whole"
+    """whole: one file, of which each process has all; sharded: a folder to which each process writes its part, async
+    while the training goes on. All of them load on any number of processes."""
     keep_weights: bool = True
     """False: of a complete run only the metrics stay, neither checkpoints nor weights, as for a sweep of many runs."""
     device: str = "auto"
@@ -185,6 +188,9 @@ class TrainConfig:
     """plain: PyTorch's operations and autograd; fused: our kernels in an explicit step, where they cover the model."""
     compile: bool = False
     """torch.compile, for what runs as plain operations."""
+    parallel: Literal["none", "ddp", "zero1", "fsdp", "torch-ddp", "torch-fsdp2"] = "none"
+    """How the processes that torchrun started divide the work: ours, or PyTorch's. Each has a part of the batch; zero1
+    divides the optimizer's state, too, and fsdp the weights. See `lmcore.distributed`."""
     deterministic: bool = False
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
 

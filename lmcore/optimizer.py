@@ -140,15 +140,21 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
     return (x.mT if tall else x).to(matrices.dtype)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, adamw: Callable[..., Optimizer] = AdamW) -> Optimizer:
+def build_optimizer(
+    model: nn.Module,
+    config: OptimizerConfig,
+    adamw: Callable[..., Optimizer] = AdamW,
+    make: Callable[..., Optimizer] | None = None,
+) -> Optimizer:
     """The configured optimizer over `model`: weight decay on matrices, on the weights of norms only if so configured.
 
-    `adamw` makes it where AdamW is configured.
+    `adamw` makes it where AdamW is configured; `make(groups, kind, **settings)` makes any, of the class `kind`.
     """
+    make = make or (lambda groups, kind, **settings: (adamw if kind is AdamW else kind)(groups, **settings))
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     norms = [p for p in model.parameters() if p.ndim < 2]
     if config.name == "sgd":
-        return SGD(model.parameters(), lr=config.learning_rate)
+        return make(list(model.parameters()), SGD, lr=config.learning_rate)
     norm_decay = config.weight_decay if config.decay_norms else 0.0
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
     if config.name == "adamw":
@@ -156,7 +162,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, adamw: Callable[.
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": norms, "weight_decay": norm_decay},
         ]
-        return adamw([g for g in groups if g["params"]], **settings)
+        return make([g for g in groups if g["params"]], AdamW, **settings)
     hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("layers.")]
     hidden_ids = {id(p) for p in hidden}
     embeddings = [p for p in matrices if id(p) not in hidden_ids]
@@ -165,7 +171,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, adamw: Callable[.
         {"params": embeddings, "weight_decay": config.weight_decay},
         {"params": norms, "weight_decay": norm_decay},
     ]
-    return Muon([g for g in groups if g["params"]], **settings)
+    return make([g for g in groups if g["params"]], Muon, **settings)
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:

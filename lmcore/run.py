@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,8 +20,11 @@ from lmcore.errors import UserError, require
 from lmcore.files import CHECKSUM, atomic_write, checksummed, leftovers, read_json, verified, write_in_place, write_json
 from lmcore.provenance import utc_now
 
-FREE_TO_CHANGE = {"data", "device", "trackers", "keep_checkpoints", "checkpoint_interval"}
-"""Fields that a resumed run may change: they do not change its numbers (data is compared by its fingerprint)."""
+FREE_TO_CHANGE = {
+    "data", "device", "trackers", "keep_checkpoints", "checkpoint_interval", "checkpoints", "parallel",
+}  # fmt: skip
+"""Fields that a resumed run may change: they change its numbers by no more than rounding (data is compared by its
+fingerprint)."""
 
 
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -107,7 +111,7 @@ class RunFolder:
         own = (self.config_file, self.environment_file, self.metrics_file, self.status_file)
         in_checkpoints = self.checkpoint_folder.glob(".*.tmp")
         for path in (*(left for file in own for left in leftovers(file)), *in_checkpoints):
-            path.unlink(missing_ok=True)
+            remove(path)
 
     def config(self) -> TrainConfig:
         """The run's resolved configuration. Raises `UserError` if it is not the one that the run began with."""
@@ -232,13 +236,42 @@ class RunFolder:
         """Adds one line. Raises `UserError` if it cannot be written, as on a full disk."""
         self.metrics_log.append(line)
 
-    def checkpoint_file(self, step: int) -> Path:
-        """Path of the full checkpoint after `step` steps."""
-        return self.checkpoint_folder / f"step_{step:08d}.pt"
+    def checkpoint_file(self, step: int, sharded: bool = False) -> Path:
+        """Path of the full checkpoint after `step` steps: a file or, of a sharded one, a folder."""
+        return self.checkpoint_folder / f"step_{step:08d}.{'sharded' if sharded else 'pt'}"
 
     def checkpoints(self) -> list[Path]:
         """Full checkpoints, the newest first."""
-        return sorted(self.checkpoint_folder.glob("step_*.pt"), reverse=True)
+        found = (path for kind in ("pt", "sharded") for path in self.checkpoint_folder.glob(f"step_*.{kind}"))
+        return sorted(found, reverse=True)
+
+
+class FollowedRun(RunFolder):
+    """The run folder for the ranks that do not write it: paths and reading as there, writing does nothing."""
+
+    @contextmanager
+    def lock(self, seconds: float = SECONDS_TO_WAIT) -> Iterator[None]:
+        yield
+
+    def remove_leftovers(self) -> None:
+        pass
+
+    def begin(self, config: TrainConfig, environment: dict[str, Any]) -> None:
+        pass
+
+    def write_status(self, state: str, step: int, **notes: Any) -> None:
+        pass
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        pass
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a whole folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _json_or_none(path: Path) -> Any:
@@ -400,7 +433,7 @@ def require_same_data(run: RunFolder, fingerprint: str) -> None:
     noted = None
     for path in run.checkpoints():
         with suppress(UserError):  # damaged: whoever goes on from it will say so
-            noted = read_checkpoint(path)["extra"].get("data_fingerprint")
+            noted = read_checkpoint(path, tensors=False)["extra"].get("data_fingerprint")
             break
     if noted is None:
         print(f"{run.environment_file} is gone: whether the data is the same was not checked.", flush=True)
@@ -412,17 +445,19 @@ def require_same_data(run: RunFolder, fingerprint: str) -> None:
     )
 
 
-def newest_state(run: RunFolder, keep_weights: bool = True) -> tuple[dict[str, Any] | None, list[Path]]:
-    """Content of the checkpoint to go on from, None for a run without any, and the checkpoints that are damaged.
+def newest_state(run: RunFolder, keep_weights: bool = True) -> tuple[dict[str, Any] | None, Path | None, list[Path]]:
+    """Content of the checkpoint to go on from and its path, None for a run without any, and what is damaged.
+
+    Of a sharded one only what `read_checkpoint` gives without tensors.
 
     Says in a sentence what is damaged and which checkpoint is used instead. Raises `UserError` where going on would
     lose something: no checkpoint among those that are there can be read, or the best weights cannot be made again.
     """
-    damaged, refused = [], None
+    damaged, refused, place = [], None, None
     best = _best_of(run)
     for path in run.checkpoints():
         try:
-            content = read_checkpoint(path)
+            content = read_checkpoint(path, tensors=not path.is_dir())
         except UserError as error:
             print(f"{error} The checkpoint before it is tried.", flush=True)
             damaged.append(path)
@@ -432,9 +467,9 @@ def newest_state(run: RunFolder, keep_weights: bool = True) -> tuple[dict[str, A
             f"{path} was not written by a training run, so none can go on from it; remove it.",
         )
         if not keep_weights or _leads_to_best(content, best):
-            return content, damaged
+            return content, path, damaged
         print(f"{run.best_weights} is missing or damaged, so {path.name} is not enough to go on from.", flush=True)
-        refused = refused or content
+        refused, place = (refused, place) if refused else (content, path)
     # beginning again would throw away what the folder still holds
     require(
         not damaged or refused is not None,
@@ -451,7 +486,7 @@ def newest_state(run: RunFolder, keep_weights: bool = True) -> tuple[dict[str, A
     )
     if refused is not None:
         print("The run goes on without: the next evaluation that is better writes them.", flush=True)
-    return refused, damaged
+    return refused, place, damaged
 
 
 def _best_of(run: RunFolder) -> dict[str, Any] | None:

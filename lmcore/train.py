@@ -8,7 +8,11 @@ import math
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace as replace_fields
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +20,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lmcore.accounting import least_training_bytes, num_parameters, training_flops
-from lmcore.checkpoint import restore, save_checkpoint, save_weights
-from lmcore.config import TrainConfig, replace
-from lmcore.data import PreparedData, open_data, prefetched, require_context, validation_batches
+from lmcore.checkpoint import read_checkpoint, save_states, write_weights
+from lmcore.config import TrainConfig, replace, to_dict
+from lmcore.data import PreparedData, open_data, part_of_batch, prefetched, require_context, validation_batches
 from lmcore.device import (
     autocast,
     device_name,
@@ -28,20 +32,32 @@ from lmcore.device import (
     reproducible,
     reset_peak_memory,
     rng_state,
-    select_device,
     set_rng_state,
     too_large,
 )
-from lmcore.errors import NO_ROOM, UserError, require
+from lmcore.distributed.sharded_checkpoint import load_sharded, load_whole, save_sharded, whole_states, whole_weights
+from lmcore.distributed.strategies import STRATEGIES, Alone, unsupported_parallel_reason
+from lmcore.distributed.world import World, joined
+from lmcore.errors import EXIT_CODES, NO_ROOM, UserError, require
 from lmcore.evaluate import score
 from lmcore.functional import cross_entropy
 from lmcore.fused.step import FusedStep
 from lmcore.fused.support import unsupported_reason
 from lmcore.model import TransformerBlock, TransformerLM, evaluating
-from lmcore.optimizer import build_optimizer, get_lr_cosine_schedule, gradient_clipping, set_learning_rate
+from lmcore.optimizer import get_lr_cosine_schedule, set_learning_rate
 from lmcore.progress import Progress
 from lmcore.provenance import environment, job_id
-from lmcore.run import RunFolder, RunResult, is_complete, newest_state, open_trackers, require_same_data
+from lmcore.run import (
+    FollowedRun,
+    RunFolder,
+    RunResult,
+    flatten,
+    is_complete,
+    newest_state,
+    open_trackers,
+    remove,
+    require_same_data,
+)
 from lmcore.stopping import StopEvent, Stopped, stop_signals
 
 BLOCK_FLOPS = 10**9
@@ -51,9 +67,10 @@ BLOCK_FLOPS = 10**9
 class PlainStep:
     """One batch, one update, with PyTorch's operations and autograd, compiled if so configured."""
 
-    def __init__(self, model: TransformerLM, config: TrainConfig, device: torch.device):
+    def __init__(self, model: TransformerLM, config: TrainConfig, device: torch.device, way: Alone | None = None):
         self.model, self.config, self.device = model, config, device
-        self.optimizer = build_optimizer(model, config.optimizer)
+        self.way = way or Alone(model, config)  # how the ranks divide the work
+        self.optimizer = self.way.optimizer()
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
         if config.compile:
             torch.compiler.reset()  # a sweep's runs share a process, and PyTorch limits recompilations of one function
@@ -62,7 +79,7 @@ class PlainStep:
     def loss(self, inputs: Tensor, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
         """Mean cross-entropy in nats per token of (batch, context) ids, and what is minimized; nothing is compiled."""
         with autocast(self.device, self.config.precision):
-            logits = self.model(inputs)
+            logits = self.way.module(inputs)
             loss = cross_entropy(logits, targets)
         return loss, loss + z_loss * logits.float().logsumexp(-1).square().mean() if z_loss else loss
 
@@ -73,8 +90,9 @@ class PlainStep:
         loss, objective = self.loss_function(inputs, targets, self.config.z_loss)  # forward
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(objective).backward()  # backward
+        self.way.finish()  # gradients: averages over the ranks
         self.scaler.unscale_(self.optimizer)
-        norm = gradient_clipping(self.model.parameters(), self.config.optimizer.max_grad_norm or math.inf)  # clip
+        norm = self.way.clip()  # clip
         self.scaler.step(self.optimizer)  # update
         self.scaler.update()
         return loss.detach(), norm
@@ -90,13 +108,22 @@ class PlainStep:
 
 
 def training_step(
-    model: TransformerLM, config: TrainConfig, device: torch.device
+    model: TransformerLM, config: TrainConfig, device: torch.device, ranks: int = 0
 ) -> tuple[PlainStep | FusedStep, str | None]:
-    """The configured step of `model`; and, if the fused one was asked for but does not cover it, the reason."""
+    """The configured step of `model`; and, if the fused one was asked for but does not cover it, the reason.
+
+    With `ranks`, the number of processes of the group, it does this rank's part of the work.
+    """
+    parallel = config.parallel if ranks else "none"
+    plain = partial(PlainStep, model, config, device)
     if config.ops == "plain":
-        return PlainStep(model, config, device), None
+        return plain(STRATEGIES[parallel](model, config)), None
     reason = f"z_loss={config.z_loss}" if config.z_loss else unsupported_reason(config.model, config.precision)
-    return (FusedStep.from_config(model, config) if reason is None else PlainStep(model, config, device)), reason
+    if parallel not in ("none", "ddp"):
+        reason = f"parallel={parallel}" if reason is None else reason
+    if reason is not None:
+        return plain(STRATEGIES[parallel](model, config)), reason
+    return FusedStep.from_config(model, config, ranks), None
 
 
 class AsyncMetrics:
@@ -107,7 +134,8 @@ class AsyncMetrics:
     later, waits for that copy alone: the step in between keeps the device busy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mean: Callable[[Tensor], Tensor] = lambda values: values) -> None:
+        self.mean = mean  # over the ranks
         self.pushed: list[tuple[int, float, Tensor, Tensor]] = []
         self.steps: list[tuple[int, float]] = []
         self.values: Tensor | None = None
@@ -122,7 +150,8 @@ class AsyncMetrics:
         if not self.pushed:
             return
         self.steps = [(step, lr) for step, lr, _, _ in self.pushed]
-        self.values = torch.stack([torch.stack((loss.float(), norm.float())) for _, _, loss, norm in self.pushed])
+        values = torch.stack([torch.stack((loss.float(), norm.float())) for _, _, loss, norm in self.pushed])
+        self.values = self.mean(values)
         self.pushed = []
         if self.values.is_cuda:
             on_device, self.values = self.values, torch.empty(self.values.shape, pin_memory=True)
@@ -159,36 +188,56 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
     folder in use, one whose damage cannot be repaired, data that does not fit the model, a device that is not there, or
     a full disk; the same call then goes on from the last checkpoint.
     """
-    run = RunFolder(folder)
-    with stop_signals(signal.SIGINT) as stop:
+    with stop_signals(signal.SIGINT) as stop, ExitStack() as held:
         try:
             with stop.raises():
-                device, _ = select_device(config.device)
-                data = open_data(config.data).evaluated_on(config.evaluate_on)
-                check_data(config, data)
-            with run.lock():
-                return _train(config, data, run, device, stop)
+                reason = unsupported_parallel_reason(config)
+                require(reason is None, f"parallel={config.parallel} does not cover {reason}.")
+                world = held.enter_context(joined(config))
+                run = RunFolder(folder) if world.is_first else FollowedRun(folder)
+                with world.checked():
+                    device = world.device(config.device)
+                    data = open_data(config.data).evaluated_on(config.evaluate_on)
+                    check_data(config, data)
+                world.require_same(
+                    flatten(to_dict(config)) | {"data": data.fingerprint, "the run folder": str(run.path)}
+                )
+            with world.checked():
+                held.enter_context(run.lock())
+            return _train(config, data, run, device, stop, world)
         except Stopped:
+            run = RunFolder(folder)
             print(f"{run.name}: stopped before it began; nothing is lost.", flush=True)
             return RunResult("interrupted", run.last_known()[1], None, None)
 
 
-def _train(config: TrainConfig, data: PreparedData, run: RunFolder, device: torch.device, stop: StopEvent) -> RunResult:
+def _train(
+    config: TrainConfig, data: PreparedData, run: RunFolder, device: torch.device, stop: StopEvent, world: World
+) -> RunResult:
     """`train` in a folder that this process holds. Raises `Stopped` if a signal came before the first step."""
     begun = False
     try:
         with stop.raises():
-            run.remove_leftovers()
-            require_same_data(run, data.fingerprint)
-            needed, parameters = least_training_bytes(config), num_parameters(config.model)
-            reason = too_large("Training", needed, parameters, config.batch_size, device)
-            threads = None if reason is not None else choose_threads(config, device, run)
-            noted = {"data_fingerprint": data.fingerprint, "data": data.manifest, "threads": threads}
-            run.begin(config, environment() | noted)
+            reason = threads = None
+            if config.parallel in ("none", "ddp", "torch-ddp") or world.size == 1:
+                rows = config.batch_size // world.size
+                needed, parameters = (
+                    least_training_bytes(replace(config, batch_size=rows)),
+                    num_parameters(config.model),
+                )
+                reason = too_large("Training", needed, parameters, rows, device)
+            with world.checked():
+                run.remove_leftovers()
+                if world.is_first:
+                    require_same_data(run, data.fingerprint)
+                if reason is None and world.size == 1:
+                    threads = choose_threads(config, device, run)
+                noted = {"data_fingerprint": data.fingerprint, "data": data.manifest, "threads": threads}
+                run.begin(config, environment() | noted | ({"ranks": world.size} if world.size > 1 else {}))
             begun = True
-            if is_complete(run):
-                return run.result()
-        if config.model.vocab_size > data.vocab_size:
+            if (ended := world.of_first(lambda: run.result() if is_complete(run) else None)) is not None:
+                return ended
+        if config.model.vocab_size > data.vocab_size and world.is_first:
             print(
                 f"{run.name}: the model's vocabulary ({config.model.vocab_size:,}) is larger than that of the data "
                 f"({data.vocab_size:,}): ids from {data.vocab_size:,} on never occur.",
@@ -199,7 +248,7 @@ def _train(config: TrainConfig, data: PreparedData, run: RunFolder, device: torc
             try:
                 if reason is None:
                     with stop.raises():
-                        trainer = Trainer(config, data, run, device)
+                        trainer = Trainer(config, data, run, device, world)
                     trainer.resume()  # to its end: a read that a signal breaks off looks like a damaged file
             except (RuntimeError, MemoryError) as error:
                 if (reason := out_of_memory_reason(error)) is None:
@@ -212,8 +261,9 @@ def _train(config: TrainConfig, data: PreparedData, run: RunFolder, device: torc
             run.write_status("interrupted", step)
         raise
     run.write_status("out of memory", 0, reason=reason)
-    print(f"{run.name}: {reason}", flush=True)
-    return run.result()
+    if world.is_first:
+        print(f"{run.name}: {reason}", flush=True)
+    return world.of_first(run.result)
 
 
 def check_data(config: TrainConfig, data: PreparedData) -> None:
@@ -248,10 +298,18 @@ def choose_threads(config: TrainConfig, device: torch.device, run: RunFolder) ->
 class Trainer:
     """The state of one run in memory, and the loop that changes it."""
 
-    def __init__(self, config: TrainConfig, data: PreparedData, run: RunFolder, device: torch.device):
+    def __init__(
+        self, config: TrainConfig, data: PreparedData, run: RunFolder, device: torch.device, world: World | None = None
+    ):
         self.config, self.data, self.run, self.device = config, data, run, device
-        self.update, reason = training_step(TransformerLM(config.model).to(device), config, device)
-        if reason is not None:
+        self.world = world or World()
+        ranks = self.world.size if self.world.watch else 0
+        self.update, reason = training_step(TransformerLM(config.model).to(device), config, device, ranks)
+        self.way = self.update.way
+        if self.world.rank:  # weights come from rank 0; dropout differs
+            torch.manual_seed(config.seed + 7919 * self.world.rank)
+        self.finish_saving: Callable[[bool], bool] | None = None
+        if reason is not None and self.world.is_first:
             print(f"{run.name}: plain operations, as the fused step does not cover {reason}.", flush=True)
         self.step = self.saved_step = 0
         self.seconds = 0.0
@@ -259,18 +317,28 @@ class Trainer:
         self.best_valid_loss, self.best_step = math.inf, 0
         self.losses: list[float] = []  # since the last metrics line
         self.last_lr, self.last_norm = 0.0, 0.0
-        self.metrics, self.waits = AsyncMetrics(), device.type != "cuda"  # only a GPU computes on meanwhile
+        self.metrics, self.waits = (
+            AsyncMetrics(self.world.mean),
+            device.type != "cuda",
+        )  # only a GPU computes on meanwhile
         self.line_step: int | None = None  # step of the metrics line whose numbers are on their way
         self.busy_seconds, self.busy_steps = 0.0, 0  # of training steps alone, since the last metrics line
         self.flops_per_step = training_flops(config.model, config.batch_size)
         self.peak_flops = peak_flops(device_name(device), config.precision)
+        if self.peak_flops:
+            self.peak_flops *= self.world.size
 
     def loop(self, stop: StopEvent) -> str:
         """Takes the steps that are left, with all that is due between them; returns complete or interrupted."""
         config = self.config
         o, last_step = config.optimizer, config.optimizer.cosine_steps or config.steps
-        with prefetched(self.data.train, config, self.step, self.device) as batches:
-            while self.step < config.steps and not stop.is_set():
+        part, first = part_of_batch(config.batch_size, self.world.rank, self.world.size), self.step
+        with prefetched(self.data.train, config, self.step, self.device, part) as batches, ExitStack() as patience:
+            patience.enter_context(self.world.patience())  # the first step compiles
+            while self.step < config.steps and not self.world.stops(stop.is_set()):
+                if self.step == first + 1:
+                    patience.close()
+                self.world.beat(self.step)
                 started = time.perf_counter()
                 inputs, targets = next(batches)
                 self.step += 1
@@ -289,17 +357,24 @@ class Trainer:
                         self.write_line(evaluate)
                 if save:
                     self.save()
+                elif self.step % config.log_interval == 0:
+                    self.end_save(wait=False)
+        self.world.decided()
         self.write_line()
         complete = self.step == config.steps
         if self.saved_step != self.step and (config.keep_weights or not complete):
             self.save()
+        self.end_save()
         return "complete" if complete else "interrupted"
 
     def fit(self) -> RunResult:
         """Runs the loop to the last step, a stop signal, divergence or a lack of memory, and notes how it ended."""
         self.clock = time.perf_counter()
-        self.trackers = open_trackers(self.run, self.config, self.step)
-        self.progress = Progress(self.config.steps, self.run.name, start=self.step)
+        first = self.world.is_first
+        self.trackers = open_trackers(self.run, self.config, self.step) if first else []
+        self.progress = Progress(self.config.steps, self.run.name, start=self.step) if first else None
+        if self.world.watch:
+            self.world.watch.before_exit = lambda end: self.run.write_status(end.state, self.step, reason=end.sentence)
         self.run.write_status("running", self.step, pid=os.getpid(), job=job_id())
         try:
             with stop_signals(signal.SIGINT) as stop:
@@ -308,7 +383,7 @@ class Trainer:
             return self._end("diverged", reason=str(error), diverged_at_step=error.step, lr=error.learning_rate)
         except Exception as error:
             if (reason := out_of_memory_reason(error)) is not None:
-                return self._end("out of memory", reason=reason)
+                return self._end_out_of_memory(reason)
             with suppress(UserError):
                 self.run.write_status(
                     "failed", self.step, reason=(str(error).splitlines() or [type(error).__name__])[0]
@@ -319,7 +394,8 @@ class Trainer:
                 ) from error
             raise
         finally:
-            self.progress.close()
+            if self.progress is not None:
+                self.progress.close()
             for tracker in self.trackers:
                 tracker.close()
 
@@ -349,10 +425,12 @@ class Trainer:
                 self._save_best()
             reset_peak_memory(self.device)  # the peak in the lines is that of training steps alone
         line["seconds"] = self._elapsed()
-        self.run.append_metrics(line)
+        with self.world.checked():
+            self.run.append_metrics(line)
         for tracker in self.trackers:
             tracker.log(line)
-        self.progress.update(line["step"], describe(line))
+        if self.progress is not None:
+            self.progress.update(line["step"], describe(line))
 
     def _collect(self) -> None:
         """Takes over the losses whose copy has begun. Raises `Diverged` at the first that is not finite."""
@@ -376,21 +454,31 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss in nats per token over all non-overlapping windows of the validation set."""
-        total, count = torch.zeros((), dtype=torch.float64), 0
+        total, count = torch.zeros((), dtype=torch.float64), 0.0
         context, batch_size = self.config.model.context_length, self.config.eval_batch_size
-        with evaluating(self.update.current()[0]):
-            for inputs, targets in validation_batches(self.data.valid, context, batch_size, self.device):
-                total += self.update.evaluation_loss(inputs, targets).cpu().double() * targets.numel()
-                count += targets.numel()
-        mean = total.item() / count
+        rank, size = self.world.rank, self.world.size
+        with evaluating(self.update.current()[0]), self.world.patience():
+            for inputs, targets in validation_batches(self.data.valid, context, batch_size, self.device, rank, size):
+                tokens = targets.numel()
+                if not tokens:  # the others may wait for this one in their forward pass
+                    inputs, targets = (torch.zeros(1, context, dtype=torch.int64, device=self.device) for _ in "it")
+                total += self.update.evaluation_loss(inputs, targets).cpu().double() * tokens
+                count += tokens
+            total, counted = self.world.sum(torch.stack((total, torch.tensor(count))).to(self.device)).tolist()
+        mean = total / counted
         if not math.isfinite(mean):
             raise Diverged(self.step, self.last_lr, "validation loss")
         return mean
 
     def evaluation_details(self) -> dict[str, Any]:
         """Share of the tokens that the model finds most probable, and mean loss by position in the window."""
-        config, model = self.config, self.update.current()[0]
-        found = score(model, self.data.valid, config.eval_batch_size, self.device, config.precision)
+        config, world = self.config, self.world
+        self.update.current()
+        found = score(self.way.module, self.data.valid, config.eval_batch_size, self.device, config.precision,
+                      config.model.context_length, world.rank, world.size)  # fmt: skip
+        sums = torch.stack((found.losses, found.correct.double())).to(self.device)
+        losses, correct = world.sum(sums).cpu()
+        found = replace_fields(found, losses=losses, correct=correct)
         by_position = [round(loss, 5) for loss in found.loss_by_position]
         return {"valid_accuracy": found.accuracy, "valid_loss_by_position": by_position}
 
@@ -399,38 +487,86 @@ class Trainer:
         model, optimizer = self.update.current()
         self.metrics.start()
         self._collect()
+        states = self.world.gather(rng_state(self.device))
         extra = {
             "seconds": self._elapsed(),
             "losses": self.losses,
             "valid_loss": self.valid_loss,
             "best_valid_loss": self.best_valid_loss,
             "best_step": self.best_step,
-            "metrics": self.run.metrics_log.text(),
+            "metrics": self.run.metrics_log.text() if self.world.is_first else "",
             "last": [self.last_lr, self.last_norm],
             "scaler": self.update.scaler.state_dict(),
-            "rng": rng_state(self.device),
+            "rng": states[0],
             "data_fingerprint": self.data.fingerprint,
         }
-        save_checkpoint(model, optimizer, self.step, self.run.checkpoint_file(self.step), extra)
+        if len(states) > 1:
+            extra["rng_of_ranks"] = states
+        sharded = self.config.checkpoints != "whole"
+        path = self.run.checkpoint_file(self.step, sharded)
+        with self.world.patience():
+            self.end_save()
+            if sharded:
+                background = self.config.checkpoints == "async"
+                self.finish_saving = save_sharded(self.way, optimizer, self.step, path, extra, self.world, background)
+                if not background:
+                    self.end_save()
+            else:
+                weights, moments = whole_states(self.way, optimizer)
+                with self.world.checked():
+                    if self.world.is_first:
+                        save_states(model, weights, moments, self.step, path, extra)
         self.saved_step = self.step
         self._prune()
 
+    def end_save(self, wait: bool = True) -> None:
+        """Brings a checkpoint that is written in the background to its end; with `wait` False if it is so far."""
+        if self.finish_saving is not None and self.finish_saving(wait):
+            self.finish_saving = None
+            self._prune()
+
     def _save_best(self) -> None:
-        if not self.config.keep_weights:
-            return
-        model, _ = self.update.current()
-        save_weights(model, self.run.best_weights, step=self.best_step, valid_loss=self.best_valid_loss)
+        if self.config.keep_weights:
+            self._save_weights(self.run.best_weights, step=self.best_step, valid_loss=self.best_valid_loss)
+
+    def _save_weights(self, path: Path, **notes: Any) -> None:
+        self.update.current()
+        with self.world.patience():
+            weights = whole_weights(self.way)
+            with self.world.checked():
+                if self.world.is_first:
+                    write_weights(self.config.model, weights, path, **notes)
 
     def _prune(self, keep: int | None = None) -> None:
         for path in self.run.checkpoints()[self.config.keep_checkpoints if keep is None else keep :]:
-            path.unlink()
+            if self.world.is_first:
+                remove(path)
 
     def resume(self) -> None:
         """Goes on from the newest checkpoint that is whole, if there is one."""
-        content, damaged = newest_state(self.run, self.config.keep_weights)
-        if content is not None:
-            self._load(content)
-            print(f"{self.run.name}: goes on from step {self.step}.", flush=True)
+        content, damaged = None, []
+
+        def newest() -> Path | None:
+            nonlocal content, damaged
+            content, path, damaged = newest_state(self.run, self.config.keep_weights)
+            return path
+
+        path = self.world.of_first(newest)
+        if path is not None:
+            with self.world.checked():
+                if content is None:
+                    content = read_checkpoint(path, tensors=not path.is_dir())
+                self._load(content, path)
+            if self.world.is_first:
+                print(f"{self.run.name}: goes on from step {self.step}.", flush=True)
+        with self.world.checked():
+            if self.world.is_first:
+                self._restore_metrics(content, damaged)
+        if content is not None and self.best_step == self.step:
+            self._save_best()
+
+    def _restore_metrics(self, content: dict[str, Any] | None, damaged: list[Path]) -> None:
+        """The metrics as the checkpoint has them; damaged checkpoints are put out of the way."""
         metrics = "" if content is None else content["extra"].get("metrics")
         if metrics is None:  # the checkpoint of an earlier version: the file is all there is
             self.run.metrics_log.keep_until(self.step)
@@ -438,32 +574,49 @@ class Trainer:
             print(f"{self.run.metrics_file} was damaged: its lines come from the checkpoint.", flush=True)
         for path in damaged:
             path.rename(path.with_suffix(".damaged"))  # out of the way of the run, which will write that step again
-        if content is not None and self.best_step == self.step:
-            self._save_best()
 
-    def _load(self, content: dict[str, Any]) -> None:
-        extra = content["extra"]
-        name = str(self.run.checkpoint_file(content["iteration"]))
-        self.step = self.saved_step = restore(content, *self.update.current(), name=name)
+    def _load(self, content: dict[str, Any], path: Path) -> None:
+        extra, (_, optimizer) = content["extra"], self.update.current()
+        if "model" in content:
+            self.step = load_whole(self.way, optimizer, content, str(path))
+        else:
+            self.step = load_sharded(self.way, optimizer, path, self.world)
+        self.saved_step = self.step
         self.seconds, self.losses = extra["seconds"], extra["losses"]
         self.valid_loss, self.best_valid_loss = extra["valid_loss"], extra["best_valid_loss"]
         self.best_step = extra.get("best_step", 0)
         self.last_lr, self.last_norm = extra["last"]
         self.update.scaler.load_state_dict(extra["scaler"])
-        set_rng_state(self.device, extra["rng"])
+        states = extra.get("rng_of_ranks", [extra["rng"]])
+        if self.world.rank < len(states):
+            set_rng_state(self.device, states[self.world.rank])
+
+    def _end_out_of_memory(self, reason: str) -> RunResult:
+        """A lack of memory on this rank: the others end, too."""
+        if self.world.size == 1:
+            return self._end("out of memory", reason=reason)
+        code, rank = EXIT_CODES["out of memory"], self.world.rank
+        sentence = f"{self.run.name}: rank {rank}: {reason}"
+        print(sentence, flush=True)
+        self.run.write_status("out of memory", self.step, reason=sentence)
+        self.world.watch.announce("out of memory", code, sentence)
+        raise SystemExit(code)
 
     def _end(self, state: str, **notes: Any) -> RunResult:
         best = self.best_valid_loss if math.isfinite(self.best_valid_loss) else None
         notes |= {"valid_loss": self.valid_loss, "best_valid_loss": best, "seconds": self._elapsed()}
         if state == "complete":
-            self.run.metrics_log.flush()
+            with self.world.checked():
+                if self.world.is_first:
+                    self.run.metrics_log.flush()
             if self.config.keep_weights:
-                save_weights(self.update.current()[0], self.run.last_weights, step=self.step)
+                self._save_weights(self.run.last_weights, step=self.step)
             self._prune(None if self.config.keep_weights else 0)
-        self.run.write_status(state, self.step, **notes)
-        if "reason" in notes:
+        with self.world.checked():
+            self.run.write_status(state, self.step, **notes)
+        if "reason" in notes and self.world.is_first:
             print(f"{self.run.name}: {notes['reason']}", flush=True)
-        return self.run.result()
+        return self.world.of_first(self.run.result)
 
 
 def describe(line: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import signal
 from collections.abc import Callable, Sequence
+from os import environ
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -43,7 +44,8 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
 
             result = train(settings, run)
         loss = "" if result.valid_loss is None else f", validation loss {result.valid_loss:.4f} nats per token"
-        print(f"{run}: {result.state} at step {result.step}{loss}.")
+        if settings.parallel == "none" or environ.get("RANK", "0") == "0":
+            print(f"{run}: {result.state} at step {result.step}{loss}.")
         return EXIT_CODES[result.state]
 
     return train

@@ -10,8 +10,8 @@ from lmcore.data.prepared import PreparedData, is_prepared, open_data, open_or_p
 from lmcore.data.tokenizers import load_gpt2, tokenizer_for
 
 BATCHES = (
-    "batch_at_step", "get_batch", "num_validation_windows", "num_windows_per_epoch", "prefetched", "require_context",
-    "validation_batches",
+    "batch_at_step", "get_batch", "num_validation_windows", "num_windows_per_epoch", "part_of_batch", "prefetched",
+    "require_context", "validation_batches",
 )  # fmt: skip
 
 

@@ -20,6 +20,9 @@ from lmcore.config import TrainConfig
 from lmcore.device import select_device
 from lmcore.errors import require
 
+ALL = slice(None)
+"""The whole of a batch; a process that trains with others has a part of it, `part_of_batch`."""
+
 Batch = tuple[Int[Tensor, "batch_size context_length"], Int[Tensor, "batch_size context_length"]]
 
 
@@ -53,13 +56,21 @@ def get_batch(
     return gather(x, random_starts(x, batch_size, context_length, generator), context_length, device)
 
 
-def batch_at_step(x: np.ndarray, config: TrainConfig, step: int, device: str | torch.device) -> Batch:
+def batch_at_step(
+    x: np.ndarray, config: TrainConfig, step: int, device: str | torch.device, part: slice = ALL
+) -> Batch:
     """The batch of one training step: a function of (x, seed, step, sampling) alone, so that resuming needs no state.
 
     `sampling="random"` draws uniform offsets as `get_batch` does; "epoch" walks through `epoch_starts`, epoch after
     epoch, a batch spanning two epochs where one ends.
     """
-    return gather(x, starts_at_step(x, config, step), config.model.context_length, device)
+    return gather(x, starts_at_step(x, config, step)[part], config.model.context_length, device)
+
+
+def part_of_batch(batch_size: int, rank: int, size: int) -> slice:
+    """The windows of a batch that the process `rank` of `size` trains on: equally many, one part behind the other."""
+    each = batch_size // size
+    return slice(rank * each, (rank + 1) * each)
 
 
 def starts_at_step(x: np.ndarray, config: TrainConfig, step: int) -> np.ndarray:
@@ -108,16 +119,20 @@ def num_validation_windows(num_tokens: int, context_length: int) -> int:
 
 
 def validation_batches(
-    x: np.ndarray, context_length: int, batch_size: int, device: str | torch.device
+    x: np.ndarray, context_length: int, batch_size: int, device: str | torch.device, rank: int = 0, size: int = 1
 ) -> Iterator[Batch]:
     """The whole of `x` in order as non-overlapping windows; the last batch may be smaller.
+
+    Dealt out to several processes, that of `rank` gets every `size`-th batch, and all of them equally many: where none
+    is left, an empty one.
 
     Every token but the first is a target exactly once, up to fewer than `context_length` at the end
     (`num_validation_windows`).
     """
     require_context(x, context_length, "the validation data")
     starts = context_length * np.arange(num_validation_windows(len(x), context_length))
-    for first in range(0, len(starts), batch_size):
+    for first in range(0, len(starts), batch_size * size):
+        first += rank * batch_size
         yield gather(x, starts[first : first + batch_size], context_length, device)
 
 
@@ -154,7 +169,7 @@ def read_windows(x: np.ndarray, starts: np.ndarray, out: Int[Tensor, "2 batch_si
 
 @contextmanager
 def prefetched(
-    x: np.ndarray, config: TrainConfig, first_step: int, device: str | torch.device
+    x: np.ndarray, config: TrainConfig, first_step: int, device: str | torch.device, part: slice = ALL
 ) -> Iterator[Iterator[Batch]]:
     """The batches of the steps from `first_step` to the last one, each exactly what `batch_at_step` gives.
 
@@ -168,9 +183,9 @@ def prefetched(
     """
     device, _ = select_device(str(device))
     if device.type != "cuda":
-        yield (batch_at_step(x, config, step, device) for step in range(first_step, config.steps))
+        yield (batch_at_step(x, config, step, device, part) for step in range(first_step, config.steps))
         return
-    with BatchReader(x, config, first_step, pinned=True) as reader:
+    with BatchReader(x, config, first_step, pinned=True, part=part) as reader:
         yield copied_ahead(reader, device)
 
 
@@ -207,12 +222,13 @@ class BatchReader:
     buffers one is on its way to the device, while the others are filled.
     """
 
-    def __init__(self, x: np.ndarray, config: TrainConfig, first_step: int, *, pinned: bool, depth: int = 3):
-        self._x, self._config, self._steps = x, config, range(first_step, config.steps)
+    def __init__(self, x: np.ndarray, config: TrainConfig, first_step: int, *, pinned: bool, depth: int = 3,
+                 part: slice = ALL):  # fmt: skip
+        self._x, self._config, self._steps, self._part = x, config, range(first_step, config.steps), part
         self._free: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[Tensor | BaseException | None] = queue.SimpleQueue()
         for _ in range(depth):
-            shape = (2, config.batch_size, config.model.context_length)
+            shape = (2, len(range(config.batch_size)[part]), config.model.context_length)
             self._free.put(torch.empty(shape, dtype=torch.int64, pin_memory=pinned))
         self._closed = threading.Event()
         # a daemon: should the block never be left, the end of the program does not wait for it
@@ -250,7 +266,7 @@ class BatchReader:
                 buffer = self._free.get()
                 if buffer is None or self._closed.is_set():
                     return
-                read_windows(self._x, starts_at_step(self._x, self._config, step), buffer)
+                read_windows(self._x, starts_at_step(self._x, self._config, step)[self._part], buffer)
                 self._ready.put(buffer)
             self._ready.put(None)
         except BaseException as error:  # whatever it is, the consumer is to know

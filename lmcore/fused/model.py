@@ -145,6 +145,15 @@ class FusedTransformer:
         layers = {p: 1 + int(name.split(".")[1]) for p, name in names.items() if name.startswith("layers.")}
         return {self.model.lm_head.weight: 1 + self.config.num_layers} | layers | first
 
+    def packed_gradients(self, parts: Collection[int]) -> list[Tensor]:
+        """The gradients of these `parts`, layers one behind the other, in as few contiguous tensors as possible."""
+        head, layers = 1 + self.config.num_layers, [part - 1 for part in parts if 1 <= part <= self.config.num_layers]
+        packed = (self.grads.qkv, self.grads.out, self.grads.w13, self.grads.w2)
+        found = [kind[min(layers) : max(layers) + 1] for kind in packed] if layers else []
+        if 0 in parts:
+            found += [self.grads.embedding, *([self.norm_weight_grads] if self.norm_weights else [])]
+        return found + ([self.grads.head] if head in parts and not self.config.tie_embeddings else [])
+
     @on_its_device
     def forward_backward(
         self,

@@ -1,14 +1,17 @@
 """A whole training step, forward, backward, clipping and update, as one launch: on CUDA a graph of all its kernels."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lmcore.config import TrainConfig
+from lmcore.distributed.ddp import broadcast_state
+from lmcore.distributed.strategies import Alone
 from lmcore.errors import require
 from lmcore.fused.model import FusedTransformer, nothing
 from lmcore.fused.streams import HIGH, SideStream
@@ -41,9 +44,10 @@ class FusedStep:
     then parameters and moments are one step behind. **Read and write them through `current`**, which takes the update
     that is due. Any other call ends with its update. Pipelining is the default with `FusedAdamW` on CUDA for small
     batches of narrow models, whose kernels leave multiprocessors idle. `overlap` and `layers_per_matmul` are those of
-    `FusedTransformer`, `.transformer`. An optimizer serves the last step that was made with it. Raises `UserError` for
-    a model or a `dtype` that is not covered, an empty batch, and a `pipelined` step with another optimizer than
-    `FusedAdamW`.
+    `FusedTransformer`, `.transformer`. With `ranks`, the number of processes of the default group, each takes a part of
+    the batch: gradients of layers are summed while the backward pass goes on with those before them, and averaged.
+    An optimizer serves the last step that was made with it. Raises `UserError` for a model or a `dtype` that is not
+    covered, an empty batch, and a `pipelined` step with another optimizer than `FusedAdamW`.
     """
 
     scaler = torch.amp.GradScaler(enabled=False)
@@ -60,11 +64,13 @@ class FusedStep:
         overlap: bool = True,
         layers_per_matmul: int | None = None,
         pipelined: bool | None = None,
+        ranks: int = 0,
     ):
         found = f"A batch holds at least one id; batch_size is {batch_size} and context_length {context_length}."
         require(min(batch_size, context_length) > 0, found)
         self.transformer = FusedTransformer(model, dtype, overlap, layers_per_matmul)
-        self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
+        self.optimizer, self.max_grad_norm, self.ranks = optimizer, max_grad_norm, ranks
+        self.way = Alone(model)
         self.parameters = list(self.transformer.gradients)
         self.versions = self._versions()
         self.shape = torch.Size((batch_size, context_length))
@@ -87,12 +93,15 @@ class FusedStep:
             self.updates = SideStream(self.transformer.device, self.pipelined)
 
     @classmethod
-    def from_config(cls, model: TransformerLM, config: TrainConfig) -> "FusedStep":
+    def from_config(cls, model: TransformerLM, config: TrainConfig, ranks: int = 0) -> "FusedStep":
         """The step of a training run, with the run's optimizer; see `lmcore.train.training_step`."""
+        if ranks:
+            broadcast_state(model)
         limit = config.optimizer.max_grad_norm or math.inf  # without a limit the norm is measured all the same
         optimizer = build_optimizer(model, config.optimizer, partial(FusedAdamW, max_grad_norm=limit))
         context, dtype = config.model.context_length, DTYPES[config.precision]
-        return cls(model, optimizer, config.batch_size, context, dtype, max_grad_norm=limit)
+        rows = config.batch_size // max(1, ranks)
+        return cls(model, optimizer, rows, context, dtype, max_grad_norm=limit, ranks=ranks)
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, targets: Tensor, lr: float | None = None) -> tuple[Tensor, Tensor]:
@@ -166,7 +175,7 @@ class FusedStep:
             loss = self._gradients_for_others(inputs, targets)
             return loss, self._other_update()
         self._take_update()
-        loss = self.transformer.forward_backward(inputs, targets, nothing, self.optimizer.begin_measure)
+        loss = self._gradients(inputs, targets)
         self.optimizer.prepare()
         self.optimizer.measure()
         self.due = True
@@ -174,9 +183,32 @@ class FusedStep:
             self._take_update()
         return loss, self.optimizer.norm.clone()
 
+    def _gradients(self, inputs: Tensor, targets: Tensor, before: Callable[[int], None] = nothing) -> Tensor:
+        """Forward and backward pass; what is finished is measured, or begins to be summed over the ranks, beside it."""
+        if not self.ranks:
+            ours = isinstance(self.optimizer, FusedAdamW)
+            after = self.optimizer.begin_measure if ours else nothing
+            return self.transformer.forward_backward(inputs, targets, before, after)
+        sums, left = [], {0} | set(self.transformer.parts.values())
+        average = dist.get_backend() == "nccl"  # gloo only sums
+
+        def finished(parts: Collection[int]) -> None:
+            left.difference_update(parts)
+            for gradient in self.transformer.packed_gradients(parts):
+                how = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+                sums.append((dist.all_reduce(gradient, how, async_op=True), gradient))
+
+        loss = self.transformer.forward_backward(inputs, targets, before, finished)
+        finished(set(left))
+        for work, _ in sums:
+            work.wait()
+        if not average:
+            torch._foreach_div_([gradient for _, gradient in sums], self.ranks)
+        return loss
+
     def _gradients_for_others(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward pass, with the gradients in `p.grad`."""
-        loss = self.transformer.forward_backward(inputs, targets)
+        loss = self._gradients(inputs, targets)
         pairs = [(p.grad, g) for p, g in self.transformer.gradients.items() if p.grad.data_ptr() != g.data_ptr()]
         if pairs:
             torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
@@ -195,7 +227,7 @@ class FusedStep:
             self.result = self._gradients_for_others(*self.batch).float()[None]
             return
         before = self._begin_update() if self.pipelined else nothing
-        loss = self.transformer.forward_backward(*self.batch, before, self.optimizer.begin_measure)
+        loss = self._gradients(*self.batch, before)
         self.optimizer.measure()
         if not self.pipelined:
             self.optimizer.apply()

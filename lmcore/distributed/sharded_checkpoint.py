@@ -1,0 +1,201 @@
+"""Checkpoints of many ranks: gathered into one file, or a folder to which every rank writes its part.
+
+Both hold the same, and load on any number of ranks that divide the work in any way: PyTorch's distributed checkpoints
+note which part of which tensor is in which file. A folder is written beside its place, gets the digests of its files,
+and is renamed when it is whole.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lmcore.checkpoint import FORMAT, MANIFEST, SHARDED_STATE, read_checkpoint, require_same_architecture, restore
+from lmcore.distributed.sharded_optimizer import ShardedOptimizer
+from lmcore.distributed.strategies import Alone
+from lmcore.distributed.world import World
+from lmcore.errors import UserError
+from lmcore.files import sha256_file, write_json
+from lmcore.run import remove
+
+
+def names_of(way: Alone, optimizer: Optimizer) -> list[str]:
+    """The parameters' names in the order in which the optimizer's state numbers them."""
+    names = {parameter: name for name, parameter in way.model.named_parameters()}
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def own_state(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """Moments and counts of the parameters that this rank updates."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.local.state if optimizer.local is not None else {}
+    return optimizer.state
+
+
+def whole_states(way: Alone, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state dicts of model and optimizer as one process would have them. Every rank calls it."""
+    weights = whole_weights(way)
+    state = optimizer.state_dict()
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    moments = {
+        index: {key: way.whole(v, order[index]) if isinstance(v, Tensor) else v for key, v in values.items()}
+        for index, values in state["state"].items()
+    }
+    return weights, state | {"state": moments}
+
+
+def whole_weights(way: Alone) -> dict[str, Tensor]:
+    """The model's state dict as one process would have it. Every rank calls it."""
+    held = way.model.state_dict(keep_vars=True)
+    return {name: way.whole(tensor.detach(), tensor) for name, tensor in held.items()}
+
+
+def load_whole(way: Alone, optimizer: Optimizer, content: dict[str, Any], name: str) -> int:
+    """`lmcore.checkpoint.restore` on a rank that keeps parts of the content."""
+    held = way.model.state_dict(keep_vars=True)
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    weights = {key: way.part(t, held[key]) if key in held else t for key, t in content["model"].items()}
+    moments = {
+        index: {key: way.part(v, order[index]) if isinstance(v, Tensor) else v for key, v in values.items()}
+        for index, values in content["optimizer"]["state"].items()
+        if index < len(order)
+    }
+    parts = {"model": weights, "optimizer": content["optimizer"] | {"state": moments}}
+    return restore(content | parts, way.model, optimizer, name)
+
+
+def stored_tensors(way: Alone, state: dict[Tensor, dict[str, Any]]) -> dict[str, Tensor]:
+    """The model's tensors and the state's by `model.NAME` and `optimizer.NAME.MOMENT`; their memory is shared."""
+    tensors, names = {}, {}
+    for name, tensor in way.model.state_dict(keep_vars=True).items():
+        if tensor not in names:  # tied ones once
+            names[tensor] = name
+            tensors[f"model.{name}"] = way.stored(tensor.detach(), tensor)
+    for parameter, values in state.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{names[parameter]}.{key}"] = way.stored(value, parameter)
+    return tensors
+
+
+def save_sharded(
+    way: Alone, optimizer: Optimizer, iteration: int, folder: Path, extra: dict[str, Any], world: World,
+    background: bool = False,
+) -> Callable[[bool], bool]:  # fmt: skip
+    """Begins to write a sharded checkpoint; returns `finish(wait)`, which every rank calls until it returns True.
+
+    With `background`, and more than one rank, tensors are copied and written while training goes on. Raises
+    `UserError` on all ranks if one cannot write; nothing is then left in `folder`.
+    """
+    held = way.model.state_dict(keep_vars=True)
+    first: dict[Tensor, str] = {}
+    aliases = {name: first[t] for name, t in held.items() if first.setdefault(t, name) != name}
+    names, own = names_of(way, optimizer), own_state(optimizer)
+    of = {parameter: name for name, parameter in way.model.named_parameters()}
+    counts = {of[p]: {k: v for k, v in values.items() if not isinstance(v, Tensor)} for p, values in own.items()}
+    numbers = {name: count for part in world.gather(counts) for name, count in part.items()}
+    groups = Optimizer.state_dict(optimizer)["param_groups"]
+    content = {"lmcore_format": FORMAT, "iteration": iteration, "model_config": asdict(way.model.config),
+               "optimizer": {"param_groups": groups}, "names": names, "numbers": numbers, "aliases": aliases,
+               "extra": extra}  # fmt: skip
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    with world.checked(), writing(folder):
+        if world.is_first:
+            remove(temporary)
+            temporary.mkdir(parents=True)
+            torch.save(content, temporary / SHARDED_STATE)
+    tensors, writer = stored_tensors(way, own), dcp.FileSystemWriter(temporary)
+    future: Future | None = None
+    with world.checked(), writing(folder):
+        if world.size == 1:
+            dcp.save(tensors, storage_writer=writer, no_dist=True)
+        elif background:
+            future = dcp.async_save(tensors, storage_writer=writer, process_group=world.background)
+        else:
+            dcp.save(tensors, storage_writer=writer, process_group=world.group)
+
+    def finish(wait: bool = True) -> bool:
+        if future is not None and not wait and not all(world.gather(future.done())):
+            return False
+        with world.checked(), writing(folder):
+            if future is not None:
+                future.result()
+            digests = {path.name: sha256_file(path) for path in temporary.glob(f"__{world.rank}_*.distcp")}
+            for path in temporary.iterdir():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+        everyone = world.gather(digests)
+        with world.checked(), writing(folder):
+            if world.is_first:
+                for name in (".metadata", SHARDED_STATE):
+                    digests[name] = sha256_file(temporary / name)
+                for part in everyone[1:]:
+                    digests |= part
+                write_json(temporary / MANIFEST, digests)
+                remove(folder)
+                temporary.rename(folder)
+        return True
+
+    return finish
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A block that writes a checkpoint; a full disk becomes a `UserError`, and what was begun is removed."""
+    try:
+        yield
+    except (OSError, RuntimeError, dcp.CheckpointException) as error:
+        if isinstance(error, dist.DistError):  # another rank is gone
+            raise
+        shutil.rmtree(folder.with_name(f".{folder.name}.tmp"), ignore_errors=True)
+        said = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise UserError(f"Cannot write {folder}: {said}; nothing was changed there.") from error
+
+
+def load_sharded(way: Alone, optimizer: Optimizer, folder: Path, world: World) -> int:
+    """Reads this rank's parts of a sharded checkpoint, written by any number of ranks; returns the iteration.
+
+    The files must have been verified (`read_checkpoint(folder, tensors=False)`).
+    """
+    content = torch.load(folder / SHARDED_STATE, map_location="cpu", weights_only=True)
+    require_same_architecture(content["model_config"], way.model.config, str(folder))
+    reader = dcp.FileSystemReader(folder)
+    there = reader.read_metadata().state_dict_metadata
+    names = {name: parameter for name, parameter in way.model.named_parameters()}
+    owner = optimizer.owner if isinstance(optimizer, ShardedOptimizer) else {}
+    moments: dict[Tensor, dict[str, Tensor]] = {}
+    for key, entry in there.items():
+        kind, _, rest = key.partition(".")
+        name, _, moment = rest.rpartition(".")
+        if kind == "optimizer" and owner.get(names.get(name), world.rank) == world.rank:
+            parameter = names[name]
+            whole, dtype = entry.size == way.shape(parameter), entry.properties.dtype
+            empty = torch.zeros_like(parameter, dtype=dtype) if whole else torch.zeros(entry.size, dtype=dtype)
+            moments.setdefault(parameter, {})[moment] = empty.detach()
+    tensors = stored_tensors(way, moments)
+    dcp.load(tensors, storage_reader=reader, process_group=world.group, no_dist=world.size == 1)
+    numbers, order = content["numbers"], content["names"]
+    state = {
+        index: {**moments.get(names[name], {}), **numbers.get(name, {})}
+        for index, name in enumerate(order)
+        if name in numbers or names[name] in moments
+    }
+    optimizer.load_state_dict(content["optimizer"] | {"state": state})
+    return content["iteration"]
+
+
+def load(way: Alone, optimizer: Optimizer, path: Path, world: World) -> int:
+    """Loads either kind of checkpoint into this rank; returns the iteration."""
+    if path.is_dir():
+        return load_sharded(way, optimizer, path, world)
+    return load_whole(way, optimizer, read_checkpoint(path), str(path))

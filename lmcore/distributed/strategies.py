@@ -1,0 +1,205 @@
+"""How the ranks of a training run divide the work: `--parallel`, in one place for the loop and for checkpoints.
+
+| name          | weights | gradients | optimizer state | made of                                    |
+|---------------|---------|-----------|-----------------|--------------------------------------------|
+| `ddp`         | all     | all       | all             | `BucketedDDP`                              |
+| `zero1`       | all     | all       | divided         | `BucketedDDP`, `ShardedOptimizer`          |
+| `fsdp`        | divided | divided   | divided         | `FSDP`                                     |
+| `torch-ddp`   | all     | all       | all             | PyTorch's `DistributedDataParallel`        |
+| `torch-fsdp2` | divided | divided   | divided         | PyTorch's `fully_shard`                    |
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+from lmcore.config import TrainConfig
+from lmcore.distributed.ddp import BucketedDDP, broadcast_state
+from lmcore.distributed.fsdp import FSDP, all_gather_rows
+from lmcore.distributed.sharded_optimizer import ShardedOptimizer
+from lmcore.model import TransformerLM
+from lmcore.optimizer import build_optimizer, gradient_clipping, gradient_norm
+
+BUCKET_MB = 25
+"""Size of the buckets of `ddp` and `zero1`, PyTorch's own."""
+
+
+def unsupported_parallel_reason(config: TrainConfig) -> str | None:
+    """What of this configuration its way of dividing the work does not cover, to end a sentence with; else None."""
+    sharded = config.parallel in ("fsdp", "torch-fsdp2")
+    obstacles = {
+        "optimizer.name=muon, which needs whole matrices": sharded and config.optimizer.name == "muon",
+        "precision=fp16, whose loss scaling needs whole gradients": sharded and config.precision == "fp16",
+        "compile": config.parallel == "fsdp" and config.compile,
+        f"model.checkpoint_every={config.model.checkpoint_every}": config.parallel == "fsdp"
+        and config.model.checkpoint_every is not None,
+    }
+    return ", ".join(name for name, present in obstacles.items() if present) or None
+
+
+class Alone:
+    """One process: nothing is divided. The others change what they must.
+
+    `model` has the parameters; `module` is what a forward pass calls. `whole` and `part` translate between a tensor as
+    this rank has it, a parameter or a moment of one, and as one process would.
+    """
+
+    def __init__(self, model: TransformerLM, config: TrainConfig | None = None):
+        self.model, self.config = model, config
+        self.module: nn.Module = model
+
+    def optimizer(self) -> Optimizer:
+        """The configured optimizer over what this rank updates."""
+        return build_optimizer(self.model, self.config.optimizer)
+
+    def finish(self) -> None:
+        """Between backward pass and clipping: gradients are averages over the ranks afterwards."""
+
+    def clip(self) -> Tensor:
+        """Clips the gradients by the norm of all of them, and returns that norm."""
+        return gradient_clipping(self.model.parameters(), self.config.optimizer.max_grad_norm or math.inf)
+
+    def whole(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """All of a tensor of which this rank may have a part; every rank calls it."""
+        return tensor
+
+    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """What this rank keeps of a whole tensor."""
+        return whole
+
+    def shape(self, parameter: Tensor) -> torch.Size:
+        """The shape of the whole parameter."""
+        return parameter.shape
+
+    def stored(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """A tensor as sharded checkpoints know it: a DTensor if it is a part; memory is shared."""
+        return tensor
+
+
+class DDP(Alone):
+    """Our data parallelism with buckets."""
+
+    def __init__(self, model: TransformerLM, config: TrainConfig):
+        super().__init__(model, config)
+        self.ddp = BucketedDDP(model, BUCKET_MB)
+
+    def finish(self) -> None:
+        self.ddp.finish_gradient_synchronization()
+
+
+class ZeRO1(DDP):
+    """The same, and each rank has the optimizer state of a part of the parameters (ZeRO stage 1)."""
+
+    def optimizer(self) -> Optimizer:
+        return build_optimizer(self.model, self.config.optimizer, make=ShardedOptimizer)
+
+
+class TorchDDP(Alone):
+    """PyTorch's data parallelism, which averages while the backward pass goes on."""
+
+    def __init__(self, model: TransformerLM, config: TrainConfig):
+        super().__init__(model, config)
+        device = model.lm_head.weight.device
+        ids = [device.index] if device.type == "cuda" else None
+        self.module = nn.parallel.DistributedDataParallel(
+            model, device_ids=ids, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True
+        )
+
+
+class OurFSDP(Alone):
+    """Our fully sharded data parallelism; in bf16 the matrices travel as such, and the residual stream is float32."""
+
+    def __init__(self, model: TransformerLM, config: TrainConfig):
+        super().__init__(model, config)
+        dtype = torch.bfloat16 if config.precision == "bf16" else None
+        self.module = self.fsdp = FSDP(model, dtype)
+        self.mesh = init_device_mesh(model.lm_head.weight.device.type, (self.fsdp.size,))  # of stored tensors
+        if dtype is not None:
+            model.token_embeddings.register_forward_hook(lambda _, __, output: output.float())
+
+    def finish(self) -> None:
+        self.fsdp.finish_gradient_synchronization()
+
+    def clip(self) -> Tensor:
+        return self.fsdp.clip_gradients(self.config.optimizer.max_grad_norm or math.inf)
+
+    def whole(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        rows = self.fsdp.rows.get(parameter)
+        if rows is None or tensor.shape != parameter.shape:
+            return tensor
+        gathered = tensor.new_empty(self.fsdp.size * len(tensor), tensor.shape[1])
+        all_gather_rows(gathered, tensor.detach().contiguous())
+        return gathered[:rows]
+
+    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        rows = self.fsdp.rows.get(parameter)
+        if rows is None or whole.shape != (rows, parameter.shape[1]):
+            return whole
+        own = whole[dist.get_rank() * len(parameter) :][: len(parameter)]
+        padded = whole.new_zeros(parameter.shape)
+        padded[: len(own)] = own
+        return padded
+
+    def stored(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        rows = self.fsdp.rows.get(parameter)
+        if rows is None or tensor.shape != parameter.shape:
+            return tensor
+        from torch.distributed.tensor import DTensor, Shard
+
+        own, shape = min(len(tensor), max(0, rows - dist.get_rank() * len(tensor))), self.shape(parameter)
+        return DTensor.from_local(
+            tensor.detach()[:own], self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1)
+        )
+
+    def shape(self, parameter: Tensor) -> torch.Size:
+        return torch.Size((self.fsdp.rows.get(parameter, len(parameter)), *parameter.shape[1:]))
+
+
+class TorchFSDP2(Alone):
+    """PyTorch's `fully_shard`: each block is gathered as one, and all that is outside of the blocks."""
+
+    def __init__(self, model: TransformerLM, config: TrainConfig):
+        super().__init__(model, config)
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        broadcast_state(model)
+        reduced = torch.bfloat16 if config.precision == "bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32 if reduced else None)
+        mesh = init_device_mesh(model.lm_head.weight.device.type, (dist.get_world_size(),))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    def clip(self) -> Tensor:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = gradient_norm(gradients).full_tensor()
+        scale = torch.clamp((self.config.optimizer.max_grad_norm or math.inf) / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.to_local().mul_(scale)
+        return norm
+
+    def whole(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        if not hasattr(parameter, "full_tensor") or whole.shape != parameter.shape:
+            return whole
+        from torch.distributed.tensor import DTensor
+
+        parts = whole.chunk(dist.get_world_size())
+        rank = dist.get_rank()
+        own = parts[rank] if rank < len(parts) else whole[:0]
+        own = own.to(parameter.device).contiguous()
+        return DTensor.from_local(
+            own, parameter.device_mesh, parameter.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+
+STRATEGIES: dict[str, type[Alone]] = {
+    "none": Alone, "ddp": DDP, "zero1": ZeRO1, "fsdp": OurFSDP, "torch-ddp": TorchDDP, "torch-fsdp2": TorchFSDP2,
+}  # fmt: skip
+"""By the name of `TrainConfig.parallel`."""

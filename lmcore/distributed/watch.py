@@ -1,0 +1,210 @@
+"""Who keeps the others waiting: each rank tells the others that it lives, and where it is; one that does not ends all.
+
+A collective waits for every rank, and a rank that has died cannot say so: NCCL would wait for minutes, and nobody would
+learn for whom. Here a thread of each rank notes its step and its place in the program in the store that all ranks
+share, once a second, and reads what the others noted.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from lmcore.errors import EXIT_FAILURE
+
+PERIOD = 1.0
+"""Seconds between two notes."""
+
+SILENCE = 20.0
+"""Seconds without a note after which a rank counts as dead, or as stopped."""
+
+PATIENCE = 45.0
+"""Seconds that a step may take while another rank waits for it. First steps, saves and evaluations take their time."""
+
+GRACE = 5.0
+"""Seconds that the main thread has to end by itself, before its rank is ended inside a collective."""
+
+WAITING = (
+    os.path.join("torch", "distributed"),
+    os.path.join("lmcore", "distributed"),
+    os.path.join("autograd", "graph"),
+)
+"""Where a main thread that waits for other ranks is: in a collective, or in a backward pass with its collectives."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Why a rank ends all: the run's state, the exit code of all ranks, and the sentence."""
+
+    rank: int
+    state: str
+    code: int
+    sentence: str
+    said: bool = True
+    """Whether that rank says the sentence itself."""
+
+
+class Watch:
+    """The thread of one rank. `beat` at every step; `announce` before an end of one's own; `close` at the end.
+
+    `ended` is why all ranks have to end, once that is known: the main thread then has `GRACE` seconds, after which
+    `before_exit(end)` is called and the process exits with `ended.code`.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int):
+        self.store, self.rank, self.size = store, rank, size
+        self.step, self.since, self.patient, self.count = 0, time.monotonic(), True, 0
+        self.main = threading.get_ident()
+        self.ended: End | None = None
+        self.known, self.closed = threading.Event(), threading.Event()
+        self.before_exit: Callable[[End], Any] = lambda end: None
+        self.heard: dict[int, tuple[dict, float]] = {}
+        self.thread = threading.Thread(target=self._watch, name="lmcore-ranks", daemon=True)
+        self.thread.start()
+
+    def beat(self, step: int) -> None:
+        """The main thread has begun another step."""
+        self.step, self.since = step, time.monotonic()
+
+    @contextlib.contextmanager
+    def patience(self) -> Iterator[None]:
+        """A block that may take long on one rank while the others wait."""
+        before, self.patient = self.patient, True
+        try:
+            yield
+        finally:
+            self.patient, self.since = before, time.monotonic()
+
+    def announce(self, state: str, code: int, sentence: str, said: bool = True) -> None:
+        """Tells the others that this rank ends, and with what they end, too."""
+        with contextlib.suppress(RuntimeError):  # the store is gone: they will notice
+            self.store.set(f"end/{self.rank}", json.dumps(asdict(End(self.rank, state, code, sentence, said))))
+
+    def explanation(self, seconds: float = SILENCE + 10) -> End | None:
+        """Why a collective has failed: waits until it is known which rank has ended."""
+        self.known.wait(seconds)
+        return self.ended
+
+    def close(self) -> None:
+        """This rank is done: nobody waits for it any more."""
+        self.closed.set()
+        self.thread.join(GRACE)
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"beat/{self.rank}", json.dumps({"done": True}))
+
+    def speaks(self, end: End) -> bool:
+        """Whether this rank says the sentence: the first of those that are left, if the one that ended cannot."""
+        return not end.said and self.rank == min(set(range(self.size)) - {end.rank})
+
+    def _watch(self) -> None:
+        while not self.closed.wait(PERIOD):
+            try:
+                self._note()
+                self.ended = self._look()
+            except RuntimeError:
+                sentence = "The store of the ranks does not answer: the process or the machine that held it is gone."
+                self.ended = End(-1, "failed", EXIT_FAILURE, sentence, said=False)
+            if self.ended is not None:
+                self.known.set()
+                if not self.closed.wait(GRACE):
+                    self.exit(self.ended)
+                return
+
+    def exit(self, end: End) -> None:
+        """Ends this process, whatever its main thread waits for."""
+        if self.speaks(end):
+            print(f"lmcore: {end.sentence}", file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):
+            self.before_exit(end)
+        sys.stdout.flush()
+        os._exit(end.code)
+
+    def _note(self) -> None:
+        self.count += 1
+        waits, where = place_of(self.main)
+        still = time.monotonic() - self.since
+        note = {"count": self.count, "step": self.step, "still": still, "patient": self.patient, "waits": waits}
+        note |= {"where": where, "host": socket.gethostname(), "pid": os.getpid(), "space": process_space()}
+        self.store.set(f"beat/{self.rank}", json.dumps(note))
+
+    def _look(self) -> End | None:
+        """Reads what the ranks noted; returns why all have to end, if they have to."""
+        now = time.monotonic()
+        for rank in range(self.size):
+            if rank != self.rank and self.store.check([f"end/{rank}"]):
+                return End(**json.loads(self.store.get(f"end/{rank}")))
+        for rank in range(self.size):
+            if not self.store.check([f"beat/{rank}"]):
+                continue  # it is still starting
+            note = json.loads(self.store.get(f"beat/{rank}"))
+            if rank not in self.heard or self.heard[rank][0] != note:
+                self.heard[rank] = note, now
+        notes = {rank: note for rank, (note, _) in self.heard.items() if "done" not in note}
+        for rank, note in notes.items():
+            silent, gone = now - self.heard[rank][1], False
+            if note["host"] == socket.gethostname() and note["space"] == process_space():
+                gone = not runs(note["pid"])
+            if gone or silent > SILENCE:
+                how = "has died" if gone else f"has given no sign of life for {silent:.0f} seconds"
+                return End(rank, "failed", EXIT_FAILURE, self.sentence(rank, note, how), said=False)
+        late = {rank: note for rank, note in notes.items() if note["still"] > PATIENCE and not note["patient"]}
+        working = [rank for rank, note in late.items() if not note["waits"]]
+        if working and len(working) < len(late):
+            note = late[working[0]]
+            how = f"hangs in {note['where']} for {note['still']:.0f} seconds"
+            return End(working[0], "failed", EXIT_FAILURE, self.sentence(working[0], note, how), said=False)
+        return None
+
+    def sentence(self, rank: int, note: dict, how: str) -> str:
+        """What to say of a rank that keeps the others waiting."""
+        who = f"Rank {rank} (process {note['pid']} on {note['host']})"
+        rest = "all ranks end; the same command goes on from the last checkpoint."
+        return f"{who} {how}, after step {note['step']}: {rest}"
+
+
+def place_of(thread: int) -> tuple[bool, str]:
+    """Whether a thread is in a collective, and the place in the program, in words."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return False, "nowhere"
+    path, name = os.path.splitext(frame.f_code.co_filename)[0], frame.f_code.co_name
+    reads = name == "read" and path.endswith(os.path.join("lmcore", "train"))  # a loss that comes after a collective
+    return reads or any(
+        part in path for part in WAITING
+    ), f"{name} ({os.path.basename(path)}.py, line {frame.f_lineno})"
+
+
+def process_space() -> str:
+    """What process ids belong to: equal on ranks that see each other's processes."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def runs(pid: int) -> bool:
+    """Whether a process of this machine is there and has not ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True
+
+
+def by_other_rank(error: BaseException) -> bool:
+    """Whether an exception says that another rank, or the way to it, is gone."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in ("Connection", "gloo", "Gloo", "NCCL"))
+        and not isinstance(error, torch.OutOfMemoryError)
+    )  # fmt: skip
