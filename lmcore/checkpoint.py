@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -114,16 +115,18 @@ def read_sharded_checkpoint(folder: Path, tensors: bool = True) -> dict[str, Any
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata().state_dict_metadata
     found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
-    load(found, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings(action="ignore"):  # that one process is enough
+        load(found, storage_reader=reader, no_dist=True)
     names, numbers = content.pop("names"), content.pop("numbers")
     moments: dict[str, dict[str, Any]] = {name: dict(values) for name, values in numbers.items()}
-    for key, tensor in found.items():
+    for key, tensor in sorted(found.items()):
         kind, _, rest = key.partition(".")
         if kind == "optimizer":
             name, _, moment = rest.rpartition(".")
             moments.setdefault(name, {})[moment] = tensor
     content["optimizer"] |= {"state": {i: moments[name] for i, name in enumerate(names) if name in moments}}
-    content["model"] = {key.partition(".")[2]: tensor for key, tensor in found.items() if key.startswith("model.")}
+    weights = {key: tensor for key, tensor in sorted(found.items()) if key.startswith("model.")}
+    content["model"] = {key.partition(".")[2]: tensor for key, tensor in weights.items()}
     for alias, name in content.pop("aliases").items():
         content["model"][alias] = content["model"][name]
     return content

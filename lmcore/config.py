@@ -203,6 +203,19 @@ class TrainConfig:
         require(self.keep_checkpoints >= 1, f"keep_checkpoints must be at least 1, not {self.keep_checkpoints}.")
         require_finite(self)
         require_choices(self)
+        obstacle = self._parallel_obstacle()
+        require(obstacle is None, f"parallel={self.parallel} does not cover {obstacle}; choose another --parallel.")
+
+    def _parallel_obstacle(self) -> str | None:
+        """What of these settings their way of dividing the work does not cover."""
+        sharded, ours = self.parallel in ("fsdp", "torch-fsdp2"), self.parallel == "fsdp"
+        obstacles = {
+            "optimizer.name=muon, which needs whole matrices": sharded and self.optimizer.name == "muon",
+            "precision=fp16, whose loss scaling needs whole gradients": sharded and self.precision == "fp16",
+            "compile": ours and self.compile and self.ops == "plain",
+            f"model.checkpoint_every={self.model.checkpoint_every}": ours and self.model.checkpoint_every is not None,
+        }
+        return next((name for name, present in obstacles.items() if present), None)
 
     @property
     def tokens_per_step(self) -> int:

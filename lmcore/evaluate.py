@@ -1,11 +1,12 @@
 """How well a model predicts a text: loss, perplexity, accuracy; per token, byte and word (CSE599-O A1 section 4.1)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lmcore.data import PreparedData, num_validation_windows, require_context, validation_batches
 from lmcore.device import autocast
@@ -47,15 +48,16 @@ class Score:
 
 @torch.no_grad()
 def score(
-    model: nn.Module, tokens: np.ndarray, batch_size: int, device: torch.device, precision: str = "fp32",
-    context: int | None = None, rank: int = 0, size: int = 1,
+    model: TransformerLM, tokens: np.ndarray, batch_size: int, device: torch.device, precision: str = "fp32",
+    module: Callable[[Tensor], Tensor] | None = None, rank: int = 0, size: int = 1,
 ) -> Score:  # fmt: skip
     """Losses and hits over `tokens` in windows of the model's context, `batch_size` at a time, in evaluation mode.
 
-    Of several processes that of `rank` scores its part of the windows: the sums over all are those of the text.
-    Raises `UserError` if the text is shorter than a window.
+    `module` is what a forward pass calls, where that is not the model. Of several processes that of `rank` scores its
+    part of the windows: the sums over all are those of the text. Raises `UserError` if the text is shorter than a
+    window.
     """
-    context = context or model.config.context_length
+    context = model.config.context_length
     losses = torch.zeros(context, dtype=torch.float64, device=device)
     correct = torch.zeros(context, dtype=torch.int64, device=device)
     with evaluating(model):
@@ -64,7 +66,7 @@ def score(
             if not counted:  # the others may wait for this one in their forward pass
                 inputs, targets = (torch.zeros(1, context, dtype=torch.int64, device=device) for _ in range(2))
             with autocast(device, precision):
-                logits = at_least_float32(model(inputs))
+                logits = at_least_float32((module or model)(inputs))
             of_targets = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
             losses += counted * (logits.logsumexp(-1) - of_targets).double().sum(0)
             correct += counted * (logits.argmax(-1) == targets).sum(0)

@@ -36,7 +36,7 @@ from lmcore.device import (
     too_large,
 )
 from lmcore.distributed.sharded_checkpoint import load_sharded, load_whole, save_sharded, whole_states, whole_weights
-from lmcore.distributed.strategies import STRATEGIES, Alone, unsupported_parallel_reason
+from lmcore.distributed.strategies import STRATEGIES, Alone
 from lmcore.distributed.world import World, joined
 from lmcore.errors import EXIT_CODES, NO_ROOM, UserError, require
 from lmcore.evaluate import score
@@ -191,8 +191,6 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
     with stop_signals(signal.SIGINT) as stop, ExitStack() as held:
         try:
             with stop.raises():
-                reason = unsupported_parallel_reason(config)
-                require(reason is None, f"parallel={config.parallel} does not cover {reason}.")
                 world = held.enter_context(joined(config))
                 run = RunFolder(folder) if world.is_first else FollowedRun(folder)
                 with world.checked():
@@ -333,12 +331,9 @@ class Trainer:
         config = self.config
         o, last_step = config.optimizer, config.optimizer.cosine_steps or config.steps
         part, first = part_of_batch(config.batch_size, self.world.rank, self.world.size), self.step
-        with prefetched(self.data.train, config, self.step, self.device, part) as batches, ExitStack() as patience:
-            patience.enter_context(self.world.patience())  # the first step compiles
+        with prefetched(self.data.train, config, self.step, self.device, part) as batches:
             while self.step < config.steps and not self.world.stops(stop.is_set()):
-                if self.step == first + 1:
-                    patience.close()
-                self.world.beat(self.step)
+                self.world.beat(self.step, patient=self.step == first)  # the first step compiles
                 started = time.perf_counter()
                 inputs, targets = next(batches)
                 self.step += 1
@@ -464,7 +459,7 @@ class Trainer:
                     inputs, targets = (torch.zeros(1, context, dtype=torch.int64, device=self.device) for _ in "it")
                 total += self.update.evaluation_loss(inputs, targets).cpu().double() * tokens
                 count += tokens
-            total, counted = self.world.sum(torch.stack((total, torch.tensor(count))).to(self.device)).tolist()
+            total, counted = self.world.sum(torch.stack((total, torch.tensor(count)))).tolist()
         mean = total / counted
         if not math.isfinite(mean):
             raise Diverged(self.step, self.last_lr, "validation loss")
@@ -472,12 +467,10 @@ class Trainer:
 
     def evaluation_details(self) -> dict[str, Any]:
         """Share of the tokens that the model finds most probable, and mean loss by position in the window."""
-        config, world = self.config, self.world
-        self.update.current()
-        found = score(self.way.module, self.data.valid, config.eval_batch_size, self.device, config.precision,
-                      config.model.context_length, world.rank, world.size)  # fmt: skip
-        sums = torch.stack((found.losses, found.correct.double())).to(self.device)
-        losses, correct = world.sum(sums).cpu()
+        config, world, model = self.config, self.world, self.update.current()[0]
+        found = score(model, self.data.valid, config.eval_batch_size, self.device, config.precision,
+                      self.way.module, world.rank, world.size)  # fmt: skip
+        losses, correct = world.sum(torch.stack((found.losses, found.correct.double())))
         found = replace_fields(found, losses=losses, correct=correct)
         by_position = [round(loss, 5) for loss in found.loss_by_position]
         return {"valid_accuracy": found.accuracy, "valid_loss_by_position": by_position}
@@ -544,7 +537,8 @@ class Trainer:
 
     def resume(self) -> None:
         """Goes on from the newest checkpoint that is whole, if there is one."""
-        content, damaged = None, []
+        content: dict[str, Any] | None = None
+        damaged: list[Path] = []
 
         def newest() -> Path | None:
             nonlocal content, damaged
@@ -593,7 +587,7 @@ class Trainer:
 
     def _end_out_of_memory(self, reason: str) -> RunResult:
         """A lack of memory on this rank: the others end, too."""
-        if self.world.size == 1:
+        if self.world.watch is None:
             return self._end("out of memory", reason=reason)
         code, rank = EXIT_CODES["out of memory"], self.world.rank
         sentence = f"{self.run.name}: rank {rank}: {reason}"

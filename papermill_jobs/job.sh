@@ -142,5 +142,6 @@ export_rendezvous() {
   fi
   # the same in all tasks, another one for each job of a node, and below those that the system gives to anyone (32768 on)
   MASTER_PORT=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-0} % 12000))}
-  export NNODES NODE_RANK NPROC_PER_NODE WORLD_SIZE RANK LOCAL_RANK MASTER_ADDR MASTER_PORT
+  LOCAL_WORLD_SIZE=$NPROC_PER_NODE
+  export NNODES NODE_RANK NPROC_PER_NODE WORLD_SIZE RANK LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 }

@@ -1,8 +1,7 @@
-"""`lmcore train --parallel`: equal to one process, on any number of ranks, and resumed from either kind of checkpoint."""
+"""`lmcore train --parallel`: equal to one process on any number of ranks, and resumed from any checkpoint."""
 
-import json
-import math
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -44,13 +43,15 @@ def alone(data, tmp_path_factory):
 def complete(ended, steps=12) -> None:
     assert [(e.code, e.sentence) for e in ended] == [(0, "")] * len(ended), ended
     assert {e.result.state for e in ended} == {"complete"}
-    assert {e.result for e in ended} == {ended[0].result} and ended[0].result.step == steps
+    assert {e.result for e in ended} == {ended[0].result}
+    assert ended[0].result.step == steps
 
 
 def same_run(run: RunFolder, other: RunFolder, rtol=2e-5) -> None:
     """Equal lines of metrics and equal weights, up to the order of sums."""
     for line, expected in zip(run.metrics_lines(), other.metrics_lines(), strict=True):
-        assert line["step"] == expected["step"] and line["tokens"] == expected["tokens"]
+        assert line["step"] == expected["step"]
+        assert line["tokens"] == expected["tokens"]
         for key in ("train_loss", "valid_loss", "grad_norm", "valid_accuracy"):
             if expected.get(key) is not None:
                 assert line[key] == pytest.approx(expected[key], rel=rtol), key
@@ -74,6 +75,155 @@ def back_to(run: RunFolder, step: int) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     run.status_file.unlink()
     run.last_weights.unlink()
+
+
+@pytest.mark.parametrize(
+    ("way", "changes"),
+    [
+        ("zero1", {"optimizer__name": "muon"}),
+        ("zero1", {"optimizer__name": "sgd", "optimizer__max_grad_norm": None}),
+        ("fsdp", {"model__tie_embeddings": True, "eval_details": True}),
+        ("torch-fsdp2", {"model__tie_embeddings": True, "sampling": "epoch", "z_loss": 1e-3}),
+        ("ddp", {"ops": "fused", "model__d_model": 24, "eval_details": True}),
+        ("ddp", {"ops": "fused", "model__tie_embeddings": True, "model__d_model": 24, "optimizer__name": "muon"}),
+        ("fsdp", {"ops": "fused", "model__d_model": 24}),
+        ("torch-ddp", {"model__checkpoint_every": 1, "checkpoints": "sharded"}),
+    ],
+)
+def test_with_other_settings(trainers, data, tmp_path, way, changes):
+    """Optimizers, tied weights, the explicit step, which sends gradients while it goes back, and details."""
+    config = small_config(data, **changes)
+    assert train(config, tmp_path / "alone").state == "complete"
+    ended = trainers.train(replace(config, parallel=way), tmp_path / "run", 2)
+    complete(ended)
+    same_run(RunFolder(tmp_path / "run"), RunFolder(tmp_path / "alone"), rtol=1e-4)
+    reason = "the fused step does not cover parallel=fsdp" if way == "fsdp" and "ops" in changes else None
+    assert reason is None or (reason in ended[0].printed and reason not in ended[1].printed)
+
+
+def test_bf16_is_that_of_one_process_up_to_its_rounding(trainers, data, tmp_path):
+    losses = []
+    for way in ("none", "ddp", "fsdp", "torch-fsdp2"):
+        config = small_config(data, parallel=way, precision="bf16")
+        if way == "none":
+            train(config, tmp_path / way)
+        else:
+            complete(trainers.train(config, tmp_path / way, 2))
+        losses.append([line["train_loss"] for line in RunFolder(tmp_path / way).metrics_lines()])
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=5e-3)
+        assert other != losses[0]
+
+
+def test_dropout_differs_between_ranks_and_goes_on_where_it_was(trainers, data, tmp_path):
+    """Resumed on as many ranks a run is bitwise the undisturbed one; the ranks' masks are not the same."""
+    config, run = small_config(data, parallel="ddp", model__dropout=0.5), RunFolder(tmp_path / "run")
+    complete(trainers.train(config, run.path, 2))
+    states = read_checkpoint(run.checkpoints()[0])["extra"]["rng_of_ranks"]
+    assert not torch.equal(states[0]["cpu"], states[1]["cpu"])
+    before, weights = run.metrics_lines(), read_weights(run.last_weights)[0]
+    back_to(run, 8)
+    complete(trainers.train(config, run.path, 2))
+    after = RunFolder(run.path).metrics_lines()
+    assert [line["train_loss"] for line in after] == [line["train_loss"] for line in before]
+    assert all(torch.equal(weights[name], tensor) for name, tensor in read_weights(run.last_weights)[0].items())
+
+
+def test_a_run_that_diverges_does_so_on_all_ranks(trainers, data, tmp_path):
+    config = small_config(data, parallel="ddp", optimizer__learning_rate=1e30, optimizer__max_grad_norm=None)
+    ended = trainers.train(config, tmp_path / "run", 2)
+    assert {(e.code, e.result.state) for e in ended} == {(0, "diverged")}
+
+
+def refused(ended) -> tuple[int, str]:
+    """The rank that says why, and its sentence; all exit with code 2, the others without a word."""
+    assert [e.code for e in ended] == [2] * len(ended), ended
+    said = [(rank, e.sentence) for rank, e in enumerate(ended) if e.sentence]
+    assert len(said) == 1, ended
+    return said[0]
+
+
+def test_what_the_ranks_refuse(trainers, data, tmp_path, monkeypatch):
+    run, config = tmp_path / "run", small_config(data, parallel="ddp")
+    assert refused(trainers.train(config, run, 5)) == (0, "batch_size (12) must divide by the number of ranks, 5.")
+    rank, sentence = refused(trainers.train(config, run, 2, {1: {"optimizer__learning_rate": 0.5, "seed": 3}}))
+    assert rank == 0
+    assert sentence == (
+        "The ranks were started with different settings: optimizer.learning_rate (0.01 on rank 0, 0.5 on rank 1), "
+        "seed (0 on rank 0, 3 on rank 1)."
+    )
+    other = tmp_path / "other"
+    open_or_prepare("embedded", "bpe:300", other, CorpusConfig(num_documents=60))
+    assert "data (" in refused(trainers.train(config, run, 2, {1: {"data": str(other)}}))[1]
+    assert refused(trainers.train(config, run, 2, {1: {"data": str(tmp_path / "none")}}))[0] == 1
+    assert refused(trainers.train(replace(config, device="cuda"), run, 2))[1].endswith(
+        "has 0 GPUs for 2 ranks, and each needs its own: start fewer, or use --device cpu."
+    )
+    assert "Ranks train on CUDA GPUs or on CPUs" in refused(trainers.train(replace(config, device="mps"), run, 2))[1]
+    assert not run.exists() or not any(run.rglob("*.json"))
+    complete(trainers.train(config, run, 2))
+    assert "made with other settings: seed" in refused(trainers.train(replace(config, seed=1), run, 2))[1]
+    with RunFolder(run).lock():
+        assert "Another process is using the run folder" in refused(trainers.train(config, run, 2))[1]
+    complete(trainers.train(config, run, 3))  # it is complete already
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(UserError, match="torchrun started 2 processes, but the run is not parallel: add --parallel"):
+        train(small_config(data), tmp_path / "forgotten")
+
+
+@pytest.mark.parametrize(
+    ("way", "changes", "what"),
+    [
+        ("fsdp", {"optimizer__name": "muon"}, "optimizer.name=muon, which needs whole matrices"),
+        ("torch-fsdp2", {"precision": "fp16"}, "precision=fp16, whose loss scaling needs whole gradients"),
+        ("fsdp", {"compile": True}, "compile"),
+        ("fsdp", {"model__checkpoint_every": 1}, "model.checkpoint_every=1"),
+    ],
+)
+def test_what_a_way_does_not_cover(data, way, changes, what):
+    with pytest.raises(UserError, match=f"^parallel={way} does not cover {what}; choose another --parallel.$"):
+        small_config(data, parallel=way, **changes)
+
+
+def damaged(folder: Path, how: str) -> None:
+    """Does it to the part of a sharded checkpoint that rank 1 wrote."""
+    part = next(folder.glob("__1_*.distcp"))
+    if how == "flipped":
+        content = bytearray(part.read_bytes())
+        content[len(content) // 2] ^= 1
+        part.write_bytes(content)
+    elif how == "missing":
+        part.unlink()
+    else:
+        (folder / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize("how", ["flipped", "missing", "manifest"])
+def test_a_damaged_sharded_checkpoint_is_noticed(trainers, data, alone, tmp_path, how):
+    run, config = RunFolder(tmp_path / "run"), small_config(data, parallel="fsdp", checkpoints="sharded")
+    complete(trainers.train(config, run.path, 2))
+    back_to(run, 8)
+    damaged(run.checkpoint_file(8, sharded=True), how)
+    ended = trainers.train(config, run.path, 2)
+    complete(ended)
+    assert "step_00000008.sharded is not a whole checkpoint" in ended[0].printed
+    assert "goes on from step 4" in ended[0].printed
+    same_run(run, alone)
+
+
+def test_a_port_in_use_is_named(trainers, data, tmp_path, monkeypatch):
+    import parallel_runs
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setattr(parallel_runs, "free_port", lambda: port)
+        ended = trainers.train(small_config(data, parallel="ddp"), tmp_path / "run", 1)
+    assert refused(ended) == (
+        0, f"The port of 127.0.0.1:{port} is in use: choose another MASTER_PORT (torchrun --master-port)."
+    )  # fmt: skip
 
 
 CHANGES = [

@@ -47,7 +47,10 @@ GROUPS = {
         "Many runs or measurements: one cell or all of them, and their table.",
         (sweep.run, sweep.table, sweep.work),
     ),
-    "submit": ("The workbook, a notebook or a sweep as Slurm jobs.", (jobs.workbook, jobs.notebook, jobs.sweep)),
+    "submit": (
+        "The workbook, a notebook, a sweep or a training run as Slurm jobs.",
+        (jobs.workbook, jobs.notebook, jobs.sweep),
+    ),
 }
 """What a group of commands is for, and its commands."""
 
@@ -59,7 +62,9 @@ def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
     app.command(deferred(doctor))
     for name, (what, members) in GROUPS.items():
         group = tyro.extras.SubcommandApp()
-        for command in members:
+        training_run = arguments[:2] == [name, "train"] if arguments else False
+        base = training.starting_config(arguments[2:]) if training_run and name == "submit" else TrainConfig()
+        for command in (*members, *([jobs.train_command(base)] if name == "submit" else [])):
             group.command(deferred(command))
         app.command(group, name=name, help=what)
     in_order = stop_signals(signal.SIGINT, exits=True)  # a signal during imports ends a command that measures later

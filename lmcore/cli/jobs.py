@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import tyro
 
 from lmcore.cli.arguments import Flag, Names, OptionalFile, OptionalFolder, OptionalNumber, OptionalTime, Pairs
-from lmcore.errors import EXIT_FAILURE
+from lmcore.config import TrainConfig, replace
+from lmcore.errors import EXIT_FAILURE, require
 
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[OUT ...]", help_behavior_hint="")]
 
@@ -147,6 +148,41 @@ def sweep(
 
     changed = load_definition(definition, set)
     return how.carry_out(sweep_folder(changed), lambda _, out: sweep_jobs(changed, out, concurrency), changed)
+
+
+def train_command(base: TrainConfig) -> Callable[..., int]:
+    """The command that submits a training run, whose options default to `base`."""
+
+    def train(
+        run: Path,
+        settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = base,
+        gpus: int = 1,
+        nodes: int = 1,
+        preset: str | None = None,
+        config: Path | None = None,
+        how: How = Submission(),
+    ) -> int:
+        """Submit one training run, on any number of GPUs and nodes: `lmcore train` with a process for each GPU.
+
+        What may be said of the run is what `lmcore train` takes. At the time limit it saves itself and goes on in the
+        next job.
+
+        Args:
+            run: Run folder; the job's log goes there, too.
+            settings: What is trained, on what, how long.
+            gpus: GPUs of each node, each with a process; with --device cpu processes alone.
+            nodes: Number of nodes.
+            preset: Named settings to start from.
+            config: JSON file of settings to start from, such as a run's config.json.
+            how: How it is submitted.
+        """
+        from lmcore.workbook.jobs.dependencies import train_job
+
+        require(how.out is None, "A training run has one folder, --run; --out is for other jobs.")
+        data = str(Path(settings.data).resolve())  # jobs start in the project's folder
+        return how.carry_out(run, lambda _, out: train_job(out, replace(settings, data=data), gpus, nodes))
+
+    return train
 
 
 def jobs(outs: Folders = (), tail: OptionalNumber = None, json: Flag = False) -> int:

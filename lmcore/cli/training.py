@@ -39,6 +39,8 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
             preset: Named settings to start from.
             config: JSON file of settings to start from, such as a run's config.json.
         """
+        if settings.parallel != "none":  # of a rank that is gone PyTorch's store tells with the addresses of its code
+            environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         with stop_signals(signal.SIGINT, exits=True):  # from here on, as importing torch takes a while
             from lmcore.train import train
 

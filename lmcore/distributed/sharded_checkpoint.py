@@ -7,6 +7,7 @@ and is renamed when it is whole.
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -118,7 +119,8 @@ def save_sharded(
     future: Future | None = None
     with world.checked(), writing(folder):
         if world.size == 1:
-            dcp.save(tensors, storage_writer=writer, no_dist=True)
+            with warnings.catch_warnings(action="ignore"):  # that one process is enough
+                dcp.save(tensors, storage_writer=writer, no_dist=True)
         elif background:
             future = dcp.async_save(tensors, storage_writer=writer, process_group=world.background)
         else:
@@ -174,7 +176,7 @@ def load_sharded(way: Alone, optimizer: Optimizer, folder: Path, world: World) -
     names = {name: parameter for name, parameter in way.model.named_parameters()}
     owner = optimizer.owner if isinstance(optimizer, ShardedOptimizer) else {}
     moments: dict[Tensor, dict[str, Tensor]] = {}
-    for key, entry in there.items():
+    for key, entry in sorted(there.items()):
         kind, _, rest = key.partition(".")
         name, _, moment = rest.rpartition(".")
         if kind == "optimizer" and owner.get(names.get(name), world.rank) == world.rank:
@@ -183,10 +185,11 @@ def load_sharded(way: Alone, optimizer: Optimizer, folder: Path, world: World) -
             empty = torch.zeros_like(parameter, dtype=dtype) if whole else torch.zeros(entry.size, dtype=dtype)
             moments.setdefault(parameter, {})[moment] = empty.detach()
     tensors = stored_tensors(way, moments)
-    dcp.load(tensors, storage_reader=reader, process_group=world.group, no_dist=world.size == 1)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(tensors, storage_reader=reader, process_group=world.group, no_dist=world.size == 1)
     numbers, order = content["numbers"], content["names"]
     state = {
-        index: {**moments.get(names[name], {}), **numbers.get(name, {})}
+        index: {**numbers.get(name, {}), **moments.get(names[name], {})}
         for index, name in enumerate(order)
         if name in numbers or names[name] in moments
     }

@@ -28,19 +28,6 @@ BUCKET_MB = 25
 """Size of the buckets of `ddp` and `zero1`, PyTorch's own."""
 
 
-def unsupported_parallel_reason(config: TrainConfig) -> str | None:
-    """What of this configuration its way of dividing the work does not cover, to end a sentence with; else None."""
-    sharded = config.parallel in ("fsdp", "torch-fsdp2")
-    obstacles = {
-        "optimizer.name=muon, which needs whole matrices": sharded and config.optimizer.name == "muon",
-        "precision=fp16, whose loss scaling needs whole gradients": sharded and config.precision == "fp16",
-        "compile": config.parallel == "fsdp" and config.compile,
-        f"model.checkpoint_every={config.model.checkpoint_every}": config.parallel == "fsdp"
-        and config.model.checkpoint_every is not None,
-    }
-    return ", ".join(name for name, present in obstacles.items() if present) or None
-
-
 class Alone:
     """One process: nothing is divided. The others change what they must.
 

@@ -1,8 +1,8 @@
 """Who keeps the others waiting: each rank tells the others that it lives, and where it is; one that does not ends all.
 
 A collective waits for every rank, and a rank that has died cannot say so: NCCL would wait for minutes, and nobody would
-learn for whom. Here a thread of each rank notes its step and its place in the program in the store that all ranks
-share, once a second, and reads what the others noted.
+learn for whom. Here each rank notes its step and its place in the program in the store that all ranks
+share, once a second, and reads what the others noted, in a thread.
 """
 
 import contextlib
@@ -34,6 +34,9 @@ PATIENCE = 45.0
 GRACE = 5.0
 """Seconds that the main thread has to end by itself, before its rank is ended inside a collective."""
 
+AGENT_HOLDS_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+"""Whether torchrun's agent holds the store, which then outlives the ranks; else rank 0 does."""
+
 WAITING = (
     os.path.join("torch", "distributed"),
     os.path.join("lmcore", "distributed"),
@@ -55,7 +58,7 @@ class End:
 
 
 class Watch:
-    """The thread of one rank. `beat` at every step; `announce` before an end of one's own; `close` at the end.
+    """The threads of one rank. `beat` at every step; `announce` before an end of one's own; `close` at the end.
 
     `ended` is why all ranks have to end, once that is known: the main thread then has `GRACE` seconds, after which
     `before_exit(end)` is called and the process exits with `ended.code`.
@@ -66,15 +69,21 @@ class Watch:
         self.step, self.since, self.patient, self.count = 0, time.monotonic(), True, 0
         self.main = threading.get_ident()
         self.ended: End | None = None
-        self.known, self.closed = threading.Event(), threading.Event()
+        self.known, self.closed, self.leaving = threading.Event(), threading.Event(), threading.Lock()
         self.before_exit: Callable[[End], Any] = lambda end: None
         self.heard: dict[int, tuple[dict, float]] = {}
-        self.thread = threading.Thread(target=self._watch, name="lmcore-ranks", daemon=True)
-        self.thread.start()
+        self._note()
+        self.talked = time.monotonic()
+        for work in (self._talk, self._watch):
+            threading.Thread(target=work, name="lmcore-ranks", daemon=True).start()
 
-    def beat(self, step: int) -> None:
-        """The main thread has begun another step."""
-        self.step, self.since = step, time.monotonic()
+    def meet(self) -> None:
+        """Learns who the other ranks are, once all are there."""
+        self._look()
+
+    def beat(self, step: int, patient: bool = False) -> None:
+        """The main thread has begun another step, which may take long if the others are to be `patient`."""
+        self.step, self.since, self.patient = step, time.monotonic(), patient
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
@@ -88,7 +97,17 @@ class Watch:
     def announce(self, state: str, code: int, sentence: str, said: bool = True) -> None:
         """Tells the others that this rank ends, and with what they end, too."""
         with contextlib.suppress(RuntimeError):  # the store is gone: they will notice
-            self.store.set(f"end/{self.rank}", json.dumps(asdict(End(self.rank, state, code, sentence, said))))
+            self._agreed(End(self.rank, state, code, sentence, said))
+            self.linger()
+
+    def _agreed(self, end: End) -> End:
+        """What the first rank that noticed an end has written down: all say the same."""
+        return End(**json.loads(self.store.compare_set("end", "", json.dumps(asdict(end)))))
+
+    def linger(self) -> None:
+        """The rank that holds the store waits until the others have read it."""
+        if self.rank == 0 and not AGENT_HOLDS_STORE:
+            time.sleep(2 * PERIOD)
 
     def explanation(self, seconds: float = SILENCE + 10) -> End | None:
         """Why a collective has failed: waits until it is known which rank has ended."""
@@ -98,34 +117,54 @@ class Watch:
     def close(self) -> None:
         """This rank is done: nobody waits for it any more."""
         self.closed.set()
-        self.thread.join(GRACE)
         with contextlib.suppress(RuntimeError):
             self.store.set(f"beat/{self.rank}", json.dumps({"done": True}))
 
     def speaks(self, end: End) -> bool:
         """Whether this rank says the sentence: the first of those that are left, if the one that ended cannot."""
-        return not end.said and self.rank == min(set(range(self.size)) - {end.rank})
+        first = self.rank == min(set(range(self.size)) - {end.rank})
+        return not end.said and (first or end.rank < 0)
 
-    def _watch(self) -> None:
-        while not self.closed.wait(PERIOD):
+    def _talk(self) -> None:
+        """Notes and reads until it is known that all have to end; a store that is stopped would keep it waiting."""
+        while not self.closed.wait(PERIOD) and self.ended is None:
             try:
                 self._note()
-                self.ended = self._look()
+                found = self._look()
+                self.ended = None if found is None else self._agreed(found)
+                self.talked = time.monotonic()
             except RuntimeError:
-                sentence = "The store of the ranks does not answer: the process or the machine that held it is gone."
-                self.ended = End(-1, "failed", EXIT_FAILURE, sentence, said=False)
+                self.ended = self._without_store("has died")
+
+    def _watch(self) -> None:
+        while not self.closed.wait(PERIOD / 4):
+            silent = time.monotonic() - self.talked
+            if self.ended is None and silent > SILENCE:
+                self.ended = self._without_store(f"has given no sign of life for {silent:.0f} seconds")
             if self.ended is not None:
                 self.known.set()
                 if not self.closed.wait(GRACE):
                     self.exit(self.ended)
                 return
 
+    def _without_store(self, how: str) -> End:
+        """The store does not answer: rank 0 held it, or torchrun's agent."""
+        if AGENT_HOLDS_STORE:
+            sentence = f"torchrun's agent on {os.environ.get('MASTER_ADDR')} is gone, and with it the ranks' store."
+            return End(-1, "failed", EXIT_FAILURE, sentence, said=False)
+        note = self.heard.get(0, ({"pid": "?", "host": os.environ.get("MASTER_ADDR"), "step": 0}, 0.0))[0]
+        return End(0, "failed", EXIT_FAILURE, self.sentence(0, note, how), said=False)
+
     def exit(self, end: End) -> None:
         """Ends this process, whatever its main thread waits for."""
+        if not self.leaving.acquire(blocking=False):
+            time.sleep(2 * GRACE)  # the other thread does it
         if self.speaks(end):
             print(f"lmcore: {end.sentence}", file=sys.stderr, flush=True)
         with contextlib.suppress(Exception):
             self.before_exit(end)
+        if end.rank != 0:
+            self.linger()
         sys.stdout.flush()
         os._exit(end.code)
 
@@ -140,9 +179,8 @@ class Watch:
     def _look(self) -> End | None:
         """Reads what the ranks noted; returns why all have to end, if they have to."""
         now = time.monotonic()
-        for rank in range(self.size):
-            if rank != self.rank and self.store.check([f"end/{rank}"]):
-                return End(**json.loads(self.store.get(f"end/{rank}")))
+        if self.store.check(["end"]):
+            return End(**json.loads(self.store.get("end")))
         for rank in range(self.size):
             if not self.store.check([f"beat/{rank}"]):
                 continue  # it is still starting
@@ -157,9 +195,9 @@ class Watch:
             if gone or silent > SILENCE:
                 how = "has died" if gone else f"has given no sign of life for {silent:.0f} seconds"
                 return End(rank, "failed", EXIT_FAILURE, self.sentence(rank, note, how), said=False)
-        late = {rank: note for rank, note in notes.items() if note["still"] > PATIENCE and not note["patient"]}
-        working = [rank for rank, note in late.items() if not note["waits"]]
-        if working and len(working) < len(late):
+        late = {rank: note for rank, note in notes.items() if note["still"] > PATIENCE}
+        working = [rank for rank, note in late.items() if not note["waits"] and not note["patient"]]
+        if working and any(note["waits"] for note in late.values()):
             note = late[working[0]]
             how = f"hangs in {note['where']} for {note['still']:.0f} seconds"
             return End(working[0], "failed", EXIT_FAILURE, self.sentence(working[0], note, how), said=False)
@@ -169,7 +207,7 @@ class Watch:
         """What to say of a rank that keeps the others waiting."""
         who = f"Rank {rank} (process {note['pid']} on {note['host']})"
         rest = "all ranks end; the same command goes on from the last checkpoint."
-        return f"{who} {how}, after step {note['step']}: {rest}"
+        return f"{who} {how}, last seen in step {note['step'] + 1}: {rest}"
 
 
 def place_of(thread: int) -> tuple[bool, str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lmcore.config import TrainConfig
 from lmcore.device import select_device
-from lmcore.distributed.watch import GRACE, Watch, by_other_rank
+from lmcore.distributed.watch import GRACE, End, Watch, by_other_rank
 from lmcore.errors import EXIT_CODES, EXIT_FAILURE, EXIT_USER_ERROR, UserError, require
 from lmcore.stopping import Stopped
 
@@ -116,17 +116,17 @@ class World:
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, in place, on the tensor's device."""
         if self.watch is not None:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=None if tensor.is_cuda else self.group)
         return tensor
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean over the ranks, in place."""
         return self.sum(tensor).div_(self.size) if self.watch is not None else tensor
 
-    def beat(self, step: int) -> None:
-        """This rank has begun a step."""
+    def beat(self, step: int, patient: bool = False) -> None:
+        """This rank has begun a step, which may take long if the others are to be `patient`."""
         if self.watch is not None:
-            self.watch.beat(step)
+            self.watch.beat(step, patient)
 
     def patience(self) -> AbstractContextManager[None]:
         """A block that may take long on one rank."""
@@ -160,6 +160,7 @@ def joined(config: TrainConfig) -> Iterator[World]:
         watch = Watch(dist.PrefixStore("lmcore", store.clone()), rank, size)
         begin_group(store, rank, size, local, config)
         world = World(rank, size, local, watch)
+        watch.meet()
     except (dist.DistError, ValueError, TimeoutError) as error:
         raise UserError(reason_not_joined(error, where, size)) from error
     try:
@@ -217,8 +218,13 @@ def leave(world: World, error: BaseException) -> None:
     watch = world.watch
     if not isinstance(error, (UserError, SystemExit, KeyboardInterrupt)) and by_other_rank(error):
         end = watch.explanation()
-        if end is not None:
-            watch.exit(end)
+        watch.exit(
+            end or End(-1, "failed", EXIT_FAILURE, f"The ranks lost each other: {str(error).splitlines()[0]}", False)
+        )
+    # the end of a process may wait for a collective, or for a store, that never answers
+    timer = threading.Timer(4 * GRACE, os._exit, [EXIT_FAILURE])
+    timer.daemon = True
+    timer.start()
     if isinstance(error, Stopped):
         watch.announce("interrupted", EXIT_CODES["interrupted"], "stopped")
     elif isinstance(error, KeyboardInterrupt):
@@ -228,7 +234,3 @@ def leave(world: World, error: BaseException) -> None:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         watch.announce("failed", code, f"Rank {world.rank}: {first_line}")
     watch.close()
-    # the end of a process may wait for a collective that never ends
-    timer = threading.Timer(GRACE, os._exit, [EXIT_FAILURE])
-    timer.daemon = True
-    timer.start()

@@ -4,13 +4,16 @@ The scripts in papermill_jobs/ run as they stand. What a site changes goes on th
 script's own options give way; what a job is to do goes into its variables.
 """
 
+import hashlib
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from lmcore.config import TrainConfig, to_dict
 from lmcore.errors import require
 from lmcore.workbook.jobs.log import output_file, ranges
 from lmcore.workbook.jobs.site import Site, seconds_of_limit
@@ -39,6 +42,12 @@ class Job:
     """Indices of an array; none: not an array."""
     concurrency: int | None = None
     """How many tasks of the array run at a time; None: as many as the cluster lets."""
+    processes: tuple[int, int] | None = None
+    """Nodes, and processes on each of them; None: as the script has it."""
+    gpus: bool = True
+    """Whether each of these processes has a GPU."""
+    settings: dict[str, Any] | None = None
+    """Of a training run, as they are when it is submitted; the variable CONFIG names their file."""
     options: tuple[str, ...] = ()
     """Those of sbatch, but for the dependency."""
 
@@ -82,6 +91,9 @@ def chain_of(
     ready = []
     for job in jobs:
         own, script = site.for_job(job.kind, job.name, **({} if time is None else {"time": time})), project / job.script
+        if job.processes is not None:
+            kind = own.get("gpus", "").rpartition(":")[0]
+            own = own.for_job(gpus=f"{kind}:{job.processes[1]}".lstrip(":") if job.gpus else "0")
         require(script.is_file(), f"There is no file {script}; take it from the project's repository.")
         default = re.search(r"^#SBATCH --time=(\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
         limit = own.get("time") or (default and default[1])
@@ -94,6 +106,8 @@ def chain_of(
         options = ["--export=ALL", *own.options(), f"--job-name={job.name}", f"--output={log}"]
         if job.tasks:
             options.append(f"--array={ranges(job.tasks)}" + (f"%{job.concurrency}" if job.concurrency else ""))
+        if job.processes is not None:
+            options += [f"--nodes={job.processes[0]}", f"--ntasks-per-node={job.processes[1]}"]
         ready.append(replace(job, options=tuple(options), variables=own.variables() | job.variables))
     return Chain(project, out, ready, definition)
 
@@ -159,6 +173,29 @@ def notebook_jobs(
         jobs.append(Job(path.stem, "notebook", variables | {"NOTEBOOKS": path.stem}, arguments, after))
     last = (Job("writeup", "writeup", variables, after=names, whatever_happens=True),) if writeup else ()
     return (*jobs, *last)
+
+
+def train_job(run: Path, config: TrainConfig, gpus: int, nodes: int) -> tuple[Job, ...]:
+    """One training run with `gpus` processes on each of `nodes` nodes; log and settings go into its folder.
+
+    Raises `UserError` for settings that so many processes cannot train with, and for a run of other settings.
+    """
+    from lmcore.run import RunFolder
+
+    for name, value in {"--gpus": gpus, "--nodes": nodes}.items():
+        require(value >= 1, f"{name} must be at least 1, not {value}.")
+    ranks, folder, values = gpus * nodes, RunFolder(run), to_dict(config)
+    require(
+        ranks == 1 or config.parallel != "none",
+        f"{ranks} processes need a way to divide the work: add --parallel ddp, zero1 or fsdp.",
+    )
+    require(config.batch_size % ranks == 0, f"batch_size ({config.batch_size}) must divide by {ranks} processes.")
+    if folder.config_file.exists():
+        folder.require_same(config, folder.data_fingerprint())
+    frozen = run / "jobs" / f"settings-{hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]}.json"
+    variables = {"OUT": str(run), "RUN": str(run), "CONFIG": str(frozen), "GPUS": str(gpus)}
+    on_cpu = config.device == "cpu"
+    return (Job(run.name, "train", variables, processes=(nodes, gpus), gpus=not on_cpu, settings=values),)
 
 
 def sweep_jobs(definition: SweepDefinition, out: Path, concurrency: int | None = None) -> tuple[Job, ...]:

@@ -12,7 +12,7 @@ from lmcore.workbook.jobs.log import append
 from lmcore.workbook.jobs.slurm import call
 from lmcore.workbook.jobs.sweep_definition import load_definition, run_names
 
-CHECKPOINT = re.compile(r"step_(\d+)\.pt")
+CHECKPOINT = re.compile(r"step_(\d+)\.(?:pt|sharded)")
 DONE = re.compile(
     r'\s*\{\s*("name": "[^"]*",\s*"state": "done"|"(case|cell)":.*"outcome": "(complete|out of memory)")', re.DOTALL
 )
@@ -28,7 +28,9 @@ def progress(out: Path) -> dict[str, int]:
     for folder, subfolders, files in os.walk(out):
         where = Path(folder).relative_to(out).as_posix()
         if where.rpartition("/")[2] == "checkpoints":
-            found[where] = max((int(step[1]) for step in map(CHECKPOINT.fullmatch, files) if step), default=0)
+            found[where] = max(
+                (int(step[1]) for step in map(CHECKPOINT.fullmatch, [*files, *subfolders]) if step), default=0
+            )
             subfolders.clear()
         elif where in ("jobs", "writeup", "figures"):
             subfolders.clear()

@@ -11,10 +11,13 @@ import yaml
 
 from lmcore.errors import UserError, require
 
-KINDS = ("workbook", "notebook", "writeup", "sweep", "sweep-table")
+KINDS = ("workbook", "notebook", "writeup", "sweep", "sweep-table", "train")
 """The scripts in papermill_jobs/, without .sbatch."""
 
-OWN_VARIABLES = ("SCALE", "DATA", "OUT", "NOTEBOOKS", "SWEEP", "ATTEMPTS", "STOP_SECONDS", "LMCORE_SETUP", "PATH")
+OWN_VARIABLES = (
+    "SCALE", "DATA", "OUT", "NOTEBOOKS", "SWEEP", "RUN", "CONFIG", "GPUS", "ATTEMPTS", "STOP_SECONDS",
+    "LMCORE_SETUP", "PATH",
+)  # fmt: skip
 """What `environment` may not set: where a job's results go is fixed when it is submitted."""
 
 OWN_OPTIONS = re.compile(r"-[oJa].*|--(output|job-name|array|signal|open-mode|no-requeue)([= ].*)?")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED, UserError, require
+from lmcore.files import write_json
 from lmcore.workbook.jobs import slurm
 from lmcore.workbook.jobs.dependencies import Chain, Job
 from lmcore.workbook.jobs.log import ENDED, append, local_lock, output_file, ranges, read_lines, read_log, tail_lines
@@ -99,6 +100,9 @@ def submitting(chain: Chain, again: bool) -> Iterator[None]:
             from lmcore.workbook.jobs.sweeps import freeze
 
             freeze(chain.definition, chain.out)
+        for job in chain.jobs:
+            if job.settings is not None:
+                write_json(job.variables["CONFIG"], job.settings)
         yield
 
 

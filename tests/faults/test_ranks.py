@@ -1,0 +1,219 @@
+"""Runs of several ranks of which one is killed, stopped, hangs, fails or lacks memory: all end, and nothing is lost."""
+
+import errno
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fault_bench import Bench, Tally, results, train_here, wait_until
+
+from lmcore.config import TrainConfig, replace
+from lmcore.errors import EXIT_CODES, EXIT_USER_ERROR
+from lmcore.run import RunFolder
+
+TRIES = 16
+"""Of each kind of fault that comes at a random moment."""
+
+WAYS = ("ddp", "zero1", "fsdp", "torch-ddp", "torch-fsdp2")
+FORMS = ("whole", "sharded", "async")
+WITHIN = 60.0
+"""Seconds after which a fault must have ended all ranks."""
+
+logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+
+
+@dataclass(frozen=True)
+class Failing:
+    """Makes one rank fail in a step; the watch is less patient than it usually is, so that nobody waits for long."""
+
+    rank: int = -1
+    step: int = 0
+    how: str = ""
+
+    def __call__(self) -> None:
+        from lmcore import train
+        from lmcore.distributed import watch
+
+        watch.PATIENCE, watch.SILENCE, watch.GRACE, watch.PERIOD = 3.0, 8.0, 1.0, 0.3
+        if int(os.environ["RANK"]) != self.rank:
+            return
+        loop = train.get_lr_cosine_schedule
+
+        def schedule(step: int, *settings):
+            if step == self.step:
+                getattr(self, self.how)()
+            return loop(step, *settings)
+
+        train.get_lr_cosine_schedule = schedule
+
+    def hang(self) -> None:
+        time.sleep(1000)
+
+    def out_of_memory(self) -> None:
+        import torch
+
+        raise torch.OutOfMemoryError("CUDA out of memory: 2 GiB more were asked for")
+
+    def full_disk(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def exception(self) -> None:
+        raise RuntimeError("a kernel failed")
+
+
+def rank_here(config: TrainConfig, folder: Path, log: Path, launched: dict, failing: Failing) -> None:
+    """What a started rank does."""
+    os.environ |= {name: str(value) for name, value in launched.items()}
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command has it
+    try:
+        train_here(config, folder, log, failing)
+    except RuntimeError as error:
+        print(f"lmcore: {error}", flush=True)
+        sys.exit(1)
+
+
+class Ranks:
+    """Runs of two or three ranks, each held against an undisturbed run of as many that divides the work as it does."""
+
+    def __init__(self, bench: Bench):
+        self.bench, self.straight = bench, {}
+
+    def start(self, run: RunFolder, config: TrainConfig, size: int, failing: Failing = Failing()) -> list:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        processes = []
+        for rank in range(size):
+            launched = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+            launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            log = self.bench.folder / f"{run.name}.log"
+            process = self.bench.processes.Process(target=rank_here, args=(config, run.path, log, launched, failing))
+            process.start()
+            processes.append(process)
+        return processes
+
+    def undisturbed(self, config: TrainConfig, size: int) -> RunFolder:
+        key = (config.parallel, config.checkpoints, size)
+        if key not in self.straight:
+            self.straight[key] = run = self.bench.new()
+            assert codes(self.start(run, config, size)) == [0] * size, self.bench.said(run)
+        return self.straight[key]
+
+    def goes_on(self, run: RunFolder, config: TrainConfig, size: int) -> None:
+        """The same ranks again end with what an undisturbed run has."""
+        assert codes(self.start(run, config, size)) == [0] * size, self.bench.said(run)
+        there, here = results(self.undisturbed(config, size)), results(run)
+        for key, value in there.items():
+            assert here[key] == value, f"{key} of {run.name}: {here[key]}, undisturbed {value}"
+        self.bench.forget(run)
+
+    def case(self, rng: random.Random) -> tuple[RunFolder, TrainConfig, int]:
+        """A run with a random way to divide the work, form of checkpoints and number of ranks."""
+        config = replace(self.bench.config, parallel=rng.choice(WAYS), checkpoints=rng.choice(FORMS), batch_size=6)
+        # PyTorch's DDP rebuilds its buckets after a first step: the sums of three ranks then have another order
+        size = 2 if config.parallel == "torch-ddp" else rng.choice((2, 2, 3))
+        self.undisturbed(config, size)
+        return self.bench.new(), config, size
+
+
+def codes(processes: list) -> list[int]:
+    """Exit codes of processes, all of which end within `WITHIN` seconds."""
+    end = time.monotonic() + WITHIN
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    late = [number for number, process in enumerate(processes) if process.exitcode is None]
+    for process in processes:
+        process.kill()
+    assert not late, f"ranks {late} had not ended after {WITHIN:.0f} seconds"
+    return [process.exitcode for process in processes]
+
+
+@pytest.fixture(scope="module")
+def ranks(bench: Bench) -> Ranks:
+    return Ranks(bench)
+
+
+def begun(run: RunFolder, processes: list, rng: random.Random) -> None:
+    """Waits until the ranks train, and a random while longer."""
+    wait_until(lambda: run.metrics_file.exists() or processes[0].exitcode is not None, "the ranks train")
+    time.sleep(rng.uniform(0, 0.4))
+
+
+@pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_dies_or_stops(ranks: Ranks, tally: Tally, rng: random.Random, tries, what):
+    done, most = 0, tries(TRIES if what == signal.SIGKILL else TRIES // 2)
+    while done < most:
+        run, config, size = ranks.case(rng)
+        processes, victim = ranks.start(run, config, size, Failing()), rng.randrange(size)
+        begun(run, processes, rng)
+        if processes[victim].exitcode is not None or run.status()["state"] == "complete":
+            codes(processes)
+            continue
+        os.kill(processes[victim].pid, what)
+        with tally.fault(f"{what.name} of one of several ranks"):
+            others = codes([p for number, p in enumerate(processes) if number != victim] if what == signal.SIGSTOP
+                           else processes)  # fmt: skip
+            processes[victim].kill()
+            said = ranks.bench.said(run)
+            if any(others):  # the run may have been over
+                assert {1} >= set(others) - {-signal.SIGKILL, 0}, said
+                assert f"Rank {victim} (process {processes[victim].pid} on" in said, said
+                assert said.count("lmcore: Rank") == 1, said
+            ranks.goes_on(run, config, size)
+        done += 1
+
+
+SENTENCES = {
+    "hang": ("lmcore: Rank {rank} (process", "hangs in hang (test_ranks.py, line", 1),
+    "out_of_memory": ("rank {rank}: CUDA out of memory", "", EXIT_CODES["out of memory"]),
+    "full_disk": ("No space left on device; the same command goes on", "", EXIT_USER_ERROR),
+    "exception": ("a kernel failed", "", 1),
+}
+
+
+@pytest.mark.parametrize("how", SENTENCES)
+def test_a_rank_fails(ranks: Ranks, tally: Tally, rng: random.Random, tries, how: str):
+    for _ in range(tries(TRIES // 2)):
+        run, config, size = ranks.case(rng)
+        failing = Failing(rng.randrange(size), rng.randint(2, config.steps), how)
+        with tally.fault(f"{how.replace('_', ' ')} of one of several ranks"):
+            first, second, code = SENTENCES[how]
+            ended = codes(ranks.start(run, config, size, failing))
+            said = ranks.bench.said(run)
+            assert set(ended) == {code}, (ended, said)
+            assert first.format(rank=failing.rank) in said, said
+            assert second in said, said
+            if how == "out_of_memory":  # a result, which is kept; here the memory is there again
+                status = run.status()
+                assert status["state"] == "out of memory", status
+                assert f"rank {failing.rank}" in status["reason"], status
+                run.status_file.unlink()
+            ranks.goes_on(run, config, size)
+
+
+def test_ranks_are_asked_to_stop(ranks: Ranks, tally: Tally, rng: random.Random, tries):
+    """By a signal to all of them, or to a single one: all save the same step."""
+    done = 0
+    while done < tries(TRIES):
+        run, config, size = ranks.case(rng)
+        processes = ranks.start(run, config, size, Failing())
+        begun(run, processes, rng)
+        told = processes if done % 2 else [rng.choice(processes)]
+        if any(process.exitcode is not None for process in processes):
+            codes(processes)
+            continue
+        with tally.fault("stop signal to one or all of several ranks"):
+            for process in told:
+                os.kill(process.pid, signal.SIGTERM)
+            ended = codes(processes)
+            if run.status()["state"] != "complete":
+                assert ended == [EXIT_CODES["interrupted"]] * size, (ended, ranks.bench.said(run))
+            ranks.goes_on(run, config, size)
+        done += 1

@@ -1,0 +1,82 @@
+"""`lmcore submit train` on a real Slurm: two nodes with gloo, stopped by a signal, queued again, a rank that dies."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lmcore.config import CorpusConfig
+from lmcore.data import open_or_prepare
+from lmcore.run import RunFolder
+
+pytestmark = pytest.mark.slurm
+
+PROJECT = Path(__file__).parents[2]
+MODEL = {"vocab-size": 300, "d-model": 16, "d-ff": 24, "num-layers": 1, "num-heads": 2, "context-length": 16}
+INTERVALS = {"log": 1, "eval": 10_000, "checkpoint": 10_000}
+OPTIONS = [
+    *(word for name, value in MODEL.items() for word in (f"--model.{name}", value)),
+    *(word for name, value in INTERVALS.items() for word in (f"--{name}-interval", value)),
+    *("--batch-size", 4, "--device", "cpu", "--optimizer.warmup-steps", 2),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "tokens"
+    open_or_prepare("embedded", "bpe:300", folder, CorpusConfig(num_documents=100))
+    return folder
+
+
+def submit(cluster, data: Path, run: Path, *options: object) -> str:
+    """Submits a run; returns the job's id."""
+    site = run.with_suffix(".yaml")  # the names of nodes do not resolve here, nor does the host's own
+    site.write_text('environment: {OMP_NUM_THREADS: "1", MASTER_ADDR: 127.0.0.1, GLOO_SOCKET_IFNAME: lo}\n')
+    words = ["submit", "train", "--run", run, "--data", data, "--site", site, *OPTIONS, *options]
+    return cluster.run("lmcore", *words, cwd=PROJECT).stdout.split()[0]
+
+
+def lines(run: Path) -> int:
+    folder = RunFolder(run)
+    return len(folder.metrics_lines()) if folder.metrics_file.exists() else 0
+
+
+def numbers(run: Path) -> list[tuple]:
+    return [(line["step"], line["train_loss"], line["grad_norm"]) for line in RunFolder(run).metrics_lines()]
+
+
+def test_two_nodes_train_and_go_on_after_a_signal(cluster, data, tmp_path):
+    """With sharded weights; the second run is interrupted, queued again, and ends with the same numbers."""
+    options = ("--nodes", 2, "--gpus", 1, "--parallel", "fsdp", "--checkpoints", "sharded", "--steps", 400)
+    undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
+    job = submit(cluster, data, undisturbed, *options)
+    cluster.wait(job, "COMPLETED")
+    start = RunFolder(undisturbed).starts()[0]
+    assert start["ranks"] == 2, cluster.log(job)
+    job = submit(cluster, data, stopped, *options)
+    cluster.wait_until(lambda: lines(stopped) > 5, "the run trains", 300, job)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    cluster.wait(job, "COMPLETED", timeout=400)
+    log = cluster.log(job)
+    assert log.count("goes on from step") == 1, log
+    assert numbers(stopped) == numbers(undisturbed)
+    again = cluster.run("lmcore", "jobs", stopped, cwd=PROJECT).stdout
+    assert "completed      2" in again, again  # tries
+
+
+def test_a_rank_that_dies_ends_the_job(cluster, data, tmp_path):
+    run = tmp_path / "run"
+    job = submit(cluster, data, run, "--nodes", 2, "--gpus", 2, "--parallel", "zero1", "--steps", 100_000)
+    cluster.wait_until(lambda: lines(run) > 5, "the run trains", 300, job)
+    ranks = {}
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        if str(run) in (process.info["cmdline"] or []) and "train" in process.info["cmdline"]:
+            ranks[int(process.environ()["RANK"])] = process.pid
+    assert sorted(ranks) == [0, 1, 2, 3]
+    os.kill(ranks[3], signal.SIGKILL)
+    cluster.wait(job, "FAILED", timeout=100)
+    log = cluster.log(job)
+    assert log.count(f"lmcore: Rank 3 (process {ranks[3]} on") == 1, log
+    assert RunFolder(run).status()["state"] == "failed"
