@@ -459,7 +459,7 @@ class Trainer:
                     inputs, targets = (torch.zeros(1, context, dtype=torch.int64, device=self.device) for _ in "it")
                 total += self.update.evaluation_loss(inputs, targets).cpu().double() * tokens
                 count += tokens
-            total, counted = self.world.sum(torch.stack((total, torch.tensor(count)))).tolist()
+            total, counted = self.world.sum(torch.stack((total, torch.tensor(count, dtype=torch.float64)))).tolist()
         mean = total / counted
         if not math.isfinite(mean):
             raise Diverged(self.step, self.last_lr, "validation loss")

@@ -15,7 +15,7 @@ from lmcore.errors import UserError
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "papermill_jobs/README.md", "CONTRIBUTING.md", "results/README.md")
 INSTALLED = {f".venv/bin/{name}" for name in ("python", "pytest", "mypy", "lint-imports")}
-OTHERS = {"git", "cd", "source", "nano", "srun", "papermill"} | INSTALLED
+OTHERS = {"git", "cd", "source", "nano", "srun", "papermill", "torchrun"} | INSTALLED
 """Programs that are not ours."""
 
 FILES = {"bin", "json", "jsonl", "md", "py", "safetensors", "toml", "yaml"}

@@ -210,7 +210,10 @@ CHANGES = {
     "batch_size": 7, "steps": 7, "sampling": "epoch", "seed": 7, "log_interval": 7, "eval_interval": 7,
     "eval_batch_size": 7, "precision": "bf16", "ops": "fused", "compile": True, "deterministic": True,
 }  # fmt: skip
-FREE = {"data": "elsewhere", "device": "cpu", "trackers": ("wandb",), "keep_checkpoints": 7, "checkpoint_interval": 7}
+FREE = {
+    "data": "elsewhere", "device": "cpu", "trackers": ("wandb",), "keep_checkpoints": 7, "checkpoint_interval": 7,
+    "checkpoints": "async", "parallel": "fsdp",
+}  # fmt: skip
 
 
 def test_a_run_may_resume_with_other_settings_only_where_they_change_no_number(tmp_path):

@@ -1,22 +1,27 @@
 """`lmcore train`, `lmcore evaluate` and `lmcore generate`: a run folder from a configuration, its losses, its texts."""
 
 import argparse
+import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
-from os import environ
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config
-from lmcore.errors import EXIT_CODES, require, require_path, require_positive
+from lmcore.errors import EXIT_CODES, EXIT_FAILURE, require, require_path, require_positive
 from lmcore.files import read_json
 from lmcore.recipes import RECIPES
 from lmcore.stopping import stop_signals
 from lmcore.text import utf8_text
 
 GENERATE_DEFAULTS = GenerateConfig()
+
+
+SECONDS_TO_END = 20.0
+"""How long a process of several has to end after an error."""
 
 
 def train_command(base: TrainConfig) -> Callable[..., int]:
@@ -40,13 +45,20 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
             config: JSON file of settings to start from, such as a run's config.json.
         """
         if settings.parallel != "none":  # of a rank that is gone PyTorch's store tells with the addresses of its code
-            environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         with stop_signals(signal.SIGINT, exits=True):  # from here on, as importing torch takes a while
             from lmcore.train import train
 
-            result = train(settings, run)
+            try:
+                result = train(settings, run)
+            except BaseException:
+                if settings.parallel != "none":  # the end of a process may wait for a rank that never answers
+                    timer = threading.Timer(SECONDS_TO_END, os._exit, [EXIT_FAILURE])
+                    timer.daemon = True
+                    timer.start()
+                raise
         loss = "" if result.valid_loss is None else f", validation loss {result.valid_loss:.4f} nats per token"
-        if settings.parallel == "none" or environ.get("RANK", "0") == "0":
+        if settings.parallel == "none" or os.environ.get("RANK", "0") == "0":
             print(f"{run}: {result.state} at step {result.step}{loss}.")
         return EXIT_CODES[result.state]
 

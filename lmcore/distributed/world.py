@@ -2,7 +2,6 @@
 
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from lmcore.config import TrainConfig
 from lmcore.device import select_device
-from lmcore.distributed.watch import GRACE, End, Watch, by_other_rank
+from lmcore.distributed.watch import End, Watch, by_other_rank
 from lmcore.errors import EXIT_CODES, EXIT_FAILURE, EXIT_USER_ERROR, UserError, require
 from lmcore.stopping import Stopped
 
@@ -221,10 +220,6 @@ def leave(world: World, error: BaseException) -> None:
         watch.exit(
             end or End(-1, "failed", EXIT_FAILURE, f"The ranks lost each other: {str(error).splitlines()[0]}", False)
         )
-    # the end of a process may wait for a collective, or for a store, that never answers
-    timer = threading.Timer(4 * GRACE, os._exit, [EXIT_FAILURE])
-    timer.daemon = True
-    timer.start()
     if isinstance(error, Stopped):
         watch.announce("interrupted", EXIT_CODES["interrupted"], "stopped")
     elif isinstance(error, KeyboardInterrupt):

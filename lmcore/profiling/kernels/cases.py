@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lmcore.config import ModelConfig
-from lmcore.device import device_name
+from lmcore.device import device_name, out_of_memory_reason, reset_peak_memory
 from lmcore.functional import cross_entropy, scaled_dot_product_attention, silu
 from lmcore.kernels.attention import flash_attention
 from lmcore.kernels.cross_entropy import CHUNK_BYTES, linear_cross_entropy_gradients
@@ -26,12 +26,15 @@ from lmcore.kernels.sdpa import fused_causal_attention
 from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.model import RotaryPositionalEmbedding, causal_mask
 from lmcore.profiling.kernels.bytes_moved import BytesMoved, moved_by
-from lmcore.profiling.kernels.measuring import DTYPES, Contestant, begin, measured, with_gradients
+from lmcore.profiling.kernels.measuring import DTYPES, Contestant, allocated, begin, measured, with_gradients
 from lmcore.profiling.timing import Timer
 from lmcore.profiling.workload import WorkloadConfig, workload_config
 
 BACKWARD = 2.5
 """FLOPs of attention's backward pass for each of its forward pass: five matmuls of (T, T) by (T, K), instead of two."""
+
+SMALLEST = 128, 16
+"""Context and head size from which `measure_attention_sizes` doubles them."""
 
 CHUNKS = 8
 """Chunks of losses that the library would take in one, so that small ones show what large ones gain."""
@@ -252,6 +255,71 @@ def measure_attention(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     modes = {"forward": case.forward, "both": case}
     found = {mode: measured(partial(one.run, attend), device) for mode, one in modes.items()}
     return {"device": device_name(device)} | found
+
+
+def size_cases(
+    batch_size: int, context: int, head_size: int, precisions: Sequence[str], kinds: Sequence[str]
+) -> dict[str, WorkloadConfig]:
+    """For `measure_attention_sizes`: each kind of attention, or `compiled`, in each precision up to these sizes."""
+    shape = {"d_model": head_size, "num_heads": 1, "num_layers": 1, "d_ff": head_size, "vocab_size": 2}
+    return {
+        f"batch{batch_size}-{precision}-{kind}": WorkloadConfig(
+            model=ModelConfig(context_length=context, attention="plain" if kind == "compiled" else kind, **shape),
+            batch_size=batch_size, precision=precision, compile=kind == "compiled", mode="forward_backward",
+        )
+        for precision, kind in itertools.product(precisions, kinds)
+    }  # fmt: skip
+
+
+def measure_attention_sizes(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
+    """Causal attention with one head of every size from `SMALLEST` to the case's, by powers of two (CS336 A2).
+
+    The result holds `device` and `rows`: `context`, `head_size`, `outcome`, `reason`, seconds of `forward`, `backward`
+    and `both`, and `saved_bytes`, what a forward pass leaves in memory for the backward pass.
+    """
+    device, rows, kind = begin(config), [], config.model.attention
+    timer, (length, width) = Timer(device), SMALLEST
+    torch._functorch.config.donated_buffer = False  # a compiled backward pass is to run more than once
+    while width <= config.model.d_k:
+        while length <= config.model.context_length:
+            row = {"context": length, "head_size": width, "outcome": "complete", "reason": None}
+            try:
+                rows.append(row | passes((config.batch_size, 1, length, width), config, kind, timer))
+            except (RuntimeError, MemoryError) as error:
+                if (reason := out_of_memory_reason(error)) is None:
+                    raise
+                rows.append(row | {"outcome": "out of memory", "reason": reason})
+            torch.compiler.reset()
+            reset_peak_memory(device)
+            length *= 2
+        length, width = SMALLEST[0], 2 * width
+    return {"device": device_name(device), "rows": rows}
+
+
+def keep(kept: dict[int, int], tensor: Tensor) -> Tensor:
+    """Notes the bytes of a saved tensor's storage by its address."""
+    kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return tensor
+
+
+def passes(shape: Sequence[int], config: WorkloadConfig, kind: str, timer: Timer) -> dict[str, Any]:
+    """Seconds of attention's passes on random inputs of this shape, and the memory that lies between the two."""
+    case = attention(shape, DTYPES[config.precision], timer.device)
+    run = case.reference if kind == "plain" else lambda *qkv: ATTENTION[kind](*qkv, True)
+    run = torch.compile(run, dynamic=False) if config.compile else run
+    run(*case.inputs)  # compiles, and makes the mask
+    before, kept = allocated(timer.device), {}  # off CUDA what autograd saves is counted, by its storage
+    with torch.autograd.graph.saved_tensors_hooks(partial(keep, kept), lambda tensor: tensor):
+        output = run(*case.inputs)
+    timer.synchronize()
+    new = sum(size for place, size in kept.items() if place not in {x.data_ptr() for x in case.inputs})
+    saved = allocated(timer.device) - before if timer.cuda else new
+    return {
+        "forward": timer(partial(run, *case.inputs))[0],
+        "backward": timer(lambda: torch.autograd.grad(output, case.inputs, case.gradients, retain_graph=True))[0],
+        "both": timer(partial(case.run, run))[0],
+        "saved_bytes": saved,
+    }
 
 
 def measure_loss(config: WorkloadConfig, folder: Path) -> dict[str, Any]:

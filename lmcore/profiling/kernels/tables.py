@@ -16,6 +16,8 @@ from lmcore.profiling.workload import WorkloadConfig
 COLUMNS = {
     "attention": "case attention mode context_length batch_size num_heads d_k precision outcome reason seconds "
     "extra_bytes flops flops_per_second device",
+    "attention_sizes": "case variant batch_size precision context head_size outcome reason forward backward both "
+    "saved_bytes device",
     "loss": "case variant rows d_model vocab_size precision outcome reason seconds chunk_rows extra_bytes logits_bytes "
     "gradient_bytes device",
     "optimizer": "case size outcome contestant bytes_per_parameter seconds reason parameters bytes bytes_per_second "
@@ -59,7 +61,8 @@ def results_table(name: str, records: Mapping[str, Mapping[str, Any]]) -> pd.Dat
     for record in records.values():
         c, result = from_dict(WorkloadConfig, record["config"]), record["result"] or {}
         head = vars(c.model) | vars(c) | {key: record[key] for key in ("case", "outcome", "reason")}
-        head["variant"] = "fused" if c.ops == "fused" else "compiled" if c.compile else "plain"
+        kind = c.model.attention if name == "attention_sizes" else "plain"
+        head["variant"] = "fused" if c.ops == "fused" else "compiled" if c.compile else kind
         head |= {"device": (record["environment"] or {}).get("device"), "seconds": None} | result
         rows = head.pop("rows", () if name != "loss" else ({},))
         if name == "attention":
