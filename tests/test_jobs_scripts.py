@@ -57,7 +57,7 @@ def test_a_script_is_short_and_ready_for_sbatch(script):
     assert os.access(script, os.X_OK)
     assert text.count("\n") <= 30
     assert {"job-name", "output", "time"} <= set(options)
-    needs_gpu = script.stem in ("workbook", "notebook", "sweep", "papermill")
+    needs_gpu = script.stem in ("workbook", "notebook", "sweep", "papermill", "train")
     assert options.get("gres") == ("gpu:1" if needs_gpu else None)
     if script.stem != "papermill":
         assert (options["requeue"], options["open-mode"], options["signal"]) == ("", "append", "B:USR1@120")

@@ -67,7 +67,9 @@ def test_another_option_is_refused():
 @pytest.mark.parametrize("line", SUBMITTED)
 def test_it_can_be_submitted(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    assert cli.main([*words_of(line)[1][1:], "--dry-run", "--out", str(tmp_path)]) == 0
+    words = words_of(line)[1][1:]
+    out = [] if words[:2] == ["submit", "train"] else ["--out", str(tmp_path)]  # a run has its own folder
+    assert cli.main([*words, "--dry-run", *out]) == 0
     assert "sbatch" in capsys.readouterr().out
 
 
