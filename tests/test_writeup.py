@@ -235,17 +235,18 @@ def test_rendered_from_records_the_page_names_what_was_measured_where(tmp_path):
     records, measured = tmp_path / "records", read_json(ROOT / "results" / "h200" / "training_runs.json")
     provenance = measured["provenance"]
     commits = {"first": provenance["git_commit"], "second": provenance["git_commit"], "third": "0123456789abcdef"}
+    devices = {"first": "NVIDIA H200", "second": "NVIDIA H200", "third": ["NVIDIA H200", "NVIDIA H100"]}  # dealt out
     records.mkdir()
     for name, commit in commits.items():
         (records / f"{name}.json").write_text(
-            json.dumps(measured | {"provenance": provenance | {"git_commit": commit}})
+            json.dumps(measured | {"provenance": provenance | {"git_commit": commit, "device": devices[name]}})
         )
     shutil.copytree(records, out / "results")
     (out / "notebooks" / "01_build.json").write_text(json.dumps({"parameters": {"records": str(records)}}))
     page = write_writeup(out)[0].read_text()
     rows = {
         "Data": f"stories, {provenance['data']['train_tokens']:,} training tokens",
-        "Measured on": "NVIDIA H200",
+        "Measured on": "NVIDIA H200; NVIDIA H100</td>",
         "Code": f"{provenance['git_commit'][:12]} (2 tables); 0123456789ab (1 table)",
         "Rendered": "at abcdef123456 on CPU",
     }

@@ -194,6 +194,7 @@ RULES: dict[str, Rule] = {
         "step_size decode_size 09_distributed.size": SIZE,
         "sizes": several(SIZE),
         "warmup_sizes component_sizes": several(SIZE),
+        "compile_sizes": several(SIZE, 0),
         "batch_sizes contexts attention_contexts decode_batches": several(COUNT),
         "batch_context sweep_context": whole("a whole number from 128 on", 128),
         "sweep_head": whole("a whole number from 16 on", 16),

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from importlib import resources
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +138,7 @@ def measured_on(out: Path) -> dict[str, str]:
         "Data": "; ".join(
             f"{each['request']['source']['name']}, {each['train_tokens']:,} training tokens" for each in data.values()
         ),
-        "Measured on": _each(found, itemgetter("device")),
+        "Measured on": "; ".join(dict.fromkeys(name for each in found for name in _devices(each))),
         "Code": "; ".join(f"{commit} ({count} table{'s' * (count > 1)})" for commit, count in commits),
         "Libraries": _libraries(found),
     }
@@ -149,6 +148,12 @@ def measured_on(out: Path) -> dict[str, str]:
 def _each(environments: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str]) -> str:
     """The values of all notebooks, in order, each named once."""
     return "; ".join(dict.fromkeys(describe(environment) for environment in environments))
+
+
+def _devices(provenance: dict[str, Any]) -> list[str]:
+    """The device of a table; of one whose runs were dealt out over different ones, each of them."""
+    device = provenance["device"]
+    return device if isinstance(device, list) else [device]
 
 
 def _device(environment: dict[str, Any]) -> str:
