@@ -212,7 +212,7 @@ class TrainConfig:
         obstacles = {
             "optimizer.name=muon, which needs whole matrices": sharded and self.optimizer.name == "muon",
             "precision=fp16, whose loss scaling needs whole gradients": sharded and self.precision == "fp16",
-            "compile": ours and self.compile and self.ops == "plain",
+            "compile": ours and self.compile,
             f"model.checkpoint_every={self.model.checkpoint_every}": ours and self.model.checkpoint_every is not None,
         }
         return next((name for name, present in obstacles.items() if present), None)

@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace as replace_fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -106,6 +106,9 @@ class PlainStep:
         """Model and optimizer as the last step leaves them; see `FusedStep.current`, where that takes work."""
         return self.model, self.optimizer
 
+    def release(self) -> None:
+        """Nothing to give up; see `FusedStep.release`."""
+
 
 def training_step(
     model: TransformerLM, config: TrainConfig, device: torch.device, ranks: int = 0
@@ -187,26 +190,34 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
     where the arithmetic of `lmcore.accounting` says so. Raises `UserError` for a folder of another configuration, a
     folder in use, one whose damage cannot be repaired, data that does not fit the model, a device that is not there, or
     a full disk; the same call then goes on from the last checkpoint.
+
+    With `config.parallel`, in processes that a launcher started, each of them calls this. What one refuses ends the
+    others by `SystemExit`; a process that waits in a collective for one that has died is ended as a whole
+    (`lmcore.distributed.watch`).
     """
-    with stop_signals(signal.SIGINT) as stop, ExitStack() as held:
+    with stop_signals(signal.SIGINT) as stop:
         try:
-            with stop.raises():
-                world = held.enter_context(joined(config))
-                run = RunFolder(folder) if world.is_first else FollowedRun(folder)
-                with world.checked():
-                    device = world.device(config.device)
-                    data = open_data(config.data).evaluated_on(config.evaluate_on)
-                    check_data(config, data)
-                world.require_same(
-                    flatten(to_dict(config)) | {"data": data.fingerprint, "the run folder": str(run.path)}
-                )
-            with world.checked():
-                held.enter_context(run.lock())
-            return _train(config, data, run, device, stop, world)
+            return _joined(config, folder, stop)
         except Stopped:
             run = RunFolder(folder)
             print(f"{run.name}: stopped before it began; nothing is lost.", flush=True)
             return RunResult("interrupted", run.last_known()[1], None, None)
+
+
+def _joined(config: TrainConfig, folder: str | os.PathLike, stop: StopEvent) -> RunResult:
+    """`train` with the ranks that there are; a refusal of one ends all. Raises `Stopped` as `_train` does."""
+    with ExitStack() as held:
+        with stop.raises():
+            world = held.enter_context(joined(config))
+            run = RunFolder(folder) if world.is_first else FollowedRun(folder)
+            with world.checked():
+                device = world.device(config.device)
+                data = open_data(config.data).evaluated_on(config.evaluate_on)
+                check_data(config, data)
+            world.require_same(flatten(to_dict(config)) | {"data": data.fingerprint, "the run folder": str(run.path)})
+        with world.checked():
+            held.enter_context(run.lock())
+        return _train(config, data, run, device, stop, world)
 
 
 def _train(
@@ -224,6 +235,7 @@ def _train(
                     num_parameters(config.model),
                 )
                 reason = too_large("Training", needed, parameters, rows, device)
+            reason = next(filter(None, world.gather(reason)), None)
             with world.checked():
                 run.remove_leftovers()
                 if world.is_first:
@@ -251,6 +263,8 @@ def _train(
             except (RuntimeError, MemoryError) as error:
                 if (reason := out_of_memory_reason(error)) is None:
                     raise
+                if world.watch is not None:  # the others are not here
+                    end_out_of_memory(run, world, 0, reason)
             if reason is None:
                 return trainer.fit()
     except Stopped:
@@ -262,6 +276,16 @@ def _train(
     if world.is_first:
         print(f"{run.name}: {reason}", flush=True)
     return world.of_first(run.result)
+
+
+def end_out_of_memory(run: RunFolder, world: World, step: int, reason: str) -> NoReturn:
+    """Ends all ranks where one of them, this one, lacks memory."""
+    sentence, code = f"{run.name}: rank {world.rank}: {reason}", EXIT_CODES["out of memory"]
+    print(sentence, flush=True)
+    run.write_status("out of memory", step, reason=sentence)
+    if world.watch is not None:
+        world.watch.announce("out of memory", code, sentence)
+    raise SystemExit(code)
 
 
 def check_data(config: TrainConfig, data: PreparedData) -> None:
@@ -333,7 +357,7 @@ class Trainer:
         part, first = part_of_batch(config.batch_size, self.world.rank, self.world.size), self.step
         with prefetched(self.data.train, config, self.step, self.device, part) as batches:
             while self.step < config.steps and not self.world.stops(stop.is_set()):
-                self.world.beat(self.step, patient=self.step == first)  # the first step compiles
+                self.world.beat(self.step, patient=self.step < first + 3)  # the first ones compile
                 started = time.perf_counter()
                 inputs, targets = next(batches)
                 self.step += 1
@@ -368,14 +392,17 @@ class Trainer:
         first = self.world.is_first
         self.trackers = open_trackers(self.run, self.config, self.step) if first else []
         self.progress = Progress(self.config.steps, self.run.name, start=self.step) if first else None
-        if self.world.watch:
-            self.world.watch.before_exit = lambda end: self.run.write_status(end.state, self.step, reason=end.sentence)
+        self.world.arm(lambda end: self.run.write_status(end.state, self.step, reason=end.sentence))
         self.run.write_status("running", self.step, pid=os.getpid(), job=job_id())
         try:
             with stop_signals(signal.SIGINT) as stop:
                 return self._end(self.loop(stop))
         except Diverged as error:
+            self.end_save()
             return self._end("diverged", reason=str(error), diverged_at_step=error.step, lr=error.learning_rate)
+        except SystemExit:
+            self.run.write_status("failed", self.step, reason="Another rank has failed.")
+            raise
         except Exception as error:
             if (reason := out_of_memory_reason(error)) is not None:
                 return self._end_out_of_memory(reason)
@@ -391,8 +418,10 @@ class Trainer:
         finally:
             if self.progress is not None:
                 self.progress.close()
-            for tracker in self.trackers:
-                tracker.close()
+            with self.world.patience():
+                for tracker in self.trackers:
+                    tracker.close()
+            self.update.release()
 
     def write_line(self, evaluate: bool = False) -> None:
         """Writes the metrics line that is due, if one is; with `evaluate`, with the loss over the validation set."""
@@ -456,7 +485,7 @@ class Trainer:
             for inputs, targets in validation_batches(self.data.valid, context, batch_size, self.device, rank, size):
                 tokens = targets.numel()
                 if not tokens:  # the others may wait for this one in their forward pass
-                    inputs, targets = (torch.zeros(1, context, dtype=torch.int64, device=self.device) for _ in "it")
+                    inputs, targets = (torch.zeros(1, context, dtype=torch.int64, device=self.device) for _ in range(2))
                 total += self.update.evaluation_loss(inputs, targets).cpu().double() * tokens
                 count += tokens
             total, counted = self.world.sum(torch.stack((total, torch.tensor(count, dtype=torch.float64)))).tolist()
@@ -505,7 +534,7 @@ class Trainer:
                 if not background:
                     self.end_save()
             else:
-                weights, moments = whole_states(self.way, optimizer)
+                weights, moments = whole_states(self.way, optimizer, self.world)
                 with self.world.checked():
                     if self.world.is_first:
                         save_states(model, weights, moments, self.step, path, extra)
@@ -514,9 +543,10 @@ class Trainer:
 
     def end_save(self, wait: bool = True) -> None:
         """Brings a checkpoint that is written in the background to its end; with `wait` False if it is so far."""
-        if self.finish_saving is not None and self.finish_saving(wait):
-            self.finish_saving = None
-            self._prune()
+        with self.world.patience():
+            if self.finish_saving is not None and self.finish_saving(wait):
+                self.finish_saving = None
+                self._prune()
 
     def _save_best(self) -> None:
         if self.config.keep_weights:
@@ -525,7 +555,7 @@ class Trainer:
     def _save_weights(self, path: Path, **notes: Any) -> None:
         self.update.current()
         with self.world.patience():
-            weights = whole_weights(self.way)
+            weights = whole_weights(self.way, self.world)
             with self.world.checked():
                 if self.world.is_first:
                     write_weights(self.config.model, weights, path, **notes)
@@ -550,6 +580,7 @@ class Trainer:
             with self.world.checked():
                 if content is None:
                     content = read_checkpoint(path, tensors=not path.is_dir())
+            with self.world.checked():
                 self._load(content, path)
             if self.world.is_first:
                 print(f"{self.run.name}: goes on from step {self.step}.", flush=True)
@@ -567,6 +598,7 @@ class Trainer:
         elif not self.run.metrics_log.restore(metrics):
             print(f"{self.run.metrics_file} was damaged: its lines come from the checkpoint.", flush=True)
         for path in damaged:
+            remove(path.with_suffix(".damaged"))
             path.rename(path.with_suffix(".damaged"))  # out of the way of the run, which will write that step again
 
     def _load(self, content: dict[str, Any], path: Path) -> None:
@@ -589,12 +621,7 @@ class Trainer:
         """A lack of memory on this rank: the others end, too."""
         if self.world.watch is None:
             return self._end("out of memory", reason=reason)
-        code, rank = EXIT_CODES["out of memory"], self.world.rank
-        sentence = f"{self.run.name}: rank {rank}: {reason}"
-        print(sentence, flush=True)
-        self.run.write_status("out of memory", self.step, reason=sentence)
-        self.world.watch.announce("out of memory", code, sentence)
-        raise SystemExit(code)
+        end_out_of_memory(self.run, self.world, self.step, reason)
 
     def _end(self, state: str, **notes: Any) -> RunResult:
         best = self.best_valid_loss if math.isfinite(self.best_valid_loss) else None
@@ -608,6 +635,7 @@ class Trainer:
             self._prune(None if self.config.keep_weights else 0)
         with self.world.checked():
             self.run.write_status(state, self.step, **notes)
+        self.world.arm(lambda end: None)  # what ends the ranks from here on does not change how the run has ended
         if "reason" in notes and self.world.is_first:
             print(f"{self.run.name}: {notes['reason']}", flush=True)
         return self.world.of_first(self.run.result)

@@ -34,6 +34,7 @@ H200 = PROJECT / "results" / "h200"
 SPEED = H200 / "speed.json"
 
 FAULTS = {
+    "one of several ranks killed, stopped, hanging or failing": r".* of several ranks",
     "SIGKILL at a random moment": r"SIGKILL .*random moment",
     "SIGKILL at every kind of file operation of a save": r"SIGKILL (just before|in the middle)",
     "checkpoints and weights truncated, with flipped bits or lost": r".*(checkpoint|safetensors)",

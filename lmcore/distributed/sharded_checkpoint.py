@@ -25,7 +25,7 @@ from lmcore.checkpoint import FORMAT, MANIFEST, SHARDED_STATE, read_checkpoint, 
 from lmcore.distributed.sharded_optimizer import ShardedOptimizer
 from lmcore.distributed.strategies import Alone
 from lmcore.distributed.world import World
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.files import sha256_file, write_json
 from lmcore.run import remove
 
@@ -43,22 +43,42 @@ def own_state(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
     return optimizer.state
 
 
-def whole_states(way: Alone, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state dicts of model and optimizer as one process would have them. Every rank calls it."""
-    weights = whole_weights(way)
+def whole_states(way: Alone, optimizer: Optimizer, world: World) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state dicts of model and optimizer as one process would have them, on rank 0. Every rank calls it.
+
+    Gathered tensors go to the CPU one by one, so that no GPU needs room for all.
+    """
+    weights, order = whole_weights(way, world), [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(optimizer, ShardedOptimizer):
+        number = {parameter: index for index, parameter in enumerate(order)}
+        own = {
+            number[p]: {key: v.cpu() if isinstance(v, Tensor) else v for key, v in values.items()}
+            for p, values in own_state(optimizer).items()
+        }
+        parts: list[dict] | None = [{}] * world.size if world.is_first else None
+        dist.gather_object(own, parts, group=world.group)
+        moments = dict(sorted((index, values) for part in parts or [] for index, values in part.items()))
+        return weights, Optimizer.state_dict(optimizer) | {"state": moments}
     state = optimizer.state_dict()
-    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     moments = {
-        index: {key: way.whole(v, order[index]) if isinstance(v, Tensor) else v for key, v in values.items()}
+        index: {k: kept(way, v, order[index], world) if isinstance(v, Tensor) else v for k, v in values.items()}
         for index, values in state["state"].items()
     }
     return weights, state | {"state": moments}
 
 
-def whole_weights(way: Alone) -> dict[str, Tensor]:
-    """The model's state dict as one process would have it. Every rank calls it."""
+def whole_weights(way: Alone, world: World) -> dict[str, Any]:
+    """The model's state dict as one process would have it, on rank 0. Every rank calls it."""
     held = way.model.state_dict(keep_vars=True)
-    return {name: way.whole(tensor.detach(), tensor) for name, tensor in held.items()}
+    return {name: kept(way, tensor.detach(), tensor, world) for name, tensor in held.items()}
+
+
+def kept(way: Alone, tensor: Tensor, parameter: Tensor, world: World) -> Tensor | None:
+    """The whole of a tensor: on rank 0, on the CPU if it was gathered, and nothing elsewhere."""
+    whole = way.whole(tensor, parameter)
+    if not world.is_first:
+        return None
+    return whole if whole is tensor else whole.cpu()
 
 
 def load_whole(way: Alone, optimizer: Optimizer, content: dict[str, Any], name: str) -> int:
@@ -95,8 +115,8 @@ def save_sharded(
 ) -> Callable[[bool], bool]:  # fmt: skip
     """Begins to write a sharded checkpoint; returns `finish(wait)`, which every rank calls until it returns True.
 
-    With `background`, and more than one rank, tensors are copied and written while training goes on. Raises
-    `UserError` on all ranks if one cannot write; nothing is then left in `folder`.
+    With `background`, and more than one rank, tensors are copied and written while training goes on. If
+    one rank cannot write, it raises `UserError` and the others exit; nothing is then left in `folder`.
     """
     held = way.model.state_dict(keep_vars=True)
     first: dict[Tensor, str] = {}
@@ -143,6 +163,12 @@ def save_sharded(
                     digests[name] = sha256_file(temporary / name)
                 for part in everyone[1:]:
                     digests |= part
+                absent = [name for name in digests if not (temporary / name).is_file()]
+                require(
+                    not absent,
+                    f"{folder.parent} must be a folder that all machines share: what other ranks have written there "
+                    "is not to be seen from rank 0.",
+                )
                 write_json(temporary / MANIFEST, digests)
                 remove(folder)
                 temporary.rename(folder)
@@ -186,7 +212,11 @@ def load_sharded(way: Alone, optimizer: Optimizer, folder: Path, world: World) -
             moments.setdefault(parameter, {})[moment] = empty.detach()
     tensors = stored_tensors(way, moments)
     with warnings.catch_warnings(action="ignore"):
-        dcp.load(tensors, storage_reader=reader, process_group=world.group, no_dist=world.size == 1)
+        try:
+            dcp.load(tensors, storage_reader=reader, process_group=world.group, no_dist=world.size == 1)
+        except dcp.CheckpointException as error:  # no Exception
+            said = str(error).strip().splitlines()[-1]
+            raise UserError(f"{folder} cannot be read by all ranks: {said}.") from error
     numbers, order = content["numbers"], content["names"]
     state = {
         index: {**numbers.get(name, {}), **moments.get(names[name], {})}

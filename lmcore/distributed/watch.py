@@ -55,6 +55,8 @@ class End:
     sentence: str
     said: bool = True
     """Whether that rank says the sentence itself."""
+    everywhere: bool = False
+    """Whether no other machine may have heard of it: then a rank of each says it."""
 
 
 class Watch:
@@ -67,6 +69,7 @@ class Watch:
     def __init__(self, store: dist.Store, rank: int, size: int):
         self.store, self.rank, self.size = store, rank, size
         self.step, self.since, self.patient, self.count = 0, time.monotonic(), True, 0
+        self.longest = 0.0  # step so far
         self.main = threading.get_ident()
         self.ended: End | None = None
         self.known, self.closed, self.leaving = threading.Event(), threading.Event(), threading.Lock()
@@ -83,7 +86,10 @@ class Watch:
 
     def beat(self, step: int, patient: bool = False) -> None:
         """The main thread has begun another step, which may take long if the others are to be `patient`."""
-        self.step, self.since, self.patient = step, time.monotonic(), patient
+        now = time.monotonic()
+        if not self.patient:
+            self.longest = max(self.longest, now - self.since)
+        self.step, self.since, self.patient = step, now, patient
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
@@ -122,8 +128,13 @@ class Watch:
 
     def speaks(self, end: End) -> bool:
         """Whether this rank says the sentence: the first of those that are left, if the one that ended cannot."""
-        first = self.rank == min(set(range(self.size)) - {end.rank})
-        return not end.said and (first or end.rank < 0)
+        others = set(range(self.size)) - {end.rank}
+        if end.everywhere:
+            others = {rank for rank in others if rank == self.rank or self._host(rank) == socket.gethostname()}
+        return not end.said and self.rank == min(others)
+
+    def _host(self, rank: int) -> str | None:
+        return self.heard[rank][0].get("host") if rank in self.heard else None
 
     def _talk(self) -> None:
         """Notes and reads until it is known that all have to end; a store that is stopped would keep it waiting."""
@@ -137,8 +148,13 @@ class Watch:
                 self.ended = self._without_store("has died")
 
     def _watch(self) -> None:
+        turn = time.monotonic()
         while not self.closed.wait(PERIOD / 4):
-            silent = time.monotonic() - self.talked
+            now, before = time.monotonic(), turn
+            turn = now
+            if now - before > SILENCE / 2:  # this process was stopped: it cannot know what the others did meanwhile
+                self.talked, self.heard = now, {rank: (note, now) for rank, (note, _) in self.heard.items()}
+            silent = now - self.talked
             if self.ended is None and silent > SILENCE:
                 self.ended = self._without_store(f"has given no sign of life for {silent:.0f} seconds")
             if self.ended is not None:
@@ -151,9 +167,9 @@ class Watch:
         """The store does not answer: rank 0 held it, or torchrun's agent."""
         if AGENT_HOLDS_STORE:
             sentence = f"torchrun's agent on {os.environ.get('MASTER_ADDR')} is gone, and with it the ranks' store."
-            return End(-1, "failed", EXIT_FAILURE, sentence, said=False)
+            return End(-1, "failed", EXIT_FAILURE, sentence, said=False, everywhere=True)
         note = self.heard.get(0, ({"pid": "?", "host": os.environ.get("MASTER_ADDR"), "step": 0}, 0.0))[0]
-        return End(0, "failed", EXIT_FAILURE, self.sentence(0, note, how), said=False)
+        return End(0, "failed", EXIT_FAILURE, self.sentence(0, note, how), said=False, everywhere=True)
 
     def exit(self, end: End) -> None:
         """Ends this process, whatever its main thread waits for."""
@@ -173,6 +189,7 @@ class Watch:
         waits, where = place_of(self.main)
         still = time.monotonic() - self.since
         note = {"count": self.count, "step": self.step, "still": still, "patient": self.patient, "waits": waits}
+        note["limit"] = max(PATIENCE, 5 * self.longest)
         note |= {"where": where, "host": socket.gethostname(), "pid": os.getpid(), "space": process_space()}
         self.store.set(f"beat/{self.rank}", json.dumps(note))
 
@@ -195,12 +212,13 @@ class Watch:
             if gone or silent > SILENCE:
                 how = "has died" if gone else f"has given no sign of life for {silent:.0f} seconds"
                 return End(rank, "failed", EXIT_FAILURE, self.sentence(rank, note, how), said=False)
-        late = {rank: note for rank, note in notes.items() if note["still"] > PATIENCE}
+        late = {rank: note for rank, note in notes.items() if note["still"] > note["limit"]}
         working = [rank for rank, note in late.items() if not note["waits"] and not note["patient"]]
-        if working and any(note["waits"] for note in late.values()):
-            note = late[working[0]]
-            how = f"hangs in {note['where']} for {note['still']:.0f} seconds"
-            return End(working[0], "failed", EXIT_FAILURE, self.sentence(working[0], note, how), said=False)
+        waited_for = any(note["waits"] for note in late.values()) or len({note["step"] for note in late.values()}) > 1
+        if working and waited_for:
+            rank = min(working, key=lambda rank: late[rank]["step"])
+            how = f"has been hanging in {late[rank]['where']} for {late[rank]['still']:.0f} seconds"
+            return End(rank, "failed", EXIT_FAILURE, self.sentence(rank, late[rank], how), said=False)
         return None
 
     def sentence(self, rank: int, note: dict, how: str) -> str:

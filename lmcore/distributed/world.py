@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,7 +34,10 @@ class World:
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, watch: Watch | None = None):
         self.rank, self.size, self.local_rank, self.watch = rank, size, local_rank, watch
-        self.group, self.background = (dist.new_group(backend="gloo") if watch else None for _ in range(2))
+        patience = timedelta(seconds=SECONDS_OF_A_COLLECTIVE)
+        self.group, self.background = (
+            dist.new_group(backend="gloo", timeout=patience) if watch else None for _ in range(2)
+        )
         self.votes: tuple[dist.Work, Tensor] | None = None
 
     @property
@@ -122,6 +126,11 @@ class World:
         """The mean over the ranks, in place."""
         return self.sum(tensor).div_(self.size) if self.watch is not None else tensor
 
+    def arm(self, before_exit: Callable[[End], Any]) -> None:
+        """What is to be done before the watch ends this process."""
+        if self.watch is not None:
+            self.watch.before_exit = before_exit
+
     def beat(self, step: int, patient: bool = False) -> None:
         """This rank has begun a step, which may take long if the others are to be `patient`."""
         if self.watch is not None:
@@ -153,14 +162,14 @@ def joined(config: TrainConfig) -> Iterator[World]:
         return
     rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
     where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-    check_ranks(config, rank, size, local)
+    check_ranks(config, size, local)
     try:
         store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=SECONDS_TO_JOIN))))[0]
         watch = Watch(dist.PrefixStore("lmcore", store.clone()), rank, size)
         begin_group(store, rank, size, local, config)
         world = World(rank, size, local, watch)
         watch.meet()
-    except (dist.DistError, ValueError, TimeoutError) as error:
+    except (RuntimeError, ValueError, TimeoutError) as error:
         raise UserError(reason_not_joined(error, where, size)) from error
     try:
         yield world
@@ -172,8 +181,8 @@ def joined(config: TrainConfig) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def check_ranks(config: TrainConfig, rank: int, size: int, local: int) -> None:
-    """Raises `UserError` for numbers of ranks that cannot train; on rank 0 alone, the others exit with its code."""
+def check_ranks(config: TrainConfig, size: int, local: int) -> None:
+    """Raises `UserError` for numbers of ranks that cannot train; said by a machine's first rank."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     wants_gpu = config.device.startswith("cuda") or (config.device == "auto" and gpus > 0)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or local + 1
@@ -183,7 +192,7 @@ def check_ranks(config: TrainConfig, rank: int, size: int, local: int) -> None:
         "--device cpu.": wants_gpu and local_size > gpus,
     }  # fmt: skip
     for sentence, fault in faults.items():
-        if fault and rank > 0:
+        if fault and local > 0:
             raise SystemExit(EXIT_USER_ERROR)
         require(not fault, sentence)
 
@@ -191,7 +200,8 @@ def check_ranks(config: TrainConfig, rank: int, size: int, local: int) -> None:
 def begin_group(store: dist.Store, rank: int, size: int, local: int, config: TrainConfig) -> None:
     """The process group of the gradients: NCCL on GPUs, gloo on CPUs."""
     if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == size:  # one machine: its name need not be in any directory
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        loopback = [name for name in psutil.net_if_addrs() if name.startswith("lo")]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0] if loopback else "lo")
     on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
     if not on_gpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", size))))
@@ -209,7 +219,9 @@ def reason_not_joined(error: Exception, where: str, size: int) -> str:
         return f"The port of {where} is in use: choose another MASTER_PORT (torchrun --master-port)."
     if "environment variable" in said:
         return f"The launcher's variables are incomplete ({said.rstrip('.')}): start the ranks with torchrun."
-    return f"Not all of {size} ranks met at {where} within {SECONDS_TO_JOIN} seconds ({said.rstrip('.')})."
+    if isinstance(error, dist.DistError | TimeoutError):
+        return f"Not all of {size} ranks met at {where} within {SECONDS_TO_JOIN} seconds ({said.rstrip('.')})."
+    return f"The {size} ranks that meet at {where} could not form a group ({said.rstrip('.')})."
 
 
 def leave(world: World, error: BaseException) -> None:

@@ -146,6 +146,13 @@ class FusedStep:
         self._take_update()
         return self.transformer.model, self.optimizer
 
+    def release(self) -> None:
+        """Gives the graph up: NCCL ends only when no graph that has captured it is left."""
+        if self.graph is not None:
+            self.current()
+            self.graph.reset()
+            self.graph = None
+
     def evaluation_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss (nats) of a batch of any shape with the current weights; a scalar on the device."""
         self.current()

@@ -171,7 +171,7 @@ def test_a_rank_dies_or_stops(ranks: Ranks, tally: Tally, rng: random.Random, tr
 
 
 SENTENCES = {
-    "hang": ("lmcore: Rank {rank} (process", "hangs in hang (test_ranks.py, line", 1),
+    "hang": ("lmcore: Rank {rank} (process", "has been hanging in hang (test_ranks.py, line", 1),
     "out_of_memory": ("rank {rank}: CUDA out of memory", "", EXIT_CODES["out of memory"]),
     "full_disk": ("No space left on device; the same command goes on", "", EXIT_USER_ERROR),
     "exception": ("a kernel failed", "", 1),
@@ -182,7 +182,7 @@ SENTENCES = {
 def test_a_rank_fails(ranks: Ranks, tally: Tally, rng: random.Random, tries, how: str):
     for _ in range(tries(TRIES // 2)):
         run, config, size = ranks.case(rng)
-        failing = Failing(rng.randrange(size), rng.randint(2, config.steps), how)
+        failing = Failing(rng.randrange(size), rng.randint(5, config.steps), how)  # the first steps may take long
         with tally.fault(f"{how.replace('_', ' ')} of one of several ranks"):
             first, second, code = SENTENCES[how]
             ended = codes(ranks.start(run, config, size, failing))
@@ -199,12 +199,16 @@ def test_a_rank_fails(ranks: Ranks, tally: Tally, rng: random.Random, tries, how
 
 
 def test_ranks_are_asked_to_stop(ranks: Ranks, tally: Tally, rng: random.Random, tries):
-    """By a signal to all of them, or to a single one: all save the same step."""
+    """By a signal to all of them, or to a single one: all save the same step; or to all while they start."""
     done = 0
     while done < tries(TRIES):
         run, config, size = ranks.case(rng)
         processes = ranks.start(run, config, size, Failing())
-        begun(run, processes, rng)
+        early = done % 4 == 3
+        if early:
+            time.sleep(rng.uniform(0.3, 1.5))
+        else:
+            begun(run, processes, rng)
         told = processes if done % 2 else [rng.choice(processes)]
         if any(process.exitcode is not None for process in processes):
             codes(processes)
@@ -213,7 +217,9 @@ def test_ranks_are_asked_to_stop(ranks: Ranks, tally: Tally, rng: random.Random,
             for process in told:
                 os.kill(process.pid, signal.SIGTERM)
             ended = codes(processes)
-            if run.status()["state"] != "complete":
+            if run.status()["state"] != "complete" and not early:
                 assert ended == [EXIT_CODES["interrupted"]] * size, (ended, ranks.bench.said(run))
+            if early:  # those that had not heard of signals yet died of it
+                assert {EXIT_CODES["interrupted"], -signal.SIGTERM, 0} >= set(ended), (ended, ranks.bench.said(run))
             ranks.goes_on(run, config, size)
         done += 1

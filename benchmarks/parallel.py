@@ -1,0 +1,208 @@
+"""Training steps on several GPUs of one machine: lmcore's ways to divide the work beside PyTorch's with Hugging Face.
+
+    torchrun --nproc-per-node 8 benchmarks/parallel.py                        # to results/h200/parallel.json
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --toy --out runs/toy/parallel.json
+
+Weak scaling: each rank has the batch that is named, so that the command with 1, 2, 4 and 8 ranks, into the same file,
+shows what is lost. Contestants have the machine to themselves, one after another, since their models would not fit
+beside each other; each is checked by its first losses, and timed in rounds of steps that run back to back.
+"""
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import command
+from peers import hugging_face
+from steps import peer_step
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lmcore.accounting import training_flops
+from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
+from lmcore.device import device_name, out_of_memory_reason, peak_flops, reset_peak_memory, set_matmul_precision
+from lmcore.distributed import ring_all_reduce
+from lmcore.errors import require
+from lmcore.files import read_json, write_json
+from lmcore.model import TransformerLM
+from lmcore.provenance import environment
+from lmcore.train import training_step
+
+WORKS = {
+    "tinystories-256x256": ("tinystories", 256, 256),
+    "large-4x1024": ("large", 1024, 4),
+    "xl-2026-4x512": ("xl-2026", 512, 4),
+}
+"""Model size, context and sequences of each rank."""
+
+LMCORE = {
+    "lmcore explicit step, ddp": {"ops": "fused", "parallel": "ddp"},
+    "lmcore ddp": {"parallel": "ddp"},
+    "lmcore zero1": {"parallel": "zero1"},
+    "lmcore fsdp": {"parallel": "fsdp"},
+    "lmcore torch-fsdp2": {"parallel": "torch-fsdp2"},
+}
+"""Our contestants, as `lmcore train` has them."""
+
+PEERS = ("HF compiled, torch DDP", "HF compiled, FSDP2")
+COLLECTIVES = ("NCCL", "lmcore ring")
+ROUNDS, SECONDS, COMPARED = 7, 0.5, 3
+"""Rounds of a contestant, how long each takes, and first losses that are compared."""
+
+
+def main(
+    out: Path = Path("results/h200/parallel.json"),
+    only: tuple[str, ...] = (),
+    contestants: tuple[str, ...] = (),
+    toy: bool = False,
+    again: bool = False,
+) -> None:
+    """Measures on all ranks; rank 0 prints and writes.
+
+    Args:
+        out: the JSON file to write, row by row; what it holds for as many ranks is kept.
+        only: works by name, and all-reduce; default: all.
+        contestants: by name; default: all.
+        toy: small sizes on CPUs, nothing compiled: to try the command; its times mean nothing.
+        again: measure anew what the file holds.
+    """
+    known = (*WORKS, "all-reduce")
+    unknown = [name for name in only if name not in known]
+    require(not unknown, f"There is no work {', '.join(unknown)}; choose from {', '.join(known)}.")
+    require("RANK" in os.environ, "Start it with torchrun --nproc-per-node N benchmarks/parallel.py.")
+    device = torch.device("cpu") if toy else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if toy else "nccl", timeout=timedelta(minutes=10), device_id=None if toy else device)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    result = read_json(out) if out.exists() else {"toy": toy, "rows": []}
+    require(result["toy"] == toy, f"{out} holds {'toy' if result['toy'] else 'real'} sizes: choose another --out.")
+    done = set() if again else {(row["work"], row["contestant"], row["ranks"]) for row in result["rows"]}
+    for work in only or known:
+        entrants = COLLECTIVES if work == "all-reduce" else (*LMCORE, *PEERS)
+        for name in (name for name in entrants if not contestants or name in contestants):
+            if (work, name, size) in done:
+                continue
+            row = {"work": work, "contestant": name, "ranks": size}
+            row |= all_reduce(name, device, toy) if work == "all-reduce" else steps(work, name, device, toy)
+            if rank == 0:
+                key = [row[k] for k in ("work", "contestant", "ranks")]
+                others = [r for r in result["rows"] if [r[k] for k in ("work", "contestant", "ranks")] != key]
+                result = {"toy": toy, "provenance": environment(), "rows": [*others, row]}
+                write_json(out, result)
+                print(row, flush=True)
+    dist.destroy_process_group()
+
+
+def steps(work: str, name: str, device: torch.device, toy: bool) -> dict[str, Any]:
+    """Full training steps of a contestant; times are those of the slowest rank."""
+    size, context, rows = ("smoke", 32, 2) if toy else WORKS[work]
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    model = model_config(size, vocab_size=300 if toy else 10_000, context_length=context, attention="sdpa")
+    config = TrainConfig(
+        model, OptimizerConfig(warmup_steps=1), batch_size=rows * ranks, precision="fp32" if toy else "bf16",
+        steps=2, device=device.type,
+    )  # fmt: skip
+    set_matmul_precision(device, config.precision)
+    torch.manual_seed(1 + rank)
+    batch = torch.randint(model.vocab_size, (2, rows, context), device=device)
+    try:
+        step = contestant(name, config, device, toy)
+        losses = [mean(step(*batch)[0]) for _ in range(COMPARED)]
+        seconds = timed(lambda: step(*batch), device)
+        run = {"outcome": "complete", "losses": losses} | seconds
+    except ImportError as error:
+        return {"outcome": "absent", "reason": str(error)}
+    except (RuntimeError, MemoryError) as error:
+        reason = out_of_memory_reason(error)
+        if reason is None:
+            raise
+        run = {"outcome": "out of memory", "reason": reason}
+    peak = torch.tensor(float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0.0, device=device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    step = None
+    gc.collect()
+    torch.compiler.reset()
+    reset_peak_memory(device)
+    if run["outcome"] != "complete":
+        return run
+    tokens, rate = config.tokens_per_step, peak_flops(device_name(device), config.precision)
+    flops = training_flops(model, config.batch_size) / run["seconds"]
+    return run | {
+        "tokens_per_second": tokens / run["seconds"], "peak_bytes": int(peak.item()) or None,
+        "mfu": flops / rate / ranks if rate else None,
+    }  # fmt: skip
+
+
+def contestant(name: str, config: TrainConfig, device: torch.device, toy: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The step of a contestant on this rank, from the weights that all start from."""
+    torch.manual_seed(0)
+    model = TransformerLM(config.model, device=device)
+    if name in LMCORE:
+        # compiling a deep model as a whole takes minutes; the explicit step needs no compiler
+        compiled = not toy and LMCORE[name]["parallel"] != "fsdp" and config.model.num_layers <= 12
+        chosen = replace(config, compile=compiled, **LMCORE[name])
+        step, reason = training_step(model, chosen, device, dist.get_world_size())
+        require(reason is None, f"The explicit step does not cover {reason}.")
+        return step
+    theirs, logits = hugging_face(model)
+    del model
+    if name == "HF compiled, torch DDP":
+        ids = [device.index] if device.type == "cuda" else None
+        wrapped: nn.Module = nn.parallel.DistributedDataParallel(theirs, device_ids=ids, gradient_as_bucket_view=True)
+    else:
+        dtype = torch.bfloat16 if config.precision == "bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in theirs.model.layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(theirs, mp_policy=policy)
+        wrapped = theirs
+    logits = lambda inputs: wrapped(input_ids=inputs, use_cache=False).logits  # noqa: E731
+    return peer_step(theirs, logits, config, device, False, None if toy else "by layer")
+
+
+def mean(value: Tensor) -> float:
+    """The mean over the ranks."""
+    total = value.detach().float().clone()
+    dist.all_reduce(total)
+    return round(total.item() / dist.get_world_size(), 5)
+
+
+def timed(function: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """Median, least and most seconds of a call, of the slowest rank, in rounds of calls back to back."""
+
+    def once(calls: int) -> float:
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken = torch.tensor((time.perf_counter() - start) / calls, dtype=torch.float32, device=device)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        return taken.item()
+
+    once(3)
+    calls = max(1, round(SECONDS / once(3)))
+    rounds = [once(calls) for _ in range(ROUNDS)]
+    return {"seconds": statistics.median(rounds), "low": min(rounds), "high": max(rounds), "calls": calls}
+
+
+def all_reduce(name: str, device: torch.device, toy: bool) -> dict[str, Any]:
+    """The sum of 1 GiB over the ranks, and its bus bandwidth: the bytes that each link carries, 2 (N - 1) / N of it."""
+    size = 2**20 if toy else 2**30
+    tensor, ranks = torch.zeros(size // 4, device=device), dist.get_world_size()
+    run = (lambda: dist.all_reduce(tensor)) if name == "NCCL" else lambda: ring_all_reduce(tensor)
+    found = timed(run, device)
+    return {"outcome": "complete", "bus_bytes_per_second": 2 * (ranks - 1) / ranks * size / found["seconds"]} | found
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,27 @@
+"""benchmarks/parallel.py at toy sizes: two ranks, the same losses by every way to divide the work."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[1]
+CONTESTANTS = ("lmcore explicit step, ddp", "lmcore fsdp", "NCCL", "lmcore ring")
+
+
+def test_toy_sizes(tmp_path):
+    out = tmp_path / "parallel.json"
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words += ["benchmarks/parallel.py", "--toy", "--out", str(out), "--only", "large-4x1024", "all-reduce"]
+    words += ["--contestants", *CONTESTANTS]
+    done = subprocess.run(
+        words, cwd=PROJECT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["contestant"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == list(CONTESTANTS)
+    assert {(row["ranks"], row["outcome"]) for row in rows.values()} == {(2, "complete")}
+    explicit, sharded = (rows[name]["losses"] for name in CONTESTANTS[:2])
+    assert explicit == sharded
+    assert explicit[0] > explicit[-1]
