@@ -68,8 +68,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def fault_counts() -> pd.DataFrame:
     """Faults tried, survived, refused and lost, by kind."""
-    report = read_json(PROJECT / "results" / "faults.json")
-    table = pd.DataFrame(report["faults"])[["kind", "tried", "survived", "refused_in_words", "lost"]]
+    reports = [read_json(PROJECT / "results" / f"{name}.json")["faults"] for name in ("faults", "faults_ranks")]
+    table = pd.DataFrame([row for rows in reports for row in rows])[
+        ["kind", "tried", "survived", "refused_in_words", "lost"]
+    ]
     kinds = [next((kind for kind, of in FAULTS.items() if re.match(of, name)), name) for name in table.pop("kind")]
     table = table.groupby(pd.Series(kinds, name="fault"), sort=False).sum().reset_index()
     return table.rename(columns={"refused_in_words": "refused"})

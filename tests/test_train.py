@@ -529,6 +529,14 @@ def test_the_committed_figures_of_the_fault_suite_lost_nothing():
     assert kills["in the middle of a save"] > 0
 
 
+def test_the_committed_faults_of_several_ranks_lost_nothing():
+    """They are made by: pytest -m faults tests/faults/test_ranks.py --faults-report results/faults_ranks.json."""
+    rows = read_json(Path(__file__).parents[1] / "results" / "faults_ranks.json")["faults"]
+    assert all(row["lost"] == 0 for row in rows)
+    assert sum(row["survived"] for row in rows) >= 60
+    assert len(rows) >= 7
+
+
 # ------------------------------------------------------------------------------------------------ plain and fused steps
 
 

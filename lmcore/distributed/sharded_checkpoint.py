@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lmcore.checkpoint import FORMAT, MANIFEST, SHARDED_STATE, read_checkpoint, require_same_architecture, restore
+from lmcore.checkpoint import FORMAT, MANIFEST, SHARDED_STATE, require_same_architecture, restore
 from lmcore.distributed.sharded_optimizer import ShardedOptimizer
 from lmcore.distributed.strategies import Alone
 from lmcore.distributed.world import World
@@ -225,10 +225,3 @@ def load_sharded(way: Alone, optimizer: Optimizer, folder: Path, world: World) -
     }
     optimizer.load_state_dict(content["optimizer"] | {"state": state})
     return content["iteration"]
-
-
-def load(way: Alone, optimizer: Optimizer, path: Path, world: World) -> int:
-    """Loads either kind of checkpoint into this rank; returns the iteration."""
-    if path.is_dir():
-        return load_sharded(way, optimizer, path, world)
-    return load_whole(way, optimizer, read_checkpoint(path), str(path))
