@@ -165,6 +165,8 @@ def joined(config: TrainConfig) -> Iterator[World]:
     check_ranks(config, size, local)
     try:
         store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=SECONDS_TO_JOIN))))[0]
+        # torchrun's agent keeps its store when it starts the ranks again
+        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         watch = Watch(dist.PrefixStore("lmcore", store.clone()), rank, size)
         begin_group(store, rank, size, local, config)
         world = World(rank, size, local, watch)

@@ -6,16 +6,19 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from fault_bench import Bench, Tally, results, train_here, wait_until
 
-from lmcore.config import TrainConfig, replace
+from lmcore.config import TrainConfig, replace, to_dict
 from lmcore.errors import EXIT_CODES, EXIT_USER_ERROR
+from lmcore.files import write_json
 from lmcore.run import RunFolder
 
 TRIES = 16
@@ -223,3 +226,31 @@ def test_ranks_are_asked_to_stop(ranks: Ranks, tally: Tally, rng: random.Random,
                 assert {EXIT_CODES["interrupted"], -signal.SIGTERM, 0} >= set(ended), (ended, ranks.bench.said(run))
             ranks.goes_on(run, config, size)
         done += 1
+
+
+@pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGTERM])
+def test_under_torchrun(ranks: Ranks, tally: Tally, what, tmp_path: Path):
+    """A rank that is killed is started again with the others; a stop of the launcher saves, and the command goes on."""
+    config = replace(ranks.bench.config, parallel="zero1", checkpoints="sharded", steps=300, checkpoint_interval=40)
+    config = replace(config, eval_interval=100)
+    run, straight = ranks.bench.new(), ranks.bench.new()
+    assert codes(ranks.start(straight, config, 2)) == [0, 0], ranks.bench.said(straight)
+    write_json(tmp_path / "config.json", to_dict(config))
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "--"]
+    words += ["lmcore", "train", "--run", str(run.path), "--config", str(tmp_path / "config.json")]
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    with tally.fault(f"{what.name} under torchrun, to one or all of several ranks"), open(tmp_path / "log", "w") as log:
+        launcher = subprocess.Popen(words, env=variables, stdout=log, stderr=log)
+        wait_until(lambda: run.metrics_file.exists() and len(run.metrics_lines()) > 40, "the ranks train")
+        victim = psutil.Process(launcher.pid).children()[1] if what == signal.SIGKILL else launcher
+        victim.send_signal(what)
+        code = launcher.wait(120)
+        said = (tmp_path / "log").read_text()
+        if what == signal.SIGKILL:
+            assert code == 0, said
+            assert said.count("goes on from step") == 1, said
+        else:
+            assert run.status()["state"] == "interrupted", said
+            assert subprocess.run(words, env=variables, capture_output=True, check=False).returncode == 0
+        there, here = results(straight), results(run)
+        assert {key: here[key] == there[key] for key in there} == dict.fromkeys(there, True)
