@@ -75,7 +75,7 @@ def main(
     """
     known = (*WORKS, "all-reduce")
     unknown = [name for name in only if name not in known]
-    require(not unknown, f"There is no work {', '.join(unknown)}; choose from {', '.join(known)}.")
+    require(not unknown, f"Unknown work: {', '.join(unknown)}; choose from {', '.join(known)}.")
     require("RANK" in os.environ, "Start it with torchrun --nproc-per-node N benchmarks/parallel.py.")
     device = torch.device("cpu") if toy else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if toy else "nccl", timeout=timedelta(minutes=10), device_id=None if toy else device)

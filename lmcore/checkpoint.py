@@ -101,7 +101,7 @@ def read_checkpoint(src: Source, tensors: bool = True) -> dict[str, Any]:
 
 
 SHARDED_STATE, MANIFEST = "state.pt", "manifest.json"
-"""Of a sharded checkpoint: all that is no tensor; the SHA-256 digest of every file, which is written last."""
+"""Of a sharded checkpoint: everything but the tensors; the SHA-256 digest of every file, which is written last."""
 
 
 def read_sharded_checkpoint(folder: Path, tensors: bool = True) -> dict[str, Any]:

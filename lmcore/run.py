@@ -446,7 +446,7 @@ def require_same_data(run: RunFolder, fingerprint: str) -> None:
 
 
 def newest_state(run: RunFolder, keep_weights: bool = True) -> tuple[dict[str, Any] | None, Path | None, list[Path]]:
-    """Content of the checkpoint to go on from and its path, None for a run without any, and what is damaged.
+    """Content and path of the checkpoint to resume from, None for a run without any, and what is damaged.
 
     Of a sharded one only what `read_checkpoint` gives without tensors.
 

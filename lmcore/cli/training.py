@@ -19,7 +19,6 @@ from lmcore.text import utf8_text
 
 GENERATE_DEFAULTS = GenerateConfig()
 
-
 SECONDS_TO_END = 20.0
 """How long a process of several has to end after an error."""
 

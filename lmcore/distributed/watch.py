@@ -1,8 +1,8 @@
 """Who keeps the others waiting: each rank tells the others that it lives, and where it is; one that does not ends all.
 
 A collective waits for every rank, and a rank that has died cannot say so: NCCL would wait for minutes, and nobody would
-learn for whom. Here each rank notes its step and its place in the program in the store that all ranks
-share, once a second, and reads what the others noted, in a thread.
+learn for whom. Here a thread of each rank notes its step and its place in the program, once a second, in the store that
+all ranks share, and reads what the others noted.
 """
 
 import contextlib
@@ -29,7 +29,10 @@ SILENCE = 20.0
 """Seconds without a note after which a rank counts as dead, or as stopped."""
 
 PATIENCE = 45.0
-"""Seconds that a step may take while another rank waits for it. First steps, saves and evaluations take their time."""
+"""Seconds that a step may take while another rank waits for it, or `SLOWER` times as long as the longest before it.
+First steps, saves and evaluations take their time."""
+
+SLOWER = 5
 
 GRACE = 5.0
 """Seconds that the main thread has to end by itself, before its rank is ended inside a collective."""
@@ -100,10 +103,10 @@ class Watch:
         finally:
             self.patient, self.since = before, time.monotonic()
 
-    def announce(self, state: str, code: int, sentence: str, said: bool = True) -> None:
+    def announce(self, state: str, code: int, sentence: str) -> None:
         """Tells the others that this rank ends, and with what they end, too."""
         with contextlib.suppress(RuntimeError):  # the store is gone: they will notice
-            self._agreed(End(self.rank, state, code, sentence, said))
+            self._agreed(End(self.rank, state, code, sentence))
             self.linger()
 
     def _agreed(self, end: End) -> End:
@@ -115,9 +118,9 @@ class Watch:
         if self.rank == 0 and not AGENT_HOLDS_STORE:
             time.sleep(2 * PERIOD)
 
-    def explanation(self, seconds: float = SILENCE + 10) -> End | None:
+    def explanation(self) -> End | None:
         """Why a collective has failed: waits until it is known which rank has ended."""
-        self.known.wait(seconds)
+        self.known.wait(SILENCE + 2 * GRACE)
         return self.ended
 
     def close(self) -> None:
@@ -189,7 +192,7 @@ class Watch:
         waits, where = place_of(self.main)
         still = time.monotonic() - self.since
         note = {"count": self.count, "step": self.step, "still": still, "patient": self.patient, "waits": waits}
-        note["limit"] = max(PATIENCE, 5 * self.longest)
+        note["limit"] = max(PATIENCE, SLOWER * self.longest)
         note |= {"where": where, "host": socket.gethostname(), "pid": os.getpid(), "space": process_space()}
         self.store.set(f"beat/{self.rank}", json.dumps(note))
 
@@ -235,9 +238,8 @@ def place_of(thread: int) -> tuple[bool, str]:
         return False, "nowhere"
     path, name = os.path.splitext(frame.f_code.co_filename)[0], frame.f_code.co_name
     reads = name == "read" and path.endswith(os.path.join("lmcore", "train"))  # a loss that comes after a collective
-    return reads or any(
-        part in path for part in WAITING
-    ), f"{name} ({os.path.basename(path)}.py, line {frame.f_lineno})"
+    waits = reads or any(part in path for part in WAITING)
+    return waits, f"{name} ({os.path.basename(path)}.py, line {frame.f_lineno})"
 
 
 def process_space() -> str:

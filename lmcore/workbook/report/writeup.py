@@ -132,13 +132,14 @@ def measured_on(out: Path) -> dict[str, str]:
     found = [each for content in read if (each := content.get("provenance") or {}).get("device")]
     if not found:
         return {}
-    commits = Counter(map(_commit, found)).most_common()
+    commits, places = Counter(map(_commit, found)).most_common(), [each["device"] for each in found]
+    devices = [name for place in places for name in (place if isinstance(place, list) else [place])]
     data = {each["data_fingerprint"]: each["data"] for each in found if "data" in each}
     rows = {
         "Data": "; ".join(
             f"{each['request']['source']['name']}, {each['train_tokens']:,} training tokens" for each in data.values()
         ),
-        "Measured on": "; ".join(dict.fromkeys(name for each in found for name in _devices(each))),
+        "Measured on": "; ".join(dict.fromkeys(devices)),
         "Code": "; ".join(f"{commit} ({count} table{'s' * (count > 1)})" for commit, count in commits),
         "Libraries": _libraries(found),
     }
@@ -148,12 +149,6 @@ def measured_on(out: Path) -> dict[str, str]:
 def _each(environments: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str]) -> str:
     """The values of all notebooks, in order, each named once."""
     return "; ".join(dict.fromkeys(describe(environment) for environment in environments))
-
-
-def _devices(provenance: dict[str, Any]) -> list[str]:
-    """The device of a table; of one whose runs were dealt out over different ones, each of them."""
-    device = provenance["device"]
-    return device if isinstance(device, list) else [device]
 
 
 def _device(environment: dict[str, Any]) -> str:
