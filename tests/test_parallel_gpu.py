@@ -1,0 +1,67 @@
+"""`lmcore train --parallel` over NCCL, on as many GPUs as there are: with one GPU, a group of one rank."""
+
+import pytest
+import torch
+from parallel_runs import Trainers, small_config
+from test_parallel_training import WAYS, back_to, complete, same_run
+
+from lmcore.config import CorpusConfig, replace
+from lmcore.data import open_or_prepare
+from lmcore.run import RunFolder
+from lmcore.train import train
+
+pytestmark = pytest.mark.gpu
+RANKS = [1] + [n for n in (2, 4, 8) if n <= torch.cuda.device_count()]
+EXPLICIT = {"ops": "fused", "precision": "bf16", "model__d_model": 128, "model__num_heads": 2, "model__d_ff": 256}
+EXPLICIT |= {"batch_size": 16, "model__context_length": 64}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parallel") / "data"
+    open_or_prepare("embedded", "bpe:300", folder, CorpusConfig(num_documents=400))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trainers():
+    pool = Trainers()
+    yield pool
+    pool.close()
+
+
+def config_here(data, **changes):
+    return small_config(data, device="cuda", batch_size=8 * RANKS[-1], **changes)
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    assert train(config_here(data), folder).state == "complete"
+    return RunFolder(folder)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("way", WAYS)
+def test_nccl_trains_what_one_process_trains(trainers, data, alone, tmp_path, way, ranks):
+    complete(trainers.train(config_here(data, parallel=way), tmp_path / "run", ranks))
+    same_run(RunFolder(tmp_path / "run"), alone, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_explicit_step_with_nccl_in_its_graph(trainers, data, tmp_path, ranks, optimizer):
+    """As one process trains, and on from a checkpoint as if nothing had been; the graph lets go of NCCL at the end."""
+    config = replace(config_here(data), optimizer__name=optimizer, **EXPLICIT)
+    assert train(config, tmp_path / "alone").state == "complete"
+    ended = trainers.train(replace(config, parallel="ddp"), tmp_path / "run", ranks)
+    complete(ended)
+    assert "does not cover" not in ended[0].printed
+    run = RunFolder(tmp_path / "run")
+    for line, expected in zip(run.metrics_lines(), RunFolder(tmp_path / "alone").metrics_lines(), strict=True):
+        assert line["train_loss"] == pytest.approx(expected["train_loss"], rel=5e-3)
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=3e-2)
+    lines = run.metrics_lines()
+    back_to(run, 8)
+    complete(trainers.train(replace(config, parallel="ddp"), tmp_path / "run", ranks))
+    assert [line["train_loss"] for line in run.metrics_lines()][-1] == pytest.approx(lines[-1]["train_loss"], rel=5e-3)
