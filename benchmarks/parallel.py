@@ -44,6 +44,7 @@ WORKS = {
 
 LMCORE = {
     "lmcore explicit step, ddp": {"ops": "fused", "parallel": "ddp"},
+    "lmcore explicit step, zero1": {"ops": "fused", "parallel": "zero1"},
     "lmcore ddp": {"parallel": "ddp"},
     "lmcore zero1": {"parallel": "zero1"},
     "lmcore fsdp": {"parallel": "fsdp"},

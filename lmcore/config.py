@@ -190,7 +190,7 @@ class TrainConfig:
     """torch.compile, for what runs as plain operations."""
     parallel: Literal["none", "ddp", "zero1", "fsdp", "torch-ddp", "torch-fsdp2"] = "none"
     """How the processes that torchrun started divide the work: ours, or PyTorch's. Each has a part of the batch; zero1
-    divides the optimizer's state, too, and fsdp the weights. See `lmcore.distributed`."""
+    divides the optimizer's state, too, and fsdp the weights; ops=fused covers ddp and, with AdamW, zero1."""
     deterministic: bool = False
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
 

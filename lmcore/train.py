@@ -122,7 +122,8 @@ def training_step(
     if config.ops == "plain":
         return plain(STRATEGIES[parallel](model, config)), None
     reason = f"z_loss={config.z_loss}" if config.z_loss else unsupported_reason(config.model, config.precision)
-    if parallel not in ("none", "ddp"):
+    covered = ("none", "ddp", "zero1") if config.optimizer.name == "adamw" else ("none", "ddp")
+    if parallel not in covered:
         reason = f"parallel={parallel}" if reason is None else reason
     if reason is not None:
         return plain(STRATEGIES[parallel](model, config)), reason

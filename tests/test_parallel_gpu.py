@@ -49,12 +49,12 @@ def test_nccl_trains_what_one_process_trains(trainers, data, alone, tmp_path, wa
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_the_explicit_step_with_nccl_in_its_graph(trainers, data, tmp_path, ranks, optimizer):
+@pytest.mark.parametrize(("way", "optimizer"), [("ddp", "adamw"), ("ddp", "muon"), ("zero1", "adamw")])
+def test_the_explicit_step_with_nccl_in_its_graph(trainers, data, tmp_path, ranks, way, optimizer):
     """As one process trains, and on from a checkpoint as if nothing had been; the graph lets go of NCCL at the end."""
     config = replace(config_here(data), optimizer__name=optimizer, **EXPLICIT)
     assert train(config, tmp_path / "alone").state == "complete"
-    ended = trainers.train(replace(config, parallel="ddp"), tmp_path / "run", ranks)
+    ended = trainers.train(replace(config, parallel=way), tmp_path / "run", ranks)
     complete(ended)
     assert "does not cover" not in ended[0].printed
     run = RunFolder(tmp_path / "run")
@@ -63,5 +63,5 @@ def test_the_explicit_step_with_nccl_in_its_graph(trainers, data, tmp_path, rank
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=3e-2)
     lines = run.metrics_lines()
     back_to(run, 8)
-    complete(trainers.train(replace(config, parallel="ddp"), tmp_path / "run", ranks))
+    complete(trainers.train(replace(config, parallel=way), tmp_path / "run", ranks))
     assert [line["train_loss"] for line in run.metrics_lines()][-1] == pytest.approx(lines[-1]["train_loss"], rel=5e-3)

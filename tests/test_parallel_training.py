@@ -86,6 +86,8 @@ def back_to(run: RunFolder, step: int) -> None:
         ("torch-fsdp2", {"model__tie_embeddings": True, "sampling": "epoch", "z_loss": 1e-3}),
         ("ddp", {"ops": "fused", "model__d_model": 24, "eval_details": True}),
         ("ddp", {"ops": "fused", "model__tie_embeddings": True, "model__d_model": 24, "optimizer__name": "muon"}),
+        ("zero1", {"ops": "fused", "model__d_model": 24, "optimizer__max_grad_norm": 0.3}),
+        ("zero1", {"ops": "fused", "model__d_model": 24, "model__tie_embeddings": True, "model__norm": "none"}),
         ("fsdp", {"ops": "fused", "model__d_model": 24}),
         ("torch-ddp", {"model__checkpoint_every": 1, "checkpoints": "sharded"}),
     ],
@@ -261,3 +263,26 @@ def test_a_checkpoint_goes_on_with_another_way_and_number(
         complete(ended)
         assert ["goes on from step 8" in e.printed for e in ended] == [True] + [False] * (others - 1)
     same_run(run, alone)
+
+
+@pytest.mark.parametrize(("reader", "others"), [("zero1", 2), ("ddp", 2), ("none", 1)])
+def test_the_explicit_step_with_divided_moments_goes_on_elsewhere(trainers, data, tmp_path, reader, others):
+    config = small_config(data, ops="fused", model__d_model=24)
+    assert train(config, tmp_path / "alone").state == "complete"
+    run = RunFolder(tmp_path / "run")
+    complete(trainers.train(replace(config, parallel="zero1", checkpoints="sharded"), run.path, 3))
+    back_to(run, 8)
+    config = replace(config, parallel=reader)
+    if reader == "none":
+        assert train(config, run).state == "complete"
+    else:
+        complete(trainers.train(config, run.path, others))
+    same_run(run, RunFolder(tmp_path / "alone"), rtol=1e-4)
+
+
+def test_muon_updates_with_autograd_where_moments_are_divided(trainers, data, tmp_path):
+    """The explicit step divides the moments of AdamW alone."""
+    changes = {"ops": "fused", "parallel": "zero1", "optimizer__name": "muon", "model__d_model": 24, "steps": 3}
+    ended = trainers.train(small_config(data, **changes), tmp_path / "run", 2)
+    complete(ended, 3)
+    assert "the fused step does not cover parallel=zero1" in ended[0].printed

@@ -1,6 +1,6 @@
 """An optimizer whose state is divided among the ranks (CS336 A2 section 6; ZeRO stage 1, Rajbhandari et al. 2020)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -51,22 +51,30 @@ class ShardedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Updates this rank's parameters, then sends every parameter from its owner to all ranks."""
-        for group, part in self.local_groups:
-            part.update({name: value for name, value in group.items() if name != "params"})
+        self.follow()
         loss = None
         if self.local is not None:
             loss = self.local.step(closure, **kwargs)
         elif closure is not None:  # its backward pass may communicate
             with torch.enable_grad():
                 loss = closure()
+        self.send({parameter: parameter.data for parameter in self.owner if parameter.grad is not None})
+        return loss
+
+    def follow(self) -> None:
+        """Gives this rank's parts of the groups the whole groups' settings, such as a new learning rate."""
+        for group, part in self.local_groups:
+            part.update({name: value for name, value in group.items() if name != "params"})
+
+    def send(self, tensors: Mapping[Tensor, Tensor]) -> None:
+        """Sends what `tensors` has of each parameter from its owner to all ranks, in place."""
         sent = []
-        for parameter, owner in self.owner.items():
-            if parameter.grad is not None:  # others did not change
-                source = dist.get_global_rank(self.group, owner) if self.group else owner
-                sent.append(dist.broadcast(parameter.data, source, group=self.group, async_op=True))
+        for parameter, tensor in tensors.items():
+            owner = self.owner[parameter]
+            source = dist.get_global_rank(self.group, owner) if self.group else owner
+            sent.append(dist.broadcast(tensor, source, group=self.group, async_op=True))
         for work in sent:
             work.wait()
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The state that the unsharded optimizer would have, put together from all ranks, with tensors on the CPU."""

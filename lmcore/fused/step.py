@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lmcore.config import TrainConfig
 from lmcore.distributed.ddp import broadcast_state
+from lmcore.distributed.sharded_optimizer import ShardedOptimizer
 from lmcore.distributed.strategies import Alone
 from lmcore.errors import require
 from lmcore.fused.model import FusedTransformer, nothing
@@ -45,7 +46,9 @@ class FusedStep:
     that is due. Any other call ends with its update. Pipelining is the default with `FusedAdamW` on CUDA for small
     batches of narrow models, whose kernels leave multiprocessors idle. `overlap` and `layers_per_matmul` are those of
     `FusedTransformer`, `.transformer`. With `ranks`, the number of processes of the default group, each takes a part of
-    the batch: gradients of layers are summed while the backward pass goes on with those before them, and averaged.
+    the batch: gradients of layers are summed while the backward pass goes on with those before them, and averaged. If
+    the optimizer is a `ShardedOptimizer` of `FusedAdamW`, each parameter's gradient goes to its owner alone, which
+    sends the updated compute weight back; `current` brings the float32 parameters up to date, on all ranks at once.
     An optimizer serves the last step that was made with it. Raises `UserError` for a model or a `dtype` that is not
     covered, an empty batch, and a `pipelined` step with another optimizer than `FusedAdamW`.
     """
@@ -75,16 +78,24 @@ class FusedStep:
         self.versions = self._versions()
         self.shape = torch.Size((batch_size, context_length))
         self.graph: torch.cuda.CUDAGraph | None = None
-        ours = isinstance(optimizer, FusedAdamW)
+        self.sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
+        updates = self.sharded.local if self.sharded is not None else optimizer
+        self.adamw = updates if isinstance(updates, FusedAdamW) else None  # what the graph can hold
+        ours = self.adamw is not None and self.sharded is None
         by_default = ours and leaves_room(self.transformer.device, self.shape.numel(), model.config.d_model)
         self.pipelined = by_default if pipelined is None else pipelined
         require(
             ours or not self.pipelined,
             f"A pipelined step needs FusedAdamW; {type(optimizer).__name__} takes its own step after each call.",
         )
+        require(
+            self.sharded is None or self.adamw is not None,
+            f"{ranks} ranks are too many for a model of {len(self.parameters)} parameters: this one updates none.",
+        )
         self.due = False  # an update
-        if ours:
-            optimizer.bind(self.transformer.gradients, self.transformer.compute_weights, self.transformer.parts)
+        self.behind = False  # float32 parameters that other ranks have updated
+        if self.adamw is not None:
+            self.adamw.bind(self.transformer.gradients, self.transformer.compute_weights, self.transformer.parts)
         else:
             for p, gradient in self.transformer.gradients.items():  # what is float32 already serves as it is
                 p.grad = gradient if gradient.dtype == p.dtype else torch.zeros_like(p)
@@ -98,7 +109,11 @@ class FusedStep:
         if ranks:
             broadcast_state(model)
         limit = config.optimizer.max_grad_norm or math.inf  # without a limit the norm is measured all the same
-        optimizer = build_optimizer(model, config.optimizer, partial(FusedAdamW, max_grad_norm=limit))
+        adamw = partial(FusedAdamW, max_grad_norm=limit)
+        if ranks and config.parallel == "zero1":
+            optimizer = build_optimizer(model, config.optimizer, partial(ShardedOptimizer, optimizer_cls=adamw))
+        else:
+            optimizer = build_optimizer(model, config.optimizer, adamw)
         context, dtype = config.model.context_length, DTYPES[config.precision]
         rows = config.batch_size // max(1, ranks)
         return cls(model, optimizer, rows, context, dtype, max_grad_norm=limit, ranks=ranks)
@@ -122,17 +137,18 @@ class FusedStep:
         self.batch[1].copy_(targets, non_blocking=True)
         if self.graph is None:
             self._capture()
-        if not isinstance(self.optimizer, FusedAdamW):
+        if self.adamw is None:
             self.graph.replay()
             return self.result.clone()[0], self._other_update()
         if not self.pipelined:
-            self.optimizer.prepare()
+            self._prepare()
         elif not self.due:
-            self.optimizer.idle()
+            self.adamw.idle()
         self.graph.replay()
         if self.pipelined:
-            self.optimizer.prepare()
+            self._prepare()
             self.due = True
+        self.behind = self.sharded is not None
         loss, norm = self.result.clone().unbind()  # the next replay writes over the graph's own
         return loss, norm
 
@@ -144,6 +160,9 @@ class FusedStep:
         """
         self._notice_writes()
         self._take_update()
+        if self.behind:
+            self.sharded.send({p: p.data for p in self.parameters})
+            self.behind = False
         return self.transformer.model, self.optimizer
 
     def release(self) -> None:
@@ -161,9 +180,28 @@ class FusedStep:
     @torch.no_grad()
     def _take_update(self) -> None:
         if self.due:
-            self.optimizer.apply()
+            self._apply()
             self.due = False
             self.versions = self._versions()
+
+    def _prepare(self) -> None:
+        if self.sharded is not None:
+            self.sharded.follow()
+        self.adamw.prepare()
+
+    def _measure(self) -> None:
+        """The norm of all gradients, of which a sharded optimizer measures this rank's."""
+        self.adamw.measure()
+        if self.sharded is not None:
+            square = self.adamw.norm.square()
+            dist.all_reduce(square)
+            self.adamw.norm.copy_(square.sqrt())
+
+    def _apply(self) -> None:
+        """The update; of a sharded one everybody gets the weights that the next step computes with."""
+        self.adamw.apply()
+        if self.sharded is not None:
+            self.sharded.send({p: self.transformer.compute_weights.get(p, p.data) for p in self.parameters})
 
     def _notice_writes(self) -> None:
         """After a write from outside: copies the parameters again, and drops an update that was due before it."""
@@ -178,32 +216,38 @@ class FusedStep:
 
     def _eager(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The step without a graph; an update that is due comes first."""
-        if not isinstance(self.optimizer, FusedAdamW):
+        if self.adamw is None:
             loss = self._gradients_for_others(inputs, targets)
             return loss, self._other_update()
         self._take_update()
         loss = self._gradients(inputs, targets)
-        self.optimizer.prepare()
-        self.optimizer.measure()
-        self.due = True
+        self._prepare()
+        self._measure()
+        self.due, self.behind = True, self.sharded is not None
         if not self.pipelined:
             self._take_update()
-        return loss, self.optimizer.norm.clone()
+        return loss, self.adamw.norm.clone()
 
     def _gradients(self, inputs: Tensor, targets: Tensor, before: Callable[[int], None] = nothing) -> Tensor:
         """Forward and backward pass; what is finished is measured, or begins to be summed over the ranks, beside it."""
         if not self.ranks:
-            ours = isinstance(self.optimizer, FusedAdamW)
-            after = self.optimizer.begin_measure if ours else nothing
+            after = self.adamw.begin_measure if self.adamw is not None else nothing
             return self.transformer.forward_backward(inputs, targets, before, after)
-        sums, left = [], {0} | set(self.transformer.parts.values())
+        part_of = self.transformer.parts
+        sums, left = [], {0, *part_of.values()}
         average = dist.get_backend() == "nccl"  # gloo only sums
+
+        how = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
         def finished(parts: Collection[int]) -> None:
             left.difference_update(parts)
-            for gradient in self.transformer.packed_gradients(parts):
-                how = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-                sums.append((dist.all_reduce(gradient, how, async_op=True), gradient))
+            if self.sharded is None:
+                for gradient in self.transformer.packed_gradients(parts):
+                    sums.append((dist.all_reduce(gradient, how, async_op=True), gradient))
+                return
+            for p in (p for p, part in part_of.items() if part in parts):
+                gradient = self.transformer.gradients[p]
+                sums.append((dist.reduce(gradient, self.sharded.owner[p], how, async_op=True), gradient))
 
         loss = self.transformer.forward_backward(inputs, targets, before, finished)
         finished(set(left))
@@ -230,22 +274,22 @@ class FusedStep:
 
     def _launches(self) -> None:
         """What the graph holds; leaves (loss, norm) in `result`."""
-        if not isinstance(self.optimizer, FusedAdamW):
+        if self.adamw is None:
             self.result = self._gradients_for_others(*self.batch).float()[None]
             return
         before = self._begin_update() if self.pipelined else nothing
         loss = self._gradients(*self.batch, before)
-        self.optimizer.measure()
+        self._measure()
         if not self.pipelined:
-            self.optimizer.apply()
-        self.result = torch.stack((loss.float(), self.optimizer.norm))
+            self._apply()
+        self.result = torch.stack((loss.float(), self.adamw.norm))
 
     def _begin_update(self) -> Callable[[int], None]:
         """Launches the update on a side stream, part by part; returns what makes the current stream wait for a part."""
         events = {}
         with self.updates():
             for part in sorted(set(self.transformer.parts.values())):
-                self.optimizer.apply(part)
+                self.adamw.apply(part)
                 events[part] = self.updates.record()
         return lambda part: self.updates.wait(events[part]) if part in events else None
 
@@ -257,8 +301,8 @@ class FusedStep:
         with torch.cuda.stream(stream):
             for _ in range(2):  # memory that the first pass allocates in bits, the second finds in place
                 self.transformer.forward_backward(*self.batch)
-            if isinstance(self.optimizer, FusedAdamW):
-                self.optimizer.warm_up()
+            if self.adamw is not None:
+                self.adamw.warm_up()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
