@@ -87,8 +87,8 @@ class PlainStep:
         """Updates the weights by one batch; loss and gradient norm before clipping stay on the device."""
         if lr is not None:
             set_learning_rate(self.optimizer, lr)
+        self.optimizer.zero_grad(set_to_none=True)  # ahead of the forward pass: its activations take their place
         loss, objective = self.loss_function(inputs, targets, self.config.z_loss)  # forward
-        self.optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(objective).backward()  # backward
         self.way.finish()  # gradients: averages over the ranks
         self.scaler.unscale_(self.optimizer)

@@ -12,9 +12,9 @@ from model_strategies import model_configs
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lmcore import accounting
-from lmcore.config import ModelConfig, model_config, replace
+from lmcore.config import ModelConfig, TrainConfig, model_config, replace
 from lmcore.errors import UserError
-from lmcore.profiling.memory.predicted import predicted_peak
+from lmcore.profiling.memory.predicted import predicted_peak, predicted_peak_of_rank
 from lmcore.profiling.memory.saved import saved_by_operation
 from lmcore.profiling.workload import PHASES, Workload, WorkloadConfig
 
@@ -174,3 +174,35 @@ def test_the_recorded_peaks_are_predicted_within_a_percent():
 def test_wrong_values_are_refused(values, sentence):
     with pytest.raises(UserError, match=sentence):
         predicted_peak(model_config("smoke"), **values)
+
+
+def rank_config(**changes):
+    return TrainConfig(model_config("laptop", vocab_size=1000, context_length=64), batch_size=16, **changes)
+
+
+def test_one_process_trains_in_the_memory_of_a_training_step():
+    config = rank_config()
+    assert predicted_peak_of_rank(config, 1) == predicted_peak(config.model, 16)["peak_bytes"]
+
+
+def test_ranks_need_less_memory_by_what_they_divide():
+    """Moments are 8 bytes a parameter, all weights, gradients and moments 16; each rank has a fourth of the batch."""
+    config = replace(rank_config(), model=model_config("small", vocab_size=1000, context_length=64))
+    parameters = accounting.num_parameters(config.model)
+    peak = {way: predicted_peak_of_rank(replace(config, parallel=way), 4) for way in ("ddp", "zero1", "fsdp")}
+    assert peak["ddp"] - peak["zero1"] == pytest.approx(8 * parameters * 3 / 4, rel=0.02)
+    assert peak["fsdp"] < peak["zero1"]
+    assert 16 * parameters / 4 < peak["fsdp"] - (peak["ddp"] - 16 * parameters) < 16 * parameters / 2
+    assert predicted_peak_of_rank(replace(config, parallel="fsdp", precision="bf16"), 4) < peak["fsdp"]
+
+
+def test_tied_embeddings_count_once_on_a_rank():
+    config = rank_config(parallel="ddp")
+    tied = replace(config, model__tie_embeddings=True)
+    saved = predicted_peak_of_rank(config, 2) - predicted_peak_of_rank(tied, 2)
+    assert saved == pytest.approx(16 * 1000 * config.model.d_model, rel=0.3)
+
+
+def test_ranks_that_do_not_divide_the_batch_are_refused():
+    with pytest.raises(UserError, match="3 ranks do not divide a batch of 16 evenly"):
+        predicted_peak_of_rank(rank_config(parallel="ddp"), 3)

@@ -10,11 +10,12 @@
 """
 
 import math
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from lmcore.config import TrainConfig
@@ -104,9 +105,13 @@ class OurFSDP(Alone):
         super().__init__(model, config)
         dtype = torch.bfloat16 if config.precision == "bf16" else None
         self.module = self.fsdp = FSDP(model, dtype)
-        self.mesh = init_device_mesh(model.lm_head.weight.device.type, (self.fsdp.size,))  # of stored tensors
         if dtype is not None:
             model.token_embeddings.register_forward_hook(lambda _, __, output: output.float())
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """All ranks in a row, as stored tensors want them."""
+        return init_device_mesh(self.model.lm_head.weight.device.type, (self.fsdp.size,))
 
     def finish(self) -> None:
         self.fsdp.finish_gradient_synchronization()

@@ -13,6 +13,7 @@ aten/src/ATen/cuda/CublasHandlePool.cpp); scratch memory inside a kernel; compil
 import contextlib
 import copy
 import functools
+import itertools
 import sys
 import traceback
 import weakref
@@ -21,11 +22,13 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from lmcore.config import ModelConfig
+from lmcore.config import ModelConfig, TrainConfig
+from lmcore.distributed.strategies import STRATEGIES
 from lmcore.errors import require, require_positive
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
@@ -34,6 +37,7 @@ from lmcore.profiling.memory.recording import storage_address
 from lmcore.profiling.memory.snapshot import PACKAGE, Event, History, replay
 from lmcore.profiling.memory.timeline import explained, levels, summary
 from lmcore.profiling.workload import Workload, WorkloadConfig
+from lmcore.train import PlainStep
 
 KEYS = {"optimizer state": "optimizer_state", "other": "inputs"}
 """What `predicted_peak` calls categories."""
@@ -62,6 +66,36 @@ def predicted_peak(
     )
     workload = WorkloadConfig(model=config, batch_size=batch_size, mode=mode, precision=precision)
     return copy.deepcopy(_peak(workload, seq_len))
+
+
+def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
+    """The most bytes that are allocated on the first of so many ranks in a training step, the second of a run.
+
+    `config.parallel` says how they divide the work: none, ddp, zero1 or fsdp. The step is one of plain operations and
+    not compiled; the ranks' messages go to PyTorch's fake process group, which sends nothing. Buffers of NCCL are
+    not counted. Raises `UserError` for a batch that the ranks do not divide evenly.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    require(config.batch_size % ranks == 0, f"{ranks} ranks do not divide a batch of {config.batch_size} evenly.")
+    with torch.device("meta"):
+        model = TransformerLM(config.model)
+    model._check = lambda token_ids: None  # fake ones have no values
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        with FakeMemory() as memory:
+            model = model.to_empty(device="cpu")
+            if config.model.tie_embeddings:
+                model.lm_head.weight = model.token_embeddings.weight
+            step = PlainStep(model, config, torch.device("cpu"), STRATEGIES[config.parallel](model, config))
+            ids = torch.empty(2, config.batch_size // ranks, config.model.context_length, dtype=torch.int64)
+            step(*ids)
+            first = len(memory.events)
+            step(*ids)
+            levels = list(itertools.accumulate(event.bytes for event in memory.events))
+    finally:
+        dist.destroy_process_group()
+    return max(levels[first - 1 :])
 
 
 aten = torch.ops.aten
@@ -112,7 +146,7 @@ class FakeMemory(FakeTensorMode):
 def calling_function(frame: FrameType) -> str:
     """The innermost function of lmcore that a running stack goes through."""
     functions = (caller.f_code for caller, _ in traceback.walk_stack(frame))
-    return next(code.co_qualname for code in functions if code.co_filename.startswith(str(PACKAGE)))
+    return next((code.co_qualname for code in functions if code.co_filename.startswith(str(PACKAGE))), "elsewhere")
 
 
 class FakeWorkload(Workload):
