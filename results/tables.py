@@ -187,6 +187,32 @@ def norm_decay() -> str:
     return markdown(made)
 
 
+def changes() -> str:
+    """What one change of the model does to the validation loss, over the seeds of the runs that completed."""
+    runs = rows_of("experiment_runs")
+    runs["change"] = runs["name"].str.replace(r"_seed_\d+$", "", regex=True)
+    losses = runs.groupby("change", sort=False)["final_valid_loss"].agg(["count", "mean", "min", "max"])
+    base = losses.loc["baseline"]
+    made = []
+    for change, part in runs.groupby("change", sort=False):
+        found = losses.loc[change]
+        apart = found["max"] < base["min"] or found["min"] > base["max"]
+        made.append(
+            {
+                "model": change.replace("_", " "),
+                "rate": f"{part['learning_rate'].iloc[0]:g}",
+                "completed": f"{found['count']:.0f} of {len(part)}",
+                "mean loss": f"{found['mean']:.3f}" if found["count"] else "diverged",
+                "lowest to highest": f"{found['min']:.3f} to {found['max']:.3f}" if found["count"] else "–",
+                "difference": f"{found['mean'] - base['mean']:+.3f}"
+                if found["count"] and change != "baseline"
+                else "–",
+                "every seed on one side": "yes" if apart else "",
+            }
+        )
+    return markdown(made)
+
+
 def sizes() -> str:
     """The plain model of every size: time, utilization, memory, and the share of matmuls."""
     timings, profiles = rows_of("benchmark"), rows_of("nsys_profiles").set_index("case")
@@ -262,6 +288,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "results/h200/README.md": {
         "training": training,
         "norm-decay": norm_decay,
+        "changes": changes,
         "sizes": sizes,
         "speed-attention": partial(
             contestants,

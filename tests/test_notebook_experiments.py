@@ -1,4 +1,4 @@
-"""Notebook 08, for which there are no records yet: its answers at scale smoke, and what it refuses."""
+"""Notebook 08: its answers at scale smoke, where web pages have records as well, and what it refuses."""
 
 import ast
 import contextlib

@@ -218,7 +218,7 @@ RULES: dict[str, Rule] = {
         "tuned_rates": RATES_BY_ABLATION,
         "additions": several(one_of(ADDITIONS), 0),
         "web_tokenizers": DIFFERENT_TOKENIZERS,
-        "world_sizes": several(whole("a whole number from 2 on", 2)),
+        "world_sizes peak_ranks": several(whole("a whole number from 2 on", 2)),
         "message_sizes_mb bucket_sizes_mb": several(POSITIVE),
         "backend": one_of(("auto", "gloo", "nccl")),
         "seeds": several(whole("a whole number from 0 on", least=0)),
