@@ -281,6 +281,21 @@ def answered() -> str:
     return ", ".join(f"{handout}: {row['done']}/{row['problems']}" for handout, row in found.items()) + "."
 
 
+def official() -> str:
+    """The courses' own tests: how often each suite ran, and what came out."""
+    made = []
+    for name, suite in read_json(PROJECT / "results" / "official.json").items():
+        passed = [outcomes.get("passed") == suite["runs"] for outcomes in suite["tests"].values()]
+        skipped = [outcomes.get("skipped") == suite["runs"] for outcomes in suite["tests"].values()]
+        made.append(
+            {
+                "suite": name, "tests": len(passed), "passed in every run": sum(passed), "skipped": sum(skipped),
+                "runs": suite["runs"], "runs that failed": suite["runs_that_failed"], "warnings": suite["warnings"],
+            }
+        )  # fmt: skip
+    return markdown(made)
+
+
 CONTEXT = {"context_length": "context"}
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
@@ -302,7 +317,10 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "speed-memory-step": partial(contestants, "memory-step", CONTEXT, "peak_bytes", format_bytes),
     },
     "benchmarks/README.md": {"speed": speed},
-    "results/README.md": {"faults": lambda: markdown(fault_counts().astype(str).to_dict("records"))},
+    "results/README.md": {
+        "faults": lambda: markdown(fault_counts().astype(str).to_dict("records")),
+        "official": official,
+    },
 }
 """The tables of each page, by the name of their markers."""
 

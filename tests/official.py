@@ -1,7 +1,7 @@
 """Runs a course's own tests with lmcore's adapters: `python tests/official.py CHECKOUT [--runs 50] [--record NAME]`.
 
 In a copy: the checkout stays as it is. Assignment 2 has the model of assignment 1 beside its tests. `--record` writes
-what came out under this name into results/official.json, with digests of the test files.
+what came out under this name into results/official.json (`--to`), with digests of the test files.
 """
 
 import argparse
@@ -44,6 +44,7 @@ def main() -> int:
     parser.add_argument("checkout")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--record")
+    parser.add_argument("--to", type=Path, default=RECORD)
     given = parser.parse_args()
     if not given.checkout or not (Path(given.checkout) / "tests").is_dir():
         print("Name a checkout of the course that has tests/: make official A2=path.", file=sys.stderr)
@@ -62,7 +63,7 @@ def main() -> int:
             "warnings": sum(warnings for _, _, warnings in runs), "tests": tests, "seconds": time.monotonic() - begin,
             "files": files, "provenance": source,
         }  # fmt: skip
-        write_json(RECORD, (read_json(RECORD) if RECORD.exists() else {}) | {given.record: found})
+        write_json(given.to, (read_json(given.to) if given.to.exists() else {}) | {given.record: found})
     return max(code for code, _, _ in runs)
 
 

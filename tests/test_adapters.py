@@ -1,5 +1,10 @@
 """The courses' adapters against PyTorch's own operations, called as the courses' tests call them."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import adapters
 import numpy as np
 import pytest
@@ -141,3 +146,36 @@ def test_distributed_classes():
         for kind in ("ddp", "bucketed", "fsdp", "sharded"):
             for ours, alone in ranks.run(distributed_by_adapters, kind):
                 torch.testing.assert_close(ours, alone)
+
+
+def run_official(*words):
+    script = Path(__file__).with_name("official.py")
+    return subprocess.run([sys.executable, script, *words], capture_output=True, text=True, check=False)
+
+
+def test_the_courses_tests_are_run_in_a_copy_of_a_checkout(tmp_path):
+    (tmp_path / "course" / "tests").mkdir(parents=True)
+    (tmp_path / "course" / "tests" / "__init__.py").touch()
+    (tmp_path / "course" / "tests" / "adapters.py").write_text("raise NotImplementedError")
+    source = "import torch, pytest, warnings\nfrom .adapters import run_silu\n\ndef test_silu():\n"
+    source += "    torch.testing.assert_close(run_silu(torch.ones(1)), torch.tensor([0.7310586]))\n"
+    source += "\ndef test_that_warns_and_fails():\n    warnings.warn('so')\n    assert False\n"
+    (tmp_path / "course" / "tests" / "test_course.py").write_text(source)
+    record = tmp_path / "official.json"
+    done = run_official(str(tmp_path / "course"), "--runs", "2", "--record", "A course", "--to", str(record))
+    assert done.returncode == 1, done.stderr
+    found = json.loads(record.read_text())["A course"]
+    assert found["tests"] == {
+        "tests.test_course.test_silu": {"passed": 2},
+        "tests.test_course.test_that_warns_and_fails": {"failure": 2},
+    }
+    assert (found["runs"], found["runs_that_failed"], found["warnings"]) == (2, 2, 2)
+    assert set(found["files"]) == {"__init__.py", "adapters.py", "test_course.py"}
+    assert (tmp_path / "course" / "tests" / "adapters.py").read_text() == "raise NotImplementedError"
+
+
+@pytest.mark.parametrize("path", ["", "nowhere"])
+def test_a_checkout_without_tests_is_refused(path):
+    done = run_official(path)
+    assert (done.returncode, done.stderr.strip().count("\n")) == (2, 0)
+    assert "Name a checkout of the course" in done.stderr

@@ -166,9 +166,10 @@ class FusedStep:
         return self.transformer.model, self.optimizer
 
     def release(self) -> None:
-        """Gives the graph up: NCCL ends only when no graph that has captured it is left."""
+        """Gives the graph up: NCCL ends only when no graph that has captured it is left. Ranks may call it alone."""
         if self.graph is not None:
-            self.current()
+            self._notice_writes()
+            self._take_update()
             self.graph.reset()
             self.graph = None
 
