@@ -204,5 +204,8 @@ def test_tied_embeddings_count_once_on_a_rank():
 
 
 def test_ranks_that_do_not_divide_the_batch_are_refused():
-    with pytest.raises(UserError, match="3 ranks do not divide a batch of 16 evenly"):
-        predicted_peak_of_rank(rank_config(parallel="ddp"), 3)
+    for ranks in (3, 0):
+        with pytest.raises(UserError, match=f"{ranks} ranks do not divide a batch of 16 evenly"):
+            predicted_peak_of_rank(rank_config(parallel="ddp"), ranks)
+    with pytest.raises(UserError, match="none, ddp, zero1, fsdp, not for torch-ddp"):
+        predicted_peak_of_rank(rank_config(parallel="torch-ddp"), 2)

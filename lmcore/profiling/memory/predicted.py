@@ -73,11 +73,18 @@ def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
 
     `config.parallel` says how they divide the work: none, ddp, zero1 or fsdp. The step is one of plain operations and
     not compiled; the ranks' messages go to PyTorch's fake process group, which sends nothing. Buffers of NCCL are
-    not counted. Raises `UserError` for a batch that the ranks do not divide evenly.
+    not counted. Raises `UserError` for a batch that the ranks do not divide evenly, another way to divide the work, and
+    in a process that already is a rank.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    require(config.batch_size % ranks == 0, f"{ranks} ranks do not divide a batch of {config.batch_size} evenly.")
+    ways = ("none", "ddp", "zero1", "fsdp")
+    require(config.parallel in ways, f"Memory is predicted for {', '.join(ways)}, not for {config.parallel}.")
+    require(not dist.is_initialized(), "This process is a rank already: predict memory in a process of its own.")
+    require(
+        ranks > 0 and config.batch_size % ranks == 0,
+        f"{ranks} ranks do not divide a batch of {config.batch_size} evenly.",
+    )
     with torch.device("meta"):
         model = TransformerLM(config.model)
     model._check = lambda token_ids: None  # fake ones have no values
