@@ -27,12 +27,13 @@ RECORD = PROJECT / "results" / "official.json"
 def run(copy: Path) -> tuple[int, dict[str, str], int]:
     """One run of the suite: pytest's exit code, the outcome of each test, and the number of warnings."""
     report = copy / "report.xml"
+    report.unlink(missing_ok=True)
     words = [sys.executable, "-m", "pytest", "-p", "no:nbval", "-q", "tests", f"--junitxml={report}"]
     variables = os.environ | {"PYTHONPATH": f"{copy}:{copy / 'cs336-basics'}:{PROJECT}"}
     done = subprocess.run(words, cwd=copy, env=variables, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout, end="", flush=True)
     outcomes = {}
-    for case in ElementTree.parse(report).iter("testcase"):
+    for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
         kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
         outcomes[f"{case.get('classname')}.{case.get('name')}"] = kinds[0] if kinds else "passed"
     warned = re.search(r"(\d+) warnings?\b.* in ", done.stdout)
@@ -56,7 +57,8 @@ def main() -> int:
         shutil.copy(PROJECT / "tests" / "adapters.py", copy / "tests")
         runs = [run(copy) for _ in range(given.runs)]
         files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(copy.glob("tests/*.py"))}
-    tests = {name: Counter(outcomes.get(name, "missing") for _, outcomes, _ in runs) for name in runs[0][1]}
+    names = dict.fromkeys(name for _, outcomes, _ in runs for name in outcomes)
+    tests = {name: Counter(outcomes.get(name, "missing") for _, outcomes, _ in runs) for name in names}
     if given.record:
         found = {
             "runs": given.runs, "runs_that_failed": sum(code != 0 for code, _, _ in runs),
@@ -64,7 +66,7 @@ def main() -> int:
             "files": files, "provenance": source,
         }  # fmt: skip
         write_json(given.to, (read_json(given.to) if given.to.exists() else {}) | {given.record: found})
-    return max(code for code, _, _ in runs)
+    return int(any(code for code, _, _ in runs))
 
 
 if __name__ == "__main__":
