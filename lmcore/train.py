@@ -87,7 +87,7 @@ class PlainStep:
         """Updates the weights by one batch; loss and gradient norm before clipping stay on the device."""
         if lr is not None:
             set_learning_rate(self.optimizer, lr)
-        self.optimizer.zero_grad(set_to_none=True)  # ahead of the forward pass: its activations take their place
+        self.optimizer.zero_grad(set_to_none=True)  # first: old gradients need no room beside activations
         loss, objective = self.loss_function(inputs, targets, self.config.z_loss)  # forward
         self.scaler.scale(objective).backward()  # backward
         self.way.finish()  # gradients: averages over the ranks
@@ -123,8 +123,8 @@ def training_step(
         return plain(STRATEGIES[parallel](model, config)), None
     reason = f"z_loss={config.z_loss}" if config.z_loss else unsupported_reason(config.model, config.precision)
     covered = ("none", "ddp", "zero1") if config.optimizer.name == "adamw" else ("none", "ddp")
-    if parallel not in covered:
-        reason = f"parallel={parallel}" if reason is None else reason
+    if parallel not in covered and reason is None:
+        reason = f"parallel={parallel}" + (f" with {config.optimizer.name}" if parallel == "zero1" else "")
     if reason is not None:
         return plain(STRATEGIES[parallel](model, config)), reason
     return FusedStep.from_config(model, config, ranks), None

@@ -203,9 +203,15 @@ def test_tied_embeddings_count_once_on_a_rank():
     assert saved == pytest.approx(16 * 1000 * config.model.d_model, rel=0.3)
 
 
-def test_ranks_that_do_not_divide_the_batch_are_refused():
+def test_what_is_not_predicted_is_refused(monkeypatch):
     for ranks in (3, 0):
         with pytest.raises(UserError, match=f"{ranks} ranks do not divide a batch of 16 evenly"):
             predicted_peak_of_rank(rank_config(parallel="ddp"), ranks)
-    with pytest.raises(UserError, match="none, ddp, zero1, fsdp, not for torch-ddp"):
-        predicted_peak_of_rank(rank_config(parallel="torch-ddp"), 2)
+    for way in ("torch-ddp", "none"):
+        with pytest.raises(UserError, match=f"ddp, zero1, fsdp, not for {way} with 2 ranks"):
+            predicted_peak_of_rank(rank_config(parallel=way), 2)
+    with pytest.raises(UserError, match="not for fp16"):
+        predicted_peak_of_rank(rank_config(precision="fp16"), 1)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(UserError, match="is a rank already"):
+        predicted_peak_of_rank(rank_config(), 1)

@@ -15,9 +15,9 @@ class ShardedOptimizer(Optimizer):
     """Each parameter belongs to one rank, which alone has its optimizer state, updates it, and broadcasts it.
 
     `params` and `kwargs` are those of `optimizer_cls`, any optimizer of PyTorch that treats its parameters one by one.
-    The largest parameters are dealt out first, each to the rank that has the fewest elements so far. Gradients must be
-    the same on all ranks. Changes of `param_groups`, such as a schedule's, reach the update. `state_dict` and
-    `load_state_dict` are those of the unsharded optimizer; every rank has to call them.
+    The largest parameters are dealt out first, each to the rank that has the fewest elements so far. For `step`,
+    gradients must be the same on all ranks. Changes of `param_groups`, such as a schedule's, reach the update.
+    `state_dict` and `load_state_dict` are those of the unsharded optimizer; every rank has to call them.
     """
 
     def __init__(self, params: Iterable, optimizer_cls: type[Optimizer], *, process_group: Group = None, **kwargs: Any):

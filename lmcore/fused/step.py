@@ -81,16 +81,18 @@ class FusedStep:
         self.sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
         updates = self.sharded.local if self.sharded is not None else optimizer
         self.adamw = updates if isinstance(updates, FusedAdamW) else None  # what the graph can hold
+        if self.sharded is not None:
+            require(
+                bool(ranks) and self.sharded.group is None, "A sharded optimizer needs the ranks of the default group."
+            )
+            found = f"of {len(self.parameters)} parameters this one of {ranks} ranks updates none with FusedAdamW"
+            require(self.adamw is not None, f"A sharded step needs a FusedAdamW on every rank; {found}.")
         ours = self.adamw is not None and self.sharded is None
         by_default = ours and leaves_room(self.transformer.device, self.shape.numel(), model.config.d_model)
         self.pipelined = by_default if pipelined is None else pipelined
         require(
             ours or not self.pipelined,
             f"A pipelined step needs FusedAdamW; {type(optimizer).__name__} takes its own step after each call.",
-        )
-        require(
-            self.sharded is None or self.adamw is not None,
-            f"{ranks} ranks are too many for a model of {len(self.parameters)} parameters: this one updates none.",
         )
         self.due = False  # an update
         self.behind = False  # float32 parameters that other ranks have updated
@@ -155,6 +157,7 @@ class FusedStep:
     def current(self) -> tuple[TransformerLM, Optimizer]:
         """The model and the optimizer as the last step leaves them: an update that is due is taken first.
 
+        With a `ShardedOptimizer` every rank calls it at the same point, as owners send the parameters they updated.
         Weights and moments may be written, too, as from a checkpoint: the next call notices that (writes that autograd
         does not count, those through `p.data`, excepted).
         """
@@ -174,7 +177,7 @@ class FusedStep:
             self.graph = None
 
     def evaluation_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss (nats) of a batch of any shape with the current weights; a scalar on the device."""
+        """The loss (nats) of a batch of any shape with the weights of `current`, which it calls; on the device."""
         self.current()
         return self.transformer.loss(inputs, targets)
 
@@ -191,7 +194,7 @@ class FusedStep:
         self.adamw.prepare()
 
     def _measure(self) -> None:
-        """The norm of all gradients, of which a sharded optimizer measures this rank's."""
+        """The norm of all gradients; where they are divided, each rank measures its own, and the squares are summed."""
         self.adamw.measure()
         if self.sharded is not None:
             square = self.adamw.norm.square()
@@ -237,7 +240,6 @@ class FusedStep:
         part_of = self.transformer.parts
         sums, left = [], {0, *part_of.values()}
         average = dist.get_backend() == "nccl"  # gloo only sums
-
         how = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
         def finished(parts: Collection[int]) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from lmcore.config import ModelConfig, TrainConfig
+from lmcore.config import ModelConfig, TrainConfig, replace
 from lmcore.distributed.strategies import STRATEGIES
 from lmcore.errors import require, require_positive
 from lmcore.model import TransformerLM
@@ -69,17 +69,19 @@ def predicted_peak(
 
 
 def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
-    """The most bytes that are allocated on the first of so many ranks in a training step, the second of a run.
+    """Peak bytes on rank 0 during a run's second training step, the first that has the optimizer's state.
 
-    `config.parallel` says how they divide the work: none, ddp, zero1 or fsdp. The step is one of plain operations and
-    not compiled; the ranks' messages go to PyTorch's fake process group, which sends nothing. Buffers of NCCL are
-    not counted. Raises `UserError` for a batch that the ranks do not divide evenly, another way to divide the work, and
-    in a process that already is a rank.
+    `config.parallel` says how the ranks divide the work: ddp, zero1 or fsdp, or none with one rank. The step is that of
+    plain operations, not compiled, whatever `ops` and `compile` say. Messages go to PyTorch's fake process group, which
+    sends nothing; buffers of NCCL are not counted. Raises `UserError` for a batch that the ranks do not divide evenly,
+    another way to divide the work, fp16, whose loss scale is looked at, and in a process that already is a rank.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    ways = ("none", "ddp", "zero1", "fsdp")
-    require(config.parallel in ways, f"Memory is predicted for {', '.join(ways)}, not for {config.parallel}.")
+    ways = ("ddp", "zero1", "fsdp") if ranks != 1 else ("none", "ddp", "zero1", "fsdp")
+    found = f"not for {config.parallel} with {ranks} ranks"
+    require(config.parallel in ways, f"Memory of a rank is predicted for {', '.join(ways)}, {found}.")
+    require(config.precision != "fp16", "Memory of a rank is predicted for fp32, tf32 and bf16, not for fp16.")
     require(not dist.is_initialized(), "This process is a rank already: predict memory in a process of its own.")
     require(
         ranks > 0 and config.batch_size % ranks == 0,
@@ -94,15 +96,16 @@ def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
             model = model.to_empty(device="cpu")
             if config.model.tie_embeddings:
                 model.lm_head.weight = model.token_embeddings.weight
+            config = replace(config, ops="plain", compile=False)
             step = PlainStep(model, config, torch.device("cpu"), STRATEGIES[config.parallel](model, config))
             ids = torch.empty(2, config.batch_size // ranks, config.model.context_length, dtype=torch.int64)
             step(*ids)
             first = len(memory.events)
             step(*ids)
-            levels = list(itertools.accumulate(event.bytes for event in memory.events))
+            allocated = list(itertools.accumulate(event.bytes for event in memory.events))
     finally:
         dist.destroy_process_group()
-    return max(levels[first - 1 :])
+    return max(allocated[first - 1 :])
 
 
 aten = torch.ops.aten
