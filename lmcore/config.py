@@ -90,9 +90,10 @@ MODEL_SIZES: dict[str, dict[str, int]] = {
     "large": _size(1280, 5120, 36, 20),
     "xl": _size(1600, 6400, 48, 25),
     "2.7b": _size(2560, 10240, 32, 32),
-    # what CS336 A2 calls xl and 10B in 2026
+    # what CS336 A2 calls xl, 10B and, on its leaderboard, 8B in 2026
     "xl-2026": _size(2560, 10240, 32, 32),
     "10b": _size(4608, 12288, 50, 36),
+    "8b": _size(4096, 11008, 34, 32),
     # few, wide layers of as many parameters as xl: matmuls this large leave little to anything else
     "2.35b": _size(3200, 25600, 8, 4),
     # a few minutes on a laptop, and seconds on two cores

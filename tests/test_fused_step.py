@@ -8,13 +8,13 @@ from dataclasses import asdict
 import pytest
 import torch
 from fused_models import CPU, SHAPES, batch_of, fused_step, model_of, plain_step, relative_error
-from torch import Tensor
+from torch import Tensor, is_tensor
 
 from lmcore.checkpoint import digest
-from lmcore.config import ModelConfig
+from lmcore.config import ModelConfig, replace
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
-from lmcore.fused.model import FusedTransformer
+from lmcore.fused.model import FusedTransformer, nothing
 from lmcore.fused.step import FusedStep, leaves_room
 from lmcore.fused.support import unsupported_reason
 from lmcore.kernels.common.support import has_triton
@@ -38,9 +38,28 @@ def check_gradients(config: ModelConfig, device=CPU, dtype=torch.float32, tolera
 
 
 @pytest.mark.parametrize("layers_per_matmul", [None, 1, 2])
+@pytest.mark.parametrize("every", [None, 1])
 @pytest.mark.parametrize("name", SHAPES)
-def test_loss_and_gradients_are_those_of_autograd(name, layers_per_matmul):
-    check_gradients(SHAPES[name], layers_per_matmul=layers_per_matmul)
+def test_loss_and_gradients_are_those_of_autograd(name, every, layers_per_matmul):
+    check_gradients(replace(SHAPES[name], checkpoint_every=every), layers_per_matmul=layers_per_matmul)
+
+
+@pytest.mark.parametrize("name", ["odd", "deep"])
+def test_recomputation_changes_memory_alone(name, device):
+    """Loss and gradients to the last bit; of each layer two inputs and attention's output stay until the backward."""
+    config, results = SHAPES[name], []
+    for every in (None, 1):
+        transformer = FusedTransformer(model_of(replace(config, checkpoint_every=every), device), torch.float32)
+        torch.manual_seed(1)
+        inputs, targets = batch_of(config, device=device)
+        with torch.no_grad():
+            kept = transformer._forward_groups(inputs, nothing)[0]
+        held = {t.untyped_storage().data_ptr(): t.nbytes for g in kept for t in vars(g).values() if is_tensor(t)}
+        results.append((transformer.forward_backward(inputs, targets), *transformer.gradients.values()))
+        rows = inputs.numel()
+        per_layer = 1 if every else 3 + 3 + 3 * config.d_ff / config.d_model
+        assert sum(held.values()) == 4 * rows * config.d_model * config.num_layers * per_layer
+    assert all(map(torch.equal, *results))
 
 
 def test_half_precision_is_near(device):
@@ -100,7 +119,6 @@ UNCOVERED = [
     ({"qk_norm": True}, "qk_norm"),
     ({"parallel": True}, "parallel blocks"),
     ({"dropout": 0.1}, "dropout=0.1"),
-    ({"checkpoint_every": 2}, "checkpoint_every=2"),
     ({"d_model": 3 * 130}, "heads of 130 features (at most 128)"),
     ({"norm": "post", "dropout": 0.5}, "norm=post, dropout=0.5"),
 ]

@@ -26,7 +26,7 @@ KEYS_PER_PART = 256
 
 def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """As `lmcore.fused.support` says it of training, but without dropout and backward pass; norms and RoPE alone."""
-    found = [unsupported_in_training(replace(config, dropout=0.0, checkpoint_every=None), precision_of(dtype))]
+    found = [unsupported_in_training(replace(config, dropout=0.0), precision_of(dtype))]
     found += [f"{name}=none" for name in ("norm", "position") if getattr(config, name) == "none"]
     return ", ".join(filter(None, found)) or None
 

@@ -21,6 +21,7 @@ from lmcore.kernels.attention import attention_backward, attention_forward
 from lmcore.kernels.cross_entropy import linear_cross_entropy_gradients, linear_cross_entropy_loss
 from lmcore.kernels.embedding import embedding_backward_, sorted_tokens
 from lmcore.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
+from lmcore.kernels.rope import rope_
 from lmcore.kernels.rope_attention import (
     heads_of,
     rope_attention_backward,
@@ -63,18 +64,28 @@ class Group:
     """What the backward pass needs of G consecutive layers: operands of weight gradients stacked, the rest in lists."""
 
     def __init__(self, config: ModelConfig, layers: range, x: Tensor):
-        size, rows, d, f = len(layers), x.shape[0], config.d_model, config.d_ff
-        self.layers = layers
-        self.normed1, self.heads, self.normed2 = (x.new_empty(size, rows, d) for _ in range(3))
-        self.qkv = x.new_empty(size, rows, 3 * d)
-        self.ab = x.new_empty(size, rows, 2 * f)  # W1 x and W3 x; in the backward pass their gradients
-        self.h = x.new_empty(size, rows, f)
+        self.layers, self.d_ff = layers, config.d_ff
+        self.heads = x.new_empty(len(layers), *x.shape)
         self.saved: list[Saved] = []
+        self.make_room()
+
+    def make_room(self) -> None:
+        """Memory for the operands that `give_up` gives up."""
+        size, rows, d = self.heads.shape
+        self.normed1, self.normed2 = torch.empty_like(self.heads), torch.empty_like(self.heads)
+        self.qkv = self.heads.new_empty(size, rows, 3 * d)
+        self.ab = self.heads.new_empty(size, rows, 2 * self.d_ff)  # W1 x and W3 x; in the backward pass their gradients
+        self.h = self.heads.new_empty(size, rows, self.d_ff)
+
+    def give_up(self) -> None:
+        """Keeps only what is `saved`, and attention's output, the dearest to compute again."""
+        del self.normed1, self.normed2, self.qkv, self.ab, self.h
 
     def begin_backward(self) -> None:
         """Makes room for the gradients of what the layers' matrices gave out."""
-        self.dy, self.dx2 = torch.empty_like(self.normed1), torch.empty_like(self.normed1)
-        self.dqkv = torch.empty_like(self.qkv)
+        size, rows, d = self.heads.shape
+        self.dy, self.dx2 = torch.empty_like(self.heads), torch.empty_like(self.heads)
+        self.dqkv = self.heads.new_empty(size, rows, 3 * d)
 
 
 @dataclass
@@ -95,7 +106,9 @@ class FusedTransformer:
     and `refresh` brings the copies up to date with them. The norm weights are read where they are. `gradients` maps
     every parameter to where `forward_backward` leaves its gradient: in `dtype` for matrices, float32 for norm weights.
     Both are views that stay. `overlap` computes weight gradients beside the chain of the others, and
-    `layers_per_matmul` is G, how many layers share one batched matmul of them (None: by the number of rows). Raises
+    `layers_per_matmul` is G, how many layers share one batched matmul of them (None: by the number of rows). A model
+    with `checkpoint_every`, whatever its value, keeps of each layer the inputs of both norms and attention's output,
+    and computes the rest again, for one group at a time (selective recomputation, Korthikanti et al. 2022). Raises
     `UserError` for a model or a `dtype` that it does not cover.
     """
 
@@ -119,6 +132,7 @@ class FusedTransformer:
         self.eps = model.ln_final.eps if self.norm_weights else 0.0
         self.side_stream = SideStream(self.device, overlap)
         self.layers_per_matmul = layers_per_matmul
+        self.recomputes = model.config.checkpoint_every is not None
         self.refresh()
 
     @on_its_device
@@ -229,12 +243,15 @@ class FusedTransformer:
     def _forward_groups(self, inputs: Tensor, before: Callable[[int], None]) -> tuple[list[Group], Tensor, Tensor]:
         """All layers; returns what was kept, and the two summands of the residual stream at the end."""
         x, branch, groups = self._embed(inputs), None, []
-        per_group = self.layers_per_matmul or min(MOST_LAYERS, max(1, ROWS_PER_PRODUCT // x.shape[0]))
+        most = 1 if self.recomputes else MOST_LAYERS
+        per_group = self.layers_per_matmul or min(most, max(1, ROWS_PER_PRODUCT // x.shape[0]))
         for first in range(0, self.config.num_layers, per_group):
             group = Group(self.config, range(first, min(first + per_group, self.config.num_layers)), x)
             for i in range(len(group.layers)):
                 before(1 + group.layers[i])
                 x, branch = self._layer_forward(group, i, x, branch, inputs.shape)
+            if self.recomputes:
+                group.give_up()
             groups.append(group)
         return groups, x, branch
 
@@ -252,11 +269,25 @@ class FusedTransformer:
         else:
             _, saved.lse = attention_forward(*split_heads(qkv, sizes), True, out=heads_of(group.heads[i], sizes))
         branch = torch.mm(group.heads[i], w.out[layer].t())
-        saved.x2, normed, saved.rstd2 = self._norm(2 * layer + 1, x, branch, group.normed2[i])
-        torch.mm(normed, w.w13[layer].t(), out=group.ab[i])
-        swiglu_forward(group.ab[i], group.h[i])
+        saved.x2, _, saved.rstd2 = self._norm(2 * layer + 1, x, branch, group.normed2[i])
+        self._hidden(group, i)
         group.saved.append(saved)
         return saved.x2, torch.mm(group.h[i], w.w2[layer].t())
+
+    def _hidden(self, group: Group, i: int) -> None:
+        torch.mm(group.normed2[i], self.weights.w13[group.layers[i]].t(), out=group.ab[i])
+        swiglu_forward(group.ab[i], group.h[i])
+
+    def _recompute(self, group: Group, length: int) -> None:
+        """What the group has given up, from what it has kept."""
+        group.make_room()
+        for i, (layer, saved) in enumerate(zip(group.layers, group.saved, strict=True)):
+            self._norm(2 * layer, saved.x1, None, group.normed1[i])
+            torch.mm(group.normed1[i], self.weights.qkv[layer].t(), out=group.qkv[i])
+            if self.rope is not None:
+                rope_(group.qkv[i], self.rope.cos, self.rope.sin, length)
+            self._norm(2 * layer + 1, saved.x2, None, group.normed2[i])
+            self._hidden(group, i)
 
     def _backward_groups(
         self, groups: list[Group], dx: Tensor, shape: torch.Size, partials: Tensor, after: Callable
@@ -266,6 +297,8 @@ class FusedTransformer:
         in_use: list[tuple[Group, torch.cuda.Event | None]] = []
         while groups:
             group = groups.pop()
+            if self.recomputes:
+                self._recompute(group, shape[1])
             if groups:
                 groups[-1].begin_backward()
             for i in reversed(range(len(group.layers))):

@@ -25,7 +25,6 @@ def unsupported_reason(config: ModelConfig, precision: str) -> str | None:
         "parallel blocks": config.parallel,
         f"ffn={config.ffn}": config.ffn != "swiglu",
         f"dropout={config.dropout}": config.dropout > 0,
-        f"checkpoint_every={config.checkpoint_every}": config.checkpoint_every is not None,
         f"heads of {config.d_k} features (at most {MAX_HEAD_SIZE})": config.d_k > MAX_HEAD_SIZE,
         f"d_model={config.d_model} (at most {WIDEST_ROW})": config.d_model > WIDEST_ROW,
         f"precision={precision}": precision not in ("bf16", "fp32", "tf32"),
