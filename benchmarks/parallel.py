@@ -79,6 +79,8 @@ def main(
     require(not unknown, f"Unknown work: {', '.join(unknown)}; choose from {', '.join(known)}.")
     require("RANK" in os.environ, "Start it with torchrun --nproc-per-node N benchmarks/parallel.py.")
     device = torch.device("cpu") if toy else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if not toy:
+        torch.cuda.set_device(device)  # where FSDP2 gathers
     dist.init_process_group("gloo" if toy else "nccl", timeout=timedelta(minutes=10), device_id=None if toy else device)
     rank, size = dist.get_rank(), dist.get_world_size()
     result = read_json(out) if out.exists() else {"toy": toy, "rows": []}

@@ -92,7 +92,7 @@ def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
     model._check = lambda token_ids: None  # fake ones have no values
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
-        with FakeMemory() as memory:
+        with FakeMemory() as memory, memory.resizing():
             model = model.to_empty(device="cpu")
             if config.model.tie_embeddings:
                 model.lm_head.weight = model.token_embeddings.weight
@@ -119,7 +119,7 @@ class FakeMemory(FakeTensorMode):
     def __init__(self):
         super().__init__(allow_non_fake_inputs=True)
         self.inside = False
-        self.alive: set[int] = set()
+        self.alive: dict[int, int] = {}  # bytes by address
         self.events: list[Event] = []
         self.stages: dict[str, tuple[int, int]] = {}
 
@@ -136,14 +136,30 @@ class FakeMemory(FakeTensorMode):
                 node = torch._C._current_autograd_node()  # in a backward pass, whose stack says nothing
                 line = node.name() if node else calling_function(sys._getframe(1))
                 storage, size = tensor.untyped_storage(), tensor.untyped_storage().nbytes()
-                self.alive.add(address)
+                self.alive[address] = size
                 self.events.append(Event(address, size, f"{line}, {func.overloadpacket.__name__}"))
-                weakref.finalize(storage, self._end, address, size).atexit = False
+                weakref.finalize(storage, self._end, address).atexit = False
         return result
 
-    def _end(self, address: int, size: int) -> None:
-        self.alive.discard(address)
-        self.events.append(Event(address, -size))
+    def _end(self, address: int) -> None:
+        self.events.append(Event(address, -self.alive.pop(address)))
+
+    @contextlib.contextmanager
+    def resizing(self) -> Iterator[None]:
+        """Also notes storages that are resized, as those of gathered weights are: it is no operation."""
+        resize = torch.UntypedStorage.resize_
+
+        def noted(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if storage._cdata in self.alive:
+                self.events.append(Event(storage._cdata, size - self.alive[storage._cdata], "resize"))
+                self.alive[storage._cdata] = size
+
+        torch.UntypedStorage.resize_ = noted
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
