@@ -14,6 +14,7 @@ used there is no gradient, as on one process.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -106,8 +107,14 @@ class OverlappedDDP(DataParallel):
     def __init__(self, module: nn.Module, gradient_dtype: torch.dtype | None = None, group: Group = None):
         super().__init__(module, gradient_dtype, group)
         self.pending: list[tuple] = []
+        method = WeakMethod(self.gradient_is_there)  # autograd holds the hook where Python finds no cycle to free
+
+        def hook(parameter: Tensor) -> None:
+            if (gradient_is_there := method()) is not None:
+                gradient_is_there(parameter)
+
         for parameter in self.trained():
-            parameter.register_post_accumulate_grad_hook(self.gradient_is_there)
+            parameter.register_post_accumulate_grad_hook(hook)
 
     def gradient_is_there(self, parameter: Tensor) -> None:
         """What autograd calls when it has added up a parameter's gradient."""
