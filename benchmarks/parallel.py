@@ -96,7 +96,9 @@ def main(
             if rank == 0:
                 key = [row[k] for k in ("work", "contestant", "ranks")]
                 others = [r for r in result["rows"] if [r[k] for k in ("work", "contestant", "ranks")] != key]
-                result = {"toy": toy, "provenance": environment(), "rows": [*others, row]}
+                provenance = environment()
+                row["commit"] = provenance.get("git_commit")
+                result = {"toy": toy, "provenance": provenance, "rows": [*others, row]}
                 write_json(out, result)
                 print(row, flush=True)
     dist.destroy_process_group()

@@ -273,6 +273,31 @@ def contestants(like: str, index: Mapping[str, str], value: str, words: Callable
     return markdown(shown.to_dict("records"))
 
 
+def parallel() -> str:
+    """Training steps on several GPUs, by contestant: the same batch on each, so that the time of one is the ideal."""
+    rows = pd.DataFrame(read_json(H200 / "parallel.json")["rows"])
+    made = []
+    for (work, contestant), found in rows[rows["work"] != "all-reduce"].groupby(["work", "contestant"], sort=False):
+        by_ranks = found.set_index("ranks").sort_index()
+        row = {"work": work, "contestant": contestant}
+        for ranks in sorted(rows["ranks"].unique()):
+            one = by_ranks.loc[ranks] if ranks in by_ranks.index else None
+            row[f"ms, {ranks}"] = "–" if one is None else f"{1e3 * one['seconds']:.1f}"
+        most = by_ranks.iloc[-1]
+        alone = by_ranks["seconds"].get(1)
+        row |= {
+            "of ideal": "–" if alone is None or most.name == 1 else f"{alone / most['seconds']:.0%}",
+            "tok/s": format_count(float(f"{most['tokens_per_second']:.3g}")), "MFU": f"{most['mfu']:.0%}",
+            "memory of a rank": format_bytes(most["peak_bytes"]),
+        }  # fmt: skip
+        made.append(row)
+    made.sort(key=lambda row: list(dict.fromkeys(rows["work"])).index(row["work"]))
+    ring = rows[rows["work"] == "all-reduce"].set_index("contestant")["bus_bytes_per_second"] / 1e9
+    ranks = rows.loc[rows["work"] == "all-reduce", "ranks"].max()
+    bus = f"An all-reduce of 1 GiB between {ranks} GPUs: " + ", ".join(f"{k} {v:.0f} GB/s" for k, v in ring.items())
+    return f"{markdown(made)}\n\n{bus} of bus bandwidth, {ring['lmcore ring'] / ring['NCCL']:.0%}."
+
+
 def answered() -> str:
     """How many problems of each handout the committed answers solve."""
     names = [name for found in read_json(H200 / "answers.json").values() for name in found]
@@ -316,7 +341,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "speed-memory-attention": partial(contestants, "memory-attention", CONTEXT, "peak_bytes", format_bytes),
         "speed-memory-step": partial(contestants, "memory-step", CONTEXT, "peak_bytes", format_bytes),
     },
-    "benchmarks/README.md": {"speed": speed},
+    "benchmarks/README.md": {"speed": speed, "parallel": parallel},
     "results/README.md": {
         "faults": lambda: markdown(fault_counts().astype(str).to_dict("records")),
         "official": official,
