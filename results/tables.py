@@ -288,7 +288,7 @@ def parallel() -> str:
         row |= {
             "of ideal": "–" if alone is None or most.name == 1 else f"{alone / most['seconds']:.0%}",
             "tok/s": format_count(float(f"{most['tokens_per_second']:.3g}")), "MFU": f"{most['mfu']:.0%}",
-            "memory of a rank": format_bytes(most["peak_bytes"]),
+            "memory of a rank": "–" if pd.isna(most["peak_bytes"]) else format_bytes(most["peak_bytes"]),
         }  # fmt: skip
         made.append(row)
     made.sort(key=lambda row: list(dict.fromkeys(rows["work"])).index(row["work"]))

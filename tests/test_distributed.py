@@ -4,10 +4,12 @@ Four ranks are started once; smaller worlds are groups of them, so that `group` 
 """
 
 import copy
+import gc
 import os
 import re
 import signal
 import time
+import weakref
 
 import pytest
 import torch
@@ -266,6 +268,22 @@ def test_accumulated_gradients_are_sent_once(ranks, wrapper):
     want = [parameter.grad for parameter in model.parameters()]
     for got in on(ranks, 2, accumulated, wrapper):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
+def outlives_its_wrapper(rank, group, wrapper):
+    """Whether a parameter is still there when a step has been taken and nothing but a cycle holds the wrapper."""
+    wrapped = WRAPPERS[wrapper](lm(), group=group)
+    ids = torch.zeros(1, LENGTH, dtype=torch.long)
+    cross_entropy(wrapped(ids), ids).backward()
+    wrapped.finish_gradient_synchronization()
+    parameter = weakref.ref(next(wrapped.parameters()))
+    del wrapped
+    gc.collect()
+    return parameter() is not None
+
+
+def test_a_wrapper_that_is_dropped_leaves_no_parameters(ranks):
+    assert not any(any(on(ranks, 2, outlives_its_wrapper, wrapper)) for wrapper in WRAPPERS)
 
 
 def calls_before_the_end(rank, group, wrapper):

@@ -130,9 +130,13 @@ def test_results_are_read_as_they_were_written(tmp_path):
 
 def test_provenance_lists_what_differs(tmp_path):
     runs = {name: make_run(tmp_path / name, [3.0]) for name in ("a", "b")}
-    environment = runs["b"].environment() | {"device": "Other chip"}
-    runs["b"].environment_file.write_text(json.dumps([environment]))
-    assert tables.provenance_of(runs)["device"] == ["Test chip", "Other chip"]
+    environment = runs["b"].environment()
+    corpus = {"data_fingerprint": "0" * 64, "data": environment.get("data", {}) | {"request": "another"}}
+    runs["b"].environment_file.write_text(json.dumps([environment | corpus | {"device": "Other chip"}]))
+    provenance = tables.provenance_of(runs)
+    assert provenance["device"] == ["Test chip", "Other chip"]
+    assert provenance["data_fingerprint"] == ["f" * 64, "0" * 64]
+    assert [corpus["request"] for corpus in provenance["data"]][1] == "another"
 
 
 def test_a_file_that_is_no_results_file(tmp_path):

@@ -142,12 +142,14 @@ def provenance_of(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
     provenance = {"time_utc": utc_now(), "runs": len(runs)} | in_common(
         environments, (*ENVIRONMENT, "data_fingerprint")
     )
-    if environments:
-        manifest = environments[0].get("data", {})
-        provenance["data"] = {
-            "request": manifest.get("request"),
-            **{f"{split}_tokens": values["tokens"] for split, values in manifest.get("splits", {}).items()},
-        }
+    manifests = {each.get("data_fingerprint"): each.get("data", {}) for each in environments}
+    described = [
+        {"request": manifest.get("request")}
+        | {f"{split}_tokens": values["tokens"] for split, values in manifest.get("splits", {}).items()}
+        for manifest in manifests.values()
+    ]
+    if described:
+        provenance["data"] = described[0] if len(described) == 1 else described
     return provenance
 
 

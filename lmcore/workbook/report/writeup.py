@@ -134,7 +134,10 @@ def measured_on(out: Path) -> dict[str, str]:
         return {}
     commits, places = Counter(map(_commit, found)).most_common(), [each["device"] for each in found]
     devices = [name for place in places for name in (place if isinstance(place, list) else [place])]
-    data = {each["data_fingerprint"]: each["data"] for each in found if "data" in each}
+    data = {}
+    for fingerprints, corpora in ((each["data_fingerprint"], each["data"]) for each in found if "data" in each):
+        several = isinstance(fingerprints, list), isinstance(corpora, list)
+        data |= zip(fingerprints if several[0] else [fingerprints], corpora if several[1] else [corpora], strict=False)
     rows = {
         "Data": "; ".join(
             f"{each['request']['source']['name']}, {each['train_tokens']:,} training tokens" for each in data.values()
