@@ -24,11 +24,11 @@ PROBLEMS = {
     "alternate_ring_all_reduce", "ddp_bucketed_benchmarking (b)",
     *(f"data_parallel_calcs ({part})" for part in "abc"), *(f"fsdp_calcs ({part})" for part in "abc"),
     *(f"tp_calcs ({part})" for part in "abcd"), *(f"fsdp_tp_calcs ({part})" for part in "abcd"),
-    *(f"communication_accounting ({part})" for part in "abcd"),
+    *(f"communication_accounting ({part})" for part in "abcd"), "leaderboard (A2)",
 }  # fmt: skip
 MEASURED = {
     "distributed_communication_single_node", "naive_ddp_benchmarking", "minimal_ddp_flat_benchmarking",
-    "ddp_bucketed_benchmarking (a)", "fsdp_accounting (a)", "fsdp_accounting (b)",
+    "ddp_bucketed_benchmarking (a)", "fsdp_accounting (a)", "fsdp_accounting (b)", "leaderboard (A2)",
     *(f"ddp_overlap_individual_parameters_benchmarking ({part})" for part in "ab"),
     *(f"optimizer_state_sharding_accounting ({part})" for part in "ab"),
 }  # fmt: skip
