@@ -50,7 +50,6 @@ HIGHLIGHTS = {
     "step-tinystories-32x256": "training step, the handout's model, 32 × 256",
     "step-large-4x1024": "training step, `large`, 4 × 1,024",
     "attention-128-16384-both": "causal attention, forward and backward, 16,384 positions",
-    "adamw": "AdamW, 1.07 billion parameters",
     "decode-small-1": "decoding one sequence, `small`",
 }
 """Rows of speed.json that the README shows."""
@@ -123,7 +122,22 @@ def highlights() -> str:
         ours, peer = beside_peers(timed[timed["row"] == name])
         times = f"{format_significant(peer['median'] / ours['median'])} × as fast as {peer['contestant']}"
         made.append({"what": words, "lmcore": time_and_rate(ours), "compared with": f"{times}: {time_and_rate(peer)}"})
+    leaderboard = rows_of("distributed_leaderboard").iloc[0]
+    rows = pd.DataFrame(read_json(H200 / "parallel.json")["rows"])
+    of_large = rows[(rows["work"] == "large-4x1024") & rows["contestant"].str.contains("explicit step, ddp")]
+    alone, two = (of_large.set_index("ranks").loc[ranks] for ranks in (1, 2))
     made += [
+        {
+            "what": "training step, `large`, on two GPUs",
+            "lmcore": f"{1e3 * two['seconds']:.1f} ms, {format_count(float(f'{two.tokens_per_second:.3g}'))} tok/s",
+            "compared with": f"{alone['seconds'] / two['seconds']:.0%} of twice one GPU",
+        },
+        {
+            "what": f"step of {format_count(leaderboard['parameters'])} parameters, two GPUs, "
+            f"{leaderboard['context_length']:,} tokens each",
+            "lmcore": f"{leaderboard['step']:.2f} s, {leaderboard['tokens_per_second']:,.0f} tok/s",
+            "compared with": "",
+        },
         {
             "what": "peak memory of a step, predicted from shapes",
             "lmcore": f"within {math.ceil(1e4 * apart) / 100:g}%",
