@@ -26,8 +26,16 @@ FIRST = {
 """Seeds under which most claims fail: only if some are left, the others are tried as well."""
 
 
+@pytest.fixture
+def nothing_drawn(monkeypatch):
+    """Figures are made and written, but empty: drawing them is most of a notebook's time."""
+    for name in ("draw", "tight_layout"):
+        monkeypatch.setattr(Figure, name, lambda *_, **__: None)
+    monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"<svg/>"))
+
+
 @pytest.mark.parametrize("name", [*REWRITTEN, "09_distributed"])  # whose claims have tests of their own
-def test_the_records_give_the_committed_answers(name, tmp_path):
+def test_the_records_give_the_committed_answers(name, tmp_path, nothing_drawn):
     committed = json.loads(ANSWERS.read_text(encoding="utf-8"))[name]
     found = rendered(name, tmp_path)
     assert found.keys() == committed.keys()
@@ -38,14 +46,6 @@ def test_the_records_give_the_committed_answers(name, tmp_path):
         }
         assert found[problem]["claims"] == was["claims"]
     assert not (tmp_path / "runs").exists()  # nothing was trained
-
-
-@pytest.fixture
-def nothing_drawn(monkeypatch):
-    """Figures are made and written, but empty: drawing them is most of a notebook's time."""
-    for name in ("draw", "tight_layout"):
-        monkeypatch.setattr(Figure, name, lambda *_, **__: None)
-    monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"<svg/>"))
 
 
 @pytest.mark.parametrize("name", REWRITTEN)
