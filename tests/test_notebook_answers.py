@@ -13,10 +13,10 @@ REWRITTEN = ["01_build", "02_train", "03_generate", "04_benchmark", "05_nsys", "
 REWRITTEN += ["08_experiments", "10_wikitext"]
 SEEDS = range(20)
 FIRST = {
-    "01_build": (1, 9, 2, 3, 4, 5),
-    "02_train": (6, 2, 3, 5),
-    "03_generate": (4, 5, 8),
-    "04_benchmark": (4, 12, 2, 0, 5),
+    "01_build": (1, 16, 29, 0),
+    "02_train": (34, 14, 5),
+    "03_generate": (35, 13),
+    "04_benchmark": (4, 12, 2, 30, 5),
     "05_nsys": (2, 7, 4),
     "06_memory": (1, 5, 3, 4),
     "07_kernels": (2, 0, 12, 8, 13),
