@@ -257,3 +257,24 @@ def test_the_same_command_resumes_after_a_stop(tmp_path, elsewhere, embedded_dat
         assert cells[-2].outputs[-1].data["text/plain"] == "'complete'"
     assert "toy: reused, complete at step 600." in cells[-2].outputs[0].text
     assert yaml.safe_load(Path(file).read_text()) == {"steps": 5}
+
+
+def test_some_cells_of_a_notebook(tmp_path):
+    def cells(*words):
+        command = [sys.executable, "papermill_jobs/cells.py", *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    done = cells("09_distributed", str(tmp_path), "=print(scale, steps)", "distributed-fit", "--scale", "smoke")
+    assert done.returncode == 0, done.stderr
+    assert "smoke 10\nof times made by 20 µs and 1 GB/s: 2e-05 1e+09\n" in done.stdout
+    for words, sentence in (
+        (
+            ("09_distributed", str(tmp_path), "nothing"),
+            "09_distributed has no cell 'nothing'; it has ",
+        ),
+        (("99_other", str(tmp_path)), "There is no notebook '99_other'."),
+        (("09_distributed", str(tmp_path), "=1 / 0", "--scale", "smoke"), "This cell failed: 1 / 0"),
+    ):
+        done = cells(*words)
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith(sentence)

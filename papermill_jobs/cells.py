@@ -1,0 +1,54 @@
+"""Executes some cells of a notebook by their ids: one table, where the whole notebook would take too long.
+
+`python papermill_jobs/cells.py 09_distributed runs/gpu distributed-ranks distributed-naive ... --scale gpu`
+
+The notebook's first cells come first: its parameters, with those of the scale, its imports and where it begins. A word
+that starts with = is a statement in place of a cell, such as an import from one that is left out.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import matplotlib
+from IPython.core.interactiveshell import InteractiveShell
+
+from lmcore.workbook.notebook import code_cells, read_notebook
+from lmcore.workbook.parameters import PARAMETERS_FOLDER, find_project, read_parameters
+
+BEGINNING = 4
+"""Code cells: parameters, `begin_notebook`, imports, and `start`."""
+
+
+def main() -> str | None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("notebook")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("cells", nargs="*")
+    parser.add_argument("--scale", default="gpu")
+    given = parser.parse_intermixed_args()
+    project, out = find_project(), given.out.resolve()
+    file = project / "notebooks" / f"{given.notebook}.ipynb"
+    if not file.is_file():
+        return f"There is no notebook {given.notebook!r}."
+    cells = [cell for _, cell in code_cells(read_notebook(file))]
+    sources = {cell.id: cell.source for cell in cells}
+    unknown = [name for name in given.cells if name[0] != "=" and name not in sources]
+    if unknown:
+        return f"{given.notebook} has no cell {unknown[0]!r}; it has {', '.join(sources)}."
+    values = read_parameters(project / PARAMETERS_FOLDER / given.scale / f"{given.notebook}.yaml") | {"out": str(out)}
+    chosen = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+    first = [cell.source for cell in cells[:BEGINNING]]
+    os.chdir(project / "notebooks")
+    matplotlib.use("agg")
+    shell = InteractiveShell.instance()
+    named = [name[1:] if name[0] == "=" else sources[name] for name in given.cells]
+    for source in (first[0], chosen, *first[1:], *named):
+        if not shell.run_cell(source).success:
+            return f"This cell failed: {source.strip().splitlines()[0]}"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
