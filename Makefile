@@ -66,7 +66,7 @@ test: lint  ## lint, tests, and the notebooks against their committed outputs
 # Most of them wait: each worker has a cluster of its own. The whole workbook keeps two cores busy for minutes, and the
 # others' waits have ends: it comes afterwards.
 test-slurm: $(INSTALLED)  ## the job scripts on a private Slurm cluster on this machine, which needs Slurm's daemons
-	$(BIN)/pytest -m slurm -rs -n 4 --dist worksteal --ignore tests/slurm/test_workbook_jobs.py tests/slurm
+	$(BIN)/pytest -m slurm -rs -n 3 --dist worksteal --ignore tests/slurm/test_workbook_jobs.py tests/slurm
 	$(BIN)/pytest -m slurm -rs tests/slurm/test_workbook_jobs.py
 
 test-faults: $(INSTALLED)  ## training runs killed, damaged and starved at random moments: they go on as if nothing was
