@@ -42,8 +42,8 @@ class ModelConfig:
     """plain: the definition, which materializes the scores; flash: our FlashAttention-2; sdpa: PyTorch's kernels."""
     checkpoint_every: int | None = None
     """Gradient checkpointing (Chen et al. 2016): while training, only the input of every so many blocks is kept, and
-    the blocks are computed again in the backward pass. None: off, everything is kept. The explicit step keeps of each
-    block, whatever the number, the inputs of its norms and attention's output."""
+    the blocks are computed again in the backward pass. None: off, everything is kept. Whatever the number, the explicit
+    step saves the inputs of each block's norms and attention's output, and recomputes the rest."""
 
     def __post_init__(self):
         for name in ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff"):

@@ -14,8 +14,9 @@ from pathlib import Path
 import matplotlib
 from IPython.core.interactiveshell import InteractiveShell
 
+from lmcore.errors import UserError
 from lmcore.workbook.notebook import code_cells, read_notebook
-from lmcore.workbook.parameters import PARAMETERS_FOLDER, find_project, read_parameters
+from lmcore.workbook.parameters import find_notebooks, find_project, resolve_parameters
 
 BEGINNING = 4
 """Code cells: parameters, `begin_notebook`, imports, and `start`."""
@@ -28,22 +29,23 @@ def main() -> str | None:
     parser.add_argument("cells", nargs="*")
     parser.add_argument("--scale", default="gpu")
     given = parser.parse_intermixed_args()
-    project, out = find_project(), given.out.resolve()
-    file = project / "notebooks" / f"{given.notebook}.ipynb"
-    if not file.is_file():
-        return f"There is no notebook {given.notebook!r}."
+    project = find_project()
+    try:
+        file = find_notebooks(project, [given.notebook])[0]
+        found = resolve_parameters(project, [file], given.scale, {}, {"out": str(given.out.resolve())})
+    except UserError as error:
+        return str(error)
     cells = [cell for _, cell in code_cells(read_notebook(file))]
     sources = {cell.id: cell.source for cell in cells}
-    unknown = [name for name in given.cells if name[0] != "=" and name not in sources]
+    unknown = [name for name in given.cells if not name.startswith("=") and name not in sources]
     if unknown:
-        return f"{given.notebook} has no cell {unknown[0]!r}; it has {', '.join(sources)}."
-    values = read_parameters(project / PARAMETERS_FOLDER / given.scale / f"{given.notebook}.yaml") | {"out": str(out)}
-    chosen = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+        return f"{file.stem} has no cell {unknown[0]!r}; it has {', '.join(sources)}."
+    chosen = "\n".join(f"{name} = {value!r}" for name, value in found[file.stem].items())
     first = [cell.source for cell in cells[:BEGINNING]]
     os.chdir(project / "notebooks")
     matplotlib.use("agg")
     shell = InteractiveShell.instance()
-    named = [name[1:] if name[0] == "=" else sources[name] for name in given.cells]
+    named = [name[1:] if name.startswith("=") else sources[name] for name in given.cells]
     for source in (first[0], chosen, *first[1:], *named):
         if not shell.run_cell(source).success:
             return f"This cell failed: {source.strip().splitlines()[0]}"

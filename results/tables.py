@@ -123,7 +123,7 @@ def highlights() -> str:
         times = f"{format_significant(peer['median'] / ours['median'])} × as fast as {peer['contestant']}"
         made.append({"what": words, "lmcore": time_and_rate(ours), "compared with": f"{times}: {time_and_rate(peer)}"})
     leaderboard = rows_of("distributed_leaderboard").iloc[0]
-    rows = pd.DataFrame(read_json(H200 / "parallel.json")["rows"])
+    rows = parallel_rows()
     of_large = rows[(rows["work"] == "large-4x1024") & rows["contestant"].str.contains("explicit step, ddp")]
     alone, two = (of_large.set_index("ranks").loc[ranks] for ranks in (1, 2))
     made += [
@@ -287,29 +287,34 @@ def contestants(like: str, index: Mapping[str, str], value: str, words: Callable
     return markdown(shown.to_dict("records"))
 
 
+def parallel_rows() -> pd.DataFrame:
+    """What benchmarks/parallel.py measured."""
+    return pd.DataFrame(read_json(H200 / "parallel.json")["rows"])
+
+
 def parallel() -> str:
     """Training steps on several GPUs, by contestant: the same batch on each, so that the time of one is the ideal."""
-    rows = pd.DataFrame(read_json(H200 / "parallel.json")["rows"])
-    made = []
-    for (work, contestant), found in rows[rows["work"] != "all-reduce"].groupby(["work", "contestant"], sort=False):
-        by_ranks = found.set_index("ranks").sort_index()
-        row = {"work": work, "contestant": contestant}
-        for ranks in sorted(rows["ranks"].unique()):
-            one = by_ranks.loc[ranks] if ranks in by_ranks.index else None
-            row[f"ms, {ranks}"] = "–" if one is None else f"{1e3 * one['seconds']:.1f}"
-        most = by_ranks.iloc[-1]
-        alone = by_ranks["seconds"].get(1)
-        row |= {
-            "of ideal": "–" if alone is None or most.name == 1 else f"{alone / most['seconds']:.0%}",
-            "tok/s": format_count(float(f"{most['tokens_per_second']:.3g}")), "MFU": f"{most['mfu']:.0%}",
-            "memory of a rank": "–" if pd.isna(most["peak_bytes"]) else format_bytes(most["peak_bytes"]),
-        }  # fmt: skip
-        made.append(row)
-    made.sort(key=lambda row: list(dict.fromkeys(rows["work"])).index(row["work"]))
-    ring = rows[rows["work"] == "all-reduce"].set_index("contestant")["bus_bytes_per_second"] / 1e9
-    ranks = rows.loc[rows["work"] == "all-reduce", "ranks"].max()
-    bus = f"An all-reduce of 1 GiB between {ranks} GPUs: " + ", ".join(f"{k} {v:.0f} GB/s" for k, v in ring.items())
-    return f"{markdown(made)}\n\n{bus} of bus bandwidth, {ring['lmcore ring'] / ring['NCCL']:.0%}."
+    rows, made = parallel_rows(), []
+    steps, counts_of_ranks = rows[rows["work"] != "all-reduce"], sorted(rows["ranks"].unique())
+    for work in steps["work"].unique():
+        for contestant, found in steps[steps["work"] == work].groupby("contestant", sort=False):
+            of = found.set_index("ranks").sort_index()
+            most, seconds = of.iloc[-1], of["seconds"].reindex(counts_of_ranks)
+            ideal = seconds.get(1) / most["seconds"] if most.name > 1 else math.nan
+            times = {f"ms, {n}": "–" if pd.isna(time) else f"{1e3 * time:.1f}" for n, time in seconds.items()}
+            made.append({"work": work, "contestant": contestant} | times | {
+                "of ideal": "–" if pd.isna(ideal) else f"{ideal:.0%}",
+                "tok/s": format_count(float(f"{most['tokens_per_second']:.3g}")), "MFU": f"{most['mfu']:.0%}",
+                "memory of a rank": "–" if pd.isna(most["peak_bytes"]) else format_bytes(most["peak_bytes"]),
+            })  # fmt: skip
+    sums = rows[rows["work"] == "all-reduce"]
+    most = sums["ranks"].max()
+    bus = sums[sums["ranks"] == most].set_index("contestant")["bus_bytes_per_second"] / 1e9
+    rates = ", ".join(f"{name} {rate:.0f} GB/s" for name, rate in bus.items())
+    share = bus["lmcore ring"] / bus["NCCL"]
+    return (
+        f"{markdown(made)}\n\nBus bandwidth of an all-reduce of 1 GiB between {most} GPUs: {rates}, {share:.0%} of it."
+    )
 
 
 def answered() -> str:

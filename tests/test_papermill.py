@@ -272,7 +272,8 @@ def test_some_cells_of_a_notebook(tmp_path):
             ("09_distributed", str(tmp_path), "nothing"),
             "09_distributed has no cell 'nothing'; it has ",
         ),
-        (("99_other", str(tmp_path)), "There is no notebook '99_other'."),
+        (("99_other", str(tmp_path)), "There is no notebook '99_other'; there are 01_build, "),
+        (("09_distributed", str(tmp_path), "--scale", "huge"), "There is no scale 'huge' ("),
         (("09_distributed", str(tmp_path), "=1 / 0", "--scale", "smoke"), "This cell failed: 1 / 0"),
     ):
         done = cells(*words)

@@ -67,18 +67,18 @@ class Group:
         self.layers, self.d_ff = layers, config.d_ff
         self.heads = x.new_empty(len(layers), *x.shape)
         self.saved: list[Saved] = []
-        self.make_room()
+        self.allocate_operands()
 
-    def make_room(self) -> None:
-        """Memory for the operands that `give_up` gives up."""
+    def allocate_operands(self) -> None:
+        """Memory for what the layers' matrices read and give out."""
         size, rows, d = self.heads.shape
         self.normed1, self.normed2 = torch.empty_like(self.heads), torch.empty_like(self.heads)
         self.qkv = self.heads.new_empty(size, rows, 3 * d)
         self.ab = self.heads.new_empty(size, rows, 2 * self.d_ff)  # W1 x and W3 x; in the backward pass their gradients
         self.h = self.heads.new_empty(size, rows, self.d_ff)
 
-    def give_up(self) -> None:
-        """Keeps only what is `saved`, and attention's output, the dearest to compute again."""
+    def free_operands(self) -> None:
+        """Leaves what is `saved`, and attention's output, the most expensive to recompute."""
         del self.normed1, self.normed2, self.qkv, self.ab, self.h
 
     def begin_backward(self) -> None:
@@ -107,8 +107,8 @@ class FusedTransformer:
     every parameter to where `forward_backward` leaves its gradient: in `dtype` for matrices, float32 for norm weights.
     Both are views that stay. `overlap` computes weight gradients beside the chain of the others, and
     `layers_per_matmul` is G, how many layers share one batched matmul of them (None: by the number of rows). A model
-    with `checkpoint_every`, whatever its value, keeps of each layer the inputs of both norms and attention's output,
-    and computes the rest again, for one group at a time (selective recomputation, Korthikanti et al. 2022). Raises
+    with `checkpoint_every`, whatever its value, saves of each layer the inputs of both norms and attention's output,
+    and recomputes the rest, one group at a time (selective recomputation, Korthikanti et al. 2022). Raises
     `UserError` for a model or a `dtype` that it does not cover.
     """
 
@@ -251,7 +251,7 @@ class FusedTransformer:
                 before(1 + group.layers[i])
                 x, branch = self._layer_forward(group, i, x, branch, inputs.shape)
             if self.recomputes:
-                group.give_up()
+                group.free_operands()
             groups.append(group)
         return groups, x, branch
 
@@ -275,12 +275,13 @@ class FusedTransformer:
         return saved.x2, torch.mm(group.h[i], w.w2[layer].t())
 
     def _hidden(self, group: Group, i: int) -> None:
+        """W1 x, W3 x and the gated product of layer `i`, given the normed x."""
         torch.mm(group.normed2[i], self.weights.w13[group.layers[i]].t(), out=group.ab[i])
         swiglu_forward(group.ab[i], group.h[i])
 
     def _recompute(self, group: Group, length: int) -> None:
-        """What the group has given up, from what it has kept."""
-        group.make_room()
+        """The operands of the group's layers again, from what was saved."""
+        group.allocate_operands()
         for i, (layer, saved) in enumerate(zip(group.layers, group.saved, strict=True)):
             self._norm(2 * layer, saved.x1, None, group.normed1[i])
             torch.mm(group.normed1[i], self.weights.qkv[layer].t(), out=group.qkv[i])

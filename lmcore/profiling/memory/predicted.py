@@ -146,7 +146,7 @@ class FakeMemory(FakeTensorMode):
 
     @contextlib.contextmanager
     def resizing(self) -> Iterator[None]:
-        """Also notes storages that are resized, as those of gathered weights are: it is no operation."""
+        """Also notes storages that are resized, as those of gathered weights are: no operator is called for that."""
         resize = torch.UntypedStorage.resize_
 
         def noted(storage: torch.UntypedStorage, size: int) -> None:

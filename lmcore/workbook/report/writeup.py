@@ -132,12 +132,11 @@ def measured_on(out: Path) -> dict[str, str]:
     found = [each for content in read if (each := content.get("provenance") or {}).get("device")]
     if not found:
         return {}
-    commits, places = Counter(map(_commit, found)).most_common(), [each["device"] for each in found]
-    devices = [name for place in places for name in (place if isinstance(place, list) else [place])]
+    commits = Counter(map(_commit, found)).most_common()
+    devices = [name for each in found for name in _listed(each["device"])]
     data = {}
-    for fingerprints, corpora in ((each["data_fingerprint"], each["data"]) for each in found if "data" in each):
-        several = isinstance(fingerprints, list), isinstance(corpora, list)
-        data |= zip(fingerprints if several[0] else [fingerprints], corpora if several[1] else [corpora], strict=False)
+    for each in (each for each in found if "data" in each):  # older records name the first corpus alone
+        data |= zip(_listed(each["data_fingerprint"]), _listed(each["data"]), strict=False)
     rows = {
         "Data": "; ".join(
             f"{each['request']['source']['name']}, {each['train_tokens']:,} training tokens" for each in data.values()
@@ -147,6 +146,11 @@ def measured_on(out: Path) -> dict[str, str]:
         "Libraries": _libraries(found),
     }
     return {name: text for name, text in rows.items() if text}
+
+
+def _listed(value: Any) -> list:
+    """What provenance has where runs differ is a list, else the one value."""
+    return value if isinstance(value, list) else [value]
 
 
 def _each(environments: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str]) -> str:
