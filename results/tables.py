@@ -18,7 +18,6 @@ from lmcore.errors import require
 from lmcore.files import atomic_write, read_json
 from lmcore.profiling.kernels.speed import fastest, judged, read_speed
 from lmcore.profiling.memory.timeline_html import write_timeline
-from lmcore.recipes import RECIPES
 from lmcore.workbook.report.answers import (
     format_bytes,
     format_count,
@@ -99,22 +98,22 @@ def verdict(target: dict[str, Any], rows: pd.DataFrame) -> str:
 
 def highlights() -> str:
     """The README's table: what was reached, and compared with what."""
-    runs = rows_of("training_runs").set_index("name")["final_valid_loss"].astype(float)
+    losses = seeds_of(rows_of("training_runs"))["final_valid_loss"].agg(["count", "mean"])
     peaks, faults = rows_of("memory_peaks"), fault_counts().drop(columns="fault").sum()
     fitted = peaks[peaks["outcome"] == "complete"]
     apart = (fitted["predicted_bytes"] / fitted["peak_bytes"] - 1).abs().max()
     timed = read_speed(SPEED).rows
-    baseline = runs.filter(like="reported")
-    best = runs[[name for name in RECIPES if name in runs]].min()
+    ours, baseline = losses.loc["best-at-budget"], losses.loc["reported"]
     made = [
         {
             "what": "validation loss on TinyStories, one GPU, 41 million tokens read",
-            "lmcore": f"{runs['best-at-budget']:.3f}",
-            "compared with": f"{baseline.mean():.3f}, the handout's recipe at its best rate ({len(baseline)} seeds)",
+            "lmcore": f"{ours['mean']:.3f} ({ours['count']:.0f} seeds)",
+            "compared with": f"{baseline['mean']:.3f}, the handout's recipe at its best rate "
+            f"({baseline['count']:.0f} seeds)",
         },
         {
             "what": "the same, at most ten minutes; one seed, chosen by this loss",
-            "lmcore": f"{best:.3f}",
+            "lmcore": f"{losses['mean'].min():.3f}",
             "compared with": "",
         },
     ]
@@ -152,39 +151,63 @@ def highlights() -> str:
     return markdown(made)
 
 
+def seeds_of(runs: pd.DataFrame) -> Any:
+    """The runs grouped by their names without the seed, in their order."""
+    return runs.groupby(runs["name"].str.replace(r"_seed_\d+$", "", regex=True), sort=False)
+
+
 def training() -> str:
-    """The best run of the learning-rate sweep and the recipes, by their losses, and what they were trained on."""
+    """The best learning rate of the sweep and the recipes: losses over their seeds, and what they were trained on."""
     table, provenance, _ = read_results(H200 / "training_runs.json")
-    data, trials = provenance["data"], len(rows_of("exploration"))
-    table = table.sort_values("final_valid_loss", ascending=False, na_position="first")
-    rates = table[table["name"].str.startswith("reported")]
-    shown = pd.concat([rates, table[table["name"].isin(list(RECIPES))]])
+    data, rows = provenance["data"], []
     source = (
-        f"{data['train_tokens']:,} training tokens, {data['valid_tokens']:,} to validate on; {trials} earlier trials; "
-        f"PyTorch {provenance['torch']}."
+        f"{data['train_tokens']:,} training tokens, {data['valid_tokens']:,} to validate on; PyTorch "
+        f"{provenance['torch']}."
     )
+    for name, runs in seeds_of(table):
+        row, losses = runs.iloc[0], runs["final_valid_loss"]
+        rows.append(
+            {
+                "run": f"`{name}`",
+                "optimizer": row["optimizer"],
+                "rate": f"{row['learning_rate']:g}",
+                "decay": f"{row['weight_decay']:g}",
+                "batches": {"epoch": "epochs"}.get(row["sampling"], row["sampling"]),
+                "tied": "yes" if row["tie_embeddings"] else "no",
+                "dropout": f"{row['dropout']:g}",
+                "steps × batch": f"{row['steps']:,} × {row['batch_size']}",
+                "tokens": format_count(row["tokens"]),
+                "seeds": len(runs),
+                "validation loss": f"{losses.mean():.3f}",
+                "lowest to highest": f"{losses.min():.3f} to {losses.max():.3f}" if len(runs) > 1 else "–",
+                "time": "–" if pd.isna(row["tokens_per_second"]) else format_seconds(row["seconds"]),
+            }
+        )
+    return f"{source}\n\n{markdown(rows)}"
+
+
+def trials() -> str:
+    """Learning rates and weight decays of the recipes, tried on dev."""
+    runs = rows_of("sweep_runs")
+    runs = runs[runs["name"].str.startswith("trial_")]
+    recipes = runs["name"].str.extract(r"trial_(.+?)(?:_rate_.*|_decay_.*)?$")[0]
+    own = runs.groupby(recipes)["final_valid_loss"].transform("first")
     rows = [
         {
-            "run": f"`{row['name']}`",
-            "optimizer": row["optimizer"],
+            "recipe": f"`{recipe}`",
             "rate": f"{row['learning_rate']:g}",
             "decay": f"{row['weight_decay']:g}",
-            "batches": {"epoch": "epochs"}.get(row["sampling"], row["sampling"]),
-            "tied": "yes" if row["tie_embeddings"] else "no",
-            "dropout": f"{row['dropout']:g}",
-            "steps × batch": f"{row['steps']:,} × {row['batch_size']}",
-            "tokens": format_count(row["tokens"]),
-            "validation loss": f"{row['final_valid_loss']:.3f}",
-            "time": "–" if pd.isna(row["tokens_per_second"]) else format_seconds(row["seconds"]),
+            "loss on dev": f"{row['final_valid_loss']:.3f}",
+            "difference": "–" if row["name"] == f"trial_{recipe}" else f"{row['final_valid_loss'] - before:+.3f}",
         }
-        for row in shown.to_dict("records")
+        for recipe, before, row in zip(recipes, own, runs.to_dict("records"), strict=True)
     ]
-    return f"{source}\n\n{markdown(rows)}"
+    return markdown(rows)
 
 
 def norm_decay() -> str:
     """Losses of recipes with a large weight decay: where norm weights decay, too, and where they do not."""
-    kept = rows_of("training_runs").set_index("name")["final_valid_loss"]
+    kept = pd.concat([rows_of("training_runs"), rows_of("sweep_runs")]).set_index("name")["final_valid_loss"]
     runs = rows_of("norm_decay")
     made = [
         {
@@ -193,10 +216,9 @@ def norm_decay() -> str:
             "decay": f"{row['weight_decay']:g}",
             "loss on": "validation text" if row["evaluate_on"] == "valid" else row["evaluate_on"],
             "where they decay": f"{row['final_valid_loss']:.3f}",
-            "where they do not": f"{kept[recipe]:.3f}" if recipe in kept else "–",
+            "where they do not": f"{kept[row['name']]:.3f}" if row["name"] in kept else "–",
         }
         for row in runs.to_dict("records")
-        for recipe in [row["name"].partition("_seed")[0]]
     ]
     return markdown(made)
 
@@ -346,6 +368,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"coverage": answered, "highlights": highlights},
     "results/h200/README.md": {
         "training": training,
+        "trials": trials,
         "norm-decay": norm_decay,
         "changes": changes,
         "sizes": sizes,

@@ -184,7 +184,7 @@ RULES: dict[str, Rule] = {
     name: rule
     for names, rule in {
         "warmup_steps": FROM_0,
-        "sweep_steps batch_steps corpus_characters": Rule(
+        "sweep_steps batch_steps trial_steps corpus_characters": Rule(
             f"{COUNT.words}, or None", lambda value: value is None or COUNT.holds(value)
         ),
         "seed": whole("a whole number from 0 to 2**63 - 1", 0, 2**63),
@@ -202,6 +202,7 @@ RULES: dict[str, Rule] = {
         "recipe": RECIPE,
         "leaderboard_recipe": RECIPE,
         "best_recipes": several(RECIPE, 0),
+        "trial_recipes": several(RECIPE),
         "precision": PRECISION,
         "precisions sweep_precisions": several(PRECISION),
         "06_memory.precisions": Rule(
@@ -213,7 +214,7 @@ RULES: dict[str, Rule] = {
         "reference_modes": REFERENCE_PASSES,
         "context_modes": CONTEXT_PASSES,
         "warmup_mode": MODES,
-        "learning_rates repeated_rates norm_rates batch_factors large_batch_factors": several(POSITIVE),
+        "learning_rates repeated_rates norm_rates batch_factors large_batch_factors trial_factors": several(POSITIVE),
         "best_rate learning_rate long_rate z_loss": POSITIVE,
         "tuned_rates": RATES_BY_ABLATION,
         "additions": several(one_of(ADDITIONS), 0),
@@ -221,7 +222,7 @@ RULES: dict[str, Rule] = {
         "world_sizes peak_ranks": several(whole("a whole number from 2 on", 2)),
         "message_sizes_mb bucket_sizes_mb": several(POSITIVE),
         "backend": one_of(("auto", "gloo", "nccl")),
-        "seeds": several(whole("a whole number from 0 on", least=0)),
+        "seeds recipe_seeds": several(whole("a whole number from 0 on", least=0)),
         "ops": one_of(("plain", "fused")),
         "10_wikitext.models": Rule(
             "a mapping from names to sizes", lambda v: len(v) > 0 and all(isinstance(s, dict) for s in v.values())
