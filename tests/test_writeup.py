@@ -234,12 +234,14 @@ def test_rendered_from_records_the_page_names_what_was_measured_where(tmp_path):
     out = executed_workbook(tmp_path / "out", _01_build=FIRST[:1])
     records, measured = tmp_path / "records", read_json(ROOT / "results" / "h200" / "training_runs.json")
     provenance = measured["provenance"]
-    commits = {"first": provenance["git_commit"], "second": provenance["git_commit"], "third": "0123456789abcdef"}
+    several = ["abcdef0123456789", "fedcba9876543210"]  # commits of a table's runs, some of them with changes
+    commits = {"first": several, "second": several, "third": "0123456789abcdef"}
     devices = {"first": "NVIDIA H200", "second": "NVIDIA H200", "third": ["NVIDIA H200", "NVIDIA H100"]}  # dealt out
     records.mkdir()
     for name, commit in commits.items():
+        changes = {"git_commit": commit, "git_dirty": [None, True] if commit == several else None}
         (records / f"{name}.json").write_text(
-            json.dumps(measured | {"provenance": provenance | {"git_commit": commit, "device": devices[name]}})
+            json.dumps(measured | {"provenance": provenance | changes | {"device": devices[name]}})
         )
     shutil.copytree(records, out / "results")
     (out / "notebooks" / "01_build.json").write_text(json.dumps({"parameters": {"records": str(records)}}))
@@ -247,7 +249,7 @@ def test_rendered_from_records_the_page_names_what_was_measured_where(tmp_path):
     rows = {
         "Data": f"stories, {provenance['data']['train_tokens']:,} training tokens",
         "Measured on": "NVIDIA H200; NVIDIA H100</td>",
-        "Code": f"{provenance['git_commit'][:12]} (2 tables); 0123456789ab (1 table)",
+        "Code": "abcdef012345 and fedcba987654, some with uncommitted changes (2 tables); 0123456789ab (1 table)",
         "Rendered": "at abcdef123456 on CPU",
     }
     for name, text in rows.items():

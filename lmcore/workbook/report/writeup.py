@@ -18,7 +18,7 @@ from lmcore.workbook.notebook import read_notebook
 from lmcore.workbook.record import read_record, sentence
 from lmcore.workbook.report import pandoc
 from lmcore.workbook.report.answers import format_seconds
-from lmcore.workbook.report.coverage import DONE, OPEN, PARTLY, counts_markdown, coverage, plain_name
+from lmcore.workbook.report.coverage import DONE, OPEN, PARTLY, counts, counts_markdown, coverage, plain_name
 from lmcore.workbook.report.document import Answered, NotebookDocument, read_document, short
 from lmcore.workbook.report.pandoc import Node, div, header, inlines, link, para, run_pandoc, strong, table, transform
 
@@ -164,9 +164,12 @@ def _device(environment: dict[str, Any]) -> str:
 
 
 def _commit(environment: dict[str, Any]) -> str:
-    dirty = ", with uncommitted changes" if environment.get("git_dirty") else ""
-    commit = environment.get("git_commit")
-    return f"{commit[:12]}{dirty}" if commit else "not from a git checkout"
+    """Commits of the runs behind a table, or of one execution, and whether there were changes besides."""
+    commits, dirty = (
+        value if isinstance(value, list) else [value] for value in map(environment.get, ("git_commit", "git_dirty"))
+    )
+    changes = f", {'some ' * (len(dirty) > 1)}with uncommitted changes" if any(dirty) else ""
+    return " and ".join(commit[:12] for commit in commits) + changes if all(commits) else "not from a git checkout"
 
 
 def _libraries(environments: list[dict[str, Any]]) -> str:
@@ -190,7 +193,7 @@ def failure_notices(record: dict[str, Any]) -> list[Node]:
 def answers_table(answers: list[Answered]) -> Node:
     """Each problem of the handouts with its place in them, whether it is done, and links to its answers."""
     problems = coverage((answered.problem, answered.part) for answered in answers)
-    handouts = list(dict.fromkeys(problem.handout for problem in problems))
+    handouts = [handout for handout, states in counts(problems).items() if states["problems"] > 1]
     links: dict[str, list[Node]] = {}
     for answered in answers:
         words = f"{short(answered.notebook)} ({answered.part})" if answered.part else short(answered.notebook)
@@ -199,6 +202,8 @@ def answers_table(answers: list[Answered]) -> Node:
         )
     names = {plain_name(each.problem): each.problem for each in answers}
     names |= {plain_name(each.name): each.name for each in reversed(problems)}
+    alone = [problem for problem in problems if problem.handout not in handouts]  # which have no column
+    names |= {plain_name(each.name): f"{each.name} {MARKS[each.state]}" for each in alone}
     order = dict.fromkeys([plain_name(p.name) for p in problems] + [plain_name(a.problem) for a in answers])
     places = {(plain_name(p.name), p.handout): f"{MARKS[p.state]} {p.place}{p.without}" for p in problems}
     rows = [
