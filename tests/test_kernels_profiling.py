@@ -1,5 +1,7 @@
 """What notebook 07 counts and measures: contestants in turns, bytes that move, parity with the reference."""
 
+import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -154,6 +156,23 @@ def test_attention_is_measured(kind):
     result = cases.measure_attention(case, None)
     assert result["forward"]["seconds"] > 0
     assert result["both"]["extra_bytes"] > 3 * 32 * 64 * 4  # three gradients are part of it
+
+
+def test_attention_by_size_leaves_nothing_behind(monkeypatch):
+    saved, keep = [], cases.keep
+
+    def kept(sizes, tensor):
+        saved.append(weakref.ref(found := keep(sizes, tensor)))
+        return found
+
+    monkeypatch.setattr(cases, "keep", kept)
+    (case,) = cases.size_cases(2, 256, 32, ["fp32"], ["plain"]).values()
+    rows = cases.measure_attention_sizes(case, None)["rows"]
+    assert [(row["context"], row["head_size"]) for row in rows] == [(128, 16), (256, 16), (128, 32), (256, 32)]
+    assert rows[1]["saved_bytes"] >= 2 * 2 * 256 * 256 * 4  # at the least the probabilities, and what they are made of
+    gc.collect()
+    assert len(saved) >= 4 * 4
+    assert not [tensor for tensor in saved if tensor() is not None]  # the next size finds an empty memory
 
 
 def test_the_loss_is_measured_with_and_without_logits():
