@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import nbformat
@@ -235,11 +236,11 @@ def test_rendered_from_records_the_page_names_what_was_measured_where(tmp_path):
     records, measured = tmp_path / "records", read_json(ROOT / "results" / "h200" / "training_runs.json")
     provenance = measured["provenance"]
     several = ["abcdef0123456789", "fedcba9876543210"]  # commits of a table's runs, some of them with changes
-    commits = {"first": several, "second": several, "third": "0123456789abcdef"}
+    commits = {"first": several, "second": several[::-1], "third": "0123456789abcdef"}
     devices = {"first": "NVIDIA H200", "second": "NVIDIA H200", "third": ["NVIDIA H200", "NVIDIA H100"]}  # dealt out
     records.mkdir()
     for name, commit in commits.items():
-        changes = {"git_commit": commit, "git_dirty": [None, True] if commit == several else None}
+        changes = {"git_commit": commit, "git_dirty": [None, True] if isinstance(commit, list) else None}
         (records / f"{name}.json").write_text(
             json.dumps(measured | {"provenance": provenance | changes | {"device": devices[name]}})
         )
@@ -387,6 +388,31 @@ def test_long_tables_stand_in_the_appendix_of_the_pdf(tmp_path):
     assert " ".join(pages).index("The end.") < " ".join(pages).index("row0")
     assert re.search(rf"Table A.1, page {next(n for n, t in enumerate(pages, 1) if 'row0' in t)}\b", " ".join(pages))
     assert all("name" in page and "value" in page for page in pages if re.search(r"row\d", page))  # the head repeats
+
+
+def test_what_belongs_together_is_on_one_page_of_the_pdf(tmp_path):
+    """At whatever height of the page it begins: three rows of a table and more, a problem and its answer."""
+    cells = ["# 01 Build"]
+    for number in range(20):
+        rows = "\n".join(f"| table{number:02}row{i:02} | {i} |" for i in range(24))
+        cells += [
+            "\n\n".join(["A line of text."] * number),
+            cell(display({"text/markdown": f"| name | value |\n|---|---|\n{rows}"})),
+            "\n\n".join(["A line of text."] * (number % 5)),
+            f"**Problem `linear`.** Is question {number} beside its answer?",
+            cell(show(answers.answer("linear", f"So is answer {number}."))),
+        ]
+    pages = [
+        page.extract_text()
+        for page in pypdf.PdfReader(write_writeup(executed_workbook(tmp_path, _01_build=cells))[1]).pages
+    ]
+    rows = [Counter(re.findall(r"table(\d\d)row", page)) for page in pages]
+    assert sum(len(found) for found in rows) > 20  # some of the tables are divided
+    assert min(count for found in rows for count in found.values()) >= 3
+    for number in range(20):
+        assert [f"question {number} beside" in page for page in pages] == [
+            f"answer {number}." in page for page in pages
+        ]
 
 
 def test_what_is_published(tmp_path):

@@ -165,11 +165,10 @@ def _device(environment: dict[str, Any]) -> str:
 
 def _commit(environment: dict[str, Any]) -> str:
     """Commits of the runs behind a table, or of one execution, and whether there were changes besides."""
-    commits, dirty = (
-        value if isinstance(value, list) else [value] for value in map(environment.get, ("git_commit", "git_dirty"))
-    )
+    commits, dirty = (_listed(environment.get(name)) for name in ("git_commit", "git_dirty"))
     changes = f", {'some ' * (len(dirty) > 1)}with uncommitted changes" if any(dirty) else ""
-    return " and ".join(commit[:12] for commit in commits) + changes if all(commits) else "not from a git checkout"
+    known = " and ".join(sorted(commit[:12] for commit in commits)) if all(commits) else ""
+    return known + changes if known else "not from a git checkout"
 
 
 def _libraries(environments: list[dict[str, Any]]) -> str:
@@ -343,7 +342,7 @@ def _for_typst(node: Node) -> Node | list[Node]:
         if classes:
             opening = {"t": "RawBlock", "c": ["typst", f"#{classes[0]}-box["]}
             return [opening, node, {"t": "RawBlock", "c": ["typst", "]"]}]
-    if node["t"] == "Para" and pandoc.text_of(node["c"]).endswith(":"):
+    if node["t"] == "Para" and (pandoc.text_of(node["c"]).endswith(":") or _is_question(node)):
         before, after = ({"t": "RawBlock", "c": ["typst", part]} for part in ("#block(sticky: true)[", "]"))
         return [before, node, after]  # it stays with what follows
     if node["t"] == "Table":
@@ -359,6 +358,12 @@ def _for_typst(node: Node) -> Node | list[Node]:
     if node["t"] == "CodeBlock":
         node["c"][1] = break_lines(node["c"][1], CODE_COLUMNS if not node["c"][0][1] else APPENDIX_COLUMNS)
     return node
+
+
+def _is_question(node: Node) -> bool:
+    """Whether a paragraph states a problem: it begins with that word in bold."""
+    first = node["c"][0] if node["c"] else {}
+    return first.get("t") == "Strong" and pandoc.text_of(first["c"]).startswith(("Problem", "Exercise"))
 
 
 def _bold(node: Node) -> Node:
