@@ -237,12 +237,10 @@ def least_step_bytes(
     return max(before_backward, 2 * weights + moments)
 
 
-def max_batch_size(
-    config: ModelConfig, memory_bytes: float, seq_len: int | None = None, bytes_per_value: int = 4
-) -> int:
+def max_batch_size(config: ModelConfig, memory_bytes: float) -> int:
     """Largest batch whose `adamw_memory` fits into `memory_bytes`; 0 if not even one sequence does."""
-    empty = sum(adamw_memory(config, 0, seq_len, bytes_per_value).values())
-    per_sequence = sum(adamw_memory(config, 1, seq_len, bytes_per_value).values()) - empty
+    empty = sum(adamw_memory(config, 0).values())
+    per_sequence = sum(adamw_memory(config, 1).values()) - empty
     return max(0, int((memory_bytes - empty) // per_sequence))
 
 
@@ -251,16 +249,14 @@ def adamw_step_flops(config: ModelConfig) -> int:
     return sum(ADAMW_FLOPS.values()) * num_parameters(config)
 
 
-def training_days(
-    config: ModelConfig, batch_size: int, steps: int, peak_flops: float, mfu: float, seq_len: int | None = None
-) -> float:
+def training_days(config: ModelConfig, batch_size: int, steps: int, peak_flops: float, mfu: float) -> float:
     """Days that `steps` steps take at model FLOPs utilization `mfu` (0 to 1) of a peak of `peak_flops` FLOP/s.
 
     Counts the matmuls of forward and backward pass; the optimizer's few operations per parameter are left out.
     """
     require(0 < mfu <= 1, f"mfu is a share of the peak in (0, 1], not {mfu}.")
     require(peak_flops > 0, f"peak_flops must be positive, not {peak_flops}.")
-    return steps * training_flops(config, batch_size, seq_len) / (mfu * peak_flops) / 86_400
+    return steps * training_flops(config, batch_size) / (mfu * peak_flops) / 86_400
 
 
 def latex(expression: Any) -> str:

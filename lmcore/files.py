@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from filelock import FileLock, Timeout
+
 from lmcore.errors import UserError
 
 CHECKSUM = "crc32"
@@ -47,6 +49,16 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
 def leftovers(path: Path) -> list[Path]:
     """Temporary files beside `path` of processes that were killed while they wrote it."""
     return sorted(path.parent.glob(f".{path.name}.*.tmp"))
+
+
+def is_locked(lock: Path) -> bool:
+    """Whether a process holds a lock file at this moment; not so where it is not there, or can only be read."""
+    try:
+        if lock.exists():
+            FileLock(lock).acquire(timeout=0).lock.release()
+    except OSError as error:
+        return isinstance(error, Timeout)
+    return False
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:

@@ -25,7 +25,6 @@ from lmcore.distributed import (
     OverlappedDDP,
     Ranks,
     ShardedOptimizer,
-    all_reduce_by_root,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
@@ -62,19 +61,18 @@ def on(ranks, size, function, *arguments):
 # Collectives
 
 
-def reduced(rank, group, length, name, dtype):
+def reduced(rank, group, length, dtype):
     own = [torch.arange(length, dtype=dtype) * (r + 1) for r in range(dist.get_world_size(group))]
     tensor = own[rank].clone()
-    {"ring": ring_all_reduce, "root": all_reduce_by_root}[name](tensor, group)
+    ring_all_reduce(tensor, group)
     return torch.equal(tensor, sum(own))
 
 
 @pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("name", ["ring", "root"])
-def test_all_reduce_sums_on_every_rank(ranks, size, name):
+def test_all_reduce_sums_on_every_rank(ranks, size):
     for length in (1, 3, 8, 101):  # fewer elements than ranks, and lengths that the ranks do not divide
-        assert all(on(ranks, size, reduced, length, name, torch.float64)), length
-    assert all(on(ranks, size, reduced, 12, name, torch.bfloat16))
+        assert all(on(ranks, size, reduced, length, torch.float64)), length
+    assert all(on(ranks, size, reduced, 12, torch.bfloat16))
 
 
 def scattered(rank, group, length):

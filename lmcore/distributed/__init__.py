@@ -6,7 +6,6 @@ Every function and class takes the process group `group`; None is the group of a
 # ruff: noqa: F401
 
 from lmcore.distributed.collectives import (
-    all_reduce_by_root,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,

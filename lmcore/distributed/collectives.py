@@ -73,22 +73,3 @@ def tree_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> None:
             else:
                 dist.recv(tensor, other, group)
         reach *= 2
-
-
-def all_reduce_by_root(tensor: Tensor, group: Group = None) -> None:
-    """Sums the tensors of all ranks on rank 0, one after the other, and sends the sum back: 2 (N - 1) S at rank 0.
-
-    The plain way. One link does all the work, which a ring divides among all.
-    """
-    size = dist.get_world_size(group)
-    others = [dist.get_global_rank(group, rank) if group else rank for rank in range(size)]
-    if dist.get_rank(group) != 0:
-        dist.send(tensor, others[0], group)
-        dist.recv(tensor, others[0], group)
-        return
-    for other in others[1:]:
-        received = torch.empty_like(tensor)
-        dist.recv(received, other, group)
-        tensor += received
-    for other in others[1:]:
-        dist.send(tensor, other, group)

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from lmcore.config import from_dict, to_dict
 from lmcore.device import out_of_memory_reason, require_precision, select_device, visible_gpus
 from lmcore.errors import FINISHED, UserError, require
-from lmcore.files import atomic_write, read_json, write_json
+from lmcore.files import atomic_write, is_locked, read_json, write_json
 from lmcore.profiling.cases import WorkloadConfig
 from lmcore.progress import Progress
 from lmcore.provenance import command_line, environment
@@ -227,11 +227,7 @@ def case_lock(folder: Path, name: str) -> Path:
 
 def is_measured_now(folder: Path, name: str) -> bool:
     """Whether a process measures this case at this moment."""
-    try:
-        with _hold(lock, "") if (lock := case_lock(folder, name)).exists() else contextlib.nullcontext():
-            return False
-    except UserError:
-        return True
+    return is_locked(case_lock(folder, name))
 
 
 def _hold(lock: Path, sentence: str, timeout: float = 0.0) -> contextlib.AbstractContextManager:

@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from lmcore.errors import UserError, require
-from lmcore.files import read_json, write_json
+from lmcore.files import is_locked, read_json, write_json
 from lmcore.workbook.notebook import read_notebook, tags
 
 RECORD = "workbook.json"
@@ -238,9 +238,4 @@ def holding(out: Path, names: Sequence[str]) -> contextlib.AbstractContextManage
 
 def is_held(out: Path, name: str) -> bool:
     """Whether a process runs the notebook at this moment."""
-    try:
-        if (file := lock_file(out, name)).exists():
-            FileLock(file).acquire(timeout=0).lock.release()
-    except OSError as error:  # or a folder that can only be read
-        return isinstance(error, Timeout)
-    return False
+    return is_locked(lock_file(out, name))

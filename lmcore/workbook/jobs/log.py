@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from lmcore.errors import EXIT_INTERRUPTED, UserError
+from lmcore.files import is_locked
 from lmcore.text import ANSI_ESCAPE
 
 STATES = ("submitted", "running", "stopping", "requeued", "gave-up", "cancelled", "exit")
@@ -174,10 +173,4 @@ def local_lock(out: Path) -> Path:
 
 def local_jobs_run(out: Path) -> bool:
     """Whether that process is there."""
-    try:
-        with FileLock(local_lock(out)).acquire(timeout=0):
-            return False
-    except Timeout:
-        return True
-    except OSError:  # a folder that can only be read
-        return False
+    return is_locked(local_lock(out))
