@@ -10,13 +10,14 @@ import re
 import signal
 import time
 import weakref
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lmcore.config import ModelConfig
+from lmcore.config import ModelConfig, TrainConfig, replace
 from lmcore.distributed import (
     FSDP,
     BucketedDDP,
@@ -33,6 +34,8 @@ from lmcore.distributed import (
 from lmcore.distributed.ranks import RankError
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
+from lmcore.fused import sharding
+from lmcore.fused.step import FusedStep
 from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW, gradient_clipping
 
@@ -532,6 +535,54 @@ def test_sharded_state_loads_whole_and_over_another_number_of_ranks(ranks):
     steps_of(model, whole)
     for found in on(ranks, 3, resharded, state, parameters):
         torch.testing.assert_close(found, dict(model.named_parameters()), rtol=1e-9, atol=1e-12)
+
+
+def explicit_steps(rank, layers, by_layer, ranks):
+    """Three explicit steps, alone or with a part of each batch; parameters, and what was sent in the last."""
+    sizes = {"vocab_size": VOCABULARY, "context_length": LENGTH, "d_model": 24, "num_heads": 3, "d_ff": 40}
+    config = TrainConfig(ModelConfig(num_layers=layers, **sizes), batch_size=4, ops="fused", device="cpu")
+    config = replace(config, precision="fp32", parallel="zero1" if ranks else "none")
+    torch.manual_seed(0)
+    model, sent = TransformerLM(config.model), Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks and not by_layer:
+            patch.setattr("lmcore.fused.step.owners_by_layer", lambda model, ranks: {})
+        step = FusedStep.from_config(model, config, ranks)
+        for module, name in ((dist, "reduce"), (dist, "broadcast"), (dist, "all_reduce"), *GATHERING):
+            send = getattr(module, name)
+            noted = lambda *a, _send=send, _name=name, **k: sent.update([_name]) or _send(*a, **k)  # noqa: E731
+            patch.setattr(module, name, noted)
+        for ids in torch.randint(VOCABULARY, (3, 2, 4, LENGTH), generator=torch.Generator().manual_seed(1)):
+            sent.clear()
+            step(*(ids.chunk(ranks, dim=1)[rank] if ranks else ids))
+    return dict(step.current()[0].named_parameters()), dict(sent)
+
+
+GATHERING = ((sharding, "reduce_scatter_rows"), (sharding, "all_gather_rows"))
+
+
+@pytest.mark.parametrize("layers", [1, 4, 5])
+def test_layers_of_a_sharded_step_are_sent_together(ranks, layers):
+    """A message per kind of matrix for a run of layers that the ranks share, one per parameter for what is left."""
+    alone, _ = explicit_steps(0, layers, True, 0)
+    runs, left = layers // 4, 7 * (layers % 4) + 2  # of a layer's matrices, of embedding and head
+    together = {"reduce": left, "broadcast": left + 1, "all_reduce": 2, "reduce_scatter_rows": 4, "all_gather_rows": 4}
+    apart = {"reduce": 9 * layers + 3, "broadcast": 9 * layers + 3, "all_reduce": 1}
+    for by_layer, expected in ((True, together), (False, apart)):
+        for parameters, sent in ranks.run(explicit_steps, layers, by_layer, 4):
+            assert sent == {name: count for name, count in expected.items() if runs or "rows" not in name}
+            torch.testing.assert_close(parameters, alone, rtol=1e-4, atol=1e-6)
+
+
+def test_ranks_share_runs_of_layers_evenly():
+    assert sharding.shared_runs(36, 8) == [range(28, 36), range(20, 28), range(12, 20), range(4, 12)]
+    assert sharding.shared_runs(13, 3) == [range(7, 13), range(1, 7)]
+    assert sharding.shared_runs(3, 4) == []
+    model = TransformerLM(ModelConfig(vocab_size=9, context_length=4, d_model=8, num_layers=5, num_heads=2, d_ff=16))
+    owners = sharding.owners_by_layer(model, 2)
+    assert [{owners[p] for p in layer.parameters() if p.ndim == 2 and p in owners} for layer in model.layers] == [
+        set(), {0}, {0}, {1}, {1}
+    ]  # fmt: skip
 
 
 def one_parameter(rank, group):

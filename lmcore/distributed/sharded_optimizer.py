@@ -15,13 +15,22 @@ class ShardedOptimizer(Optimizer):
     """Each parameter belongs to one rank, which alone has its optimizer state, updates it, and broadcasts it.
 
     `params` and `kwargs` are those of `optimizer_cls`, any optimizer of PyTorch that treats its parameters one by one.
-    The largest parameters are dealt out first, each to the rank that has the fewest elements so far. For `step`,
-    gradients must be the same on all ranks. Changes of `param_groups`, such as a schedule's, reach the update.
+    `owners` says whose a parameter is; of others the largest are dealt out first, each to the rank that has the fewest
+    elements so far. For `step`, gradients must be the same on all ranks. Changes of `param_groups`, such as a
+    schedule's, reach the update.
     `state_dict` and `load_state_dict` are those of the unsharded optimizer; every rank has to call them.
     """
 
-    def __init__(self, params: Iterable, optimizer_cls: type[Optimizer], *, process_group: Group = None, **kwargs: Any):
-        self.optimizer_cls, self.kwargs, self.group = optimizer_cls, kwargs, process_group
+    def __init__(
+        self,
+        params: Iterable,
+        optimizer_cls: type[Optimizer],
+        *,
+        process_group: Group = None,
+        owners: Mapping[Tensor, int] | None = None,
+        **kwargs: Any,
+    ):
+        self.optimizer_cls, self.kwargs, self.group, self.wanted = optimizer_cls, kwargs, process_group, owners or {}
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.owner: dict[Tensor, int] = {}
         self.load = [0] * self.world_size
@@ -35,9 +44,9 @@ class ShardedOptimizer(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         owner = {}
-        for parameter in sorted(group["params"], key=Tensor.numel, reverse=True):
-            rank = min(range(self.world_size), key=self.load.__getitem__)
-            owner[parameter] = rank
+        for parameter in sorted(group["params"], key=lambda p: (p in self.wanted, p.numel()), reverse=True):
+            least = min(range(self.world_size), key=self.load.__getitem__)
+            owner[parameter] = rank = self.wanted.get(parameter, least)
             self.load[rank] += parameter.numel()
         self.owner |= {parameter: owner[parameter] for parameter in group["params"]}
         own = [parameter for parameter in group["params"] if self.owner[parameter] == self.rank]

@@ -162,8 +162,7 @@ class FusedTransformer:
     def packed_gradients(self, parts: Collection[int]) -> list[Tensor]:
         """The gradients of these `parts`, layers one behind the other, in as few contiguous tensors as possible."""
         head, layers = 1 + self.config.num_layers, [part - 1 for part in parts if 1 <= part <= self.config.num_layers]
-        packed = (self.grads.qkv, self.grads.out, self.grads.w13, self.grads.w2)
-        found = [kind[min(layers) : max(layers) + 1] for kind in packed] if layers else []
+        found = self.grads.of_layers(range(min(layers), max(layers) + 1)) if layers else []
         if 0 in parts:
             found += [self.grads.embedding, *([self.norm_weight_grads] if self.norm_weights else [])]
         return found + ([self.grads.head] if head in parts and not self.config.tie_embeddings else [])

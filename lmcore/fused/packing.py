@@ -33,6 +33,10 @@ class PackedMatrices:
         self.embedding = self.head[: c.vocab_size] if tied else torch.zeros(c.vocab_size, c.d_model, **place)
         self.views = self._views(model)
 
+    def of_layers(self, layers: range) -> list[Tensor]:
+        """The matrices of consecutive layers, one contiguous tensor per kind."""
+        return [kind[layers.start : layers.stop] for kind in (self.qkv, self.out, self.w13, self.w2)]
+
     def _views(self, model: TransformerLM) -> dict[nn.Parameter, Tensor]:
         views = {model.token_embeddings.weight: self.embedding}
         views[model.lm_head.weight] = self.head[: model.config.vocab_size]

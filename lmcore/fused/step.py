@@ -15,6 +15,7 @@ from lmcore.distributed.sharded_optimizer import ShardedOptimizer
 from lmcore.distributed.strategies import Alone
 from lmcore.errors import require
 from lmcore.fused.model import FusedTransformer, nothing
+from lmcore.fused.sharding import Exchange, owners_by_layer
 from lmcore.fused.streams import HIGH, SideStream
 from lmcore.kernels.adamw import FusedAdamW
 from lmcore.model import TransformerLM
@@ -48,7 +49,8 @@ class FusedStep:
     `FusedTransformer`, `.transformer`. With `ranks`, the number of processes of the default group, each takes a part of
     the batch: gradients of layers are summed while the backward pass goes on with those before them, and averaged. If
     the optimizer is a `ShardedOptimizer` of `FusedAdamW`, each parameter's gradient goes to its owner alone, which
-    sends the updated compute weight back; `current` brings the float32 parameters up to date, on all ranks at once.
+    sends the updated compute weight back (`sharding.Exchange`: layers go together where their owners are those of
+    `owners_by_layer`); `current` brings the float32 parameters up to date, on all ranks at once.
     An optimizer serves the last step that was made with it. Raises `UserError` for a model or a `dtype` that is not
     covered, an empty batch, and a `pipelined` step with another optimizer than `FusedAdamW`.
     """
@@ -87,6 +89,7 @@ class FusedStep:
             )
             found = f"of {len(self.parameters)} parameters this one of {ranks} ranks updates none with FusedAdamW"
             require(self.adamw is not None, f"A sharded step needs a FusedAdamW on every rank; {found}.")
+            self.exchange = Exchange(self.transformer, self.sharded)
         ours = self.adamw is not None and self.sharded is None
         by_default = ours and leaves_room(self.transformer.device, self.shape.numel(), model.config.d_model)
         self.pipelined = by_default if pipelined is None else pipelined
@@ -113,7 +116,9 @@ class FusedStep:
         limit = config.optimizer.max_grad_norm or math.inf  # without a limit the norm is measured all the same
         adamw = partial(FusedAdamW, max_grad_norm=limit)
         if ranks and config.parallel == "zero1":
-            optimizer = build_optimizer(model, config.optimizer, partial(ShardedOptimizer, optimizer_cls=adamw))
+            owners = owners_by_layer(model, ranks)
+            make = partial(ShardedOptimizer, optimizer_cls=adamw, owners=owners)
+            optimizer = build_optimizer(model, config.optimizer, make)
         else:
             optimizer = build_optimizer(model, config.optimizer, adamw)
         context, dtype = config.model.context_length, DTYPES[config.precision]
@@ -205,7 +210,7 @@ class FusedStep:
         """The update; of a sharded one everybody gets the weights that the next step computes with."""
         self.adamw.apply()
         if self.sharded is not None:
-            self.sharded.send({p: self.transformer.compute_weights.get(p, p.data) for p in self.parameters})
+            self.exchange.gather()
 
     def _notice_writes(self) -> None:
         """After a write from outside: copies the parameters again, and drops an update that was due before it."""
@@ -237,8 +242,7 @@ class FusedStep:
         if not self.ranks:
             after = self.adamw.begin_measure if self.adamw is not None else nothing
             return self.transformer.forward_backward(inputs, targets, before, after)
-        part_of = self.transformer.parts
-        sums, left = [], {0, *part_of.values()}
+        sums, left = [], {0, *self.transformer.parts.values()}
         average = dist.get_backend() == "nccl"  # gloo only sums
         how = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
@@ -248,9 +252,7 @@ class FusedStep:
                 for gradient in self.transformer.packed_gradients(parts):
                     sums.append((dist.all_reduce(gradient, how, async_op=True), gradient))
                 return
-            for p in (p for p, part in part_of.items() if part in parts):
-                gradient = self.transformer.gradients[p]
-                sums.append((dist.reduce(gradient, self.sharded.owner[p], how, async_op=True), gradient))
+            sums.extend(self.exchange.reduce(parts, how))
 
         loss = self.transformer.forward_backward(inputs, targets, before, finished)
         finished(set(left))

@@ -6,9 +6,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.textpath import TextPath
 
-FONT_SIZE = 6
+FONT_SIZE = 5.5
 
-MARGIN = 1.0
+MARGIN = 1.5
 """Space on each side of a range's name, in points."""
 
 

@@ -1,0 +1,91 @@
+"""What the ranks of a sharded step send each other: gradients to their owners, updated weights back to all.
+
+Layers lie one behind the other in packed tensors. Of a run of layers that the ranks share evenly each rank owns
+neighbours, so that one reduce-scatter and one all-gather, both in place, serve a whole run for each kind of matrix
+(ZeRO stage 1, Rajbhandari et al. 2020). Of the rest each parameter is a message of its own.
+"""
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lmcore.distributed.fsdp import all_gather_rows, reduce_scatter_rows
+from lmcore.distributed.sharded_optimizer import ShardedOptimizer
+from lmcore.fused.model import MOST_LAYERS, FusedTransformer
+from lmcore.fused.packing import norm_weights_of
+from lmcore.model import TransformerLM
+
+
+def shared_runs(num_layers: int, ranks: int) -> list[range]:
+    """Runs of up to `MOST_LAYERS` layers that the ranks share evenly, the last ones first; less than a run is left."""
+    runs, stop = [], num_layers
+    while stop >= ranks:
+        length = ranks * max(1, min(MOST_LAYERS, stop) // ranks)
+        runs.append(range(stop - length, stop))
+        stop -= length
+    return runs
+
+
+def owners_by_layer(model: TransformerLM, ranks: int) -> dict[nn.Parameter, int]:
+    """The rank of each matrix in `shared_runs`, and of the norm weights, all on rank 0; others may be anywhere."""
+    owners = dict.fromkeys(norm_weights_of(model), 0)
+    for run in shared_runs(model.config.num_layers, ranks):
+        for layer in run:
+            matrices = [p for p in model.layers[layer].parameters() if p not in owners]
+            owners |= dict.fromkeys(matrices, (layer - run.start) * ranks // len(run))
+    return owners
+
+
+class Exchange:
+    """The messages of a step of `transformer` whose parameters belong to the ranks as `optimizer` says.
+
+    Runs of layers go together where the owners are those of `owners_by_layer`.
+    """
+
+    def __init__(self, transformer: FusedTransformer, optimizer: ShardedOptimizer):
+        self.transformer, self.owner, self.rank = transformer, optimizer.owner, optimizer.rank
+        self.ranks = optimizer.world_size
+        together = owners_by_layer(transformer.model, self.ranks)
+        if any(self.owner[p] != rank for p, rank in together.items()):
+            together = {}
+        runs = shared_runs(transformer.config.num_layers, self.ranks) if together else []
+        self.waiting = {run: set(run) for run in runs}  # for the gradients of these layers
+        self.norms = torch.empty_like(transformer.norm_weight_grads) if together else None
+        self.part_of = {p: part for p, part in transformer.parts.items() if p not in together}
+
+    def reduce(self, parts: Collection[int], how: dist.ReduceOp) -> list[tuple[dist.Work, Tensor]]:
+        """Begins to send the gradients of these `parts`, once each in a step; the messages, and what arrives here."""
+        found = []
+        for run, waiting in self.waiting.items():
+            waiting_before = bool(waiting)
+            waiting.difference_update(part - 1 for part in parts)
+            if waiting_before and not waiting:
+                for kind in self.transformer.grads.of_layers(run):
+                    own = kind.chunk(self.ranks)[self.rank]
+                    found.append((reduce_scatter_rows(own, kind, how, async_op=True), own))
+        if self.norms is not None and 0 in parts and len(self.norms):
+            gradient = self.transformer.norm_weight_grads
+            found.append((dist.all_reduce(gradient, how, async_op=True), gradient))
+        for p in (p for p, part in self.part_of.items() if part in parts):
+            gradient = self.transformer.gradients[p]
+            found.append((dist.reduce(gradient, self.owner[p], how, async_op=True), gradient))
+        if 0 in parts:  # the last ones
+            self.waiting = {run: set(run) for run in self.waiting}
+        return found
+
+    def gather(self) -> None:
+        """Sends everybody the weights that the next step computes with, and the norm weights, from their owners."""
+        sent, weights = [], self.transformer.norm_weights
+        for run in self.waiting:
+            for kind in self.transformer.weights.of_layers(run):
+                sent.append(all_gather_rows(kind, kind.chunk(self.ranks)[self.rank], async_op=True))
+        for p in self.part_of:
+            sent.append(dist.broadcast(self.transformer.compute_weights.get(p, p.data), self.owner[p], async_op=True))
+        if self.norms is not None and weights:
+            torch._foreach_copy_(list(self.norms), [p.data for p in weights])
+            dist.broadcast(self.norms, 0)
+            torch._foreach_copy_([p.data for p in weights], list(self.norms))
+        for work in sent:
+            work.wait()
