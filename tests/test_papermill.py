@@ -266,7 +266,7 @@ def test_some_cells_of_a_notebook(tmp_path):
 
     done = cells("09_distributed", str(tmp_path), "=print(scale, steps)", "distributed-fit", "--scale", "smoke")
     assert done.returncode == 0, done.stderr
-    assert "smoke 10\nof times made by 20 µs and 1 GB/s: 2e-05 1e+09\n" in done.stdout
+    assert "smoke 10\nfitted to times made by 20 µs and 1 GB/s: 20 µs and 1 GB/s\n" in done.stdout
     for words, sentence in (
         (
             ("09_distributed", str(tmp_path), "nothing"),
