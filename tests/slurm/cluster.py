@@ -177,8 +177,15 @@ class Cluster:
         if wait:
             self._wait_until_idle(name)
 
+    def save_jobs(self, job: str) -> None:
+        """Waits until slurmctld has written what it knows of the jobs, up to five seconds after a change to `job`."""
+        changed = time.time()
+        self.run("scontrol", "update", f"JobId={job}", "Comment=saved")
+        file = self.folder / "state" / "job_state"
+        self.wait_until(lambda: file.exists() and file.stat().st_mtime > changed, "the jobs were saved", job=job)
+
     def kill_controller(self) -> None:
-        """SIGKILL to slurmctld: jobs go on, but nobody answers."""
+        """SIGKILL to slurmctld: jobs go on, but nobody answers. It forgets what it has not saved (`save_jobs`)."""
         self._kill_daemon("slurmctld")
 
     def start_controller(self) -> None:

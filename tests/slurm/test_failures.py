@@ -30,6 +30,10 @@ from lmcore.workbook.sweep import run_or_reuse
 config = from_dict(TrainConfig, json.load(open("../config.json")))
 run_or_reuse(config, f"{out}/runs/toy").status()["state"]"""
 
+WAIT_FOR_A_FILE = """import os, time
+while not os.path.exists("../go"):
+    time.sleep(0.1)"""
+
 WAIT_THE_FIRST_TIME = """import os, time
 time.sleep(0 if os.environ.get("SLURM_RESTART_COUNT") else 3600)"""
 
@@ -68,9 +72,10 @@ def undisturbed(cluster, config, tmp_path_factory) -> RunFolder:
 class Training:
     """A job that trains in a notebook, submitted as a user does by hand."""
 
-    def __init__(self, cluster, folder: Path, config: TrainConfig, *options: str):
+    def __init__(self, cluster, folder: Path, config: TrainConfig, *options: str, first: str = "first = None"):
         self.cluster = cluster
-        self.project = job_project(folder / "project", _02_train=["# 02 Train", parameters(), code(TRAIN)])
+        cells = ["# 02 Train", parameters(), code(first), code(TRAIN)]
+        self.project = job_project(folder / "project", _02_train=cells)
         (self.project / "config.json").write_text(json.dumps(to_dict(config)))
         self.run = RunFolder(self.project / "runs" / "smoke" / "runs" / "toy")
         self.job = cluster.sbatch(SCRIPT, options=options, cwd=self.project, NOTEBOOKS="02", OMP_NUM_THREADS=1)
@@ -150,7 +155,10 @@ def test_an_operator_requeues_the_job(cluster, tmp_path, config, undisturbed):
 
 def test_the_controller_dies_and_comes_back(cluster, tmp_path, config, undisturbed):
     """Training goes on meanwhile, and the job can still queue itself again."""
-    training = Training(cluster, tmp_path, config)
+    training = Training(cluster, tmp_path, config, first=WAIT_FOR_A_FILE)
+    cluster.wait(training.job, "RUNNING")
+    cluster.save_jobs(training.job)
+    (training.project / "go").touch()
     training.wait_for_checkpoint()
     cluster.kill_controller()
     cluster.start_controller()
