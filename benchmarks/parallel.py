@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 2 benchmarks/parallel.py --toy --out runs/toy/parallel.json
 
 Weak scaling: each rank has the batch that is named, so that the command with 1, 2, 4 and 8 ranks, into the same file,
-shows what is lost. Contestants have the machine to themselves, one after another, since their models would not fit
-beside each other; each is checked by its first losses, and timed in rounds of steps that run back to back.
+shows what is lost. Strong scaling: works that end in "in all" divide their batch among the ranks. Contestants have the
+machine to themselves, one after another, since their models would not fit beside each other; each is checked by its
+first losses, and timed in rounds of steps that run back to back.
 """
 
 import gc
@@ -39,12 +40,15 @@ WORKS = {
     "tinystories-256x256": ("tinystories", 256, 256),
     "large-4x1024": ("large", 1024, 4),
     "xl-2026-4x512": ("xl-2026", 512, 4),
+    "tinystories-256x256 in all": ("tinystories", 256, 256),
 }
-"""Model size, context and sequences of each rank."""
+"""Model size, context, and sequences of each rank or in all."""
 
 LMCORE = {
     "lmcore explicit step, ddp": {"ops": "fused", "parallel": "ddp"},
     "lmcore explicit step, zero1": {"ops": "fused", "parallel": "zero1"},
+    "lmcore explicit step, fsdp": {"ops": "fused", "parallel": "fsdp"},
+    "lmcore explicit step, fsdp, recomputing": {"ops": "fused", "parallel": "fsdp", "model__checkpoint_every": 1},
     "lmcore ddp": {"parallel": "ddp"},
     "lmcore zero1": {"parallel": "zero1"},
     "lmcore fsdp": {"parallel": "fsdp"},
@@ -108,6 +112,7 @@ def steps(work: str, name: str, device: torch.device, toy: bool) -> dict[str, An
     """Full training steps of a contestant; times are those of the slowest rank."""
     size, context, rows = ("smoke", 32, 2) if toy else WORKS[work]
     ranks, rank = dist.get_world_size(), dist.get_rank()
+    rows = rows // ranks if work.endswith("in all") else rows
     model = model_config(size, vocab_size=300 if toy else 10_000, context_length=context, attention="sdpa")
     config = TrainConfig(
         model, OptimizerConfig(warmup_steps=1), batch_size=rows * ranks, precision="fp32" if toy else "bf16",
@@ -119,6 +124,8 @@ def steps(work: str, name: str, device: torch.device, toy: bool) -> dict[str, An
     try:
         step = contestant(name, config, device, toy)
         losses = [mean(step(*batch)[0]) for _ in range(COMPARED)]
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)  # the peak is that of a step, not of what made the model
         seconds = timed(lambda: step(*batch), device)
         run = {"outcome": "complete", "losses": losses} | seconds
     except ImportError as error:

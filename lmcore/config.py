@@ -192,7 +192,7 @@ class TrainConfig:
     """torch.compile, for what runs as plain operations."""
     parallel: Literal["none", "ddp", "zero1", "fsdp", "torch-ddp", "torch-fsdp2"] = "none"
     """How the processes that torchrun started divide the work: ours, or PyTorch's. Each has a part of the batch; zero1
-    divides the optimizer's state, too, and fsdp the weights; ops=fused covers ddp and, with AdamW, zero1."""
+    divides the optimizer's state, too, and fsdp the weights; ops=fused covers ddp and, with AdamW, zero1 and fsdp."""
     deterministic: bool = False
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
 
@@ -211,11 +211,12 @@ class TrainConfig:
     def _parallel_obstacle(self) -> str | None:
         """What of these settings their way of dividing the work does not cover."""
         sharded, ours = self.parallel in ("fsdp", "torch-fsdp2"), self.parallel == "fsdp"
+        every = self.model.checkpoint_every
         obstacles = {
             "optimizer.name=muon, which needs whole matrices": sharded and self.optimizer.name == "muon",
             "precision=fp16, whose loss scaling needs whole gradients": sharded and self.precision == "fp16",
             "compile": ours and self.compile,
-            f"model.checkpoint_every={self.model.checkpoint_every}": ours and self.model.checkpoint_every is not None,
+            f"model.checkpoint_every={every} with ops=plain": ours and every is not None and self.ops == "plain",
         }
         return next((name for name, present in obstacles.items() if present), None)
 

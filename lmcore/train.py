@@ -121,11 +121,19 @@ def training_step(
     plain = partial(PlainStep, model, config, device)
     if config.ops == "plain":
         return plain(STRATEGIES[parallel](model, config)), None
-    reason = f"z_loss={config.z_loss}" if config.z_loss else unsupported_reason(config.model, config.precision)
-    covered = ("none", "ddp", "zero1") if config.optimizer.name == "adamw" else ("none", "ddp")
+    divided = ranks if parallel == "fsdp" else 0
+    reason = f"z_loss={config.z_loss}" if config.z_loss else None
+    reason = reason or unsupported_reason(config.model, config.precision, divided)
+    covered = ("none", "ddp", "zero1", "fsdp") if config.optimizer.name == "adamw" else ("none", "ddp")
     if parallel not in covered and reason is None:
-        reason = f"parallel={parallel}" + (f" with {config.optimizer.name}" if parallel == "zero1" else "")
+        reason = f"parallel={parallel}" + (f" with {config.optimizer.name}" if parallel in ("zero1", "fsdp") else "")
     if reason is not None:
+        recomputes = parallel == "fsdp" and config.model.checkpoint_every is not None
+        require(
+            not recomputes,
+            "With parallel=fsdp only the fused step recomputes (model.checkpoint_every), "
+            f"and it does not cover {reason}.",
+        )
         return plain(STRATEGIES[parallel](model, config)), reason
     return FusedStep.from_config(model, config, ranks), None
 
@@ -258,7 +266,7 @@ def _train(
         with reproducible(config, device, threads):
             try:
                 if reason is None:
-                    with stop.raises():
+                    with stop.raises(), world.checked():
                         trainer = Trainer(config, data, run, device, world)
                     trainer.resume()  # to its end: a read that a signal breaks off looks like a damaged file
             except (RuntimeError, MemoryError) as error:

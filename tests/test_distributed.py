@@ -11,6 +11,7 @@ import signal
 import time
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -572,6 +573,49 @@ def test_layers_of_a_sharded_step_are_sent_together(ranks, layers):
         for parameters, sent in ranks.run(explicit_steps, layers, by_layer, 4):
             assert sent == {name: count for name, count in expected.items() if runs or "rows" not in name}
             torch.testing.assert_close(parameters, alone, rtol=1e-4, atol=1e-6)
+
+
+def divided_step(rank, layers, checkpoint_every, ranks):
+    """Three explicit steps with everything divided: this rank's bytes of each kind, and the whole parameters."""
+    sizes = {"vocab_size": VOCABULARY, "context_length": LENGTH, "d_model": 24, "num_heads": 3, "d_ff": 48}
+    model = ModelConfig(num_layers=layers, checkpoint_every=checkpoint_every, **sizes)
+    config = TrainConfig(model, batch_size=12, ops="fused", device="cpu", precision="fp32")
+    config = replace(config, parallel="fsdp" if ranks else "none")
+    torch.manual_seed(0)
+    step, most = FusedStep.from_config(TransformerLM(model), config, ranks), 0
+    if ranks:
+        fetch = step.transformer.fetch
+
+        def counting(*arguments):
+            nonlocal most
+            fetch(*arguments)
+            most = max(most, sum(1 <= part <= layers for part in step.exchange.held.values()))
+
+        step.transformer.fetch = counting
+    for ids in torch.randint(VOCABULARY, (3, 2, 12, LENGTH), generator=torch.Generator().manual_seed(1)):
+        _, norm = step(*(ids.chunk(ranks, dim=1)[rank] if ranks else ids))
+    model, optimizer = step.current()
+    whole = {name: step.way.whole(p, p).detach() for name, p in model.named_parameters()}
+    held = {"masters": [*model.parameters()], "weights": [*step.transformer.compute_weights.values()],
+            "moments": [m for state in optimizer.state.values() for m in (state["m"], state["v"])]}  # fmt: skip
+    return whole, norm.item(), most, {kind: sum(t.nbytes for t in tensors) for kind, tensors in held.items()}
+
+
+@pytest.mark.parametrize(("size", "layers", "every"), [(3, 5, None), (4, 1, None), (4, 6, 1)])
+def test_an_explicit_step_divides_everything(ranks, size, layers, every):
+    """Equal to one process; of the layers at most three are whole at a time, and a rank keeps its part of the rest."""
+    alone, norm, _, whole = divided_step(0, layers, every, 0)
+    norms = sum(p.nbytes for p in alone.values() if p.ndim == 1)
+    with Ranks(size, timeout=120) if size < ranks.world_size else nullcontext(ranks) as chosen:
+        found_on_ranks = chosen.run(divided_step, layers, every, size)
+    for parameters, found, most, held in found_on_ranks:
+        torch.testing.assert_close(parameters, alone, rtol=1e-4, atol=1e-6)
+        assert found == pytest.approx(norm, rel=1e-5)
+        assert most == min(3, layers)
+        rows = size * -(-VOCABULARY // size) - VOCABULARY  # that fill up embedding and head
+        expected = {kind: (bytes - (1, 0, 2)[i] * norms + (2, 2, 4)[i] * rows * 24 * 4) / size + (1, 0, 2)[i] * norms
+                    for i, (kind, bytes) in enumerate(whole.items())}  # fmt: skip
+        assert held == expected
 
 
 def test_ranks_share_runs_of_layers_evenly():

@@ -7,13 +7,27 @@ import sys
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[1]
-CONTESTANTS = ("lmcore explicit step, ddp", "lmcore explicit step, zero1", "lmcore fsdp", "NCCL", "lmcore ring")
+CONTESTANTS = (
+    "lmcore explicit step, ddp",
+    "lmcore explicit step, fsdp, recomputing",
+    "lmcore fsdp",
+    "NCCL",
+    "lmcore ring",
+)
 
 
 def test_toy_sizes(tmp_path):
     out = tmp_path / "parallel.json"
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += ["benchmarks/parallel.py", "--toy", "--out", str(out), "--only", "large-4x1024", "all-reduce"]
+    words += [
+        "benchmarks/parallel.py",
+        "--toy",
+        "--out",
+        str(out),
+        "--only",
+        "tinystories-256x256 in all",
+        "all-reduce",
+    ]
     words += ["--contestants", *CONTESTANTS]
     done = subprocess.run(
         words, cwd=PROJECT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False

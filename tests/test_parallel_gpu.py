@@ -54,7 +54,9 @@ def test_nccl_trains_what_one_process_trains(trainers, data, alone, tmp_path, wa
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize(("way", "optimizer"), [("ddp", "adamw"), ("ddp", "muon"), ("zero1", "adamw")])
+@pytest.mark.parametrize(
+    ("way", "optimizer"), [("ddp", "adamw"), ("ddp", "muon"), ("zero1", "adamw"), ("fsdp", "adamw")]
+)
 def test_the_explicit_step_with_nccl_in_its_graph(trainers, data, tmp_path, ranks, way, optimizer):
     """As one process trains, and on from a checkpoint as if nothing had been; the graph lets go of NCCL at the end."""
     config = replace(config_here(data), optimizer__name=optimizer, **EXPLICIT)

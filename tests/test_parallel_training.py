@@ -88,7 +88,19 @@ def back_to(run: RunFolder, step: int) -> None:
         ("ddp", {"ops": "fused", "model__tie_embeddings": True, "model__d_model": 24, "optimizer__name": "muon"}),
         ("zero1", {"ops": "fused", "model__d_model": 24, "optimizer__max_grad_norm": 0.3}),
         ("zero1", {"ops": "fused", "model__d_model": 24, "model__tie_embeddings": True, "model__norm": "none"}),
-        ("fsdp", {"ops": "fused", "model__d_model": 24}),
+        ("fsdp", {"ops": "fused", "model__d_model": 24, "model__num_layers": 5, "model__vocab_size": 301}),
+        (
+            "fsdp",
+            {
+                "ops": "fused",
+                "model__d_model": 24,
+                "model__num_layers": 4,
+                "model__checkpoint_every": 1,
+                "model__tie_embeddings": True,
+                "model__norm": "none",
+                "eval_details": True,
+            },
+        ),
         ("torch-ddp", {"model__checkpoint_every": 1, "checkpoints": "sharded"}),
     ],
 )
@@ -98,9 +110,24 @@ def test_with_other_settings(trainers, data, tmp_path, way, changes):
     assert train(config, tmp_path / "alone").state == "complete"
     ended = trainers.train(replace(config, parallel=way), tmp_path / "run", 2)
     complete(ended)
+    assert "does not cover" not in ended[0].printed
     same_run(RunFolder(tmp_path / "run"), RunFolder(tmp_path / "alone"), rtol=1e-4)
-    reason = "the fused step does not cover parallel=fsdp" if way == "fsdp" and "ops" in changes else None
-    assert reason is None or (reason in ended[0].printed and reason not in ended[1].printed)
+
+
+def test_rows_that_the_ranks_cannot_share_train_as_plain_operations(trainers, data, tmp_path):
+    config = small_config(data, ops="fused", parallel="fsdp", model__d_model=24, model__d_ff=41, steps=3)
+    ended = trainers.train(config, tmp_path / "run", 2)
+    complete(ended, 3)
+    reason = "the fused step does not cover d_model=24 and d_ff=41 divided by 2 ranks"
+    assert reason in ended[0].printed
+    assert reason not in ended[1].printed
+    refused = trainers.train(replace(config, model__checkpoint_every=1), tmp_path / "refused", 2)
+    assert [e.code for e in refused] == [2, 2]
+    assert [e.sentence for e in refused] == [
+        "With parallel=fsdp only the fused step recomputes (model.checkpoint_every), and it does not cover d_model=24 "
+        "and d_ff=41 divided by 2 ranks.",
+        "",
+    ]
 
 
 def test_bf16_is_that_of_one_process_up_to_its_rounding(trainers, data, tmp_path):
@@ -117,11 +144,12 @@ def test_bf16_is_that_of_one_process_up_to_its_rounding(trainers, data, tmp_path
         assert other != losses[0]
 
 
-def test_the_explicit_step_in_bf16_saves_weights_of_every_owner(trainers, data, tmp_path):
+@pytest.mark.parametrize("way", ["zero1", "fsdp"])
+def test_the_explicit_step_in_bf16_saves_weights_of_every_owner(trainers, data, tmp_path, way):
     """Compute weights are bf16 copies: the float32 parameters come from their owners."""
     config = small_config(data, precision="bf16", ops="fused", model__d_model=24)
     assert train(config, tmp_path / "alone").state == "complete"
-    complete(trainers.train(replace(config, parallel="zero1"), tmp_path / "run", 2))
+    complete(trainers.train(replace(config, parallel=way), tmp_path / "run", 2))
     run, alone = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "alone")
     for line, expected in zip(run.metrics_lines(), alone.metrics_lines(), strict=True):
         assert line["train_loss"] == pytest.approx(expected["train_loss"], rel=5e-3)
@@ -194,7 +222,7 @@ def test_what_the_ranks_refuse(trainers, data, tmp_path, monkeypatch):
         ("fsdp", {"optimizer__name": "muon"}, "optimizer.name=muon, which needs whole matrices"),
         ("torch-fsdp2", {"precision": "fp16"}, "precision=fp16, whose loss scaling needs whole gradients"),
         ("fsdp", {"compile": True}, "compile"),
-        ("fsdp", {"model__checkpoint_every": 1}, "model.checkpoint_every=1"),
+        ("fsdp", {"model__checkpoint_every": 1}, "model.checkpoint_every=1 with ops=plain"),
     ],
 )
 def test_what_a_way_does_not_cover(data, way, changes, what):
@@ -279,12 +307,15 @@ def test_a_checkpoint_goes_on_with_another_way_and_number(
     same_run(run, alone)
 
 
-@pytest.mark.parametrize(("reader", "others"), [("zero1", 2), ("ddp", 2), ("none", 1)])
-def test_the_explicit_step_with_divided_moments_goes_on_elsewhere(trainers, data, tmp_path, reader, others):
-    config = small_config(data, ops="fused", model__d_model=24)
+@pytest.mark.parametrize(
+    ("writer", "reader", "others"),
+    [("zero1", "zero1", 2), ("zero1", "fsdp", 2), ("zero1", "none", 1), ("fsdp", "ddp", 2), ("fsdp", "fsdp", 4)],
+)
+def test_the_explicit_step_with_divided_moments_goes_on_elsewhere(trainers, data, tmp_path, writer, reader, others):
+    config = small_config(data, ops="fused", model__d_model=24, model__d_ff=48)
     assert train(config, tmp_path / "alone").state == "complete"
     run = RunFolder(tmp_path / "run")
-    complete(trainers.train(replace(config, parallel="zero1", checkpoints="sharded"), run.path, 3))
+    complete(trainers.train(replace(config, parallel=writer, checkpoints="sharded"), run.path, 3))
     back_to(run, 8)
     config = replace(config, parallel=reader)
     if reader == "none":

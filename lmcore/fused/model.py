@@ -34,6 +34,9 @@ from lmcore.model import TransformerLM
 ROWS_PER_PRODUCT, MOST_LAYERS = 16_384, 8
 """Rows of activations that one batched matmul of weight gradients takes, since fewer would leave multiprocessors idle,
 and layers at most: on the H200 from 4 to 12 of them differ by less than a percent of the step, and need more memory."""
+GATHERED, UNREDUCED = 3, 2
+"""Of divided matrices: layers whose weights are whole at a time, the one in use and the next two, and layers whose
+whole gradients may wait for the network."""
 
 
 def on_its_device(method: Callable) -> Callable:
@@ -56,8 +59,8 @@ def on_its_device(method: Callable) -> Callable:
     return call
 
 
-def nothing(parts: int | Collection[int]) -> None:
-    """What is done before and after parts of a pass for which nobody waits."""
+def nothing(*_: int | Collection[int]) -> None:
+    """Default callback: does nothing."""
 
 
 class Group:
@@ -108,8 +111,10 @@ class FusedTransformer:
     Both are views that stay. `overlap` computes weight gradients beside the chain of the others, and
     `layers_per_matmul` is G, how many layers share one batched matmul of them (None: by the number of rows). A model
     with `checkpoint_every`, whatever its value, saves of each layer the inputs of both norms and attention's output,
-    and recomputes the rest, one group at a time (selective recomputation, Korthikanti et al. 2022). Raises
-    `UserError` for a model or a `dtype` that it does not cover.
+    and recomputes the rest, one group at a time (selective recomputation, Korthikanti et al. 2022). With `ranks` the
+    parameters are a rank's rows of each matrix (`distributed.fsdp.FSDP`), and so are `compute_weights` and `gradients`:
+    `sharding.Shards` gathers the matrices of a few layers at a time. Raises `UserError` for a model or a `dtype` that
+    it does not cover.
     """
 
     def __init__(
@@ -118,20 +123,25 @@ class FusedTransformer:
         dtype: torch.dtype,
         overlap: bool = True,
         layers_per_matmul: int | None = None,
+        ranks: int = 0,
     ):
-        reason = unsupported_reason(model.config, precision_of(dtype))
+        reason = unsupported_reason(model.config, precision_of(dtype), ranks)
         require(reason is None, f"The fused step does not cover {reason}.")
         self.model, self.config, self.dtype = model, model.config, dtype
         self.device = model.lm_head.weight.device
-        self.weights, self.grads = PackedMatrices(model, dtype), PackedMatrices(model, dtype)
+        self.layers_per_matmul = 1 if ranks else layers_per_matmul
+        slots = (GATHERED, UNREDUCED) if ranks else (None, None)
+        self.weights, self.grads = (PackedMatrices(model, dtype, slots[i], max(1, ranks)) for i in range(2))
         self.norm_weights = norm_weights_of(model)
         self.norm_weight_grads = torch.zeros(len(self.norm_weights), self.config.d_model, device=self.device)
-        self.compute_weights: dict[nn.Parameter, Tensor] = dict(self.weights.views)
-        self.gradients = self.grads.views | dict(zip(self.norm_weights, self.norm_weight_grads, strict=True))
+        own = [{p: torch.zeros_like(p, dtype=dtype) for p in self.weights.views} for _ in range(2 if ranks else 0)]
+        self.compute_weights, gradients = own or (dict(self.weights.views), self.grads.views)
+        self.gradients = gradients | dict(zip(self.norm_weights, self.norm_weight_grads, strict=True))
+        self.fetch: Callable[[int, int], None] = nothing  # a part's weights, and which way the pass goes
+        self.vacate: Callable[[range], None] = nothing  # where these layers' gradients will be
         self.rope = model.layers[0].attn.rope
         self.eps = model.ln_final.eps if self.norm_weights else 0.0
         self.side_stream = SideStream(self.device, overlap)
-        self.layers_per_matmul = layers_per_matmul
         self.recomputes = model.config.checkpoint_every is not None
         self.refresh()
 
@@ -149,6 +159,7 @@ class FusedTransformer:
             group = Group(self.config, range(index, index + 1), x)
             x, branch = self._layer_forward(group, 0, x, branch, inputs.shape)
         _, normed, _ = self._norm(-1, x, branch)
+        self.fetch(1 + self.config.num_layers, 1)
         return linear_cross_entropy_loss(normed, self.weights.head, targets.flatten(), self.config.vocab_size)
 
     @property
@@ -188,6 +199,7 @@ class FusedTransformer:
             tokens_sorted = self.side_stream.record()
         groups, x, branch = self._forward_groups(inputs, before)
         before(1 + self.config.num_layers)
+        self.fetch(1 + self.config.num_layers, 1)
         x, normed, rstd = self._norm(-1, x, branch)
         loss, dnormed, _ = linear_cross_entropy_gradients(
             normed, self.weights.head, targets.flatten(), self.config.vocab_size, dw=self.grads.head
@@ -237,6 +249,7 @@ class FusedTransformer:
     def _embed(self, inputs: Tensor) -> Tensor:
         length, most = inputs.shape[1], self.config.context_length
         require(length <= most, f"The input has {length} positions; context_length is {most}.")
+        self.fetch(0, 1)
         return self.weights.embedding.index_select(0, inputs.flatten())
 
     def _forward_groups(self, inputs: Tensor, before: Callable[[int], None]) -> tuple[list[Group], Tensor, Tensor]:
@@ -259,31 +272,35 @@ class FusedTransformer:
     ) -> tuple[Tensor, Tensor]:
         """Layer `i` of the group on the sum x + branch (N, D); gives back its result as two summands likewise."""
         layer, w, qkv = group.layers[i], self.weights, group.qkv[i]
+        self.fetch(1 + layer, 1)
         x, normed, rstd = self._norm(2 * layer, x, branch, group.normed1[i])
         saved = Saved(x, rstd)
-        torch.mm(normed, w.qkv[layer].t(), out=qkv)
+        torch.mm(normed, w.qkv[w.slot(layer)].t(), out=qkv)
         sizes = (*shape, self.config.num_heads)
         if self.rope is not None:
             saved.lse = rope_attention_forward(qkv, self.rope.cos, self.rope.sin, sizes, group.heads[i])
         else:
             _, saved.lse = attention_forward(*split_heads(qkv, sizes), True, out=heads_of(group.heads[i], sizes))
-        branch = torch.mm(group.heads[i], w.out[layer].t())
+        branch = torch.mm(group.heads[i], w.out[w.slot(layer)].t())
         saved.x2, _, saved.rstd2 = self._norm(2 * layer + 1, x, branch, group.normed2[i])
         self._hidden(group, i)
         group.saved.append(saved)
-        return saved.x2, torch.mm(group.h[i], w.w2[layer].t())
+        return saved.x2, torch.mm(group.h[i], w.w2[w.slot(layer)].t())
 
     def _hidden(self, group: Group, i: int) -> None:
         """W1 x, W3 x and the gated product of layer `i`, given the normed x."""
-        torch.mm(group.normed2[i], self.weights.w13[group.layers[i]].t(), out=group.ab[i])
+        w = self.weights
+        torch.mm(group.normed2[i], w.w13[w.slot(group.layers[i])].t(), out=group.ab[i])
         swiglu_forward(group.ab[i], group.h[i])
 
     def _recompute(self, group: Group, length: int) -> None:
         """The operands of the group's layers again, from what was saved."""
         group.allocate_operands()
+        w = self.weights
         for i, (layer, saved) in enumerate(zip(group.layers, group.saved, strict=True)):
+            self.fetch(1 + layer, -1)
             self._norm(2 * layer, saved.x1, None, group.normed1[i])
-            torch.mm(group.normed1[i], self.weights.qkv[layer].t(), out=group.qkv[i])
+            torch.mm(group.normed1[i], w.qkv[w.slot(layer)].t(), out=group.qkv[i])
             if self.rope is not None:
                 rope_(group.qkv[i], self.rope.cos, self.rope.sin, length)
             self._norm(2 * layer + 1, saved.x2, None, group.normed2[i])
@@ -315,11 +332,13 @@ class FusedTransformer:
     def _layer_backward(self, group: Group, i: int, dx: Tensor, shape: torch.Size, partials: Tensor) -> None:
         """Writes the gradient of layer `i`'s input into `dx`, given that of its result in `group.dy[i]`."""
         layer, w, saved = group.layers[i], self.weights, group.saved[i]
-        linear_swiglu_backward_(group.dy[i], w.w2[layer], group.ab[i])
-        dnormed = torch.mm(group.ab[i], w.w13[layer])
+        slot = w.slot(layer)
+        self.fetch(1 + layer, -1)
+        linear_swiglu_backward_(group.dy[i], w.w2[slot], group.ab[i])
+        dnormed = torch.mm(group.ab[i], w.w13[slot])
         self._norm_backward(2 * layer + 1, dnormed, saved.x2, saved.rstd2, group.dy[i], group.dx2[i], partials)
-        self._attention_backward(group, i, torch.mm(group.dx2[i], w.out[layer]), shape)
-        dnormed = torch.mm(group.dqkv[i], w.qkv[layer])
+        self._attention_backward(group, i, torch.mm(group.dx2[i], w.out[slot]), shape)
+        dnormed = torch.mm(group.dqkv[i], w.qkv[slot])
         self._norm_backward(2 * layer, dnormed, saved.x1, saved.rstd1, group.dx2[i], dx, partials)
 
     def _attention_backward(self, group: Group, i: int, dheads: Tensor, shape: torch.Size) -> None:
@@ -334,7 +353,9 @@ class FusedTransformer:
 
     def _weight_gradients(self, group: Group) -> None:
         """dW = dy^T x of every matrix of the group's layers, one batched matmul per kind of matrix."""
-        layers = slice(group.layers.start, group.layers.stop)
+        self.vacate(group.layers)
+        first = self.grads.slot(group.layers.start)
+        layers = slice(first, first + len(group.layers))
         for dy, x, dw in (
             (group.dy, group.h, self.grads.w2),
             (group.ab, group.normed2, self.grads.w13),

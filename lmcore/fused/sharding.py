@@ -1,8 +1,12 @@
-"""What the ranks of a sharded step send each other: gradients to their owners, updated weights back to all.
+"""What the ranks of a sharded step send each other (ZeRO, Rajbhandari et al. 2020).
 
-Layers lie one behind the other in packed tensors. Of a run of layers that the ranks share evenly each rank owns
-neighbours, so that one reduce-scatter and one all-gather, both in place, serve a whole run for each kind of matrix
-(ZeRO stage 1, Rajbhandari et al. 2020). Of the rest each parameter is a message of its own.
+`Exchange`, stage 1: gradients go to their owners, updated weights back to all. Layers lie one behind the other in
+packed tensors. Of a run of layers that the ranks share evenly each rank owns neighbours, so that one reduce-scatter and
+one all-gather, both in place, serve a whole run for each kind of matrix. Of the rest each parameter is a message of its
+own.
+
+`Shards`, stage 3: a rank has some rows of every matrix, of its gradient and of its moments. Weights are whole while a
+layer needs them.
 """
 
 from collections.abc import Collection
@@ -89,3 +93,73 @@ class Exchange:
             torch._foreach_copy_([p.data for p in weights], list(self.norms))
         for work in sent:
             work.wait()
+
+    def counted_again(self) -> float:
+        """Each gradient is measured by its owner alone."""
+        return 0.0
+
+
+class Shards:
+    """The messages of a step of `transformer`, of whose matrices each of `ranks` has its rows alone.
+
+    Weights of a part are gathered while the two parts before it, in the direction of the pass, are computed; those of a
+    layer once more in the backward pass, unless they are still there. Whole gradients leave as soon as they are final.
+    """
+
+    def __init__(self, transformer: FusedTransformer, ranks: int):
+        self.transformer, self.ranks = transformer, ranks
+        self.matrices: dict[int, list[nn.Parameter]] = {}
+        for p, part in transformer.parts.items():
+            if p in transformer.compute_weights:
+                self.matrices.setdefault(part, []).append(p)
+        self.held: dict[int, int] = {}  # the part whose weights are, or will be, at a place
+        self.arriving: dict[int, list[dist.Work]] = {}  # by part
+        self.leaving: dict[int, list[dist.Work]] = {}  # by place of a layer's gradients
+        transformer.fetch, transformer.vacate = self.fetch, self.vacate
+
+    def fetch(self, part: int, step: int) -> None:
+        """Lets the current stream wait for the weights of a part; begins to gather those that `step` leads to next."""
+        if part == 0:  # a new pass: the weights have changed
+            for known in (self.held, self.arriving, self.leaving):
+                known.clear()
+        first, last = (0, 1 + self.transformer.config.num_layers) if step > 0 else (1, part)
+        for wanted in (part, part + step, part + 2 * step):
+            layer = 1 <= wanted <= self.transformer.config.num_layers
+            place = self.transformer.weights.slot(wanted - 1) if layer else -1 - wanted
+            if first <= wanted <= last and self.held.get(place) != wanted:
+                self.held[place] = wanted
+                self.arriving[wanted] = [
+                    all_gather_rows(
+                        self.transformer.weights.views[p], self.transformer.compute_weights[p], async_op=True
+                    )
+                    for p in self.matrices.get(wanted, ())
+                ]
+        for work in self.arriving.pop(part, ()):
+            work.wait()
+
+    def vacate(self, layers: range) -> None:
+        """Lets the current stream wait until gradients of other layers have left the place of those of `layers`."""
+        for layer in layers:
+            for work in self.leaving.pop(self.transformer.grads.slot(layer), ()):
+                work.wait()
+
+    def reduce(self, parts: Collection[int], how: dist.ReduceOp) -> list[tuple[dist.Work, Tensor]]:
+        """Begins to sum and scatter the gradients of these `parts`; the messages, and what arrives here."""
+        found = []
+        for part in parts:
+            for p in self.matrices.get(part, ()):
+                own = self.transformer.gradients[p]
+                found.append((reduce_scatter_rows(own, self.transformer.grads.views[p], how, async_op=True), own))
+                if 1 <= part <= self.transformer.config.num_layers:
+                    self.leaving.setdefault(self.transformer.grads.slot(part - 1), []).append(found[-1][0])
+        if 0 in parts and len(self.transformer.norm_weight_grads):
+            gradient = self.transformer.norm_weight_grads
+            found.append((dist.all_reduce(gradient, how, async_op=True), gradient))
+        return found
+
+    def gather(self) -> None:
+        """Nothing: the next pass gathers what it needs."""
+
+    def counted_again(self) -> Tensor:
+        """What the sum of all ranks' squares has too much on each: every rank has all gradients of the norms."""
+        return (1 - 1 / self.ranks) * self.transformer.norm_weight_grads.square().sum()

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from lmcore.config import TrainConfig
 from lmcore.distributed.ddp import broadcast_state
 from lmcore.distributed.sharded_optimizer import ShardedOptimizer
-from lmcore.distributed.strategies import Alone
+from lmcore.distributed.strategies import Alone, OurFSDP
 from lmcore.errors import require
 from lmcore.fused.model import FusedTransformer, nothing
-from lmcore.fused.sharding import Exchange, owners_by_layer
+from lmcore.fused.sharding import Exchange, Shards, owners_by_layer
 from lmcore.fused.streams import HIGH, SideStream
 from lmcore.kernels.adamw import FusedAdamW
 from lmcore.model import TransformerLM
@@ -50,7 +50,8 @@ class FusedStep:
     the batch: gradients of layers are summed while the backward pass goes on with those before them, and averaged. If
     the optimizer is a `ShardedOptimizer` of `FusedAdamW`, each parameter's gradient goes to its owner alone, which
     sends the updated compute weight back (`sharding.Exchange`: layers go together where their owners are those of
-    `owners_by_layer`); `current` brings the float32 parameters up to date, on all ranks at once.
+    `owners_by_layer`); `current` brings the float32 parameters up to date, on all ranks at once. If `way` is `OurFSDP`,
+    which has divided the model, a rank computes, receives and updates its rows of each matrix (`sharding.Shards`).
     An optimizer serves the last step that was made with it. Raises `UserError` for a model or a `dtype` that is not
     covered, an empty batch, and a `pipelined` step with another optimizer than `FusedAdamW`.
     """
@@ -70,12 +71,14 @@ class FusedStep:
         layers_per_matmul: int | None = None,
         pipelined: bool | None = None,
         ranks: int = 0,
+        way: Alone | None = None,
     ):
         found = f"A batch holds at least one id; batch_size is {batch_size} and context_length {context_length}."
         require(min(batch_size, context_length) > 0, found)
-        self.transformer = FusedTransformer(model, dtype, overlap, layers_per_matmul)
+        divided = isinstance(way, OurFSDP)
+        self.transformer = FusedTransformer(model, dtype, overlap, layers_per_matmul, ranks if divided else 0)
         self.optimizer, self.max_grad_norm, self.ranks = optimizer, max_grad_norm, ranks
-        self.way = Alone(model)
+        self.way = way or Alone(model)
         self.parameters = list(self.transformer.gradients)
         self.versions = self._versions()
         self.shape = torch.Size((batch_size, context_length))
@@ -89,8 +92,12 @@ class FusedStep:
             )
             found = f"of {len(self.parameters)} parameters this one of {ranks} ranks updates none with FusedAdamW"
             require(self.adamw is not None, f"A sharded step needs a FusedAdamW on every rank; {found}.")
+        self.exchange: Exchange | Shards | None = None  # of gradients and weights that are divided
+        if self.sharded is not None:
             self.exchange = Exchange(self.transformer, self.sharded)
-        ours = self.adamw is not None and self.sharded is None
+        elif divided:
+            self.exchange = Shards(self.transformer, ranks)
+        ours = self.adamw is not None and self.exchange is None
         by_default = ours and leaves_room(self.transformer.device, self.shape.numel(), model.config.d_model)
         self.pipelined = by_default if pipelined is None else pipelined
         require(
@@ -111,7 +118,10 @@ class FusedStep:
     @classmethod
     def from_config(cls, model: TransformerLM, config: TrainConfig, ranks: int = 0) -> "FusedStep":
         """The step of a training run, with the run's optimizer; see `lmcore.train.training_step`."""
-        if ranks:
+        way = None
+        if ranks and config.parallel == "fsdp":
+            way = OurFSDP(model, config)
+        elif ranks:
             broadcast_state(model)
         limit = config.optimizer.max_grad_norm or math.inf  # without a limit the norm is measured all the same
         adamw = partial(FusedAdamW, max_grad_norm=limit)
@@ -123,7 +133,7 @@ class FusedStep:
             optimizer = build_optimizer(model, config.optimizer, adamw)
         context, dtype = config.model.context_length, DTYPES[config.precision]
         rows = config.batch_size // max(1, ranks)
-        return cls(model, optimizer, rows, context, dtype, max_grad_norm=limit, ranks=ranks)
+        return cls(model, optimizer, rows, context, dtype, max_grad_norm=limit, ranks=ranks, way=way)
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, targets: Tensor, lr: float | None = None) -> tuple[Tensor, Tensor]:
@@ -201,15 +211,15 @@ class FusedStep:
     def _measure(self) -> None:
         """The norm of all gradients; where they are divided, each rank measures its own, and the squares are summed."""
         self.adamw.measure()
-        if self.sharded is not None:
-            square = self.adamw.norm.square()
+        if self.exchange is not None:
+            square = self.adamw.norm.square() - self.exchange.counted_again()
             dist.all_reduce(square)
             self.adamw.norm.copy_(square.sqrt())
 
     def _apply(self) -> None:
         """The update; of a sharded one everybody gets the weights that the next step computes with."""
         self.adamw.apply()
-        if self.sharded is not None:
+        if self.exchange is not None:
             self.exchange.gather()
 
     def _notice_writes(self) -> None:
@@ -248,7 +258,7 @@ class FusedStep:
 
         def finished(parts: Collection[int]) -> None:
             left.difference_update(parts)
-            if self.sharded is None:
+            if self.exchange is None:
                 for gradient in self.transformer.packed_gradients(parts):
                     sums.append((dist.all_reduce(gradient, how, async_op=True), gradient))
                 return

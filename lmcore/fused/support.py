@@ -16,8 +16,12 @@ def precision_of(dtype: torch.dtype) -> str:
     return PRECISIONS.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def unsupported_reason(config: ModelConfig, precision: str) -> str | None:
-    """What of this model or precision the fused step does not cover, to end a sentence with; None if it covers it."""
+def unsupported_reason(config: ModelConfig, precision: str, ranks: int = 0) -> str | None:
+    """What of this model or precision the fused step does not cover, to end a sentence with; None if it covers it.
+
+    `ranks` is the number of processes that divide the weights, if they do.
+    """
+    ranks = ranks or 1
     obstacles = {
         f"norm={config.norm}": config.norm == "post",
         f"position={config.position}": config.position == "sinusoidal",
@@ -27,6 +31,8 @@ def unsupported_reason(config: ModelConfig, precision: str) -> str | None:
         f"dropout={config.dropout}": config.dropout > 0,
         f"heads of {config.d_k} features (at most {MAX_HEAD_SIZE})": config.d_k > MAX_HEAD_SIZE,
         f"d_model={config.d_model} (at most {WIDEST_ROW})": config.d_model > WIDEST_ROW,
+        f"d_model={config.d_model} and d_ff={config.d_ff} divided by {ranks} ranks": config.d_model % ranks
+        or config.d_ff % ranks,
         f"precision={precision}": precision not in ("bf16", "fp32", "tf32"),
     }
     found = [name for name, present in obstacles.items() if present]
