@@ -123,9 +123,10 @@ def steps(work: str, name: str, device: torch.device, toy: bool) -> dict[str, An
     batch = torch.randint(model.vocab_size, (2, rows, context), device=device)
     try:
         step = contestant(name, config, device, toy)
-        losses = [mean(step(*batch)[0]) for _ in range(COMPARED)]
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)  # the peak is that of a step, not of what made the model
+            # the peak is that of steps, not of what made the model; memory of a graph counts while it is captured
+            torch.cuda.reset_peak_memory_stats(device)
+        losses = [mean(step(*batch)[0]) for _ in range(COMPARED)]
         seconds = timed(lambda: step(*batch), device)
         run = {"outcome": "complete", "losses": losses} | seconds
     except ImportError as error:
@@ -154,11 +155,12 @@ def steps(work: str, name: str, device: torch.device, toy: bool) -> dict[str, An
 def contestant(name: str, config: TrainConfig, device: torch.device, toy: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """The step of a contestant on this rank, from the weights that all start from."""
     torch.manual_seed(0)
-    model = TransformerLM(config.model, device=device)
+    chosen = replace(config, **LMCORE.get(name, {}))
+    model = TransformerLM(chosen.model, device=device)
     if name in LMCORE:
         # compiling a deep model as a whole takes minutes; the explicit step needs no compiler
-        compiled = not toy and LMCORE[name]["parallel"] != "fsdp" and config.model.num_layers <= 12
-        chosen = replace(config, compile=compiled, **LMCORE[name])
+        compiled = not toy and chosen.parallel != "fsdp" and chosen.model.num_layers <= 12
+        chosen = replace(chosen, compile=compiled)
         step, reason = training_step(model, chosen, device, dist.get_world_size())
         require(reason is None, f"The explicit step does not cover {reason}.")
         return step
