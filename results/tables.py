@@ -29,6 +29,7 @@ from lmcore.workbook.report.coverage import counts, coverage
 from lmcore.workbook.report.tables import read_results
 
 PROJECT = Path(__file__).parents[1]
+H100 = PROJECT / "results" / "h100"
 H200 = PROJECT / "results" / "h200"
 SPEED = H200 / "speed.json"
 
@@ -309,20 +310,22 @@ def contestants(like: str, index: Mapping[str, str], value: str, words: Callable
     return markdown(shown.to_dict("records"))
 
 
-def parallel_rows() -> pd.DataFrame:
+def parallel_rows(folder: Path = H200) -> pd.DataFrame:
     """What benchmarks/parallel.py measured."""
-    return pd.DataFrame(read_json(H200 / "parallel.json")["rows"])
+    return pd.DataFrame(read_json(folder / "parallel.json")["rows"])
 
 
-def parallel() -> str:
-    """Training steps on several GPUs, by contestant: the same batch on each, so that the time of one is the ideal."""
-    rows, made = parallel_rows(), []
+def parallel(folder: Path = H200) -> str:
+    """Training steps on several GPUs, by contestant, and how near they come to the ideal: one GPU's time with the same
+    batch on each, or, where one batch is divided, that time divided by the ranks."""
+    rows, made = parallel_rows(folder), []
     steps, counts_of_ranks = rows[rows["work"] != "all-reduce"], sorted(rows["ranks"].unique())
     for work in steps["work"].unique():
         for contestant, found in steps[steps["work"] == work].groupby("contestant", sort=False):
             of = found.set_index("ranks").sort_index()
             most, seconds = of.iloc[-1], of["seconds"].reindex(counts_of_ranks)
-            ideal = seconds.get(1) / most["seconds"] if most.name > 1 else math.nan
+            alone = seconds.get(1) / (most.name if work.endswith("in all") else 1)
+            ideal = alone / most["seconds"] if most.name > 1 else math.nan
             times = {f"ms, {n}": "–" if pd.isna(time) else f"{1e3 * time:.1f}" for n, time in seconds.items()}
             made.append({"work": work, "contestant": contestant} | times | {
                 "of ideal": "–" if pd.isna(ideal) else f"{ideal:.0%}",
@@ -383,7 +386,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "speed-memory-attention": partial(contestants, "memory-attention", CONTEXT, "peak_bytes", format_bytes),
         "speed-memory-step": partial(contestants, "memory-step", CONTEXT, "peak_bytes", format_bytes),
     },
-    "benchmarks/README.md": {"speed": speed, "parallel": parallel},
+    "benchmarks/README.md": {"speed": speed, "parallel": parallel, "parallel-h100": lambda: parallel(H100)},
     "results/README.md": {
         "faults": lambda: markdown(fault_counts().astype(str).to_dict("records")),
         "official": official,

@@ -23,8 +23,6 @@ class Problem:
     """Letters of its parts, as the notebooks name them."""
     answered: tuple[str, ...]
     """Letters of the parts that are answered; of a problem without parts, "" if it is."""
-    lacks: str = ""
-    """What the answer leaves out besides, in words."""
 
     @property
     def state(self) -> str:
@@ -34,7 +32,7 @@ class Problem:
     @property
     def without(self) -> str:
         """What an answer leaves out: ", without (a) (b)"."""
-        missing = [f"({part})" for part in self.parts if part not in self.answered] + [self.lacks] * bool(self.lacks)
+        missing = [f"({part})" for part in self.parts if part not in self.answered]
         return f", without {' '.join(missing)}" if self.answered and missing else ""
 
     @property
@@ -65,10 +63,7 @@ def coverage(answers: Iterable[tuple[str, str]]) -> list[Problem]:
         there = [letter for letter, course in named if course in row["handout"]]
         # an answer without a part is one to all parts
         answered = [part for part in row["parts"] if part in there or "" in there] if row["parts"] else there[:1]
-        problem = Problem(
-            row["handout"], row["place"], row["problem"], row["parts"], tuple(answered), row["lacks"] or ""
-        )
-        found.append(problem)
+        found.append(Problem(row["handout"], row["place"], row["problem"], row["parts"], tuple(answered)))
     return found
 
 
