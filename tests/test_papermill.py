@@ -127,6 +127,7 @@ WRONG = [
     ("08_experiments", "leaderboard_tokenizer=bpe:9", "must be gpt2, bpe: and a size above 256"),
     ("08_experiments", "leaderboard_steps=0", "must be a positive whole number, not 0"),
     ("09_distributed", "world_sizes=[1]", "each value a whole number from 2 on"),
+    ("09_distributed", "gloo_ranks=[1]", "each value a whole number from 2 on"),
     ("09_distributed", "backend=mpi", "must be one of auto, gloo, nccl, not 'mpi'"),
     ("09_distributed", "bucket_sizes_mb=[0]", "each value a positive number"),
     ("09_distributed", "size=huge", "must be one of tinystories"),

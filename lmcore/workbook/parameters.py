@@ -220,6 +220,7 @@ RULES: dict[str, Rule] = {
         "additions": several(one_of(ADDITIONS), 0),
         "web_tokenizers": DIFFERENT_TOKENIZERS,
         "world_sizes peak_ranks": several(whole("a whole number from 2 on", 2)),
+        "gloo_ranks": several(whole("a whole number from 2 on", 2), 0),
         "message_sizes_mb bucket_sizes_mb": several(POSITIVE),
         "backend": one_of(("auto", "gloo", "nccl")),
         "seeds recipe_seeds": several(whole("a whole number from 0 on", least=0)),
