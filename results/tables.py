@@ -342,6 +342,20 @@ def parallel(folder: Path = H200) -> str:
     )
 
 
+def parallel_h100() -> str:
+    """The same on H100s, and how the explicit step with everything divided compares with FSDP2."""
+    rows = parallel_rows(H100)
+    rows = rows[rows["work"] == "xl-2026-4x512"].set_index("contestant")
+    peers = rows[rows.index.str.startswith("HF compiled, FSDP2")]
+    found = []
+    for name in ("lmcore explicit step, fsdp", "lmcore explicit step, fsdp, recomputing"):
+        gains, memory = peers["seconds"] / rows["seconds"][name], rows["peak_bytes"][name] / peers["peak_bytes"].min()
+        found.append(
+            f"*{name}* is {gains.min():.2f} to {gains.max():.2f} times as fast in {memory:.2f} times the memory"
+        )
+    return f"{parallel(H100)}\n\nBeside FSDP2 on `xl-2026-4x512`: {'; '.join(found)}."
+
+
 def answered() -> str:
     """How many problems of each handout the committed answers solve."""
     names = [name for found in read_json(H200 / "answers.json").values() for name in found]
@@ -386,7 +400,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "speed-memory-attention": partial(contestants, "memory-attention", CONTEXT, "peak_bytes", format_bytes),
         "speed-memory-step": partial(contestants, "memory-step", CONTEXT, "peak_bytes", format_bytes),
     },
-    "benchmarks/README.md": {"speed": speed, "parallel": parallel, "parallel-h100": lambda: parallel(H100)},
+    "benchmarks/README.md": {"speed": speed, "parallel": parallel, "parallel-h100": parallel_h100},
     "results/README.md": {
         "faults": lambda: markdown(fault_counts().astype(str).to_dict("records")),
         "official": official,
