@@ -108,7 +108,7 @@ FIRST = [
     cell(show(show_source(tiny_png))),
     cell(display({"text/plain": "left out"}), tags=["remove_output"]),
     cell(show(answers.answer("transformer_accounting (a)", "There are **1.64 billion** parameters."))),
-    cell(show(answers.answer("transformer_accounting (b)", "| part | share |\n|---|---|\n| ffn | 60% |"))),
+    cell(show(answers.answer("transformer_accounting (b)", "| part | share |\n|---|---|\n| the ffn | 60.5 ms |"))),
     cell(show(answers.answer("transformer_accounting (b)", "Again."))),
 ]
 SECOND = ["# 02 Train\n\nBack to [the table](01_build.ipynb#Wide-Table).", cell(show(answers.answer("adamw", "Done.")))]
@@ -207,6 +207,10 @@ def test_answers_are_marked_and_listed(writeup):
         re.DOTALL,
     )
     assert "1.64 billion" in pdf_text(pdf)
+
+
+def test_numbers_of_tables_stay_with_their_units(writeup):
+    assert re.search(r"<td[^>]*>the ffn</td>\s*<td[^>]*>60.5\u00a0ms</td>", writeup[1])
 
 
 def test_provenance_heads_the_page(writeup):

@@ -316,9 +316,12 @@ NUMBER = re.compile(r"[-+−]?[\d,.]*\d[\d,.]*([eE][-+]?\d+)?\s*([%×x]|[A-Za-z�
 
 
 def _free_columns(node: Node) -> None:
-    """Columns as wide as their content, and numbers to the right."""
+    """Columns as wide as their content, numbers in one line with their units, and to the right."""
     columns, bodies = node["c"][2], node["c"][4]
     rows = [row[1] for body in bodies for row in body[3]]
+    for blocks in (cell[4] for row in rows for cell in row if NUMBER.fullmatch(text_of(cell[4]).strip())):
+        for block in blocks:
+            block["c"] = [{"t": "Str", "c": "\u00a0"} if each["t"] == "Space" else each for each in block["c"]]
     for index, column in enumerate(columns):
         column[1] = {"t": "ColWidthDefault"}
         texts = [text_of(row[index][4]).strip() for row in rows if index < len(row)]
