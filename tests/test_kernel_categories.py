@@ -123,6 +123,15 @@ def test_multi_tensor_copies_are_copies():
         (NAMES["matmul"][4], "cutlass_80_simt_sgemm_128x64_8x5_nt_align1"),
         (ELEMENTWISE.format("at::native::CUDAFunctor_add<float>"), "vectorized_elementwise_kernel (add)"),
         (
+            "void at::native::elementwise_kernel<(int)128, (int)2, void at::native::gpu_kernel_impl_nocast<at::native::"
+            "<unnamed>::masked_fill_kernel(at::TensorIterator &, const c10::Scalar &)::[lambda()]>(int, T3)",
+            "elementwise_kernel (masked_fill)",
+        ),
+        (
+            ELEMENTWISE.format("at::native::addcdiv_cuda_kernel(at::TensorIteratorBase &)"),
+            "vectorized_elementwise_kernel (addcdiv)",
+        ),
+        (
             ELEMENTWISE.format("BinaryFunctor<float, float, float, at::native::binary_internal::MulFunctor<float>>"),
             "vectorized_elementwise_kernel (Mul)",
         ),

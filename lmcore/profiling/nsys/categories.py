@@ -59,7 +59,7 @@ def kernel_category(name: str) -> str:
 
 FUNCTION = re.compile(
     r"std::(multiplies|plus|minus|divides)\b|CUDAFunctor(?:On(?:Self|Other))?_(\w+)|(\w+?)_kernel_(?:cuda|impl)\b"
-    r"|(\w+?)Functor\b|(\w+?)_functor\b|(\w+?)Ops\b|native::(Copy|Sqrt)<|(arange)_cuda_out"
+    r"|(\w+?)Functor\b|(\w+?)_functor\b|(\w+?)Ops\b|native::(Copy|Sqrt)<|(arange)_cuda_out|(\w+?)(?:_cuda)?_kernel\("
 )
 """Where PyTorch's elementwise and reduction kernels say which function they compute: the last place in the name."""
 
