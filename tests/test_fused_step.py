@@ -48,18 +48,20 @@ def test_loss_and_gradients_are_those_of_autograd(name, every, layers_per_matmul
 def test_recomputation_changes_memory_alone(name, device):
     """Loss and gradients to the last bit; of each layer two inputs and attention's output stay until the backward."""
     config, results = SHAPES[name], []
-    for every in (None, 1):
+    for every, elementwise in ((None, False), (None, True), (1, True)):
         transformer = FusedTransformer(model_of(replace(config, checkpoint_every=every), device), torch.float32)
+        transformer.recomputes_elementwise = elementwise
         torch.manual_seed(1)
         inputs, targets = batch_of(config, device=device)
         with torch.no_grad():
             kept = transformer._forward_groups(inputs, nothing)[0]
         held = {t.untyped_storage().data_ptr(): t.nbytes for g in kept for t in vars(g).values() if is_tensor(t)}
         results.append((transformer.forward_backward(inputs, targets), *transformer.gradients.values()))
-        rows = inputs.numel()
-        per_layer = 1 if every else 3 + 3 + 3 * config.d_ff / config.d_model
-        assert sum(held.values()) == 4 * rows * config.d_model * config.num_layers * per_layer
-    assert all(map(torch.equal, *results))
+        d, d_ff = config.d_model, config.d_ff
+        per_row = d if every else 4 * d + 2 * d_ff if elementwise else 6 * d + 3 * d_ff
+        assert sum(held.values()) == 4 * inputs.numel() * config.num_layers * per_row
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
 
 
 def test_half_precision_is_near(device):

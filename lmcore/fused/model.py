@@ -75,14 +75,23 @@ class Group:
     def allocate_operands(self) -> None:
         """Memory for what the layers' matrices read and give out."""
         size, rows, d = self.heads.shape
-        self.normed1, self.normed2 = torch.empty_like(self.heads), torch.empty_like(self.heads)
         self.qkv = self.heads.new_empty(size, rows, 3 * d)
         self.ab = self.heads.new_empty(size, rows, 2 * self.d_ff)  # W1 x and W3 x; in the backward pass their gradients
-        self.h = self.heads.new_empty(size, rows, self.d_ff)
+        self.allocate_elementwise()
+
+    def allocate_elementwise(self) -> None:
+        """Of these, memory for what comes of passes over elements: the norms' outputs and the gated product."""
+        self.normed1, self.normed2 = torch.empty_like(self.heads), torch.empty_like(self.heads)
+        self.h = self.heads.new_empty(*self.heads.shape[:2], self.d_ff)
 
     def free_operands(self) -> None:
         """Leaves what is `saved`, and attention's output, the most expensive to recompute."""
-        del self.normed1, self.normed2, self.qkv, self.ab, self.h
+        self.free_elementwise()
+        del self.qkv, self.ab
+
+    def free_elementwise(self) -> None:
+        """Leaves what takes a matmul or attention to recompute."""
+        del self.normed1, self.normed2, self.h
 
     def begin_backward(self) -> None:
         """Makes room for the gradients of what the layers' matrices gave out."""
@@ -112,9 +121,9 @@ class FusedTransformer:
     `layers_per_matmul` is G, how many layers share one batched matmul of them (None: by the number of rows). A model
     with `checkpoint_every`, whatever its value, saves of each layer the inputs of both norms and attention's output,
     and recomputes the rest, one group at a time (selective recomputation, Korthikanti et al. 2022). With `ranks` the
-    parameters are a rank's rows of each matrix (`distributed.fsdp.FSDP`), and so are `compute_weights` and `gradients`:
-    `sharding.Shards` gathers the matrices of a few layers at a time. Raises `UserError` for a model or a `dtype` that
-    it does not cover.
+    parameters are a rank's rows of each matrix (`distributed.fsdp.FSDP`), and so are `gradients`; there are no
+    `compute_weights`: `sharding.Shards` casts and gathers the matrices of a few layers at a time. Memory counts there,
+    so what takes no matmul is always recomputed. Raises `UserError` for a model or a `dtype` that it does not cover.
     """
 
     def __init__(
@@ -134,8 +143,8 @@ class FusedTransformer:
         self.weights, self.grads = (PackedMatrices(model, dtype, slots[i], max(1, ranks)) for i in range(2))
         self.norm_weights = norm_weights_of(model)
         self.norm_weight_grads = torch.zeros(len(self.norm_weights), self.config.d_model, device=self.device)
-        own = [{p: torch.zeros_like(p, dtype=dtype) for p in self.weights.views} for _ in range(2 if ranks else 0)]
-        self.compute_weights, gradients = own or (dict(self.weights.views), self.grads.views)
+        self.compute_weights = {} if ranks else dict(self.weights.views)
+        gradients = {p: torch.zeros_like(p, dtype=dtype) for p in self.grads.views} if ranks else self.grads.views
         self.gradients = gradients | dict(zip(self.norm_weights, self.norm_weight_grads, strict=True))
         self.fetch: Callable[[int, int], None] = nothing  # a part's weights, and which way the pass goes
         self.vacate: Callable[[range], None] = nothing  # where these layers' gradients will be
@@ -143,12 +152,14 @@ class FusedTransformer:
         self.eps = model.ln_final.eps if self.norm_weights else 0.0
         self.side_stream = SideStream(self.device, overlap)
         self.recomputes = model.config.checkpoint_every is not None
+        self.recomputes_elementwise = self.recomputes or bool(ranks)
         self.refresh()
 
     @on_its_device
     def refresh(self) -> None:
         """Copies the parameters into the compute weights, after anything but `FusedAdamW` changed them."""
-        torch._foreach_copy_(list(self.compute_weights.values()), [p.detach() for p in self.compute_weights])
+        if self.compute_weights:
+            torch._foreach_copy_(list(self.compute_weights.values()), [p.detach() for p in self.compute_weights])
 
     @on_its_device
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -264,6 +275,8 @@ class FusedTransformer:
                 x, branch = self._layer_forward(group, i, x, branch, inputs.shape)
             if self.recomputes:
                 group.free_operands()
+            elif self.recomputes_elementwise:
+                group.free_elementwise()
             groups.append(group)
         return groups, x, branch
 
@@ -294,16 +307,19 @@ class FusedTransformer:
         swiglu_forward(group.ab[i], group.h[i])
 
     def _recompute(self, group: Group, length: int) -> None:
-        """The operands of the group's layers again, from what was saved."""
-        group.allocate_operands()
+        """The operands of the group's layers that were freed, from what was saved."""
+        (group.allocate_operands if self.recomputes else group.allocate_elementwise)()
         w = self.weights
         for i, (layer, saved) in enumerate(zip(group.layers, group.saved, strict=True)):
-            self.fetch(1 + layer, -1)
             self._norm(2 * layer, saved.x1, None, group.normed1[i])
+            self._norm(2 * layer + 1, saved.x2, None, group.normed2[i])
+            if not self.recomputes:
+                swiglu_forward(group.ab[i], group.h[i])
+                continue
+            self.fetch(1 + layer, -1)
             torch.mm(group.normed1[i], w.qkv[w.slot(layer)].t(), out=group.qkv[i])
             if self.rope is not None:
                 rope_(group.qkv[i], self.rope.cos, self.rope.sin, length)
-            self._norm(2 * layer + 1, saved.x2, None, group.normed2[i])
             self._hidden(group, i)
 
     def _backward_groups(
@@ -314,7 +330,7 @@ class FusedTransformer:
         in_use: list[tuple[Group, torch.cuda.Event | None]] = []
         while groups:
             group = groups.pop()
-            if self.recomputes:
+            if self.recomputes_elementwise:
                 self._recompute(group, shape[1])
             if groups:
                 groups[-1].begin_backward()

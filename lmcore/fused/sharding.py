@@ -19,6 +19,7 @@ from lmcore.distributed.fsdp import all_gather_rows, reduce_scatter_rows
 from lmcore.distributed.sharded_optimizer import ShardedOptimizer
 from lmcore.fused.model import MOST_LAYERS, FusedTransformer
 from lmcore.fused.packing import norm_weights_of
+from lmcore.fused.streams import SideStream
 from lmcore.model import TransformerLM
 
 
@@ -102,15 +103,17 @@ class Exchange:
 class Shards:
     """The messages of a step of `transformer`, of whose matrices each of `ranks` has its rows alone.
 
-    Weights of a part are gathered while the two parts before it, in the direction of the pass, are computed; those of a
-    layer once more in the backward pass, unless they are still there. Whole gradients leave as soon as they are final.
+    Weights of a part are cast and gathered while the two parts before it, in the direction of the pass, are computed;
+    those of a layer once more in the backward pass, unless they are still there. Whole gradients leave as soon as they
+    are final.
     """
 
     def __init__(self, transformer: FusedTransformer, ranks: int):
-        self.transformer, self.ranks = transformer, ranks
+        self.transformer, self.ranks, self.rank = transformer, ranks, dist.get_rank()
+        self.casts = SideStream(transformer.device)
         self.matrices: dict[int, list[nn.Parameter]] = {}
         for p, part in transformer.parts.items():
-            if p in transformer.compute_weights:
+            if p in transformer.weights.views:
                 self.matrices.setdefault(part, []).append(p)
         self.held: dict[int, int] = {}  # the part whose weights are, or will be, at a place
         self.arriving: dict[int, list[dist.Work]] = {}  # by part
@@ -128,14 +131,17 @@ class Shards:
             place = self.transformer.weights.slot(wanted - 1) if layer else -1 - wanted
             if first <= wanted <= last and self.held.get(place) != wanted:
                 self.held[place] = wanted
-                self.arriving[wanted] = [
-                    all_gather_rows(
-                        self.transformer.weights.views[p], self.transformer.compute_weights[p], async_op=True
-                    )
-                    for p in self.matrices.get(wanted, ())
-                ]
+                with self.casts():
+                    self.arriving[wanted] = [self._gather(p) for p in self.matrices.get(wanted, ())]
         for work in self.arriving.pop(part, ()):
             work.wait()
+
+    def _gather(self, p: nn.Parameter) -> dist.Work:
+        """Begins to send this rank's rows to all; they are cast where the whole matrix will be."""
+        whole = self.transformer.weights.views[p]
+        own = whole.chunk(self.ranks)[self.rank]
+        own.copy_(p.detach())
+        return all_gather_rows(whole, own, async_op=True)
 
     def vacate(self, layers: range) -> None:
         """Lets the current stream wait until gradients of other layers have left the place of those of `layers`."""
