@@ -68,6 +68,7 @@ def main(
     contestants: tuple[str, ...] = (),
     toy: bool = False,
     again: bool = False,
+    times: int = 1,
 ) -> None:
     """Measures on all ranks; rank 0 prints and writes.
 
@@ -77,7 +78,9 @@ def main(
         contestants: by name; default: all.
         toy: small sizes on CPUs, nothing compiled: to try the command; its times mean nothing.
         again: measure anew what the file holds.
+        times: how often each contestant of a work is measured, in turns: the row is the median run, with all in `runs`.
     """
+    require(times > 0, f"times must be at least 1, not {times}.")
     known = (*WORKS, "all-reduce")
     unknown = [name for name in only if name not in known]
     require(not unknown, f"Unknown work: {', '.join(unknown)}; choose from {', '.join(known)}.")
@@ -92,11 +95,13 @@ def main(
     done = set() if again else {(row["work"], row["contestant"], row["ranks"]) for row in result["rows"]}
     for work in only or known:
         entrants = COLLECTIVES if work == "all-reduce" else (*LMCORE, *PEERS)
-        for name in (name for name in entrants if not contestants or name in contestants):
-            if (work, name, size) in done:
-                continue
-            row = {"work": work, "contestant": name, "ranks": size}
-            row |= all_reduce(name, device, toy) if work == "all-reduce" else steps(work, name, device, toy)
+        chosen = [name for name in entrants if not contestants or name in contestants]
+        turns = [name for name in chosen if (work, name, size) not in done] * times
+        runs: dict[str, list[dict[str, Any]]] = {}
+        for name in turns:
+            found = all_reduce(name, device, toy) if work == "all-reduce" else steps(work, name, device, toy)
+            runs.setdefault(name, []).append(found)
+            row = {"work": work, "contestant": name, "ranks": size} | middle(runs[name])
             if rank == 0:
                 key = [row[k] for k in ("work", "contestant", "ranks")]
                 others = [r for r in result["rows"] if [r[k] for k in ("work", "contestant", "ranks")] != key]
@@ -106,6 +111,15 @@ def main(
                 write_json(out, result)
                 print(row, flush=True)
     dist.destroy_process_group()
+
+
+def middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run of median time, the slower of two in the middle, with the seconds of all; the first that failed."""
+    failed = [run for run in runs if run["outcome"] != "complete"]
+    if failed or len(runs) == 1:
+        return (failed or runs)[0]
+    by_time = sorted(runs, key=lambda run: run["seconds"])
+    return by_time[len(runs) // 2] | {"runs": [run["seconds"] for run in runs]}
 
 
 def steps(work: str, name: str, device: torch.device, toy: bool) -> dict[str, Any]:

@@ -83,15 +83,12 @@ def _size(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> dict[str,
 
 
 MODEL_SIZES: dict[str, dict[str, int]] = {
-    # section 7.2 of CSE599-O A1
     "tinystories": _size(512, 1344, 4, 16),
-    # Table 1 of CS336 A2
     "small": _size(768, 3072, 12, 12),
     "medium": _size(1024, 4096, 24, 16),
     "large": _size(1280, 5120, 36, 20),
     "xl": _size(1600, 6400, 48, 25),
     "2.7b": _size(2560, 10240, 32, 32),
-    # what CS336 A2 calls xl, 10B and, on its leaderboard, 8B in 2026
     "xl-2026": _size(2560, 10240, 32, 32),
     "10b": _size(4608, 12288, 50, 36),
     "8b": _size(4096, 11008, 34, 32),
@@ -102,6 +99,23 @@ MODEL_SIZES: dict[str, dict[str, int]] = {
     "smoke": _size(64, 192, 2, 4),
 }
 """Named sizes; `model_config(name, ...)` completes one with vocabulary, context length and switches."""
+
+HANDOUTS = {
+    "tinystories": "CSE599-O A1 §7.2",
+    **dict.fromkeys(("small", "medium", "large"), "CS336 A2"),
+    **dict.fromkeys(("xl", "2.7b"), "CS336 A2 (2025)"),
+    "xl-2026": "CS336 A2 (2026), there xl",
+    "10b": "CS336 A2 (2026)",
+    "8b": "CS336 A2 (2026), leaderboard",
+}
+"""Where the sizes come from that are not our own."""
+
+
+def describe_size(name: str) -> str:
+    """The handout and the shape of a named size, as tables of it have them."""
+    size = model_config(name)
+    shape = f"d_model {size.d_model:,}, d_ff {size.d_ff:,}, {size.num_layers} layers, {size.num_heads} heads"
+    return f"`{name}` ({HANDOUTS[name]}; {shape})" if name in HANDOUTS else f"`{name}` ({shape})"
 
 
 def model_config(size: str, **overrides: Any) -> ModelConfig:

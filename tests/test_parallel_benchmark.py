@@ -1,4 +1,4 @@
-"""benchmarks/parallel.py at toy sizes: two ranks, the same losses by every way to divide the work."""
+"""benchmarks/parallel.py at toy sizes: two ranks, in turns, the same losses by every way to divide the work."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def test_toy_sizes(tmp_path):
         "tinystories-256x256 in all",
         "all-reduce",
     ]
-    words += ["--contestants", *CONTESTANTS]
+    words += ["--contestants", *CONTESTANTS, "--times", "2"]
     done = subprocess.run(
         words, cwd=PROJECT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
     )
@@ -36,6 +36,7 @@ def test_toy_sizes(tmp_path):
     rows = {row["contestant"]: row for row in json.loads(out.read_text())["rows"]}
     assert list(rows) == list(CONTESTANTS)
     assert {(row["ranks"], row["outcome"]) for row in rows.values()} == {(2, "complete")}
+    assert all(sorted(row["runs"])[1] == row["seconds"] for row in rows.values())
     explicit, *others = (rows[name]["losses"] for name in CONTESTANTS[:3])
     assert others == [explicit, explicit]
     assert explicit[0] > explicit[-1]

@@ -191,7 +191,7 @@ RULES: dict[str, Rule] = {
         "01_build.vocab_size": whole("a whole number above 256, as all bytes and <|endoftext|> are tokens", 257),
         "corpora": TWO_VOCABULARIES,
         "model_size answer_size timeline_size attention_size loss_size optimizer_size elementwise_size "
-        "step_size decode_size leaderboard_size 09_distributed.size": SIZE,
+        "step_size decode_size leaderboard_size": SIZE,
         "sizes": several(SIZE),
         "warmup_sizes component_sizes": several(SIZE),
         "compile_sizes": several(SIZE, 0),
