@@ -127,6 +127,7 @@ def reset_peak_memory(device: torch.device) -> None:
     """Returns what earlier work in this process no longer uses, and starts the record of peak memory anew."""
     if device.type == "cuda":
         gc.collect()  # what only a cycle still holds: on a CPU it goes by itself, and looking for it takes time
+        torch.cuda.init()  # the record can only begin in a process that has begun with CUDA
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 

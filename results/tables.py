@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 
+from lmcore.config import describe_size
 from lmcore.errors import require
 from lmcore.files import atomic_write, read_json
 from lmcore.profiling.kernels.speed import fastest, judged, read_speed
@@ -316,44 +317,47 @@ def parallel_rows(folder: Path = H200) -> pd.DataFrame:
 
 
 def parallel(folder: Path = H200) -> str:
-    """Training steps on several GPUs, by contestant, and how near they come to the ideal: one GPU's time with the same
-    batch on each, or, where one batch is divided, that time divided by the ranks."""
-    rows, made = parallel_rows(folder), []
+    """Training steps on several GPUs, a table for each work and its model, and how near they come to the ideal: one
+    GPU's time with the same batch on each, or, where one batch is divided, that time divided by the ranks."""
+    rows, tables = parallel_rows(folder), []
     steps, counts_of_ranks = rows[rows["work"] != "all-reduce"], sorted(rows["ranks"].unique())
-    for work in steps["work"].unique():
-        for contestant, found in steps[steps["work"] == work].groupby("contestant", sort=False):
+    for work, of_work in steps.groupby("work", sort=False):
+        made, (size, batch, context, rest) = [], re.fullmatch(r"(.+)-(\d+)x(\d+)(.*)", work).groups()
+        for contestant, found in of_work.groupby("contestant", sort=False):
             of = found.set_index("ranks").sort_index()
             most, seconds = of.iloc[-1], of["seconds"].reindex(counts_of_ranks)
             alone = seconds.get(1) / (most.name if work.endswith("in all") else 1)
             ideal = alone / most["seconds"] if most.name > 1 else math.nan
             times = {f"ms, {n}": "–" if pd.isna(time) else f"{1e3 * time:.1f}" for n, time in seconds.items()}
-            made.append({"work": work, "contestant": contestant} | times | {
+            made.append({"contestant": contestant} | times | {
                 "of ideal": "–" if pd.isna(ideal) else f"{ideal:.0%}",
                 "tok/s": format_count(float(f"{most['tokens_per_second']:.3g}")), "MFU": f"{most['mfu']:.0%}",
                 "memory of a rank": "–" if pd.isna(most["peak_bytes"]) else format_bytes(most["peak_bytes"]),
             })  # fmt: skip
+        what = f"{describe_size(size)}, {batch} × {int(context):,}{rest or ' on each GPU'}"
+        tables.append(f"{what}:\n\n{markdown(made)}")
     sums = rows[rows["work"] == "all-reduce"]
     most = sums["ranks"].max()
     bus = sums[sums["ranks"] == most].set_index("contestant")["bus_bytes_per_second"] / 1e9
     rates = ", ".join(f"{name} {rate:.0f} GB/s" for name, rate in bus.items())
     share = bus["lmcore ring"] / bus["NCCL"]
-    return (
-        f"{markdown(made)}\n\nBus bandwidth of an all-reduce of 1 GiB between {most} GPUs: {rates}, {share:.0%} of it."
-    )
+    last = f"Bus bandwidth of an all-reduce of 1 GiB between {most} GPUs: {rates}, {share:.0%} of it."
+    return "\n\n".join([*tables, last])
 
 
 def parallel_h100() -> str:
     """The same on H100s, and how the explicit step with everything divided compares with FSDP2."""
     rows = parallel_rows(H100)
-    rows = rows[rows["work"] == "xl-2026-4x512"].set_index("contestant")
-    peers = rows[rows.index.str.startswith("HF compiled, FSDP2")]
-    found = []
+    rows = rows[rows["work"] == "xl-2026-4x512"].set_index(["contestant", "ranks"])
+    peer, found = rows.loc["HF compiled, FSDP2", 2], []
     for name in ("lmcore explicit step, fsdp", "lmcore explicit step, fsdp, recomputing"):
-        gains, memory = peers["seconds"] / rows["seconds"][name], rows["peak_bytes"][name] / peers["peak_bytes"].min()
-        found.append(
-            f"*{name}* is {gains.min():.2f} to {gains.max():.2f} times as fast in {memory:.2f} times the memory"
-        )
-    return f"{parallel(H100)}\n\nBeside FSDP2 on `xl-2026-4x512`: {'; '.join(found)}."
+        ours = rows.loc[name, 2]
+        gain, memory = peer["seconds"] / ours["seconds"], ours["peak_bytes"] / peer["peak_bytes"]
+        least, most = min(peer["runs"]) / max(ours["runs"]), max(peer["runs"]) / min(ours["runs"])
+        runs = f"{least:.2f} to {most:.2f} from run to run"
+        found.append(f"*{name}* is {gain:.2f} times as fast ({runs}) in {memory:.2f} times the memory")
+    times = len(peer["runs"])
+    return f"{parallel(H100)}\n\nBeside FSDP2 with `xl-2026`, medians of {times} runs in turns: {'; '.join(found)}."
 
 
 def answered() -> str:

@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from lmcore import accounting
 from lmcore.config import ModelConfig, TrainConfig, model_config, replace
 from lmcore.errors import UserError
-from lmcore.profiling.memory.predicted import predicted_peak, predicted_peak_of_rank
+from lmcore.files import read_json
+from lmcore.profiling.memory.predicted import CUBLAS_WORKSPACE, predicted_peak, predicted_peak_of_rank
 from lmcore.profiling.memory.saved import saved_by_operation
 from lmcore.profiling.workload import PHASES, Workload, WorkloadConfig
 
@@ -202,6 +204,42 @@ def test_tied_embeddings_count_once_on_a_rank():
     tied = replace(config, model__tie_embeddings=True)
     saved = predicted_peak_of_rank(config, 2) - predicted_peak_of_rank(tied, 2)
     assert saved == pytest.approx(16 * 1000 * config.model.d_model, rel=0.3)
+
+
+MEASURED = [
+    row
+    for row in read_json(PROJECT / "results" / "h100" / "parallel.json")["rows"]
+    if row["contestant"].startswith("lmcore explicit step") and row.get("peak_bytes")
+]
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['contestant']}, {row['work']}, {row['ranks']}")
+def test_the_explicit_steps_that_were_measured(row):
+    """Within two percent, and the workspaces of cuBLAS that contestants before it in its process left, at most four."""
+    size, sequences, context = re.fullmatch(r"(.+)-(\d+)x(\d+)", row["work"]).groups()
+    model = model_config(size, vocab_size=10_000, context_length=int(context))
+    way = row["contestant"].split(", ")[1]
+    config = TrainConfig(model, batch_size=int(sequences) * row["ranks"], precision="bf16", ops="fused", parallel=way)
+    if row["contestant"].endswith("recomputing"):
+        config = replace(config, model__checkpoint_every=1)
+    predicted = predicted_peak_of_rank(config, row["ranks"])
+    assert (row["peak_bytes"] - predicted) / row["peak_bytes"] > -0.02
+    assert row["peak_bytes"] - 4 * CUBLAS_WORKSPACE < 1.02 * predicted
+
+
+def test_what_an_explicit_step_needs_more_or_less():
+    def peak(ranks=2, **changes):
+        model = model_config("small", vocab_size=1000, context_length=64)
+        config = TrainConfig(model, batch_size=16, precision="bf16", ops="fused", parallel="fsdp")
+        return predicted_peak_of_rank(replace(config, **changes), ranks)
+
+    assert peak(model__checkpoint_every=1) < peak() < peak(parallel="zero1") < peak(parallel="ddp")
+    assert peak(ranks=4) < peak()
+    assert peak(model__tie_embeddings=True) < peak() < peak(precision="fp32")
+    with pytest.raises(UserError, match="predicted for AdamW alone"):
+        peak(parallel="ddp", optimizer__name="muon")
+    with pytest.raises(UserError, match="predicted for models with norms"):
+        peak(model__norm="none")
 
 
 def test_what_is_not_predicted_is_refused(monkeypatch):

@@ -7,7 +7,8 @@ more, which gives the same history as an allocator's, in the bytes that tensors 
 
 Not predicted: the workspace of cuBLAS, which PyTorch takes from the same allocator once a thread, and the backward pass
 has a thread of its own (32 MiB on Hopper, 8.125 MiB before; `parseChosenWorkspaceSize` in PyTorch's
-aten/src/ATen/cuda/CublasHandlePool.cpp); scratch memory inside a kernel; compiled models, which fuse operations.
+aten/src/ATen/cuda/CublasHandlePool.cpp); scratch memory inside a kernel; compiled models, which fuse operations. The
+explicit step's kernels do not run on fake tensors: its memory is counted from shapes.
 """
 
 import contextlib
@@ -30,6 +31,8 @@ from torch.utils._pytree import tree_leaves
 from lmcore.config import ModelConfig, TrainConfig, replace
 from lmcore.distributed.strategies import STRATEGIES
 from lmcore.errors import require, require_positive
+from lmcore.fused.model import GATHERED, MOST_LAYERS, ROWS_PER_PRODUCT, UNREDUCED
+from lmcore.kernels.cross_entropy import CHUNK_BYTES, default_chunk_rows
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
 from lmcore.profiling.memory.profile import gradient_storages, standing_storages
@@ -38,6 +41,9 @@ from lmcore.profiling.memory.snapshot import PACKAGE, Event, History, replay
 from lmcore.profiling.memory.timeline import explained, levels, summary
 from lmcore.profiling.workload import Workload, WorkloadConfig
 from lmcore.train import PlainStep
+
+CUBLAS_WORKSPACE, NORM_PARTIALS = 32 * 2**20, 4 * 132
+"""On Hopper: bytes for each stream, and rows of partial sums of a norm's gradient (`rmsnorm.num_partials`)."""
 
 KEYS = {"optimizer state": "optimizer_state", "other": "inputs"}
 """What `predicted_peak` calls categories."""
@@ -71,10 +77,11 @@ def predicted_peak(
 def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
     """Peak bytes on rank 0 during a run's second training step, the first that has the optimizer's state.
 
-    `config.parallel` says how the ranks divide the work: ddp, zero1 or fsdp, or none with one rank. The step is that of
-    plain operations, not compiled, whatever `ops` and `compile` say. Messages go to PyTorch's fake process group, which
-    sends nothing; buffers of NCCL are not counted. Raises `UserError` for a batch that the ranks do not divide evenly,
-    another way to divide the work, fp16, whose loss scale is looked at, and in a process that already is a rank.
+    `config.parallel` says how the ranks divide the work: ddp, zero1 or fsdp, or none with one rank. With ops=plain the
+    step is run, not compiled, whatever `compile` says, and messages go to PyTorch's fake process group, which sends
+    nothing. With ops=fused it is counted (`explicit_peak`). Buffers of NCCL are not in it. Raises `UserError` for a
+    batch that the ranks do not divide evenly, another way to divide the work, fp16, whose loss scale is looked at, in a
+    process that already is a rank, and for an explicit step with another optimizer than AdamW or without norms.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -87,6 +94,8 @@ def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
         ranks > 0 and config.batch_size % ranks == 0,
         f"{ranks} ranks do not divide a batch of {config.batch_size} evenly.",
     )
+    if config.ops == "fused":
+        return explicit_peak(config, ranks)
     with torch.device("meta"):
         model = TransformerLM(config.model)
     model._check = lambda token_ids: None  # fake ones have no values
@@ -96,7 +105,7 @@ def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
             model = model.to_empty(device="cpu")
             if config.model.tie_embeddings:
                 model.lm_head.weight = model.token_embeddings.weight
-            config = replace(config, ops="plain", compile=False)
+            config = replace(config, compile=False)
             step = PlainStep(model, config, torch.device("cpu"), STRATEGIES[config.parallel](model, config))
             ids = torch.empty(2, config.batch_size // ranks, config.model.context_length, dtype=torch.int64)
             step(*ids)
@@ -106,6 +115,44 @@ def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
     finally:
         dist.destroy_process_group()
     return max(allocated[first - 1 :])
+
+
+def explicit_peak(config: TrainConfig, ranks: int) -> int:
+    """Peak bytes of a rank in the explicit step on Hopper, from shapes.
+
+    They are those of what stands, of what is kept of each layer (`lmcore.fused.model.Group`), and of the most that the
+    loss or the backward pass adds.
+    """
+    m, divided = config.model, config.parallel == "fsdp"
+    require(config.optimizer.name == "adamw", "Memory of the explicit step is predicted for AdamW alone.")
+    require(m.norm != "none", "Memory of the explicit step is predicted for models with norms.")
+    d, d_ff, layers, size = m.d_model, m.d_ff, m.num_layers, 2 if config.precision == "bf16" else 4
+    rows = config.batch_size // ranks * m.context_length
+    recomputes = m.checkpoint_every is not None
+    most = 1 if divided or recomputes else MOST_LAYERS
+    group = min(most, layers, max(1, ROWS_PER_PRODUCT // rows))
+
+    layer, embeddings = 4 * d * d + 3 * d * d_ff, (1 if m.tie_embeddings else 2) * m.vocab_size * d
+    matrices, norms = layers * layer + embeddings, (2 * layers + 1) * d
+    if divided:  # rows of weights, moments and gradients; whole weights and gradients of a few layers
+        whole = (GATHERED + UNREDUCED) * layer + 2 * embeddings
+        standing = (12 + size) * matrices / ranks + size * whole + 12 * norms
+    else:  # weights in two types, gradients, moments
+        standing = (4 + 2 * size) * matrices + 4 * norms
+        standing += 8 * (matrices + norms) / (ranks if config.parallel == "zero1" else 1)
+    standing += 4 * norms * (1 + NORM_PARTIALS) + 2 * CUBLAS_WORKSPACE
+
+    cheap = 2 * d + d_ff  # what comes of passes over elements, and what of matmuls
+    costly = 3 * d + 2 * d_ff
+    again = cheap + costly if recomputes else cheap if divided else 0
+    kept = 3 * d + cheap + costly - again
+    statistics = 4 * (2 + m.num_heads)  # of two norms and of attention
+    saved = layers * rows * (size * kept + statistics)
+    gradients = 5 * d * group  # of what a group's matrices gave out
+    chunk = default_chunk_rows(rows, size * m.vocab_size, CHUNK_BYTES) * size * m.vocab_size
+    loss = chunk + rows * size * (4 * d + gradients)
+    backward = rows * (size * (3 * gradients + 2 * again + 7 * d) + 4 * d)  # three groups have begun at a time
+    return round(standing + saved + max(loss, backward))
 
 
 aten = torch.ops.aten
