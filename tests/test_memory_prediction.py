@@ -215,7 +215,7 @@ MEASURED = [
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['contestant']}, {row['work']}, {row['ranks']}")
 def test_the_explicit_steps_that_were_measured(row):
-    """Within two percent, and the workspaces of cuBLAS that contestants before it in its process left, at most four."""
+    """Within two percent; beside a small model the workspaces of cuBLAS count that contestants before it left, four."""
     size, sequences, context = re.fullmatch(r"(.+)-(\d+)x(\d+)", row["work"]).groups()
     model = model_config(size, vocab_size=10_000, context_length=int(context))
     way = row["contestant"].split(", ")[1]
@@ -223,8 +223,8 @@ def test_the_explicit_steps_that_were_measured(row):
     if row["contestant"].endswith("recomputing"):
         config = replace(config, model__checkpoint_every=1)
     predicted = predicted_peak_of_rank(config, row["ranks"])
-    assert (row["peak_bytes"] - predicted) / row["peak_bytes"] > -0.02
-    assert row["peak_bytes"] - 4 * CUBLAS_WORKSPACE < 1.02 * predicted
+    left = 4 * CUBLAS_WORKSPACE if size == "tinystories" else 0
+    assert 0.98 * row["peak_bytes"] - left < predicted < 1.02 * row["peak_bytes"]
 
 
 def test_what_an_explicit_step_needs_more_or_less():
