@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from common import command
 from peers import hugging_face
-from steps import peer_step
+from steps import captured, peer_step
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -33,6 +33,7 @@ from lmcore.distributed import ring_all_reduce
 from lmcore.errors import require
 from lmcore.files import read_json, write_json
 from lmcore.model import TransformerLM
+from lmcore.profiling.kernels.measuring import Absent
 from lmcore.provenance import environment
 from lmcore.train import training_step
 
@@ -56,7 +57,14 @@ LMCORE = {
 }
 """Our contestants, as `lmcore train` has them."""
 
-PEERS = ("HF compiled, torch DDP", "HF compiled, FSDP2")
+PEERS = (
+    "HF compiled, torch DDP",
+    "HF compiled, FSDP2",
+    "HF compiled + CUDA graph, torch DDP",
+    "HF compiled + CUDA graph, FSDP2",
+)
+WARMUPS = 11
+"""Steps before a peer is captured: DDP arranges its buckets anew in the first ten."""
 COLLECTIVES = ("NCCL", "lmcore ring")
 ROUNDS, SECONDS, COMPARED = 7, 0.5, 3
 """Rounds of a contestant, how long each takes, and first losses that are compared."""
@@ -136,14 +144,14 @@ def steps(work: str, name: str, device: torch.device, toy: bool) -> dict[str, An
     torch.manual_seed(1 + rank)
     batch = torch.randint(model.vocab_size, (2, rows, context), device=device)
     try:
-        step = contestant(name, config, device, toy)
+        step = contestant(name, config, device, toy, batch)
         if device.type == "cuda":
             # the peak is that of steps, not of what made the model; memory of a graph counts while it is captured
             torch.cuda.reset_peak_memory_stats(device)
         losses = [mean(step(*batch)[0]) for _ in range(COMPARED)]
         seconds = timed(lambda: step(*batch), device)
         run = {"outcome": "complete", "losses": losses} | seconds
-    except ImportError as error:
+    except (ImportError, Absent) as error:
         return {"outcome": "absent", "reason": str(error)}
     except (RuntimeError, MemoryError) as error:
         reason = out_of_memory_reason(error)
@@ -166,8 +174,13 @@ def steps(work: str, name: str, device: torch.device, toy: bool) -> dict[str, An
     }  # fmt: skip
 
 
-def contestant(name: str, config: TrainConfig, device: torch.device, toy: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The step of a contestant on this rank, from the weights that all start from."""
+def contestant(
+    name: str, config: TrainConfig, device: torch.device, toy: bool, batch: Tensor
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The step of a contestant on this rank, from the weights that all start from; a graph's is that of `batch`.
+
+    Raises `Absent` for a peer whose step cannot be captured. Its process is of no more use then.
+    """
     torch.manual_seed(0)
     chosen = replace(config, **LMCORE.get(name, {}))
     model = TransformerLM(chosen.model, device=device)
@@ -178,20 +191,36 @@ def contestant(name: str, config: TrainConfig, device: torch.device, toy: bool) 
         step, reason = training_step(model, chosen, device, dist.get_world_size())
         require(reason is None, f"The explicit step does not cover {reason}.")
         return step
-    theirs, logits = hugging_face(model)
-    del model
-    if name == "HF compiled, torch DDP":
-        ids = [device.index] if device.type == "cuda" else None
-        wrapped: nn.Module = nn.parallel.DistributedDataParallel(theirs, device_ids=ids, gradient_as_bucket_view=True)
-    else:
-        dtype = torch.bfloat16 if config.precision == "bf16" else None
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for layer in theirs.model.layers:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(theirs, mp_policy=policy)
-        wrapped = theirs
-    logits = lambda inputs: wrapped(input_ids=inputs, use_cache=False).logits  # noqa: E731
-    return peer_step(theirs, logits, config, device, False, None if toy else "by layer")
+    graph = "CUDA graph" in name
+    # gradients are added up on the stream on which DDP was made, which has to be that of the capture
+    stream = torch.cuda.Stream(device) if graph and device.type == "cuda" else None
+    with torch.cuda.stream(stream):
+        theirs, logits = hugging_face(model)
+        del model
+        if name.endswith("torch DDP"):
+            ids = [device.index] if device.type == "cuda" else None
+            wrapped: nn.Module = nn.parallel.DistributedDataParallel(
+                theirs, device_ids=ids, gradient_as_bucket_view=True
+            )
+        else:
+            dtype = torch.bfloat16 if config.precision == "bf16" else None
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            for layer in theirs.model.layers:
+                fully_shard(layer, mp_policy=policy)
+            fully_shard(theirs, mp_policy=policy)
+            wrapped = theirs
+        logits = lambda inputs: wrapped(input_ids=inputs, use_cache=False).logits  # noqa: E731
+        step = peer_step(theirs, logits, config, device, graph, None if toy else "by layer")
+    if not graph:
+        return step
+    try:
+        replay, returned = captured(lambda: step(*batch), device, WARMUPS, stream, "relaxed")
+    except RuntimeError as error:
+        if out_of_memory_reason(error) is not None:
+            raise
+        raise Absent(f"It cannot be captured: {str(error).partition(chr(10))[0]}") from error
+    first = iter(returned[:COMPARED])
+    return lambda *_: next(first, None) or replay()
 
 
 def mean(value: Tensor) -> float:

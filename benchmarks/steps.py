@@ -166,18 +166,26 @@ class Bench:
         return Contestant(run, results=[losses[0].float()], notes=notes)
 
 
-def captured(step: Callable[[], Any], device: torch.device, warmups: int = 3) -> tuple[Callable[[], Any], list]:
-    """The step as one CUDA graph, and what it returned while it warmed up. Raises `Absent` off CUDA."""
+def captured(
+    step: Callable[[], Any], device: torch.device, warmups: int = 3, stream: torch.cuda.Stream | None = None,
+    mode: str = "global",
+) -> tuple[Callable[[], Any], list]:  # fmt: skip
+    """The step as one CUDA graph, and what it returned while it warmed up. Raises `Absent` off CUDA.
+
+    `stream` is where it warms up and is captured (default: a new one), `mode` the capture's error mode.
+    """
     if device.type != "cuda":
         raise Absent("CUDA graphs need a CUDA device.")
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
+        stream = stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             returned = [step() for _ in range(warmups)]
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):  # its own default is of the first device that captured
+        with torch.cuda.graph(
+            graph, stream=stream, capture_error_mode=mode
+        ):  # its own default is of the first device that captured
             step()
 
     def replay(kept: Callable[[], Any] = step) -> None:  # the graph itself keeps no hold on the tensors it works on

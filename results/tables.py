@@ -321,6 +321,7 @@ def parallel(folder: Path = H200) -> str:
     GPU's time with the same batch on each, or, where one batch is divided, that time divided by the ranks."""
     rows, tables = parallel_rows(folder), []
     steps, counts_of_ranks = rows[rows["work"] != "all-reduce"], sorted(rows["ranks"].unique())
+    steps = steps[steps["outcome"] == "complete"]
     for work, of_work in steps.groupby("work", sort=False):
         made, (size, batch, context, rest) = [], re.fullmatch(r"(.+)-(\d+)x(\d+)(.*)", work).groups()
         for contestant, found in of_work.groupby("contestant", sort=False):
