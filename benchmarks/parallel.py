@@ -57,12 +57,9 @@ LMCORE = {
 }
 """Our contestants, as `lmcore train` has them."""
 
-PEERS = (
-    "HF compiled, torch DDP",
-    "HF compiled, FSDP2",
-    "HF compiled + CUDA graph, torch DDP",
-    "HF compiled + CUDA graph, FSDP2",
-)
+PEERS = ("HF compiled, torch DDP", "HF compiled, FSDP2")
+GRAPHS = ("HF compiled + CUDA graph, torch DDP", "HF compiled + CUDA graph, FSDP2")
+"""Peers that run only if they are named, in a process of their own: a capture that fails spoils it."""
 WARMUPS = 11
 """Steps before a peer is captured: DDP arranges its buckets anew in the first ten."""
 COLLECTIVES = ("NCCL", "lmcore ring")
@@ -83,10 +80,11 @@ def main(
     Args:
         out: the JSON file to write, row by row; what it holds for as many ranks is kept.
         only: works by name, and all-reduce; default: all.
-        contestants: by name; default: all.
+        contestants: by name; default: all but those whose names have "+ CUDA graph", which take a process each.
         toy: small sizes on CPUs, nothing compiled: to try the command; its times mean nothing.
         again: measure anew what the file holds.
-        times: how often each contestant of a work is measured, in turns: the row is the median run, with all in `runs`.
+        times: how often each contestant of a work is measured, in turns. Its row is the median run, and `runs` has the
+            seconds of all. What the file holds of fewer runs is measured anew.
     """
     require(times > 0, f"times must be at least 1, not {times}.")
     known = (*WORKS, "all-reduce")
@@ -100,10 +98,11 @@ def main(
     rank, size = dist.get_rank(), dist.get_world_size()
     result = read_json(out) if out.exists() else {"toy": toy, "rows": []}
     require(result["toy"] == toy, f"{out} holds {'toy' if result['toy'] else 'real'} sizes: choose another --out.")
-    done = set() if again else {(row["work"], row["contestant"], row["ranks"]) for row in result["rows"]}
+    enough = [row for row in result["rows"] if row["outcome"] != "complete" or len(row.get("runs", "1")) >= times]
+    done = set() if again else {(row["work"], row["contestant"], row["ranks"]) for row in enough}
     for work in only or known:
         entrants = COLLECTIVES if work == "all-reduce" else (*LMCORE, *PEERS)
-        chosen = [name for name in entrants if not contestants or name in contestants]
+        chosen = [name for name in (*entrants, *GRAPHS) if name in (contestants or entrants)]
         turns = [name for name in chosen if (work, name, size) not in done] * times
         runs: dict[str, list[dict[str, Any]]] = {}
         for name in turns:
@@ -118,11 +117,14 @@ def main(
                 result = {"toy": toy, "provenance": provenance, "rows": [*others, row]}
                 write_json(out, result)
                 print(row, flush=True)
+            if name in GRAPHS and found["outcome"] != "complete":
+                return
     dist.destroy_process_group()
 
 
 def middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run of median time, the slower of two in the middle, with the seconds of all; the first that failed."""
+    """The run of median time (of an even number the slower of the two in the middle) with the seconds of all runs; if
+    one was not completed, that one."""
     failed = [run for run in runs if run["outcome"] != "complete"]
     if failed or len(runs) == 1:
         return (failed or runs)[0]
@@ -145,7 +147,7 @@ def steps(work: str, name: str, device: torch.device, toy: bool) -> dict[str, An
     batch = torch.randint(model.vocab_size, (2, rows, context), device=device)
     try:
         step = contestant(name, config, device, toy, batch)
-        if device.type == "cuda":
+        if device.type == "cuda" and name not in GRAPHS:
             # the peak is that of steps, not of what made the model; memory of a graph counts while it is captured
             torch.cuda.reset_peak_memory_stats(device)
         losses = [mean(step(*batch)[0]) for _ in range(COMPARED)]
@@ -179,7 +181,7 @@ def contestant(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """The step of a contestant on this rank, from the weights that all start from; a graph's is that of `batch`.
 
-    Raises `Absent` for a peer whose step cannot be captured. Its process is of no more use then.
+    Raises `Absent` for a peer whose step cannot be captured.
     """
     torch.manual_seed(0)
     chosen = replace(config, **LMCORE.get(name, {}))
@@ -191,9 +193,11 @@ def contestant(
         step, reason = training_step(model, chosen, device, dist.get_world_size())
         require(reason is None, f"The explicit step does not cover {reason}.")
         return step
-    graph = "CUDA graph" in name
+    graph = name in GRAPHS
     # gradients are added up on the stream on which DDP was made, which has to be that of the capture
     stream = torch.cuda.Stream(device) if graph and device.type == "cuda" else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         theirs, logits = hugging_face(model)
         del model
@@ -213,6 +217,7 @@ def contestant(
         step = peer_step(theirs, logits, config, device, graph, None if toy else "by layer")
     if not graph:
         return step
+    reset_peak_memory(device)
     try:
         replay, returned = captured(lambda: step(*batch), device, WARMUPS, stream, "relaxed")
     except RuntimeError as error:

@@ -104,11 +104,11 @@ HANDOUTS = {
     "tinystories": "CSE599-O A1 §7.2",
     **dict.fromkeys(("small", "medium", "large"), "CS336 A2"),
     **dict.fromkeys(("xl", "2.7b"), "CS336 A2 (2025)"),
-    "xl-2026": "CS336 A2 (2026), there xl",
+    "xl-2026": "CS336 A2 (2026), called xl there",
     "10b": "CS336 A2 (2026)",
     "8b": "CS336 A2 (2026), leaderboard",
 }
-"""Where the sizes come from that are not our own."""
+"""The handouts of named sizes; the others are our own."""
 
 
 def describe_size(name: str) -> str:

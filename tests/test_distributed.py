@@ -583,6 +583,7 @@ def divided_step(rank, layers, checkpoint_every, ranks):
     config = replace(config, parallel="fsdp" if ranks else "none")
     torch.manual_seed(0)
     step, most = FusedStep.from_config(TransformerLM(model), config, ranks), 0
+    assert step.transformer.recomputes_elementwise == (ranks > 0 or checkpoint_every is not None)
     if ranks:
         fetch = step.transformer.fetch
 

@@ -209,7 +209,7 @@ def test_tied_embeddings_count_once_on_a_rank():
 MEASURED = [
     row
     for row in read_json(PROJECT / "results" / "h100" / "parallel.json")["rows"]
-    if row["contestant"].startswith("lmcore explicit step") and row.get("peak_bytes")
+    if row["contestant"].startswith("lmcore explicit step") and row.get("peak_bytes") and "in all" not in row["work"]
 ]
 
 
@@ -240,6 +240,9 @@ def test_what_an_explicit_step_needs_more_or_less():
         peak(parallel="ddp", optimizer__name="muon")
     with pytest.raises(UserError, match="predicted for models with norms"):
         peak(model__norm="none")
+    for refused in ({"model__dropout": 0.1}, {"model__norm": "post"}, {"ranks": 5, "batch_size": 20}):
+        with pytest.raises(UserError, match="The explicit step does not cover"):
+            peak(**refused)
 
 
 def test_what_is_not_predicted_is_refused(monkeypatch):

@@ -40,3 +40,15 @@ def test_toy_sizes(tmp_path):
     explicit, *others = (rows[name]["losses"] for name in CONTESTANTS[:3])
     assert others == [explicit, explicit]
     assert explicit[0] > explicit[-1]
+
+
+def test_the_row_of_several_runs(monkeypatch):
+    monkeypatch.syspath_prepend(str(PROJECT / "benchmarks"))
+    from parallel import middle
+
+    runs = [{"outcome": "complete", "seconds": seconds} for seconds in (3.0, 1.0, 2.0)]
+    assert middle(runs) == {"outcome": "complete", "seconds": 2.0, "runs": [3.0, 1.0, 2.0]}
+    assert middle(runs[:2])["seconds"] == 3.0
+    assert middle(runs[:1]) == runs[0]
+    failed = {"outcome": "out of memory", "reason": "too large"}
+    assert middle([*runs, failed]) == failed

@@ -80,7 +80,7 @@ class Group:
         self.allocate_elementwise()
 
     def allocate_elementwise(self) -> None:
-        """Of these, memory for what comes of passes over elements: the norms' outputs and the gated product."""
+        """Memory for the elementwise results among them: the norms' outputs and the gated product."""
         self.normed1, self.normed2 = torch.empty_like(self.heads), torch.empty_like(self.heads)
         self.h = self.heads.new_empty(*self.heads.shape[:2], self.d_ff)
 
@@ -90,7 +90,7 @@ class Group:
         del self.qkv, self.ab
 
     def free_elementwise(self) -> None:
-        """Leaves what takes a matmul or attention to recompute."""
+        """Frees the elementwise results, which are cheap to recompute."""
         del self.normed1, self.normed2, self.h
 
     def begin_backward(self) -> None:
@@ -122,8 +122,9 @@ class FusedTransformer:
     with `checkpoint_every`, whatever its value, saves of each layer the inputs of both norms and attention's output,
     and recomputes the rest, one group at a time (selective recomputation, Korthikanti et al. 2022). With `ranks` the
     parameters are a rank's rows of each matrix (`distributed.fsdp.FSDP`), and so are `gradients`; there are no
-    `compute_weights`: `sharding.Shards` casts and gathers the matrices of a few layers at a time. Memory counts there,
-    so what takes no matmul is always recomputed. Raises `UserError` for a model or a `dtype` that it does not cover.
+    `compute_weights`: `sharding.Shards` casts and gathers the matrices of a few layers at a time. There the elementwise
+    results, outputs of norms and of the gate, are always recomputed, which saves memory for little time. Raises
+    `UserError` for a model or a `dtype` that it does not cover.
     """
 
     def __init__(

@@ -193,6 +193,10 @@ RULES: dict[str, Rule] = {
         "model_size answer_size timeline_size attention_size loss_size optimizer_size elementwise_size "
         "step_size decode_size leaderboard_size": SIZE,
         "sizes": several(SIZE),
+        "09_distributed.sizes": Rule(
+            f"a list that is not empty, of sizes that differ, each {SIZE.words}",
+            lambda v: several(SIZE).holds(v) and len(set(v)) == len(v),
+        ),
         "warmup_sizes component_sizes": several(SIZE),
         "compile_sizes": several(SIZE, 0),
         "batch_sizes contexts attention_contexts decode_batches": several(COUNT),

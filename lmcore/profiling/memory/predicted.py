@@ -32,6 +32,7 @@ from lmcore.config import ModelConfig, TrainConfig, replace
 from lmcore.distributed.strategies import STRATEGIES
 from lmcore.errors import require, require_positive
 from lmcore.fused.model import GATHERED, MOST_LAYERS, ROWS_PER_PRODUCT, UNREDUCED
+from lmcore.fused.support import unsupported_reason
 from lmcore.kernels.cross_entropy import CHUNK_BYTES, default_chunk_rows
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
@@ -42,8 +43,8 @@ from lmcore.profiling.memory.timeline import explained, levels, summary
 from lmcore.profiling.workload import Workload, WorkloadConfig
 from lmcore.train import PlainStep
 
-CUBLAS_WORKSPACE, NORM_PARTIALS = 32 * 2**20, 4 * 132
-"""On Hopper: bytes for each stream, and rows of partial sums of a norm's gradient (`rmsnorm.num_partials`)."""
+CUBLAS_WORKSPACE, MULTIPROCESSORS = 32 * 2**20, 132
+"""Of a Hopper GPU: what cuBLAS takes for each stream, in bytes."""
 
 KEYS = {"optimizer state": "optimizer_state", "other": "inputs"}
 """What `predicted_peak` calls categories."""
@@ -81,7 +82,7 @@ def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
     step is run, not compiled, whatever `compile` says, and messages go to PyTorch's fake process group, which sends
     nothing. With ops=fused it is counted (`explicit_peak`). Buffers of NCCL are not in it. Raises `UserError` for a
     batch that the ranks do not divide evenly, another way to divide the work, fp16, whose loss scale is looked at, in a
-    process that already is a rank, and for an explicit step with another optimizer than AdamW or without norms.
+    process that already is a rank, and for what `explicit_peak` refuses.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -118,12 +119,15 @@ def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
 
 
 def explicit_peak(config: TrainConfig, ranks: int) -> int:
-    """Peak bytes of a rank in the explicit step on Hopper, from shapes.
+    """Peak bytes of a rank in the explicit step on a Hopper GPU, counted from shapes.
 
-    They are those of what stands, of what is kept of each layer (`lmcore.fused.model.Group`), and of the most that the
-    loss or the backward pass adds.
+    Parameters, optimizer state and gradients are there all the time. Of each layer the forward pass saves the tensors
+    of `lmcore.fused.model.Group`. The peak is in the loss or in the backward pass, when three groups of layers have
+    begun. Raises `UserError` for what the explicit step does not cover, another optimizer than AdamW, and no norms.
     """
     m, divided = config.model, config.parallel == "fsdp"
+    reason = unsupported_reason(m, config.precision, ranks if divided else 0)
+    require(reason is None, f"The explicit step does not cover {reason}.")
     require(config.optimizer.name == "adamw", "Memory of the explicit step is predicted for AdamW alone.")
     require(m.norm != "none", "Memory of the explicit step is predicted for models with norms.")
     d, d_ff, layers, size = m.d_model, m.d_ff, m.num_layers, 2 if config.precision == "bf16" else 4
@@ -134,25 +138,24 @@ def explicit_peak(config: TrainConfig, ranks: int) -> int:
 
     layer, embeddings = 4 * d * d + 3 * d * d_ff, (1 if m.tie_embeddings else 2) * m.vocab_size * d
     matrices, norms = layers * layer + embeddings, (2 * layers + 1) * d
-    if divided:  # rows of weights, moments and gradients; whole weights and gradients of a few layers
+    if divided:  # parameters, moments and gradients of the own rows; whole weights and gradients of a few layers
         whole = (GATHERED + UNREDUCED) * layer + 2 * embeddings
-        standing = (12 + size) * matrices / ranks + size * whole + 12 * norms
-    else:  # weights in two types, gradients, moments
-        standing = (4 + 2 * size) * matrices + 4 * norms
-        standing += 8 * (matrices + norms) / (ranks if config.parallel == "zero1" else 1)
-    standing += 4 * norms * (1 + NORM_PARTIALS) + 2 * CUBLAS_WORKSPACE
+        always = (12 + size) * matrices / ranks + size * whole + 12 * norms
+    else:  # parameters, compute weights, gradients; moments
+        always = (4 + 2 * size) * matrices + 4 * norms
+        always += 8 * (matrices + norms) / (ranks if config.parallel == "zero1" else 1)
+    partial_sums = min(rows, MULTIPROCESSORS * (4 if d <= 2048 else 2))  # of each norm's gradient (`num_partials`)
+    always += 4 * norms * (1 + partial_sums) + 2 * CUBLAS_WORKSPACE
 
-    cheap = 2 * d + d_ff  # what comes of passes over elements, and what of matmuls
-    costly = 3 * d + 2 * d_ff
-    again = cheap + costly if recomputes else cheap if divided else 0
-    kept = 3 * d + cheap + costly - again
-    statistics = 4 * (2 + m.num_heads)  # of two norms and of attention
-    saved = layers * rows * (size * kept + statistics)
-    gradients = 5 * d * group  # of what a group's matrices gave out
+    elementwise, products = 2 * d + d_ff, 3 * d + 2 * d_ff  # outputs of norms and gate; of the projections
+    recomputed = elementwise + products if recomputes else elementwise if divided else 0
+    kept = 3 * d + elementwise + products - recomputed  # with the norms' inputs and attention's output
+    saved = layers * rows * (size * kept + 4 * (2 + m.num_heads))  # and 1 / rms, log-sum-exp
+    gradients = 5 * d * group
     chunk = default_chunk_rows(rows, size * m.vocab_size, CHUNK_BYTES) * size * m.vocab_size
     loss = chunk + rows * size * (4 * d + gradients)
-    backward = rows * (size * (3 * gradients + 2 * again + 7 * d) + 4 * d)  # three groups have begun at a time
-    return round(standing + saved + max(loss, backward))
+    backward = rows * (size * (3 * gradients + 2 * recomputed + 7 * d) + 4 * d)
+    return round(always + saved + max(loss, backward))
 
 
 aten = torch.ops.aten
