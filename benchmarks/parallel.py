@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from lmcore.errors import require
 from lmcore.files import read_json, write_json
 from lmcore.model import TransformerLM
 from lmcore.profiling.kernels.measuring import Absent
+from lmcore.profiling.nsys.torch_trace import read_torch_trace
+from lmcore.profiling.nsys.trace import occupied
 from lmcore.provenance import environment
 from lmcore.train import training_step
 
@@ -63,8 +66,8 @@ GRAPHS = ("HF compiled + CUDA graph, torch DDP", "HF compiled + CUDA graph, FSDP
 WARMUPS = 11
 """Steps before a peer is captured: DDP arranges its buckets anew in the first ten."""
 COLLECTIVES = ("NCCL", "lmcore ring")
-ROUNDS, SECONDS, COMPARED = 7, 0.5, 3
-"""Rounds of a contestant, how long each takes, and first losses that are compared."""
+ROUNDS, SECONDS, COMPARED, PROFILED = 7, 0.5, 3, 5
+"""Rounds of a contestant, how long each takes, first losses that are compared, steps under a profiler at the end."""
 
 
 def main(
@@ -150,9 +153,11 @@ def steps(work: str, name: str, device: torch.device, toy: bool) -> dict[str, An
         if device.type == "cuda" and name not in GRAPHS:
             # the peak is that of steps, not of what made the model; memory of a graph counts while it is captured
             torch.cuda.reset_peak_memory_stats(device)
-        losses = [mean(step(*batch)[0]) for _ in range(COMPARED)]
+        losses = [round(mean(step(*batch)[0]), 5) for _ in range(COMPARED)]
         seconds = timed(lambda: step(*batch), device)
         run = {"outcome": "complete", "losses": losses} | seconds
+        if device.type == "cuda" and ranks > 1:
+            run["exposed_seconds"] = exposed(lambda: step(*batch), device)
     except (ImportError, Absent) as error:
         return {"outcome": "absent", "reason": str(error)}
     except (RuntimeError, MemoryError) as error:
@@ -232,7 +237,7 @@ def mean(value: Tensor) -> float:
     """The mean over the ranks."""
     total = value.detach().float().clone()
     dist.all_reduce(total)
-    return round(total.item() / dist.get_world_size(), 5)
+    return total.item() / dist.get_world_size()
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> dict[str, float]:
@@ -255,6 +260,21 @@ def timed(function: Callable[[], Any], device: torch.device) -> dict[str, float]
     calls = max(1, round(SECONDS / once(3)))
     rounds = [once(calls) for _ in range(ROUNDS)]
     return {"seconds": statistics.median(rounds), "low": min(rounds), "high": max(rounds), "calls": calls}
+
+
+def exposed(function: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a call in which NCCL's kernels are all that runs on a GPU, on average over ranks and calls."""
+    with TemporaryDirectory() as folder:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(PROFILED):
+                function()
+            torch.cuda.synchronize(device)
+        profiler.export_chrome_trace(f"{folder}/calls.json")
+        work = read_torch_trace(f"{folder}/calls.json").work.assign(instance=0)
+    message = work["name"].astype(str).str.startswith("nccl")
+    require(bool(message.any()), "The record holds no kernel of NCCL.")
+    alone = occupied(work)["busy"].sum() - occupied(work[~message])["busy"].sum()
+    return mean(torch.tensor(alone / 1e9 / PROFILED, device=device))
 
 
 def all_reduce(name: str, device: torch.device, toy: bool) -> dict[str, Any]:

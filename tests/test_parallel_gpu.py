@@ -1,5 +1,7 @@
 """`lmcore train --parallel` over NCCL, on as many GPUs as there are: with one GPU, a group of one rank."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,29 +82,36 @@ def test_the_explicit_step_with_nccl_in_its_graph(trainers, data, tmp_path, rank
         assert line["train_loss"] == pytest.approx(before["train_loss"], rel=5e-3)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("ops", "precision"), [("plain", "fp32"), ("plain", "bf16"), ("fused", "bf16")])
 @pytest.mark.parametrize("way", ["ddp", "zero1", "fsdp"])
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_the_memory_of_a_rank_is_predicted(ranks, way, precision):
-    """Within two percent. Of all ranks one is here: the others' part in a message is left out, its memory is not."""
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_the_memory_of_a_rank_is_predicted(ranks, way, ops, precision):
+    """Within two percent. Of several ranks one is here: the part of others in a message is left out, not its memory."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if ops == "fused" and way == "fsdp" and ranks > 1:
+        pytest.skip("Streams that are captured come back in a message, which the fake group does not send.")
     model = model_config("medium", vocab_size=10_000, context_length=512)
-    config = TrainConfig(model, batch_size=4 * ranks, precision=precision, parallel=way, device="cuda")
+    config = TrainConfig(model, batch_size=4 * ranks, precision=precision, ops=ops, parallel=way, device="cuda")
     predicted = predicted_peak_of_rank(config, ranks)
     device = torch.device("cuda", 0)
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    backend, store = ("nccl", dist.HashStore()) if ranks == 1 else ("fake", FakeStore())
+    dist.init_process_group(backend, rank=0, world_size=ranks, store=store)
     try:
         reset_peak_memory(device)
         before = torch.cuda.memory_allocated(device)
         step, _ = training_step(TransformerLM(model, device=device), config, device, ranks)
         ids = torch.zeros(2, 4, model.context_length, dtype=torch.int64, device=device)
-        step(*ids)
+        if ops == "plain":  # the memory of a graph counts while it is captured, in the first step
+            step(*ids)
         torch.cuda.reset_peak_memory_stats(device)
+        step(*ids)
         step(*ids)
         torch.cuda.synchronize(device)
         found = torch.cuda.max_memory_allocated(device) - before
     finally:
+        step = None  # a graph lets go of NCCL before the group ends
+        gc.collect()
         dist.destroy_process_group()
-    print(f"{way}, {ranks} ranks, {precision}: predicted {predicted:,}, found {found:,}, {predicted / found - 1:+.2%}")
+    print(f"{ops}, {way}, {ranks} ranks, {precision}: {predicted:,} of {found:,}, {predicted / found - 1:+.2%}")
     assert found == pytest.approx(predicted, rel=0.02)
