@@ -591,6 +591,7 @@ def divided_step(rank, layers, checkpoint_every, ranks):
             nonlocal most
             fetch(*arguments)
             most = max(most, sum(1 <= part <= layers for part in step.exchange.held.values()))
+            assert all(len(messages) == 1 for messages in step.exchange.arriving.values())
 
         step.transformer.fetch = counting
     for ids in torch.randint(VOCABULARY, (3, 2, 12, LENGTH), generator=torch.Generator().manual_seed(1)):

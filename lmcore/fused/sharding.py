@@ -9,7 +9,8 @@ own.
 layer needs them.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,12 +101,20 @@ class Exchange:
         return 0.0
 
 
+def together(collective: Callable[..., dist.Work], of: Iterable[tuple[Tensor, Tensor]], *how: Any) -> list[dist.Work]:
+    """Begins a collective for each pair of tensors, all in one message: many small ones would not fill the network."""
+    with dist._coalescing_manager(async_ops=True) as message:
+        for pair in of:
+            collective(*pair, *how, async_op=True)
+    return message.works
+
+
 class Shards:
     """The messages of a step of `transformer`, of whose matrices each of `ranks` has its rows alone.
 
-    Weights of a part are cast and gathered while the two parts before it, in the direction of the pass, are computed;
-    those of a layer once more in the backward pass, unless they are still there. Whole gradients leave as soon as they
-    are final.
+    Weights of a part are cast and gathered, in one message, while the two parts before it, in the direction of the
+    pass, are computed; those of a layer once more in the backward pass, unless they are still there. Whole gradients of
+    a part leave, in one message as well, as soon as they are final.
     """
 
     def __init__(self, transformer: FusedTransformer, ranks: int):
@@ -132,16 +141,18 @@ class Shards:
             if first <= wanted <= last and self.held.get(place) != wanted:
                 self.held[place] = wanted
                 with self.casts():
-                    self.arriving[wanted] = [self._gather(p) for p in self.matrices.get(wanted, ())]
+                    self.arriving[wanted] = self._gather(wanted)
         for work in self.arriving.pop(part, ()):
             work.wait()
 
-    def _gather(self, p: nn.Parameter) -> dist.Work:
-        """Begins to send this rank's rows to all; they are cast where the whole matrix will be."""
-        whole = self.transformer.weights.views[p]
-        own = whole.chunk(self.ranks)[self.rank]
-        own.copy_(p.detach())
-        return all_gather_rows(whole, own, async_op=True)
+    def _gather(self, part: int) -> list[dist.Work]:
+        """Begins to send this rank's rows of a part to all; they are cast where the whole matrices will be."""
+        parameters = self.matrices.get(part, ())
+        whole = [self.transformer.weights.views[p] for p in parameters]
+        own = [matrix.chunk(self.ranks)[self.rank] for matrix in whole]
+        for mine, p in zip(own, parameters, strict=True):
+            mine.copy_(p.detach())
+        return together(all_gather_rows, zip(whole, own, strict=True))
 
     def vacate(self, layers: range) -> None:
         """Lets the current stream wait until gradients of other layers have left the place of those of `layers`."""
@@ -153,11 +164,13 @@ class Shards:
         """Begins to sum and scatter the gradients of these `parts`; the messages, and what arrives here."""
         found = []
         for part in parts:
-            for p in self.matrices.get(part, ()):
-                own = self.transformer.gradients[p]
-                found.append((reduce_scatter_rows(own, self.transformer.grads.views[p], how, async_op=True), own))
-                if 1 <= part <= self.transformer.config.num_layers:
-                    self.leaving.setdefault(self.transformer.grads.slot(part - 1), []).append(found[-1][0])
+            parameters = self.matrices.get(part, ())
+            own = [self.transformer.gradients[p] for p in parameters]
+            whole = [self.transformer.grads.views[p] for p in parameters]
+            sent = together(reduce_scatter_rows, zip(own, whole, strict=True), how)
+            found += [(work, gradient) for work in sent for gradient in own]
+            if 1 <= part <= self.transformer.config.num_layers:
+                self.leaving[self.transformer.grads.slot(part - 1)] = sent
         if 0 in parts and len(self.transformer.norm_weight_grads):
             gradient = self.transformer.norm_weight_grads
             found.append((dist.all_reduce(gradient, how, async_op=True), gradient))
