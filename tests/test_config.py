@@ -12,6 +12,7 @@ from lmcore.config import (
     ModelConfig,
     OptimizerConfig,
     TrainConfig,
+    describe_size,
     from_dict,
     model_config,
     replace,
@@ -26,6 +27,14 @@ def test_named_sizes_are_models(size):
     assert (config.d_model, config.num_layers) == (MODEL_SIZES[size]["d_model"], MODEL_SIZES[size]["num_layers"])
     assert (config.vocab_size, config.tie_embeddings) == (123, True)
     assert config.d_k * config.num_heads == config.d_model
+
+
+def test_tables_name_the_handout_and_the_shape_of_a_size():
+    shape = "d_model 1,600, d_ff 6,400, 48 layers, 25 heads"
+    assert describe_size("xl") == f"`xl` (CS336 A2 (2025); {shape})"
+    assert describe_size("smoke").startswith("`smoke` (d_model ")  # one of our own
+    with pytest.raises(UserError, match="no model size 'giant'"):
+        describe_size("giant")
 
 
 def test_defaults_are_the_handouts():

@@ -5,13 +5,17 @@ Its ranks are started once, and its tables made once: what is asked again gets w
 
 import ast
 import shutil
+from types import SimpleNamespace
 
 import cloudpickle
+import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
-from notebook_cells import answer_calls, run_cells, typed_numbers
+from notebook_cells import PROJECT, answer_calls, run_cells, typed_numbers
 
 import lmcore.distributed
+from lmcore.workbook.notebook import code_cells, read_notebook
 from lmcore.workbook.report.results import PERTURB, Results
 
 NAME = "09_distributed"
@@ -112,6 +116,28 @@ def test_every_claim_can_fail(smoke, tmp_path, monkeypatch):
         if not left:
             break
     assert not left, f"these cannot fail: {left}"
+
+
+def test_a_step_that_does_not_fit_is_a_row():
+    """All ranks say so, and meet again at the barrier."""
+    cells = [cell.source for _, cell in code_cells(read_notebook(PROJECT / "notebooks" / f"{NAME}.ipynb"))]
+    cell = next(ast.parse(source) for source in cells if "def time_steps(" in source)
+    function = next(node for node in cell.body if getattr(node, "name", "") == "time_steps")
+    met = []
+    names = {
+        "torch": torch, "np": np, "PARTS": ["forward", "update"],
+        "dist": SimpleNamespace(barrier=lambda: met.append(0)),
+        "first_ranks": lambda count: None, "place_of": lambda rank: torch.device("cpu"),
+        "reset_peak_memory": lambda place: None,
+        "take_steps": lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("too much")),
+    }  # fmt: skip
+    exec(ast.unparse(function), names)
+    times, memory = names["time_steps"](0, 2, "flat", {})
+    assert times.shape == (1, 2)
+    assert np.isnan(times).all()
+    assert memory == {"outcome": "out of memory"}
+    assert met == [0]
+    assert names["time_steps"](2, 2, "flat", {}) is None
 
 
 def test_templates_hold_no_numbers():

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from lmcore.errors import UserError
+
 PROJECT = Path(__file__).parents[1]
 CONTESTANTS = (
     "lmcore explicit step, ddp",
@@ -40,6 +44,14 @@ def test_toy_sizes(tmp_path):
     explicit, *others = (rows[name]["losses"] for name in CONTESTANTS[:3])
     assert others == [explicit, explicit]
     assert explicit[0] > explicit[-1]
+
+
+def test_none_at_all_is_refused(monkeypatch):
+    monkeypatch.syspath_prepend(str(PROJECT / "benchmarks"))
+    from parallel import main
+
+    with pytest.raises(UserError, match=r"times must be at least 1, not 0\."):
+        main(times=0)
 
 
 def test_the_row_of_several_runs(monkeypatch):
