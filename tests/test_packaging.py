@@ -163,7 +163,7 @@ def test_git_strips_what_an_editor_saves(notebook):
 
 def test_kept_outputs_are_there_and_checked(notebook):
     cells = [cell for _, cell in code_cells(notebook[1])]
-    assert any(KEEP_OUTPUT in tags(cell) for cell in cells), "no cell has an output that nbval could check"
+    assert sum(KEEP_OUTPUT in tags(cell) for cell in cells) >= 4, "nbval checks too few outputs"
     for cell in cells:
         assert (KEEP_OUTPUT in tags(cell)) == (CHECK_OUTPUT in tags(cell)), cell.source
         assert cell.outputs or KEEP_OUTPUT not in tags(cell), f"run `make refresh-notebooks`: {cell.source}"

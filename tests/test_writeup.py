@@ -386,11 +386,13 @@ def test_claims_that_fail_are_listed_at_the_end(tmp_path):
 def test_long_tables_stand_in_the_appendix_of_the_pdf(tmp_path):
     rows = "\n".join(f"| row{i} | {i} |" for i in range(80))
     shown = display({"text/markdown": f"| name | value |\n|---|---|\n{rows}"})
-    html, pdf = write_writeup(executed_workbook(tmp_path / "out", _01_build=["# 01 Build", cell(shown), "The end."]))
+    cells = ["# 01 Build", "## How long", cell(shown), "The end."]
+    html, pdf = write_writeup(executed_workbook(tmp_path / "out", _01_build=cells))
     assert html.read_text().index("row79") < html.read_text().index("The end.")
     pages = [page.extract_text() for page in pypdf.PdfReader(pdf).pages]
     assert " ".join(pages).index("The end.") < " ".join(pages).index("row0")
     assert re.search(rf"Table A.1, page {next(n for n, t in enumerate(pages, 1) if 'row0' in t)}\b", " ".join(pages))
+    assert "Table A.1: How long" in " ".join(pages)
     assert all("name" in page and "value" in page for page in pages if re.search(r"row\d", page))  # the head repeats
 
 

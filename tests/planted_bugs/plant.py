@@ -2,6 +2,7 @@
 
     python tests/planted_bugs/plant.py                                 # all of them: half an hour on one core
     python tests/planted_bugs/plant.py causal-mask-shows-the-next-token lmcore/kernels --jobs 2
+    python tests/planted_bugs/plant.py --nbval                         # those that nbval is to catch in a notebook
 
 The working tree is never touched, and uncommitted changes are not tried. First the named tests must pass unpatched.
 Exit code 0 only if every bug was caught.
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -44,6 +45,8 @@ class Bug:
     old: str
     new: str
     tests: tuple[str, ...]
+    notebook: str | None = None
+    """One that nbval must find wrong, too: a cell that fails, or other outputs than the committed ones."""
 
     def patched(self, text: str) -> str:
         """The file's text with the bug. Raises `ValueError` unless `old` stands there exactly once."""
@@ -126,8 +129,10 @@ class Copy:
     def pytest(self, tests: Sequence[str], *options: str, timeout: float | None = None) -> tuple[int, str, float]:
         """Exit code, output and seconds of a run of these tests; 124 if it took longer than `timeout` seconds."""
         # addopts may hold options for many workers; a fixed seed makes property-based tests repeat themselves
-        arguments = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:nbval", "--tb=no", "-r", "fE"]
-        arguments += ["--hypothesis-seed=0", *options, *tests]
+        arguments = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=no", "-r", "fE", "--hypothesis-seed=0"]
+        notebooks = any(test.endswith(".ipynb") for test in tests)
+        arguments += ["--nbval-lax", "--nbval-current-env"] if notebooks else ["-p", "no:nbval"]
+        arguments += [*options, *tests]
         log, began = self.folder.with_name(f"{self.folder.name}.log"), time.monotonic()
         process = FORKS.Process(target=run_pytest, args=(str(self.folder), self.variables, arguments, str(log)))
         process.start()
@@ -209,8 +214,11 @@ def main(
     parser.add_argument("--jobs", type=int, default=1, help="bugs tried at a time")
     parser.add_argument("--commit", default="HEAD", help="commit to try them in")
     parser.add_argument("--skip-check", action="store_true", help="do not run the tests unpatched first")
+    parser.add_argument("--nbval", action="store_true", help="bugs with a notebook, to be caught there")
     options = parser.parse_args(arguments)
     bugs = choose(read_bugs(bugs_file), options.wanted)
+    if options.nbval:
+        bugs = [replace(bug, tests=(bug.notebook,)) for bug in bugs if bug.notebook]
     commit = subprocess.check_output(["git", "-C", root, "rev-parse", options.commit], text=True).strip()
     os.environ["OMP_NUM_THREADS"] = "1"  # before the processes that are forked from import PyTorch, and Triton with it
     if not Path("/dev/nvidiactl").exists():

@@ -20,6 +20,7 @@ def functions_of(file: Path) -> set[str]:
 
 def test_there_are_many_and_each_has_a_name_of_its_own():
     assert len(BUGS) >= 40
+    assert sum(bug.notebook is not None for bug in BUGS) >= 10
     assert len({bug.name for bug in BUGS}) == len(BUGS)
     assert len({(bug.file, bug.old, bug.new) for bug in BUGS}) == len(BUGS)
 
@@ -32,6 +33,7 @@ def test_each_applies_and_names_tests_that_exist(bug: Bug):
     ast.parse(bug.patched(text))
     assert bug.breaks.endswith(".")
     assert bug.tests
+    assert bug.notebook is None or (ROOT / bug.notebook).is_file()
     for test in bug.tests:
         file, _, function = test.partition("::")
         known = functions_of(ROOT / file)

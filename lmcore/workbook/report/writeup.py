@@ -304,18 +304,20 @@ def with_appendix(blocks: list[Node]) -> list[Node]:
     moved: dict[str, list[Node]] = {"Long tables": [], "Code": []}
     body: list[Node] = []
     waiting: list[str] = []  # references to code that follow each other share a line
+    section = ""
 
     def move(title: str, words: str, identifier: str, content: list[Node]) -> str:
         moved[title].append(div([header(4, "", words), *content], identifier))  # a heading stays with what follows
-        return f"link(<{identifier}>)[{words}, page #page-of(<{identifier}>)]"
+        return f"link(<{identifier}>)[{words.partition(':')[0]}, page #page-of(<{identifier}>)]"
 
     def moved_table(node: Node) -> Node:
         if node["t"] != "Table" or sum(len(part[3]) for part in node["c"][4]) <= LONG_TABLE:
             return node
         number = len(moved["Long tables"]) + 1
-        return _reference([move("Long tables", f"Table A.{number}", f"long-table-{number}", [node])])
+        return _reference([move("Long tables", f"Table A.{number}: {section}", f"long-table-{number}", [node])])
 
     for block in blocks:
+        section = pandoc.text_of(block) if block["t"] == "Header" else section
         if block["t"] == "Div" and "code" in block["c"][0][1]:
             name, _, number = (identifier := block["c"][0][0]).partition("-code-")
             lines = [{"t": "CodeBlock", "c": [["", ["python"], []], node["c"][1]]} for node in block["c"][1]]
