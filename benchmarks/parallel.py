@@ -10,6 +10,7 @@ first losses, and timed in rounds of steps that run back to back.
 """
 
 import gc
+import math
 import os
 import statistics
 import time
@@ -101,7 +102,7 @@ def main(
     rank, size = dist.get_rank(), dist.get_world_size()
     result = read_json(out) if out.exists() else {"toy": toy, "rows": []}
     require(result["toy"] == toy, f"{out} holds {'toy' if result['toy'] else 'real'} sizes: choose another --out.")
-    enough = [row for row in result["rows"] if row["outcome"] != "complete" or len(row.get("runs", "1")) >= times]
+    enough = [row for row in result["rows"] if row["outcome"] != "complete" or len(row.get("runs", [0])) >= times]
     done = set() if again else {(row["work"], row["contestant"], row["ranks"]) for row in enough}
     for work in only or known:
         entrants = COLLECTIVES if work == "all-reduce" else (*LMCORE, *PEERS)
@@ -264,17 +265,23 @@ def timed(function: Callable[[], Any], device: torch.device) -> dict[str, float]
 
 def exposed(function: Callable[[], Any], device: torch.device) -> float:
     """Seconds of a call in which NCCL's kernels are all that runs on a GPU, on average over ranks and calls."""
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)  # a call is left out, at the end of which all meet
     with TemporaryDirectory() as folder:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], schedule=schedule) as profiler:
+            function()
+            dist.barrier()
+            torch.cuda.synchronize(device)
+            profiler.step()
             for _ in range(PROFILED):
                 function()
             torch.cuda.synchronize(device)
         profiler.export_chrome_trace(f"{folder}/calls.json")
         work = read_torch_trace(f"{folder}/calls.json").work.assign(instance=0)
     message = work["name"].astype(str).str.startswith("nccl")
-    require(bool(message.any()), "The record holds no kernel of NCCL.")
-    alone = occupied(work)["busy"].sum() - occupied(work[~message])["busy"].sum()
-    return mean(torch.tensor(alone / 1e9 / PROFILED, device=device))
+    alone = occupied(work)["busy"].sum() - occupied(work[~message])["busy"].sum() if message.any() else math.nan
+    found = mean(torch.tensor(alone / 1e9 / PROFILED, device=device))
+    require(not math.isnan(found), "The record of a rank holds no kernel of NCCL.")
+    return found
 
 
 def all_reduce(name: str, device: torch.device, toy: bool) -> dict[str, Any]:

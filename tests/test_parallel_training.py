@@ -1,7 +1,10 @@
 """`lmcore train --parallel`: equal to one process on any number of ranks, and resumed from any checkpoint."""
 
+import os
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -269,6 +272,30 @@ def test_a_port_in_use_is_named(trainers, data, tmp_path, monkeypatch):
     assert refused(ended) == (
         0, f"The port of 127.0.0.1:{port} is in use: choose another MASTER_PORT (torchrun --master-port)."
     )  # fmt: skip
+
+
+JOIN = """
+from lmcore.config import TrainConfig, model_config
+from lmcore.distributed import world
+
+world.SECONDS_TO_JOIN, world.SECONDS_TO_BEGIN = 2, 1
+with world.joined(TrainConfig(model_config("smoke"), batch_size=4, parallel="ddp", device="cpu")):
+    pass
+"""
+
+
+def test_a_rank_that_nobody_answers_ends():
+    """Whoever listens there takes the connection and says nothing."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(other.getsockname()[1])}
+        done = subprocess.run(
+            [sys.executable, "-c", JOIN], env=os.environ | ranks | place, capture_output=True, text=True, timeout=60
+        )
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"lmcore: Rank 1 of 2 was not answered at 127.0.0.1:{place['MASTER_PORT']}.\n")
 
 
 CHANGES = [

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -20,6 +22,9 @@ from lmcore.stopping import Stopped
 
 SECONDS_TO_JOIN = 120
 """How long a rank waits for the others to start."""
+
+SECONDS_TO_BEGIN = 60
+"""How long it may take beyond that until all can talk. Whoever else listens at the address may never answer."""
 
 SECONDS_OF_A_COLLECTIVE = 900
 """How long a collective may take, a save or the compilation of a step on another rank included."""
@@ -164,13 +169,14 @@ def joined(config: TrainConfig) -> Iterator[World]:
     where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     check_ranks(config, size, local)
     try:
-        store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=SECONDS_TO_JOIN))))[0]
-        # torchrun's agent keeps its store when it starts the ranks again
-        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        watch = Watch(dist.PrefixStore("lmcore", store.clone()), rank, size)
-        begin_group(store, rank, size, local, config)
-        world = World(rank, size, local, watch)
-        watch.meet()
+        with ending_after(SECONDS_TO_JOIN + SECONDS_TO_BEGIN, f"Rank {rank} of {size} was not answered at {where}."):
+            store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=SECONDS_TO_JOIN))))[0]
+            # torchrun's agent keeps its store when it starts the ranks again
+            store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            watch = Watch(dist.PrefixStore("lmcore", store.clone()), rank, size)
+            begin_group(store, rank, size, local, config)
+            world = World(rank, size, local, watch)
+            watch.meet()
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise UserError(reason_not_joined(error, where, size)) from error
     try:
@@ -181,6 +187,24 @@ def joined(config: TrainConfig) -> Iterator[World]:
     dist.barrier(world.group)
     watch.close()
     dist.destroy_process_group()
+
+
+@contextmanager
+def ending_after(seconds: float, sentence: str) -> Iterator[None]:
+    """A block after so many seconds of which the process ends with the sentence, and as after a mistake of the user's:
+    what waits inside PyTorch hears neither exceptions nor signals."""
+
+    def end() -> None:
+        print(f"lmcore: {sentence}", file=sys.stderr, flush=True)
+        os._exit(EXIT_USER_ERROR)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def check_ranks(config: TrainConfig, size: int, local: int) -> None:

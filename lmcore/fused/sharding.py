@@ -23,6 +23,9 @@ from lmcore.fused.packing import norm_weights_of
 from lmcore.fused.streams import SideStream
 from lmcore.model import TransformerLM
 
+Message = dist.distributed_c10d._CoalescingManager
+"""What has begun to be sent; its `wait` is that of a `dist.Work`."""
+
 
 def shared_runs(num_layers: int, ranks: int) -> list[range]:
     """Runs of up to `MOST_LAYERS` layers that the ranks share evenly, the last ones first; less than a run is left."""
@@ -101,12 +104,15 @@ class Exchange:
         return 0.0
 
 
-def together(collective: Callable[..., dist.Work], of: Iterable[tuple[Tensor, Tensor]], *how: Any) -> list[dist.Work]:
-    """Begins a collective for each pair of tensors, all in one message: many small ones would not fill the network."""
+def coalesced(collective: Callable[..., dist.Work], pairs: Iterable[tuple[Tensor, Tensor]], *how: Any) -> Message:
+    """Begins a collective for each pair of tensors, all in one message: many small ones would not fill the network.
+
+    `_coalescing_manager` has no public name in PyTorch 2.11 to 2.13.
+    """
     with dist._coalescing_manager(async_ops=True) as message:
-        for pair in of:
+        for pair in pairs:
             collective(*pair, *how, async_op=True)
-    return message.works
+    return message
 
 
 class Shards:
@@ -125,8 +131,8 @@ class Shards:
             if p in transformer.weights.views:
                 self.matrices.setdefault(part, []).append(p)
         self.held: dict[int, int] = {}  # the part whose weights are, or will be, at a place
-        self.arriving: dict[int, list[dist.Work]] = {}  # by part
-        self.leaving: dict[int, list[dist.Work]] = {}  # by place of a layer's gradients
+        self.arriving: dict[int, Message] = {}  # by part
+        self.leaving: dict[int, Message] = {}  # by place of a layer's gradients
         transformer.fetch, transformer.vacate = self.fetch, self.vacate
 
     def fetch(self, part: int, step: int) -> None:
@@ -138,37 +144,36 @@ class Shards:
         for wanted in (part, part + step, part + 2 * step):
             layer = 1 <= wanted <= self.transformer.config.num_layers
             place = self.transformer.weights.slot(wanted - 1) if layer else -1 - wanted
-            if first <= wanted <= last and self.held.get(place) != wanted:
+            if first <= wanted <= last and wanted in self.matrices and self.held.get(place) != wanted:
                 self.held[place] = wanted
                 with self.casts():
                     self.arriving[wanted] = self._gather(wanted)
-        for work in self.arriving.pop(part, ()):
-            work.wait()
+        if part in self.arriving:
+            self.arriving.pop(part).wait()
 
-    def _gather(self, part: int) -> list[dist.Work]:
+    def _gather(self, part: int) -> Message:
         """Begins to send this rank's rows of a part to all; they are cast where the whole matrices will be."""
-        parameters = self.matrices.get(part, ())
+        parameters = self.matrices[part]
         whole = [self.transformer.weights.views[p] for p in parameters]
         own = [matrix.chunk(self.ranks)[self.rank] for matrix in whole]
         for mine, p in zip(own, parameters, strict=True):
             mine.copy_(p.detach())
-        return together(all_gather_rows, zip(whole, own, strict=True))
+        return coalesced(all_gather_rows, zip(whole, own, strict=True))
 
     def vacate(self, layers: range) -> None:
         """Lets the current stream wait until gradients of other layers have left the place of those of `layers`."""
-        for layer in layers:
-            for work in self.leaving.pop(self.transformer.grads.slot(layer), ()):
-                work.wait()
+        for place in map(self.transformer.grads.slot, layers):
+            if place in self.leaving:
+                self.leaving.pop(place).wait()
 
-    def reduce(self, parts: Collection[int], how: dist.ReduceOp) -> list[tuple[dist.Work, Tensor]]:
+    def reduce(self, parts: Collection[int], how: dist.ReduceOp) -> list[tuple[dist.Work | Message, Tensor]]:
         """Begins to sum and scatter the gradients of these `parts`; the messages, and what arrives here."""
-        found = []
-        for part in parts:
-            parameters = self.matrices.get(part, ())
-            own = [self.transformer.gradients[p] for p in parameters]
-            whole = [self.transformer.grads.views[p] for p in parameters]
-            sent = together(reduce_scatter_rows, zip(own, whole, strict=True), how)
-            found += [(work, gradient) for work in sent for gradient in own]
+        found: list[tuple[dist.Work | Message, Tensor]] = []
+        for part in sorted(self.matrices.keys() & parts):
+            own = [self.transformer.gradients[p] for p in self.matrices[part]]
+            whole = [self.transformer.grads.views[p] for p in self.matrices[part]]
+            sent = coalesced(reduce_scatter_rows, zip(own, whole, strict=True), how)
+            found += [(sent, gradient) for gradient in own]
             if 1 <= part <= self.transformer.config.num_layers:
                 self.leaving[self.transformer.grads.slot(part - 1)] = sent
         if 0 in parts and len(self.transformer.norm_weight_grads):
