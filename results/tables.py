@@ -131,7 +131,8 @@ def highlights() -> str:
         {
             "what": "training step, `large`, on two GPUs",
             "lmcore": f"{1e3 * two['seconds']:.1f} ms, {format_count(float(f'{two.tokens_per_second:.3g}'))} tok/s",
-            "compared with": f"{alone['seconds'] / two['seconds']:.0%} of twice one GPU ({1e3 * alone['seconds']:.1f} ms)",
+            "compared with": f"{alone['seconds'] / two['seconds']:.0%} of twice one GPU"
+            f" ({1e3 * alone['seconds']:.1f} ms)",
         },
         {
             "what": f"step of {format_count(leaderboard['parameters'])} parameters, two GPUs, "
