@@ -58,7 +58,8 @@ class Progress:
         """The plain line for `done` units after `elapsed` seconds."""
         rate = (done - self.start) / elapsed if elapsed > 0 else 0.0
         left = f", {(self.total - done) / rate:.0f} s left" if rate > 0 and done < self.total else ""
-        text = f"{self.name}: {self.unit} {done}/{self.total}, {elapsed:.0f} s, {rate:.3g} {self.unit}s/s{left}"
+        pace = f", {rate:.3g} {self.unit}s/s{left}" if rate > 0 else ""
+        text = f"{self.name}: {self.unit} {done}/{self.total}, {elapsed:.0f} s{pace}"
         return f"{text}, {note}" if note else text
 
     def html(self, done: int, note: str, elapsed: float) -> str:

@@ -1,5 +1,7 @@
 """Progress of long tasks: a bar where a notebook is open in Jupyter, lines elsewhere."""
 
+import base64
+import re
 import sys
 from types import SimpleNamespace
 
@@ -76,6 +78,11 @@ def test_live_curves_are_redrawn_at_most_every_two_seconds(monkeypatch, tmp_path
     assert len(curves.picture.shown) == 1
     curves.update(now=True)
     assert len(curves.picture.shown) == 2
-    assert curves.picture.shown[-1].startswith("<svg")
-    assert "<!-- run -->" in curves.picture.shown[-1]
-    assert "<!-- later -->" not in curves.picture.shown[-1]
+    encoded = re.fullmatch(r'<img alt="[\w ]+" src="data:image/svg\+xml;base64,(.*)">', curves.picture.shown[-1])
+    svg = base64.b64decode(encoded[1]).decode()
+    assert "<!-- run -->" in svg
+    assert "<!-- later -->" not in svg
+
+
+def test_a_line_before_the_first_unit_has_no_rate():
+    assert Progress(13, "runs", "run").line(0, "", 6.0) == "runs: run 0/13, 6 s"

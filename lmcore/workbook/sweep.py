@@ -1,5 +1,6 @@
 """Training runs in turn, none by two processes, reused when finished: one that a notebook follows, or many workers."""
 
+import base64
 import io
 import math
 import os
@@ -139,7 +140,9 @@ def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: 
     def done() -> tuple[int, str]:
         states = {name: run.last_known()[0] for name, run in folders.items()}
         latest = {name: _latest(folders[name]) for name, state in states.items() if state == "running"}
-        note = "; ".join(f"{name}: step {step:,}/{runs[name].steps:,}, {loss}" for name, (step, loss) in latest.items())
+        note = "; ".join(
+            f"{name}: step {step:,}/{runs[name].steps:,}{loss and f', {loss}'}" for name, (step, loss) in latest.items()
+        )
         return sum(state in FINISHED for state in states.values()), note
 
     while left := sum(not is_finished(config, folders[name]) for name, config in runs.items()):
@@ -195,11 +198,11 @@ class LiveCurves:
         """Draws the losses again if it is time, or if it has to be `now`."""
         if not now and time.monotonic() - self.drawn < SECONDS_BETWEEN_PICTURES:
             return
-        self.picture.update({"text/html": self.svg()}, raw=True)
+        self.picture.update({"text/html": self.html()}, raw=True)
         self.drawn = time.monotonic()
 
-    def svg(self) -> str:
-        """The losses of the runs that have any, as a picture for HTML."""
+    def html(self) -> str:
+        """The losses of the runs that have any, as a picture that a notebook shows which is not trusted, too."""
         from matplotlib.figure import Figure  # which takes a second
         from matplotlib.ticker import LogLocator
 
@@ -217,9 +220,10 @@ class LiveCurves:
         ax.yaxis.set_minor_formatter("")
         if ax.lines:
             ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8)
-        file = io.StringIO()
+        file = io.BytesIO()
         figure.savefig(file, format="svg")
-        return file.getvalue()[file.getvalue().index("<svg") :]
+        encoded = base64.b64encode(file.getvalue()).decode()
+        return f'<img alt="training loss by step" src="data:image/svg+xml;base64,{encoded}">'
 
 
 def _latest(run: RunFolder) -> tuple[int, str]:

@@ -69,7 +69,7 @@ class Picture(SVG):
         words = html.escape(self.caption)
         shown = re.sub(r"`([^`]*)`", r"<code>\1</code>", words)
         picture = f'<img alt="{words}" src="data:image/svg+xml;base64,{encoded}">'
-        return f"<figure>{picture}<figcaption><em>Figure.</em> {shown}</figcaption></figure>"
+        return f"<figure style='margin: 0.5em 0'>{picture}<figcaption><em>Figure.</em> {shown}</figcaption></figure>"
 
 
 def stacked_shares(ax: Axes, shares: pd.DataFrame, colors: Mapping[str, str], title: str) -> None:

@@ -148,7 +148,7 @@ def code_block(text: str) -> Node:
 
 def figure(target: str, caption: list[Node]) -> Node:
     """A picture, with its caption if there is one."""
-    image = {"t": "Image", "c": [["", [], []], [], [target, ""]]}
+    image = {"t": "Image", "c": [["", [], []], inlines(text_of(caption).replace("\\", "")), [target, ""]]}
     if not caption:
         return div([para(image)], "", "figure")
     return {"t": "Figure", "c": [["", [], []], [None, [{"t": "Plain", "c": caption}]], [{"t": "Plain", "c": [image]}]]}
