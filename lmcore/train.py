@@ -163,10 +163,10 @@ class AsyncMetrics:
             return
         self.steps = [(step, lr) for step, lr, _, _ in self.pushed]
         values = torch.stack([torch.stack((loss.float(), norm.float())) for _, _, loss, norm in self.pushed])
-        self.values = self.mean(values)
+        self.values = self.mean(values.double())  # exact: a sum depends neither on its order nor on how many go at once
         self.pushed = []
         if self.values.is_cuda:
-            on_device, self.values = self.values, torch.empty(self.values.shape, pin_memory=True)
+            on_device, self.values = self.values, torch.empty_like(self.values, device="cpu", pin_memory=True)
             self.values.copy_(on_device, non_blocking=True)
             self.copied = torch.cuda.current_stream(on_device.device).record_event()
 

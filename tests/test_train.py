@@ -705,3 +705,13 @@ def test_z_loss_is_minimized_beside_the_loss_and_not_reported(covered):
     assert sizes[1] < sizes[0] / 2 < log_z.abs().mean()
     step, reason = training_step(model, replace(covered, ops="fused", z_loss=0.1), torch.device("cpu"))
     assert (type(step), reason) == (PlainStep, "z_loss=0.1")
+
+
+def test_means_over_ranks_are_exact():
+    """In float64 a sum of losses depends neither on its order nor on how many steps are summed at once."""
+    seen = []
+    metrics = AsyncMetrics(lambda values: seen.append(values.dtype) or values)
+    metrics.push(1, 0.1, torch.tensor(0.1), torch.tensor(2.0))
+    metrics.start()
+    assert metrics.read() == [(1, 0.1, torch.tensor(0.1).item(), 2.0)]
+    assert seen == [torch.float64]
