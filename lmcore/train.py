@@ -166,7 +166,7 @@ class AsyncMetrics:
         self.values = self.mean(values.double())  # exact: a sum depends neither on its order nor on how many go at once
         self.pushed = []
         if self.values.is_cuda:
-            on_device, self.values = self.values, torch.empty_like(self.values, device="cpu", pin_memory=True)
+            on_device, self.values = self.values, torch.empty(self.values.shape, dtype=torch.float64, pin_memory=True)
             self.values.copy_(on_device, non_blocking=True)
             self.copied = torch.cuda.current_stream(on_device.device).record_event()
 
