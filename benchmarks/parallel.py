@@ -171,6 +171,8 @@ def steps(work: str, name: str, device: torch.device, toy: bool) -> dict[str, An
     step = None
     gc.collect()
     torch.compiler.reset()
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # one for each stream, of which none is left
     reset_peak_memory(device)
     if run["outcome"] != "complete":
         return run

@@ -64,7 +64,10 @@ def rope_attention_backward(
 
 def takes_whole_heads(qkv: Tensor, shape: tuple[int, int, int]) -> bool:
     """Whether the kernel with one program a head serves these."""
-    batch, length, heads = shape
-    size = qkv.shape[1] // (3 * heads)
+    return suits_whole_heads(*shape, qkv.shape[1] // (3 * shape[2]), qkv.dtype) and is_hopper(qkv.device)
+
+
+def suits_whole_heads(batch: int, length: int, heads: int, size: int, dtype: torch.dtype) -> bool:
+    """The same of shapes and type alone, on a Hopper GPU."""
     small = length <= LONGEST and size <= LARGEST_HEAD and batch * heads >= FEWEST_HEADS
-    return small and qkv.dtype == torch.bfloat16 and is_hopper(qkv.device)
+    return small and dtype == torch.bfloat16

@@ -34,6 +34,7 @@ from lmcore.errors import require, require_positive
 from lmcore.fused.model import GATHERED, MOST_LAYERS, ROWS_PER_PRODUCT, UNREDUCED
 from lmcore.fused.support import unsupported_reason
 from lmcore.kernels.cross_entropy import CHUNK_BYTES, default_chunk_rows
+from lmcore.kernels.rope_attention import suits_whole_heads
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
 from lmcore.profiling.memory.profile import gradient_storages, standing_storages
@@ -131,7 +132,8 @@ def explicit_peak(config: TrainConfig, ranks: int) -> int:
     require(config.optimizer.name == "adamw", "Memory of the explicit step is predicted for AdamW alone.")
     require(m.norm != "none", "Memory of the explicit step is predicted for models with norms.")
     d, d_ff, layers, size = m.d_model, m.d_ff, m.num_layers, 2 if config.precision == "bf16" else 4
-    rows = config.batch_size // ranks * m.context_length
+    batch = config.batch_size // ranks
+    rows = batch * m.context_length
     recomputes = m.checkpoint_every is not None
     most = 1 if divided or recomputes else MOST_LAYERS
     group = min(most, layers, max(1, ROWS_PER_PRODUCT // rows))
@@ -154,7 +156,10 @@ def explicit_peak(config: TrainConfig, ranks: int) -> int:
     gradients = 5 * d * group
     chunk = default_chunk_rows(rows, size * m.vocab_size, CHUNK_BYTES) * size * m.vocab_size
     loss = chunk + rows * size * (4 * d + gradients)
-    backward = rows * (size * (3 * gradients + 2 * recomputed + 7 * d) + 4 * d)
+    heads = (batch, m.context_length, m.num_heads, d // m.num_heads)
+    without = size == 4 or (m.position == "rope" and suits_whole_heads(*heads, torch.bfloat16))
+    sums = 0 if without else 4 * d  # of the queries' gradient, in float32
+    backward = rows * (size * (3 * gradients + 2 * recomputed + 7 * d) + sums)
     return round(always + saved + max(loss, backward))
 
 
