@@ -197,7 +197,7 @@ RULES: dict[str, Rule] = {
             f"a list that is not empty, of sizes that differ, each {SIZE.words}",
             lambda v: several(SIZE).holds(v) and len(set(v)) == len(v),
         ),
-        "warmup_sizes component_sizes": several(SIZE),
+        "sizes_2026 warmup_sizes component_sizes": several(SIZE),
         "compile_sizes": several(SIZE, 0),
         "batch_sizes contexts attention_contexts decode_batches": several(COUNT),
         "batch_context sweep_context": whole("a whole number from 128 on", 128),

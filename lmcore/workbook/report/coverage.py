@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from importlib import resources
 
 DONE, PARTLY, OPEN = "done", "partly", "not yet"
-COURSES = ("CS336", "CSE599-O", "A1", "A2")
-"""What a part may name of a handout: its course, or the assignment."""
+COURSES = ("CS336", "CSE599-O", "A1", "A2", "2025", "2026")
+"""What a part may name of a handout: its course, the assignment, or the year."""
 
 
 @dataclass(frozen=True)
