@@ -5,8 +5,9 @@ import json
 
 import pytest
 from matplotlib.figure import Figure
-from notebook_cells import ANSWERS, RECORDS, answer_calls, rendered, typed_numbers
+from notebook_cells import ANSWERS, PROJECT, RECORDS, answer_calls, rendered, typed_numbers
 
+from lmcore.workbook.notebook import code_cells, read_notebook
 from lmcore.workbook.report.results import PERTURB
 
 REWRITTEN = ["01_build", "02_train", "03_generate", "04_benchmark", "05_nsys", "06_memory", "07_kernels"]
@@ -68,6 +69,16 @@ def test_templates_hold_no_numbers(name):
     for call in answer_calls(name):
         template = ast.literal_eval(call.args[1])
         assert typed_numbers(template) == [], template
+
+
+@pytest.mark.parametrize("name", [*REWRITTEN, "09_distributed"])
+def test_what_a_cell_makes_to_be_seen_is_its_last_expression(name):
+    """Jupyter shows nothing else: a table that a function does not return is lost."""
+    for _, cell in code_cells(read_notebook(PROJECT / "notebooks" / f"{name}.ipynb")):
+        tree = ast.parse(cell.source)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node is not tree.body[-1]:
+                assert getattr(node.value.func, "id", "") not in ("table", "answer", "show"), ast.unparse(node)
 
 
 @pytest.mark.parametrize(
