@@ -1,6 +1,8 @@
 """Errors that the user can correct: one clear sentence, no traceback."""
 
 import errno
+import os
+import time
 from typing import Any
 
 
@@ -38,6 +40,16 @@ def require_path(name: str, value: str) -> None:
     """Raises `UserError` if the text that is to name a file or folder is empty: as a path it is the current folder."""
     require(bool(str(value).strip()), f"{name} is empty: it must name a file or folder.")
 
+
+def leave_to_first_rank() -> None:
+    """What is wrong with all ranks alike is said by the first that torchrun started on a machine: the others exit here,
+    once it has had the time to."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(SECONDS_TO_SAY)  # torchrun ends all ranks as soon as one has ended
+        raise SystemExit(EXIT_USER_ERROR)
+
+
+SECONDS_TO_SAY = 5
 
 EXIT_FAILURE = 1
 """Exit code of a command whose work failed: a notebook, a cell."""

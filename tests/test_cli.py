@@ -276,3 +276,20 @@ def test_workbook_and_writeup(tmp_path, monkeypatch, capsys):
     assert cli.main(["writeup", "runs/smoke"]) == EXIT_FAILURE
     assert "Notebook 02_bad failed at code cell 2" in capsys.readouterr().err
     assert cli.main(["writeup", "runs/smoke", "--check"]) == EXIT_USER_ERROR
+
+
+def test_one_rank_says_what_is_wrong_with_all(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("lmcore.errors.SECONDS_TO_SAY", 0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    lines = ["train", "--parallel", "all"], ["train", "--run", "r", "--data", "embedded"]
+    for line in lines:
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        assert cli.main(line) == EXIT_USER_ERROR
+        assert len(capsys.readouterr().err.splitlines()) == 1
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        with pytest.raises(SystemExit, match=str(EXIT_USER_ERROR)):
+            cli.main(line)
+        assert not capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

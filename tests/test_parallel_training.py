@@ -12,8 +12,9 @@ import torch
 from parallel_runs import Trainers, small_config
 
 from lmcore.checkpoint import read_checkpoint, read_weights
-from lmcore.config import CorpusConfig, replace
+from lmcore.config import CorpusConfig, TrainConfig, model_config, replace
 from lmcore.data import open_or_prepare
+from lmcore.distributed import world
 from lmcore.errors import UserError
 from lmcore.run import RunFolder
 from lmcore.train import train
@@ -218,6 +219,14 @@ def test_what_the_ranks_refuse(trainers, data, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(UserError, match="torchrun started 2 processes, but the run is not parallel: add --parallel"):
         train(small_config(data), tmp_path / "forgotten")
+
+
+def test_one_process_is_told_of_the_other_gpus(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for way, told in (("fsdp", 1), ("none", 0)):
+        with world.joined(TrainConfig(model_config("smoke"), parallel=way)) as alone:
+            assert alone.size == 1
+        assert capsys.readouterr().err.count("torchrun --nproc-per-node 8") == told
 
 
 @pytest.mark.parametrize(

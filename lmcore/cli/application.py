@@ -16,7 +16,7 @@ import tyro
 from lmcore.cli import benchmark, data, jobs, memory, nsys, sweep, training, workbook
 from lmcore.cli.arguments import PATHS, check_paths
 from lmcore.config import TrainConfig
-from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
+from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError, leave_to_first_rank
 from lmcore.stopping import Stopped, stop_signals
 
 EXIT_CTRL_C = 130
@@ -120,14 +120,20 @@ def unboxed(box: str) -> str:
     lines = re.sub(r"(?m)^[╭╰].*$|│", "", box)
     sections = [" ".join(section.split()) for section in re.split(r"(?m)^\s*[─-]+\s*$", lines)]
     message = sections[0 if "╭" in box or len(sections) == 1 else 1]
-    return f"{message.rstrip('.')}; see lmcore --help."
+    told = re.search(r"run:? (lmcore.*--help)", sections[-1])
+    return f"{message.rstrip('.')}; see {told[1] if told else 'lmcore --help'}."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code. A user's mistake is one sentence on standard error and code 2."""
     print_any_character()
     try:
-        code = parse(list(sys.argv[1:] if arguments is None else arguments))()
+        try:
+            command = parse(list(sys.argv[1:] if arguments is None else arguments))
+        except UserError:
+            leave_to_first_rank()
+            raise
+        code = command()
         sys.stdout.flush()  # while an error of it can still be said
         return code
     except UserError as error:

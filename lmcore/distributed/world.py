@@ -17,7 +17,7 @@ from torch import Tensor
 from lmcore.config import TrainConfig
 from lmcore.device import select_device
 from lmcore.distributed.watch import End, Watch, by_other_rank
-from lmcore.errors import EXIT_CODES, EXIT_FAILURE, EXIT_USER_ERROR, UserError, require
+from lmcore.errors import EXIT_CODES, EXIT_FAILURE, EXIT_USER_ERROR, UserError, leave_to_first_rank, require
 from lmcore.stopping import Stopped
 
 SECONDS_TO_JOIN = 120
@@ -156,13 +156,17 @@ def joined(config: TrainConfig) -> Iterator[World]:
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     if config.parallel == "none":
-        require(
-            size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ,
-            f"torchrun started {size} processes, but the run is not parallel: add --parallel ddp, or another way.",
-        )
+        if size > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+            leave_to_first_rank()
+            raise UserError(
+                f"torchrun started {size} processes, but the run is not parallel: add --parallel ddp, or another way."
+            )
         yield World()
         return
     if "RANK" not in os.environ:
+        if (gpus := torch.cuda.device_count()) > 1:
+            started = f"torchrun --nproc-per-node {gpus} -m -- lmcore train ..."
+            print(f"This process uses one of {gpus} GPUs; all of them: {started}", file=sys.stderr, flush=True)
         yield World()
         return
     rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
