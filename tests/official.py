@@ -24,8 +24,8 @@ PROJECT = Path(__file__).parents[1]
 RECORD = PROJECT / "results" / "official.json"
 
 
-def run(copy: Path) -> tuple[int, dict[str, str], int]:
-    """One run of the suite: pytest's exit code, the outcome of each test, and the number of warnings."""
+def run(copy: Path) -> tuple[int, dict[str, str], int, list[str]]:
+    """One run of the suite: pytest's exit code, the outcome of each test, the number of warnings and what they say."""
     report = copy / "report.xml"
     report.unlink(missing_ok=True)
     words = [sys.executable, "-m", "pytest", "-p", "no:nbval", "-q", "tests", f"--junitxml={report}"]
@@ -37,7 +37,8 @@ def run(copy: Path) -> tuple[int, dict[str, str], int]:
         kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
         outcomes[f"{case.get('classname')}.{case.get('name')}"] = kinds[0] if kinds else "passed"
     warned = re.search(r"(\d+) warnings?\b.* in ", done.stdout)
-    return done.returncode, outcomes, int(warned[1]) if warned else 0
+    said = re.findall(r"^  (?:.*?/)?([^\s/]+:\d+: \w*Warning: .*)$", done.stdout, re.MULTILINE)
+    return done.returncode, outcomes, int(warned[1]) if warned else 0, said
 
 
 def main() -> int:
@@ -57,16 +58,17 @@ def main() -> int:
         shutil.copy(PROJECT / "tests" / "adapters.py", copy / "tests")
         runs = [run(copy) for _ in range(given.runs)]
         files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(copy.glob("tests/*.py"))}
-    names = dict.fromkeys(name for _, outcomes, _ in runs for name in outcomes)
-    tests = {name: Counter(outcomes.get(name, "missing") for _, outcomes, _ in runs) for name in names}
+    names = dict.fromkeys(name for _, outcomes, *_ in runs for name in outcomes)
+    tests = {name: Counter(outcomes.get(name, "missing") for _, outcomes, *_ in runs) for name in names}
     if given.record:
         found = {
-            "runs": given.runs, "runs_that_failed": sum(code != 0 for code, _, _ in runs),
-            "warnings": sum(warnings for _, _, warnings in runs), "tests": tests, "seconds": time.monotonic() - begin,
-            "files": files, "provenance": source,
+            "runs": given.runs, "runs_that_failed": sum(code != 0 for code, *_ in runs),
+            "warnings": sum(warnings for _, _, warnings, _ in runs),
+            "warnings_said": Counter(line for *_, said in runs for line in said), "tests": tests,
+            "seconds": time.monotonic() - begin, "files": files, "provenance": source,
         }  # fmt: skip
         write_json(given.to, (read_json(given.to) if given.to.exists() else {}) | {given.record: found})
-    return int(any(code for code, _, _ in runs))
+    return int(any(code for code, *_ in runs))
 
 
 if __name__ == "__main__":

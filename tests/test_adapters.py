@@ -170,6 +170,7 @@ def test_the_courses_tests_are_run_in_a_copy_of_a_checkout(tmp_path):
         "tests.test_course.test_that_warns_and_fails": {"failure": 2},
     }
     assert (found["runs"], found["runs_that_failed"], found["warnings"]) == (2, 2, 2)
+    assert found["warnings_said"] == {"test_course.py:8: UserWarning: so": 2}
     assert set(found["files"]) == {"__init__.py", "adapters.py", "test_course.py"}
     assert (tmp_path / "course" / "tests" / "adapters.py").read_text() == "raise NotImplementedError"
 
