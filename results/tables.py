@@ -30,7 +30,6 @@ from lmcore.workbook.report.coverage import counts, coverage
 from lmcore.workbook.report.tables import read_results
 
 PROJECT = Path(__file__).parents[1]
-H100 = PROJECT / "results" / "h100"
 H200 = PROJECT / "results" / "h200"
 SPEED = H200 / "speed.json"
 
@@ -312,16 +311,16 @@ def contestants(like: str, index: Mapping[str, str], value: str, words: Callable
     return markdown(shown.to_dict("records"))
 
 
-def parallel_rows(folder: Path = H200) -> pd.DataFrame:
+def parallel_rows() -> pd.DataFrame:
     """What benchmarks/parallel.py measured."""
-    return pd.DataFrame(read_json(folder / "parallel.json")["rows"])
+    return pd.DataFrame(read_json(H200 / "parallel.json")["rows"])
 
 
-def parallel(folder: Path = H200) -> str:
+def parallel() -> str:
     """Training steps on several GPUs, a table for each work and its model, and how near they come to the ideal: one
     GPU's time with the same batch on each, or, where one batch is divided, that time divided by the ranks. Exposed is
     the time in which nothing but messages runs."""
-    rows, tables = parallel_rows(folder), []
+    rows, tables = parallel_rows(), []
     steps, counts_of_ranks = rows[rows["work"] != "all-reduce"], sorted(rows["ranks"].unique())
     steps = steps[steps["outcome"] != "absent"]
     for work, of_work in steps.groupby("work", sort=False):
@@ -352,16 +351,34 @@ def parallel(folder: Path = H200) -> str:
     rates = ", ".join(f"{name} {rate:.0f} GB/s" for name, rate in bus.items())
     share = bus["lmcore ring"] / bus["NCCL"]
     last = f"Bus bandwidth of an all-reduce of 1 GiB between {most} GPUs: {rates}, {share:.0%} of it."
-    return "\n\n".join([*tables, last])
+    return "\n\n".join([*tables, last, beside_fsdp2(rows), parallel_targets(rows)])
+
+
+def beside_fsdp2(rows: pd.DataFrame) -> str:
+    """How the explicit step with everything divided compares with FSDP2."""
+    of = rows[(rows["work"] == "xl-2026-4x512") & (rows["ranks"] == 2)].set_index("contestant")
+    found = []
+    for peer in ("HF compiled + CUDA graph, FSDP2", "HF compiled, FSDP2"):
+        for name in ("lmcore explicit step, fsdp", "lmcore explicit step, fsdp, recomputing"):
+            theirs, ours = of.loc[peer], of.loc[name]
+            gain, memory = theirs["seconds"] / ours["seconds"], ours["peak_bytes"] / theirs["peak_bytes"]
+            found.append({
+                "beside": peer, "contestant": name, "times as fast": f"{gain:.2f}", "memory": f"{memory:.2f}",
+                "runs, ms": ", ".join(f"{1e3 * seconds:.1f}" for seconds in ours["runs"]),
+            })  # fmt: skip
+    theirs = ", ".join(f"{1e3 * seconds:.0f}" for seconds in of.loc["HF compiled, FSDP2", "runs"])
+    return (
+        f"Beside FSDP2 with `xl-2026`; FSDP2 without a graph took {theirs} ms in turns with ours:\n\n{markdown(found)}"
+    )
 
 
 def parallel_targets(rows: pd.DataFrame) -> str:
-    """What was to be reached with 8 H200s, and what two GPUs reach."""
+    """What was to be reached with 8 H200s, and what two reach."""
     of = rows.set_index(["work", "contestant", "ranks"]).sort_index()
     made = []
 
     def target(words: str, measured: str, reached: bool) -> None:
-        made.append({"target": words, "two H100s": f"{'yes' if reached else '**no**'}, {measured}"})
+        made.append({"target": words, "two H200s": f"{'yes' if reached else '**no**'}, {measured}"})
 
     for work, least in (("tinystories-256x256", 0.93), ("large-4x1024", 0.92)):
         one, two = of.loc[work, "lmcore explicit step, ddp"]["seconds"]
@@ -374,28 +391,14 @@ def parallel_targets(rows: pd.DataFrame) -> str:
         target(words, f"{gain:.2f} times, in {memory:.2f} times", gain >= 1.5 and memory <= 1.1)
     ring, nccl = (of.loc[("all-reduce", name, 2)]["bus_bytes_per_second"] for name in ("lmcore ring", "NCCL"))
     target("our ring: at least 90% of NCCL's bus bandwidth at 1 GiB", f"{ring / nccl:.0%}", ring >= 0.9 * nccl)
-    return markdown(made)
-
-
-def parallel_h100() -> str:
-    """The same on H100s, and how the explicit step with everything divided compares with FSDP2."""
-    rows = parallel_rows(H100)
-    targets = parallel_targets(rows)
-    rows = rows[(rows["work"] == "xl-2026-4x512") & (rows["ranks"] == 2)].set_index("contestant")
-    found = []
-    for peer in ("HF compiled + CUDA graph, FSDP2", "HF compiled, FSDP2"):
-        for name in ("lmcore explicit step, fsdp", "lmcore explicit step, fsdp, recomputing"):
-            theirs, ours = rows.loc[peer], rows.loc[name]
-            gain, memory = theirs["seconds"] / ours["seconds"], ours["peak_bytes"] / theirs["peak_bytes"]
-            found.append({
-                "beside": peer, "contestant": name, "times as fast": f"{gain:.2f}", "memory": f"{memory:.2f}",
-                "runs, ms": ", ".join(f"{1e3 * seconds:.1f}" for seconds in ours["runs"]),
-            })  # fmt: skip
-    theirs = ", ".join(f"{1e3 * seconds:.0f}" for seconds in rows.loc["HF compiled, FSDP2", "runs"])
-    return (
-        f"{parallel(H100)}\n\nBeside FSDP2 with `xl-2026`, in the same run; FSDP2 without a graph took {theirs} ms in "
-        f"turns with ours:\n\n{markdown(found)}\n\nWhat was to be reached with 8 H200s, on two H100s:\n\n{targets}"
-    )
+    leaderboard = rows_of("distributed_leaderboard").iloc[0]
+    seconds, mfu = leaderboard["step"], leaderboard["mfu"]
+    words = f"whole step of {format_count(leaderboard['parameters'])} parameters (notebook 09): 6 s, at least 40% MFU, whole attention"
+    target(words, f"{seconds:.2f} s, {mfu:.0%}", seconds <= 6 and mfu >= 0.4)
+    handout = of.loc[("tinystories-256x256 in all", "lmcore explicit step, ddp", 2)]
+    seconds = 327_680_000 / handout["tokens_per_second"]
+    target("327.68 million tokens in steps of 65,536: 15 s, with 8 GPUs", f"{seconds:.1f} s with 2", seconds <= 15)
+    return f"What was to be reached with 8 H200s, on two:\n\n{markdown(made)}"
 
 
 def answered() -> str:
@@ -442,7 +445,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "speed-memory-attention": partial(contestants, "memory-attention", CONTEXT, "peak_bytes", format_bytes),
         "speed-memory-step": partial(contestants, "memory-step", CONTEXT, "peak_bytes", format_bytes),
     },
-    "benchmarks/README.md": {"speed": speed, "parallel": parallel, "parallel-h100": parallel_h100},
+    "benchmarks/README.md": {"speed": speed, "parallel": parallel},
     "results/README.md": {
         "faults": lambda: markdown(fault_counts().astype(str).to_dict("records")),
         "official": official,

@@ -215,7 +215,7 @@ WAYS = {
 }  # fmt: skip
 MEASURED = [
     row
-    for row in read_json(PROJECT / "results" / "h100" / "parallel.json")["rows"]
+    for row in read_json(PROJECT / "results" / "h200" / "parallel.json")["rows"]
     if row["contestant"] in WAYS and "in all" not in row["work"]
 ]
 
