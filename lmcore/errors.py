@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import time
 from typing import Any
 
@@ -45,7 +46,8 @@ def leave_to_first_rank() -> None:
     """What is wrong with all ranks alike is said by the first that torchrun started on a machine: the others exit here,
     once it has had the time to."""
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(SECONDS_TO_SAY)  # torchrun ends all ranks as soon as one has ended
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends all ranks as soon as one has ended
+        time.sleep(SECONDS_TO_SAY)
         raise SystemExit(EXIT_USER_ERROR)
 
 

@@ -192,7 +192,7 @@ def refused(ended) -> tuple[int, str]:
     return said[0]
 
 
-def test_what_the_ranks_refuse(trainers, data, tmp_path, monkeypatch):
+def test_what_the_ranks_refuse(trainers, data, tmp_path):
     run, config = tmp_path / "run", small_config(data, parallel="ddp")
     assert refused(trainers.train(config, run, 5)) == (0, "batch_size (12) must divide by the number of ranks, 5.")
     rank, sentence = refused(trainers.train(config, run, 2, {1: {"optimizer__learning_rate": 0.5, "seed": 3}}))
@@ -215,10 +215,31 @@ def test_what_the_ranks_refuse(trainers, data, tmp_path, monkeypatch):
     with RunFolder(run).lock():
         assert "Another process is using the run folder" in refused(trainers.train(config, run, 2))[1]
     complete(trainers.train(config, run, 3))  # it is complete already
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    with pytest.raises(UserError, match="torchrun started 2 processes, but the run is not parallel: add --parallel"):
-        train(small_config(data), tmp_path / "forgotten")
+
+
+def test_a_forgotten_parallel_is_said_once(tmp_path):
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "--",
+        "lmcore",
+    ]
+    words += ["train", "--preset", "smoke", "--run", str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    told = [
+        line for line in (done.stdout + done.stderr).splitlines() if line.startswith(("lmcore:", "run", str(tmp_path)))
+    ]
+    assert told == [
+        "lmcore: torchrun started 2 processes, but the run is not parallel: add --parallel ddp, or another way."
+    ]
+    assert "local_rank: 0" in done.stderr
+    assert "exitcode: 2" in done.stderr.replace("exitcode  :", "exitcode:")
+    assert not (tmp_path / "run").exists()
 
 
 def test_one_process_is_told_of_the_other_gpus(monkeypatch, capsys):

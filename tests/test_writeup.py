@@ -494,6 +494,12 @@ def test_coverage_counts_parts():
 def test_a_problem_of_one_assignment_is_not_that_of_another():
     found = {p.handout: p.state for p in coverage.coverage([("leaderboard", "A1")]) if p.name == "leaderboard"}
     assert found == {"CSE599-O A1 part 1": "done", "CS336 A1 2026": "done", "CS336 A2 2026": "not yet"}
+    page = coverage.coverage_markdown(
+        [("leaderboard", "A1", "08_experiments"), ("leaderboard", "A2", "09_distributed")]
+    )
+    assert re.findall(r"^\| `leaderboard` .*\[(\w+)\]", page, re.MULTILINE) == ["08_experiments"] * 2 + [
+        "09_distributed"
+    ]
 
 
 def test_the_committed_coverage_claims_no_more_than_the_notebooks_answer():

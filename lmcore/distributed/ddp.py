@@ -127,6 +127,19 @@ class OverlappedDDP(DataParallel):
         self.pending.clear()
 
 
+def filled_buckets(parameters: Sequence[nn.Parameter], bucket_size_mb: float) -> list[list[nn.Parameter]]:
+    """The parameters from the last to the first in buckets of at most so many MB (2**20 bytes) and of one type."""
+    buckets: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in reversed(parameters):
+        size += parameter.nbytes
+        if not buckets or size > bucket_size_mb * 2**20 or parameter.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            size = parameter.nbytes
+        buckets[-1].append(parameter)
+    return buckets
+
+
 class BucketedDDP(OverlappedDDP):
     """An all-reduce for each bucket of at most `bucket_size_mb` MB (2**20 bytes) as soon as its gradients are there.
 
@@ -143,14 +156,7 @@ class BucketedDDP(OverlappedDDP):
     ):
         require(bucket_size_mb > 0, f"bucket_size_mb must be positive, not {bucket_size_mb}.")
         super().__init__(module, gradient_dtype, group)
-        self.buckets: list[list[nn.Parameter]] = []
-        size = 0
-        for parameter in reversed(self.trained()):
-            size += parameter.nbytes
-            if not self.buckets or size > bucket_size_mb * 2**20 or parameter.dtype != self.buckets[-1][0].dtype:
-                self.buckets.append([])
-                size = parameter.nbytes
-            self.buckets[-1].append(parameter)
+        self.buckets = filled_buckets(self.trained(), bucket_size_mb)
         self.bucket_of = {parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket}
         self.begin_step()
 

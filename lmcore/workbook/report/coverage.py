@@ -54,8 +54,8 @@ def coverage(answers: Iterable[tuple[str, str]]) -> list[Problem]:
     """
     parts: dict[str, list[tuple[str, str]]] = {}
     for problem, part in answers:
-        letter, _, course = ("", "", part) if part in COURSES else part.partition(", ")
-        parts.setdefault(plain_name(problem), []).append((letter[:1], course if course in COURSES else ""))
+        letter, course = letter_and_course(part)
+        parts.setdefault(plain_name(problem), []).append((letter, course))
     text = resources.files("lmcore.workbook.report").joinpath("problems.csv").read_text(encoding="utf-8")
     found = []
     for row in csv.DictReader(text.splitlines()):
@@ -65,6 +65,12 @@ def coverage(answers: Iterable[tuple[str, str]]) -> list[Problem]:
         answered = [part for part in row["parts"] if part in there or "" in there] if row["parts"] else there[:1]
         found.append(Problem(row["handout"], row["place"], row["problem"], row["parts"], tuple(answered)))
     return found
+
+
+def letter_and_course(part: str) -> tuple[str, str]:
+    """Of a part such as "c, CS336", "A1" or "b": its letter, and the handouts that it is for ("": for all)."""
+    letter, _, course = ("", "", part) if part in COURSES else part.partition(", ")
+    return letter[:1], course if course in COURSES else ""
 
 
 def counts(problems: Iterable[Problem]) -> dict[str, dict[str, int]]:
@@ -93,8 +99,11 @@ def coverage_markdown(answers: Iterable[tuple[str, str, str]]) -> str:
         lines += ["", f"## {handout}", "", "| problem | place | state | notebook |", "|---|---|---|---|"]
         for problem in (each for each in problems if each.handout == handout):
             state = problem.words.partition(": ")[2]
-            names = {plain_name(name): book for name, _, book in answers}
-            where = names.get(plain_name(problem.name), "") if problem.answered else ""
+            books = [
+                book for name, part, book in answers
+                if plain_name(name) == plain_name(problem.name) and letter_and_course(part)[1] in handout
+            ]  # fmt: skip
+            where = books[-1] if problem.answered else ""
             link = f"[{where}](../notebooks/{where}.ipynb)" if where else ""
             lines.append(f"| `{problem.name}` | {problem.place} | {state} | {link} |")
     return "\n".join(lines) + "\n"
