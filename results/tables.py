@@ -380,62 +380,45 @@ def beside_fsdp2(rows: pd.DataFrame) -> str:
 def parallel_targets(rows: pd.DataFrame) -> str:
     """What was to be reached, on how many GPUs, and what each number of them reaches."""
     of = rows.set_index(["work", "contestant", "ranks"]).sort_index()
-    counts_of_ranks = sorted(set(rows["ranks"]) - {1})
-    step, divided = "lmcore explicit step, ddp", "lmcore explicit step, fsdp"
+    ranks, step, divided = sorted(set(rows["ranks"]) - {1}), "lmcore explicit step, ddp", "lmcore explicit step, fsdp"
     made = []
 
-    def target(asked: int, words: str, measure: Callable[[int], tuple[str, bool]], alike: bool = True) -> None:
-        """`measure` gives words and whether that is enough; a rate in all is judged with the GPUs asked alone."""
-        row = {"target": words, "asked of": f"{asked} GPUs"}
-        for n in counts_of_ranks:
-            measured, reached = measure(n)
-            said = f"{'yes' if reached else '**no**'}, {measured}" if alike or n == asked else measured
-            row[f"{n} GPUs"] = said
-        made.append(row)
+    def target(asked: int, words: str, found: Mapping[int, tuple[str, bool]], alike: bool = True) -> None:
+        """`found` is what each number of GPUs reaches, and whether it is enough, which is said of all numbers `alike`,
+        or of the number that was asked for alone."""
+        cells = {
+            f"{n} GPUs": f"{'yes' if reached else '**no**'}, {measured}" if alike or n == asked else measured
+            for n, (measured, reached) in found.items()
+        }
+        made.append({"target": words, "asked of": f"{asked} GPUs"} | cells)
 
-    def rates(work: str, least: float, tokens: int) -> None:
-        def share(n: int) -> tuple[str, bool]:
-            found = of.loc[(work, step, 1)]["seconds"] / of.loc[(work, step, n)]["seconds"]
-            return f"{found:.1%}", found >= least
-
-        def in_all(n: int) -> tuple[str, bool]:
-            rate = of.loc[(work, step, n)]["tokens_per_second"]
-            return f"{format_count(float(f'{rate:.3g}'))} tok/s", rate >= tokens
-
-        target(8, f"`{work}`: at least {least:.0%} of one GPU's rate on each", share)
-        target(8, f"`{work}`: at least {format_count(tokens)} tok/s", in_all, alike=False)
-
-    def faster(peer: str) -> None:
-        def gains(n: int) -> tuple[str, bool]:
+    for work, least, tokens in (("tinystories-256x256", 0.93, 28_000_000), ("large-4x1024", 0.92, 560_000)):
+        alone, each = of.loc[(work, step, 1)]["seconds"], {n: of.loc[(work, step, n)] for n in ranks}
+        shares = {n: alone / row["seconds"] for n, row in each.items()}
+        words = f"`{work}`: at least {least:.0%} of one GPU's rate on each"
+        target(8, words, {n: (f"{share:.1%}", share >= least) for n, share in shares.items()})
+        rates = {n: row["tokens_per_second"] for n, row in each.items()}
+        said = {n: (f"{format_count(float(f'{rate:.3g}'))} tok/s", rate >= tokens) for n, rate in rates.items()}
+        target(8, f"`{work}`: at least {format_count(tokens)} tok/s", said, alike=False)
+    for peer in ("HF compiled, FSDP2", "HF compiled + CUDA graph, FSDP2"):
+        found = {}
+        for n in ranks:
             ours, theirs = (of.loc[("xl-2026-4x512", name, n)] for name in (divided, peer))
             gain, memory = theirs["seconds"] / ours["seconds"], ours["peak_bytes"] / theirs["peak_bytes"]
-            return f"{gain:.2f} times, in {memory:.2f} times", gain >= 1.5 and memory <= 1.1
-
+            found[n] = f"{gain:.2f} times, in {memory:.2f} times", gain >= 1.5 and memory <= 1.1
         words = f"`xl-2026-4x512`, fsdp: at least 1.5 times as fast as {peer}, in at most 1.1 times its memory"
-        target(8, words, gains)
-
-    def bus(n: int) -> tuple[str, bool]:
-        ring, nccl = (of.loc[("all-reduce", name, n)]["bus_bytes_per_second"] for name in ("lmcore ring", "NCCL"))
-        return f"{ring / nccl:.0%}", ring >= 0.9 * nccl
-
-    def whole_run(n: int) -> tuple[str, bool]:
-        seconds = 327_680_000 / of.loc[("tinystories-256x256 in all", step, n)]["tokens_per_second"]
-        return f"{seconds:.1f} s", seconds <= 15
-
-    rates("tinystories-256x256", 0.93, 28_000_000)
-    rates("large-4x1024", 0.92, 560_000)
-    for peer in ("HF compiled, FSDP2", "HF compiled + CUDA graph, FSDP2"):
-        faster(peer)
-    target(8, "our ring: at least 90% of NCCL's bus bandwidth at 1 GiB", bus)
-    target(8, "327.68 million tokens in steps of 65,536: at most 15 s", whole_run, alike=False)
-    step_of_8b = rows_of("distributed_leaderboard").iloc[0]
-    seconds, mfu = step_of_8b["step"], step_of_8b["mfu"]
-    parameters = format_count(step_of_8b["parameters"])
-    made.append({
-        "target": f"step of {parameters} parameters (notebook 09): at most 6 s, at least 40% MFU, whole attention",
-        "asked of": "2 GPUs",
-        "2 GPUs": f"{'yes' if seconds <= 6 and mfu >= 0.4 else '**no**'}, {seconds:.2f} s, {mfu:.0%}",
-    })  # fmt: skip
+        target(8, words, found)
+    bus = of.loc["all-reduce"]["bus_bytes_per_second"]
+    shares = {n: bus["lmcore ring", n] / bus["NCCL", n] for n in ranks}
+    words = "our ring: at least 90% of NCCL's bus bandwidth at 1 GiB"
+    target(8, words, {n: (f"{share:.0%}", share >= 0.9) for n, share in shares.items()})
+    runs = {n: 327_680_000 / of.loc[("tinystories-256x256 in all", step, n)]["tokens_per_second"] for n in ranks}
+    words = "327.68 million tokens in steps of 65,536: at most 15 s"
+    target(8, words, {n: (f"{seconds:.1f} s", seconds <= 15) for n, seconds in runs.items()}, alike=False)
+    large = rows_of("distributed_leaderboard").iloc[0]
+    words = f"step of {format_count(large['parameters'])} parameters (notebook 09): at most 6 s, at least 40% MFU, "
+    reached = large["step"] <= 6 and large["mfu"] >= 0.4
+    target(2, f"{words}whole attention", {2: (f"{large['step']:.2f} s, {large['mfu']:.0%}", reached)})
     words = "What was to be reached; a rate or time in all is judged with the number of GPUs that it was asked of alone"
     return f"{words}:\n\n{markdown(pd.DataFrame(made).fillna('–').to_dict('records'))}"
 
