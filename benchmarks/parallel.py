@@ -166,8 +166,11 @@ def steps(work: str, name: str, device: torch.device, toy: bool) -> dict[str, An
         if reason is None:
             raise
         run = {"outcome": "out of memory", "reason": reason}
-    peak = torch.tensor(float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0.0, device=device)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    counted = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
+    peaks = [float(counted.get(f"{kind}_bytes.all.peak", 0)) for kind in ("allocated", "requested")]
+    most = torch.tensor(peaks, dtype=torch.float64, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    peak, requested = (int(number) or None for number in most.tolist())
     step = None
     gc.collect()
     torch.compiler.reset()
@@ -179,7 +182,7 @@ def steps(work: str, name: str, device: torch.device, toy: bool) -> dict[str, An
     tokens, rate = config.tokens_per_step, peak_flops(device_name(device), config.precision)
     flops = training_flops(model, config.batch_size) / run["seconds"]
     return run | {
-        "tokens_per_second": tokens / run["seconds"], "peak_bytes": int(peak.item()) or None,
+        "tokens_per_second": tokens / run["seconds"], "peak_bytes": peak, "requested_peak_bytes": requested,
         "mfu": flops / rate / ranks if rate else None,
     }  # fmt: skip
 

@@ -1,10 +1,11 @@
 #!/bin/bash
 # All rows of parallel.py's tables for so many GPUs, and one: benchmarks/parallel.sh 2 [--out FILE] [--toy].
-# Peers in a CUDA graph have a process each. Rows that the file holds are not measured again: after a break, the same.
+# Without --out to results/h200/parallel_2.json. Peers in a CUDA graph have a process each. Rows that the file holds are
+# not measured again: after a break, the same.
 set -u
 gpus=$1
 shift
-options=("$@")
+options=(--out "results/h200/parallel_$gpus.json" "$@") # the last --out holds
 
 measure() { # number of processes, works, and -- before the contestants
   local ranks=$1 works=()

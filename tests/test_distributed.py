@@ -32,7 +32,7 @@ from lmcore.distributed import (
     ring_reduce_scatter,
     tree_broadcast,
 )
-from lmcore.distributed.ranks import RankError
+from lmcore.distributed.ranks import RankError, first_ranks
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
 from lmcore.fused import sharding
@@ -52,7 +52,7 @@ def ranks():
 
 def within(rank, size, function, *arguments):
     """On a rank: `function(rank, group, *arguments)` if it belongs to the first `size` ranks, as a group."""
-    group = dist.new_group(range(size))
+    group = first_ranks(size)
     result = function(rank, group, *arguments) if rank < size else None
     dist.barrier()
     return result

@@ -215,7 +215,8 @@ WAYS = {
 }  # fmt: skip
 MEASURED = [
     row
-    for row in read_json(PROJECT / "results" / "h200" / "parallel.json")["rows"]
+    for file in (PROJECT / "results" / "h200").glob("parallel*.json")
+    for row in read_json(file)["rows"]
     if row["contestant"] in WAYS and "in all" not in row["work"]
 ]
 
@@ -226,7 +227,9 @@ def test_the_steps_that_were_measured(row):
     model = model_config(size, vocab_size=10_000, context_length=int(context), attention="sdpa")
     config = TrainConfig(model, batch_size=int(sequences) * row["ranks"], precision="bf16")
     predicted = predicted_peak_of_rank(replace(config, **WAYS[row["contestant"]]), row["ranks"])
-    assert predicted == pytest.approx(row["peak_bytes"], rel=0.02)
+    requested = row.get("requested_peak_bytes")
+    allowed = 0.02 if requested else 0.025  # older rows have the allocator's blocks, which it rounds up, alone
+    assert predicted == pytest.approx(requested or row["peak_bytes"], rel=allowed)
 
 
 def test_what_an_explicit_step_needs_more_or_less():

@@ -1,6 +1,7 @@
 """Ranks on this machine, for a notebook or a test: processes that all run the same function, again and again."""
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import tempfile
@@ -10,12 +11,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import psutil
 
 from lmcore.errors import UserError, require, require_positive
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class RankError(RuntimeError):
@@ -73,7 +77,7 @@ class Ranks:
                 rank = left[pipe]
                 try:
                     worked, answer = cloudpickle.loads(pipe.recv_bytes())
-                except EOFError:
+                except (EOFError, OSError):
                     self._fail(rank, f"has ended with exit code {self._exit_code(rank)}")
                 if not worked:
                     self._fail(rank, *answer)
@@ -111,6 +115,17 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@functools.cache
+def first_ranks(count: int) -> "ProcessGroup | None":
+    """The group of this process's first `count` ranks; None is that of all. All ranks must call it, at the same place.
+
+    It is made once: each group holds threads and connections, with NCCL also memory of the GPU.
+    """
+    import torch.distributed as dist
+
+    return None if count == dist.get_world_size() else dist.new_group(range(count))
 
 
 @contextlib.contextmanager
