@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import signal
+import threading
 import time
 import weakref
 from collections import Counter
@@ -685,6 +686,15 @@ def test_a_rank_that_fails_ends_all(how, error, says):
             ranks.run(hurt, how)
         assert not any(process.is_alive() for process in processes)
         with pytest.raises(UserError, match="have ended: start new ones"):
+            ranks.run(hurt, "")
+
+
+def test_a_rank_that_dies_before_it_reads_is_named():
+    with Ranks(2) as ranks:
+        assert ranks.run(hurt, "") == [0, 1]
+        os.kill(ranks.processes[1].pid, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (ranks.processes[1].pid, signal.SIGKILL)).start()
+        with pytest.raises(RankError, match="Rank 1 has ended with exit code -9"):
             ranks.run(hurt, "")
 
 
