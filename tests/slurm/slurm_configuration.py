@@ -103,10 +103,14 @@ def _write_gpus(folder: Path) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports that nobody listens on now, drawn from those that no outgoing connection is given."""
+    """Different TCP ports that nobody listens on now, drawn from those that no outgoing connection is given.
+
+    Each worker of pytest-xdist draws from its own: two that look at the same time would both find one free.
+    """
+    first = 15_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 15)
     with contextlib.ExitStack() as stack:
         found = []
-        for port in random.sample(range(15_000, 30_000), 200):
+        for port in random.sample(range(first, first + 1000), 200):
             with contextlib.suppress(OSError):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
                 found.append(port)
