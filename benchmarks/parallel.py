@@ -1,6 +1,6 @@
 """Training steps on several GPUs of one machine: lmcore's ways to divide the work beside PyTorch's with Hugging Face.
 
-    torchrun --nproc-per-node 8 benchmarks/parallel.py                        # to results/h200/parallel.json
+    torchrun --nproc-per-node 8 benchmarks/parallel.py                        # to results/h200/parallel_8.json
     torchrun --nproc-per-node 2 benchmarks/parallel.py --toy --out runs/toy/parallel.json
 
 Weak scaling: each rank has the batch that is named, so that the command with 1, 2, 4 and 8 ranks, into the same file,
@@ -72,7 +72,7 @@ ROUNDS, SECONDS, COMPARED, PROFILED = 7, 0.5, 3, 5
 
 
 def main(
-    out: Path = Path("results/h200/parallel.json"),
+    out: Path | None = None,
     only: tuple[str, ...] = (),
     contestants: tuple[str, ...] = (),
     toy: bool = False,
@@ -82,7 +82,8 @@ def main(
     """Measures on all ranks; rank 0 prints and writes.
 
     Args:
-        out: the JSON file to write, row by row; what it holds for as many ranks is kept.
+        out: the JSON file to write, row by row; what it holds for as many ranks is kept. Default:
+            results/h200/parallel_N.json for N ranks.
         only: works by name, and all-reduce; default: all.
         contestants: by name; default: all but those whose names have "+ CUDA graph", which take a process each.
         toy: small sizes on CPUs, nothing compiled: to try the command; its times mean nothing.
@@ -100,6 +101,7 @@ def main(
         torch.cuda.set_device(device)  # where FSDP2 gathers
     dist.init_process_group("gloo" if toy else "nccl", timeout=timedelta(minutes=10), device_id=None if toy else device)
     rank, size = dist.get_rank(), dist.get_world_size()
+    out = out or Path(f"results/h200/parallel_{size}.json")
     result = read_json(out) if out.exists() else {"toy": toy, "rows": []}
     require(result["toy"] == toy, f"{out} holds {'toy' if result['toy'] else 'real'} sizes: choose another --out.")
     enough = [row for row in result["rows"] if row["outcome"] != "complete" or len(row.get("runs", [0])) >= times]

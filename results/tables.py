@@ -313,7 +313,7 @@ def contestants(like: str, index: Mapping[str, str], value: str, words: Callable
 def parallel_rows() -> pd.DataFrame:
     """What benchmarks/parallel.py measured; `alone` is what one GPU took on the same host, where that was measured."""
     made = []
-    for file in sorted(H200.glob("parallel_*.json"), reverse=True):  # of a number of GPUs, and of one: most first
+    for file in sorted(H200.glob("parallel_[0-9].json"), reverse=True):  # of a number of GPUs, and of one: most first
         rows = pd.DataFrame(read_json(file)["rows"])
         of_one = rows[rows["ranks"] == 1].set_index(["work", "contestant"])["seconds"]
         names = pd.MultiIndex.from_frame(rows[["work", "contestant"]])
@@ -325,7 +325,7 @@ def fastest_way(rows: pd.DataFrame, work: str) -> pd.DataFrame:
     """The fastest of our ways to divide the explicit step, by the number of GPUs; `alone` is one GPU's whole step."""
     of = rows[(rows["work"] == work) & (rows["ranks"] > 1)]
     of = of[of["contestant"].isin([f"lmcore explicit step, {way}" for way in ("ddp", "zero1", "fsdp")])]
-    alone = of.groupby("ranks")["alone"].max()  # ddp's: the others were not measured on one GPU
+    alone = of[of["contestant"].str.endswith("ddp")].set_index("ranks")["alone"]
     return of.loc[of.groupby("ranks")["seconds"].idxmin()].set_index("ranks").assign(alone=alone)
 
 

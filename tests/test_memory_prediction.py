@@ -215,10 +215,14 @@ WAYS = {
 }  # fmt: skip
 MEASURED = [
     row
-    for file in (PROJECT / "results" / "h200").glob("parallel*.json")
+    for file in (PROJECT / "results" / "h200").glob("parallel_[0-9].json")
     for row in read_json(file)["rows"]
     if row["contestant"] in WAYS and "in all" not in row["work"]
 ]
+
+
+ROUNDED_UP = "lmcore explicit step, fsdp, recomputing", 4
+"""The one step that took more than its prediction by more, counted in the allocator's blocks, not the bytes requested."""
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['contestant']}, {row['work']}, {row['ranks']}")
@@ -227,9 +231,10 @@ def test_the_steps_that_were_measured(row):
     model = model_config(size, vocab_size=10_000, context_length=int(context), attention="sdpa")
     config = TrainConfig(model, batch_size=int(sequences) * row["ranks"], precision="bf16")
     predicted = predicted_peak_of_rank(replace(config, **WAYS[row["contestant"]]), row["ranks"])
-    requested = row.get("requested_peak_bytes")
-    allowed = 0.02 if requested else 0.025  # older rows have the allocator's blocks, which it rounds up, alone
-    assert predicted == pytest.approx(requested or row["peak_bytes"], rel=allowed)
+    if (row["contestant"], row["ranks"]) == ROUNDED_UP and "requested_peak_bytes" not in row:
+        assert 0.02 < 1 - predicted / row["peak_bytes"] < 0.022
+        return
+    assert predicted == pytest.approx(row.get("requested_peak_bytes", row["peak_bytes"]), rel=0.02)
 
 
 def test_what_an_explicit_step_needs_more_or_less():
