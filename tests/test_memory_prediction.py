@@ -222,7 +222,7 @@ MEASURED = [
 
 
 ROUNDED_UP = "lmcore explicit step, fsdp, recomputing", 4
-"""The one step that took more than its prediction by more, counted in the allocator's blocks, not the bytes requested."""
+"""The one step that took over two percent more than predicted, in the allocator's blocks, not the bytes requested."""
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['contestant']}, {row['work']}, {row['ranks']}")
