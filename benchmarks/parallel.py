@@ -32,6 +32,7 @@ from lmcore.accounting import training_flops
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.device import device_name, out_of_memory_reason, peak_flops, reset_peak_memory, set_matmul_precision
 from lmcore.distributed import ring_all_reduce
+from lmcore.distributed.collectives import registered_memory, use_all_channels
 from lmcore.errors import require
 from lmcore.files import read_json, write_json
 from lmcore.model import TransformerLM
@@ -99,6 +100,7 @@ def main(
     device = torch.device("cpu") if toy else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if not toy:
         torch.cuda.set_device(device)  # where FSDP2 gathers
+        use_all_channels()
     dist.init_process_group("gloo" if toy else "nccl", timeout=timedelta(minutes=10), device_id=None if toy else device)
     rank, size = dist.get_rank(), dist.get_world_size()
     out = out or Path(f"results/h200/parallel_{size}.json")
@@ -292,11 +294,13 @@ def exposed(function: Callable[[], Any], device: torch.device) -> float:
 
 
 def all_reduce(name: str, device: torch.device, toy: bool) -> dict[str, Any]:
-    """The sum of 1 GiB over the ranks, and its bus bandwidth: the bytes that each link carries, 2 (N - 1) / N of it."""
-    size = 2**20 if toy else 2**30
-    tensor, ranks = torch.zeros(size // 4, device=device), dist.get_world_size()
-    run = (lambda: dist.all_reduce(tensor)) if name == "NCCL" else lambda: ring_all_reduce(tensor)
-    found = timed(run, device)
+    """The sum of 1 GiB over the ranks, in registered memory, and its bus bandwidth: the bytes that each link carries,
+    2 (N - 1) / N of it."""
+    size, ranks = 2**20 if toy else 2**30, dist.get_world_size()
+    with registered_memory():
+        tensor = torch.zeros(size // 4, device=device)
+        run = (lambda: dist.all_reduce(tensor)) if name == "NCCL" else lambda: ring_all_reduce(tensor)
+        found = timed(run, device)
     return {"outcome": "complete", "bus_bytes_per_second": 2 * (ranks - 1) / ranks * size / found["seconds"]} | found
 
 

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import Counter
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from lmcore.distributed import (
     OverlappedDDP,
     Ranks,
     ShardedOptimizer,
+    collectives,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
@@ -96,6 +98,39 @@ def scattered(rank, group, length):
 def test_reduce_scatter_and_all_gather(ranks, size):
     assert all(on(ranks, size, scattered, 8))
     assert all(on(ranks, size, scattered, 11))
+
+
+def in_halves(rank, group, length, dtype):
+    """The sum of chunks that count as large, and the messages that this rank has sent for it."""
+    sent, batch = [], dist.batch_isend_irecv
+    with mock.patch.object(collectives, "LARGE", 1), mock.patch.object(dist, "batch_isend_irecv") as exchanges:
+        exchanges.side_effect = lambda operations: sent.append(operations[0].tensor.numel()) or batch(operations)
+        right = reduced(rank, group, length, dtype)
+    return right, sent
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_large_chunks_are_reduced_in_halves(ranks, size):
+    for length in (1, 3, 101):
+        assert all(right for right, _ in on(ranks, size, in_halves, length, torch.float64)), length
+    for right, sent in on(ranks, size, in_halves, 12 * size, torch.int32):
+        assert right
+        assert sent == [6] * 2 * (size - 1) + [12] * (size - 1)  # the gathered chunks stay whole
+
+
+def registered(rank, group):
+    with collectives.registered_memory(group):
+        return reduced(rank, group, 8, torch.float32)
+
+
+def test_memory_for_gloo_is_any(ranks):
+    assert all(on(ranks, 2, registered))
+
+
+def test_who_has_set_the_size_of_pieces_keeps_it(monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_NVL_CHUNKSIZE", "65536")
+    collectives.use_all_channels()
+    assert os.environ["NCCL_P2P_NVL_CHUNKSIZE"] == "65536"
 
 
 def broadcast(rank, group, root):

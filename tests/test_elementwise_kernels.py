@@ -25,6 +25,7 @@ FUNCTIONS = {
     "rope": ("rope_",),
     "swiglu": ("swiglu_forward", "swiglu_backward_"),
     "embedding": ("embedding_backward_",),
+    "addition": ("add_",),
 }
 
 
@@ -274,3 +275,14 @@ def test_hopper_means_nvidias_with_triton(monkeypatch, triton, hip):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert support.is_hopper.__wrapped__(torch.device("cuda")) == (triton and hip is None)
     assert not support.is_hopper.__wrapped__(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.int64])
+@pytest.mark.parametrize("count", [0, 1, 8191, 600_001])
+def test_addition_of_every_element(kernels, dtype, count):
+    functions, device = kernels
+    total = (torch.arange(count) % 101).to(device=device, dtype=dtype)
+    more = (torch.arange(count) % 7).to(device=device, dtype=dtype)
+    expected = total + more
+    assert functions.add_(total, more) is total
+    assert torch.equal(total, expected)

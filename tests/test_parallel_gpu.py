@@ -1,6 +1,7 @@
 """`lmcore train --parallel` over NCCL, on as many GPUs as there are: with one GPU, a group of one rank."""
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lmcore.checkpoint import read_weights
 from lmcore.config import CorpusConfig, TrainConfig, model_config, replace
 from lmcore.data import open_or_prepare
 from lmcore.device import reset_peak_memory
+from lmcore.distributed import Ranks, collectives, ring_all_reduce
 from lmcore.model import TransformerLM
 from lmcore.profiling.memory.predicted import predicted_peak_of_rank
 from lmcore.run import RunFolder
@@ -115,3 +117,23 @@ def test_the_memory_of_a_rank_is_predicted(ranks, way, ops, precision):
         dist.destroy_process_group()
     print(f"{ops}, {way}, {ranks} ranks, {precision}: {predicted:,} of {found:,}, {predicted / found - 1:+.2%}")
     assert found == pytest.approx(predicted, rel=0.02)
+
+
+def ring_beside_nccl(rank, large):
+    """Whether the ring gives what NCCL does, exactly, of whole numbers."""
+    equal = []
+    for length in (1, 1001, 3_000_000):
+        with mock.patch.object(collectives, "LARGE", large), collectives.registered_memory():
+            ours = (torch.arange(length, device="cuda") % 1000 * (rank + 1)).float()
+            theirs = ours.clone()
+            for tensor, reduce in ((ours, ring_all_reduce), (theirs, dist.all_reduce)):
+                reduce(tensor)
+            equal.append(torch.equal(ours, theirs))
+    return all(equal)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ring_sums_what_nccl_does(ranks):
+    with Ranks(ranks, "nccl", timeout=120) as processes:
+        assert all(processes.run(ring_beside_nccl, 1))  # in halves
+        assert all(processes.run(ring_beside_nccl, 2**40))  # whole

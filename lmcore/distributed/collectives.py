@@ -4,23 +4,67 @@ N is the number of ranks, S the bytes of the tensor. On a ring every rank sends 
 its left one at the same time, so that each link carries data in each step.
 """
 
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lmcore.errors import require
+from lmcore.kernels.addition import add_
 
 Group = dist.ProcessGroup | None
 
+LARGE = 64 * 2**20
+"""Bytes of a chunk from which a reduce-scatter hides its sums: below, the messages that it takes more cost more."""
 
-def exchange(send: Tensor, to: int, receive: Tensor, source: int, group: Group = None) -> None:
-    """Sends one tensor to rank `to` and receives another from rank `source` of the group, both at the same time."""
+
+def use_all_channels() -> None:
+    """Lets NCCL send large messages through all of its channels. To be called before a process's first group is made.
+
+    NCCL adds channels to a message until none has more than 32 pieces; pieces of 128 KiB instead of 512 KiB are enough
+    for all channels at 128 MiB. Who has set NCCL_P2P_NVL_CHUNKSIZE keeps it.
+    """
+    os.environ.setdefault("NCCL_P2P_NVL_CHUNKSIZE", str(128 * 1024))
+
+
+@contextlib.contextmanager
+def registered_memory(group: Group = None) -> Iterator[None]:
+    """Tensors made inside lie where the group's NCCL writes its messages to them directly, not through a buffer.
+
+    Known as user buffer registration (NCCL user guide). All ranks of the group must enter it, and use the tensors
+    inside only. With gloo it does nothing.
+    """
+    if dist.get_backend(group) != "nccl":
+        yield
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    backend = (group or dist.group.WORLD)._get_backend(device)
+    pool = torch.cuda.MemPool(backend.mem_allocator)
+    backend.register_mem_pool(pool)
+    try:
+        with torch.cuda.use_mem_pool(pool):
+            yield
+    finally:
+        torch.cuda.synchronize()
+        backend.deregister_mem_pool(pool)
+
+
+def start_exchange(send: Tensor, to: int, receive: Tensor, source: int, group: Group = None) -> list[dist.Work]:
+    """Starts to send one tensor to rank `to` of the group and to receive another from rank `source`: wait for both."""
     target, origin = (dist.get_global_rank(group, rank) if group else rank for rank in (to, source))
     operations = [
         dist.P2POp(dist.isend, send, target, group),
         dist.P2POp(dist.irecv, receive, origin, group),
     ]
-    for work in dist.batch_isend_irecv(operations):
+    return dist.batch_isend_irecv(operations)
+
+
+def exchange(send: Tensor, to: int, receive: Tensor, source: int, group: Group = None) -> None:
+    """Sends one tensor to rank `to` and receives another from rank `source` of the group, both at the same time."""
+    for work in start_exchange(send, to, receive, source, group):
         work.wait()
 
 
@@ -33,15 +77,35 @@ def chunks_of(tensor: Tensor, group: Group = None) -> tuple[Tensor, ...]:
 def ring_reduce_scatter(tensor: Tensor, group: Group = None) -> Tensor:
     """Sums the tensors of all ranks; afterwards chunk i is complete on rank i, and is returned there.
 
-    N - 1 steps of S / N bytes. The other chunks hold partial sums.
+    N - 1 steps of S / N bytes. The other chunks hold partial sums. Large chunks go in two halves: while one is added,
+    the other is on its way.
     """
     rank, size, chunks = dist.get_rank(group), dist.get_world_size(group), chunks_of(tensor, group)
+    large = chunks[0].nbytes >= LARGE
+    parts = list(zip(*(chunk.tensor_split(2 if large else 1) for chunk in chunks), strict=True))
+    under_way: dict[int, Callable[[], None]] = {}
     for step in range(1, size):
-        leaving, arriving = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
-        received = torch.empty_like(arriving)
-        exchange(leaving, (rank + 1) % size, received, (rank - 1) % size, group)
-        arriving += received
+        for number, part in enumerate(parts):
+            if number in under_way:
+                under_way[number]()
+            leaving, sums = part[(rank - step) % size], part[(rank - step - 1) % size]
+            under_way[number] = start_adding(leaving, (rank + 1) % size, sums, (rank - 1) % size, group, large)
+    for finish in under_way.values():
+        finish()
     return chunks[rank]
+
+
+def start_adding(send: Tensor, to: int, total: Tensor, source: int, group: Group, beside: bool) -> Callable[[], None]:
+    """Starts an exchange; what it returns adds what has come to `total`, on part of a GPU if `beside` a message."""
+    received = torch.empty_like(total)
+    works = start_exchange(send, to, received, source, group)
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+        add_(total, received) if beside else total.add_(received)
+
+    return finish
 
 
 def ring_all_gather(tensor: Tensor, group: Group = None) -> None:

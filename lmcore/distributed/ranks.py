@@ -150,12 +150,15 @@ def _serve(pipe: connection.Connection, rank: int, size: int, backend: str, stor
     import torch
     import torch.distributed as dist
 
+    from lmcore.distributed.collectives import use_all_channels
+
     torch.set_num_threads(1)
     if backend == "gloo":  # the ranks are on one machine: its name need not be in any directory
         loopback = [name for name in psutil.net_if_addrs() if name.startswith("lo")]
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0] if loopback else "lo")
     else:
         torch.cuda.set_device(rank)
+        use_all_channels()
     patience = timedelta(seconds=timeout)
     dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=size, timeout=patience)
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
