@@ -118,6 +118,21 @@ def test_large_chunks_are_reduced_in_halves(ranks, size):
         assert sent == [6] * 2 * (size - 1) + [12] * (size - 1)  # the gathered chunks stay whole
 
 
+def in_one_buffer(rank, group):
+    """Sums of several tensors in a buffer that is longer than any chunk."""
+    size, buffer = dist.get_world_size(group), torch.full((100,), -1.0)
+    tensors = [torch.full((length,), rank + 1.0) for length in (7, 40, 12)]
+    with mock.patch.object(collectives, "LARGE", 80):
+        for tensor in tensors:
+            ring_all_reduce(tensor, group, buffer)
+    return all(bool((tensor == size * (size + 1) / 2).all()) for tensor in tensors)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_calls_share_a_buffer(ranks, size):
+    assert all(on(ranks, size, in_one_buffer))
+
+
 def registered(rank, group):
     with collectives.registered_memory(group):
         return reduced(rank, group, 8, torch.float32)
@@ -149,6 +164,8 @@ def refused(rank, group):
     for call in (
         lambda: ring_all_reduce(torch.zeros(4, 4).T, group),
         lambda: tree_broadcast(torch.zeros(2), 7, group),
+        lambda: ring_all_reduce(torch.zeros(8), group, torch.zeros(3)),
+        lambda: ring_all_reduce(torch.zeros(8), group, torch.zeros(4, dtype=torch.int32)),
         lambda: BucketedDDP(nn.Linear(2, 2), 0, group=group),
     ):
         try:
@@ -160,10 +177,12 @@ def refused(rank, group):
 
 def test_refusals(ranks):
     said = on(ranks, 2, refused)[0]
-    assert len(said) == 3
+    assert len(said) == 5
     assert "contiguous" in said[0]
     assert "root must be a rank from 0 to 1, not 7" in said[1]
-    assert "bucket_size_mb must be positive, not 0" in said[2]
+    assert "The buffer must hold 4 elements of torch.float32" in said[2]
+    assert "The buffer must hold 4 elements of torch.float32" in said[3]
+    assert "bucket_size_mb must be positive, not 0" in said[4]
 
 
 # Training

@@ -129,6 +129,7 @@ def ring_beside_nccl(rank, large):
             for tensor, reduce in ((ours, ring_all_reduce), (theirs, dist.all_reduce)):
                 reduce(tensor)
             equal.append(torch.equal(ours, theirs))
+            del ours, theirs, tensor
     return all(equal)
 
 

@@ -6,7 +6,7 @@ its left one at the same time, so that each link carries data in each step.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,14 @@ def use_all_channels() -> None:
 def registered_memory(group: Group = None) -> Iterator[None]:
     """Tensors made inside lie where the group's NCCL writes its messages to them directly, not through a buffer.
 
-    Known as user buffer registration (NCCL user guide). All ranks of the group must enter it, and use the tensors
-    inside only. With gloo it does nothing.
+    Known as user buffer registration (NCCL user guide). All ranks of the group must enter it, use the tensors inside
+    only, and delete them there: then their memory is free again. With gloo it does nothing.
     """
     if dist.get_backend(group) != "nccl":
         yield
         return
     device = torch.device("cuda", torch.cuda.current_device())
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # makes the group's communicator
     backend = (group or dist.group.WORLD)._get_backend(device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     backend.register_mem_pool(pool)
@@ -74,38 +75,39 @@ def chunks_of(tensor: Tensor, group: Group = None) -> tuple[Tensor, ...]:
     return tensor.view(-1).tensor_split(dist.get_world_size(group))
 
 
-def ring_reduce_scatter(tensor: Tensor, group: Group = None) -> Tensor:
+def ring_reduce_scatter(tensor: Tensor, group: Group = None, buffer: Tensor | None = None) -> Tensor:
     """Sums the tensors of all ranks; afterwards chunk i is complete on rank i, and is returned there.
 
     N - 1 steps of S / N bytes. The other chunks hold partial sums. Large chunks go in two halves: while one is added,
-    the other is on its way.
+    the other is on its way. `buffer`, as long as the longest chunk, receives them; give one to many calls in a row,
+    since what a call has made is free again only when the GPU has come so far.
     """
     rank, size, chunks = dist.get_rank(group), dist.get_world_size(group), chunks_of(tensor, group)
+    buffer = torch.empty_like(chunks[0]) if buffer is None else buffer
+    fits = buffer.dtype == tensor.dtype and buffer.numel() >= chunks[0].numel()
+    require(fits, f"The buffer must hold {chunks[0].numel()} elements of {tensor.dtype}, the longest chunk.")
     large = chunks[0].nbytes >= LARGE
-    parts = list(zip(*(chunk.tensor_split(2 if large else 1) for chunk in chunks), strict=True))
-    under_way: dict[int, Callable[[], None]] = {}
-    for step in range(1, size):
-        for number, part in enumerate(parts):
-            if number in under_way:
-                under_way[number]()
-            leaving, sums = part[(rank - step) % size], part[(rank - step - 1) % size]
-            under_way[number] = start_adding(leaving, (rank + 1) % size, sums, (rank - 1) % size, group, large)
-    for finish in under_way.values():
-        finish()
-    return chunks[rank]
+    halves = [chunk.tensor_split(2 if large else 1) for chunk in chunks]
+    buffers = buffer[: chunks[0].numel()].tensor_split(2 if large else 1)
+    under_way: dict[int, tuple[list[dist.Work], Tensor, Tensor]] = {}
 
-
-def start_adding(send: Tensor, to: int, total: Tensor, source: int, group: Group, beside: bool) -> Callable[[], None]:
-    """Starts an exchange; what it returns adds what has come to `total`, on part of a GPU if `beside` a message."""
-    received = torch.empty_like(total)
-    works = start_exchange(send, to, received, source, group)
-
-    def finish() -> None:
+    def add_arrived(part: int) -> None:
+        works, sums, received = under_way[part]
         for work in works:
             work.wait()
-        add_(total, received) if beside else total.add_(received)
+        add_(sums, received) if large else sums.add_(received)
 
-    return finish
+    for step in range(1, size):
+        for part, received in enumerate(buffers):
+            if step > 1:
+                add_arrived(part)
+            leaving, sums = halves[(rank - step) % size][part], halves[(rank - step - 1) % size][part]
+            arriving = received[: sums.numel()]
+            works = start_exchange(leaving, (rank + 1) % size, arriving, (rank - 1) % size, group)
+            under_way[part] = works, sums, arriving
+    for part in under_way:
+        add_arrived(part)
+    return chunks[rank]
 
 
 def ring_all_gather(tensor: Tensor, group: Group = None) -> None:
@@ -116,9 +118,9 @@ def ring_all_gather(tensor: Tensor, group: Group = None) -> None:
         exchange(leaving, (rank + 1) % size, arriving, (rank - 1) % size, group)
 
 
-def ring_all_reduce(tensor: Tensor, group: Group = None) -> None:
+def ring_all_reduce(tensor: Tensor, group: Group = None, buffer: Tensor | None = None) -> None:
     """Sums the tensors of all ranks on every rank: reduce-scatter, then all-gather. 2 (N - 1) steps of S / N bytes."""
-    ring_reduce_scatter(tensor, group)
+    ring_reduce_scatter(tensor, group, buffer)
     ring_all_gather(tensor, group)
 
 
