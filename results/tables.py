@@ -357,12 +357,13 @@ def parallel() -> str:
         kept = pd.DataFrame(made).dropna(axis="columns", how="all").fillna("–").to_dict("records")
         what = f"{describe_size(size)}, {batch} × {int(context):,}{rest or ' on each GPU'}"
         tables.append(f"{what}:\n\n{markdown(kept)}")
-    sums = rows[rows["work"] == "all-reduce"]
-    most = sums["ranks"].max()
-    bus = sums[sums["ranks"] == most].set_index("contestant")["bus_bytes_per_second"] / 1e9
-    rates = ", ".join(f"{name} {rate:.0f} GB/s" for name, rate in bus.items())
-    share = bus["lmcore ring"] / bus["NCCL"]
-    last = f"Bus bandwidth of an all-reduce of 1 GiB between {most} GPUs: {rates}, {share:.0%} of it."
+    sums = rows[rows["work"] == "all-reduce"].pivot(index="ranks", columns="contestant", values="bus_bytes_per_second")
+    rates = [
+        f"between {n} GPUs NCCL {of['NCCL'] / 1e9:.0f} GB/s, our ring {of['lmcore ring'] / 1e9:.0f} GB/s, "
+        f"{of['lmcore ring'] / of['NCCL']:.0%} of it"
+        for n, of in sums.sort_index(ascending=False).iterrows()
+    ]
+    last = f"Bus bandwidth of an all-reduce of 1 GiB: {'; '.join(rates)}."
     return "\n\n".join([*tables, last, beside_fsdp2(rows), parallel_targets(rows)])
 
 

@@ -35,7 +35,8 @@ def registered_memory(group: Group = None) -> Iterator[None]:
     """Tensors made inside lie where the group's NCCL writes its messages to them directly, not through a buffer.
 
     Known as user buffer registration (NCCL user guide). All ranks of the group must enter it, use the tensors inside
-    only, and delete them there: then their memory is free again. With gloo it does nothing.
+    only, and delete them there: then their memory is free again. PyTorch does not use memory that a message went
+    through again before that, so give a ring its `buffer`. With gloo it does nothing.
     """
     if dist.get_backend(group) != "nccl":
         yield
@@ -79,8 +80,8 @@ def ring_reduce_scatter(tensor: Tensor, group: Group = None, buffer: Tensor | No
     """Sums the tensors of all ranks; afterwards chunk i is complete on rank i, and is returned there.
 
     N - 1 steps of S / N bytes. The other chunks hold partial sums. Large chunks go in two halves: while one is added,
-    the other is on its way. `buffer`, as long as the longest chunk, receives them; give one to many calls in a row,
-    since what a call has made is free again only when the GPU has come so far.
+    the other is on its way. `buffer`, at least as long as the longest chunk, receives them. Give one to many calls in
+    a row: the memory that a call takes for itself is free again only when the GPU has come so far.
     """
     rank, size, chunks = dist.get_rank(group), dist.get_world_size(group), chunks_of(tensor, group)
     buffer = torch.empty_like(chunks[0]) if buffer is None else buffer
