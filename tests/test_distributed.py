@@ -180,8 +180,8 @@ def test_refusals(ranks):
     assert len(said) == 5
     assert "contiguous" in said[0]
     assert "root must be a rank from 0 to 1, not 7" in said[1]
-    assert "The buffer must hold 4 elements of torch.float32" in said[2]
-    assert "The buffer must hold 4 elements of torch.float32" in said[3]
+    assert "The buffer must hold the longest chunk: 4 elements of torch.float32 on cpu" in said[2]
+    assert "The buffer must hold the longest chunk: 4 elements of torch.float32 on cpu" in said[3]
     assert "bucket_size_mb must be positive, not 0" in said[4]
 
 

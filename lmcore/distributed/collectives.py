@@ -32,11 +32,11 @@ def use_all_channels() -> None:
 
 @contextlib.contextmanager
 def registered_memory(group: Group = None) -> Iterator[None]:
-    """Tensors made inside lie where the group's NCCL writes its messages to them directly, not through a buffer.
+    """Inside, new tensors lie in memory that the group's NCCL knows: it writes a message where it belongs, without a
+    buffer on the way (user buffer registration, in NCCL's user guide). With gloo it does nothing.
 
-    Known as user buffer registration (NCCL user guide). All ranks of the group must enter it, use the tensors inside
-    only, and delete them there: then their memory is free again. PyTorch does not use memory that a message went
-    through again before that, so give a ring its `buffer`. With gloo it does nothing.
+    All ranks of the group must enter it. Use the tensors inside only, and delete them there, so that their memory is
+    free again. Until then PyTorch does not reuse what a message went through: give a ring its `buffer`.
     """
     if dist.get_backend(group) != "nccl":
         yield
@@ -84,18 +84,24 @@ def ring_reduce_scatter(tensor: Tensor, group: Group = None, buffer: Tensor | No
     a row: the memory that a call takes for itself is free again only when the GPU has come so far.
     """
     rank, size, chunks = dist.get_rank(group), dist.get_world_size(group), chunks_of(tensor, group)
+    if size == 1:
+        return chunks[rank]
     buffer = torch.empty_like(chunks[0]) if buffer is None else buffer
-    fits = buffer.dtype == tensor.dtype and buffer.numel() >= chunks[0].numel()
-    require(fits, f"The buffer must hold {chunks[0].numel()} elements of {tensor.dtype}, the longest chunk.")
+    alike = (buffer.dtype, buffer.device) == (tensor.dtype, tensor.device) and buffer.is_contiguous()
+    require(
+        alike and buffer.numel() >= chunks[0].numel(),
+        f"The buffer must hold the longest chunk: {chunks[0].numel()} elements of {tensor.dtype} on {tensor.device}.",
+    )
     large = chunks[0].nbytes >= LARGE
     halves = [chunk.tensor_split(2 if large else 1) for chunk in chunks]
-    buffers = buffer[: chunks[0].numel()].tensor_split(2 if large else 1)
+    buffers = buffer.view(-1)[: chunks[0].numel()].tensor_split(2 if large else 1)
     under_way: dict[int, tuple[list[dist.Work], Tensor, Tensor]] = {}
 
     def add_arrived(part: int) -> None:
         works, sums, received = under_way[part]
         for work in works:
             work.wait()
+        # while the other half is on its way, NCCL needs a part of the GPU
         add_(sums, received) if large else sums.add_(received)
 
     for step in range(1, size):
