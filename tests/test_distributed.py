@@ -138,14 +138,15 @@ def registered(rank, group):
         return reduced(rank, group, 8, torch.float32)
 
 
-def test_memory_for_gloo_is_any(ranks):
+def test_registered_memory_does_nothing_with_gloo(ranks):
     assert all(on(ranks, 2, registered))
 
 
-def test_who_has_set_the_size_of_pieces_keeps_it(monkeypatch):
-    monkeypatch.setenv("NCCL_P2P_NVL_CHUNKSIZE", "65536")
-    collectives.use_all_channels()
-    assert os.environ["NCCL_P2P_NVL_CHUNKSIZE"] == "65536"
+@pytest.mark.parametrize(("given", "then"), [({}, "131072"), ({"NCCL_P2P_NVL_CHUNKSIZE": "65536"}, "65536")])
+def test_who_has_set_the_size_of_pieces_keeps_it(given, then):
+    with mock.patch.dict(os.environ, given, clear=True):
+        collectives.use_all_channels()
+        assert os.environ["NCCL_P2P_NVL_CHUNKSIZE"] == then
 
 
 def broadcast(rank, group, root):

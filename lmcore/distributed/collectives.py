@@ -64,12 +64,6 @@ def start_exchange(send: Tensor, to: int, receive: Tensor, source: int, group: G
     return dist.batch_isend_irecv(operations)
 
 
-def exchange(send: Tensor, to: int, receive: Tensor, source: int, group: Group = None) -> None:
-    """Sends one tensor to rank `to` and receives another from rank `source` of the group, both at the same time."""
-    for work in start_exchange(send, to, receive, source, group):
-        work.wait()
-
-
 def chunks_of(tensor: Tensor, group: Group = None) -> tuple[Tensor, ...]:
     """Views of a contiguous tensor, one for each rank; their lengths differ by at most one element."""
     require(tensor.is_contiguous(), "A collective works in place and needs a contiguous tensor: call .contiguous().")
@@ -93,8 +87,9 @@ def ring_reduce_scatter(tensor: Tensor, group: Group = None, buffer: Tensor | No
         f"The buffer must hold the longest chunk: {chunks[0].numel()} elements of {tensor.dtype} on {tensor.device}.",
     )
     large = chunks[0].nbytes >= LARGE
-    halves = [chunk.tensor_split(2 if large else 1) for chunk in chunks]
-    buffers = buffer.view(-1)[: chunks[0].numel()].tensor_split(2 if large else 1)
+    parts = 2 if large else 1
+    halves = [chunk.tensor_split(parts) for chunk in chunks]
+    buffers = buffer.view(-1)[: chunks[0].numel()].tensor_split(parts)
     under_way: dict[int, tuple[list[dist.Work], Tensor, Tensor]] = {}
 
     def add_arrived(part: int) -> None:
@@ -122,7 +117,8 @@ def ring_all_gather(tensor: Tensor, group: Group = None) -> None:
     rank, size, chunks = dist.get_rank(group), dist.get_world_size(group), chunks_of(tensor, group)
     for step in range(size - 1):
         leaving, arriving = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
-        exchange(leaving, (rank + 1) % size, arriving, (rank - 1) % size, group)
+        for work in start_exchange(leaving, (rank + 1) % size, arriving, (rank - 1) % size, group):
+            work.wait()
 
 
 def ring_all_reduce(tensor: Tensor, group: Group = None, buffer: Tensor | None = None) -> None:
