@@ -73,6 +73,20 @@ def test_two_notebooks_share_the_cases_of_the_report(scale):
     assert parameters["10_wikitext"].get("study", DECLARED["10_wikitext"]["study"]) == there
 
 
+@pytest.mark.parametrize("scale", ["smoke", "laptop", "gpu"])
+def test_notebooks_that_share_a_folder_of_data_ask_for_the_same(scale):
+    """Those that run side by side would replace each other's data, under the runs that read them."""
+    wanted = {}
+    for notebook in NOTEBOOKS:
+        source = notebook.read_text(encoding="utf-8")
+        if '{out}/data\\"' in source:
+            values = resolve_parameters(ROOT, [notebook], scale, {}, {})[notebook.stem]
+            known = DECLARED[notebook.stem] | values
+            wanted[notebook.stem] = [known[key] for key in ("out", "data", "tokenizer", "num_documents")]
+    assert list(wanted) == ["02_train", "03_generate", "07_kernels"]
+    assert len({tuple(request) for request in wanted.values()}) == 1, wanted
+
+
 WRONG = [
     ("01_build", "vocab_size=5", "must be a whole number above 256"),
     ("01_build", "context_length=-1", "must be a positive whole number, not -1"),
