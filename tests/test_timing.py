@@ -148,3 +148,36 @@ def test_both_clocks_agree_on_a_gpu(tmp_path):
     assert (phases <= measured["cuda"] * 1.001).all()
     assert phases.median() > 0.9 * measured["cuda"].median()
     assert result["peak_memory_bytes"] > 16 * accounting.num_parameters(config.model)
+
+
+class FakeGPU(timing.Timer):
+    """A GPU that needs 10 µs for a write and 5 µs for a function that the host needs 25 µs to queue."""
+
+    def __init__(self):
+        self.device, self.cuda, self.buffer, self.flush_seconds = torch.device("cpu"), True, self, 10e-6
+        self.host = self.busy_until = 0.0
+
+    def zero_(self):
+        self.busy_until = max(self.busy_until, self.host) + 10e-6
+
+    def function(self):
+        self.host += 25e-6
+        self.busy_until = max(self.busy_until, self.host) + 5e-6
+
+    def now(self):
+        moment = max(self.busy_until, self.host)
+        return type("Event", (), {"moment": moment, "query": lambda event: event.moment <= self.host})()
+
+    def between(self, begin, end):
+        return end.moment - begin.moment
+
+    def synchronize(self):
+        self.host = max(self.host, self.busy_until)
+
+
+def test_a_call_that_the_gpu_waited_for_is_measured_again_behind_more_writes():
+    timer = FakeGPU()
+    assert timer.once(timer.function, 1)[0] == pytest.approx(20e-6)  # the write ends 15 µs before all is queued
+    assert timer.waited
+    seconds, _, flushes = timer.covered(timer.function, 1)
+    assert (seconds, flushes, timer.waited) == (pytest.approx(5e-6), 4, False)

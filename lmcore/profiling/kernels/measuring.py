@@ -126,7 +126,8 @@ def race(
         for name in list(flushes)[:: -1 if number % 2 else 1]:
             contestant, result = ready[name], results[name]
             with result.ending():
-                took, _ = timer.once(partial(contestant.repeat, result.calls), flushes[name], contestant.reset)
+                repeat = partial(contestant.repeat, result.calls)
+                took, _, flushes[name] = timer.covered(repeat, flushes[name], contestant.reset)
                 result.seconds.append(took / result.calls)
             if result.outcome != "complete":
                 del flushes[name]
