@@ -14,11 +14,13 @@ from typing import Any
 
 import pandas as pd
 
-from lmcore.config import describe_size
+from lmcore.accounting import forward_flops_by_component
+from lmcore.config import describe_size, model_config
 from lmcore.errors import require
 from lmcore.files import atomic_write, read_json
 from lmcore.profiling.kernels.speed import fastest, judged, read_speed
 from lmcore.profiling.memory.timeline_html import write_timeline
+from lmcore.workbook.parameters import PARAMETERS_FOLDER, read_parameters
 from lmcore.workbook.report.answers import (
     format_bytes,
     format_count,
@@ -26,7 +28,7 @@ from lmcore.workbook.report.answers import (
     format_seconds,
     format_significant,
 )
-from lmcore.workbook.report.coverage import counts, coverage
+from lmcore.workbook.report.coverage import Answered, Problem, counts, coverage, coverage_markdown
 from lmcore.workbook.report.tables import read_results
 
 PROJECT = Path(__file__).parents[1]
@@ -47,8 +49,8 @@ FAULTS = {
 """Kinds of faults that are counted together, by a pattern; a kind that matches none has a row of its own."""
 
 HIGHLIGHTS = {
-    "step-tinystories-32x256": "training step, the handout's model, 32 × 256",
-    "step-large-4x1024": "training step, `large`, 4 × 1,024",
+    "step-tinystories-32x256": "training step, the handout's model, 32 × 256, vocabulary {vocab_size:,}",
+    "step-large-4x1024": "training step, `large`, 4 × 1,024, vocabulary {vocab_size:,}",
     "attention-128-16384-both": "causal attention, forward and backward, 16,384 positions",
     "decode-small-1": "decoding one sequence, `small`",
 }
@@ -85,7 +87,8 @@ def time_and_rate(row: pd.Series) -> str:
     """The median of a contestant and its rate: 2.39 ms, 3.42 million tok/s."""
     rounded = "" if pd.isna(row["rate"]) else format_count(float(f"{row['rate']:.3g}"))
     if row["group"] == "decode":
-        return f"{rounded} {row['rate_unit']}"
+        whole = format_count(float(f"{row['notes']['tokens_per_second_with_prompt']:.3g}"))
+        return f"{rounded} {row['rate_unit']} ({whole} with the prompt)"
     return f"{format_significant(row['median'])} {row['unit']}" + (f", {rounded} {row['rate_unit']}" if rounded else "")
 
 
@@ -100,6 +103,7 @@ def verdict(target: dict[str, Any], rows: pd.DataFrame) -> str:
 def highlights() -> str:
     """The README's table: what was reached, and compared with what."""
     losses = seeds_of(rows_of("training_runs"))["final_valid_loss"].agg(["count", "mean"])
+    corpus = rows_of("training_corpus").iloc[0]
     peaks, faults = rows_of("memory_peaks"), fault_counts().drop(columns="fault").sum()
     fitted = peaks[peaks["outcome"] == "complete"]
     apart = (fitted["predicted_bytes"] / fitted["peak_bytes"] - 1).abs().max()
@@ -107,13 +111,14 @@ def highlights() -> str:
     ours, baseline = losses.loc["best-at-budget"], losses.loc["reported"]
     made = [
         {
-            "what": "validation loss on TinyStories, one GPU, 41 million tokens read",
+            "what": f"validation loss, TinyStories ({format_count(corpus['train_tokens'])} tokens, vocabulary "
+            f"{corpus['vocab_size']:,}), 41 million tokens read; recipe chosen by this loss",
             "lmcore": f"{ours['mean']:.3f} ({ours['count']:.0f} seeds)",
             "compared with": f"{baseline['mean']:.3f}, the handout's recipe at its best rate "
             f"({baseline['count']:.0f} seeds)",
         },
         {
-            "what": "the same, at most ten minutes; one seed, chosen by this loss",
+            "what": "the same, at most ten minutes; one seed",
             "lmcore": f"{losses['mean'].min():.3f}",
             "compared with": "",
         },
@@ -121,8 +126,13 @@ def highlights() -> str:
     for name, words in HIGHLIGHTS.items():
         ours, peer = beside_peers(timed[timed["row"] == name])
         times = f"{format_significant(peer['median'] / ours['median'])} × as fast as {peer['contestant']}"
+        words = words.format(**ours["settings"])
         made.append({"what": words, "lmcore": time_and_rate(ours), "compared with": f"{times}: {time_and_rate(peer)}"})
     leaderboard = rows_of("distributed_leaderboard").iloc[0]
+    chosen = read_parameters(PROJECT / PARAMETERS_FOLDER / "gpu" / "09_distributed.yaml")
+    shape = {"context_length": chosen["leaderboard_context"], "vocab_size": chosen["leaderboard_vocab_size"]}
+    largest = forward_flops_by_component(model_config(chosen["leaderboard_size"], **shape))
+    masked = (largest["scores"] + largest["weighted_sum"]) / 2 / sum(largest.values())
     rows = parallel_rows()
     most = fastest_way(rows, "large-4x1024").iloc[-1]
     made += [
@@ -130,13 +140,14 @@ def highlights() -> str:
             "what": f"training step, `large`, on {most.name} GPUs",
             "lmcore": f"{1e3 * most['seconds']:.1f} ms, {format_count(float(f'{most.tokens_per_second:.3g}'))} tok/s",
             "compared with": f"{most['alone'] / most['seconds']:.0%} of {most.name} times one GPU"
-            f" ({1e3 * most['alone']:.1f} ms)",
+            f" ({1e3 * most['alone']:.1f} ms), with {most['contestant'].rpartition(', ')[2]}",
         },
         {
             "what": f"step of {format_count(leaderboard['parameters'])} parameters, two GPUs, "
             f"{leaderboard['context_length']:,} tokens each",
             "lmcore": f"{leaderboard['step']:.2f} s, {leaderboard['tokens_per_second']:,.0f} tok/s",
-            "compared with": "",
+            "compared with": f"{(1 - masked) * leaderboard['mfu']:.0%} MFU of causal attention,"
+            f" {leaderboard['mfu']:.0%} with its masked half counted",
         },
         {
             "what": "peak memory of a step, predicted from shapes",
@@ -441,12 +452,19 @@ def parallel_targets(rows: pd.DataFrame) -> str:
     return f"{words}:\n\n{markdown(pd.DataFrame(made).fillna('–').to_dict('records'))}"
 
 
+def covered() -> list[Problem]:
+    """The handouts' problems, and which of them the committed answers solve."""
+    return coverage(
+        Answered(*name.removesuffix(")").partition(" (")[::2], notebook, missing=found.get("missing", ""))
+        for notebook, answers in read_json(H200 / "answers.json").items()
+        for name, found in answers.items()
+    )
+
+
 def answered() -> str:
-    """How many problems of each handout the committed answers solve."""
-    names = [name for found in read_json(H200 / "answers.json").values() for name in found]
-    parts = (name.removesuffix(")").partition(" (") for name in names)
-    found = counts(coverage((problem, part) for problem, _, part in parts))
-    return ", ".join(f"{handout}: {row['done']}/{row['problems']}" for handout, row in found.items()) + "."
+    """How many problems of each handout are done, without those that are answered in part."""
+    found = counts(covered()).items()
+    return ", ".join(f"{handout}: {row['done']}/{row['problems']}" for handout, row in found) + "."
 
 
 def official() -> str:
@@ -468,6 +486,7 @@ CONTEXT = {"context_length": "context"}
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"coverage": answered, "highlights": highlights},
+    "docs/coverage.md": {"coverage": lambda: coverage_markdown(covered())},
     "results/h200/README.md": {
         "training": training,
         "trials": trials,

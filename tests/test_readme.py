@@ -137,3 +137,27 @@ def test_from_login_to_writeup_in_under_ten_lines():
     assert len(block.splitlines()) < 10
     for word in ("make install", "site.yaml", "lmcore submit workbook", "lmcore jobs"):
         assert word in block
+
+
+def test_the_table_of_results_says_what_its_numbers_are_of():
+    """Sample, vocabulary, way to divide, both counts of attention, the prompt: a number without them misleads."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = re.search(r"<!-- highlights -->\n(.*?)<!-- /highlights -->", text, re.DOTALL)[1].splitlines()
+    row = {line.split("|")[1].strip(): line for line in table}
+    assert "7.80 million tokens, vocabulary 50,257" in table[2]
+    assert "recipe chosen by this loss" in table[2]
+    assert all(
+        "vocabulary 10,000" in line for what, line in row.items() if what.startswith("training step, ") and "×" in what
+    )
+    assert "zero1" in row["training step, `large`, on 4 GPUs"]
+    assert row["decoding one sequence, `small`"].count("with the prompt)") == 2
+    # 8b: 34 layers of width 4,096, d_ff 11,008, vocabulary 151,936, 32,768 tokens; matmuls of a sequence, forward
+    width, tokens = 4096, 32_768
+    projections = 2 * tokens * (34 * (4 * width**2 + 3 * width * 11_008) + 151_936 * width)
+    scores = 34 * 2 * 2 * tokens**2 * width
+    whole = 3 * 2 * (projections + scores) / 2 / 4.728023 / 989.4e12  # two GPUs take 4.728 s for two sequences
+    share = 1 - scores / 2 / (projections + scores)
+    assert (
+        f"{share * whole:.0%} MFU of causal attention, {whole:.0%} with its masked half"
+        in row["step of 8.13 billion parameters, two GPUs, 32,768 tokens each"]
+    )
