@@ -40,13 +40,13 @@ workbook: $(INSTALLED)  ## execute all notebooks and make the writeup (SCALE=smo
 MACHINE ?= h200
 NUMBERED = $(basename $(notdir $(wildcard notebooks/[0-9][0-9]_*.ipynb)))
 RECORDED = $(shell sed -n 's/^ "\([0-9][0-9]_[a-z_]*\)": {$$/\1/p' results/$(MACHINE)/answers.json)
-record: $(INSTALLED)  ## render the notebooks from the tables in results/h200 into writeup/h200, figures/h200 and docs/coverage.md
+record: $(INSTALLED)  ## render the notebooks from the tables in results/h200 into writeup/h200 and figures/h200
 	@$(if $(strip $(NOTEBOOKS)),,rm -rf runs/record)
 	@$(foreach name,$(filter-out $(RECORDED),$(NUMBERED)),echo '$(name) has no records in results/$(MACHINE) yet: it is left out.';)
 	@$(BIN)/lmcore workbook --scale gpu --out runs/record --no-writeup \
 	  --parameters 'records="$(CURDIR)/results/$(MACHINE)"' --notebooks $(or $(strip $(NOTEBOOKS)),$(RECORDED))
 	@$(BIN)/lmcore writeup runs/record --to writeup/$(MACHINE)
-	@mkdir -p docs figures && mv writeup/$(MACHINE)/coverage.md docs/coverage.md
+	@mkdir -p figures
 	@rm -rf figures/$(MACHINE) && mv writeup/$(MACHINE)/figures figures/$(MACHINE)
 
 lint: $(INSTALLED)  ## style, the layers of imports, and the types of the core

@@ -51,7 +51,7 @@ def run_cells(name: str, **parameters: Any) -> dict[str, dict[str, Any]]:
                 if isinstance(shown, Answer):
                     found = shown.metadata[METADATA_KEY]
                     problem = f"{found['problem']} ({found['part']})" if found["part"] else found["problem"]
-                    answers[problem] = {"values": found["values"], "claims": found["claims"]}
+                    answers[problem] = {key: found[key] for key in ("values", "claims", "missing") if found[key] != ""}
     finally:
         os.chdir(here)
     return answers

@@ -46,6 +46,7 @@ def test_the_records_give_the_committed_answers(name, tmp_path, nothing_drawn):
             for key, value in was["values"].items()
         }
         assert found[problem]["claims"] == was["claims"]
+        assert found[problem].get("missing") == was.get("missing")
     assert not (tmp_path / "runs").exists()  # nothing was trained
 
 

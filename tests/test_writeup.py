@@ -201,11 +201,8 @@ def test_answers_are_marked_and_listed(writeup):
     assert "adamw" in listed
     assert listed.count("href=") == 4
     assert re.search(r"<td>✓ §4.3</td>.{0,200}#answer-02_train-adamw", listed, re.DOTALL)  # its place, and it is done
-    assert re.search(
-        r"<td>◐ §3.6, without \(c\) \(d\) \(e\)</td>.{0,200}#answer-01_build-transformer_accounting-a",
-        listed,
-        re.DOTALL,
-    )
+    assert re.search(r"<td>◐ §3.6</td>.{0,200}#answer-01_build-transformer_accounting-a", listed, re.DOTALL)
+    assert re.search(r"transformer_accounting</code></td>\s*<td>[^<]*§3.6[^<]*</td>\s*<td>\(c\) \(d\) \(e\)<", listed)
     assert "1.64 billion" in pdf_text(pdf)
 
 
@@ -438,11 +435,11 @@ def test_what_is_published(tmp_path):
     (tmp_path / "to" / "figures").mkdir(parents=True)
     (tmp_path / "to" / "figures" / "old.svg").write_text(SVG)
     files = publish.publish(out, tmp_path / "to")
-    names = ["answers.html", "answers.pdf", "coverage.md", "figures/loss.svg"]
+    names = ["answers.html", "answers.pdf", "figures/loss.svg"]
     names += ["notebooks/01_build.ipynb", "notebooks/02_train.ipynb"]
     there = [path for path in (tmp_path / "to").rglob("*") if path.is_file()]
     assert sorted(path.relative_to(tmp_path / "to").as_posix() for path in there) == names
-    assert len(files) == 6
+    assert len(files) == 5
     text = (tmp_path / "to" / "notebooks" / "01_build.ipynb").read_text()
     assert "/home/someone" not in text
     assert "svg+xml" not in text
@@ -452,7 +449,6 @@ def test_what_is_published(tmp_path):
     assert len(pictures) == 2
     assert base64.b64decode(pictures[0].data["image/png"]).startswith(b"\x89PNG")
     assert "*Figure 1.1.* Loss by $\\\\theta$" in text
-    assert "| `adamw` | §4.3 | done | [02_train]" in (tmp_path / "to" / "coverage.md").read_text()
 
 
 @pytest.mark.parametrize("place", ["/home/someone/lmcore/runs/x", "/work/lmcore", "/scratch/u/results"])
@@ -482,24 +478,45 @@ def test_published_notebooks_have_small_pictures_and_no_machine():
         assert len(text) < 3e6
 
 
+def covered(*answered):
+    """The handouts' problems by handout and name, given answers: problem, part, notebook, what is missing."""
+    problems = coverage.coverage(
+        coverage.Answered(problem, part, notebook, missing=missing) for problem, part, notebook, missing in answered
+    )
+    return {(problem.handout, problem.name): problem for problem in problems}
+
+
 def test_coverage_counts_parts():
-    found = {(p.handout, p.name): p for p in coverage.coverage([("memory_profiling", "a"), ("adamw_accounting", "")])}
+    found = covered(("memory_profiling", "a", "", ""), ("adamw_accounting", "", "", ""))
     memory = found["CS336 A2 2026", "memory_profiling"]
-    assert (memory.state, memory.words) == ("partly", "p. 9: partly, without (b) (c) (d) (e) (f)")
+    assert (memory.state, memory.missing) == ("partly", "(b) (c) (d) (e) (f)")
     assert found["CSE599-O A1 part 1", "adamwAccounting"].state == "done"  # the handouts spell it in two ways
     assert found["CSE599-O A1 part 1", "adamw"].state == "not yet"
     assert coverage.counts(found.values())["CS336 A2 2026"] == {"done": 0, "partly": 1, "not yet": 26, "problems": 27}
 
 
 def test_a_problem_of_one_assignment_is_not_that_of_another():
-    found = {p.handout: p.state for p in coverage.coverage([("leaderboard", "A1")]) if p.name == "leaderboard"}
+    answered = ("leaderboard", "A1", "08_experiments", ""), ("leaderboard", "A2", "09_distributed", "")
+    found = {p.handout: p.state for p in covered(answered[0]).values() if p.name == "leaderboard"}
     assert found == {"CSE599-O A1 part 1": "done", "CS336 A1 2026": "done", "CS336 A2 2026": "not yet"}
-    page = coverage.coverage_markdown(
-        [("leaderboard", "A1", "08_experiments"), ("leaderboard", "A2", "09_distributed")]
-    )
+    page = coverage.coverage_markdown(covered(*answered).values())
     assert re.findall(r"^\| `leaderboard` .*\[(\w+)\]", page, re.MULTILINE) == ["08_experiments"] * 2 + [
         "09_distributed"
     ]
+
+
+def test_an_answer_that_lacks_what_is_asked_for_makes_its_problem_partly_done():
+    parts = [("memory_profiling", letter, "06_memory", "") for letter in "abcde"]
+    found = covered(*parts, ("memory_profiling", "f, CS336", "06_memory", "the viewer's pictures"))
+    states = {handout: problem.state for (handout, name), problem in found.items() if name == "memory_profiling"}
+    assert states == {"CSE599-O A1 part 2": "done", "CS336 A2 2025": "done", "CS336 A2 2026": "partly"}
+    row = (
+        "| `memory_profiling` | p. 9 | partly | (f) the viewer's pictures | [06_memory](../notebooks/06_memory.ipynb) |"
+    )
+    assert row in coverage.coverage_markdown(found.values()).splitlines()
+    assert "| CS336 A2 2026 | 0 | 1 | 26 | 27 |" in coverage.counts_markdown(found.values())
+    of = "| `memory_profiling` | CS336 A2 2026, p. 9 | (f) the viewer's pictures |"
+    assert coverage.partly_markdown(found.values()).splitlines()[2:] == [of]
 
 
 def test_the_committed_coverage_claims_no_more_than_the_notebooks_answer():
@@ -523,7 +540,7 @@ def test_text_helpers():
 def test_answer():
     shown = answers.answer("adamwAccounting (b)", "  About 3.")
     assert shown.data == "> **Answer — adamwAccounting (b).** About 3."
-    found = {"problem": "adamwAccounting", "part": "b", "values": {}, "claims": {}}
+    found = {"problem": "adamwAccounting", "part": "b", "values": {}, "claims": {}, "missing": ""}
     assert shown.metadata[answers.METADATA_KEY] == found
     assert answers.answer("adamw", "- one\n- two").data.startswith("> **Answer — adamw.**\n>\n> - one\n> - two")
     with pytest.raises(UserError, match="empty"):
@@ -543,6 +560,14 @@ def test_an_answer_from_values_says_which_claims_do_not_hold():
     assert found["values"] == values
     assert found["claims"] == {"it falls": False, "it is there": True}
     json.dumps(found)
+
+
+def test_an_answer_says_what_is_missing():
+    shown = answers.answer(
+        "learning_rate (a)", "It is {best}.", missing="a loss of {asked} ({best} here)", best=2, asked=1
+    )
+    assert shown.data == "> **Answer — learning_rate (a).** It is 2.\n>\n> *Missing:* a loss of 1 (2 here)."
+    assert shown.metadata[answers.METADATA_KEY]["missing"] == "a loss of 1 (2 here)"
 
 
 def test_what_was_not_measured_is_said():

@@ -13,9 +13,8 @@ from lmcore.errors import UserError, require
 from lmcore.files import atomic_write
 from lmcore.workbook.notebook import INJECTED, KEPT_METADATA, read_notebook, tags, write_notebook
 from lmcore.workbook.record import read_record, unfinished
-from lmcore.workbook.report.coverage import coverage_markdown
 from lmcore.workbook.report.document import short
-from lmcore.workbook.report.writeup import answered_in, write_writeup
+from lmcore.workbook.report.writeup import write_writeup
 
 PICTURE_PPI, PICTURE_COLORS = 110, 128
 """Of the pictures in published notebooks."""
@@ -45,11 +44,9 @@ def publish(out: Path, to: Path) -> list[Path]:
             file.write(content)
     for path, notebook in made.items():
         write_notebook(path, notebook)
-    with atomic_write(to / "coverage.md", "w") as file:
-        file.write(coverage_markdown(answered_in(out)))
     for old in {*(to / "figures").glob("*.svg"), *(to / "notebooks").glob("*.ipynb")} - {*sources, *made}:
         old.unlink()  # of an earlier workbook
-    return [*sources, *made, to / "coverage.md"]
+    return [*sources, *made]
 
 
 def published(executed: Path, name: str) -> Any:

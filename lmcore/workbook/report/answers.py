@@ -20,27 +20,33 @@ BLOCK_START = re.compile(r"\s*(\||[-*+] |\d+[.)] |#|>|```|\$\$|<)")
 
 
 class Answer(Markdown):
-    """A quoted block that begins with a uniform marker; its metadata holds problem, part, values and claims."""
+    """A quoted block that begins with a uniform marker; its metadata holds what it was made of."""
 
-    def __init__(self, name: str, part: str, text: str, values: Mapping[str, Any], claims: Mapping[str, bool]):
+    def __init__(
+        self, name: str, part: str, text: str, values: Mapping[str, Any], claims: Mapping[str, bool], missing: str
+    ):
         label = f"{name} ({part})" if part else name
         gap = "\n\n" if BLOCK_START.match(text) else " "
         failed = [claim for claim, holds in claims.items() if not holds]
-        note = f"\n\n*Does not hold on this machine:* {'; '.join(failed)}." if failed else ""
+        note = f"\n\n*Missing:* {missing}." if missing else ""
+        note += f"\n\n*Does not hold on this machine:* {'; '.join(failed)}." if failed else ""
         lines = f"**Answer — {label}.**{gap}{text}{note}".split("\n")
         super().__init__("\n".join(f"> {line}".rstrip() for line in lines))  # a box wherever it is shown
-        found = {"problem": name, "part": part, "values": dict(values), "claims": dict(claims)}
+        found = {"problem": name, "part": part, "values": dict(values), "claims": dict(claims), "missing": missing}
         self.metadata = {METADATA_KEY: found}
 
 
-def answer(problem: str, template: str, claims: Mapping[str, Any] | None = None, **values: Any) -> Answer:
+def answer(
+    problem: str, template: str, claims: Mapping[str, Any] | None = None, missing: str = "", **values: Any
+) -> Answer:
     """The answer to a handout problem, to be the last expression of its cell.
 
     `problem` is the handout's name, with the part in brackets if it has parts: "transformer_accounting (a)". `template`
     is Markdown with fields for the `values`, formatted as in `str.format`, and by these words besides: `{x:count}`
     1.64 billion, `{x:bytes}` 6.55 GB, `{x:seconds}` 12.3 ms, `{x:power}` 4.51 · 10¹², `{x:digits}` three digits. A
     list is joined: 1, 2 and 3. `claims` maps each statement that the answer rests on to whether it holds; what
-    does not hold is said below the answer. Raises `UserError` on an empty text or another form of name.
+    does not hold is printed below the answer. `missing`, a template too, is what the handout asks for and the answer
+    lacks: the problem then counts as answered in part. Raises `UserError` on an empty text or another form of name.
     """
     match = re.fullmatch(r"([A-Za-z][\w ]*?)\s*(?:\(([\w, -]+)\))?", problem.strip())
     require(match is not None, f"A problem is named like 'adamw' or 'adamwAccounting (b)', not {problem!r}.")
@@ -48,8 +54,8 @@ def answer(problem: str, template: str, claims: Mapping[str, Any] | None = None,
     require(bool(text), f"The answer to {problem} is empty.")
     held = {claim: bool(np.all(holds)) for claim, holds in (claims or {}).items()}
     if values or claims is not None:
-        text = AnswerFormatter().format(text, **values)
-    return Answer(match[1], match[2] or "", text, {name: plain(value) for name, value in values.items()}, held)
+        text, missing = (AnswerFormatter().format(each, **values) for each in (text, missing))
+    return Answer(match[1], match[2] or "", text, {name: plain(value) for name, value in values.items()}, held, missing)
 
 
 class AnswerFormatter(string.Formatter):

@@ -3,12 +3,26 @@
 import csv
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 
 DONE, PARTLY, OPEN = "done", "partly", "not yet"
 COURSES = ("CS336", "CSE599-O", "A1", "A2", "2025", "2026")
 """What a part may name of a handout: its course, the assignment, or the year."""
+
+
+@dataclass
+class Answered:
+    """Where a problem, or a part of one, is answered."""
+
+    problem: str
+    part: str
+    notebook: str = ""
+    identifier: str = ""
+    claims: dict[str, bool] = field(default_factory=dict)
+    """The claims it rests on, and whether they hold."""
+    missing: str = ""
+    """What the handout asks for and the answer lacks."""
 
 
 @dataclass(frozen=True)
@@ -19,26 +33,16 @@ class Problem:
     place: str
     """Page, or section where the handout has no pages."""
     name: str
-    parts: str
-    """Letters of its parts, as the notebooks name them."""
-    answered: tuple[str, ...]
-    """Letters of the parts that are answered; of a problem without parts, "" if it is."""
+    answered: bool
+    missing: str
+    """What is asked for and not there, of a problem with an answer: parts, and what the answers say they lack."""
+    notebook: str
+    """The last one that answers it."""
 
     @property
     def state(self) -> str:
         """done, partly or not yet."""
-        return OPEN if not self.answered else PARTLY if self.without else DONE
-
-    @property
-    def without(self) -> str:
-        """What an answer leaves out: ", without (a) (b)"."""
-        missing = [f"({part})" for part in self.parts if part not in self.answered]
-        return f", without {' '.join(missing)}" if self.answered and missing else ""
-
-    @property
-    def words(self) -> str:
-        """Place and state: p. 9: partly, without (a) (b)."""
-        return f"{self.place}: {self.state}{self.without}"
+        return OPEN if not self.answered else PARTLY if self.missing else DONE
 
 
 def plain_name(problem: str) -> str:
@@ -46,24 +50,29 @@ def plain_name(problem: str) -> str:
     return re.sub(r"[^a-z0-9]", "", problem.lower())
 
 
-def coverage(answers: Iterable[tuple[str, str]]) -> list[Problem]:
-    """All problems of the handouts (problems.csv), given the problem and the part of every answer that there is.
+def coverage(answers: Iterable[Answered]) -> list[Problem]:
+    """All problems of the handouts (problems.csv), given every answer that there is.
 
-    A part such as "c, CS336" or "A1" counts for the handouts that are named so, any other for all that have the
-    problem.
+    An answer to a part such as "c, CS336" or "A1" counts for the handouts that are named so, any other for all that
+    have the problem.
     """
-    parts: dict[str, list[tuple[str, str]]] = {}
-    for problem, part in answers:
-        letter, course = letter_and_course(part)
-        parts.setdefault(plain_name(problem), []).append((letter, course))
+    of_problem: dict[str, list[tuple[str, str, Answered]]] = {}
+    for answer in answers:
+        of_problem.setdefault(plain_name(answer.problem), []).append((*letter_and_course(answer.part), answer))
     text = resources.files("lmcore.workbook.report").joinpath("problems.csv").read_text(encoding="utf-8")
     found = []
     for row in csv.DictReader(text.splitlines()):
-        named = parts.get(plain_name(row["problem"]), [])
-        there = [letter for letter, course in named if course in row["handout"]]
+        named = [each for each in of_problem.get(plain_name(row["problem"]), []) if each[1] in row["handout"]]
+        letters = {letter for letter, *_ in named}
         # an answer without a part is one to all parts
-        answered = [part for part in row["parts"] if part in there or "" in there] if row["parts"] else there[:1]
-        found.append(Problem(row["handout"], row["place"], row["problem"], row["parts"], tuple(answered)))
+        absent = [f"({part})" for part in row["parts"] if part not in letters and "" not in letters]
+        answered = len(absent) < len(row["parts"]) if row["parts"] else bool(named)
+        here = row["parts"] or letters  # one that has no parts takes every answer
+        told = [(letter, each.missing) for letter, _, each in named if each.missing and letter in ("", *here)]
+        lacking = [f"({letter}) {words}" if letter in row["parts"] and letter else words for letter, words in told]
+        missing = "; ".join([*([" ".join(absent)] if absent else []), *dict.fromkeys(lacking)]) if answered else ""
+        notebook = named[-1][2].notebook if answered else ""
+        found.append(Problem(row["handout"], row["place"], row["problem"], answered, missing, notebook))
     return found
 
 
@@ -89,21 +98,22 @@ def counts_markdown(problems: Iterable[Problem]) -> str:
     return "\n".join(["| handout | done ✓ | partly ◐ | not yet – | problems |", "|---|---|---|---|---|", *rows])
 
 
-def coverage_markdown(answers: Iterable[tuple[str, str, str]]) -> str:
-    """docs/coverage.md: the counts, and each handout's problems with the notebook (third) that answers them."""
-    answers = list(answers)
-    problems = coverage((problem, part) for problem, part, _ in answers)
-    lines = ["# Coverage of the handouts", "", "Generated by `make record` from the answers in the notebooks.", ""]
-    lines += [counts_markdown(problems)]
+def partly_markdown(problems: Iterable[Problem]) -> str:
+    """The problems that are answered in part, as a Markdown table: in which handouts, and what is missing."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for problem in (each for each in problems if each.state == PARTLY):
+        places.setdefault((problem.name, problem.missing), []).append(f"{problem.handout}, {problem.place}")
+    rows = [f"| `{name}` | {'; '.join(where)} | {missing} |" for (name, missing), where in places.items()]
+    return "\n".join(["| partly ◐ | handout | missing |", "|---|---|---|", *rows]) if rows else ""
+
+
+def coverage_markdown(problems: Iterable[Problem]) -> str:
+    """The table of docs/coverage.md: the counts, and each handout's problems with the notebook that answers them."""
+    problems = list(problems)
+    lines = [counts_markdown(problems)]
     for handout in dict.fromkeys(problem.handout for problem in problems):
-        lines += ["", f"## {handout}", "", "| problem | place | state | notebook |", "|---|---|---|---|"]
-        for problem in (each for each in problems if each.handout == handout):
-            state = problem.words.partition(": ")[2]
-            books = [
-                book for name, part, book in answers
-                if plain_name(name) == plain_name(problem.name) and letter_and_course(part)[1] in handout
-            ]  # fmt: skip
-            where = books[-1] if problem.answered else ""
-            link = f"[{where}](../notebooks/{where}.ipynb)" if where else ""
-            lines.append(f"| `{problem.name}` | {problem.place} | {state} | {link} |")
-    return "\n".join(lines) + "\n"
+        lines += ["", f"## {handout}", "", "| problem | place | state | missing | notebook |", "|---|---|---|---|---|"]
+        for each in (problem for problem in problems if problem.handout == handout):
+            link = f"[{each.notebook}](../notebooks/{each.notebook}.ipynb)" if each.notebook else ""
+            lines.append(f"| `{each.name}` | {each.place} | {each.state} | {each.missing} | {link} |")
+    return "\n".join(lines)

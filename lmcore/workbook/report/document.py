@@ -21,6 +21,7 @@ from lmcore.workbook.notebook import (
     tags,
 )
 from lmcore.workbook.report.answers import METADATA_KEY
+from lmcore.workbook.report.coverage import Answered
 from lmcore.workbook.report.pandoc import (
     ATTRIBUTES_FIRST,
     Node,
@@ -47,18 +48,6 @@ LATEX_ENVIRONMENT = re.compile(
     r"^[ \t]*\\begin\{(align|equation|gather)(\*?)\}(.*?)\\end\{\1\2\}[ \t]*$", re.MULTILINE | re.DOTALL
 )
 OBJECT_REPR = re.compile(r"^\[?<[\w.]+[^<>]*( at 0x[0-9a-f]+|object|:)|^<Figure size|^(Text|Int|Float)\w*\(")
-
-
-@dataclass
-class Answered:
-    """Where a problem, or a part of one, is answered."""
-
-    problem: str
-    part: str
-    notebook: str
-    identifier: str
-    claims: dict[str, bool] = field(default_factory=dict)
-    """The claims it rests on, and whether they hold."""
 
 
 @dataclass
@@ -198,7 +187,8 @@ def _answered(name: str, output: Any, answers: list[Answered]) -> Answered | Non
     slug = re.sub(r"\W+", "-", f"{metadata['problem']}-{metadata['part']}").strip("-")
     taken = sum(1 for known in answers if re.fullmatch(rf"answer-{name}-{slug}(-\d+)?", known.identifier))
     identifier = f"answer-{name}-{slug}" + (f"-{taken + 1}" if taken else "")
-    answers.append(Answered(metadata["problem"], metadata["part"], name, identifier, metadata.get("claims", {})))
+    found = {key: metadata[key] for key in ("problem", "part", "claims", "missing") if key in metadata}
+    answers.append(Answered(notebook=name, identifier=identifier, **found))
     return answers[-1]
 
 

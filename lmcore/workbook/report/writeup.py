@@ -18,8 +18,18 @@ from lmcore.workbook.notebook import read_notebook
 from lmcore.workbook.record import read_record, sentence
 from lmcore.workbook.report import pandoc
 from lmcore.workbook.report.answers import format_seconds
-from lmcore.workbook.report.coverage import DONE, OPEN, PARTLY, counts, counts_markdown, coverage, plain_name
-from lmcore.workbook.report.document import Answered, NotebookDocument, read_document, short
+from lmcore.workbook.report.coverage import (
+    DONE,
+    OPEN,
+    PARTLY,
+    Answered,
+    counts,
+    counts_markdown,
+    coverage,
+    partly_markdown,
+    plain_name,
+)
+from lmcore.workbook.report.document import NotebookDocument, read_document, short
 from lmcore.workbook.report.pandoc import Node, div, header, inlines, link, para, run_pandoc, strong, table, transform
 
 TITLE = "Building, training and measuring a Transformer language model"
@@ -62,13 +72,6 @@ def write_writeup(out: str | Path) -> tuple[Path, Path]:
     return folder / HTML_NAME, folder / PDF_NAME
 
 
-def answered_in(out: Path) -> list[tuple[str, str, str]]:
-    """Problem, part and notebook of every answer in the executed workbook."""
-    with tempfile.TemporaryDirectory(prefix="lmcore-answers-") as build:
-        documents = read_documents(out, read_record(out), Path(build))
-    return [(each.problem, each.part, each.notebook) for document in documents for each in document.answers]
-
-
 def read_documents(out: Path, record: dict[str, Any], build: Path) -> list[NotebookDocument]:
     """The documents of all notebooks that were started. Raises `UserError` if one that is done is missing."""
     folder = out / "notebooks"
@@ -94,8 +97,9 @@ def assemble(record: dict[str, Any], documents: list[NotebookDocument]) -> Node:
     if failures := failure_notices(record):
         meta["failures"] = {"t": "MetaBlocks", "c": failures}
     if answers:
-        problems = coverage((answered.problem, answered.part) for answered in answers)
-        meta["counts"] = {"t": "MetaBlocks", "c": pandoc.parse([counts_markdown(problems)])[0]}
+        problems = coverage(answers)
+        tables = f"{counts_markdown(problems)}\n\n{partly_markdown(problems)}"
+        meta["counts"] = {"t": "MetaBlocks", "c": pandoc.parse([tables])[0]}
         meta["answers"] = {"t": "MetaBlocks", "c": [answers_table(answers)]}
         blocks += claims_section(answers)
     return {"pandoc-api-version": [1, 23, 1], "meta": meta, "blocks": blocks}
@@ -191,7 +195,7 @@ def failure_notices(record: dict[str, Any]) -> list[Node]:
 
 def answers_table(answers: list[Answered]) -> Node:
     """Each problem of the handouts with its place in them, whether it is done, and links to its answers."""
-    problems = coverage((answered.problem, answered.part) for answered in answers)
+    problems = coverage(answers)
     handouts = [handout for handout, states in counts(problems).items() if states["problems"] > 1]
     links: dict[str, list[Node]] = {}
     for answered in answers:
@@ -204,7 +208,7 @@ def answers_table(answers: list[Answered]) -> Node:
     alone = [problem for problem in problems if problem.handout not in handouts]  # which have no column
     names |= {plain_name(each.name): f"{each.name} {MARKS[each.state]}" for each in alone}
     order = dict.fromkeys([plain_name(p.name) for p in problems] + [plain_name(a.problem) for a in answers])
-    places = {(plain_name(p.name), p.handout): f"{MARKS[p.state]} {p.place}{p.without}" for p in problems}
+    places = {(plain_name(p.name), p.handout): f"{MARKS[p.state]} {p.place}" for p in problems}
     rows = [
         [
             inlines(names[name].replace("_", "_\u200b")),
