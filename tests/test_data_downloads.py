@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcore.data.downloads import SOURCES, articles, download, fetch, wikitext_as_text
+from lmcore.data.downloads import SOURCES, articles, describe_wikitext, download, fetch, wikitext_as_text
 from lmcore.errors import UserError
 
 CONTENT = random.Random(0).randbytes(3_000_000)
@@ -260,3 +260,45 @@ def test_wikitext_articles_of_the_real_split(shared_data):
         text = "".join(articles(file))
     assert text.count("<|endoftext|>\n") == 60
     assert text.replace("<|endoftext|>\n", "") == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "unknown", "is_what"),
+    [
+        (217_646, 800, "WikiText-103's validation text"),
+        (217_646, 5_900, "the validation text in WikiText-2's form, more of it <unk> than in WikiText-103's"),
+        (245_569, 1_200, "WikiText-103's test text"),
+        (206_454, 1_000, "another text, as long as 0.20% of WikiText-103's training text"),
+    ],
+)
+def test_a_text_of_wikitext_is_told_by_its_words_and_unknown_ones(tmp_path, words, unknown, is_what):
+    others, odd = divmod(words - 5 - 2 * unknown, 2)
+    lines = [
+        " \n = A = \n",
+        " <unk> \n" * unknown,
+        "<|endoftext|>\n",
+        " a \n" * others,
+        " a" * odd,
+    ]  # 5, 2 each, 0, 2 each
+    (tmp_path / "a.txt").write_text("".join(lines))
+    found = describe_wikitext([tmp_path / "a.txt"])
+    assert (found["words"], found["is"]) == (words, is_what)
+    assert found["unknown"] == pytest.approx(unknown / (3 + unknown + others + odd))
+
+
+def test_another_text_is_not_wikitext(tmp_path):
+    (tmp_path / "story.txt").write_text("Once = there =\n was <unk>.\n<|endoftext|>\n")
+    assert describe_wikitext([tmp_path / "story.txt"]) is None
+
+
+@pytest.mark.parametrize(
+    ("split", "words", "is_what"),
+    [("valid", 217_646, "WikiText-103's validation text"), ("test", 245_569, "WikiText-103's test text")],
+)
+def test_words_of_the_real_texts_are_the_published_ones(shared_data, split, words, is_what):
+    path = shared_data / "wikitext103" / f"{split}.txt"
+    if not path.is_file():
+        pytest.skip(f"there is no {path}")
+    found = describe_wikitext([path])
+    assert (found["words"], found["is"]) == (words, is_what)
+    assert 0.007 < found["unknown"] < 0.011

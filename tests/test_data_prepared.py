@@ -252,9 +252,9 @@ def test_tokenizer_of_a_folder_is_checked(prepared):
         _ = open_data(prepared.folder).tokenizer
 
 
-@pytest.mark.parametrize("documents", [2, 49, 99, 150])
+@pytest.mark.parametrize(("documents", "held_out"), [(2, 1), (49, 4), (155, 15), (900, 18)])
 @pytest.mark.parametrize("scanned", [8, 1 << 22], ids=["pieces", "whole"])
-def test_dev_is_the_last_fiftieth_of_the_training_documents(tmp_path, monkeypatch, documents, scanned):
+def test_dev_is_the_last_fiftieth_or_fifteen_documents(tmp_path, monkeypatch, documents, held_out, scanned):
     texts = [f"story {number} ends" for number in range(documents)]
     (tmp_path / "train.txt").write_text("<|endoftext|>".join(texts))
     (tmp_path / "valid.txt").write_text("held out")
@@ -262,7 +262,7 @@ def test_dev_is_the_last_fiftieth_of_the_training_documents(tmp_path, monkeypatc
     data = prepare(tmp_path / "train.txt", "bpe:257", tmp_path / "data", config, progress=False)
     monkeypatch.setattr(lmcore.data.prepared, "SCAN_BYTES", 8 * scanned)
     dev = data.evaluated_on("dev")
-    held_out = max(1, round(0.02 * documents))
+    assert dev.dev_documents == data.dev_documents == held_out
     decode = data.tokenizer.decode
     assert decode(dev.train.tolist()) == "".join(f"{text}<|endoftext|>" for text in texts[:-held_out])
     assert decode(dev.valid.tolist()) == "".join(f"{text}<|endoftext|>" for text in texts[-held_out:])
@@ -277,6 +277,30 @@ def test_one_document_leaves_nothing_for_dev(tmp_path):
     data = prepare(tmp_path / "train.txt", "bpe:257", tmp_path / "data", config, progress=False)
     with pytest.raises(UserError, match="has 1 training document, and dev, on which settings are chosen, needs anoth"):
         data.evaluated_on("dev")
+
+
+def test_the_manifest_names_texts_of_wikitext(tmp_path, capfd):
+    folder = tmp_path / "wikitext"
+    folder.mkdir()
+    (folder / "train.txt").write_text(
+        " = A = \n \n a b <unk> \n<|endoftext|>\n = B = \n<|endoftext|>\n"
+    )  # 9 and 4 words
+    (folder / "valid.txt").write_text(" = C = \n" + " <unk> \n" * 20_000 + " a \n" * 88_821)  # 4 + 217,642
+    first = prepare(folder, BYTES, tmp_path / "out", progress=False)
+    train, valid = (first.manifest["wikitext"][split] for split in ("train", "valid"))
+    assert train == {
+        "words": 13,
+        "unknown": 1 / 9,
+        "is": "another text, as long as 0.00% of WikiText-103's training text",
+    }
+    assert valid["words"] == 217_646
+    for again in (False, True):
+        if again:
+            prepare(folder, BYTES, tmp_path / "out", progress=False)
+        said = capfd.readouterr().err
+        assert "train is another text" in said
+        assert "valid is the validation text in WikiText-2's form" in said
+        assert "(217,646 words with ends of lines, 18.4% <unk>)" in said
 
 
 def test_text_without_enough_for_both_splits(tmp_path):

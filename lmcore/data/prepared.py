@@ -21,6 +21,7 @@ import numpy as np
 from filelock import FileLock
 
 from lmcore.data.corpora import Corpus, CorpusConfig, EmbeddedCorpus, Piece, open_corpus
+from lmcore.data.downloads import describe_wikitext
 from lmcore.data.grammar import entropy_per_document, floor_nats_per_token
 from lmcore.data.tokenizers import describe_tokenizer, tokenizer_for
 from lmcore.errors import UserError, require
@@ -33,8 +34,9 @@ SPLITS = ("train", "valid")
 MANIFEST = "manifest.json"
 CHECKED = "checked.json"
 TOKENIZER_FOLDER = "tokenizer"
-DEV_FRACTION = 0.02
-"""Share of the training documents, the last ones, on which settings are chosen."""
+DEV_FRACTION, DEV_DOCUMENTS = 0.02, 15
+"""Share of the training documents, the last ones, on which settings are chosen; no fewer than `DEV_DOCUMENTS`, unless
+these were more than a tenth of all."""
 SCAN_BYTES = 1 << 22
 BATCH_CHARS = 1 << 22
 """Text that is encoded at a time: enough to keep all cores busy, little enough to fit anywhere."""
@@ -74,14 +76,20 @@ class PreparedData:
         content |= {split: self.manifest["splits"][split]["sha256"] for split in SPLITS}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
+    @property
+    def dev_documents(self) -> int:
+        """How many of the training documents are `dev`."""
+        documents = self.manifest["splits"]["train"]["documents"]
+        return max(1, round(DEV_FRACTION * documents), min(DEV_DOCUMENTS, documents // 10))
+
     @cached_property
     def dev_start(self) -> int:
-        """Where `dev`, the last `DEV_FRACTION` of the training documents, begins in `train`.
+        """Where `dev`, the last `dev_documents` of the training documents, begins in `train`.
 
         Raises `UserError` if there are too few documents.
         """
         documents = self.manifest["splits"]["train"]["documents"]
-        held_out, after, step = max(1, round(DEV_FRACTION * documents)), len(self.train), SCAN_BYTES // 8
+        held_out, after, step = self.dev_documents, len(self.train), SCAN_BYTES // 8
         require(
             documents > held_out,
             f"{self.folder} has {documents} training document, and dev, on which settings are chosen, needs another.",
@@ -230,7 +238,7 @@ def prepare(
     request = {"source": corpus.describe(), "tokenizer": describe_tokenizer(tokenizer)}
     with writing_to(folder), FileLock(folder / ".lock"):
         if reuse and (data := open_if_same(folder, request)):
-            say_if_validation_is_training_text(data)
+            warn_of_texts(data)
             return data
         with tempfile.TemporaryDirectory(prefix=".preparing-", dir=folder) as temporary:
             new = Path(temporary)
@@ -240,7 +248,7 @@ def prepare(
             tokenizer.save(new / TOKENIZER_FOLDER)
             replace_prepared(new, folder, manifest)
         data = open_data(folder)
-        say_if_validation_is_training_text(data)
+        warn_of_texts(data)
         return data
 
 
@@ -265,8 +273,9 @@ def open_if_same(folder: Path, request: dict[str, Any]) -> PreparedData | None:
         return None
 
 
-def say_if_validation_is_training_text(data: PreparedData) -> None:
-    """Prints a line where a loss on the validation text would measure what the model has memorized."""
+def warn_of_texts(data: PreparedData) -> None:
+    """Prints a line where a loss on the validation text would measure what the model has memorized, and one for each
+    text in WikiText's form that is not WikiText-103's."""
     splits, source = data.manifest["splits"], data.manifest["request"]["source"]
     trained = {file["sha256"] for file in source.get("train_files", ())}
     files = [file["file"] for file in source.get("valid_files", ()) if file["sha256"] in trained]
@@ -278,6 +287,10 @@ def say_if_validation_is_training_text(data: PreparedData) -> None:
     if what is not None:
         said = f"Warning: the validation text {what}, so the validation loss says nothing about other texts."
         print(f"{data.folder}: {said}", file=sys.stderr, flush=True)
+    for split, found in data.manifest.get("wikitext", {}).items():
+        if not found["is"].startswith("WikiText-103's"):
+            counts = f"{found['words']:,} words with ends of lines, {found['unknown']:.1%} <unk>"
+            print(f"{data.folder}: {split} is {found['is']} ({counts}).", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -312,8 +325,12 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: b
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "splits": {split: counts.describe() for split, counts in totals.items()},
     }
-    if embedded:
+    if isinstance(corpus, EmbeddedCorpus):
         manifest["grammar"] = describe_grammar(corpus, totals)
+    else:
+        files = {"train": corpus.train_files + corpus.extra_train, "valid": corpus.valid_files}
+        texts = {split: describe_wikitext(paths) for split, paths in files.items() if paths}
+        manifest |= {"wikitext": found} if (found := {k: v for k, v in texts.items() if v}) else {}
     return manifest
 
 
