@@ -70,6 +70,9 @@ def test_tables_for_readers():
     assert timings.spread(0.0345678, 0.000221) == "34.6 ± 0.22"
     assert timings.spread(0.5, None) == "500"
     assert timings.spread(None, None) == timings.MISSING
+    row = {"wall_mean": 0.0428, "wall_median": 0.02478, "wall_spread": 0.0561, "busy_median": 0.5, "busy_spread": None}
+    assert [timings.median_spread(row, clock) for clock in ("wall", "busy")] == ["24.8 (56)", "500"]
+    assert timings.median_spread({"wall_median": None, "wall_spread": None}) == timings.MISSING
     assert [timings.rate(value) for value in (2.5e12, 3e10, None)] == ["2.50 TFLOP/s", "30.0 GFLOP/s", timings.MISSING]
     sources = tables.provenance_of_cases(grid(("small",)))
     assert (sources["device"], sources["cases"]) == ("NVIDIA H200", 3)

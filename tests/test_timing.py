@@ -33,9 +33,9 @@ def record(config: WorkloadConfig, *samples: dict, device: str = "NVIDIA H200", 
 @pytest.mark.parametrize(
     ("samples", "expected"),
     [
-        ([1.0, 2.0, 6.0], {"mean": 3.0, "std": math.sqrt(7), "median": 2.0, "min": 1.0}),
-        ([2.0, None], {"mean": 2.0, "std": None, "median": 2.0, "min": 2.0}),
-        ([None], dict.fromkeys(("mean", "std", "median", "min"))),
+        ([1.0, 2.0, 6.0], {"mean": 3.0, "std": math.sqrt(7), "median": 2.0, "spread": 5.2 - 1.2}),
+        ([2.0, None], {"mean": 2.0, "std": None, "median": 2.0, "spread": None}),
+        ([None], dict.fromkeys(("mean", "std", "median", "spread"))),
     ],
 )
 def test_summary_by_hand(samples, expected):
@@ -46,7 +46,8 @@ def test_warmups_are_no_measurements():
     config = WorkloadConfig(model=MODEL, mode="train_step", precision="bf16")
     samples = sample(9.0, warmup=True, cuda=9.0), sample(1.0, cuda=0.5, backward=0.25), sample(3.0, cuda=0.7)
     row = timing.timing_table({"a": record(config, *samples)}).iloc[0]
-    assert (row["wall_mean"], row["wall_median"], row["wall_min"]) == (2.0, 2.0, 1.0)
+    assert (row["wall_mean"], row["wall_median"], row["wall_spread"]) == (2.0, 2.0, pytest.approx(2.8 - 1.2))
+    assert (row["busy_median"], row["busy_share"], row["host_bound"], row["processes"]) == (None, None, None, 1)
     assert (row["wall_std"], row["cuda_mean"]) == (pytest.approx(math.sqrt(2)), pytest.approx(0.6))
     assert (row["backward_median"], row["optimizer_median"], row["tokens_per_second"]) == (0.25, None, 4 * 16 / 2.0)
     assert row["flops"] == accounting.training_flops(MODEL, 4)
@@ -82,6 +83,119 @@ def test_a_cell_without_memory_is_a_row():
     assert timing.timing_table({"b": lost | {"environment": None}})["device"].tolist() == [None]
 
 
+def busy(*steps: float) -> dict:
+    return {"busy_steps": [{"forward": step / 4, "step": step} for step in steps]}
+
+
+def test_a_step_that_waits_for_the_host_is_known_by_its_busy_time():
+    """Median and spread are over the steps of all processes; here the mean is another number."""
+    waiting = record(WorkloadConfig(model=MODEL), *(sample(wall) for wall in (9.0, 10.0, 11.0)))
+    waiting["result"] |= busy(4.0, 4.2)
+    waiting["result"]["repeats"] = [{"samples": [sample(99.0, warmup=True), sample(30.0), sample(12.0)]} | busy(4.1)]
+    full = record(WorkloadConfig(model=MODEL), sample(10.0), sample(11.0))
+    full["result"] |= busy(9.6)
+    rows = timing.timing_table({"a": waiting, "b": full}).to_dict("records")
+    assert [row["processes"] for row in rows] == [2, 1]
+    assert [row["wall_median"] for row in rows] == [11.0, 10.5]  # of 9, 10, 11, 12, 30
+    assert [row["wall_spread"] for row in rows] == [pytest.approx(22.8 - 9.4), pytest.approx(0.8)]
+    assert [row["busy_median"] for row in rows] == [4.1, 9.6]
+    assert [row["busy_spread"] for row in rows] == [pytest.approx(0.16), None]
+    assert [row["forward_busy_median"] for row in rows] == [pytest.approx(1.025), 2.4]
+    assert [row["busy_share"] for row in rows] == [pytest.approx(4.1 / 11), pytest.approx(9.6 / 10.5)]
+    assert [row["host_bound"] for row in rows] == [True, False]
+    assert {"repeats", "busy_steps", "samples"}.isdisjoint(rows[0])
+
+
+def case(host_bound, **medians):
+    """A row: median and spread of the wall clock and of the busy time."""
+    row = {"host_bound": host_bound}
+    for clock, (median, spread) in medians.items():
+        row |= {f"{clock}_median": median, f"{clock}_spread": spread}
+    return row
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (case(False, wall=(8.0, 1.6)), case(False, wall=(4.0, 0.1)), (2.0, "wall")),
+        (case(False, wall=(8.0, 1.7)), case(False, wall=(4.0, 0.1)), (math.nan, "wall")),  # wider than a fifth
+        (case(False, wall=(8.0, 0.1)), case(False, wall=(4.0, 0.9)), (math.nan, "wall")),
+        (case(True, wall=(8.0, 7.0), busy=(3.0, 0.1)), case(False, wall=(4.0, 0.1), busy=(2.0, 0.1)), (1.5, "busy")),
+        (case(False, wall=(8.0, 0.1), busy=(7.5, 0.1)), case(True, wall=(4.0, 0.1), busy=(2.5, 0.1)), (3.0, "busy")),
+        (
+            case(True, wall=(8.0, 0.1), busy=(3.0, 0.1)),
+            case(True, wall=(4.0, 0.1), busy=(2.0, 0.5)),
+            (math.nan, "busy"),
+        ),
+        (case(None, wall=(8.0, None)), case(None, wall=(4.0, None)), (2.0, "wall")),  # on a CPU
+        (case(None, wall=(8.0, 0.1)), case(None, wall=(math.nan, math.nan)), (math.nan, "wall")),  # out of memory
+    ],
+)
+def test_noise_carries_no_conclusion(before, after, expected):
+    assert timing.speedup(before, after) == (pytest.approx(expected[0], nan_ok=True), expected[1])
+
+
+def test_only_what_waits_for_the_host_is_measured_in_several_processes(tmp_path, monkeypatch):
+    """And every process has its record, so that a run that is stopped goes on."""
+    asked = []
+
+    def run_cases(task, cases, folder, title):
+        asked.append(list(cases))
+        seconds = {"waits": 2.0, "waits.2": 3.0, "waits.3": 7.0, "full": 1.05, "cpu": 1.0}
+        found = {}
+        for name, config in cases.items():
+            found[name] = record(config, sample(seconds[name])) | {"case": name}
+            found[name]["result"] |= {} if name == "cpu" else busy(1.0)
+        return found
+
+    monkeypatch.setattr(timing, "run_cases", run_cases)
+    cases = dict.fromkeys(("waits", "full", "cpu"), WorkloadConfig(model=MODEL))
+    found = timing.timing_table(timing.repeated(timing.measure, cases, tmp_path, "cases")).set_index("case")
+    assert asked == [["waits", "full", "cpu"], ["waits.2", "waits.3"]]
+    assert found["wall_median"].to_dict() == {"waits": 3.0, "full": 1.05, "cpu": 1.0}
+    assert found["processes"].to_dict() == {"waits": 3, "full": 1, "cpu": 1}
+
+
+def test_busy_time_has_no_gaps_and_counts_no_moment_twice(monkeypatch):
+    assert timing.covered_time([(5, 7), (0, 2), (1, 4), (6, 6.5)]) == 6
+    kernels = {"forward": [(0, 30), (40, 60)], "backward": [(100, 190), (150, 200)]}  # microseconds
+
+    class Recorded:
+        def __init__(self, activities):
+            self.on_gpu = activities == [torch.profiler.ProfilerActivity.CUDA]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.name = phases.pop()
+
+        def events(self):
+            times = [("CUDA", False, *times) for times in kernels[self.name]]
+            times += [("CPU", False, 0, 1000), ("CUDA", True, 0, 1000)]  # a call that launches, a range of PyTorch's
+            return [
+                type("Event", (), {
+                    "device_type": type("Type", (), {"name": device}), "is_user_annotation": of_user,
+                    "time_range": type("Range", (), {"start": start, "end": end}),
+                })
+                for device, of_user, start, end in times
+            ]  # fmt: skip
+
+    class Steps:
+        def step(self, span):
+            for name in ("forward", "backward"):
+                with span(name):
+                    phases.append(name)
+
+        def synchronize(self):
+            pass
+
+    phases = []
+    monkeypatch.setattr(torch.profiler, "profile", Recorded)
+    found = timing.busy_seconds(Steps())
+    assert found == {"forward": pytest.approx(50e-6), "backward": pytest.approx(100e-6), "step": pytest.approx(150e-6)}
+
+
 def test_flops_of_a_step():
     forward = accounting.forward_flops(MODEL, 4)
     found = [timing.step_flops(MODEL, 4, mode) for mode in ("forward", "forward_backward", "train_step")]
@@ -97,7 +211,7 @@ def test_measure_on_the_cpu(mode, phases, tmp_path):
         assert step["cuda"] is None
         assert [name for name in PHASES if step[name] is not None] == list(PHASES[:phases])
         assert 0 < sum(step[name] for name in PHASES[:phases]) <= step["wall"]
-    assert result["peak_memory_bytes"] is None
+    assert (result["peak_memory_bytes"], result["busy_steps"]) == (None, [])
     json.dumps(result)
 
 
@@ -148,6 +262,10 @@ def test_both_clocks_agree_on_a_gpu(tmp_path):
     assert (phases <= measured["cuda"] * 1.001).all()
     assert phases.median() > 0.9 * measured["cuda"].median()
     assert result["peak_memory_bytes"] > 16 * accounting.num_parameters(config.model)
+    busy = pd.DataFrame(result["busy_steps"])
+    assert (busy[list(PHASES)].sum(axis=1) / busy["step"]).between(0.999, 1.001).all()
+    assert busy["step"].between(0, 1.05 * measured["wall"].median(), inclusive="neither").all()
+    assert busy["step"].max() < 1.05 * busy["step"].min()
 
 
 class FakeGPU(timing.Timer):

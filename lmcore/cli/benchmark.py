@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from lmcore.errors import EXIT_FAILURE, FINISHED, require
+from lmcore.errors import EXIT_FAILURE, FINISHED, require, require_positive
 from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
 from lmcore.stopping import stoppable
 
@@ -15,10 +15,11 @@ DEFAULTS = BenchmarkConfig()
 def benchmark(
     settings: Annotated[BenchmarkConfig, tyro.conf.arg(name="")] = DEFAULTS,
     out: Path = Path("runs/benchmark"),
+    processes: int = 3,
     markdown: bool = False,
     latex: bool = False,
 ) -> int:
-    """Time forward, backward and optimizer of a model, or of many: each case in a process of its own.
+    """Time forward, backward and optimizer of a model, or of many: each case in a process of its own, or in several.
 
     A case that does not fit into the memory is a row that says so. The same command goes on where it was stopped. Exit
     codes: 0 measured or out of memory, 1 a case failed, 130 or 143 stopped by SIGINT or SIGTERM.
@@ -27,22 +28,23 @@ def benchmark(
         settings: What is timed.
         out: Folder for the records, those of other commands too, and for tables of this command's: benchmark.json,
             samples.json and the same as CSV.
+        processes: In how many processes a case is measured whose steps wait for the host.
         markdown: Print the table as Markdown.
         latex: Print the table as LaTeX.
     """
     from lmcore.fused.support import unsupported_reason
-    from lmcore.profiling.runner import run_cases
-    from lmcore.profiling.timing import measure, samples_table, timing_table
+    from lmcore.profiling.timing import measure, repeated, samples_table, timing_table
     from lmcore.workbook.report.tables import provenance_of_cases, write_results
     from lmcore.workbook.report.timings import failures, readable
 
+    require_positive("processes", processes)
     cases = benchmark_cases(settings)
     if settings.ops == "fused":  # a case that it does not cover fails with its reason, unless none would be left
         reasons = dict.fromkeys(unsupported_reason(case.model, case.precision) for case in cases.values())
         missing = "; ".join(filter(None, reasons))
         require(None in reasons, f"The fused step does not cover {missing}: take --ops plain.")
     with stoppable():
-        records = run_cases(measure, cases, out / "cases", title="benchmark")
+        records = repeated(measure, cases, out / "cases", "benchmark", processes)
     table, source = timing_table(records), provenance_of_cases(records)
     write_results(table, out / "benchmark.json", source)
     write_results(samples_table(records), out / "samples.json", source)

@@ -2,9 +2,10 @@
 
 import contextlib
 import math
+import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from timeit import default_timer
 from typing import Any
@@ -16,6 +17,7 @@ from lmcore import accounting
 from lmcore.config import ModelConfig, from_dict
 from lmcore.device import device_name, peak_flops, synchronize
 from lmcore.profiling.cases import WorkloadConfig
+from lmcore.profiling.runner import Task, run_cases
 from lmcore.profiling.workload import PHASES, Workload
 
 FLUSH_BYTES = 1 << 28
@@ -29,6 +31,18 @@ LEAST, MOST = 3, 50
 
 TRIES = 4
 """Times that a call is measured again because the GPU waited for the host."""
+
+BUSY_STEPS = 3
+"""Steps after the timed ones in which the GPU's busy time is measured."""
+
+BUSY_SHARE = 0.9
+"""A step waits for the host where its GPU is busy for a smaller part of its time."""
+
+PROCESSES = 3
+"""Processes in which a case that waits for the host is measured."""
+
+NOISE = 0.2
+"""A spread wider than this part of the median carries no conclusion."""
 
 MODEL_COLUMNS = (
     "d_model", "num_layers", "num_heads", "d_ff", "vocab_size", "context_length", "attention", "checkpoint_every"
@@ -191,7 +205,8 @@ def measure(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
 
     Every step is timed, the warm-ups too, but only the others are measurements: compilation, which happens in the
     first step, is not among them unless there is no warm-up. Peak memory is that of the measured steps, None without
-    CUDA. The result holds `samples`, one for each step with `warmup` true or false, in order.
+    CUDA. The result holds `samples`, one for each step with `warmup` true or false, in order, and `busy_steps`, the
+    `busy_seconds` of a few more steps.
     """
     return timed_steps(Workload, config)
 
@@ -206,22 +221,91 @@ def timed_steps(kind: Callable[[WorkloadConfig], Workload], config: WorkloadConf
         if number == config.warmup_steps and watch.cuda:
             torch.cuda.reset_peak_memory_stats(watch.device)
         samples.append(watch.step() | {"warmup": number < config.warmup_steps})
-    return {
+    result = {
         "device": device_name(watch.device),
         "setup_seconds": setup_seconds,
         "samples": samples,
         "peak_memory_bytes": torch.cuda.max_memory_allocated(watch.device) if watch.cuda else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(watch.device) if watch.cuda else None,
     }
+    busy = watch.cuda and config.ops == "plain"  # the profiler may miss a graph that was captured before it started
+    return result | {"busy_steps": [busy_seconds(watch.workload) for _ in range(BUSY_STEPS if busy else 0)]}
 
 
-def summary(samples: Sequence[float | None]) -> dict[str, float | None]:
-    """mean, std, median and min of samples; std is the sample's, with n - 1, and None for a single one."""
+def busy_seconds(workload: Workload) -> dict[str, float]:
+    """Seconds of a step in which the GPU works, by phase and in all (`step`): torch.profiler's record of its kernels,
+    copies and fills without the gaps in which it waits for the host. The workload has to name its phases."""
+    found: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def span(name: str) -> Iterator[None]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            yield
+            workload.synchronize()
+        on_gpu = [e for e in profile.events() if e.device_type.name == "CUDA" and not e.is_user_annotation]
+        found[name] = covered_time((e.time_range.start, e.time_range.end) for e in on_gpu) / 1e6
+
+    workload.step(span)
+    return found | {"step": sum(found.values())}
+
+
+def covered_time(intervals: Iterable[tuple[float, float]]) -> float:
+    """The time that intervals cover together: where they overlap, as kernels of two streams do, it counts once."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def repeated(
+    task: Task, cases: Mapping[str, WorkloadConfig], folder: str | os.PathLike, title: str, processes: int = PROCESSES
+) -> dict[str, dict[str, Any]]:
+    """`run_cases` of a timing task; a case whose steps wait for the host is measured in so many processes.
+
+    How fast a host launches kernels differs between processes, so one of them says little. Each further process has a
+    record of its own, <name>.2 and so on; their results stand in the first's as `repeats`.
+    """
+    records = run_cases(task, cases, folder, title)
+    waiting = [name for name, record in records.items() if _row(record)["host_bound"]]
+    more = {f"{name}.{number}": cases[name] for name in waiting for number in range(2, processes + 1)}
+    again = run_cases(task, more, folder, f"{title}, repeated")
+    for name in waiting:
+        repeats = [again[f"{name}.{number}"]["result"] for number in range(2, processes + 1)]
+        result = records[name]["result"] | {"repeats": [result for result in repeats if result]}
+        records[name] = records[name] | {"result": result}
+    return records
+
+
+def summary(samples: Iterable[float | None]) -> dict[str, float | None]:
+    """mean, std, median and spread of samples; std is the sample's, with n - 1, and None for a single one.
+
+    The spread is the distance from the 10th to the 90th percentile, None for a single sample.
+    """
     values = [value for value in samples if value is not None]
     if not values:
-        return dict.fromkeys(("mean", "std", "median", "min"))
-    std = statistics.stdev(values) if len(values) > 1 else None
-    return {"mean": statistics.fmean(values), "std": std, "median": statistics.median(values), "min": min(values)}
+        return dict.fromkeys(("mean", "std", "median", "spread"))
+    found = {"mean": statistics.fmean(values), "std": None, "median": statistics.median(values), "spread": None}
+    if len(values) > 1:
+        tenths = statistics.quantiles(values, n=10, method="inclusive")
+        found |= {"std": statistics.stdev(values), "spread": tenths[-1] - tenths[0]}
+    return found
+
+
+def is_noisy(row: Mapping[str, Any], clock: str = "wall") -> bool:
+    """Whether a row's times spread by more than a fifth of their median, or were not measured. A single one has no
+    spread, and says nothing about it."""
+    median, spread = row[f"{clock}_median"], row[f"{clock}_spread"]
+    return pd.isna(median) or (pd.notna(spread) and spread > NOISE * median)
+
+
+def speedup(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[float, str]:
+    """How many times as fast the case of one row is as that of the other, and by which clock: wall, or busy where
+    either waits for the host. NaN where noise allows no conclusion.
+    """
+    clock = "busy" if any(pd.notna(row["host_bound"]) and row["host_bound"] for row in (before, after)) else "wall"
+    noisy = is_noisy(before, clock) or is_noisy(after, clock)
+    return (math.nan if noisy else before[f"{clock}_median"] / after[f"{clock}_median"]), clock
 
 
 def step_flops(model: ModelConfig, batch_size: int, mode: str) -> int:
@@ -239,12 +323,14 @@ def as_run(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def timing_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """One row for each record of `run_cases(measure, …)`: what was run, how it ended, seconds, bytes and FLOP/s.
+    """One row for each record of `run_cases` or `repeated`: what was run, how it ended, seconds, bytes and FLOP/s.
 
     `wall_` columns are by the host's clock with a synchronization on both sides, `cuda_` columns by CUDA events, None
-    without CUDA; phases by CUDA events where there are, else by the host's clock. A case without a measurement, as for
-    lack of memory, keeps what was asked for, and None elsewhere. `mfu` is None for a chip of unknown peak. Whatever
-    else `timed_steps` returns is a column of the same name.
+    without CUDA; phases by CUDA events where there are, else by the host's clock; `busy_` columns are `busy_seconds`.
+    All are over the steps of all `processes`. `host_bound` where the GPU is busy for less than `BUSY_SHARE` of the
+    time, None where that was not measured. A case without a measurement, as for lack of memory, keeps what was asked
+    for, and None elsewhere. `mfu` is None for a chip of unknown peak. Whatever else `timed_steps` returns is a column
+    of the same name.
     """
     return pd.DataFrame([_row(record) for record in records.values()]).astype(object).replace({float("nan"): None})
 
@@ -252,11 +338,18 @@ def timing_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
     config, measured = as_run(record["config"]), dict(record["result"] or {})
     model, batch_size = from_dict(ModelConfig, config["model"]), config["batch_size"]
-    steps = [sample for sample in measured.pop("samples", ()) if not sample["warmup"]]
-    seconds = {name: summary([step[name] for step in steps]) for name in ("wall", "cuda", *PHASES)}
+    results = [dict(measured), *measured.pop("repeats", ())]
+    samples, busy = ([step for one in results for step in one.get(key, ())] for key in ("samples", "busy_steps"))
+    steps = [sample for sample in samples if not sample["warmup"]]
+    seconds = {name: summary([step[name] for step in steps]) for name in ("wall", "cuda")}
+    seconds |= {"busy": summary([step["step"] for step in busy])}
     for phase in PHASES:
-        seconds[phase].pop("min")
+        seconds[phase] = summary([step[phase] for step in steps])
+        seconds[f"{phase}_busy"] = summary([step.get(phase) for step in busy])
+    for name in ("samples", "busy_steps"):
+        measured.pop(name, None)
     flops, median = step_flops(model, batch_size, config["mode"]), seconds["wall"]["median"]
+    share = seconds["busy"]["median"] / median if busy else None
     device = measured.pop("device", None) or (record["environment"] or {}).get("device")
     peak = peak_flops(device, config["precision"]) if device else None
     return {
@@ -267,7 +360,10 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
         "outcome": record["outcome"],
         "reason": record["reason"],
         "num_parameters": accounting.num_parameters(model),
+        "processes": len(results) if median else None,
         **{f"{name}_{what}": value for name, found in seconds.items() for what, value in found.items()},
+        "busy_share": share,
+        "host_bound": None if share is None else share < BUSY_SHARE,
         "tokens_per_second": batch_size * model.context_length / median if median else None,
         "flops": flops,
         "flops_per_second": flops / median if median else None,

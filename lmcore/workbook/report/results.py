@@ -54,12 +54,13 @@ class Results:
         make: Callable[[dict[str, dict[str, Any]]], pd.DataFrame],
         keys: Sequence[str],
         folder: str,
+        run: Callable[..., dict[str, dict[str, Any]]] = run_cases,
     ) -> pd.DataFrame:
         """The table `name` that `make` gives of the records of all cases by name, kept in out/runs/<folder>. `task`
-        measures each case in a process of its own (`run_cases`)."""
+        measures each case in a process of its own, by `run`."""
 
         def measure() -> tuple[pd.DataFrame, dict]:
-            records = run_cases(task, cases, Path(self.out) / "runs" / folder, title=folder.rpartition("/")[2])
+            records = run(task, cases, Path(self.out) / "runs" / folder, title=folder.rpartition("/")[2])
             require_complete(records)
             return make(records), provenance_of_cases(records)
 

@@ -1,4 +1,4 @@
-"""Timing tables for readers: columns that say something, times as mean ± std, ways to end in words."""
+"""Timing tables for readers: columns that say something, times with their spread, ways to end in words."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +20,15 @@ def spread(mean: float | None, std: float | None) -> str:
     digits = 3 if mean < 1 else 4
     text = format_significant(1e3 * mean, digits)
     return f"{text} ± {format_significant(1e3 * std, 2)}" if pd.notna(std) else text
+
+
+def median_spread(row: Mapping[str, Any], clock: str = "wall") -> str:
+    """`median (spread)` in milliseconds of a row of a timing table; the median alone where there is one sample."""
+    median, spread = row[f"{clock}_median"], row[f"{clock}_spread"]
+    if pd.isna(median):
+        return MISSING
+    text = format_significant(1e3 * median)
+    return f"{text} ({format_significant(1e3 * spread, 2)})" if pd.notna(spread) else text
 
 
 def rate(value: float | None) -> str:
@@ -57,8 +66,8 @@ def _row(row: Mapping[str, Any]) -> dict[str, str]:
         "warm-ups": str(row["warmup_steps"]),
         "steps": str(row["steps"]),
         "wall clock (ms)": spread(row["wall_mean"], row["wall_std"]) if measured(row) else row["outcome"],
-        "CUDA events (ms)": spread(row["cuda_mean"], row["cuda_std"]),
-        "median (ms)": spread(row["wall_median"], None),
+        "median (spread) (ms)": median_spread(row),
+        "GPU busy (ms)": median_spread(row, "busy"),
         "tokens/s": format_count(row["tokens_per_second"]) if pd.notna(row["tokens_per_second"]) else MISSING,
         "achieved": rate(row["flops_per_second"]),
         "MFU": format_percent(row["mfu"]) if pd.notna(row["mfu"]) else MISSING,
