@@ -75,9 +75,15 @@ def test_a_run_that_was_only_too_short_has_not_diverged(tmp_path):
     assert (row["outcome"], row["final_valid_loss"]) == ("complete", 6.1)
 
 
-def test_a_run_that_recovered_has_not_diverged(tmp_path):
-    row = row_of(make_run(tmp_path, [6.0, 19.0, 4.9], valid={3: 4.8}))
-    assert (row["outcome"], row["max_spike"]) == ("complete", 13.0)
+def test_a_run_that_fell_behind_a_uniform_guess_has_diverged_even_if_it_recovers(tmp_path):
+    """Over 10,000 tokens a uniform guess has the loss ln(10,000) = 9.21, and 9.71 is half a nat above it."""
+    losses = [9.3, 6.0, 9.7, 9.8, 155.0, 4.9, 4.8, 4.0, 3.9, 3.8]
+    row = row_of(make_run(tmp_path / "risen", losses, valid={10: 3.7}))
+    assert (row["outcome"], row["diverged_at_step"], row["max_spike"]) == ("diverged", 40, 149.0)
+    assert (row["final_valid_loss"], row["best_valid_loss"]) == (None, 3.7)
+    for name, first in {"short": [9.3, 6.0, 9.7], "late": [30.0, 12.0, 9.3]}.items():  # below it, or not yet below it
+        row = row_of(make_run(tmp_path / name, [*first, 6.0, 5.0, 4.0, 3.9, 3.8], valid={8: 3.7}))
+        assert (row["outcome"], row["final_valid_loss"]) == ("complete", 3.7)
 
 
 @pytest.mark.parametrize(

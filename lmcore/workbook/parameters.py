@@ -138,17 +138,10 @@ def several(rule: Rule, least: int = 1) -> Rule:
 
 COUNT, FROM_0 = whole("a positive whole number", 1), whole("a whole number from 0 on", 0)
 SIZE, RECIPE, PRECISION = one_of(MODEL_SIZES), one_of(RECIPES), one_of(("fp32", "tf32", "bf16", "fp16"))
-MODES = one_of(("forward", "forward_backward", "train_step"))
-PASSES_BY_PRECISION = Rule(
-    f"a mapping from precisions ({PRECISION.words}) to lists of modes ({MODES.words})",
-    lambda v: isinstance(v, dict) and all(map(PRECISION.holds, v)) and all(map(several(MODES).holds, v.values())),
-)
-REFERENCE_PASSES = Rule(
-    f"{PASSES_BY_PRECISION.words}, with all of them in fp32 and in bf16",
-    lambda v: PASSES_BY_PRECISION.holds(v) and all(len(set(v.get(name, ()))) == 3 for name in ("fp32", "bf16")),
-)
-CONTEXT_PASSES = Rule(
-    f"{PASSES_BY_PRECISION.words}, fp32 among them", lambda v: PASSES_BY_PRECISION.holds(v) and "fp32" in v
+HANDOUTS = ("CS336 (2025)", "CS336 (2026)", "CSE599-O")
+SIZES_BY_HANDOUT = Rule(
+    f"a mapping from {', '.join(HANDOUTS)}, each of them, to lists of sizes, each {SIZE.words}",
+    lambda v: isinstance(v, dict) and set(v) == set(HANDOUTS) and all(map(several(SIZE).holds, v.values())),
 )
 WARMUPS = Rule(
     f"a list of at least three numbers, each {FROM_0.words}, 0 among them",
@@ -183,7 +176,7 @@ RATES_BY_ABLATION = Rule(
 RULES: dict[str, Rule] = {
     name: rule
     for names, rule in {
-        "warmup_steps": FROM_0,
+        "warmup_steps batch_rounds": FROM_0,
         "sweep_steps batch_steps trial_steps corpus_characters": Rule(
             f"{COUNT.words}, or None", lambda value: value is None or COUNT.holds(value)
         ),
@@ -197,7 +190,8 @@ RULES: dict[str, Rule] = {
             f"a list that is not empty, of sizes that differ, each {SIZE.words}",
             lambda v: several(SIZE).holds(v) and len(set(v)) == len(v),
         ),
-        "sizes_2026 warmup_sizes component_sizes": several(SIZE),
+        "warmup_sizes": several(SIZE),
+        "handouts": SIZES_BY_HANDOUT,
         "compile_sizes": several(SIZE, 0),
         "batch_sizes contexts attention_contexts decode_batches": several(COUNT),
         "batch_context sweep_context": whole("a whole number from 128 on", 128),
@@ -213,12 +207,8 @@ RULES: dict[str, Rule] = {
             f"a list that begins with fp32 and goes on with at least one more, each {PRECISION.words}",
             lambda v: several(PRECISION, 2).holds(v) and v[0] == "fp32",
         ),
-        "component_precisions": several(PRECISION),
         "extra_precisions": several(PRECISION, 0),
-        "reference_modes": REFERENCE_PASSES,
-        "context_modes": CONTEXT_PASSES,
-        "warmup_mode": MODES,
-        "learning_rates repeated_rates norm_rates batch_factors large_batch_factors trial_factors": several(POSITIVE),
+        "learning_rates repeated_rates norm_rates batch_factors trial_factors": several(POSITIVE),
         "best_rate learning_rate long_rate z_loss": POSITIVE,
         "tuned_rates": RATES_BY_ABLATION,
         "additions": several(one_of(ADDITIONS), 0),

@@ -21,7 +21,7 @@ COUNT_CHUNK = 1 << 22
 """Token ids that are counted at a time."""
 
 DIVERGENCE_RISE = 0.5
-"""A run whose training loss ends this many nats above its lowest has diverged."""
+"""Nats above a uniform guess, or at the end above its own lowest, at which a training loss has diverged."""
 
 CURVE_POINTS = 150
 """Metrics lines kept of each run in the committed curves; all evaluations are kept besides."""
@@ -51,8 +51,8 @@ def run_table(runs: Mapping[str, RunFolder]) -> pd.DataFrame:
     """One row for each run: its settings, how it ended, what it reached and what it took.
 
     `outcome` is complete, diverged, out of memory, failed or interrupted. A run has diverged if a loss was not finite,
-    or if it lost what it had learned (`lowest_step_if_lost`). `diverged_at_step` is the first step whose loss was not
-    finite, or the one from which the loss rose.
+    or if it lost what it had learned (`divergence_step`). `diverged_at_step` is the first step whose loss was not
+    finite, or that of `divergence_step`.
     """
     return pd.DataFrame([run_row(name, run) for name, run in runs.items()])
 
@@ -63,7 +63,7 @@ def run_row(name: str, run: RunFolder, config: TrainConfig | None = None) -> dic
     steady = metrics["tokens_per_second"].iloc[1:] if len(metrics) > 1 else metrics["tokens_per_second"]
     evaluated = metrics.dropna(subset="valid_loss")
     lowest = evaluated.loc[evaluated["valid_loss"].idxmin()] if len(evaluated) else None
-    diverged_at = status.get("diverged_at_step", lowest_step_if_lost(metrics))
+    diverged_at = status.get("diverged_at_step", divergence_step(metrics, config.model.vocab_size))
     outcome = _outcome(status["state"], diverged_at)
     environment = run.environment() if run.environment_file.exists() else {}
     return {
@@ -109,15 +109,21 @@ def largest_rise(losses: pd.Series) -> float | None:
     return float((losses - losses.cummin()).max()) if len(losses) else None
 
 
-def lowest_step_if_lost(metrics: pd.DataFrame) -> int | None:
-    """Step of the lowest training loss if the run ended more than `DIVERGENCE_RISE` above it, else None.
+def divergence_step(metrics: pd.DataFrame, vocab_size: int) -> int | None:
+    """Step at which a run lost what it had learned, else None: one definition for curves of finite losses.
 
-    Losses are medians over a twentieth of the log, at least five lines, against noise.
+    Either its training loss, once below that of a uniform guess, ln(vocab_size), rose more than `DIVERGENCE_RISE` above
+    it: the step of the first such line. Or it ended more than `DIVERGENCE_RISE` above its lowest: the step of the
+    lowest; losses are medians over a twentieth of the log here, at least five lines, against noise.
     """
+    losses, uniform = metrics["train_loss"], math.log(vocab_size)
+    worse = metrics["step"][(losses.cummin() < uniform) & (losses > uniform + DIVERGENCE_RISE)]
+    if len(worse):
+        return int(worse.iloc[0])
     lines = max(5, len(metrics) // 20)
-    losses = metrics["train_loss"].rolling(lines, min_periods=lines // 5).median()
-    lost = len(losses) > 0 and losses.iloc[-1] > losses.min() + DIVERGENCE_RISE
-    return int(metrics["step"][losses.idxmin()]) if lost else None
+    smooth = losses.rolling(lines, min_periods=lines // 5).median()
+    lost = len(smooth) > 0 and smooth.iloc[-1] > smooth.min() + DIVERGENCE_RISE
+    return int(metrics["step"][smooth.idxmin()]) if lost else None
 
 
 def curves_table(runs: Mapping[str, RunFolder], points: int = CURVE_POINTS) -> pd.DataFrame:
