@@ -1,4 +1,4 @@
-"""What a Transformer costs: parameters, matmul FLOPs, bytes and days (CSE599-O A1 sections 3.6 and 4.3).
+"""What a Transformer costs: parameters, matmul FLOPs, bytes and time (CS336 A1 and CSE599-O A1, sections 3.6 and 4.3).
 
 Every formula is written once, over the fields of a config. With a `ModelConfig` it gives whole numbers; with
 `symbolic(config)`, whose sizes are sympy symbols, the very same code gives the algebra. Switches of the config
@@ -26,13 +26,8 @@ SYMBOLS = {
 }
 """Meaning of the letters in `symbolic` expressions."""
 
-ADAMW_FLOPS = {
-    r"m \leftarrow \beta_1 m + (1 - \beta_1) g": 3,
-    r"v \leftarrow \beta_2 v + (1 - \beta_2) g^2": 4,
-    r"\theta \leftarrow \theta - \alpha_t\, m / (\sqrt{v} + \epsilon)": 5,
-    r"\theta \leftarrow \theta - \alpha \lambda\, \theta": 2,
-}
-"""Operations per parameter of each line of Algorithm 1; products of scalars alone are done once and not counted.
+ADAMW_FLOPS = {"first moment": 3, "second moment": 4, "update": 5, "weight decay": 2}
+"""Operations per parameter of the lines of Algorithm 1; products of scalars alone are done once and not counted.
 
 `lmcore.optimizer.AdamW` needs one less: it decays by a single product with 1 - alpha lambda.
 """
@@ -47,10 +42,10 @@ def gpt2_config(size: str, **overrides: Any) -> ModelConfig:
     return model_config(size, **{"vocab_size": 50_257, "context_length": 1024} | overrides)
 
 
-def symbolic(config: ModelConfig, d_ff_per_d_model: int | None = None) -> Any:
+def symbolic(config: ModelConfig, d_ff_per_d_model: Any = None) -> Any:
     """A stand-in for `config` whose sizes are sympy symbols (see `SYMBOLS`) and whose switches are the config's.
 
-    `d_ff_per_d_model=4` writes 4 D for d_ff, as the handout does in adamwAccounting.
+    `d_ff_per_d_model` writes a multiple of D for d_ff, as the handouts do: 4 (CSE599-O), sympy.Rational(8, 3) (CS336).
     """
     import sympy
 
@@ -159,7 +154,7 @@ def training_flops(config: ModelConfig, batch_size: int = 1, seq_len: int | None
 
 
 def activation_counts(config: ModelConfig, batch_size: int = 1, seq_len: int | None = None) -> dict[str, int]:
-    """Values kept for the backward pass, by the handout's list of components (adamwAccounting a): one per output.
+    """Values kept for the backward pass, by the handouts' list of components (adamw_accounting a): one per output.
 
     A gated feed-forward network adds its second branch and the gated product. The list is a model of the memory, not
     a measurement: it leaves out residual sums, rotated queries and keys, masks and the temporaries inside an operation.
@@ -249,14 +244,14 @@ def adamw_step_flops(config: ModelConfig) -> int:
     return sum(ADAMW_FLOPS.values()) * num_parameters(config)
 
 
-def training_days(config: ModelConfig, batch_size: int, steps: int, peak_flops: float, mfu: float) -> float:
-    """Days that `steps` steps take at model FLOPs utilization `mfu` (0 to 1) of a peak of `peak_flops` FLOP/s.
+def training_seconds(config: ModelConfig, batch_size: int, steps: int, peak_flops: float, mfu: float) -> float:
+    """Seconds that `steps` steps take at model FLOPs utilization `mfu` (0 to 1) of a peak of `peak_flops` FLOP/s.
 
     Counts the matmuls of forward and backward pass; the optimizer's few operations per parameter are left out.
     """
     require(0 < mfu <= 1, f"mfu is a share of the peak in (0, 1], not {mfu}.")
     require(peak_flops > 0, f"peak_flops must be positive, not {peak_flops}.")
-    return steps * training_flops(config, batch_size) / (mfu * peak_flops) / 86_400
+    return steps * training_flops(config, batch_size) / (mfu * peak_flops)
 
 
 def latex(expression: Any) -> str:

@@ -1,8 +1,11 @@
 """Accounting formulas against the built model, PyTorch's FLOP counter and hand-worked numbers."""
 
 import itertools
+import json
+from pathlib import Path
 
 import pytest
+import sympy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +18,8 @@ from lmcore.config import MODEL_SIZES, ModelConfig, model_config
 from lmcore.errors import UserError
 from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW
+
+ANSWERS = json.loads((Path(__file__).parents[1] / "results/h200/answers.json").read_text(encoding="utf-8"))["01_build"]
 
 SWITCHES = [
     {"norm": norm, "position": position, "ffn": ffn, "tie_embeddings": tied}
@@ -119,34 +124,117 @@ def test_algebra_equals_numbers(config, batch_size):
     assert evaluated(accounting.adamw_step_flops(symbols)) == accounting.adamw_step_flops(config)
 
 
-def test_latex_of_the_handouts_architecture():
-    symbols = accounting.symbolic(accounting.gpt2_config("xl", ffn="silu"), d_ff_per_d_model=4)
-    memory = accounting.adamw_memory(symbols, accounting.batch_symbol())
-    assert accounting.latex(memory["parameters"]) == r"4 \left(12 D^{2} L + 2 D L + 2 D V + D\right)"
-    assert accounting.latex(memory["optimizer_state"]) == r"8 \left(12 D^{2} L + 2 D L + 2 D V + D\right)"
-    activations = r"4 \left(16 B D L T + B D T + 2 B H L T^{2} + 2 B T V\right)"
-    assert accounting.latex(memory["activations"]) == activations
-    counts = accounting.activation_counts(symbols, accounting.batch_symbol())
-    assert accounting.latex(counts["qkv_proj"]) == "3 B D L T"
-    assert accounting.latex(counts["scores"]) == "B H L T^{2}"
+def test_latex_of_the_handouts_architectures():
+    plain = accounting.symbolic(accounting.gpt2_config("xl", ffn="silu"), d_ff_per_d_model=4)  # CSE599-O
+    gated = accounting.symbolic(accounting.gpt2_config("xl"), d_ff_per_d_model=sympy.Rational(8, 3))  # CS336 2026
+    # a block has 4 D^2 in attention, and 2 * 4 D^2 or 3 * 8/3 D^2 in its feed-forward network: 12 D^2 in both
+    for symbols in (plain, gated):
+        memory = accounting.adamw_memory(symbols, accounting.batch_symbol())
+        assert accounting.latex(memory["parameters"]) == r"4 \left(12 D^{2} L + 2 D L + 2 D V + D\right)"
+        assert accounting.latex(memory["optimizer_state"]) == r"8 \left(12 D^{2} L + 2 D L + 2 D V + D\right)"
+        counts = accounting.activation_counts(symbols, accounting.batch_symbol())
+        assert accounting.latex(counts["qkv_proj"]) == "3 B D L T"
+        assert accounting.latex(counts["scores"]) == "B H L T^{2}"
+    # streams of a block: two norms, q k v, weighted sum, output projection, W2: 8; W1 and SiLU: 2 * 4; in all 16
+    activations = accounting.adamw_memory(plain, accounting.batch_symbol())["activations"]
+    assert accounting.latex(activations) == r"4 \left(16 B D L T + B D T + 2 B H L T^{2} + 2 B T V\right)"
+    # W1, SiLU, W3 and the product: 4 * 8/3, with the 8 others 56/3
+    activations = accounting.adamw_memory(gated, accounting.batch_symbol())["activations"]
+    assert accounting.latex(activations) == r"\frac{4}{3} \left(56 B D L T + 3 B D T + 6 B H L T^{2} + 6 B T V\right)"
 
 
-def test_gpt2_xl_worked_by_hand():
-    """The sums that a student does on paper for the handout's configuration."""
+def values(problem: str) -> dict:
+    """The numbers of a committed answer of notebook 01."""
+    return ANSWERS[problem]["values"]
+
+
+def test_cs336_2026_worked_by_hand():
+    """GPT-2 XL by CS336's handout of 2026: SwiGLU of width 4,288, one H100; the sums that a student does on paper."""
+    config = accounting.gpt2_config("xl", d_ff=4288)
+    embedding = 50_257 * 1600  # and as many in the LM head
+    block = 4 * 1600 * 1600 + 3 * 1600 * 4288 + 2 * 1600  # Q, K, V, O; W1, W2, W3; two norms
+    parameters = embedding + 48 * block + 1600 + embedding
+    assert parameters == 1_640_452_800 == accounting.num_parameters(config)
+    assert values("transformer_accounting (a, CS336)")["total"] == parameters
+    assert values("transformer_accounting (a, CS336)")["size"] == 4 * parameters == 6_561_811_200  # 6.56 GB
+
+    qkv = 48 * 3 * 2 * 1024 * 1600 * 1600
+    pairs = 2 * 48 * 25 * 2 * 1024 * 64 * 1024  # scores and weighted sums
+    output = 48 * 2 * 1024 * 1600 * 1600
+    ffn = 48 * 3 * 2 * 1024 * 1600 * 4288
+    head = 2 * 1024 * 1600 * 50_257
+    forward = qkv + pairs + output + ffn + head
+    assert forward == 3_516_769_894_400 == accounting.forward_flops(config)
+    assert values("transformer_accounting (b, CS336)")["total"] == forward
+    of_parts = values("transformer_accounting (c, CS336)")
+    assert [round(100 * of_parts[part], 1) for part in ("ffn", "qkv", "head")] == [57.5, 21.5, 4.7]
+    assert of_parts["ffn"] == pytest.approx(ffn / forward)
+    assert of_parts["qkv"] == pytest.approx(qkv / forward)
+    assert of_parts["pairs"] == pytest.approx(pairs / forward)
+
+    longer = 16 * (qkv + output + ffn + head) + 256 * pairs
+    assert longer == accounting.forward_flops(accounting.gpt2_config("xl", d_ff=4288, context_length=16_384))
+    of_longer = values("transformer_accounting (e, CS336)")
+    assert of_longer["times"] == pytest.approx(longer / forward)
+    assert round(of_longer["times"], 1) == 38.0
+    assert of_longer["pairs"][1] == pytest.approx(256 * pairs / longer)
+    assert round(100 * of_longer["pairs"][1], 1) == 61.7
+
+    tokens, logits = 1024, 1024 * 50_257
+    block = (
+        8 * tokens * 1600 + 4 * tokens * 4288 + 2 * 25 * tokens**2
+    )  # 8 streams; W1, SiLU, W3, product; scores, softmax
+    activations = 4 * (48 * block + tokens * 1600 + 2 * logits)
+    assert activations == 16_373_391_360
+    memory = values("adamw_accounting (b, CS336)")
+    assert memory["slope"] == pytest.approx(16.373391360)
+    assert memory["fixed"] == pytest.approx(16 * parameters / 1e9) == pytest.approx(26.247244800)
+    assert memory["largest"] == 3 == accounting.max_batch_size(config, 80e9)  # 75.4 GB; four would take 91.7
+    assert values("adamw_accounting (c, CS336)")["step"] == 14 * parameters
+
+    seconds = 3 * forward * 1024 * 400_000 / (0.5 * 495e12)
+    assert accounting.training_seconds(config, 1024, 400_000, 495e12, mfu=0.5) == pytest.approx(seconds)
+    assert seconds / 3600 == pytest.approx(4850, abs=1)
+    assert values("adamw_accounting (d, CS336)")["hours"] == pytest.approx(seconds / 3600)
+
+
+def test_cs336_2026_smaller_models_by_hand():
+    """The multiple of 64 nearest to 8/3 of 768, 1,024, 1,280 and 1,600: 32, 42.67, 53.33 and 66.67 times 64."""
+    found = values("transformer_accounting (d, CS336)")
+    assert found["widths"] == [32 * 64, 43 * 64, 53 * 64, 67 * 64] == [2048, 2752, 3392, 4288]
+    sizes = {"small": (12, 768, 2048), "medium": (24, 1024, 2752), "large": (36, 1280, 3392), "xl": (48, 1600, 4288)}
+    shares = []
+    for size, (layers, d_model, d_ff) in sizes.items():
+        per_token = layers * (8 * d_model**2 + 4 * 1024 * d_model + 6 * d_model * d_ff) + 2 * d_model * 50_257
+        assert accounting.forward_flops(accounting.gpt2_config(size, d_ff=d_ff)) == 1024 * per_token
+        shares.append(layers * 6 * d_model * d_ff / per_token)
+    assert found["ffn"] == pytest.approx([shares[0], shares[-1]])
+
+
+def test_cse599o_worked_by_hand():
+    """GPT-2 XL by CSE599-O's handout: width 6,400; for AdamW a network of two matrices, one A100 in float32."""
     layers, d_model, d_ff, heads, vocab, context = 48, 1600, 6400, 25, 50_257, 1024
     config = accounting.gpt2_config("xl")
     per_block = 4 * d_model**2 + 3 * d_model * d_ff + 2 * d_model
-    assert accounting.num_parameters(config) == 2 * vocab * d_model + layers * per_block + d_model
+    parameters = 2 * vocab * d_model + layers * per_block + d_model
+    assert accounting.num_parameters(config) == parameters == values("transformer_accounting (a, CSE599-O)")["total"]
     block = (
         4 * 2 * context * d_model**2
         + 2 * heads * 2 * context * context * (d_model // heads)
         + 3 * 2 * context * d_model * d_ff
     )
-    assert accounting.forward_flops(config) == layers * block + 2 * context * d_model * vocab
-    config = accounting.gpt2_config("xl", ffn="silu")
+    forward = layers * block + 2 * context * d_model * vocab
+    assert accounting.forward_flops(config) == forward == values("transformer_accounting (b, CSE599-O)")["total"]
+    plain = accounting.gpt2_config("xl", ffn="silu")
     stream, pairs, logits = 1024 * 1600, 25 * 1024**2, 1024 * 50_257
     # two norms, q k v, weighted sum, output projection, W2: 8 streams; W1 and SiLU: 4 each
-    assert sum(accounting.activation_counts(config).values()) == 48 * (16 * stream + 2 * pairs) + stream + 2 * logits
+    activations = 48 * (16 * stream + 2 * pairs) + stream + 2 * logits
+    assert sum(accounting.activation_counts(plain).values()) == activations
+    assert values("adamwAccounting (b, CSE599-O)")["slope"] == pytest.approx(4 * activations / 1e9)
+    without_gate = forward - layers * 2 * context * d_model * d_ff
+    seconds = 3 * without_gate * 1024 * 400_000 / (0.5 * 19.5e12)
+    assert accounting.training_seconds(plain, 1024, 400_000, 19.5e12, mfu=0.5) == pytest.approx(seconds)
+    assert values("adamwAccounting (d, CSE599-O)")["days"] == pytest.approx(seconds / 86_400)
 
 
 @settings(max_examples=40, deadline=None)
@@ -201,21 +289,13 @@ def test_adamw_flops_equal_the_operations_of_our_optimizer():
     assert counter.flops == weight.numel() * (sum(accounting.ADAMW_FLOPS.values()) - folded_decay)
 
 
-def test_training_days():
-    config = accounting.gpt2_config("xl", ffn="silu")
-    days = accounting.training_days(config, batch_size=1024, steps=400_000, peak_flops=19.5e12, mfu=0.5)
-    assert days == pytest.approx(3 * accounting.forward_flops(config) * 1024 * 400_000 / (9.75e12 * 24 * 60 * 60))
-    half_utilized = accounting.training_days(config, 1024, 400_000, 19.5e12, mfu=0.25)
-    assert half_utilized == pytest.approx(2 * days)
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda c: accounting.gpt2_config("huge"), "no GPT-2 of size 'huge'; choose one of small"),
         (lambda c: accounting.gpt2_config("xl", vocabulary=3), "no field vocabulary"),
-        (lambda c: accounting.training_days(c, 1, 1, 1e12, mfu=50), "mfu is a share of the peak"),
-        (lambda c: accounting.training_days(c, 1, 1, 0, mfu=0.5), "peak_flops must be positive"),
+        (lambda c: accounting.training_seconds(c, 1, 1, 1e12, mfu=50), "mfu is a share of the peak"),
+        (lambda c: accounting.training_seconds(c, 1, 1, 0, mfu=0.5), "peak_flops must be positive"),
     ],
 )
 def test_bad_input(call, words):

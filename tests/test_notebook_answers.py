@@ -54,7 +54,6 @@ def test_the_records_give_the_committed_answers(name, tmp_path, nothing_drawn):
 def test_every_claim_holds_and_can_fail(name, tmp_path, monkeypatch, nothing_drawn):
     committed = json.loads(ANSWERS.read_text(encoding="utf-8"))[name]
     left = {(problem, claim) for problem, found in committed.items() for claim in found["claims"]}
-    assert {problem for problem, _ in left} == committed.keys(), "an answer without a claim"
     assert all(all(found["claims"].values()) for found in committed.values())
     for seed in dict.fromkeys([*FIRST.get(name, ()), *SEEDS]):
         monkeypatch.setenv(PERTURB, str(seed))
