@@ -169,7 +169,8 @@ def test_attention_by_size_leaves_nothing_behind(monkeypatch):
     (case,) = cases.size_cases(2, 256, 32, ["fp32"], ["plain"]).values()
     rows = cases.measure_attention_sizes(case, None)["rows"]
     assert [(row["context"], row["head_size"]) for row in rows] == [(128, 16), (256, 16), (128, 32), (256, 32)]
-    assert rows[1]["saved_bytes"] >= 2 * 2 * 256 * 256 * 4  # at the least the probabilities, and what they are made of
+    scores = 2 * 256 * 256 * 4  # exponentials and probabilities are held, with a mask of one byte; the scores are not
+    assert 2 * scores < rows[1]["saved_bytes"] < 2.2 * scores
     gc.collect()
     assert len(saved) >= 4 * 4
     assert not [tensor for tensor in saved if tensor() is not None]  # the next size finds an empty memory

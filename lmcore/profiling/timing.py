@@ -106,16 +106,16 @@ class Timer(Clock):
             self.flush_seconds = statistics.median(self.once(self.buffer.zero_, 0)[0] for _ in range(5))
 
     def __call__(
-        self, function: Callable[[], Any], reset: Callable[[], Any] | None = None
+        self, function: Callable[[], Any], reset: Callable[[], Any] | None = None, least: int = LEAST
     ) -> tuple[float, float | None]:
-        """Median (seconds, issue_seconds) of several calls after one to warm up; issue_seconds is None off CUDA.
+        """Median (seconds, issue_seconds) of `least` calls or more after a warm-up; issue_seconds is None off CUDA.
 
         `reset` is called, untimed, before every call: what works in place then finds its inputs as they were.
         """
         self.once(function, 0, reset)
         flushes = self.flushes_for(self.once(function, int(self.cuda), reset)[1])
         taken, began = [], default_timer()
-        while len(taken) < LEAST or (len(taken) < MOST and default_timer() - began < BUDGET[self.device.type]):
+        while len(taken) < least or (len(taken) < MOST and default_timer() - began < BUDGET[self.device.type]):
             seconds, issue, flushes = self.covered(function, flushes, reset)
             taken.append((seconds, issue))
         seconds, issue = map(statistics.median, zip(*taken, strict=True))

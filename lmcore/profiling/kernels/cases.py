@@ -5,6 +5,7 @@ Timing, parity (`parity`) and bytes moved all go through these cases, in noteboo
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,7 @@ from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.model import RotaryPositionalEmbedding, causal_mask
 from lmcore.profiling.kernels.bytes_moved import BytesMoved, moved_by
 from lmcore.profiling.kernels.measuring import DTYPES, Contestant, allocated, begin, measured, with_gradients
-from lmcore.profiling.timing import Timer
+from lmcore.profiling.timing import LEAST, Timer
 from lmcore.profiling.workload import WorkloadConfig, workload_config
 
 BACKWARD = 2.5
@@ -259,7 +260,7 @@ def measure_attention(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
 
 
 def size_cases(
-    batch_size: int, context: int, head_size: int, precisions: Sequence[str], kinds: Sequence[str]
+    batch_size: int, context: int, head_size: int, precisions: Sequence[str], kinds: Sequence[str], steps: int = LEAST
 ) -> dict[str, WorkloadConfig]:
     """For `measure_attention_sizes`: each kind of attention, or `compiled`, in each precision up to these sizes."""
     shape = {"d_model": head_size, "num_heads": 1, "num_layers": 1, "d_ff": head_size, "vocab_size": 2}
@@ -267,6 +268,7 @@ def size_cases(
         f"batch{batch_size}-{precision}-{kind}": WorkloadConfig(
             model=ModelConfig(context_length=context, attention="plain" if kind == "compiled" else kind, **shape),
             batch_size=batch_size, precision=precision, compile=kind == "compiled", mode="forward_backward",
+            steps=steps,
         )
         for precision, kind in itertools.product(precisions, kinds)
     }  # fmt: skip
@@ -275,7 +277,8 @@ def size_cases(
 def measure_attention_sizes(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     """Causal attention with one head of every size from `SMALLEST` to the case's, by powers of two (CS336 A2).
 
-    The result holds `device` and `rows`: `context`, `head_size`, `outcome`, `reason`, seconds of `forward`, `backward`
+    Each pass is timed `config.steps` times or more. The result holds `device`, `device_bytes`, the memory of the GPU
+    (None off CUDA), and `rows`: `context`, `head_size`, `outcome`, `reason`, median seconds of `forward`, `backward`
     and `both`, and `saved_bytes`, what a forward pass leaves in memory for the backward pass.
     """
     device, rows, kind = begin(config), [], config.model.attention
@@ -294,13 +297,15 @@ def measure_attention_sizes(config: WorkloadConfig, folder: Path) -> dict[str, A
             reset_peak_memory(device)
             length *= 2
         length, width = SMALLEST[0], 2 * width
-    return {"device": device_name(device), "rows": rows}
+    capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return {"device": device_name(device), "device_bytes": capacity, "rows": rows}
 
 
-def keep(kept: dict[int, int], tensor: Tensor) -> Tensor:
-    """Notes the bytes of a saved tensor's storage by its address."""
-    kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return tensor.detach()  # an operation that saved its own result with its node would never be freed
+def keep(kept: weakref.WeakSet[Tensor], tensor: Tensor) -> Tensor:
+    """Notes a saved tensor for as long as autograd holds it."""
+    saved = tensor.detach()  # an operation that saved its own result with its node would never be freed
+    kept.add(saved)
+    return saved
 
 
 def passes(shape: Sequence[int], config: WorkloadConfig, kind: str, timer: Timer) -> dict[str, Any]:
@@ -310,15 +315,17 @@ def passes(shape: Sequence[int], config: WorkloadConfig, kind: str, timer: Timer
     run = run if kind == "plain" else lambda *qkv: ATTENTION[kind](*qkv, True)
     run = torch.compile(run, dynamic=False) if config.compile else run
     run(*case.inputs)  # compiles
-    before, kept = allocated(timer.device), {}  # off CUDA what autograd saves is counted, by its storage
+    before, kept = allocated(timer.device), weakref.WeakSet()  # off CUDA what autograd holds is counted, by its storage
     with torch.autograd.graph.saved_tensors_hooks(partial(keep, kept), lambda tensor: tensor):
         output = run(*case.inputs)
     timer.synchronize()
-    new = sum(size for place, size in kept.items() if place not in {x.data_ptr() for x in case.inputs})
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
+    new = sum(size for place, size in storages.items() if place not in {x.data_ptr() for x in case.inputs})
     saved = allocated(timer.device) - before if timer.cuda else new
+    backward = partial(torch.autograd.grad, output, case.inputs, case.gradients, retain_graph=True)
     return {
-        "forward": timer(partial(run, *case.inputs))[0],
-        "backward": timer(lambda: torch.autograd.grad(output, case.inputs, case.gradients, retain_graph=True))[0],
+        "forward": timer(partial(run, *case.inputs), least=config.steps)[0],
+        "backward": timer(backward, least=config.steps)[0],
         "both": timer(partial(case.run, run))[0],
         "saved_bytes": saved,
     }

@@ -17,7 +17,7 @@ COLUMNS = {
     "attention": "case attention mode context_length batch_size num_heads d_k precision outcome reason seconds "
     "extra_bytes flops flops_per_second device",
     "attention_sizes": "case variant batch_size precision context head_size outcome reason forward backward both "
-    "saved_bytes device",
+    "saved_bytes steps device device_bytes",
     "loss": "case variant rows d_model vocab_size precision outcome reason seconds chunk_rows extra_bytes logits_bytes "
     "gradient_bytes device",
     "optimizer": "case size outcome contestant bytes_per_parameter seconds reason parameters bytes bytes_per_second "
