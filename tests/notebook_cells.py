@@ -75,7 +75,8 @@ def typed_numbers(template: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    committed = json.loads(ANSWERS.read_text(encoding="utf-8")) if ANSWERS.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
-        committed |= {name: rendered(name, Path(folder)) for name in sys.argv[1:]}
+        made = {name: rendered(name, Path(folder)) for name in sys.argv[1:]}
+    committed = json.loads(ANSWERS.read_text(encoding="utf-8")) if ANSWERS.exists() else {}
+    committed |= made
     ANSWERS.write_text(json.dumps(committed, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")

@@ -93,6 +93,21 @@ def test_numbers_in_templates_are_found(template, numbers):
     assert typed_numbers(template) == numbers
 
 
+@pytest.mark.parametrize(
+    ("problem", "told"),
+    [  # batch 4, four bytes a value: the logits, the hidden layer of an FFN or the scores of a block, at each context
+        ("memory_profiling (c, CSE599-O)", {4 * 128 * 10_000: "19.53", 4 * 256 * 10_000: "39.06"}),
+        ("memory_profiling (c, CSE599-O)", {4 * 20 * 512**2: "80", 4 * 20 * 2048**2: "1,280"}),
+        ("memory_profiling (e, CS336)", {4 * 128 * 10_240: "20", 4 * 256 * 10_240: "40"}),
+        ("memory_profiling (e, CS336)", {4 * 32 * 512**2: "128", 4 * 32 * 2048**2: "2,048"}),
+    ],
+)
+def test_the_largest_allocations_are_told_for_every_context_asked_for(problem, told):
+    biggest = json.loads(ANSWERS.read_text(encoding="utf-8"))["06_memory"][problem]["values"]["biggest"]
+    assert [f"{4 * values / 2**20:,.4g}" for values in told] == [*told.values()]
+    assert f"{' and '.join(told.values())} MiB" in biggest
+
+
 def test_records_hold_what_was_measured_on_one_machine():
     devices = {json.loads(path.read_text())["provenance"]["device"] for path in RECORDS.glob("generate_*.json")}
     assert devices == {"NVIDIA H200"}
