@@ -32,7 +32,11 @@ class SGD(Optimizer):
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay, as Algorithm 1 of section 4.3 (Loshchilov and Hutter 2019)."""
+    """Adam with decoupled weight decay; weights decay after their update, as in Algorithm 1 of CSE599-O and CS336 2025.
+
+    The paper (Loshchilov and Hutter 2019), PyTorch and CS336 2026 decay before the update. The two differ by
+    lr * weight_decay * update in each step.
+    """
 
     def __init__(
         self,
@@ -56,7 +60,7 @@ class AdamW(Optimizer):
 
 
 def adamw_update(p: Tensor, state: dict, group: dict) -> None:
-    """Lines 7 to 11 of Algorithm 1 for one parameter; `state` keeps t and the moments m and v."""
+    """Lines 7 to 11 of CSE599-O's Algorithm 1 for one parameter; `state` keeps t and the moments m and v."""
     if not state:
         state.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
     state["t"] += 1
@@ -74,7 +78,7 @@ class Muon(Optimizer):
 
     Groups with `orthogonalize=True` hold two-dimensional weights of hidden layers. Their update is scaled by
     0.2 * sqrt(max(rows, columns)), so that it is as large as AdamW's and shares its learning rate and weight decay
-    (Liu et al. 2025, "Muon is scalable for LLM training", section 2.2).
+    (Liu et al. 2025, "Muon is scalable for LLM training", section 2.2). They decay before it, AdamW's weights after.
     """
 
     def __init__(

@@ -5,7 +5,9 @@ Copy this file over `tests/adapters.py` of the course's repository, install lmco
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -118,9 +120,26 @@ def run_gradient_clipping(parameters: Iterable[nn.Parameter], max_l2_norm: float
     optimizer.gradient_clipping(parameters, max_l2_norm)
 
 
-def get_adamw_cls() -> type[torch.optim.Optimizer]:
-    """`optimizer.AdamW`."""
-    return optimizer.AdamW
+class DecayFirst(optimizer.AdamW):
+    """`optimizer.AdamW` with weights that decay before their update: Algorithm 1 of CS336 2026."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            for p in [p for p in group["params"] if p.grad is not None]:
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                optimizer.adamw_update(p, self.state[p], group | {"weight_decay": 0.0})
+
+
+def get_adamw_cls(checkout: Path = Path(__file__).parents[1]) -> type[torch.optim.Optimizer]:
+    """AdamW in the course's order: after the update in CSE599-O and CS336 2025, before it in CS336 2026.
+
+    The year is that of the newest release in the course's changelog ("## [26.0.0] - 2026-03-30").
+    """
+    log = checkout / "CHANGELOG.md"
+    released = re.findall(r"^## \[.*\] - (\d{4})", log.read_text(encoding="utf-8"), re.M) if log.exists() else []
+    return DecayFirst if max(released, default="") >= "2026" else optimizer.AdamW
 
 
 def run_get_lr_cosine_schedule(it, max_learning_rate, min_learning_rate, warmup_iters, cosine_cycle_iters):

@@ -5,12 +5,14 @@ import math
 
 import pytest
 import torch
+from adapters import DecayFirst, get_adamw_cls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from lmcore.config import OptimizerConfig, model_config
 from lmcore.errors import UserError
+from lmcore.kernels.adamw import FusedAdamW
 from lmcore.model import TransformerLM
 from lmcore.optimizer import (
     SGD,
@@ -99,6 +101,42 @@ def test_adamw_with_decay_is_algorithm_1():
             theta = theta - lr * decay * theta
             moments[n], expected[n].data = (m, v), theta
             torch.testing.assert_close(p.data, theta, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(AdamW, 1.805), (FusedAdamW, 1.805), (DecayFirst, 1.8)])
+def test_one_step_by_hand_of_weights_that_decay_after_their_update_and_before_it(kind, expected):
+    """At t = 1, m = 0.1 * 0.5 = 0.05, v = 0.001 * 0.25 and lr_t = 0.1 sqrt(0.001) / 0.1: the update is 0.1, and weights
+    keep 1 - 0.1 * 0.5 = 0.95. After: (2 - 0.1) * 0.95. Before: 2 * 0.95 - 0.1. Apart: lr * decay * update = 0.005."""
+    weight = nn.Parameter(torch.tensor([2.0]))
+    weight.grad = torch.tensor([0.5])
+    kind([weight], lr=0.1, betas=(0.9, 0.999), eps=0.0, weight_decay=0.5).step()
+    assert weight.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_weights_that_decay_first_are_pytorchs():
+    """With eps 0, whose place differs. Those that decay last are lr * decay * update, about 2e-4, away in each step."""
+    settings_ = {"lr": 2e-2, "betas": (0.9, 0.95), "eps": 0.0, "weight_decay": 0.5}
+    (first, loss), (theirs, their_loss), (last, last_loss) = (problem(2, torch.float64) for _ in range(3))
+    train(DecayFirst(first, **settings_), loss, 30)
+    train(torch.optim.AdamW(theirs, **settings_), their_loss, 30)
+    train(AdamW(last, **settings_), last_loss, 30)
+    for p, q, r in zip(first, theirs, last, strict=True):
+        torch.testing.assert_close(p, q, atol=1e-12, rtol=0)
+        assert 1e-4 < (r - q).abs().max() < 30 * 2e-4
+
+
+@pytest.mark.parametrize(
+    ("log", "kind"),
+    [
+        ("## [26.0.1] - 2026-04-02\n\n- handout: a fix\n\n## [1.0.6] - 2025-09-10\n", DecayFirst),
+        ("## [1.0.6] - 2025-09-10\n- nothing of 2026\n", AdamW),
+        (None, AdamW),
+    ],
+)
+def test_the_adapter_takes_its_courses_order(log, kind, tmp_path):
+    if log is not None:
+        (tmp_path / "CHANGELOG.md").write_text(log)
+    assert get_adamw_cls(tmp_path) is kind
 
 
 def test_adamw_resumes_from_its_state_dict():

@@ -16,6 +16,7 @@ from lmcore.optimizer import AdamW
 class FusedAdamW(AdamW):
     """`lmcore.optimizer.AdamW` and the clipping of gradients in one pass; states of the two are interchangeable.
 
+    Weights decay after their update, as there: the kernel multiplies the updated weight by 1 - lr * weight_decay.
     Parameters are float32 and contiguous, all on one device. `max_grad_norm` None neither measures nor clips the
     gradients; math.inf measures alone. Clipping scales them as `gradient_clipping` does, but on their way into the
     update: the gradients themselves stay as they are. On CUDA the pass is a Triton kernel over a table of addresses,

@@ -39,7 +39,7 @@ def update_kernel(
     table, blocks, start, settings, norm,
     CLIP: tl.constexpr, GRADIENT: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program j, i = start + j: block blocks[i, 1] of the tensor in row blocks[i, 0], lines 7 to 11 of Algorithm 1."""
+    """Program j, i = start + j: `adamw_update` of block blocks[i, 1] of the tensor in row blocks[i, 0]."""
     i = start + tl.program_id(0)
     row = tl.load(blocks + 2 * i)
     first = tl.load(blocks + 2 * i + 1).to(tl.int64) * BLOCK

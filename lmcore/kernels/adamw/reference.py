@@ -20,7 +20,7 @@ class Slot(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Scalars of one parameter's update (Algorithm 1), as a row of the kernels' table."""
+    """Scalars of one parameter's update (`lmcore.optimizer.adamw_update`), as a row of the kernels' table."""
 
     beta1: float
     gain1: float  # 1 - beta1
@@ -42,7 +42,7 @@ def measure(gradients: list[Tensor], norm: Tensor) -> None:
 
 
 def update(slots: list[Slot], rows: list[Settings], norm: Tensor | None) -> None:
-    """Lines 7 to 11 of Algorithm 1 for all `slots`, each with its row of settings.
+    """`lmcore.optimizer.adamw_update` for all `slots`, each with its row of settings.
 
     With `norm`, the gradients are clipped by it.
     """
