@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from common import command
 from peers import hugging_face
-from steps import captured, peer_step
+from steps import bound, captured, peer_step
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -40,6 +40,7 @@ from lmcore.model import TransformerLM
 from lmcore.profiling.kernels.measuring import Absent
 from lmcore.profiling.nsys.torch_trace import read_torch_trace
 from lmcore.profiling.nsys.trace import occupied
+from lmcore.profiling.plausible import refusal
 from lmcore.provenance import environment
 from lmcore.train import training_step
 
@@ -184,6 +185,11 @@ def steps(work: str, name: str, device: torch.device, toy: bool) -> dict[str, An
     reset_peak_memory(device)
     if run["outcome"] != "complete":
         return run
+    chosen = replace(config, batch_size=rows, **LMCORE.get(name, {}))
+    share = None if chosen.parallel == "ddp" or name.endswith("DDP") else ranks
+    reason = refusal(bound(chosen, chosen.ops), peak, run["seconds"], device_name(device), share)
+    if reason is not None:
+        return {"outcome": "failed", "reason": reason}
     tokens, rate = config.tokens_per_step, peak_flops(device_name(device), config.precision)
     flops = training_flops(model, config.batch_size) / run["seconds"]
     return run | {

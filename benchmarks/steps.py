@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmark_cases import OURS, BenchmarkCase, Conditions, Rows, timed_rows
+from benchmark_cases import OURS, BenchmarkCase, Conditions, Rows, blank_row, timed_rows
 from peers import hugging_face, torch_llama
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +20,9 @@ from lmcore.kernels.adamw import FusedAdamW
 from lmcore.kernels.cross_entropy import linear_cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer, gradient_clipping
+from lmcore.profiling.cases import WorkloadConfig
 from lmcore.profiling.kernels.measuring import Absent, Contestant
+from lmcore.profiling.plausible import refusal
 from lmcore.train import training_step
 
 COMPARED_STEPS = 4
@@ -194,6 +196,13 @@ def captured(
     return replay, returned
 
 
+def bound(config: TrainConfig, ops: str) -> WorkloadConfig:
+    """The case that says what a step of this configuration needs at the least, whoever takes it: peers are compiled,
+    and their attention may leave out what the mask takes away."""
+    model, same = replace(config.model, attention="flash"), {"precision": config.precision, "ops": ops}
+    return WorkloadConfig(config.batch_size, model=model, mode="train_step", compile=ops == "plain", **same)
+
+
 def measure(case: BenchmarkCase, conditions: Conditions) -> Rows:
     """A whole step in bf16 over float32 weights by each of the case's contestants, on one batch and from one start.
 
@@ -210,6 +219,11 @@ def measure(case: BenchmarkCase, conditions: Conditions) -> Rows:
     ideal = None if peak is None else training_flops(model, config.batch_size) / peak
     rates = (config.tokens_per_step, "tok/s", ideal, "peak of the data sheet")
     rows = timed_rows(case, conditions, builders, *rates, alone=False, reference=[bench.reference()])
+    for number, row in enumerate(rows):
+        step = bound(config, LMCORE.get(row["contestant"], {}).get("ops", "plain"))
+        seconds = None if row["median"] is None else row["median"] / 1e3
+        if (reason := refusal(step, row["peak_bytes"], seconds, device_name(device))) is not None:
+            rows[number] = blank_row(case, row["contestant"], "failed", reason)
     noted = [row["notes"] for row in rows if "losses" in row["notes"]]
     falls = [notes["losses"][0] - notes["losses"][-1] for notes in noted]
     for notes, fall in zip(noted, falls, strict=True):

@@ -195,10 +195,10 @@ def adamw_memory(
 
 def least_training_bytes(config: TrainConfig) -> int:
     """Bytes below which no training step of this configuration fits: `least_step_bytes`."""
-    saves_all = config.ops == "plain" and not config.compile
     return least_step_bytes(
-        config.model, config.batch_size, "train_step", config.precision, config.optimizer.name, config.steps, saves_all
-    )
+        config.model, config.batch_size, "train_step", config.precision, config.optimizer.name, config.steps,
+        config.ops, config.compile,
+    )  # fmt: skip
 
 
 def least_step_bytes(
@@ -208,27 +208,32 @@ def least_step_bytes(
     precision: str = "fp32",
     optimizer: str = "adamw",
     steps: int = 2,
-    saves_all: bool = True,
+    ops: str = "plain",
+    compiled: bool = False,
 ) -> int:
     """Bytes below which `steps` steps of these passes (those of a `WorkloadConfig`) fit nowhere: they take more.
 
     A forward pass: the float32 weights. With a backward pass, the larger of two moments: before it, all activations of
-    `activation_counts` in the precision of the matmuls; after it, all gradients instead. A training step adds the
-    optimizer's moments, before the backward pass from the second step on. Activations are left out where less may be
-    saved: with gradient checkpointing, or unless `saves_all`, as for fused and compiled steps; and so are attention's
-    scores where a kernel spares them.
+    `activation_counts` in the precision of the matmuls; after it, all gradients instead, which a fused step has all the
+    time. A training step adds the optimizer's moments, before the backward pass from the second step on. A fused or
+    compiled step computes elementwise results again: of its activations count what matmuls and attention give in the
+    blocks, one output of each block. Attention's scores are left out where a kernel spares them, and all activations
+    with gradient checkpointing.
     """
     weights = 4 * num_parameters(config)
     if mode == "forward":
         return weights
     moments = LEAST_MOMENTS[optimizer] * weights if mode == "train_step" else 0
-    activations = activation_counts(config, batch_size)
+    saved = activation_counts(config, batch_size)
     if config.attention != "plain":
-        del activations["scores"], activations["softmax"]
-    saved = (2 if precision in ("bf16", "fp16") else 4) * sum(activations.values())
-    if not saves_all or config.checkpoint_every is not None:
-        saved = 0
-    before_backward = weights + saved + (moments if steps > 1 else 0)
+        del saved["scores"], saved["softmax"]
+    if ops == "fused" or compiled:
+        outputs = saved["weighted_sum"]  # as many values as the blocks put out
+        hidden = (saved["ffn"] - outputs) // 2
+        saved = {"qkv_proj": saved["qkv_proj"], "attention": outputs, "hidden": hidden, "outputs": outputs}
+    least = 0 if config.checkpoint_every is not None else sum(saved.values())
+    before_backward = weights + (2 if precision in ("bf16", "fp16") else 4) * least
+    before_backward += (moments if steps > 1 else 0) + (weights if ops == "fused" else 0)
     return max(before_backward, 2 * weights + moments)
 
 

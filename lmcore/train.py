@@ -348,6 +348,7 @@ class Trainer:
         self.best_valid_loss, self.best_step = math.inf, 0
         self.losses: list[float] = []  # since the last metrics line
         self.last_lr, self.last_norm = 0.0, 0.0
+        self.peak_bytes: int | None = None  # of all steps so far: a CUDA graph's memory counts only when it is captured
         self.metrics, self.waits = (
             AsyncMetrics(self.world.mean),
             device.type != "cuda",
@@ -437,6 +438,8 @@ class Trainer:
         if self.line_step is None:
             return
         self._collect()
+        if self.device.type == "cuda":
+            self.peak_bytes = max(self.peak_bytes or 0, torch.cuda.max_memory_allocated(self.device))
         rate = self.busy_steps / self.busy_seconds if self.busy_steps else 0.0
         line: dict[str, Any] = {
             "step": self.line_step,
@@ -446,7 +449,7 @@ class Trainer:
             "grad_norm": self.last_norm if math.isfinite(self.last_norm) else None,
             "tokens_per_second": rate * self.config.tokens_per_step,
             "mfu": rate * self.flops_per_step / self.peak_flops if self.peak_flops else None,
-            "peak_memory_bytes": torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
+            "peak_memory_bytes": self.peak_bytes,
         }
         self.losses, self.busy_seconds, self.busy_steps, self.line_step = [], 0.0, 0, None
         if evaluate:

@@ -25,6 +25,7 @@ from lmcore.device import out_of_memory_reason, require_precision, select_device
 from lmcore.errors import FINISHED, UserError, require
 from lmcore.files import atomic_write, is_locked, read_json, write_json
 from lmcore.profiling.cases import WorkloadConfig
+from lmcore.profiling.plausible import refusal_of
 from lmcore.progress import Progress
 from lmcore.provenance import command_line, environment
 
@@ -82,6 +83,7 @@ def run_cases(
     Cases run one at a time, or with several GPUs one at a time on each. Each has a fresh process, so that a lack of
     memory is its outcome and the next one starts clean. A record {case, task, config, outcome, reason, seconds,
     result, environment} is written to folder/<name>.json as each case ends; the task's own files go to folder/<name>/.
+    A measurement that arithmetic forbids has failed (`lmcore.profiling.plausible`).
     Cases that are complete or out of memory, with the same task, configuration, device and PyTorch, are not measured
     again; with `reuse_other_machine`, neither are those of another machine: what a cluster measured is then read on a
     laptop.
@@ -106,8 +108,10 @@ def run_cases(
 
     def finished(name: str) -> dict[str, Any] | None:
         record = read_record(folder / f"{name}.json")
-        stands = record is not None and record["outcome"] in FINISHED and is_of(record, name_of_task, cases[name])
-        return record if stands and required.items() <= record["environment"].items() else None
+        if record is None or record["outcome"] not in FINISHED or not is_of(record, name_of_task, cases[name]):
+            return None
+        stands = required.items() <= record["environment"].items() and not refusal_of(cases[name], record["result"])
+        return record if stands else None
 
     records = {name: finished(name) for name in cases}
     missing = [name for name, record in records.items() if record is None]
@@ -131,6 +135,8 @@ def run_cases(
                 if (record := finished(name)) is None:
                     began = time.monotonic()
                     outcome, value = run_apart(task, (cases[name], folder / name), None, gpu, stopped)
+                    if outcome == "complete" and (refused := refusal_of(cases[name], value)) is not None:
+                        outcome, value = "failed", refused
                     complete = outcome == "complete"
                     if outcome not in FINISHED:
                         stopped.wait(SECONDS_OF_A_SIGNAL)

@@ -205,7 +205,8 @@ def measure(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
 
     Every step is timed, the warm-ups too, but only the others are measurements: compilation, which happens in the
     first step, is not among them unless there is no warm-up. Peak memory is that of the measured steps, None without
-    CUDA. The result holds `samples`, one for each step with `warmup` true or false, in order, and `busy_steps`, the
+    CUDA; of a fused case that of all steps: a CUDA graph's memory counts only while it is captured, in the first one.
+    The result holds `samples`, one for each step with `warmup` true or false, in order, and `busy_steps`, the
     `busy_seconds` of a few more steps.
     """
     return timed_steps(Workload, config)
@@ -217,8 +218,9 @@ def timed_steps(kind: Callable[[WorkloadConfig], Workload], config: WorkloadConf
     watch = Stopwatch(kind(config))
     watch.synchronize()
     setup_seconds, samples = default_timer() - began, []
+    counted_from = config.warmup_steps if config.ops == "plain" else 0
     for number in range(config.warmup_steps + config.steps):
-        if number == config.warmup_steps and watch.cuda:
+        if number == counted_from and watch.cuda:
             torch.cuda.reset_peak_memory_stats(watch.device)
         samples.append(watch.step() | {"warmup": number < config.warmup_steps})
     result = {

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from lmcore.accounting import least_step_bytes, num_parameters
+from lmcore.accounting import num_parameters
 from lmcore.config import TrainConfig, replace
 from lmcore.device import autocast, select_device, set_matmul_precision, synchronize, too_large
 from lmcore.errors import require
@@ -17,6 +17,7 @@ from lmcore.fused.support import unsupported_reason
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
 from lmcore.profiling.cases import MODES, WorkloadConfig, case_grid, workload_config
+from lmcore.profiling.plausible import least_bytes
 
 __all__ = ["PHASES", "Span", "Workload", "WorkloadConfig", "case_grid", "no_span", "require_memory", "workload_config"]
 
@@ -34,11 +35,7 @@ def no_span(name: str) -> AbstractContextManager:
 
 def require_memory(config: WorkloadConfig, device: torch.device) -> None:
     """Raises MemoryError if, by arithmetic alone, the passes of a case cannot fit into the device's memory."""
-    least = least_step_bytes(
-        config.model, config.batch_size, config.mode, config.precision, config.optimizer.name,
-        steps=config.warmup_steps + config.steps, saves_all=config.ops == "plain" and not config.compile,
-    )  # fmt: skip
-    parameters = num_parameters(config.model)
+    least, parameters = least_bytes(config), num_parameters(config.model)
     if (reason := too_large(MODES[config.mode], least, parameters, config.batch_size, device)) is not None:
         raise MemoryError(reason)
 
