@@ -106,7 +106,9 @@ def highlights() -> str:
     corpus = rows_of("training_corpus").iloc[0]
     peaks, faults = rows_of("memory_peaks"), fault_counts().drop(columns="fault").sum()
     fitted = peaks[peaks["outcome"] == "complete"]
-    apart = (fitted["predicted_bytes"] / fitted["peak_bytes"] - 1).abs().max()
+    apart = (fitted["predicted_bytes"] / fitted["peak_bytes"] - 1).abs().groupby(fitted["mode"])
+    apart, counted = (1e4 * apart.max()).map(math.ceil) / 100, apart.size()
+    of_sizes = " and ".join(f"`{size}`" for size in fitted["size"].unique())
     timed = read_speed(SPEED).rows
     ours, baseline = losses.loc["best-at-budget"], losses.loc["reported"]
     made = [
@@ -150,9 +152,10 @@ def highlights() -> str:
             f" {leaderboard['mfu']:.0%} with its masked half counted",
         },
         {
-            "what": "peak memory of a step, predicted from shapes",
-            "lmcore": f"within {math.ceil(1e4 * apart) / 100:g}%",
-            "compared with": f"the bytes requested, in {len(fitted)} configurations",
+            "what": "peak memory of plain operations, predicted from shapes",
+            "lmcore": f"within {apart['train_step']:g}% for training steps, {apart['forward']:g}% for forward passes",
+            "compared with": f"the bytes requested in {counted['train_step']} training steps and {counted['forward']} "
+            f"forward passes of {of_sizes}",
         },
         {
             "what": "training runs killed, corrupted or out of disk and memory",
