@@ -4,6 +4,7 @@ Its ranks are started once, and its tables made once: what is asked again gets w
 """
 
 import ast
+import json
 import shutil
 from types import SimpleNamespace
 
@@ -12,9 +13,19 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from notebook_cells import PARAMETERS_FOLDER, PROJECT, RECORDS, answer_calls, read_parameters, run_cells, typed_numbers
+from notebook_cells import (
+    ANSWERS,
+    PARAMETERS_FOLDER,
+    PROJECT,
+    RECORDS,
+    answer_calls,
+    read_parameters,
+    run_cells,
+    typed_numbers,
+)  # fmt: skip
 
 import lmcore.distributed
+from lmcore.config import model_config
 from lmcore.workbook.notebook import code_cells, read_notebook
 from lmcore.workbook.report.results import PERTURB, Results
 
@@ -156,6 +167,40 @@ def test_a_step_that_does_not_fit_is_a_row():
     assert memory == {"outcome": "out of memory"}
     assert met == [0]
     assert names["time_steps"](2, 2, "flat", {}) is None
+
+
+def test_the_settings_of_the_bounds_are_the_sizes_that_they_name():
+    """`xl` is the model of 2025; the handout of 2026 asks for its own."""
+    cells = [cell.source for _, cell in code_cells(read_notebook(PROJECT / "notebooks" / f"{NAME}.ipynb"))]
+    names = {"np": np}
+    exec(next(source for source in cells if source.startswith("H100 =")), names)
+    for setting, values in names["SETTINGS"].items():
+        config = model_config(setting.partition(",")[0])
+        assert (values["D"], values["F"]) == (config.d_model, config.d_ff), setting
+
+
+def test_the_accounts_of_parallelism_are_those_of_the_handouts_numbers():
+    """Derived by hand: 2025's XXL has 2 * 16,384 * 53,248 * 126 parameters, a token saves 2 * 69,632 * 126 bytes."""
+    told = {
+        problem: found["values"] for problem, found in json.loads(ANSWERS.read_text(encoding="utf-8"))[NAME].items()
+    }
+    account = {part: told[f"communication_accounting ({part})"] for part in "abcd"}
+    assert account["a"]["parameters"] == 219_848_638_464
+    assert account["a"]["state"] == pytest.approx(3517.578, abs=1e-3)  # GB, 16 bytes each: 43.97 devices of 80 GB
+    assert account["a"]["token"] == pytest.approx(17.547264)  # MB
+    assert (account["a"]["gpus"], account["a"]["together"]) == (44, 45)
+    assert (account["b"]["without"], account["b"]["sequence_needed"]) == (38, 61)  # 37.03; 3,553.5 / 59.06 = 60.17
+    assert account["c"]["device"] == pytest.approx(319.444, abs=1e-2)  # 4.6e14 / 1.8e11 / (4 * 2), times 64 chips:
+    assert account["c"]["overall"] == pytest.approx(20_444.4, abs=1)
+    assert account["c"]["share"] == pytest.approx(0.19197, abs=1e-4)  # 4 * 2,555.6 / 53,248
+    assert account["c"]["best"] == pytest.approx(61.33, abs=1e-2)  # 2,555.6 ** 2 / (2 * 53,248)
+    # of 131,072 tokens B W / C = 59.61, of 10,240 features 3 F W / 2 C = 6.99
+    assert told["data_parallel_calcs (c)"]["last"] == told["fsdp_calcs (c)"]["last"] == 60
+    assert (told["tp_calcs (d)"]["forward"], told["tp_calcs (d)"]["backward"]) == (7, 14)
+    assert told["fsdp_tp_calcs (c)"]["N"] == pytest.approx(60.614 * 7.986, rel=2e-3)
+    assert told["fsdp_tp_calcs (d)"]["N"] == pytest.approx((416.47 + 59.61 + 6.99) ** 2 / (4 * 416.47), rel=2e-3)
+    zero = told["optimizer_state_sharding_accounting (c)"]
+    assert (zero["theirs"], zero["ours"]) == (7e9, 10.5e9)  # 7/8 of 4 GB, twice and three times
 
 
 def test_templates_hold_no_numbers():
