@@ -75,6 +75,7 @@ def steps_table(records: Mapping[str, Mapping[str, Any]], absent: Mapping[str, s
 
 
 COLUMNS = [
-    "variant", "what", "outcome", "reason", "size", "batch_size", "context_length", "precision", "wall_median",
-    "wall_std", "tokens_per_second", "mfu", "peak_memory_bytes", "device",
+    "variant", "what", "outcome", "reason", "size", "batch_size", "context_length", "precision", "processes",
+    "wall_median", "wall_std", "wall_spread", "busy_median", "busy_spread", "host_bound", "tokens_per_second", "mfu",
+    "peak_memory_bytes", "peak_reserved_bytes", "device",
 ]  # fmt: skip
