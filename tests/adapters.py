@@ -135,10 +135,10 @@ class DecayFirst(optimizer.AdamW):
 def get_adamw_cls(checkout: Path = Path(__file__).parents[1]) -> type[torch.optim.Optimizer]:
     """AdamW in the course's order: after the update in CSE599-O and CS336 2025, before it in CS336 2026.
 
-    The year is that of the newest release in the course's changelog ("## [26.0.0] - 2026-03-30").
+    The year is that of the newest release in the course's changelog ("## [26.0.0] 2026-03-30").
     """
     log = checkout / "CHANGELOG.md"
-    released = re.findall(r"^## \[.*\] - (\d{4})", log.read_text(encoding="utf-8"), re.M) if log.exists() else []
+    released = re.findall(r"^## \[.*?\]\D*(\d{4})-\d\d-", log.read_text(encoding="utf-8"), re.M) if log.exists() else []
     return DecayFirst if max(released, default="") >= "2026" else optimizer.AdamW
 
 

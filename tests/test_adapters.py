@@ -175,6 +175,33 @@ def test_the_courses_tests_are_run_in_a_copy_of_a_checkout(tmp_path):
     assert (tmp_path / "course" / "tests" / "adapters.py").read_text() == "raise NotImplementedError"
 
 
+def test_tests_without_their_files_are_left_out_and_the_processor_is_named(tmp_path):
+    tests = tmp_path / "course" / "tests"
+    tests.mkdir(parents=True)
+    (tests / "adapters.py").touch()
+    (tests / "test_course.py").write_text("def test_of_a_file():\n    open('nowhere')\n\ndef test_it():\n    pass\n")
+    record = tmp_path / "official.json"
+    words = ["--record", "A course", "--to", str(record), "--leave-out", "test_of_a_file=nowhere is in no public copy"]
+    done = run_official(str(tests.parent), *words, "--note", "random weights")
+    assert done.returncode == 0, done.stdout
+    found = json.loads(record.read_text())["A course"]
+    assert [*found["tests"]] == ["tests.test_course.test_it"]
+    assert found["left_out"] == {"test_of_a_file": "nowhere is in no public copy"}
+    assert found["note"] == "random weights"
+    assert torch.backends.cpu.get_cpu_capability() in found["provenance"]["processor"]
+
+
+def test_a_checkout_for_a_newer_python_is_one_sentence(tmp_path):
+    tests = tmp_path / "course" / "tests"
+    tests.mkdir(parents=True)
+    (tests / "conftest.py").write_text("import os\ndef f(:\n    pass\n")  # as a newer syntax is to an older Python
+    (tests.parent / "pyproject.toml").write_text('[project]\nname = "course"\nrequires-python = ">=3.99"\n')
+    done = run_official(str(tests.parent))
+    version = ".".join(map(str, sys.version_info[:3]))
+    words = f"tests/conftest.py, line 2, is no Python {version}: this checkout requires Python >=3.99.\n"
+    assert (done.returncode, done.stderr) == (2, words)
+
+
 @pytest.mark.parametrize("path", ["", "nowhere"])
 def test_a_checkout_without_tests_is_refused(path):
     done = run_official(path)

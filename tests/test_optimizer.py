@@ -128,7 +128,7 @@ def test_weights_that_decay_first_are_pytorchs():
 @pytest.mark.parametrize(
     ("log", "kind"),
     [
-        ("## [26.0.1] - 2026-04-02\n\n- handout: a fix\n\n## [1.0.6] - 2025-09-10\n", DecayFirst),
+        ("## [26.0.1] 2026-04-05\n\n- handout: a fix\n\n## [1.0.6] - 2025-09-10\n", DecayFirst),
         ("## [1.0.6] - 2025-09-10\n- nothing of 2026\n", AdamW),
         (None, AdamW),
     ],
