@@ -1,6 +1,9 @@
 import math
 
+import numpy as np
+import pandas as pd
 import pytest
+from notebook_cells import PROJECT
 
 from lmcore.accounting import num_parameters, training_flops
 from lmcore.config import replace
@@ -16,6 +19,7 @@ from lmcore.recipes import (
     with_seeds,
     with_steps,
 )
+from lmcore.workbook.notebook import code_cells, read_notebook
 
 HANDOUT_TOKENS = 32 * 256 * HANDOUT_STEPS
 AT_BUDGET = ("handout", "regularized", "tied", "best-at-budget")
@@ -58,6 +62,32 @@ def test_studies_change_one_thing():
     repeated = with_seeds(runs, [0, 3])
     assert list(repeated) == ["lr_0.0001", "lr_0.0001_seed_3", "lr_0.1", "lr_0.1_seed_3"]
     assert replace(repeated["lr_0.1_seed_3"], seed=0) == repeated["lr_0.1"] == runs["lr_0.1"]
+
+
+def test_notebook_02_tries_batch_sizes_beyond_rates_at_whose_ends_they_are_best():
+    cells = code_cells(read_notebook(PROJECT / "notebooks" / "02_train.ipynb"))
+    source = next(cell.source for _, cell in cells if cell.id == "train-search")
+    base = RECIPES["smoke"]
+    names = {"np": np, "batch_run": lambda size, rate: replace(base, batch_size=size, optimizer__learning_rate=rate)}
+    exec(source, names)
+    tried = {  # losses by rate; None: diverged
+        1: {0.1: None, 0.2: None},  # none completed: lower
+        8: {0.001: 2.0, 0.002: 1.9, 0.004: None},  # turned
+        32: {0.002: 1.8, 0.001: 1.9, 0.004: 1.9},  # turned
+        64: {0.002: 3.0, 0.004: 2.0},  # higher
+        128: {0.002: 2.0, 0.004: None},  # lower
+        512: {0.003: 2.0},  # both
+    }
+    rows = [
+        {"batch_size": size, "learning_rate": rate, "final_valid_loss": loss}
+        | {"outcome": "diverged" if loss is None else "complete"}
+        for size, losses in tried.items() for rate, loss in losses.items()
+    ]  # fmt: skip
+    rows += [{"batch_size": 8192, "learning_rate": 0.003, "outcome": "out of memory", "final_valid_loss": None}]
+    more = names["beyond_the_edges"](pd.DataFrame(rows))
+    found = [(config.batch_size, config.optimizer.learning_rate) for config in more.values()]
+    assert found == [(1, 0.05), (64, 0.008), (128, 0.001), (512, 0.006), (512, 0.0015)]
+    assert list(more)[1] == "batch_64_lr_0.008"
 
 
 def test_the_leaderboards_recipe_takes_the_explicit_step_and_reads_the_corpus_once():

@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from notebook_cells import RECORDS
 
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.data import open_data
@@ -68,6 +69,17 @@ def test_one_hard_batch_at_the_end_is_no_divergence(tmp_path):
 def test_noise_is_no_divergence(tmp_path):
     losses = 4 + np.random.default_rng(0).normal(0, 0.6, 3000)
     assert row_of(make_run(tmp_path, losses.tolist(), valid={3000: 4.0}))["outcome"] == "complete"
+
+
+@pytest.mark.parametrize("name", ["sweep", "training", "experiment", "experiment_rate"])
+def test_no_committed_run_that_is_complete_rose_above_a_uniform_guess(name):
+    """A rise of more than ln(50,257) + 0.5 nats ends above it, whatever the run had reached."""
+    rows = tables.read_results(RECORDS / f"{name}_runs.json")[0]
+    complete = rows[rows["outcome"] == "complete"]
+    assert complete["max_spike"].max() < 10.82 + 0.5
+    assert rows["name"].is_unique
+    if name == "sweep":
+        assert set(rows["name"][rows["max_spike"] > 40]) == {"lr_0.3", "lr_1"}
 
 
 def test_a_run_that_was_only_too_short_has_not_diverged(tmp_path):
