@@ -190,7 +190,7 @@ RULES: dict[str, Rule] = {
             f"a list that is not empty, of sizes that differ, each {SIZE.words}",
             lambda v: several(SIZE).holds(v) and len(set(v)) == len(v),
         ),
-        "warmup_sizes context_sizes": several(SIZE),
+        "warmup_sizes context_sizes asked_sizes": several(SIZE),
         "handouts": SIZES_BY_HANDOUT,
         "compile_sizes": several(SIZE, 0),
         "batch_sizes contexts attention_contexts decode_batches": several(COUNT),
