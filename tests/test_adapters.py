@@ -189,6 +189,7 @@ def test_tests_without_their_files_are_left_out_and_the_processor_is_named(tmp_p
     assert found["left_out"] == {"test_of_a_file": "nowhere is in no public copy"}
     assert found["note"] == "random weights"
     assert torch.backends.cpu.get_cpu_capability() in found["provenance"]["processor"]
+    assert 0 <= found["provenance"]["halves_differ_by"] < 1e-6  # the rounding of gradients around 0.01, or none
 
 
 def test_a_checkout_for_a_newer_python_is_one_sentence(tmp_path):
