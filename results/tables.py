@@ -30,6 +30,7 @@ from lmcore.workbook.report.answers import (
 )
 from lmcore.workbook.report.coverage import Answered, Problem, counts, coverage, coverage_markdown
 from lmcore.workbook.report.tables import read_results
+from lmcore.workbook.report.timings import timed
 
 PROJECT = Path(__file__).parents[1]
 H200 = PROJECT / "results" / "h200"
@@ -265,28 +266,28 @@ def changes() -> str:
 
 
 def sizes() -> str:
-    """The plain model of every size: time, utilization, memory, and the share of matmuls."""
+    """The plain model of every size: time with its spread, busy time, utilization, memory, and the share of matmuls."""
     timings, profiles = rows_of("benchmark"), rows_of("nsys_profiles").set_index("case")
-    here = timings[(timings["context_length"] == 256) & (timings["outcome"] == "complete")]
+    here = timings[(timings["context_length"] == 512) & (timings["warmup_steps"] == 5)].set_index("case")
     found = []
-    for size, part in here.groupby("size", sort=False):
-        case = part.set_index(["precision", "mode"])
-        step, half = case.loc[("fp32", "train_step")], case.loc[("bf16", "train_step")]
-        profile = profiles.loc[step["case"]]
-        found.append(
-            {
-                "size": size,
-                "forward, fp32": format_seconds(case.loc[("fp32", "forward"), "wall_median"]),
-                "step, fp32": format_seconds(step["wall_median"]),
-                "MFU": format_percent(step["mfu"], 2),
-                "forward, bf16": format_seconds(case.loc[("bf16", "forward"), "wall_median"]),
-                "step, bf16": format_seconds(half["wall_median"]),
-                "MFU, bf16": format_percent(half["mfu"], 2),
-                "peak memory, fp32": format_bytes(step["peak_memory_bytes"]),
-                "matmul, inference": format_percent(profile["inference_matmul_share"], 2),
-                "matmul, step": format_percent(profile["training_matmul_share"], 2),
-            }
-        )
+    for size in here["size"].unique():
+        case = {
+            (precision, mode): here.loc[f"{size}-512-{precision}-{mode}"]
+            for precision in ("fp32", "bf16")
+            for mode in ("forward", "train_step")
+        }
+        made: dict[str, str] = {"size": size}
+        for precision, mode in case:
+            made[f"{mode.replace('train_', '')}, {precision} (ms)"] = timed(case[precision, mode])
+        for precision in ("fp32", "bf16"):
+            mfu = case[precision, "train_step"]["mfu"]
+            made[f"MFU, {precision}"] = format_percent(mfu, 2) if pd.notna(mfu) else "–"
+        peak, name = case["fp32", "train_step"]["peak_memory_bytes"], f"{size}-512-fp32-train_step"
+        made["peak memory, fp32"] = format_bytes(peak) if pd.notna(peak) else "–"
+        for words, mode in ("inference", "inference"), ("step", "training"):
+            known = name in profiles.index
+            made[f"matmul, {words}"] = format_percent(profiles.loc[name, f"{mode}_matmul_share"], 2) if known else "–"
+        found.append(made)
     return markdown(found)
 
 
@@ -471,15 +472,19 @@ def answered() -> str:
 
 
 def official() -> str:
-    """The courses' own tests: how often each suite ran, and what came out."""
+    """The courses' own tests: how often each suite ran, on what, and what came out."""
     made = []
     for name, suite in read_json(PROJECT / "results" / "official.json").items():
         passed = [outcomes.get("passed") == suite["runs"] for outcomes in suite["tests"].values()]
         skipped = [outcomes.get("skipped") == suite["runs"] for outcomes in suite["tests"].values()]
+        source = suite["provenance"]
         made.append(
             {
                 "suite": name, "tests": len(passed), "passed in every run": sum(passed), "skipped": sum(skipped),
-                "runs": suite["runs"], "runs that failed": suite["runs_that_failed"], "warnings": suite["warnings"],
+                "left out": len(suite.get("left_out", ())), "runs": suite["runs"],
+                "runs that failed": suite["runs_that_failed"], "warnings": suite["warnings"],
+                "on": source.get("gpu") or source.get("processor", "a CPU that was not recorded"),
+                "Python": source["python"],
             }
         )  # fmt: skip
     return markdown(made)

@@ -31,6 +31,14 @@ def median_spread(row: Mapping[str, Any], clock: str = "wall") -> str:
     return f"{text} ({format_significant(1e3 * spread, 2)})" if pd.notna(spread) else text
 
 
+def timed(row: Mapping[str, Any]) -> str:
+    """`median_spread` of a row, that of its busy time after it if it waits for the host; or how the case ended."""
+    if not measured(row):
+        return row["outcome"]
+    waits = pd.notna(row["host_bound"]) and row["host_bound"]
+    return median_spread(row) + (f"; busy {median_spread(row, 'busy')}" if waits else "")
+
+
 def rate(value: float | None) -> str:
     """FLOP/s in units of 10^12, or of 10^9 below one of those."""
     if pd.isna(value):
