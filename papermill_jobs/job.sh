@@ -32,7 +32,7 @@ export LMCORE_JOB_ID LMCORE_JOB_NAME
 supervise() {
   local code=$INTERRUPTED
   trap 'pass_on USR1' USR1
-  trap 'pass_on TERM' TERM INT
+  trap 'pass_on TERM' TERM INT HUP # a HUP that nohup ignores stays ignored
   prepare_job
   note running "host=$(hostname)" "restart=${SLURM_RESTART_COUNT:-0}"
   if [[ -z $STOPPED ]]; then
@@ -113,6 +113,17 @@ is_to_go_on() {
   [[ -n ${SLURM_JOB_ID:-} ]] && scontrol show job "$LMCORE_JOB_ID" 2>/dev/null | grep -q 'PreemptTime=[0-9]'
 }
 
+# bash runs the command in a value that it computes with, as in HOME[$(command)0].
+require_numbers() {
+  local name
+  for name; do
+    if [[ ! ${!name:-0} =~ ^(0|[1-9][0-9]*)$ ]]; then
+      printf 'lmcore: %s must be a whole number, not %q.\n' "$name" "${!name}" >&2
+      exit 2
+    fi
+  done
+}
+
 # What torchrun and torch.distributed read, from Slurm's variables. Slurm starts this script on the first node alone;
 # on several nodes call it in each task:
 #   srun bash -c '. papermill_jobs/job.sh && export_rendezvous && exec python train_ddp.py'           one task a GPU
@@ -121,6 +132,8 @@ is_to_go_on() {
 #     --master-port $MASTER_PORT train_ddp.py'                                                         one task a node
 # MASTER_ADDR and MASTER_PORT that are set already stay.
 export_rendezvous() {
+  require_numbers SLURM_JOB_ID SLURM_NTASKS SLURM_GPUS_ON_NODE SLURM_NODEID GPUS \
+    SLURM_STEP_NUM_NODES SLURM_JOB_NUM_NODES SLURM_NNODES
   local tasks=${SLURM_NTASKS:-1} gpus=${SLURM_GPUS_ON_NODE:-1}
   # a step (srun) may have fewer nodes than its job
   NNODES=${SLURM_STEP_NUM_NODES:-${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}}

@@ -65,6 +65,32 @@ def test_a_script_is_short_and_ready_for_sbatch(script):
     assert all(not line.startswith("#SBATCH") for line in text.splitlines()[first:])  # sbatch would not see it
 
 
+COMPUTED = ["SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_GPUS_ON_NODE", "SLURM_NODEID", "GPUS"]
+COMPUTED += ["SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"]
+
+
+@pytest.mark.parametrize("value", ["HOME[$(touch ran)0]", "2+$(touch ran)2", "-1", "08", "1\n2"])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_value_that_bash_computes_with_is_a_number(tmp_path, name, value):
+    """bash runs commands in an arithmetic expression, also where a variable's value is one."""
+    (tmp_path / "papermill_jobs").mkdir()
+    for script in ("job.sh", "train.sbatch"):
+        shutil.copy(FOLDER / script, tmp_path / "papermill_jobs")
+    for command_name in ("lmcore", "srun", "torchrun"):
+        (tmp_path / command_name).write_text("#!/bin/sh\ntouch began\n")
+        (tmp_path / command_name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "OUT": "out", "RUN": "run", "CONFIG": "config.json", name: value}
+    source = "set -eu; . papermill_jobs/job.sh; "
+    own = [["-c", f"{source} supervise lmcore"], ["papermill_jobs/train.sbatch"]]
+    for words in (["-c", f"{source} export_rendezvous; lmcore"], *own[: 0 if "STEP" in name else 2]):  # which unset it
+        done = subprocess.run(
+            ["bash", *words], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.fullmatch(rf"lmcore: {name} must be a whole number, not [^\n]+\.\n", done.stderr)
+        assert {"ran", "began"}.isdisjoint(path.name for path in tmp_path.iterdir())
+
+
 def test_the_shortest_script_is_papermills_own_line(project):
     """It runs a notebook with the parameters of a scale, and those that come after."""
     assert min(SCRIPTS, key=lambda script: script.stat().st_size).stem == "papermill"

@@ -82,6 +82,7 @@ def test_the_exit_code_is_the_commands(project, code):
 STOPS = {
     "saved at the time limit": (SAVING, signal.SIGUSR1, 75, ["requeued"]),
     "cancelled": (SAVING, signal.SIGTERM, 75, ["stopping", "exit"]),
+    "hung up": (SAVING, signal.SIGHUP, 75, ["stopping", "exit"]),
     "interrupted": (SAVING, signal.SIGINT, 75, ["stopping", "exit"]),
     "still starting": (STARTING, signal.SIGUSR1, 75, ["requeued"]),
     "done in spite of it": ("trap : USR1; touch out/ready; sleep 1; exit 0", signal.SIGUSR1, 0, ["exit"]),
@@ -110,10 +111,10 @@ def test_term_is_a_preemption_where_slurm_says_so(project, tmp_path, monkeypatch
     """Where preempted jobs are given time they may get TERM alone, as cancelled ones do."""
     command(tmp_path, "scontrol", f"echo '   PreemptEligibleTime=2026-11-21T16:51:14 PreemptTime={shown}'")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    job = JobUnderTest(project, SAVING, SLURM_JOB_ID="local-1", MASTER_PORT="1")
+    job = JobUnderTest(project, SAVING, SLURM_JOB_ID="1")
     job.send(signal.SIGTERM)
     assert job.end()[0] == 75
-    assert job.states() == ["running", "stopping", expected]
+    assert states(job.out, "1") == ["running", "stopping", expected]
 
 
 def test_who_cancels_a_job_that_saves_itself_is_obeyed(project):
