@@ -88,6 +88,16 @@ def test_attention_is_pytorchs_with_any_leading_dimensions(dtype, leading, sizes
     torch.testing.assert_close(ours.double(), exact, atol=atol, rtol=rtol)
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([torch.float16, torch.bfloat16]), st.integers(2, 60), seeds)
+def test_attention_of_half_precision_rounds_its_softmax_once(dtype, keys, seed):
+    """Computed in float32, each share has the error of its last rounding alone: half a unit in its last place."""
+    scores = randn(keys, 1, seed=seed, dtype=dtype)
+    shares = scaled_dot_product_attention(torch.ones(1, 1, dtype=dtype), scores, torch.eye(keys, dtype=dtype))
+    exact = torch.softmax(scores[:, 0].double(), 0)
+    assert ((shares[0].double() / exact - 1).abs() <= 0.501 * torch.finfo(dtype).eps).all()
+
+
 def test_attention_mask_true_means_attend():
     """The handout's example: [[True, True, False]] lets the query see the first two keys, whose shares sum to 1."""
     Q, K = randn(1, 4, seed=4), randn(3, 4, seed=5)
@@ -150,6 +160,17 @@ def test_dropout_drops_the_share_it_says_and_keeps_the_mean():
     assert (dropped == 0).float().mean().item() == pytest.approx(0.3, abs=0.005)
     assert dropped.mean().item() == pytest.approx(1, abs=0.01)
     torch.testing.assert_close(dropped[dropped != 0].unique(), torch.tensor([1 / 0.7]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@settings(max_examples=10, deadline=None)
+@given(st.floats(1e-3, 1e-2), seeds)
+def test_dropout_of_half_precision_drops_no_more_than_it_says(dtype, p, seed):
+    """Half-precision random numbers are multiples of 2^-8 or 2^-11, of which 0 comes up too often for a small p."""
+    torch.manual_seed(seed)
+    count = 400_000
+    dropped = (dropout(torch.ones(count, dtype=dtype), p, training=True) == 0).sum().item()
+    assert abs(dropped - p * count) < 6 * math.sqrt(p * (1 - p) * count)
 
 
 def test_dropout_keeps_dtype_and_does_nothing_in_evaluation():

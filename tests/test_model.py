@@ -159,6 +159,19 @@ def test_rope_is_a_product_of_complex_numbers(leading, seq, pairs, theta, seed):
     torch.testing.assert_close(ours, rotate_as_complex_numbers(x, positions, theta), **CLOSE)
 
 
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**17), st.integers(0, 3), st.floats(1e2, 1e6))
+def test_angles_are_exact_at_far_positions(position, pair, theta):
+    """Pair k of position i turns by i / theta^(2k / d), to the precision of float32 cosines, at 131,072 as at 1."""
+    rope = RotaryPositionalEmbedding(theta, 8, 2**17 + 1)
+    angle = position / theta ** (2 * pair / 8)
+    found = rope.cos[position, pair].item(), rope.sin[position, pair].item()
+    assert found == pytest.approx((math.cos(angle), math.sin(angle)), abs=1e-7)
+    angle = position / 10_000 ** (2 * pair / 8)
+    found = sinusoidal_positions(position + 1, 8)[position, 2 * pair : 2 * pair + 2].tolist()
+    assert found == pytest.approx([math.sin(angle), math.cos(angle)], abs=1e-7)
+
+
 def test_rope_products_depend_on_the_distance_alone():
     """<R_i q, R_j k> is the same for every pair of positions with the same i - j."""
     rope = RotaryPositionalEmbedding(10_000.0, 16, 512)

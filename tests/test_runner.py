@@ -10,25 +10,29 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from runner_task import SMALL, cases, measure
+from runner_task import IMPOSSIBLE, SMALL, cases, measure
 
 from lmcore.errors import UserError
 from lmcore.profiling import runner
 from lmcore.profiling.runner import OLD_TASKS, case_lock, measuring_gpus, require_complete, run_cases, task_name
 
-SEEDS = {"a": 0, "oom": 1, "wrong": 2, "killed": 3, "left": 4, "b": 6}
+SEEDS = {"a": 0, "oom": 1, "wrong": 2, "killed": 3, "left": 4, "b": 6, "impossible": IMPOSSIBLE}
 
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """Six cases of all outcomes, measured once: their folder and records."""
+    """Cases of all outcomes, measured once: their folder and records."""
     folder = tmp_path_factory.mktemp("runner") / "cases"
     return folder, run_cases(measure, cases(**SEEDS), folder)
 
 
 def test_every_case_has_its_own_process_and_an_outcome(first):
     folder, records = first
-    assert {name: (record["outcome"], record["reason"]) for name, record in records.items()} == {
+    found = {name: (record["outcome"], record["reason"]) for name, record in records.items()}
+    outcome, reason = found.pop("impossible")
+    assert outcome == "failed"
+    assert "its peak was measured as 0.00 GB: the measurement misses memory" in reason
+    assert found == {
         "a": ("complete", None),
         "oom": ("out of memory", "Tried to allocate 7 GiB."),
         "wrong": ("failed", "ValueError: a fault in the program"),
@@ -53,6 +57,9 @@ def test_finished_cases_of_the_same_code_and_device_are_not_measured_again(first
     changed = {
         "old_name": {"task": "lmcore.before:measure"},
         "machine": {"environment": base["environment"] | {"device": "another GPU"}},
+        "pytorch": {"environment": base["environment"] | {"torch": "1.0"}},
+        "failed": {"outcome": "failed", "reason": "It was ended.", "result": None},
+        "impossible": {"result": base["result"] | {"peak_memory_bytes": 1}},
         "other_task": {"task": "lmcore.elsewhere:measure"},
         "half": {"result": None},
     }
@@ -67,13 +74,13 @@ def test_finished_cases_of_the_same_code_and_device_are_not_measured_again(first
     capsys.readouterr()
     asked = {"a": 0, "oom": 1, "wrong": 0, "b": 7, "new": 8} | dict.fromkeys((*changed, "damaged"), 0)
     again = run_cases(measure, cases(**asked), folder)  # wrong is tried again, b has another seed
-    assert "3 of 10 cases reused" in capsys.readouterr().out
+    assert "3 of 13 cases reused" in capsys.readouterr().out
     assert list(again) == list(asked)
     assert all(again[name] == json.loads(json.dumps(records[name])) for name in ("a", "oom"))
     before = {records[name]["result"]["pid"] for name in "ab"}
     measured = {name: record["result"]["pid"] for name, record in again.items() if record["result"]}
     assert [name for name, pid in measured.items() if pid in before] == ["a", "old_name"]
-    assert len(set(measured.values())) == 1 + 7
+    assert len(set(measured.values())) == 1 + 10
     assert json.loads((folder / "wrong.json").read_text())["outcome"] == "complete"
 
 

@@ -7,6 +7,8 @@ import time
 import pandas as pd
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lmcore import accounting
 from lmcore.config import ModelConfig, replace, to_dict
@@ -43,17 +45,20 @@ def test_summary_by_hand(samples, expected):
 
 
 def test_warmups_are_no_measurements():
+    """Columns by hand; the mean of the three steps is 4 s, their median, by which throughput counts, 3 s."""
     config = WorkloadConfig(model=MODEL, mode="train_step", precision="bf16")
-    samples = sample(9.0, warmup=True, cuda=9.0), sample(1.0, cuda=0.5, backward=0.25), sample(3.0, cuda=0.7)
+    steps = sample(1.0, cuda=0.5, backward=0.25), sample(8.0, cuda=0.9), sample(3.0, cuda=0.7)
+    samples = sample(9.0, warmup=True, cuda=9.0), *steps
     row = timing.timing_table({"a": record(config, *samples)}).iloc[0]
-    assert (row["wall_mean"], row["wall_median"], row["wall_spread"]) == (2.0, 2.0, pytest.approx(2.8 - 1.2))
+    assert (row["wall_mean"], row["wall_median"], row["wall_spread"]) == (4.0, 3.0, pytest.approx(7.0 - 1.4))
     assert (row["busy_median"], row["busy_share"], row["host_bound"], row["processes"]) == (None, None, None, 1)
-    assert (row["wall_std"], row["cuda_mean"]) == (pytest.approx(math.sqrt(2)), pytest.approx(0.6))
-    assert (row["backward_median"], row["optimizer_median"], row["tokens_per_second"]) == (0.25, None, 4 * 16 / 2.0)
+    assert (row["wall_std"], row["cuda_mean"]) == (pytest.approx(math.sqrt(13)), pytest.approx(0.7))
+    assert (row["backward_median"], row["optimizer_median"], row["tokens_per_second"]) == (0.25, None, 4 * 16 / 3.0)
     assert row["flops"] == accounting.training_flops(MODEL, 4)
-    assert row["mfu"] == pytest.approx(row["flops"] / 2.0 / 989.4e12)
+    assert row["flops_per_second"] == pytest.approx(row["flops"] / 3.0)
+    assert row["mfu"] == pytest.approx(row["flops"] / 3.0 / 989.4e12)
     long = timing.samples_table({"a": record(config, *samples)})
-    assert long[["step", "warmup"]].values.tolist() == [[1, True], [2, False], [3, False]]
+    assert long[["step", "warmup"]].values.tolist() == [[1, True], [2, False], [3, False], [4, False]]
 
 
 def test_a_row_tells_of_the_step_that_was_run():
@@ -108,7 +113,7 @@ def test_a_step_that_waits_for_the_host_is_known_by_its_busy_time():
 
 def case(host_bound, **medians):
     """A row: median and spread of the wall clock and of the busy time."""
-    row = {"host_bound": host_bound}
+    row = {"host_bound": host_bound, "busy_median": math.nan, "busy_spread": math.nan}
     for clock, (median, spread) in medians.items():
         row |= {f"{clock}_median": median, f"{clock}_spread": spread}
     return row
@@ -126,6 +131,11 @@ def case(host_bound, **medians):
             case(True, wall=(8.0, 0.1), busy=(3.0, 0.1)),
             case(True, wall=(4.0, 0.1), busy=(2.0, 0.5)),
             (math.nan, "busy"),
+        ),
+        (  # busy enough, but held up now and then
+            case(False, wall=(8.0, 1.7), busy=(7.5, 0.1)),
+            case(False, wall=(4.0, 0.1), busy=(3.0, 0.1)),
+            (2.5, "busy"),
         ),
         (case(None, wall=(8.0, None)), case(None, wall=(4.0, None)), (2.0, "wall")),  # on a CPU
         (case(None, wall=(8.0, 0.1)), case(None, wall=(math.nan, math.nan)), (math.nan, "wall")),  # out of memory
@@ -251,6 +261,59 @@ def test_compilation_is_no_measurement(tmp_path, monkeypatch):
     assert [step["wall"] > 1000 for step in steps] == [step["warmup"] for step in steps] == [True, False, False]
 
 
+@pytest.mark.parametrize(("ops", "peak"), [("plain", 500), ("fused", 900)])
+def test_on_a_gpu_seconds_are_of_events_and_the_peak_is_of_the_measured_steps(monkeypatch, ops, peak):
+    """Events tell milliseconds. The first step makes most of the requests for memory, and has the highest peak; of a
+    fused case that counts, as a CUDA graph's memory does only while it is captured."""
+    seconds, requests, highest, steps = [0.0], [100], [0], [0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            self.milliseconds = 1e3 * seconds[0]
+
+        def elapsed_time(self, end):
+            return end.milliseconds - self.milliseconds
+
+    class Steps:
+        device = torch.device("cuda")
+
+        def __init__(self, config):
+            pass
+
+        def step(self, span):
+            for name, taken in ("forward", 0.25), ("backward", 0.5):
+                with span(name):
+                    seconds[0] += taken
+            seconds[0] += 0.125  # between phases
+            steps[0] += 1
+            requests[0] += 7 if steps[0] == 1 else 2
+            highest[0] = max(highest[0], 900 if steps[0] == 1 else 500)
+
+    for name, fake in {
+        "Event": Event,
+        "current_stream": lambda device: None,
+        "memory_stats": lambda device: {"num_device_alloc": requests[0]},
+        "reset_peak_memory_stats": lambda device: highest.__setitem__(0, 0),
+        "max_memory_allocated": lambda device: highest[0],
+        "max_memory_reserved": lambda device: 2 * highest[0],
+        "get_device_name": lambda device: "NVIDIA H200",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(timing, "synchronize", lambda device: None)
+    monkeypatch.setattr(timing, "default_timer", lambda: 2 * seconds[0])
+    monkeypatch.setattr(timing, "busy_seconds", lambda workload: {"step": 0.75})
+    result = timing.timed_steps(Steps, WorkloadConfig(model=MODEL, ops=ops, warmup_steps=1, steps=2))
+    for one in result["samples"]:
+        assert (one["wall"], one["cuda"], one["forward"], one["backward"]) == (1.75, 0.875, 0.25, 0.5)
+        assert one["loss"] is one["optimizer"] is None
+    assert [one["device_allocations"] for one in result["samples"]] == [7, 2, 2]
+    assert (result["peak_memory_bytes"], result["peak_reserved_bytes"]) == (peak, 2 * peak)
+    assert result["busy_steps"] == ([{"step": 0.75}] * timing.BUSY_STEPS if ops == "plain" else [])
+
+
 @pytest.mark.gpu
 def test_both_clocks_agree_on_a_gpu(tmp_path):
     config = workload_config("small", 256, mode="train_step", warmup_steps=3, steps=5, device="cuda")
@@ -299,3 +362,9 @@ def test_a_call_that_the_gpu_waited_for_is_measured_again_behind_more_writes():
     assert timer.waited
     seconds, _, flushes = timer.covered(timer.function, 1)
     assert (seconds, flushes, timer.waited) == (pytest.approx(5e-6), 4, False)
+
+
+@given(st.floats(1e-7, 1.0))
+def test_writes_take_longer_than_the_host_needs_to_queue_a_function(issue):
+    timer = FakeGPU()
+    assert timer.flushes_for(issue) * timer.flush_seconds > 1.2 * issue
