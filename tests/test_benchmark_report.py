@@ -73,10 +73,12 @@ def test_tables_for_readers():
     row = {"wall_mean": 0.0428, "wall_median": 0.02478, "wall_spread": 0.0561, "busy_median": 0.5, "busy_spread": None}
     assert [timings.median_spread(row, clock) for clock in ("wall", "busy")] == ["24.8 (56)", "500"]
     row |= {"outcome": "complete", "host_bound": False}
-    assert [timings.timed(row | {"host_bound": waits}) for waits in (True, False)] == [
-        "24.8 (56); busy 500",
-        "24.8 (56)",
+    calm = row | {"wall_spread": 0.001}
+    assert [timings.timed(calm | {"host_bound": waits}) for waits in (True, False)] == [
+        "24.8 (1.0); busy 500",
+        "24.8 (1.0)",
     ]
+    assert timings.timed(row) == "24.8 (56); busy 500"  # it does not wait for the host all the time
     assert timings.timed(row | {"outcome": "out of memory", "wall_median": None}) == "out of memory"
     assert timings.median_spread({"wall_median": None, "wall_spread": None}) == timings.MISSING
     assert [timings.rate(value) for value in (2.5e12, 3e10, None)] == ["2.50 TFLOP/s", "30.0 GFLOP/s", timings.MISSING]

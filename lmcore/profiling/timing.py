@@ -301,11 +301,17 @@ def is_noisy(row: Mapping[str, Any], clock: str = "wall") -> bool:
     return pd.isna(median) or (pd.notna(spread) and spread > NOISE * median)
 
 
+def by_busy_time(row: Mapping[str, Any]) -> bool:
+    """Whether a row is compared by the GPU's busy time: it waits for the host, always or so often that its times by the
+    clock are noise."""
+    return pd.notna(row["busy_median"]) and (bool(row["host_bound"]) or is_noisy(row))
+
+
 def speedup(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[float, str]:
     """How many times as fast the case of one row is as that of the other, and by which clock: wall, or busy where
-    either waits for the host. NaN where noise allows no conclusion.
+    either is to be compared `by_busy_time`. NaN where noise allows no conclusion.
     """
-    clock = "busy" if any(pd.notna(row["host_bound"]) and row["host_bound"] for row in (before, after)) else "wall"
+    clock = "busy" if by_busy_time(before) or by_busy_time(after) else "wall"
     noisy = is_noisy(before, clock) or is_noisy(after, clock)
     return (math.nan if noisy else before[f"{clock}_median"] / after[f"{clock}_median"]), clock
 

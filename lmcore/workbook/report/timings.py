@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from lmcore.profiling.timing import by_busy_time
 from lmcore.workbook.report.answers import format_bytes, format_count, format_percent, format_significant
 
 MODES = {"forward": "forward", "forward_backward": "forward + backward", "train_step": "training step"}
@@ -32,11 +33,10 @@ def median_spread(row: Mapping[str, Any], clock: str = "wall") -> str:
 
 
 def timed(row: Mapping[str, Any]) -> str:
-    """`median_spread` of a row, that of its busy time after it if it waits for the host; or how the case ended."""
+    """`median_spread` of a row, that of its busy time after it where that is what counts; or how the case ended."""
     if not measured(row):
         return row["outcome"]
-    waits = pd.notna(row["host_bound"]) and row["host_bound"]
-    return median_spread(row) + (f"; busy {median_spread(row, 'busy')}" if waits else "")
+    return median_spread(row) + (f"; busy {median_spread(row, 'busy')}" if by_busy_time(row) else "")
 
 
 def rate(value: float | None) -> str:
