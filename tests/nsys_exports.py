@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcore.profiling.nsys.export import GRAPH, KERNEL, MEMCPY, MEMSET, NVTX, RUNTIME
+from lmcore.profiling.nsys.export import DEVICES, GRAPH, KERNEL, MEMCPY, MEMSET, NVTX, RUNTIME
 
 FORWARD_BACKWARD = "train_fwd_bwd_rtx3070ti_nsys2025.1.3.sqlite"
 DUPLICATED = "saxpy_duplicate_correlation_a100.sqlite"
@@ -36,19 +36,23 @@ def rows(path: Path, *statements: str) -> list[tuple]:
 
 
 COLUMNS = {
-    KERNEL: "start end streamId correlationId globalPid demangledName graphNodeId",
-    GRAPH: "start end streamId correlationId globalPid graphId",
+    KERNEL: "start end streamId correlationId globalPid demangledName graphNodeId deviceId",
+    GRAPH: "start end streamId correlationId globalPid graphId deviceId",
     RUNTIME: "start end globalTid correlationId nameId",
-    MEMCPY: "start end correlationId globalPid bytes copyKind",
-    MEMSET: "start end correlationId globalPid bytes",
+    MEMCPY: "start end correlationId globalPid bytes copyKind deviceId",
+    MEMSET: "start end correlationId globalPid bytes deviceId",
     NVTX: "start end eventType text globalTid textId",
     "StringIds": "id value",
     "META_DATA_EXPORT": "name value",
+    DEVICES: "gpuId cudaId pid",
 }
 
 
 class SmallExport:
-    """Collects rows and writes them as an export; tables without rows are not made, as nsys does."""
+    """Collects rows and writes them as an export; tables without rows are not made, as nsys does.
+
+    A row may lack its last columns, which are then 0: work is of device 0.
+    """
 
     def __init__(self):
         self.tables: dict[str, list[tuple]] = {name: [] for name in COLUMNS}
@@ -65,13 +69,15 @@ class SmallExport:
     def call(self, correlation: int, at: int, thread: int = MAIN) -> None:
         self.add(RUNTIME, at, at + 1, thread, correlation, 1)
 
-    def kernel(self, correlation: int, start: int, end: int, name="gemm", process=PROCESS, node=None, stream=7) -> None:
-        self.add(KERNEL, start, end, stream, correlation, process, self.string(name), node)
+    def kernel(
+        self, correlation: int, start: int, end: int, name="gemm", process=PROCESS, node=None, stream=7, device=0
+    ) -> None:
+        self.add(KERNEL, start, end, stream, correlation, process, self.string(name), node, device)
 
-    def launch(self, correlation: int, at: int, start: int, end: int, name="gemm", thread=MAIN) -> None:
+    def launch(self, correlation: int, at: int, start: int, end: int, name="gemm", thread=MAIN, device=0) -> None:
         """A kernel and its one runtime call."""
         self.call(correlation, at, thread)
-        self.kernel(correlation, start, end, name, thread & ~0xFFFFFF)
+        self.kernel(correlation, start, end, name, thread & ~0xFFFFFF, device=device)
 
     def range(self, name: str, start: int, end: int | None, thread: int = MAIN, registered: bool = False) -> None:
         self.add(NVTX, start, end, 59, *((None, thread, self.string(name)) if registered else (name, thread, None)))
@@ -83,7 +89,8 @@ class SmallExport:
                 if found:
                     columns = COLUMNS[name].split()
                     connection.execute(f"CREATE TABLE {name} ({', '.join(columns)})")
-                    connection.executemany(f"INSERT INTO {name} VALUES ({', '.join('?' * len(columns))})", found)
+                    whole = ((*row, *[0] * (len(columns) - len(row))) for row in found)
+                    connection.executemany(f"INSERT INTO {name} VALUES ({', '.join('?' * len(columns))})", whole)
         return path
 
 

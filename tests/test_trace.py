@@ -27,7 +27,7 @@ from trim_export import trim_export
 
 from lmcore.cli import main
 from lmcore.errors import UserError
-from lmcore.profiling.nsys.export import GRAPH, KERNEL, MEMCPY, MEMSET, NVTX, RUNTIME, read_export
+from lmcore.profiling.nsys.export import DEVICES, GRAPH, KERNEL, MEMCPY, MEMSET, NVTX, RUNTIME, read_export
 from lmcore.profiling.nsys.torch_trace import CPU_TOOL, CUDA_TOOL, read_torch_trace, trace_of
 from lmcore.profiling.nsys.trace import (
     busy_table,
@@ -266,13 +266,90 @@ def test_the_optimizer_is_told_by_its_range(export, read):
     assert categories["total_seconds"].tolist() == pytest.approx([10e-9, 7e-9])
 
 
-def test_unfinished_ranges_marks_and_missing_tables(export, read):
-    export.range("unfinished", 0, None)
+def test_marks_and_missing_tables(export, read):
     export.add(NVTX, 5, 5, 34, "a mark", MAIN, None)
     export.range("named by id", 10, 20, registered=True)
     trace = read()
     assert trace.ranges["name"].tolist() == ["named by id"]
     assert kernels_in(trace, "named by id").empty
+
+
+def report(capsys, path: Path, *options: str) -> str:
+    assert main(["nsys", "--report", str(path), *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_range_that_is_open_when_the_record_ends_lasts_until_then(export, read, tmp_path, capsys):
+    long_ago = 1_763_800_000_123_456_789  # too long for floating-point numbers
+    for number in range(2):
+        export.range(f"step {number}", long_ago + number, None)
+    export.range("forward", long_ago + 10, long_ago + 20)
+    export.launch(1, long_ago + 15, long_ago + 500, long_ago + 601)
+    trace = read()
+    assert (trace.ranges["end"] - long_ago).tolist() == [601, 601, 20]
+    assert trace.ranges["path"].tolist()[2] == "step 0/step 1/forward"
+    assert len(kernels_in(trace, "step 0")) == 1
+    out = report(capsys, tmp_path / "e.sqlite")
+    assert "\n2 of 3 ranges were open when the record ended and count up to its end: step *.\n" in out
+
+
+def test_devices_are_busy_and_idle_each_for_itself(export, read, tmp_path, capsys):
+    """Two GPUs take turns, each idle half of the time; the second range has no work."""
+    export.range("step", 0, 50)
+    for number in range(4):
+        export.launch(number, number, 100 * number, 100 * (number + 1), device=number % 2)
+    export.range("after", 60, 70)
+    trace = read()
+    for name in ("step", None):
+        times = busy_table(trace, name).set_index("device")[["gpu_seconds", "busy_seconds", "idle_seconds"]] * 1e9
+        assert times.round().to_numpy().tolist() == [[300, 200, 100], [300, 200, 100]]
+        assert times.index.tolist() == [0, 1]
+    assert busy_table(trace, "after")["gpu_seconds"].tolist() == [0]
+    assert kernel_table(trace, "step")["total_seconds"].tolist() == pytest.approx([400e-9])
+    out = report(capsys, tmp_path / "e.sqlite", "--range", "step")
+    assert "\n2 devices: busy and idle times are of each, times of kernels and copies are summed.\n" in out
+    assert [line.split()[:2] for line in out.splitlines() if line.startswith("step")] == [["step", "0"], ["step", "1"]]
+    assert report(capsys, tmp_path / "e.sqlite", "--range", "after").splitlines()[-1].split()[1] == "–"
+
+
+def test_processes_that_each_see_one_gpu_have_different_devices(export, read):
+    """With CUDA_VISIBLE_DEVICES both call theirs 0; the table of devices tells which it is."""
+    for process, gpu in ((7, 3), (9, 5)):
+        export.add(DEVICES, gpu, 0, process)
+        export.launch(1, 10, 20, 30, thread=process << 24 | 1)
+        export.call(2, 11, process << 24 | 1)
+        export.add(MEMCPY, 40, 45, 2, process << 24, 64, 8)
+    assert sorted(read().work["device"]) == [3, 3, 5, 5]
+
+
+def test_what_ends_before_it_begins_is_left_out_aloud(export, read, tmp_path, capsys):
+    export.range("step", 0, 100)
+    export.range("step", 300, 200)
+    export.launch(1, 10, 60, 40)
+    export.launch(2, 11, 70, 80)
+    trace = read()
+    assert trace.work["duration"].tolist() == [10]
+    assert trace.ranges["start"].tolist() == [0]
+    sentence = "1 of 2 kernels and copies and 1 of 2 ranges end before they begin and are left out"
+    assert trace.notes == (f"{sentence}: the record is damaged.",)
+    assert sentence in report(capsys, tmp_path / "e.sqlite")
+
+
+def test_ranges_that_differ_in_numbers_are_one_line_and_a_long_table_ends(export, tmp_path, capsys):
+    """As `torch.autograd.profiler.emit_nvtx` names the operators."""
+    for number in range(3000):
+        export.range(f"aten::{('gt', 'mul')[number % 2]}, op_id = {number}", 10 * number, 10 * number + 5)
+    export.launch(1, 2, 3, 4)
+    path = export.write(tmp_path / "e.sqlite")
+    lines = report(capsys, path).splitlines()
+    assert len(lines) < 30
+    assert [line.split() for line in lines if "op_id" in line] == [
+        ["aten::gt,", "op_id", "=", "*", "1,500", "5e-06"],
+        ["aten::mul,", "op_id", "=", "*", "1,500", "5e-06"],
+    ]
+    lines = report(capsys, path, "--range", "aten::gt, op_id = *").splitlines()
+    assert len([line for line in lines if line.startswith("aten::gt")]) == 100
+    assert "… and 1,400 more" in lines
 
 
 def test_a_graph_whose_nodes_were_traced_counts_once(export, read):
@@ -503,6 +580,30 @@ def test_own_time_of_operators():
     assert trace.kernels.set_index("name")["duration"].to_dict() == {
         "aten::a": 60_000, "aten::b": 25_000, "aten::c": 5_000, "aten::d": 10_000, "aten::e": 7_000, "aten::f": 200_000,
     }  # fmt: skip
+
+
+def test_older_names_of_categories(tmp_path):
+    """PyTorch wrote these until 1.11; the second kernel ends before it begins, the call without an id launched none."""
+    trace = read_events(tmp_path / "profile.json", [
+        event("Operator", "aten::mm", 10, 30),
+        event("Runtime", "cudaLaunchKernel", 12, 1, correlation=5),
+        event("Runtime", "cudaStreamSynchronize", 13, 1),
+        event("Kernel", "ampere_sgemm_128x64_tn", 50, 10, device=1, correlation=5),
+        event("Kernel", "ampere_sgemm_128x64_tn", 80, -20, device=1, correlation=5),
+        event("Kernel", "reduce", 90, 4, device=0),
+        event("Memcpy", "Memcpy HtoD (Pageable -> Device)", 70, 2, device=0, correlation=6, bytes=4096),
+        event("Memset", "Memset (Device)", 74, 1, device=0, correlation=7, bytes=64),
+        event("user_annotation", "step", 0, 45),
+    ])  # fmt: skip
+    assert (trace.tool, len(trace.kernels)) == (CUDA_TOOL, 2)
+    assert trace.copies["name"].tolist() == ["Host-to-Device", "Memset"]
+    assert trace.work.set_index("name")["device"].to_dict() == {
+        "ampere_sgemm_128x64_tn": 1, "reduce": 0, "Host-to-Device": 0, "Memset": 0
+    }  # fmt: skip
+    assert kernels_in(trace, "step")["name"].tolist() == ["ampere_sgemm_128x64_tn"]
+    assert trace.notes[0].startswith("1 of 5 kernels and copies end before they begin")
+    operators = trace_of([event("Operator", "aten::a", 0, 100), event("Operator", "aten::b", 50, -20)])
+    assert operators.kernels[["name", "duration"]].to_numpy().tolist() == [["aten::a", 100_000]]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import tyro
 from lmcore.config import ModelConfig, require_choices
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
 from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
-from lmcore.stopping import stoppable
 
 if TYPE_CHECKING:  # pandas and PyTorch are imported when the command runs
     import pandas as pd
@@ -54,6 +53,9 @@ HEADERS = {
 }  # fmt: skip
 """What columns of tables are called here, and the factor to their unit."""
 
+ROWS_SHOWN = 100
+"""Rows of a table of ranges that are printed."""
+
 GPU_TIMES = ["gpu_seconds", "busy_seconds", "idle_seconds"]
 
 
@@ -91,8 +93,7 @@ def nsys(
     from lmcore.profiling.runner import run_cases
 
     cases = benchmark_cases(BenchmarkConfig(**(vars(settings) | {"mode": (settings.mode,)})))
-    with stoppable():
-        records = run_cases(profile_workload, cases, out / "cases", title="nsys")
+    records = run_cases(profile_workload, cases, out / "cases", title="nsys")
     for name, found in records.items():
         print("", name, *profile_lines(found, top), sep="\n")
     outcomes = {found["outcome"] for found in records.values()}
@@ -101,7 +102,15 @@ def nsys(
 
 def report_lines(trace: "Trace", range: str | None, scope: "Scope", top: int) -> list[str]:
     """What a trace says of a range, or of the whole record and which ranges it has."""
-    from lmcore.profiling.nsys.trace import busy_table, category_table, copy_table, kernel_table, owners, unattributed
+    from lmcore.profiling.nsys.trace import (
+        alike,
+        busy_table,
+        category_table,
+        copy_table,
+        kernel_table,
+        owners,
+        unattributed,
+    )
 
     kernels, busy = kernel_table(trace, range, scope).head(top), busy_table(trace, range, scope)
     kernels = kernels if range is not None else kernels.drop(columns="calls_per_instance")
@@ -109,16 +118,19 @@ def report_lines(trace: "Trace", range: str | None, scope: "Scope", top: int) ->
     sizes = [f"{len(getattr(trace, part)):,} {part}" for part in ("kernels", "copies", "ranges")]
     lines = [f"{trace.tool}: {', '.join(sizes)}."]
     lines += [f"Range {range}, launches of the {scope}."] if range is not None else ["All work of the record."]
-    lines += filter(None, [unattributed(trace)])
-    lines += kernel_lines(kernels) + text(category_table(trace, range, scope)) + text(busy.drop(columns="instance"))
-    lines += text(copy_table(trace, range, scope))
+    lines += filter(None, [*trace.notes, unattributed(trace)])
+    if (devices := trace.work["device"].nunique()) > 1:
+        lines.append(f"{devices} devices: busy and idle times are of each, times of kernels and copies are summed.")
+    lines += kernel_lines(kernels) + text(category_table(trace, range, scope))
+    lines += first_rows(busy.drop(columns="instance")) + text(copy_table(trace, range, scope))
     if range is None and trace.ranges.empty:
         lines += ["", "The record has no ranges."]
     elif range is None:
-        ranges = trace.ranges.assign(seconds=(trace.ranges["end"] - trace.ranges["start"]) / 1e9)
+        ranges, path = trace.ranges, alike(trace.ranges["path"])
+        ranges = ranges.assign(path=path, seconds=(ranges["end"] - ranges["start"]) / 1e9)
         known = ranges.groupby("path", sort=False).agg(instances=("id", "size"), mean_seconds=("seconds", "mean"))
         launched = (owners(trace.kernels, ranges, "process") >= 0).sum()
-        lines += text(known.reset_index())
+        lines += first_rows(known.reset_index())
         lines.append(f"{launched:,} of {len(trace.kernels):,} kernels were launched inside of ranges.")
     return lines
 
@@ -159,6 +171,12 @@ def kernel_lines(kernels: "pd.DataFrame") -> list[str]:
     kernels.insert(0, "no.", kernels.index + 1)
     numbers = [name for name in kernels if name not in ("category", "short_name", "name")]
     return text(kernels[[*numbers, "category", "short_name"]]) + (["", "Full names:", *full] if full else [])
+
+
+def first_rows(table: "pd.DataFrame") -> list[str]:
+    """Lines of the table's first rows, and how many more there are."""
+    more = len(table) - ROWS_SHOWN
+    return text(table.head(ROWS_SHOWN)) + [f"… and {more:,} more"] * (more > 0)
 
 
 def text(table: "pd.DataFrame") -> list[str]:

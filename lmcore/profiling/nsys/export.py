@@ -6,6 +6,7 @@ with versions (seen: 2022.2 to 2025.3), and several obvious joins are wrong. Eac
 
 import functools
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from lmcore.errors import UserError, require
-from lmcore.profiling.nsys.trace import NEVER, NO_COPY, Trace, build_trace
+from lmcore.profiling.nsys.trace import NEVER, NO_COPY, Trace, build_trace, listed
 
 PROCESS_OF_THREAD = -(1 << 24)
 """Mask (0xFFFFFFFFFF000000, signed) that leaves the process in a globalTid: in `globalPid` the thread's bits are 0."""
@@ -24,6 +25,10 @@ PUSH_POP_RANGE, START_END_RANGE = 59, 60
 ACTIVITY = "CUPTI_ACTIVITY_KIND_"
 KERNEL, RUNTIME, GRAPH = f"{ACTIVITY}KERNEL", f"{ACTIVITY}RUNTIME", f"{ACTIVITY}GRAPH_TRACE"
 MEMCPY, MEMSET, NVTX = f"{ACTIVITY}MEMCPY", f"{ACTIVITY}MEMSET", "NVTX_EVENTS"
+DEVICES = "TARGET_INFO_CUDA_DEVICE"
+"""Which GPU (gpuId) a process (pid) calls its device cudaId; older versions lack it."""
+
+PID = "globalPid >> 24 & 16777215"
 VERSION_TABLES = ("META_DATA_EXPORT", "EXPORT_META_DATA")
 """The table that says which version made the export, today and before 2023."""
 
@@ -77,7 +82,7 @@ def read_export(path: str | Path) -> Trace:
                 f"{path} holds no CUDA call, kernel or range: the capture range never fired, as the program did not "
                 "call torch.cuda.profiler.start(), or it used no GPU.",
             )
-            return build_trace(tool, read_work(db, tables), read_ranges(db, tables))
+            return build_trace(tool, read_work(db, tables), *read_ranges(db, recorded))
         except UserError:
             raise
         # a missing column; text where a number belongs, or a number out of range
@@ -109,9 +114,12 @@ def read_work(db: sqlite3.Connection, tables: set[str]) -> pd.DataFrame:
         MEMSET: lambda number: "Memset",
     }
     found = []
+    device = "deviceId"  # a process's own number: with CUDA_VISIBLE_DEVICES each process may have a device 0
+    if DEVICES in tables:
+        device = f"COALESCE((SELECT MIN(gpuId) FROM {DEVICES} WHERE cudaId = deviceId AND pid = {PID}), deviceId)"
     for table, (name, stream, size) in WORK.items():
         columns = {
-            "name": name, "start": "start", "end": "end", "stream": stream, "process": "globalPid",
+            "name": name, "start": "start", "end": "end", "device": device, "stream": stream, "process": "globalPid",
             "thread": f"COALESCE(thread, {NEVER})", "launched_at": f"COALESCE(at, {NEVER})", "bytes": size,
         }  # fmt: skip
         sql = f"""SELECT {", ".join(map(str, columns.values()))} FROM {table} LEFT JOIN launches
@@ -126,17 +134,23 @@ def read_work(db: sqlite3.Connection, tables: set[str]) -> pd.DataFrame:
     return pd.concat(found)
 
 
-def read_ranges(db: sqlite3.Connection, tables: set[str]) -> pd.DataFrame:
-    """NVTX ranges that began and ended while the capture ran: name, start, end, process, thread.
+def read_ranges(db: sqlite3.Connection, recorded: Sequence[str]) -> tuple[pd.DataFrame, list[str]]:
+    """NVTX ranges (name, start, end, process, thread) that began while the capture ran, and notes on them.
 
+    One that was still open when the capture ended lasts to the end of the `recorded` tables.
     A registered string's text is behind `textId`, which older versions lack, any other in `text`.
     """
     columns = ["name", "start", "end", "process", "thread"]
-    if NVTX not in tables:
-        return pd.DataFrame(columns=columns)
+    if NVTX not in recorded:
+        return pd.DataFrame(columns=columns), []
     text_id = "textId" if any(column[1] == "textId" for column in db.execute(f"PRAGMA table_info({NVTX})")) else "NULL"
+    last = max(db.execute(f"SELECT MAX(COALESCE(end, start, 0)) FROM {name}").fetchone()[0] or 0 for name in recorded)
     sql = f"""
-        SELECT COALESCE(text, value, 'unnamed'), start, end, globalTid & {PROCESS_OF_THREAD}, globalTid
+        SELECT COALESCE(text, value, 'unnamed'), start, COALESCE(end, {last}), globalTid & {PROCESS_OF_THREAD},
+        globalTid, end IS NULL
         FROM {NVTX} LEFT JOIN StringIds ON StringIds.id = {text_id}
-        WHERE eventType IN ({PUSH_POP_RANGE}, {START_END_RANGE}) AND end IS NOT NULL"""
-    return pd.DataFrame(db.execute(sql).fetchall(), columns=columns)
+        WHERE eventType IN ({PUSH_POP_RANGE}, {START_END_RANGE})"""
+    ranges = pd.DataFrame(db.execute(sql).fetchall(), columns=[*columns, "open"])
+    still = ranges.loc[ranges.pop("open") == 1, "name"]
+    many = f"{len(still):,} of {len(ranges):,} ranges were"
+    return ranges, [f"{many} open when the record ended and count up to its end: {listed(still)}."] * (len(still) > 0)

@@ -70,7 +70,7 @@ def profile_workload(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
         trace, outcome = profile_with_torch(config, folder)
     if config.compile:
         notes.append("A compiled model has no ranges on its modules, only on its passes.")
-    notes += filter(None, [unattributed(trace)])
+    notes += filter(None, [*trace.notes, unattributed(trace)])
     there = {part: (trace.ranges["path"] == top).any() for part, top in TOPS.items()}
     there["training"] &= outcome["training_outcome"] == "complete"
 

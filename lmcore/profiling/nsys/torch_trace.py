@@ -20,6 +20,9 @@ PYTORCHS_OWN = re.compile(r"^(Optimizer\.\w+#|ProfilerStep#)")
 COPIES = {"HtoD": "Host-to-Device", "DtoH": "Device-to-Host", "DtoD": "Device-to-Device", "PtoP": "Peer-to-Peer"}
 """In names such as "Memcpy HtoD (Pageable -> Device)"; what has none of them is a memset."""
 
+CATEGORIES_BEFORE = {"memcpy": "gpu_memcpy", "memset": "gpu_memset", "runtime": "cuda_runtime", "operator": "cpu_op"}
+"""What traces until PyTorch 1.11 call categories, in lower case ("Kernel" is "kernel" today), and today's names."""
+
 Event = dict[str, Any]
 
 
@@ -48,12 +51,13 @@ def trace_of(events: list[Event]) -> Trace:
     """The trace that the lasting events of a record make."""
 
     def rows(*categories: str) -> list[Event]:
-        return [row(event) for event in events if event.get("cat") in categories]
+        return [row(event) for event in events if category(event) in categories]
 
     launches: dict[int, Event] = {}
     for call in sorted(rows("cuda_runtime", "cuda_driver"), key=lambda call: call["start"]):
         # of several calls with one correlation id the outer one, which began first
         launches.setdefault(call["correlation"], {key: call[key] for key in ("process", "thread", "launched_at")})
+    launches.pop(None, None)  # calls without an id launched nothing that is known
     kernels, copies = rows("kernel"), rows("gpu_memcpy", "gpu_memset")
     for one in kernels + copies:
         one |= launches.get(one["correlation"], dict.fromkeys(("process", "thread", "launched_at"), NEVER))
@@ -63,6 +67,12 @@ def trace_of(events: list[Event]) -> Trace:
         pd.DataFrame((kernels or own_times(rows("cpu_op"))) + copies, columns=["name", *NUMBERS]),
         pd.DataFrame(ranges, columns=["name", "start", "end", "process", "thread"]),
     )
+
+
+def category(event: Event) -> str:
+    """The event's category, by its name of today."""
+    name = str(event.get("cat")).lower()
+    return CATEGORIES_BEFORE.get(name, name)
 
 
 def row(event: Event) -> Event:
@@ -77,10 +87,10 @@ def row(event: Event) -> Event:
     more = event.get("args", {})
     found = {
         "name": event["name"], "start": start, "end": end, "duration": end - start, "launched_at": start,
-        "process": process, "thread": thread, "stream": more.get("stream", thread), "bytes": NO_COPY,
-        "correlation": more.get("correlation"),
+        "process": process, "thread": thread, "device": more.get("device", 0), "stream": more.get("stream", thread),
+        "bytes": NO_COPY, "correlation": more.get("correlation"),
     }  # fmt: skip
-    if event["cat"] not in ("gpu_memcpy", "gpu_memset"):
+    if category(event) not in ("gpu_memcpy", "gpu_memset"):
         return found
     name = next((words for short, words in COPIES.items() if short in event["name"]), "Memset")
     return found | {"name": name, "stream": -1, "bytes": more.get("bytes", 0)}
@@ -93,6 +103,8 @@ def own_times(operators: list[Event]) -> list[Event]:
     """
     callers: dict[int, list[Event]] = {}
     for one in sorted(operators, key=lambda one: (one["start"], -one["duration"])):
+        if one["duration"] < 0:  # impossible: `build_trace` leaves it out
+            continue
         open_calls = callers.setdefault(one["thread"], [])
         while open_calls and open_calls[-1]["end"] <= one["start"]:
             open_calls.pop()

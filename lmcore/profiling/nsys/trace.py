@@ -1,6 +1,7 @@
 """What a profiler recorded, whichever it was: ranges, kernels and copies, and what ran on behalf of which range."""
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,11 +24,11 @@ NEVER = -1
 NO_COPY = -1
 """`bytes` of a kernel. A copy has no `stream` that is told: -1 as well."""
 
-NUMBERS = ["start", "end", "duration", "stream", "process", "thread", "launched_at", "bytes"]
+NUMBERS = ["start", "end", "duration", "device", "stream", "process", "thread", "launched_at", "bytes"]
 RANGE_COLUMNS = ["id", "name", "path", "start", "end", "process", "thread", "depth", "parent"]
 
 NAMES_SHOWN = 20
-"""Names of ranges that an error lists."""
+"""Names of ranges that a sentence lists."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,18 @@ class Trace:
 
     `work`: name, short_name, category and `NUMBERS` of each kernel (or CPU operator) and each copy; `duration` is end -
     start, or an operator's own time without that of the operators it calls, so that durations may be summed;
-    `launched_at` is when the CPU asked for it. What was launched in the range "optimizer" is of that category.
+    `launched_at` is when the CPU asked for it; `device` is the GPU that did it. What was launched in the range
+    "optimizer" is of that category.
     `ranges`: nested; `path` holds the names from the outermost in, joined by "/"; `parent` is an `id`, or -1.
     A range that nothing on its own thread encloses lies in the one that is open on another thread of its process:
     with gradient checkpointing the autograd thread enters blocks while the main thread is in "backward".
+    `notes`: sentences on what of the record was left out or completed.
     """
 
     tool: str
     work: pd.DataFrame
     ranges: pd.DataFrame
+    notes: tuple[str, ...] = ()
 
     @property
     def kernels(self) -> pd.DataFrame:
@@ -57,9 +61,17 @@ class Trace:
         return self.work[self.work["bytes"] >= 0]
 
 
-def build_trace(tool: str, work: pd.DataFrame, ranges: pd.DataFrame) -> Trace:
-    """A trace from what a profiler knows: `name` and `NUMBERS` of all work, ranges without their nesting."""
-    work = work[["name", *NUMBERS]].astype(dict.fromkeys(NUMBERS, "int64"))
+def build_trace(tool: str, work: pd.DataFrame, ranges: pd.DataFrame, notes: Iterable[str] = ()) -> Trace:
+    """A trace from what a profiler knows: `name` and `NUMBERS` of all work, ranges without their nesting.
+
+    Without a column `device` all work is of one. What ends before it begins is left out, and a note says so.
+    """
+    impossible = {"kernels and copies": work["end"] < work["start"], "ranges": ranges["end"] < ranges["start"]}
+    parts = [f"{wrong.sum():,} of {len(wrong):,} {name}" for name, wrong in impossible.items() if wrong.any()]
+    if parts:
+        notes = [*notes, f"{' and '.join(parts)} end before they begin and are left out: the record is damaged."]
+    work, ranges = (table[~wrong] for table, wrong in zip((work, ranges), impossible.values(), strict=True))
+    work = work.assign(device=work.get("device", 0))[["name", *NUMBERS]].astype(dict.fromkeys(NUMBERS, "int64"))
     work = work.sort_values(["start", "end"], ignore_index=True)
     work["name"] = work["name"].astype("category")  # a few hundred names, each thousands of times
     work["short_name"] = work["name"].map(short_name).astype("category")
@@ -67,7 +79,7 @@ def build_trace(tool: str, work: pd.DataFrame, ranges: pd.DataFrame) -> Trace:
     work.loc[work["bytes"] >= 0, "category"] = "copy"
     ranges = nested(ranges)
     work.loc[owners(work, ranges[ranges["name"] == OPTIMIZER_RANGE], "process") >= 0, "category"] = OPTIMIZER_RANGE
-    return Trace(tool, work, ranges)
+    return Trace(tool, work, ranges, tuple(notes))
 
 
 def nested(ranges: pd.DataFrame) -> pd.DataFrame:
@@ -121,6 +133,20 @@ def unattributed(trace: Trace) -> str | None:
     return f"{' and '.join(parts)} have no launch in the record: they count in no range, whose GPU times lack them."
 
 
+def alike(names: pd.Series) -> pd.Series:
+    """Names that differ only in numbers as one name: "block 0" and "block 1" as "block *"."""
+    unique = pd.Series(names.unique(), dtype=str)
+    starred = unique.str.replace(r"\d+", "*", regex=True)
+    return names.map(dict(zip(unique, starred.where(starred.duplicated(keep=False), unique), strict=True)))
+
+
+def listed(names: pd.Series) -> str:
+    """The first of these names, `alike` ones as one, and how many more there are."""
+    shown = list(alike(names).unique())
+    more = f" and {len(shown) - NAMES_SHOWN} more" if len(shown) > NAMES_SHOWN else ""
+    return ", ".join(shown[:NAMES_SHOWN]) + more
+
+
 def instances(trace: Trace, name: str) -> pd.DataFrame:
     """Ranges by name ("forward"), by the end of their path ("training step/forward") or with `*` for any characters
     but "/" ("block */attention"), in order of their start.
@@ -131,11 +157,7 @@ def instances(trace: Trace, name: str) -> pd.DataFrame:
     pattern = "(?:.*/)?" + "[^/]*".join(map(re.escape, name.split("*")))
     chosen = trace.ranges[trace.ranges["path"].str.fullmatch(pattern)]
     if chosen.empty:
-        names = pd.Series(trace.ranges["name"].unique(), dtype=str)
-        alike = names.str.replace(r"\d+", "*", regex=True)  # "block 0" and "block 1" are shown as "block *"
-        shown = list(alike.where(alike.duplicated(keep=False), names).unique())
-        more = f" and {len(shown) - NAMES_SHOWN} more" if len(shown) > NAMES_SHOWN else ""
-        exist = f"there are {', '.join(shown[:NAMES_SHOWN])}{more}" if shown else "the trace has no ranges"
+        exist = "the trace has no ranges" if trace.ranges.empty else f"there are {listed(trace.ranges['name'])}"
         raise UserError(f"There is no range {name!r}; {exist}.")
     return outermost(chosen, ["process", "thread"])
 
@@ -188,25 +210,29 @@ def busy_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.D
 
     `seconds` is how long the range was open on the CPU, which runs ahead of the GPU; `gpu_seconds` is from the
     beginning of its first kernel or copy to the end of its last; `busy_seconds` the time in which at least one ran,
-    counted once where several did; `idle_seconds` the rest.
+    counted once where several did; `idle_seconds` the rest. Where the record has several devices, an instance has a
+    row for each that worked for it, with a column `device` (NaN: none did).
     """
     chosen, work = work_in(trace, name, scope)
-    times = occupied(work).reindex(chosen["id"], fill_value=0).reset_index(drop=True)
-    table = chosen[["id", "path"]].rename(columns={"id": "instance"}).reset_index(drop=True)
-    table["seconds"] = (chosen["end"] - chosen["start"]).to_numpy() / 1e9
-    table["gpu_seconds"], table["busy_seconds"] = times["whole"] / 1e9, times["busy"] / 1e9
-    return table.assign(idle_seconds=(times["whole"] - times["busy"]) / 1e9)
+    keys = ["instance", "device"] if trace.work["device"].nunique() > 1 else ["instance"]
+    table = chosen.rename(columns={"id": "instance"}).merge(
+        occupied(work, keys).reset_index(), how="left", on="instance"
+    )
+    table["seconds"] = (table["end"] - table["start"]) / 1e9
+    table[["gpu_seconds", "busy_seconds"]] = table[["whole", "busy"]].fillna(0) / 1e9
+    table["idle_seconds"] = (table["whole"] - table["busy"]).fillna(0) / 1e9
+    return table[["instance", "path", *keys[1:], "seconds", "gpu_seconds", "busy_seconds", "idle_seconds"]]
 
 
-def occupied(work: pd.DataFrame) -> pd.DataFrame:
-    """Of the intervals of each instance (instance, start, end), in nanoseconds: whole, the length from the first start
-    to the last end, and busy, the length of their union."""
-    work = work[["instance", "start", "end"]].sort_values(["instance", "start"])
-    instance = work["instance"]
-    reached = work["end"].groupby(instance).cummax()
-    before = reached.groupby(instance).shift(fill_value=np.iinfo(np.int64).max)  # no gap before the first
-    gaps = (work["start"] - before).clip(lower=0).groupby(instance).sum()
-    whole = reached.groupby(instance).max() - work["start"].groupby(instance).min()
+def occupied(work: pd.DataFrame, keys: Sequence[str] = ("instance",)) -> pd.DataFrame:
+    """Of the intervals (start, end) of each value of `keys`, in nanoseconds: whole, the length from the first start to
+    the last end, and busy, the length of their union."""
+    work = work[[*keys, "start", "end"]].sort_values([*keys, "start"])
+    own = [work[key] for key in keys]
+    reached = work["end"].groupby(own).cummax()
+    before = reached.groupby(own).shift(fill_value=np.iinfo(np.int64).max)  # no gap before the first
+    gaps = (work["start"] - before).clip(lower=0).groupby(own).sum()
+    whole = reached.groupby(own).max() - work["start"].groupby(own).min()
     return pd.DataFrame({"whole": whole, "busy": whole - gaps})
 
 
