@@ -13,7 +13,8 @@ import threading
 import time
 import types
 import warnings
-from functools import partialmethod
+from contextlib import nullcontext
+from functools import partial, partialmethod
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ import lmcore.train
 from lmcore.checkpoint import digest, load_model, read_checkpoint, read_weights, save_checkpoint
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.data import CorpusConfig, PreparedData, open_data, prepare
+from lmcore.distributed.world import World
 from lmcore.errors import EXIT_INTERRUPTED, UserError
 from lmcore.evaluate import evaluate
 from lmcore.files import read_json, write_json
@@ -148,6 +150,32 @@ def test_stopped_and_resumed_equals_one_straight_run_bitwise(tmp_path, config, r
     assert train(config, straight).state == "complete"
     train_until(step, config, run)
     require_completed(config, run, straight)
+
+
+@pytest.mark.parametrize("step", [1, 6, 7])
+def test_the_loss_scale_goes_on_where_it_was(config, run, monkeypatch, step):
+    """It begins at 8 here and doubles after every two steps that are finite."""
+    scaler = partial(torch.amp.GradScaler, init_scale=8.0, growth_interval=2)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    config = replace(config, precision="fp16")
+    train_until(step, config, run)
+    train(config, run)
+    scale = read_checkpoint(run.checkpoints()[0])["extra"]["scaler"]
+    assert (scale["scale"], scale["_growth_tracker"]) == (8 * 2**6, 0)
+
+
+def test_the_best_loss_and_the_time_go_on_where_they_were(config, run, monkeypatch):
+    """The loss of step 4, before the run was stopped, stays the best."""
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: {4: 1.0, 8: 3.0, 12: 2.0}[self.step])
+    train_until(5, config, run)
+    stopped = run.status()["seconds"]
+    result = train(config, run)
+    assert (result.valid_loss, result.best_valid_loss) == (2.0, 1.0)
+    notes, extra = read_weights(run.best_weights)[1], read_checkpoint(run.checkpoints()[0])["extra"]
+    assert (notes["step"], notes["valid_loss"]) == (4, 1.0)
+    assert (extra["best_step"], extra["best_valid_loss"], extra["valid_loss"]) == (4, 1.0, 2.0)
+    seconds = [line["seconds"] for line in run.metrics_lines()]
+    assert seconds[1] < stopped < seconds[2] < seconds[-1] <= run.status()["seconds"]
 
 
 @pytest.mark.gpu
@@ -308,6 +336,73 @@ def test_metrics_lines(config, straight):
     assert lines[-1]["valid_loss"] < lines[2]["train_loss"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_throughput_and_mfu_are_of_training_steps_alone(config, run, monkeypatch, ranks):
+    """Of the whole batch, in the steps since the line before; the ranks have the sum of their peaks to use. A step
+    takes 2 s up to the sixth and 4 s after it, an evaluation 50 s and a save 30 s."""
+    now, steps, peaks = [0.0], iter([2.0] * 6 + [4.0] * 6), {("CPU", "bf16"): 1e7}
+
+    def slow(kind, name, seconds):
+        original = getattr(kind, name)
+
+        def method(*arguments, **options):
+            now[0] += seconds()
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(kind, name, method)
+
+    slow(PlainStep, "__call__", lambda: next(steps))
+    slow(Trainer, "evaluate", lambda: 50.0)
+    slow(Trainer, "save", lambda: 30.0)
+    monkeypatch.setattr(lmcore.train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(lmcore.train, "peak_flops", lambda *of: peaks[of])
+    monkeypatch.setattr(lmcore.train, "joined", lambda config: nullcontext(World(0, ranks)))
+    train(replace(config, precision="bf16"), run)
+    lines = run.metrics_lines()
+    rates = [line["tokens_per_second"] for line in lines]
+    assert rates == [4 * 16 / 2.0] * 3 + [4 * 16 / 4.0] * 3
+    flops_per_token = 3 * (2 * (8 * 16 * 16 + 4 * 16 * 16 + 6 * 16 * 24) + 2 * 16 * 300)
+    assert [line["mfu"] for line in lines] == pytest.approx([rate * flops_per_token / (ranks * 1e7) for rate in rates])
+    assert [line["seconds"] for line in lines] == [6, 8 + 50, 92, 150, 154, 246]  # of everything
+
+
+def test_a_line_has_the_mean_loss_since_the_line_before_and_the_norm_of_its_own_step(config, run, monkeypatch):
+    """Here step k has the loss k and the norm 10 k, of which 40 is not finite, as where loss scaling skips a step."""
+    counted = itertools.count(1)
+
+    def step(self, inputs, targets, lr):
+        number = next(counted)
+        return torch.tensor(float(number)), torch.tensor(math.inf if number == 4 else 10.0 * number)
+
+    monkeypatch.setattr(PlainStep, "__call__", step)
+    train(replace(config, precision="fp16"), run)
+    lines = run.metrics_lines()
+    assert [line["train_loss"] for line in lines] == [2, 4, 5.5, 7.5, 9, 11]
+    assert [line["grad_norm"] for line in lines] == [30, None, 60, 80, 90, 120]
+    rates = [cosine(number) for number in (4, 6, 8, 9, 12)]
+    assert [line["lr"] for line in lines] == pytest.approx([1e-2, *rates])
+
+
+def cosine(step: int) -> float:
+    """The learning rate of a step behind the warm-up of three."""
+    return 1e-2 * 0.5 * (1 + math.cos(math.pi * (step - 3) / (12 - 3)))
+
+
+def test_with_loss_scaling_the_norm_and_the_clipping_are_of_gradients_that_are_not_scaled(covered):
+    """The scale, 65,536 at first, is in neither: one step with a tight limit is that of float32, but for rounding."""
+    updates, ids = {}, torch.randint(300, (2, 4, 16))
+    for precision in ("fp32", "fp16"):
+        torch.manual_seed(0)
+        model = TransformerLM(covered.model)
+        settings = {"optimizer__name": "sgd", "optimizer__max_grad_norm": 0.01, "precision": precision}
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        norm = PlainStep(model, replace(covered, **settings), torch.device("cpu"))(*ids, 1.0)[1]
+        moved = torch.cat([(p - old).flatten() for p, old in zip(model.parameters(), before, strict=True)])
+        updates[precision] = norm.item(), moved.norm().item()
+    assert updates["fp16"] == pytest.approx(updates["fp32"], rel=0.02)
+    assert updates["fp32"][1] == pytest.approx(0.01, rel=1e-3)
+
+
 def test_the_learning_rate_ends_at_its_minimum(config, run):
     train(replace(config, optimizer__min_learning_rate=2e-3, optimizer__cosine_steps=9), run)
     rates = [line["lr"] for line in run.metrics_lines()]
@@ -422,6 +517,13 @@ def test_divergence_is_a_result_that_names_step_and_rate(config, run, monkeypatc
     step = read_checkpoint(run.checkpoints()[0])
     assert step["iteration"] == 5
     assert all(torch.isfinite(value).all() for value in step["model"].values())
+
+
+def test_a_validation_loss_that_is_not_finite_is_divergence(config, run, monkeypatch):
+    losses = iter([2.0, math.nan])  # each evaluation is one batch here
+    monkeypatch.setattr(PlainStep, "evaluation_loss", lambda self, *batch: torch.tensor(next(losses)))
+    assert train(config, run).state == "diverged"
+    assert "The validation loss was not finite at step 8" in run.status()["reason"]
 
 
 @pytest.mark.parametrize("place", [(Trainer, "__init__"), (PlainStep, "__call__")], ids=["building", "a step"])
