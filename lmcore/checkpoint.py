@@ -4,24 +4,28 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
-from typing import IO, Any, BinaryIO
+from pathlib import Path, PurePosixPath
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lmcore.config import ModelConfig, from_dict
-from lmcore.errors import UserError
-from lmcore.files import atomic_write, sha256_file
+from lmcore.errors import UserError, require, why_not_written
+from lmcore.files import PlainUnpickler, atomic_write, not_a_pipe, sha256_file
 from lmcore.model import TransformerLM
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import FileSystemReader
+
 FORMAT = 1
-CONTENT = {"iteration", "model_config", "model", "optimizer", "extra"}
+SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""Names of the types in a safetensors file."""
 Source = str | os.PathLike | BinaryIO | IO[bytes]
 
 
@@ -60,7 +64,7 @@ def _save(content: dict, file: IO[bytes], path: str | os.PathLike) -> None:
     try:
         torch.save(content, file)
     except RuntimeError as error:  # torch's zip writer reports a full disk so
-        raise UserError(f"Cannot write {path}: {str(error).splitlines()[0]}; nothing was changed there.") from error
+        raise UserError(f"Cannot write {path}: {why_not_written(error)}; nothing was changed there.") from error
 
 
 def load_checkpoint(src: Source, model: nn.Module, optimizer: Optimizer) -> int:
@@ -80,43 +84,111 @@ def read_checkpoint(src: Source, tensors: bool = True) -> dict[str, Any]:
     name = _name(src)
     if isinstance(src, str | os.PathLike) and Path(src).is_dir():
         return read_sharded_checkpoint(Path(src), tensors)
-    try:
-        content = torch.load(src, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"There is no checkpoint {name}.") from None
-    except Exception as error:  # a changed byte can make the reader stumble over anything, a lack of memory included
-        raise UserError(
-            f"{name} is not a whole checkpoint: it is truncated, damaged or of another kind ({type(error).__name__})."
-        ) from error
-    if not isinstance(content, dict) or not {"lmcore_format", "digest"} <= content.keys():
-        raise UserError(f"{name} was not written by lmcore's save_checkpoint.")
-    if content["lmcore_format"] != FORMAT:
-        raise UserError(f"{name} has checkpoint format {content['lmcore_format']}; this version reads {FORMAT}.")
-    body = {key: value for key, value in content.items() if key not in ("lmcore_format", "digest")}
-    if digest(body) != content["digest"]:
-        raise UserError(f"{name} is damaged: its content does not match its SHA-256 digest.")
-    if not body.keys() >= CONTENT:
-        raise UserError(f"{name} was not written by lmcore's save_checkpoint.")
+    with whole(name):
+        content = load_plain(src)
+        body = {key: value for key, value in content.items() if key not in ("lmcore_format", "digest")}
+        require(
+            digest(body) == content.get("digest", digest(body)),
+            f"{name} is damaged: its content does not match its SHA-256 digest.",
+        )
+    require("digest" in content and of_this_library(body), f"{name} was not written by lmcore's save_checkpoint.")
     return body
 
 
-SHARDED_STATE, MANIFEST = "state.pt", "manifest.json"
-"""Of a sharded checkpoint: everything but the tensors; the SHA-256 digest of every file, which is written last."""
+def load_plain(src: Source) -> dict[str, Any]:
+    """What `torch.save` wrote: tensors and plain values. Nothing else is loaded, and so nothing is run."""
+    name = _name(src)
+    with whole(name), warnings.catch_warnings(action="ignore"):  # of pickles that it will refuse
+        src = not_a_pipe(src) if isinstance(src, str | os.PathLike) else src
+        content = torch.load(src, map_location="cpu", weights_only=True)
+    known = isinstance(content, dict) and "lmcore_format" in content
+    require(known, f"{name} was not written by lmcore's save_checkpoint.")
+    there = content["lmcore_format"]
+    require(there == FORMAT, f"{name} has checkpoint format {there}; this version reads {FORMAT}.")
+    return content
+
+
+def of_this_library(content: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's content has everything that `save_states` puts there, each of its type."""
+    types = {"iteration": int, "model": Mapping, "optimizer": Mapping, "extra": Mapping}
+    there = all(isinstance(content.get(key), kind) for key, kind in types.items())
+    return there and isinstance(content.get("model_config"), Mapping | None)
+
+
+@contextmanager
+def whole(name: str) -> Iterator[None]:
+    """A block that reads a checkpoint: what goes wrong there becomes a `UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise UserError(f"There is no checkpoint {name}.") from None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a changed byte can make readers stumble over anything; PyTorch's is no Exception
+        raise UserError(
+            f"{name} is not a whole checkpoint: it is truncated, damaged or of another kind ({type(error).__name__})."
+        ) from error
+
+
+SHARDED_STATE, METADATA, MANIFEST = "state.pt", ".metadata", "manifest.json"
+"""Of a sharded checkpoint: everything but the tensors; PyTorch's table of the tensors' parts; the SHA-256 digest of
+every file, which is written last."""
+SHARDED_CONTENT = {"iteration", "model_config", "optimizer", "names", "numbers", "aliases", "extra"}
 
 
 def read_sharded_checkpoint(folder: Path, tensors: bool = True) -> dict[str, Any]:
     """`read_checkpoint` of a folder that `lmcore.distributed.sharded_checkpoint` wrote, on any number of processes."""
     verify_files(folder)
-    content = torch.load(folder / SHARDED_STATE, map_location="cpu", weights_only=True)
-    if not tensors:
-        return content
-    from torch.distributed.checkpoint import FileSystemReader, load
+    content = load_plain(folder / SHARDED_STATE)
+    reader = sharded_reader(folder)
+    with whole(str(folder)):
+        metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
+        require(content.keys() >= SHARDED_CONTENT, f"{folder} is not a whole checkpoint: {SHARDED_STATE} lacks a part.")
+        if not tensors:
+            return content
+        from torch.distributed.checkpoint import load
 
-    reader = FileSystemReader(folder)
-    metadata = reader.read_metadata().state_dict_metadata
-    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
-    with warnings.catch_warnings(action="ignore"):  # that one process is enough
-        load(found, storage_reader=reader, no_dist=True)
+        found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
+        with warnings.catch_warnings(action="ignore"):  # that one process is enough
+            load(found, storage_reader=reader, no_dist=True)
+        return put_together(content, found)
+
+
+def sharded_reader(folder: Path) -> "FileSystemReader":
+    """PyTorch's reader of distributed checkpoints, but for their metadata: a pickle, which could hold any call."""
+    from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
+
+    names = ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+             "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")  # fmt: skip
+    classes = [*(getattr(metadata, name) for name in names), filesystem._StorageInfo, torch.Size]
+    allowed = {(kind.__module__, kind.__qualname__): kind for kind in classes}
+    allowed |= {("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+    allowed |= {("torch.serialization", "_get_layout"): torch.serialization._get_layout}
+    allowed |= {(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")}
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
+            try:
+                with open(folder / METADATA, "rb") as file:
+                    content = PlainUnpickler(file, allowed).load()
+                places = {info.relative_path for info in content.storage_data.values()}
+                sound = all(isinstance(e, metadata.TensorStorageMetadata) for e in content.state_dict_metadata.values())
+            except Exception as error:  # a damaged pickle can raise anything
+                raise UserError(f"{folder} is not a whole checkpoint: {METADATA} cannot be read ({error}).") from None
+            require(
+                sound and all(Path(place).name == place for place in places),
+                f"{folder} is not a whole checkpoint: {METADATA} names more than tensors in its files.",
+            )
+            return content
+
+    return Reader(folder)
+
+
+def put_together(content: dict[str, Any], found: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The content of a sharded checkpoint as that of one file, from the tensors by `model.NAME` and
+    `optimizer.NAME.MOMENT`."""
     names, numbers = content.pop("names"), content.pop("numbers")
     moments: dict[str, dict[str, Any]] = {name: dict(values) for name, values in numbers.items()}
     for key, tensor in sorted(found.items()):
@@ -136,7 +208,10 @@ def verify_files(folder: Path) -> None:
     """Raises `UserError` unless a sharded checkpoint has all its files as they were written."""
     damaged = f"{folder} is not a whole checkpoint"
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads(not_a_pipe(folder / MANIFEST).read_text(encoding="utf-8"))
+        there = {path.name for path in folder.iterdir()} - {MANIFEST}
+        unlisted = sorted((there | {METADATA, SHARDED_STATE}) - manifest.keys())
+        require(not unlisted, f"{damaged}: {MANIFEST} has no digest of {', '.join(unlisted)}.")
         for name, noted in manifest.items():
             if sha256_file(folder / name) != noted:
                 raise UserError(f"{damaged}: {name} does not match its SHA-256 digest.")
@@ -226,11 +301,17 @@ def write_weights(config: ModelConfig, state: Mapping[str, Tensor], path: str | 
     weights = _distinct_weights(config, state)
     metadata = {"model_config": json.dumps(asdict(config)), "digest": digest(weights)}
     metadata |= {key: json.dumps(value) for key, value in notes.items()}
-    with atomic_write(path) as file:
-        try:
-            save_file(weights, file.name, metadata)
-        except SafetensorError as error:
-            raise UserError(f"Cannot write {path}: {error}; nothing was changed there.") from error
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in weights.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_write(path) as file:  # the package's own function makes another file, which only this user may read
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in weights.values():
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def load_model(path: str | os.PathLike, device: torch.device | str = "cpu") -> TransformerLM:
@@ -250,7 +331,7 @@ def load_model(path: str | os.PathLike, device: torch.device | str = "cpu") -> T
 def read_weights(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Verified tensors and notes of a `save_weights` file; the note `model_config` is a `ModelConfig`."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(not_a_pipe(path), framework="pt") as file:
             metadata = file.metadata() or {}
             weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
     except FileNotFoundError:

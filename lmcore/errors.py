@@ -81,3 +81,13 @@ FINISHED = tuple(state for state, code in EXIT_CODES.items() if code != EXIT_INT
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a disk, quota or file that is full."""
+
+
+def why_not_written(error: BaseException) -> str:
+    """What the system said to a writer that failed, also where a library put its own words in front of it."""
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, OSError) and behind.strerror:
+            return behind.strerror
+        behind = behind.__cause__ or behind.__context__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

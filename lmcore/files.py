@@ -1,21 +1,39 @@
-"""Files that are either whole or absent: write beside, fsync, rename."""
+"""Files that are either whole or absent: write beside, fsync, rename. What is read is data and nothing else."""
 
+import errno
+import fcntl
+import glob
 import hashlib
 import json
 import os
+import pickle
 import secrets
+import shutil
+import stat
+import tempfile
+import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 
 CHECKSUM = "crc32"
 """Key of the checksum in a value that has one."""
+
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+"""What a file system answers that is mounted without locks, as Lustre and NFS can be."""
+
+SECONDS_TO_HOLD = 0.5
+"""A temporary file is locked right after it is made; one that is older and unlocked was left by a killed process."""
+
+
+class Busy(UserError):
+    """Another process holds a lock."""
 
 
 @contextmanager
@@ -31,10 +49,12 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8"})) as file:
+            hold(file)
+            remove_abandoned(leftovers(path))
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            os.replace(temporary, path)  # while it is held
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -42,13 +62,79 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
             os.close(folder)
     except OSError as error:
         raise UserError(f"Cannot write {path}: {error.strerror or error}; nothing was changed there.") from error
+    except UnicodeEncodeError as error:  # names of files may be any bytes
+        said = f"Cannot write {path}: {error.object!r} is not UTF-8; rename it; nothing was changed there."
+        raise UserError(said) from error
     finally:
-        temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
+        with suppress(OSError):  # on a read-only file system even for a file that is not there
+            temporary.unlink()
+
+
+@contextmanager
+def temporary_folder(prefix: str, parent: str | os.PathLike | None = None) -> Iterator[Path]:
+    """A folder for the block, in `parent` or where temporary files go; those that killed processes left are removed."""
+    parent = Path(parent or tempfile.gettempdir())
+    remove_abandoned(parent.glob(f"{glob.escape(prefix)}*"))
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name, open(Path(name, ".lock"), "wb") as lock:
+        hold(lock)
+        yield Path(name)
+
+
+def hold(file: IO) -> bool:
+    """Locks an open file until it is closed; False where another process has it, or nothing can be locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def remove_abandoned(paths: Iterable[Path]) -> None:
+    """Removes those of the temporary files and folders, all of this user, that no living process holds."""
+    for path in paths:
+        with suppress(OSError):
+            found = path.lstat()
+            ours = found.st_uid == os.getuid() and time.time() - found.st_mtime > SECONDS_TO_HOLD
+            if ours and not path.is_symlink():
+                with open(path / ".lock" if path.is_dir() else path, "rb+") as file:
+                    if hold(file):
+                        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a whole folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def leftovers(path: Path) -> list[Path]:
     """Temporary files beside `path` of processes that were killed while they wrote it."""
-    return sorted(path.parent.glob(f".{path.name}.*.tmp"))
+    return sorted(path.parent.glob(f".{glob.escape(path.name)}.*.tmp"))
+
+
+@contextmanager
+def locked(lock: Path, busy: str, seconds: float = 0.0) -> Iterator[None]:
+    """Holds a lock file for the block. Raises `Busy(busy)` if another process has it for so long (-1: wait for it).
+
+    Raises `UserError` where the folder cannot be written to, or files cannot be locked.
+    """
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        held = FileLock(lock).acquire(timeout=seconds)
+    except Timeout:
+        raise Busy(busy) from None
+    except (OSError, NotImplementedError) as error:
+        number = getattr(error, "errno", errno.ENOSYS)
+        require(
+            number not in NO_LOCKS,
+            f"The file system of {lock.parent} cannot lock files, so two processes could spoil what is there; mount it "
+            "with flock, or choose a folder on another file system.",
+        )
+        raise UserError(f"The folder {lock.parent} cannot be written to ({os.strerror(number)}).") from error
+    with held:
+        yield
 
 
 def is_locked(lock: Path) -> bool:
@@ -87,10 +173,12 @@ def _as_json(value: Any) -> str:
 def read_json(path: str | os.PathLike) -> Any:
     """Reads a JSON file. Raises `UserError` if it is missing or is not JSON."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(not_a_pipe(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"There is no file {path}.") from None
-    except (OSError, ValueError) as error:
+    except UserError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}).") from error
 
 
@@ -109,9 +197,30 @@ def verified(value: dict[str, Any], previous: str = "") -> dict[str, Any] | None
 def sha256_file(path: str | os.PathLike, progress: Callable[[int], None] | None = None) -> str:
     """SHA-256 of a file in hexadecimal, read in pieces of 1 MiB; `progress` is called with the bytes of each."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open(not_a_pipe(path), "rb") as file:
         while piece := file.read(1 << 20):
             digest.update(piece)
             if progress is not None:
                 progress(len(piece))
     return digest.hexdigest()
+
+
+def not_a_pipe(path: str | os.PathLike) -> Path:
+    """The path, to be opened. Raises `UserError` for a pipe in a file's place: opening it could wait forever."""
+    with suppress(OSError):  # what is not there, opening says
+        mode = os.stat(path).st_mode
+        require(not stat.S_ISFIFO(mode) and not stat.S_ISSOCK(mode), f"{path} is a pipe, not a file.")
+    return Path(path)
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Loads numbers, strings, lists and dictionaries; of what has to be imported, only what `allowed` holds."""
+
+    def __init__(self, file: IO[bytes], allowed: Mapping[tuple[str, str], Any] | None = None):
+        super().__init__(file)
+        self.allowed = allowed or {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self.allowed:
+            raise pickle.UnpicklingError(f"{module}.{name} is not plain data")
+        return self.allowed[module, name]

@@ -1,10 +1,8 @@
 """The run folder: everything one training run wrote, who may write to it, and what it resumes from."""
 
-import errno
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,12 +10,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pandas as pd
-from filelock import FileLock, Timeout
 
 from lmcore.checkpoint import read_checkpoint, read_weights
 from lmcore.config import TrainConfig, from_dict, to_dict
 from lmcore.errors import UserError, require
-from lmcore.files import CHECKSUM, atomic_write, checksummed, leftovers, read_json, verified, write_in_place, write_json
+from lmcore.files import (
+    CHECKSUM,
+    Busy,
+    atomic_write,
+    checksummed,
+    leftovers,
+    locked,
+    not_a_pipe,
+    read_json,
+    remove,
+    verified,
+    write_in_place,
+    write_json,
+)
 from lmcore.provenance import utc_now
 
 FREE_TO_CHANGE = {
@@ -27,9 +37,6 @@ FREE_TO_CHANGE = {
 fingerprint)."""
 
 
-NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
-"""What a file system answers that is mounted without locks, as Lustre and NFS can be."""
-
 BUSY = "Another process is using the run folder"
 """Beginning of the sentence that refuses a second process."""
 
@@ -37,8 +44,8 @@ SECONDS_TO_WAIT = 1.0
 """How long a busy folder is tried: `is_busy` of another process holds it for an instant."""
 
 
-class RunBusy(UserError):
-    """Another process holds the run folder."""
+RunBusy = Busy
+"""Another process holds the run folder."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +84,8 @@ class RunFolder:
     @contextmanager
     def lock(self, seconds: float = SECONDS_TO_WAIT) -> Iterator[None]:
         """Holds the folder for this process. Raises `RunBusy` if another does, `UserError` if it cannot be held."""
-        try:
-            self.checkpoint_folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.path / ".lock")
-            lock.acquire(timeout=seconds)
-        except Timeout:
-            raise RunBusy(f"{BUSY} {self.path}; wait for it or choose another.") from None
-        except (OSError, NotImplementedError) as error:
-            number = getattr(error, "errno", errno.ENOSYS)
-            require(
-                number not in NO_LOCKS,
-                f"The file system of the run folder {self.path} cannot lock files, so two processes could spoil the "
-                "run; mount it with flock, or choose a folder on another file system.",
-            )
-            raise UserError(f"The run folder {self.path} cannot be written to ({os.strerror(number)}).") from error
-        try:
+        with locked(self.path / ".lock", f"{BUSY} {self.path}; wait for it or choose another.", seconds):
             yield
-        finally:
-            lock.release()
 
     def is_busy(self) -> bool:
         """Whether a process holds the folder at this moment."""
@@ -266,14 +257,6 @@ class FollowedRun(RunFolder):
         pass
 
 
-def remove(path: Path) -> None:
-    """Removes a file or a whole folder, if it is there."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def _json_or_none(path: Path) -> Any:
     with suppress(UserError):
         return read_json(path)
@@ -384,7 +367,7 @@ def _parsed(text: str) -> Any:
 
 
 def _append(path: Path, text: str, sync: bool = False) -> None:
-    with open(path, "a", encoding="utf-8") as file:
+    with open(not_a_pipe(path), "a", encoding="utf-8") as file:
         file.write(text)
         if sync:
             file.flush()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from lmcore.errors import UserError
+from lmcore.files import not_a_pipe
 
 END_OF_TEXT = "<|endoftext|>"
 """The special token between documents."""
@@ -39,7 +40,7 @@ def read_text(path: Path, on_read: Callable[[int], None] | None = None) -> Itera
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = on_disk = 0
     try:
-        with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
+        with open(not_a_pipe(path), "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
             while True:
                 data = file.read(CHUNK_BYTES)
                 undecoded = len(decoder.getstate()[0])

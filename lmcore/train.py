@@ -40,6 +40,7 @@ from lmcore.distributed.strategies import STRATEGIES, Alone
 from lmcore.distributed.world import World, joined
 from lmcore.errors import EXIT_CODES, NO_ROOM, UserError, require
 from lmcore.evaluate import score
+from lmcore.files import remove
 from lmcore.functional import cross_entropy
 from lmcore.fused.step import FusedStep
 from lmcore.fused.support import unsupported_reason
@@ -55,7 +56,6 @@ from lmcore.run import (
     is_complete,
     newest_state,
     open_trackers,
-    remove,
     require_same_data,
 )
 from lmcore.stopping import StopEvent, Stopped, stop_signals

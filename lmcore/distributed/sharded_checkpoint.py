@@ -21,13 +21,21 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lmcore.checkpoint import FORMAT, MANIFEST, SHARDED_STATE, require_same_architecture, restore
+from lmcore.checkpoint import (
+    FORMAT,
+    MANIFEST,
+    METADATA,
+    SHARDED_STATE,
+    load_plain,
+    require_same_architecture,
+    restore,
+    sharded_reader,
+)
 from lmcore.distributed.sharded_optimizer import ShardedOptimizer
 from lmcore.distributed.strategies import Alone
 from lmcore.distributed.world import World
 from lmcore.errors import UserError, require
-from lmcore.files import sha256_file, write_json
-from lmcore.run import remove
+from lmcore.files import remove, sha256_file, write_json
 
 
 def names_of(way: Alone, optimizer: Optimizer) -> list[str]:
@@ -159,7 +167,7 @@ def save_sharded(
         everyone = world.gather(digests)
         with world.checked(), writing(folder):
             if world.is_first:
-                for name in (".metadata", SHARDED_STATE):
+                for name in (METADATA, SHARDED_STATE):
                     digests[name] = sha256_file(temporary / name)
                 for part in everyone[1:]:
                     digests |= part
@@ -195,9 +203,9 @@ def load_sharded(way: Alone, optimizer: Optimizer, folder: Path, world: World) -
 
     The files must have been verified (`read_checkpoint(folder, tensors=False)`).
     """
-    content = torch.load(folder / SHARDED_STATE, map_location="cpu", weights_only=True)
+    content = load_plain(folder / SHARDED_STATE)
     require_same_architecture(content["model_config"], way.model.config, str(folder))
-    reader = dcp.FileSystemReader(folder)
+    reader = sharded_reader(folder)
     there = reader.read_metadata().state_dict_metadata
     names = {name: parameter for name, parameter in way.model.named_parameters()}
     owner = optimizer.owner if isinstance(optimizer, ShardedOptimizer) else {}

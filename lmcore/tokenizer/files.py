@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from lmcore.errors import UserError, require
-from lmcore.files import atomic_write, read_json, write_json
+from lmcore.files import atomic_write, not_a_pipe, read_json, write_json
 
 ENCODER_FILE, MERGES_FILE = "encoder.json", "vocab.bpe"
 HEADER = "#version: 0.2"
@@ -50,7 +50,7 @@ def read_vocab(path: str | os.PathLike) -> dict[int, bytes]:
 def read_merges(path: str | os.PathLike) -> list[tuple[bytes, bytes]]:
     """Reads `vocab.bpe`, with or without its header. Raises `UserError` if it is missing or not in that format."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = not_a_pipe(path).read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         raise UserError(f"There is no file {path}.") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -6,7 +6,6 @@ Reads the snapshots of `torch.cuda.memory._snapshot()`, the format that pytorch.
 
 import functools
 import os
-import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +17,16 @@ import numpy as np
 import pandas as pd
 
 from lmcore.errors import UserError, require
+from lmcore.files import PlainUnpickler, not_a_pipe
 
 UNKNOWN = "unknown"
 """Category of an allocation of which nobody said what it is for."""
 
 NO_FRAME = "no Python frame"
 """Source of what C++ allocated on a thread without Python, as the backward pass does on a GPU."""
+
+PYTHON_FILE = re.compile(r".*\.py|<(ipython-input|python-input|doctest|stdin|string)\b.*")
+"""Of a frame in Python: a file, or what notebooks, the interpreter and doctests have in place of one."""
 
 FREED = ("free_completed", "free")
 """Actions after which the memory may be used again (a request alone may still wait for another stream)."""
@@ -83,7 +86,7 @@ def read_snapshot(path: str | os.PathLike) -> dict[str, Any]:
     Nothing in the pickle is executed: it may hold plain data only. Raises `UserError` for any other file.
     """
     try:
-        with open(path, "rb") as file:
+        with open(not_a_pipe(path), "rb") as file:
             snapshot = PlainUnpickler(file).load()
     except OSError as error:
         raise UserError(f"Cannot read {path}: {error.strerror or error}.") from None
@@ -96,46 +99,52 @@ def read_snapshot(path: str | os.PathLike) -> dict[str, Any]:
     return snapshot
 
 
-class PlainUnpickler(pickle.Unpickler):
-    """Loads numbers, strings, lists and dictionaries, and refuses everything that would have to be imported."""
+def histories_of(snapshot: Mapping[str, Any]) -> dict[int, History]:
+    """The history of each device of a CUDA snapshot that allocated or freed while it was recorded, or held memory.
 
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} is not plain data")
-
-
-def history_of(snapshot: Mapping[str, Any], device: int | None = None) -> History:
-    """The history that a CUDA snapshot holds for one device (default: the one with the longest record).
-
-    Its segments show what lived at the end of the record. What of it the record does not tell of was there before.
+    The segments show what lived at the end of the record. What of it the record does not tell of was there before.
     Raises `UserError` for a snapshot without a history, or one that lacks what the format has.
     """
     try:
-        traces = snapshot["device_traces"]
+        traces = [[entry for entry in one if entry["action"] in ("alloc", *FREED)] for one in snapshot["device_traces"]]
         advice = "call torch.cuda.memory._record_memory_history(max_entries=...) before the work."
-        require(device is not None or any(map(len, traces)), f"The snapshot has no history: {advice}")
-        device = traces.index(max(traces, key=len)) if device is None else device
-        trace = [entry for entry in traces[device] if entry["action"] in ("alloc", *FREED)]
-        events = [
-            Event(entry["addr"], entry["size"], source_of(entry.get("frames") or ()))
-            if entry["action"] == "alloc"
-            else Event(entry["addr"], -entry["size"])
-            for entry in trace
-        ]
-        told = {event.address for event in events}
-        standing = [block for block in active_blocks(snapshot["segments"], device) if block.address not in told]
-        if any(not isinstance(event.bytes, int) or abs(event.bytes) >= 1 << 48 for event in (*events, *standing)):
-            raise TypeError("an allocation of an impossible size")
-        times = [entry.get("time_us", index) / 1e6 for index, entry in enumerate(trace)]  # old records have no times
-        seconds = (0.0, *(time - times[0] for time in times))
-        return History("torch.cuda memory history", replay(events, standing), seconds)
+        require(any(traces), f"The snapshot has no history: {advice}")
+        found = {device: device_history(trace, snapshot["segments"], device) for device, trace in enumerate(traces)}
+        return {device: history for device, history in found.items() if len(history.allocations)}
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise UserError(f"The snapshot is damaged, or in a format not known here ({error!r}).") from None
 
 
+def history_of(snapshot: Mapping[str, Any], device: int | None = None) -> History:
+    """That of `histories_of` for this device, or for the only one. Raises `UserError` if there are several."""
+    found = histories_of(snapshot)
+    chosen = list(found) if device is None else [device]
+    require(len(chosen) == 1, f"The snapshot is of the devices {', '.join(map(str, found))}: choose one of them.")
+    require(chosen[0] in found, f"The snapshot holds nothing of device {chosen[0]}.")
+    return found[chosen[0]]
+
+
+def device_history(trace: Sequence[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]], device: int) -> History:
+    """The history of one device, from its allocations and frees and the segments of all devices."""
+    events = [
+        Event(entry["addr"], entry["size"], source_of(entry.get("frames") or ()))
+        if entry["action"] == "alloc"
+        else Event(entry["addr"], -entry["size"])
+        for entry in trace
+    ]
+    told = {event.address for event in events}
+    standing = [block for block in active_blocks(segments, device) if block.address not in told]
+    if any(not isinstance(event.bytes, int) or abs(event.bytes) >= 1 << 48 for event in (*events, *standing)):
+        raise TypeError("an allocation of an impossible size")
+    times = [entry.get("time_us", index) / 1e6 for index, entry in enumerate(trace)]  # old records have no times
+    seconds = (0.0, *(time - times[0] for time in times))
+    return History("torch.cuda memory history", replay(events, standing), seconds)
+
+
 def active_blocks(segments: Sequence[Mapping[str, Any]], device: int) -> Iterable[Event]:
-    """What the allocator's segments hold for tensors at the moment of the snapshot."""
+    """What the allocator's segments hold for tensors at the moment of the snapshot; old ones are of device 0."""
     for segment in segments:
-        if segment.get("device", device) != device:
+        if segment.get("device", 0) != device:
             continue
         address = segment["address"]
         for block in segment["blocks"]:
@@ -151,7 +160,7 @@ def source_of(frames: Sequence[Mapping[str, Any]]) -> str:
     The innermost frame in lmcore as "lmcore/model.py:59 Linear.forward"; without one the innermost Python frame that
     is not PyTorch's own; else the operation of the backward pass, where C++ frames name it; else `NO_FRAME`.
     """
-    python = [frame for frame in frames if str(frame["filename"]).endswith(".py")]
+    python = [frame for frame in frames if PYTHON_FILE.fullmatch(str(frame["filename"]))]
     for frame in python:
         if ours := frame_in_lmcore(frame["filename"], frame["line"], frame["name"]):
             return ours
