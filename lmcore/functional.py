@@ -28,7 +28,10 @@ def silu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def dropout(x: Float[Tensor, "..."], p: float, training: bool) -> Float[Tensor, "..."]:
-    """Zeroes each element with probability `p` and scales the rest by 1 / (1 - p); `x` itself when not training."""
+    """Zeroes each element with probability `p` and scales the rest by 1 / (1 - p); `x` itself when not training.
+
+    The random numbers are float32: those of half precision are too coarse for a small `p`.
+    """
     if not training or p == 0.0:
         return x
     return x * (torch.rand_like(x, dtype=torch.float32) >= p) * (1.0 / (1.0 - p))

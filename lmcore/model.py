@@ -129,7 +129,8 @@ class RotaryPositionalEmbedding(nn.Module):
     """Rotates pairs of features by angles that grow with the position (section 3.5.3; Su et al. 2021).
 
     Pair k (from 0) of position i turns by i / theta**(2k / d_k). Cosines and sines of the first `max_seq_len`
-    positions are computed once, in float32, and are not part of the state dict. Raises `UserError` if `d_k` is odd.
+    positions are computed once, in float64, kept in float32, and are not part of the state dict. Raises `UserError`
+    if `d_k` is odd.
     """
 
     cos: Tensor

@@ -97,14 +97,12 @@ def test_require_context(x, sentence):
 
 @SAMPLINGS
 def test_a_step_is_a_function_of_seed_and_step(sampling):
-    x = np.arange(500)
-    config = train_config(sampling=sampling, seed=5)
-    batches = [batch_at_step(x, config, step, "cpu")[0] for step in range(40)]
+    x = np.arange(520)  # 64 windows, so that each epoch begins with a batch
+    configs = [train_config(sampling=sampling, seed=seed) for seed in (5, 6, 7)]
+    batches = [[batch_at_step(x, config, step, "cpu")[0] for step in range(40)] for config in configs]
     for step in (39, 3, 17, 0):  # in any order, as after a resumption
-        assert torch.equal(batch_at_step(x, config, step, "cpu")[0], batches[step])
-    assert len({tuple(batch.flatten().tolist()) for batch in batches}) == 40
-    other = train_config(sampling=sampling, seed=6)
-    assert not torch.equal(batch_at_step(x, other, 0, "cpu")[0], batches[0])
+        assert torch.equal(batch_at_step(x, configs[0], step, "cpu")[0], batches[0][step])
+    assert len({tuple(batch.flatten().tolist()) for run in batches for batch in run}) == 3 * 40  # seeds share none
 
 
 @settings(max_examples=60, deadline=None)
@@ -150,6 +148,17 @@ def test_validation_covers_everything_in_order(context_length, extra, batch_size
     assert targets.tolist() == list(range(1, covered + 1))
     assert 0 <= num_tokens - 1 - covered < context_length
     assert all(len(inputs) == batch_size for inputs, _ in batches[:-1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 60), st.integers(1, 5), st.integers(1, 4))
+def test_ranks_share_the_validation_windows_in_equally_many_batches(context_length, extra, batch_size, size):
+    """A rank with a batch less would leave the others waiting in a collective."""
+    x = np.arange(context_length + extra)
+    ranks = [[*validation_batches(x, context_length, batch_size, "cpu", rank, size)] for rank in range(size)]
+    assert len({len(batches) for batches in ranks}) == 1
+    dealt = [part for turn in zip(*ranks, strict=True) for part in turn if len(part[0])]
+    assert_same(dealt, [*validation_batches(x, context_length, batch_size, "cpu")])
 
 
 # ------------------------------------------------------------------------------------------------ read ahead

@@ -23,6 +23,7 @@ from lmcore.optimizer import (
     gradient_clipping,
     gradient_norm,
     orthogonalize,
+    set_learning_rate,
 )
 
 
@@ -244,6 +245,22 @@ def test_build_optimizer_holds_every_parameter_once(name, switches):
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters())
     assert {group["lr"] for group in optimizer.param_groups} == {2e-3}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@given(st.floats(0, 1), st.floats(0, 0.99), st.floats(0, 0.999), st.floats(1e-12, 1e-3), st.floats(0, 1), st.booleans())
+@settings(max_examples=10, deadline=None)
+def test_every_group_has_the_configured_settings_and_follows_the_schedule(name, rate, beta1, beta2, eps, decay, norms):
+    config = OptimizerConfig(
+        name=name, learning_rate=1e-3, min_learning_rate=0.0, betas=(beta1, beta2), eps=eps, weight_decay=decay,
+        decay_norms=norms,
+    )  # fmt: skip
+    optimizer = build_optimizer(TransformerLM(model_config("smoke", vocab_size=50), device="meta"), config)
+    set_learning_rate(optimizer, rate)
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (rate, (beta1, beta2), eps)
+        decays = norms or group["params"][0].ndim == 2
+        assert group["weight_decay"] == (decay if decays else 0)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
