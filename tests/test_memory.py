@@ -206,8 +206,14 @@ def test_the_command_reads_snapshots_of_others_and_refuses_what_is_none(tmp_path
     path.write_bytes(pickle.dumps({"device_traces": [[alloc]], "segments": []}))
     assert main(["memory", "--snapshot", str(path)]) == 0
     said = capsys.readouterr().out
-    assert "Peak: 5.00 MB" in said
+    assert said.startswith("Device 0: torch.cuda memory history, 1 events. Peak: 5.00 MB")
     assert "unknown" in said
+    larger = [alloc | {"size": 70_000_000}]  # the shorter record has the larger peak
+    path.write_bytes(pickle.dumps({"device_traces": [[alloc, alloc | {"addr": 9}], larger], "segments": []}))
+    assert main(["memory", "--snapshot", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "Device 0: torch.cuda memory history, 2 events. Peak: 10.0 MB" in said
+    assert "Device 1: torch.cuda memory history, 1 events. Peak: 70.0 MB" in said
     assert main(["memory", "--snapshot", __file__]) == 2
     assert "is not a memory snapshot" in capsys.readouterr().err
     assert main(["memory", "--size", "huge"]) == 2

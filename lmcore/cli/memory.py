@@ -10,7 +10,6 @@ import tyro
 from lmcore.config import ModelConfig, require_choices
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
 from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
-from lmcore.stopping import stoppable
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,11 @@ def memory(
     """
     require(top > 0, f"--top must be positive, not {top}.")
     if snapshot is not None:  # what its allocations were for is unknown
-        from lmcore.profiling.memory.snapshot import history_of, read_snapshot
+        from lmcore.profiling.memory.snapshot import histories_of, read_snapshot
         from lmcore.profiling.memory.timeline import summary
 
-        print(described(summary(history_of(read_snapshot(snapshot))), top))
+        histories = histories_of(read_snapshot(snapshot))
+        print("\n\n".join(f"Device {n}: {described(summary(one), top)}" for n, one in histories.items()))
         return 0
     from lmcore.profiling.memory.profile import profile_memory, profile_memory_without_snapshot
     from lmcore.profiling.memory.timeline_html import write_timeline
@@ -71,8 +71,7 @@ def memory(
 
     cases = benchmark_cases(BenchmarkConfig(**vars(settings), steps=1))
     task = profile_memory if keep_snapshot else profile_memory_without_snapshot
-    with stoppable():
-        records = run_cases(task, cases, out / "cases", title="memory")
+    records = run_cases(task, cases, out / "cases", title="memory")
     for name, found in records.items():
         if found["outcome"] != "complete":
             print(f"\n{name}: {found['outcome']}: {found['reason']}")
