@@ -1,5 +1,7 @@
 """Prepared corpora: what the folder holds, reuse, exact counts on real text, and every way it can be wrong."""
 
+import copy
+import dataclasses
 import hashlib
 import json
 import math
@@ -78,6 +80,27 @@ def test_fingerprint_is_of_the_content(prepared, corpus, tmp_path):
     same = prepare(tmp_path / "renamed.txt", BYTES, tmp_path / "elsewhere", progress=False)
     other = prepare(corpus, BYTES, tmp_path / "other", CorpusConfig(valid_fraction=0.5), progress=False)
     assert same.fingerprint == prepared.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("place", "decides"),
+    [
+        (("dtype",), True),
+        (("vocab_size",), True),
+        (("tokenizer_fingerprint",), True),
+        (("splits", "train", "sha256"), True),
+        (("splits", "valid", "sha256"), True),
+        (("request", "source", "name"), False),
+    ],
+)
+def test_fingerprint_is_of_all_that_decides_the_ids(prepared, place, decides):
+    manifest = copy.deepcopy(prepared.manifest)
+    *parents, key = place
+    part = manifest
+    for parent in parents:
+        part = part[parent]
+    part[key] = "another"
+    assert (dataclasses.replace(prepared, manifest=manifest).fingerprint != prepared.fingerprint) == decides
 
 
 @pytest.mark.parametrize(
