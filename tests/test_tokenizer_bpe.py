@@ -291,6 +291,27 @@ def test_special_tokens_first_still_bridge():
     assert moved.to_tiktoken().encode(text, allowed_special="all") == moved.encode(text)
 
 
+def test_a_million_blanks_or_line_ends_in_a_document():
+    """tiktoken panics on them. Of a run before a word the last blank belongs to the word, as in " y"."""
+    vocab = {byte: bytes([byte]) for byte in range(256)} | {256: b"  "}
+    tokenizer = Tokenizer(vocab, [(b" ", b" ")], [END_OF_TEXT])
+    many, special = 1_000_001, [*END_OF_TEXT.encode()]
+    documents = [
+        "x" + many * " " + "y",
+        "a  b",
+        many * "\n" + END_OF_TEXT,
+        "x" + many * "\u3000",
+        99 * "word " + "\ud800",
+    ]
+    assert tokenizer.encode_documents(documents) == [
+        [120, *[256] * 500_000, 32, 121],
+        [97, 32, 32, 98],
+        [*[10] * many, *special],
+        [120, *[0xE3, 0x80, 0x80] * many],
+        [*99 * b"word ", 0xEF, 0xBF, 0xBD],
+    ]
+
+
 def test_encode_documents_reads_special_tokens_as_text():
     documents = ["the cat<|endoftext|>", "", "語"]
     encoded = BRIDGED.encode_documents(documents)

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,8 +32,19 @@ CACHED_CHUNKS = 1 << 16
 LONG = 100
 """Pretokens of more bytes are merged by `merge_long`; the ids of text of more characters are not kept."""
 
+SAMPLED = 1 << 16
+"""Of a long text every so many characters are looked at: eight in a row that are white space are taken for a run of it.
+tiktoken's pattern engine ends in a panic, which is no `Exception`, at a run of a million (0.14)."""
+
+RUN_OF_SPACE = re.compile(r"\s{8}")
+
 NO_MERGE = 1 << 62
 """Rank of a pair that is not merged, above all others."""
+
+
+def well_formed(text: str) -> str:
+    """The text with surrogate pairs joined and lone surrogates replaced, as tiktoken does."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def merge_ids(ids: list, ranks: dict[tuple, int], merged: Sequence) -> list:
@@ -174,15 +186,16 @@ class Tokenizer:
 
         Merges in Python, in a time that grows in proportion to the text; the ids of chunks seen before are looked up.
         """
-        if not text.isascii():  # joins surrogate pairs and replaces lone surrogates, as tiktoken does
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        ids: list[int] = []
+        text, ids = well_formed(text), []
         for place, part in enumerate(self._special_pattern.split(text) if self._special_pattern else [text]):
-            if place % 2:
-                ids.append(self._special_ids[part])
-                continue
-            for chunk in chunks(part):
-                ids += self._cache.get(chunk) or self._encode_chunk(chunk)
+            ids += [self._special_ids[part]] if place % 2 else self._encode_ordinary(part)
+        return ids
+
+    def _encode_ordinary(self, text: str) -> list[int]:
+        """The ids of `text`, special tokens in it read as plain text."""
+        ids: list[int] = []
+        for chunk in chunks(text):
+            ids += self._cache.get(chunk) or self._encode_chunk(chunk)
         return ids
 
     def _encode_chunk(self, chunk: str) -> list[int]:
@@ -213,9 +226,14 @@ class Tokenizer:
     def encode_documents(self, documents: Iterable[str]) -> list[list[int]]:
         """The ids of each document, by tiktoken, on all cores. Special tokens in the text are read as plain text.
 
-        Raises `UserError` where `to_tiktoken` does.
+        Raises `UserError` where `to_tiktoken` does. Documents with white space without end, on which tiktoken would
+        fail, are encoded by `encode`'s own merging, to the same ids.
         """
-        return self._tiktoken.encode_ordinary_batch(list(documents), num_threads=available_cores())
+        documents, tiktoken = list(documents), self._tiktoken
+        ours = {n: text for n, text in enumerate(documents) if RUN_OF_SPACE.search(text[::SAMPLED])}
+        theirs = ["" if n in ours else text for n, text in enumerate(documents)]
+        found = tiktoken.encode_ordinary_batch(theirs, num_threads=available_cores())
+        return [self._encode_ordinary(well_formed(ours[n])) if n in ours else ids for n, ids in enumerate(found)]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of the ids (a list, array or tensor of one dimension). Raises `UserError` on an unknown id."""
