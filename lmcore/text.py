@@ -3,6 +3,7 @@
 import codecs
 import gzip
 import re
+import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,8 +16,27 @@ END_OF_TEXT = "<|endoftext|>"
 
 CHUNK_BYTES = 1 << 20
 
+TABLES = {
+    ".jsonl": "read_json(path, lines=True)",
+    ".ndjson": "read_json(path, lines=True)",
+    ".json": "read_json(path)",
+    ".csv": "read_csv(path)",
+    ".tsv": "read_csv(path, sep='\\t')",
+    ".parquet": "read_parquet(path)",
+}
+"""Suffixes of files that hold texts in records, and how pandas reads them."""
+
 ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
 """What a terminal takes as colours and movements."""
+
+
+def is_utf8(text: str) -> bool:
+    """Whether UTF-8 can hold the text: names of files may have other bytes, which Python reads as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeError:
+        return False
+    return True
 
 
 def utf8_text(pieces: Iterable[str]) -> Iterator[str]:
@@ -32,11 +52,25 @@ def utf8_text(pieces: Iterable[str]) -> Iterator[str]:
         raise UserError("The text is not UTF-8; convert it first, for example with iconv.") from None
 
 
+def require_text(path: Path) -> None:
+    """Raises `UserError` for a file with records, whose braces, keys and commas would be read as text."""
+    name = re.sub(r"\.gz$", "", path.name, flags=re.IGNORECASE)
+    if reader := TABLES.get(Path(name.lower()).suffix):
+        program = f"import pandas, sys; path = sys.argv[1]; print(*pandas.{reader}['text'], sep='\\n{END_OF_TEXT}\\n')"
+        target = Path(name).with_suffix(".txt")
+        raise UserError(
+            f"{path} holds records, not plain text. Write the texts in them (here those called text) to a text file "
+            f'first:\npython -c "{program}" {shlex.quote(str(path))} > {shlex.quote(str(target))}'
+        )
+
+
 def read_text(path: Path, on_read: Callable[[int], None] | None = None) -> Iterator[str]:
     """The UTF-8 text of a plain or gzipped (`.gz`) file in chunks; `on_read` gets the bytes read from disk for each.
 
-    Raises `UserError` that names the file, and for text that is not UTF-8 the offset of the first bad byte.
+    Raises `UserError` that names the file, and for text that is not UTF-8 the offset of the first bad byte; for files
+    with records see `require_text`.
     """
+    require_text(path)
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = on_disk = 0
     try:

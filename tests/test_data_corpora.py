@@ -1,7 +1,10 @@
 """Documents from files and folders: streaming, splitting, the rule for folders, broken files."""
 
 import gzip
+import subprocess
+import sys
 
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +13,7 @@ from lmcore.data import CorpusConfig, TextCorpus, open_corpus
 from lmcore.data.corpora import safe_cut, split_documents
 from lmcore.errors import UserError
 from lmcore.text import read_text
-from lmcore.tokenizer import pretokens
+from lmcore.tokenizer import pretokens, train_bpe
 
 EOT = "<|endoftext|>"
 
@@ -129,6 +132,39 @@ def test_files_that_are_no_text(tmp_path, name, content, sentence):
     with pytest.raises(UserError, match=sentence) as error:
         texts(open_corpus(tmp_path / name), "train")
     assert name in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".tsv", ".json", ".jsonl.gz"])
+def test_records_are_refused_with_the_command_that_makes_text_of_them(tmp_path, suffix):
+    """As a corpus, as a file named in the options, in a folder, and to train a tokenizer on."""
+    table = pd.DataFrame({"id": [1, 2], "text": ["One, two.", 'A "dog"\nbarks.']})
+    path = tmp_path / f"the train{suffix}"
+    if ".json" in suffix:
+        table.to_json(path, orient="records", lines="jsonl" in suffix)
+    else:
+        table.to_csv(path, index=False, sep="\t" if suffix == ".tsv" else ",")
+    plain = write(tmp_path / "plain.txt", ["a", "b"])
+    used = [lambda: open_corpus(path), lambda: open_corpus(plain, CorpusConfig(valid=str(path)))]
+    used += [lambda: open_corpus(plain, CorpusConfig(extra_train=(str(path),)))]
+    used += [lambda: train_bpe(path, 300, []), lambda: train_bpe([plain, path], 300, [])]
+    used += [lambda: open_corpus(tmp_path)] * (suffix != ".json")
+    for use in used:
+        with pytest.raises(UserError, match="holds records, not plain text") as error:
+            use()
+    command = str(error.value).splitlines()[1].replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert texts(open_corpus(tmp_path / "the train.txt", CorpusConfig(valid=str(plain))), "train") == list(
+        table["text"]
+    )
+
+
+def test_a_folder_whose_validation_text_is_in_records_is_refused(tmp_path):
+    write(tmp_path / "train.txt", ["a", "b"])
+    (tmp_path / "statistics.csv").write_text("n\n1\n")  # of no split: passed over
+    assert both(tmp_path) == (["a"], ["b"])
+    (tmp_path / "valid.jsonl").write_text('{"text": "c"}\n')
+    with pytest.raises(UserError, match=r"valid\.jsonl holds records"):
+        open_corpus(tmp_path)
 
 
 def test_a_single_file_is_split_by_documents(tmp_path):

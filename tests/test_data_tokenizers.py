@@ -60,6 +60,9 @@ def test_load_gpt2_searches_variable_folder_and_cache(shared_data, tmp_path, mon
     shutil.rmtree(tmp_path / "cache")
     shutil.copytree(folder, tmp_path / "data" / "gpt2")
     assert load_gpt2().vocab_size == 50_257
+    for name, usual in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
+        (tmp_path / "data" / "gpt2" / name).rename(tmp_path / "data" / "gpt2" / usual)
+    assert load_gpt2(download=False).fingerprint == tokenizers.GPT2_FINGERPRINT
     monkeypatch.setenv("LMCORE_GPT2", str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="nowhere"):
         load_gpt2()

@@ -354,6 +354,25 @@ def test_save_and_load_keep_everything(tmp_path):
     assert Tokenizer.load(folder).special_tokens == [END_OF_TEXT]
 
 
+def test_hugging_face_s_names_of_the_files_and_another_pattern(tmp_path):
+    plain = Tokenizer(
+        {byte: bytes([byte]) for byte in range(256)} | {256: b"th", 257: END_OF_TEXT.encode()}, [(b"t", b"h")]
+    )
+    plain.save(tmp_path)
+    (tmp_path / "special_tokens.json").unlink()
+    (tmp_path / "encoder.json").rename(tmp_path / "vocab.json")
+    with pytest.raises(UserError, match=r"neither encoder\.json and vocab\.bpe, nor vocab\.json and merges\.txt"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "vocab.bpe").rename(tmp_path / "merges.txt")
+    ours = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"pre_tokenizer": ours}))
+    assert Tokenizer.load(tmp_path).encode(f"the{END_OF_TEXT}") == [256, 101, 257]
+    for other in ({"type": "Sequence", "pretokenizers": []}, ours | {"use_regex": False}, None):
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"pre_tokenizer": other}))
+        with pytest.raises(UserError, match=r"tokenizer\.json splits text by another pattern than GPT-2's"):
+            Tokenizer.load(tmp_path)
+
+
 def test_fingerprint_is_the_same_in_every_process_and_changes_with_every_part():
     code = "from test_tokenizer_bpe import small_tokenizer; print(small_tokenizer().fingerprint)"
     command = [sys.executable, "-c", code]

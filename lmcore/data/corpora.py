@@ -14,7 +14,7 @@ from lmcore.data.downloads import SOURCES, download
 from lmcore.data.grammar import sample_stories, stories
 from lmcore.errors import UserError, require
 from lmcore.files import sha256_file
-from lmcore.text import END_OF_TEXT, read_text
+from lmcore.text import END_OF_TEXT, TABLES, is_utf8, read_text, require_text
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val")}
@@ -116,6 +116,9 @@ class TextCorpus:
     def __post_init__(self):
         for path in self.train_files + self.valid_files + self.extra_train:
             require(path.is_file(), f"There is no file {path}.")
+            require_text(path)
+        for name in (self.name, *(path.name for path in self.train_files + self.valid_files + self.extra_train)):
+            require(is_utf8(name), f"The name {name!r} is not UTF-8, as the manifest is; rename that file or folder.")
 
     def size(self, split: str) -> int:
         """Bytes on disk that `documents` reads for the split; its calls of `on_read` add up to this."""
@@ -244,9 +247,13 @@ def file_of_split(split: str, texts: list[Path], folder: Path) -> Path | None:
 
 
 def is_text_file(path: Path) -> bool:
-    """Whether the name is that of a plain or gzipped text file, and not a hidden one."""
+    """Whether the name is that of a plain or gzipped file with texts, and not a hidden one.
+
+    One with records counts, so that it is refused and not passed over; but JSON is often what describes the others.
+    """
     name = path.name.lower().removesuffix(".gz")
-    return path.is_file() and not name.startswith(".") and name.endswith(TEXT_SUFFIXES)
+    suffixes = (*TEXT_SUFFIXES, *(TABLES.keys() - {".json"}))
+    return path.is_file() and not name.startswith(".") and name.endswith(suffixes)
 
 
 def stem(path: Path) -> str:

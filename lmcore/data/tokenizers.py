@@ -3,14 +3,15 @@
 import hashlib
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from lmcore.data.corpora import Corpus, TextCorpus, open_corpus
 from lmcore.errors import UserError, require
-from lmcore.files import sha256_file
+from lmcore.files import sha256_file, temporary_folder
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer, train_bpe
-from lmcore.tokenizer.files import ENCODER_FILE, MERGES_FILE
+from lmcore.tokenizer.files import ENCODER_FILE, MERGES_FILE, find_files
 
 GPT2_FINGERPRINT = "bfdf7cf9b4f00a1998bdcf173f13e785683958f82a06516f77ee823d6bc0ef7f"
 """`Tokenizer.fingerprint` of GPT-2 with <|endoftext|> as its special token."""
@@ -31,9 +32,9 @@ DOWNLOAD_TIMEOUT = 15
 def load_gpt2(folder: str | os.PathLike | None = None, *, download: bool = True) -> Tokenizer:
     """GPT-2's tokenizer (50,257 tokens, <|endoftext|> special).
 
-    Looks for `encoder.json` and `vocab.bpe` in `folder`; without one in the folder that the variable LMCORE_GPT2
-    names, in `data/gpt2`, and in tiktoken's cache, into which it downloads them at last, unless `download` is false.
-    Raises `UserError` if they are nowhere, or are not GPT-2's.
+    Looks for `encoder.json` and `vocab.bpe`, or `vocab.json` and `merges.txt`, in `folder`; without one in the folder
+    that the variable LMCORE_GPT2 names, in `data/gpt2`, and in tiktoken's cache, into which it downloads them at last,
+    unless `download` is false. Raises `UserError` if they are nowhere, or are not GPT-2's.
     """
     encoder, merges = _find(folder, download)
     tokenizer = Tokenizer.from_files(encoder, merges, [END_OF_TEXT])
@@ -44,11 +45,12 @@ def load_gpt2(folder: str | os.PathLike | None = None, *, download: bool = True)
     return tokenizer
 
 
-def _find(folder: str | os.PathLike | None, download: bool) -> list[Path]:
-    named = folder or os.environ.get(FOLDER_VARIABLE)
-    if named or all((DEFAULT_FOLDER / name).is_file() for name in SHA256):
-        return [Path(named or DEFAULT_FOLDER) / name for name in SHA256]
-    return [_cached(name, download) for name in SHA256]
+def _find(folder: str | os.PathLike | None, download: bool) -> tuple[Path, Path]:
+    if named := folder or os.environ.get(FOLDER_VARIABLE):
+        return find_files(named)
+    with suppress(UserError):
+        return find_files(DEFAULT_FOLDER)
+    return _cached(ENCODER_FILE, download), _cached(MERGES_FILE, download)
 
 
 def _cached(name: str, download: bool) -> Path:
@@ -106,7 +108,8 @@ def tokenizer_for(
 
     `gpt2`: GPT-2's own. `bpe:10000`: a byte-level BPE with that many tokens, trained on the training split of
     `source`, whose text may be gathered in `work_folder` (None: the system's folder for temporary files). Anything
-    else: a folder with a saved tokenizer, or with GPT-2's `vocab.bpe` and `encoder.json`.
+    else: a folder with a saved tokenizer, or with files in GPT-2's format, `encoder.json` and `vocab.bpe` or
+    `vocab.json` and `merges.txt`.
     """
     if not is_specification(specification):
         return load_tokenizer(Path(specification))
@@ -120,8 +123,8 @@ def tokenizer_for(
     corpus = open_corpus(source) if isinstance(source, str | os.PathLike) else source
     if isinstance(corpus, TextCorpus) and corpus.valid_files:  # the files are the training split, as they are
         return Tokenizer(*train_bpe(corpus.train_files + corpus.extra_train, int(size), [END_OF_TEXT]), [END_OF_TEXT])
-    with tempfile.TemporaryDirectory(prefix="training-text-", dir=work_folder) as temporary:
-        path = Path(temporary) / "train.txt"
+    with temporary_folder("training-text-", work_folder) as temporary:
+        path = temporary / "train.txt"
         with open(path, "wb") as file:
             for piece in corpus.documents("train"):
                 file.write(piece.text.encode())

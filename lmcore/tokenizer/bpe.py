@@ -253,7 +253,8 @@ class Tokenizer:
     def from_files(
         cls, vocab_path: str | os.PathLike, merges_path: str | os.PathLike, special_tokens: Sequence[str] | None = None
     ) -> "Tokenizer":
-        """Reads files in GPT-2's format (`encoder.json` and `vocab.bpe`), which `save` writes too."""
+        """Reads files in GPT-2's format (`encoder.json` and `vocab.bpe`, as `save` writes them, or `vocab.json` and
+        `merges.txt`)."""
         return cls(files.read_vocab(vocab_path), files.read_merges(merges_path), special_tokens)
 
     def save(self, folder: str | os.PathLike) -> None:
@@ -263,11 +264,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> "Tokenizer":
-        """Reads what `save` wrote. Without `special_tokens.json`, <|endoftext|> is special if the vocabulary has it."""
-        folder = Path(folder)
-        vocab, merges = files.read_vocab(folder / files.ENCODER_FILE), files.read_merges(folder / files.MERGES_FILE)
+        """Reads what `save` wrote, or files as in `from_files`. Without `special_tokens.json`, <|endoftext|> is special
+        if the vocabulary has it."""
+        vocab_path, merges_path = files.find_files(folder)
+        vocab, merges = files.read_vocab(vocab_path), files.read_merges(merges_path)
         special_tokens: Any = [END_OF_TEXT] if END_OF_TEXT.encode() in vocab.values() else []
-        if (path := folder / SPECIAL_TOKENS_FILE).exists():
+        if (path := Path(folder) / SPECIAL_TOKENS_FILE).exists():
             special_tokens = read_json(path)
             require(isinstance(special_tokens, list), f"{path} must be a JSON list of strings.")
         return cls(vocab, merges, special_tokens)

@@ -1,5 +1,6 @@
 """Files in GPT-2's format: `encoder.json` (token -> id) and `vocab.bpe` (one merge a line).
 
+Hugging Face calls the same files `vocab.json` and `merges.txt`.
 Both write the bytes of a token as printable characters (Radford et al. 2019): a byte whose Latin-1 character can be
 seen stands for itself, the others take the characters from U+0100 on, so that a space is written Ġ.
 """
@@ -11,6 +12,7 @@ from lmcore.errors import UserError, require
 from lmcore.files import atomic_write, not_a_pipe, read_json, write_json
 
 ENCODER_FILE, MERGES_FILE = "encoder.json", "vocab.bpe"
+FILE_NAMES = ((ENCODER_FILE, MERGES_FILE), ("vocab.json", "merges.txt"))
 HEADER = "#version: 0.2"
 
 _VISIBLE = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
@@ -33,6 +35,23 @@ def from_printable(text: str, path: str | os.PathLike) -> bytes:
             f"{path} holds the token {text!r}, whose character {error.args[0]!r} is not in GPT-2's byte alphabet; "
             "give files in GPT-2's format."
         ) from None
+
+
+def find_files(folder: str | os.PathLike) -> tuple[Path, Path]:
+    """Vocabulary and merges in `folder`, by the first pair of `FILE_NAMES` that is there.
+
+    Raises `UserError` if none is, or where a `tokenizer.json` beside them splits text by another pattern than GPT-2's.
+    """
+    pairs = [(Path(folder) / vocab, Path(folder) / merges) for vocab, merges in FILE_NAMES]
+    found = [pair for pair in pairs if all(path.is_file() for path in pair)]
+    names = ", nor ".join(" and ".join(pair) for pair in FILE_NAMES)
+    require(bool(found), f"There is no tokenizer in {folder}: it has neither {names}.")
+    if (path := Path(folder) / "tokenizer.json").is_file():
+        whole = read_json(path)
+        split = whole.get("pre_tokenizer") if isinstance(whole, dict) else None
+        known = isinstance(split, dict) and split.get("type") == "ByteLevel" and split.get("use_regex", True) is True
+        require(known, f"{path} splits text by another pattern than GPT-2's, the only one known here.")
+    return found[0]
 
 
 def read_vocab(path: str | os.PathLike) -> dict[int, bytes]:
