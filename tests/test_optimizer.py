@@ -247,6 +247,9 @@ def test_build_optimizer_holds_every_parameter_once(name, switches):
     assert {group["lr"] for group in optimizer.param_groups} == {2e-3}
 
 
+META = TransformerLM(model_config("smoke", vocab_size=50), device="meta")
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @given(st.floats(0, 1), st.floats(0, 0.99), st.floats(0, 0.999), st.floats(1e-12, 1e-3), st.floats(0, 1), st.booleans())
 @settings(max_examples=10, deadline=None)
@@ -255,7 +258,7 @@ def test_every_group_has_the_configured_settings_and_follows_the_schedule(name, 
         name=name, learning_rate=1e-3, min_learning_rate=0.0, betas=(beta1, beta2), eps=eps, weight_decay=decay,
         decay_norms=norms,
     )  # fmt: skip
-    optimizer = build_optimizer(TransformerLM(model_config("smoke", vocab_size=50), device="meta"), config)
+    optimizer = build_optimizer(META, config)
     set_learning_rate(optimizer, rate)
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (rate, (beta1, beta2), eps)
