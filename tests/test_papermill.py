@@ -15,6 +15,7 @@ import yaml
 from notebook_projects import code, make_project, parameters
 
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, to_dict
+from lmcore.data import CorpusConfig, prepare
 from lmcore.errors import EXIT_USER_ERROR, UserError
 from lmcore.run import RunFolder
 from lmcore.workbook.notebook import declared_parameters, read_notebook
@@ -148,6 +149,7 @@ WRONG = [
     ("09_distributed", "sizes=[huge]", "of sizes that differ, each one of tinystories"),
     ("09_distributed", "sizes=[xl, xl]", "of sizes that differ"),
     ("10_wikitext", "wikitext=../LICENCE", "or a file or folder with text, not '../LICENCE'"),
+    ("02_train", "num_documents=1", "must be a whole number from 2 on, not 1"),
     ("10_wikitext", "models={}", "must be a mapping from names to sizes, not {}"),
     ("10_wikitext", "models={a: {width: 3}}", "ModelConfig has no field width"),
     ("10_wikitext", "context_model=huge", "must be one of models, 1 x 32, 1 x 64, not 'huge'"),
@@ -181,6 +183,34 @@ def test_data_without_text_are_refused(tmp_path):
     }.items():
         with pytest.raises(UserError, match=words):
             locate(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("pair", ["02_train data", "08_experiments data", "08_experiments web", "10_wikitext wikitext"])
+def test_a_corpus_without_dev_is_refused_before_the_first_cell(tmp_path, pair):
+    """Settings are chosen on the last training documents, so there must be others, and one to validate on."""
+    name, key = pair.split()
+
+    def resolved(path: Path, **more: str) -> dict:
+        return resolve_parameters(ROOT, find_notebooks(ROOT, [name]), "smoke", {key: str(path)} | more, {})
+
+    text, folder = tmp_path / "text.txt", tmp_path / "folder"
+    folder.mkdir()
+    (folder / "valid.txt").write_text("Other words.")
+    for documents, least, place, file in ((1, 3, text, text), (2, 3, text, text), (1, 2, folder, folder / "train.txt")):
+        file.write_text("<|endoftext|>".join(["Some words. "] * documents))
+        words = f"must be a corpus of at least {least} documents, .* has {documents}\\."
+        with pytest.raises(UserError, match=f"Parameter '{key}' of notebook {name} {words}"):
+            resolved(place)
+        assert resolved(place, records=str(ROOT / "results" / "h200"))  # nothing is trained
+    for file, least in ((text, 3), (folder / "train.txt", 2)):
+        file.write_text("<|endoftext|>".join(["Some words. "] * least))
+    assert resolved(text)
+    assert resolved(folder)
+    if key != "web":  # which is prepared with several tokenizers
+        few = prepare(str(text), "bpe:257", tmp_path / "few", CorpusConfig(valid_fraction=0.6), progress=False).folder
+        with pytest.raises(UserError, match="has 1 training document, and dev"):
+            resolved(few)
+        assert resolved(prepare(str(text), "bpe:257", tmp_path / "more", progress=False).folder)
 
 
 def test_the_command_refuses_before_it_starts_a_kernel(tmp_path):

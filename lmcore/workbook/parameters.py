@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from lmcore.config import MODEL_SIZES, ModelConfig, from_dict
 from lmcore.errors import UserError, require, require_path
 from lmcore.files import read_json
 from lmcore.recipes import RECIPES
+from lmcore.text import END_OF_TEXT
 from lmcore.workbook.notebook import declared_parameters, literals, read_notebook
 
 PARAMETERS_FOLDER = Path("papermill_jobs") / "parameters"
@@ -182,6 +184,7 @@ RULES: dict[str, Rule] = {
         ),
         "seed": whole("a whole number from 0 to 2**63 - 1", 0, 2**63),
         "01_build.vocab_size": whole("a whole number above 256, as all bytes and <|endoftext|> are tokens", 257),
+        "02_train.num_documents 08_experiments.num_documents": whole("a whole number from 2 on", 2),
         "corpora": TWO_VOCABULARIES,
         "model_size answer_size timeline_size attention_size loss_size optimizer_size elementwise_size "
         "step_size decode_size leaderboard_size": SIZE,
@@ -237,6 +240,9 @@ RULES: dict[str, Rule] = {
 """By the parameter's name, after the notebook's where this one has another rule; a whole number without one is a COUNT.
 The type is that of the default."""
 
+ON_DEV = {"02_train": ("data",), "08_experiments": ("data", "web"), "10_wikitext": ("wikitext",)}
+"""Parameters with a corpus on which a notebook chooses settings: on `dev`, the last of its training documents."""
+
 SAME_TYPES = {float: (int, float), list: (list, tuple), tuple: (list, tuple)}
 PLAIN = (str, int, float, list, tuple, dict, type(None))
 
@@ -287,6 +293,28 @@ def check_parameters(name: str, known: Mapping[str, Any], given: Mapping[str, An
                 from_dict(StudyConfig, value).model(1)
             except UserError as error:
                 raise UserError(f"Parameter {key!r} of notebook {name}: {error}") from None
+    for key in () if values.get("records") else ON_DEV.get(name, ()):
+        check_documents(values[key], folder, f"Parameter {key!r} of notebook {name} must be")
+
+
+def check_documents(source: str, folder: Path, must: str) -> None:
+    """Raises `UserError` unless there is a `dev` in the corpus: as few documents as that takes are read."""
+    from lmcore.data.corpora import open_corpus, read_documents
+    from lmcore.data.downloads import SOURCES
+    from lmcore.data.prepared import is_prepared, open_data
+
+    place = folder / source
+    if source in ("embedded", *SOURCES):
+        return
+    if is_prepared(place):
+        open_data(place).dev_start  # noqa: B018 raises it
+        return
+    corpus = open_corpus(place)
+    least = 2 if corpus.valid_files else 3  # one of three is held out for validation
+    ends = (piece for piece in read_documents(corpus.train_files) if piece.ends_document)
+    found = len(list(islice(ends, least)))
+    words = f"{must} a corpus of at least {least} documents, {END_OF_TEXT} between them, as settings are chosen on the"
+    require(found == least, f"{words} last ones; {source} has {found}.")
 
 
 def check_texts(sources: Sequence[str], folder: Path, must: str) -> None:

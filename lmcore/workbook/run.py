@@ -3,13 +3,13 @@
 import contextlib
 import math
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lmcore.errors import require
+from lmcore.files import temporary_folder
 from lmcore.workbook.execution import WorkbookProgress, execute, expected_seconds
 from lmcore.workbook.notebook import clean, damage, read_notebook, write_notebook
 from lmcore.workbook.parameters import find_notebooks, find_project, locate, resolve_parameters
@@ -77,13 +77,12 @@ def run_workbook(
     require(0 < stop_seconds < math.inf, f"stop_seconds must be positive and finite, not {stop_seconds}.")
     with StopSignals(stop_seconds).heard() as stop:
         paths = find_notebooks(project, notebooks)
+        data = locate(data)
         common = {"scale": scale, "data": data, "out": str(out.resolve())}
         resolved = resolve_parameters(project, paths, scale, parameters or {}, common)
-        data = locate(data)
-        own = {} if "data" in (parameters or {}) else {"data": data}
         records, waiting = {}, []
         for path in paths:
-            values = as_json(resolved[path.stem] | own)
+            values = as_json(resolved[path.stem])
             wanted = NotebookRecord(path.stem, scale=scale, data=data, parameters=values, source=source_hash(path))
             done = done_before(out, path, wanted) if resume else None
             records[path.stem] = done or wanted
@@ -162,7 +161,7 @@ def refresh(project: str | os.PathLike | None = None, notebooks: Sequence[str] |
     paths = find_notebooks(Path(project) if project is not None else find_project(), notebooks)
     changed = []
     with (
-        tempfile.TemporaryDirectory(prefix="lmcore-refresh-") as folder,
+        temporary_folder("lmcore-refresh-") as folder,
         StopSignals().heard() as stop,
         progress_of(paths, Path(folder), "smoke") as progress,
     ):
