@@ -90,6 +90,15 @@ def test_every_flipped_bit_of_the_content_is_found(tmp_path):
     assert found > 10
 
 
+def test_a_digest_is_of_names_types_shapes_and_nesting():
+    ones = torch.ones(2, 3)
+    contents = [
+        {"a": ones}, {"b": ones}, {"a": ones.view(3, 2)}, {"a": ones.view(torch.int32)}, {"a": ones.double()},
+        {"a": {"a": ones}}, [ones], [[1], 2], [[1, 2]], [1, [2]], [1, 2], [1, "2"], [1, 2.0], {1: 2}, {"1": 2},
+    ]  # fmt: skip
+    assert len({digest(content) for content in contents}) == len(contents)
+
+
 def test_foreign_files_are_refused(tmp_path):
     model, optimizer = trained()
     path = tmp_path / "c.pt"

@@ -403,6 +403,12 @@ def test_with_loss_scaling_the_norm_and_the_clipping_are_of_gradients_that_are_n
     assert updates["fp32"][1] == pytest.approx(0.01, rel=1e-3)
 
 
+def test_a_run_ends_with_an_evaluation(config, run):
+    result = train(replace(config, eval_interval=5), run)
+    assert [line["step"] for line in run.metrics_lines() if "valid_loss" in line] == [5, 10, 12]
+    assert result.valid_loss == run.metrics_lines()[-1]["valid_loss"]
+
+
 def test_the_learning_rate_ends_at_its_minimum(config, run):
     train(replace(config, optimizer__min_learning_rate=2e-3, optimizer__cosine_steps=9), run)
     rates = [line["lr"] for line in run.metrics_lines()]
