@@ -63,8 +63,11 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
     except OSError as error:
         raise UserError(f"Cannot write {path}: {error.strerror or error}; nothing was changed there.") from error
     except UnicodeEncodeError as error:  # names of files may be any bytes
-        said = f"Cannot write {path}: {error.object!r} is not UTF-8; rename it; nothing was changed there."
-        raise UserError(said) from error
+        text = error.object[max(0, error.start - 30) : error.end + 30]
+        raise UserError(
+            f"Cannot write {path}: the name of a file or folder that goes into it, in {text!r}, is not UTF-8; rename "
+            "that; nothing was changed there."
+        ) from error
     finally:
         with suppress(OSError):  # on a read-only file system even for a file that is not there
             temporary.unlink()
@@ -142,7 +145,7 @@ def is_locked(lock: Path) -> bool:
     try:
         if lock.exists():
             FileLock(lock).acquire(timeout=0).lock.release()
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:
         return isinstance(error, Timeout)
     return False
 

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from filelock import FileLock
-
 from lmcore.errors import UserError, require
-from lmcore.files import atomic_write, read_json, sha256_file, write_json
+from lmcore.files import atomic_write, locked, read_json, sha256_file, write_json
 from lmcore.progress import Progress
 from lmcore.text import END_OF_TEXT, read_text
 
@@ -95,7 +93,7 @@ def fetch(
     pooch.get_logger().setLevel("ERROR")  # what it would say is in our own sentences
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_name(f".{path.name}.lock")):
+        with locked(path.with_name(f".{path.name}.lock"), "", -1):
             known = sha256.lower() if sha256 else recorded_checksum(path)
             downloader = ResumingDownloader(path.with_name(f"{path.name}.part"), progress)
             pooch.retrieve(address, known_hash=known, fname=path.name, path=path.parent, downloader=downloader)

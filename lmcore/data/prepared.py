@@ -8,7 +8,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -18,14 +17,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from filelock import FileLock
 
 from lmcore.data.corpora import Corpus, CorpusConfig, EmbeddedCorpus, Piece, open_corpus
 from lmcore.data.downloads import describe_wikitext
 from lmcore.data.grammar import entropy_per_document, floor_nats_per_token
 from lmcore.data.tokenizers import describe_tokenizer, tokenizer_for
 from lmcore.errors import UserError, require
-from lmcore.files import read_json, write_json
+from lmcore.files import locked, read_json, temporary_folder, write_json
 from lmcore.progress import Progress
 from lmcore.tokenizer import Tokenizer
 
@@ -236,17 +234,19 @@ def prepare(
     folder = Path(out_folder)
     corpus = open_corpus(source, config, progress=progress)
     request = {"source": corpus.describe(), "tokenizer": describe_tokenizer(tokenizer)}
-    with writing_to(folder), FileLock(folder / ".lock"):
+    if reuse and not os.access(folder, os.W_OK) and (data := open_if_same(folder, request)):  # shared, to be read only
+        warn_of_texts(data)
+        return data
+    with writing_to(folder), locked(folder / ".lock", "", -1), temporary_folder(".preparing-", folder) as new:
         if reuse and (data := open_if_same(folder, request)):
             warn_of_texts(data)
             return data
-        with tempfile.TemporaryDirectory(prefix=".preparing-", dir=folder) as temporary:
-            new = Path(temporary)
-            if isinstance(tokenizer, str | os.PathLike):
-                tokenizer = tokenizer_for(tokenizer, corpus, work_folder=new)
-            manifest = write_tokens(corpus, tokenizer, new, progress) | {"request": request}
-            tokenizer.save(new / TOKENIZER_FOLDER)
-            replace_prepared(new, folder, manifest)
+        if isinstance(tokenizer, str | os.PathLike):
+            tokenizer = tokenizer_for(tokenizer, corpus, work_folder=new)
+        manifest = write_tokens(corpus, tokenizer, new, progress) | {"request": request}
+        tokenizer.save(new / TOKENIZER_FOLDER)
+        write_json(new / MANIFEST, manifest)
+        replace_prepared(new, folder)
         data = open_data(folder)
         warn_of_texts(data)
         return data
@@ -450,12 +450,24 @@ def describe_grammar(corpus: EmbeddedCorpus, totals: dict[str, TokenCounts]) -> 
     }
 
 
-def replace_prepared(new: Path, folder: Path, manifest: dict[str, Any]) -> None:
-    """Moves the files of `new` into `folder`; without its manifest, which comes last, a folder is not prepared."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    (folder / TOKENIZER_FOLDER).mkdir(exist_ok=True)
-    for path in (new / TOKENIZER_FOLDER).iterdir():
-        os.replace(path, folder / TOKENIZER_FOLDER / path.name)
-    for split in SPLITS:
-        os.replace(bin_path(new, split), bin_path(folder, split))
-    write_json(folder / MANIFEST, manifest)
+def replace_prepared(new: Path, folder: Path) -> None:
+    """Moves a corpus from `new`, a folder in `folder`, to its place; the one there stands again if that fails.
+
+    Without its manifest, which goes first and comes last, a folder is not prepared.
+    """
+    names = [bin_path(new, split).name for split in SPLITS]
+    names += [f"{TOKENIZER_FOLDER}/{path.name}" for path in (new / TOKENIZER_FOLDER).iterdir()]
+    kept = new / "replaced"
+    (kept / TOKENIZER_FOLDER).mkdir(parents=True)
+    moves = [(folder / name, kept / name) for name in (MANIFEST, *names) if (folder / name).exists()]
+    moves += [(new / name, folder / name) for name in (*names, MANIFEST)]
+    done: list[tuple[Path, Path]] = []
+    try:
+        (folder / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+        for source, target in moves:
+            os.rename(source, target)
+            done.append((source, target))
+    except BaseException:
+        for source, target in reversed(done):
+            os.rename(target, source)
+        raise

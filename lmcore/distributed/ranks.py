@@ -4,19 +4,18 @@ import contextlib
 import functools
 import multiprocessing
 import os
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import psutil
 
 from lmcore.errors import UserError, require, require_positive
+from lmcore.files import temporary_folder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,12 +42,13 @@ class Ranks:
             gpus = torch.cuda.device_count()
             require(world_size <= gpus, f"{world_size} ranks need as many GPUs with NCCL, and there are {gpus}.")
         self.world_size, self.timeout = world_size, timeout
-        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.held = contextlib.ExitStack()
+        folder = self.held.enter_context(temporary_folder("lmcore-ranks-"))
         context = multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, world_size, backend, str(Path(self.folder.name) / "store"), timeout)
+            arguments = (theirs, rank, world_size, backend, str(folder / "store"), timeout)
             process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
             with _quiet_main():
                 process.start()
@@ -108,7 +108,7 @@ class Ranks:
             if process.is_alive():
                 process.kill()
         self.pipes, self.processes = [], []
-        self.folder.cleanup()
+        self.held.close()
 
     def __enter__(self) -> "Ranks":
         return self

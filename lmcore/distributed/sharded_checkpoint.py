@@ -5,6 +5,7 @@ note which part of which tensor is in which file. A folder is written beside its
 and is renamed when it is whole.
 """
 
+import errno
 import os
 import shutil
 import warnings
@@ -34,8 +35,11 @@ from lmcore.checkpoint import (
 from lmcore.distributed.sharded_optimizer import ShardedOptimizer
 from lmcore.distributed.strategies import Alone
 from lmcore.distributed.world import World
-from lmcore.errors import UserError, require
+from lmcore.errors import UserError, require, why_not_written
 from lmcore.files import remove, sha256_file, write_json
+
+PAGE = 1 << 16
+"""Bytes that a disk has to have free to count as one with room."""
 
 
 def names_of(way: Alone, optimizer: Optimizer) -> list[str]:
@@ -193,8 +197,10 @@ def writing(folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError, dcp.CheckpointException) as error:
         if isinstance(error, dist.DistError):  # another rank is gone
             raise
+        full = folder.parent.is_dir() and shutil.disk_usage(folder.parent).free < PAGE  # another rank may not say it
         shutil.rmtree(folder.with_name(f".{folder.name}.tmp"), ignore_errors=True)
-        said = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        failures = [failure for failure, _ in getattr(error, "failures", {}).values()] or [error]
+        said = os.strerror(errno.ENOSPC) if full else why_not_written(failures[0])
         raise UserError(f"Cannot write {folder}: {said}; nothing was changed there.") from error
 
 

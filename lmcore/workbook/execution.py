@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ import yaml
 from tqdm.auto import tqdm
 
 from lmcore.errors import UserError
-from lmcore.files import atomic_write
+from lmcore.files import atomic_write, temporary_folder
 from lmcore.progress import SECONDS_BETWEEN_LINES
 from lmcore.workbook.notebook import code_cells, execution_fault, heading_above, read_notebook
 from lmcore.workbook.record import NotebookRecord, write_notebook_record
@@ -234,10 +233,10 @@ def _kernel(variables: Mapping[str, str]) -> Iterator[type]:
     from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
 
-    with tempfile.TemporaryDirectory(prefix="lmcore-kernel-") as folder:
+    with temporary_folder("lmcore-kernel-") as folder:
         environment = {
-            "IPYTHONDIR": folder,  # and no profile of the user's
-            "JUPYTER_RUNTIME_DIR": folder,
+            "IPYTHONDIR": str(folder),  # and no profile of the user's
+            "JUPYTER_RUNTIME_DIR": str(folder),
             # a cluster's MPLBACKEND=Agg would make every figure vanish from the notebook
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
@@ -246,7 +245,7 @@ def _kernel(variables: Mapping[str, str]) -> Iterator[type]:
         command = [sys.executable, "-m", LAUNCHER, "-f", "{connection_file}", "--log-level=ERROR"]
         spec = KernelSpec(argv=command, display_name="Python 3", language="python", env=environment)
         members: dict[str, Any] = {"kernel_spec": spec}
-        sockets = os.path.join(folder, "k")
+        sockets = str(folder / "k")
         if sys.platform != "win32" and len(sockets) < LONGEST_SOCKET:
             # ports may be taken between choosing and binding them, by the kernel of a job beside this one
             members |= {"_transport_default": lambda _: "ipc", "_ip_default": lambda _: sockets}

@@ -7,7 +7,6 @@ same two, the second by the name writeup.pdf.
 import os
 import re
 import subprocess
-import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from lmcore.errors import UserError, require
-from lmcore.files import atomic_write
+from lmcore.files import atomic_write, temporary_folder
 from lmcore.workbook.record import read_record, unfinished
 
 Names = Literal["cse599o", "cs336"]
@@ -128,7 +127,7 @@ def git_files(project: Path) -> tuple[set[Path], list[str]]:
         output = git(*place, "ls-files", "-z", "--others", "--exclude-standard", *options).stdout
         return [os.fsdecode(name) for name in output.split(b"\0") if name]
 
-    with tempfile.TemporaryDirectory(prefix="lmcore-handin-") as folder:
+    with temporary_folder("lmcore-handin-") as folder:
         place: list[str | Path] = []
         try:
             if git("rev-parse", check=False).returncode:

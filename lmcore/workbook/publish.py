@@ -5,12 +5,11 @@ import io
 import os
 import re
 import socket
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from lmcore.errors import UserError, require
-from lmcore.files import atomic_write
+from lmcore.files import atomic_write, temporary_folder
 from lmcore.workbook.notebook import INJECTED, KEPT_METADATA, read_notebook, tags, write_notebook
 from lmcore.workbook.record import read_record, unfinished
 from lmcore.workbook.report.document import short
@@ -90,11 +89,11 @@ def as_png(svg: str) -> bytes:
     import typst
     from PIL import Image
 
-    with tempfile.TemporaryDirectory(prefix="lmcore-png-") as folder:
+    with temporary_folder("lmcore-png-") as folder:
         Path(folder, "picture.svg").write_text(svg, encoding="utf-8")
         page = '#set page(width: auto, height: auto, margin: 0pt, fill: white)\n#image("picture.svg")'
         Path(folder, "page.typ").write_text(page, encoding="utf-8")
-        drawn = typst.compile(str(Path(folder, "page.typ")), root=folder, format="png", ppi=PICTURE_PPI)
+        drawn = typst.compile(str(Path(folder, "page.typ")), root=str(folder), format="png", ppi=PICTURE_PPI)
     packed = io.BytesIO()
     Image.open(io.BytesIO(drawn)).convert("RGB").quantize(PICTURE_COLORS).save(packed, "PNG", optimize=True)
     return packed.getvalue()

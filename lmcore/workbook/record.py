@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from lmcore.errors import UserError, require
-from lmcore.files import is_locked, read_json, write_json
+from lmcore.files import is_locked, locked, read_json, write_json
 from lmcore.workbook.notebook import read_notebook, tags
 
 RECORD = "workbook.json"
@@ -215,13 +213,7 @@ def exclusive(refusals: Mapping[Path, str], seconds: float) -> Iterator[None]:
     """Holds lock files for this process. Raises `UserError`, with its refusal, if another process holds one of them."""
     with contextlib.ExitStack() as stack:
         for file, refusal in refusals.items():
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(FileLock(file).acquire(timeout=seconds))
-            except Timeout:
-                raise UserError(refusal) from None
-            except OSError as error:
-                raise UserError(f"The folder {file.parent} cannot be written to ({error.strerror}).") from error
+            stack.enter_context(locked(file, refusal, seconds))
         yield
 
 

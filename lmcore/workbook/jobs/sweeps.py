@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from filelock import FileLock
 
 from lmcore.config import TrainConfig, to_dict
 from lmcore.data import CorpusConfig, PreparedData, is_prepared, open_data, open_or_prepare
 from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED, FINISHED, UserError, require
+from lmcore.files import locked
 from lmcore.profiling.runner import case_lock, is_measured_now, is_of, read_record, run_cases, task_name
 from lmcore.profiling.timing import measure, samples_table, timing_table
 from lmcore.profiling.workload import WorkloadConfig
@@ -83,14 +83,10 @@ def run_definition(definition: SweepDefinition, out: str | os.PathLike, task: in
 
 def remember(definition: SweepDefinition, out: Path) -> None:
     """Writes the definition into the sweep's folder. Raises `UserError` if that belongs to another sweep."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with FileLock(out / ".sweep.lock"):
-            if check_folder(definition, out) != definition:
-                print(f"{out}: the definition has changed; runs of the one before stay, and stay in the table.")
-            write_definition(definition, out / REMEMBERED)
-    except OSError as error:
-        raise UserError(f"Cannot write {out}: {error.strerror or error}.") from error
+    with locked(out / ".sweep.lock", "", -1):
+        if check_folder(definition, out) != definition:
+            print(f"{out}: the definition has changed; runs of the one before stay, and stay in the table.")
+        write_definition(definition, out / REMEMBERED)
 
 
 def freeze(definition: SweepDefinition, out: Path) -> None:

@@ -3,11 +3,12 @@
 import json
 import re
 import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from lmcore.files import temporary_folder
 
 Node = dict[str, Any]
 """One element of pandoc's tree as JSON has it: {"t": type, "c": content}."""
@@ -42,7 +43,7 @@ def parse(texts: Sequence[str], source: str = MARKDOWN) -> list[list[Node]]:
     """
     if not texts:
         return []
-    with tempfile.TemporaryDirectory(prefix="lmcore-pandoc-") as folder:
+    with temporary_folder("lmcore-pandoc-") as folder:
         separator = Path(folder, "separator")
         separator.write_text(f"{SEPARATOR}\n" if source == MARKDOWN else f"<p>{SEPARATOR}</p>\n", encoding="utf-8")
         names = []

@@ -1,11 +1,11 @@
 """Verifies a finished writeup from the outside: the files, not the code that made them."""
 
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from lmcore.errors import UserError, require
+from lmcore.files import temporary_folder
 from lmcore.workbook.record import read_record
 from lmcore.workbook.report.document import NotebookDocument
 from lmcore.workbook.report.writeup import HTML_NAME, PDF_NAME, read_documents
@@ -24,7 +24,7 @@ def check_writeup(out: str | Path) -> dict[str, int]:
     html = html_file.read_text(encoding="utf-8")
     for entry in record["notebooks"]:
         require(entry["state"] == "done", f"Notebook {entry['name']} is not complete: its state is {entry['state']!r}.")
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder("lmcore-verify-") as folder:
         documents = read_documents(out, record, Path(folder))
     figures = sum(document.figures for document in documents)
     shown = len(re.findall(r'<img[^>]+src="data:image/', html))

@@ -3,7 +3,6 @@
 import base64
 import json
 import re
-import tempfile
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcore.errors import UserError, require
-from lmcore.files import atomic_write, read_json
+from lmcore.files import atomic_write, read_json, temporary_folder
 from lmcore.workbook.notebook import read_notebook
 from lmcore.workbook.record import read_record, sentence
 from lmcore.workbook.report import pandoc
@@ -60,7 +59,7 @@ def write_writeup(out: str | Path) -> tuple[Path, Path]:
     out = Path(out)
     record = {**read_record(out), "measured": measured_on(out)}
     folder = out / "writeup"
-    with tempfile.TemporaryDirectory(prefix="lmcore-writeup-") as temporary:
+    with temporary_folder("lmcore-writeup-") as temporary:
         build = Path(temporary)
         documents = read_documents(out, record, build)
         tree = assemble(record, documents)

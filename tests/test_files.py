@@ -1,0 +1,303 @@
+"""Files that are whole or absent, what killed processes leave, full and read-only disks, locks."""
+
+import errno
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from safetensors.torch import load_file
+
+from lmcore.checkpoint import read_weights, save_weights
+from lmcore.cli.application import main
+from lmcore.config import CorpusConfig, ModelConfig
+from lmcore.data import open_data, prepare
+from lmcore.errors import UserError
+from lmcore.files import Busy, atomic_write, leftovers, locked, temporary_folder, write_json
+from lmcore.model import TransformerLM
+from lmcore.profiling.runner import run_cases
+from lmcore.profiling.timing import measure
+from lmcore.profiling.workload import WorkloadConfig
+from lmcore.run import RunFolder
+from lmcore.text import END_OF_TEXT
+from lmcore.tokenizer import Tokenizer
+from lmcore.workbook.record import exclusive
+
+BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
+
+
+def killed_in(block: str) -> None:
+    """Runs a block in another process, which is killed inside it."""
+    text = textwrap.dedent(block) + "\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    imports = "import os, signal\nfrom lmcore.files import atomic_write, temporary_folder\n"
+    done = subprocess.run([sys.executable, "-c", imports + text], check=False)
+    assert done.returncode == -signal.SIGKILL
+    time.sleep(0.6)
+
+
+def test_the_next_write_removes_what_a_killed_one_left(tmp_path):
+    path, other = tmp_path / "code[1].zip", tmp_path / ".other.1-0.tmp"
+    killed_in(f"with atomic_write({str(path)!r}) as file:\n    file.write(b'half')\n    file.flush()")
+    other.touch()
+    assert len(leftovers(path)) == 1
+    with atomic_write(path) as file:
+        file.write(b"whole")
+        own = leftovers(path)
+        assert len(own) == 1
+        time.sleep(0.6)
+        with atomic_write(path) as second:  # of a process beside it
+            second.write(b"beside")
+        assert own[0].exists()
+    assert path.read_bytes() == b"whole"
+    assert sorted(tmp_path.iterdir()) == [other, path]
+
+
+def test_the_next_call_removes_folders_of_killed_ones(tmp_path):
+    killed_in(f"with temporary_folder('.preparing-', {str(tmp_path)!r}) as folder:\n    (folder / 'big').touch()")
+    (tmp_path / ".preparing-of-somebody").mkdir()
+    assert len(list(tmp_path.iterdir())) == 2
+    with temporary_folder(".preparing-", tmp_path) as first:
+        time.sleep(0.6)
+        with temporary_folder(".preparing-", tmp_path) as second:
+            assert {path.name for path in tmp_path.iterdir()} == {first.name, second.name, ".preparing-of-somebody"}
+    assert [path.name for path in tmp_path.iterdir()] == [".preparing-of-somebody"]
+
+
+def test_prepare_removes_what_a_killed_one_left_also_where_it_reuses(tmp_path):
+    config = CorpusConfig(num_documents=4)
+    prepare("embedded", BYTES, tmp_path, config, progress=False)
+    killed_in(f"with temporary_folder('.preparing-', {str(tmp_path)!r}) as folder:\n    (folder / 'big').touch()")
+    prepare("embedded", BYTES, tmp_path, config, progress=False)
+    assert not list(tmp_path.glob(".preparing-*"))
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_weights_have_the_permissions_of_every_other_file(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        model = TransformerLM(ModelConfig(31, 8, 16, 1, 2, 24))
+        save_weights(model, tmp_path / "best.safetensors", step=3)
+        write_json(tmp_path / "status.json", {})
+    finally:
+        os.umask(before)
+    for name in ("best.safetensors", "status.json"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o666 & ~umask
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_a_file_that_the_package_reads(tmp_path, dtype):
+    model = TransformerLM(ModelConfig(31, 8, 16, 1, 2, 24)).to(dtype)
+    save_weights(model, tmp_path / "w.safetensors", step=3)
+    there = load_file(tmp_path / "w.safetensors")
+    state = model.state_dict()
+    assert there.keys() == state.keys()
+    assert all(there[key].dtype == dtype and torch.equal(there[key], value) for key, value in state.items())
+    assert read_weights(tmp_path / "w.safetensors")[1]["step"] == 3
+
+
+# Disks that are full, or only to be read
+
+
+def on_disk(mount: str, setup: str, block: str, tmp_path: Path) -> str:
+    """What `block` printed in a process that sees `tmp_path/disk` as a file system of its own, filled by `setup`."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    imports = (
+        f"import os, sys\nfrom pathlib import Path\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"from test_files import *\ndisk = Path({str(disk)!r})\n"
+    )
+    names = ("setup", "block")
+    for name, text in zip(names, (setup, block), strict=True):
+        body = textwrap.indent(textwrap.dedent(text), "    ")
+        (tmp_path / f"{name}.py").write_text(f"{imports}if __name__ == '__main__':\n    pass\n{body}")
+    first, second = (f"{sys.executable} {tmp_path}/{name}.py" for name in names)
+    script = f"mount -t tmpfs -o size=4m tmpfs {disk} && {first} && {mount} {second}"
+    if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
+        pytest.skip("a file system of its own needs unshare -rm")
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script.replace("{disk}", str(disk))],
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout + done.stderr
+
+
+READ_ONLY = "mount -o remount,ro {disk} &&"
+
+
+def test_data_on_a_read_only_disk_is_trained_on(tmp_path):
+    setup = """
+        prepare("embedded", BYTES, disk / "data", CorpusConfig(num_documents=30), progress=False)
+        (disk / "data" / "checked.json").unlink()
+    """
+    block = f"""
+        from parallel_runs import small_config
+        from lmcore.train import train
+        config = small_config(disk / "data", steps=2)
+        print(train(config, {str(tmp_path / "run")!r}).state)
+        again = prepare("embedded", BYTES, disk / "data", CorpusConfig(num_documents=30), progress=False)
+        print(again.manifest["splits"]["train"]["documents"])
+        print(main(["data", "info", str(disk / "data")]))
+    """
+    said = on_disk(READ_ONLY, setup, block, tmp_path).splitlines()
+    assert said[-1] == "0"
+    assert {"complete", "30"} <= set(said)
+
+
+def test_commands_on_a_read_only_disk_end_in_a_sentence(tmp_path):
+    block = """
+        for command in (
+            ["train", "--run", str(disk / "run"), "--data", str(disk / "data")],
+            ["data", "prepare", "embedded", "--tokenizer", "bpe:257", "--out", str(disk / "new")],
+            ["data", "prepare", "embedded", "--tokenizer", "bpe:257", "--out", str(disk / "data")],
+            ["tokenizer", "train", str(disk / "text.txt"), "--out", str(disk / "bpe"), "--vocab-size", "257"],
+            ["benchmark", "--out", str(disk / "b"), "--device", "cpu"],
+            ["memory", "--out", str(disk / "m"), "--device", "cpu"],
+        ):
+            print(main(command))
+    """
+    setup = """
+        prepare("embedded", BYTES, disk / "data", CorpusConfig(num_documents=30), progress=False)
+        (disk / "text.txt").write_text("some text")
+        for name in ("run", "new", "bpe", "b", "m"):
+            (disk / name).mkdir()
+    """
+    lines = on_disk(READ_ONLY, setup, block, tmp_path).splitlines()
+    assert lines.count("2") == 6, lines
+    sentences = [line for line in lines if line.startswith("lmcore: ")]
+    assert len(sentences) == 6
+    assert all("Read-only file system" in sentence for sentence in sentences), sentences
+
+
+def test_a_full_disk_is_called_that(tmp_path):
+    block = """
+        from lmcore.checkpoint import save_checkpoint
+        from lmcore.config import TrainConfig
+        from lmcore.distributed.sharded_checkpoint import save_sharded
+        from lmcore.distributed.strategies import Alone
+        from lmcore.distributed.world import World
+        from lmcore.optimizer import AdamW
+        model = TransformerLM(ModelConfig(5000, 16, 256, 2, 4, 512))
+        way = Alone(model, TrainConfig(model.config))
+        optimizer = way.optimizer()
+        for write in (
+            lambda: save_checkpoint(model, optimizer, 1, disk / "step.pt"),
+            lambda: save_sharded(way, optimizer, 1, disk / "step.sharded", {}, World())(True),
+            lambda: save_weights(model, disk / "best.safetensors"),
+            lambda: write_json(disk / "big.json", "x" * 5_000_000),
+        ):
+            try:
+                write()
+            except UserError as error:
+                print(error)
+            assert list(disk.iterdir()) == []
+    """
+    lines = on_disk("", "", block, tmp_path).splitlines()
+    names = ("step.pt", "step.sharded", "best.safetensors", "big.json")
+    assert lines == [
+        f"Cannot write {tmp_path}/disk/{n}: No space left on device; nothing was changed there." for n in names
+    ]
+
+
+# Names that are not UTF-8
+
+
+def name_of(what: bytes) -> str:
+    return os.fsdecode(what)
+
+
+def test_a_name_that_is_not_utf8_is_refused_and_the_old_corpus_stays(tmp_path, capsys):
+    config, out = CorpusConfig(num_documents=4), tmp_path / "out"
+    old = prepare("embedded", BYTES, out, config, progress=False)
+    files = {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+    folder = tmp_path / name_of(b"caf\xe9")
+    folder.mkdir()
+    for text in (tmp_path / name_of(b"caf\xe9.txt"), folder / "story.txt"):
+        text.write_text("A story.\n" * 9)
+    for source in (tmp_path / name_of(b"caf\xe9.txt"), folder):
+        assert main(["data", "prepare", str(source), "--out", str(out), "--tokenizer", "bpe:257"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("lmcore: The name 'caf\\udce9")
+        assert "not UTF-8" in said
+    assert {path: path.read_bytes() for path in files} == files
+    assert open_data(out, verify=True).fingerprint == old.fingerprint
+
+
+def test_a_value_that_utf8_cannot_hold_is_a_sentence(tmp_path):
+    write_json(tmp_path / "a.json", 1)
+    with pytest.raises(UserError, match=r"a\.json: the name of a file or folder.*caf.udce9.*is not UTF-8"):
+        write_json(tmp_path / "a.json", {"data": name_of(b"caf\xe9")})
+    assert (tmp_path / "a.json").read_text() == "1\n"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("failing", range(8))
+def test_a_corpus_is_replaced_whole_or_stands_again(tmp_path, monkeypatch, failing):
+    """Moves fail one after the other: of the manifest, both splits, three files of the tokenizer and so on."""
+    old = prepare("embedded", BYTES, tmp_path, CorpusConfig(num_documents=4), progress=False)
+    rename, moved = os.rename, []
+
+    def move(source, target):
+        moved.append(source)
+        if len(moved) == failing + 1:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", move)
+    with pytest.raises(UserError, match="Input/output error; what was there is unchanged"):
+        prepare("embedded", BYTES, tmp_path, CorpusConfig(num_documents=5), progress=False)
+    again = open_data(tmp_path, verify=True)
+    assert again.fingerprint == old.fingerprint == prepare(
+        "embedded", BYTES, tmp_path, CorpusConfig(num_documents=4), progress=False
+    ).fingerprint  # fmt: skip
+    assert again.tokenizer.fingerprint == BYTES.fingerprint
+
+
+# Locks
+
+
+def no_locks(*_, **__):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+NEEDING = {
+    "a run folder": lambda folder: RunFolder(folder).lock().__enter__(),
+    "cases": lambda folder: run_cases(
+        measure, {"case": WorkloadConfig(model=ModelConfig(31, 8, 16, 1, 2, 24), device="cpu")}, folder
+    ),
+    "a corpus": lambda folder: prepare("embedded", BYTES, folder, CorpusConfig(num_documents=2), progress=False),
+    "a notebook": lambda folder: exclusive({folder / ".lock": "busy"}, 0).__enter__(),
+}
+
+
+@pytest.mark.parametrize("what", NEEDING)
+def test_a_file_system_without_locks_is_one_sentence_everywhere(tmp_path, monkeypatch, what):
+    monkeypatch.setattr(FileLock, "_acquire", no_locks)
+    sentence = (
+        f"^The file system of {tmp_path}.* cannot lock files, so two .* mount it with flock, or choose a folder on"
+    )
+    with pytest.raises(UserError, match=sentence):
+        NEEDING[what](tmp_path)
+
+
+def test_a_held_lock_is_said_in_the_words_given(tmp_path):
+    with (
+        locked(tmp_path / "a" / ".lock", "mine"),
+        pytest.raises(Busy, match=r"^It is taken\.$"),
+        locked(tmp_path / "a" / ".lock", "It is taken."),
+    ):
+        pass
+    with locked(tmp_path / "a" / ".lock", "free again"):
+        pass
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UserError, match=r"file cannot be written to \((Not a directory|File exists)\)"),
+        locked(tmp_path / "file" / ".lock", ""),
+    ):
+        pass
