@@ -1,5 +1,6 @@
 """Signals that stop a run in order: acknowledged at once, obeyed where nothing is lost, enforced by a second one."""
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -9,8 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What a scheduler sends: SIGUSR1 before the time limit (`--signal`), SIGTERM when it cancels or preempts."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""What a scheduler sends: SIGUSR1 before the time limit (`--signal`), SIGTERM when it cancels or preempts; and SIGHUP,
+what a terminal sends that is closed, unless it is ignored, as under nohup."""
 
 SAME_SIGNAL = 0.5
 """Seconds in which a signal that comes again is the same one: launchers forward what the process group has, too."""
@@ -36,7 +38,7 @@ class StopEvent:
         self.numbers, self.exits, self.before_exit = frozenset(numbers), exits, before_exit
         self.came: dict[int, float] = {}
         """When, by `time.monotonic`, each of the signals first came, in order."""
-        self._raising = self._acknowledged = False
+        self._raising = self._raised = self._acknowledged = False
         self._first: float | None = None  # when the listener heard the first signal that a second one enforces
 
     def is_set(self) -> bool:
@@ -49,28 +51,33 @@ class StopEvent:
 
         A library that the signal breaks off may raise another exception instead, or none: the block ends by `Stopped`.
         """
-        self._raising = True
+        before, self._raising, begun = self._raising, True, False
         try:
             if not self.came:  # looked at after `_raising` is set: a signal in between is not missed
+                begun = True
                 yield
         except Exception:
-            if not self.came:
+            if not self._raised:
                 raise
         finally:
-            self._raising = False
-        if self.came:
+            stopped = self._raised or not begun
+            self._raising, self._raised = before, False
+        if stopped:
             raise Stopped(next(iter(self.came)))
 
     def handle(self, number: int, _: object = None) -> None:
         """The handler, run by the main thread between two instructions of Python."""
+        first = not self.came
         self.came.setdefault(number, time.monotonic())
-        if self._raising:
-            self._raising = False  # once: what the exception ends may clean up
+        if self._raising and first:  # once: what the exception ends may clean up
+            self._raised = True
             raise Stopped(number)
 
     def hear(self, number: int) -> None:
         """What the listening thread does at once, whatever the main thread is in the middle of."""
         now, name = time.monotonic(), signal.Signals(number).name
+        if number == signal.SIGHUP:
+            _leave_terminal()
         if number != signal.SIGUSR1:
             self._first = now if self._first is None else self._first
             if self.exits and now - self._first > SAME_SIGNAL:
@@ -96,8 +103,9 @@ def stop_signals(*more: signal.Signals, exits: bool = False) -> Iterator[StopEve
 
     The first signal is acknowledged on standard error. With `exits`, as in a process of one's own, a second one
     (another SIGINT or SIGTERM) ends the process there and then, even within a long call of C, where Python runs no
-    handler. A block inside another one shares its event, so that a signal between two runs is not forgotten. Only the
-    main thread can install handlers; in another thread the event is the one that is there, or one that is never set.
+    handler. A block inside another one shares its event, so that a signal between two runs is not forgotten; it obeys
+    the event itself, also inside `raises`. Only the main thread can install handlers; in another thread the event is
+    the one that is there, or one that is never set.
     """
     event = _shared[0] if _shared else StopEvent()
     if threading.current_thread() is not threading.main_thread():
@@ -106,12 +114,16 @@ def stop_signals(*more: signal.Signals, exits: bool = False) -> Iterator[StopEve
     with ExitStack() as stack:
         if _shared:  # its numbers the event keeps: one of them may still be on its way to the listener
             stack.callback(setattr, event, "exits", event.exits)
+            stack.callback(setattr, event, "_raising", event._raising)
+            event._raising = False
         else:
             stack.enter_context(_listening(event))
             _shared.append(event)
             stack.callback(_shared.clear)
         event.numbers, event.exits = event.numbers | {*STOP_SIGNALS, *more}, event.exits or exits
         for number in (*STOP_SIGNALS, *more):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             before = signal.signal(number, event.handle)
             stack.callback(signal.signal, number, signal.SIG_DFL if before is None else before)  # None: not Python's
         yield event
@@ -119,7 +131,7 @@ def stop_signals(*more: signal.Signals, exits: bool = False) -> Iterator[StopEve
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Inside, SIGINT or a stop signal ends the block by `Stopped`, a second one the process: a command of its own."""
+    """Inside, SIGINT or a stop signal ends the block by `Stopped`, a second one the process: every command."""
     with stop_signals(signal.SIGINT, exits=True) as stop, stop.raises():
         yield
 
@@ -153,6 +165,31 @@ def _listening(event: StopEvent) -> Iterator[None]:
 
 if hasattr(os, "register_at_fork"):  # not on Windows; a forked process does not tell its signals to this one's thread
     os.register_at_fork(after_in_child=lambda: _shared and signal.set_wakeup_fd(-1))
+
+
+def begin_worker() -> None:
+    """What a process that works for another one calls first: any signal ends it at once, and so does the end of the
+    other, however that was ended: nobody would read the result."""
+    for number in (signal.SIGINT, *STOP_SIGNALS):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _leave_terminal() -> None:
+    """Of a terminal that is gone, writing fails, which would end what is still to be saved: it goes nowhere instead."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _say(sentence: str) -> None:

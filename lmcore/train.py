@@ -207,10 +207,12 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
     with stop_signals(signal.SIGINT) as stop:
         try:
             return _joined(config, folder, stop)
-        except Stopped:
+        except Stopped as stopped:
             run = RunFolder(folder)
-            print(f"{run.name}: stopped before it began; nothing is lost.", flush=True)
-            return RunResult("interrupted", run.last_known()[1], None, None)
+            step, unsaved = run.last_known()[1], stopped.__cause__ is not None
+            done = f"; the same command goes on from step {step:,}" if unsaved else " before it began; nothing is lost"
+            print(f"{run.name}: stopped{done}.", flush=True)
+            return RunResult("interrupted", step, None, None)
 
 
 def _joined(config: TrainConfig, folder: str | os.PathLike, stop: StopEvent) -> RunResult:
@@ -416,11 +418,15 @@ class Trainer:
         except Exception as error:
             if (reason := out_of_memory_reason(error)) is not None:
                 return self._end_out_of_memory(reason)
+            full = isinstance(error, OSError) and error.errno in NO_ROOM
+            if stop.is_set() and not (full or isinstance(error, UserError)):  # the signal ended the compiler first
+                self.run.write_status("interrupted", self.saved_step)
+                raise Stopped from error
             with suppress(UserError):
                 self.run.write_status(
                     "failed", self.step, reason=(str(error).splitlines() or [type(error).__name__])[0]
                 )
-            if isinstance(error, OSError) and error.errno in NO_ROOM:  # even a line of progress may find no room
+            if full:  # even a line of progress may find no room
                 raise UserError(
                     f"{self.run.name}: {error.strerror}; the same command goes on from the last checkpoint."
                 ) from error
@@ -518,6 +524,9 @@ class Trainer:
 
     def save(self) -> None:
         """Saves everything that a resumed run needs, then removes checkpoints beyond the latest few."""
+        with self.world.checked():
+            if self.world.is_first:
+                self.data.require_unchanged()
         model, optimizer = self.update.current()
         self.metrics.start()
         self._collect()

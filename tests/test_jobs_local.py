@@ -118,7 +118,7 @@ def test_a_job_that_stops_itself_is_started_again_while_it_gets_somewhere(projec
     assert numbers == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_to_the_submitting_process_stops_the_job_in_order(project, number):
     line = "trap 'touch saved; exit 75' TERM; touch ready; while :; do sleep 0.1; done"
     project.job("first", line)
@@ -141,7 +141,10 @@ def test_a_signal_to_the_submitting_process_stops_the_job_in_order(project, numb
         require_idle(project.out)
     process.send_signal(number)
     said = process.communicate(timeout=SECONDS)[1]
-    assert (process.returncode, said) == (75, "lmcore: stopped; the same command goes on with what is saved.\n")
+    assert process.returncode == 75
+    acknowledged, ended = said.splitlines()
+    assert acknowledged.startswith(f"lmcore: {number.name}: stopping where nothing is lost")
+    assert ended == "lmcore: stopped; the same command goes on with what is saved."
     assert (project.folder / "saved").exists()
     assert not (project.folder / "second").exists()
     assert project.states() == {"first": ["running", "stopping", "exit"], "second": ["cancelled"]}

@@ -1,10 +1,12 @@
 """Stop signals: acknowledged even within a long call, obeyed at once while nothing is lost, enforced by a second."""
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from contextlib import suppress
@@ -27,7 +29,7 @@ PATIENCE = 60
 AT_ONCE = 10
 """Seconds within which a stopped command ends on a busy machine; what it is stopped in takes minutes."""
 
-TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+TERM, INT, HUP, USR1, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL
 
 LONG_CALL = """
 import hashlib, signal
@@ -36,6 +38,15 @@ with stop_signals(signal.SIGINT, exits=True):
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # minutes in C, where Python runs no handler
 """
+
+WITH_WORKERS = """
+import sys
+from lmcore import cli
+from lmcore.tokenizer import train
+train.available_cores = lambda: 2
+sys.exit(cli.main(sys.argv[1:]))
+"""
+"""lmcore on a machine with two cores, whatever this one has."""
 
 FORK = """
 import os, signal, time
@@ -75,7 +86,7 @@ def wait_for(process: subprocess.Popen, condition) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("first", "second"), [(TERM, TERM), (INT, TERM), (TERM, INT)])
+@pytest.mark.parametrize(("first", "second"), [(TERM, TERM), (INT, TERM), (TERM, INT), (HUP, TERM)])
 def test_within_a_long_call_of_c(start, first, second):
     process = start("-c", LONG_CALL)
     assert process.stdout.readline() == "ready\n"
@@ -99,6 +110,9 @@ class Ended(BaseException):
         ([(0.0, TERM), (0.4, TERM)], None),
         ([(0.0, TERM), (0.4, INT)], None),
         ([(0.0, TERM), (0.6, TERM)], 143),
+        ([(0.0, HUP), (0.4, TERM)], None),
+        ([(0.0, TERM), (0.6, HUP)], 129),
+        ([(0.0, USR1), (9.0, HUP), (9.4, TERM)], None),
         ([(0.0, INT), (0.4, INT), (0.6, INT)], 130),
         ([(0.0, USR1), (9.0, TERM)], None),
         ([(0.0, USR1), (9.0, TERM), (9.4, TERM)], None),
@@ -116,7 +130,7 @@ def test_which_second_signal_ends_the_process(monkeypatch, capsys, heard, code, 
         raise Ended
 
     monkeypatch.setattr(stopping.os, "_exit", leave)
-    event = StopEvent({TERM, INT, USR1}, exits, before_exit=lambda: before.append("called"))
+    event = StopEvent({TERM, INT, HUP, USR1}, exits, before_exit=lambda: before.append("called"))
     for now, number in heard:
         monkeypatch.setattr(stopping.time, "monotonic", lambda now=now: now)
         with suppress(Ended):
@@ -128,7 +142,7 @@ def test_which_second_signal_ends_the_process(monkeypatch, capsys, heard, code, 
 
 def test_a_nested_block_shares_the_event_and_all_is_put_back(capsys):
     def handlers() -> list:
-        return [signal.getsignal(number) for number in (TERM, INT, USR1)]
+        return [signal.getsignal(number) for number in (TERM, INT, HUP, USR1)]
 
     before, threads = handlers(), threading.active_count()
     with stop_signals() as outer:
@@ -165,12 +179,41 @@ def test_somebody_else_s_wakeup_descriptor_is_put_back():
         os.close(write)
 
 
-@pytest.mark.parametrize("number", [TERM, INT, USR1])
+@pytest.mark.parametrize("number", [TERM, INT, HUP, USR1])
 def test_a_stoppable_block_ends_at_once(capsys, number):
     with pytest.raises(Stopped) as stopped, stoppable():
         signal.raise_signal(number)
     assert stopped.value.number == number
     assert capsys.readouterr().err.startswith(f"lmcore: {number.name}: stopping")
+
+
+def test_a_block_inside_obeys_the_event_itself():
+    """What it returns counts, although a signal ends the block around it at once otherwise."""
+    with stoppable():
+        with stop_signals() as stop:
+            signal.raise_signal(HUP)
+            assert stop.is_set()
+            with pytest.raises(Stopped), stop.raises():
+                pytest.fail("the block of a signal that has come is not begun")
+        obeyed = True
+    assert obeyed
+    with stoppable():
+        with stop_signals():
+            pass
+        with pytest.raises(Stopped):
+            signal.raise_signal(TERM)
+
+
+def test_a_hang_up_that_is_ignored_stays_so():
+    """As nohup starts a command."""
+    before = signal.signal(HUP, signal.SIG_IGN)
+    try:
+        with stoppable():
+            signal.raise_signal(HUP)
+            assert signal.getsignal(HUP) is signal.SIG_IGN
+        assert signal.getsignal(HUP) is signal.SIG_IGN
+    finally:
+        signal.signal(HUP, before)
 
 
 def test_a_signal_at_any_line_of_the_beginning_ends_the_block():
@@ -326,7 +369,64 @@ def test_a_case_that_cannot_fit_is_refused_before_it_is_built(tmp_path, never_bu
         measure(config, tmp_path)
 
 
-@pytest.mark.parametrize(("number", "code"), [(TERM, 143), (INT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_training_saves_itself_when_its_terminal_is_closed(tmp_path, config):
+    """The kernel sends SIGHUP, and what is printed from then on fails."""
+    steps = {"steps": 10**9, "eval_interval": 10**9, "checkpoint_interval": 10**9, "log_interval": 50}
+    write_json(tmp_path / "config.json", to_dict(replace(config, model__num_layers=1, **steps)))
+    run, (master, terminal) = RunFolder(tmp_path / "run"), os.openpty()
+    words = [sys.executable, "-m", "lmcore", "train", "--config", tmp_path / "config.json", "--run", run.path]
+    process = subprocess.Popen(
+        list(map(str, words)), stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    try:
+        os.close(terminal)
+        os.set_blocking(master, False)
+
+        def trains() -> bool:
+            with suppress(OSError):
+                os.read(master, 1 << 16)  # a full terminal would hold it up
+            return run.metrics_file.exists() and len(run.metrics_file.read_text().splitlines()) > 2
+
+        wait_for(process, trains)
+        os.close(master)
+        assert process.wait(PATIENCE) == EXIT_INTERRUPTED
+        assert run.status()["state"] == "interrupted"
+        assert [path.name for path in run.checkpoints()] == [f"step_{run.status()['step']:08}.pt"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [("tokenizer", TERM, 143), ("tokenizer", INT, 130), ("tokenizer", KILL, -KILL), ("data", HUP, 129)],
+)
+def test_no_worker_goes_on_without_its_command(start, tmp_path, command, number, code):
+    text = tmp_path / "text.txt"
+    with open(text, "w") as file:  # many words, none of which occurs twice: minutes of work
+        file.writelines(f"a{i:x} b{i * i:x}\n" for i in range(600_000))
+    words = {"tokenizer": ["tokenizer", "train", text], "data": ["data", "prepare", text, "--tokenizer", "bpe:9000"]}
+    process = start("-c", WITH_WORKERS, *words[command], "--out", tmp_path / "out")
+    family: dict[int, psutil.Process] = {}
+
+    def counts() -> bool:
+        for worker in psutil.Process(process.pid).children():
+            family[worker.pid] = worker
+        return sum(sum(worker.cpu_times()[:2]) > 0.1 for worker in family.values() if worker.is_running()) >= 2
+
+    wait_for(process, counts)
+    process.send_signal(number)
+    assert process.wait(PATIENCE) == code
+    _, alive = psutil.wait_procs(family.values(), timeout=AT_ONCE)
+    assert alive == []
+    if number != KILL:
+        said = process.stderr.read()
+        assert said.endswith("lmcore: stopped.\n")
+        assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(("number", "code"), [(TERM, 143), (INT, 130), (KILL, -KILL)])
 def test_no_case_goes_on_without_its_command(start, tmp_path, number, code):
     sizes = (f"--model.{key.replace('_', '-')}={value}" for key, value in SIZES.items())
     options = ("--model.num-layers=100000", *sizes, "--device", "cpu", "--out", tmp_path)
@@ -346,7 +446,7 @@ def test_no_case_goes_on_without_its_command(start, tmp_path, number, code):
 
     wait_for(process, is_building)
     process.send_signal(number)
-    if number != signal.SIGKILL:
+    if number != KILL:
         assert process.stderr.readline().startswith(f"lmcore: {number.name}: stopping where nothing is lost")
     assert process.wait(AT_ONCE) == code
     _, alive = psutil.wait_procs(family.values(), timeout=AT_ONCE)

@@ -1,12 +1,18 @@
+import json
 import math
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
+import time
 import types
 
+import psutil
 import pytest
 
-from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
+from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace, to_dict
 from lmcore.errors import EXIT_INTERRUPTED, UserError
 from lmcore.files import write_json
 from lmcore.run import RunFolder
@@ -41,6 +47,75 @@ def test_run_is_followed_to_its_end_reused_and_repaired(tmp_path, config, capsys
 def test_a_child_that_fails_speaks_through_the_parent(tmp_path, config):
     with pytest.raises(UserError, match=r"ended with code 2: lmcore: .*set model\.vocab_size"):
         run_or_reuse(replace(config, model__vocab_size=20), tmp_path / "run")
+
+
+CELL = """
+import json, signal, sys
+from lmcore.config import TrainConfig, from_dict
+from lmcore.errors import UserError
+from lmcore.workbook.sweep import run_or_reuse, run_sweep
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a kernel, however the tests were started
+what, folder, config = sys.argv[1], sys.argv[2], from_dict(TrainConfig, json.loads(sys.argv[3]))
+try:
+    run_sweep({"toy": config}, folder) if what == "run_sweep" else run_or_reuse(config, f"{folder}/toy")
+except UserError as error:
+    print(error)
+"""
+PATIENCE = 60
+
+
+def test_an_interrupted_cell_ends_its_runs_or_says_who_trains_them(tmp_path, config):
+    config, run = (
+        replace(config, steps=10**9, log_interval=50, eval_interval=10**9, checkpoint_interval=10**9),
+        RunFolder(tmp_path / "toy"),
+    )
+
+    def cell(what: str) -> subprocess.Popen:
+        words = [sys.executable, "-c", CELL, what, str(tmp_path), json.dumps(to_dict(config))]
+        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def wait_for(condition) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def interrupted(process: subprocess.Popen) -> str:
+        process.send_signal(signal.SIGINT)
+        return process.communicate(timeout=PATIENCE)[0]
+
+    ended = "Interrupted: training has ended, too; run this again to resume it from what is saved."
+    for what in ("run_sweep", "run_or_reuse"):
+        before = run.last_known()[1]
+        owner = cell(what)
+        wait_for(
+            lambda before=before: (
+                run.is_busy() and run.metrics_lines()[-1:] and run.metrics_lines()[-1]["step"] > before
+            )
+        )
+        (trainer,) = psutil.Process(owner.pid).children()
+        said = interrupted(owner)
+        assert said.splitlines()[-1] == ended
+        assert "Traceback" not in said
+        assert not trainer.is_running()
+        assert run.status()["state"] == "interrupted"
+        assert run.status()["step"] > before
+        assert list(run.checkpoint_folder.iterdir())
+
+    owner = cell("run_or_reuse")
+    wait_for(lambda: run.is_busy() and run.last_known()[0] == "running")
+    follower = cell("run_or_reuse")
+    assert "this one follows" in follower.stdout.readline()
+    time.sleep(0.5)
+    said = interrupted(follower).splitlines()[-1]
+    (pid,) = re.fullmatch(
+        r"Interrupted\. Still training: toy in process (\d+); `kill` with that number stops one, which saves itself\.",
+        said,
+    ).groups()
+    assert run.is_busy()
+    os.kill(int(pid), signal.SIGTERM)
+    owner.communicate(timeout=PATIENCE)
+    assert run.status()["state"] == "interrupted"
 
 
 def test_a_run_that_another_process_leaves_is_gone_on_with(tmp_path, config, capsys):
@@ -80,7 +155,7 @@ def test_a_worker_leaves_a_run_in_other_hands_and_refuses_what_is_no_mapping(tmp
         work(tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP])
 def test_a_worker_stops_between_two_runs(tmp_path, config, monkeypatch, number):
     trained = []
 

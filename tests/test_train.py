@@ -285,7 +285,28 @@ def test_a_full_disk_is_noted_and_the_run_goes_on_later(config, run, straight, m
     require_completed(config, run, straight)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("step", [1, 8])
+def test_a_signal_that_ends_the_compiler_first_is_no_failure(config, run, straight, monkeypatch, capsys, step):
+    """As SIGTERM to the process group does while torch.compile waits for g++: it raises before the loop looks."""
+
+    def update(self, *arguments):
+        steps.append(len(steps) + 1)
+        if steps[-1] == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise RuntimeError("g++ was ended by SIGTERM")
+        return original(self, *arguments)
+
+    steps, original = [], lmcore.train.PlainStep.__call__
+    with monkeypatch.context() as patch:
+        patch.setattr(lmcore.train.PlainStep, "__call__", update)
+        assert train(config, run).state == "interrupted"
+    saved = step // config.checkpoint_interval * config.checkpoint_interval
+    assert (run.status()["state"], run.status()["step"]) == ("interrupted", saved)
+    assert f"stopped; the same command goes on from step {saved}." in capsys.readouterr().out
+    require_completed(config, run, straight)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_training_begins(config, run, monkeypatch, capsys, number):
     opened, before = lmcore.train.open_data, signal.getsignal(number)
 

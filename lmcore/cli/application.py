@@ -6,7 +6,6 @@ import inspect
 import io
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
@@ -17,7 +16,7 @@ from lmcore.cli import benchmark, data, jobs, memory, nsys, sweep, training, wor
 from lmcore.cli.arguments import PATHS, check_paths
 from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError, leave_to_first_rank
-from lmcore.stopping import Stopped, stop_signals
+from lmcore.stopping import Stopped, stoppable
 
 EXIT_CTRL_C = 130
 
@@ -67,10 +66,9 @@ def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
         for command in (*members, *([jobs.train_command(base)] if name == "submit" else [])):
             group.command(deferred(command))
         app.command(group, name=name, help=what)
-    in_order = stop_signals(signal.SIGINT, exits=True)  # a signal during imports ends a command that measures later
     commands = [
         training.train_command(training.starting_config(arguments[1:]) if chosen == "train" else TrainConfig()),
-        training.evaluate, training.generate, in_order(benchmark.benchmark), nsys.nsys, in_order(memory.memory),
+        training.evaluate, training.generate, benchmark.benchmark, nsys.nsys, memory.memory,
         workbook.workbook, workbook.refresh, workbook.writeup, jobs.jobs, workbook.handin,
     ]  # fmt: skip
     for command in [*commands, jobs.requeue] if chosen == "requeue" else commands:  # only job.sh calls it: not listed
@@ -128,14 +126,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code. A user's mistake is one sentence on standard error and code 2."""
     print_any_character()
     try:
-        try:
-            command = parse(list(sys.argv[1:] if arguments is None else arguments))
-        except UserError:
-            leave_to_first_rank()
-            raise
-        code = command()
-        sys.stdout.flush()  # while an error of it can still be said
-        return code
+        with stoppable():
+            try:
+                command = parse(list(sys.argv[1:] if arguments is None else arguments))
+            except UserError:
+                leave_to_first_rank()
+                raise
+            code = command()
+            sys.stdout.flush()  # while an error of it can still be said
+            return code
     except UserError as error:
         say(f"lmcore: {error}")
         return EXIT_USER_ERROR

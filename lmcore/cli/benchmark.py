@@ -7,7 +7,6 @@ import tyro
 
 from lmcore.errors import EXIT_FAILURE, FINISHED, require, require_positive
 from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
-from lmcore.stopping import stoppable
 
 DEFAULTS = BenchmarkConfig()
 
@@ -43,8 +42,7 @@ def benchmark(
         reasons = dict.fromkeys(unsupported_reason(case.model, case.precision) for case in cases.values())
         missing = "; ".join(filter(None, reasons))
         require(None in reasons, f"The fused step does not cover {missing}: take --ops plain.")
-    with stoppable():
-        records = repeated(measure, cases, out / "cases", "benchmark", processes)
+    records = repeated(measure, cases, out / "cases", "benchmark", processes)
     table, source = timing_table(records), provenance_of_cases(records)
     write_results(table, out / "benchmark.json", source)
     write_results(samples_table(records), out / "samples.json", source)

@@ -30,7 +30,7 @@ def run(
         set: Settings of the base, or values of a setting that is varied: steps=20, or
             optimizer.learning_rate=1e-3,1e-2.
     """
-    with stop_signals(exits=True):  # also while PyTorch is imported
+    with stop_signals():  # also while PyTorch is imported
         from lmcore.workbook.jobs.sweeps import load_definition, run_definition, sweep_folder
 
         sweep = load_definition(definition, set)
@@ -64,7 +64,7 @@ def work(folder: Annotated[Path, tyro.conf.Positional]) -> int:
     Args:
         folder: Folder with a sweep.json.
     """
-    with stop_signals(exits=True):
+    with stop_signals():
         from lmcore.workbook.sweep import work
 
         work(folder)

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,7 +44,7 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
         """
         if settings.parallel != "none":  # of a rank that is gone PyTorch's store tells with the addresses of its code
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-        with stop_signals(signal.SIGINT, exits=True):  # from here on, as importing torch takes a while
+        with stop_signals():  # from here on, as importing torch takes a while
             from lmcore.train import train
 
             try:

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from filelock import FileLock, Timeout
 
 from lmcore.config import from_dict, to_dict
 from lmcore.device import out_of_memory_reason, require_precision, select_device, visible_gpus
 from lmcore.errors import FINISHED, UserError, require
-from lmcore.files import atomic_write, is_locked, read_json, write_json
+from lmcore.files import atomic_write, is_locked, locked, read_json, write_json
 from lmcore.profiling.cases import WorkloadConfig
 from lmcore.profiling.plausible import refusal_of
 from lmcore.progress import Progress
 from lmcore.provenance import command_line, environment
+from lmcore.stopping import begin_worker
 
 Task = Callable[[WorkloadConfig, Path], dict[str, Any]]
 """Measures one benchmark case, may write files into the folder it is given, and returns what JSON can hold."""
@@ -131,7 +131,7 @@ def run_cases(
             if stopped.is_set():
                 return
             busy = f"Another process is measuring {name} in {folder}; wait for it or leave it to that."
-            with _hold(case_lock(folder, name), busy, SECONDS_OF_A_LOOK):
+            with locked(case_lock(folder, name), busy, SECONDS_OF_A_LOOK):
                 if (record := finished(name)) is None:
                     began = time.monotonic()
                     outcome, value = run_apart(task, (cases[name], folder / name), None, gpu, stopped)
@@ -158,7 +158,7 @@ def run_cases(
 
     busy = f"Another process is measuring in {folder}; wait for it or choose another folder."
     gpus, names = measuring_gpus(cases.values()), iter(missing)
-    with contextlib.nullcontext() if shared else _hold(folder / ".lock", busy), ThreadPoolExecutor(len(gpus)) as pool:
+    with contextlib.nullcontext() if shared else locked(folder / ".lock", busy), ThreadPoolExecutor(len(gpus)) as pool:
         try:
             for future in [pool.submit(measure_on, gpu, names) for gpu in gpus]:
                 future.result()
@@ -236,14 +236,6 @@ def is_measured_now(folder: Path, name: str) -> bool:
     return is_locked(case_lock(folder, name))
 
 
-def _hold(lock: Path, sentence: str, timeout: float = 0.0) -> contextlib.AbstractContextManager:
-    """Holds a lock file for a `with` block. Raises `UserError(sentence)` if another process has it."""
-    try:
-        return FileLock(lock).acquire(timeout=timeout)
-    except Timeout:
-        raise UserError(sentence) from None
-
-
 # Processes
 
 
@@ -306,9 +298,7 @@ def _end(child: BaseProcess) -> None:
 def _report(sender: Connection, function: Callable[..., Any], arguments: tuple, gpu: str | None) -> None:
     if gpu is not None:  # in time: nothing has used CUDA here
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # they end a case at once
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    begin_worker()
     try:
         answer = "complete", function(*arguments)
     except UserError as error:
@@ -322,13 +312,6 @@ def _report(sender: Connection, function: Callable[..., Any], arguments: tuple, 
     with contextlib.suppress(BrokenPipeError):  # nobody waits any more: the runner was ended
         sender.send(answer)
     sender.close()
-
-
-def _end_with_parent() -> None:
-    """Ends this process when the one that measures is gone, however it was ended: nobody would read the result."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def examine(wanted: Iterable[tuple[str, str]]) -> tuple[dict[str, Any], dict[tuple[str, str], str]]:

@@ -14,6 +14,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 from lmcore.errors import UserError, require
+from lmcore.stopping import begin_worker
 from lmcore.text import read_text
 from lmcore.tokenizer.pretokenize import check_special_tokens, count_pretokens, safe_pieces
 
@@ -117,16 +118,18 @@ def count_files(
         for piece in pieces:
             counts.update(count_pretokens(piece, special_tokens))
         return counts
+    pool = ProcessPoolExecutor(num_workers, initializer=begin_worker)
     try:
-        with ProcessPoolExecutor(num_workers) as pool:
-            submitted = (pool.submit(count_pretokens, piece, special_tokens) for piece in pieces)
-            waiting = deque(islice(submitted, 2 * num_workers))  # so many pieces are in memory at a time
-            while waiting:
-                counts.update(waiting.popleft().result())
-                waiting.extend(islice(submitted, 1))
+        submitted = (pool.submit(count_pretokens, piece, special_tokens) for piece in pieces)
+        waiting = deque(islice(submitted, 2 * num_workers))  # so many pieces are in memory at a time
+        while waiting:
+            counts.update(waiting.popleft().result())
+            waiting.extend(islice(submitted, 1))
     except BrokenProcessPool as error:
         sentence = "A process that counted pretokens died or could not start; try again with num_workers=1."
         raise UserError(sentence) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
     return counts
 
 

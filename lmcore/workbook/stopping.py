@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from lmcore.stopping import StopEvent, stop_signals
+from lmcore.stopping import STOP_SIGNALS, StopEvent, stop_signals
 
 LAUNCHER = "ipykernel_launcher"
 MARK = "LMCORE_WORKBOOK"
@@ -33,9 +33,9 @@ INTERRUPT_SECONDS = 5.0
 
 
 class StopSignals:
-    """Hears SIGUSR1, SIGTERM and SIGINT (Ctrl-C), and then ends the notebook that is being executed.
+    """Hears the stop signals and SIGINT (Ctrl-C), and then ends the notebook that is being executed.
 
-    The first of them is acknowledged at once. A second SIGTERM or SIGINT kills the notebook's processes, training too,
+    The first of them is acknowledged at once. A second one, but SIGUSR1, kills the notebook's processes, training too,
     and ends this one.
 
     The signal is forwarded, as SIGUSR1, to the training processes that the notebook has started. When they have saved
@@ -45,7 +45,7 @@ class StopSignals:
 
     def __init__(self, seconds: float = STOP_SECONDS):
         soon = min(seconds, TERM_SECONDS)
-        self.seconds = {signal.SIGUSR1: seconds, signal.SIGTERM: soon, signal.SIGINT: soon}
+        self.seconds = dict.fromkeys((signal.SIGINT, *STOP_SIGNALS), soon) | {signal.SIGUSR1: seconds}
         self.mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self.left_behind: list[str] = []
         """In words, training processes that had not ended in time."""

@@ -176,16 +176,38 @@ def _follow(
 ) -> None:
     """Shows how far it is, as `look` finds it, until the children have ended and nobody holds the runs.
 
-    In JupyterLab the runs' training losses are drawn besides.
+    In JupyterLab the runs' training losses are drawn besides. An interrupt of the notebook's cell ends the children,
+    which save themselves, and raises `UserError`.
     """
     over, curves = False, LiveCurves(runs) if in_jupyter() else None
-    while not over:
-        over = all([child.poll() is not None for child in children]) and not any(run.is_busy() for run in runs.values())
-        progress.update(*look())
-        if curves is not None:
-            curves.update(now=over)
-        time.sleep(0 if over else SECONDS_BETWEEN_LOOKS)
-    progress.close()
+    try:
+        while not over:
+            over = all([child.poll() is not None for child in children])
+            over = over and not any(run.is_busy() for run in runs.values())
+            progress.update(*look())
+            if curves is not None:
+                curves.update(now=over)
+            time.sleep(0 if over else SECONDS_BETWEEN_LOOKS)
+    except KeyboardInterrupt:
+        raise UserError(_interrupted(children, runs)) from None
+    finally:
+        progress.close()
+
+
+def _interrupted(children: list[subprocess.Popen], runs: Mapping[str, RunFolder]) -> str:
+    """Has the children end, at once where another interrupt comes meanwhile; says so, and what still runs."""
+    for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
+        with suppress(KeyboardInterrupt):
+            for child in children:
+                end(child)  # does nothing where it has ended
+            for child in children:
+                child.wait()
+            break
+    going = {name: run.status().get("pid") for name, run in runs.items() if run.is_busy()}
+    if going:
+        others = ", ".join(f"{name} in process {pid}" for name, pid in going.items())
+        return f"Interrupted. Still training: {others}; `kill` with that number stops one, which saves itself."
+    return "Interrupted: training has ended, too; run this again to resume it from what is saved."
 
 
 class LiveCurves:

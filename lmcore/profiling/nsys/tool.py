@@ -133,7 +133,7 @@ def run_under_nsys(
 def run_logged(command: Sequence[str], log: Path, timeout: float = TIMEOUT) -> int:
     """Runs a command with its output in `log` and returns its exit code; at a timeout all of its processes end.
 
-    So they do at Ctrl-C and SIGTERM, of which they hear nothing in their own session. Raises `UserError` at a timeout.
+    So they do at a signal, of which they hear nothing in their own session. Raises `UserError` at a timeout.
     """
 
     def end(number: int, _: object) -> None:
@@ -142,11 +142,13 @@ def run_logged(command: Sequence[str], log: Path, timeout: float = TIMEOUT) -> i
         os.kill(os.getpid(), number)
 
     in_main = threading.current_thread() is threading.main_thread()  # only that one may set handlers
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP] if in_main else []
     with open(log, "ab") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-    former = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM) if in_main}
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    former = {number: signal.signal(number, end) for number in heard}
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:

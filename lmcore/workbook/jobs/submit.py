@@ -7,12 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED, UserError, require
 from lmcore.files import write_json
+from lmcore.stopping import StopEvent, stop_signals
 from lmcore.workbook.jobs import slurm
 from lmcore.workbook.jobs.dependencies import Chain, Job
 from lmcore.workbook.jobs.log import ENDED, append, local_lock, output_file, ranges, read_lines, read_log, tail_lines
@@ -22,7 +23,7 @@ from lmcore.workbook.record import exclusive, update_plan
 SECONDS_FOR_ANOTHER = 300
 """How long one submission for a folder waits for another one."""
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SECONDS_BETWEEN_LOOKS = 0.1
 
 
 def submit(chain: Chain, again: bool = False) -> dict[str, str]:
@@ -156,47 +157,51 @@ class LocalJobs:
     """Runs submitted jobs one after another, within this process's lifetime.
 
     A job is left out if one that must succeed before it did not. A job that saved itself at a signal of its own, and
-    got somewhere, is started again, as Slurm queues it again. Ctrl-C, SIGTERM and SIGUSR1 stop the job that runs in an
-    orderly way, and the rest stays undone.
+    got somewhere, is started again, as Slurm queues it again. Ctrl-C and stop signals stop the job that runs in an
+    orderly way, a second one at once, and the rest stays undone.
     """
 
     def __init__(self, chain: Chain, ids: Mapping[str, str]):
         self.chain, self.ids = chain, ids
-        self.stopped = False
+        self.stop = StopEvent()
         self.process: subprocess.Popen | None = None
 
     def run(self) -> int:
         """Runs all; returns the exit code of `run_here`."""
-        before = {number: signal.signal(number, self.stop) for number in STOPPING}
         failed: set[str] = set()
-        try:
+        with stop_signals(signal.SIGINT, exits=True) as self.stop:
+            self.stop.before_exit = self.tell
             for job in self.chain.jobs:
                 missing = [] if job.whatever_happens else [name for name in job.after if name in failed]
-                if not missing and not self.stopped:
+                if not missing and not self.stop.is_set():
                     codes = [self.run_task(job, task) for task in job.tasks or [None]]
                     failed |= {job.name} if any(codes) else set()
                     continue
                 failed.add(job.name)
                 append(self.chain.out, self.ids[job.name], job.name, "cancelled")
-                if not self.stopped:
+                if not self.stop.is_set():
                     say(self.ids[job.name], job, f"not run, because {', '.join(missing)} did not succeed")
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        if self.stopped:
+        if self.stop.is_set():
             print("lmcore: stopped; the same command goes on with what is saved.", file=sys.stderr)
             return EXIT_INTERRUPTED
         return EXIT_FAILURE if failed else 0
 
-    def stop(self, *_: Any) -> None:
-        """Tells the job that runs to save itself and end; none is started any more."""
-        self.stopped = True
+    def tell(self) -> None:
+        """Tells the job that runs to save itself and end, the second time to end at once."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 
+    def wait(self) -> int:
+        """The exit code of the job that runs, which is told of a stop signal."""
+        while (code := self.process.poll()) is None and not self.stop.is_set():
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        if code is None:
+            self.tell()
+        return self.process.wait()
+
     def run_task(self, job: Job, task: int | None) -> int:
         """Runs a job, or one task of its array, until it need not be started again; returns its exit code."""
-        if self.stopped:
+        if self.stop.is_set():
             return EXIT_INTERRUPTED
         out, array = self.chain.out, self.ids[job.name]
         id = array if task is None else f"{array}_{task}"
@@ -219,10 +224,8 @@ class LocalJobs:
                     )  # fmt: skip
             except OSError as error:
                 raise UserError(f"Cannot write the log {log}: {error.strerror or error}.") from error
-            if self.stopped:  # in between
-                self.stop()
-            code = self.process.wait()
-            if self.stopped or [line.state for line in read_lines(out) if line.id == id][-1:] != ["requeued"]:
+            code = self.wait()
+            if self.stop.is_set() or [line.state for line in read_lines(out) if line.id == id][-1:] != ["requeued"]:
                 break
         said = tail_lines(log) or ["it said nothing"]
         say(id, job, "done" if code == 0 else f"ended with code {code}: {said[-1].strip()}")
