@@ -29,12 +29,12 @@ def flash_attention(
 ) -> Float[Tensor, "... H T K"]:
     """softmax(Q Kᵀ / sqrt(K)) V with a causal mask or none, differentiable (Dao 2023).
 
-    Saves Q, K, V, the output and the log-sum-exp of each row for the backward pass. In float32 no tensor cores are used,
-    and plain attention, where it fits, can be up to five times as fast (benchmarks/LOG.md, wide heads, few of them);
-    what is saved is memory. The strides are free. Under
-    autocast the inputs are cast to its type. The order in which parts of dQ are added is not fixed on Hopper, unless
-    `torch.use_deterministic_algorithms` is on: last bits may differ. Raises `UserError` if queries, keys and values
-    differ in shape, type or device; plain attention serves queries and keys of different lengths.
+    Saves Q, K, V, the output and the log-sum-exp of each row for the backward pass. The strides are free. Under
+    autocast the inputs are cast to its type. In float32 there are no tensor cores, and plain attention, where it fits,
+    can be up to five times as fast (few heads of 128 features: benchmarks/LOG.md); what is saved is memory. The order
+    in which parts of dQ are added is not fixed on Hopper, unless `torch.use_deterministic_algorithms` is on: last bits
+    may differ. Raises `UserError` if queries, keys and values differ in shape, type or device; plain attention serves
+    queries and keys of different lengths.
     """
     check_inputs(q, k, v)
     kind = q.device.type
