@@ -418,7 +418,7 @@ class Trainer:
         except Exception as error:
             if (reason := out_of_memory_reason(error)) is not None:
                 return self._end_out_of_memory(reason)
-            full = isinstance(error, OSError) and error.errno in NO_ROOM
+            full = error.strerror if isinstance(error, OSError) and error.errno in NO_ROOM else None
             if stop.is_set() and not (full or isinstance(error, UserError)):  # the signal ended the compiler first
                 self.run.write_status("interrupted", self.saved_step)
                 raise Stopped from error
@@ -428,7 +428,7 @@ class Trainer:
                 )
             if full:  # even a line of progress may find no room
                 raise UserError(
-                    f"{self.run.name}: {error.strerror}; the same command goes on from the last checkpoint."
+                    f"{self.run.name}: {full}; the same command goes on from the last checkpoint."
                 ) from error
             raise
         finally:
