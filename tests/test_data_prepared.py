@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import lmcore.data.prepared
+from lmcore.cli.application import main
 from lmcore.data import (
     CorpusConfig,
     entropy_per_document,
@@ -222,6 +223,14 @@ def edit(**changes):
     return change
 
 
+def edit_train(**changes):
+    def change(folder):
+        splits = json.loads((folder / "manifest.json").read_text())["splits"]
+        edit(splits=splits | {"train": splits["train"] | changes})(folder)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("harm", "sentence"),
     [
@@ -238,6 +247,9 @@ def edit(**changes):
         (edit(dtype="float16"), "not a whole manifest"),
         (edit(dtype="words"), "not a whole manifest"),
         (edit(splits={}), "not a whole manifest"),
+        (edit_train(documents=17), r"train\.bin holds 18 documents, but manifest\.json says 17"),
+        (edit_train(documents="18"), "not a whole manifest"),
+        (edit_train(bytes=None), "not a whole manifest"),
         (edit(vocab_size=100), "the vocabulary has 100 entries"),
         (shutil.rmtree, "not a prepared corpus"),
     ],
@@ -262,7 +274,39 @@ def test_files_are_read_once(prepared, monkeypatch):
     other_id(7)(prepared.folder)  # a change that keeps size and time
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     with pytest.raises(UserError, match="has changed"):
-        open_data(prepared.folder, verify=True)
+        open_data(prepared.folder)
+
+
+def test_ids_that_are_overwritten_while_they_are_in_use_are_noticed(prepared, corpus):
+    data = open_data(prepared.folder)
+    data.require_unchanged()
+    os.chmod(data.folder / "valid.bin", 0o600)  # the same ids
+    data.require_unchanged()
+    prepare("embedded", BYTES, data.folder, SMALL, progress=False)  # what is mapped is another file
+    data.require_unchanged()
+    data = open_data(data.folder)
+    other_id(7)(data.folder)
+    with pytest.raises(UserError, match=r"valid\.bin has changed since it was prepared"):
+        data.require_unchanged()
+    shutil.rmtree(data.folder)  # what is mapped stays
+    data.require_unchanged()
+
+
+@pytest.mark.parametrize("victim", ["missing", "another", "damaged"])
+def test_data_info_looks_at_the_tokenizer(prepared, victim, capsys):
+    folder = prepared.folder / "tokenizer"
+    assert main(["data", "info", str(prepared.folder)]) == 0
+    capsys.readouterr()
+    if victim == "missing":
+        shutil.rmtree(folder)
+    elif victim == "another":
+        tokenizer_for("bpe:300", "embedded").save(folder)
+    else:
+        (folder / "encoder.json").write_text("{")
+    assert main(["data", "info", str(prepared.folder)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "tokenizer" in said.err
 
 
 def test_tokenizer_of_a_folder_is_checked(prepared):

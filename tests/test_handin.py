@@ -155,6 +155,15 @@ def test_without_git_there_is_a_sentence(project, monkeypatch):
         project_files(project)
 
 
+def test_a_table_is_no_secret_by_its_name(project):
+    tables = ["results/generate_next_token.csv", "results/generate_next_token.json", "results/token_lengths.csv"]
+    secrets = ["results/hf_token.json", "results/passwords.csv", "results/token", "results/api_token.txt"]
+    write(project, *tables, *secrets, text="rank,token\n1,the\n")
+    kept, left_out = project_files(project)
+    assert {file.as_posix() for file in kept} >= set(tables)
+    assert left_out["named like a secret"] == sorted(secrets)
+
+
 def test_code_is_no_secret_by_its_name():
     names = ("tokenizer.py", "tokens.py", "test_data_tokens.py", "hf_token.py", "token.md", "keys.py")
     assert not any(map(is_secret_name, names))

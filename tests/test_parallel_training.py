@@ -294,6 +294,34 @@ def test_a_port_in_use_is_named(trainers, data, tmp_path, monkeypatch):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"RANK": "x"}, "The variable RANK must be a whole number of at least 0, not 'x'"),
+        ({"RANK": "-1"}, "The variable RANK must be a whole number of at least 0, not '-1'"),
+        ({"RANK": ""}, "The variable RANK must be a whole number of at least 0, not ''"),
+        ({"RANK": "2"}, "RANK is 2 of WORLD_SIZE 2"),
+        ({"WORLD_SIZE": "-1"}, "The variable WORLD_SIZE must be a whole number of at least 1, not '-1'"),
+        ({"WORLD_SIZE": "0"}, "The variable WORLD_SIZE must be a whole number of at least 1, not '0'"),
+        ({"LOCAL_RANK": "a"}, "The variable LOCAL_RANK must be a whole number of at least 0, not 'a'"),
+        ({"LOCAL_WORLD_SIZE": "1.5"}, "The variable LOCAL_WORLD_SIZE must be a whole number of at least 0, not '1.5'"),
+        ({"MASTER_PORT": "x"}, "The 2 ranks that meet at 127.0.0.1:x could not form a group"),
+    ],
+)
+def test_variables_of_a_launcher_that_make_no_sense(monkeypatch, data, variables, sentence):
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (launched | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} | variables).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^{sentence}"), world.joined(small_config(data, parallel="ddp")):
+        pass
+
+
+def test_a_run_of_one_process_looks_at_no_launcher(monkeypatch, data):
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    with world.joined(small_config(data)) as alone:
+        assert alone.size == 1
+
+
 JOIN = """
 from lmcore.config import TrainConfig, model_config
 from lmcore.distributed import world

@@ -25,6 +25,7 @@ from lmcore.data.tokenizers import describe_tokenizer, tokenizer_for
 from lmcore.errors import UserError, require
 from lmcore.files import locked, read_json, temporary_folder, write_json
 from lmcore.progress import Progress
+from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
@@ -48,6 +49,19 @@ class PreparedData:
     manifest: dict[str, Any]
     train: np.memmap
     valid: np.memmap
+    opened: dict[str, Any]
+    """`file_states` when it was opened."""
+
+    def require_unchanged(self) -> None:
+        """Raises `UserError` if the ids were overwritten since they were opened.
+
+        Another corpus that was prepared in the same folder since then has files of its own: that does no harm.
+        """
+        with suppress(OSError):  # removed: what is mapped stays
+            for split, (inode, *before) in self.opened.items():
+                now_inode, *now = file_states(self.folder, self.manifest)[split]
+                if inode == now_inode and before != now:
+                    check_tokens(map_tokens(self.folder, self.manifest, split), self.manifest, split)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -122,9 +136,9 @@ def is_prepared(folder: str | os.PathLike) -> bool:
 def open_data(folder: str | os.PathLike, *, verify: bool = False) -> PreparedData:
     """Opens a folder that `prepare` has made.
 
-    Sizes are held against the manifest each time. Checksums and ids are checked by reading the files once in pieces,
-    and again only when a file has changed since (size or time of change) or with `verify=True`. Raises `UserError`,
-    naming the file and what is wrong with it.
+    Sizes are held against the manifest each time. Checksums, ids and numbers of documents are checked by reading the
+    files once in pieces, and again only when a file has changed since (size or times) or with `verify=True`, which
+    checks the tokenizer as well. Raises `UserError`, naming the file and what is wrong with it.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -132,12 +146,17 @@ def open_data(folder: str | os.PathLike, *, verify: bool = False) -> PreparedDat
     checked = None
     with suppress(UserError):
         checked = read_json(folder / CHECKED)
-    if verify or checked != file_states(folder, manifest):
+    states = file_states(folder, manifest)
+    if verify or checked != states:
         for split, array in arrays.items():
             check_tokens(array, manifest, split)
         with suppress(UserError):  # where the folder is not ours to write, the next opening reads them again
-            write_json(folder / CHECKED, file_states(folder, manifest))
-    return PreparedData(folder, manifest, arrays["train"], arrays["valid"])
+            write_json(folder / CHECKED, states)
+    data = PreparedData(folder, manifest, arrays["train"], arrays["valid"], states)
+    if verify:
+        ends = data.tokenizer.eot_id == arrays["train"][-1] == arrays["valid"][-1]
+        require(ends, f"The splits in {folder} do not end with {END_OF_TEXT}; run `lmcore data prepare` again.")
+    return data
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -156,7 +175,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     )
     try:
         splits = [manifest["splits"][split] for split in SPLITS]
-        counts = [manifest["vocab_size"], *(split["tokens"] for split in splits)]
+        counts = [manifest["vocab_size"], *(split[key] for split in splits for key in ("tokens", "documents", "bytes"))]
         digests = [manifest["tokenizer_fingerprint"], *(split["sha256"] for split in splits)]
         complete = np.issubdtype(np.dtype(manifest["dtype"]), np.integer)
         complete &= all(isinstance(count, int) and count > 0 for count in counts)
@@ -181,8 +200,11 @@ def map_tokens(folder: Path, manifest: dict[str, Any], split: str) -> np.memmap:
 
 
 def check_tokens(ids: np.memmap, manifest: dict[str, Any], split: str) -> None:
-    """Reads all ids in pieces: none may be out of the vocabulary, and the checksum must be the manifest's."""
-    digest = hashlib.sha256()
+    """Reads all ids in pieces: none may be out of the vocabulary, checksum and documents must be the manifest's.
+
+    The last id ends the last document, and so it ends each of them.
+    """
+    digest, documents, noted = hashlib.sha256(), 0, manifest["splits"][split]
     step = SCAN_BYTES // ids.itemsize
     for first in range(0, len(ids), step):
         piece = ids[first : first + step]
@@ -194,9 +216,15 @@ def check_tokens(ids: np.memmap, manifest: dict[str, Any], split: str) -> None:
             "run `lmcore data prepare` again.",
         )
         digest.update(piece)
+        documents += int(np.count_nonzero(piece == ids[-1]))
     require(
-        digest.hexdigest() == manifest["splits"][split]["sha256"],
+        digest.hexdigest() == noted["sha256"],
         f"{ids.filename} has changed since it was prepared (its checksum is not the one in {MANIFEST}); run "
+        "`lmcore data prepare` again.",
+    )
+    require(
+        documents == noted["documents"],
+        f"{ids.filename} holds {documents:,} documents, but {MANIFEST} says {noted['documents']:,}; run "
         "`lmcore data prepare` again.",
     )
 
@@ -207,11 +235,15 @@ def bin_path(folder: Path, split: str) -> Path:
 
 
 def file_states(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What a later opening compares: size, time of change and expected content of both files."""
+    """What a later opening compares: which files they are, their sizes and times, and what is expected in them.
+
+    A program can set the time of the last write, but not that of the last change (ctime).
+    """
     states = {}
     for split in SPLITS:
-        stat, digest = bin_path(folder, split).stat(), manifest["splits"][split]["sha256"]
-        states[split] = [stat.st_size, stat.st_mtime_ns, digest, manifest["vocab_size"]]
+        stat, noted = bin_path(folder, split).stat(), manifest["splits"][split]
+        expected = [noted["sha256"], noted["documents"], manifest["vocab_size"]]
+        states[split] = [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, *expected]
     return states
 
 

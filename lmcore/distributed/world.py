@@ -154,9 +154,8 @@ def joined(config: TrainConfig) -> Iterator[World]:
     ranks end: those that wait for one which failed exit with its exit code. Raises `UserError` if ranks are missing,
     have no GPU of their own, or the batch does not divide by their number.
     """
-    size = int(os.environ.get("WORLD_SIZE", 1))
     if config.parallel == "none":
-        if size > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+        if "TORCHELASTIC_RUN_ID" in os.environ and (size := launched("WORLD_SIZE", 1)) > 1:
             leave_to_first_rank()
             raise UserError(
                 f"torchrun started {size} processes, but the run is not parallel: add --parallel ddp, or another way."
@@ -169,7 +168,8 @@ def joined(config: TrainConfig) -> Iterator[World]:
             print(f"This process uses one of {gpus} GPUs; all of them: {started}", file=sys.stderr, flush=True)
         yield World()
         return
-    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
+    size, rank, local = launched("WORLD_SIZE", 1), launched("RANK"), launched("LOCAL_RANK")
+    require(rank < size, f"RANK is {rank} of WORLD_SIZE {size}: start the ranks with torchrun.")
     where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     check_ranks(config, size, local)
     try:
@@ -191,6 +191,15 @@ def joined(config: TrainConfig) -> Iterator[World]:
     dist.barrier(world.group)
     watch.close()
     dist.destroy_process_group()
+
+
+def launched(name: str, least: int = 0) -> int:
+    """The number in a launcher's variable, `least` without it. Raises `UserError` for anything else."""
+    text = os.environ.get(name, str(least))
+    whole = text.isascii() and text.isdecimal() and int(text) >= least
+    advice = "start the ranks with torchrun, or unset it"
+    require(whole, f"The variable {name} must be a whole number of at least {least}, not {text!r}: {advice}.")
+    return int(text)
 
 
 @contextmanager
@@ -215,7 +224,7 @@ def check_ranks(config: TrainConfig, size: int, local: int) -> None:
     """Raises `UserError` for numbers of ranks that cannot train; said by a machine's first rank."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     wants_gpu = config.device.startswith("cuda") or (config.device == "auto" and gpus > 0)
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or local + 1
+    local_size = launched("LOCAL_WORLD_SIZE") or local + 1
     faults = {
         f"batch_size ({config.batch_size}) must divide by the number of ranks, {size}.": config.batch_size % size,
         f"{socket.gethostname()} has {gpus} GPUs for {local_size} ranks, and each needs its own: start fewer, or use "
@@ -229,12 +238,12 @@ def check_ranks(config: TrainConfig, size: int, local: int) -> None:
 
 def begin_group(store: dist.Store, rank: int, size: int, local: int, config: TrainConfig) -> None:
     """The process group of the gradients: NCCL on GPUs, gloo on CPUs."""
-    if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == size:  # one machine: its name need not be in any directory
+    if launched("LOCAL_WORLD_SIZE") == size:  # one machine: its name need not be in any directory
         loopback = [name for name in psutil.net_if_addrs() if name.startswith("lo")]
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0] if loopback else "lo")
     on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
     if not on_gpu and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", size))))
+        torch.set_num_threads(max(1, torch.get_num_threads() // (launched("LOCAL_WORLD_SIZE") or size)))
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size,
         timeout=timedelta(seconds=SECONDS_OF_A_COLLECTIVE),

@@ -37,6 +37,8 @@ SECRET_FILE = re.compile(
 SECRET_WORDS = {"token", "secret", "secrets", "password", "passwords", "apikey"}
 """A word of these in a file's name makes it a secret's, unless it is code: hf_token.txt is one, tokenizer.py is not."""
 CODE_SUFFIXES = (".py", ".ipynb", ".md", ".sh", ".sbatch")
+TABLE_WORDS = {"token"}
+"""Words that also name what a table is about: a .csv, or the .json beside it."""
 
 SECRETS = {
     "a private key": rb"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----",
@@ -147,7 +149,7 @@ def why_left_out(path: Path, excluded: Iterable[Path]) -> str | None:
         return "a link"
     if any(path.resolve().is_relative_to(folder.resolve()) for folder in excluded):
         return "made by the code"
-    if is_secret_name(path.name):
+    if is_secret_name(path.name, table=path.with_suffix(".csv").is_file()):
         return "named like a secret"
     if path.stat().st_size > MAX_FILE_BYTES:
         return f"larger than {MAX_FILE_BYTES / 1e6:.0f} MB"
@@ -155,9 +157,10 @@ def why_left_out(path: Path, excluded: Iterable[Path]) -> str | None:
     return "a notebook as papermill executed it" if executed else None
 
 
-def is_secret_name(name: str) -> bool:
-    """Whether a file is named as those are that hold passwords, tokens and keys."""
+def is_secret_name(name: str, table: bool = False) -> bool:
+    """Whether a file is named as those are that hold passwords, tokens and keys; it may be a `table`'s."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    words -= TABLE_WORDS if table and name.lower().endswith((".csv", ".json")) else set()
     code = name.endswith(CODE_SUFFIXES)
     return SECRET_FILE.fullmatch(name.lower()) is not None or (not code and bool(words & SECRET_WORDS))
 
