@@ -29,6 +29,14 @@ TABLES = {
 ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
 """What a terminal takes as colours and movements."""
 
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys: control characters, and those that turn the direction of writing."""
+
+
+def printable(text: str, kept: str = "\n\t") -> str:
+    """The text with control characters, but those of `kept`, as escapes: ``\\x1b`` for the one of escape sequences."""
+    return CONTROL.sub(lambda found: found[0] if found[0] in kept else ascii(found[0])[1:-1], text)
+
 
 def is_utf8(text: str) -> bool:
     """Whether UTF-8 can hold the text: names of files may have other bytes, which Python reads as lone surrogates."""

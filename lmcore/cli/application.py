@@ -14,9 +14,11 @@ import tyro
 
 from lmcore.cli import benchmark, data, jobs, memory, nsys, sweep, training, workbook
 from lmcore.cli.arguments import PATHS, check_paths
+from lmcore.cli.output import printing_safely
 from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError, leave_to_first_rank
 from lmcore.stopping import Stopped, stoppable
+from lmcore.text import printable
 
 EXIT_CTRL_C = 130
 
@@ -132,7 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except UserError:
                 leave_to_first_rank()
                 raise
-            code = command()
+            with printing_safely():
+                code = command()
             sys.stdout.flush()  # while an error of it can still be said
             return code
     except UserError as error:
@@ -166,7 +169,7 @@ def print_any_character() -> None:
 def say(sentence: str) -> None:
     """Prints to standard error, or nowhere if that goes to a full disk: the exit code is still to be the right one."""
     try:
-        print(sentence, file=sys.stderr, flush=True)
+        print(printable(sentence), file=sys.stderr, flush=True)
     except OSError:
         discard(sys.stderr)
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from lmcore.cli.output import text_output
 from lmcore.config import CorpusConfig
 from lmcore.errors import require
 from lmcore.text import utf8_text
@@ -109,5 +110,5 @@ def decode(ids: Annotated[tuple[int, ...], tyro.conf.Positional], tokenizer: str
     codec, words = tokenizer_for(tokenizer, "embedded"), [] if ids else "".join(utf8_text(sys.stdin)).split()
     for word in words:
         require(word.isdecimal(), f"Token ids are whole numbers separated by spaces, not {word!r}.")
-    print(codec.decode(ids or [int(word) for word in words]))
+    print(codec.decode(ids or [int(word) for word in words]), file=text_output())
     return 0

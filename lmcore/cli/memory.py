@@ -10,6 +10,7 @@ import tyro
 from lmcore.config import ModelConfig, require_choices
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
 from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
+from lmcore.text import printable
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def described(result: Mapping[str, Any], top: int) -> str:
             (name, *(size(split[name]) for split in splits)) for name in result["categories"]
         ],
         ("largest", "count", "memory for", "stage", "source"): [
-            (size(row["bytes"]), row["count"], row["category"], row["stage"], row["source"])
+            (size(row["bytes"]), row["count"], row["category"], row["stage"], printable(row["source"], kept=""))
             for row in result["largest"][:top]
         ],
     }

@@ -11,6 +11,7 @@ import tyro
 from lmcore.config import ModelConfig, require_choices
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
 from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
+from lmcore.text import printable
 
 if TYPE_CHECKING:  # pandas and PyTorch are imported when the command runs
     import pandas as pd
@@ -184,7 +185,10 @@ def text(table: "pd.DataFrame") -> list[str]:
     columns = []
     for name, column in table.items():
         header, factor = HEADERS.get(name, (name, 1))
-        cells = [header, *(value if isinstance(value, str) else digits(value * factor) for value in column)]
+        cells = [
+            header,
+            *(printable(value, kept="") if isinstance(value, str) else digits(value * factor) for value in column),
+        ]
         width = max(map(len, cells))
         left = any(isinstance(value, str) for value in column)
         columns.append([cell.ljust(width) if left else cell.rjust(width) for cell in cells])

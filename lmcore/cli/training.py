@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from lmcore.cli.output import text_output
 from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config
 from lmcore.errors import EXIT_CODES, EXIT_FAILURE, require, require_path, require_positive
 from lmcore.files import read_json
@@ -142,16 +143,16 @@ def generate(
     codec = tokenizer_for(tokenizer, "embedded") if tokenizer else open_data(folder.config().data).tokenizer
     if len(prompt) > 1:
         for sample in generate_text(model, codec, prompt, settings):
-            print(f"{sample.prompt}{sample.text}\n")
+            print(f"{sample.prompt}{sample.text}\n", file=text_output())
         return 0
     said = list(prompt)  # before the first piece: by then nothing is refused any more
 
     def stream(_: int, piece: str) -> None:
-        print(*said, piece, sep="", end="", flush=True)
+        print(*said, piece, sep="", end="", flush=True, file=text_output())
         said.clear()
 
     generate_text(model, codec, prompt, settings, stream=stream)
-    print(*said)
+    print(*said, file=text_output())
     return 0
 
 

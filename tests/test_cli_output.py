@@ -1,0 +1,84 @@
+"""What commands print of other programs' files: control characters never reach a terminal."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+from nsys_exports import SmallExport
+
+from lmcore.cli import main
+from lmcore.text import printable
+from lmcore.tokenizer import Tokenizer
+
+HOSTILE = "gemm\x1b]0;owned\x07\x1b[2J\x9b31m\r\x7f\u202e"
+SHOWN = r"gemm\x1b]0;owned\x07\x1b[2J\x9b31m\r\x7f\u202e"
+"""The same, written by hand."""
+
+
+def export(path) -> None:
+    written = SmallExport()
+    written.range(HOSTILE, 0, 100)
+    written.launch(1, 10, 20, 60, HOSTILE)
+    written.write(path)
+
+
+def trace(path) -> None:
+    common = {"ph": "X", "pid": 1, "tid": 1}
+    events = [{"cat": "user_annotation", "name": HOSTILE, "ts": 0, "dur": 100, **common}]
+    events += [{"cat": "cpu_op", "name": HOSTILE, "ts": 10, "dur": 20, **common}]
+    path.write_text(json.dumps({"traceEvents": events}))
+
+
+def snapshot(path) -> None:
+    frames = [{"filename": f"/a/{HOSTILE}.py", "line": 3, "name": f"{HOSTILE}\n9 GB  1  weights"}]
+    event = {"action": "alloc", "addr": 1, "size": 512, "stream": 0, "time_us": 1, "frames": frames}
+    path.write_bytes(pickle.dumps({"device_traces": [[event]], "segments": []}))
+
+
+FILES = {
+    "export": (export, "e.sqlite", ["nsys", "--report"]),
+    "trace": (trace, "t.json", ["nsys", "--report"]),
+    "snapshot": (snapshot, "s.pickle", ["memory", "--snapshot"]),
+}
+
+
+@pytest.mark.parametrize(("write", "name", "command"), FILES.values(), ids=FILES)
+def test_names_of_kernels_ranges_and_frames(tmp_path, capsys, write, name, command):
+    write(tmp_path / name)
+    assert main([*command, str(tmp_path / name)]) == 0
+    out = capsys.readouterr().out
+    assert SHOWN in out
+    assert all(character.isprintable() or character == "\n" for character in out)
+    assert not any(line.startswith("9 GB") for line in out.splitlines())  # a name adds no row to a table
+
+
+def test_a_sentence_about_a_file(tmp_path, capsys):
+    export(tmp_path / "e.sqlite")
+    assert main(["nsys", "--report", str(tmp_path / "e.sqlite"), "--range", "none"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert all(character.isprintable() for character in said[:-1])
+
+
+def test_a_text_itself_is_exact_but_on_a_terminal(tmp_path, capfd):
+    """What `decode` prints may be kept in a file."""
+    Tokenizer({byte: bytes([byte]) for byte in range(256)} | {256: b"<|endoftext|>"}, [], ["<|endoftext|>"]).save(
+        tmp_path
+    )
+    words = ["tokenizer", "decode", *map(str, b"a\x1b[2J\rb"), "--tokenizer", str(tmp_path)]
+    assert main(words) == 0
+    assert capfd.readouterr().out == "a\x1b[2J\rb\n"
+    master, terminal = os.openpty()
+    done = subprocess.run([sys.executable, "-m", "lmcore", *words], stdout=terminal, check=False)
+    os.close(terminal)
+    assert done.returncode == 0
+    assert os.read(master, 1 << 12) == b"a\\x1b[2J\\rb\r\n"
+    os.close(master)
+
+
+def test_printable():
+    assert printable("tab\tline\nß漢") == "tab\tline\nß漢"
+    assert printable("tab\tline\n\x00\x85", kept="") == r"tab\tline\n\x00\x85"
