@@ -193,7 +193,7 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
     """Trains, or goes on training, the run in `folder`; returns how it ended.
 
     Resumes from the last good checkpoint; a complete run with the same configuration and data is returned as it is,
-    or repaired if its results are damaged. SIGINT, SIGTERM and SIGUSR1 end the current step, save and return with state
+    or repaired if its results are damaged. Ctrl-C and stop signals end the current step, save and return with state
     "interrupted"; before the first step they end at once. A loss that is not finite returns with state "diverged", the
     last good checkpoint kept; too large a model or batch for the device with "out of memory", before anything is built
     where the arithmetic of `lmcore.accounting` says so. Raises `UserError` for a folder of another configuration, a

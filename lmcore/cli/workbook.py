@@ -22,7 +22,7 @@ def workbook(
 ) -> int:
     """Execute the notebooks in order and make the writeup. Exit codes: 1 a notebook failed, 75 stopped by a signal.
 
-    Ctrl-C (SIGINT), SIGTERM and SIGUSR1 stop it where nothing is lost; a second SIGINT or SIGTERM ends the command and
+    Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 stop it where nothing is lost; a second SIGINT or SIGTERM ends the command and
     its notebooks at once: 130, 143.
 
     Args:

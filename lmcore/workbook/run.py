@@ -65,7 +65,7 @@ def run_workbook(
     the later ones build on it; the writeup is made all the same and says so: see `WorkbookResult.failure`. Records of
     notebooks that are not asked for stay as they are.
 
-    SIGINT (Ctrl-C), SIGUSR1 and SIGTERM stop the run: training saves itself, for which it has up to `stop_seconds`, and
+    Ctrl-C, SIGUSR1, SIGTERM and SIGHUP stop the run: training saves itself, for which it has up to `stop_seconds`, and
     the executed notebook so far is kept: see `WorkbookResult.stopped`. A second SIGTERM or SIGINT ends all processes at
     once.
 

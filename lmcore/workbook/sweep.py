@@ -101,7 +101,8 @@ def run_or_reuse(config: TrainConfig, folder: str | os.PathLike) -> RunFolder:
 
     The child outlives this process: a lost notebook loses nothing, and calling again follows the run that is still
     going. Where the process that is followed ends before the run does, this one goes on with it. Output goes to
-    log.txt in the run folder. Raises `UserError` with the child's last words if it fails.
+    log.txt in the run folder. An interrupt of the notebook's cell ends the child, too, which saves itself.
+    Raises `UserError` with the child's last words if it fails.
     """
     run = RunFolder(folder)
     while not is_finished(config, run):

@@ -230,6 +230,7 @@ WITH_A_CHILD = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new
     [
         pytest.param(DEAF, signal.SIGUSR1, id="a cell that does not listen"),
         pytest.param(WITH_A_CHILD, signal.SIGUSR1, id="a loop with a child in a session of its own"),
+        pytest.param(WITH_A_CHILD, signal.SIGHUP, id="hung up, a loop with a child in a session of its own"),
         pytest.param(DEAF, signal.SIGINT, id="Ctrl-C, a cell that does not listen"),
         pytest.param(WITH_A_CHILD, signal.SIGINT, id="Ctrl-C, a loop with a child in a session of its own"),
     ],
