@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from parallel_runs import small_config
 from safetensors.torch import load_file
 
 from lmcore.checkpoint import read_weights, save_weights
@@ -29,6 +30,7 @@ from lmcore.profiling.workload import WorkloadConfig
 from lmcore.run import RunFolder
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer
+from lmcore.train import train
 from lmcore.workbook.record import exclusive
 
 BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
@@ -137,8 +139,6 @@ def test_data_on_a_read_only_disk_is_trained_on(tmp_path):
         (disk / "data" / "checked.json").unlink()
     """
     block = f"""
-        from parallel_runs import small_config
-        from lmcore.train import train
         config = small_config(disk / "data", steps=2)
         print(train(config, {str(tmp_path / "run")!r}).state)
         again = prepare("embedded", BYTES, disk / "data", CorpusConfig(num_documents=30), progress=False)
@@ -257,6 +257,28 @@ def test_a_corpus_is_replaced_whole_or_stands_again(tmp_path, monkeypatch, faili
         "embedded", BYTES, tmp_path, CorpusConfig(num_documents=4), progress=False
     ).fingerprint  # fmt: skip
     assert again.tokenizer.fingerprint == BYTES.fingerprint
+
+
+def test_a_run_whose_data_is_overwritten_keeps_no_checkpoint_of_it(tmp_path, monkeypatch):
+    prepare("embedded", BYTES, tmp_path / "data", CorpusConfig(num_documents=40), progress=False)
+    config, run = small_config(tmp_path / "data"), RunFolder(tmp_path / "run")  # checkpoints at steps 4, 8 and 12
+    append = RunFolder.append_metrics
+
+    def overwriting(self, line):
+        append(self, line)
+        if line["step"] == 6:
+            with open(tmp_path / "data" / "train.bin", "r+b") as file:
+                file.write(b"\x07\x00")  # one id, another one
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "append_metrics", overwriting)
+        with pytest.raises(UserError, match=r"train\.bin has changed since it was prepared"):
+            train(config, run.path)
+    assert [path.name for path in run.checkpoints()] == ["step_00000004.pt"]
+    with pytest.raises(UserError, match=r"train\.bin has changed since it was prepared"):
+        train(config, run.path)
+    prepare("embedded", BYTES, tmp_path / "data", CorpusConfig(num_documents=40), progress=False)
+    assert train(config, run.path).state == "complete"
 
 
 # Locks
