@@ -6,6 +6,8 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, also in the processes that tests start
 os.environ["MKL_NUM_THREADS"] = "1"
+if hasattr(signal, "SIGHUP"):  # ignored under nohup, also by the processes that tests start and hang up
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest
 import torch
