@@ -197,11 +197,18 @@ def test_a_block_inside_obeys_the_event_itself():
                 pytest.fail("the block of a signal that has come is not begun")
         obeyed = True
     assert obeyed
-    with stoppable():
-        with stop_signals():
-            pass
-        with pytest.raises(Stopped):
+
+
+def test_after_a_block_inside_a_signal_ends_the_block_around_it():
+    def interrupted():
+        with stoppable():
+            with stop_signals():
+                pass
             signal.raise_signal(TERM)
+            pytest.fail("the signal ends the block at once again")
+
+    with pytest.raises(Stopped):
+        interrupted()
 
 
 def test_a_hang_up_that_is_ignored_stays_so():
