@@ -135,7 +135,7 @@ def test_each_notebook_gets_the_parameters_that_it_declares(tmp_path):
 
 def test_a_path_to_data_becomes_absolute(project, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "stories").write_text("Once.")
+    (tmp_path / "stories").write_text("<|endoftext|>".join(["Once."] * 3))
     job, _ = notebook_jobs(project, project / "runs", "smoke", "stories", ["02"])
     assert job.variables["DATA"] == str(tmp_path / "stories")
 
