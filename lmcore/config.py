@@ -195,7 +195,7 @@ class TrainConfig:
     """Latest checkpoints kept, besides the best by validation loss."""
     checkpoints: Literal["whole", "sharded", "async"] = "whole"
     """whole: one file, of which each process has all; sharded: a folder to which each process writes its part, async
-    while the training goes on. All of them load on any number of processes."""
+    while the training continues. All of them load on any number of processes."""
     keep_weights: bool = True
     """False: of a complete run only the metrics stay, neither checkpoints nor weights, as for a sweep of many runs."""
     device: str = "auto"

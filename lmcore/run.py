@@ -354,7 +354,7 @@ class MetricsFile:
             action()
         except OSError as error:
             raise UserError(
-                f"Cannot write {self.path}: {error.strerror or error}; the same command goes on from the last "
+                f"Cannot write {self.path}: {error.strerror or error}; the same command resumes from the last "
                 "checkpoint."
             ) from error
 
@@ -415,7 +415,7 @@ def require_same_data(run: RunFolder, fingerprint: str) -> None:
         return  # the start compares them, or there is nothing to resume
     noted = None
     for path in run.checkpoints():
-        with suppress(UserError):  # damaged: whoever goes on from it will say so
+        with suppress(UserError):  # damaged: whoever resumes from it will say so
             noted = read_checkpoint(path, tensors=False)["extra"].get("data_fingerprint")
             break
     if noted is None:
@@ -433,7 +433,7 @@ def newest_state(run: RunFolder, keep_weights: bool = True) -> tuple[dict[str, A
 
     Of a sharded one only what `read_checkpoint` gives without tensors.
 
-    Says in a sentence what is damaged and which checkpoint is used instead. Raises `UserError` where going on would
+    Says in a sentence what is damaged and which checkpoint is used instead. Raises `UserError` where resuming would
     lose something: no checkpoint among those that are there can be read, or the best weights cannot be made again.
     """
     damaged, refused, place = [], None, None
@@ -447,11 +447,11 @@ def newest_state(run: RunFolder, keep_weights: bool = True) -> tuple[dict[str, A
             continue
         require(
             "rng" in content["extra"],
-            f"{path} was not written by a training run, so none can go on from it; remove it.",
+            f"{path} was not written by a training run, so none can resume from it; remove it.",
         )
         if not keep_weights or _leads_to_best(content, best):
             return content, path, damaged
-        print(f"{run.best_weights} is missing or damaged, so {path.name} is not enough to go on from.", flush=True)
+        print(f"{run.best_weights} is missing or damaged, so {path.name} is not enough to resume from.", flush=True)
         refused, place = (refused, place) if refused else (content, path)
     # beginning again would throw away what the folder still holds
     require(
@@ -468,7 +468,7 @@ def newest_state(run: RunFolder, keep_weights: bool = True) -> tuple[dict[str, A
         f"{run.path} holds the weights of a run that ended, but no checkpoint; choose another run folder.",
     )
     if refused is not None:
-        print("The run goes on without: the next evaluation that is better writes them.", flush=True)
+        print("The run continues without them: the next evaluation that is better writes them.", flush=True)
     return refused, place, damaged
 
 
@@ -480,7 +480,7 @@ def _best_of(run: RunFolder) -> dict[str, Any] | None:
 
 
 def _leads_to_best(content: dict[str, Any], best: dict[str, Any] | None) -> bool:
-    """Whether a run that goes on from this checkpoint has the best weights of an undisturbed one at its end.
+    """Whether a run that resumes from this checkpoint has the best weights of an undisturbed one at its end.
 
     They are in their file, or are those of the checkpoint itself, or will be found after it.
     """

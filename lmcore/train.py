@@ -190,7 +190,7 @@ class Diverged(Exception):
 
 
 def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
-    """Trains, or goes on training, the run in `folder`; returns how it ended.
+    """Trains, or resumes, the run in `folder`; returns how it ended.
 
     Resumes from the last good checkpoint; a complete run with the same configuration and data is returned as it is,
     or repaired if its results are damaged. Ctrl-C and stop signals end the current step, save and return with state
@@ -198,7 +198,7 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
     last good checkpoint kept; too large a model or batch for the device with "out of memory", before anything is built
     where the arithmetic of `lmcore.accounting` says so. Raises `UserError` for a folder of another configuration, a
     folder in use, one whose damage cannot be repaired, data that does not fit the model, a device that is not there, or
-    a full disk; the same call then goes on from the last checkpoint.
+    a full disk; the same call then resumes from the last checkpoint.
 
     With `config.parallel`, in processes that a launcher started, each of them calls this. What one refuses ends the
     others by `SystemExit`; a process that waits in a collective for one that has died is ended as a whole
@@ -210,7 +210,7 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
         except Stopped as stopped:
             run = RunFolder(folder)
             step, unsaved = run.last_known()[1], stopped.__cause__ is not None
-            done = f"; the same command goes on from step {step:,}" if unsaved else " before it began; nothing is lost"
+            done = f"; the same command resumes from step {step:,}" if unsaved else " before it began; nothing is lost"
             print(f"{run.name}: stopped{done}.", flush=True)
             return RunResult("interrupted", step, None, None)
 
@@ -428,7 +428,7 @@ class Trainer:
                 )
             if full:  # even a line of progress may find no room
                 raise UserError(
-                    f"{self.run.name}: {full}; the same command goes on from the last checkpoint."
+                    f"{self.run.name}: {full}; the same command resumes from the last checkpoint."
                 ) from error
             raise
         finally:
@@ -604,7 +604,7 @@ class Trainer:
             with self.world.checked():
                 self._load(content, path)
             if self.world.is_first:
-                print(f"{self.run.name}: goes on from step {self.step}.", flush=True)
+                print(f"{self.run.name}: resuming from step {self.step}.", flush=True)
         with self.world.checked():
             if self.world.is_first:
                 self._restore_metrics(content, damaged)

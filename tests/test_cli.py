@@ -253,7 +253,7 @@ def test_ctrl_c_stops_the_workbook(tmp_path, monkeypatch, capsys):
     assert cli.main(["workbook"]) == EXIT_INTERRUPTED
     assert signal.getsignal(signal.SIGINT) == before
     said = capsys.readouterr().err
-    assert "stopped by SIGINT in notebook 01_good, cell 3; the same command with --resume goes on from there" in said
+    assert "stopped by SIGINT in notebook 01_good, cell 3; the same command with --resume resumes from there" in said
     assert "Traceback" not in said
     sentence = "Notebook 01_good was stopped by SIGINT at code cell 3"
     assert cli.main(["writeup", "runs/smoke"]) == EXIT_FAILURE

@@ -127,7 +127,7 @@ def test_a_sharded_checkpoint_runs_nothing_on_resume(run, mark, where, capsys):
     assert train(run.config(), run.path).state == "complete"
     printed = capsys.readouterr().out
     assert "The checkpoint before it is tried." in printed
-    assert "goes on from step 4" in printed
+    assert "resuming from step 4" in printed
 
 
 @pytest.mark.parametrize("manifest", ["{}", "[]", "null", '{"state.pt": 1}', '{".metadata": "", "state.pt": ""}'])

@@ -144,7 +144,7 @@ def test_a_signal_to_the_submitting_process_stops_the_job_in_order(project, numb
     assert process.returncode == 75
     acknowledged, ended = said.splitlines()
     assert acknowledged.startswith(f"lmcore: {number.name}: stopping where nothing is lost")
-    assert ended == "lmcore: stopped; the same command goes on with what is saved."
+    assert ended == "lmcore: stopped; the same command resumes with what is saved."
     assert (project.folder / "saved").exists()
     assert not (project.folder / "second").exists()
     assert project.states() == {"first": ["running", "stopping", "exit"], "second": ["cancelled"]}

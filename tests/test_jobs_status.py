@@ -152,7 +152,7 @@ STATES = {
     "waits for nodes": ("PENDING|Resources|2026-01-01T10:00:00", [], "pending",
                         "It waits: Resources; expected to start 2026-01-01T10:00:00."),
     "waits for a job": ("PENDING|Dependency|N/A", [], "pending", "It waits for job 3: Dependency."),
-    "waits to go on": ("PENDING|BeginTime|N/A", [RUNNING, "requeued"], "requeued", "It waits: BeginTime."),
+    "waits to resume": ("PENDING|BeginTime|N/A", [RUNNING, "requeued"], "requeued", "It waits: BeginTime."),
     "cancelled": ("CANCELLED|None|N/A", [RUNNING], "cancelled", ""),
     "its node failed": ("NODE_FAIL|None|N/A", [RUNNING], "node fail", ""),
     "forgotten, done": (None, [RUNNING, "exit code=0"], "completed", ""),

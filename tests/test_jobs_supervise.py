@@ -97,7 +97,7 @@ def test_what_a_signal_does(project, line, number, code, expected):
     job.send(number)
     assert job.end() == (
         code,
-        "Stopped by a signal: queued again, to go on from what is saved.\n" if expected == ["requeued"] else "",
+        "Stopped by a signal: queued again, to resume from what is saved.\n" if expected == ["requeued"] else "",
     )
     assert job.states() == ["running", *expected]
     assert read_lines(job.out)[0].values["restart"] == "2"

@@ -268,7 +268,7 @@ def test_what_the_first_cell_checks(elsewhere, monkeypatch, changed, injected, w
 
 
 def test_the_same_command_resumes_after_a_stop(tmp_path, elsewhere, embedded_data):
-    """papermill is killed while a cell trains; the training goes on by itself, and the next papermill follows it."""
+    """papermill is killed while a cell trains; the training continues by itself, and the next papermill follows it."""
     project = make_project(
         tmp_path / "project", {"01_toy": "steps: 5\n"}, _01_toy=["# 01", parameters(), BEGIN, TRAIN, code("out, steps")]
     )

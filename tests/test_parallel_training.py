@@ -276,7 +276,7 @@ def test_a_damaged_sharded_checkpoint_is_noticed(trainers, data, alone, tmp_path
     ended = trainers.train(config, run.path, 2)
     complete(ended)
     assert "step_00000008.sharded is not a whole checkpoint" in ended[0].printed
-    assert "goes on from step 4" in ended[0].printed
+    assert "resuming from step 4" in ended[0].printed
     same_run(run, alone)
 
 
@@ -379,7 +379,7 @@ def test_a_checkpoint_goes_on_with_another_way_and_number(
     else:
         ended = trainers.train(config, run.path, others)
         complete(ended)
-        assert ["goes on from step 8" in e.printed for e in ended] == [True] + [False] * (others - 1)
+        assert ["resuming from step 8" in e.printed for e in ended] == [True] + [False] * (others - 1)
     same_run(run, alone)
 
 

@@ -168,14 +168,14 @@ def test_the_best_loss_and_the_time_go_on_where_they_were(config, run, monkeypat
     """The loss of step 4, before the run was stopped, stays the best."""
     monkeypatch.setattr(Trainer, "evaluate", lambda self: {4: 1.0, 8: 3.0, 12: 2.0}[self.step])
     train_until(5, config, run)
-    stopped = run.status()["seconds"]
+    saved = read_checkpoint(run.checkpoints()[0])["extra"]["seconds"]
     result = train(config, run)
     assert (result.valid_loss, result.best_valid_loss) == (2.0, 1.0)
     notes, extra = read_weights(run.best_weights)[1], read_checkpoint(run.checkpoints()[0])["extra"]
     assert (notes["step"], notes["valid_loss"]) == (4, 1.0)
     assert (extra["best_step"], extra["best_valid_loss"], extra["valid_loss"]) == (4, 1.0, 2.0)
     seconds = [line["seconds"] for line in run.metrics_lines()]
-    assert seconds[1] < stopped < seconds[2] < seconds[-1] <= run.status()["seconds"]
+    assert seconds[1] < saved < seconds[2] < seconds[-1] <= run.status()["seconds"]
 
 
 @pytest.mark.gpu
@@ -199,7 +199,7 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(config, run, straight, 
     require_completed(config, run, straight)
     said = capsys.readouterr().out
     assert "step_00000011.pt is not a whole checkpoint" in said
-    assert "goes on from step 10" in said
+    assert "resuming from step 10" in said
 
 
 def test_lines_after_the_checkpoint_are_written_once(config, run, straight):
@@ -278,7 +278,7 @@ def test_a_full_disk_is_noted_and_the_run_goes_on_later(config, run, straight, m
 
     with monkeypatch.context() as patch:
         patch.setattr(lmcore.train, "describe", full)
-        with pytest.raises(UserError, match="No space left on device; the same command goes on"):
+        with pytest.raises(UserError, match="No space left on device; the same command resumes"):
             train(config, run)
     assert run.status()["state"] == "failed"
     assert "No space left" in run.status()["reason"]
@@ -302,7 +302,7 @@ def test_a_signal_that_ends_the_compiler_first_is_no_failure(config, run, straig
         assert train(config, run).state == "interrupted"
     saved = step // config.checkpoint_interval * config.checkpoint_interval
     assert (run.status()["state"], run.status()["step"]) == ("interrupted", saved)
-    assert f"stopped; the same command goes on from step {saved}." in capsys.readouterr().out
+    assert f"stopped; the same command resumes from step {saved}." in capsys.readouterr().out
     require_completed(config, run, straight)
 
 

@@ -20,7 +20,7 @@ def benchmark(
 ) -> int:
     """Time forward, backward and optimizer of a model, or of many: each case in a process of its own, or in several.
 
-    A case that does not fit into the memory is a row that says so. The same command goes on where it was stopped. Exit
+    A case that does not fit into the memory is a row that says so. The same command resumes where it was stopped. Exit
     codes: 0 measured or out of memory, 1 a case failed, 130 or 143 stopped by SIGINT or SIGTERM.
 
     Args:

@@ -29,7 +29,7 @@ class Submission:
     site: OptionalFile = None
     """What your cluster wants (default: papermill_jobs/site.yaml)."""
     time: OptionalTime = None
-    """Limit of each job, in place of the site's; a job that needs longer goes on in the next one."""
+    """Limit of each job, in place of the site's; a job that needs longer resumes in the next one."""
     dry_run: Flag = False
     """Only show how the jobs would be submitted."""
     local: Flag = False
@@ -219,7 +219,7 @@ def requeue(out: Annotated[Path, tyro.conf.Positional], attempts: int = 3) -> in
     # Slurm ends the processes of a job that it queues again, and job.sh is to hear that this was done
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if queue_again(out, attempts):
-        print("Stopped by a signal: queued again, to go on from what is saved.")
+        print("Stopped by a signal: queued again, to resume from what is saved.")
         return 0
     print(
         f"lmcore: This job was stopped {attempts} times in a row with nothing new saved, so it is not queued "

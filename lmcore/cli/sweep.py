@@ -21,7 +21,7 @@ def run(
     """Do one task of a sweep, a run or a measurement, or all that are not finished, in turn.
 
     Exit codes: 0 done, also if a run diverged or did not fit into the memory, 1 one failed, 75 stopped by a signal:
-    the same command goes on.
+    the same command resumes.
 
     Args:
         definition: Name of a definition in papermill_jobs/sweeps/, or a YAML file.

@@ -35,7 +35,7 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
         """Train a model into a run folder, or resume the run that is there.
 
         The options override the settings of --preset or --config. Exit codes: 0 complete, 3 diverged, 4 out of
-        memory, 75 stopped by a signal, saved, ready to go on. A second SIGINT or SIGTERM ends it at once: 130, 143.
+        memory, 75 stopped by a signal, saved, ready to resume. A second SIGINT or SIGTERM ends it at once: 130, 143.
 
         Args:
             run: Run folder.

@@ -4,7 +4,7 @@ Each class changes one thing of the one before it:
 
 - `NaiveDDP` averages gradient after gradient, when the backward pass is over;
 - `FlatDDP` averages all of them in one call;
-- `OverlappedDDP` sends each as soon as it is there, while the backward pass goes on;
+- `OverlappedDDP` sends each as soon as it is there, while the backward pass continues;
 - `BucketedDDP` sends a bucket of them as soon as all of its gradients are there.
 
 All four are used alike: forward, backward, `finish_gradient_synchronization`, optimizer step. Ranks must run the same
@@ -102,7 +102,7 @@ class FlatDDP(DataParallel):
 
 
 class OverlappedDDP(DataParallel):
-    """An all-reduce for each parameter as soon as its gradient is there, while the backward pass goes on."""
+    """An all-reduce for each parameter as soon as its gradient is there, while the backward pass continues."""
 
     def __init__(self, module: nn.Module, gradient_dtype: torch.dtype | None = None, group: Group = None):
         super().__init__(module, gradient_dtype, group)

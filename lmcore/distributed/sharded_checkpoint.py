@@ -127,7 +127,7 @@ def save_sharded(
 ) -> Callable[[bool], bool]:  # fmt: skip
     """Begins to write a sharded checkpoint; returns `finish(wait)`, which every rank calls until it returns True.
 
-    With `background`, and more than one rank, tensors are copied and written while training goes on. If one rank
+    With `background`, and more than one rank, tensors are copied and written while training continues. If one rank
     cannot write, it raises `UserError` and the others exit; nothing is then left in `folder`.
     """
     held = way.model.state_dict(keep_vars=True)

@@ -87,7 +87,7 @@ class ZeRO1(DDP):
 
 
 class TorchDDP(Alone):
-    """PyTorch's data parallelism, which averages while the backward pass goes on."""
+    """PyTorch's data parallelism, which averages while the backward pass continues."""
 
     def __init__(self, model: TransformerLM, config: TrainConfig):
         super().__init__(model, config)

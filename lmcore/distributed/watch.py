@@ -227,7 +227,7 @@ class Watch:
     def sentence(self, rank: int, note: dict, how: str) -> str:
         """What to say of a rank that keeps the others waiting."""
         who = f"Rank {rank} (process {note['pid']} on {note['host']})"
-        rest = "all ranks end; the same command goes on from the last checkpoint."
+        rest = "all ranks end; the same command resumes from the last checkpoint."
         return f"{who} {how}, last seen in step {note['step'] + 1}: {rest}"
 
 

@@ -47,7 +47,7 @@ class FusedStep:
     that is due. Any other call ends with its update. Pipelining is the default with `FusedAdamW` on CUDA for small
     batches of narrow models, whose kernels leave multiprocessors idle. `overlap` and `layers_per_matmul` are those of
     `FusedTransformer`, `.transformer`. With `ranks`, the number of processes of the default group, each takes a part of
-    the batch: gradients of layers are summed while the backward pass goes on with those before them, and averaged. If
+    the batch: gradients of layers are summed while the backward pass continues with those before them, and averaged. If
     the optimizer is a `ShardedOptimizer` of `FusedAdamW`, each parameter's gradient goes to its owner alone, which
     sends the updated compute weight back (`sharding.Exchange`: layers go together where their owners are those of
     `owners_by_layer`); `current` brings the float32 parameters up to date, on all ranks at once. If `way` is `OurFSDP`,

@@ -149,7 +149,7 @@ def finish(result: WorkbookResult, resume: bool, writeup: bool, stop: StopSignal
     if place is not None:
         command = "the same command" if resume else "the same command with --resume"
         left = "".join(f" Training had not ended in time and was left behind: {words}." for words in stop.left_behind)
-        result.stopped = f"stopped by {stop.requested.name} {place}; {command} goes on from there.{left}"
+        result.stopped = f"stopped by {stop.requested.name} {place}; {command} resumes from there.{left}"
     return result
 
 

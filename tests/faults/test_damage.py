@@ -73,10 +73,10 @@ def test_newest_checkpoint(bench: Bench, stopped, tally: Tally, rng, tries, dama
         with tally.fault(f"newest checkpoint {kind}"):
             said = bench.finish(run)
             assert "lmcore:" not in said, said
-            if "goes on from step 12" not in said:  # a bit of padding may not matter
+            if "resuming from step 12" not in said:  # a bit of padding may not matter
                 assert f"{newest.name} is" in said
                 assert "The checkpoint before it is tried" in said
-                assert "goes on from step 9" in said
+                assert "resuming from step 9" in said
                 assert newest.with_suffix(".damaged").exists()
             bench.require_same(run)
         bench.forget(run)

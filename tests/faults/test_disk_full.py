@@ -1,4 +1,4 @@
-"""No room on the disk: a sentence, nothing lost, and the same command goes on once there is room."""
+"""No room on the disk: a sentence, nothing lost, and the same command resumes once there is room."""
 
 import os
 import resource

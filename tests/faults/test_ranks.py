@@ -176,7 +176,7 @@ def test_a_rank_dies_or_stops(ranks: Ranks, tally: Tally, rng: random.Random, tr
 SENTENCES = {
     "hang": ("lmcore: Rank {rank} (process", "has been hanging in hang (test_ranks.py, line", 1),
     "out_of_memory": ("rank {rank}: CUDA out of memory", "", EXIT_CODES["out of memory"]),
-    "full_disk": ("No space left on device; the same command goes on", "", EXIT_USER_ERROR),
+    "full_disk": ("No space left on device; the same command resumes", "", EXIT_USER_ERROR),
     "exception": ("a kernel failed", "", 1),
 }
 
@@ -230,7 +230,7 @@ def test_ranks_are_asked_to_stop(ranks: Ranks, tally: Tally, rng: random.Random,
 
 @pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGTERM])
 def test_under_torchrun(ranks: Ranks, tally: Tally, what, tmp_path: Path):
-    """A rank that is killed is started again with the others; a stop of the launcher saves, and the command goes on."""
+    """A rank that is killed is started again with the others; a stop of the launcher saves, and the command resumes."""
     config = replace(ranks.bench.config, parallel="zero1", checkpoints="sharded", steps=300, checkpoint_interval=40)
     config = replace(config, eval_interval=100)
     run, straight = ranks.bench.new(), ranks.bench.new()
@@ -248,7 +248,7 @@ def test_under_torchrun(ranks: Ranks, tally: Tally, what, tmp_path: Path):
         said = (tmp_path / "log").read_text()
         if what == signal.SIGKILL:
             assert code == 0, said
-            assert said.count("goes on from step") == 1, said
+            assert said.count("resuming from step") == 1, said
         else:
             assert run.status()["state"] == "interrupted", said
             assert subprocess.run(words, env=variables, capture_output=True, check=False).returncode == 0

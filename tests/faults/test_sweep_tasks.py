@@ -64,7 +64,7 @@ def test_a_task_that_is_stopped_goes_on_to_the_weights_of_an_undisturbed_one(tmp
     end([task], EXIT_INTERRUPTED)
     assert states(definition, out)[1] == "stopped"
     assert 0 < run.status()["step"] < 1500
-    assert "goes on from step" in end([start(tmp_path, 1)], 0)[0]
+    assert "resuming from step" in end([start(tmp_path, 1)], 0)[0]
     assert run_definition(definition, tmp_path / "straight", task=1) == 0
     assert digest(read_weights(run.last_weights)[0]) == digest(read_weights(straight.last_weights)[0])
 

@@ -159,7 +159,7 @@ def require_stopped(book: Workbook, name: str, cell: int) -> str:
     """The workbook ends as one that was stopped, and no process is left; returns what it said."""
     code, said = book.end()
     assert code == EXIT_INTERRUPTED, said
-    assert f"stopped by {name} in notebook 01_toy, cell {cell}; the same command goes on from there." in said
+    assert f"stopped by {name} in notebook 01_toy, cell {cell}; the same command resumes from there." in said
     assert book.record()["state"] == "stopped"
     assert (book.record()["cell"], book.record()["error"]) == (cell, name)
     assert "'an output to keep'" in book.results()
@@ -178,7 +178,7 @@ def test_training_is_stopped_and_goes_on_as_if_nothing_had_been(workbook, config
     assert 0 < status["step"] < config.steps
     assert book.start("--no-writeup").end()[0] == 0
     assert book.results()[-1] == "'complete'"
-    assert "goes on from step" in book.run("toy").log_file.read_text()
+    assert "resuming from step" in book.run("toy").log_file.read_text()
     require_same_run(book.run("toy"), undisturbed)
 
 
@@ -260,7 +260,7 @@ def test_between_notebooks_and_while_the_writeup_is_made(workbook):
     book = workbook(stop, _02_second=second).start()
     code_, said = book.end()
     assert code_ == EXIT_INTERRUPTED
-    assert "stopped by SIGUSR1 before notebook 02_second; the same command goes on from there." in said
+    assert "stopped by SIGUSR1 before notebook 02_second; the same command resumes from there." in said
     assert [entry["state"] for entry in read_record(book.out)["notebooks"]] == ["done", "not run"]
     book.start()
     book.wait_for(lambda: book.record("02_second")["state"] == "done")

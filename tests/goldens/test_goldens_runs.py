@@ -96,7 +96,7 @@ def test_a_stopped_run_is_resumed_and_ends_as_it_did(name, tmp_path, corpus, cap
     run = stopped_copy(name, tmp_path / "resumed")
     config = library.replace(config_of(run, corpus), checkpoint_interval=MIDDLE // 2)
     assert library.train(config, run).state == "complete"
-    assert f"goes on from step {MIDDLE}" in capsys.readouterr().out
+    assert f"resuming from step {MIDDLE}" in capsys.readouterr().out
     there, here = copy_of(name, tmp_path / "committed"), results(run)
     assert [line["step"] for line in here["metrics"]] == [line["step"] for line in results(there)["metrics"]]
     assert here["metrics"][: MIDDLE // 2] == results(there)["metrics"][: MIDDLE // 2]
@@ -110,7 +110,7 @@ def test_a_stopped_run_is_resumed_and_ends_as_it_did(name, tmp_path, corpus, cap
     for path in (run.config_file, run.environment_file, run.checkpoint_file(STEPS - MIDDLE // 2), run.best_weights):
         shutil.copy(path, again.path / path.relative_to(run.path))
     assert library.train(config, again).state == "complete"
-    assert f"goes on from step {STEPS - MIDDLE // 2}" in capsys.readouterr().out
+    assert f"resuming from step {STEPS - MIDDLE // 2}" in capsys.readouterr().out
     assert results(again) == here
 
 

@@ -72,7 +72,7 @@ def test_a_stopped_run_is_resumed(field, tmp_path, corpus, capsys):
     forget(run, field)
     for each in (straight, run):
         assert library.train(config, each).step == STEPS
-    assert capsys.readouterr().out.count(f"goes on from step {MIDDLE}") == 2
+    assert capsys.readouterr().out.count(f"resuming from step {MIDDLE}") == 2
     assert results(run) == results(straight)
 
 

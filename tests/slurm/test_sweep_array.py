@@ -103,7 +103,7 @@ def test_after_cancelling_only_what_is_unfinished_is_submitted(cluster, tmp_path
     assert [outcome for _, outcome in rows(out)] == ["complete"] * 3
     assert first.metrics_file.stat().st_mtime_ns == written_at
     resumed = next(task for task in cluster.records(array) if task["ArrayTaskId"] == "1")
-    assert "goes on from step" in Path(resumed["StdOut"]).read_text()
+    assert "resuming from step" in Path(resumed["StdOut"]).read_text()
 
 
 def test_a_task_at_its_time_limit_is_queued_again_and_finishes(cluster, tmp_path, training):

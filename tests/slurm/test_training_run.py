@@ -60,7 +60,7 @@ def test_two_nodes_train_and_go_on_after_a_signal(cluster, data, tmp_path):
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     cluster.wait(job, "COMPLETED", timeout=400)
     log = cluster.log(job)
-    assert log.count("goes on from step") == 1, log
+    assert log.count("resuming from step") == 1, log
     assert numbers(stopped) == numbers(undisturbed)
     again = cluster.run("lmcore", "jobs", stopped, cwd=PROJECT).stdout
     assert "completed      2" in again, again  # tries

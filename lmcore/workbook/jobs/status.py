@@ -62,7 +62,7 @@ class JobStatus:
     name: str
     kind: str
     state: str = "unknown"
-    """Slurm's word in lower case, or: requeued (waits to go on), stopped, gave up, lost, not run, unknown."""
+    """Slurm's word in lower case, or: requeued (waits to resume), stopped, gave up, lost, not run, unknown."""
     attempts: int = 0
     """How often it was started."""
     doing: str = ""

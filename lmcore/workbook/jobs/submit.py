@@ -182,7 +182,7 @@ class LocalJobs:
                 if not self.stop.is_set():
                     say(self.ids[job.name], job, f"not run, because {', '.join(missing)} did not succeed")
         if self.stop.is_set():
-            print("lmcore: stopped; the same command goes on with what is saved.", file=sys.stderr)
+            print("lmcore: stopped; the same command resumes with what is saved.", file=sys.stderr)
             return EXIT_INTERRUPTED
         return EXIT_FAILURE if failed else 0
 

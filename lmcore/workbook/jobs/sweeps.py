@@ -69,7 +69,7 @@ def run_definition(definition: SweepDefinition, out: str | os.PathLike, task: in
                 source, tokenizer, documents = definition.corpus.values()
                 data = open_or_prepare(source, tokenizer, out / "data", CorpusConfig(num_documents=documents))
         except Stopped:
-            print("Stopped; the same command goes on.", flush=True)
+            print("Stopped; the same command resumes.", flush=True)
             return EXIT_INTERRUPTED
         configs = {name: config for name, config in runs_of(definition, data).items() if name in chosen}
         for name, config in configs.items():
