@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """What a scheduler sends: SIGUSR1 before the time limit (`--signal`), SIGTERM when it cancels or preempts; and SIGHUP,
-what a terminal sends that is closed, unless it is ignored, as under nohup."""
+what a terminal sends that is closed. One that is ignored stays so, as SIGHUP under nohup."""
 
 SAME_SIGNAL = 0.5
 """Seconds in which a signal that comes again is the same one: launchers forward what the process group has, too."""
@@ -122,8 +122,8 @@ def stop_signals(*more: signal.Signals, exits: bool = False) -> Iterator[StopEve
             stack.callback(_shared.clear)
         event.numbers, event.exits = event.numbers | {*STOP_SIGNALS, *more}, event.exits or exits
         for number in (*STOP_SIGNALS, *more):
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue
+            if number != signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # as nohup asks for, or job.sh
             before = signal.signal(number, event.handle)
             stack.callback(signal.signal, number, signal.SIG_DFL if before is None else before)  # None: not Python's
         yield event

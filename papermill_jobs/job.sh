@@ -54,8 +54,8 @@ supervise() {
   fi
   if was_interrupted "$code" && is_to_go_on; then
     code=$INTERRUPTED
-    # it notes "requeued" or "gave-up"
-    if lmcore requeue "$OUT" --attempts "$ATTEMPTS"; then exit "$code"; fi
+    # it notes "requeued" or "gave-up"; Slurm ends the processes of a job that it queues again, before it could say so
+    if (trap '' TERM && exec lmcore requeue "$OUT" --attempts "$ATTEMPTS"); then exit "$code"; fi
   fi
   note exit "code=$code"
   exit "$code"

@@ -211,16 +211,17 @@ def test_after_a_block_inside_a_signal_ends_the_block_around_it():
         interrupted()
 
 
-def test_a_hang_up_that_is_ignored_stays_so():
+@pytest.mark.parametrize("number", [HUP, signal.SIGTERM])
+def test_a_signal_that_is_ignored_stays_so(number):
     """As nohup starts a command."""
-    before = signal.signal(HUP, signal.SIG_IGN)
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with stoppable():
-            signal.raise_signal(HUP)
-            assert signal.getsignal(HUP) is signal.SIG_IGN
-        assert signal.getsignal(HUP) is signal.SIG_IGN
+            signal.raise_signal(number)
+            assert signal.getsignal(number) is signal.SIG_IGN
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(HUP, before)
+        signal.signal(number, before)
 
 
 def test_a_signal_at_any_line_of_the_beginning_ends_the_block():

@@ -2,7 +2,6 @@
 
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -216,8 +215,6 @@ def requeue(out: Annotated[Path, tyro.conf.Positional], attempts: int = 3) -> in
     """
     from lmcore.workbook.jobs.requeue import requeue as queue_again
 
-    # Slurm ends the processes of a job that it queues again, and job.sh is to hear that this was done
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if queue_again(out, attempts):
         print("Stopped by a signal: queued again, to resume from what is saved.")
         return 0

@@ -267,7 +267,7 @@ def test_whatever_is_in_a_path_or_a_value_reaches_the_notebook(cluster, tmp_path
     """Spaces, quotes, $ and % in OUT, DATA and parameters; by hand, OUT is relative to the project."""
     project = job_project(tmp_path / "a $2 project")
     text = tmp_path / 'it\'s $HOME "data".txt'
-    text.write_text("Once.")
+    text.write_text("Once.<|endoftext|>" * 20)
     out = tmp_path / 'it\'s $HOME "out" 100%j'
     words = ["--out", out, "--data", text, "--parameters", "rates=[0.5, 1.0]"]
     setup = ["export FIRST='a  b'", 'echo "$FIRST $SECOND" >setup.txt']
