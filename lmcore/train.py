@@ -524,9 +524,6 @@ class Trainer:
 
     def save(self) -> None:
         """Saves everything that a resumed run needs, then removes checkpoints beyond the latest few."""
-        with self.world.checked():
-            if self.world.is_first:
-                self.data.require_unchanged()
         model, optimizer = self.update.current()
         self.metrics.start()
         self._collect()

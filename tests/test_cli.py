@@ -90,7 +90,6 @@ def mistake(command: str | list[str], capsys) -> str:
     ],
 )
 def test_a_mistake_is_one_sentence(command, words, capsys):
-    """More of them, word for word: tests/goldens/refusals.json."""
     assert words in mistake(command, capsys)
 
 

@@ -120,7 +120,6 @@ def test_replace_makes_a_copy_and_reaches_into_sections():
     ],
 )
 def test_bad_values_get_one_sentence(build, sentence):
-    """Those that a command line can hold, word for word: tests/goldens/refusals.json."""
     with pytest.raises(UserError, match=sentence) as error:
         build()
     assert "\n" not in str(error.value)

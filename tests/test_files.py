@@ -259,28 +259,6 @@ def test_a_corpus_is_replaced_whole_or_stands_again(tmp_path, monkeypatch, faili
     assert again.tokenizer.fingerprint == BYTES.fingerprint
 
 
-def test_a_run_whose_data_is_overwritten_keeps_no_checkpoint_of_it(tmp_path, monkeypatch):
-    prepare("embedded", BYTES, tmp_path / "data", CorpusConfig(num_documents=40), progress=False)
-    config, run = small_config(tmp_path / "data"), RunFolder(tmp_path / "run")  # checkpoints at steps 4, 8 and 12
-    append = RunFolder.append_metrics
-
-    def overwriting(self, line):
-        append(self, line)
-        if line["step"] == 6:
-            with open(tmp_path / "data" / "train.bin", "r+b") as file:
-                file.write(b"\x07\x00")  # one id, another one
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "append_metrics", overwriting)
-        with pytest.raises(UserError, match=r"train\.bin has changed since it was prepared"):
-            train(config, run.path)
-    assert [path.name for path in run.checkpoints()] == ["step_00000004.pt"]
-    with pytest.raises(UserError, match=r"train\.bin has changed since it was prepared"):
-        train(config, run.path)
-    prepare("embedded", BYTES, tmp_path / "data", CorpusConfig(num_documents=40), progress=False)
-    assert train(config, run.path).state == "complete"
-
-
 # Locks
 
 

@@ -197,7 +197,7 @@ def test_an_answer_that_is_none_is_one_sentence(slurm, project, monkeypatch, cap
     ],
 )
 def test_wrong_input_is_refused_before_anything_is_submitted(slurm, project, capsys, arguments, sentence):
-    """More of it is in tests/goldens/refusals.json, and on a real Slurm."""
+    """More of it on a real Slurm."""
     assert sentence in refusal(capsys, *arguments)
     assert not slurm.called("sbatch")
     assert not (project / "runs").exists()
