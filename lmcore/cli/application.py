@@ -34,7 +34,7 @@ def doctor(json: bool = False) -> int:
     """
     from json import dumps
 
-    from lmcore.workbook.doctor import as_text, examine
+    from lmcore.doctor import as_text, examine
 
     facts = examine()
     print(dumps(facts, indent=2, ensure_ascii=False) if json else as_text(facts))

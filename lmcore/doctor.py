@@ -17,20 +17,14 @@ from lmcore.device import device_name, select_device
 from lmcore.errors import UserError
 from lmcore.profiling.nsys.tool import INSTALL, find_nsys
 from lmcore.provenance import environment
-from lmcore.workbook.report.answers import format_bytes, join_words
 
-OPTIONAL_PARTS = {
-    "jupyterlab": ("working in the notebooks (make lab)", "pip install jupyterlab"),
-    "nbval": ("checking the notebooks (make test)", "pip install -e .[dev]"),
-    "pytest": ("the tests (make test)", "pip install -e .[dev]"),
-    "pypdf": ("checking the writeup's PDF", "pip install -e .[dev]"),
-    "pyarrow": ("WikiText-103, which comes as Parquet", "pip install -e .[wikitext]"),
-    "tensorboard": ("watching training in TensorBoard", "pip install -e .[tensorboard]"),
-    "wandb": ("watching training in Weights & Biases", "pip install -e .[wandb]"),
-    "triton": ("our kernels and torch.compile on a GPU", "comes with the CUDA build of torch, on Linux"),
-    "shellcheck": ("checking the job scripts (make test)", "it is in most systems' packages"),
+OPTIONAL_PACKAGES = {
+    "pyarrow": ("WikiText-103, which comes as Parquet", "pip install pyarrow"),
+    "tensorboard": ("watching training in TensorBoard", "pip install tensorboard"),
+    "wandb": ("watching training in Weights & Biases", "pip install wandb"),
+    "triton": ("our kernels and torch.compile on a GPU", "it comes with the CUDA build of torch, on Linux"),
 }
-"""Modules, and one program, that lmcore runs without: what each is for, and how to get it."""
+"""Packages that lmcore runs without: what each is for, and how to get it."""
 
 
 def examine(folder: str | os.PathLike = ".") -> dict[str, Any]:
@@ -38,6 +32,10 @@ def examine(folder: str | os.PathLike = ".") -> dict[str, Any]:
     device, reason = select_device()
     here = environment()
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    packages = [
+        {"name": name, "present": bool(importlib.util.find_spec(name)), "purpose": purpose, "remedy": remedy}
+        for name, (purpose, remedy) in OPTIONAL_PACKAGES.items()
+    ]
     return {
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "platform": here["platform"],
@@ -48,18 +46,9 @@ def examine(folder: str | os.PathLike = ".") -> dict[str, Any]:
         "driver": here["driver"],
         "git_commit": here["git_commit"],
         "disk_free_bytes": shutil.disk_usage(folder).free,
-        "optional": [*optional_parts(), nsight_systems(), slurm()],
+        "optional": [*packages, nsight_systems(), slurm()],
         "data": {"prepared": prepared_corpora(Path(folder) / "data"), "gpt2_tokenizer": gpt2_tokenizer()},
     }
-
-
-def optional_parts() -> list[dict[str, Any]]:
-    """Parts that lmcore runs without: whether each is there, what it is for and how to get it."""
-    there = {name: bool(importlib.util.find_spec(name) or shutil.which(name)) for name in OPTIONAL_PARTS}
-    return [
-        {"name": name, "present": there[name], "purpose": purpose, "remedy": remedy}
-        for name, (purpose, remedy) in OPTIONAL_PARTS.items()
-    ]
 
 
 def nsight_systems() -> dict[str, Any]:
@@ -69,36 +58,21 @@ def nsight_systems() -> dict[str, Any]:
         nsys = find_nsys()
     except UserError:
         return part | {"present": False, "remedy": INSTALL}
-    detail = f"{nsys.version} ({nsys.path})"
-    return part | {"present": True, "remedy": "", "detail": detail}
+    return part | {"present": True, "detail": f"{nsys.version} ({nsys.path})"}
 
 
 def slurm() -> dict[str, Any]:
-    """The part of Slurm: its version, whether its controller answers, and then the partitions that have GPUs."""
-    part = {"name": "slurm", "purpose": "jobs on a cluster, without which lmcore submit runs them here"}
+    """The part of Slurm: whether its controller answers, and then the partitions that have GPUs."""
+    part = {"name": "slurm", "purpose": "jobs on a cluster"}
     if shutil.which("sbatch") is None:
         return part | {"present": False, "remedy": "log in to a cluster's front end"}
-    version = said("sbatch", "--version")[1].strip().rpartition(" ")[2] or "version unknown"
-    code, shown, complaint = said("sinfo", "--noheader", "--format=%R|%G")
-    partitions: dict[str, set[str]] = {}
-    for name, _, resources in (line.strip().partition("|") for line in shown.splitlines()):
-        found = [resource.partition("(")[0] for resource in resources.split(",") if resource.startswith("gpu")]
-        partitions.setdefault(name, set()).update(found)
-    gpus = [f"{name} ({' or '.join(sorted(found))})" for name, found in partitions.items() if found]
-    places = f"GPUs in {join_words(gpus)}" if gpus else "no partition with GPUs"
-    detail = f", {len(partitions)} partition{'' if len(partitions) == 1 else 's'}, {places}"
-    if code != 0:
-        detail = f"; its controller does not answer ({(complaint.splitlines() or ['sinfo said nothing'])[-1]})"
-    return part | {"present": True, "remedy": "", "detail": version + detail}
-
-
-def said(*command: str) -> tuple[int, str, str]:
-    """Exit code, output and errors of a program, which has ten seconds."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return 1, "", str(error)
-    return done.returncode, done.stdout, done.stderr
+        command = ["sinfo", "--noheader", "--format=%R %G"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return part | {"present": True, "detail": f"its controller does not answer ({error})"}
+    gpus = [f"{name} ({gpu})" for name, gpu in map(str.split, sorted(set(shown.splitlines()))) if "gpu" in gpu]
+    return part | {"present": True, "detail": f"GPUs in {', '.join(gpus)}" if gpus else "no partition with GPUs"}
 
 
 def prepared_corpora(folder: Path) -> list[dict[str, Any]]:
@@ -126,20 +100,19 @@ def gpt2_tokenizer() -> dict[str, Any]:
 def as_text(facts: dict[str, Any]) -> str:
     """The facts as aligned lines, a sentence for each thing that is missing."""
     device, gpt2 = facts["device"], facts["data"]["gpt2_tokenizer"]
-    memory = f", {format_bytes(device['memory_bytes'])}" if device["memory_bytes"] else ""
+    memory = f", {device['memory_bytes'] / 1e9:.0f} GB" if device["memory_bytes"] else ""
     driver = f", driver {facts['driver']}" if facts["driver"] else ""
     cuda = f", built for CUDA {facts['torch']['cuda']}" if facts["torch"]["cuda"] else ", built without CUDA"
     lines = [
         ("Python", f"{facts['python']['version']} ({facts['python']['executable']})"),
-        ("Machine", f"{facts['platform']}, {facts['cores']} cores, {format_bytes(facts['memory_bytes'])} memory"),
+        ("Machine", f"{facts['platform']}, {facts['cores']} cores, {facts['memory_bytes'] / 1e9:.1f} GB memory"),
         ("torch", f"{facts['torch']['version']}{cuda}"),
         ("Device", f"{device['type']} ({device['name']}{memory}{driver}), because {device['reason']}"),
-        ("Disk", f"{format_bytes(facts['disk_free_bytes'])} free here"),
+        ("Disk", f"{facts['disk_free_bytes'] / 1e9:.1f} GB free here"),
         ("Code", facts["git_commit"] or "not a git checkout"),
     ]
     for part in facts["optional"]:
-        detail = f" {part['detail']}" if part.get("detail") else ""
-        state = f"present{detail}" if part["present"] else f"missing; to get it: {part['remedy']}"
+        state = f"present {part.get('detail', '')}".strip() if part["present"] else f"missing: {part['remedy']}"
         lines.append((part["name"], f"{state} — for {part['purpose']}"))
     lines.append(("GPT-2 tokenizer", "present" if gpt2["present"] else f"missing: {gpt2['error']}"))
     for corpus in facts["data"]["prepared"]:
