@@ -11,6 +11,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from importlib import metadata, util
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from lmcore.accounting import num_parameters, training_flops
 from lmcore.config import ModelConfig, TrainConfig, replace
 from lmcore.data import batch_at_step
-from lmcore.data.batches import BatchReader
+from lmcore.data.batches import read_ahead
 from lmcore.errors import require
 from lmcore.files import write_json
 from lmcore.profiling.kernels.measuring import Contestant, Result, race
@@ -161,13 +162,6 @@ def stacked(x: np.ndarray, batch_size: int, context_length: int) -> Iterator[Bat
         yield inputs, targets
 
 
-def read_ahead(reader: BatchReader) -> Iterator[Batch]:
-    """Batches of the thread that training on a GPU uses, without the copy to it."""
-    while isinstance(buffer := reader.take(), Tensor):
-        yield buffer[0], buffer[1]
-        reader.give_back(buffer)
-
-
 def compare_loaders(repeats: int, tokens: int, seconds_per_turn: float) -> list[dict[str, Any]]:
     """Takes batches of each shape from a file of random ids (uint16), the file's pages in memory."""
     found = []
@@ -177,10 +171,10 @@ def compare_loaders(repeats: int, tokens: int, seconds_per_turn: float) -> list[
         x = np.memmap(path, dtype=np.uint16, mode="r")
         for shape in SHAPES:
             config = TrainConfig(ModelConfig(context_length=shape[1]), batch_size=shape[0], steps=MANY)
-            with BatchReader(x, config, 0, pinned=False) as reader:
-                sources: dict[str, Iterator[Batch]] = {
+            with closing(read_ahead(x, config, 0)) as reader:
+                sources: dict[str, Iterator[Batch | Tensor]] = {
                     "lmcore": (batch_at_step(x, config, step, "cpu") for step in itertools.count()),
-                    "lmcore, read ahead": read_ahead(reader),
+                    "lmcore, read ahead": reader,
                     "stacked loop": stacked(x, *shape),
                     "DataLoader": data_loader(x, *shape, 0),
                     "DataLoader, 2 workers": data_loader(x, *shape, 2),

@@ -281,8 +281,6 @@ class CorpusConfig:
     num_documents: int = 20_000
     """Training documents of the embedded corpus; `valid_fraction` times as many more are its validation split."""
     download_folder: str = "data/downloads"
-    mirror: str | None = None
-    """Address whose scheme and host replace those of the official downloads."""
 
     def __post_init__(self):
         require(0 < self.valid_fraction < 1, f"valid_fraction must be between 0 and 1, not {self.valid_fraction}.")

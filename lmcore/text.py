@@ -38,15 +38,6 @@ def printable(text: str, kept: str = "\n\t") -> str:
     return CONTROL.sub(lambda found: found[0] if found[0] in kept else ascii(found[0])[1:-1], text)
 
 
-def is_utf8(text: str) -> bool:
-    """Whether UTF-8 can hold the text: names of files may have other bytes, which Python reads as lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeError:
-        return False
-    return True
-
-
 def utf8_text(pieces: Iterable[str]) -> Iterator[str]:
     """The pieces, such as a command's arguments or the lines of standard input, if all of them are text.
 

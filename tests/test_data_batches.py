@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from lmcore.data import (
     require_context,
     validation_batches,
 )
-from lmcore.data.batches import BatchReader
+from lmcore.data.batches import read_ahead
 from lmcore.errors import UserError
 
 SAMPLINGS = pytest.mark.parametrize("sampling", ["random", "epoch"])
@@ -164,17 +165,8 @@ def test_ranks_share_the_validation_windows_in_equally_many_batches(context_leng
 # ------------------------------------------------------------------------------------------------ read ahead
 
 
-def read_all(reader):
-    """Copies of all batches of a reader, whose buffers go back at once."""
-    while isinstance(item := reader.take(), torch.Tensor):
-        yield tuple(item.clone())
-        reader.give_back(item)
-    if item is not None:
-        raise item
-
-
 def reader_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "lmcore-batches"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("lmcore-batches")]
 
 
 def assert_same(batches, expected):
@@ -203,21 +195,22 @@ def test_batches_are_those_of_the_steps(sampling, dtype, context_length, batch_s
     expected = [batch_at_step(x, config, step, "cpu") for step in range(first_step, 11)]
     with prefetched(x, config, first_step, "cpu") as batches:
         assert_same(list(batches), expected)
-    with BatchReader(x, config, first_step, pinned=False, depth=depth) as reader:
-        assert_same(list(read_all(reader)), expected)
+    assert_same([tuple(buffer.clone()) for buffer in read_ahead(x, config, first_step, depth=depth)], expected)
     assert not reader_threads()
 
 
 @SAMPLINGS
-def test_a_buffer_is_left_alone_until_it_is_given_back(sampling):
+def test_a_buffer_is_left_alone_until_the_next_is_asked_for(sampling):
+    """The thread fills the others meanwhile, and takes it up again afterwards."""
     x, config = np.arange(500), train_config(sampling=sampling)
-    with BatchReader(x, config, 0, pinned=False, depth=3) as reader:
-        held = [reader.take() for _ in range(3)]
-        assert_same(held, [batch_at_step(x, config, step, "cpu") for step in range(3)])
-        assert len({buffer.data_ptr() for buffer in held}) == 3
-        reader.give_back(held[1])
-        assert reader.take().data_ptr() == held[1].data_ptr()
-        assert_same(held[:2], [batch_at_step(x, config, step, "cpu") for step in (0, 3)])
+    with closing(read_ahead(x, config, 0, depth=3)) as reader:
+        places = []
+        for step in range(7):
+            buffer = next(reader)
+            time.sleep(0.02)
+            assert_same([buffer], [batch_at_step(x, config, step, "cpu")])
+            places.append(buffer.data_ptr())
+    assert len(set(places)) == 3
 
 
 def starts_until_7(x, config, step):
@@ -230,26 +223,10 @@ def starts_until_7(x, config, step):
 def test_an_error_comes_behind_the_batches_before_it(monkeypatch):
     monkeypatch.setattr("lmcore.data.batches.starts_at_step", starts_until_7)
     good = []
-    reading = BatchReader(np.arange(100), train_config(), 4, pinned=False)
-    with pytest.raises(OSError, match="the disk is gone"), reading as reader:
-        good.extend(read_all(reader))
-    assert [int(inputs[0, 0]) for inputs, _ in good] == [4, 5, 6]
+    with pytest.raises(OSError, match="the disk is gone"):
+        good.extend(int(buffer[0, 0, 0]) for buffer in read_ahead(np.arange(100), train_config(), 4))
+    assert good == [4, 5, 6]
     assert not reader_threads()
-
-
-def test_a_file_cut_while_it_is_in_use_is_an_error_not_the_end_of_the_process(tmp_path):
-    """Reading the missing end of a memmap would be a bus error."""
-    x = tokens_in_file(tmp_path / "train.bin", 50_000)
-    config = train_config()
-    with BatchReader(x, config, 0, pinned=False, depth=1) as reader, prefetched(x, config, 0, "cpu") as batches:
-        buffer = reader.take()
-        next(batches)
-        os.truncate(tmp_path / "train.bin", 100)
-        reader.give_back(buffer)
-        with pytest.raises(UserError, match=r"train\.bin was cut from 100,000 to 100 bytes"):
-            list(read_all(reader))
-        with pytest.raises(UserError, match="was cut"):
-            next(batches)
 
 
 def test_a_file_replaced_or_removed_while_it_is_in_use_is_still_read(tmp_path):
@@ -263,61 +240,39 @@ def test_a_file_replaced_or_removed_while_it_is_in_use_is_still_read(tmp_path):
     assert_same([batch_at_step(x[:], config, 0, "cpu")], [expected])
 
 
-@pytest.mark.parametrize("taken", [0, 1, 5])
+@pytest.mark.parametrize("taken", [1, 5])
 def test_leaving_early_ends_the_thread(taken):
-    x, config = np.arange(500), train_config(steps=10**9)
-    with BatchReader(x, config, 0, pinned=False) as reader:
+    with closing(read_ahead(np.arange(500), train_config(steps=10**9), 0)) as reader:
         for _ in range(taken):
-            reader.give_back(reader.take())
+            next(reader)
         assert len(reader_threads()) == 1
     assert not reader_threads()
-    while reader.take() is not None:  # what it had read; then an end instead of a wait
-        pass
+    assert next(reader, None) is None
 
 
 def test_an_interrupt_reaches_the_one_who_waits(monkeypatch, request):
     """Ctrl-C while the next batch is awaited."""
-    asked, slow = threading.Event(), threading.Event()
+    slow = threading.Event()
 
     def starts(x, config, step):
-        asked.wait(60)
         time.sleep(0.2)  # a signal in the instant before the wait begins would not end it
         os.kill(os.getpid(), signal.SIGINT)
-        slow.wait(60)
+        slow.wait(0.5)
         return np.arange(config.batch_size)
-
-    def ask(reader):
-        asked.set()
-        reader.take()
 
     monkeypatch.setattr("lmcore.data.batches.starts_at_step", starts)
     # what a shell starts in the background ignores the signal
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
-    with BatchReader(np.arange(100), train_config(), 0, pinned=False) as reader:
-        with pytest.raises(KeyboardInterrupt):
-            ask(reader)
-        slow.set()
-    assert not reader_threads()
-
-
-def test_an_interrupt_at_the_beginning_leaves_no_thread(monkeypatch):
-    class Interrupted(threading.Thread):
-        def start(self):
-            super().start()
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading, "Thread", Interrupted)
-    with pytest.raises(KeyboardInterrupt), BatchReader(np.arange(100), train_config(), 0, pinned=False):
-        pass
+    with pytest.raises(KeyboardInterrupt), closing(read_ahead(np.arange(100), train_config(), 0)) as reader:
+        next(reader)
     assert not reader_threads()
 
 
 def test_random_states_are_left_alone():
     x, config = np.arange(500), train_config()
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    with BatchReader(x, config, 0, pinned=False) as reader:
-        assert len(list(read_all(reader))) == config.steps
+    assert len(list(read_ahead(x, config, 0))) == config.steps
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
 
@@ -374,7 +329,7 @@ def test_errors_and_early_ends_on_the_gpu(monkeypatch):
     ahead = prefetched(np.arange(99), train_config(), 4, "cuda")
     with pytest.raises(OSError, match="the disk is gone"), ahead as batches:
         good.extend(int(inputs[0, 0]) for inputs, _ in batches)
-    assert good == [4, 5, 6]
+    assert good in ([4, 5], [4, 5, 6])  # the next is copied while one is in use
     with prefetched(np.arange(99), train_config(steps=10**9), 4, "cuda") as batches:
         next(batches)
     assert not reader_threads()

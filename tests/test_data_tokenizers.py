@@ -1,13 +1,13 @@
 """From a specification to a tokenizer; where GPT-2's files are looked for."""
 
-import hashlib
 import shutil
 
+import pooch
 import pytest
-import tiktoken.load
 
 from lmcore.data import load_gpt2, tokenizer_for, tokenizers
 from lmcore.errors import UserError
+from lmcore.files import sha256_file
 from lmcore.tokenizer import END_OF_TEXT, train_bpe
 
 
@@ -42,22 +42,17 @@ def test_bpe_sees_the_training_split_alone(tmp_path):
 
 
 def test_load_gpt2_searches_variable_folder_and_cache(shared_data, tmp_path, monkeypatch):
-    folder = shared_data / "gpt2"
+    folder, cache = shared_data / "gpt2", tmp_path / "cache" / "gpt2"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tokenizers, "BASE_URL", "http://127.0.0.1:9/gpt2/")
+    monkeypatch.setattr(pooch, "os_cache", lambda _: tmp_path / "cache")
     monkeypatch.delenv("LMCORE_GPT2", raising=False)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.raises(UserError, match=r"data/gpt2.*LMCORE_GPT2"):
-        load_gpt2()
-    (tmp_path / "cache").mkdir(exist_ok=True)
-    for name in ("encoder.json", "vocab.bpe"):
-        key = hashlib.sha1(f"http://127.0.0.1:9/gpt2/{name}".encode()).hexdigest()
-        shutil.copyfile(folder / name, tmp_path / "cache" / key)
-    assert load_gpt2(download=False).fingerprint == tokenizers.GPT2_FINGERPRINT
-    (tmp_path / "cache" / key).write_bytes(b"damaged")
-    with pytest.raises(UserError, match=r"vocab\.bpe is not on this machine; put"):
-        load_gpt2(download=False)
-    shutil.rmtree(tmp_path / "cache")
+    for download in (False, True):
+        with pytest.raises(UserError, match=r"data/gpt2.*LMCORE_GPT2"):
+            load_gpt2(download=download)
+    shutil.copytree(folder, cache, dirs_exist_ok=True)
+    assert load_gpt2().fingerprint == tokenizers.GPT2_FINGERPRINT
+    cache.rename(tmp_path / "elsewhere")
     shutil.copytree(folder, tmp_path / "data" / "gpt2")
     assert load_gpt2().vocab_size == 50_257
     for name, usual in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
@@ -69,22 +64,6 @@ def test_load_gpt2_searches_variable_folder_and_cache(shared_data, tmp_path, mon
     assert load_gpt2(folder).vocab_size == 50_257
 
 
-def test_load_gpt2_uses_the_cache_of_tiktoken(tmp_path, monkeypatch):
-    """The same variable, address and file name as in the installed tiktoken."""
-    asked = []
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tiktoken.load, "read_file", lambda path: asked.append(path) or b"")
+def test_known_checksums_are_those_of_the_files(shared_data):
     for name, sha256 in tokenizers.SHA256.items():
-        with pytest.raises(ValueError, match="Hash mismatch"):
-            tiktoken.load.read_file_cached(tokenizers.BASE_URL + name, sha256)
-    from tiktoken_ext import openai_public
-
-    asked.clear()
-    monkeypatch.setattr(openai_public, "data_gym_to_mergeable_bpe_ranks", lambda **files: asked.append(files) or {})
-    openai_public.gpt2()
-    assert asked[0] == {
-        "vocab_bpe_file": tokenizers.BASE_URL + "vocab.bpe",
-        "encoder_json_file": tokenizers.BASE_URL + "encoder.json",
-        "vocab_bpe_hash": tokenizers.SHA256["vocab.bpe"],
-        "encoder_json_hash": tokenizers.SHA256["encoder.json"],
-    }
+        assert sha256_file(shared_data / "gpt2" / name) == sha256

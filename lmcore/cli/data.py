@@ -36,19 +36,16 @@ def prepare(
     return 0
 
 
-def download(
-    name: Annotated[str, tyro.conf.Positional], folder: Path = Path("data/downloads"), mirror: str | None = None
-) -> int:
-    """Download a corpus from its official address, checked and resumed.
+def download(name: Annotated[str, tyro.conf.Positional], folder: Path = Path("data/downloads")) -> int:
+    """Download a corpus from its official address, or from the mirror that the variable HF_ENDPOINT names.
 
     Args:
         name: tinystories, openwebtext or wikitext103.
         folder: Where downloads are kept.
-        mirror: Address whose scheme and host replace the official ones.
     """
     from lmcore.data import download
 
-    for split, path in download(name, folder, mirror=mirror).items():
+    for split, path in download(name, folder).items():
         print(f"{split}: {path}")
     return 0
 

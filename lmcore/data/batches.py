@@ -3,13 +3,11 @@
 At the end: the batches of the coming steps, read and copied while a GPU still works on the steps before.
 """
 
-import mmap
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -137,7 +135,7 @@ def validation_batches(
 
 
 def gather(x: np.ndarray, starts: np.ndarray, context_length: int, device: str | torch.device) -> Batch:
-    """The windows of `x` at `starts` and the same shifted by one, on `device`. Raises as `read_windows` does."""
+    """The windows of `x` at `starts` and the same shifted by one, on `device`."""
     both = torch.empty((2, len(starts), context_length), dtype=torch.int64)
     read_windows(x, starts, both)
     if torch.device(device).type == "cuda" and torch.cuda.is_available():
@@ -149,19 +147,7 @@ def gather(x: np.ndarray, starts: np.ndarray, context_length: int, device: str |
 
 
 def read_windows(x: np.ndarray, starts: np.ndarray, out: Int[Tensor, "2 batch_size context_length"]) -> None:
-    """Reads the windows of `x` at `starts` into `out[0]`, and the same shifted by one into `out[1]`; both on the CPU.
-
-    Raises `UserError` if the file behind a memmap has become shorter: touching its missing end would kill the process.
-    """
-    memory: Any = x
-    while isinstance(memory, np.ndarray):
-        memory = memory.base
-    if isinstance(memory, mmap.mmap):
-        require(
-            memory.size() >= len(memory),
-            f"{getattr(x, 'filename', None) or 'The file of tokens'} was cut from {len(memory):,} to {memory.size():,} "
-            "bytes while it was in use; run `lmcore data prepare` again.",
-        )
+    """Reads the windows of `x` at `starts` into `out[0]`, and the same shifted by one into `out[1]`, on the CPU."""
     windows = np.lib.stride_tricks.sliding_window_view(x, out.shape[-1] + 1)[starts]
     inputs, targets = out.numpy()
     inputs[:], targets[:] = windows[:, :-1], windows[:, 1:]
@@ -178,18 +164,17 @@ def prefetched(
 
     For a GPU a thread reads them ahead into pinned memory, from which they are copied beside the GPU's work; it has
     ended when the block is left. Elsewhere a batch is read when it is asked for: that takes less than a hundredth of
-    a step, and handing it from thread to thread would take as long. What goes wrong with a batch is raised by the
-    `next` that asks for it. Raises `UserError` for a device that is not there.
+    a step. Raises `UserError` for a device that is not there.
     """
     device, _ = select_device(str(device))
     if device.type != "cuda":
         yield (batch_at_step(x, config, step, device, part) for step in range(first_step, config.steps))
         return
-    with BatchReader(x, config, first_step, pinned=True, part=part) as reader:
+    with closing(read_ahead(x, config, first_step, part, pinned=True)) as reader:
         yield copied_ahead(reader, device)
 
 
-def copied_ahead(reader: "BatchReader", device: torch.device) -> Iterator[Batch]:
+def copied_ahead(reader: Iterator[Tensor], device: torch.device) -> Iterator[Batch]:
     """The reader's batches on the GPU; while one is in use the next is copied, on a stream of its own.
 
     All calls to CUDA are made in the consumer's thread: those of another one could break the capture of a CUDA graph.
@@ -197,77 +182,44 @@ def copied_ahead(reader: "BatchReader", device: torch.device) -> Iterator[Batch]
     """
     copies = torch.cuda.Stream(device)
 
-    def begin(item: Tensor | BaseException | None) -> tuple:
-        if not isinstance(item, Tensor):
-            return item, None, None
-        with torch.cuda.stream(copies):
-            return item, item.to(device, non_blocking=True), copies.record_event()
+    def begin() -> tuple[Tensor, torch.cuda.Event] | None:
+        for host in reader:
+            with torch.cuda.stream(copies):
+                return host.to(device, non_blocking=True), copies.record_event()
+        return None
 
-    item, batch, copied = begin(reader.take())
-    while batch is not None:
+    begun = begin()
+    while begun is not None:
+        batch, copied = begun
         copied.synchronize()  # begun a step ago and behind nothing but other copies: this waits for no work of the GPU
-        reader.give_back(item)
         batch.record_stream(torch.cuda.current_stream(device))  # where it is used, and not to be overwritten before
-        inputs, targets = batch[0], batch[1]
-        item, batch, copied = begin(reader.take())
-        yield inputs, targets
-    if item is not None:
-        raise item
+        begun = begin()
+        yield batch[0], batch[1]
 
 
-class BatchReader:
-    """A thread that reads the batches of the steps from `first_step` to the last one into a few reused buffers.
+def read_ahead(
+    x: np.ndarray, config: TrainConfig, first_step: int, part: slice = ALL, *, pinned: bool = False, depth: int = 3
+) -> Iterator[Tensor]:
+    """The batches of the steps from `first_step` to the last one: inputs and targets, (2, batch_size, context_length).
 
-    A context manager: the thread starts with the block and has ended behind it, whatever ended the block. Of `depth`
-    buffers one is on its way to the device, while the others are filled.
+    A thread reads them into `depth` buffers, which are used again: one is the consumer's until it asks for the next.
+    The thread ends with the iterator (`close`).
     """
+    shape = (2, len(range(config.batch_size)[part]), config.model.context_length)
+    buffers = [torch.empty(shape, dtype=torch.int64, pin_memory=pinned) for _ in range(depth)]
 
-    def __init__(self, x: np.ndarray, config: TrainConfig, first_step: int, *, pinned: bool, depth: int = 3,
-                 part: slice = ALL):  # fmt: skip
-        self._x, self._config, self._steps, self._part = x, config, range(first_step, config.steps), part
-        self._free: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
-        self._ready: queue.SimpleQueue[Tensor | BaseException | None] = queue.SimpleQueue()
-        for _ in range(depth):
-            shape = (2, len(range(config.batch_size)[part]), config.model.context_length)
-            self._free.put(torch.empty(shape, dtype=torch.int64, pin_memory=pinned))
-        self._closed = threading.Event()
-        # a daemon: should the block never be left, the end of the program does not wait for it
-        self._thread = threading.Thread(target=self._read, name="lmcore-batches", daemon=True)
+    def read(step: int) -> Tensor:
+        buffer = buffers[step % depth]
+        read_windows(x, starts_at_step(x, config, step)[part], buffer)
+        return buffer
 
-    def __enter__(self) -> "BatchReader":
+    steps = range(first_step, config.steps)
+    with ThreadPoolExecutor(1, "lmcore-batches") as pool:
         try:
-            self._thread.start()
-        except BaseException:  # an interrupt may come when it runs already
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._closed.set()
-        self._free.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
-        self._ready.put(None)  # a batch asked for behind the block is an end, not a wait
-
-    def take(self) -> Tensor | BaseException | None:
-        """Waits for the next batch, (2, batch_size, context_length): inputs and targets, the caller's until given back.
-
-        None instead of it behind the last step, or what went wrong with it; nothing comes after either.
-        """
-        return self._ready.get()
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Lets the thread read another batch into `buffer`."""
-        self._free.put(buffer)
-
-    def _read(self) -> None:
-        try:
-            for step in self._steps:
-                buffer = self._free.get()
-                if buffer is None or self._closed.is_set():
-                    return
-                read_windows(self._x, starts_at_step(self._x, self._config, step)[self._part], buffer)
-                self._ready.put(buffer)
-            self._ready.put(None)
-        except BaseException as error:  # whatever it is, the consumer is to know
-            self._ready.put(error)
+            reads = deque(pool.submit(read, step) for step in steps[:depth])
+            for step in steps:
+                yield reads.popleft().result()
+                if step + depth in steps:
+                    reads.append(pool.submit(read, step + depth))
+        finally:
+            pool.shutdown(cancel_futures=True)

@@ -14,7 +14,8 @@ from lmcore.data.downloads import SOURCES, download
 from lmcore.data.grammar import sample_stories, stories
 from lmcore.errors import UserError, require
 from lmcore.files import sha256_file
-from lmcore.text import END_OF_TEXT, TABLES, is_utf8, read_text, require_text
+from lmcore.text import END_OF_TEXT, TABLES, read_text, require_text
+from lmcore.tokenizer.pretokenize import safe_pieces
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val")}
@@ -32,44 +33,27 @@ class Piece(NamedTuple):
 def split_documents(chunks: Iterable[str], piece_chars: int = PIECE_CHARS) -> Iterator[Piece]:
     """Documents between `<|endoftext|>`, without the white space around that token and without empty ones.
 
-    A document of more than about `piece_chars` characters comes in several pieces, cut where the tokenizer's pattern
-    cuts as well (`safe_cut`), so that the tokens of the pieces are those of the whole.
+    A document of more than about `piece_chars` characters comes in several pieces, whose tokens are those of the whole
+    (`safe_pieces`). The last piece of a document may be empty.
     """
-    rest, inside = "", False  # inside: a piece of the document that `rest` belongs to has been given out
-    for chunk in chunks:
-        *ended, rest = (rest + chunk).split(END_OF_TEXT)
-        for text in ended:
+    inside = False  # whether the document at hand has had a piece
+    for piece in safe_pieces(chunks, [END_OF_TEXT], piece_chars):
+        parts = piece.split(END_OF_TEXT)
+        for number, text in enumerate(parts, 1):
+            ends = number < len(parts)
             text = text.rstrip() if inside else text.strip()
-            if text:
-                yield Piece(text, True)
-            inside = False
-        rest = rest if inside else rest.lstrip()
-        while len(rest) > piece_chars and (cut := safe_cut(rest, piece_chars)):
-            yield Piece(rest[:cut], False)
-            rest, inside = rest[cut:], True
-    if rest := rest.rstrip():
-        yield Piece(rest, True)
+            if text or (inside and ends):
+                yield Piece(text, ends)
+            inside = not ends and (inside or text != "")
+    if inside:
+        yield Piece("", True)
 
 
-def safe_cut(text: str, limit: int) -> int:
-    """The last position up to `limit` where `text` can be cut without changing its tokens; 0 if there is none.
-
-    GPT-2's pattern never joins across the space before a letter or digit: that space belongs to what follows, and any
-    white space in front of it is a pretoken of its own, at the end of a text as well as inside one.
-    """
-    cut = text.rfind(" ", 1, limit)
-    while cut > 0 and not (cut + 1 < len(text) and text[cut + 1].isalnum()):
-        cut = text.rfind(" ", 1, cut)
-    return max(cut, 0)
-
-
-def read_documents(
-    paths: Iterable[Path], on_read: OnRead | None = None, piece_chars: int = PIECE_CHARS
-) -> Iterator[Piece]:
+def read_documents(paths: Iterable[Path], on_read: OnRead | None = None) -> Iterator[Piece]:
     """The documents of several files, one file after the other; a file's end also ends its last document."""
     for path in paths:
         empty = True
-        for piece in split_documents(read_text(path, on_read), piece_chars):
+        for piece in split_documents(read_text(path, on_read)):
             empty = False
             yield piece
         require(not empty, f"{path} holds no text.")
@@ -117,8 +101,6 @@ class TextCorpus:
         for path in self.train_files + self.valid_files + self.extra_train:
             require(path.is_file(), f"There is no file {path}.")
             require_text(path)
-        for name in (self.name, *(path.name for path in self.train_files + self.valid_files + self.extra_train)):
-            require(is_utf8(name), f"The name {name!r} is not UTF-8, as the manifest is; rename that file or folder.")
 
     def size(self, split: str) -> int:
         """Bytes on disk that `documents` reads for the split; its calls of `on_read` add up to this."""
@@ -177,24 +159,18 @@ def describe_file(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def cut_document(pieces: Iterator[Piece], position: int, split: str) -> Iterator[Piece]:
-    """One document's part before (`train`) or after (`valid`) the first end of a line past the character `position`.
-
-    Where no line ends there, the cut is at a space before it.
-    """
-    end = 0
-    for piece in pieces:
-        start, end = end, end + len(piece.text)
-        if start <= position < end:
-            cut = piece.text.find("\n", position - start)
-            if cut < 0:
-                cut = safe_cut(piece.text, position - start) or position - start
-            if split == "train":
-                yield Piece(piece.text[:cut].rstrip(), True)
-                return
-            yield Piece(piece.text[cut:].lstrip(), piece.ends_document)
-        elif (end <= position) == (split == "train"):
-            yield piece
+def cut_document(pieces: Iterable[Piece], position: int, split: str) -> Iterator[Piece]:
+    """One document's part before (`train`) or after (`valid`) the last end of a line, or space, up to `position`."""
+    for text, ends in pieces:
+        cut = min(position, len(text))
+        if 0 < cut < len(text):
+            cut = text.rfind("\n", 0, cut) + 1 or text.rfind(" ", 0, cut) + 1 or cut
+        if split == "train" and position > 0:
+            last = position <= len(text)
+            yield Piece(text[:cut].rstrip() if last else text, last)
+        elif split == "valid" and (cut < len(text) or ends):
+            yield Piece(text[cut:].lstrip() if cut else text, ends)
+        position = max(0, position - len(text))
 
 
 def open_corpus(source: str | os.PathLike, config: CorpusConfig | None = None, *, progress: bool = True) -> Corpus:
@@ -212,7 +188,7 @@ def open_corpus(source: str | os.PathLike, config: CorpusConfig | None = None, *
         require(not extra and not chosen, "The embedded corpus takes neither valid nor extra_train files.")
         return EmbeddedCorpus(config.seed, config.num_documents, config.valid_fraction)
     if source in SOURCES:
-        files = download(str(source), config.download_folder, mirror=config.mirror, progress=progress)
+        files = download(str(source), config.download_folder, progress=progress)
         return TextCorpus(str(source), (files["train"],), chosen or (files["valid"],), config.valid_fraction, extra)
     path = Path(source)
     require(

@@ -5,11 +5,10 @@ The first half opens them, which every run does; the second half makes them, onc
 
 import hashlib
 import json
-import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -18,12 +17,21 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from lmcore.data.corpora import Corpus, CorpusConfig, EmbeddedCorpus, Piece, open_corpus
+from lmcore.data.corpora import Corpus, CorpusConfig, EmbeddedCorpus, OnRead, Piece, open_corpus
 from lmcore.data.downloads import describe_wikitext
 from lmcore.data.grammar import entropy_per_document, floor_nats_per_token
 from lmcore.data.tokenizers import describe_tokenizer, tokenizer_for
 from lmcore.errors import UserError, require
-from lmcore.files import locked, read_json, temporary_folder, write_json
+from lmcore.files import (
+    CHECKSUM,
+    checksummed,
+    locked,
+    read_json,
+    sha256_file,
+    temporary_folder,
+    verified,
+    write_json,
+)
 from lmcore.progress import Progress
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer
@@ -49,19 +57,6 @@ class PreparedData:
     manifest: dict[str, Any]
     train: np.memmap
     valid: np.memmap
-    opened: dict[str, Any]
-    """`file_states` when it was opened."""
-
-    def require_unchanged(self) -> None:
-        """Raises `UserError` if the ids were overwritten since they were opened.
-
-        Another corpus that was prepared in the same folder since then has files of its own: that does no harm.
-        """
-        with suppress(OSError):  # removed: what is mapped stays
-            for split, (inode, *before) in self.opened.items():
-                now_inode, *now = file_states(self.folder, self.manifest)[split]
-                if inode == now_inode and before != now:
-                    check_tokens(map_tokens(self.folder, self.manifest, split), self.manifest, split)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -136,23 +131,26 @@ def is_prepared(folder: str | os.PathLike) -> bool:
 def open_data(folder: str | os.PathLike, *, verify: bool = False) -> PreparedData:
     """Opens a folder that `prepare` has made.
 
-    Sizes are held against the manifest each time. Checksums, ids and numbers of documents are checked by reading the
-    files once in pieces, and again only when a file has changed since (size or times) or with `verify=True`, which
-    checks the tokenizer as well. Raises `UserError`, naming the file and what is wrong with it.
+    The manifest's checksum and the sizes of the files are checked each time. The checksums of the files are checked
+    once, and again only when a file has changed since (size or times) or with `verify=True`, which checks the tokenizer
+    as well. Raises `UserError`, naming the file and what is wrong with it.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
     arrays = {split: map_tokens(folder, manifest, split) for split in SPLITS}
-    checked = None
+    checked, states = None, file_states(folder, manifest)
     with suppress(UserError):
         checked = read_json(folder / CHECKED)
-    states = file_states(folder, manifest)
     if verify or checked != states:
-        for split, array in arrays.items():
-            check_tokens(array, manifest, split)
+        for split in SPLITS:
+            require(
+                sha256_file(bin_path(folder, split)) == manifest["splits"][split]["sha256"],
+                f"{bin_path(folder, split)} has changed since it was prepared (its checksum is not the one in "
+                f"{MANIFEST}); run `lmcore data prepare` again.",
+            )
         with suppress(UserError):  # where the folder is not ours to write, the next opening reads them again
             write_json(folder / CHECKED, states)
-    data = PreparedData(folder, manifest, arrays["train"], arrays["valid"], states)
+    data = PreparedData(folder, manifest, arrays["train"], arrays["valid"])
     if verify:
         ends = data.tokenizer.eot_id == arrays["train"][-1] == arrays["valid"][-1]
         require(ends, f"The splits in {folder} do not end with {END_OF_TEXT}; run `lmcore data prepare` again.")
@@ -160,73 +158,33 @@ def open_data(folder: str | os.PathLike, *, verify: bool = False) -> PreparedDat
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a prepared folder. Raises `UserError` if there is none, or of another version or form."""
+    """The manifest of a prepared folder. Raises `UserError` if there is none, of another version, or changed."""
     path = folder / MANIFEST
     require(
         path.is_file(),
         f"{folder} is not a prepared corpus (it has no {MANIFEST}); make one with `lmcore data prepare`.",
     )
     manifest = read_json(path)
-    version = manifest.get("format_version") if isinstance(manifest, dict) else None
-    require(
-        version == FORMAT_VERSION,
-        f"{path} has format version {version}, but this lmcore reads {FORMAT_VERSION}; run "
-        "`lmcore data prepare` again.",
-    )
-    try:
-        splits = [manifest["splits"][split] for split in SPLITS]
-        counts = [manifest["vocab_size"], *(split[key] for split in splits for key in ("tokens", "documents", "bytes"))]
-        digests = [manifest["tokenizer_fingerprint"], *(split["sha256"] for split in splits)]
-        complete = np.issubdtype(np.dtype(manifest["dtype"]), np.integer)
-        complete &= all(isinstance(count, int) and count > 0 for count in counts)
-        complete &= all(isinstance(digest, str) for digest in digests)
-    except (KeyError, TypeError):
-        complete = False
-    require(complete, f"{path} is not a whole manifest; run `lmcore data prepare` again.")
-    return manifest
+    whole = isinstance(manifest, dict) and manifest.get("format_version") == FORMAT_VERSION and CHECKSUM in manifest
+    content = verified(manifest) if whole else None
+    if content is None:
+        raise UserError(
+            f"{path} is of another version of lmcore, or has changed since it was written (by its checksum); run "
+            "`lmcore data prepare` again."
+        )
+    return content
 
 
 def map_tokens(folder: Path, manifest: dict[str, Any], split: str) -> np.memmap:
     """The ids of a split as a read-only memmap, if the file is as long as the manifest says."""
     path, dtype, tokens = bin_path(folder, split), np.dtype(manifest["dtype"]), manifest["splits"][split]["tokens"]
     require(path.is_file(), f"{path} is missing; run `lmcore data prepare` again.")
-    size = path.stat().st_size
     require(
-        size == tokens * dtype.itemsize,
-        f"{path} has {size:,} bytes, but {MANIFEST} says {tokens:,} tokens of {dtype.name} "
-        f"({tokens * dtype.itemsize:,} bytes); run `lmcore data prepare` again.",
+        path.stat().st_size == tokens * dtype.itemsize,
+        f"{path} does not have the size of the {tokens:,} tokens of {dtype.name} that {MANIFEST} says; run "
+        "`lmcore data prepare` again.",
     )
     return np.memmap(path, dtype=dtype, mode="r")
-
-
-def check_tokens(ids: np.memmap, manifest: dict[str, Any], split: str) -> None:
-    """Reads all ids in pieces: none may be out of the vocabulary, checksum and documents must be the manifest's.
-
-    The last id ends the last document, and so it ends each of them.
-    """
-    digest, documents, noted = hashlib.sha256(), 0, manifest["splits"][split]
-    step = SCAN_BYTES // ids.itemsize
-    for first in range(0, len(ids), step):
-        piece = ids[first : first + step]
-        smallest, largest = int(piece.min()), int(piece.max())
-        wrong = smallest if smallest < 0 else largest
-        require(
-            0 <= wrong < manifest["vocab_size"],
-            f"{ids.filename} holds the token id {wrong:,}, but the vocabulary has {manifest['vocab_size']:,} entries; "
-            "run `lmcore data prepare` again.",
-        )
-        digest.update(piece)
-        documents += int(np.count_nonzero(piece == ids[-1]))
-    require(
-        digest.hexdigest() == noted["sha256"],
-        f"{ids.filename} has changed since it was prepared (its checksum is not the one in {MANIFEST}); run "
-        "`lmcore data prepare` again.",
-    )
-    require(
-        documents == noted["documents"],
-        f"{ids.filename} holds {documents:,} documents, but {MANIFEST} says {noted['documents']:,}; run "
-        "`lmcore data prepare` again.",
-    )
 
 
 def bin_path(folder: Path, split: str) -> Path:
@@ -235,16 +193,13 @@ def bin_path(folder: Path, split: str) -> Path:
 
 
 def file_states(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What a later opening compares: which files they are, their sizes and times, and what is expected in them.
+    """What a later opening compares: the manifest's checksum, and which files they are, their sizes and times.
 
     A program can set the time of the last write, but not that of the last change (ctime).
     """
-    states = {}
-    for split in SPLITS:
-        stat, noted = bin_path(folder, split).stat(), manifest["splits"][split]
-        expected = [noted["sha256"], noted["documents"], manifest["vocab_size"]]
-        states[split] = [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, *expected]
-    return states
+    stats = {split: bin_path(folder, split).stat() for split in SPLITS}
+    states = {split: [s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for split, s in stats.items()}
+    return states | {MANIFEST: checksummed(manifest)[CHECKSUM]}
 
 
 def prepare(
@@ -253,35 +208,33 @@ def prepare(
     out_folder: str | os.PathLike,
     config: CorpusConfig | None = None,
     *,
-    reuse: bool = True,
     progress: bool = True,
 ) -> PreparedData:
     """Tokenizes `source` (as in `open_corpus`) into `out_folder` and opens it (`open_data`).
 
     Every document is followed by `<|endoftext|>`, the last one too. `tokenizer` is a Tokenizer or a specification
     for `tokenizer_for`. The folder gets train.bin and valid.bin (ids in the smallest unsigned type that holds the
-    vocabulary), tokenizer/ and, last of all, manifest.json. A folder that holds the same source and tokenizer already
-    is reused; another prepared corpus there is replaced once the new one is complete. Raises `UserError`.
+    vocabulary), tokenizer/ and, last of all, manifest.json with a checksum of its content. A folder that holds the same
+    source and tokenizer already is reused; another prepared corpus there is replaced once the new one is complete.
+    Raises `UserError`.
     """
     folder = Path(out_folder)
     corpus = open_corpus(source, config, progress=progress)
     request = {"source": corpus.describe(), "tokenizer": describe_tokenizer(tokenizer)}
-    if reuse and not os.access(folder, os.W_OK) and (data := open_if_same(folder, request)):  # shared, to be read only
-        warn_of_texts(data)
-        return data
-    with writing_to(folder), locked(folder / ".lock", "", -1), temporary_folder(".preparing-", folder) as new:
-        if reuse and (data := open_if_same(folder, request)):
-            warn_of_texts(data)
-            return data
-        if isinstance(tokenizer, str | os.PathLike):
-            tokenizer = tokenizer_for(tokenizer, corpus, work_folder=new)
-        manifest = write_tokens(corpus, tokenizer, new, progress) | {"request": request}
-        tokenizer.save(new / TOKENIZER_FOLDER)
-        write_json(new / MANIFEST, manifest)
-        replace_prepared(new, folder)
-        data = open_data(folder)
-        warn_of_texts(data)
-        return data
+    data = open_if_same(folder, request)
+    if data is None:
+        with writing_to(folder), locked(folder / ".lock", "", -1), temporary_folder(".preparing-", folder) as new:
+            data = open_if_same(folder, request)  # another process may have made it meanwhile
+            if data is None:
+                if isinstance(tokenizer, str | os.PathLike):
+                    tokenizer = tokenizer_for(tokenizer, corpus, work_folder=new)
+                manifest = write_tokens(corpus, tokenizer, new, progress) | {"request": request}
+                tokenizer.save(new / TOKENIZER_FOLDER)
+                write_json(new / MANIFEST, checksummed(manifest))
+                replace_prepared(new, folder)
+                data = open_data(folder)
+    warn_of_texts(data)
+    return data
 
 
 def open_or_prepare(
@@ -306,18 +259,14 @@ def open_if_same(folder: Path, request: dict[str, Any]) -> PreparedData | None:
 
 
 def warn_of_texts(data: PreparedData) -> None:
-    """Prints a line where a loss on the validation text would measure what the model has memorized, and one for each
-    text in WikiText's form that is not WikiText-103's."""
+    """Warns where a loss on the validation text would measure what the model has memorized, and of texts in WikiText's
+    form that are not WikiText-103's."""
     splits, source = data.manifest["splits"], data.manifest["request"]["source"]
     trained = {file["sha256"] for file in source.get("train_files", ())}
-    files = [file["file"] for file in source.get("valid_files", ()) if file["sha256"] in trained]
-    what = None
-    if splits["train"]["sha256"] == splits["valid"]["sha256"]:
-        what = "is the training text"
-    elif files:
-        what = f"({', '.join(files)}) is part of the training text"
-    if what is not None:
-        said = f"Warning: the validation text {what}, so the validation loss says nothing about other texts."
+    if splits["train"]["sha256"] == splits["valid"]["sha256"] or any(
+        file["sha256"] in trained for file in source.get("valid_files", ())
+    ):
+        said = "Warning: the validation text is training text, so its loss says nothing about other texts."
         print(f"{data.folder}: {said}", file=sys.stderr, flush=True)
     for split, found in data.manifest.get("wikitext", {}).items():
         if not found["is"].startswith("WikiText-103's"):
@@ -338,16 +287,12 @@ def writing_to(folder: Path) -> Iterator[None]:
 def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: bool = True) -> dict[str, Any]:
     """Writes both splits to `folder` and returns the manifest."""
     dtype = smallest_dtype(tokenizer.vocab_size)
-    embedded = isinstance(corpus, EmbeddedCorpus)
     totals: dict[str, TokenCounts] = {}
     for split in SPLITS:
-        meter = Meter(corpus.size(split), f"encode {split}", "document" if embedded else "byte") if progress else None
-        with open(bin_path(folder, split), "wb") as file:
-            totals[split] = encode_to(file, corpus.documents(split, meter), tokenizer, dtype)
+        with meter(corpus, split, progress) as on_read, open(bin_path(folder, split), "wb") as file:
+            totals[split] = encode_to(file, corpus.documents(split, on_read), tokenizer, dtype)
             file.flush()
             os.fsync(file.fileno())
-        if meter:
-            meter.close()
         said = f"The {split} split of {corpus.describe()['name']} has no text; use a longer one."
         require(totals[split].bytes > 0, said)
     manifest = {
@@ -366,15 +311,21 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: b
     return manifest
 
 
-class Meter(Progress):
-    """Progress that is told how much more has been read."""
+@contextmanager
+def meter(corpus: Corpus, split: str, shown: bool) -> Iterator[OnRead | None]:
+    """Progress that is told how much more has been read of a split."""
+    if not shown:
+        yield None
+        return
+    done, unit = 0, "document" if isinstance(corpus, EmbeddedCorpus) else "byte"
+    with closing(Progress(corpus.size(split), f"encode {split}", unit)) as bar:
 
-    done = 0
+        def on_read(count: int) -> None:
+            nonlocal done
+            done += count
+            bar.update(done)
 
-    def __call__(self, count: int) -> None:
-        """`count` more units have been read."""
-        self.done += count
-        self.update(self.done)
+        yield on_read
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
@@ -390,22 +341,13 @@ class TokenCounts:
     documents: int = 0
     bytes: int = 0
     """UTF-8 bytes of the documents, without anything between them."""
-    min_id: int = 2**63
     max_id: int = -1
-    squared_lengths: int = 0
-    """Sum over the documents of their squared number of tokens, for the standard error of the mean."""
     digest: Any = field(default_factory=hashlib.sha256)
 
     @property
     def tokens_per_document(self) -> float:
         """Mean length of a document with its `<|endoftext|>`."""
         return self.tokens / self.documents
-
-    @property
-    def standard_error(self) -> float:
-        """Standard error of `tokens_per_document` as an estimate of the expectation."""
-        variance = self.squared_lengths / self.documents - self.tokens_per_document**2
-        return math.sqrt(max(variance, 0.0) / max(self.documents - 1, 1))
 
     def describe(self) -> dict[str, Any]:
         """What the manifest says of the split."""
@@ -415,8 +357,6 @@ class TokenCounts:
             "bytes": self.bytes,
             "bytes_per_token": self.bytes / self.tokens,
             "tokens_per_document": self.tokens_per_document,
-            "tokens_per_document_standard_error": self.standard_error,
-            "min_id": self.min_id,
             "max_id": self.max_id,
             "sha256": self.digest.hexdigest(),
         }
@@ -425,16 +365,12 @@ class TokenCounts:
 def encode_to(file: BinaryIO, pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> TokenCounts:
     """Writes the ids of all pieces, with `<|endoftext|>` after each document, and counts."""
     counts = TokenCounts()
-    length = 0  # tokens so far of a document that comes in several pieces
     for batch in batches_of(pieces):
         encoded = tokenizer.encode_documents([piece.text for piece in batch])
         for piece, ids in zip(batch, encoded, strict=True):
-            length += len(ids)
             if piece.ends_document:
                 ids.append(tokenizer.eot_id)
                 counts.documents += 1
-                counts.squared_lengths += (length + 1) ** 2
-                length = 0
         if not any(encoded):
             continue
         ids = np.fromiter(chain.from_iterable(encoded), dtype=np.int64)
@@ -443,7 +379,7 @@ def encode_to(file: BinaryIO, pieces: Iterable[Piece], tokenizer: Tokenizer, dty
         require(low >= 0 and high < tokenizer.vocab_size, said)
         counts.tokens += len(ids)
         counts.bytes += sum(len(piece.text.encode()) for piece in batch)
-        counts.min_id, counts.max_id = min(counts.min_id, low), max(counts.max_id, high)
+        counts.max_id = max(counts.max_id, high)
         data = ids.astype(dtype).tobytes()
         counts.digest.update(data)
         file.write(data)
@@ -470,14 +406,11 @@ def describe_grammar(corpus: EmbeddedCorpus, totals: dict[str, TokenCounts]) -> 
     The second is what the grammar itself, the best of models, scores on exactly these validation stories.
     """
     train, valid = totals["train"], totals["valid"]
-    floor = floor_nats_per_token(train.tokens_per_document)
     return {
         "seed": corpus.seed,
         "entropy_per_document": entropy_per_document(),
         "tokens_per_document": train.tokens_per_document,
-        "tokens_per_document_standard_error": train.standard_error,
-        "floor_nats_per_token": floor,
-        "floor_standard_error": floor * train.standard_error / train.tokens_per_document,
+        "floor_nats_per_token": floor_nats_per_token(train.tokens_per_document),
         "valid_floor_nats_per_token": -corpus.log_probability("valid") / valid.tokens,
     }
 
