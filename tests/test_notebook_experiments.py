@@ -21,12 +21,10 @@ from lmcore.errors import UserError
 from lmcore.recipes import RECIPES
 from lmcore.train import train
 from lmcore.workbook.notebook import code_cells, read_notebook, tags
-from lmcore.workbook.report.results import PERTURB
 
 NAME = "08_experiments"
 PROBLEMS = {"layer_norm_ablation", "pre_norm_ablation", "no_pos_emb", "swiglu_ablation", "main_experiment"}
 PROBLEMS |= {"leaderboard (A1)"}
-SEEDS = range(20)
 TRAINS = re.compile(
     r"-(train|plan|rates|table|norm|post|nope|positions|silu|additions|web-(?!data|corpora)|run|figure|answer)"
 )
@@ -63,19 +61,6 @@ def test_the_tables_give_the_same_answers_again(smoke, tmp_path, monkeypatch):
     again = run_cells(NAME, out=str(tmp_path), records=str(records))
     assert again == answers
     assert not (tmp_path / "runs").exists()  # nothing was trained
-
-
-def test_every_claim_can_fail(smoke, tmp_path, monkeypatch):
-    records, answers = smoke
-    without_figures(monkeypatch)
-    left = {(problem, claim) for problem, found in answers.items() for claim, holds in found["claims"].items() if holds}
-    for seed in SEEDS:
-        monkeypatch.setenv(PERTURB, str(seed))
-        for problem, found in run_cells(NAME, out=str(tmp_path), records=str(records)).items():
-            left -= {(problem, claim) for claim, holds in found["claims"].items() if not holds}
-        if not left:
-            break
-    assert not left, "these cannot fail"
 
 
 def test_templates_hold_no_numbers():

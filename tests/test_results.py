@@ -2,7 +2,7 @@ import pandas as pd
 import pytest
 
 from lmcore.errors import UserError
-from lmcore.workbook.report.results import PERTURB, Results
+from lmcore.workbook.report.results import Results
 from lmcore.workbook.report.tables import read_results
 
 MEASURED = pd.DataFrame({"size": ["small", "large"], "learning_rate": [1e-3, 1e-2], "seconds": [0.5, 2.0]})
@@ -41,18 +41,3 @@ def test_records_are_read_and_not_measured(tmp_path):
 def test_a_table_that_the_records_lack(tmp_path):
     with pytest.raises(UserError, match="have no table steps"):
         Results(tmp_path, tmp_path).table("steps", refuse)
-
-
-def test_perturbed_tables_differ_where_something_was_measured(tmp_path, monkeypatch):
-    monkeypatch.setenv(PERTURB, "1")
-    results, keys = Results(tmp_path), ["size", "learning_rate"]
-    one, again = results.table("steps", measured, keys), results.table("steps", measured, keys)
-    other_table = results.table("passes", measured, keys)
-    monkeypatch.setenv(PERTURB, "2")
-    two = results.table("steps", measured, keys)
-    assert (one["seconds"] != MEASURED["seconds"]).all()
-    assert (one["seconds"] == again["seconds"]).all()
-    assert (one["seconds"] != other_table["seconds"]).all()
-    assert (one["seconds"] != two["seconds"]).all()
-    pd.testing.assert_frame_equal(one.drop(columns="seconds"), MEASURED.drop(columns="seconds"))
-    pd.testing.assert_frame_equal(read_results(tmp_path / "results" / "steps.json")[0], MEASURED)
