@@ -46,8 +46,11 @@ class ModelConfig:
     step saves the inputs of each block's norms and attention's output, and recomputes the rest."""
 
     def __post_init__(self):
-        for name in ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff"):
-            require_positive(name, getattr(self, name))
+        check_fields(
+            self,
+            positive="vocab_size context_length d_model num_layers num_heads d_ff rope_theta embedding_init_std "
+            "checkpoint_every",
+        )
         require(
             self.d_model % self.num_heads == 0,
             f"d_model ({self.d_model}) must be divisible by num_heads ({self.num_heads}).",
@@ -60,17 +63,8 @@ class ModelConfig:
             self.position != "sinusoidal" or self.d_model % 2 == 0,
             f"Sinusoidal positions need an even d_model, not {self.d_model}.",
         )
-        require(self.rope_theta > 0, f"rope_theta must be positive, not {self.rope_theta}.")
-        require(
-            self.embedding_init_std is None or self.embedding_init_std > 0,
-            f"embedding_init_std must be positive or None, not {self.embedding_init_std}.",
-        )
         require(not self.parallel or self.norm == "pre", f"Parallel blocks are pre-norm, not norm={self.norm}.")
         require(0 <= self.dropout < 1, f"dropout must be in [0, 1), not {self.dropout}.")
-        if self.checkpoint_every is not None:
-            require_positive("checkpoint_every", self.checkpoint_every)
-        require_finite(self)
-        require_choices(self)
 
     @property
     def d_k(self) -> int:
@@ -144,12 +138,11 @@ class OptimizerConfig:
     """Gradients above this l2 norm are scaled down to it; None: never."""
 
     def __post_init__(self):
-        require(self.learning_rate > 0, f"learning_rate must be positive, not {self.learning_rate}.")
+        check_fields(self, positive="learning_rate eps max_grad_norm", not_negative="warmup_steps weight_decay")
         require(
             0 <= self.min_learning_rate <= self.learning_rate,
             f"min_learning_rate must be from 0 to learning_rate ({self.learning_rate}), not {self.min_learning_rate}.",
         )
-        require(self.warmup_steps >= 0, f"warmup_steps must not be negative, not {self.warmup_steps}.")
         require(
             self.cosine_steps is None or self.cosine_steps > self.warmup_steps,
             f"cosine_steps ({self.cosine_steps}) must be above warmup_steps ({self.warmup_steps}), or None.",
@@ -158,14 +151,6 @@ class OptimizerConfig:
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"betas must be two numbers in [0, 1), not {self.betas}.",
         )
-        require(self.eps > 0, f"eps must be positive, not {self.eps}.")
-        require(self.weight_decay >= 0, f"weight_decay must not be negative, not {self.weight_decay}.")
-        require(
-            self.max_grad_norm is None or self.max_grad_norm > 0,
-            f"max_grad_norm must be positive or None, not {self.max_grad_norm}.",
-        )
-        require_finite(self)
-        require_choices(self)
 
 
 @dataclass(frozen=True)
@@ -211,14 +196,13 @@ class TrainConfig:
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
 
     def __post_init__(self):
-        for name in ("batch_size", "steps", "log_interval", "eval_interval", "eval_batch_size", "checkpoint_interval"):
-            require_positive(name, getattr(self, name))
+        check_fields(
+            self,
+            positive="batch_size steps log_interval eval_interval eval_batch_size checkpoint_interval keep_checkpoints",
+            not_negative="z_loss",
+        )
         require_path("data", self.data)
         require_seed(self.seed)
-        require(self.z_loss >= 0, f"z_loss must not be negative, not {self.z_loss}.")
-        require(self.keep_checkpoints >= 1, f"keep_checkpoints must be at least 1, not {self.keep_checkpoints}.")
-        require_finite(self)
-        require_choices(self)
         obstacle = self._parallel_obstacle()
         require(obstacle is None, f"parallel={self.parallel} does not cover {obstacle}; choose another --parallel.")
 
@@ -257,13 +241,9 @@ class GenerateConfig:
     """plain: the model as it is; fused: our decoding kernels with a static cache, where they cover the model."""
 
     def __post_init__(self):
-        require_positive("max_new_tokens", self.max_new_tokens)
-        require(self.temperature >= 0, f"temperature must be 0 (greedy) or positive, not {self.temperature}.")
+        check_fields(self, positive="max_new_tokens top_k", not_negative="temperature")
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}.")
         require_seed(self.seed)
-        require(self.top_k is None or self.top_k >= 1, f"top_k must be at least 1 or None, not {self.top_k}.")
-        require_finite(self)
-        require_choices(self)
 
 
 @dataclass(frozen=True)
@@ -283,36 +263,32 @@ class CorpusConfig:
     download_folder: str = "data/downloads"
 
     def __post_init__(self):
+        check_fields(self, positive="num_documents")
         require(0 < self.valid_fraction < 1, f"valid_fraction must be between 0 and 1, not {self.valid_fraction}.")
-        for name in ("valid", "extra_train", "download_folder"):
-            value = getattr(self, name)
-            for path in (value,) if isinstance(value, str) else value or ():
-                require_path(name, path)
-        require(self.num_documents > 0, f"num_documents must be positive, not {self.num_documents}.")
 
 
-def require_finite(config: Any) -> None:
-    """Raises `UserError` if a number of a field annotated with `float`, or a tuple of it, is infinite or no number."""
-    for name, hint in typing.get_type_hints(type(config)).items():
-        if float not in (hint, *typing.get_args(hint)):
-            continue
+def check_fields(config: Any, positive: str = "", not_negative: str = "") -> None:
+    """Raises `UserError` if a field holds a number that is not finite or a choice that its `Literal` does not have.
+
+    Also unless the fields that `positive` and `not_negative` name, separated by spaces, are so; None is allowed.
+    """
+    hints = typing.get_type_hints(type(config))
+    for name, hint in hints.items():
         value = getattr(config, name)
-        for number in value if isinstance(value, tuple | list) else (value,):
-            require(number is None or math.isfinite(number), f"{name} must be a finite number, not {number}.")
-
-
-def require_choices(config: Any) -> None:
-    """Raises `UserError` if a field annotated with `Literal`, or a tuple of it, holds another value."""
-    for name, hint in typing.get_type_hints(type(config)).items():
-        value, choices = getattr(config, name), typing.get_args(hint)
-        if typing.get_origin(hint) is tuple and typing.get_origin(choices[0]) is Literal:
-            given, choices = value, typing.get_args(choices[0])
-        elif typing.get_origin(hint) is Literal:
-            given = (value,)
-        else:
-            continue
-        for item in given:
-            require(item in choices, f"{name} must be one of {', '.join(map(str, choices))}, not {item!r}.")
+        choices = [choice for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is Literal
+                   for choice in typing.get_args(part)]  # fmt: skip
+        for item in value if isinstance(value, tuple) else (value,):
+            require(not isinstance(item, float) or math.isfinite(item), f"{name} must be a finite number, not {item}.")
+            known = not choices or item in choices
+            require(known, f"{name} must be one of {', '.join(map(str, choices))}, not {item!r}.")
+    for name in positive.split():
+        value = getattr(config, name)
+        if hints[name] in (int, int | None) and value is not None:
+            require_positive(name, value)
+        require(value is None or value > 0, f"{name} must be positive, not {value}.")
+    for name in not_negative.split():
+        value = getattr(config, name)
+        require(value >= 0, f"{name} must not be negative, not {value}.")
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def benchmark(
     """Time forward, backward and optimizer of a model, or of many: each case in a process of its own, or in several.
 
     A case that does not fit into the memory is a row that says so. The same command resumes where it was stopped. Exit
-    codes: 0 measured or out of memory, 1 a case failed, 130 or 143 stopped by SIGINT or SIGTERM.
+    codes: 0 measured or out of memory, 1 a case failed; 129, 130 or 143 stopped by SIGHUP, SIGINT or SIGTERM.
 
     Args:
         settings: What is timed.

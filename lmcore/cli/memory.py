@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from lmcore.config import ModelConfig, require_choices
+from lmcore.config import ModelConfig, check_fields
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
 from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
 from lmcore.text import printable
@@ -32,7 +32,7 @@ class MemoryConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self):
-        require_choices(self)
+        check_fields(self)
 
 
 DEFAULTS = MemoryConfig()
@@ -47,13 +47,13 @@ def memory(
 ) -> int:
     """Record every allocation of a step: peaks, what they were for, the largest and the lines they come from.
 
-    On a GPU a snapshot for pytorch.org/memory_viz is kept as well; without one the CPU's allocator is recorded. The
-    records are reused by the same command. Exit codes: 0 recorded, 4 out of memory, 130 or 143 stopped by SIGINT or
-    SIGTERM, 1 otherwise.
+    On a GPU a snapshot for docs.pytorch.org/memory_viz is kept; without one the CPU's allocator is recorded. The
+    records are reused by the same command. Exit codes: 0 recorded, 4 out of memory, 1 a case failed; 129, 130 or 143
+    stopped by SIGHUP, SIGINT or SIGTERM.
 
     Args:
         settings: What is recorded.
-        out: Folder for the results, and each one's snapshot and timeline.
+        out: Folder for the results and snapshots.
         snapshot: Read this snapshot, of whatever program, instead of recording one.
         keep_snapshot: Keep the snapshots, which can be hundreds of megabytes.
         top: How many of the largest allocations to print.
@@ -67,7 +67,6 @@ def memory(
         print("\n\n".join(f"Device {n}: {described(summary(one), top)}" for n, one in histories.items()))
         return 0
     from lmcore.profiling.memory.profile import profile_memory, profile_memory_without_snapshot
-    from lmcore.profiling.memory.timeline_html import write_timeline
     from lmcore.profiling.runner import run_cases
 
     cases = benchmark_cases(BenchmarkConfig(**vars(settings), steps=1))
@@ -77,10 +76,10 @@ def memory(
         if found["outcome"] != "complete":
             print(f"\n{name}: {found['outcome']}: {found['reason']}")
             continue
-        page = write_timeline(found["result"], out / f"{name}.html", name)
-        print(f"\n{name}\n{described(found['result'], top)}\nTimeline: {page}")
+        print(f"\n{name}\n{described(found['result'], top)}")
         if kept := found["result"]["snapshot"]:
-            print(f"Snapshot for pytorch.org/memory_viz: {out / 'cases' / name / kept['file']}")
+            file = out / "cases" / name / kept["file"]
+            print(f"Drop {file} into https://docs.pytorch.org/memory_viz to see every allocation over time.")
     outcomes = {found["outcome"] for found in records.values()}
     return EXIT_FAILURE if "failed" in outcomes else EXIT_OUT_OF_MEMORY if "out of memory" in outcomes else 0
 

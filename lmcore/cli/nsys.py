@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from lmcore.config import ModelConfig, require_choices
+from lmcore.config import ModelConfig, check_fields
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
 from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
 from lmcore.text import printable
@@ -41,7 +41,7 @@ class NsysConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self):
-        require_choices(self)
+        check_fields(self)
 
 
 DEFAULTS = NsysConfig()
@@ -71,8 +71,8 @@ def nsys(
     """Profile inference and training with Nsight Systems, or read one of its reports: kernels and idle time by range.
 
     Without Nsight Systems torch.profiler is used, and the tables say so. The records are reused by the same command.
-    Exit codes: 0 profiled, 2 there is no such file or range, 4 out of memory, 130 or 143 stopped by SIGINT or SIGTERM,
-    1 otherwise.
+    Exit codes: 0 profiled, 2 there is no such file or range, 4 out of memory, 1 a case failed; 129, 130 or 143 stopped
+    by SIGHUP, SIGINT or SIGTERM.
 
     Args:
         settings: What is profiled.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from lmcore.config import MODEL_SIZES, ModelConfig, OptimizerConfig, from_dict, model_config, replace, require_choices
+from lmcore.config import MODEL_SIZES, ModelConfig, OptimizerConfig, check_fields, from_dict, model_config, replace
 from lmcore.errors import require, require_positive, require_seed
 
 Mode = Literal["forward", "forward_backward", "train_step"]
@@ -47,7 +47,7 @@ class MeasurementConfig:
         whole = isinstance(warmups, int) and not isinstance(warmups, bool) and warmups >= 0
         require(whole, f"warmup_steps must be a whole number, 0 or more, not {warmups!r}.")
         require_seed(self.seed)
-        require_choices(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class StudyConfig:
     device: str = "auto"
 
     def __post_init__(self):
-        require_choices(self)
+        check_fields(self)
         for name in ("batch_sizes", "contexts", "precisions"):
             values = getattr(self, name)
             require(len(values) > 0, f"{name} must name at least one.")
