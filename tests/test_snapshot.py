@@ -19,7 +19,7 @@ from lmcore.profiling.memory.snapshot import (
     replay,
     source_of,
 )
-from lmcore.profiling.memory.timeline import CATEGORIES, LARGEST, RECTANGLES, TIMELINE_POINTS, levels, summary
+from lmcore.profiling.memory.timeline import CATEGORIES, LARGEST, TIMELINE_POINTS, levels, summary
 
 MODEL = Path(__file__).parents[1] / "lmcore" / "model.py"
 
@@ -210,7 +210,6 @@ def test_the_timeline_is_short_and_keeps_peaks(long_history):
         inside = [i for i, event in enumerate(timeline["event"]) if first <= event <= last]
         assert row["peak_bytes"] == exact[first : last + 1].max() == total[inside].max()
         assert (row["start_bytes"], row["end_bytes"]) == (exact[first], exact[last])
-        assert sum(row["peak_by_category"].values()) == row["peak_bytes"]
 
 
 def test_a_short_timeline_has_the_outline_of_the_whole(long_history):
@@ -225,15 +224,7 @@ def test_a_short_timeline_has_the_outline_of_the_whole(long_history):
 
 
 def test_the_largest_are_grouped_and_ordered(long_history):
-    said = summary(long_history)
-    rows = said["largest"]
+    rows = summary(long_history)["largest"]
     assert len(rows) == LARGEST
-    assert rows[0]["source"] == "needle"
-    assert rows[0]["seconds"] == pytest.approx(0.001)
+    assert rows[0] == {"bytes": 10**6, "count": 1, "category": "temporary", "stage": "forward", "source": "needle"}
     assert [row["bytes"] for row in rows] == sorted((row["bytes"] for row in rows), reverse=True)
-    assert all(row["total_bytes"] == row["bytes"] * row["count"] for row in rows)
-    assert said["standing"][0]["kept"] == 1
-    assert len(said["allocations"]) == RECTANGLES + 1
-    assert said["allocations_total"] == 10_001
-    assert said["allocations"][0]["source"] == "parameters (1 allocation)"
-    assert said["allocations_smallest_bytes"] == min(row["bytes"] for row in said["allocations"])

@@ -14,7 +14,6 @@ CATEGORIES = ("parameters", "optimizer state", "other", "gradients", "activation
 """What memory is for, from what always stands to what comes and goes (see `lmcore.profiling.memory.profile`)."""
 
 TIMELINE_POINTS = 2_000
-RECTANGLES = 600
 LARGEST = 25
 
 
@@ -60,48 +59,41 @@ def levels(history: History) -> pd.DataFrame:
 
 
 def summary(history: History) -> dict[str, Any]:
-    """The part of `lmcore.profiling.memory.profile.profile_memory`'s result that follows from the allocations alone."""
-    by_category, seconds = levels(history), np.asarray(history.seconds, dtype=float)
+    """What an explained history says, in bytes and in states (state k is after k allocations and frees).
+
+    "tool"; "truncated": the record was full and lost its beginning; "events": how many there are; "before_bytes",
+    "peak_bytes", "after_bytes", and the same as {category: bytes} with "_by_category"; "peak_event" and "peak_stage":
+    when the peak is; "categories"; "stages": name, first_event, last_event, start_bytes, end_bytes and peak_bytes of
+    each; "timeline": {"event": […], "seconds": […], "bytes": {category: […]}}, where a value holds until the next one;
+    "largest": the largest allocations of the record.
+    """
+    by_category, made = levels(history), history.allocations["first"] > 0
     total = by_category.sum(axis=1).to_numpy()
     peak, final = int(total.argmax()), len(total) - 1
     moments = {"before": 0, "peak": peak, "after": final}
     stages = [
         {
             "name": name,
-            "start": float(seconds[first]),
-            "end": float(seconds[last]),
             "first_event": first,
             "last_event": last,
             "start_bytes": int(total[first]),
             "end_bytes": int(total[last]),
             "peak_bytes": int(total[first : last + 1].max()),
-            "peak_by_category": by_category.loc[first + total[first : last + 1].argmax()].to_dict(),
         }
         for name, (first, last) in history.stages.items()
     ]
-    a = history.allocations.assign(first_event=lambda a: a["first"], last_event=lambda a: a["last"].clip(upper=final))
-    a = a.assign(start=seconds[a["first_event"]], end=seconds[a["last_event"]], kept=a["last"] > final)
-    before, always = a["first"] == 0, (a["first"] == 0) & a["kept"]
-    any_layer = a["source"].str.replace(r"\blayers\.\d+\.", "layers.*.", regex=True)
-    shown = a[~always].nlargest(RECTANGLES, "bytes")
     return {
         "tool": history.tool,
         "truncated": history.truncated,
         "events": final,
-        "seconds": float(seconds[-1]),
         **{f"{when}_bytes": int(total[state]) for when, state in moments.items()},
-        "peak_seconds": float(seconds[peak]),
         "peak_event": peak,
         "peak_stage": history.stage_at(peak),
         "categories": list(by_category),
         **{f"{when}_by_category": by_category.loc[state].to_dict() for when, state in moments.items()},
         "stages": stages,
         "timeline": timeline(history, by_category),
-        "largest": largest(a[~before]),
-        "standing": largest(a[before].assign(source=any_layer)),
-        "allocations": rectangles(a[always], shown),
-        "allocations_total": len(a),
-        "allocations_smallest_bytes": int(shown["bytes"].min()) if len(shown) else 0,
+        "largest": largest(history.allocations[made]),
     }
 
 
@@ -127,28 +119,9 @@ def timeline(history: History, by_category: pd.DataFrame) -> dict[str, Any]:
 
 
 def largest(allocations: pd.DataFrame) -> list[dict[str, Any]]:
-    """The largest allocations, those of one size, category, stage and source as one row."""
-    keys = ["bytes", "category", "stage", "source"]
-    groups = allocations.assign(seconds=allocations["end"] - allocations["start"]).groupby(keys, dropna=False)
-    found = groups.agg(
-        count=("first", "size"), total_bytes=("bytes", "sum"), seconds=("seconds", "median"), kept=("kept", "sum")
-    )
-    found = found.reset_index().sort_values(["bytes", "count"], ascending=False, kind="stable").head(LARGEST)
-    columns = ["bytes", "count", "total_bytes", "category", "stage", "source", "seconds", "kept"]
-    return rows(found[columns])
-
-
-def rectangles(always: pd.DataFrame, others: pd.DataFrame) -> list[dict[str, Any]]:
-    """Allocations one by one, for drawing; what was there all the time is one rectangle per category."""
-    merged = [
-        group.iloc[:1].assign(bytes=group["bytes"].sum(), stage=None, source=f"{name} ({n} allocation{'s' * (n != 1)})")
-        for name, group in always.groupby("category", sort=False)
-        for n in [len(group)]
-    ]
-    table = pd.concat([*merged, others]).sort_values(["first", "bytes"], ascending=[True, False])
-    return rows(table[["bytes", "start", "end", "first_event", "last_event", "category", "stage", "source"]])
-
-
-def rows(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows of a table as JSON has them, unknown values None."""
-    return table.astype(object).where(table.notna(), None).to_dict("records")
+    """The largest allocations, those of one size, category, stage and source as one row with their `count`."""
+    columns = ["bytes", "count", "category", "stage", "source"]
+    keys = [name for name in columns if name != "count"]
+    found = allocations.groupby(keys, dropna=False).size().rename("count").reset_index()
+    found = found.sort_values(["bytes", "count"], ascending=False, kind="stable").head(LARGEST)[columns]
+    return found.astype(object).where(found.notna(), None).to_dict("records")
