@@ -49,11 +49,12 @@ record: $(INSTALLED)  ## render the notebooks from the tables in results/h200 in
 	@mkdir -p figures
 	@rm -rf figures/$(MACHINE) && mv writeup/$(MACHINE)/figures figures/$(MACHINE)
 
-lint: $(INSTALLED)  ## style, the layers of imports, and the types of the core
+lint: $(INSTALLED)  ## style, the layers of imports, the types of the core, and the budgets of lines
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
+	$(BIN)/python tests/budgets.py
 
 # -n auto: a worker for each core, see tests/conftest.py. In the tests of the SHAPED modules the shapes in their
 # signatures are checked at run time. A notebook's cells stay together, and each kernel has one thread.
