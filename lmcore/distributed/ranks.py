@@ -128,6 +128,12 @@ def first_ranks(count: int) -> "ProcessGroup | None":
     return None if count == dist.get_world_size() else dist.new_group(range(count))
 
 
+def use_loopback() -> None:
+    """Lets gloo connect ranks of one machine, whose name need not be in any directory."""
+    loopback = [name for name in psutil.net_if_addrs() if name.startswith("lo")]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0] if loopback else "lo")
+
+
 @contextlib.contextmanager
 def _quiet_main():
     """A new process must not run the program that started it again: what it calls comes to it pickled."""
@@ -153,9 +159,8 @@ def _serve(pipe: connection.Connection, rank: int, size: int, backend: str, stor
     from lmcore.distributed.collectives import use_all_channels
 
     torch.set_num_threads(1)
-    if backend == "gloo":  # the ranks are on one machine: its name need not be in any directory
-        loopback = [name for name in psutil.net_if_addrs() if name.startswith("lo")]
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0] if loopback else "lo")
+    if backend == "gloo":
+        use_loopback()
     else:
         torch.cuda.set_device(rank)
         use_all_channels()

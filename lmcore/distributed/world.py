@@ -3,31 +3,29 @@
 import os
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lmcore.config import TrainConfig
 from lmcore.device import select_device
-from lmcore.distributed.watch import End, Watch, by_other_rank
+from lmcore.distributed import watch as watching
+from lmcore.distributed.ranks import use_loopback
+from lmcore.distributed.watch import RESUMES, End, Watch, by_other_rank
 from lmcore.errors import EXIT_CODES, EXIT_FAILURE, EXIT_USER_ERROR, UserError, leave_to_first_rank, require
 from lmcore.stopping import Stopped
 
 SECONDS_TO_JOIN = 120
 """How long a rank waits for the others to start."""
 
-SECONDS_TO_BEGIN = 60
-"""How long it may take beyond that until all can talk. Whoever else listens at the address may never answer."""
-
 SECONDS_OF_A_COLLECTIVE = 900
-"""How long a collective may take, a save or the compilation of a step on another rank included."""
+"""How long a collective may take, a save or the compilation of a step on another rank included; NCCL and gloo then end
+the ranks, of which one may hang."""
 
 
 class World:
@@ -54,13 +52,14 @@ class World:
         """This rank's device. Raises `UserError` where it has none of its own."""
         if self.watch is None:
             return select_device(name)[0]
-        if name.startswith("cuda") or (name == "auto" and torch.cuda.is_available()):
-            require(name in ("auto", "cuda"), f"Each rank takes a GPU of its own: set device to cuda, not {name!r}.")
-            device = torch.device("cuda", self.local_rank)
-            torch.cuda.set_device(device)
-            return device
-        require(name in ("auto", "cpu"), f"Ranks train on CUDA GPUs or on CPUs, not on {name!r}.")
-        return torch.device("cpu")
+        require(
+            name in ("auto", "cuda", "cpu"),
+            f"Ranks train on a GPU each or on CPUs: set device to cuda or cpu, not {name!r}.",
+        )
+        if not on_gpu(name):
+            return torch.device("cpu")
+        torch.cuda.set_device(self.local_rank)
+        return torch.device("cuda", self.local_rank)
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank has, on all of them."""
@@ -137,25 +136,26 @@ class World:
             self.watch.before_exit = before_exit
 
     def beat(self, step: int, patient: bool = False) -> None:
-        """This rank has begun a step, which may take long if the others are to be `patient`."""
+        """This rank has begun a step."""
         if self.watch is not None:
-            self.watch.beat(step, patient)
+            self.watch.step = step
 
     def patience(self) -> AbstractContextManager[None]:
         """A block that may take long on one rank."""
-        return nullcontext() if self.watch is None else self.watch.patience()
+        return nullcontext()
 
 
 @contextmanager
 def joined(config: TrainConfig) -> Iterator[World]:
-    """Joins the ranks that a launcher's variables name (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
+    """Joins the ranks that a launcher's variables name (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT).
 
     A process that none started, or a run that is not parallel, is a `World` of its own. However the block ends, all
     ranks end: those that wait for one which failed exit with its exit code. Raises `UserError` if ranks are missing,
     have no GPU of their own, or the batch does not divide by their number.
     """
     if config.parallel == "none":
-        if "TORCHELASTIC_RUN_ID" in os.environ and (size := launched("WORLD_SIZE", 1)) > 1:
+        if "TORCHELASTIC_RUN_ID" in os.environ and (size := launched("WORLD_SIZE")) > 1:
             leave_to_first_rank()
             raise UserError(
                 f"torchrun started {size} processes, but the run is not parallel: add --parallel ddp, or another way."
@@ -168,115 +168,81 @@ def joined(config: TrainConfig) -> Iterator[World]:
             print(f"This process uses one of {gpus} GPUs; all of them: {started}", file=sys.stderr, flush=True)
         yield World()
         return
-    size, rank, local = launched("WORLD_SIZE", 1), launched("RANK"), launched("LOCAL_RANK")
-    require(rank < size, f"RANK is {rank} of WORLD_SIZE {size}: start the ranks with torchrun.")
-    where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-    check_ranks(config, size, local)
-    try:
-        with ending_after(SECONDS_TO_JOIN + SECONDS_TO_BEGIN, f"Rank {rank} of {size} was not answered at {where}."):
-            store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=SECONDS_TO_JOIN))))[0]
-            # torchrun's agent keeps its store when it starts the ranks again
-            store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-            watch = Watch(dist.PrefixStore("lmcore", store.clone()), rank, size)
-            begin_group(store, rank, size, local, config)
-            world = World(rank, size, local, watch)
-            watch.meet()
-    except (RuntimeError, ValueError, TimeoutError) as error:
-        raise UserError(reason_not_joined(error, where, size)) from error
+    world = join(config)
     try:
         yield world
     except BaseException as error:
         leave(world, error)
         raise
     dist.barrier(world.group)
-    watch.close()
+    world.watch.close()
     dist.destroy_process_group()
 
 
-def launched(name: str, least: int = 0) -> int:
-    """The number in a launcher's variable, `least` without it. Raises `UserError` for anything else."""
-    text = os.environ.get(name, str(least))
-    whole = text.isascii() and text.isdecimal() and int(text) >= least
-    advice = "start the ranks with torchrun, or unset it"
-    require(whole, f"The variable {name} must be a whole number of at least {least}, not {text!r}: {advice}.")
+def launched(name: str) -> int:
+    """The number in a launcher's variable. Raises `UserError` for anything else."""
+    text = os.environ.get(name, "")
+    require(
+        text.isdecimal(), f"The variable {name} must be a whole number, not {text!r}: start the ranks with torchrun."
+    )
     return int(text)
 
 
-@contextmanager
-def ending_after(seconds: float, sentence: str) -> Iterator[None]:
-    """A block after so many seconds of which the process ends with the sentence, and as after a mistake of the user's:
-    what waits inside PyTorch hears neither exceptions nor signals."""
+def on_gpu(device: str) -> bool:
+    """Whether ranks with this setting take a GPU each."""
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
-    def end() -> None:
-        print(f"lmcore: {sentence}", file=sys.stderr, flush=True)
-        os._exit(EXIT_USER_ERROR)
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
+def join(config: TrainConfig) -> World:
+    """Meets the other ranks, and makes the process group of the gradients: NCCL on GPUs, gloo on CPUs."""
+    rank, size, local, local_size = map(launched, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    require(rank < size, f"RANK is {rank} of WORLD_SIZE {size}: start the ranks with torchrun.")
+    gpu, wrong = on_gpu(config.device), None
+    if config.batch_size % size:
+        wrong = f"batch_size ({config.batch_size}) must divide by the number of ranks, {size}."
+    elif gpu and (gpus := torch.cuda.device_count()) < local_size:
+        wrong = (
+            f"{socket.gethostname()} has {gpus} GPUs for {local_size} ranks, and each needs its own: start fewer, or "
+            "use --device cpu."
+        )
+    if wrong and local > 0:  # a machine's first rank says it
+        raise SystemExit(EXIT_USER_ERROR)
+    require(wrong is None, str(wrong))
+    if local_size == size:
+        use_loopback()
+    if not gpu and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
     try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def check_ranks(config: TrainConfig, size: int, local: int) -> None:
-    """Raises `UserError` for numbers of ranks that cannot train; said by a machine's first rank."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    wants_gpu = config.device.startswith("cuda") or (config.device == "auto" and gpus > 0)
-    local_size = launched("LOCAL_WORLD_SIZE") or local + 1
-    faults = {
-        f"batch_size ({config.batch_size}) must divide by the number of ranks, {size}.": config.batch_size % size,
-        f"{socket.gethostname()} has {gpus} GPUs for {local_size} ranks, and each needs its own: start fewer, or use "
-        "--device cpu.": wants_gpu and local_size > gpus,
-    }  # fmt: skip
-    for sentence, fault in faults.items():
-        if fault and local > 0:
-            raise SystemExit(EXIT_USER_ERROR)
-        require(not fault, sentence)
-
-
-def begin_group(store: dist.Store, rank: int, size: int, local: int, config: TrainConfig) -> None:
-    """The process group of the gradients: NCCL on GPUs, gloo on CPUs."""
-    if launched("LOCAL_WORLD_SIZE") == size:  # one machine: its name need not be in any directory
-        loopback = [name for name in psutil.net_if_addrs() if name.startswith("lo")]
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0] if loopback else "lo")
-    on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
-    if not on_gpu and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // (launched("LOCAL_WORLD_SIZE") or size)))
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size,
-        timeout=timedelta(seconds=SECONDS_OF_A_COLLECTIVE),
-        device_id=torch.device("cuda", local) if on_gpu else None,
-    )  # fmt: skip
-
-
-def reason_not_joined(error: Exception, where: str, size: int) -> str:
-    """Why the ranks did not find each other, in one sentence."""
-    said = str(error).splitlines()[0]
-    if "EADDRINUSE" in str(error):
-        return f"The port of {where} is in use: choose another MASTER_PORT (torchrun --master-port)."
-    if "environment variable" in said:
-        return f"The launcher's variables are incomplete ({said.rstrip('.')}): start the ranks with torchrun."
-    if isinstance(error, dist.DistError | TimeoutError):
-        return f"Not all of {size} ranks met at {where} within {SECONDS_TO_JOIN} seconds ({said.rstrip('.')})."
-    return f"The {size} ranks that meet at {where} could not form a group ({said.rstrip('.')})."
+        store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=SECONDS_TO_JOIN))))[0]
+        # torchrun's agent keeps its store when it starts the ranks again
+        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        watch = Watch(dist.PrefixStore("lmcore", store.clone()), rank, size)
+        dist.init_process_group(
+            "nccl" if gpu else "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size,
+            timeout=timedelta(seconds=SECONDS_OF_A_COLLECTIVE), device_id=torch.device("cuda", local) if gpu else None,
+        )  # fmt: skip
+        watch.look()  # all are there: who are they?
+        return World(rank, size, local, watch)
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        said = str(error).splitlines()[0].rstrip(".")
+        raise UserError(
+            f"The {size} ranks did not meet at {where} within {SECONDS_TO_JOIN} seconds ({said})."
+        ) from error
 
 
 def leave(world: World, error: BaseException) -> None:
     """Tells the other ranks how this one ends, or ends it with the one that failed."""
-    watch = world.watch
-    if not isinstance(error, (UserError, SystemExit, KeyboardInterrupt)) and by_other_rank(error):
-        end = watch.explanation()
-        watch.exit(
-            end or End(-1, "failed", EXIT_FAILURE, f"The ranks lost each other: {str(error).splitlines()[0]}", False)
-        )
+    watch, first_line = world.watch, (str(error).splitlines() or [type(error).__name__])[0]
+    if not isinstance(error, UserError) and by_other_rank(error):
+        watch.thread.join(watching.SILENCE + 3 * watching.GRACE)  # if another rank has died, this process ends here
+        sentence = f"The ranks lost each other in step {watch.step + 1} ({first_line}): {RESUMES}"
+        watch.exit(watch.agreed(End(-1, "failed", EXIT_FAILURE, sentence)))
     if isinstance(error, Stopped):
         watch.announce("interrupted", EXIT_CODES["interrupted"], "stopped")
     elif isinstance(error, KeyboardInterrupt):
         watch.announce("interrupted", EXIT_FAILURE, "stopped")
     elif isinstance(error, Exception):
         code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILURE
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
         watch.announce("failed", code, f"Rank {world.rank}: {first_line}")
     watch.close()
