@@ -54,11 +54,10 @@ from lmcore.run import (
     RunResult,
     flatten,
     is_complete,
-    newest_state,
-    open_trackers,
-    require_same_data,
+    newest_checkpoint,
 )
 from lmcore.stopping import StopEvent, Stopped, stop_signals
+from lmcore.trackers import open_trackers
 
 BLOCK_FLOPS = 10**9
 """FLOPs of the short measurement that `choose_threads` makes, at most about so many."""
@@ -249,8 +248,6 @@ def _train(
             reason = next(filter(None, world.gather(reason)), None)
             with world.checked():
                 run.remove_leftovers()
-                if world.is_first:
-                    require_same_data(run, data.fingerprint)
                 if reason is None and world.size == 1:
                     threads = choose_threads(config, device, run)
                 noted = {"data_fingerprint": data.fingerprint, "data": data.manifest, "threads": threads}
@@ -527,21 +524,18 @@ class Trainer:
         model, optimizer = self.update.current()
         self.metrics.start()
         self._collect()
-        states = self.world.gather(rng_state(self.device))
         extra = {
             "seconds": self._elapsed(),
             "losses": self.losses,
             "valid_loss": self.valid_loss,
             "best_valid_loss": self.best_valid_loss,
             "best_step": self.best_step,
-            "metrics": self.run.metrics_log.text() if self.world.is_first else "",
+            "metrics_bytes": self.run.metrics_bytes() if self.world.is_first else 0,
             "last": [self.last_lr, self.last_norm],
             "scaler": self.update.scaler.state_dict(),
-            "rng": states[0],
+            "rng": self.world.gather(rng_state(self.device)),
             "data_fingerprint": self.data.fingerprint,
         }
-        if len(states) > 1:
-            extra["rng_of_ranks"] = states
         sharded = self.config.checkpoints != "whole"
         path = self.run.checkpoint_file(self.step, sharded)
         with self.world.patience():
@@ -586,41 +580,33 @@ class Trainer:
     def resume(self) -> None:
         """Goes on from the newest checkpoint that is whole, if there is one."""
         content: dict[str, Any] | None = None
-        damaged: list[Path] = []
 
         def newest() -> Path | None:
-            nonlocal content, damaged
-            content, path, damaged = newest_state(self.run, self.config.keep_weights)
+            nonlocal content
+            content, path = newest_checkpoint(self.run, self.config.keep_weights)
             return path
 
         path = self.world.of_first(newest)
         if path is not None:
             with self.world.checked():
                 if content is None:
-                    content = read_checkpoint(path, tensors=not path.is_dir())
+                    content = read_checkpoint(path)
             with self.world.checked():
                 self._load(content, path)
             if self.world.is_first:
                 print(f"{self.run.name}: resuming from step {self.step}.", flush=True)
         with self.world.checked():
             if self.world.is_first:
-                self._restore_metrics(content, damaged)
+                self.run.cut_metrics(0 if content is None else content["extra"]["metrics_bytes"])
         if content is not None and self.best_step == self.step:
             self._save_best()
 
-    def _restore_metrics(self, content: dict[str, Any] | None, damaged: list[Path]) -> None:
-        """The metrics as the checkpoint has them; damaged checkpoints are put out of the way."""
-        metrics = "" if content is None else content["extra"].get("metrics")
-        if metrics is None:  # the checkpoint of an earlier version: the file is all there is
-            self.run.metrics_log.keep_until(self.step)
-        elif not self.run.metrics_log.restore(metrics):
-            print(f"{self.run.metrics_file} was damaged: its lines come from the checkpoint.", flush=True)
-        for path in damaged:
-            remove(path.with_suffix(".damaged"))
-            path.rename(path.with_suffix(".damaged"))  # out of the way of the run, which will write that step again
-
     def _load(self, content: dict[str, Any], path: Path) -> None:
         extra, (_, optimizer) = content["extra"], self.update.current()
+        require(
+            extra["data_fingerprint"] == self.data.fingerprint,
+            f"{path} was made with other data; choose another run folder, or remove this one.",
+        )
         if "model" in content:
             self.step = load_whole(self.way, optimizer, content, str(path))
         else:
@@ -628,12 +614,11 @@ class Trainer:
         self.saved_step = self.step
         self.seconds, self.losses = extra["seconds"], extra["losses"]
         self.valid_loss, self.best_valid_loss = extra["valid_loss"], extra["best_valid_loss"]
-        self.best_step = extra.get("best_step", 0)
+        self.best_step = extra["best_step"]
         self.last_lr, self.last_norm = extra["last"]
         self.update.scaler.load_state_dict(extra["scaler"])
-        states = extra.get("rng_of_ranks", [extra["rng"]])
-        if self.world.rank < len(states):
-            set_rng_state(self.device, states[self.world.rank])
+        if self.world.rank < len(extra["rng"]):
+            set_rng_state(self.device, extra["rng"][self.world.rank])
 
     def _end_out_of_memory(self, reason: str) -> RunResult:
         """A lack of memory on this rank: the others end, too."""
@@ -647,7 +632,7 @@ class Trainer:
         if state == "complete":
             with self.world.checked():
                 if self.world.is_first:
-                    self.run.metrics_log.flush()
+                    self.run.metrics_bytes()
             if self.config.keep_weights:
                 self._save_weights(self.run.last_weights, step=self.step)
             self._prune(None if self.config.keep_weights else 0)

@@ -106,8 +106,9 @@ def test_foreign_files_are_refused(tmp_path):
         load_checkpoint(path, model, optimizer)
     for content, sentence in (
         ({"model": model.state_dict()}, "was not written by lmcore"),
-        ({"lmcore_format": 1, "digest": digest({})}, "was not written by lmcore"),
-        ({"lmcore_format": 1, "digest": digest({"iteration": 3}), "iteration": 3}, "was not written by lmcore"),
+        ({"lmcore_format": 2, "digest": digest({})}, "was not written by lmcore"),
+        ({"lmcore_format": 1}, "checkpoint format 1; this version reads 2"),
+        ({"lmcore_format": 2, "digest": digest({"iteration": 3}), "iteration": 3}, "was not written by lmcore"),
         (torch.nn.Linear, "not a whole checkpoint"),  # would run code if it were unpickled freely
     ):
         torch.save(content, path)

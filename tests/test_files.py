@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from parallel_runs import small_config
 from safetensors.torch import load_file
 
 from lmcore.checkpoint import read_weights, save_weights
-from lmcore.cli.application import main
 from lmcore.config import CorpusConfig, ModelConfig
-from lmcore.data import open_data, prepare
+from lmcore.data import prepare
 from lmcore.errors import UserError
 from lmcore.files import Busy, atomic_write, leftovers, locked, temporary_folder, write_json
 from lmcore.model import TransformerLM
@@ -30,7 +28,6 @@ from lmcore.profiling.workload import WorkloadConfig
 from lmcore.run import RunFolder
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer
-from lmcore.train import train
 from lmcore.workbook.record import exclusive
 
 BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
@@ -71,14 +68,6 @@ def test_the_next_call_removes_folders_of_killed_ones(tmp_path):
         with temporary_folder(".preparing-", tmp_path) as second:
             assert {path.name for path in tmp_path.iterdir()} == {first.name, second.name, ".preparing-of-somebody"}
     assert [path.name for path in tmp_path.iterdir()] == [".preparing-of-somebody"]
-
-
-def test_prepare_removes_what_a_killed_one_left_also_where_it_reuses(tmp_path):
-    config = CorpusConfig(num_documents=4)
-    prepare("embedded", BYTES, tmp_path, config, progress=False)
-    killed_in(f"with temporary_folder('.preparing-', {str(tmp_path)!r}) as folder:\n    (folder / 'big').touch()")
-    prepare("embedded", BYTES, tmp_path, config, progress=False)
-    assert not list(tmp_path.glob(".preparing-*"))
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
@@ -205,58 +194,12 @@ def test_a_full_disk_is_called_that(tmp_path):
     ]
 
 
-# Names that are not UTF-8
-
-
-def name_of(what: bytes) -> str:
-    return os.fsdecode(what)
-
-
-def test_a_name_that_is_not_utf8_is_refused_and_the_old_corpus_stays(tmp_path, capsys):
-    config, out = CorpusConfig(num_documents=4), tmp_path / "out"
-    old = prepare("embedded", BYTES, out, config, progress=False)
-    files = {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
-    folder = tmp_path / name_of(b"caf\xe9")
-    folder.mkdir()
-    for text in (tmp_path / name_of(b"caf\xe9.txt"), folder / "story.txt"):
-        text.write_text("A story.\n" * 9)
-    for source in (tmp_path / name_of(b"caf\xe9.txt"), folder):
-        assert main(["data", "prepare", str(source), "--out", str(out), "--tokenizer", "bpe:257"]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("lmcore: The name 'caf\\udce9")
-        assert "not UTF-8" in said
-    assert {path: path.read_bytes() for path in files} == files
-    assert open_data(out, verify=True).fingerprint == old.fingerprint
-
-
 def test_a_value_that_utf8_cannot_hold_is_a_sentence(tmp_path):
     write_json(tmp_path / "a.json", 1)
     with pytest.raises(UserError, match=r"a\.json: the name of a file or folder.*caf.udce9.*is not UTF-8"):
-        write_json(tmp_path / "a.json", {"data": name_of(b"caf\xe9")})
+        write_json(tmp_path / "a.json", {"data": os.fsdecode(b"caf\xe9")})
     assert (tmp_path / "a.json").read_text() == "1\n"
     assert len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.parametrize("failing", range(8))
-def test_a_corpus_is_replaced_whole_or_stands_again(tmp_path, monkeypatch, failing):
-    """Moves fail one after the other: of the manifest, both splits, three files of the tokenizer and so on."""
-    old = prepare("embedded", BYTES, tmp_path, CorpusConfig(num_documents=4), progress=False)
-    rename, moved = os.rename, []
-
-    def move(source, target):
-        moved.append(source)
-        if len(moved) == failing + 1:
-            raise OSError(errno.EIO, "Input/output error")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", move)
-    with pytest.raises(UserError, match="Input/output error; what was there is unchanged"):
-        prepare("embedded", BYTES, tmp_path, CorpusConfig(num_documents=5), progress=False)
-    again = open_data(tmp_path, verify=True)
-    assert again.fingerprint == old.fingerprint == prepare(
-        "embedded", BYTES, tmp_path, CorpusConfig(num_documents=4), progress=False
-    ).fingerprint  # fmt: skip
-    assert again.tokenizer.fingerprint == BYTES.fingerprint
 
 
 # Locks

@@ -14,9 +14,10 @@ from parallel_runs import small_config
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import lmcore
-from lmcore.checkpoint import load_model, read_checkpoint, verify_files
+from lmcore.checkpoint import load_model, read_checkpoint
 from lmcore.config import CorpusConfig
 from lmcore.data import open_data, prepare
+from lmcore.distributed.sharded_checkpoint import verify_files
 from lmcore.errors import UserError
 from lmcore.files import read_json, sha256_file
 from lmcore.profiling.memory.snapshot import read_snapshot
@@ -26,7 +27,6 @@ from lmcore.tokenizer import Tokenizer
 from lmcore.tokenizer.files import read_merges
 from lmcore.train import train
 from lmcore.workbook.jobs.site import load_site
-from lmcore.workbook.jobs.sweep_definition import load_definition
 from lmcore.workbook.parameters import read_parameters
 
 BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
@@ -94,7 +94,7 @@ def another_folder(content, mark):
 def harm_in(name: str):
     def write(folder: Path, mark: Path) -> None:
         path = next(folder.glob(name))
-        torch.save({"lmcore_format": 1, "iteration": Harm(mark)}, path)
+        torch.save({"lmcore_format": 2, "iteration": Harm(mark)}, path)
 
     return write
 
@@ -117,13 +117,13 @@ def test_a_sharded_checkpoint_runs_nothing_on_resume(run, mark, where, capsys):
     SHARDED[where](folder, mark)
     names = [path.name for path in folder.iterdir() if path.name != "manifest.json"]
     (folder / "manifest.json").write_text(json.dumps({name: sha256_file(folder / name) for name in names}))
-    with pytest.raises(UserError, match=r"step_00000008\.sharded.* is not a whole checkpoint"):
-        read_checkpoint(folder)
     run.last_weights.unlink()
     if where == "tensors":  # read when the run has chosen its checkpoint
         with pytest.raises(UserError, match=r"step_00000008\.sharded cannot be read"):
             train(run.config(), run.path)
         return
+    with pytest.raises(UserError, match=r"step_00000008\.sharded.* is not a whole checkpoint"):
+        read_checkpoint(folder)
     assert train(run.config(), run.path).state == "complete"
     printed = capsys.readouterr().out
     assert "The checkpoint before it is tried." in printed
@@ -144,7 +144,7 @@ def pickled(path: Path, mark: Path) -> None:
 
 
 def saved(path: Path, mark: Path) -> None:
-    torch.save({"lmcore_format": 1, "digest": "0" * 64, "model": Harm(mark)}, path)
+    torch.save({"lmcore_format": 2, "digest": "0" * 64, "model": Harm(mark)}, path)
 
 
 def tagged(path: Path, mark: Path) -> None:
@@ -160,8 +160,7 @@ READERS = {
     "JSON": (read_json, pickled, "config.json"),
     "merges": (read_merges, pickled, "vocab.bpe"),
     "text": (lambda path: [*read_text(path)], pickled, "train.txt.gz"),
-    "sweep": (load_definition, tagged, "sweep.yaml"),
-    "site": (lambda path: load_site(path, None), tagged, "site.yaml"),
+    "site": (load_site, tagged, "site.yaml"),
     "parameters": (read_parameters, tagged, "01_build.yaml"),
 }
 
@@ -214,7 +213,6 @@ PIPES = {
     "prepared": (lambda path: open_data(path.parent), "manifest.json"),
     "metrics": (lambda path: RunFolder(path.parent).append_metrics({"step": 1}), "metrics.jsonl"),
     "status": (lambda path: RunFolder(path.parent).status(), "status.json"),
-    "sweep": (load_definition, "sweep.yaml"),
 }
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import lmcore.run
+import lmcore.trackers
 import lmcore.train
 from lmcore.checkpoint import digest, load_model, read_checkpoint, read_weights, save_checkpoint
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
@@ -217,7 +217,7 @@ def test_a_run_does_not_begin_again_over_checkpoints_that_cannot_be_read(config,
     whole = checkpoints[0].read_bytes()
     for path in checkpoints:
         path.write_bytes(b"damaged")
-    with pytest.raises(UserError, match=r"No checkpoint in .*checkpoints can be read"):
+    with pytest.raises(UserError, match=r"No checkpoint in .*checkpoints can be resumed from"):
         train(config, run)
     assert run.checkpoints() == checkpoints
     assert run.metrics_file.read_bytes() == metrics
@@ -226,27 +226,26 @@ def test_a_run_does_not_begin_again_over_checkpoints_that_cannot_be_read(config,
     assert checkpoints[0].with_suffix(".damaged").read_bytes() == b"damaged"
 
 
-def test_a_checkpoint_of_an_earlier_version_is_gone_on_from(config, run, straight):
-    """Format 1 as it was before: without the metrics and the step of the best weights."""
+@pytest.mark.parametrize("what", ["not of a run", "another version"])
+def test_a_checkpoint_that_no_run_of_this_version_has_saved_is_skipped(config, run, straight, capsys, what):
     train_until(7, config, run)
-    content = read_checkpoint(run.checkpoints()[0])
-    del content["extra"]["metrics"], content["extra"]["best_step"]
-    torch.save(content | {"lmcore_format": 1, "digest": digest(content)}, run.checkpoints()[0])
-    run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in run.metrics_lines()))
+    path = run.checkpoints()[0]
+    if what == "another version":
+        torch.save(torch.load(path) | {"lmcore_format": 1}, path)
+    else:
+        model = TransformerLM(config.model)
+        save_checkpoint(model, build_optimizer(model, config.optimizer), 7, path)
     require_completed(config, run, straight)
+    said = capsys.readouterr().out
+    assert (
+        "checkpoint format 1; this version reads 2" if what == "another version" else "not of a training run"
+    ) in said
+    assert "resuming from step 5" in said
 
 
-def test_a_checkpoint_that_is_not_of_a_run_is_refused(config, run):
-    train_until(5, config, run)
-    model = TransformerLM(config.model)
-    save_checkpoint(model, build_optimizer(model, config.optimizer), 6, run.checkpoint_file(6))
-    with pytest.raises(UserError, match=r"step_00000006\.pt was not written by a training run"):
-        train(config, run)
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/last.safetensors", "checkpoints/best.safetensors"])
+@pytest.mark.parametrize("name", ["checkpoints/last.safetensors", "checkpoints/best.safetensors"])
 @pytest.mark.parametrize("damaged", ["cut", "missing"])
-def test_damaged_results_of_a_complete_run_are_repaired(config, straight, capsys, name, damaged):
+def test_damaged_weights_of_a_complete_run_are_repaired(config, straight, capsys, name, damaged):
     there, last, best = lines(straight), weights(straight), digest(load_model(straight.best_weights).state_dict())
     path = straight.path / name
     if damaged == "cut":
@@ -261,15 +260,36 @@ def test_damaged_results_of_a_complete_run_are_repaired(config, straight, capsys
 
 def test_best_weights_that_cannot_be_made_again_are_refused(config, run, monkeypatch):
     """The best of step 4 is in no checkpoint, and both checkpoints are later: going on would lose it unnoticed."""
-    losses = iter([1.0, 2.0, 3.0, 1.0, 2.0, 3.0])
+    losses = iter([1.0, 2.0, 3.0])
     monkeypatch.setattr(Trainer, "evaluate", lambda self: next(losses))
     train_until(11, config, run)
     run.checkpoint_file(5).unlink(missing_ok=True)
-    run.best_weights.write_bytes(run.best_weights.read_bytes()[:-5])
-    with pytest.raises(UserError, match=r"best\.safetensors is damaged, and no checkpoint from before"):
+    whole = run.best_weights.read_bytes()
+    run.best_weights.write_bytes(whole[:-5])
+    with pytest.raises(UserError, match=r"No checkpoint in .*checkpoints can be resumed from"):
         train(config, run)
-    run.best_weights.unlink()
+    run.best_weights.write_bytes(whole)
     assert train(config, run).state == "complete"
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "half a line"])
+def test_metrics_that_were_lost_are_said(config, run, straight, capsys, damage):
+    """A run that is stopped continues without them; one that is complete has no other copy, and is refused."""
+    train_until(11, config, run)
+    whole = run.metrics_file.read_bytes()
+    first = whole.splitlines(keepends=True)[0]
+    damaged = {"cut": whole[: len(first) + 9], "missing": b"", "half a line": whole + first[:9]}[damage]
+    run.metrics_file.write_bytes(damaged)
+    capsys.readouterr()
+    assert train(config, run).state == "complete"
+    assert ("metrics.jsonl has lost lines: the run continues without them." in capsys.readouterr().out) == (
+        damage != "half a line"
+    )
+    kept = {"cut": [3, 12], "missing": [12], "half a line": [3, 4, 6, 8, 9, 12]}[damage]
+    assert [line["step"] for line in run.metrics_lines()] == kept
+    straight.metrics_file.write_bytes(whole)
+    with pytest.raises(UserError, match=r"metrics\.jsonl does not reach step 12: put it back"):
+        train(config, straight)
 
 
 def test_a_full_disk_is_noted_and_the_run_goes_on_later(config, run, straight, monkeypatch):
@@ -490,17 +510,13 @@ def test_other_settings_or_data_are_refused_by_name(config, straight):
         train(config, straight)
 
 
-def test_checkpoints_tell_which_data_they_were_made_with(config, straight, monkeypatch, capsys):
-    straight.environment_file.unlink()
+def test_checkpoints_tell_which_data_they_were_made_with(config, run, monkeypatch):
+    train_until(7, config, run)
+    run.environment_file.unlink()
     with monkeypatch.context() as patch:
         patch.setattr(PreparedData, "fingerprint", "another")
-        with pytest.raises(UserError, match="made with other data"):
-            train(config, straight)
-    assert not straight.environment_file.exists()
-    assert not is_finished(config, straight)
-    assert train(config, straight).state == "complete"
-    assert is_finished(config, straight)
-    assert "was not checked" not in capsys.readouterr().out
+        with pytest.raises(UserError, match="was made with other data"):
+            train(config, run)
 
 
 def test_a_run_keeps_the_number_of_threads_that_it_began_with(config, run, monkeypatch):
@@ -614,7 +630,7 @@ def test_bad_input_is_one_sentence(tmp_path, config):
 def test_trackers_receive_every_line(config, run, monkeypatch):
     got = []
     tracker = types.SimpleNamespace(log=got.append, close=lambda: got.append("closed"))
-    monkeypatch.setattr(lmcore.run, "TRACKERS", {"tensorboard": lambda *_: tracker})
+    monkeypatch.setattr(lmcore.trackers, "TRACKERS", {"tensorboard": lambda *_: tracker})
     train(replace(config, trackers=("tensorboard",)), run)
     assert got == [*run.metrics_lines(), "closed"]
 

@@ -6,6 +6,7 @@ and is renamed when it is whole.
 """
 
 import errno
+import json
 import os
 import shutil
 import warnings
@@ -13,30 +14,27 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.optim import Optimizer
 
-from lmcore.checkpoint import (
-    FORMAT,
-    MANIFEST,
-    METADATA,
-    SHARDED_STATE,
-    load_plain,
-    require_same_architecture,
-    restore,
-    sharded_reader,
-)
+from lmcore.checkpoint import FORMAT, load_plain, require_same_architecture, restore
 from lmcore.distributed.sharded_optimizer import ShardedOptimizer
 from lmcore.distributed.strategies import Alone
 from lmcore.distributed.world import World
 from lmcore.errors import UserError, require, why_not_written
-from lmcore.files import remove, sha256_file, write_json
+from lmcore.files import PlainUnpickler, not_a_pipe, remove, sha256_file, write_json
+
+SHARDED_STATE, METADATA, MANIFEST = "state.pt", ".metadata", "manifest.json"
+"""Of a sharded checkpoint: everything but the tensors; PyTorch's table of the tensors' parts; the SHA-256 digest of
+every file, which is written last."""
+SHARDED_CONTENT = {"iteration", "model_config", "optimizer", "names", "numbers", "extra"}
 
 PAGE = 1 << 16
 """Bytes that a disk has to have free to count as one with room."""
@@ -130,17 +128,13 @@ def save_sharded(
     With `background`, and more than one rank, tensors are copied and written while training continues. If one rank
     cannot write, it raises `UserError` and the others exit; nothing is then left in `folder`.
     """
-    held = way.model.state_dict(keep_vars=True)
-    first: dict[Tensor, str] = {}
-    aliases = {name: first[t] for name, t in held.items() if first.setdefault(t, name) != name}
     names, own = names_of(way, optimizer), own_state(optimizer)
     of = {parameter: name for name, parameter in way.model.named_parameters()}
     counts = {of[p]: {k: v for k, v in values.items() if not isinstance(v, Tensor)} for p, values in own.items()}
     numbers = {name: count for part in world.gather(counts) for name, count in part.items()}
     groups = Optimizer.state_dict(optimizer)["param_groups"]
     content = {"lmcore_format": FORMAT, "iteration": iteration, "model_config": asdict(way.model.config),
-               "optimizer": {"param_groups": groups}, "names": names, "numbers": numbers, "aliases": aliases,
-               "extra": extra}  # fmt: skip
+               "optimizer": {"param_groups": groups}, "names": names, "numbers": numbers, "extra": extra}  # fmt: skip
     temporary = folder.with_name(f".{folder.name}.tmp")
     with world.checked(), writing(folder):
         if world.is_first:
@@ -204,10 +198,66 @@ def writing(folder: Path) -> Iterator[None]:
         raise UserError(f"Cannot write {folder}: {said}; nothing was changed there.") from error
 
 
+def read_sharded(folder: Path) -> dict[str, Any]:
+    """What `lmcore.checkpoint.read_checkpoint` gives of a folder: everything but the tensors, all files verified."""
+    verify_files(folder)
+    content = load_plain(folder / SHARDED_STATE)
+    sharded_reader(folder).read_metadata()
+    complete = content.keys() >= SHARDED_CONTENT
+    require(complete, f"{folder} is not a whole checkpoint: {SHARDED_STATE} lacks a part.")
+    return content
+
+
+def sharded_reader(folder: Path) -> dcp.FileSystemReader:
+    """PyTorch's reader of distributed checkpoints, but for their metadata: a pickle, which could hold any call."""
+    names = ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+             "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")  # fmt: skip
+    classes = [*(getattr(metadata, name) for name in names), filesystem._StorageInfo, torch.Size]
+    allowed = {(kind.__module__, kind.__qualname__): kind for kind in classes}
+    allowed |= {("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+    allowed |= {("torch.serialization", "_get_layout"): torch.serialization._get_layout}
+    allowed |= {(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")}
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
+            try:
+                with open(folder / METADATA, "rb") as file:
+                    content = PlainUnpickler(file, allowed).load()
+                places = {info.relative_path for info in content.storage_data.values()}
+                sound = all(isinstance(e, metadata.TensorStorageMetadata) for e in content.state_dict_metadata.values())
+            except Exception as error:  # a damaged pickle can raise anything
+                raise UserError(f"{folder} is not a whole checkpoint: {METADATA} cannot be read ({error}).") from None
+            require(
+                sound and all(Path(place).name == place for place in places),
+                f"{folder} is not a whole checkpoint: {METADATA} names more than tensors in its files.",
+            )
+            return content
+
+    return Reader(folder)
+
+
+def verify_files(folder: Path) -> None:
+    """Raises `UserError` unless a sharded checkpoint has all its files as they were written."""
+    damaged = f"{folder} is not a whole checkpoint"
+    try:
+        manifest = json.loads(not_a_pipe(folder / MANIFEST).read_text(encoding="utf-8"))
+        there = {path.name for path in folder.iterdir()} - {MANIFEST}
+        unlisted = sorted((there | {METADATA, SHARDED_STATE}) - manifest.keys())
+        require(not unlisted, f"{damaged}: {MANIFEST} has no digest of {', '.join(unlisted)}.")
+        for name, noted in manifest.items():
+            if sha256_file(folder / name) != noted:
+                raise UserError(f"{damaged}: {name} does not match its SHA-256 digest.")
+    except (OSError, ValueError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        what = Path(error.filename).name if isinstance(error, OSError) and error.filename else MANIFEST
+        raise UserError(f"{damaged}: {what} is missing or cannot be read.") from error
+
+
 def load_sharded(way: Alone, optimizer: Optimizer, folder: Path, world: World) -> int:
     """Reads this rank's parts of a sharded checkpoint, written by any number of ranks; returns the iteration.
 
-    The files must have been verified (`read_checkpoint(folder, tensors=False)`).
+    The files must have been verified (`read_sharded`).
     """
     content = load_plain(folder / SHARDED_STATE)
     require_same_architecture(content["model_config"], way.model.config, str(folder))
