@@ -138,7 +138,7 @@ def test_notebook_begins_with_parameters_and_their_check(notebook):
     name, content = notebook
     known = declared_parameters(content, name)
     assert (known["scale"], known["data"], known["out"]) == ("smoke", "embedded", "../runs/smoke")
-    assert f'begin_notebook("{name}", globals())' in dict(code_cells(content))[2].source
+    assert "begin_notebook()" in dict(code_cells(content))[2].source
 
 
 def test_notebook_is_committed_clean(notebook):

@@ -1,9 +1,7 @@
-"""The records of notebooks: kept apart, gone on from, merged, and read from folders of the older version."""
+"""The records of notebooks: what is kept, what is executed again, and two processes in one folder."""
 
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 
@@ -28,35 +26,15 @@ COUNT = "open(f'{out}/' + NAME, 'a').write('x')"
 NAMES = ["01_first", "02_second", "03_third"]
 
 
-def counting(name: str) -> list:
-    """Cells that leave a mark each time they are executed."""
-    return [f"# {name}", parameters(), code(f"NAME = {name!r}\n{COUNT}")]
-
-
 @pytest.fixture
 def project(tmp_path):
-    return make_project(tmp_path, **{f"_{name}": counting(name) for name in NAMES})
+    """A project whose notebooks leave a mark each time they are executed."""
+    cells = {f"_{name}": [f"# {name}", parameters(), code(f"NAME = {name!r}\n{COUNT}")] for name in NAMES}
+    return make_project(tmp_path, **cells)
 
 
 def run(project, **options):
     return run_workbook(project=project, out=project / "made", **({"writeup": False} | options))
-
-
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory):
-    """A project whose notebooks have all been executed, and a copy of it: records hold its path."""
-    folder = tmp_path_factory.mktemp("executed")
-    project = make_project(folder / "project", **{f"_{name}": counting(name) for name in NAMES})
-    run(project)
-    return project, shutil.copytree(project, folder / "kept")
-
-
-@pytest.fixture
-def done(executed):
-    """That project as it was."""
-    project, kept = executed
-    shutil.rmtree(project)
-    return shutil.copytree(kept, project)
 
 
 def executions(project) -> list[int]:
@@ -83,88 +61,41 @@ def test_done_notebooks_are_kept_unless_something_changed(project):
     assert (result.html, result.pdf, result.stopped, result.failure) == (None, None, None, None)
     assert not (project / "made" / "writeup").exists()
     assert executions(project) == [1, 1, 1]
-    assert [outcome.state for outcome in run(project, resume=True).outcomes] == ["done"] * 3
-    assert executions(project) == [1, 1, 1]
     change(project, "02_second", f"NAME = '02_second'; {COUNT}")
-    run(project, resume=True)
+    assert [outcome.state for outcome in run(project, resume=True).outcomes] == ["done"] * 3
     assert executions(project) == [1, 2, 1]
-    change(project, "03_third", tags=("hide",))
-    run(project, resume=True)
-    assert executions(project) == [1, 2, 2]
     run(project, resume=True, parameters={"rates": [2.0]})
-    assert executions(project) == [2, 3, 3]
+    assert executions(project) == [2, 3, 2]
     (project / "made" / "notebooks" / "03_third.ipynb").unlink()
     run(project, resume=True, parameters={"rates": [2.0]})
-    assert executions(project) == [2, 3, 4]
+    assert executions(project) == [2, 3, 3]
+
+
+def test_a_run_anew_forgets_what_it_did_not_reach(project):
     run(project)
-    assert executions(project) == [3, 4, 5]
+    before = read_record(project / "made")["notebooks"]
+    assert [outcome.name for outcome in run(project, notebooks=["02"]).outcomes] == ["02_second"]
+    assert executions(project) == [1, 2, 1]
+    assert read_record(project / "made")["notebooks"][::2] == before[::2]
+    change(project, "01_first", "1 / 0")
+    assert run(project).failure.startswith("Notebook 01_first failed at code cell 2")
+    assert states(project) == ["failed", "not run", "not run"]
+    lacking = unfinished(read_record(project / "made"))
+    assert lacking[1:] == ["Notebook 02_second was not run.", "Notebook 03_third was not run."]
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda text: text[: len(text) // 2], "cannot be read as a notebook"),
-        (lambda text: "", "cannot be read as a notebook"),
-        (lambda text: '{"cells": 3}', "cannot be read as a notebook"),
-        (lambda text: '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}', "has other cells"),
-        (lambda text: re.sub('"execution_count": [0-9]+', '"execution_count": null', text), "the cell was not run"),
-    ],
-    ids=["truncated", "empty", "no notebook", "without cells", "not run"],
-)
-def test_a_damaged_executed_notebook_is_run_again(done, capsys, damage, words):
-    file = done / "made" / "notebooks" / "01_first.ipynb"
-    file.write_text(damage(file.read_text()))
-    run(done, notebooks=["01", "02"], resume=True)
-    assert states(done) == ["done"] * 3
-    assert executions(done) == [2, 1, 1]
-    said = capsys.readouterr().out
-    assert re.search(f"01_first: was done, but is run again: .*{words}", said)
-    assert "02_second: kept, done before" in said
-
-
-def test_one_notebook_run_again_leaves_the_others_alone(done):
-    before = read_record(done / "made")["notebooks"]
-    result = run(done, notebooks=["02"], writeup=True)
-    assert [outcome.name for outcome in result.outcomes] == ["02_second"]
-    after = read_record(done / "made")["notebooks"]
-    assert [entry["name"] for entry in after] == NAMES
-    assert after[::2] == before[::2]
-    page = result.html.read_text()
-    assert all(f'id="{name}"' in page for name in NAMES)
-    assert executions(done) == [1, 2, 1]
-
-
-def test_a_run_anew_forgets_what_it_did_not_reach(done):
-    change(done, "01_first", "1 / 0")
-    assert run(done).failure.startswith("Notebook 01_first failed at code cell 2")
-    assert states(done) == ["failed", "not run", "not run"]
-    assert unfinished(read_record(done / "made"))[1:] == [
-        "Notebook 02_second was not run.",
-        "Notebook 03_third was not run.",
-    ]
-
-
-def test_other_data_replace_the_plan(done, tmp_path):
+def test_other_data_replace_the_plan(project, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    run(project, notebooks=["01"], parameters={"steps": 7})
+    record = read_notebook_record(project / "made", "01_first")
+    assert (record.scale, record.data, record.job, record.parameters["steps"]) == ("smoke", "embedded", "42", 7)
     (tmp_path / "text.txt").write_text("text")
-    run(done, notebooks=["03"], data=str(tmp_path / "text.txt"))
-    record = read_record(done / "made")
-    assert record["data"] == str(tmp_path / "text.txt")
-    assert [(entry["name"], entry["state"]) for entry in record["notebooks"]] == [("03_third", "done")]
-    update_plan(done / "made", "smoke", str(tmp_path / "text.txt"), ["01_first"], NAMES)
-    assert states(done) == ["not run", "done"]  # 01_first was executed, but with the embedded corpus
-
-
-def test_running_notebooks_are_not_disturbed(project, tmp_path):
-    run(project, notebooks=["01", "02"])
-    (tmp_path / "text.txt").write_text("text")
-    with FileLock(project / "made" / "notebooks" / ".02_second.lock"):
-        with pytest.raises(UserError, match=r"notebook 02_second in .* with scale smoke and data embedded"):
-            run(project, notebooks=["01"], data=str(tmp_path / "text.txt"))
-        with pytest.raises(UserError, match="Another process is running notebook 02_second"):
-            run(project)
-        run(project, notebooks=["01"])
-    assert executions(project) == [2, 1, 0]
-    assert states(project) == ["done", "done"]
+    run(project, notebooks=["03"], data=str(tmp_path / "text.txt"))
+    made = read_record(project / "made")
+    assert made["data"] == str(tmp_path / "text.txt")
+    assert [(entry["name"], entry["state"]) for entry in made["notebooks"]] == [("03_third", "done")]
+    update_plan(project / "made", "smoke", str(tmp_path / "text.txt"), ["01_first"], NAMES)
+    assert states(project) == ["not run", "done"]  # 01_first was executed, but with the embedded corpus
 
 
 def test_running_is_what_is_held(project):
@@ -174,6 +105,8 @@ def test_running_is_what_is_held(project):
     assert unfinished(read_record(project / "made")) == ["Notebook 01_first was stopped before its end."]
     with FileLock(project / "made" / "notebooks" / ".01_first.lock"):
         assert unfinished(read_record(project / "made")) == ["Notebook 01_first is still running."]
+        with pytest.raises(UserError, match="Another process is running notebook 01_first"):
+            run(project)
     run(project, notebooks=["01"], resume=True)
     assert executions(project) == [2, 0, 0]
 
@@ -195,46 +128,15 @@ def test_two_processes_in_one_folder_lose_nothing(tmp_path):
     assert [(entry["name"], entry["state"]) for entry in entries] == [(name, "done") for name in names]
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"scale": "smoke", "data": "embedded", "notebooks": [3]}', "{"])
-def test_a_damaged_plan_is_refused(project, text):
-    (project / "made").mkdir()
-    (project / "made" / "workbook.json").write_text(text)
-    for reader in (lambda: run(project), lambda: read_record(project / "made")):
-        with pytest.raises(UserError, match=r"workbook\.json"):
-            reader()
-
-
-def test_a_damaged_record_is_refused(project):
-    update_plan(project / "made", "smoke", "embedded", ["01_first"], NAMES)
-    record_file(project / "made", "01_first").parent.mkdir()
-    record_file(project / "made", "01_first").write_text('{"name": "01_first", "state": "asleep"}')
-    with pytest.raises(UserError, match=r"01_first\.json is damaged.*remove it"):
-        read_record(project / "made")
-
-
-def test_a_folder_of_the_older_version_goes_on(done):
-    plan = read_record(done / "made")
-    keys = ("name", "state", "seconds", "cell", "heading", "error")
-    old = plan | {"notebooks": [{key: entry[key] for key in keys} for entry in plan["notebooks"]]}
-    (done / "made" / "workbook.json").write_text(json.dumps(old))
-    for name in NAMES:
-        record_file(done / "made", name).unlink()
-    there = read_record(done / "made")
-    assert [entry["state"] for entry in there["notebooks"]] == ["done"] * 3
-    assert there["environment"] == plan["environment"]
-    run(done, notebooks=["02"], resume=True)  # the old record does not say which cells were run
-    assert executions(done) == [1, 2, 1]
-    assert states(done) == ["done"] * 3
-    assert read_notebook_record(done / "made", "03_third").environment == plan["environment"]
-
-
-def test_records_say_where_from(project, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "42")
-    run(project, notebooks=["01"], parameters={"steps": 7})
-    record = read_notebook_record(project / "made", "01_first")
-    assert (record.scale, record.data, record.job, record.parameters["steps"]) == ("smoke", "embedded", "42", 7)
-    assert record.source == source_hash(project / "notebooks" / "01_first.ipynb")
-    assert record.environment["python"]
+@pytest.mark.parametrize("text", ["[]", "{}", "{"])
+def test_a_damaged_plan_or_record_is_refused(project, text):
+    made = project / "made"
+    update_plan(made, "smoke", "embedded", ["01_first"], NAMES)
+    for file in (record_file(made, "01_first"), made / "workbook.json"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        with pytest.raises(UserError, match=file.name):
+            read_record(made)
 
 
 def test_sources_differ_in_cells_and_tags_but_not_in_outputs(project):
@@ -252,7 +154,6 @@ def test_sentences():
     stopped = {"name": "02", "state": "stopped", "cell": 3, "heading": "Here", "error": "SIGUSR1"}
     assert sentence(stopped) == "Notebook 02 was stopped by SIGUSR1 at code cell 3 (under “Here”)."
     assert sentence({"name": "02", "state": "stopped"}) == "Notebook 02 was stopped before its end."
-    assert sentence({"name": "02", "state": "failed", "error": "no"}) == "Notebook 02 failed: no."
     assert sentence({"name": "02", "state": "done"}) is None
 
 

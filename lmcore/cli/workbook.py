@@ -33,7 +33,7 @@ def workbook(
         parameters: name=value pairs that override notebook parameters of that name; values are Python literals or YAML.
         resume: Keep the notebooks that are done with the same scale, data, parameters and cells.
         writeup: Make the writeup, too.
-        stop_seconds: How long training may take to save itself after SIGUSR1 (after SIGTERM at most 20 s).
+        stop_seconds: How long training may take to save itself after a signal.
     """
     from lmcore.workbook.parameters import parse_overrides
     from lmcore.workbook.run import run_workbook
@@ -110,7 +110,7 @@ def handin(
         incomplete: Also where the writeup is missing, out of date or reports a failure.
     """
     from lmcore.workbook.handin import describe, make_handin, newest_writeup
-    from lmcore.workbook.jobs.status import runs_folders
+    from lmcore.workbook.jobs.site import runs_folders
     from lmcore.workbook.parameters import find_project
 
     out = out or newest_writeup(runs_folders())

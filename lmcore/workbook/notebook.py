@@ -18,6 +18,9 @@ if TYPE_CHECKING:  # importing it takes longer than a second, in each kernel
 PARAMETERS, INJECTED = "parameters", "injected-parameters"
 """Tags of the cell that declares the parameters, and of the one that papermill puts after it."""
 
+PRECONDITIONS = "preconditions"
+"""Tag of the cell that checks what the notebook needs: `lmcore workbook` runs it before it executes any notebook."""
+
 KEEP_OUTPUT, CHECK_OUTPUT = "keep_output", "nbval-check-output"
 """Tags of a cell whose output is deterministic: the output is committed, and nbval compares it."""
 
@@ -108,18 +111,6 @@ def execution_fault(notebook: "NotebookNode") -> tuple[int, str] | None:
             return number, "the cell was run out of order"
         last = cell.execution_count
     return None
-
-
-def damage(executed: Path, source: Path) -> str | None:
-    """Why an executed notebook is not a whole run of the notebook `source`, in words; None if it is."""
-    try:
-        made = read_notebook(executed)
-    except UserError as error:
-        return str(error).rstrip(".")
-    ours, theirs = ([cell.source for _, cell in code_cells(notebook)] for notebook in (read_notebook(source), made))
-    if ours != theirs:
-        return f"{executed} has other cells"
-    return f"{executed}: {fault[1]}" if (fault := execution_fault(made)) else None
 
 
 def heading_above(notebook: "NotebookNode", number: int) -> str | None:

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,8 @@ from lmcore.workbook.notebook import read_notebook, tags
 RECORD = "workbook.json"
 """The plan: scale, data, and the names of the notebooks in order."""
 
-STATES = ("not run", "running", "done", "failed", "stopped")
 LOCK_SECONDS = 2.0
-"""How long a lock is waited for: someone who only asks whether it is held has it for a moment."""
+"""How long a notebook's lock is waited for: someone who only asks whether it is held has it for a moment."""
 PLAN_SECONDS = 60.0
 
 
@@ -51,11 +50,6 @@ class NotebookRecord:
     job: str | None = None
     """The batch system's number of the job that ran it."""
 
-    @property
-    def sentence(self) -> str | None:
-        """The state in words, or None if the notebook is done."""
-        return sentence(dataclasses.asdict(self))
-
     def stands_for(self, other: "NotebookRecord") -> bool:
         """Whether this is of a finished run of the very notebook that `other` is about to run."""
         keys = ("scale", "data", "parameters", "source")
@@ -81,11 +75,6 @@ def unfinished(record: Mapping[str, Any]) -> list[str]:
     return [words for entry in record["notebooks"] if (words := sentence(entry))]
 
 
-def as_json(value: Any) -> Any:
-    """Plain data as it comes back from a file: tuples as lists, paths as text."""
-    return json.loads(json.dumps(value, default=str))
-
-
 def source_hash(path: Path) -> str:
     """SHA-256 of kind, tags and text of a notebook's cells: outputs and metadata of runs leave it as it is."""
     cells = [[cell.cell_type, tags(cell), cell.source] for cell in read_notebook(path).cells]
@@ -97,34 +86,10 @@ def record_file(out: Path, name: str) -> Path:
     return out / "notebooks" / f"{name}.json"
 
 
-def _read(file: Path, is_good: Callable[[dict[str, Any]], bool], must: str, remedy: str) -> dict[str, Any]:
-    """A JSON file of this folder. Raises `UserError`, which ends in the remedy, for a damaged one."""
-    try:
-        values = read_json(file)
-    except UserError as error:
-        raise UserError(f"{str(error).rstrip('.')}; {remedy}.") from None
-    require(isinstance(values, dict) and is_good(values), f"{file} is damaged: it must name {must}; {remedy}.")
-    return values
-
-
-def _record(values: Mapping[str, Any]) -> NotebookRecord:
-    known = {field.name for field in dataclasses.fields(NotebookRecord)}
-    return NotebookRecord(**{key: value for key, value in values.items() if key in known})
-
-
 def read_notebook_record(out: Path, name: str) -> NotebookRecord | None:
-    """The record of one notebook, or None if it was never run here. Raises `UserError` for a damaged file."""
+    """The record of one notebook, or None if it was never run here."""
     file = record_file(out, name)
-    if not file.exists():
-        return None
-    return _record(
-        _read(
-            file,
-            lambda values: values.get("name") == name and values.get("state") in STATES,
-            "the notebook and its state",
-            "remove it to run the notebook again",
-        )
-    )
+    return _whole(file, lambda values: NotebookRecord(**values)) if file.exists() else None
 
 
 def write_notebook_record(out: Path, record: NotebookRecord) -> None:
@@ -133,27 +98,17 @@ def write_notebook_record(out: Path, record: NotebookRecord) -> None:
 
 
 def read_plan(out: Path) -> dict[str, Any]:
-    """out/workbook.json: scale, data and the names of the notebooks; and `old`, their records by name where it was made
-    when there were no other files. Raises `UserError` if it is missing or damaged.
-    """
-
-    def is_good(plan: dict[str, Any]) -> bool:
-        notebooks = plan.get("notebooks")
-        return (
-            {"scale", "data"} <= plan.keys()
-            and isinstance(notebooks, list)
-            and all(isinstance(n, str) or (isinstance(n, dict) and {"name", "state"} <= n.keys()) for n in notebooks)
-        )
-
+    """out/workbook.json: scale, data and the names of the notebooks. Raises `UserError` if it is missing or damaged."""
     words = f"There is no workbook in {out} (no {RECORD}): run `lmcore workbook --out {out}`, or name its folder."
     require((out / RECORD).exists(), words)
-    remedy = "remove it and run the workbook again, which keeps what is done"
-    plan = _read(out / RECORD, is_good, "scale, data and notebooks", remedy)
-    given, shared = plan.get("parameters") or {}, {key: plan.get(key) for key in ("scale", "data", "environment")}
-    items = [item for item in plan["notebooks"] if isinstance(item, dict)]
-    old = {item["name"]: _record({**shared, "parameters": given.get(item["name"]), **item}) for item in items}
-    names = [item if isinstance(item, str) else item["name"] for item in plan["notebooks"]]
-    return {"scale": plan["scale"], "data": plan["data"], "notebooks": names, "old": old}
+    return _whole(out / RECORD, lambda plan: {**plan, **{key: plan[key] for key in ("scale", "data", "notebooks")}})
+
+
+def _whole(file: Path, made: Any) -> Any:
+    try:
+        return made(read_json(file))
+    except (TypeError, KeyError) as error:
+        raise UserError(f"{file} is damaged ({error}); remove it and run the workbook again.") from None
 
 
 def read_record(out: str | os.PathLike) -> dict[str, Any]:
@@ -161,12 +116,12 @@ def read_record(out: str | os.PathLike) -> dict[str, Any]:
 
     A record of another scale or other data than the plan's is left out: its notebook was "not run". One that says
     "running" while nobody holds the notebook was "stopped" with its process. `environment` is the first notebook's.
-    Folders made before every notebook had its own record are read as well. Raises `UserError` where there is no plan.
+    Raises `UserError` where there is no plan.
     """
     out = Path(out)
     plan, records = read_plan(out), []
     for name in plan["notebooks"]:
-        record = plan["old"].get(name) or read_notebook_record(out, name)
+        record = read_notebook_record(out, name)
         if record is None or (record.scale, record.data) != (plan["scale"], plan["data"]):
             record = NotebookRecord(name)
         if record.state == "running" and not is_held(out, name):
@@ -185,25 +140,14 @@ def read_record(out: str | os.PathLike) -> dict[str, Any]:
 def update_plan(out: str | os.PathLike, scale: str, data: str, names: Sequence[str], known: Sequence[str]) -> None:
     """Adds notebooks to the plan in `out`; `known` are all notebooks of the project, in order.
 
-    A plan of another scale or other data is replaced. Raises `UserError` if a notebook of that one is still running.
+    A plan of another scale or other data is replaced.
     """
     out = Path(out)
-    refusal = f"Another process is writing to {out}; try again."
-    with exclusive({out / ".workbook.lock": refusal}, PLAN_SECONDS):
+    with locked(out / ".workbook.lock", f"Another process is writing to {out}; try again.", PLAN_SECONDS):
         there = []
         if (out / RECORD).exists():
             before = read_plan(out)
-            for name, record in before["old"].items():
-                if not record_file(out, name).exists():
-                    write_notebook_record(out, record)
-            if (before["scale"], before["data"]) == (scale, data):
-                there = before["notebooks"]
-            for name in set(before["notebooks"]) - {*there, *names}:
-                require(
-                    not is_held(out, name),
-                    f"Another process is running notebook {name} in {out} with scale {before['scale']} and data "
-                    f"{before['data']}; wait for it or choose another OUT.",
-                )
+            there = before["notebooks"] if (before["scale"], before["data"]) == (scale, data) else []
         planned = [name for name in known if name in {*there, *names}]
         write_json(out / RECORD, {"scale": scale, "data": data, "notebooks": planned})
 

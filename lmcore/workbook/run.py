@@ -1,8 +1,9 @@
 """Runs the workbook: executes the notebooks in order, keeps their records, and makes the writeup."""
 
-import contextlib
+import json
 import math
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,19 +11,20 @@ from typing import Any
 
 from lmcore.errors import require
 from lmcore.files import temporary_folder
-from lmcore.workbook.execution import WorkbookProgress, execute, expected_seconds
-from lmcore.workbook.notebook import clean, damage, read_notebook, write_notebook
+from lmcore.stopping import stop_signals
+from lmcore.workbook.execution import execute
+from lmcore.workbook.notebook import clean, read_notebook, write_notebook
 from lmcore.workbook.parameters import find_notebooks, find_project, locate, resolve_parameters
 from lmcore.workbook.record import (
     NotebookRecord,
-    as_json,
     holding,
     read_notebook_record,
+    sentence,
     source_hash,
     update_plan,
     write_notebook_record,
 )
-from lmcore.workbook.stopping import STOP_SECONDS, StopSignals
+from lmcore.workbook.stopping import STOP_SECONDS, first_signal
 
 
 @dataclass
@@ -41,7 +43,7 @@ class WorkbookResult:
     @property
     def failure(self) -> str | None:
         """The first failure in words, or None."""
-        return next((outcome.sentence for outcome in self.outcomes if outcome.state == "failed"), None)
+        return next((sentence(vars(outcome)) for outcome in self.outcomes if outcome.state == "failed"), None)
 
 
 def run_workbook(
@@ -69,88 +71,58 @@ def run_workbook(
     the executed notebook so far is kept: see `WorkbookResult.stopped`. A second SIGTERM or SIGINT ends all processes at
     once.
 
-    Raises `UserError`, before anything runs, on unknown scales, notebooks or parameters, data that is not there, or a
-    notebook that another process runs in `out`.
+    Raises `UserError`, before anything runs, on unknown scales, notebooks or parameters, data that is not there or too
+    short, or a notebook that another process runs in `out`.
     """
     project = Path(project) if project is not None else find_project()
     out = Path(out) if out is not None else project / "runs" / scale
     require(0 < stop_seconds < math.inf, f"stop_seconds must be positive and finite, not {stop_seconds}.")
-    with StopSignals(stop_seconds).heard() as stop:
-        paths = find_notebooks(project, notebooks)
-        data = locate(data)
+    with stop_signals(signal.SIGINT, exits=True) as stop:
+        paths, data = find_notebooks(project, notebooks), locate(data)
         common = {"scale": scale, "data": data, "out": str(out.resolve())}
         resolved = resolve_parameters(project, paths, scale, parameters or {}, common)
-        records, waiting = {}, []
+        records, waiting = [], []
         for path in paths:
-            values = as_json(resolved[path.stem])
-            wanted = NotebookRecord(path.stem, scale=scale, data=data, parameters=values, source=source_hash(path))
-            done = done_before(out, path, wanted) if resume else None
-            records[path.stem] = done or wanted
-            waiting += [] if done else [path]
-        with holding(out, [path.stem for path in waiting]):
-            update_plan(out, scale, data, list(records), [path.stem for path in find_notebooks(project)])
-            run_all(waiting, records, out, stop)
-            return finish(WorkbookResult(out, list(records.values())), resume, writeup, stop)
+            values = json.loads(json.dumps(resolved[path.stem], default=str))  # as a record has them
+            record = NotebookRecord(path.stem, scale=scale, data=data, parameters=values, source=source_hash(path))
+            before = read_notebook_record(out, path.stem) if resume else None
+            if before and before.stands_for(record) and (out / "notebooks" / path.name).exists():
+                print(f"{path.stem}: kept, done before", flush=True)
+                record = before
+            else:
+                waiting.append((path, record))
+            records.append(record)
+        with holding(out, [record.name for _, record in waiting]):
+            update_plan(
+                out, scale, data, [record.name for record in records], [p.stem for p in find_notebooks(project)]
+            )
+            for _, record in waiting:
+                write_notebook_record(out, record)
+            for path, record in waiting:
+                if not stop.is_set():
+                    execute(path, record, out, stop, stop_seconds)
+                if record.state != "done":
+                    break
+        result = WorkbookResult(out, records)
+        first = next((record for record in records if record.state != "done"), None)
+        place = None
+        if stop.is_set() and first is not None and result.failure is None:
+            place = f"{'before' if first.state == 'not run' else 'in'} notebook {first.name}"
+            place += f", cell {first.cell}" if first.cell else ""
+        elif writeup:
+            from lmcore.workbook.report.writeup import write_writeup
 
-
-def done_before(out: Path, path: Path, wanted: NotebookRecord) -> NotebookRecord | None:
-    """The record of a notebook that was executed to its end in `out`, with the same settings and cells, and is whole.
-
-    One that was done so, but is not whole any more, is named in a line.
-    """
-    before = read_notebook_record(out, wanted.name)
-    if before is None or not before.stands_for(wanted):
-        return None
-    fault = damage(out / "notebooks" / path.name, path)
-    print(f"{wanted.name}: " + (f"was done, but is run again: {fault}." if fault else "kept, done before"), flush=True)
-    return None if fault else before
-
-
-def run_all(paths: Sequence[Path], records: Mapping[str, NotebookRecord], out: Path, stop: StopSignals) -> None:
-    """Executes the notebooks until one fails or a signal comes, and keeps their records up to date."""
-    for path in paths:
-        write_notebook_record(out, records[path.stem])
-    with progress_of(paths, out, str(records[paths[0].stem].scale)) if paths else contextlib.nullcontext() as progress:
-        for path in paths:
-            record = records[path.stem]
-            if stop.requested is None:
-                execute(path, record, out, progress, stop)
-                print(f"{record.name}: {record.state} after {record.seconds:.0f} s", flush=True)
-            if record.state != "done":
-                break
-
-
-def progress_of(paths: Sequence[Path], out: Path, scale: str) -> contextlib.closing[WorkbookProgress]:
-    """Progress of these notebooks, executed into `out`."""
-    found = {path.stem: expected_seconds(path, out / "notebooks" / path.name, scale) for path in paths}
-    expected, known = {name: seconds for name, (seconds, _) in found.items()}, all(known for _, known in found.values())
-    return contextlib.closing(
-        WorkbookProgress(expected, known, (out / "runs").resolve())
-    )  # papermill changes the folder
-
-
-def finish(result: WorkbookResult, resume: bool, writeup: bool, stop: StopSignals) -> WorkbookResult:
-    """Adds the writeup, or where a signal stopped the notebooks; one that comes now lets the writeup be finished."""
-    place = None
-    first = next((outcome for outcome in result.outcomes if outcome.state != "done"), None)
-    if stop.requested is not None and first is not None and result.failure is None:
-        place = f"{'before' if first.state == 'not run' else 'in'} notebook {first.name}"
-        place += f", cell {first.cell}" if first.cell else ""
-    elif writeup:
-        from lmcore.workbook.report.writeup import write_writeup
-
-        print("workbook: the writeup is being made", flush=True)
-        try:
-            result.html, result.pdf = write_writeup(result.out)
-        except Exception:
-            if stop.requested is None:
-                raise
-            place = "while the writeup was made"  # the signal went to pandoc, too
-    if place is not None:
-        command = "the same command" if resume else "the same command with --resume"
-        left = "".join(f" Training had not ended in time and was left behind: {words}." for words in stop.left_behind)
-        result.stopped = f"stopped by {stop.requested.name} {place}; {command} resumes from there.{left}"
-    return result
+            print("workbook: the writeup is being made", flush=True)
+            try:
+                result.html, result.pdf = write_writeup(out)
+            except Exception:
+                if not stop.is_set():
+                    raise
+                place = "while the writeup was made"  # the signal went to pandoc, too
+        if place is not None:
+            command = "the same command" if resume else "the same command with --resume"
+            result.stopped = f"stopped by {first_signal(stop)} {place}; {command} resumes from there."
+        return result
 
 
 def refresh(project: str | os.PathLike | None = None, notebooks: Sequence[str] | None = None) -> list[Path]:
@@ -158,18 +130,13 @@ def refresh(project: str | os.PathLike | None = None, notebooks: Sequence[str] |
 
     A notebook that fails is left as it was. Returns the files that changed. Raises `UserError` naming the failure.
     """
-    paths = find_notebooks(Path(project) if project is not None else find_project(), notebooks)
     changed = []
-    with (
-        temporary_folder("lmcore-refresh-") as folder,
-        StopSignals().heard() as stop,
-        progress_of(paths, Path(folder), "smoke") as progress,
-    ):
-        for path in paths:
+    with temporary_folder("lmcore-refresh-") as folder, stop_signals(signal.SIGINT, exits=True) as stop:
+        for path in find_notebooks(Path(project) if project is not None else find_project(), notebooks):
             record = NotebookRecord(path.stem)
-            execute(path, record, Path(folder), progress, stop)
-            require(record.state == "done", str(record.sentence))
+            execute(path, record, folder, stop)
+            require(record.state == "done", str(sentence(vars(record))))
             before = path.read_bytes()
-            write_notebook(path, clean(read_notebook(path), read_notebook(Path(folder) / "notebooks" / path.name)))
+            write_notebook(path, clean(read_notebook(path), read_notebook(folder / "notebooks" / path.name)))
             changed += [path] if path.read_bytes() != before else []
     return changed
