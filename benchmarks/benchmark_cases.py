@@ -2,7 +2,7 @@
 
 import importlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,23 +14,14 @@ from lmcore.profiling.peak_rates import peak_rates
 from lmcore.provenance import environment
 
 CUDNN, FLASH = "SDPA cuDNN", "SDPA FlashAttention"
-OURS = "lmcore fused"
-FAST_PATH = (OURS, "lmcore flash", "+ one CUDA graph")
+OURS, OUR_FLASH = FAST_PATH = ("lmcore fused", "lmcore flash")
 """Our own contestants; whatever else of ours takes part is there for comparison."""
-HUGGING_FACE = ("HF eager", "HF compiled", "HF compiled + CUDA graph")
-HF_BEST = HUGGING_FACE[-1]
+HF_BEST = "HF compiled + CUDA graph"
 GENERATE, GRAPH = "HF generate, static cache", "HF static cache, compiled + CUDA graph"
-CUMULATIVE = (
-    "plain, eager", "+ sdpa", "+ flash attention", "+ torch.compile", "+ fused loss", "+ fused AdamW",
-    "+ one CUDA graph",
-)  # fmt: skip
-"""Cumulative optimizations of a step: each adds to the last."""
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 TOKENS = 16384
-"""Tokens of an attention call in the figure by length: the batch shrinks as the sequences grow."""
-SECONDS_OF_A_MEMORY_ROW = 0.2
-"""Times are a by-product where memory is what is asked for."""
+"""Tokens of an attention call by length: the batch shrinks as the sequences grow."""
 
 Rows = list[dict[str, Any]]
 
@@ -45,10 +36,6 @@ class BenchmarkCase:
     measure: str
     """The function that does it, `module:function`; it gets the case and `Conditions` and returns rows."""
     settings: dict[str, Any]
-    estimate: float
-    """Seconds that the case takes on an H200, with what is compiled for it."""
-    parts: Sequence["BenchmarkCase"] = ()
-    """What is measured in place of the case itself, one after the other, sharing its time."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +66,7 @@ def examined(device: str, toy: bool) -> dict[str, Any]:
 def perform(case: BenchmarkCase, conditions: Conditions) -> Rows:
     """In the case's process: its measurement."""
     module, _, function = case.measure.partition(":")
-    measure, parts = getattr(importlib.import_module(module), function), case.parts or (case,)
-    seconds = SECONDS_OF_A_MEMORY_ROW if case.group == "memory" else conditions.seconds / len(parts)
-    return [row for part in parts for row in measure(part, replace(conditions, seconds=seconds))]
+    return getattr(importlib.import_module(module), function)(case, conditions)
 
 
 def timed_rows(
@@ -123,99 +108,64 @@ def blank_row(case: BenchmarkCase, contestant: str, outcome: str, reason: str | 
 
 
 def all_cases() -> list[BenchmarkCase]:
-    """The cases that an H200 is measured with; `estimate` is what each takes there with 2.5 seconds of turns."""
+    """The cases that an H200 is measured with."""
     adamw = {"d_model": 2560, "d_ff": 10496, "blocks": 10, "parameters": 1_068_288_000}
     loss = {"rows": 16384, "d_model": 768, "vocab_size": 50_257, "precision": "bf16"}
+    lines = "linear + cross-entropy, 16,384 × 50,257, d 768, forward + backward"
+    own = [(128, n, mode) for n in (4096, 16384) for mode in ("both", "forward")] + [(64, 16384, "both")]
+    by_length = [(head_size, n, mode) for head_size in (64, 128) for mode in ("both", "forward") for n in LENGTHS]
     return [
-        *(attention_case(128, n, mode, TOKENS // n) for n in (4096, 16384) for mode in ("both", "forward")),
-        attention_case(64, 16384, "both", 1),
-        BenchmarkCase("adamw", "optimizer", "AdamW, 1.07 B fp32 parameters", "kernel_peers:adamw", adamw, 6),
-        BenchmarkCase("loss", "loss", "linear + cross-entropy, 16,384 × 50,257, d 768, forward + backward",
-             "kernel_peers:loss", loss, 14),
-        step_case("tinystories", 32, 256, ("HF eager", HF_BEST, OURS), 32),
-        step_case("tinystories", 256, 256, (HF_BEST, OURS), 24),
-        step_case("small", 4, 1024, (HF_BEST, OURS), 34),
-        step_case("small", 4, 256, (HF_BEST, OURS), 34),
-        step_case("large", 4, 1024, (HF_BEST, OURS), 34),
-        step_case("2.7b", 4, 256, (HF_BEST, OURS), 32),
-        decode_case("small", 1, (GRAPH, OURS), 24),
-        decode_case("2.7b", 1, (GRAPH, OURS), 50),
-        *(sweep_case(head_size, mode) for head_size in (64, 128) for mode in ("both", "forward")),
-        memory_case("attention", "memory of attention forward + backward by length", 16, {
-            n: attention_case(64, n, "both", 1, ("plain", "SDPA", "lmcore flash"), unchecked=True)
-            for n in (*LENGTHS[1:], 32768)
-        }),
-        memory_case("step", "memory of a full step by length", 25, {
-            n: step_case("small", 4, n, ("lmcore plain", OURS), 0) for n in LENGTHS[:-1]
-        }),
-        replace(step_case("tinystories", 8, 1024, CUMULATIVE, 48), row="study", group="study",
-                work="TinyStories model, 8 × 1,024, one change after the other"),
-        *(BenchmarkCase(f"elementwise-{name}", "elementwise", f"{name}{' forward + backward' * (name != 'rope')}",
-               "kernel_peers:elementwise", {"kernel": name, "precision": "bf16"} | sizes, 8)
-          for name, sizes in KERNELS.items()),
-        decode_case("small", 64, (GRAPH, OURS), 24),
-        decode_case("small", 8, (GRAPH, OURS), 24),
+        *(attention_case(*sizes) for sizes in own),
+        BenchmarkCase("adamw", "optimizer", "AdamW, 1.07 B fp32 parameters", "kernel_peers:adamw", adamw),
+        BenchmarkCase("loss", "loss", lines, "kernel_peers:loss", loss),
+        step_case("tinystories", 32, 256, ("HF eager", HF_BEST, OURS)),
+        step_case("tinystories", 256, 256),
+        step_case("small", 4, 1024),
+        step_case("small", 4, 256),
+        step_case("large", 4, 1024),
+        step_case("2.7b", 4, 256),
+        *(decode_case(size, batch) for size, batch in (("small", 1), ("2.7b", 1), ("small", 64), ("small", 8))),
         # Hugging Face's own loop, with nobody beside it: where it has run, CUDA graphs of others take twice as long
-        replace(decode_case("small", 1, (GENERATE,), 40), row="decode-small-1-generate",
+        replace(decode_case("small", 1, (GENERATE,)), row="decode-small-1-generate",
                 work="decode, batch 1, small, Hugging Face's own loop"),
+        *(attention_case(*sizes, contestants=(CUDNN, FLASH, OUR_FLASH)) for sizes in by_length if sizes not in own),
+        *(replace(attention_case(64, n, "both", 1, ("plain", "SDPA", OUR_FLASH), unchecked=True), group="memory",
+                  row=f"memory-attention-{n}", work=f"memory of attention forward + backward by length: {n:,}")
+          for n in (*LENGTHS[1:], 32768)),
+        *(replace(step_case("small", 4, n, ("lmcore plain", OURS)), group="memory",
+                  row=f"memory-step-{n}", work=f"memory of a full step by length: {n:,}") for n in LENGTHS[:-1]),
     ]  # fmt: skip
 
 
-KERNELS = {
-    "rmsnorm": {"rows": 65536, "d_model": 768},
-    "rope": {"rows": 65536, "heads": 12, "head_size": 64, "context_length": 1024},
-    "swiglu": {"rows": 32768, "d_ff": 3072},
-}
-"""Elementwise kernels and their sizes, all well beyond a cache's."""
-
-
 def attention_case(
-    head_size: int, length: int, mode: str, batch_size: int, contestants: tuple[str, ...] = (), **more: Any
+    head_size: int, length: int, mode: str, batch_size: int = 0, contestants: tuple[str, ...] = (), **more: Any
 ) -> BenchmarkCase:
-    """Causal attention. Compiling FlexAttention takes seconds: it takes part where both passes are measured."""
-    both = mode == "both"
-    flex = ("FlexAttention",) if both else ()
-    settings = {"batch_size": batch_size, "heads": 16, "context_length": length, "head_size": head_size,
-                "causal": True, "mode": mode, "precision": "bf16",
-                "contestants": list(contestants or (CUDNN, FLASH, *flex, "lmcore flash"))} | more  # fmt: skip
-    words = "forward + backward" if both else "forward"
+    """Causal attention, of `TOKENS` unless a batch size is given. Compiling FlexAttention takes seconds: it takes part
+    where both passes are measured."""
+    flex = ("FlexAttention",) if mode == "both" else ()
+    settings = {"batch_size": batch_size or TOKENS // length, "heads": 16, "context_length": length,
+                "head_size": head_size, "causal": True, "mode": mode, "precision": "bf16",
+                "contestants": list(contestants or (CUDNN, FLASH, *flex, OUR_FLASH))} | more  # fmt: skip
+    words = "forward + backward" if mode == "both" else "forward"
     work = f"attention {words}, causal, head size {head_size}, {length:,} positions"
     name = f"attention-{head_size}-{length}-{mode}"
-    return BenchmarkCase(name, "attention", work, "kernel_peers:attention", settings, 16 if both else 9)
+    return BenchmarkCase(name, "attention", work, "kernel_peers:attention", settings)
 
 
-def sweep_case(head_size: int, mode: str) -> BenchmarkCase:
-    """Attention at a constant number of tokens, for the figure: the lengths that have no case of their own."""
-    done = {(128, 4096, mode), (128, 16384, mode), (64, 16384, "both")}
-    lengths, contestants = [n for n in LENGTHS if (head_size, n, mode) not in done], (CUDNN, FLASH, "lmcore flash")
-    parts = [attention_case(head_size, n, mode, TOKENS // n, contestants) for n in lengths]
-    return BenchmarkCase(f"attention-{head_size}-sweep-{mode}", "sweep", f"attention by length, head size {head_size}",
-                "kernel_peers:attention", {"lengths": lengths}, 9, parts)  # fmt: skip
-
-
-def memory_case(name: str, work: str, estimate: float, by_length: Mapping[int, BenchmarkCase]) -> BenchmarkCase:
-    """Cells measured for their memory, by length."""
-    parts = [
-        replace(part, row=f"memory-{name}-{n}", group="memory", work=f"{work}: {n:,}") for n, part in by_length.items()
-    ]
-    return BenchmarkCase(f"memory-{name}", "memory", work, parts[0].measure, {"lengths": [*by_length]}, estimate, parts)
-
-
-def step_case(size: str, batch_size: int, length: int, contestants: tuple[str, ...], estimate: float) -> BenchmarkCase:
+def step_case(size: str, batch_size: int, length: int, contestants: tuple[str, ...] = (HF_BEST, OURS)) -> BenchmarkCase:
     """A full training step; the vocabulary is that of CS336 A2 (section 1.1.2)."""
     settings = {"size": size, "batch_size": batch_size, "context_length": length, "vocab_size": 10_000,
                 "precision": "bf16", "contestants": list(contestants)}  # fmt: skip
-    name = {"tinystories": "TinyStories"}.get(size, size)
-    return BenchmarkCase(f"step-{size}-{batch_size}x{length}", "step",
-                f"{name} model, {batch_size} × {length:,}, full step", "steps:measure", settings, estimate)  # fmt: skip
+    work = f"{'TinyStories' if size == 'tinystories' else size} model, {batch_size} × {length:,}, full step"
+    return BenchmarkCase(f"step-{size}-{batch_size}x{length}", "step", work, "steps:measure", settings)
 
 
-def decode_case(size: str, batch_size: int, contestants: tuple[str, ...], estimate: float) -> BenchmarkCase:
+def decode_case(size: str, batch_size: int, contestants: tuple[str, ...] = (GRAPH, OURS)) -> BenchmarkCase:
     """Decoding of 256 tokens after a prompt of 16."""
     settings = {"size": size, "batch_size": batch_size, "prompt_tokens": 16, "new_tokens": 256, "context_length": 512,
                 "vocab_size": 10_000, "precision": "bf16", "contestants": list(contestants)}  # fmt: skip
-    return BenchmarkCase(f"decode-{size}-{batch_size}", "decode", f"decode, batch {batch_size}, {size}",
-                "decode:measure", settings, estimate)  # fmt: skip
+    work = f"decode, batch {batch_size}, {size}"
+    return BenchmarkCase(f"decode-{size}-{batch_size}", "decode", work, "decode:measure", settings)
 
 
 TOY = {
@@ -227,15 +177,10 @@ TOY = {
 def toy_cases() -> list[BenchmarkCase]:
     """One case of every kind at sizes that take seconds on a CPU."""
 
-    def toy(case: BenchmarkCase) -> BenchmarkCase:
-        small = {name: TOY.get(name, value) for name, value in case.settings.items()}
-        parts = [toy(part) for part in case.parts[:2]]
-        return replace(case, work=f"{case.work}, at toy size", settings=small, estimate=1, parts=parts)
-
     kinds: dict[Any, BenchmarkCase] = {}
     for case in all_cases():
-        kind = (case.group, case.measure, case.settings.get("kernel"), str(case.settings.get("contestants")))
-        kinds.setdefault(kind, toy(case))
+        small = replace(case, settings={name: TOY.get(name, value) for name, value in case.settings.items()})
+        kinds.setdefault((case.group, case.measure, str(case.settings.get("contestants"))), small)
     return [*kinds.values()]
 
 

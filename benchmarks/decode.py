@@ -121,10 +121,8 @@ def measure(case: BenchmarkCase, conditions: Conditions) -> Rows:
     counts = parameter_counts(bench.config)
     weights = 2 * (sum(counts.values()) - counts["token_embeddings"])
     builders = {name: partial(bench.build, name) for name in s["contestants"]}
-    ideal, amount = (
-        weights * s["new_tokens"] / conditions.peak_rates["copy_bytes_per_second"],
-        s["batch_size"] * bench.new,
-    )
+    ideal = weights * bench.new / conditions.peak_rates["copy_bytes_per_second"]
+    amount = s["batch_size"] * bench.new
     rows = timed_rows(case, conditions, builders, amount, "tok/s", ideal, "measured copy", alone=False)
     first = next(iter(bench.tokens.values()), None)
     for row in rows:

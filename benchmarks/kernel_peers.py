@@ -1,8 +1,7 @@
-"""Kernels beside their peers: attention, loss, AdamW and elementwise work, as `lmcore.profiling.kernels` has them."""
+"""Kernels beside their peers: attention, loss and AdamW, as `lmcore.profiling.kernels` has them."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from benchmark_cases import CUDNN, FLASH, OURS, BenchmarkCase, Conditions, Rows, timed_rows
@@ -22,8 +21,6 @@ OPTIMIZER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 BACKENDS = {CUDNN: SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION}
 ATTENTION = {"plain": "plain", "SDPA": "sdpa", "lmcore flash": "flash"}
 """Attention of the library, by contestant."""
-CONTESTANTS = (*ATTENTION, *BACKENDS, "FlexAttention")
-"""Whom `attention_by` knows."""
 
 
 def attention(case: BenchmarkCase, conditions: Conditions) -> Rows:
@@ -115,31 +112,6 @@ def adamw(case: BenchmarkCase, conditions: Conditions) -> Rows:
     updates = {"torch fused": optimizer.torch_fused, OURS: optimizer.ours}
     builders = {name: partial(build, update, shapes) for name, update in updates.items()}
     reference = build(optimizer.plain, shapes[:1], torch.float64).results
-    return copying(
-        case, conditions, builders, BYTES_PER_PARAMETER * sum(map(torch.Size.numel, map(torch.Size, shapes))), reference
-    )
-
-
-def elementwise(case: BenchmarkCase, conditions: Conditions) -> Rows:
-    """A kernel between the matmuls in bf16: what torch.compile makes of the reference, and ours."""
-    s = case.settings
-    torch.manual_seed(0)
-
-    def random(width: int) -> Tensor:
-        return torch.randn(s["rows"], width, device=conditions.device).bfloat16()
-
-    if s["kernel"] == "rmsnorm":  # with the gradient of the residual stream, which the backward pass adds
-        kernel = cases.norm(*(random(s["d_model"]) for _ in range(4)))
-    elif s["kernel"] == "rope":
-        kernel = cases.rotation(random(3 * s["heads"] * s["head_size"]), s["heads"], s["context_length"], False)
-    else:
-        kernel = cases.gate(random(2 * s["d_ff"]), random(s["d_ff"]))
-    compiled = partial(kernel.run, conditions.compiled(kernel.reference))
-    builders = {"torch.compile": partial(Contestant, compiled), OURS: kernel.ours}
-    return copying(case, conditions, builders, kernel.least_bytes, kernel.run(convert=Tensor.float))
-
-
-def copying(case: BenchmarkCase, conditions: Conditions, builders: Any, moved: int, reference: Any) -> Rows:
-    """Rows of work whose speed is that of moving so many bytes."""
+    moved = BYTES_PER_PARAMETER * sum(map(torch.Size.numel, map(torch.Size, shapes)))
     ideal = moved / conditions.peak_rates["copy_bytes_per_second"]
     return timed_rows(case, conditions, builders, moved / 1e9, "GB/s", ideal, "measured copy", reference=reference)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import command
+import tyro
 from peers import hugging_face
 from steps import bound, captured, peer_step
 from torch import Tensor, nn
@@ -31,7 +31,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lmcore.accounting import training_flops
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
-from lmcore.device import device_name, out_of_memory_reason, peak_flops, reset_peak_memory, set_matmul_precision
+from lmcore.device import (
+    device_name,
+    out_of_memory_reason,
+    peak_flops,
+    reset_peak_memory,
+    set_matmul_precision,
+    synchronize,
+)
 from lmcore.distributed import ring_all_reduce
 from lmcore.distributed.collectives import registered_memory, use_all_channels
 from lmcore.errors import require
@@ -67,11 +74,10 @@ LMCORE = {
 PEERS = ("HF compiled, torch DDP", "HF compiled, FSDP2")
 GRAPHS = ("HF compiled + CUDA graph, torch DDP", "HF compiled + CUDA graph, FSDP2")
 """Peers that run only if they are named, in a process of their own: a capture that fails spoils it."""
-WARMUPS = 11
-"""Steps before a peer is captured: DDP arranges its buckets anew in the first ten."""
 COLLECTIVES = ("NCCL", "lmcore ring")
-ROUNDS, SECONDS, COMPARED, PROFILED = 7, 0.5, 3, 5
-"""Rounds of a contestant, how long each takes, first losses that are compared, steps under a profiler at the end."""
+WARMUPS, ROUNDS, SECONDS, COMPARED, PROFILED = 11, 7, 0.5, 3, 5
+"""Steps before a peer is captured (DDP arranges its buckets anew in the first ten), rounds of a contestant, how long
+each takes, first losses that are compared, steps under a profiler at the end."""
 
 
 def main(
@@ -79,26 +85,18 @@ def main(
     only: tuple[str, ...] = (),
     contestants: tuple[str, ...] = (),
     toy: bool = False,
-    again: bool = False,
     times: int = 1,
 ) -> None:
     """Measures on all ranks; rank 0 prints and writes.
 
     Args:
-        out: the JSON file to write, row by row; what it holds for as many ranks is kept. Default:
-            results/h200/parallel_N.json for N ranks.
+        out: the JSON file to write, row by row; default: results/h200/parallel_N.json for N ranks.
         only: works by name, and all-reduce; default: all.
         contestants: by name; default: all but those whose names have "+ CUDA graph", which take a process each.
         toy: small sizes on CPUs, nothing compiled: to try the command; its times mean nothing.
-        again: measure anew what the file holds.
         times: how often each contestant of a work is measured, in turns. Its row is the median run, and `runs` has the
             seconds of all. What the file holds of fewer runs is measured anew.
     """
-    require(times > 0, f"times must be at least 1, not {times}.")
-    known = (*WORKS, "all-reduce")
-    unknown = [name for name in only if name not in known]
-    require(not unknown, f"Unknown work: {', '.join(unknown)}; choose from {', '.join(known)}.")
-    require("RANK" in os.environ, "Start it with torchrun --nproc-per-node N benchmarks/parallel.py.")
     device = torch.device("cpu") if toy else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if not toy:
         torch.cuda.set_device(device)  # where FSDP2 gathers
@@ -109,22 +107,20 @@ def main(
     result = read_json(out) if out.exists() else {"toy": toy, "rows": []}
     require(result["toy"] == toy, f"{out} holds {'toy' if result['toy'] else 'real'} sizes: choose another --out.")
     enough = [row for row in result["rows"] if row["outcome"] != "complete" or len(row.get("runs", [0])) >= times]
-    done = set() if again else {(row["work"], row["contestant"], row["ranks"]) for row in enough}
-    for work in only or known:
+    done = {(row["work"], row["contestant"], row["ranks"]) for row in enough}
+    for work in only or (*WORKS, "all-reduce"):
         entrants = COLLECTIVES if work == "all-reduce" else (*LMCORE, *PEERS)
         chosen = [name for name in (*entrants, *GRAPHS) if name in (contestants or entrants)]
-        turns = [name for name in chosen if (work, name, size) not in done] * times
         runs: dict[str, list[dict[str, Any]]] = {}
-        for name in turns:
+        for name in [name for name in chosen if (work, name, size) not in done] * times:
             found = all_reduce(name, device, toy) if work == "all-reduce" else steps(work, name, device, toy)
             runs.setdefault(name, []).append(found)
-            row = {"work": work, "contestant": name, "ranks": size} | middle(runs[name])
+            head = {"work": work, "contestant": name, "ranks": size}
+            others = [row for row in result["rows"] if {key: row[key] for key in head} != head]
+            provenance = environment()
+            row = head | middle(runs[name]) | {"commit": provenance.get("git_commit")}
+            result = {"toy": toy, "provenance": provenance, "rows": [*others, row]}
             if rank == 0:
-                key = [row[k] for k in ("work", "contestant", "ranks")]
-                others = [r for r in result["rows"] if [r[k] for k in ("work", "contestant", "ranks")] != key]
-                provenance = environment()
-                row["commit"] = provenance.get("git_commit")
-                result = {"toy": toy, "provenance": provenance, "rows": [*others, row]}
                 write_json(out, result)
                 print(row, flush=True)
             if name in GRAPHS and found["outcome"] != "complete":
@@ -201,10 +197,7 @@ def steps(work: str, name: str, device: torch.device, toy: bool) -> dict[str, An
 def contestant(
     name: str, config: TrainConfig, device: torch.device, toy: bool, batch: Tensor
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The step of a contestant on this rank, from the weights that all start from; a graph's is that of `batch`.
-
-    Raises `Absent` for a peer whose step cannot be captured.
-    """
+    """The step of a contestant on this rank, from the weights that all start from; a graph's is that of `batch`."""
     torch.manual_seed(0)
     chosen = replace(config, **LMCORE.get(name, {}))
     model = TransformerLM(chosen.model, device=device)
@@ -240,12 +233,7 @@ def contestant(
     if not graph:
         return step
     reset_peak_memory(device)
-    try:
-        replay, returned = captured(lambda: step(*batch), device, WARMUPS, stream, "relaxed")
-    except RuntimeError as error:
-        if out_of_memory_reason(error) is not None:
-            raise
-        raise Absent(f"It cannot be captured: {str(error).partition(chr(10))[0]}") from error
+    replay, returned = captured(lambda: step(*batch), device, WARMUPS, stream, "relaxed")
     first = iter(returned[:COMPARED])
     return lambda *_: next(first, None) or replay()
 
@@ -262,13 +250,11 @@ def timed(function: Callable[[], Any], device: torch.device) -> dict[str, float]
 
     def once(calls: int) -> float:
         dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
             function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         taken = torch.tensor((time.perf_counter() - start) / calls, dtype=torch.float32, device=device)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         return taken.item()
@@ -313,4 +299,4 @@ def all_reduce(name: str, device: torch.device, toy: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command(main)
+    tyro.cli(main)

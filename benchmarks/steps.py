@@ -1,13 +1,12 @@
 """Full training steps (forward, backward, clipping, AdamW) of lmcore and of its peers, from the same weights."""
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from benchmark_cases import OURS, BenchmarkCase, Conditions, Rows, blank_row, timed_rows
-from peers import hugging_face, torch_llama
+from peers import hugging_face
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,10 +15,7 @@ from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.device import autocast, device_name, peak_flops
 from lmcore.errors import require
 from lmcore.functional import cross_entropy
-from lmcore.kernels.adamw import FusedAdamW
-from lmcore.kernels.cross_entropy import linear_cross_entropy
 from lmcore.model import TransformerLM
-from lmcore.optimizer import build_optimizer, gradient_clipping
 from lmcore.profiling.cases import WorkloadConfig
 from lmcore.profiling.kernels.measuring import Absent, Contestant
 from lmcore.profiling.plausible import refusal
@@ -28,47 +24,16 @@ from lmcore.train import training_step
 COMPARED_STEPS = 4
 """First steps whose losses are compared."""
 
-LMCORE: dict[str, dict[str, Any]] = {
-    "lmcore plain": {},
-    "lmcore sdpa": {"model__attention": "sdpa"},
-    "lmcore compiled": {"compile": True},
-    "lmcore sdpa compiled": {"model__attention": "sdpa", "compile": True},
-    OURS: {"ops": "fused"},
-    "plain, eager": {},
-    "+ sdpa": {"model__attention": "sdpa"},
-    "+ flash attention": {"model__attention": "flash"},
-    "+ torch.compile": {"model__attention": "flash", "compile": True},
-    "+ one CUDA graph": {"ops": "fused"},
-}
-"""Steps as `lmcore train` takes them: what each changes in the configuration."""
-KERNELS = {"+ fused loss": False, "+ fused AdamW": True}
-"""Steps with our loss in place of the plain one, and whether the update is ours, too."""
-PEERS = {"HF": hugging_face, "Hugging Face": hugging_face, "torch.nn": torch_llama}
-"""How the names of peers begin; "compiled" and "CUDA graph" in a name say how they run."""
-
-
-Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Updates the weights by one batch; returns loss and gradient norm."""
-
-
-def explicit_step(loss: Callable[..., Tensor], optimizer: torch.optim.Optimizer, clip: Callable[[], Tensor]) -> Step:
-    """A training step as PyTorch's users write it."""
-
-    def step(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        optimizer.zero_grad(set_to_none=True)
-        value = loss(inputs, targets)
-        value.backward()
-        norm = clip()
-        optimizer.step()
-        return value.detach(), norm
-
-    return step
+LMCORE: dict[str, dict[str, Any]] = {"lmcore plain": {}, OURS: {"ops": "fused"}}
+"""Steps as `lmcore train` takes them: what each changes in the configuration. Others are Hugging Face's; "compiled" and
+"CUDA graph" in their names say how they run."""
 
 
 def peer_step(
     model: nn.Module, logits: Callable, config: TrainConfig, device: torch.device, graph: bool, compiled: str | None
-) -> Step:
-    """Any model's logits with PyTorch's fused AdamW and clipping, compiled "as a whole", "by layer" or not at all."""
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """A step as PyTorch's users write it, from any model's logits, with fused AdamW and clipping by PyTorch; compiled
+    "as a whole", "by layer" or not at all. Returns loss and gradient norm."""
     parameters, o = list(model.parameters()), config.optimizer
 
     def criterion(logits: Tensor, targets: Tensor) -> Tensor:
@@ -91,39 +56,29 @@ def peer_step(
     settings = {"fused": True, "capturable": graph and device.type == "cuda"}
     optimizer = torch.optim.AdamW(groups, lr=o.learning_rate, betas=o.betas, eps=o.eps, **settings)
     loss = torch.compile(loss, dynamic=False) if compiled == "as a whole" else loss
-    return explicit_step(loss, optimizer, lambda: nn.utils.clip_grad_norm_(parameters, o.max_grad_norm))
 
+    def step(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        optimizer.zero_grad(set_to_none=True)
+        value = loss(inputs, targets)
+        value.backward()
+        norm = nn.utils.clip_grad_norm_(parameters, o.max_grad_norm)
+        optimizer.step()
+        return value.detach(), norm
 
-def kernel_step(model: TransformerLM, config: TrainConfig, device: torch.device, adamw: bool, compiled: bool) -> Step:
-    """Our model, compiled up to the LM head, with our loss and, if so wanted, our update."""
-    parameters, limit, head = list(model.parameters()), config.optimizer.max_grad_norm, model.lm_head.weight
-    fused = partial(FusedAdamW, max_grad_norm=limit)
-    optimizer = build_optimizer(model, config.optimizer, fused) if adamw else build_optimizer(model, config.optimizer)
-    model.lm_head = nn.Identity()
-
-    def activations(inputs: Tensor) -> Tensor:
-        with autocast(device, config.precision):
-            return model(inputs)
-
-    forward = torch.compile(activations, dynamic=False) if compiled else activations
-
-    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(forward(inputs).flatten(0, 1).bfloat16(), head.bfloat16(), targets.flatten())
-
-    return explicit_step(loss, optimizer, lambda: optimizer.norm if adamw else gradient_clipping(parameters, limit))
+    return step
 
 
 class Bench:
-    """A configuration, random batches, and who can train on them."""
+    """A configuration, a random batch, and who can train on it."""
 
-    def __init__(self, config: TrainConfig, device: torch.device, toy: bool = False, batches: int = 1):
+    def __init__(self, config: TrainConfig, device: torch.device, toy: bool = False):
         self.config, self.device, self.toy = config, device, toy
         """At toy sizes nothing is compiled."""
-        self.by_layer = config.model.num_layers > 12
+        self.compiled = "by layer" if config.model.num_layers > 12 else "as a whole"
         """Compiling layer by layer takes seconds where a deep model as a whole takes minutes."""
         torch.manual_seed(1)
-        shape = (batches, 2, config.batch_size, config.model.context_length)
-        self.batches = [tuple(batch) for batch in torch.randint(config.model.vocab_size, shape, device=device)]
+        shape = (2, config.batch_size, config.model.context_length)
+        self.batch = torch.randint(config.model.vocab_size, shape, device=device)
 
     def model(self, config: TrainConfig) -> TransformerLM:
         """Our model with the weights that every contestant starts from."""
@@ -132,32 +87,24 @@ class Bench:
 
     @torch.no_grad()
     def reference(self) -> Tensor:
-        """Loss of the first batch in float32, from the plain model, sequence by sequence."""
+        """Loss of the batch in float32, from the plain model, sequence by sequence."""
         model = self.model(replace(self.config, model__attention="sdpa"))
-        pairs = zip(*(tokens.split(1) for tokens in self.batches[0]), strict=True)
+        pairs = zip(*(tokens.split(1) for tokens in self.batch), strict=True)
         return torch.stack([cross_entropy(model(x), y) for x, y in pairs]).mean()
 
     def build(self, name: str) -> Contestant:
         """A contestant after its first steps, whose losses are noted. Raises `UserError` on what a step cannot do."""
-        graph, way = "CUDA graph" in name and name not in LMCORE, "by layer" if self.by_layer else "as a whole"
-        compiled = way if "compile" in name or name in KERNELS else None
+        graph, compiled = "CUDA graph" in name, self.compiled if "compile" in name else None
         if name in LMCORE:
             config = replace(self.config, **LMCORE[name])
-            config = replace(config, compile=config.compile and not self.toy)
             step, reason = training_step(self.model(config), config, self.device)
             require(reason is None, f"The fused step does not cover {reason}.")
-        elif name in KERNELS:
-            config = replace(self.config, model__attention="flash")
-            step = kernel_step(self.model(config), config, self.device, KERNELS[name], not self.toy)
         else:
-            make = next(make for start, make in PEERS.items() if name.startswith(start))
-            found = make(self.model(self.config))
-            step = peer_step(*found, self.config, self.device, graph, None if self.toy else compiled)
-
-        batches = itertools.cycle(self.batches)
+            theirs = hugging_face(self.model(self.config))
+            step = peer_step(*theirs, self.config, self.device, graph, None if self.toy else compiled)
 
         def run() -> Tensor:
-            return step(*next(batches))[0]
+            return step(*self.batch)[0]
 
         if graph:
             run, losses = captured(run, self.device, COMPARED_STEPS)
@@ -185,9 +132,7 @@ def captured(
             returned = [step() for _ in range(warmups)]
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, stream=stream, capture_error_mode=mode
-        ):  # its own default is of the first device that captured
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):  # its default is of the first device
             step()
 
     def replay(kept: Callable[[], Any] = step) -> None:  # the graph itself keeps no hold on the tensors it works on
@@ -227,6 +172,5 @@ def measure(case: BenchmarkCase, conditions: Conditions) -> Rows:
     noted = [row["notes"] for row in rows if "losses" in row["notes"]]
     falls = [notes["losses"][0] - notes["losses"][-1] for notes in noted]
     for notes, fall in zip(noted, falls, strict=True):
-        if falls[0] != 0:
-            notes["fall_beside_first"] = round(fall / falls[0], 4)
+        notes["fall_beside_first"] = round(fall / (falls[0] or 1.0), 4)
     return rows

@@ -15,14 +15,12 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 import tyro
-from common import command, take_turns, turn_by_turn
 
 HERE, CASE = Path(__file__).resolve().parents[1], "--case"
 if CASE not in sys.argv:  # the process of a tree has that tree's lmcore
@@ -46,11 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "step-tinystories-32x256": {"size": "tinystories", "batch_size": 32, "context_length": 256},
 }
 """Arguments of the function that a name begins with."""
-TOY: dict[str, dict[str, Any]] = {
-    "step-smoke-2x16": {"size": "smoke", "batch_size": 2, "context_length": 16},
-    "attention-16-32": {"head_size": 16, "length": 32, "heads": 2},
-    "decode-smoke-1": {"size": "smoke", "prompt_tokens": 4, "new_tokens": 4},
-}
+TOY: dict[str, dict[str, Any]] = {"attention-16-32": {"head_size": 16, "length": 32, "heads": 2}}
 
 
 def main(
@@ -72,12 +66,13 @@ def main(
     from lmcore.files import write_json
     from lmcore.provenance import environment
 
-    old, here = old.resolve(), environment()
-    result: dict[str, Any] = {"provenance": here, "old": commit(old), "new": here["git_commit"], "cases": {}}
+    here = environment()
+    commit = subprocess.run(["git", "-C", old, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout
+    result: dict[str, Any] = {"provenance": here, "old": commit.strip(), "new": here["git_commit"], "cases": {}}
     for name, settings in (TOY if toy else CASES).items():
         if only and name not in only:
             continue
-        row = result["cases"][name] = {"settings": settings} | compare(name, settings, old, rounds)
+        row = result["cases"][name] = {"settings": settings} | compare(name, settings, old.resolve(), rounds)
         write_json(out, result)
         times = f"old {row['old_seconds'] * 1e3:.3f} ms, new {row['new_seconds'] * 1e3:.3f} ms"
         spread = f"({row['ratio_low']:.4f} to {row['ratio_high']:.4f})"
@@ -88,20 +83,16 @@ def compare(name: str, settings: dict[str, Any], old: Path, rounds: int) -> dict
     """Median seconds of both trees, and the ratio old / new with the middle half of the rounds' own ratios."""
     trees = {"old": Tree(old, name, settings), "new": Tree(HERE, name, settings)}
     calls = max(1, math.ceil(REPEAT_SECONDS / trees["old"](1)))
-    seconds = take_turns({name: partial(tree, calls) for name, tree in trees.items()}, rounds, told=True)
+    seconds: dict[str, list[float]] = {"old": [], "new": []}
+    for number in range(rounds):
+        for tree in list(trees)[:: -1 if number % 2 else 1]:
+            seconds[tree].append(trees[tree](calls))
     for tree in trees.values():
         tree.process.communicate()
-    low, middle, high = statistics.quantiles(turn_by_turn(seconds, "old", "new"), n=4, method="inclusive")
+    ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     medians = {f"{name}_seconds": statistics.median(values) for name, values in seconds.items()}
     return medians | {"ratio": middle, "ratio_low": low, "ratio_high": high, "rounds": rounds, "calls": calls}
-
-
-def commit(folder: Path) -> str | None:
-    """The commit of a checkout, or what a file COMMIT in it says where it has no history."""
-    if (folder / "COMMIT").is_file():
-        return (folder / "COMMIT").read_text().strip()
-    done = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
 
 
 class Tree:
@@ -111,9 +102,8 @@ class Tree:
         program = [sys.executable, __file__, CASE, name, json.dumps(settings)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(program, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, **pipes)
-        found = self.answer()
-        if not Path(found).resolve().is_relative_to(folder.resolve()):
-            raise SystemExit(f"{folder} ran the lmcore of {found}.")
+        if not Path(found := self.answer()).resolve().is_relative_to(folder):
+            sys.exit(f"{folder} ran the lmcore of {found}.")
 
     def answer(self) -> Any:
         line = self.process.stdout.readline()
@@ -121,8 +111,7 @@ class Tree:
 
     def __call__(self, calls: int) -> float:
         """Seconds of a call."""
-        self.process.stdin.write(f"{calls}\n")
-        self.process.stdin.flush()
+        print(calls, file=self.process.stdin, flush=True)
         return self.answer()
 
 
@@ -182,4 +171,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == [CASE]:
         serve(*sys.argv[2:])
     else:
-        command(main)
+        tyro.cli(main)

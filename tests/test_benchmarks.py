@@ -1,0 +1,180 @@
+"""benchmarks/: who is compared and how, which target is reached, and the commands at toy sizes."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import util
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmcore.config import model_config
+from lmcore.errors import UserError
+from lmcore.model import TransformerLM
+from lmcore.profiling.kernels.measuring import Absent, Contestant
+from lmcore.profiling.kernels.speed import fastest, judged, read_speed, rows_table
+
+PROJECT = Path(__file__).parents[1]
+RECORD = PROJECT / "results" / "h200" / "speed.json"
+RECORDED = json.loads(RECORD.read_text())
+sys.path.insert(0, str(PROJECT / "benchmarks"))
+
+import benchmark_cases  # noqa: E402
+import kernel_peers  # noqa: E402
+from benchmark_cases import OURS, BenchmarkCase, Conditions, blank_row, timed_rows  # noqa: E402
+from parallel import middle  # noqa: E402
+from peers import llama  # noqa: E402
+from speed import keep, main  # noqa: E402
+
+TOY = Conditions("cpu", True, 0.01, {"copy_bytes_per_second": 1e10, "bf16_flops_per_second": 1e11})
+CASE = BenchmarkCase("work", "group", "some work", "", {})
+
+
+def row(contestant: str, median: float | None, **fields) -> dict:
+    """A row as it is in the file."""
+    times = dict.fromkeys(("median", "low", "high"), median)
+    return blank_row(CASE, contestant, "absent" if median is None else "complete", None) | times | fields
+
+
+def test_rates_and_shares_are_those_of_the_median():
+    def gone() -> Contestant:
+        raise Absent("not here")
+
+    builders = {OURS: lambda: Contestant(lambda: torch.randn(1000)), "gone": gone}
+    ours, other = timed_rows(CASE, TOY, builders, 10.0, "things/s", 1e-6, "the best")
+    assert (ours["ours"], other["ours"]) == (True, False)
+    assert ours["low"] <= ours["median"] <= ours["high"]
+    assert ours["rate"] == pytest.approx(10.0 / (ours["median"] / 1e3))
+    assert ours["share"] == pytest.approx(1e-6 / (ours["median"] / 1e3))
+    assert (other["outcome"], other["reason"], other["median"]) == ("absent", "not here", None)
+    assert list(ours) == [name for name in RECORDED["rows"][0] if name != "run"]
+
+
+MEASURED = [
+    row("HF eager", 6.0),
+    row("SDPA cuDNN", 4.0, rate=100.0),
+    row("lmcore plain", 1.0),
+    row("FlexAttention", None),
+    row("lmcore fused", 2.0, rate=150.0, share=0.5, peak_bytes=10),
+]
+
+
+@pytest.mark.parametrize(
+    ("measure", "value"), [("median", 2.0), ("share", 0.5), ("peak_bytes", 10), ("rate over SDPA cuDNN", 1.5)]
+)
+def test_targets_are_of_our_row_and_our_slower_variants_are_no_peers(measure, value):
+    table, target = rows_table(MEASURED), {"row": CASE.row, "measure": measure, "at_most": value}
+    assert fastest(table[table["peer"]])["contestant"] == "SDPA cuDNN"
+    assert judged(target, table) == target | {"measured": value, "reached": True}
+    assert not judged(target | {"at_most": 0.99 * value}, table)["reached"]
+    assert not judged({"row": CASE.row, "measure": measure, "at_least": 1.01 * value}, table)["reached"]
+    assert judged(target | {"measure": "rate over FlexAttention"}, table)["reached"] is None
+    assert judged(target | {"row": "another"}, table)["reached"] is None
+
+
+def test_a_new_run_makes_the_rows_that_the_tables_show():
+    """The names of rows and contestants, their settings and the targets are those of the file."""
+    cases = {case.row: case for case in benchmark_cases.all_cases()}
+    shown = [row for row in RECORDED["rows"] if row["group"] not in ("study", "elementwise")]
+    assert {row["row"] for row in shown} == set(cases)
+    assert benchmark_cases.targets() == RECORDED["targets"]
+    for row in shown:
+        case = cases[row["row"]]
+        assert (case.group, case.work, case.settings) == (row["group"], row["work"], row["settings"])
+        assert row["contestant"] in case.settings.get("contestants", [row["contestant"]])
+    assert len(read_speed(RECORD).rows) == len(RECORDED["rows"])
+
+
+def test_hugging_face_has_the_weights_of_our_model():
+    pytest.importorskip("transformers")
+    model = TransformerLM(model_config("smoke", vocab_size=64, context_length=16))
+    tokens = torch.randint(64, (2, 16))
+    with torch.no_grad():
+        torch.testing.assert_close(llama(model)(input_ids=tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_speed_measures_checks_and_resumes(tmp_path, capsys, monkeypatch):
+    """Two cases in processes of their own, and the rest in this one, which is faster."""
+    out = tmp_path / "speed.json"
+    main(out, only=("optimizer", "loss"), device="cpu", toy=True)
+    begun = json.loads(out.read_text())
+    assert {row["row"] for row in begun["rows"]} == {"adamw", "loss"}
+    monkeypatch.setattr("speed.run_apart", lambda call, arguments, *_, **__: ("complete", call(*arguments)))
+    main(out, device="cpu", toy=True)
+    result = json.loads(out.read_text())
+    assert [row for row in result["rows"] if row["row"] in ("adamw", "loss")] == begun["rows"]
+    absent = set() if util.find_spec("transformers") else {"decode-small-1-generate"}  # nobody else takes part
+    first, second = (set(run["cases"]) for run in result["runs"])
+    assert second == {case.row for case in benchmark_cases.toy_cases()} - first - absent
+    for row in result["rows"]:
+        assert row["outcome"] in ("complete", "absent"), row
+        if row["outcome"] == "complete":
+            assert row["notes"].get("relative_error", 0) < 1e-2, row
+        if row["contestant"].startswith("lmcore"):
+            assert row["outcome"] == "complete", row
+            assert abs(row["notes"].get("fall_beside_first", 1) - 1) < 0.05, row
+    assert "times as fast as the best peer" in capsys.readouterr().out
+    for settings, reason in (
+        ({"toy": False}, "does not hold real sizes"),
+        ({"toy": True, "only": ("nonsense",)}, "no group or case"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            main(out, device="cpu", **settings)
+    assert json.loads(out.read_text()) == result
+
+
+def test_an_update_that_does_nothing_has_an_error_of_one(monkeypatch):
+    (case,) = (case for case in benchmark_cases.toy_cases() if case.row == "adamw")
+    monkeypatch.setattr(kernel_peers.optimizer, "torch_fused", lambda parameters, **settings: lambda: None)
+    errors = {row["contestant"]: row["notes"]["relative_error"] for row in kernel_peers.adamw(case, TOY)}
+    assert errors == {"torch fused": pytest.approx(1), OURS: pytest.approx(0, abs=1e-2)}
+
+
+def test_rows_know_their_run_and_a_failure_does_not_displace_a_measurement():
+    done, lost = ({"row": "work", "outcome": outcome} for outcome in ("complete", "failed"))
+    result = {"rows": [], "runs": [], "provenance": {}, "peak_rates": {}}
+    for rows, expected, commit in (
+        ([lost], [lost | {"run": 0}], None), ([done], [done | {"run": 1}], 1), ([lost], [done | {"run": 1}], 1)
+    ):  # fmt: skip
+        result["runs"].append({"environment": {"commit": len(result["runs"])}, "peak_rates": {}, "cases": []})
+        keep(result, CASE, rows)
+        assert (result["rows"], result["provenance"].get("commit")) == (expected, commit)
+    assert [run["cases"] for run in result["runs"]] == [[], ["work"], []]
+
+
+def command(*words) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=PROJECT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_parallel_takes_turns_and_every_way_has_the_same_losses(tmp_path):
+    out = tmp_path / "parallel.json"
+    contestants = ["lmcore explicit step, ddp", "lmcore explicit step, fsdp, recomputing", "lmcore fsdp"]
+    contestants += ["NCCL", "lmcore ring"]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "benchmarks/parallel.py", "--toy"]
+    words += ["--only", "tinystories-256x256 in all", "all-reduce", "--times", "2", "--contestants", *contestants]
+    command(*words, "--out", out)
+    rows = {row["contestant"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == contestants
+    assert {(row["ranks"], row["outcome"]) for row in rows.values()} == {(2, "complete")}
+    assert all(sorted(row["runs"])[1] == row["seconds"] for row in rows.values())
+    explicit, *others = (rows[name]["losses"] for name in contestants[:3])
+    assert others == [explicit, explicit]
+    assert explicit[0] > explicit[-1]
+    failed, complete = {"outcome": "out of memory"}, {"outcome": "complete", "seconds": 3.0}
+    assert middle([complete, failed]) == failed
+
+
+def test_two_trees_take_turns(tmp_path):
+    """Each in a process of its own; here both are this one."""
+    out = tmp_path / "trees.json"
+    said = command("benchmarks/trees.py", PROJECT, "--toy", "--rounds", "2", "--out", out)
+    (case,) = json.loads(out.read_text())["cases"].values()
+    assert case["ratio_low"] <= case["ratio"] <= case["ratio_high"]
+    assert said.startswith("attention-16-32: old ")
