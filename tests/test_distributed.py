@@ -6,9 +6,9 @@ Four ranks are started once; smaller worlds are groups of them, so that `group` 
 import copy
 import gc
 import os
+import random
 import re
 import signal
-import threading
 import time
 import weakref
 from collections import Counter
@@ -68,96 +68,30 @@ def on(ranks, size, function, *arguments):
 # Collectives
 
 
-def reduced(rank, group, length, dtype):
-    own = [torch.arange(length, dtype=dtype) * (r + 1) for r in range(dist.get_world_size(group))]
-    tensor = own[rank].clone()
-    ring_all_reduce(tensor, group)
-    return torch.equal(tensor, sum(own))
+def random_collectives(rank, group, seed):
+    """Tensors of any length and type, chunks that count as large or not, and a buffer that calls share or none."""
+    size, rng = dist.get_world_size(group), random.Random(seed)
+    for _ in range(12):
+        length, dtype = rng.choice((1, 3, 8, 101)), rng.choice((torch.float64, torch.bfloat16, torch.int32))
+        own = [(torch.arange(length) % 5 + r).to(dtype) for r in range(size)]
+        total, root, buffer = sum(own), rng.randrange(size), rng.choice((None, torch.empty(length, dtype=dtype)))
+        summed, scattered, sent, gathered = own[rank].clone(), own[rank].clone(), own[rank].clone(), total.clone()
+        with mock.patch.object(collectives, "LARGE", rng.choice((1, 2**20))), collectives.registered_memory(group):
+            ring_all_reduce(summed, group, buffer)
+            chunk = ring_reduce_scatter(scattered, group, buffer)
+        for other, part in enumerate(gathered.tensor_split(size)):
+            part.fill_(-1) if other != rank else None
+        ring_all_gather(gathered, group)
+        tree_broadcast(sent, root, group)
+        assert torch.equal(chunk, total.tensor_split(size)[rank])
+        assert torch.equal(summed, total)
+        assert torch.equal(gathered, total)
+        assert torch.equal(sent, own[root])
 
 
 @pytest.mark.parametrize("size", WORLDS)
-def test_all_reduce_sums_on_every_rank(ranks, size):
-    for length in (1, 3, 8, 101):  # fewer elements than ranks, and lengths that the ranks do not divide
-        assert all(on(ranks, size, reduced, length, torch.float64)), length
-    assert all(on(ranks, size, reduced, 12, torch.bfloat16))
-
-
-def scattered(rank, group, length):
-    size = dist.get_world_size(group)
-    tensor = torch.arange(length) + 100 * rank
-    chunk = ring_reduce_scatter(tensor, group).clone()
-    want = (size * torch.arange(length) + 100 * sum(range(size))).tensor_split(size)[rank]
-    gathered = torch.full((length,), -1)
-    gathered.tensor_split(size)[rank][:] = rank
-    ring_all_gather(gathered, group)
-    owners = torch.cat([torch.full_like(part, r) for r, part in enumerate(tensor.tensor_split(size))])
-    return torch.equal(chunk, want) and torch.equal(gathered, owners)
-
-
-@pytest.mark.parametrize("size", WORLDS)
-def test_reduce_scatter_and_all_gather(ranks, size):
-    assert all(on(ranks, size, scattered, 8))
-    assert all(on(ranks, size, scattered, 11))
-
-
-def in_halves(rank, group, length, dtype):
-    """The sum of chunks that count as large, and the messages that this rank has sent for it."""
-    sent, batch = [], dist.batch_isend_irecv
-    with mock.patch.object(collectives, "LARGE", 1), mock.patch.object(dist, "batch_isend_irecv") as exchanges:
-        exchanges.side_effect = lambda operations: sent.append(operations[0].tensor.numel()) or batch(operations)
-        right = reduced(rank, group, length, dtype)
-    return right, sent
-
-
-@pytest.mark.parametrize("size", WORLDS)
-def test_large_chunks_are_reduced_in_halves(ranks, size):
-    for length in (1, 3, 101):
-        assert all(right for right, _ in on(ranks, size, in_halves, length, torch.float64)), length
-    for right, sent in on(ranks, size, in_halves, 12 * size, torch.int32):
-        assert right
-        assert sent == [6] * 2 * (size - 1) + [12] * (size - 1)  # the gathered chunks stay whole
-
-
-def in_one_buffer(rank, group):
-    """Sums of several tensors in a buffer that is longer than any chunk."""
-    size, buffer = dist.get_world_size(group), torch.full((100,), -1.0)
-    tensors = [torch.full((length,), rank + 1.0) for length in (7, 40, 12)]
-    with mock.patch.object(collectives, "LARGE", 80):
-        for tensor in tensors:
-            ring_all_reduce(tensor, group, buffer)
-    return all(bool((tensor == size * (size + 1) / 2).all()) for tensor in tensors)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_calls_share_a_buffer(ranks, size):
-    assert all(on(ranks, size, in_one_buffer))
-
-
-def registered(rank, group):
-    with collectives.registered_memory(group):
-        return reduced(rank, group, 8, torch.float32)
-
-
-def test_registered_memory_does_nothing_with_gloo(ranks):
-    assert all(on(ranks, 2, registered))
-
-
-@pytest.mark.parametrize(("given", "then"), [({}, "131072"), ({"NCCL_P2P_NVL_CHUNKSIZE": "65536"}, "65536")])
-def test_who_has_set_the_size_of_pieces_keeps_it(given, then):
-    with mock.patch.dict(os.environ, given, clear=True):
-        collectives.use_all_channels()
-        assert os.environ["NCCL_P2P_NVL_CHUNKSIZE"] == then
-
-
-def broadcast(rank, group, root):
-    tensor = torch.full((2, 3), float(rank))
-    tree_broadcast(tensor, root, group)
-    return bool((tensor == root).all())
-
-
-@pytest.mark.parametrize("size", WORLDS)
-def test_tree_broadcast_from_every_root(ranks, size):
-    assert all(all(on(ranks, size, broadcast, root)) for root in range(size))
+def test_collectives_are_their_definitions(ranks, size):
+    on(ranks, size, random_collectives, size)
 
 
 def refused(rank, group):
@@ -178,12 +112,15 @@ def refused(rank, group):
 
 def test_refusals(ranks):
     said = on(ranks, 2, refused)[0]
-    assert len(said) == 5
-    assert "contiguous" in said[0]
-    assert "root must be a rank from 0 to 1, not 7" in said[1]
-    assert "The buffer must hold the longest chunk: 4 elements of torch.float32 on cpu" in said[2]
-    assert "The buffer must hold the longest chunk: 4 elements of torch.float32 on cpu" in said[3]
-    assert "bucket_size_mb must be positive, not 0" in said[4]
+    buffer = "The buffer must hold the longest chunk: 4 elements of torch.float32 on cpu"
+    expected = (
+        "contiguous",
+        "root must be a rank from 0 to 1, not 7",
+        buffer,
+        buffer,
+        "bucket_size_mb must be positive",
+    )
+    assert all(part in sentence for part, sentence in zip(expected, said, strict=True))
 
 
 # Training
@@ -234,81 +171,48 @@ def batches(size, steps):
     return torch.randint(VOCABULARY, (steps, 2, size * EACH, LENGTH), generator=generator)
 
 
-def fitted(rank, group, model, wrapper, dtype=torch.float64, clip=None):
-    """Parameters after three steps of AdamW, of the whole model; initial weights differ, so that rank 0's must win."""
+def fitted(rank, group, model, wrapper, clip=None, size=None):
+    """Parameters after three steps of AdamW, of the whole model, and norms before clipping.
+
+    Initial weights differ, so that rank 0's must win; with `size`, those of one process on so many ranks' batches.
+    """
     torch.manual_seed(rank)
-    module = MODELS[model]().to(dtype)
-    wrapped = WRAPPERS[wrapper](module, group=group)
-    optimizer = AdamW(wrapped.parameters(), lr=1e-2)
-    norms = []
-    for inputs, targets in batches(dist.get_world_size(group), 3)[:, :, rank * EACH : (rank + 1) * EACH]:
+    module = wrapped = MODELS[model]().double()
+    part = slice(None)
+    if size is None:
+        wrapped, part = WRAPPERS[wrapper](module, group=group), slice(rank * EACH, (rank + 1) * EACH)
+    optimizer, norms = AdamW(wrapped.parameters(), lr=1e-2), []
+    for inputs, targets in batches(size or dist.get_world_size(group), 3)[:, :, part]:
         optimizer.zero_grad()
         cross_entropy(wrapped(inputs), targets).backward()
-        wrapped.finish_gradient_synchronization()
+        if size is None:
+            wrapped.finish_gradient_synchronization()
         if clip is not None:
-            norms.append(float(wrapped.clip_gradients(clip)))
+            norms.append(float(gradient_clipping(module.parameters(), clip) if size else wrapped.clip_gradients(clip)))
         optimizer.step()
-    whole = wrapped.gather_full_params() if wrapper == "fsdp" else dict(wrapped.module.named_parameters())
+    whole = wrapped.gather_full_params() if isinstance(wrapped, FSDP) else dict(module.named_parameters())
     return {name: parameter.detach().clone() for name, parameter in whole.items()}, norms
-
-
-def fitted_alone(size, model, dtype=torch.float64, clip=None):
-    torch.manual_seed(0)
-    module = MODELS[model]().to(dtype)
-    optimizer, norms = AdamW(module.parameters(), lr=1e-2), []
-    for inputs, targets in batches(size, 3):
-        optimizer.zero_grad()
-        cross_entropy(module(inputs), targets).backward()
-        if clip is not None:
-            norms.append(float(gradient_clipping(module.parameters(), clip)))
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}, norms
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_training_equals_one_process(ranks, wrapper, model):
     for size in (2, 3, 4):
-        want, _ = fitted_alone(size, model)
+        want, _ = fitted(0, None, model, None, size=size)
         for got, _ in on(ranks, size, fitted, model, wrapper):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 
 
 def test_fsdp_clips_by_the_norm_of_the_whole(ranks):
-    want, norms = fitted_alone(3, "odd", clip=0.5)
-    for got, found in on(ranks, 3, fitted, "odd", "fsdp", torch.float64, 0.5):
-        torch.testing.assert_close(found, norms, rtol=1e-9, atol=0)
+    want = fitted(0, None, "odd", None, 0.5, size=3)
+    for got in on(ranks, 3, fitted, "odd", "fsdp", 0.5):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 
 
-def first_gradients(rank, group, wrapper, gradient_dtype=None):
+def gradients(rank, group, wrapper, gradient_dtype=None):
+    """Of two batches, of which the first is only accumulated."""
     torch.manual_seed(0)
-    options = {"gradient_dtype": gradient_dtype} if gradient_dtype else {}
-    wrapped = wrapper(lm(), group=group, **options)
-    inputs, targets = batches(dist.get_world_size(group), 1)[0, :, rank * EACH : (rank + 1) * EACH]
-    cross_entropy(wrapped(inputs), targets).backward()
-    wrapped.finish_gradient_synchronization()
-    return [parameter.grad for parameter in wrapped.parameters()]
-
-
-@pytest.mark.parametrize("wrapper", [NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP])
-def test_gradients_in_float32_and_bfloat16(ranks, wrapper):
-    torch.manual_seed(0)
-    model = lm()
-    inputs, targets = batches(2, 1)[0]
-    cross_entropy(model(inputs), targets).backward()
-    want = [parameter.grad for parameter in model.parameters()]
-    for got in on(ranks, 2, first_gradients, wrapper):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    for got in on(ranks, 2, first_gradients, wrapper, torch.bfloat16):
-        assert all(gradient.dtype == torch.float32 for gradient in got)
-        torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-3)
-        assert not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, want, strict=True))
-
-
-def accumulated(rank, group, wrapper):
-    torch.manual_seed(0)
-    wrapped = wrapper(lm().double(), group=group)
+    wrapped = wrapper(lm(), group=group, gradient_dtype=gradient_dtype)
     first, second = batches(dist.get_world_size(group), 2)[:, :, rank * EACH : (rank + 1) * EACH]
     with wrapped.no_sync():
         cross_entropy(wrapped(first[0]), first[1]).backward()
@@ -317,15 +221,19 @@ def accumulated(rank, group, wrapper):
     return [parameter.grad for parameter in wrapped.parameters()]
 
 
-@pytest.mark.parametrize("wrapper", [NaiveDDP, OverlappedDDP, BucketedDDP])
-def test_accumulated_gradients_are_sent_once(ranks, wrapper):
+@pytest.mark.parametrize("wrapper", [NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP])
+def test_gradients_accumulate_and_travel_in_float32_or_bfloat16(ranks, wrapper):
     torch.manual_seed(0)
-    model = lm().double()
+    model = lm()
     for inputs, targets in batches(2, 2):
         cross_entropy(model(inputs), targets).backward()
     want = [parameter.grad for parameter in model.parameters()]
-    for got in on(ranks, 2, accumulated, wrapper):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+    for got in on(ranks, 2, gradients, wrapper):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    for got in on(ranks, 2, gradients, wrapper, torch.bfloat16):
+        assert all(gradient.dtype == torch.float32 for gradient in got)
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-3)
+        assert not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, want, strict=True))
 
 
 def outlives_its_wrapper(rank, group, wrapper):
@@ -346,21 +254,13 @@ def test_a_wrapper_that_is_dropped_leaves_no_parameters(ranks):
 
 def calls_before_the_end(rank, group, wrapper):
     """All-reduces that were begun when the backward pass was over, those after it, and the most elements of one."""
-    counted, all_reduce = [], dist.all_reduce
-
-    def counting(tensor, **options):
-        counted.append(tensor.numel())
-        return all_reduce(tensor, **options)
-
     wrapped = WRAPPERS[wrapper](lm(), group=group)
-    dist.all_reduce = counting
-    try:
+    with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as calls:
         ids = torch.zeros(1, LENGTH, dtype=torch.long)
         cross_entropy(wrapped(ids), ids).backward()
-        before = len(counted)
+        before = calls.call_count
         wrapped.finish_gradient_synchronization()
-    finally:
-        dist.all_reduce = all_reduce
+        counted = [call.args[0].numel() for call in calls.call_args_list]
     return before, len(counted) - before, max(counted)
 
 
@@ -466,10 +366,6 @@ def test_fsdp_in_mixed_precision_equals_one_process(ranks, dtype):
         assert moved > 0.02
 
 
-def test_fsdp_sees_that_the_order_of_layers_has_changed(ranks):
-    assert all(on(ranks, 2, other_order))
-
-
 class TwoWays(nn.Module):
     def __init__(self):
         super().__init__()
@@ -483,25 +379,21 @@ class TwoWays(nn.Module):
 
 def other_order(rank, group):
     torch.manual_seed(0)
-    model, alone = TwoWays().double(), TwoWays().double()
-    alone.load_state_dict(model.state_dict())
-    dist.broadcast(torch.zeros(1), 0, group=group)
-    for parameter in alone.parameters():
-        dist.broadcast(parameter.data, 0, group=group)
+    alone = TwoWays().double()
+    model = copy.deepcopy(alone)
     fsdp, x = FSDP(model, group=group), torch.ones(2, 4, dtype=torch.float64)
-    same = []
     for names in ("abc", "abc", "cba", "ca", "aab"):
-        fsdp.zero_grad()
-        alone.zero_grad()
-        fsdp(x, names).sum().backward()
-        alone(x, names).sum().backward()
+        for each in (fsdp, alone):
+            each.zero_grad()
+            each(x, names).sum().backward()
         fsdp.finish_gradient_synchronization()
-        for name, parameter in model.named_parameters():
-            whole = getattr(alone, name[0]).weight.grad
-            own = None if whole is None else whole.chunk(dist.get_world_size(group))[rank]
-            found = parameter.grad
-            same.append(found is None if own is None else torch.allclose(found, own, rtol=1e-9, atol=1e-12))
-    return all(same)
+        for mine, whole in zip(model.parameters(), alone.parameters(), strict=True):
+            own = whole.grad if whole.grad is None else whole.grad.chunk(dist.get_world_size(group))[rank]
+            torch.testing.assert_close(mine.grad, own, rtol=1e-9, atol=1e-12)
+
+
+def test_fsdp_sees_that_the_order_of_layers_has_changed(ranks):
+    on(ranks, 2, other_order)
 
 
 # Optimizer state
@@ -694,12 +586,11 @@ def one_parameter(rank, group):
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=0.5)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    return model.weight.detach()
+    return torch.equal(model.weight, torch.full((1, 3), 0.5))
 
 
 def test_a_rank_without_parameters_takes_part(ranks):
-    for weight in on(ranks, 3, one_parameter):
-        assert torch.equal(weight, torch.full((1, 3), 0.5))
+    assert all(on(ranks, 3, one_parameter))
 
 
 # The processes themselves
@@ -744,23 +635,7 @@ def test_a_rank_that_fails_ends_all(how, error, says):
             ranks.run(hurt, "")
 
 
-def test_a_rank_that_dies_before_it_reads_is_named():
-    with Ranks(2) as ranks:
-        assert ranks.run(hurt, "") == [0, 1]
-        os.kill(ranks.processes[1].pid, signal.SIGSTOP)
-        threading.Timer(0.5, os.kill, (ranks.processes[1].pid, signal.SIGKILL)).start()
-        with pytest.raises(RankError, match="Rank 1 has ended with exit code -9"):
-            ranks.run(hurt, "")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((0,), "world_size must be a positive whole number, not 0"),
-        ((2, "mpi"), "backend must be gloo or nccl, not 'mpi'"),
-        ((99, "nccl"), "99 ranks need as many GPUs with NCCL, and there are"),
-    ],
-)
-def test_wrong_worlds(arguments, says):
-    with pytest.raises(UserError, match=re.escape(says)):
-        Ranks(*arguments)
+def test_wrong_worlds():
+    for arguments, says in (((0,), "world_size must be a positive"), ((2, "mpi"), "'mpi'"), ((99, "nccl"), "99 ranks")):
+        with pytest.raises(UserError, match=says):
+            Ranks(*arguments)
