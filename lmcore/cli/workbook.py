@@ -110,9 +110,8 @@ def handin(
         incomplete: Also where the writeup is missing, out of date or reports a failure.
     """
     from lmcore.workbook.handin import describe, make_handin, newest_writeup
-    from lmcore.workbook.jobs.site import runs_folders
     from lmcore.workbook.parameters import find_project
 
-    out = out or newest_writeup(runs_folders())
-    print(describe(make_handin(find_project(), out, to, names, incomplete)))
+    project = find_project()
+    print(describe(make_handin(project, out or newest_writeup(project / "runs"), to, names, incomplete)))
     return 0

@@ -8,13 +8,13 @@ import os
 import re
 import subprocess
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
 from lmcore.errors import UserError, require
-from lmcore.files import atomic_write, temporary_folder
+from lmcore.files import atomic_write
 from lmcore.workbook.record import read_record, unfinished
 
 Names = Literal["cse599o", "cs336"]
@@ -31,14 +31,11 @@ MAX_FILE_BYTES = 5_000_000
 """Larger files are left out: data, or what the code has made."""
 
 SECRET_FILE = re.compile(
-    r"\.env|\.env\..*|.*\.env|\.envrc|.*\.(pem|key|p12|pfx)|id_(rsa|dsa|ecdsa|ed25519).*|[._]netrc|\.pypirc|\.npmrc"
-    r"|\.git-credentials|\.htpasswd|credentials.*|kaggle\.json"
+    r"\.env.*|.*\.(env|pem|key|p12|pfx)|id_(rsa|dsa|ecdsa|ed25519).*|[._]netrc|\.pypirc|\.npmrc|\.git-credentials"
+    r"|credentials.*|kaggle\.json|(?!.*\.(py|ipynb|md|sh|sbatch)$)(.*[^a-z0-9])?(secrets?|passwords?|apikey)\b.*"
+    r"|(?!.*\.(py|ipynb|md|sh|sbatch|csv|json)$)(.*[^a-z0-9])?tokens?\b.*"
 )
-SECRET_WORDS = {"token", "secret", "secrets", "password", "passwords", "apikey"}
-"""A word of these in a file's name makes it a secret's, unless it is code: hf_token.txt is one, tokenizer.py is not."""
-CODE_SUFFIXES = (".py", ".ipynb", ".md", ".sh", ".sbatch")
-TABLE_WORDS = {"token"}
-"""Words that also name what a table is about: a .csv, or the .json beside it."""
+"""Names of files with passwords and keys. Code may be about them, and tables about tokens."""
 
 SECRETS = {
     "a private key": rb"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----",
@@ -54,7 +51,6 @@ SECRETS = {
 class Handin:
     """What was handed in, and what was not."""
 
-    out: Path
     files: list[Path]
     """Files of the project in code.zip, relative to the project."""
     left_out: dict[str, list[str]]
@@ -73,8 +69,7 @@ def make_handin(project: Path, out: Path, to: Path, names: Names = "cse599o", in
     """
     notes = writeup_faults(out)
     require(incomplete or not notes, f"{''.join(notes[:1])} To hand in what there is, say --incomplete.")
-    done = Handin(out, *project_files(project, excluded=(out, to)), notes)
-    require(bool(done.files), f"There are no files of the project in {project}.")
+    done = Handin(*project_files(project, excluded=(out, to)), notes)
     refuse_secrets([*(project / file for file in done.files), *(out / "writeup").glob("answers.html")])
     curve = next((out / "figures" / name for name in LEARNING_CURVES if (out / "figures" / name).is_file()), None)
     if curve is None:
@@ -94,53 +89,34 @@ def make_handin(project: Path, out: Path, to: Path, names: Names = "cse599o", in
 def writeup_faults(out: Path) -> list[str]:
     """Sentences on what keeps the writeup in `out` from being handed in, the gravest first."""
     pdf = out / "writeup" / "answers.pdf"
-    if not pdf.is_file() or not pdf.read_bytes().startswith(b"%PDF"):
+    if not pdf.is_file():
         return [f"There is no writeup {pdf}: run `lmcore workbook --out {out}` first, or `lmcore writeup {out}`."]
     newer = [path.stem for path in (out / "notebooks").glob("*.ipynb") if path.stat().st_mtime > pdf.stat().st_mtime]
     old = f"The writeup {pdf} is older than notebook {min(newer, default='')}: run `lmcore writeup {out}`."
     return unfinished(read_record(out)) + ([old] if newer else [])
 
 
-def project_files(project: Path, excluded: Sequence[Path] = ()) -> tuple[list[Path], dict[str, list[str]]]:
+def project_files(project: Path, excluded: Iterable[Path] = ()) -> tuple[list[Path], dict[str, list[str]]]:
     """The files that are the project, relative to it and sorted, and the names of the others by the reason.
 
     They are what git tracks or does not ignore, without large files, secrets and executed notebooks. `excluded` folders
-    are left out with all that they hold. Raises `UserError` where there is no project, or no git.
+    are left out with all that they hold. Raises `UserError` where there is no git checkout.
     """
-    require(project.is_dir(), f"There is no project folder {project}.")
-    found, ignored = git_files(project)
-    kept, left_out = [], {"ignored by git": ignored} if ignored else {}
-    for file in sorted(found):
-        if (project / file).is_file() or (project / file).is_symlink():  # else deleted, but not yet in git
-            if reason := why_left_out(project / file, excluded):
-                left_out.setdefault(reason, []).append(file.as_posix())
+    command = ["git", "-C", project, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
+        raise UserError(f"git, which says what belongs to the project, cannot list {project}: {said}.") from None
+    kept: list[Path] = []
+    left_out: dict[str, list[str]] = {}
+    for name in sorted({os.fsdecode(name) for name in listed.split(b"\0") if name}):
+        if os.path.lexists(project / name):  # else deleted, but not yet in git
+            if reason := why_left_out(project / name, excluded):
+                left_out.setdefault(reason, []).append(name)
             else:
-                kept.append(file)
+                kept.append(Path(name))
     return kept, left_out
-
-
-def git_files(project: Path) -> tuple[set[Path], list[str]]:
-    """Files that git tracks or does not ignore, and what it ignores; by .gitignore alone where there is no checkout."""
-
-    def git(*words: str | Path, check: bool = True) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(["git", "-C", project, *words], capture_output=True, check=check)
-
-    def listed(*options: str) -> list[str]:
-        output = git(*place, "ls-files", "-z", "--others", "--exclude-standard", *options).stdout
-        return [os.fsdecode(name) for name in output.split(b"\0") if name]
-
-    with temporary_folder("lmcore-handin-") as folder:
-        place: list[str | Path] = []
-        try:
-            if git("rev-parse", check=False).returncode:
-                git("init", "--quiet", "--bare", folder)
-                place = ["--git-dir", folder, "--work-tree", project.resolve()]
-            return {Path(name) for name in listed("--cached")}, listed("--ignored", "--directory")
-        except FileNotFoundError:
-            raise UserError("There is no git here, which says what belongs to the project: install it.") from None
-        except subprocess.CalledProcessError as error:
-            said = error.stderr.decode(errors="replace").strip() or f"it ended with code {error.returncode}"
-            raise UserError(f"git cannot list the files of {project} ({said.splitlines()[0]}).") from None
 
 
 def why_left_out(path: Path, excluded: Iterable[Path]) -> str | None:
@@ -149,20 +125,12 @@ def why_left_out(path: Path, excluded: Iterable[Path]) -> str | None:
         return "a link"
     if any(path.resolve().is_relative_to(folder.resolve()) for folder in excluded):
         return "made by the code"
-    if is_secret_name(path.name, table=path.with_suffix(".csv").is_file()):
+    if SECRET_FILE.fullmatch(path.name.lower()):
         return "named like a secret"
     if path.stat().st_size > MAX_FILE_BYTES:
         return f"larger than {MAX_FILE_BYTES / 1e6:.0f} MB"
     executed = path.suffix == ".ipynb" and b'"papermill": {' in path.read_bytes()
     return "a notebook as papermill executed it" if executed else None
-
-
-def is_secret_name(name: str, table: bool = False) -> bool:
-    """Whether a file is named as those are that hold passwords, tokens and keys; it may be a `table`'s."""
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    words -= TABLE_WORDS if table and name.lower().endswith((".csv", ".json")) else set()
-    code = name.endswith(CODE_SUFFIXES)
-    return SECRET_FILE.fullmatch(name.lower()) is not None or (not code and bool(words & SECRET_WORDS))
 
 
 def refuse_secrets(files: Iterable[Path]) -> None:
@@ -188,22 +156,15 @@ def write_zip(file: IO[bytes], sources: Mapping[str, Path]) -> None:
             archive.writestr(entry, source.read_bytes())
 
 
-def newest_writeup(places: Sequence[Path]) -> Path:
-    """The output folder in one of these whose writeup was made last. Raises `UserError` where there is none."""
-    found = [path for place in places for path in place.glob("*/writeup/answers.pdf") if path.is_file()]
-    where = " or ".join(f"{place}/" for place in places)
-    require(bool(found), f"No workbook has left a writeup in {where}: run `make workbook` first, or name its folder.")
+def newest_writeup(runs: Path) -> Path:
+    """The output folder in `runs` whose writeup was made last. Raises `UserError` where there is none."""
+    found = list(runs.glob("*/writeup/answers.pdf"))
+    require(bool(found), f"No workbook has left a writeup in {runs}: run `make workbook` first, or name its folder.")
     return max(found, key=lambda path: path.stat().st_mtime).parents[1]
 
 
 def describe(done: Handin) -> str:
     """What went in, what was left out and why, and what is missing, as lines."""
-    lines = [f"From {done.out}:"]
-    for path in done.written:
-        inside = f", {len(done.files)} files of the project" if path.name == CODE_NAME else ""
-        lines.append(f"  {path}: {path.stat().st_size / 1e6:.2f} MB{inside}")
-    for reason, names in sorted(done.left_out.items()):
-        shown = names if reason == "named like a secret" else names[:4]
-        more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-        lines.append(f"Left out, {reason}: {', '.join(shown)}{more}")
+    lines = [f"{path}: {path.stat().st_size / 1e6:.2f} MB" for path in done.written]
+    lines += [f"Left out, {reason}: {', '.join(names)}" for reason, names in sorted(done.left_out.items())]
     return "\n".join([*lines, *(f"Note: {note}" for note in done.notes)])

@@ -44,7 +44,7 @@ def ended_by(stop: StopEvent, seconds: float = STOP_SECONDS) -> Iterator[str]:
     finally:
         ended.set()
         thread.join()
-        kill(family(mark))
+        psutil.wait_procs(kill(family(mark)), timeout=INTERRUPT_SECONDS)
 
 
 def _end_notebook(mark: str, stop: StopEvent, seconds: float, ended: threading.Event) -> None:
@@ -89,12 +89,12 @@ def family(mark: str) -> list[psutil.Process]:
     return members
 
 
-def kill(processes: list[psutil.Process]) -> None:
-    """Kills processes, and waits until they are gone."""
+def kill(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Kills processes, and returns them."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=INTERRUPT_SECONDS)
+    return processes
 
 
 def command_line(process: psutil.Process) -> list[str]:
