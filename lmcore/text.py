@@ -5,7 +5,7 @@ import gzip
 import re
 import shlex
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lmcore.errors import UserError
@@ -63,15 +63,15 @@ def require_text(path: Path) -> None:
         )
 
 
-def read_text(path: Path, on_read: Callable[[int], None] | None = None) -> Iterator[str]:
-    """The UTF-8 text of a plain or gzipped (`.gz`) file in chunks; `on_read` gets the bytes read from disk for each.
+def read_text(path: Path) -> Iterator[str]:
+    """The UTF-8 text of a plain or gzipped (`.gz`) file in chunks.
 
     Raises `UserError` that names the file, and for text that is not UTF-8 the offset of the first bad byte; for files
     with records see `require_text`.
     """
     require_text(path)
     decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = on_disk = 0
+    offset = 0
     try:
         with open(not_a_pipe(path), "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
             while True:
@@ -89,9 +89,6 @@ def read_text(path: Path, on_read: Callable[[int], None] | None = None) -> Itera
                 if offset == 0:
                     text = text.removeprefix("\ufeff")
                 offset += len(data)
-                if on_read is not None and raw.tell() > on_disk:
-                    on_read(raw.tell() - on_disk)
-                    on_disk = raw.tell()
                 if text:
                     yield text
                 if not data:

@@ -16,7 +16,6 @@ import lmcore.data.prepared
 from lmcore.data import (
     CorpusConfig,
     entropy_per_document,
-    log_probability,
     open_data,
     prepare,
     stories,
@@ -62,11 +61,7 @@ def test_manifest(prepared, corpus):
     assert train["documents"] == 18
     assert train["tokens"] == len(prepared.train)
     assert train["bytes"] == train["tokens"] - 18
-    assert math.isclose(train["bytes_per_token"], train["bytes"] / train["tokens"])
-    assert train["max_id"] == 256
     assert train["sha256"] == hashlib.sha256((prepared.folder / "train.bin").read_bytes()).hexdigest()
-    lengths = [len(f"Story é {i}.".encode()) + 1 for i in range(18)]
-    assert math.isclose(train["tokens_per_document"], np.mean(lengths))
     (source,) = manifest["request"]["source"]["train_files"]
     assert source["sha256"] == hashlib.sha256(corpus.read_bytes()).hexdigest()
     assert prepared.floor_nats_per_token is None
@@ -115,12 +110,9 @@ def test_embedded_corpus_knows_its_floor(tmp_path):
     assert data.vocab_size <= 400
     assert data.tokenizer.decode(data.valid) == "".join(s + EOT for s in islice(stories(0, "valid"), 12))
     grammar = data.manifest["grammar"]
-    assert grammar["seed"] == 0
     assert grammar["entropy_per_document"] == entropy_per_document()
     assert math.isclose(grammar["floor_nats_per_token"], entropy_per_document() / (len(data.train) / 60))
     assert data.floor_nats_per_token == grammar["floor_nats_per_token"]
-    surprise = -sum(map(log_probability, islice(stories(0, "valid"), 12)))
-    assert math.isclose(grammar["valid_floor_nats_per_token"], surprise / len(data.valid))
 
 
 def test_long_documents_keep_their_tokens(tmp_path):
@@ -274,14 +266,14 @@ def test_the_tokenizer_is_checked(prepared, victim):
 
 
 @pytest.mark.parametrize(("documents", "held_out"), [(2, 1), (49, 4), (155, 15), (900, 18)])
-@pytest.mark.parametrize("scanned", [8, 1 << 22], ids=["pieces", "whole"])
+@pytest.mark.parametrize("scanned", [1, 1 << 20])
 def test_dev_is_the_last_fiftieth_or_fifteen_documents(tmp_path, monkeypatch, documents, held_out, scanned):
     texts = [f"story {number} ends" for number in range(documents)]
     (tmp_path / "train.txt").write_text("<|endoftext|>".join(texts))
     (tmp_path / "valid.txt").write_text("held out")
     config = CorpusConfig(valid=str(tmp_path / "valid.txt"))
     data = prepare(tmp_path / "train.txt", "bpe:257", tmp_path / "data", config, progress=False)
-    monkeypatch.setattr(lmcore.data.prepared, "SCAN_BYTES", 8 * scanned)
+    monkeypatch.setattr(lmcore.data.prepared, "SCANNED", scanned)
     dev = data.evaluated_on("dev")
     assert dev.dev_documents == data.dev_documents == held_out
     decode = data.tokenizer.decode

@@ -97,15 +97,6 @@ def test_gzip_several_files_and_processes_train_the_same(write):
     assert train_bpe(halves, 350, [END_OF_TEXT]) == expected
 
 
-def test_progress_reaches_the_end_of_both_parts(write):
-    calls = []
-    path = write(random_text(3), "corpus.txt.gz")
-    train_bpe(path, 300, [], progress=lambda *call: calls.append(call))
-    counting = [call for call in calls if call[0] == "counting"]
-    assert counting[-1] == ("counting", path.stat().st_size, path.stat().st_size)
-    assert [call for call in calls if call[0] == "merging"] == [("merging", n, 44) for n in range(1, 45)]
-
-
 def test_trained_tokenizer_on_real_stories(shared_data, tmp_path):
     path = tmp_path / "stories.txt"
     path.write_text((shared_data / "tinystories" / "valid.txt").read_text(encoding="utf-8")[:60_000], encoding="utf-8")

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain, islice
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from lmcore.config import CorpusConfig
 from lmcore.data.downloads import SOURCES, download
-from lmcore.data.grammar import sample_stories, stories
+from lmcore.data.grammar import stories
 from lmcore.errors import UserError, require
 from lmcore.files import sha256_file
 from lmcore.text import END_OF_TEXT, TABLES, read_text, require_text
@@ -20,7 +20,6 @@ from lmcore.tokenizer.pretokenize import safe_pieces
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val")}
 PIECE_CHARS = 1 << 20
-OnRead = Callable[[int], None]
 
 
 class Piece(NamedTuple):
@@ -49,11 +48,11 @@ def split_documents(chunks: Iterable[str], piece_chars: int = PIECE_CHARS) -> It
         yield Piece("", True)
 
 
-def read_documents(paths: Iterable[Path], on_read: OnRead | None = None) -> Iterator[Piece]:
+def read_documents(paths: Iterable[Path]) -> Iterator[Piece]:
     """The documents of several files, one file after the other; a file's end also ends its last document."""
     for path in paths:
         empty = True
-        for piece in split_documents(read_text(path, on_read)):
+        for piece in split_documents(read_text(path)):
             empty = False
             yield piece
         require(not empty, f"{path} holds no text.")
@@ -67,20 +66,10 @@ class EmbeddedCorpus:
     num_documents: int = 20_000
     valid_fraction: float = 0.1
 
-    def size(self, split: str) -> int:
-        """Documents of the split; the calls of `on_read` in `documents` add up to this."""
-        return self.num_documents if split == "train" else max(1, round(self.num_documents * self.valid_fraction))
-
-    def documents(self, split: str, on_read: OnRead | None = None) -> Iterator[Piece]:
+    def documents(self, split: str) -> Iterator[Piece]:
         """The documents of the split `train` or `valid`."""
-        for story in islice(stories(self.seed, split), self.size(split)):
-            if on_read is not None:
-                on_read(1)
-            yield Piece(story, True)
-
-    def log_probability(self, split: str) -> float:
-        """Natural logarithm of the probability that the grammar gives to all documents of the split."""
-        return sum(log_p for _, log_p in islice(sample_stories(self.seed, split), self.size(split)))
+        size = self.num_documents if split == "train" else max(1, round(self.num_documents * self.valid_fraction))
+        return (Piece(story, True) for story in islice(stories(self.seed, split), size))
 
     def describe(self) -> dict[str, Any]:
         """What the manifest says of the source."""
@@ -103,18 +92,18 @@ class TextCorpus:
             require_text(path)
 
     def size(self, split: str) -> int:
-        """Bytes on disk that `documents` reads for the split; its calls of `on_read` add up to this."""
+        """Bytes on disk of the files of the split."""
         files = self.train_files + self.extra_train if split == "train" else self.valid_files or self.train_files
         return sum(path.stat().st_size for path in files)
 
-    def documents(self, split: str, on_read: OnRead | None = None) -> Iterator[Piece]:
+    def documents(self, split: str) -> Iterator[Piece]:
         """The documents of the split `train` or `valid`, streamed from the files."""
         if split == "valid" and self.valid_files:
-            return read_documents(self.valid_files, on_read)
-        own = read_documents(self.train_files, on_read)
+            return read_documents(self.valid_files)
+        own = read_documents(self.train_files)
         if not self.valid_files:
             own = self._part(split, own)
-        return chain(own, read_documents(self.extra_train, on_read)) if split == "train" else own
+        return chain(own, read_documents(self.extra_train)) if split == "train" else own
 
     @cached_property
     def _counts(self) -> tuple[int, int]:

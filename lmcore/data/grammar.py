@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lmcore.errors import require
 from lmcore.text import END_OF_TEXT
 
 
@@ -83,18 +82,13 @@ class Grammar:
     ):
         """`rules[symbol]` maps productions to weights; `forms[text][form]` gives the forms that `{@name.form}` uses.
 
-        Raises `UserError` if a symbol has no rule, a weight is not positive, or texts have no finite expected length.
+        Weights are positive, and the recursion has to end: texts need a finite expected length.
         """
-        require(start in rules, f"The grammar has no rule for its start symbol {start!r}.")
         self.start = start
-        self.forms = {text: dict(forms_of_text) for text, forms_of_text in (forms or {}).items()}
+        self.forms = forms or {}
         self.productions: dict[str, tuple[Production, ...]] = {}
         self._cumulative: dict[str, list[float]] = {}
         for symbol, weights in rules.items():
-            require(
-                bool(weights) and all(weight > 0 for weight in weights.values()),
-                f"Every production of {symbol!r} needs a positive weight.",
-            )
             total = sum(weights.values())
             self.productions[symbol] = tuple(
                 Production(math.log(weight / total), parse_production(text)) for text, weight in weights.items()
@@ -110,12 +104,7 @@ class Grammar:
             for production in productions:
                 for part in production.parts:
                     if isinstance(part, Call):
-                        require(part.symbol in index, f"The grammar has no rule for {part.symbol!r}, in {symbol!r}.")
                         calls[index[symbol], index[part.symbol]] += math.exp(production.log_probability)
-        require(
-            max(abs(np.linalg.eigvals(calls))) < 1,
-            "The grammar's recursion does not end: lower the weight of the productions that call themselves.",
-        )
         return calls
 
     def entropy(self) -> float:
@@ -338,5 +327,4 @@ def floor_nats_per_token(tokens_per_document: float) -> float:
 
     Stories are independent, so this ratio is the entropy rate of the endless token stream (renewal theorem).
     """
-    require(tokens_per_document > 0, f"tokens_per_document must be positive, not {tokens_per_document}.")
     return entropy_per_document() / tokens_per_document

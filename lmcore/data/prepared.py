@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -16,23 +16,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from tqdm.auto import tqdm
 
-from lmcore.data.corpora import Corpus, CorpusConfig, EmbeddedCorpus, OnRead, Piece, open_corpus
+from lmcore.data.corpora import Corpus, CorpusConfig, EmbeddedCorpus, Piece, open_corpus
 from lmcore.data.downloads import describe_wikitext
 from lmcore.data.grammar import entropy_per_document, floor_nats_per_token
 from lmcore.data.tokenizers import describe_tokenizer, tokenizer_for
 from lmcore.errors import UserError, require
-from lmcore.files import (
-    CHECKSUM,
-    checksummed,
-    locked,
-    read_json,
-    sha256_file,
-    temporary_folder,
-    verified,
-    write_json,
-)
-from lmcore.progress import Progress
+from lmcore.files import CHECKSUM, checksummed, locked, read_json, sha256_file, temporary_folder, verified, write_json
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer
 
@@ -44,7 +35,8 @@ TOKENIZER_FOLDER = "tokenizer"
 DEV_FRACTION, DEV_DOCUMENTS = 0.02, 15
 """Share of the training documents, the last ones, on which settings are chosen; no fewer than `DEV_DOCUMENTS`, unless
 these were more than a tenth of all."""
-SCAN_BYTES = 1 << 22
+SCANNED = 1 << 20
+"""Tokens at the end of the training data in which `dev` is looked for first."""
 BATCH_CHARS = 1 << 22
 """Text that is encoded at a time: enough to keep all cores busy, little enough to fit anywhere."""
 
@@ -96,19 +88,15 @@ class PreparedData:
         Raises `UserError` if there are too few documents.
         """
         documents = self.manifest["splits"]["train"]["documents"]
-        held_out, after, step = self.dev_documents, len(self.train), SCAN_BYTES // 8
         require(
-            documents > held_out,
+            documents > self.dev_documents,
             f"{self.folder} has {documents} training document, and dev, on which settings are chosen, needs another.",
         )
-        left = held_out + 1  # ends of documents, counted from the last one backwards
-        while left > 0 and after > 0:
-            before = max(0, after - step)
-            ends = np.flatnonzero(self.train[before:after] == self.tokenizer.eot_id)
-            if len(ends) >= left:
-                return before + int(ends[-left]) + 1
-            left, after = left - len(ends), before
-        raise UserError(f"{self.folder} has fewer training documents than its {MANIFEST} says; prepare it again.")
+        scanned, ends = SCANNED, np.empty(0)
+        while len(ends) <= self.dev_documents:  # from the last document backwards
+            ends = np.flatnonzero(self.train[-scanned:] == self.tokenizer.eot_id)
+            scanned *= 2
+        return len(self.train) - len(self.train[-scanned // 2 :]) + int(ends[-1 - self.dev_documents]) + 1
 
     def evaluated_on(self, split: str) -> "PreparedData":
         """The same corpus, evaluated on `split`; with "dev" training stops where `dev` begins."""
@@ -289,8 +277,9 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: b
     dtype = smallest_dtype(tokenizer.vocab_size)
     totals: dict[str, TokenCounts] = {}
     for split in SPLITS:
-        with meter(corpus, split, progress) as on_read, open(bin_path(folder, split), "wb") as file:
-            totals[split] = encode_to(file, corpus.documents(split, on_read), tokenizer, dtype)
+        with open(bin_path(folder, split), "wb") as file:
+            pieces = tqdm(corpus.documents(split), f"encode {split}", unit=" documents", disable=not progress or None)
+            totals[split] = encode_to(file, pieces, tokenizer, dtype)
             file.flush()
             os.fsync(file.fileno())
         said = f"The {split} split of {corpus.describe()['name']} has no text; use a longer one."
@@ -303,29 +292,13 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: b
         "splits": {split: counts.describe() for split, counts in totals.items()},
     }
     if isinstance(corpus, EmbeddedCorpus):
-        manifest["grammar"] = describe_grammar(corpus, totals)
+        floor = floor_nats_per_token(totals["train"].tokens / totals["train"].documents)
+        manifest["grammar"] = {"entropy_per_document": entropy_per_document(), "floor_nats_per_token": floor}
     else:
         files = {"train": corpus.train_files + corpus.extra_train, "valid": corpus.valid_files}
         texts = {split: describe_wikitext(paths) for split, paths in files.items() if paths}
         manifest |= {"wikitext": found} if (found := {k: v for k, v in texts.items() if v}) else {}
     return manifest
-
-
-@contextmanager
-def meter(corpus: Corpus, split: str, shown: bool) -> Iterator[OnRead | None]:
-    """Progress that is told how much more has been read of a split."""
-    if not shown:
-        yield None
-        return
-    done, unit = 0, "document" if isinstance(corpus, EmbeddedCorpus) else "byte"
-    with closing(Progress(corpus.size(split), f"encode {split}", unit)) as bar:
-
-        def on_read(count: int) -> None:
-            nonlocal done
-            done += count
-            bar.update(done)
-
-        yield on_read
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
@@ -344,20 +317,12 @@ class TokenCounts:
     max_id: int = -1
     digest: Any = field(default_factory=hashlib.sha256)
 
-    @property
-    def tokens_per_document(self) -> float:
-        """Mean length of a document with its `<|endoftext|>`."""
-        return self.tokens / self.documents
-
     def describe(self) -> dict[str, Any]:
         """What the manifest says of the split."""
         return {
             "tokens": self.tokens,
             "documents": self.documents,
             "bytes": self.bytes,
-            "bytes_per_token": self.bytes / self.tokens,
-            "tokens_per_document": self.tokens_per_document,
-            "max_id": self.max_id,
             "sha256": self.digest.hexdigest(),
         }
 
@@ -374,12 +339,9 @@ def encode_to(file: BinaryIO, pieces: Iterable[Piece], tokenizer: Tokenizer, dty
         if not any(encoded):
             continue
         ids = np.fromiter(chain.from_iterable(encoded), dtype=np.int64)
-        low, high = int(ids.min()), int(ids.max())
-        said = f"The tokenizer gives ids from {low} to {high}, outside its vocabulary of {tokenizer.vocab_size}."
-        require(low >= 0 and high < tokenizer.vocab_size, said)
         counts.tokens += len(ids)
         counts.bytes += sum(len(piece.text.encode()) for piece in batch)
-        counts.max_id = max(counts.max_id, high)
+        counts.max_id = max(counts.max_id, int(ids.max()))
         data = ids.astype(dtype).tobytes()
         counts.digest.update(data)
         file.write(data)
@@ -398,21 +360,6 @@ def batches_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def describe_grammar(corpus: EmbeddedCorpus, totals: dict[str, TokenCounts]) -> dict[str, float]:
-    """The floor of the loss: of the grammar, by the mean length of the training stories, and of the validation text.
-
-    The second is what the grammar itself, the best of models, scores on exactly these validation stories.
-    """
-    train, valid = totals["train"], totals["valid"]
-    return {
-        "seed": corpus.seed,
-        "entropy_per_document": entropy_per_document(),
-        "tokens_per_document": train.tokens_per_document,
-        "floor_nats_per_token": floor_nats_per_token(train.tokens_per_document),
-        "valid_floor_nats_per_token": -corpus.log_probability("valid") / valid.tokens,
-    }
 
 
 def replace_prepared(new: Path, folder: Path) -> None:

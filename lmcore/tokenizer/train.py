@@ -6,7 +6,7 @@ First the pretokens of the files are counted, then the most frequent pair of tok
 import os
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from heapq import heapify, heappop, heappush
@@ -24,7 +24,6 @@ PIECE_CHARACTERS = 1 << 22
 SMALL_CORPUS_BYTES = 8 << 20
 """Below this, starting processes costs more than it saves."""
 
-Progress = Callable[[str, int, int], None]
 Merges = list[tuple[bytes, bytes]]
 Pair = tuple[int, int]
 
@@ -35,7 +34,6 @@ def train_bpe(
     special_tokens: Sequence[str],
     *,
     num_workers: int | None = None,
-    progress: Progress | None = None,
 ) -> tuple[dict[int, bytes], Merges]:
     """Trains a tokenizer on one or several UTF-8 files, plain or `.gz`.
 
@@ -43,7 +41,6 @@ def train_bpe(
     line on stderr says.
     special_tokens: strings at which text is cut and that are never merged.
     num_workers: processes that count pretokens; None: as many as help.
-    progress: called with ("counting", bytes read, bytes in all) and then ("merging", merges made, merges wanted).
 
     Each step merges the most frequent pair of adjacent tokens; among equals the lexicographically greatest pair of
     byte strings. Returns `vocab`, id -> bytes, and `merges` in the order they were made. Ids are laid out as in
@@ -69,9 +66,9 @@ def train_bpe(
         f"num_workers must be a positive whole number or None, not {num_workers!r}.",
     )
     paths = [input_path] if isinstance(input_path, str | os.PathLike) else list(input_path)
-    counts = count_files(paths, special_tokens, num_workers, progress)
+    counts = count_files(paths, special_tokens, num_workers)
     require(bool(counts), f"{', '.join(map(str, paths)) or 'The list of input files'} holds no text to train on.")
-    tokens, merges = merge_pretokens(counts, vocab_size - smallest, progress)
+    tokens, merges = merge_pretokens(counts, vocab_size - smallest)
     vocab = dict(enumerate(tokens + [token.encode() for token in special_tokens]))
     if len(vocab) < vocab_size:
         said = f"The text has no more pairs to merge: {len(vocab):,} tokens, fewer than the {vocab_size:,} asked for."
@@ -88,14 +85,12 @@ def count_files(
     paths: Sequence[str | os.PathLike],
     special_tokens: Sequence[str],
     num_workers: int | None = None,
-    progress: Progress | None = None,
     piece_characters: int = PIECE_CHARACTERS,
 ) -> Counter[str]:
     """How often each pretoken occurs in the files; each file is a text of its own.
 
     num_workers: processes that count; None: all cores, or none besides this one for a small corpus. They are started
     the way Python does by default, so a script on macOS or Windows needs its `if __name__ == "__main__"`.
-    progress: called with ("counting", bytes read from disk, bytes of all files).
     """
     try:
         total = sum(os.path.getsize(path) for path in paths)
@@ -103,15 +98,7 @@ def count_files(
         raise UserError(f"Cannot read {error.filename}: {error.strerror}.") from error
     if num_workers is None:
         num_workers = available_cores() if total >= SMALL_CORPUS_BYTES else 1
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress("counting", done, total)
-
-    texts = (read_text(Path(path), advance) for path in paths)
+    texts = (read_text(Path(path)) for path in paths)
     pieces = (piece for text in texts for piece in safe_pieces(text, special_tokens, piece_characters))
     counts: Counter[str] = Counter()
     if num_workers == 1:
@@ -139,9 +126,7 @@ class _Descending(bytes):
     __lt__ = bytes.__gt__
 
 
-def merge_pretokens(
-    counts: Counter[str], num_merges: int, progress: Progress | None = None
-) -> tuple[list[bytes], Merges]:
+def merge_pretokens(counts: Counter[str], num_merges: int) -> tuple[list[bytes], Merges]:
     """Makes up to `num_merges` merges in pretokens with the given counts; returns the tokens by id, and the merges.
 
     The counts of all pairs are kept up to date, and for each pair the pretokens that hold it, so that a merge touches
@@ -184,8 +169,6 @@ def merge_pretokens(
         for new in arisen:
             if pair_counts[new]:
                 heappush(heap, entry(new))
-        if progress is not None:
-            progress("merging", len(merges), num_merges)
     return list(map(bytes, tokens)), merges
 
 
