@@ -38,13 +38,10 @@ def utc_now() -> str:
 
 
 def job_id() -> str | None:
-    """Number of the batch job that this process belongs to: "17", "17_3" for a task of an array; None outside of jobs.
-
-    LMCORE_JOB_ID is the number of a job that runs without Slurm.
-    """
+    """Number of the Slurm job that this process belongs to: "17", "17_3" for a task of an array; None outside of jobs."""
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
-    return os.environ.get("SLURM_JOB_ID") or os.environ.get("LMCORE_JOB_ID")
+    return os.environ.get("SLURM_JOB_ID")
 
 
 def git_state() -> dict[str, Any]:

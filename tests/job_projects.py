@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 from notebook_projects import code, make_project, parameters
 
-from lmcore.workbook.jobs.log import read_lines
-
 SCRIPTS = Path(__file__).parents[1] / "papermill_jobs"
 
 TOUCH = "from pathlib import Path\nimport time\nPath(out, '{name}.txt').write_text(str(time.time_ns()))"
@@ -26,11 +24,6 @@ def job_project(folder: Path, **notebooks: list) -> Path:
     for script in (*SCRIPTS.glob("*.sbatch"), SCRIPTS / "job.sh"):
         shutil.copy(script, made / "papermill_jobs")
     return made
-
-
-def states(out: Path, job: str) -> list[str]:
-    """The states that a job has gone through by its own lines in the job log."""
-    return [line.state for line in read_lines(out) if line.id == job and line.state != "submitted"]
 
 
 def command(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch | None = None) -> Path:

@@ -1,44 +1,23 @@
-"""The job scripts as they stand, which jobs there are, and with what options and variables they are submitted."""
+"""The job scripts as they stand: what they ask of Slurm, what a signal does, when a job is queued again."""
 
 import os
 import re
 import shutil
+import signal
 import subprocess
-import sys
+import time
 from pathlib import Path
 
-import nbformat
 import pytest
 from job_projects import command, job_project
-from notebook_projects import code, parameters
-
-from lmcore.errors import UserError
-from lmcore.workbook.jobs.dependencies import Job, chain_of, notebook_jobs
-from lmcore.workbook.jobs.log import numbers, ranges
-from lmcore.workbook.jobs.site import Site
-from lmcore.workbook.jobs.submit import environment
 
 FOLDER = Path(__file__).parents[1] / "papermill_jobs"
 SCRIPTS = sorted(FOLDER.glob("*.sbatch"))
-PLAIN = Site()
-
-
-def workbook_of(project: Path, **options: object) -> dict[str, Job]:
-    """The jobs of a small project's workbook by name."""
-    jobs = notebook_jobs(project, project / "runs" / "smoke", "smoke", "embedded", **options)
-    return {job.name: job for job in jobs}
-
-
-def options_of(project: Path, job: Job, site: Site = PLAIN, out: str = "runs") -> list[str]:
-    """Options with which the job is submitted."""
-    (ready,) = chain_of(project, project / out, [job], site).jobs
-    common = ["--export=ALL", *site.options()]
-    return [word for word in ready.options if word not in common] + job.dependency({n: f"<{n}>" for n in job.after})
-
-
-@pytest.fixture
-def project(tmp_path) -> Path:
-    return job_project(tmp_path / "project")
+SECONDS = 120
+LOOP = "while :; do sleep 0.1; done"
+SAVING = f'for s in USR1 TERM; do trap "echo $s >>heard; exit 75" $s; done; touch ready; {LOOP}'
+STARTING = "touch ready; exec sleep 100"
+"""A command that was still starting: it has no handler yet, so the signal ends it."""
 
 
 def test_the_scripts_pass_shellcheck():
@@ -49,40 +28,123 @@ def test_the_scripts_pass_shellcheck():
     assert checked.stdout + checked.stderr == ""
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_is_short_and_ready_for_sbatch(script):
-    text = script.read_text(encoding="utf-8")
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
-    assert text.startswith("#!/usr/bin/env bash\n")
-    assert os.access(script, os.X_OK)
-    assert text.count("\n") <= 30
-    assert {"job-name", "output", "time"} <= set(options)
-    needs_gpu = script.stem in ("workbook", "notebook", "sweep", "papermill", "train")
-    assert options.get("gres") == ("gpu:1" if needs_gpu else None)
-    if script.stem != "papermill":
-        assert (options["requeue"], options["open-mode"], options["signal"]) == ("", "append", "B:USR1@120")
-    first = next(index for index, line in enumerate(text.splitlines()) if not line.startswith("#") and line)
-    assert all(not line.startswith("#SBATCH") for line in text.splitlines()[first:])  # sbatch would not see it
+def test_the_scripts_are_short_and_ready_for_sbatch():
+    for script in SCRIPTS:
+        text = script.read_text(encoding="utf-8")
+        options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
+        assert os.access(script, os.X_OK), script
+        assert text.count("\n") <= 30
+        assert options.get("gres") == (None if script.stem in ("writeup", "sweep-table") else "gpu:1")
+        if script.stem != "papermill":
+            assert (options["requeue"], options["open-mode"], options["signal"]) == ("", "append", "B:USR1@120")
+        first = next(index for index, line in enumerate(text.splitlines()) if not line.startswith("#") and line)
+        assert all(not line.startswith("#SBATCH") for line in text.splitlines()[first:])  # sbatch would not see it
+    assert (FOLDER / "job.sh").read_text(encoding="utf-8").count("\n") <= 90
+
+
+class Script:
+    """A job of job.sh that runs a line of bash, with a stand-in for lmcore that notes how it is called."""
+
+    def __init__(self, folder: Path, line: str, **variables: str):
+        self.folder = job_project(folder / "project")
+        self.lmcore = command(folder, "lmcore", "")
+        command(folder, "scontrol", 'echo "   PreemptEligibleTime=2026-11-21T16:51:14 PreemptTime=$PREEMPTED"')
+        (self.folder / "job.bash").write_text('set -euo pipefail\n. papermill_jobs/job.sh\nsupervise bash -c "$LINE"\n')
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "MASTER"))}
+        clean |= {"PATH": f"{folder}:/usr/bin:/bin", "OUT": "out", "SLURM_JOB_ID": "7", "PREEMPTED": "None"}
+        self.process = subprocess.Popen(
+            ["bash", "job.bash"], cwd=self.folder, env=clean | variables | {"LINE": line}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            # bash cannot trap what it was started to ignore, as by nohup or &
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+
+    def send(self, number: int, after: str = "ready") -> None:
+        """A signal to the script alone, once the command has made this file."""
+        end = time.monotonic() + SECONDS
+        while not (self.folder / after).exists():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < end, f"there is no {after}"
+            time.sleep(0.02)
+        self.process.send_signal(number)
+
+    def end(self) -> tuple[int, bool]:
+        """The exit code, and whether lmcore was asked to queue the job again."""
+        self.process.communicate(timeout=SECONDS)
+        return self.process.returncode, self.lmcore.exists()
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 75])
+def test_the_exit_code_is_the_commands(tmp_path, code):
+    assert Script(tmp_path, f"exit {code}").end() == (code, False)
+
+
+STOPS = {
+    "saved at the time limit": (SAVING, signal.SIGUSR1, 75, True, {}),
+    "still starting": (STARTING, signal.SIGUSR1, 75, True, {}),
+    "cancelled": (SAVING, signal.SIGTERM, 75, False, {}),
+    "hung up": (SAVING, signal.SIGHUP, 75, False, {}),
+    "preempted": (SAVING, signal.SIGTERM, 75, True, {"PREEMPTED": "2026-11-21T16:51:17"}),
+    "done in spite of it": ("trap : USR1; touch ready; sleep 1; exit 0", signal.SIGUSR1, 0, False, {}),
+    # a notebook that fails is to be repaired, not run again
+    "failed after it": (f"trap 'exit 1' USR1; touch ready; {LOOP}", signal.SIGUSR1, 1, False, {}),
+    "started by hand": (SAVING, signal.SIGUSR1, 75, False, {"SLURM_JOB_ID": ""}),
+}
+
+
+@pytest.mark.parametrize(("line", "number", "code", "requeued", "variables"), STOPS.values(), ids=STOPS)
+def test_what_a_signal_does(tmp_path, line, number, code, requeued, variables):
+    job = Script(tmp_path, line, **variables)
+    job.send(number)
+    assert job.end() == (code, requeued)
+    if line == SAVING:
+        heard = "USR1\n" if number == signal.SIGUSR1 else "TERM\n"
+        assert (job.folder / "heard").read_text() == heard
+
+
+def test_a_job_names_itself_and_its_task(tmp_path):
+    variables = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "ATTEMPTS": "4"}
+    job = Script(tmp_path, SAVING, **variables)
+    job.send(signal.SIGUSR1)
+    job.end()
+    assert job.lmcore.read_text() == "requeue out --job 7_2 --attempts 4\n"
+
+
+def test_who_cancels_a_job_that_saves_itself_is_obeyed(tmp_path):
+    """USR1, then TERM while the command still saves."""
+    job = Script(tmp_path, f"trap 'touch told; sleep 2; exit 75' USR1; trap '' TERM; touch ready; {LOOP}")
+    job.send(signal.SIGUSR1)
+    job.send(signal.SIGTERM, after="told")
+    assert job.end() == (75, False)
+
+
+def test_a_signal_before_the_command_is_not_lost(tmp_path):
+    """It comes while the site's setup runs."""
+    assert Script(tmp_path, STARTING, LMCORE_SETUP="kill -USR1 $$").end() == (75, True)
+
+
+def test_the_command_hears_ctrl_c(tmp_path):
+    """bash would let a command in the background ignore SIGINT, by which nbclient interrupts a cell."""
+    ignored = "sigs=$(grep SigIgn /proc/$$/status | cut -f2); exit $((0x$sigs >> 1 & 1))"
+    assert Script(tmp_path, ignored).end() == (0, False)
 
 
 COMPUTED = ["SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_GPUS_ON_NODE", "SLURM_NODEID", "GPUS"]
 COMPUTED += ["SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"]
 
 
-@pytest.mark.parametrize("value", ["HOME[$(touch ran)0]", "2+$(touch ran)2", "-1", "08", "1\n2"])
+@pytest.mark.parametrize("value", ["HOME[$(touch ran)0]", "-1", "08", "1\n2"])
 @pytest.mark.parametrize("name", COMPUTED)
 def test_a_value_that_bash_computes_with_is_a_number(tmp_path, name, value):
     """bash runs commands in an arithmetic expression, also where a variable's value is one."""
     (tmp_path / "papermill_jobs").mkdir()
     for script in ("job.sh", "train.sbatch"):
         shutil.copy(FOLDER / script, tmp_path / "papermill_jobs")
-    for command_name in ("lmcore", "srun", "torchrun"):
-        (tmp_path / command_name).write_text("#!/bin/sh\ntouch began\n")
-        (tmp_path / command_name).chmod(0o755)
+    for program in ("lmcore", "srun", "torchrun"):
+        command(tmp_path, program, "touch began")
     variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "OUT": "out", "RUN": "run", "CONFIG": "config.json", name: value}
-    source = "set -eu; . papermill_jobs/job.sh; "
-    own = [["-c", f"{source} supervise lmcore"], ["papermill_jobs/train.sbatch"]]
-    for words in (["-c", f"{source} export_rendezvous; lmcore"], *own[: 0 if "STEP" in name else 2]):  # which unset it
+    own = ["-c", "set -eu; . papermill_jobs/job.sh; export_rendezvous; lmcore"]
+    for words in [own] if "STEP" in name else [own, ["papermill_jobs/train.sbatch"]]:  # which unsets it
         done = subprocess.run(
             ["bash", *words], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
         )
@@ -91,122 +153,42 @@ def test_a_value_that_bash_computes_with_is_a_number(tmp_path, name, value):
         assert {"ran", "began"}.isdisjoint(path.name for path in tmp_path.iterdir())
 
 
-def test_the_shortest_script_is_papermills_own_line(project):
-    """It runs a notebook with the parameters of a scale, and those that come after."""
-    assert min(SCRIPTS, key=lambda script: script.stat().st_size).stem == "papermill"
-    file = project / "papermill_jobs" / "parameters" / "tiny" / "02_train.yaml"
-    file.parent.mkdir()
-    file.write_text(f"out: {project / 'runs' / 'tiny'}\nsteps: 9\n")
-    words = ["bash", "papermill_jobs/papermill.sbatch", "02_train", "tiny", "-p", "rates", "2"]
-    variables = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    notebook = nbformat.read(project / "notebooks" / "02_train.ipynb", 4)
-    notebook.metadata = {"kernelspec": {"name": "python3", "language": "python", "display_name": "Python 3"}}
-    nbformat.write(notebook, project / "notebooks" / "02_train.ipynb")
-    done = subprocess.run(words, cwd=project, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (project / "runs" / "tiny" / "02_train.txt").exists()
-    executed = (project / "runs" / "tiny" / "notebooks" / "02_train.ipynb").read_text()
-    assert '"steps = 9\\n"' in executed
-    assert '"rates = 2\\n"' in executed
+def slurm(id: int, nodes: int, tasks: int, gpus: int, rank: int = 0, local: int = 0, node: int = 0) -> dict[str, str]:
+    """The variables of a task of a job."""
+    values = {"JOB_ID": id, "JOB_NUM_NODES": nodes, "NTASKS": tasks, "GPUS_ON_NODE": gpus}
+    values |= {"PROCID": rank, "LOCALID": local, "NODEID": node}
+    return {f"SLURM_{name}": str(value) for name, value in values.items()}
 
 
-def test_a_chain_waits_for_what_it_needs_and_the_writeup_for_all(project):
-    jobs = workbook_of(project)
-    assert list(jobs) == ["02_train", "03_generate", "04_benchmark", "writeup"]
-    assert {name: job.after for name, job in jobs.items() if job.after} == {
-        "03_generate": ("02_train",),
-        "writeup": ("02_train", "03_generate", "04_benchmark"),
-    }
-    assert [name for name, job in jobs.items() if job.whatever_happens] == ["writeup"]
-    assert workbook_of(project, notebooks=["03"])["03_generate"].after == ()
-    (alone,) = workbook_of(project, notebooks=["03"], writeup=False).values()
-    assert (alone.name, alone.variables["NOTEBOOKS"]) == ("03_generate", "03_generate")
+STEP = {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[3-4]"}
+RENDEZVOUS = {
+    "alone": ({}, "nodes 1/0 processes 1 rank 0/1 local 0 at 127.0.0.1:20000"),
+    "a task for each of two GPUs": (
+        slurm(12031, 1, 2, 2, 1, 1), "nodes 1/0 processes 2 rank 1/2 local 1 at 127.0.0.1:20031"
+    ),
+    "two nodes, a task on each, torchrun for its four GPUs": (
+        slurm(5, 2, 2, 4, 1, 0, 1) | {"MASTER_ADDR": "n1"}, "nodes 2/1 processes 4 rank 4/8 local 0 at n1:20005"
+    ),
+    "two nodes with two tasks each": (
+        slurm(5, 2, 4, 2, 3, 1, 1) | {"MASTER_ADDR": "n1", "MASTER_PORT": "9"},
+        "nodes 2/1 processes 2 rank 3/4 local 1 at n1:9",
+    ),
+    "a step of two nodes in a job of four": (
+        slurm(5, 4, 2, 1, 1, 0, 1) | STEP, "nodes 2/1 processes 1 rank 1/2 local 0 at n3:20005"
+    ),
+}  # fmt: skip
 
 
-def test_each_notebook_gets_the_parameters_that_it_declares(tmp_path):
-    own = parameters('scale = "smoke"\ndata = "embedded"\nout = "../runs"\nwidth = 1')
-    project = job_project(tmp_path / "project", _01_a=[parameters(), code("1")], _02_b=[own, code("1")])
-    jobs = workbook_of(project, parameters=["steps=7", "width=2", "rates=[0.5, 1.0]"])
-    assert jobs["01_a"].arguments == ("--parameters", "steps=7", "rates=[0.5, 1.0]")
-    assert jobs["02_b"].arguments == ("--parameters", "width=2")
-    (all_in_one,) = workbook_of(project, parameters=["steps=7", "width=2"], one_job=True).values()
-    assert (all_in_one.arguments, all_in_one.variables["NOTEBOOKS"]) == (("--parameters", "steps=7", "width=2"), "")
-
-
-def test_a_path_to_data_becomes_absolute(project, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "stories").write_text("<|endoftext|>".join(["Once."] * 3))
-    job, _ = notebook_jobs(project, project / "runs", "smoke", "stories", ["02"])
-    assert job.variables["DATA"] == str(tmp_path / "stories")
-
-
-@pytest.mark.parametrize(
-    ("tasks", "short"), [([3], "3"), ([0, 1, 2, 3], "0-3"), ([0, 2, 3, 7, 8, 9], "0,2-3,7-9"), ([], "")]
-)
-def test_indices_are_written_in_ranges(tasks, short):
-    assert ranges(tasks) == short
-    assert numbers(short) == tasks
-
-
-def test_what_a_site_and_a_job_want_is_on_the_command_line(project):
-    """Which goes before the script's own lines; of a chain, a job that can never start is cancelled."""
-    assert options_of(project, workbook_of(project)["03_generate"]) == [
-        "--job-name=03_generate", f"--output={project}/runs/jobs/03_generate-%j.log",
-        "--dependency=afterok:<02_train>", "--kill-on-invalid-dep=yes",
-    ]  # fmt: skip
-    array = Job("lr", "sweep", tasks=(0, 1, 5), concurrency=2)
-    assert options_of(project, array, out="100% mine") == [
-        "--job-name=lr", f"--output={project}/100%% mine/jobs/lr-%A_%a.log", "--array=0-1,5%2"
-    ]  # fmt: skip
-
-
-def test_variables_setup_and_arguments_reach_the_command_whatever_is_in_them(tmp_path):
-    """The script is run, with a stand-in for lmcore that prints what it gets."""
-    project, out = job_project(tmp_path / "it's a $project"), tmp_path / 'out "quoted" `here`'
-    bin = tmp_path / "bin"
-    bin.mkdir()
-    command(bin, "lmcore", 'printf "%s\\n" "$WORDS" "$MODULE" "$@"')
-    setup = ["test -z $NOT_SET_ANYWHERE", "export MODULE='loaded it'", f"PATH='{bin}':$PATH"]
-    site = Site(setup=setup, environment={"WORDS": "a 'b' $c"}, signal_seconds="60")
-    jobs = notebook_jobs(project, out, "smoke", "embedded", ["02"], ["rates=[0.5, 1.0]"])
-    variables = os.environ | environment(chain_of(project, out, jobs, site).jobs[0])
-    words = ["bash", jobs[0].script, *jobs[0].arguments]
-    done = subprocess.run(words, cwd=project, env=variables, capture_output=True, text=True, check=False)
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        "a 'b' $c", "loaded it", "workbook", "--resume", "--no-writeup", "--scale", "smoke", "--data", "embedded",
-        "--out", str(out), "--stop-seconds", "50", "--notebooks", "02_train", "--parameters", "rates=[0.5, 1.0]",
-    ]  # fmt: skip
-
-
-def test_what_cannot_be_submitted_is_refused(project):
-    job = workbook_of(project)["02_train"]
-    for limit in ("2", "1:30"):  # the job would be told to save itself as it starts, and be queued again in vain
-        with pytest.raises(UserError, match=f"02_train: a time limit of {limit} is over before the warning 120 s"):
-            options_of(project, job, Site(time=limit))
-    with pytest.raises(UserError, match=r"a time limit of 04:00:00 is over before the warning 20000 s"):
-        options_of(project, job, Site(signal_seconds="20000"))
-    assert options_of(project, job, Site(time="3"))
-    for name in ("back\\slash", "two\nlines"):
-        with pytest.raises(UserError, match="Slurm cannot write to") as refused:
-            options_of(project, job, out=name)
-        assert "\n" not in str(refused.value)
-    (project / "papermill_jobs" / "notebook.sbatch").unlink()
-    with pytest.raises(UserError, match=r"There is no file .*notebook\.sbatch"):
-        options_of(project, job)
-
-
-@pytest.mark.parametrize(("sweep", "out"), [("rates", None), ("my sweeps/rates.yaml", None), ("rates", "runs/other")])
-def test_a_sweep_by_hand_goes_where_lmcore_sweep_run_puts_it(project, tmp_path, sweep, out):
-    command(tmp_path, "lmcore", 'printf "%s\\n" "$@"')
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("SLURM") and key != "OUT"}
-    variables = clean | {"SWEEP": sweep, "PATH": f"{tmp_path}:{os.environ['PATH']}"} | ({"OUT": out} if out else {})
-    wanted = out or "runs/sweeps/rates"
-
-    def words(script: str, **more: str) -> list[str]:
-        words = ["bash", f"papermill_jobs/{script}"]
-        done = subprocess.run(words, cwd=project, env=variables | more, capture_output=True, text=True, check=True)
-        return done.stdout.splitlines()
-
-    assert words("sweep.sbatch", SLURM_ARRAY_TASK_ID="2") == ["sweep", "run", sweep, "--out", wanted, "--task", "2"]
-    assert words("sweep-table.sbatch") == ["sweep", "table", wanted]
+@pytest.mark.parametrize(("variables", "expected"), RENDEZVOUS.values(), ids=RENDEZVOUS)
+def test_what_torchrun_reads_comes_from_slurms_variables(tmp_path, variables, expected):
+    command(tmp_path, "scontrol", '[[ $* == "show hostnames n[3-4]" ]] && printf "n3\\nn4\\n"')
+    shown = (
+        ". papermill_jobs/job.sh && export_rendezvous && echo nodes $NNODES/$NODE_RANK processes $NPROC_PER_NODE "
+        "rank $RANK/$WORLD_SIZE local $LOCAL_RANK at $MASTER_ADDR:$MASTER_PORT"
+    )
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "MASTER"))}
+    given = clean | {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | variables
+    done = subprocess.run(
+        ["bash", "-c", shown], cwd=FOLDER.parent, env=given, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{expected}\n"

@@ -1,31 +1,41 @@
-"""`lmcore submit`: what it prints, and what it does where Slurm refuses or is silent (tests/slurm has a real one)."""
+"""`lmcore submit`: what is asked of Slurm, what it does where Slurm refuses, and the same jobs without Slurm."""
 
 import json
+import os
+import re
+import shlex
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from job_projects import command, job_project
+from notebook_projects import code, parameters
 
 from lmcore.cli import main
+from lmcore.config import TrainConfig, to_dict
+from lmcore.errors import EXIT_INTERRUPTED, UserError
+from lmcore.files import write_json
+from lmcore.run import RunFolder
 from lmcore.workbook.jobs import slurm as slurm_commands
-from lmcore.workbook.jobs.log import own_state, read_log
-from lmcore.workbook.jobs.sweep_definition import load_definition
+from lmcore.workbook.jobs.site import load_site
+from lmcore.workbook.jobs.submit import Chain, Job, submitted
 
 PROJECT = Path(__file__).parents[1]
 SBATCH = """cd "$(dirname "$0")/.."
 for word; do if [[ $word == --job-name=* ]]; then name=${word#*=}; fi; done
 if [[ $name == "$REFUSED" ]]; then
-  echo "sbatch: error: invalid partition specified: nowhere" >&2
   echo "sbatch: error: Batch job submission failed: Invalid partition name specified" >&2
   exit 1
 fi
 env >environment-$name
 number=$(($(cat number 2>/dev/null || echo 100) + 1))
 echo $number >number
-echo "$number|PENDING|None|N/A|$name" >>queue
-echo "$number;cluster"
+echo "$number|PENDING|None" >>queue
+printf "$ANSWER\\n" $number
 """
 
 
@@ -36,14 +46,9 @@ class Slurm:
         self.folder, self.bin = folder, folder / "bin"
         self.bin.mkdir()
         self.queue = folder / "queue"
-        self.command("sbatch", SBATCH)
-        self.command("squeue", f"cat '{self.queue}' 2>/dev/null || true")
-        self.command("scancel", "true")
-        self.command("scontrol", "echo 'MaxArraySize            = 4'")
-
-    def command(self, name: str, script: str) -> None:
-        """Makes one of the commands do something else."""
-        command(self.bin, name, script)
+        command(self.bin, "sbatch", SBATCH)
+        command(self.bin, "squeue", f"cat '{self.queue}' 2>/dev/null || true")
+        command(self.bin, "scancel", "true")
 
     def called(self, name: str) -> list[str]:
         """The arguments of each call of a command."""
@@ -59,6 +64,7 @@ class Slurm:
 def slurm(tmp_path, monkeypatch) -> Slurm:
     made = Slurm(tmp_path)
     monkeypatch.setenv("PATH", f"{made.bin}:/usr/bin:/bin")
+    monkeypatch.setenv("ANSWER", "%s;cluster")
     return made
 
 
@@ -69,216 +75,303 @@ def project(tmp_path, monkeypatch) -> Path:
     return made
 
 
-def refusal(capsys, *arguments: str) -> str:
+def refusal(capsys, *arguments: object) -> str:
     """The sentence with which the command refuses: one line, code 2, nothing on standard output."""
-    assert main(["submit", *arguments]) == 2
+    assert main(["submit", *map(str, arguments)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("\n") == 1
-    return said.err.removeprefix("lmcore: ").strip()
+    return said.err
 
 
-def test_it_prints_a_line_for_each_job_and_how_to_watch_them(slurm, project, capsys):
+def test_a_workbook_is_a_chain_that_ends_with_the_writeup(slurm, project, capsys):
     assert main(["submit", "workbook", "--out", "runs/it"]) == 0
     out = project / "runs" / "it"
-    assert capsys.readouterr().out.splitlines() == [
-        f"101  02_train      {out}/jobs/02_train-101.log",
-        f"102  03_generate   {out}/jobs/03_generate-102.log, after 101",
-        f"103  04_benchmark  {out}/jobs/04_benchmark-103.log",
-        f"104  writeup       {out}/jobs/writeup-104.log, after 101, 102, 103",
-        f"To watch them: lmcore jobs {out}",
-    ]
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[:4]] == [
+        ["101", "02_train"], ["102", "03_generate"], ["103", "04_benchmark"], ["104", "writeup"]
+    ]  # fmt: skip
     calls = slurm.called("sbatch")
     assert calls[1] == (
-        f"--parsable --export=ALL --signal=B:USR1@120 --job-name=03_generate --output={out}/jobs/03_generate-%j.log "
-        "--dependency=afterok:101 --kill-on-invalid-dep=yes papermill_jobs/notebook.sbatch"
+        f"--parsable --job-name=03_generate --output={out}/jobs/03_generate-%j.log --export=ALL --signal=B:USR1@120 "
+        "--dependency=afterok:101 --kill-on-invalid-dep=yes papermill_jobs/workbook.sbatch --no-writeup"
     )
-    assert calls[3].endswith(" --dependency=afterany:101:102:103 papermill_jobs/writeup.sbatch")
+    assert " --dependency=afterany:101:102:103 " in calls[3]
+    assert calls[3].endswith(" papermill_jobs/writeup.sbatch")
     assert {"SCALE=smoke", "DATA=embedded", f"OUT={out}", "NOTEBOOKS=03_generate"} <= {
         *slurm.environment("03_generate")
     }
-    jobs = read_log(out)
-    assert [job.id for job in jobs] == ["101", "102", "103", "104"]
-    assert [(job.name, job.kind, job.after) for job in jobs][1] == ("03_generate", "notebook", ["101"])
+    assert [job["id"] for job in submitted(out)] == ["101", "102", "103", "104"]
     planned = json.loads((out / "workbook.json").read_text())
     assert planned["notebooks"] == ["02_train", "03_generate", "04_benchmark"]
+    assert "still queued or running (101, 102, 103, 104)" in refusal(capsys, "workbook", "--out", "runs/it")
+    slurm.queue.write_text("".join(f"{id}|COMPLETED|None\n" for id in range(101, 105)))
+    assert main(["submit", "workbook", "--out", "runs/it", "--one-job"]) == 0
+    assert slurm.called("sbatch")[4].endswith(" papermill_jobs/workbook.sbatch")
 
 
-@pytest.mark.parametrize("site", ["site.yaml", "sites/hyak.yaml", "sites/lab.yaml"])
-def test_a_dry_run_fits_a_screen_and_does_nothing(slurm, monkeypatch, capsys, tmp_path, site):
+def test_each_notebook_gets_the_parameters_that_it_declares(slurm, tmp_path, monkeypatch):
+    own = parameters('scale = "smoke"\ndata = "embedded"\nout = "../runs"\nwidth = 1')
+    monkeypatch.chdir(job_project(tmp_path / "project", _01_a=[parameters(), code("1")], _02_b=[own, code("1")]))
+    assert main(["submit", "workbook", "--no-writeup", "--parameters", "steps=7", "width=2", "rates=[0.5, 1.0]"]) == 0
+    first, second = slurm.called("sbatch")
+    assert first.endswith(" --no-writeup --parameters steps=7 rates=[0.5, 1.0]")
+    assert second.endswith(" --no-writeup --parameters width=2")
+
+
+SITE = """
+account: lab
+gpus: a40:1
+time: 12:00:00
+scratch: {scratch}
+setup: [a, 'b c']
+environment: {{NAME: $c}}
+extra: ['--mail-type=END,FAIL']
+signal_seconds: 60
+jobs: {{02_train: {{memory: 64G}}, writeup: {{gpus: 0}}}}
+"""
+
+
+def test_what_the_site_wants_goes_before_the_scripts_own_options(slurm, project, tmp_path):
+    site = tmp_path / "site.yaml"
+    site.write_text(SITE.format(scratch=tmp_path / "scratch"))
+    assert main(["submit", "workbook", "--site", str(site), "--notebooks", "02", "--time", "30"]) == 0
+    train, writeup = slurm.called("sbatch")
+    assert " --account=lab --time=30 --mem=64G --gres=gpu:a40:1 --signal=B:USR1@60 --mail-type=END,FAIL " in train
+    assert " --gres=none " in writeup
+    environment = slurm.environment("02_train")
+    assert {f"OUT={tmp_path}/scratch/runs/smoke", "NAME=$c", "STOP_SECONDS=50", "ATTEMPTS=3"} <= {*environment}
+    assert "LMCORE_SETUP=a\nb c" in "\n".join(environment)
+
+
+@pytest.mark.parametrize(
+    "file", sorted([PROJECT / "papermill_jobs/site.yaml", *PROJECT.glob("papermill_jobs/sites/*")])
+)
+def test_the_sites_of_the_project_are_good(file):
+    assert load_site(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("partitions: gpu", "there is no setting 'partitions'"),
+        ("- account", "must be a mapping of settings"),
+        ("setup: module load cuda", "setup must be a list of lines"),
+        ("environment: {NAME: [1]}", "environment must hold plain values"),
+        ("signal_seconds: 2 minutes", "signal_seconds must be a whole number above 0"),
+        ("jobs: {writeup: {gpu: 0}}", "jobs, writeup: there is no setting 'gpu'"),
+        ("account: [", "cannot be read as YAML"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence_that_names_it(tmp_path, text, sentence):
+    (tmp_path / "site.yaml").write_text(text)
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        load_site(tmp_path / "site.yaml")
+
+
+def test_a_dry_run_is_what_one_would_type_and_does_nothing(slurm, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(PROJECT)
-    monkeypatch.setenv("USER", "me")
-    words = ["--site", f"papermill_jobs/{site}", "--time", "30", "--out", str(tmp_path / "out")]
-    assert main(["submit", "workbook", "--dry-run", *words]) == 0
+    assert main(["submit", "workbook", "--dry-run", "--time", "30", "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
-    assert said.count("\n") <= 24
     assert "NOTEBOOKS=01_build sbatch" in said
     assert "'--dependency=afterok:<02_train>'" in said
-    assert f"OUT={tmp_path / 'out'}" in said
-    assert said.count("--time=30") == 1  # of all jobs
     assert subprocess.run(["bash", "-n", "-c", said], check=False).returncode == 0
     assert not slurm.called("sbatch")
     assert not (tmp_path / "out").exists()
 
 
-def test_the_sites_scratch_folder_holds_the_results(slurm, project, tmp_path, capsys):
-    site = tmp_path / "site.yaml"
-    site.write_text(f"scratch: {tmp_path}/scratch\nsetup: [a, 'b c']\njobs:\n  02_train: {{memory: 64G}}\n")
-    assert main(["submit", "notebook", "02", "--site", str(site)]) == 0
-    assert " --mem=64G " in slurm.called("sbatch")[0]
-    assert f"OUT={tmp_path}/scratch/runs/smoke" in slurm.environment("02_train")
-    assert "LMCORE_SETUP=a\nb c\n" in (tmp_path / "environment-02_train").read_text()
-
-
-def test_two_submissions_at_once_make_one_chain(slurm, project, capsys):
-    """Both would find the queue empty, if they did not wait for each other."""
-    slurm.command("sbatch", "sleep 0.2\n" + SBATCH)
-    words = [sys.executable, "-m", "lmcore", "submit", "workbook"]
-    both = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
-    assert sorted(process.wait(timeout=120) for process in both) == [0, 2]
-    assert len(slurm.called("sbatch")) == 4
-    said = refusal(capsys, "workbook")
-    assert "still queued or running (101, 102, 103, 104): wait for them, cancel them with scancel, or" in said
-    assert main(["submit", "workbook", "--again"]) == 0
-    assert len(slurm.called("sbatch")) == 8
-
-
-def test_jobs_that_have_ended_or_that_slurm_has_forgotten_are_no_obstacle(slurm, project, capsys):
-    assert main(["submit", "notebook", "02"]) == 0
-    slurm.queue.write_text("101|FAILED|NonZeroExitCode|N/A|02_train\n")
-    assert main(["submit", "notebook", "02"]) == 0
-    slurm.command("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    assert main(["submit", "notebook", "02"]) == 0
-    capsys.readouterr()
-    slurm.command("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
-    said = refusal(capsys, "notebook", "02")
-    assert said.startswith("It is unknown whether jobs of")
-    assert "Unable to contact slurm controller" in said
-    assert len(slurm.called("sbatch")) == 3
-
-
 def test_what_sbatch_refuses_cancels_the_jobs_before_it(slurm, project, monkeypatch, capsys):
     monkeypatch.setenv("REFUSED", "04_benchmark")
-    assert refusal(capsys, "workbook") == (
-        "sbatch: invalid partition specified: nowhere; Batch job submission failed: Invalid partition name specified. "
-        "What your cluster wants stands in papermill_jobs/site.yaml, or in the file after --site; sinfo -s lists "
-        "partitions. The jobs before it are cancelled: 101, 102."
-    )
-    out = project / "runs" / "smoke"
-    assert slurm.called("scancel") == ["101 102"]
-    assert [own_state(job.lines[job.id]) for job in read_log(out)] == ["cancelled", "cancelled"]
-    assert not (out / "workbook.json").exists()
-
-
-def test_jobs_that_cannot_be_cancelled_are_named_and_stay_in_the_log(slurm, project, monkeypatch, capsys):
-    monkeypatch.setenv("REFUSED", "04_benchmark")
-    slurm.command("scancel", "echo 'scancel: error: Unable to contact slurm controller' >&2; exit 1")
     said = refusal(capsys, "workbook")
-    assert said.endswith("The jobs 101, 102 could not be cancelled: scancel: Unable to contact slurm controller.")
-    assert [(job.id, job.lines) for job in read_log(project / "runs" / "smoke")] == [("101", {}), ("102", {})]
-
-
-def test_an_answer_that_is_none_is_one_sentence(slurm, project, monkeypatch, capsys):
-    slurm.command("sbatch", "echo Submitted")
-    assert "sbatch gave no job id" in refusal(capsys, "notebook", "02")
-    monkeypatch.setattr(slurm_commands, "SECONDS_TO_ANSWER", 0.5)
-    slurm.command("sbatch", "exec sleep 60")
-    assert refusal(capsys, "notebook", "02") == "sbatch: no answer within 0.5 s."
+    assert said.startswith("lmcore: sbatch: Batch job submission failed: Invalid partition name specified. What your")
+    assert slurm.called("scancel") == ["101 102"]
+    assert not submitted(project / "runs" / "smoke")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["workbook", "--scale", "../other"], "There is no scale '../other'"),
-        (["workbook", "--notebooks", ""], "There is no notebook ''"),
-        (["workbook", "--parameters", "steps={[]: 1}"], "steps"),
-        (["workbook", "--time", "00:00:00", "--dry-run"], "time must be above 0, not '00:00:00'"),
-        (["notebook", "0"], "'0' names 3 notebooks"),
-    ],
+    "answer", ["%s", "%s;cluster", "Welcome to 3\\nSubmitted batch job %s\\nBye", "\\n%s\\n2 left"]
 )
-def test_wrong_input_is_refused_before_anything_is_submitted(slurm, project, capsys, arguments, sentence):
-    """More of it on a real Slurm."""
-    assert sentence in refusal(capsys, *arguments)
-    assert not slurm.called("sbatch")
-    assert not (project / "runs").exists()
+def test_an_id_is_found_in_any_line_that_sbatch_prints(slurm, project, monkeypatch, answer):
+    monkeypatch.setenv("ANSWER", answer)
+    assert main(["submit", "workbook", "--notebooks", "04", "--no-writeup"]) == 0
+    assert [job["id"] for job in submitted(project / "runs" / "smoke")] == ["101"]
 
 
-def test_a_damaged_plan_is_refused_before_anything_is_submitted(slurm, project, capsys):
-    file = project / "runs" / "smoke" / "workbook.json"
-    file.parent.mkdir(parents=True)
-    file.write_text("{")
-    said = refusal(capsys, "workbook")
-    assert said.startswith(f"{file} cannot be read as JSON")
-    assert said.endswith("remove it and run the workbook again, which keeps what is done.")
-    assert not slurm.called("sbatch")
+def test_an_answer_that_is_none_is_one_sentence(slurm, project, monkeypatch, capsys):
+    monkeypatch.setenv("ANSWER", "Submitted")
+    assert "sbatch gave no job id" in refusal(capsys, "workbook")
+    monkeypatch.setattr(slurm_commands, "SECONDS_TO_ANSWER", 0.5)
+    command(slurm.bin, "sbatch", "exec sleep 60")
+    assert "sbatch: no answer within 0.5 s." in refusal(capsys, "workbook")
 
 
-def test_a_job_that_submits_does_not_pass_its_own_numbers_on(slurm, project, monkeypatch):
+def test_a_job_that_submits_does_not_pass_its_own_variables_on(slurm, project, monkeypatch):
     """sbatch hands on its environment, and a task's number would give the new jobs another name."""
-    for name in ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID", "SLURM_STEP_NODELIST", "MASTER_ADDR", "LMCORE_JOB_NAME"):
+    for name in (
+        "SLURM_ARRAY_TASK_ID",
+        "SLURM_ARRAY_JOB_ID",
+        "SLURM_MEM_PER_CPU",
+        "SLURM_STEP_NODELIST",
+        "MASTER_ADDR",
+    ):
         monkeypatch.setenv(name, "of the job around")
-    monkeypatch.setenv("SLURM_CLUSTERS", "here")
-    assert main(["submit", "notebook", "04"]) == 0
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    assert main(["submit", "workbook"]) == 0
     handed_on = slurm.environment("04_benchmark")
-    assert "SLURM_CLUSTERS=here" in handed_on
+    assert "SLURM_CONF=/etc/slurm.conf" in handed_on
     assert not [line for line in handed_on if "of the job around" in line]
 
 
-# Sweeps
-
-SWEEP = """
-name: tiny
-kind: benchmark
-base: {warmup_steps: 1, steps: 1, device: cpu, mode: forward}
-vary: {size: [smoke, laptop]}
-"""
+# ---- training runs and sweeps
 
 
-def test_a_sweep_is_an_array_over_its_definition_as_it_was_and_a_table(slurm, project, capsys):
-    sweeps = project / "papermill_jobs" / "sweeps"
-    sweeps.mkdir()
-    (sweeps / "tiny.yaml").write_text(SWEEP)
-    assert main(["submit", "sweep", "tiny", "--concurrency", "1", "--set", "context_length=8,16"]) == 0
-    out = project / "runs" / "sweeps" / "tiny"
-    assert capsys.readouterr().out.splitlines() == [
-        f"101  tiny        {out}/jobs/tiny-101_*.log, 4 tasks",
-        f"102  tiny-table  {out}/jobs/tiny-table-102.log, after 101",
-        f"To watch them: lmcore jobs {out}",
-    ]
-    assert slurm.called("sbatch")[0].endswith(" --array=0-3%1 papermill_jobs/sweep.sbatch")
-    (frozen,) = (out / "jobs").glob("tiny-*.yaml")
-    assert f"SWEEP={frozen}" in slurm.environment("tiny")
-    wanted = load_definition("tiny", ["context_length=8,16"])
-    assert load_definition(frozen) == load_definition(out / "sweep.yaml") == wanted
-    array, table = read_log(out)
-    assert array.task_ids == ["101_0", "101_1", "101_2", "101_3"]
-    assert (array.kind, table.kind, table.after) == ("sweep", "sweep-table", ["101"])
-    # a task's number is a place in the definition: tasks that wait must not find another one there
-    before = frozen.read_bytes()
-    (sweeps / "tiny.yaml").write_text(SWEEP.replace("[smoke, laptop]", "[laptop, smoke]"))
-    assert main(["submit", "sweep", "tiny", "--set", "context_length=8,16", "--again"]) == 0
-    assert frozen.read_bytes() == before
-    (second,) = set((out / "jobs").glob("tiny-*.yaml")) - {frozen}
-    assert f"SWEEP={second}" in slurm.environment("tiny")
+def test_what_a_training_run_asks_of_slurm(tmp_path, capsys):
+    run, site = tmp_path / "run", tmp_path / "site.yaml"
+    site.write_text("gpus: a40:1\nmemory: 32G\njobs: {train: {time: '02:00:00'}}\n")
+    words = ["submit", "train", "--run", run, "--parallel", "fsdp", "--gpus", 8, "--nodes", 2, "--site", site]
+    words = [*map(str, words), "--dry-run"]
+    assert main([*words, "--batch-size", "64", "--preset", "large"]) == 0
+    said = capsys.readouterr().out
+    for option in ("--gres=gpu:a40:8", "--nodes=2", "--ntasks-per-node=8", "--mem=32G", "--time=02:00:00"):
+        assert option in said
+    assert f"RUN={run}" in said
+    assert said.rstrip().endswith("papermill_jobs/train.sbatch")
+    assert not run.exists()
+    assert main([*words, "--device", "cpu"]) == 0
+    assert "--gres=none" in capsys.readouterr().out
 
 
-def test_an_array_larger_than_the_clusters_is_refused(slurm, project, capsys):
-    (project / "tiny.yaml").write_text(SWEEP)
-    said = refusal(capsys, "sweep", "tiny.yaml", "--set", "size=smoke,laptop,tinystories,small,medium")
-    assert said.startswith("tiny has tasks up to number 4, but this cluster's arrays end at 3 (MaxArraySize)")
-    assert not slurm.called("sbatch")
-    assert not (project / "runs").exists()
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--gpus", 2), "2 processes need a way to divide the work: add --parallel ddp, zero1 or fsdp."),
+        (("--gpus", 2, "--nodes", 3, "--parallel", "ddp"), "batch_size (32) must divide by 6 processes."),
+        (("--gpus", 0), "--gpus and --nodes must be at least 1."),
+        (("--out", "elsewhere"), "A training run has one folder, --run; --out is for other jobs."),
+        (("--seed", 3), "made with other settings: seed (4 there, 3 here)"),
+    ],
+)
+def test_a_training_run_that_cannot_be_is_refused_before_it_is_submitted(tmp_path, capsys, words, sentence):
+    run = RunFolder(tmp_path / "run")
+    if "--seed" in words:
+        write_json(run.config_file, to_dict(TrainConfig(seed=4)))
+    assert sentence in refusal(capsys, "train", "--run", run.path, *words, "--dry-run")
 
 
-def test_what_is_finished_is_left_out_and_where_all_is_nothing_is_submitted(slurm, project, capsys):
-    (project / "tiny.yaml").write_text(SWEEP)
-    out = project / "out"
-    chosen = ["tiny.yaml", "--out", str(out), "--set", "size=smoke"]
-    assert main(["sweep", "run", "--task", "1", *chosen, "context_length=8,16"]) == 0
-    assert main(["submit", "sweep", *chosen, "context_length=8,16"]) == 0
-    assert read_log(out)[0].task_ids == ["101_0"]
-    capsys.readouterr()
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory, embedded_data) -> list[str]:
+    """Words of a sweep of three tiny runs, of which the second diverges."""
+    file = tmp_path_factory.mktemp("sweep") / "rates.py"
+    file.write_text(
+        "from lmcore.config import replace\nfrom lmcore.recipes import learning_rate_runs\n"
+        "def runs(base):\n"
+        "    tiny = dict(d_model=16, num_layers=1, num_heads=2, d_ff=24, context_length=16)\n"
+        "    tiny = {f'model__{key}': value for key, value in tiny.items()}\n"
+        "    base = replace(base, device='cpu', batch_size=2, optimizer__name='sgd', **tiny)\n"
+        "    return learning_rate_runs(replace(base, optimizer__max_grad_norm=None), [0.01, 1e30, 0.02])\n"
+    )
+    return ["submit", "sweep", str(file), "--data", str(embedded_data), "--recipe", "smoke", "--steps", "4"]
+
+
+def test_a_sweep_is_an_array_over_what_is_unfinished_and_a_table(slurm, project, sweep, capsys):
+    from lmcore.workbook.report.tables import read_results
+    from lmcore.workbook.sweep import work
+
+    assert main([*sweep, "--concurrency", "2"]) == 0
+    out = project / "runs" / "sweeps" / "rates"
+    array, table = slurm.called("sbatch")
+    assert array.endswith(" --array=0,1,2%2 papermill_jobs/sweep.sbatch")
+    assert table.endswith(" --dependency=afterany:101 --kill-on-invalid-dep=yes papermill_jobs/sweep-table.sbatch")
+    assert submitted(out)[0]["log"] == f"{out}/jobs/rates-101_*.log"
+    work(out, task=1)
+    assert RunFolder(out / "lr_1e+30").status()["state"] == "diverged"
+    assert not (out / "lr_0.01" / "status.json").exists()
     slurm.queue.unlink()
-    assert main(["submit", "sweep", *chosen, "context_length=16"]) == 0
-    assert capsys.readouterr().out.startswith(f"All of {out} is finished")
-    assert len(slurm.called("sbatch")) == 2
+    assert main(sweep) == 0
+    assert slurm.called("sbatch")[2].endswith(" --array=0,2 papermill_jobs/sweep.sbatch")
+    work(out)
+    assert main(["sweep", "table", str(out)]) == 0
+    table, _, _ = read_results(out / "results" / "rates.json")
+    assert [*zip(table["name"], table["outcome"], strict=True)] == [
+        ("lr_0.01", "complete"), ("lr_1e+30", "diverged"), ("lr_0.02", "complete")
+    ]  # fmt: skip
+    assert (out / "results" / "rates_curves.json").is_file()
+    capsys.readouterr()
+    assert main(sweep) == 0
+    assert capsys.readouterr().out == f"All of {out} is finished.\n"
+
+
+@pytest.mark.parametrize("name", [path.stem for path in PROJECT.glob("papermill_jobs/sweeps/*.py")])
+def test_the_sweeps_of_the_project_make_configurations(name, embedded_data, monkeypatch, tmp_path):
+    from lmcore.workbook.jobs.sweeps import sweep_runs
+
+    for recipe in ("smoke", "handout"):
+        runs = sweep_runs(PROJECT / "papermill_jobs" / "sweeps" / f"{name}.py", embedded_data, recipe, 20)
+        assert len({json.dumps(to_dict(config)) for config in runs.values()}) == len(runs) > 5
+
+
+# ---- the same jobs without Slurm
+
+
+def script(project: Path, name: str, line: str, **fields: object) -> Job:
+    """A job that runs this line under `supervise`."""
+    plain = (project / "papermill_jobs" / "writeup.sbatch").read_text()
+    supervised = plain.replace('supervise lmcore writeup "$OUT" "$@"', f"supervise bash -c {shlex.quote(line)}")
+    assert supervised != plain
+    (project / "papermill_jobs" / f"{name}.sbatch").write_text(supervised)
+    return Job(name, name, {}, **fields)
+
+
+def run_here(project: Path, *jobs: Job) -> int:
+    return Chain(project, project / "runs" / "it's out", {}, jobs).run_here()
+
+
+def test_jobs_run_here_in_their_order_and_a_failure_leaves_out_what_needs_it(project, monkeypatch, capfd):
+    monkeypatch.setenv("SLURM_JOB_ID", "99")  # a session of Slurm's around it is no business of these jobs
+    line = 'echo "$SLURM_ARRAY_TASK_ID ${SLURM_JOB_ID:-alone}"; [[ $SLURM_ARRAY_TASK_ID != 3 ]]'
+    jobs = [
+        script(project, "array", line, tasks=(0, 3, 4)),
+        script(project, "table", "echo table >>order", after=("array",), even_if_failed=True),
+        script(project, "needs", "echo needs >>order", after=("array",)),
+        script(project, "judge", "echo judge >>order", after=("needs",)),
+        script(project, "other", "echo other >>order"),
+    ]
+    assert run_here(project, *jobs) == 1
+    assert (project / "order").read_text() == "table\nother\n"
+    logs = {path.name: path.read_text() for path in (project / "runs" / "it's out" / "jobs").glob("array*.log")}
+    assert logs == {f"array_{task}-local.log": f"{task} alone\n" for task in (0, 3, 4)}
+    said = capfd.readouterr().out
+    assert "array_3: ended with code 1" in said
+    assert "judge: not run" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_stops_the_job_that_runs_in_order_and_the_rest_is_left_undone(project, number, capfd):
+    first = script(project, "first", "trap 'touch saved; exit 75' TERM; touch ready; while :; do sleep 0.1; done")
+    second = script(project, "second", "touch second")
+
+    def stop() -> None:
+        while not (project / "ready").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=stop, daemon=True).start()
+    assert run_here(project, first, second) == EXIT_INTERRUPTED
+    assert (project / "saved").exists()
+    assert not (project / "second").exists()
+    assert "the same command resumes" in capfd.readouterr().err
+
+
+def test_a_training_run_here_has_a_process_for_each_gpu(project, tmp_path, monkeypatch):
+    """The settings are those of the moment of submission."""
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    called = command(bin, "torchrun", "")
+    (project / "papermill_jobs" / "site.yaml").write_text(f"setup: ['PATH={bin}:$PATH']\n")
+    words = ["--run", "run", "--batch-size", "4", "--device", "cpu", "--gpus", "2", "--parallel", "zero1", "--local"]
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    assert main(["submit", "train", *words]) == 0
+    settings = project / "run" / "jobs" / "config.json"
+    assert called.read_text() == (
+        f"--standalone --nproc-per-node 2 -m -- lmcore train --run {project / 'run'} --config {settings}\n"
+    )
+    assert json.loads(settings.read_text())["batch_size"] == 4

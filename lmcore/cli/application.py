@@ -45,12 +45,12 @@ GROUPS = {
     "data": ("Prepare, download and look at corpora.", (data.prepare, data.download, data.info)),
     "tokenizer": ("Train a tokenizer; encode and decode with one.", (data.train, data.encode, data.decode)),
     "sweep": (
-        "Many runs or measurements: one cell or all of them, and their table.",
-        (sweep.run, sweep.table, sweep.work),
+        "What the tasks of a sweep run, and the table of its runs.",
+        (sweep.work, sweep.table),
     ),
     "submit": (
-        "The workbook, a notebook, a sweep or a training run as Slurm jobs.",
-        (jobs.workbook, jobs.notebook, jobs.sweep),
+        "The workbook, a sweep or a training run as Slurm jobs.",
+        (jobs.workbook, jobs.sweep),
     ),
 }
 """What a group of commands is for, and its commands."""
@@ -71,7 +71,7 @@ def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
     commands = [
         training.train_command(training.starting_config(arguments[1:]) if chosen == "train" else TrainConfig()),
         training.evaluate, training.generate, benchmark.benchmark, nsys.nsys, memory.memory,
-        workbook.workbook, workbook.refresh, workbook.writeup, jobs.jobs, workbook.handin,
+        workbook.workbook, workbook.refresh, workbook.writeup, jobs.status, workbook.handin,
     ]  # fmt: skip
     for command in [*commands, jobs.requeue] if chosen == "requeue" else commands:  # only job.sh calls it: not listed
         app.command(deferred(command))

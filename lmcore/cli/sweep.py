@@ -1,71 +1,39 @@
-"""`lmcore sweep ...`: many runs or measurements, as one command or as the tasks of a job array."""
+"""`lmcore sweep ...`: what the tasks of a sweep run, and the table of its runs."""
 
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from lmcore.cli.arguments import OptionalFolder, OptionalNumber, Pairs
-from lmcore.errors import EXIT_FAILURE, require
+from lmcore.cli.arguments import OptionalNumber
 from lmcore.stopping import stop_signals
 
-Definition = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 
-
-def run(
-    definition: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SWEEP")],
-    out: OptionalFolder = None,
-    task: OptionalNumber = None,
-    set: Pairs = (),
-) -> int:
-    """Do one task of a sweep, a run or a measurement, or all that are not finished, in turn.
-
-    Exit codes: 0 done, also if a run diverged or did not fit into the memory, 1 one failed, 75 stopped by a signal:
-    the same command resumes.
-
-    Args:
-        definition: Name of a definition in papermill_jobs/sweeps/, or a YAML file.
-        out: Folder for the sweep (default: runs/sweeps/<name>).
-        task: Number of the task, from 0 in the definition's order; default: all.
-        set: Settings of the base, or values of a setting that is varied: steps=20, or
-            optimizer.learning_rate=1e-3,1e-2.
-    """
-    with stop_signals():  # also while PyTorch is imported
-        from lmcore.workbook.jobs.sweeps import load_definition, run_definition, sweep_folder
-
-        sweep = load_definition(definition, set)
-        return run_definition(sweep, out or sweep_folder(sweep), task)
-
-
-def table(out: Annotated[Path, tyro.conf.Positional], definition: Definition = None, set: Pairs = ()) -> int:
-    """Merge what a sweep has done into one table: a row for each run or measurement, whether it has run or not.
-
-    It goes to out/results/<name>.json and .csv, for training runs with their curves, for measurements with each step.
-
-    Exit codes: 0, or 1 if one failed.
-
-    Args:
-        out: Folder of the sweep.
-        definition: Name of a definition, or a YAML file; default: the one that the folder remembers.
-        set: As for lmcore sweep run, with --definition.
-    """
-    from lmcore.workbook.jobs.sweeps import REMEMBERED, load_definition, summary, write_sweep_table
-
-    require(definition is not None or not set, "--set changes a definition: give --definition with it.")
-    sweep = load_definition(definition or out / REMEMBERED, set)
-    rows, file = write_sweep_table(sweep, out)
-    print(f"{summary(sweep, rows)}\nWritten to {file} and .csv.")
-    return EXIT_FAILURE if (rows["outcome"] == "failed").any() else 0
-
-
-def work(folder: Annotated[Path, tyro.conf.Positional]) -> int:
+def work(folder: Annotated[Path, tyro.conf.Positional], task: OptionalNumber = None) -> int:
     """Train, one after another, the runs of a sweep that nobody else has taken: one worker of `run_sweep`.
+
+    Exit codes: 0 done, also if a run diverged or did not fit into the memory, 75 stopped by a signal.
 
     Args:
         folder: Folder with a sweep.json.
+        task: Only the run of this number, from 0.
     """
-    with stop_signals():
+    with stop_signals():  # also while PyTorch is imported
         from lmcore.workbook.sweep import work
 
-        work(folder)
+        work(folder, task)
+    return 0
+
+
+def table(out: Annotated[Path, tyro.conf.Positional]) -> int:
+    """Make one table of the runs of a sweep that have begun: out/results/<name>.json and .csv, and their curves.
+
+    Args:
+        out: Folder of the sweep.
+    """
+    from lmcore.workbook.jobs.sweeps import write_sweep_table
+
+    rows, file = write_sweep_table(out)
+    columns = ["name", "outcome", "final_valid_loss", "best_valid_loss", "seconds"]
+    print(f"{rows[columns].to_string(index=False)}\nWritten to {file} and .csv.")
     return 0

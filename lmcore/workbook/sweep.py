@@ -7,123 +7,75 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
-from lmcore.config import TrainConfig, from_dict, replace, to_dict
-from lmcore.data import PreparedData, open_data
+from lmcore.config import TrainConfig, from_dict, to_dict
+from lmcore.data import open_data
 from lmcore.device import visible_gpus
-from lmcore.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_USER_ERROR, FINISHED, UserError, require
+from lmcore.errors import EXIT_INTERRUPTED, FINISHED, UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.progress import Progress, in_jupyter, show_live
-from lmcore.run import BUSY, RunBusy, RunFolder, damage
-from lmcore.stopping import StopEvent, stop_signals
+from lmcore.run import RunBusy, RunFolder, damage
+from lmcore.stopping import stop_signals
 from lmcore.train import train
 
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_BETWEEN_PICTURES = 2.0
-
-
-def run_state(config: TrainConfig, run: RunFolder, data: PreparedData | None) -> tuple[str, str | None]:
-    """State of a run with this configuration on these data, and why where there is something to say.
-
-    Without the data, those that the run was made with are taken for the same. States: not run, running, stopped (begun,
-    and neither ended nor in anyone's hands; it resumes), failed, and the `FINISHED`: complete, with undamaged results,
-    diverged, out of memory.
-    """
-    try:
-        if run.is_busy():
-            return "running", None
-        status = run.status()
-        if run.config_file.exists():
-            if data is None:
-                config = replace(config, model__vocab_size=run.config().model.vocab_size)
-            if differences := run.differences(config, data.fingerprint if data else run.data_fingerprint()):
-                return "not run", f"The run folder was made with other settings: {', '.join(differences)}."
-        elif status["state"] != "failed":
-            return "not run", None
-    except UserError as error:
-        return "failed", str(error)
-    state = status["state"]
-    if state in FINISHED and not run.environment_file.exists():
-        return "stopped", f"{run.environment_file} is gone; training again looks for what the data were."
-    if state == "complete" and (reason := damage(run)):
-        return "stopped", f"{reason} Training again repairs it."
-    return (state if state in (*FINISHED, "failed") else "stopped"), status.get("reason")
+ALONE = "."
+"""Name in sweep.json of a run whose folder is the sweep's."""
 
 
 def is_finished(config: TrainConfig, run: RunFolder) -> bool:
     """Whether `run` is `FINISHED`, undamaged, with this configuration and this data."""
-    return run.last_known()[0] in FINISHED and run_state(config, run, open_data(config.data))[0] in FINISHED
+    try:
+        state = run.status()["state"]
+        if state not in FINISHED or not run.environment_file.exists() or run.is_busy():
+            return False
+        same = not run.differences(config, open_data(config.data).fingerprint)
+        return same and (state != "complete" or damage(run) is None)
+    except UserError:  # training repairs it, or says why not
+        return False
 
 
-def train_each(
-    configs: Mapping[str, TrainConfig], folder: Path, stop: StopEvent, task: Callable[[TrainConfig, RunFolder], str]
-) -> list[str]:
-    """Trains the runs in turn, each in its subfolder; returns how they ended, `interrupted` last after a stop signal.
+def work(folder: str | os.PathLike, task: int | None = None) -> None:
+    """What one worker of a sweep does: trains, in order, each run of sweep.json that is neither done nor taken.
 
-    Finished ones are skipped; those in other hands are left to them, and `running`.
-    """
-    ended: list[str] = []
-    for name, config in configs.items():
-        run = RunFolder(folder / name)
-        if stop.is_set() or "interrupted" in ended:
-            return [*ended, "interrupted"]
-        if is_finished(config, run):
-            print(f"{name}: skipped, it is finished: {run.last_known()[0]}.", flush=True)
-            continue
-        try:
-            ended.append(task(config, run))
-        except RunBusy:
-            print(f"{name}: left to the process that is training it.", flush=True)
-            ended.append("running")
-    return ended
-
-
-def work(folder: str | os.PathLike) -> None:
-    """What one worker of `run_sweep` does: trains, in order, each run of sweep.json that is neither done nor taken.
-
-    A stop signal, also one between two runs, ends it with the exit code EXIT_INTERRUPTED; a second one at once.
+    `task` is the number of the only run that it looks at. A stop signal, also one between two runs, ends it with the
+    exit code EXIT_INTERRUPTED; a second one at once. Raises `UserError` if a run cannot be trained.
     """
     with stop_signals(exits=True) as stop:
         file = Path(folder) / "sweep.json"
-        runs = read_json(file)
-        require(isinstance(runs, dict), f"{file} must be a mapping of run names to settings.")
-        configs = {name: from_dict(TrainConfig, values) for name, values in runs.items()}
-        if "interrupted" in train_each(configs, Path(folder), stop, lambda config, run: train(config, run).state):
-            raise SystemExit(EXIT_INTERRUPTED)
+        values = read_json(file)
+        require(isinstance(values, dict), f"{file} must be a mapping of run names to settings.")
+        configs = {name: from_dict(TrainConfig, each) for name, each in values.items()}
+        require(task is None or 0 <= task < len(configs), f"{file} has runs 0 to {len(configs) - 1}, not {task}.")
+        for name, config in [*configs.items()] if task is None else [[*configs.items()][task]]:
+            run = RunFolder(Path(folder) / name)
+            if stop.is_set():
+                raise SystemExit(EXIT_INTERRUPTED)
+            try:
+                if is_finished(config, run):
+                    print(f"{run.name}: skipped, it is finished: {run.last_known()[0]}.", flush=True)
+                elif train(config, run).state == "interrupted":
+                    raise SystemExit(EXIT_INTERRUPTED)
+            except RunBusy:
+                print(f"{run.name}: left to the process that is training it.", flush=True)
 
 
 def run_or_reuse(config: TrainConfig, folder: str | os.PathLike) -> RunFolder:
     """Trains in a child process and follows its metrics; a finished run with the same config and data is reused.
 
     The child outlives this process: a lost notebook loses nothing, and calling again follows the run that is still
-    going. Where the process that is followed ends before the run does, this one goes on with it. Output goes to
-    log.txt in the run folder. An interrupt of the notebook's cell ends the child, too, which saves itself.
-    Raises `UserError` with the child's last words if it fails.
+    going. Where the process that is followed ends before the run does, another one resumes it. Output goes to log.txt
+    in the run folder. An interrupt of the notebook's cell ends the child, too, which saves itself. Raises `UserError`
+    with the child's last words if it fails.
     """
     run = RunFolder(folder)
-    while not is_finished(config, run):
-        if run.config_file.exists():
-            run.require_same(config, open_data(config.data).fingerprint)
-        said, children = run.log_file.stat().st_size if run.log_file.exists() else 0, []
-        if run.is_busy():
-            print(f"{run.name}: another process trains it; this one follows.", flush=True)
-        else:
-            request = run.path / "requested.json"
-            write_json(request, to_dict(config))
-            children = [_start(["train", "--config", str(request), "--run", str(run.path)], run)]
-        progress = Progress(config.steps, run.name, start=run.last_known()[1])
-        _follow(progress, partial(_latest, run), children, {run.name: run})
-        for child in children:
-            words = run.log_file.read_bytes()[said:].decode(errors="replace")
-            if child.returncode != EXIT_USER_ERROR or BUSY not in words:  # else another process was faster
-                _check(child.returncode, run)
-                return run
-    state, step = run.last_known()
-    print(f"{run.name}: reused, {state} at step {step}.")
+    if not _train({ALONE: config}, run.path, 1):
+        state, step = run.last_known()
+        print(f"{run.name}: reused, {state} at step {step}.")
     return run
 
 
@@ -134,58 +86,73 @@ def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: 
     A run that diverges is a result. Resumes runs that an earlier call left unfinished. Raises `UserError` if a worker
     fails otherwise.
     """
-    folder, reused = Path(folder), True
-    write_json(folder / "sweep.json", {name: to_dict(config) for name, config in runs.items()})
-    folders = {name: RunFolder(folder / name) for name in runs}
-
-    def done() -> tuple[int, str]:
-        states = {name: run.last_known()[0] for name, run in folders.items()}
-        latest = {name: _latest(folders[name]) for name, state in states.items() if state == "running"}
-        note = "; ".join(
-            f"{name}: step {step:,}/{runs[name].steps:,}{loss and f', {loss}'}" for name, (step, loss) in latest.items()
-        )
-        return sum(state in FINISHED for state in states.values()), note
-
-    while left := sum(not is_finished(config, folders[name]) for name, config in runs.items()):
-        reused = False
-        logs = [RunFolder(folder / f".worker{index}") for index in range(min(workers, left))]
-        children = [_start(["sweep", "work", str(folder)], log, gpu=index) for index, log in enumerate(logs)]
-        _follow(Progress(len(runs), folder.name, "run", len(runs) - left), done, children, folders)
-        for child, log in zip(children, logs, strict=True):
-            _check(child.returncode, log)
-    if reused:
+    folder = Path(folder)
+    if not _train(runs, folder, workers):
         print(f"{folder.name}: all {len(runs)} runs reused.")
-    return folders
+    return {name: RunFolder(folder / name) for name in runs}
 
 
-def _start(arguments: list[str], run: RunFolder, gpu: int | None = None) -> subprocess.Popen:
-    """Starts `lmcore` with these arguments in a session of its own, writing to the run's log."""
+def _train(configs: Mapping[str, TrainConfig], folder: Path, workers: int) -> bool:
+    """Has workers train the runs until all are finished; returns whether there was something to do."""
+    runs, begun = {name: RunFolder(folder / name) for name in configs}, False
+    while left := sum(not is_finished(config, runs[name]) for name, config in configs.items()):
+        begun = True
+        write_json(folder / "sweep.json", {name: to_dict(config) for name, config in configs.items()})
+        logs = [RunFolder(folder / f".worker{index}") for index in range(min(workers, left))]
+        logs = [*runs.values()] if ALONE in runs else logs
+        said = [log.log_file.stat().st_size if log.log_file.exists() else 0 for log in logs]
+        children = [_start(folder, log, index if len(logs) > 1 else None) for index, log in enumerate(logs)]
+        _follow(folder.name, children, configs, runs)
+        for child, log, before in zip(children, logs, said, strict=True):
+            _check(child.returncode, log, before)
+    return begun
+
+
+def _start(folder: Path, log: RunFolder, index: int | None) -> subprocess.Popen:
+    """Starts a worker in a session of its own, writing to the log; several workers share the GPUs by their index."""
     variables, gpus = os.environ | {"PYTHONUNBUFFERED": "1"}, visible_gpus()
-    if gpu is not None and len(gpus) > 1:
-        variables["CUDA_VISIBLE_DEVICES"] = gpus[gpu % len(gpus)]
-    run.path.mkdir(parents=True, exist_ok=True)
-    command, nothing = [sys.executable, "-m", "lmcore", *arguments], subprocess.DEVNULL
-    with open(run.log_file, "a", encoding="utf-8") as log:
-        return subprocess.Popen(command, stdin=nothing, stdout=log, stderr=log, env=variables, start_new_session=True)
+    if index is not None and len(gpus) > 1:
+        variables["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)]
+    log.path.mkdir(parents=True, exist_ok=True)
+    command, nothing = [sys.executable, "-m", "lmcore", "sweep", "work", str(folder)], subprocess.DEVNULL
+    with open(log.log_file, "a", encoding="utf-8") as file:
+        return subprocess.Popen(command, stdin=nothing, stdout=file, stderr=file, env=variables, start_new_session=True)
+
+
+def _how_far(configs: Mapping[str, TrainConfig], runs: Mapping[str, RunFolder]) -> tuple[int, str]:
+    """The steps that all runs have made, those of a finished one in full; and the losses of those that go on."""
+    steps, notes = 0, []
+    for name, run in runs.items():
+        state, step = run.last_known()
+        if state in FINISHED:
+            step = configs[name].steps
+        else:
+            with suppress(UserError):  # damaged: the process that trains repairs it, or says why not
+                if lines := run.metrics_lines():
+                    step = lines[-1]["step"]
+                    notes.append(f"{run.name}: step {step:,}, loss {lines[-1]['train_loss']:.3f}")
+        steps += step
+    return steps, "; ".join(notes)
 
 
 def _follow(
-    progress: Progress,
-    look: Callable[[], tuple[int, str]],
+    name: str,
     children: list[subprocess.Popen],
+    configs: Mapping[str, TrainConfig],
     runs: Mapping[str, RunFolder],
 ) -> None:
-    """Shows how far it is, as `look` finds it, until the children have ended and nobody holds the runs.
+    """Shows how far the runs are until the children have ended and nobody holds the runs.
 
-    In JupyterLab the runs' training losses are drawn besides. An interrupt of the notebook's cell ends the children,
-    which save themselves, and raises `UserError`.
+    In JupyterLab the training losses are drawn besides. An interrupt of the notebook's cell ends the children, which
+    save themselves, and raises `UserError`.
     """
-    over, curves = False, LiveCurves(runs) if in_jupyter() else None
+    total, start = sum(config.steps for config in configs.values()), _how_far(configs, runs)[0]
+    progress, over, curves = Progress(total, name, start=start), False, LiveCurves(runs) if in_jupyter() else None
     try:
         while not over:
             over = all([child.poll() is not None for child in children])
             over = over and not any(run.is_busy() for run in runs.values())
-            progress.update(*look())
+            progress.update(*_how_far(configs, runs))
             if curves is not None:
                 curves.update(now=over)
             time.sleep(0 if over else SECONDS_BETWEEN_LOOKS)
@@ -204,7 +171,7 @@ def _interrupted(children: list[subprocess.Popen], runs: Mapping[str, RunFolder]
             for child in children:
                 child.wait()
             break
-    going = {name: run.status().get("pid") for name, run in runs.items() if run.is_busy()}
+    going = {run.name: run.status().get("pid") for run in runs.values() if run.is_busy()}
     if going:
         others = ", ".join(f"{name} in process {pid}" for name, pid in going.items())
         return f"Interrupted. Still training: {others}; `kill` with that number stops one, which saves itself."
@@ -227,20 +194,15 @@ class LiveCurves:
     def html(self) -> str:
         """The losses of the runs that have any, as a picture that a notebook shows which is not trusted, too."""
         from matplotlib.figure import Figure  # which takes a second
-        from matplotlib.ticker import LogLocator
 
         figure = Figure(figsize=(6.6, 3), layout="constrained")
         ax = figure.subplots()
-        for name, run in self.runs.items():
-            lines: list[dict] = []
+        for run in self.runs.values():
             with suppress(UserError):  # damaged: the process that trains repairs it, or says why not
-                lines = run.metrics_lines()
-            if lines:
-                ax.plot([line["step"] for line in lines], [line["train_loss"] for line in lines], label=name)
-        ax.set(xlabel="step", ylabel="training loss (nats per token)", yscale="log")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("")
+                if lines := run.metrics_lines():
+                    losses = [line["train_loss"] for line in lines]
+                    ax.plot([line["step"] for line in lines], losses, label=run.name)
+        ax.set(xlabel="step", ylabel="training loss (nats per token)")
         if ax.lines:
             ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8)
         file = io.BytesIO()
@@ -249,21 +211,9 @@ class LiveCurves:
         return f'<img alt="training loss by step" src="data:image/svg+xml;base64,{encoded}">'
 
 
-def _latest(run: RunFolder) -> tuple[int, str]:
-    """Step and loss of the run's latest line."""
-    with suppress(UserError):  # damaged: the process that trains repairs it, or says why not
-        if lines := run.metrics_lines():
-            return lines[-1]["step"], f"loss {lines[-1]['train_loss']:.3f}"
-    return run.last_known()[1], ""
-
-
-def _check(code: int, run: RunFolder) -> None:
-    """Raises `UserError` with the last words of a process that ended otherwise than finished."""
-    again = f"The run {run.path} was stopped by a signal; run this again to resume it."
-    require(code != EXIT_INTERRUPTED, again)
-    said = ["it said nothing", *run.log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()][-1]
-    if not said.startswith("lmcore: "):  # a log on a full disk lacks the last words
-        with suppress(UserError):
-            said = run.status().get("reason", said)
-    ended = [EXIT_CODES[state] for state in FINISHED]
-    require(code in ended, f"The process of {run.path} ended with code {code}: {said}")
+def _check(code: int, log: RunFolder, before: int) -> None:
+    """Raises `UserError` with the last words of a worker that failed, or was stopped; its log began at `before`."""
+    require(code != EXIT_INTERRUPTED, f"The run {log.path} was stopped by a signal; run this again to resume it.")
+    words = log.log_file.read_bytes()[before:].decode(errors="replace").strip().splitlines()
+    last = ["it said nothing", *words][-1]
+    require(code == 0, f"The process of {log.path} ended with code {code}: {last}")

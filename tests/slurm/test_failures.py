@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from job_projects import job_project, states
+from job_projects import job_project
 from notebook_projects import code, parameters
 from safetensors.torch import load_file
 from slurm_configuration import SPOT_GRACE_SECONDS
@@ -21,7 +21,7 @@ WALL_CLOCK = ("seconds", "tokens_per_second", "mfu")
 CHECKPOINT_INTERVAL = 100
 STEPS = 1500
 """Seconds of training are left after the first checkpoint, in which the node is taken."""
-SCRIPT = "papermill_jobs/notebook.sbatch"
+SCRIPT = ("papermill_jobs/workbook.sbatch", "--no-writeup")
 
 
 TRAIN = """import json
@@ -78,7 +78,7 @@ class Training:
         self.project = job_project(folder / "project", _02_train=cells)
         (self.project / "config.json").write_text(json.dumps(to_dict(config)))
         self.run = RunFolder(self.project / "runs" / "smoke" / "runs" / "toy")
-        self.job = cluster.sbatch(SCRIPT, options=options, cwd=self.project, NOTEBOOKS="02", OMP_NUM_THREADS=1)
+        self.job = cluster.sbatch(*SCRIPT, options=options, cwd=self.project, NOTEBOOKS="02", OMP_NUM_THREADS=1)
 
     def wait_for_checkpoint(self) -> None:
         """Waits until training has saved and is beyond."""
@@ -88,9 +88,6 @@ class Training:
         """The last step in the metrics."""
         lines = self.run.metrics_lines() if self.run.path.is_dir() else []
         return lines[-1]["step"] if lines else 0
-
-    def states(self) -> list[str]:
-        return states(self.project / "runs" / "smoke", self.job)
 
     def require_equal(self, undisturbed: RunFolder) -> None:
         """The job ended well after one restart, with the undisturbed run's weights and metrics, bit for bit."""
@@ -121,7 +118,6 @@ def test_the_node_dies(cluster, tmp_path, config, undisturbed):
         training.require_equal(undisturbed)
     finally:
         cluster.start_node("n1")
-    assert training.states() == ["running", "running", "exit"]
 
 
 @pytest.fixture
@@ -141,9 +137,7 @@ def test_main_takes_the_node_from_spot(cluster, tmp_path, config, undisturbed, g
     assert cluster.log(main) == "main\n"
     training.require_equal(undisturbed)
     # without grace Slurm has queued the job again before it hears of it, and kills it soon after
-    assert training.states()[0] == "running"
-    assert training.states()[-2:] == ["running", "exit"]
-    assert ("requeued" in training.states()) == (grace > 0)
+    assert ("queued again" in cluster.log(training.job)) == (grace > 0)
 
 
 def test_an_operator_requeues_the_job(cluster, tmp_path, config, undisturbed):
@@ -164,7 +158,7 @@ def test_the_controller_dies_and_comes_back(cluster, tmp_path, config, undisturb
     cluster.start_controller()
     cluster.run("scancel", "--batch", "--signal=USR1", training.job)
     training.require_equal(undisturbed)
-    assert training.states() == ["running", "requeued", "running", "exit"]
+    assert "queued again" in cluster.log(training.job)
 
 
 def test_the_time_limit_comes(cluster, tmp_path):
@@ -174,8 +168,8 @@ def test_the_time_limit_comes(cluster, tmp_path):
     """
     project = job_project(tmp_path / "project", _02_train=["# 02", parameters(), code(WAIT_THE_FIRST_TIME)])
     options = ["--time=1", "--signal=B:USR1@30"]
-    job = cluster.sbatch(SCRIPT, options=options, cwd=project, NOTEBOOKS="02")
+    job = cluster.sbatch(*SCRIPT, options=options, cwd=project, NOTEBOOKS="02")
     assert cluster.wait(job) == "COMPLETED"
     restarts = int(cluster.info(job)["Restarts"])
     assert restarts >= 1
-    assert states(project / "runs" / "smoke", job) == ["running", *["requeued", "running"] * restarts, "exit"]
+    assert cluster.log(job).count("queued again") == restarts

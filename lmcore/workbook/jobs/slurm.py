@@ -1,4 +1,4 @@
-"""Slurm's own commands: what it says of jobs, submitting, and an array's size."""
+"""Slurm's own commands: submitting a job, and asking what became of it."""
 
 import os
 import re
@@ -6,31 +6,21 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 
 SECONDS_TO_ANSWER = 60
 """Slurm's commands try again by themselves for some time."""
 
-SITE_WORDS = re.compile(r"partition|account|qos|gres|node configuration|node count|time limit|memory", re.IGNORECASE)
-WHERE_TO_CHANGE = (
-    " What your cluster wants stands in papermill_jobs/site.yaml, or in the file after --site; sinfo -s lists "
-    "partitions."
-)
-OF_A_JOB = ("SLURM_ARRAY_", "SLURM_STEP", "SLURM_RESTART_COUNT", "LMCORE_JOB_", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of a job that are not for the jobs it submits: sbatch hands its environment on, a task's number, too."""
+ENDED = {
+    "completed", "failed", "cancelled", "timeout", "out_of_memory", "node_fail", "preempted", "deadline", "boot_fail",
+    "revoked",
+}  # fmt: skip
+"""Slurm's words, in lower case, for a job that is over."""
 
-
-class QueueEntry(NamedTuple):
-    """A job, or a task of an array, as Slurm sees it."""
-
-    state: str
-    """Slurm's word, in lower case: pending, running, completed, failed, cancelled, timeout, node fail, ..."""
-    reason: str | None = None
-    """Why it waits, or why it ended."""
-    start: str | None = None
-    """When it started or is expected to start, by Slurm's clock."""
+KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
+"""The variables of Slurm that are the cluster's, not those of a job around this process."""
 
 
 def call(*command: str, **options: Any) -> str:
@@ -43,60 +33,48 @@ def call(*command: str, **options: Any) -> str:
         raise UserError(f"{command[0]}: no answer within {SECONDS_TO_ANSWER} s.") from None
     except OSError as error:
         raise UserError(f"{command[0]} cannot be started here: {error.strerror}.") from None
-    if done.returncode == 0:
-        return done.stdout
-    lines = [re.sub(r"^\w+: (error|fatal): ", "", line.strip()).rstrip(".") for line in done.stderr.splitlines()]
-    raise UserError(f"{command[0]}: {'; '.join(filter(None, lines)) or f'it ended with code {done.returncode}'}.")
+    words = [re.sub(r"^\w+: (error|fatal): ", "", line.strip()).rstrip(".") for line in done.stderr.splitlines()]
+    require(done.returncode == 0, f"{command[0]}: {'; '.join(filter(None, words)) or f'exit code {done.returncode}'}.")
+    return done.stdout
 
 
-def ask_slurm(jobs: Sequence[str]) -> tuple[dict[str, QueueEntry], str | None]:
-    """What Slurm knows of these jobs, arrays task by task, and a sentence where it could not be asked.
+def outside_of_jobs() -> dict[str, str]:
+    """The environment of this process without what a job around it has set: jobs inherit what `sbatch` has."""
+    own = os.environ.items()
+    return {name: value for name, value in own if name in KEPT or not name.startswith(("SLURM_", "MASTER_"))}
 
-    One call of squeue for all, and one of sacct, where there is accounting, for those that squeue has forgotten.
+
+def sbatch(arguments: Sequence[str], project: Path, environment: Mapping[str, str]) -> str:
+    """Submits from the project's folder and returns the job's id. Raises `UserError` with Slurm's words."""
+    try:
+        answer = call("sbatch", "--parsable", *arguments, cwd=project, env=environment)
+    except UserError as error:
+        raise UserError(f"{error} What your cluster wants goes into papermill_jobs/site.yaml.") from None
+    found = re.search(r"^(?:Submitted batch job )?(\d+)(?:;\S*)?\s*$", answer, re.MULTILINE)  # sites add lines to it
+    require(found is not None, f"sbatch gave no job id, but {answer.strip()!r}.")
+    return found[1]
+
+
+def ask(jobs: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """State and, of a job that waits, reason of those of these jobs that Slurm still knows; arrays task by task.
+
+    sacct, where there is accounting, is asked for those that squeue has forgotten. Raises `UserError` where Slurm does
+    not answer.
     """
-    answers = ""
+    answer = ""
     try:
         if jobs:
-            answers = call(
-                "squeue", "-h", "--array", "--states=all", "--format=%i|%T|%r|%S", f"--jobs={','.join(jobs)}"
-            )
+            answer = call("squeue", "-h", "--array", "--states=all", "--format=%i|%T|%r", f"--jobs={','.join(jobs)}")
     except UserError as error:
         if "Invalid job id" not in str(error):  # that is what it says where it knows none of them
-            fault = str(error).rstrip(".")
-            return {}, f"Slurm does not answer ({fault}): the states are what the jobs themselves last wrote."
-    forgotten = set(jobs) - {line.partition("|")[0].partition("_")[0] for line in answers.splitlines()}
+            raise
+    forgotten = sorted(set(jobs) - {re.split(r"[_|]", line)[0] for line in answer.splitlines()})
     with suppress(UserError):  # many sites have no accounting
         if forgotten:
-            options = ["--noheader", "--parsable2", "--allocations", "--format=JobID,State"]
-            answers += call("sacct", *options, f"--jobs={','.join(sorted(forgotten))}")
-    entries = {}
-    for line in filter(None, answers.splitlines()):
-        job, state, *rest = line.split("|")[:4]
-        word = state.split(" ")[0].rstrip("+").lower().replace("_", " ")  # NODE_FAIL, CANCELLED+, CANCELLED by 1000
-        known = [None if text in ("", "None", "N/A", "(null)", "INVALID") else text for text in rest]
-        entries[job] = QueueEntry(word, *known)
-    return entries, None
-
-
-def sbatch(arguments: Sequence[str], project: Path, variables: Mapping[str, str]) -> str:
-    """Submits from the project's folder, with these variables, and returns the job's id.
-
-    Raises `UserError` with Slurm's sentence.
-    """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_JOB)}
-    try:
-        answer = call("sbatch", "--parsable", *arguments, cwd=project, env={**environment, **variables})
-    except UserError as error:
-        raise UserError(f"{error}{WHERE_TO_CHANGE if SITE_WORDS.search(str(error)) else ''}") from None
-    job = answer.strip().rpartition("\n")[2].partition(";")[0]  # id, or id;cluster
-    if not job.isdecimal():
-        raise UserError(f"sbatch gave no job id, but {answer.strip()!r}.")
-    return job
-
-
-def max_array_size() -> float:
-    """Numbers of an array's tasks are below this; infinite where Slurm does not tell."""
-    with suppress(UserError):
-        if found := re.search(r"^MaxArraySize\s*=\s*(\d+)", call("scontrol", "show", "config"), re.MULTILINE):
-            return int(found[1])
-    return float("inf")
+            options = ("--noheader", "--parsable2", "--allocations", "--format=JobID,State")
+            answer += call("sacct", *options, f"--jobs={','.join(forgotten)}")
+    states = {}
+    for line in answer.splitlines():
+        job, state, reason = [*line.split("|"), "", ""][:3]
+        states[job] = (state.split(" ")[0].rstrip("+").lower(), "" if reason == "None" else reason)  # CANCELLED by 1000
+    return states

@@ -1,237 +1,248 @@
-"""`lmcore submit`: a chain of jobs to Slurm or, where there is none, run here; what was submitted is in the job log."""
+"""`lmcore submit`: which jobs a workbook or a training run is, submitted to Slurm or run here one after another.
 
-import contextlib
-import itertools
+The scripts in papermill_jobs/ run as they stand. What a site changes goes on the command line of sbatch, before which a
+script's own options give way; what a job is to do goes into its variables.
+"""
+
 import os
-import shutil
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED, UserError, require
-from lmcore.files import write_json
+from lmcore.files import read_json, write_json
 from lmcore.stopping import StopEvent, stop_signals
 from lmcore.workbook.jobs import slurm
-from lmcore.workbook.jobs.dependencies import Chain, Job
-from lmcore.workbook.jobs.log import ENDED, append, local_lock, output_file, ranges, read_lines, read_log, tail_lines
-from lmcore.workbook.parameters import find_notebooks
-from lmcore.workbook.record import exclusive, update_plan
+from lmcore.workbook.jobs.site import for_job, options, variables
+from lmcore.workbook.notebook import declared_parameters, read_notebook
+from lmcore.workbook.parameters import find_notebooks, locate, parse_overrides, resolve_parameters
+from lmcore.workbook.record import update_plan
 
-SECONDS_FOR_ANOTHER = 300
-"""How long one submission for a folder waits for another one."""
-
-SECONDS_BETWEEN_LOOKS = 0.1
+NEEDS = {"03_generate": "02_train"}
+"""Notebooks that build on what another one made; all others run side by side."""
 
 
-def submit(chain: Chain, again: bool = False) -> dict[str, str]:
-    """Submits the jobs in their order and returns their ids by name.
+@dataclass(frozen=True)
+class Job:
+    """One job to be: a script with its variables and arguments, and the jobs that it waits for, by name."""
 
-    Raises `UserError` if jobs of this folder are still queued or running (unless `again`), and if Slurm refuses one:
-    those that were submitted before it are then cancelled.
+    name: str
+    script: str
+    """papermill_jobs/<script>.sbatch."""
+    variables: dict[str, str]
+    arguments: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    even_if_failed: bool = False
+    """Whether it runs, too, when one of these jobs has failed."""
+    tasks: tuple[int, ...] = ()
+    """Indices of an array; none: not an array."""
+    gpus: int | None = None
+    """GPUs of each node; None: as the site has it."""
+    options: tuple[str, ...] = ()
+    """More options of sbatch."""
+
+
+def notebook_jobs(
+    project: Path,
+    out: Path,
+    scale: str,
+    data: str,
+    notebooks: Sequence[str],
+    parameters: Sequence[str],
+    one_job: bool,
+    writeup: bool,
+) -> list[Job]:
+    """One job for each notebook, and the writeup last, also when one failed; or all in `one_job`.
+
+    Each notebook gets those of the `parameters` that it declares. Raises `UserError` on unknown notebooks, scales and
+    parameters, and on data that is not there.
     """
-    last = max(number for job in chain.jobs for number in (0, *job.tasks))
-    size = slurm.max_array_size() if last else 1
+    paths = find_notebooks(project, notebooks or None)
+    shared = {"SCALE": scale, "DATA": locate(data)}
+    common = {"scale": scale, "data": shared["DATA"], "out": str(out)}
+    resolve_parameters(project, paths, scale, parse_overrides(parameters), common)
+    names = tuple(path.stem for path in paths)
+    if one_job:
+        words = [] if writeup else ["--no-writeup"]
+        words += ["--parameters", *parameters] if parameters else []
+        return [Job("workbook", "workbook", shared | {"NOTEBOOKS": " ".join(names)}, tuple(words))]
+    jobs = []
+    for path in paths:
+        declared = declared_parameters(read_notebook(path), path.stem)
+        own = [pair for pair in parameters if pair.partition("=")[0] in declared]
+        words = ["--no-writeup", *(["--parameters", *own] if own else [])]
+        after = tuple(name for name in names if name == NEEDS.get(path.stem))
+        jobs.append(Job(path.stem, "workbook", shared | {"NOTEBOOKS": path.stem}, tuple(words), after))
+    return [*jobs, *([Job("writeup", "writeup", shared, after=names, even_if_failed=True)] if writeup else [])]
+
+
+def train_job(run: Path, config: TrainConfig, gpus: int, nodes: int) -> Job:
+    """One training run with `gpus` processes on each of `nodes` nodes, whose settings are run/jobs/config.json.
+
+    Raises `UserError` for settings that so many processes cannot train with, and for a run of other settings.
+    """
+    from lmcore.run import RunFolder
+
+    ranks, folder = gpus * nodes, RunFolder(run)
+    require(gpus >= 1 and nodes >= 1, "--gpus and --nodes must be at least 1.")
     require(
-        last < size,
-        f"{chain.jobs[0].name} has tasks up to number {last}, but this cluster's arrays end at {size - 1} "
-        "(MaxArraySize): make several definitions of it, or run it with --local.",
+        ranks == 1 or config.parallel != "none",
+        f"{ranks} processes need a way to divide the work: add --parallel ddp, zero1 or fsdp.",
     )
-    ids: dict[str, str] = {}
-    with submitting(chain, again):
-        try:
-            for job in chain.jobs:
-                words = [*job.options, *job.dependency(ids), job.script, *job.arguments]
-                ids[job.name] = slurm.sbatch(words, chain.project, environment(job))
-                log_submitted(chain, job, ids)
-            announce(chain)  # a job of a notebook does so too, but one that is cancelled before it starts cannot
-        except BaseException as error:
-            if ids:
-                withdraw(chain, ids, error)
-            raise
-    return ids
+    require(config.batch_size % ranks == 0, f"batch_size ({config.batch_size}) must divide by {ranks} processes.")
+    if folder.config_file.exists():
+        folder.require_same(config, folder.data_fingerprint())
+    variables = {"RUN": str(run), "CONFIG": str(run / "jobs" / "config.json"), "GPUS": str(gpus)}
+    size = (f"--nodes={nodes}", f"--ntasks-per-node={gpus}")
+    return Job(run.name, "train", variables, gpus=0 if config.device == "cpu" else gpus, options=size)
 
 
-def environment(job: Job) -> dict[str, str]:
-    """The variables of a job, with the `lmcore` that submits it first on the PATH."""
-    return {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}", **job.variables}
+@dataclass(frozen=True)
+class Chain:
+    """Jobs, each after those that it waits for, and where they run."""
 
+    project: Path
+    out: Path
+    site: Mapping[str, Any]
+    jobs: Sequence[Job]
+    files: Mapping[Path, Any] = field(default_factory=dict)
+    """What the jobs read, as JSON, written when they are submitted."""
 
-def log_submitted(chain: Chain, job: Job, ids: Mapping[str, str]) -> None:
-    """Writes into the job log what a job was submitted as."""
-    after = ",".join(ids[name] for name in job.after)
-    append(chain.out, ids[job.name], job.name, "submitted", kind=job.kind, after=after, tasks=ranges(job.tasks))
+    def settings(self, job: Job) -> dict[str, Any]:
+        """What the site wants for this job."""
+        settings = for_job(self.site, job.script, job.name)
+        if job.gpus is not None:
+            kind = settings.get("gpus", "").rpartition(":")[0]
+            settings["gpus"] = f"{kind}:{job.gpus}" if kind and job.gpus else str(job.gpus)
+        return settings
 
+    def words(self, job: Job, ids: Mapping[str, str]) -> list[str]:
+        """The arguments of sbatch; a job that can never start any more is cancelled."""
+        log = f"{self.out}/jobs/{job.name}".replace("%", "%%") + ("-%A_%a.log" if job.tasks else "-%j.log")
+        words = [f"--job-name={job.name}", f"--output={log}", "--export=ALL", *options(self.settings(job))]
+        if job.after:
+            how = "afterany" if job.even_if_failed else "afterok"
+            words.append(f"--dependency={how}:{':'.join(ids[name] for name in job.after)}")
+            words.append("--kill-on-invalid-dep=yes")
+        return [*words, *job.options, f"papermill_jobs/{job.script}.sbatch", *job.arguments]
 
-def announce(chain: Chain) -> None:
-    """Adds the notebooks of the jobs to the plan of the folder, so that a writeup names those that never ran, too."""
-    variables = chain.jobs[0].variables
-    if "SCALE" in variables:
-        known = [path.stem for path in find_notebooks(chain.project)]
-        names = " ".join(job.variables.get("NOTEBOOKS", "") for job in chain.jobs).split()
-        update_plan(chain.out, variables["SCALE"], variables["DATA"], names or known, known)
+    def variables(self, job: Job) -> dict[str, str]:
+        """What is added to the environment of sbatch."""
+        return variables(self.settings(job)) | {"OUT": str(self.out)} | job.variables
 
+    def environment(self, job: Job) -> dict[str, str]:
+        """The environment of sbatch, with the `lmcore` of this process first on the PATH."""
+        path = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
+        return slurm.outside_of_jobs() | path | self.variables(job)
 
-def withdraw(chain: Chain, ids: Mapping[str, str], error: BaseException) -> None:
-    """Cancels what was submitted of a chain that cannot be completed; raises `UserError` where there is news of it."""
-    listed = ", ".join(ids.values())
-    try:
-        slurm.call("scancel", *ids.values())
-    except UserError as failure:
-        raise UserError(f"{error} The jobs {listed} could not be cancelled: {failure}") from error
-    for name, id in ids.items():
-        append(chain.out, id, name, "cancelled")
-    if isinstance(error, UserError):
-        raise UserError(f"{error} The jobs before it are cancelled: {listed}.") from error
+    def described(self) -> str:
+        """The commands that submit the jobs, as one would type them, with names in place of ids."""
+        ids, lines = {job.name: f"<{job.name}>" for job in self.jobs}, [f"cd {shlex.quote(str(self.project))}"]
+        for job in self.jobs:
+            values = [f"{name}={shlex.quote(value)}" for name, value in self.variables(job).items() if value]
+            lines.append(f"{' '.join(values)} sbatch {shlex.join(self.words(job, ids))}")
+        return "\n\n".join(lines)
 
+    def submit(self) -> dict[str, str]:
+        """Submits the jobs in their order and returns their ids by name.
 
-@contextlib.contextmanager
-def submitting(chain: Chain, again: bool) -> Iterator[None]:
-    """Holds the folder against other submissions, and writes what a sweep's tasks follow.
-
-    Raises `UserError` if the folder cannot be written to, and, unless `again`, if its jobs are not finished.
-    """
-    refusal = f"Another process is submitting jobs for {chain.out}; wait for it."
-    with exclusive({chain.out / "jobs" / ".submit.lock": refusal}, SECONDS_FOR_ANOTHER):
-        if not again:
-            require_idle(chain.out)
-        if chain.definition is not None:
-            from lmcore.workbook.jobs.sweeps import freeze
-
-            freeze(chain.definition, chain.out)
-        for job in chain.jobs:
-            if job.settings is not None:
-                write_json(job.variables["CONFIG"], job.settings)
-        yield
-
-
-def require_idle(out: Path) -> None:
-    """Raises `UserError` naming the jobs of this folder that are queued or running."""
-    ids = [job.id for job in read_log(out) if not job.is_local]
-    if ids and shutil.which("sbatch"):
-        entries, fault = slurm.ask_slurm(ids)
-        require(fault is None, f"It is unknown whether jobs of {out} are still queued. {fault}")
-        queued = [id for id, entry in entries.items() if entry.state not in ENDED]
-        active = [id for job in ids for id in queued if id.partition("_")[0] == job]  # in the order of submission
+        Raises `UserError` if jobs of these names and this folder are still queued or running, and if Slurm refuses one:
+        those that were submitted before it are then cancelled.
+        """
+        earlier = submitted(self.out)
+        same = [row["id"] for row in earlier if row["name"] in {job.name for job in self.jobs}]
+        active = [id for id, (state, _) in slurm.ask(same).items() if state not in slurm.ENDED]
         require(
             not active,
-            f"Jobs of {out} are still queued or running ({', '.join(active)}): wait for them, cancel them with "
-            "scancel, or submit with --again.",
+            f"Jobs of {self.out} are still queued or running ({', '.join(active)}): wait for them, or cancel them "
+            "with scancel.",
         )
-    with holding_local(out):
-        pass
+        ids: dict[str, str] = {}
+        try:
+            self._prepare()
+            for job in self.jobs:
+                ids[job.name] = slurm.sbatch(self.words(job, ids), self.project, self.environment(job))
+            rows = [{"id": ids[job.name], "name": job.name, "log": self.log(job, ids[job.name])} for job in self.jobs]
+            write_json(record_of(self.out), [*earlier, *rows])
+        except BaseException:  # no half of a chain stays, also after Ctrl-C
+            if ids:
+                slurm.call("scancel", *ids.values())
+            raise
+        return ids
 
+    def log(self, job: Job, id: str) -> str:
+        """Where the job's output goes."""
+        return f"{self.out}/jobs/{job.name}-{id}{'_*' if job.tasks else ''}.log"
 
-def holding_local(out: Path) -> contextlib.AbstractContextManager[None]:
-    """A lock that is held while local jobs of this folder run. Raises `UserError` if others do."""
-    ids = [job.id for job in read_log(out) if job.is_local]
-    up_to = f"up to {ids[-1] if ids else 'the first'}"
-    refusal = (
-        f"Local jobs of {out} are still running ({up_to}): wait for them, or stop the process that submitted them."
-    )
-    return exclusive({local_lock(out): refusal}, 0)
+    def _prepare(self) -> None:
+        """Writes what the jobs read, and adds their notebooks to the folder's plan: a writeup names them all."""
+        for file, value in {record_of(self.out): submitted(self.out), **self.files}.items():
+            write_json(file, value)
+        names = [name for job in self.jobs for name in job.variables.get("NOTEBOOKS", "").split()]
+        if names:
+            known = [path.stem for path in find_notebooks(self.project)]
+            update_plan(self.out, self.jobs[0].variables["SCALE"], self.jobs[0].variables["DATA"], names, known)
 
+    def run_here(self) -> int:
+        """Runs the jobs in their order; returns 0 if all succeeded, 1 if one did not, 75 if stopped by a signal.
 
-# ---- the same scripts where there is no Slurm
-
-
-def run_here(chain: Chain, again: bool = False) -> int:
-    """Runs the jobs on this machine, in their order; returns 0 if all succeeded, 1 if one did not, 75 if stopped.
-
-    Raises `UserError` if jobs of this folder are still queued or running (unless `again`), or a log cannot be written.
-    """
-    with contextlib.ExitStack() as held:
-        with submitting(chain, again):
-            held.enter_context(holding_local(chain.out))
-            used = [int(job.id.removeprefix("local-")) for job in read_log(chain.out) if job.id.startswith("local-")]
-            ids = {job.name: f"local-{max(used, default=0) + number}" for number, job in enumerate(chain.jobs, 1)}
-            for job in chain.jobs:
-                log_submitted(chain, job, ids)
-        announce(chain)
-        return LocalJobs(chain, ids).run()
-
-
-class LocalJobs:
-    """Runs submitted jobs one after another, within this process's lifetime.
-
-    A job is left out if one that must succeed before it did not. A job that saved itself at a signal of its own, and
-    got somewhere, is started again, as Slurm queues it again. Ctrl-C and stop signals stop the job that runs in an
-    orderly way, a second one at once, and the rest stays undone.
-    """
-
-    def __init__(self, chain: Chain, ids: Mapping[str, str]):
-        self.chain, self.ids = chain, ids
-        self.stop = StopEvent()
-        self.process: subprocess.Popen | None = None
-
-    def run(self) -> int:
-        """Runs all; returns the exit code of `run_here`."""
+        A job is left out if one that it needs failed. A stop signal ends the job that runs in an orderly way, a second
+        one at once, and the rest is left undone.
+        """
+        self._prepare()
         failed: set[str] = set()
-        with stop_signals(signal.SIGINT, exits=True) as self.stop:
-            self.stop.before_exit = self.tell
-            for job in self.chain.jobs:
-                missing = [] if job.whatever_happens else [name for name in job.after if name in failed]
-                if not missing and not self.stop.is_set():
-                    codes = [self.run_task(job, task) for task in job.tasks or [None]]
-                    failed |= {job.name} if any(codes) else set()
-                    continue
-                failed.add(job.name)
-                append(self.chain.out, self.ids[job.name], job.name, "cancelled")
-                if not self.stop.is_set():
-                    say(self.ids[job.name], job, f"not run, because {', '.join(missing)} did not succeed")
-        if self.stop.is_set():
-            print("lmcore: stopped; the same command resumes with what is saved.", file=sys.stderr)
-            return EXIT_INTERRUPTED
+        with stop_signals(signal.SIGINT, exits=True) as stop:
+            for job, task in [(each, task) for each in self.jobs for task in each.tasks or (None,)]:
+                if stop.is_set():
+                    break
+                if failed.intersection(job.after) and not job.even_if_failed:
+                    print(f"{job.name}: not run, because a job that it needs failed", flush=True)
+                    failed.add(job.name)
+                elif self._run(job, task, stop):
+                    failed.add(job.name)
+            if stop.is_set():
+                print("lmcore: stopped; the same command resumes with what is saved.", file=sys.stderr)
+                return EXIT_INTERRUPTED
         return EXIT_FAILURE if failed else 0
 
-    def tell(self) -> None:
-        """Tells the job that runs to save itself and end, the second time to end at once."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-
-    def wait(self) -> int:
-        """The exit code of the job that runs, which is told of a stop signal."""
-        while (code := self.process.poll()) is None and not self.stop.is_set():
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-        if code is None:
-            self.tell()
-        return self.process.wait()
-
-    def run_task(self, job: Job, task: int | None) -> int:
-        """Runs a job, or one task of its array, until it need not be started again; returns its exit code."""
-        if self.stop.is_set():
-            return EXIT_INTERRUPTED
-        out, array = self.chain.out, self.ids[job.name]
-        id = array if task is None else f"{array}_{task}"
-        log = output_file(out, job.name, id)
-        # this one's environment without what a Slurm job around it has set
-        variables = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
-        variables |= environment(job)
-        variables |= {"LMCORE_JOB_ID": id, "LMCORE_JOB_NAME": job.name, "PYTHONUNBUFFERED": "1"}
+    def _run(self, job: Job, task: int | None, stop: StopEvent) -> int:
+        """Runs a job, or a task of its array; returns its exit code."""
+        name = job.name if task is None else f"{job.name}_{task}"
+        log = self.out / "jobs" / f"{name}-local.log"
+        environment = self.environment(job) | {"PYTHONUNBUFFERED": "1"}
         if task is not None:
-            variables |= {"SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": str(task)}
-        say(id, job, f"runs, see {log}")
-        for restart in itertools.count():
-            try:
-                with open(log, "a", encoding="utf-8") as file:
-                    self.process = subprocess.Popen(
-                        ["bash", job.script, *job.arguments],
-                        cwd=self.chain.project, env=variables | {"SLURM_RESTART_COUNT": str(restart)},
-                        stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                        start_new_session=True,  # Ctrl-C is for this process, which passes it on
-                    )  # fmt: skip
-            except OSError as error:
-                raise UserError(f"Cannot write the log {log}: {error.strerror or error}.") from error
-            code = self.wait()
-            if self.stop.is_set() or [line.state for line in read_lines(out) if line.id == id][-1:] != ["requeued"]:
-                break
-        said = tail_lines(log) or ["it said nothing"]
-        say(id, job, "done" if code == 0 else f"ended with code {code}: {said[-1].strip()}")
+            environment["SLURM_ARRAY_TASK_ID"] = str(task)
+        print(f"{name}: runs, see {log}", flush=True)
+        try:
+            with open(log, "a", encoding="utf-8") as file:
+                process = subprocess.Popen(
+                    ["bash", f"papermill_jobs/{job.script}.sbatch", *job.arguments],
+                    cwd=self.project, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is for this process, which passes it on
+                )  # fmt: skip
+        except OSError as error:
+            raise UserError(f"Cannot write the log {log}: {error.strerror or error}.") from error
+        stop.before_exit = process.terminate
+        while process.poll() is None and not stop.is_set():
+            time.sleep(0.1)
+        process.terminate()  # does nothing where it has ended
+        code = process.wait()
+        print(f"{name}: {f'ended with code {code}, see {log}' if code else 'done'}", flush=True)
         return code
 
 
-def say(id: str, job: Job, words: str) -> None:
-    """One line on the terminal."""
-    print(f"{id} {job.name}: {words}", flush=True)
+def record_of(out: Path) -> Path:
+    """The file that lists the jobs that were submitted for an output folder."""
+    return out / "jobs" / "submitted.json"
+
+
+def submitted(out: Path) -> list[dict[str, str]]:
+    """Those jobs, the first one first: id, name and log of each."""
+    return read_json(record_of(out)) if record_of(out).exists() else []
