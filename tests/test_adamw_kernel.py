@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lmcore.config import OptimizerConfig, model_config
 from lmcore.errors import UserError
 from lmcore.kernels import adamw
 from lmcore.kernels.adamw import FusedAdamW
-from lmcore.model import TransformerLM
-from lmcore.optimizer import AdamW, build_optimizer, gradient_clipping
+from lmcore.optimizer import AdamW, gradient_clipping
 
 OPERATION = adamw
 SHAPES = [(1,), (5,), (1023,), (2049,), (20, 16), (0, 3)]
@@ -82,9 +80,13 @@ def test_many_steps_follow_the_formula_in_float64(device, kernels, max_norm):
     ours, plain, exact = (parameters(device, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.float64))
     optimizer = FusedAdamW(groups_of(ours), lr=1e-3, weight_decay=0.1, max_grad_norm=max_norm)
     others = [AdamW(groups_of(p), lr=1e-3, weight_decay=0.1) for p in (plain, exact)]
+    optimizer.step()  # of parameters that have no gradient yet
+    assert not optimizer.state
     for step in range(15 if kernels == "triton" and device.type == "cpu" else 50):  # the interpreter is slow
         give(step, ours, plain, exact)
-        before = [p.grad.clone() for p in ours]
+        for p in (ours, plain, exact):
+            p[step % 4].grad = None  # skipped until there is one
+        before = [p.grad.clone() for p in ours if p.grad is not None]
         if max_norm is not None:
             norms = [gradient_clipping(p, max_norm) for p in (plain, exact)]
         for o in (optimizer, *others):
@@ -93,9 +95,13 @@ def test_many_steps_follow_the_formula_in_float64(device, kernels, max_norm):
             o.step()
         if max_norm is not None:
             assert optimizer.norm.item() == pytest.approx(norms[1].item(), rel=1e-5)
-        assert equal((p.grad for p in ours), before), "clipping leaves the gradients as they are"
+        assert equal((p.grad for p in ours if p.grad is not None), before), "clipping leaves the gradients as they are"
     assert distance(ours, exact) < 1e-6
-    assert distance(moments(optimizer), moments(others[1])) < 1e-5
+    states = [{p: o.state[q] for p, q in zip(ours, theirs, strict=True)}
+              for o, theirs in ((optimizer, ours), (others[1], exact))]  # fmt: skip
+    assert [state["t"] for state in states[0].values()] == [state["t"] for state in states[1].values()]
+    mine, wanted = ([state[name] for state in of.values() for name in ("m", "v")] for of in states)
+    assert distance(mine, wanted) < 1e-5
     if kernels == "plain":
         assert equal(ours, plain)
 
@@ -152,34 +158,6 @@ def test_a_gradient_that_is_not_finite_does_what_it_does_to_the_plain_class(devi
             torch.testing.assert_close(a, b, equal_nan=True)
         assert not torch.isfinite(ours[0]).all()
         assert math.isnan(optimizer.norm.item()) if max_norm is None else not math.isfinite(optimizer.norm.item())
-
-
-def test_parameters_without_gradient_are_skipped_until_they_have_one(device, kernels):
-    ours, plain, optimizer, reference = two(device, lr=1e-2, max_grad_norm=1.0)
-    optimizer.step()
-    assert optimizer.norm.item() == 0
-    assert not optimizer.state
-    for step in range(6):
-        give(step, ours, plain)
-        ours[step % 3].grad = plain[step % 3].grad = None
-        gradient_clipping(plain, 1.0)
-        optimizer.step()
-        reference.step()
-    assert distance(ours, plain) < 1e-6
-    assert [s["t"] for s in optimizer.state.values()] == [s["t"] for s in reference.state.values()]
-
-
-def test_gradients_may_move_between_steps_and_are_not_kept(device, kernels):
-    ours, plain, optimizer, reference = two(device, lr=1e-2)
-    held = []
-    for step in range(4):
-        give(step, ours, plain)
-        held.append(torch.cat([p.grad.flatten() for p in ours]))  # takes the place of the last gradients
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        assert optimizer._slots == []
-    assert distance(ours, plain) < 1e-6
 
 
 def loaded(optimizer, other):
@@ -303,49 +281,22 @@ def test_an_idle_update_changes_nothing(device, kernels, bad, max_norm):
     assert {s["t"] for s in optimizer.state.values()} == {2}
 
 
-def test_a_model_with_tied_embeddings_trains_as_with_the_plain_class(device, kernels):
-    models = []
-    for kind in (AdamW, FusedAdamW):
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 50, "d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 24, "context_length": 8}
-        model = TransformerLM(model_config("tinystories", **sizes, tie_embeddings=True)).to(device)
-        groups = build_optimizer(model, OptimizerConfig()).param_groups
-        optimizer = kind([{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups], lr=1e-2)
-        for step in range(3):
-            ids = torch.arange(8 * step, 8 * step + 8, device=device).view(1, 8)
-
-            def closure(model=model, ids=ids) -> float:
-                assert torch.is_grad_enabled()
-                model(ids).square().mean().backward()
-                return 1.5
-
-            assert optimizer.step(closure) == 1.5
-            optimizer.zero_grad()
-        models.append(list(model.parameters()))
-    assert distance(*models) < 1e-6
-
-
-def test_what_it_cannot_update_is_said_in_a_sentence(device, kernels):
-    with pytest.raises(UserError, match="updates float32 parameters"):
-        FusedAdamW(parameters(device, dtype=torch.bfloat16))
-    with pytest.raises(UserError, match="max_grad_norm must be positive"):
-        FusedAdamW(parameters(device), max_grad_norm=0.0)
+def test_what_it_cannot_update_is_refused(device, kernels):
     ours = parameters(device, [(4, 6)])
-    optimizer = FusedAdamW(ours)
-    with pytest.raises(UserError, match="needs a prepare"):
-        optimizer.launch()
-    zeros = torch.zeros(6, 4, device=device)
-    for read, written, sentence in (
-        ({ours[0]: zeros}, {}, "of its shape"),
-        ({ours[0]: zeros.view(4, 6).half()}, {}, "bfloat16 or float32"),
-        ({}, {ours[0]: zeros.t()}, "contiguous"),
+    optimizer, zeros, before = FusedAdamW(ours), torch.zeros(6, 4, device=device), ours[0].detach().clone()
+    for call in (
+        lambda: FusedAdamW(parameters(device, dtype=torch.bfloat16)),
+        lambda: FusedAdamW(parameters(device), max_grad_norm=0.0),
+        optimizer.launch,  # without prepare
+        lambda: optimizer.bind({ours[0]: zeros}, {}),
+        lambda: optimizer.bind({ours[0]: zeros.view(4, 6).half()}, {}),
+        lambda: optimizer.bind({}, {ours[0]: zeros.t()}),
     ):
-        with pytest.raises(UserError, match=sentence):
-            optimizer.bind(read, written)
-    before = ours[0].detach().clone()
-    for gradient, sentence in ((zeros.view(4, 6).to_sparse(), "no sparse gradients"), (zeros.t(), "contiguous")):
+        with pytest.raises(UserError):
+            call()
+    for gradient in (zeros.view(4, 6).to_sparse(), zeros.t()):
         ours[0].grad = gradient
-        with pytest.raises(UserError, match=sentence):
+        with pytest.raises(UserError):
             optimizer.step()
     assert torch.equal(ours[0], before)
     assert not optimizer.state

@@ -58,31 +58,25 @@ def test_tiled_attention_never_holds_all_scores():
     assert 16 * 16 <= largest < 64 * 64
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_gradients_by_differences(causal):
-    q, k, v = (x.contiguous().requires_grad_() for x in packed(1, 5, 2, 3, torch.float64)[:3])
-    assert torch.autograd.gradcheck(lambda *x: flash_attention(*x, causal), (q, k, v))
-
-
 # the public function
 
 
 @pytest.mark.parametrize("shape", [(3, 7, 16), (2, 3, 7, 16), (2, 1, 3, 7, 16)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_any_leading_dimensions_and_types(shape, dtype, device):
-    q, k, v, do = (torch.randn(shape).to(device, dtype).requires_grad_() for _ in range(4))
+@pytest.mark.parametrize("strided", [False, True])
+def test_any_leading_dimensions_types_and_strides(shape, dtype, strided, device):
+    q, k, v, do = (torch.randn(shape).to(device, dtype) for _ in range(4))
+    if strided:  # features that are not side by side, and a gradient that is one number
+        q, k, v, do = (
+            *(x.mT.contiguous().mT for x in (q, k, v)),
+            torch.ones(1, device=device, dtype=dtype).expand(shape),
+        )
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
     o = flash_attention(q, k, v)
     assert o.dtype == dtype
     assert o.shape == shape
     found = [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
     assert_close(found, defined(q, k, v, do, True), TOLERANCE[dtype])
-
-
-def test_features_that_are_not_side_by_side(device):
-    q, k, v, do = (x.to(device).mT.contiguous().mT.requires_grad_() for x in packed(2, 6, 2, 16))
-    o = flash_attention(q, k, v)
-    found = [o.detach(), *torch.autograd.grad(o, (q, k, v), torch.ones(1, device=device).expand_as(o))]
-    assert_close(found, defined(q, k, v, torch.ones_like(do), True), 1e-5)
 
 
 def test_operators_keep_their_promises(device):
@@ -135,14 +129,8 @@ def test_nothing_to_attend_to(device):
 
 def test_inputs_that_do_not_fit_are_refused():
     x, longer = torch.zeros(2, 3, 5, 16), torch.zeros(2, 3, 9, 16)
-    for tensors, sentence in (
-        ((x, longer, longer), "not 5 queries with 9 keys and 9 values: plain attention serves those"),
-        ((x, x, x[..., :8]), r"of one shape, not \(2, 3, 5, 16\), \(2, 3, 5, 16\) and \(2, 3, 5, 8\)"),
-        ((x, x, x.double()), "one type and device, not float32 on cpu, float64 on cpu"),
-        ((x[0, 0],) * 3, r"takes \(..., H, T, K\), not \(5, 16\)"),
-        ((x.long(),) * 3, r"floating-point numbers, not torch\.int64"),
-    ):
-        with pytest.raises(UserError, match=sentence):
+    for tensors in ((x, longer, longer), (x, x, x[..., :8]), (x, x, x.double()), (x[0, 0],) * 3, (x.long(),) * 3):
+        with pytest.raises(UserError):
             flash_attention(*tensors)
 
 

@@ -57,14 +57,15 @@ def assert_close(out: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "d", "scale"), [(5, 48, 1.0), (7, 80, 1e4), (1, 768, 1e-4), (9, 33, 1.0)])
+@pytest.mark.parametrize(("rows", "d", "scale"), [(5, 48, 1.0), (7, 80, 1e4), (1, 768, 1e-4), (9, 33, 1e-30)])
 @pytest.mark.parametrize("added", [False, True])
 def test_rmsnorm(kernels, dtype, rows, d, scale, added):
     k, device = kernels
     torch.manual_seed(rows)
     x, branch = (drawn(rows, d, device=device, dtype=dtype, scale=scale) for _ in range(2))
     gain, dy = drawn(d, device=device), drawn(rows, d, device=device, dtype=dtype)
-    total, y, rstd = k.rmsnorm_forward(x, gain, 1e-5, branch if added else None)
+    out = {name: torch.empty_like(x) for name in ("y", "dx") if added}
+    total, y, rstd = k.rmsnorm_forward(x, gain, 1e-5, branch if added else None, y=out.get("y"))
     assert_close(total, x.double() + branch.double() if added else x, TOLERANCE[dtype] if added else 0)
     reference = total.double().requires_grad_()
     reference_gain = gain.double().requires_grad_()
@@ -73,22 +74,11 @@ def test_rmsnorm(kernels, dtype, rows, d, scale, added):
     assert_close(rstd, (total.double().square().mean(-1) + 1e-5).rsqrt(), 2e-6)
     expected.backward(dy.double())
     residual = drawn(rows, d, device=device, dtype=dtype, scale=0.1 / scale) if added else None
-    dx, partials = k.rmsnorm_backward(dy, total, gain, rstd, residual)
+    dx, partials = k.rmsnorm_backward(dy, total, gain, rstd, residual, dx=out.get("dx"))
+    assert not added or (y is out["y"] and dx is out["dx"]), "it writes where it is told"
     assert partials.shape == (k.num_partials(total), d)
     assert_close(dx, reference.grad + (residual.double() if added else 0), TOLERANCE[dtype])
     assert_close(partials.sum(0), reference_gain.grad, 1e-5)  # the terms of the sums cancel in part
-
-
-def test_rmsnorm_writes_where_it_is_told(kernels):
-    k, device = kernels
-    x, dy, gain = drawn(6, 40, device=device), drawn(6, 40, device=device), drawn(40, device=device)
-    y, dx = (torch.empty_like(x) for _ in range(2))
-    partials = torch.empty(k.num_partials(x), 40, device=device)
-    total, y_again, rstd = k.rmsnorm_forward(x, gain, y=y)
-    again = k.rmsnorm_backward(dy, x, gain, rstd, dx=dx, partials=partials)
-    for one, other in zip((total, y_again, *again), (x, y, dx, partials), strict=True):
-        assert one is other
-    assert_close(y, rmsnorm_plain(x.double(), gain.double())[1], 2e-6)
 
 
 @pytest.mark.parametrize(("norms", "parts", "d"), [(1, 1, 5), (3, 67, 48), (2, 200, 130)])
@@ -97,16 +87,6 @@ def test_sums_of_partial_sums(kernels, norms, parts, d):
     partials, out = drawn(norms, parts, d, device=device), torch.empty(norms, d, device=device)
     assert k.sum_partials(partials, out) is out
     assert_close(out, partials.double().sum(dim=1), 2e-6)
-
-
-def test_rmsnorm_of_zeros_is_zero(kernels):
-    k, device = kernels
-    x, gain = torch.zeros(3, 48, device=device), torch.ones(48, device=device)
-    total, y, rstd = k.rmsnorm_forward(x, gain)
-    dx, partials = k.rmsnorm_backward(torch.ones_like(x), total, gain, rstd)
-    assert not y.any()
-    assert not partials.any()
-    assert_close(dx, torch.full_like(x, 1e-5**-0.5), 2e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -162,15 +142,6 @@ def test_embedding_gradient(kernels, dtype, accumulate, tokens, vocabulary, d):
     occurs = torch.zeros(vocabulary + 2, dtype=torch.bool, device=device).index_fill_(0, ids, True)
     assert_close(gradient[occurs], (sums + before if accumulate else sums)[occurs], TOLERANCE[dtype])
     assert torch.equal(gradient[~occurs].double(), before[~occurs])
-
-
-def test_embedding_gradient_of_one_token_and_of_all_different(kernels):
-    k, device = kernels
-    for ids in (torch.full((96,), 3), torch.randperm(96)):
-        ids, dx, gradient = ids.to(device), drawn(96, 32, device=device), torch.zeros(96, 32, device=device)
-        k.embedding_backward_(dx, *sorted_tokens(ids, 40_000), gradient)
-        expected = torch.zeros(96, 32, device=device, dtype=torch.float64).index_add_(0, ids, dx.double())
-        assert_close(gradient, expected, 2e-6)
 
 
 RUNS = [[1, 30, 1, 95, 3, 32, 9, 2, 40], [7, 9, 16, 8, 17, 1, 23], [24, 16, 32, 33, 15], [31, 9, 31, 10, 30, 8]]

@@ -93,6 +93,8 @@ def test_padding_gets_no_gradient_and_given_buffers_are_filled(device, kernels, 
 def test_any_shape_and_chunk(n, vocab, d, chunk_rows, seed):
     x, weight, targets = problem("cpu", torch.float64, n, vocab, d, seed)
     exact = reference(x, weight, targets)
+    if seed % 2:  # strided
+        x, weight, targets = x.t().contiguous().t(), weight.t().contiguous().t(), targets.repeat_interleave(2)[::2]
     ours = linear_cross_entropy_gradients(x, weight, targets, chunk_rows=chunk_rows)
     for a, b in zip(ours, exact, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
@@ -139,25 +141,21 @@ def test_autograd_scales_by_what_comes_in(device, kernels):
     assert error(x.grad, once[1] * (1 - hidden.detach().double() ** 2)) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("trained", [0, 1], ids=["x", "weight"])
-def test_what_needs_no_gradient_gets_none(device, kernels, trained):
+@pytest.mark.parametrize("trained", [(), (0,), (1,)], ids=str)
+def test_only_gradients_that_are_needed_are_computed(device, kernels, trained, monkeypatch):
     *tensors, targets = problem(device, torch.float32, 9, 67, 16)
-    exact = reference(*tensors, targets)
-    tensors[trained].requires_grad_()
-    linear_cross_entropy(*tensors, targets).backward()
-    assert tensors[1 - trained].grad is None
-    assert error(tensors[trained].grad, exact[1 + trained]) < TOLERANCE[torch.float32]
-
-
-def test_without_gradients_only_the_loss_is_computed(device, kernels, monkeypatch):
-    x, weight, targets = problem(device, torch.float32, 9, 67, 16)
-    exact = reference(x, weight, targets)
-    x.requires_grad_()
-    monkeypatch.setattr(module, "_add_product", None)
-    with torch.no_grad():
-        loss = linear_cross_entropy(x, weight.requires_grad_(), targets)
-    assert not loss.requires_grad
-    assert error(loss, exact[0]) < TOLERANCE[torch.float32]
+    loss, *exact = reference(*tensors, targets)
+    for number in trained:
+        tensors[number].requires_grad_()
+    if not trained:
+        monkeypatch.setattr(module, "_add_product", None)
+    found = linear_cross_entropy(*tensors, targets)
+    assert error(found.detach(), loss) < TOLERANCE[torch.float32]
+    if trained:
+        found.backward()
+    for number, tensor in enumerate(tensors):
+        assert (tensor.grad is not None) == (number in trained)
+        assert tensor.grad is None or error(tensor.grad, exact[number]) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(("chunk_bytes", "rows"), [(module.CHUNK_BYTES, 20), (1, 150)], ids=["one", "two"])
@@ -179,18 +177,6 @@ def test_autocast_computes_products_in_bfloat16_and_keeps_the_weights_gradient_w
     assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
 
 
-def test_gradients_by_finite_differences():
-    x, weight, targets = problem("cpu", torch.float64, 5, 13, 4)
-    assert torch.autograd.gradcheck(linear_cross_entropy, (x.requires_grad_(), weight.requires_grad_(), targets))
-
-
-def test_strided_inputs(device, kernels):
-    x, weight, targets = problem(device, torch.float32, 9, 67, 16)
-    exact = reference(x, weight, targets)
-    strided = x.t().contiguous().t(), weight.t().contiguous().t(), targets.repeat_interleave(2)[::2]
-    assert_near(linear_cross_entropy_gradients(*strided, chunk_rows=4), exact, TOLERANCE[torch.float32])
-
-
 def test_chunks_are_few_equal_and_within_their_memory():
     for n in (1, 127, 128, 129, 5000, 16_384, 65_536):
         for row_bytes in (128, 20_096, 100_608, 201_216, 2**23):
@@ -203,31 +189,20 @@ def test_chunks_are_few_equal_and_within_their_memory():
     assert default_chunk_rows(16_384, 100_608, module.CHUNK_BYTES) == 5504
 
 
-def test_bad_input_is_refused_in_a_sentence():
+def test_bad_input_is_refused():
     x, weight, targets = problem("cpu", torch.float32, 5, 13, 4)
-    for bad, sentence in (
-        ((x[:0], weight, targets[:0]), "at least one row"),
-        ((x, weight, targets[:3]), "needs x"),
-        ((x, weight[:, :3], targets), "needs x"),
-        ((x, weight.double(), targets), "one type"),
-        ((x.half(), weight.half(), targets), "no float16"),
-        ((x.long(), weight.long(), targets), "floating-point numbers, not torch.int64"),
-        ((x, weight, targets.float()), "int64 or int32, not torch.float32"),
-        ((x, weight, targets.short()), "int64 or int32, not torch.int16"),
-        ((x, weight, targets + 13), "Targets must be from 0 to 12"),
-        ((x, weight, targets - 13), "Targets must be from 0 to 12"),
-    ):
+    for bad in (
+        (x[:0], weight, targets[:0]), (x, weight, targets[:3]), (x, weight.double(), targets),
+        (x, weight, targets + 13), (x.half(), weight.half(), targets), (x, weight, targets.float()),
+    ):  # fmt: skip
         for f in (linear_cross_entropy, linear_cross_entropy_gradients, linear_cross_entropy_loss):
-            with pytest.raises(UserError, match=sentence):
+            with pytest.raises(UserError):
                 f(*bad)
-    for options, sentence in (
-        ({"num_rows": 14}, "num_rows must be from 1 to 13"),
-        ({"num_rows": 10, "targets": torch.full((5,), 10)}, "Targets must be from 0 to 9"),
-        ({"chunk_rows": -1}, "chunk_rows must be at least 1, not -1"),
-        ({"dw": torch.zeros(12, 4)}, "dw must have"),
-        ({"dx": torch.zeros(5, 4, dtype=torch.bfloat16)}, "dx must have"),
-    ):
-        with pytest.raises(UserError, match=sentence):
+    for options in (
+        {"num_rows": 14}, {"num_rows": 10, "targets": torch.full((5,), 10)}, {"chunk_rows": -1},
+        {"dw": torch.zeros(12, 4)}, {"dx": torch.zeros(5, 4, dtype=torch.bfloat16)},
+    ):  # fmt: skip
+        with pytest.raises(UserError):
             linear_cross_entropy_gradients(x, weight, **{"targets": targets} | options)
 
 
