@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -45,27 +46,19 @@ class KVCache:
         return self.keys[self.rows, :, : self.width], self.values[self.rows, :, : self.width]
 
 
-class PlainForward:
-    """Next-token logits by feeding the whole window of every row at every step: the definition."""
-
-    def __init__(self, model: TransformerLM):
-        self.model, self.device = model, next(model.parameters()).device
-
-    def __call__(self, rows: Sequence[int], windows: Sequence[list[int]]) -> Float[Tensor, "rows vocab"]:
-        """Logits after the last token of `windows[row]` for each of `rows`."""
-        tokens, last = _pad([windows[row] for row in rows], self.device)
-        return self._at(self.model(tokens), last)
-
-    @staticmethod
-    def _at(logits: Tensor, last: Tensor) -> Tensor:
-        return logits[torch.arange(len(last), device=last.device), last]
+def plain_forward(
+    model: TransformerLM, rows: Sequence[int], windows: Sequence[list[int]]
+) -> Float[Tensor, "rows vocab"]:
+    """Logits after the last token of `windows[row]` for each of `rows`, by feeding the whole window: the definition."""
+    tokens, last = _pad([windows[row] for row in rows], next(model.parameters()).device)
+    return model(tokens)[torch.arange(len(rows), device=last.device), last]
 
 
-class CachedForward(PlainForward):
+class CachedForward:
     """The same logits from a `KVCache` for each layer: a row is fed the tokens that its cache does not hold yet."""
 
     def __init__(self, model: TransformerLM, num_rows: int, num_slots: int):
-        super().__init__(model)
+        self.model, self.device = model, next(model.parameters()).device
         self.caches = [KVCache(num_rows, num_slots) for _ in range(model.config.num_layers)]
         self.cached = [0] * num_rows
 
@@ -90,7 +83,8 @@ class CachedForward(PlainForward):
             cache.place(torch.tensor(rows, device=self.device), positions, width)
         for row in rows:
             self.cached[row] = len(windows[row])
-        return self._at(self.model(tokens, positions, mask, self.caches), last)
+        logits = self.model(tokens, positions, mask, self.caches)
+        return logits[torch.arange(len(rows), device=self.device), last]
 
 
 def _pad(sequences: list[list[int]], device: torch.device) -> tuple[Int[Tensor, "rows seq"], Int[Tensor, "rows"]]:
@@ -149,32 +143,20 @@ def generate(
     device = next(model.parameters()).device
     if config.precision != "fp32":
         require_precision(device, config.precision)
-    with autocast(device, config.precision):
-        if config.ops == "fused" and (dtype := _fused_dtype(model, config)) is not None:
-            from lmcore.fused.generation import fused_generate
+    if config.ops == "fused":
+        with autocast(device, config.precision):
+            if (dtype := _fused_dtype(model, config)) is not None:
+                from lmcore.fused.generation import fused_generate
 
-            return fused_generate(model, windows, config, dtype, eot_id, on_token, num_ids)
-        return _plain_generate(model, windows, config, eot_id, on_token, num_ids)
-
-
-def _plain_generate(
-    model: TransformerLM,
-    windows: list[list[int]],
-    config: GenerateConfig,
-    eot_id: int | None,
-    on_token: Callable[[int, int], None] | None,
-    num_ids: int | None,
-) -> list[list[int]]:
-    """`generate` of checked windows, at least one, by the model's own forward pass."""
+                return fused_generate(model, windows, config, dtype, eot_id, on_token, num_ids)
     outputs: list[list[int]] = [[] for _ in windows]
     generators = [torch.Generator().manual_seed(config.seed + row) for row in range(len(windows))]
     context = model.config.context_length
-    forward = PlainForward(model)
+    forward = partial(plain_forward, model)
     if config.kv_cache:
-        num_slots = min(context, max(map(len, windows)) + config.max_new_tokens)
-        forward = CachedForward(model, len(windows), num_slots)
+        forward = CachedForward(model, len(windows), min(context, max(map(len, windows)) + config.max_new_tokens))
     active = list(range(len(windows)))
-    with evaluating(model), torch.no_grad():
+    with autocast(device, config.precision), evaluating(model), torch.no_grad():
         while active:
             logits = forward(active, windows)[:, :num_ids]
             ids = sample_next(logits, config, [generators[row] for row in active]).tolist()
@@ -212,20 +194,17 @@ def _fused_dtype(model: TransformerLM, config: GenerateConfig) -> torch.dtype | 
 
 def _checked(index: int, prompt: Sequence[int], model: TransformerLM, eot_id: int | None) -> list[int]:
     """The prompt as a fresh list, or the reason why it cannot be continued."""
-    ids, config = [int(token) for token in prompt], model.config
-    if not ids:
-        if eot_id is None:
-            raise UserError(f"Prompt {index} is empty: give it a token, or eot_id to begin a document with.")
-        ids = [eot_id]
+    ids, config = [int(token) for token in prompt] or [eot_id], model.config
+    if ids == [None]:
+        raise UserError(f"Prompt {index} is empty: give it a token, or eot_id to begin a document with.")
     require(
         len(ids) <= config.context_length,
         f"Prompt {index} has {len(ids)} tokens; the model's context_length is {config.context_length}: shorten it.",
     )
-    wrong = next((token for token in ids if not 0 <= token < config.vocab_size), None)
     require(
-        wrong is None,
-        f"Prompt {index} holds token id {wrong}; the model's ids are from 0 to {config.vocab_size - 1}: "
-        "encode it with the tokenizer that the model was trained with.",
+        all(0 <= token < config.vocab_size for token in ids),
+        f"Prompt {index} holds ids that are not from 0 to {config.vocab_size - 1}, as the model's are: encode it with "
+        "the tokenizer that the model was trained with.",
     )
     return ids
 

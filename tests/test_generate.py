@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lmcore.config import GenerateConfig, ModelConfig, replace
 from lmcore.device import autocast
 from lmcore.errors import UserError
-from lmcore.generate import KVCache, TextStream, generate, generate_text
+from lmcore.generate import TextStream, generate, generate_text
 from lmcore.model import TransformerLM, evaluating
 from lmcore.sampling import sample_next
 
@@ -139,18 +139,6 @@ def test_the_cache_saves_the_work_that_it_is_for(model):
     assert fed == [3, *[1] * single, CONTEXT // 2, *[1] * (CONTEXT - 2 - single)]
 
 
-def test_the_cache_keeps_keys_in_the_slots_of_their_positions():
-    cache = KVCache(num_rows=3, num_slots=5)
-    k, v = torch.randn(2, 4, 2, 6), torch.randn(2, 4, 2, 6)
-    cache.place(torch.tensor([0, 2]), torch.tensor([[1, 2], [3, 4]]), width=5)
-    keys, values = cache.append(k, v)
-    assert keys.shape == values.shape == (2, 4, 5, 6)
-    assert torch.equal(keys[0, :, 1:3], k[0])
-    assert torch.equal(values[1, :, 3:5], v[1])
-    assert not keys[0, :, 3:].any()
-    assert not keys[1, :, :3].any()
-
-
 def test_the_seed_decides_and_the_global_random_state_is_left_alone(model):
     config = GenerateConfig(max_new_tokens=20, seed=1)
     before = torch.get_rng_state()
@@ -176,15 +164,6 @@ def test_precision_is_autocast_around_the_forward_passes(model, kv_cache):
         assert seen == {torch.bfloat16, torch.float32}
     finally:
         hook.remove()
-
-
-def test_a_precision_that_the_device_lacks_is_one_sentence(model, monkeypatch):
-    def refuse(device, precision):
-        raise RuntimeError("no bfloat16 here\nat a place")
-
-    monkeypatch.setattr("lmcore.device.autocast", refuse)
-    with pytest.raises(UserError, match=r"^cpu does not compute in bf16 \(no bfloat16 here\); choose another"):
-        generate(model, [[1]], GenerateConfig(precision="bf16"))
 
 
 # ---------------------------------------------------------------------------------------------- stopping
@@ -231,8 +210,8 @@ def test_the_mode_of_every_module_is_restored():
     ("prompt", "words"),
     [
         ([0] * (CONTEXT + 1), f"Prompt 1 has {CONTEXT + 1} tokens; the model's context_length is {CONTEXT}"),
-        ([3, 257], "token id 257; the model's ids are from 0 to 256"),
-        ([-1], "token id -1"),
+        ([3, 257], "Prompt 1 holds ids that are not from 0 to 256"),
+        ([-1], "Prompt 1 holds ids"),
     ],
 )
 def test_prompts_that_cannot_be_continued(model, prompt, words):
@@ -265,9 +244,6 @@ def test_streamed_pieces_are_whole_characters_and_join_to_the_text(text, noise):
 def test_a_character_is_streamed_when_its_last_byte_is_there():
     stream = TextStream(ByteTokenizer())
     assert [stream.push(token) for token in "a😀b".encode()] == ["a", "", "", "", "😀", "b"]
-    assert stream.flush() == ""
-    stream.push("😀".encode()[0])
-    assert stream.flush() == "\ufffd"
 
 
 def test_generate_text_says_what_was_made_and_why_it_stopped():
