@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcore.workbook.report.notebook import quote, start
+from lmcore.workbook.report.notebook import quote, show_source, start
 
 
 def test_start_gives_results_figures_and_a_device(tmp_path, capsys):
@@ -37,3 +37,9 @@ def test_a_quotation_cannot_be_read_as_markup():
 @given(st.text(max_size=40))
 def test_every_line_of_a_quotation_is_quoted(text):
     assert all(line.startswith(">") for line in quote(text, "h").split("\n"))
+
+
+def test_show_source_shows_the_code_itself():
+    code = show_source(quote)
+    assert "def quote(" in code.data
+    assert 'class="highlight"' in code._repr_html_()  # by which the writeup leaves code out

@@ -1,6 +1,7 @@
 """The writeup from executed notebooks, and answers and their wording."""
 
 import base64
+import dataclasses
 import json
 import re
 import shutil
@@ -20,6 +21,7 @@ from notebook_cells import ANSWERS
 from lmcore.errors import UserError
 from lmcore.files import read_json
 from lmcore.workbook import publish
+from lmcore.workbook.record import NotebookRecord, read_notebook_record, update_plan, write_notebook_record
 from lmcore.workbook.report import answers, coverage
 from lmcore.workbook.report.document import plain_text, shorten
 from lmcore.workbook.report.notebook import show_source
@@ -75,17 +77,24 @@ def show(thing) -> nbformat.NotebookNode:
 def executed_workbook(folder, state="done", **notebooks):
     """A workbook folder with these notebooks as if they had been executed."""
     (folder / "notebooks").mkdir(parents=True)
-    entries = []
-    for name, cells in notebooks.items():
+    environment = {"python": "3.11", "device": "CPU", "git_commit": "abcdef1234567890", "time_utc": "2026-01-01"}
+    names = [name.lstrip("_") for name in notebooks]
+    for name, cells in zip(names, notebooks.values(), strict=True):
         made = [new_markdown_cell(c) if isinstance(c, str) else c for c in cells]
         for number, code in enumerate((c for c in made if c.cell_type == "code"), 1):
             code.execution_count = number
-        nbformat.write(new_notebook(cells=made), folder / "notebooks" / f"{name.lstrip('_')}.ipynb")
-        entries.append({"name": name.lstrip("_"), "state": state, "seconds": 1.5})
-    environment = {"python": "3.11", "device": "CPU", "git_commit": "abcdef1234567890", "time_utc": "2026-01-01"}
-    record = {"scale": "smoke", "data": "embedded", "environment": environment, "notebooks": entries}
-    (folder / "workbook.json").write_text(json.dumps(record))
+        nbformat.write(new_notebook(cells=made), folder / "notebooks" / f"{name}.ipynb")
+        record = NotebookRecord(name, state, 1.5, scale="smoke", data="embedded", environment=environment)
+        write_notebook_record(folder, record)
+    update_plan(folder, "smoke", "embedded", names, names)
     return folder
+
+
+def change_record(out, name, **fields):
+    """Changes the record of a notebook; those of its environment one by one."""
+    record = read_notebook_record(out, name)
+    fields["environment"] = record.environment | fields.get("environment", {})
+    write_notebook_record(out, dataclasses.replace(record, **fields))
 
 
 FIRST = [
@@ -218,12 +227,10 @@ def test_provenance_heads_the_page(writeup):
 
 def test_notebooks_of_several_machines_name_each_once(tmp_path):
     out = executed_workbook(tmp_path / "out", _01_build=FIRST[:1], _02_train=SECOND, _03_generate=SECOND)
-    record = json.loads((out / "workbook.json").read_text())
-    for number, entry in enumerate(record["notebooks"]):
+    for number, name in enumerate(("01_build", "02_train", "03_generate")):
         commit = "abcdef1234567890" if number < 2 else "0123456789abcdef"
         device, time = ("GPU" if number else "CPU"), f"2026-01-0{3 - number}"
-        entry["environment"] = record["environment"] | {"device": device, "git_commit": commit, "time_utc": time}
-    (out / "workbook.json").write_text(json.dumps(record))
+        change_record(out, name, environment={"device": device, "git_commit": commit, "time_utc": time})
     html, _ = write_writeup(out)
     page = html.read_text()
     for row in ("CPU; GPU", "abcdef123456; 0123456789ab", "python 3.11", "2026-01-01, 4.50 s for 3 notebooks"):
@@ -245,7 +252,7 @@ def test_rendered_from_records_the_page_names_what_was_measured_where(tmp_path):
             json.dumps(measured | {"provenance": provenance | changes | {"device": devices[name]}})
         )
     shutil.copytree(records, out / "results")
-    (out / "notebooks" / "01_build.json").write_text(json.dumps({"parameters": {"records": str(records)}}))
+    change_record(out, "01_build", parameters={"records": str(records)})
     page = write_writeup(out)[0].read_text()
     rows = {
         "Data": f"stories, {provenance['data']['train_tokens']:,} training tokens",
@@ -259,11 +266,9 @@ def test_rendered_from_records_the_page_names_what_was_measured_where(tmp_path):
 
 def test_every_state_has_its_sentence(tmp_path):
     out = executed_workbook(tmp_path / "out", _01_build=FIRST[:1], _02_train=SECOND, _03_generate=SECOND, _04_x=SECOND)
-    record = json.loads((out / "workbook.json").read_text())
-    changes = [{}, {"state": "stopped", "cell": 3, "error": "SIGUSR1"}, {"state": "running"}, {"state": "not run"}]
-    for entry, change in zip(record["notebooks"], changes, strict=True):
-        entry |= change
-    (out / "workbook.json").write_text(json.dumps(record))
+    change_record(out, "02_train", state="stopped", cell=3, error="SIGUSR1")
+    change_record(out, "03_generate", state="running")
+    change_record(out, "04_x", state="not run")
     (out / "notebooks" / "03_generate.ipynb").unlink()  # it was killed before anything was saved
     html, pdf = write_writeup(out)
     for text in (html.read_text(), re.sub(r"\s+", " ", pdf_text(pdf))):
@@ -340,9 +345,7 @@ def test_check_finds_missing_files_and_failures(tmp_path):
     out = executed_workbook(tmp_path / "out", state="failed", _02_train=SECOND)
     with pytest.raises(UserError, match=r"lacks .*answers\.html"):
         check_writeup(out)
-    for entry in (record := json.loads((out / "workbook.json").read_text()))["notebooks"]:
-        entry |= {"cell": 1, "heading": None, "error": "ValueError: no"}
-    (out / "workbook.json").write_text(json.dumps(record))
+    change_record(out, "02_train", cell=1, error="ValueError: no")
     write_writeup(out)
     with pytest.raises(UserError, match="02_train is not complete"):
         check_writeup(out)

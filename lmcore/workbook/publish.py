@@ -18,7 +18,7 @@ from lmcore.workbook.report.writeup import write_writeup
 PICTURE_PPI, PICTURE_COLORS = 110, 128
 """Of the pictures in published notebooks."""
 
-MACHINE_PATH = re.compile(r"(?<![\w.:/])/(?:home|Users|root|tmp|work|scratch|mnt|data|gpfs|nfs)/[\w./-]+")
+MACHINE_PATH = r"(?<![\w.:/])/(?:home|Users|root|tmp|work|scratch|mnt|data|gpfs|nfs)/[\w./-]+"
 """Absolute paths as they are on somebody's machine."""
 
 
@@ -28,19 +28,21 @@ def publish(out: Path, to: Path) -> list[Path]:
     Published notebooks hold pictures as PNG with their captions, and neither the parameters of the run nor the names
     of files and machines. Raises `UserError` where a notebook is not done, or one still names such a thing.
     """
-    lacking = unfinished(read_record(out))
+    record = read_record(out)
+    lacking = unfinished(record)
     require(not lacking, f"{''.join(lacking[:1])} Only a complete workbook is published.")
-    html, pdf = write_writeup(out)
-    sources = {to / file.name: file for file in (html, pdf)}
+    sources = {to / file.name: file for file in write_writeup(out)}
     sources |= {to / "figures" / file.name: file for file in sorted((out / "figures").glob("*.svg"))}
-    notebooks = {to / "notebooks" / f"{entry['name']}.ipynb": entry["name"] for entry in read_record(out)["notebooks"]}
-    made = {path: published(out / "notebooks" / path.name, name) for path, name in notebooks.items()}
+    made = {
+        to / "notebooks" / f"{entry['name']}.ipynb": published(out / "notebooks" / f"{entry['name']}.ipynb")
+        for entry in record["notebooks"]
+    }
     for path, source in sources.items():
-        content = source.read_bytes()
         if path.suffix != ".pdf":
-            refuse_machine_names(source.name, content.decode())
+            refuse_machine_names(source.name, source.read_text(encoding="utf-8"))
+    for path, source in sources.items():
         with atomic_write(path) as file:
-            file.write(content)
+            file.write(source.read_bytes())
     for path, notebook in made.items():
         write_notebook(path, notebook)
     for old in {*(to / "figures").glob("*.svg"), *(to / "notebooks").glob("*.ipynb")} - {*sources, *made}:
@@ -48,7 +50,7 @@ def publish(out: Path, to: Path) -> list[Path]:
     return [*sources, *made]
 
 
-def published(executed: Path, name: str) -> Any:
+def published(executed: Path) -> Any:
     """An executed notebook without what belongs to its run; see `publish`."""
     import nbformat
 
@@ -58,29 +60,24 @@ def published(executed: Path, name: str) -> Any:
     count = 0
     for number, cell in enumerate(notebook.cells, 1):
         cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k in KEPT_METADATA})
-        if cell.cell_type != "code":
-            continue
         outputs = []
-        for output in cell.outputs:
-            if output.output_type == "stream" and output.name == "stderr":
+        for output in cell.get("outputs", []):
+            if output.get("name") == "stderr":
                 continue
+            outputs.append(output)
             data = output.get("data", {})
+            count += "image/svg+xml" in data or "image/png" in data
             if svg := data.get("image/svg+xml"):
-                count += 1
                 own = output.metadata.pop("image/svg+xml", {})
                 caption = own.get("caption") or output.metadata.get("caption") or cell.metadata.get("caption")
                 output.data = nbformat.from_dict({"image/png": base64.b64encode(as_png(svg)).decode()})
-                outputs.append(output)
-                text = f"*Figure {short(name)}.{count}.* {caption}"
+                text = f"*Figure {short(executed.stem)}.{count}.* {caption}"
                 outputs += [nbformat.v4.new_output("display_data", {"text/markdown": text})] if caption else []
-                continue
-            count += "image/png" in data
-            outputs.append(output)
-        cell.outputs = outputs
-        texts = [
-            str(value) for output in outputs for kind, value in output.get("data", {}).items() if "png" not in kind
-        ]
-        refuse_machine_names(f"{name}, cell {number}", "\n".join([*texts, *(str(o.get("text", "")) for o in outputs)]))
+        if cell.cell_type == "code":
+            cell.outputs = outputs
+        for output in outputs:
+            texts = [str(value) for kind, value in output.get("data", {}).items() if "png" not in kind]
+            refuse_machine_names(f"{executed.stem}, cell {number}", "\n".join([*texts, str(output.get("text", ""))]))
     return notebook
 
 
@@ -102,8 +99,7 @@ def as_png(svg: str) -> bytes:
 def refuse_machine_names(place: str, text: str) -> None:
     """Raises `UserError` at the first path or name of this machine in a text."""
     names = [name for name in (socket.gethostname(), os.environ.get("SLURMD_NODENAME")) if name and len(name) > 3]
-    found = MACHINE_PATH.search(text) or next(
-        filter(None, (re.search(rf"\b{re.escape(n)}\b", text) for n in names)), None
-    )
-    if found:
-        raise UserError(f"{place} names something of this machine, {found[0]!r}: print less there, then run it again.")
+    for pattern in (MACHINE_PATH, *(rf"\b{re.escape(name)}\b" for name in names)):
+        if found := re.search(pattern, text):
+            words = f"{place} names something of this machine, {found[0]!r}: print less there, then run it again."
+            raise UserError(words)
