@@ -7,40 +7,13 @@ import pytest
 
 from lmcore.config import ModelConfig, from_dict, model_config
 from lmcore.errors import UserError
-from lmcore.profiling.cases import (
-    OPTIMIZATIONS,
-    BenchmarkConfig,
-    StudyConfig,
-    WorkloadConfig,
-    benchmark_cases,
-    case_grid,
-    workload_config,
-)
+from lmcore.profiling.cases import BenchmarkConfig, WorkloadConfig, benchmark_cases, case_grid, workload_config
 from lmcore.profiling.workload import Workload
+from lmcore.workbook.report.study import OPTIMIZATIONS, StudyConfig
 
 SMALL = StudyConfig(
-    d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=64, batch_sizes=(1, 2), batch_context=16,
-    precisions=("fp32", "bf16"), contexts=(8, 16), context_batch=2, optimization_batch=2, optimization_context=16,
-    mixed_precision="bf16", warmup_steps=0, steps=1, device="cpu",
-)  # fmt: skip
-
-
-def batch_cells(s: StudyConfig) -> dict:
-    """The cases of notebook 04 by batch size and precision; those by context and by optimization follow."""
-    return s.grid((s.batch_context, size, kind, {}) for kind in s.precisions for size in s.batch_sizes)
-
-
-def context_cells(s: StudyConfig) -> dict:
-    return s.grid((context, s.context_batch, s.mixed_precision, {}) for context in s.contexts)
-
-
-def optimization_cells(s: StudyConfig) -> dict:
-    place = s.optimization_context, s.optimization_batch, s.mixed_precision
-    return s.grid((*place, switches) for switches in OPTIMIZATIONS.values())
-
-
-def study_cells(s: StudyConfig) -> dict:
-    return batch_cells(s) | context_cells(s) | optimization_cells(s)
+    d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=64, warmup_steps=0, steps=1, device="cpu"
+)
 
 
 def test_named_sizes_of_the_handouts():
@@ -79,7 +52,9 @@ def test_options_with_numbers_of_their_own():
     }
 
 
-@pytest.mark.parametrize("asked", [{}, {"attention": ("flash",)}, {"model": ModelConfig(attention="flash")}])
+@pytest.mark.parametrize(
+    "asked", [{}, {"attention": ("flash",)}, {"model": ModelConfig(attention="sdpa"), "compile": True}]
+)
 def test_fused_cases_say_what_they_run(asked):
     """The same case, whether its attention is asked for or not; so what is measured once is not measured again."""
     ((name, config),) = benchmark_cases(BenchmarkConfig(mode=("train_step",), ops="fused", **asked)).items()
@@ -87,25 +62,17 @@ def test_fused_cases_say_what_they_run(asked):
     assert (config.ops, config.model.attention, config.compile) == ("fused", "flash", False)
 
 
-def test_the_reports_setting_is_the_default_and_names_tell_cases_apart():
-    cases = study_cells(StudyConfig())
-    assert len(cases) == 18 + 4 + 4 - 1  # batch 8 at context 512 serves two questions
-    assert len({repr(config) for config in cases.values()}) == len(cases)
-    assert {config.mode for config in cases.values()} == {"train_step"}
-    model = cases["study_b16_c1024_fp16"].model
+def test_names_tell_the_cases_of_a_study_apart():
+    model = StudyConfig().model(1024)
     assert (model.num_layers, model.num_heads, model.vocab_size, model.position) == (12, 12, 50_257, "sinusoidal")
-    base = batch_cells(SMALL)["study_b2_c16_bf16"]
-    assert optimization_cells(SMALL) == {
-        f"study_b2_c16_bf16{marks}": dataclasses.replace(base, model=SMALL.model(16, **switches))
-        for marks, switches in zip(
-            ("", "_checkpoint1", "_sdpa", "_checkpoint1_sdpa"), OPTIMIZATIONS.values(), strict=True
-        )
-    }
-
-
-@pytest.mark.parametrize("name", list(study_cells(SMALL)))
-def test_every_case_of_a_small_study_runs(name):
-    assert np.isfinite(Workload(study_cells(SMALL)[name]).step().item())
+    ways = [(16, 2, precision, switches) for precision in ("fp32", "bf16") for switches in OPTIMIZATIONS.values()]
+    cases = SMALL.grid(ways)
+    assert list(cases)[4:] == [
+        f"study_b2_c16_bf16{marks}" for marks in ("", "_checkpoint1", "_sdpa", "_checkpoint1_sdpa")
+    ]
+    expected = dataclasses.replace(cases["study_b2_c16_bf16"], model=SMALL.model(16, attention="sdpa"))
+    assert cases["study_b2_c16_bf16_sdpa"] == expected
+    assert all(np.isfinite(Workload(case).step().item()) for case in cases.values())
 
 
 @pytest.mark.parametrize(
@@ -120,9 +87,6 @@ def test_every_case_of_a_small_study_runs(name):
         (lambda: WorkloadConfig(precision="fp8"), "precision must be one of"),
         (lambda: ModelConfig(attention="fast"), "attention must be one of plain, sdpa"),
         (lambda: ModelConfig(checkpoint_every=0), "checkpoint_every must be a positive"),
-        (lambda: from_dict(StudyConfig, {"batch_sizes": ()}), "batch_sizes must name at least one"),
-        (lambda: from_dict(StudyConfig, {"contexts": [8, 8]}), "contexts names a value twice"),
-        (lambda: from_dict(StudyConfig, {"batch_sizes": [0]}), "batch_sizes must be a positive whole number"),
         (lambda: from_dict(StudyConfig, {"precisions": ["fp8"]}), "precisions must be one of"),
         (lambda: from_dict(StudyConfig, {"depth": 3}), "StudyConfig has no field depth"),
     ],

@@ -56,9 +56,6 @@ def test_command_measures_writes_and_resumes(tmp_path, capsys):
         ("--model.num-heads 7", "d_model (512) must be divisible by num_heads (7)"),
         ("--steps 0", "steps must be a positive whole number"),
         ("--ops fused --model.norm post", "The fused step does not cover norm=post: take --ops plain."),
-        ("--ops fused --compile", "The fused step compiles nothing: leave --compile out, or take --ops plain."),
-        ("--ops fused --attention sdpa flash plain", "fused step has FlashAttention, not sdpa, plain: ask for flash"),
-        ("--ops fused --model.attention sdpa", "FlashAttention, not sdpa: ask for flash, or take --ops plain."),
         ("--ops fused --precision fp16 --model.ffn silu", "does not cover ffn=silu, precision=fp16: take --ops plain."),
     ],
 )

@@ -11,64 +11,13 @@ from lmcore.config import ModelConfig, TrainConfig, model_config, replace
 from lmcore.files import read_json
 from lmcore.profiling import runner, timing
 from lmcore.profiling.cases import WorkloadConfig, workload_config
-from lmcore.profiling.kernels import steps
 from lmcore.profiling.memory.predicted import explicit_peak
 from lmcore.profiling.plausible import least_bytes, least_flops, refusal
 from lmcore.train import Trainer
-from lmcore.workbook.parameters import PARAMETERS_FOLDER, read_parameters
 
 PROJECT = Path(__file__).parents[1]
 RESULTS = PROJECT / "results" / "h200"
 STATE, ACTIVATIONS = 100, 70
-
-
-class FakeCounters:
-    """The counters of PyTorch's allocator around a step that is captured in its first call and replayed later.
-
-    The first call allocates activations and frees them into the graph's pool; a replay allocates nothing. A plain step
-    allocates them each time, and the first time 500 more, as compiling does.
-    """
-
-    def __init__(self, monkeypatch, graph):
-        self.graph, self.calls, self.allocated, self.peak = graph, 0, STATE, STATE
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: self.reset())
-        for name in ("max_memory_allocated", "max_memory_reserved"):
-            monkeypatch.setattr(torch.cuda, name, lambda device: self.peak)
-
-    def reset(self):
-        self.peak = self.allocated
-
-    def step(self):
-        self.calls += 1
-        more = 0 if self.graph and self.calls > 1 else ACTIVATIONS
-        compiling = 500 if not self.graph and self.calls == 1 else 0
-        self.peak = max(self.peak, self.allocated + more + compiling)
-
-
-@pytest.mark.parametrize(("ops", "expected"), [("plain", STATE + ACTIVATIONS), ("fused", STATE + ACTIVATIONS)])
-def test_the_peak_of_a_step_has_its_activations(monkeypatch, ops, expected):
-    """Of a graph after warm-ups nothing but the state would be left; of a plain step compilation does not count."""
-    counters = FakeCounters(monkeypatch, graph=ops == "fused")
-
-    class Watch:
-        cuda, device, workload = True, torch.device("cpu"), None
-
-        def __init__(self, workload):
-            pass
-
-        def synchronize(self):
-            pass
-
-        def step(self):
-            counters.step()
-            return {"wall": 1.0}
-
-    monkeypatch.setattr(timing, "Stopwatch", Watch)
-    monkeypatch.setattr(timing, "busy_seconds", lambda workload: {})
-    config = workload_config("smoke", 16, mode="train_step", ops=ops, warmup_steps=3, steps=2)
-    result = timing.timed_steps(lambda config: None, config)
-    assert counters.calls == 5
-    assert result["peak_memory_bytes"] == expected
 
 
 def test_lines_of_metrics_keep_the_graphs_peak_and_leave_evaluation_out(monkeypatch):
@@ -171,13 +120,6 @@ def timed_cases():
             model = ModelConfig(**model, attention=row["attention"])
             case = WorkloadConfig(int(row["batch_size"]), ops=ops, model=model, compile=bool(row["compile"]), **ways)
             yield f"{name}: {row['case']}", case, row
-    chosen = read_parameters(PROJECT / PARAMETERS_FOLDER / "gpu" / "07_kernels.yaml")
-    cases = steps.step_cases(
-        chosen["step_size"], chosen["step_context"], batch_size=chosen["step_batch"], vocab_size=chosen["step_vocab"],
-        precision=chosen["precision"],
-    )  # fmt: skip
-    for row in read_json(RESULTS / "kernels_steps.json")["rows"]:
-        yield f"kernels_steps: {row['variant']}", cases[row["variant"]], row
 
 
 def test_no_recorded_step_is_forbidden():

@@ -158,7 +158,7 @@ def test_the_recorded_peaks_are_predicted_within_a_percent():
         assert float(row["predicted_bytes"]) == pytest.approx(float(row["peak_bytes"]), rel=0.01), row["case"]
     for row in map(rows.__getitem__, AGAIN):
         config = model_config(row["size"], context_length=int(row["context_length"]), vocab_size=10_000)
-        predicted = predicted_peak(config, int(row["batch_size"]), None, row["precision"], row["mode"])
+        predicted = predicted_peak(config, int(row["batch_size"]), row["precision"], row["mode"])
         assert predicted["peak_bytes"] == pytest.approx(float(row["predicted_bytes"]), rel=1e-3), row["case"]
         assert predicted["stage"] == row["predicted_stage"]
 
@@ -168,8 +168,7 @@ def test_the_recorded_peaks_are_predicted_within_a_percent():
     [
         ({"precision": "int8"}, r"precision must be one of .*'int8'"),
         ({"mode": "backward"}, "mode must be one of"),
-        ({"seq_len": model_config("smoke").context_length + 1}, "context_length"),
-        *(({name: n}, "must be a positive whole number") for name in ("batch_size", "seq_len") for n in (0, 1.5, -5)),
+        *(({"batch_size": n}, "must be a positive whole number") for n in (0, 1.5, -5)),
     ],
     ids=str,
 )
@@ -248,7 +247,7 @@ def test_what_an_explicit_step_needs_more_or_less():
             peak(**refused)
 
 
-def test_what_is_not_predicted_is_refused(monkeypatch):
+def test_what_is_not_predicted_is_refused():
     for ranks in (3, 0):
         with pytest.raises(UserError, match=f"{ranks} ranks do not divide a batch of 16 evenly"):
             predicted_peak_of_rank(rank_config(parallel="ddp"), ranks)
@@ -257,6 +256,3 @@ def test_what_is_not_predicted_is_refused(monkeypatch):
             predicted_peak_of_rank(rank_config(parallel=way), 2)
     with pytest.raises(UserError, match="not for fp16"):
         predicted_peak_of_rank(rank_config(precision="fp16"), 1)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with pytest.raises(UserError, match="is a rank already"):
-        predicted_peak_of_rank(rank_config(), 1)

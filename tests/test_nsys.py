@@ -11,11 +11,10 @@ import pytest
 import torch
 from nsys_exports import AUTOGRAD, FORWARD_BACKWARD, SmallExport, sample
 
+from lmcore import doctor
 from lmcore.cli import main
 from lmcore.cli.nsys import profile_lines
-from lmcore.config import to_dict
 from lmcore.errors import UserError
-from lmcore.files import write_json
 from lmcore.profiling.nsys import profile as kernel_profile
 from lmcore.profiling.nsys import tool as nsys
 from lmcore.profiling.nsys.export import read_export
@@ -24,7 +23,6 @@ from lmcore.profiling.nsys.tool import FLAGS, Nsys, export_report, find_nsys, lo
 from lmcore.profiling.nsys.torch_trace import read_torch_trace
 from lmcore.profiling.nsys.trace import busy_table, category_table, kernels_in
 from lmcore.profiling.workload import no_span, workload_config
-from lmcore.workbook import doctor
 
 FAKE = """#!{python}
 import pathlib, shutil, subprocess, sys
@@ -59,8 +57,7 @@ def fake_tool(path: Path, **answers) -> Nsys:
 def nowhere(monkeypatch, tmp_path):
     """A machine without nsys."""
     nsys.nsys_version.cache_clear()
-    for variable in ("NSYS", "CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv("NSYS", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(nsys, "PLACES", [])
 
@@ -98,9 +95,7 @@ def copying(small, tmp_path, monkeypatch) -> Nsys:
 
 
 def test_nothing_found_says_what_to_install():
-    with pytest.raises(
-        UserError, match=r"no Nsight Systems \(nsys\) here: it is not on the PATH.*install Nsight Systems"
-    ):
+    with pytest.raises(UserError, match=r"No Nsight Systems \(nsys\) runs here.*install Nsight Systems"):
         find_nsys()
 
 
@@ -127,12 +122,6 @@ def test_found_in_folders_the_newest_first(tmp_path, monkeypatch):
     pattern = str(tmp_path / "nsight-compute/*/host/target-linux-*/nsys")
     monkeypatch.setattr(nsys, "PLACES", [pattern])
     assert find_nsys().version == "2025.10.1"
-    fake_nsys(tmp_path / "bin" / "ncu")  # and the copy beside the ncu of the PATH
-    copy = fake_nsys(tmp_path / "bin" / "host" / "target-linux-x64" / "nsys")
-    assert find_nsys() == Nsys(copy, "2025.3.1")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    fake_nsys(tmp_path / "cuda" / "bin" / "nsys", "2022.1.1.9")
-    assert find_nsys().version == "2022.1.1"
 
 
 def test_a_program_that_does_not_run_is_passed_over(tmp_path, monkeypatch):
@@ -140,10 +129,8 @@ def test_a_program_that_does_not_run_is_passed_over(tmp_path, monkeypatch):
     lame.parent.mkdir()
     lame.write_text("#!/bin/nothing\n")
     lame.chmod(0o755)
-    with pytest.raises(UserError, match=r"bin/nsys did not run; install"):
-        find_nsys()
     good = fake_nsys(tmp_path / "cuda" / "bin" / "nsys")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setattr(nsys, "PLACES", [str(good)])
     assert find_nsys().path == good
 
 
@@ -214,19 +201,12 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("says", "sentence"),
-    [
-        ("The file was created by a newer version of the product.", r"newer version; install that one; nsys said: The"),
-        ("Bad magic", r"it may be damaged; nsys said: Bad magic"),
-    ],
-)
-def test_nsys_too_old_for_the_file(tmp_path, says, sentence):
-    tool, report = fake_tool(tmp_path / "nsys", export=f"sys.exit({says!r})"), tmp_path / "new.nsys-rep"
+def test_nsys_too_old_for_the_file(tmp_path):
+    tool, report = fake_tool(tmp_path / "nsys", export="sys.exit('Bad magic')"), tmp_path / "new.nsys-rep"
     with pytest.raises(UserError, match=r"There is no file .*new\.nsys-rep"):
         export_report(tool, report)
     report.touch()
-    with pytest.raises(UserError, match=rf"nsys 2022\.1\.1 cannot read .*{sentence}"):
+    with pytest.raises(UserError, match=r"nsys 2022\.1\.1 cannot read .* newer version.* nsys said: Bad magic"):
         export_report(tool, report)
 
 
@@ -236,15 +216,6 @@ def test_traces_by_ending(tmp_path, copying):
     assert len(load_trace(report).kernels) == len(load_trace(tmp_path / "small.sqlite").kernels) == 8
     with pytest.raises(UserError, match=r"notes\.txt is neither"):
         load_trace(tmp_path / "notes.txt")
-
-
-def test_the_program_says_how_it_ended(tmp_path):
-    config = workload_config("smoke", 16, mode="train_step", device="cpu", warmup_steps=1, steps=1)
-    write_json(tmp_path / "config.json", to_dict(config))
-    kernel_profile.main(tmp_path / "config.json")
-    assert json.loads((tmp_path / "outcome.json").read_text()) == {
-        "training_outcome": "complete", "training_reason": None
-    }  # fmt: skip
 
 
 class Recording:
@@ -296,11 +267,6 @@ def test_training_that_does_not_fit_leaves_the_inference(times):
     assert recorded == ["inference"] * 3 + ["training step"] * (0 if times < 2 else 2)
 
 
-def test_inference_that_does_not_fit_is_raised():
-    with pytest.raises(torch.OutOfMemoryError):
-        passes_of(fails_in=("forward", 0), mode="train_step")
-
-
 def test_a_workload_under_nsys(tmp_path, copying):
     """The whole way with a fake nsys: config, program, report, export, trace, outcome."""
     config = workload_config("smoke", 16, mode="forward", device="cpu", warmup_steps=0, steps=1)
@@ -329,32 +295,34 @@ def trace(small):
 
 def test_summary_by_range(trace):
     found = summary(trace, "inference")
-    assert found["passes"] == 2
-    assert list(found["ranges"])[:3] == ["inference", "inference/forward", "inference/forward/block *"]
-    whole = found["ranges"]["inference"]
+    assert [row["path"] for row in found["ranges"]][:3] == [
+        "inference", "inference/forward", "inference/forward/block *"
+    ]  # fmt: skip
+    whole = found["ranges"][0]
     # the kernels take 7 and 7 ns in the first pass, 8 and 8 in the second
     assert whole["busy_seconds"] == pytest.approx(15e-9)
     assert whole["seconds"] == pytest.approx(900e-9)
     assert whole["idle_seconds"] == pytest.approx(2.5e-9)
-    assert [(row["kind"], row["calls"], row["share"]) for row in whole["kinds"]] == [
-        ("matmul", 1, pytest.approx(0.5)),
-        ("softmax/reduction", 1, pytest.approx(0.5)),
-    ]
-    assert [(row["name"], row["calls_per_instance"]) for row in whole["kernels"]] == [
-        ("ampere_sgemm", 1),
-        ("reduce", 1),
-    ]
-    training = summary(trace, "training step")["ranges"]
-    assert training["training step/backward"]["busy_seconds"] == pytest.approx(100e-9)
-    assert training["training step/optimizer"]["kinds"][0]["kind"] == "optimizer"
+    each = [(row["category"], row["calls"], row["seconds"]) for row in of_path(found["categories"], "inference")]
+    assert each == [("matmul", 1, pytest.approx(7.5e-9)), ("softmax/reduction", 1, pytest.approx(7.5e-9))]
+    kernels = of_path(found["kernels"], "inference")
+    assert [(row["name"], row["calls"]) for row in kernels] == [("ampere_sgemm", 1), ("reduce", 1)]
+    training = summary(trace, "training step")
+    (backward,) = of_path(training["ranges"], "training step/backward")
+    assert backward["busy_seconds"] == pytest.approx(100e-9)
+    assert of_path(training["categories"], "training step/optimizer")[0]["category"] == "optimizer"
     json.dumps(found, allow_nan=False)
+
+
+def of_path(rows, path):
+    return [row for row in rows if row["path"] == path]
 
 
 def test_timeline_of_a_step(trace):
     found = timeline(trace, "training step")
     assert found["seconds"] == pytest.approx(900e-9)
     assert found["ranges"][0]["name"] == "training step"
-    kinds = [piece["kind"] for piece in found["work"]]
+    kinds = [piece["category"] for piece in found["work"]]
     assert kinds == ["matmul", "softmax/reduction", "matmul", "optimizer"]
     assert found["work"][2]["start"] == pytest.approx(500e-9)
     assert found["work"][2]["busy"] == pytest.approx(100e-9)
@@ -376,25 +344,25 @@ def test_profile_on_the_cpu(on_cpu):
     assert "the CPU's operators" in result["notes"][0]
     assert (folder / "profile.json.gz").stat().st_size > 0
     for part, top in (("inference", "inference"), ("training", "training step")):
-        ranges = result[part]["ranges"]
-        assert result[part]["passes"] == 2
-        assert ranges[f"{top}/forward/block *"]["instances"] == 2 * 2
+        ranges = {row["path"]: row for row in result[part]["ranges"]}
+        assert ranges[f"{top}/forward/block *"]["instances"] == 2
         forward = ranges[f"{top}/forward"]
         assert 0 < forward["busy_seconds"] <= forward["gpu_seconds"] <= forward["seconds"]
-        assert sum(row["share"] for row in forward["kinds"]) == pytest.approx(1)
     json.dumps(result, allow_nan=False)
 
 
 def test_operators_are_counted_as_the_model_calls_them(on_cpu):
     """Matmuls of a forward pass: seven of each of two blocks (Q, K, V, O, three of SwiGLU) and the output; two bmm."""
     result, _ = on_cpu
-    forward = result["inference"]["ranges"]["inference/forward"]
-    kernels = {row["name"]: row["calls_per_instance"] for row in forward["kernels"]}
+    kernels = {row["name"]: row["calls"] for row in of_path(result["inference"]["kernels"], "inference/forward")}
     assert kernels["aten::mm"] == 7 * 2 + 1
     assert kernels["aten::bmm"] == 2 * 2
-    assert next(row["calls"] for row in forward["kinds"] if row["kind"] == "matmul") == 7 * 2 + 1 + 2 * 2
-    backward = result["training"]["ranges"]["training step/backward"]
-    assert next(row["calls"] for row in backward["kinds"] if row["kind"] == "matmul") == 2 * (7 * 2 + 1 + 2 * 2)
+    assert matmuls(result["inference"], "inference/forward") == 7 * 2 + 1 + 2 * 2
+    assert matmuls(result["training"], "training step/backward") == 2 * (7 * 2 + 1 + 2 * 2)
+
+
+def matmuls(found, path):
+    return next(row["calls"] for row in of_path(found["categories"], path) if row["category"] == "matmul")
 
 
 def test_own_times_add_up(on_cpu):
@@ -433,17 +401,6 @@ def test_command_reads_reports(capsys, tmp_path):
         assert sentence in capsys.readouterr().err
 
 
-def test_a_report_without_ranges_has_its_tables(tmp_path, capsys):
-    export = SmallExport()
-    export.launch(1, 10, 1_000_000, 3_500_000, "ampere_sgemm")
-    export.launch(2, 20, 4_000_000, 4_500_000, "reduce")
-    assert main(["nsys", "--report", str(export.write(tmp_path / "e.sqlite"))]) == 0
-    words = " ".join(capsys.readouterr().out.split())
-    assert "1 1 2.5 2.5 83.33 matmul ampere_sgemm 2 1 0.5 0.5 16.67 softmax/reduction reduce" in words
-    assert "whole record 3.5 3.5 3 0.5" in words
-    assert words.endswith("The record has no ranges.")
-
-
 def test_command_shows_profiles(on_cpu):
     record = {"outcome": "complete", "reason": None, "result": on_cpu[0]}
     shown = "\n".join(profile_lines(record, 5))
@@ -470,10 +427,7 @@ def test_kernels_of_torch_profiler_on_a_gpu(tmp_path, monkeypatch):
     result = profile_workload(config, tmp_path)
     assert result["tool"] == "torch.profiler (CUDA)"
     assert "switched off by NSYS=off" in result["notes"][0]
-    backward = result["training"]["ranges"]["training step/backward"]
-    forward = result["training"]["ranges"]["training step/forward"]
-    matmuls = [next(row["calls"] for row in found["kinds"] if row["kind"] == "matmul") for found in (forward, backward)]
-    products = 9 * 2 + 1  # a product that is split along its inner dimension has a second kernel
-    assert matmuls[0] >= products
-    assert matmuls[1] >= 2 * products
-    assert result["training"]["ranges"]["training step/optimizer"]["kinds"][0]["kind"] == "optimizer"
+    products, training = 9 * 2 + 1, result["training"]  # a product split along its inner dimension has two kernels
+    assert matmuls(training, "training step/forward") >= products
+    assert matmuls(training, "training step/backward") >= 2 * products
+    assert of_path(training["categories"], "training step/optimizer")[0]["category"] == "optimizer"

@@ -1,7 +1,6 @@
 """Ranges on the model's parts: the right ones, the same numbers, and nothing left behind."""
 
 import contextlib
-from collections import Counter
 
 import pytest
 import torch
@@ -69,7 +68,7 @@ def test_results_are_bitwise_the_same(model, tokens):
     assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [True, False])
 def test_annotated_attention_is_the_definition(dtype, masked):
     torch.manual_seed(1)
@@ -117,19 +116,6 @@ def test_fused_attention_has_its_range(tokens, kernel):
         assert torch.equal(plain, model(tokens))
     assert "block 0/attention/scaled dot product attention" in span.paths
     assert not any(part in path for part in ATTENTION for path in span.paths)
-
-
-@pytest.mark.parametrize(
-    "switches", [{"norm": "none"}, {"ffn": "silu"}, {"tie_embeddings": True}, {"position": "sinusoidal"}]
-)
-def test_models_with_other_switches(tokens, switches):
-    model, span = TransformerLM(model_config("smoke", context_length=16, **switches)), Recorder()
-    with annotated(model, span):
-        model(tokens)
-    names = Counter(path.rpartition("/")[2] for path in span.paths)
-    assert names["ffn"] == names["attention"] == 2
-    assert names["norm"] == (0 if switches.get("norm") == "none" else 5)
-    assert names["token embeddings"] == names["lm head"] == 1
 
 
 def test_checkpointed_blocks_are_entered_again_in_the_backward_pass():

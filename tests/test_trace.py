@@ -23,7 +23,6 @@ from nsys_exports import (
     sample,
     write_large_export,
 )
-from trim_export import trim_export
 
 from lmcore.cli import main
 from lmcore.errors import UserError
@@ -72,8 +71,8 @@ def counted_by_hand(path, name: str, same_thread: bool) -> dict[str, tuple[int, 
 @pytest.mark.parametrize("scope", ["process", "thread"])
 @pytest.mark.parametrize(
     ("program", "name"),
-    [("real", name) for name in ("Forward", "Backward", "Warm-up Step 2", "Benchmark Forward Only")]
-    + [("ours", name) for name in ("inference", "training step", "backward", "optimizer", "computing softmax")],
+    [("real", name) for name in ("Backward", "Warm-up Step 2")]
+    + [("ours", name) for name in ("training step", "optimizer", "computing softmax")],
 )
 def test_kernels_of_real_training_programs(request, program, name, scope):
     path = H200 if program == "ours" else sample(FORWARD_BACKWARD)
@@ -124,14 +123,6 @@ def test_matmuls_are_as_many_as_the_model_multiplies(ours):
     assert "optimizer" not in category_table(ours, "backward")["category"].tolist()
     for part in ("computing attention scores", "computing softmax", "final matmul", "ffn"):
         assert len(instances(ours, part)) == 8  # two layers, twice in inference and twice in training
-
-
-def test_our_export_names_no_user_place_or_environment():
-    tables = {name for (name,) in rows(H200, "SELECT name FROM sqlite_master WHERE type = 'table'")}
-    assert not tables & {"TARGET_INFO_SYSTEM_ENV", "PROCESSES", "ThreadNames", "META_DATA_CAPTURE"}
-    content = H200.read_bytes()
-    assert len(content) < 500_000
-    assert all(word not in content for word in (b"/home/", b"/root", b"/opt/", b"/tmp/", b"PATH=", b"HOSTNAME"))
 
 
 def test_doubled_runtime_rows_do_not_double_the_time():
@@ -410,16 +401,6 @@ def test_every_kernel_belongs_to_one_range_at_most(tmp_path_factory, spans):
         assert sorted(kernels_in(trace, "r", scope)["launched_at"]) == inside
 
 
-def test_copies_by_direction(export, read):
-    export.range("step", 0, 10)
-    for number, (kind, size) in enumerate([(1, 100), (1, 200), (8, 50), (99, 1)]):
-        export.call(number, 1 + number)
-        export.add(MEMCPY, 20 * number, 20 * number + 5 + number, number, PROCESS, size, kind)
-    table = copy_table(read(), "step").set_index("operation")
-    assert table["bytes"].to_dict() == {"Host-to-Device": 300, "Device-to-Device": 50, "copy of kind 99": 1}
-    assert table.loc["Host-to-Device", "total_seconds"] == pytest.approx(11e-9)
-
-
 def test_unknown_ranges_say_which_exist(export, read):
     for number in range(3):
         export.range(f"block {number}", number * 10, number * 10 + 5)
@@ -455,13 +436,8 @@ UNREADABLE = "cannot be read as an SQLite export of Nsight Systems 2025.3.1 ("
     ("change", "sentence"),
     [
         (f"ALTER TABLE {KERNEL} DROP COLUMN correlationId", f"{UNREADABLE}no such column: {KERNEL}.correlationId)"),
-        (f"ALTER TABLE {MEMCPY} DROP COLUMN copyKind", f"{UNREADABLE}no such column: copyKind); export the .nsys-rep"),
-        (f"ALTER TABLE {RUNTIME} RENAME globalTid TO thread", f"{UNREADABLE}no such column: globalTid)"),
-        (f"ALTER TABLE {KERNEL} RENAME TO GPU_KERNEL", f"2025.3.1, which has no table {KERNEL} but GPU_KERNEL;"),
-        (f"ALTER TABLE {RUNTIME} RENAME TO CUDA_RUNTIME", f"has no table {RUNTIME} but CUDA_RUNTIME;"),
         ("DROP TABLE StringIds", "not one that Nsight Systems exported: it has no table StringIds"),
         (f"UPDATE {KERNEL} SET start = 'early'", f"{UNREADABLE}inv"),
-        (f"UPDATE {RUNTIME} SET start = 9e999", f"{UNREADABLE}cannot convert"),
         (f"UPDATE {NVTX} SET start = NULL", UNREADABLE),
         (f"ALTER TABLE {NVTX} DROP COLUMN textId", None),  # older versions lack it
     ],
@@ -502,36 +478,6 @@ print(*[line.split()[1] for line in status.read_text().splitlines() if "VmHWM" i
     steps = [line.split()[1:] for line in lines if line.startswith("step ")]
     assert steps == [["0.09999", "0.09999", "0.064", "0.03599"]] * 100
     assert int(lines[-1]) < 600_000, "kilobytes"
-
-
-@pytest.mark.parametrize("name", [FORWARD_BACKWARD, DUPLICATED, WHOLE_GRAPHS])
-def test_trimmed_exports_hold_the_same_trace_and_nothing_private(name, tmp_path):
-    source = sample(name)
-    small = trim_export(source, tmp_path / "small.sqlite")
-    before, after = read_export(source), read_export(small)
-    assert before.tool == after.tool
-    pd.testing.assert_frame_equal(before.work, after.work)
-    pd.testing.assert_frame_equal(before.ranges, after.ranges)
-    assert small.stat().st_size < source.stat().st_size / 2
-    private = rows(source, "SELECT value FROM TARGET_INFO_SYSTEM_ENV")
-    version = "META_DATA_EXPORT" if name != DUPLICATED else "EXPORT_META_DATA"
-    where = "name LIKE '%PATH%' OR name IN ('EXPORT_USER','EXPORT_HOST')"
-    private += rows(source, f"SELECT value FROM {version} WHERE {where}")
-    content = small.read_bytes()
-    for words in {str(value).encode() for (value,) in private}:
-        assert len(words) < 5 or words not in content, words
-    with pytest.raises(UserError, match=r"small.sqlite exists"):
-        trim_export(source, small)
-
-
-def test_trimming_to_one_range(tmp_path, real):
-    source = sample(FORWARD_BACKWARD)
-    small = read_export(trim_export(source, tmp_path / "small.sqlite", "Warm-up Step 2"))
-    assert small.ranges["path"].tolist() == ["Warm-up Step 2", "Warm-up Step 2/Forward", "Warm-up Step 2/Backward"]
-    assert len(small.kernels) == len(kernels_in(real, "Warm-up Step 2"))
-    assert kernel_table(small, "Backward").equals(kernel_table(real, "Warm-up Step 2/Backward"))
-    with pytest.raises(UserError, match=r"has no range Warm-up Step 9"):
-        trim_export(source, tmp_path / "other.sqlite", "Warm-up Step 9")
 
 
 def event(category: str, name: str, ts: float, dur: float, tid: int = 1, **arguments) -> dict:
@@ -582,42 +528,14 @@ def test_own_time_of_operators():
     }  # fmt: skip
 
 
-def test_older_names_of_categories(tmp_path):
-    """PyTorch wrote these until 1.11; the second kernel ends before it begins, the call without an id launched none."""
-    trace = read_events(tmp_path / "profile.json", [
-        event("Operator", "aten::mm", 10, 30),
-        event("Runtime", "cudaLaunchKernel", 12, 1, correlation=5),
-        event("Runtime", "cudaStreamSynchronize", 13, 1),
-        event("Kernel", "ampere_sgemm_128x64_tn", 50, 10, device=1, correlation=5),
-        event("Kernel", "ampere_sgemm_128x64_tn", 80, -20, device=1, correlation=5),
-        event("Kernel", "reduce", 90, 4, device=0),
-        event("Memcpy", "Memcpy HtoD (Pageable -> Device)", 70, 2, device=0, correlation=6, bytes=4096),
-        event("Memset", "Memset (Device)", 74, 1, device=0, correlation=7, bytes=64),
-        event("user_annotation", "step", 0, 45),
-    ])  # fmt: skip
-    assert (trace.tool, len(trace.kernels)) == (CUDA_TOOL, 2)
-    assert trace.copies["name"].tolist() == ["Host-to-Device", "Memset"]
-    assert trace.work.set_index("name")["device"].to_dict() == {
-        "ampere_sgemm_128x64_tn": 1, "reduce": 0, "Host-to-Device": 0, "Memset": 0
-    }  # fmt: skip
-    assert kernels_in(trace, "step")["name"].tolist() == ["ampere_sgemm_128x64_tn"]
-    assert trace.notes[0].startswith("1 of 5 kernels and copies end before they begin")
-    operators = trace_of([event("Operator", "aten::a", 0, 100), event("Operator", "aten::b", 50, -20)])
-    assert operators.kernels[["name", "duration"]].to_numpy().tolist() == [["aten::a", 100_000]]
-
-
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("{", "JSONDecodeError"),
         ("[" * 100_000, "RecursionError"),
-        ("[]", "TypeError"),
         ("{}", "it has no 'traceEvents'"),
-        ('{"traceEvents": {"ph": "X"}}', "AttributeError"),
         (json.dumps({"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1}]}), "it has no 'dur'"),
         (json.dumps({"traceEvents": [event("cpu_op", "a", float("inf"), 1)]}), "OverflowError"),
-        (json.dumps({"traceEvents": [event("cpu_op", "a", "1", 1)]}), "TypeError"),
-        (json.dumps({"traceEvents": [event("kernel", "a", 1, 1) | {"args": 3}]}), "'int' object"),
         (json.dumps({"traceEvents": [{"ph": "M"}]}), "holds no kernel, operator or range"),
         (None, "There is no file"),
     ],

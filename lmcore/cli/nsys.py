@@ -149,15 +149,14 @@ def profile_lines(found: Mapping[str, Any], top: int) -> list[str]:
     if result["training_outcome"] == "out of memory":
         lines.append(f"A training step does not fit into the memory: {result['training_reason']}")
     for part in filter(None, (result["inference"], result["training"])):
-        rows = [
-            {"range": path, "per pass": one["instances"] / part["passes"]}
-            | {key: one[key] for key in ("seconds", *GPU_TIMES)}
-            | {"matmul share": sum(row["share"] for row in one["kinds"] if row["kind"] == "matmul")}
-            for path, one in part["ranges"].items()
-        ]
-        whole = next(iter(part["ranges"].values()))
-        kernels = pd.DataFrame(whole["kernels"][:top]).rename(columns={"kind": "category"})
-        lines += text(pd.DataFrame(rows)) + kernel_lines(kernels)
+        ranges, categories, kernels = (pd.DataFrame(part[what]) for what in ("ranges", "categories", "kernels"))
+        total = categories.groupby("path")["seconds"].sum()
+        matmul = categories[categories["category"] == "matmul"].set_index("path")["seconds"]
+        ranges["matmul share"] = ranges["path"].map(matmul.reindex(total.index, fill_value=0) / total)
+        first = kernels[kernels["path"] == ranges["path"].iloc[0]].head(top)
+        first = first.assign(share=first["seconds"] / total[ranges["path"].iloc[0]]).drop(columns="path")
+        lines += text(ranges.rename(columns={"path": "range", "instances": "per pass"}))
+        lines += kernel_lines(first.rename(columns={"seconds": "total_seconds"}))
     return lines
 
 

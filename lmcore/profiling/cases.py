@@ -1,10 +1,10 @@
-"""Benchmark cases: one of them, and the grids that commands, notebooks and the optimization report ask for.
+"""Benchmark cases: one of them, and the grids that commands and notebooks ask for.
 
 Nothing here imports PyTorch: commands show these options in their help.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -124,95 +124,25 @@ class BenchmarkConfig(MeasurementConfig):
         own = [name for name in MODEL_SIZES["small"] if getattr(self.model, name) != getattr(defaults, name)]
         options = ", ".join(f"--model.{name.replace('_', '-')}" for name in own)
         require(not (self.size and own), f"A named size has its own numbers: give either --size or {options}.")
-        if self.ops == "fused":  # a table would tell of another step than was run
-            require(not self.compile, "The fused step compiles nothing: leave --compile out, or take --ops plain.")
-            asked = self.attention or ({self.model.attention} - {"plain"})  # plain is also what the model has unasked
-            others = ", ".join(name for name in asked if name != "flash")
-            require(not others, f"The fused step has FlashAttention, not {others}: ask for flash, or take --ops plain.")
 
 
 def benchmark_cases(settings: BenchmarkConfig) -> dict[str, WorkloadConfig]:
-    """The cases that the options ask for, by names that say how they differ. Raises `UserError` on bad values."""
+    """The cases that the options ask for, by names that say how they differ. Raises `UserError` on bad values.
+
+    The fused step has FlashAttention and compiles nothing, and its cases say so, whatever was asked for.
+    """
     s, fused, cases = settings, settings.ops == "fused", {}
     others = {name: value for name, value in vars(s.model).items() if name not in MODEL_SIZES["small"]}
     models = {size: model_config(size, **others) for size in s.size} or {None: s.model}
     contexts = s.context_length or (s.model.context_length,)
     attentions = ("flash",) if fused else s.attention or (s.model.attention,)
     measured = {f.name: getattr(s, f.name) for f in fields(MeasurementConfig)}
+    measured["compile"] = s.compile and not fused
     for (size, model), *ways in itertools.product(models.items(), contexts, attentions, s.precision, s.mode):
         context, attention, precision, mode = ways
         name = [size or f"own-{model.num_layers}x{model.d_model}", str(context), precision, mode]
-        name += ["fused"] if fused else [attention] * (attention != "plain") + ["compiled"] * s.compile
+        name += ["fused"] if fused else [attention] * (attention != "plain") + ["compiled"] * measured["compile"]
         model = replace(model, context_length=context, attention=attention)
         config = WorkloadConfig(**measured, model=model, mode=mode, precision=precision, size=size)
         cases["-".join([*name, f"b{s.batch_size}"])] = config
     return cases
-
-
-OPTIMIZATIONS: dict[str, dict[str, Any]] = {
-    "baseline": {},
-    "checkpointing": {"checkpoint_every": 1},
-    "fused attention": {"attention": "sdpa"},
-    "both": {"checkpoint_every": 1, "attention": "sdpa"},
-}
-"""Switches of the model by the name of the optimization in the report of `StudyConfig`."""
-
-
-@dataclass(frozen=True)
-class StudyConfig:
-    """What is measured of an optimization report. The defaults are its own setting; smaller ones fit a CPU.
-
-    The report (Foundations of ML for Systems Researchers, assignment 1) trains a Transformer encoder stack of 12 layers
-    and 12 heads with a causal mask and sinusoidal positions, and does not give its width or its feed-forward network.
-    Taken here are those of GPT-2's smallest model with SiLU and without a gate, pre-norm blocks, untied embeddings, no
-    dropout. Raises `UserError` on values that make no study.
-    """
-
-    d_model: int = 768
-    d_ff: int = 3072
-    num_layers: int = 12
-    num_heads: int = 12
-    vocab_size: int = 50_257
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    batch_context: int = 512
-    """Context at which the batch size varies."""
-    precisions: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
-    """Of the cases by batch size; the first is what the others are compared with."""
-    contexts: tuple[int, ...] = (128, 256, 512, 1024)
-    context_batch: int = 8
-    """Batch size at which the context varies."""
-    optimization_batch: int = 16
-    optimization_context: int = 1024
-    mixed_precision: Precision = "fp16"
-    """Of the cases by context, as in the report, and of the optimizations, for which it names none."""
-    warmup_steps: int = 3
-    steps: int = 10
-    device: str = "auto"
-
-    def __post_init__(self):
-        check_fields(self)
-        for name in ("batch_sizes", "contexts", "precisions"):
-            values = getattr(self, name)
-            require(len(values) > 0, f"{name} must name at least one.")
-            require(len(set(values)) == len(values), f"{name} names a value twice: {values}.")
-            for number in () if name == "precisions" else values:
-                require_positive(name, number)
-
-    def model(self, context_length: int, **switches: Any) -> ModelConfig:
-        """The report's model at a context length. Raises `UserError` on sizes that make no model."""
-        sizes = {name: getattr(self, name) for name in ("vocab_size", "d_model", "num_layers", "num_heads", "d_ff")}
-        return ModelConfig(**sizes, context_length=context_length, position="sinusoidal", ffn="silu", **switches)
-
-    def grid(self, ways: Iterable[tuple[int, int, str, dict[str, Any]]]) -> dict[str, WorkloadConfig]:
-        """A full training step for each (context length, batch size, precision, switches of the model).
-
-        By names that say all in which the cases of a study differ: study_b16_c1024_fp16_checkpoint1_sdpa.
-        """
-        cases = {}
-        for context, batch, precision, switches in ways:
-            marks = [f"checkpoint{on}" if name == "checkpoint_every" else on for name, on in switches.items()]
-            cases["_".join(["study", f"b{batch}", f"c{context}", precision, *marks])] = WorkloadConfig(
-                model=self.model(context, **switches), batch_size=batch, mode="train_step", precision=precision,
-                warmup_steps=self.warmup_steps, steps=self.steps, device=self.device, size="study",
-            )  # fmt: skip
-        return cases

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lmcore import accounting
 from lmcore.device import autocast, device_name, select_device, set_matmul_precision
+from lmcore.errors import require
 from lmcore.functional import at_least_float32, cross_entropy, silu, softmax
 from lmcore.model import Linear, RMSNorm, RotaryPositionalEmbedding, TransformerBlock, causal_mask
 from lmcore.optimizer import AdamW
@@ -35,20 +36,6 @@ ELEMENTWISE_FLOPS = {
     "cross-entropy": 4,  # of a logit: maximum, difference, exponential, sum
 }
 """Operations for each element of the component's first input."""
-
-COLUMNS = [
-    "case", "size", "context_length", "batch_size", "precision", "device", "component", "part_of", "kind", "count",
-    "direction", "flops", "bytes", "seconds", "issue_seconds", "intensity", "flops_per_second", "bytes_per_second",
-    "attainable", "roofline_share", "bound", "peak_flops_per_second", "peak_bytes_per_second",
-]  # fmt: skip
-"""Of `components_table`, also where it has no row; what `timed` measures besides follows."""
-
-KEYS = [
-    "case", "size", "context_length", "batch_size", "precision", "device", "component", "part_of", "kind", "count",
-    "direction", "flops", "bytes", "intensity", "bound",
-]  # fmt: skip
-"""Columns of the table that say what was timed: all others are measured."""
-
 
 Part = tuple[dict[str, Any], Callable[..., Any], tuple[Tensor, ...]]
 """A part of the model that can be run alone: what the table says of it, a function or module, and its inputs."""
@@ -201,7 +188,8 @@ def components_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
         head = {name: config[name] for name in ("size", "batch_size", "precision")} | {"case": record["case"]}
         head |= {"context_length": config["model"]["context_length"], "device": result.get("device")}
         rows += [head | row | result["peak_rates"] for row in result["components"]]
-    table = pd.DataFrame(rows, columns=list(dict.fromkeys([*COLUMNS, *(name for row in rows for name in row)])))
+    require(len(rows) > 0, "No component could be timed; choose a smaller size or context.")
+    table = pd.DataFrame(rows)
     table["intensity"] = table["flops"] / table["bytes"]
     table["flops_per_second"] = table["flops"] / table["seconds"]
     table["bytes_per_second"] = table["bytes"] / table["seconds"]

@@ -48,20 +48,6 @@ MODEL_COLUMNS = (
     "d_model", "num_layers", "num_heads", "d_ff", "vocab_size", "context_length", "attention", "checkpoint_every"
 )  # fmt: skip
 RUN_COLUMNS = ("mode", "precision", "ops", "compile", "warmup_steps")
-SAMPLE_COLUMNS = (
-    "case", "size", "context_length", *RUN_COLUMNS, "step", "warmup", "wall", "cuda", *PHASES, "device_allocations",
-    "page_faults",
-)  # fmt: skip
-"""Columns of every table of samples, in order; those of a later version may have more."""
-
-RUN_KEYS = (
-    "case", "size", "mode", "precision", "compile", "warmup_steps", *MODEL_COLUMNS, "batch_size", "steps",
-    "num_parameters", "flops", "device", "outcome", "reason",
-)  # fmt: skip
-"""Columns of a timing table that say what was run: all others are measured."""
-
-SAMPLE_KEYS = ("case", "size", "mode", "precision", "compile", "warmup_steps", "context_length", "step", "warmup")
-"""Columns of a table of samples that say what was run."""
 
 
 class Clock:
@@ -322,14 +308,6 @@ def step_flops(model: ModelConfig, batch_size: int, mode: str) -> int:
     return count(model, batch_size)
 
 
-def as_run(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration in a record as it was run: the fused step has FlashAttention and compiles nothing, whatever the
-    switches of the others say. Records from before there was a choice of `ops` are plain."""
-    if config.get("ops", "plain") == "plain":
-        return {**config, "ops": "plain"}
-    return {**config, "compile": False, "model": {**config["model"], "attention": "flash"}}
-
-
 def timing_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     """One row for each record of `run_cases` or `repeated`: what was run, how it ended, seconds, bytes and FLOP/s.
 
@@ -344,7 +322,7 @@ def timing_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
-    config, measured = as_run(record["config"]), dict(record["result"] or {})
+    config, measured = record["config"], dict(record["result"] or {})
     model, batch_size = from_dict(ModelConfig, config["model"]), config["batch_size"]
     results = [dict(measured), *measured.pop("repeats", ())]
     samples, busy = ([step for one in results for step in one.get(key, ())] for key in ("samples", "busy_steps"))
@@ -388,9 +366,9 @@ def samples_table(records: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     """
     rows = []
     for record in records.values():
-        config = as_run(record["config"])
+        config = record["config"]
         head = {"case": record["case"], "context_length": config["model"]["context_length"]}
         head |= {name: config[name] for name in ("size", *RUN_COLUMNS)}
         samples = (record["result"] or {}).get("samples", ())
         rows += [head | {"step": number} | sample for number, sample in enumerate(samples, 1)]
-    return pd.DataFrame(rows, columns=list(dict.fromkeys([*SAMPLE_COLUMNS, *(name for row in rows for name in row)])))
+    return pd.DataFrame(rows)

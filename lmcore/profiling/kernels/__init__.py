@@ -1,1 +1,1 @@
-"""Our kernels against the reference implementations: bytes moved, memory, time and parity (tasks of notebook 07)."""
+"""Our kernels against the reference implementations: bytes moved, memory, time and parity."""

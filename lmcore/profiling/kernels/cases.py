@@ -1,10 +1,9 @@
 """The kernels' work as cases: inputs, the reference implementation, ours, and what has to be moved and computed.
 
-Timing, parity (`parity`) and bytes moved all go through these cases, in notebook 07 as in `benchmarks/`.
+Timing, parity and bytes moved all go through these cases.
 """
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from lmcore.config import ModelConfig
 from lmcore.device import device_name, out_of_memory_reason, reset_peak_memory
 from lmcore.functional import cross_entropy, scaled_dot_product_attention, silu
 from lmcore.kernels.attention import flash_attention
-from lmcore.kernels.cross_entropy import CHUNK_BYTES, linear_cross_entropy_gradients
+from lmcore.kernels.cross_entropy import linear_cross_entropy_gradients
 from lmcore.kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from lmcore.kernels.rmsnorm.reference import rmsnorm_plain
 from lmcore.kernels.rope import rope_
@@ -28,18 +27,15 @@ from lmcore.kernels.sdpa import fused_causal_attention
 from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.model import RotaryPositionalEmbedding, causal_mask
 from lmcore.profiling.kernels.bytes_moved import BytesMoved, moved_by
-from lmcore.profiling.kernels.measuring import DTYPES, Contestant, allocated, begin, measured, with_gradients
-from lmcore.profiling.timing import LEAST, Timer
-from lmcore.profiling.workload import WorkloadConfig, workload_config
+from lmcore.profiling.kernels.measuring import DTYPES, Contestant, allocated, begin, with_gradients
+from lmcore.profiling.timing import Timer, timed_steps
+from lmcore.profiling.workload import Span, Workload, WorkloadConfig, no_span
 
 BACKWARD = 2.5
 """FLOPs of attention's backward pass for each of its forward pass: five matmuls of (T, T) by (T, K), instead of two."""
 
 SMALLEST = 128, 16
 """Context and head size from which `measure_attention_sizes` doubles them."""
-
-CHUNKS = 8
-"""Chunks of losses that the library would take in one, so that small ones show what large ones gain."""
 
 ATTENTION = {"plain": None, "sdpa": fused_causal_attention, "flash": flash_attention}
 """Causal attention of (..., T, K) queries, keys and values by `ModelConfig.attention`; None: the reference."""
@@ -84,11 +80,11 @@ class KernelCase:
         self.run()  # a mask is made once
         return moved_by(self.run)
 
-    def contestant(self, config: WorkloadConfig) -> Contestant:
-        """Ours, the compiled reference or the reference itself, as `ops` and `compile` of the benchmark case say."""
-        if config.ops == "fused":
+    def contestant(self, kind: str) -> Contestant:
+        """Ours ("fused"), the reference ("plain") or the compiled reference ("compiled")."""
+        if kind == "fused":
             return self.ours()
-        compiled = torch.compile(self.reference, dynamic=False) if config.compile else None
+        compiled = torch.compile(self.reference, dynamic=False) if kind == "compiled" else None
         return Contestant(partial(self.run, compiled))
 
 
@@ -160,8 +156,8 @@ def elementwise(config: WorkloadConfig, device: torch.device) -> list[KernelCase
     ]
 
 
-def norm(x: Tensor, branch: Tensor, dy: Tensor, dsum: Tensor | None = None) -> KernelCase:
-    """The residual sum of two (N, D) tensors, and RMSNorm of it; `dsum` is the sum's own gradient, if it has one."""
+def norm(x: Tensor, branch: Tensor, dy: Tensor) -> KernelCase:
+    """The residual sum of two (N, D) tensors, and RMSNorm of it."""
     weight = (torch.rand(x.shape[1], device=x.device) + 0.5).requires_grad_()
 
     def reference(x: Tensor, weight: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,17 +165,16 @@ def norm(x: Tensor, branch: Tensor, dy: Tensor, dsum: Tensor | None = None) -> K
 
     def ours() -> tuple[Tensor, ...]:
         total, y, rstd = rmsnorm_forward(x, weight.detach(), branch=branch)
-        dx, partials = rmsnorm_backward(dy, total, weight.detach(), rstd, dsum)
+        dx, partials = rmsnorm_backward(dy, total, weight.detach(), rstd)
         return y, dx, partials.sum(dim=0)
 
-    inputs, gradients = (x.clone().requires_grad_(), weight, branch), (dy,) if dsum is None else (dsum, dy)
-    moved = (4 + 2 + len(gradients)) * x.nbytes  # x, branch, sum, y; then the sum, dx and what comes in
+    inputs, moved = (x.clone().requires_grad_(), weight, branch), 7 * x.nbytes  # x, branch, sum, y; then sum, dy, dx
     name, results = "residual sum, RMSNorm", ("y", "dx", "dg")
-    return KernelCase(name, reference, inputs, gradients, results, lambda: Contestant(ours), moved)
+    return KernelCase(name, reference, inputs, (dy,), results, lambda: Contestant(ours), moved)
 
 
-def rotation(qkv: Tensor, num_heads: int, context_length: int, backward: bool = True) -> KernelCase:
-    """RoPE of queries and keys in a joint (N, 3 D) projection, forward alone or both ways."""
+def rotation(qkv: Tensor, num_heads: int, context_length: int) -> KernelCase:
+    """RoPE of queries and keys in a joint (N, 3 D) projection, both ways."""
     head_size = qkv.shape[1] // 3 // num_heads
     rope = RotaryPositionalEmbedding(10_000.0, head_size, context_length, device=qkv.device)
     positions = torch.arange(context_length, device=qkv.device)
@@ -195,17 +190,14 @@ def rotation(qkv: Tensor, num_heads: int, context_length: int, backward: bool = 
 
         def run() -> tuple[Tensor, ...]:
             rope_(work, rope.cos, rope.sin, context_length)
-            if not backward:
-                return (queries_and_keys(work),)
             rope_(gradient, rope.cos, rope.sin, context_length, inverse=True)
             return queries_and_keys(work), queries_and_keys(gradient)
 
         return Contestant(run)
 
-    leaf = queries_and_keys(qkv).detach().requires_grad_(backward)
-    gradients, results = ((queries_and_keys(qkv.flip(0)),), ("qk", "dqk")) if backward else ((), ("qk",))
-    moved = 2 * len(results) * leaf.nbytes  # in and out
-    return KernelCase("RoPE of queries and keys", reference, (leaf,), gradients, results, ours, moved)
+    leaf, gradients = queries_and_keys(qkv).detach().requires_grad_(), (queries_and_keys(qkv.flip(0)),)
+    moved = 4 * leaf.nbytes  # in and out, twice
+    return KernelCase("RoPE of queries and keys", reference, (leaf,), gradients, ("qk", "dqk"), ours, moved)
 
 
 def gate(ab: Tensor, dh: Tensor) -> KernelCase:
@@ -223,70 +215,24 @@ def gate(ab: Tensor, dh: Tensor) -> KernelCase:
     return KernelCase("SwiGLU's gate", reference, (ab.detach().requires_grad_(),), (dh,), ("h", "dab"), ours, moved)
 
 
-# Tasks of `lmcore.profiling.runner.run_cases` and the benchmark cases that they are run on
-
-
-def attention_cases(
-    size: str, contexts: Sequence[int], kinds: Sequence[str] = tuple(ATTENTION), **changes: Any
-) -> dict[str, WorkloadConfig]:
-    """Every kind of attention at every context, in the heads of a named size: medium-4096-bf16-flash and so on."""
-    return {
-        f"{case.size}-{context}-{case.precision}-{kind}": case
-        for context, kind in itertools.product(contexts, kinds)
-        for case in [workload_config(size, context, attention=kind, mode="forward_backward", **changes)]
-    }
-
-
-def variant_cases(size: str, context_length: int, compiled: bool, **changes: Any) -> dict[str, WorkloadConfig]:
-    """One case with plain operations, one with fused ones, and with `compiled` one that torch.compile has made."""
-    wanted = {"plain": {}, **({"compiled": {"compile": True}} if compiled else {}), "fused": {"ops": "fused"}}
-    return {
-        f"{size}-{context_length}-{name}": workload_config(size, context_length, **changes, **switches)
-        for name, switches in wanted.items()
-    }
-
-
-def measure_attention(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Time and memory of one causal attention of the case's shape.
-
-    The result holds `device`, and for `forward` (inference) and `both` passes `seconds` and `extra_bytes`: the most
-    memory beside queries, keys, values and the output's gradient; outputs and gradients are part of it.
-    """
-    device, attend = begin(config), ATTENTION[config.model.attention]
-    case = attention_layer(config.model, config.batch_size, DTYPES[config.precision], device)
-    modes = {"forward": case.forward, "both": case}
-    found = {mode: measured(partial(one.run, attend), device) for mode, one in modes.items()}
-    return {"device": device_name(device)} | found
-
-
-def size_cases(
-    batch_size: int, context: int, head_size: int, precisions: Sequence[str], kinds: Sequence[str], steps: int = LEAST
-) -> dict[str, WorkloadConfig]:
-    """For `measure_attention_sizes`: each kind of attention, or `compiled`, in each precision up to these sizes."""
-    shape = {"d_model": head_size, "num_heads": 1, "num_layers": 1, "d_ff": head_size, "vocab_size": 2}
-    return {
-        f"batch{batch_size}-{precision}-{kind}": WorkloadConfig(
-            model=ModelConfig(context_length=context, attention="plain" if kind == "compiled" else kind, **shape),
-            batch_size=batch_size, precision=precision, compile=kind == "compiled", mode="forward_backward",
-            steps=steps,
-        )
-        for precision, kind in itertools.product(precisions, kinds)
-    }  # fmt: skip
+# Tasks of `lmcore.profiling.runner.run_cases`
 
 
 def measure_attention_sizes(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     """Causal attention with one head of every size from `SMALLEST` to the case's, by powers of two (CS336 A2).
 
-    Each pass is timed `config.steps` times or more. The result holds `device`, `device_bytes`, the memory of the GPU
-    (None off CUDA), and `rows`: `context`, `head_size`, `outcome`, `reason`, median seconds of `forward`, `backward`
-    and `both`, and `saved_bytes`, what a forward pass leaves in memory for the backward pass.
+    Each pass is timed `config.steps` times or more. The result holds `device` and `rows`: `context`, `head_size`,
+    `outcome`, `reason`, median seconds of `forward`, `backward` and `both`, `saved_bytes`, what a forward pass
+    leaves in memory for the backward pass, and `device_bytes`, the memory of the GPU (None off CUDA).
     """
     device, rows, kind = begin(config), [], config.model.attention
     timer, (length, width) = Timer(device), SMALLEST
     torch._functorch.config.donated_buffer = False  # a compiled backward pass is to run more than once
+    capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     while width <= config.model.d_k:
         while length <= config.model.context_length:
             row = {"context": length, "head_size": width, "outcome": "complete", "reason": None}
+            row |= {"device_bytes": capacity}
             try:
                 rows.append(row | passes((config.batch_size, 1, length, width), config, kind, timer))
             except (RuntimeError, MemoryError) as error:
@@ -297,8 +243,7 @@ def measure_attention_sizes(config: WorkloadConfig, folder: Path) -> dict[str, A
             reset_peak_memory(device)
             length *= 2
         length, width = SMALLEST[0], 2 * width
-    capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return {"device": device_name(device), "device_bytes": capacity, "rows": rows}
+    return {"device": device_name(device), "rows": rows}
 
 
 def keep(kept: weakref.WeakSet[Tensor], tensor: Tensor) -> Tensor:
@@ -331,29 +276,16 @@ def passes(shape: Sequence[int], config: WorkloadConfig, kind: str, timer: Timer
     }
 
 
-def measure_loss(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Time and memory of head and loss of the case's size with both gradients.
+class Ungraphed(Workload):
+    """The explicit step whose kernels are launched one by one."""
 
-    The result holds `device`, `seconds` and `extra_bytes`, of which the gradients of activations and head are a part;
-    and `chunk_rows`, None where the library's own chunks were taken.
-    """
-    device, dtype, rows = begin(config), DTYPES[config.precision], config.tokens_per_step
-    vocab_size = config.model.vocab_size
-    chunk = max(1, rows // CHUNKS) if rows * vocab_size * dtype.itemsize <= CHUNK_BYTES else None
-    case = loss(rows, config.model.d_model, vocab_size, dtype, device, chunk)
-    return {"device": device_name(device), "chunk_rows": chunk} | measured(case.contestant(config).run, device)
+    def step(self, span: Span = no_span) -> Tensor:
+        """Forward and backward pass, then the update. Returns the loss."""
+        loss = self.fused.transformer.forward_backward(self.inputs, self.targets)
+        self.optimizer.step()
+        return loss
 
 
-def measure_elementwise(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Times forward and backward pass of each operation of `elementwise`.
-
-    The result holds `device` and `rows`: `operation`, `seconds`, `least_bytes`, and `eager_bytes`, what the reference
-    moves, counted operation by operation.
-    """
-    device, rows = begin(config), []
-    timer = Timer(device)
-    for case in elementwise(config, device):
-        contestant = case.contestant(config)
-        row = {"operation": case.name, "seconds": timer(contestant.run, contestant.reset)[0]}
-        rows.append(row | {"least_bytes": case.least_bytes, "eager_bytes": case.moved().total})
-    return {"device": device_name(device), "rows": rows}
+def measure_ungraphed(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
+    """`lmcore.profiling.timing.measure` of the explicit step without a CUDA graph."""
+    return timed_steps(Ungraphed, config)

@@ -1,6 +1,6 @@
 """Time, memory and errors of contestants for the same work: the one place where kernels are timed.
 
-Notebook 07 and `benchmarks/` use it. Contestants take turns, so that what else the machine does falls on all of them.
+Contestants take turns, so that what else the machine does falls on all of them.
 """
 
 import contextlib
@@ -96,19 +96,18 @@ def race(
     alone: bool = True,
     reference: Sequence[Tensor] | None = None,
     part: Callable[[Tensor], Tensor] = lambda x: x,
-    rounds: int | None = None,
 ) -> dict[str, Result]:
     """Builds every contestant, holds `part` of its results against `reference`, and times all in turns.
 
     Every round takes them in the opposite order. All rounds together take about `seconds`; there are `FEWEST` to
-    `MOST`, or as many as asked for. `alone` times each call by itself behind writes that empty the cache and cover the
+    `MOST`. `alone` times each call by itself behind writes that empty the cache and cover the
     host's work, which is what a kernel takes; otherwise calls run back to back, as the steps of a training run do,
     launches included. An error is the outcome of its contestant and does not stop the others.
     """
     timer, results = Timer(device), {name: Result() for name in builders}
     ready: dict[str, Contestant] = {}
     flushes: dict[str, int] = {}
-    cost, turn = 0.0, seconds / USUAL if rounds is None else seconds / rounds / len(builders)
+    cost, turn = 0.0, seconds / USUAL
     for name, build in builders.items():
         with results[name].ending():
             ready[name] = prepared(build, results[name], timer, reference, part)
@@ -120,9 +119,7 @@ def race(
             if not alone and contestant.reset is None:
                 results[name].calls = max(1, math.ceil(turn / took))
             cost += results[name].calls * took + (flushes[name] * timer.flush_seconds if timer.cuda else 0)
-    if rounds is None:
-        rounds = min(MOST, max(FEWEST, int(seconds / cost))) if flushes else 0
-    for number in range(rounds):
+    for number in range(min(MOST, max(FEWEST, int(seconds / cost))) if flushes else 0):
         for name in list(flushes)[:: -1 if number % 2 else 1]:
             contestant, result = ready[name], results[name]
             with result.ending():
@@ -177,9 +174,6 @@ def with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], *grad
     results = results[-max(1, len(gradients)) :]
     of = [gradient.to(x.dtype) for gradient, x in zip(gradients, results, strict=True)] if gradients else None
     return (results[-1].detach(), *torch.autograd.grad(results, leaves, of))
-
-
-# What the tasks of notebook 07 share
 
 
 def begin(config: WorkloadConfig) -> torch.device:

@@ -1,24 +1,15 @@
-"""AdamW with gradient clipping over a whole model: bytes counted, time measured (tasks of notebook 07)."""
+"""AdamW with gradient clipping over a whole model by several implementations, and the bytes that an update moves."""
 
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
-from lmcore.device import device_name
 from lmcore.kernels.adamw import FusedAdamW
-from lmcore.kernels.common.support import runs_triton
-from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW, gradient_clipping
 from lmcore.profiling.kernels.bytes_moved import BytesMoved, moved_by
-from lmcore.profiling.kernels.measuring import Absent, Contestant, begin, race
-from lmcore.profiling.peak_rates import copy_rate
-from lmcore.profiling.timing import BUDGET, Timer
-from lmcore.profiling.workload import WorkloadConfig
+from lmcore.profiling.kernels.measuring import Absent
 
 MAX_NORM = 1.0
 
@@ -65,44 +56,3 @@ def update_moved(update: Callable[..., Update] = plain, device: str = "meta") ->
     step = update([weight], MAX_NORM)
     step()  # the moments exist from the first step on
     return moved_by(step)
-
-
-def measure_optimizer(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
-    """Times clipping and update of all parameters of `config.model` in float32, in turns: a task of `run_cases`.
-
-    The result holds `device`, `parameters`, `copy_bytes_per_second` of a large copy there, and `rows`: `contestant`,
-    `seconds` (None with a `reason` where it does not run here) and `bytes_per_parameter` as counted.
-    """
-    device = begin(config)
-    parameters = list(TransformerLM(config.model, device=device).parameters())
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    kernels = runs_triton(device)
-    updates = {
-        "plain, operation by operation": (plain, counted_each()),
-        "torch.optim.AdamW(fused=True)": (torch_fused, TORCH_FUSED),
-        "ours, in one pass" if kernels else "ours, as plain operations": (
-            ours, ONE_PASS if kernels else counted_each(ours, "cpu")
-        ),
-    }  # fmt: skip
-
-    def build(update: Callable[..., Update]) -> Contestant:
-        return Contestant(update(parameters, MAX_NORM))
-
-    results = race({name: partial(build, update) for name, (update, _) in updates.items()}, device, BUDGET[device.type])
-    rows = []
-    for name, result in results.items():
-        seconds = median(result.seconds) if result.seconds else None
-        row = {"contestant": name, "bytes_per_parameter": updates[name][1], "seconds": seconds}
-        rows.append(row | {"outcome": "complete" if seconds else "absent", "reason": result.reason})
-    return {
-        "device": device_name(device),
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "copy_bytes_per_second": copy_rate(device, Timer(device)),
-        "rows": rows,
-    }
-
-
-def counted_each(*arguments: Any) -> float:
-    """Bytes that `update_moved` counts for each parameter."""
-    return round(update_moved(*arguments).total / COUNTED, 2)

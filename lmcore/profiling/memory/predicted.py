@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from lmcore.config import ModelConfig, TrainConfig, replace
 from lmcore.distributed.strategies import STRATEGIES
-from lmcore.errors import require, require_positive
+from lmcore.errors import require
 from lmcore.fused.model import GATHERED, MOST_LAYERS, ROWS_PER_PRODUCT, UNREDUCED
 from lmcore.fused.support import unsupported_reason
 from lmcore.kernels.cross_entropy import CHUNK_BYTES, default_chunk_rows
@@ -52,11 +52,7 @@ KEYS = {"optimizer state": "optimizer_state", "other": "inputs"}
 
 
 def predicted_peak(
-    config: ModelConfig,
-    batch_size: int = 1,
-    seq_len: int | None = None,
-    precision: str = "fp32",
-    mode: str = "train_step",
+    config: ModelConfig, batch_size: int = 1, precision: str = "fp32", mode: str = "train_step"
 ) -> dict[str, Any]:
     """The moment at which most memory is allocated, after warm-up, and what is alive then, in bytes.
 
@@ -64,16 +60,9 @@ def predicted_peak(
     activations (saved for the backward pass), temporary, inputs (token ids and position tables), peak_bytes (their
     sum), stage ("forward", "loss", "backward" or "optimizer"), moment (function and operator, or the node of the
     backward pass, of the allocation that comes within a thousandth of it), and by_stage, the peak of each stage.
-    Raises `UserError` for unknown modes or precisions, sizes below 1, and more tokens than the context.
+    Raises `UserError` for unknown modes or precisions and sizes below 1.
     """
-    seq_len = config.context_length if seq_len is None else seq_len
-    require_positive("seq_len", seq_len)
-    require(
-        seq_len <= config.context_length,
-        f"seq_len ({seq_len}) is above the model's context_length ({config.context_length}).",
-    )
-    workload = WorkloadConfig(model=config, batch_size=batch_size, mode=mode, precision=precision)
-    return copy.deepcopy(_peak(workload, seq_len))
+    return copy.deepcopy(_peak(WorkloadConfig(model=config, batch_size=batch_size, mode=mode, precision=precision)))
 
 
 def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
@@ -82,8 +71,8 @@ def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
     `config.parallel` says how the ranks divide the work: ddp, zero1 or fsdp, or none with one rank. With ops=plain the
     step is run, not compiled, whatever `compile` says, and messages go to PyTorch's fake process group, which sends
     nothing. With ops=fused it is counted (`explicit_peak`). Buffers of NCCL are not in it. Raises `UserError` for a
-    batch that the ranks do not divide evenly, another way to divide the work, fp16, whose loss scale is looked at, in a
-    process that already is a rank, and for what `explicit_peak` refuses.
+    batch that the ranks do not divide evenly, another way to divide the work, fp16, whose loss scale is looked at, and
+    for what `explicit_peak` refuses.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -91,7 +80,6 @@ def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
     found = f"not for {config.parallel} with {ranks} ranks"
     require(config.parallel in ways, f"Memory of a rank is predicted for {', '.join(ways)}, {found}.")
     require(config.precision != "fp16", "Memory of a rank is predicted for fp32, tf32 and bf16, not for fp16.")
-    require(not dist.is_initialized(), "This process is a rank already: predict memory in a process of its own.")
     require(
         ranks > 0 and config.batch_size % ranks == 0,
         f"{ranks} ranks do not divide a batch of {config.batch_size} evenly.",
@@ -233,14 +221,15 @@ def calling_function(frame: FrameType) -> str:
 class FakeWorkload(Workload):
     """A case before its step, with the optimizer's state, of fake tensors: to be made in a `FakeTensorMode`."""
 
-    def __init__(self, config: WorkloadConfig, model: TransformerLM, seq_len: int):
+    def __init__(self, config: WorkloadConfig, model: TransformerLM):
         self.config, self.device, self.fused = config, torch.device("cpu"), None
         self.model = self.forward = model.to_empty(device=self.device)
         if config.model.tie_embeddings:  # `to_empty` has made two of one
             model.lm_head.weight = model.token_embeddings.weight
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = torch.amp.GradScaler(enabled=False)
-        self.inputs, self.targets = (torch.empty(config.batch_size, seq_len, dtype=torch.int64) for _ in range(2))
+        shape = (config.batch_size, config.model.context_length)
+        self.inputs, self.targets = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
         if config.mode == "train_step":
             for parameter in self.model.parameters():
                 parameter.grad = torch.empty_like(parameter)
@@ -248,11 +237,11 @@ class FakeWorkload(Workload):
 
 
 @functools.cache
-def _peak(config: WorkloadConfig, seq_len: int) -> dict[str, Any]:
+def _peak(config: WorkloadConfig) -> dict[str, Any]:
     model = TransformerLM(config.model, device="meta")  # drawing weights looks at them, where they are not on `meta`
     model._check = lambda token_ids: None  # fake ones have no values
     with FakeMemory() as memory:
-        work = FakeWorkload(config, model, seq_len)
+        work = FakeWorkload(config, model)
         work.optimizer.zero_grad(set_to_none=True)
         standing = standing_storages(work)
         memory.events.clear()
@@ -262,7 +251,7 @@ def _peak(config: WorkloadConfig, seq_len: int) -> dict[str, Any]:
     allocations = replay(events, standing.values())
     seconds = range(len(events) + 1)  # there is no clock
     history = History("fake tensors", allocations, seconds, memory.stages)
-    history = explained(history, standing, gradient_storages(work.model), {})
+    history = explained(history, standing, gradient_storages(work.model))
     said, total = summary(history), levels(history).sum(axis=1)
     first, peak = history.stages[said["peak_stage"]][0], said["peak_event"]
     near = allocations[allocations["first"].between(first + 1, peak)].set_index("first")["source"]

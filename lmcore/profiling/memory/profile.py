@@ -1,14 +1,11 @@
 """Memory of one step: peaks, and every allocation with its category, stage and source (CS336 A2, 2025 §1.1.6)."""
 
-import contextlib
 import dataclasses
-import functools
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -17,7 +14,7 @@ from lmcore.files import atomic_write
 from lmcore.profiling.memory.recording import PEAKS, record_cpu, record_cuda, storage_address
 from lmcore.profiling.memory.snapshot import Event
 from lmcore.profiling.memory.timeline import explained, summary
-from lmcore.profiling.workload import Span, Workload, WorkloadConfig
+from lmcore.profiling.workload import Workload, WorkloadConfig
 
 SNAPSHOT = "memory_snapshot.pickle"
 
@@ -41,11 +38,11 @@ def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = T
     tensors; "other" is what else was there before (the batch, buffers); "gradients" what the parameters' gradients lie
     in when the backward pass ends; "activations" what forward and loss allocate and is alive when the backward pass
     begins (so none in inference); "temporary" everything else. Sources of storages with a name are that name
-    ("layers.0.ffn.w1.weight", "gradient of …", "m of …", "inputs"); half-precision copies of weights, which autocast
-    makes, are activations if they live until the backward pass, and named "bfloat16 copy of …, " before the line.
+    ("layers.0.ffn.w1.weight", "gradient of …", "m of …", "inputs"). Half-precision copies of weights, which autocast
+    makes, are activations if they live until the backward pass.
     """
-    workload, copies = prepared(config), {}
-    standing, step = standing_storages(workload), functools.partial(step_noting_copies, workload, copies)
+    workload = prepared(config)
+    standing, step = standing_storages(workload), workload.step
     on_gpu = workload.device.type == "cuda"
     if on_gpu:
         history, peaks, snapshot = record_cuda(step, workload.device)
@@ -53,7 +50,7 @@ def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = T
         history, peaks, snapshot = record_cpu(step, standing.values()), dict.fromkeys(PEAKS), None
     return {
         "device": device_name(workload.device),
-        **summary(explained(history, standing, gradient_storages(workload.model), copies)),
+        **summary(explained(history, standing, gradient_storages(workload.model))),
         **peaks,
         "snapshot": write_snapshot(snapshot, folder) if snapshot and keep_snapshot else None,
         "notes": [CPU_NOTE] * (not on_gpu) + [FULL_NOTE] * history.truncated,
@@ -104,43 +101,6 @@ def standing_storages(workload: Workload) -> dict[int, Event]:
 def gradient_storages(model: Module) -> dict[int, str]:
     """Names of the parameters whose gradients lie at these addresses."""
     return {storage_address(p.grad): name for name, p in model.named_parameters() if p.grad is not None}
-
-
-def step_noting_copies(workload: Workload, copies: dict[int, str], span: Span) -> Tensor:
-    """The workload's step; notes in `copies`, by address, which storages are a parameter in half precision.
-
-    Autocast makes them in the forward pass, and autograd saves them for the backward pass. Where nothing is copied,
-    and in compiled code, nothing is watched, so that as little as possible is disturbed.
-    """
-    config, names = workload.config, {id(parameter): name for name, parameter in workload.model.named_parameters()}
-    if config.mode == "forward" or config.compile or config.precision not in ("bf16", "fp16"):
-        return workload.step(span)
-
-    def note(tensor: Tensor) -> Tensor:
-        copied = copied_parameter(tensor)
-        if copied is not None and tensor.dtype != copied.dtype:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            copies[storage_address(tensor)] = f"{kind} copy of {names.get(id(copied), 'a parameter')}"
-        return tensor.detach()  # an operation that saved its own result with its node would never be freed
-
-    @contextlib.contextmanager
-    def watched(name: str) -> Iterator[None]:
-        watching = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-        with span(name), watching if name == "forward" else contextlib.nullcontext():
-            yield
-
-    return workload.step(watched)
-
-
-VIEWS_AND_COPIES = ("ToCopyBackward", "TBackward", "PermuteBackward", "TransposeBackward", "ViewBackward")
-
-
-def copied_parameter(tensor: Tensor) -> Tensor | None:
-    """The parameter of which `tensor` is a view or a cast, nothing else having been done to it; else None."""
-    node = tensor.grad_fn
-    while node is not None and any(view in node.name() for view in VIEWS_AND_COPIES):
-        node = node.next_functions[0][0]
-    return getattr(node, "variable", None)
 
 
 def write_snapshot(snapshot: Mapping[str, Any], folder: Path) -> dict[str, Any]:

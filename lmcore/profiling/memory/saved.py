@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from lmcore.device import autocast, select_device, set_matmul_precision
 from lmcore.model import RotaryPositionalEmbedding, TransformerBlock
-from lmcore.profiling.memory.profile import copied_parameter
 from lmcore.profiling.memory.snapshot import frame_in_lmcore
 from lmcore.profiling.workload import WorkloadConfig
 
@@ -36,11 +35,10 @@ def saved_by_operation(config: WorkloadConfig, abstract: bool = False) -> list[d
 
     What an operation saved whose result is detached, as the maximum in softmax, is gone with it and not counted.
 
-    Rows: {"name": the operation of the block ("norm 1", "softmax", "w2"),
-    "operation": the autograd node that saved it first ("BmmBackward0"), "operations": all that did,
-    "source": "lmcore/functional.py:21 softmax", "kind": "activation" | "input" (the block's own input, which is also
-    the output of the block before) | "weight copy" (a parameter in half precision, by autocast) | "constant" (what no
-    gradient flows through, such as the mask and RoPE's angles), "shape", "dtype", "bytes"}.
+    Rows: "name", the operation of the block ("norm 1", "softmax", "w2"); "operation", the autograd node that saved it
+    first ("BmmBackward0"); "source" ("lmcore/functional.py:21 softmax"); "kind", "activation", "input" (the block's
+    own, which is also the output of the block before), "weight copy" (a parameter in half precision, by autocast) or
+    "constant" (what no gradient flows through, such as the mask and RoPE's angles); "shape", "dtype" and "bytes".
     """
     device = torch.device("cpu") if abstract else select_device(config.device)[0]
     set_matmul_precision(device, config.precision)
@@ -60,7 +58,6 @@ def saved_by_operation(config: WorkloadConfig, abstract: bool = False) -> list[d
                 key,
                 {
                     "operation": node.name(),
-                    "operations": [],
                     "source": forward_line(node),
                     "kind": "weight copy" if copied is not None and copied.dtype != tensor.dtype else kind,
                     "shape": [*tensor.shape],
@@ -70,8 +67,18 @@ def saved_by_operation(config: WorkloadConfig, abstract: bool = False) -> list[d
             )
             if row["kind"] == "constant" and (computed or tensor.requires_grad):
                 row["kind"] = "activation"
-            row["operations"] = list(dict.fromkeys([*row["operations"], node.name()]))
     return [{"name": name} | row for name, row in zip(names_of_operations(rows.values()), rows.values(), strict=True)]
+
+
+VIEWS_AND_COPIES = ("ToCopyBackward", "TBackward", "PermuteBackward", "TransposeBackward", "ViewBackward")
+
+
+def copied_parameter(tensor: Tensor) -> Tensor | None:
+    """The parameter of which `tensor` is a view or a cast, nothing else having been done to it; else None."""
+    node = tensor.grad_fn
+    while node is not None and any(view in node.name() for view in VIEWS_AND_COPIES):
+        node = node.next_functions[0][0]
+    return getattr(node, "variable", None)
 
 
 FUNCTIONS = {"RotaryPositionalEmbedding.forward": "rope", "SwiGLU.forward": "gate"}

@@ -115,13 +115,11 @@ def histories_of(snapshot: Mapping[str, Any]) -> dict[int, History]:
         raise UserError(f"The snapshot is damaged, or in a format not known here ({error!r}).") from None
 
 
-def history_of(snapshot: Mapping[str, Any], device: int | None = None) -> History:
-    """That of `histories_of` for this device, or for the only one. Raises `UserError` if there are several."""
+def history_of(snapshot: Mapping[str, Any], device: int = 0) -> History:
+    """That of `histories_of` for this device. Raises `UserError` if the snapshot holds nothing of it."""
     found = histories_of(snapshot)
-    chosen = list(found) if device is None else [device]
-    require(len(chosen) == 1, f"The snapshot is of the devices {', '.join(map(str, found))}: choose one of them.")
-    require(chosen[0] in found, f"The snapshot holds nothing of device {chosen[0]}.")
-    return found[chosen[0]]
+    require(device in found, f"The snapshot holds nothing of device {device}.")
+    return found[device]
 
 
 def device_history(trace: Sequence[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]], device: int) -> History:

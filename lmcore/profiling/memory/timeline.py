@@ -17,13 +17,11 @@ TIMELINE_POINTS = 2_000
 LARGEST = 25
 
 
-def explained(
-    history: History, standing: Mapping[int, Event], gradients: Mapping[int, str], copies: Mapping[int, str]
-) -> History:
+def explained(history: History, standing: Mapping[int, Event], gradients: Mapping[int, str]) -> History:
     """The history with category, stage and source of every allocation (see `profile_memory`).
 
-    By address, `standing` holds the storages known to be there before, `gradients` names those that hold gradients
-    when the backward pass ends, and `copies` the half-precision copies of parameters when it begins.
+    By address, `standing` holds the storages known to be there before, and `gradients` names those that hold gradients
+    when the backward pass ends.
     """
     backward = history.stages.get("backward")
 
@@ -37,7 +35,7 @@ def explained(
         if backward and a.first <= backward[1] < a.last and a.address in gradients:
             return "gradients", stage, f"gradient of {gradients[a.address]}"
         if backward and stage in ("forward", "loss") and a.last > backward[0]:
-            return "activations", stage, f"{copies[a.address]}, {source}" if a.address in copies else source
+            return "activations", stage, source
         again = stage == "backward" and source.startswith("lmcore/") and "workload.py" not in source
         return "temporary", stage, f"{source}, computed again" if again else source
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -26,15 +27,12 @@ from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.nvtx import annotated, nvtx_span
 from lmcore.profiling.nsys.tool import find_nsys, last_words, run_under_nsys
 from lmcore.profiling.nsys.torch_trace import read_torch_trace
-from lmcore.profiling.nsys.trace import Trace, busy_table, kernel_table, unattributed, work_in
+from lmcore.profiling.nsys.trace import Trace, busy_table, instances, unattributed, work_in
 from lmcore.profiling.workload import Span, Workload, WorkloadConfig, no_span, require_memory
 
 INFERENCE, TRAINING = "inference", "training step"
 TOPS = {"inference": INFERENCE, "training": TRAINING}
 """Outermost ranges of what is recorded, one for each pass or step; the device has done its work when they end."""
-
-RECORDED = {"category": "kind"}
-"""What columns are called in records: their older name, so that old records can be read."""
 
 TOP_KERNELS = 25
 TIMELINE_PIECES = 1500
@@ -162,41 +160,37 @@ def profile_with_torch(config: WorkloadConfig, folder: Path) -> tuple[Trace, dic
     return read_torch_trace(record), outcome
 
 
-def summary(trace: Trace, top: str) -> dict[str, Any]:
-    """Every range of the passes named `top`, blocks together, by path: {"passes": number, "ranges": {path: {…}}}.
+def summary(trace: Trace, top: str) -> dict[str, list[dict[str, Any]]]:
+    """What one pass of those named `top` is made of, by path, such as "inference/forward/block */ffn", blocks together.
 
-    Of each path, such as "inference/forward/block */ffn": instances, of all passes together; the medians over instances
-    of seconds, gpu_seconds, busy_seconds and idle_seconds (`busy_table`); kinds, rows {kind, calls, total_seconds,
-    share} per instance (medians); kernels, the first rows of `kernel_table`, where calls and total_seconds are of all
-    instances together.
+    Rows: "ranges" {path, instances, seconds, gpu_seconds, busy_seconds, idle_seconds}, sums over the instances in a
+    pass (`busy_table`), of which the median over passes is taken; "categories" {path, category, calls, seconds} of all
+    work; "kernels" {path, name, short_name, category, calls, seconds}, the first of each path. Calls and seconds are
+    means over passes.
     """
-    paths = trace.ranges["path"]
+    starts, paths = instances(trace, top)["start"], trace.ranges["path"]
     paths = paths[(paths == top) | paths.str.startswith(f"{top}/")]
-    ranges = {}
+    ranges, categories, kernels = [], [], []
     for path in dict.fromkeys(re.sub(r"\bblock \d+", "block *", path) for path in paths):
-        busy = busy_table(trace, path)
-        medians = busy.drop(columns=["instance", "path"]).median().to_dict()
-        kernels = kernel_table(trace, path).head(TOP_KERNELS).rename(columns=RECORDED).to_dict("records")
-        ranges[path] = {"instances": len(busy), **medians, "kinds": median_categories(trace, path), "kernels": kernels}
-    return {"passes": int((paths == top).sum()), "ranges": ranges}
-
-
-def median_categories(trace: Trace, path: str) -> list[dict[str, Any]]:
-    """Calls and seconds of each category in one of a path's ranges: medians over them; absent ones count as 0."""
-    chosen, work = work_in(trace, path)
-    each = work.groupby(["instance", "category"], observed=True)["duration"].agg(calls="size", total_seconds="sum")
-    wide = {name: each[name].unstack(fill_value=0).reindex(chosen["id"], fill_value=0) for name in each}
-    table = pd.DataFrame({name: column.median() for name, column in wide.items()}) / [1, 1e9]
-    whole = table["total_seconds"].sum()
-    table["share"] = table["total_seconds"] / whole if whole else 0.0
-    return table.rename_axis("kind").reset_index().to_dict("records")
+        (chosen, work), busy = work_in(trace, path), busy_table(trace, path).set_index("instance")
+        in_pass = np.searchsorted(starts, chosen.set_index("id")["start"].reindex(busy.index), side="right")
+        clocks = busy[["seconds", "gpu_seconds", "busy_seconds", "idle_seconds"]].groupby(in_pass).sum().median()
+        ranges.append({"path": path, "instances": len(chosen) / len(starts), **clocks})
+        for keys, part, rows, most in (
+            (["category"], work, categories, None),
+            (["name", "short_name", "category"], work[work["bytes"] < 0], kernels, TOP_KERNELS),
+        ):
+            table = part.groupby(keys, observed=True)["duration"].agg(calls="size", seconds="sum") / len(starts)
+            table = table.assign(path=path, seconds=table["seconds"] / 1e9).sort_values("seconds", ascending=False)
+            rows += table.head(most).reset_index().astype(dict.fromkeys(keys, str)).to_dict("records")
+    return {"ranges": ranges, "categories": categories, "kernels": kernels}
 
 
 def timeline(trace: Trace, top: str) -> dict[str, Any]:
     """One pass, to be drawn: the one of median length; seconds are from its beginning.
 
     {"seconds": when its last work ended, "ranges": [{name, path, depth, start, end}] down to the blocks' parts,
-    "work": [{start, end, busy, kind, stream, count}]}: neighbours of one category on one stream (copies have -1) are
+    "work": [{start, end, busy, category, stream, count}]}: neighbours of one category on one stream (copies: -1) are
     one piece where the gap between them is too small to see; `busy` is the time in which the piece's work ran.
     """
     passes, work = work_in(trace, top)
@@ -224,7 +218,7 @@ def pieces(work: pd.DataFrame, gap: float) -> pd.DataFrame:
     grouped = work.groupby(["stream", piece], sort=False)
     busy = grouped["duration"].sum() / 1e9
     table = grouped.agg(
-        start=("start", "min"), end=("end", "max"), kind=("category", "first"), count=("category", "size")
+        start=("start", "min"), end=("end", "max"), category=("category", "first"), count=("category", "size")
     )
     return table.assign(busy=busy).reset_index("stream").reset_index(drop=True)
 

@@ -5,9 +5,7 @@ import glob
 import os
 import re
 import shutil
-import signal
 import subprocess
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -37,14 +35,17 @@ INSTALL = (
     "NVIDIA's apt repository as nsight-systems-cli), or name the program in the variable NSYS"
 )
 
-IN_NSIGHT_COMPUTE = "host/target-linux-*/nsys"
-PLACES = f"""
-    /usr/local/cuda*/bin/nsys /opt/cuda*/bin/nsys
-    /opt/nvidia/nsight-systems*/*/bin/nsys /opt/nvidia/nsight-systems*/*/target-linux-*/nsys
-    /opt/nvidia/nsight-systems*/bin/nsys /usr/local/cuda*/nsight-systems-*/bin/nsys /usr/lib/nsight-systems/bin/nsys
-    /opt/nvidia/hpc_sdk/*/*/profilers/Nsight_Systems/bin/nsys
-    /opt/nvidia/nsight-compute/*/{IN_NSIGHT_COMPUTE} /usr/local/cuda*/nsight-compute-*/{IN_NSIGHT_COMPUTE}
-""".split()
+PLACES = (
+    "/usr/local/cuda*/bin/nsys",
+    "/opt/nvidia/nsight-systems*/*/bin/nsys",
+    "/opt/nvidia/nsight-systems*/*/target-linux-*/nsys",
+    "/opt/nvidia/nsight-systems*/bin/nsys",
+    "/usr/local/cuda*/nsight-systems-*/bin/nsys",
+    "/usr/lib/nsight-systems/bin/nsys",
+    "/opt/nvidia/hpc_sdk/*/*/profilers/Nsight_Systems/bin/nsys",
+    "/opt/nvidia/nsight-compute/*/host/target-linux-*/nsys",
+    "/usr/local/cuda*/nsight-compute-*/host/target-linux-*/nsys",
+)
 """Where installers put nsys, the best place first. Nsight Compute brings a copy of its own."""
 
 
@@ -63,24 +64,17 @@ def find_nsys() -> Nsys:
     """
     wanted = os.environ.get("NSYS")
     require(wanted != "off", "Nsight Systems is switched off by NSYS=off.")
-    lame = []
     for path in [shutil.which(wanted) or wanted] if wanted else candidates():
         if (version := nsys_version(path)) is not None:
             return Nsys(Path(path), version)
-        lame.append(path)
     require(not wanted, f"The variable NSYS names {wanted}, which does not run as nsys here; {INSTALL}.")
-    tried = f"{', '.join(lame)} did not run" if lame else "it is not on the PATH, in CUDA's or in Nsight's folders"
-    raise UserError(f"There is no Nsight Systems (nsys) here: {tried}; {INSTALL}.")
+    raise UserError(f"No Nsight Systems (nsys) runs here, from the PATH, CUDA's or Nsight's folders: {INSTALL}.")
 
 
 def candidates() -> Iterator[str]:
     """Files that may be nsys, the best first; of one place those of the newest version."""
-    folders = [glob.escape(folder) for name in ("CUDA_HOME", "CUDA_PATH") if (folder := os.environ.get(name))]
-    patterns = [f"{folder}/bin/nsys" for folder in folders]
-    if (ncu := shutil.which("ncu")) is not None:
-        patterns.append(f"{glob.escape(str(Path(ncu).resolve().parent))}/{IN_NSIGHT_COMPUTE}")
     yield from filter(None, [shutil.which("nsys")])
-    for pattern in (*patterns, *PLACES):  # 2025.10 comes before 2025.9
+    for pattern in PLACES:  # 2025.10 comes before 2025.9
         yield from sorted(glob.glob(pattern), key=lambda path: [*map(int, re.findall(r"\d+", path))], reverse=True)
 
 
@@ -133,29 +127,15 @@ def run_under_nsys(
 def run_logged(command: Sequence[str], log: Path, timeout: float = TIMEOUT) -> int:
     """Runs a command with its output in `log` and returns its exit code; at a timeout all of its processes end.
 
-    So they do at a signal, of which they hear nothing in their own session. Raises `UserError` at a timeout.
+    Raises `UserError` at a timeout.
     """
-
-    def end(number: int, _: object) -> None:
-        end_with_children(process)
-        signal.signal(number, former[number])
-        os.kill(os.getpid(), number)
-
-    in_main = threading.current_thread() is threading.main_thread()  # only that one may set handlers
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP] if in_main else []
     with open(log, "ab") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    former = {number: signal.signal(number, end) for number in heard}
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
         raise UserError(f"nsys was ended after {timeout:.0f} s without a report; see {log}.") from None
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
         if process.returncode is None:
             end_with_children(process)
 
@@ -175,7 +155,7 @@ def export_report(nsys: Nsys, report: Path) -> Path:
     """Exports a .nsys-rep to SQLite beside it. Raises `UserError` when nsys is too old for the file or fails."""
     require(report.is_file(), f"There is no file {report}.")
     log = report.with_name("nsys-export.log")
-    new = report.with_suffix(".new.sqlite")  # an older export stands until this one is whole
+    new = report.with_suffix(".sqlite")
     try:
         new.unlink(missing_ok=True)
         log.write_text("")
@@ -183,10 +163,10 @@ def export_report(nsys: Nsys, report: Path) -> Path:
         raise UserError(f"Cannot export beside {report} ({error.strerror}); copy it to a folder of yours.") from error
     command = [str(nsys.path), "export", "--type=sqlite", "--force-overwrite=true", f"--output={new}", str(report)]
     if run_logged(command, log) == 0 and new.exists():
-        return new.rename(report.with_suffix(".sqlite"))
-    old = re.search(r"newer|unsupported|version", log.read_text(errors="replace"), re.IGNORECASE)
-    why = "which seems to be of a newer version; install that one" if old else "and it may be damaged"
-    raise UserError(f"nsys {nsys.version} cannot read {report}, {why}; nsys said: {last_words(log)}")
+        return new
+    raise UserError(
+        f"nsys {nsys.version} cannot read {report}: it is of a newer version, or damaged. nsys said: {last_words(log)}"
+    )
 
 
 def last_words(log: Path) -> str:

@@ -20,9 +20,6 @@ PYTORCHS_OWN = re.compile(r"^(Optimizer\.\w+#|ProfilerStep#)")
 COPIES = {"HtoD": "Host-to-Device", "DtoH": "Device-to-Host", "DtoD": "Device-to-Device", "PtoP": "Peer-to-Peer"}
 """In names such as "Memcpy HtoD (Pageable -> Device)"; what has none of them is a memset."""
 
-CATEGORIES_BEFORE = {"memcpy": "gpu_memcpy", "memset": "gpu_memset", "runtime": "cuda_runtime", "operator": "cpu_op"}
-"""What traces until PyTorch 1.11 call categories, in lower case ("Kernel" is "kernel" today), and today's names."""
-
 Event = dict[str, Any]
 
 
@@ -51,7 +48,7 @@ def trace_of(events: list[Event]) -> Trace:
     """The trace that the lasting events of a record make."""
 
     def rows(*categories: str) -> list[Event]:
-        return [row(event) for event in events if category(event) in categories]
+        return [row(event) for event in events if event.get("cat") in categories]
 
     launches: dict[int, Event] = {}
     for call in sorted(rows("cuda_runtime", "cuda_driver"), key=lambda call: call["start"]):
@@ -69,12 +66,6 @@ def trace_of(events: list[Event]) -> Trace:
     )
 
 
-def category(event: Event) -> str:
-    """The event's category, by its name of today."""
-    name = str(event.get("cat")).lower()
-    return CATEGORIES_BEFORE.get(name, name)
-
-
 def row(event: Event) -> Event:
     """An event's name, times in nanoseconds and place. Its own microseconds are rounded so that what nests still does.
 
@@ -90,7 +81,7 @@ def row(event: Event) -> Event:
         "process": process, "thread": thread, "device": more.get("device", 0), "stream": more.get("stream", thread),
         "bytes": NO_COPY, "correlation": more.get("correlation"),
     }  # fmt: skip
-    if category(event) not in ("gpu_memcpy", "gpu_memset"):
+    if event.get("cat") not in ("gpu_memcpy", "gpu_memset"):
         return found
     name = next((words for short, words in COPIES.items() if short in event["name"]), "Memset")
     return found | {"name": name, "stream": -1, "bytes": more.get("bytes", 0)}
