@@ -152,7 +152,7 @@ def generate(
     outputs: list[list[int]] = [[] for _ in windows]
     generators = [torch.Generator().manual_seed(config.seed + row) for row in range(len(windows))]
     context = model.config.context_length
-    forward = partial(plain_forward, model)
+    forward: Callable = partial(plain_forward, model)
     if config.kv_cache:
         forward = CachedForward(model, len(windows), min(context, max(map(len, windows)) + config.max_new_tokens))
     active = list(range(len(windows)))
@@ -194,9 +194,10 @@ def _fused_dtype(model: TransformerLM, config: GenerateConfig) -> torch.dtype | 
 
 def _checked(index: int, prompt: Sequence[int], model: TransformerLM, eot_id: int | None) -> list[int]:
     """The prompt as a fresh list, or the reason why it cannot be continued."""
-    ids, config = [int(token) for token in prompt] or [eot_id], model.config
-    if ids == [None]:
+    ids, config = [int(token) for token in prompt], model.config
+    if not ids and eot_id is None:
         raise UserError(f"Prompt {index} is empty: give it a token, or eot_id to begin a document with.")
+    ids = ids or [int(eot_id or 0)]
     require(
         len(ids) <= config.context_length,
         f"Prompt {index} has {len(ids)} tokens; the model's context_length is {config.context_length}: shorten it.",

@@ -14,6 +14,7 @@ from notebook_projects import SVG, code, make_project, parameters
 from lmcore import cli
 from lmcore.cli.application import EXIT_CTRL_C
 from lmcore.config import TrainConfig, model_config, replace, to_dict
+from lmcore.data import open_data
 from lmcore.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR
 from lmcore.train import RunResult
 
@@ -121,6 +122,17 @@ def test_output_to_a_reader_that_has_seen_enough():
     command = f"{sys.executable} -m lmcore doctor | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (EXIT_FAILURE, b"")
+
+
+def test_a_text_shorter_than_a_window_is_refused_before_anything_is_built(embedded_data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lmcore.model.TransformerLM.__init__", lambda *_: pytest.fail("a model was built"))
+    words = ["--run", str(tmp_path / "run"), "--data", str(embedded_data), "--model.context-length", "1000000"]
+    assert cli.main(["train", *words]) == EXIT_USER_ERROR
+    there = len(open_data(embedded_data).train)
+    assert (
+        f"needs at least 1,000,001, but {embedded_data} (training part) has only {there:,}" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def test_from_text_to_generation(tmp_path, capsys):

@@ -4,7 +4,7 @@ At the end: the batches of the coming steps, read and copied while a GPU still w
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import lru_cache
@@ -199,7 +199,7 @@ def copied_ahead(reader: Iterator[Tensor], device: torch.device) -> Iterator[Bat
 
 def read_ahead(
     x: np.ndarray, config: TrainConfig, first_step: int, part: slice = ALL, *, pinned: bool = False, depth: int = 3
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, None, None]:
     """The batches of the steps from `first_step` to the last one: inputs and targets, (2, batch_size, context_length).
 
     A thread reads them into `depth` buffers, which are used again: one is the consumer's until it asks for the next.
