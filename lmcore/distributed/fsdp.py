@@ -191,16 +191,18 @@ class FSDP(nn.Module):
             dist.all_reduce(gradient, group=self.group)
             gradient /= self.size
 
+    def whole(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """All of a tensor of which this rank has as much as of `parameter`. Every rank has to call it."""
+        rows = self.rows.get(parameter)
+        if rows is None or tensor.shape != parameter.shape:
+            return tensor
+        gathered = tensor.new_empty(self.size * len(tensor), tensor.shape[1])
+        all_gather_rows(gathered, tensor.detach().contiguous(), group=self.group)
+        return gathered[:rows]
+
     def gather_full_params(self) -> dict[str, Tensor]:
         """All parameters whole, by their names in the model. Every rank has to call it."""
-        whole = {}
-        for name, parameter in self.module.named_parameters():
-            whole[name] = parameter.detach().clone()
-            if parameter in self.rows:
-                gathered = parameter.new_empty(self.size * len(parameter), parameter.shape[1])
-                all_gather_rows(gathered, parameter.detach(), group=self.group)
-                whole[name] = gathered[: self.rows[parameter]].detach()
-        return whole
+        return {name: self.whole(p.detach().clone(), p) for name, p in self.module.named_parameters()}
 
     def clip_gradients(self, max_l2_norm: float, eps: float = 1e-6) -> Tensor:
         """`lmcore.optimizer.gradient_clipping` of all ranks' gradients together; returns their norm before it."""

@@ -59,13 +59,10 @@ class Ranks:
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What `function(rank, *arguments)` returns on each rank, tensors included."""
         require(bool(self.processes), "These ranks have ended: start new ones.")
-        call = cloudpickle.dumps((function, arguments))
-        for rank, pipe in enumerate(self.pipes):
-            try:
+        call, results = cloudpickle.dumps((function, arguments)), {}
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):  # of a rank that has ended, as is seen below
                 pipe.send_bytes(call)
-            except OSError:
-                self._fail(rank, f"has ended with exit code {self._exit_code(rank)}")
-        results: dict[int, Any] = {}
         end = time.monotonic() + self.timeout
         while len(results) < self.world_size:
             left = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
@@ -78,23 +75,19 @@ class Ranks:
                 try:
                     worked, answer = cloudpickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
-                    self._fail(rank, f"has ended with exit code {self._exit_code(rank)}")
+                    self.processes[rank].join(5)
+                    self._fail(rank, f"has ended with exit code {self.processes[rank].exitcode}")
                 if not worked:
                     self._fail(rank, *answer)
                 results[rank] = answer
         return [results[rank] for rank in range(self.world_size)]
-
-    def _exit_code(self, rank: int) -> int | None:
-        self.processes[rank].join(5)
-        return self.processes[rank].exitcode
 
     def _fail(self, rank: int, words: str, details: str = "", by_user: bool = False) -> None:
         self.close()
         if by_user:
             raise UserError(words)
         error = RankError(f"Rank {rank} {words}; the other ranks were ended.")
-        if details:
-            error.add_note(details)
+        error.add_note(details)
         raise error
 
     def close(self) -> None:
@@ -139,16 +132,12 @@ def _quiet_main():
     """A new process must not run the program that started it again: what it calls comes to it pickled."""
     import __main__
 
-    kept = {name: getattr(__main__, name) for name in ("__file__", "__spec__") if hasattr(__main__, name)}
-    for name in kept:
-        setattr(__main__, name, None)
-    if "__file__" in kept:
-        del __main__.__file__
+    kept = {name: __main__.__dict__.pop(name) for name in ("__file__", "__spec__") if name in __main__.__dict__}
+    __main__.__spec__ = None
     try:
         yield
     finally:
-        for name, value in kept.items():
-            setattr(__main__, name, value)
+        __main__.__dict__.update(kept)
 
 
 def _serve(pipe: connection.Connection, rank: int, size: int, backend: str, store: str, timeout: float) -> None:
