@@ -249,6 +249,20 @@ def test_files_are_read_once(prepared, monkeypatch):
         open_data(prepared.folder)
 
 
+def test_ids_that_are_overwritten_while_they_are_in_use_are_noticed(prepared):
+    data = open_data(prepared.folder)
+    os.chmod(data.folder / "valid.bin", 0o600)  # the same ids
+    data.require_unchanged()
+    prepare("embedded", BYTES, data.folder, SMALL, progress=False)  # what is mapped is another file
+    data.require_unchanged()
+    data = open_data(data.folder)
+    other_id(data.folder)
+    with pytest.raises(UserError, match=r"valid\.bin has changed since it was prepared"):
+        data.require_unchanged()
+    shutil.rmtree(data.folder)  # what is mapped stays
+    data.require_unchanged()
+
+
 @pytest.mark.parametrize("victim", ["missing", "another", "damaged"])
 def test_the_tokenizer_is_checked(prepared, victim):
     folder = prepared.folder / "tokenizer"

@@ -49,6 +49,19 @@ class PreparedData:
     manifest: dict[str, Any]
     train: np.memmap
     valid: np.memmap
+    opened: dict[str, Any]
+    """`file_states` when it was opened."""
+
+    def require_unchanged(self) -> None:
+        """Raises `UserError` if the ids were overwritten since they were opened.
+
+        A corpus that is prepared again has files of its own, and what is mapped stays: that does no harm.
+        """
+        with suppress(OSError):  # removed, but still mapped
+            now = file_states(self.folder, self.manifest)
+            for split in SPLITS:
+                if now[split] != self.opened[split] and now[split][0] == self.opened[split][0]:
+                    check_ids(self.folder, self.manifest, split)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -131,18 +144,23 @@ def open_data(folder: str | os.PathLike, *, verify: bool = False) -> PreparedDat
         checked = read_json(folder / CHECKED)
     if verify or checked != states:
         for split in SPLITS:
-            require(
-                sha256_file(bin_path(folder, split)) == manifest["splits"][split]["sha256"],
-                f"{bin_path(folder, split)} has changed since it was prepared (its checksum is not the one in "
-                f"{MANIFEST}); run `lmcore data prepare` again.",
-            )
+            check_ids(folder, manifest, split)
         with suppress(UserError):  # where the folder is not ours to write, the next opening reads them again
             write_json(folder / CHECKED, states)
-    data = PreparedData(folder, manifest, arrays["train"], arrays["valid"])
+    data = PreparedData(folder, manifest, arrays["train"], arrays["valid"], states)
     if verify:
         ends = data.tokenizer.eot_id == arrays["train"][-1] == arrays["valid"][-1]
         require(ends, f"The splits in {folder} do not end with {END_OF_TEXT}; run `lmcore data prepare` again.")
     return data
+
+
+def check_ids(folder: Path, manifest: dict[str, Any], split: str) -> None:
+    """Raises `UserError` unless a split's file has the checksum in the manifest."""
+    require(
+        sha256_file(bin_path(folder, split)) == manifest["splits"][split]["sha256"],
+        f"{bin_path(folder, split)} has changed since it was prepared (its checksum is not the one in {MANIFEST}); run "
+        "`lmcore data prepare` again.",
+    )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
