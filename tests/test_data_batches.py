@@ -2,7 +2,6 @@
 
 import math
 import os
-import random
 import signal
 import threading
 import time
@@ -65,13 +64,6 @@ def test_get_batch_keeps_ids_of_every_type_and_takes_the_shortest_corpus(dtype):
     x, y = get_batch(np.full(5, largest, dtype=dtype), 2, 4, "cpu")
     assert x.dtype == torch.int64
     assert x.tolist() == y.tolist() == [[largest] * 4] * 2
-
-
-def test_get_batch_on_a_memmap_with_a_generator(tmp_path):
-    x = tokens_in_file(tmp_path / "x.bin")
-    first, again, other = (get_batch(x, 4, 16, "cpu", np.random.default_rng(seed)) for seed in (1, 1, 2))
-    assert all(map(torch.equal, first, again))
-    assert not torch.equal(first[0], other[0])
 
 
 @pytest.mark.parametrize(
@@ -267,14 +259,6 @@ def test_an_interrupt_reaches_the_one_who_waits(monkeypatch, request):
     with pytest.raises(KeyboardInterrupt), closing(read_ahead(np.arange(100), train_config(), 0)) as reader:
         next(reader)
     assert not reader_threads()
-
-
-def test_random_states_are_left_alone():
-    x, config = np.arange(500), train_config()
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    assert len(list(read_ahead(x, config, 0))) == config.steps
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
 
 
 def test_a_device_that_is_not_there():

@@ -22,13 +22,11 @@ from lmcore.model import (
     RotaryPositionalEmbedding,
     SiLUFeedForward,
     SwiGLU,
-    TransformerBlock,
     TransformerLM,
     causal_mask,
     sinusoidal_positions,
 )
-from lmcore.optimizer import AdamW
-from lmcore.workbook.reference import reference_block, reference_logits, rotate_as_complex_numbers
+from lmcore.workbook.reference import reference_logits, rotate_as_complex_numbers
 
 TINY = ModelConfig(vocab_size=61, context_length=24, d_model=24, num_layers=3, num_heads=3, d_ff=40)
 SWITCHES = [
@@ -71,16 +69,6 @@ def test_whole_model_equals_the_second_model(switches):
     expected = reference_logits(config, model.state_dict(), token_ids)
     # without norms the logits grow large, so the tolerance is relative to their size
     torch.testing.assert_close(model(token_ids), expected, atol=1e-5 * expected.abs().max().item(), rtol=1e-5)
-
-
-@torch.no_grad()
-@settings(max_examples=15, deadline=None)
-@given(st.integers(4, 8), st.integers(1, 4), st.integers(1, 3), st.integers(1, 24), st.integers(0, 10**6))
-def test_whole_model_at_random_sizes(num_heads, half_head, num_layers, seq, seed):
-    # d_model is at least 8: of two features both may be nearly zero, and a norm then divides rounding errors
-    config = replace(TINY, d_model=num_heads * 2 * half_head, num_heads=num_heads, num_layers=num_layers)
-    model, token_ids = built(config, seed), ids_of(config, 2, seq, seed=seed)
-    torch.testing.assert_close(model(token_ids), reference_logits(config, model.state_dict(), token_ids), **CLOSE)
 
 
 @torch.no_grad()
@@ -198,11 +186,6 @@ def test_sinusoidal_positions():
     assert table.shape == (50, 12)
     assert table[7, 4].item() == pytest.approx(math.sin(7 / 10_000 ** (4 / 12)), abs=1e-6)
     assert table[7, 5].item() == pytest.approx(math.cos(7 / 10_000 ** (4 / 12)), abs=1e-6)
-
-
-def test_causal_mask():
-    assert torch.equal(causal_mask(4, 4), torch.ones(4, 4).tril().bool())
-    assert torch.equal(causal_mask(2, 5), torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]).bool())
 
 
 @torch.no_grad()
@@ -346,25 +329,6 @@ def test_dropout_is_on_in_training_and_off_in_evaluation():
     assert torch.equal(model(token_ids), without(token_ids))
 
 
-@pytest.mark.parametrize(
-    "switches", [{}, {"norm": "post"}, {"ffn": "silu", "position": "none"}, {"tie_embeddings": True}]
-)
-def test_one_batch_can_be_overfit(switches):
-    """From a loss near the logarithm of the vocabulary."""
-    config = model_config("smoke", vocab_size=97, context_length=16, **switches)
-    torch.manual_seed(0)
-    model = TransformerLM(config)
-    optimizer = AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    inputs, targets = ids_of(config, 4, 16), ids_of(config, 4, 16, seed=1)
-    assert abs(cross_entropy(model(inputs), targets).item() - math.log(97)) < 1
-    for _ in range(100):
-        optimizer.zero_grad()
-        loss = cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-    assert cross_entropy(model(inputs), targets).item() < 0.02
-
-
 # --- bad input --------------------------------------------------------------------------------------------------
 
 
@@ -384,13 +348,3 @@ def test_one_batch_can_be_overfit(switches):
 def test_bad_input_gets_one_sentence(call, sentence):
     with pytest.raises(UserError, match=sentence):
         call()
-
-
-def test_a_block_stands_alone():
-    """The handout's interface: a block can be built and called without a model around it."""
-    rope = RotaryPositionalEmbedding(10_000.0, TINY.d_k, TINY.context_length)
-    block = TransformerBlock(TINY, rope)
-    x = torch.randn(2, 9, TINY.d_model)
-    with torch.no_grad():
-        torch.testing.assert_close(block(x), reference_block(TINY, block.state_dict(), x), **CLOSE)
-    assert "in_features=24, out_features=40" in repr(block)
