@@ -205,7 +205,7 @@ def contestant(
         # compiling a deep model as a whole takes minutes; the explicit step needs no compiler
         compiled = not toy and chosen.parallel != "fsdp" and chosen.model.num_layers <= 12
         chosen = replace(chosen, compile=compiled)
-        step, reason = training_step(model, chosen, device, dist.get_world_size())
+        step, reason = training_step(model, chosen, dist.get_world_size())
         require(reason is None, f"The explicit step does not cover {reason}.")
         return step
     graph = name in GRAPHS

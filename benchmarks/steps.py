@@ -97,7 +97,7 @@ class Bench:
         graph, compiled = "CUDA graph" in name, self.compiled if "compile" in name else None
         if name in LMCORE:
             config = replace(self.config, **LMCORE[name])
-            step, reason = training_step(self.model(config), config, self.device)
+            step, reason = training_step(self.model(config), config)
             require(reason is None, f"The fused step does not cover {reason}.")
         else:
             theirs = hugging_face(self.model(self.config))

@@ -19,6 +19,14 @@ class UserError(ValueError):
         return [f"UserError: {self}"]
 
 
+class OutOfMemory(Exception):
+    """One rank of a training run lacks memory, at `step`: the run ends so on all."""
+
+    def __init__(self, reason: str, step: int):
+        super().__init__(reason)
+        self.step = step
+
+
 def require(condition: bool, sentence: str) -> None:
     """Raises `UserError(sentence)` unless `condition` holds."""
     if not condition:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmcore.alone import ALONE, OneRank
 from lmcore.data import PreparedData, num_validation_windows, require_context, validation_batches
 from lmcore.device import autocast
 from lmcore.errors import require
@@ -47,30 +48,45 @@ class Score:
 
 
 @torch.no_grad()
+def over_windows(
+    measure: Callable[[Tensor, Tensor], Tensor], model: TransformerLM, tokens: np.ndarray, batch_size: int,
+    device: torch.device, ranks: OneRank = ALONE,
+) -> Tensor:  # fmt: skip
+    """Sum of what `measure(inputs, targets)` gives, float64 on the CPU, over the windows of a text, in evaluation mode.
+
+    Windows of the model's context tile the text, `batch_size` at a time. Of several ranks each measures its part of
+    them, and all get the sum. Raises `UserError` if the text is shorter than a window.
+    """
+    context, total = model.config.context_length, torch.zeros((), dtype=torch.float64)
+    with evaluating(model):
+        for inputs, targets in validation_batches(tokens, context, batch_size, device, ranks.rank, ranks.size):
+            if len(inputs):
+                total = total + measure(inputs, targets)
+            else:  # the others may wait for this one in their forward pass
+                total = total + 0 * measure(*torch.zeros(2, 1, context, dtype=torch.int64, device=device))
+        return ranks.sum(total)
+
+
 def score(
     model: TransformerLM, tokens: np.ndarray, batch_size: int, device: torch.device, precision: str = "fp32",
-    module: Callable[[Tensor], Tensor] | None = None, rank: int = 0, size: int = 1,
+    module: Callable[[Tensor], Tensor] | None = None, ranks: OneRank = ALONE,
 ) -> Score:  # fmt: skip
     """Losses and hits over `tokens` in windows of the model's context, `batch_size` at a time, in evaluation mode.
 
-    `module` is what a forward pass calls, where that is not the model. Of several processes that of `rank` scores its
-    part of the windows: the sums over all are those of the text. Raises `UserError` if the text is shorter than a
+    `module` is what a forward pass calls, where that is not the model. Raises `UserError` if the text is shorter than a
     window.
     """
-    context = model.config.context_length
-    losses = torch.zeros(context, dtype=torch.float64, device=device)
-    correct = torch.zeros(context, dtype=torch.int64, device=device)
-    with evaluating(model):
-        for inputs, targets in validation_batches(tokens, context, batch_size, device, rank, size):
-            counted = len(inputs) > 0
-            if not counted:  # the others may wait for this one in their forward pass
-                inputs, targets = (torch.zeros(1, context, dtype=torch.int64, device=device) for _ in range(2))
-            with autocast(device, precision):
-                logits = at_least_float32((module or model)(inputs))
-            of_targets = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-            losses += counted * (logits.logsumexp(-1) - of_targets).double().sum(0)
-            correct += counted * (logits.argmax(-1) == targets).sum(0)
-    return Score(losses.cpu(), correct.cpu(), num_validation_windows(len(tokens), context))
+
+    def measure(inputs: Tensor, targets: Tensor) -> Tensor:
+        with autocast(device, precision):
+            logits = at_least_float32((module or model)(inputs))
+        of_targets = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        losses = (logits.logsumexp(-1) - of_targets).cpu().double().sum(0)
+        correct = (logits.argmax(-1) == targets).cpu().double().sum(0)
+        return torch.stack((losses, correct))
+
+    losses, correct = over_windows(measure, model, tokens, batch_size, device, ranks)
+    return Score(losses, correct, num_validation_windows(len(tokens), model.config.context_length))
 
 
 @dataclass(frozen=True)

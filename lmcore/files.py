@@ -153,24 +153,7 @@ def is_locked(lock: Path) -> bool:
 def write_json(path: str | os.PathLike, value: Any) -> None:
     """Writes `value` as indented JSON, atomically."""
     with atomic_write(path, "w") as file:
-        file.write(_as_json(value))
-
-
-def write_in_place(path: str | os.PathLike, value: Any) -> None:
-    """Writes JSON over a file that is there: where the disk is full there may be room for that only.
-
-    Not atomic: for values that are checksummed and can be done without. Raises `UserError` if it cannot be written.
-    """
-    try:
-        with open(path, "r+", encoding="utf-8") as file:
-            file.write(_as_json(value))
-            file.truncate()
-    except OSError as error:
-        raise UserError(f"Cannot write {path}: {error.strerror or error}.") from error
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
+        file.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
 
 
 def read_json(path: str | os.PathLike) -> Any:
@@ -185,16 +168,15 @@ def read_json(path: str | os.PathLike) -> Any:
         raise UserError(f"{path} cannot be read as JSON ({error}).") from error
 
 
-def checksummed(value: dict[str, Any], previous: str = "") -> dict[str, Any]:
-    """`value` with a checksum over its JSON and over `previous`, the checksum of the value before it in a file."""
-    text = json.dumps(value, default=str)
-    return value | {CHECKSUM: f"{zlib.crc32(text.encode(), int(previous or '0', 16)):08x}"}
+def checksummed(value: dict[str, Any]) -> dict[str, Any]:
+    """`value` with a checksum over its JSON."""
+    return value | {CHECKSUM: f"{zlib.crc32(json.dumps(value, default=str).encode()):08x}"}
 
 
-def verified(value: dict[str, Any], previous: str = "") -> dict[str, Any] | None:
-    """A value without its checksum; None if that does not match. A value that has none is taken as it is."""
+def verified(value: dict[str, Any]) -> dict[str, Any] | None:
+    """A value without its checksum; None if that does not match."""
     plain = {key: item for key, item in value.items() if key != CHECKSUM}
-    return plain if CHECKSUM not in value or checksummed(plain, previous) == value else None
+    return plain if checksummed(plain) == value else None
 
 
 def sha256_file(path: str | os.PathLike, progress: Callable[[int], None] | None = None) -> str:

@@ -290,11 +290,11 @@ def is_complete(run: RunFolder) -> bool:
     return True
 
 
-def newest_checkpoint(run: RunFolder, keep_weights: bool = True) -> tuple[dict[str, Any] | None, Path | None]:
-    """Content and path of the newest checkpoint to resume from; None for a run without any.
+def newest_checkpoint(run: RunFolder, keep_weights: bool = True) -> Path | None:
+    """Path of the newest checkpoint to resume from; None for a run without any.
 
     One that is damaged, or saved after best weights that are lost, is said to be skipped, and renamed to *.damaged.
-    Raises `UserError` if none of those that are there is left. Of a sharded one the content lacks the tensors.
+    Raises `UserError` if none of those that are there is left.
     """
     skipped = []
     for path in run.checkpoints():
@@ -312,13 +312,13 @@ def newest_checkpoint(run: RunFolder, keep_weights: bool = True) -> tuple[dict[s
         for damaged in skipped:
             remove(damaged.with_suffix(".damaged"))
             damaged.rename(damaged.with_suffix(".damaged"))  # out of the way of the run, which will save again
-        return content, path
+        return path
     require(  # beginning again would throw away what the folder still holds
         not skipped and not run.last_weights.exists(),
         f"No checkpoint in {run.checkpoint_folder} can be resumed from; put a whole one back, or choose another run "
         "folder.",
     )
-    return None, None
+    return None
 
 
 def _leads_to_best(content: dict[str, Any], run: RunFolder) -> bool:

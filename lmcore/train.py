@@ -1,7 +1,6 @@
-"""Training: one step, the loop around it, and a run folder that survives whatever happens (CSE599-O A1 section 5.3).
+"""Training: the loop, and a run folder that survives whatever happens (CSE599-O A1 section 5.3).
 
-`PlainStep` is a training step: forward, backward, clip, update. `Trainer.loop` is the loop: learning rate, batch, step,
-log, evaluate, save. `train` begins or resumes a run.
+`Trainer.loop` is the loop: learning rate, batch, step, log, evaluate, save. `train` begins or resumes a run.
 """
 
 import math
@@ -9,22 +8,21 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from dataclasses import replace as replace_fields
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lmcore.accounting import least_training_bytes, num_parameters, training_flops
-from lmcore.checkpoint import read_checkpoint, save_states, write_weights
+from lmcore.alone import ALONE, OneRank
+from lmcore.checkpoint import SHARDED, read_checkpoint, save_states, write_weights
 from lmcore.config import TrainConfig, replace, to_dict
-from lmcore.data import PreparedData, open_data, part_of_batch, prefetched, require_context, validation_batches
+from lmcore.data import PreparedData, open_data, part_of_batch, prefetched, require_context
 from lmcore.device import (
-    autocast,
     device_name,
     fastest_threads,
     out_of_memory_reason,
@@ -35,106 +33,25 @@ from lmcore.device import (
     set_rng_state,
     too_large,
 )
-from lmcore.distributed.sharded_checkpoint import load_sharded, load_whole, save_sharded, whole_states, whole_weights
-from lmcore.distributed.strategies import STRATEGIES, Alone
-from lmcore.distributed.world import World, joined
-from lmcore.errors import EXIT_CODES, NO_ROOM, UserError, require
-from lmcore.evaluate import score
+from lmcore.errors import NO_ROOM, OutOfMemory, UserError, require
+from lmcore.evaluate import over_windows, score
 from lmcore.files import remove
-from lmcore.functional import cross_entropy
-from lmcore.fused.step import FusedStep
-from lmcore.fused.support import unsupported_reason
-from lmcore.model import TransformerBlock, TransformerLM, evaluating
-from lmcore.optimizer import get_lr_cosine_schedule, set_learning_rate
+from lmcore.model import TransformerBlock, TransformerLM
+from lmcore.optimizer import get_lr_cosine_schedule
 from lmcore.progress import Progress
 from lmcore.provenance import environment, job_id
-from lmcore.run import (
-    FollowedRun,
-    RunFolder,
-    RunResult,
-    flatten,
-    is_complete,
-    newest_checkpoint,
-)
+from lmcore.run import FollowedRun, RunFolder, RunResult, flatten, is_complete, newest_checkpoint
+from lmcore.step import PlainStep, named, training_step
 from lmcore.stopping import StopEvent, Stopped, stop_signals
 from lmcore.trackers import open_trackers
 
+__all__ = ["AsyncMetrics", "PlainStep", "Trainer", "train", "training_step"]
+
+RANKS = "lmcore.distributed.world:joined"
+"""Joins the ranks that a launcher has started; a run that none has started does not import it."""
+
 BLOCK_FLOPS = 10**9
 """FLOPs of the short measurement that `choose_threads` makes, at most about so many."""
-
-
-class PlainStep:
-    """One batch, one update, with PyTorch's operations and autograd, compiled if so configured."""
-
-    def __init__(self, model: TransformerLM, config: TrainConfig, device: torch.device, way: Alone | None = None):
-        self.model, self.config, self.device = model, config, device
-        self.way = way or Alone(model, config)  # how the ranks divide the work
-        self.optimizer = self.way.optimizer()
-        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-        if config.compile:
-            torch.compiler.reset()  # a sweep's runs share a process, and PyTorch limits recompilations of one function
-        self.loss_function = torch.compile(self.loss, dynamic=False) if config.compile else self.loss
-
-    def loss(self, inputs: Tensor, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy in nats per token of (batch, context) ids, and what is minimized; nothing is compiled."""
-        with autocast(self.device, self.config.precision):
-            logits = self.way.module(inputs)
-            loss = cross_entropy(logits, targets)
-        return loss, loss + z_loss * logits.float().logsumexp(-1).square().mean() if z_loss else loss
-
-    def __call__(self, inputs: Tensor, targets: Tensor, lr: float | None = None) -> tuple[Tensor, Tensor]:
-        """Updates the weights by one batch; loss and gradient norm before clipping stay on the device."""
-        if lr is not None:
-            set_learning_rate(self.optimizer, lr)
-        self.optimizer.zero_grad(set_to_none=True)  # first: old gradients need no room beside activations
-        loss, objective = self.loss_function(inputs, targets, self.config.z_loss)  # forward
-        self.scaler.scale(objective).backward()  # backward
-        self.way.finish()  # gradients: averages over the ranks
-        self.scaler.unscale_(self.optimizer)
-        norm = self.way.clip()  # clip
-        self.scaler.step(self.optimizer)  # update
-        self.scaler.update()
-        return loss.detach(), norm
-
-    def evaluation_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss alone; a smaller last batch is not compiled for."""
-        usual = len(inputs) == self.config.eval_batch_size
-        return (self.loss_function if usual else self.loss)(inputs, targets)[0]
-
-    def current(self) -> tuple[TransformerLM, Optimizer]:
-        """Model and optimizer as the last step leaves them; see `FusedStep.current`, where that takes work."""
-        return self.model, self.optimizer
-
-    def release(self) -> None:
-        """Nothing to give up; see `FusedStep.release`."""
-
-
-def training_step(
-    model: TransformerLM, config: TrainConfig, device: torch.device, ranks: int = 0
-) -> tuple[PlainStep | FusedStep, str | None]:
-    """The configured step of `model`; and, if the fused one was asked for but does not cover it, the reason.
-
-    With `ranks`, the number of processes of the group, it does this rank's part of the work.
-    """
-    parallel = config.parallel if ranks else "none"
-    plain = partial(PlainStep, model, config, device)
-    if config.ops == "plain":
-        return plain(STRATEGIES[parallel](model, config)), None
-    divided = ranks if parallel == "fsdp" else 0
-    reason = f"z_loss={config.z_loss}" if config.z_loss else None
-    reason = reason or unsupported_reason(config.model, config.precision, divided)
-    covered = ("none", "ddp", "zero1", "fsdp") if config.optimizer.name == "adamw" else ("none", "ddp")
-    if parallel not in covered and reason is None:
-        reason = f"parallel={parallel}" + (f" with {config.optimizer.name}" if parallel in ("zero1", "fsdp") else "")
-    if reason is not None:
-        recomputes = parallel == "fsdp" and config.model.checkpoint_every is not None
-        require(
-            not recomputes,
-            "With parallel=fsdp only the fused step recomputes (model.checkpoint_every), "
-            f"and it does not cover {reason}.",
-        )
-        return plain(STRATEGIES[parallel](model, config)), reason
-    return FusedStep.from_config(model, config, ranks), None
 
 
 class AsyncMetrics:
@@ -192,12 +109,12 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
     """Trains, or resumes, the run in `folder`; returns how it ended.
 
     Resumes from the last good checkpoint; a complete run with the same configuration and data is returned as it is,
-    or repaired if its results are damaged. Ctrl-C and stop signals end the current step, save and return with state
-    "interrupted"; before the first step they end at once. A loss that is not finite returns with state "diverged", the
-    last good checkpoint kept; too large a model or batch for the device with "out of memory", before anything is built
-    where the arithmetic of `lmcore.accounting` says so. Raises `UserError` for a folder of another configuration, a
-    folder in use, one whose damage cannot be repaired, data that does not fit the model, a device that is not there, or
-    a full disk; the same call then resumes from the last checkpoint.
+    or its weights are repaired if they are damaged. Ctrl-C and stop signals end the current step, save and return with
+    state "interrupted"; before the first step they end at once. A loss that is not finite returns with state
+    "diverged", the last good checkpoint kept; too large a model or batch for the device with "out of memory", before
+    anything is built where the arithmetic of `lmcore.accounting` says so. Raises `UserError` for a folder of another
+    configuration, a folder in use, one whose damage cannot be repaired, data that does not fit the model, a device that
+    is not there, or a full disk; the same call then resumes from the last checkpoint.
 
     With `config.parallel`, in processes that a launcher started, each of them calls this. What one refuses ends the
     others by `SystemExit`; a process that waits in a collective for one that has died is ended as a whole
@@ -205,7 +122,21 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
     """
     with stop_signals(signal.SIGINT) as stop:
         try:
-            return _joined(config, folder, stop)
+            with ExitStack() as held:
+                with stop.raises():
+                    ranks = held.enter_context(joined(config))
+                    run = RunFolder(folder) if ranks.is_first else FollowedRun(folder)
+                    with ranks.checked():
+                        device = ranks.device(config.device)
+                        data = open_data(config.data).evaluated_on(config.evaluate_on)
+                        check_data(config, data)
+                    same = {"data": data.fingerprint, "the run folder": str(run.path)}
+                    ranks.require_same(flatten(to_dict(config)) | same)
+                with ranks.checked():
+                    held.enter_context(run.lock())
+                return _train(config, data, run, device, stop, ranks)
+        except OutOfMemory as error:
+            return RunResult("out of memory", error.step, None, None)
         except Stopped as stopped:
             run = RunFolder(folder)
             step, unsaved = run.last_known()[1], stopped.__cause__ is not None
@@ -214,48 +145,30 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
             return RunResult("interrupted", step, None, None)
 
 
-def _joined(config: TrainConfig, folder: str | os.PathLike, stop: StopEvent) -> RunResult:
-    """`train` with the ranks that there are; a refusal of one ends all. Raises `Stopped` as `_train` does."""
-    with ExitStack() as held:
-        with stop.raises():
-            world = held.enter_context(joined(config))
-            run = RunFolder(folder) if world.is_first else FollowedRun(folder)
-            with world.checked():
-                device = world.device(config.device)
-                data = open_data(config.data).evaluated_on(config.evaluate_on)
-                check_data(config, data)
-            world.require_same(flatten(to_dict(config)) | {"data": data.fingerprint, "the run folder": str(run.path)})
-        with world.checked():
-            held.enter_context(run.lock())
-        return _train(config, data, run, device, stop, world)
+def joined(config: TrainConfig) -> AbstractContextManager[OneRank]:
+    """The ranks of the run. A run that is not parallel looks at no launcher, but for torchrun's, which it refuses."""
+    launched = config.parallel != "none" or "TORCHELASTIC_RUN_ID" in os.environ
+    return named(RANKS)(config) if launched else nullcontext(ALONE)
 
 
 def _train(
-    config: TrainConfig, data: PreparedData, run: RunFolder, device: torch.device, stop: StopEvent, world: World
+    config: TrainConfig, data: PreparedData, run: RunFolder, device: torch.device, stop: StopEvent, ranks: OneRank
 ) -> RunResult:
     """`train` in a folder that this process holds. Raises `Stopped` if a signal came before the first step."""
-    begun = False
+    trainer = None
     try:
         with stop.raises():
-            reason = threads = None
-            if config.parallel in ("none", "ddp", "torch-ddp") or world.size == 1:
-                rows = config.batch_size // world.size
-                needed, parameters = (
-                    least_training_bytes(replace(config, batch_size=rows)),
-                    num_parameters(config.model),
-                )
-                reason = too_large("Training", needed, parameters, rows, device)
-            reason = next(filter(None, world.gather(reason)), None)
-            with world.checked():
+            lacking = lack_of_memory(config, device, ranks)
+            threads = choose_threads(config, device, run) if lacking is None and ranks.size == 1 else None
+            with ranks.checked():
                 run.remove_leftovers()
-                if reason is None and world.size == 1:
-                    threads = choose_threads(config, device, run)
                 noted = {"data_fingerprint": data.fingerprint, "data": data.manifest, "threads": threads}
-                run.begin(config, environment() | noted | ({"ranks": world.size} if world.size > 1 else {}))
-            begun = True
-            if (ended := world.of_first(lambda: run.result() if is_complete(run) else None)) is not None:
+                run.begin(config, environment() | noted | ({"ranks": ranks.size} if ranks.size > 1 else {}))
+            if (ended := ranks.of_first(lambda: run.result() if is_complete(run) else None)) is not None:
                 return ended
-        if config.model.vocab_size > data.vocab_size and world.is_first:
+        if lacking is not None:
+            return out_of_memory(run, lacking, ranks)
+        if config.model.vocab_size > data.vocab_size and ranks.is_first:
             print(
                 f"{run.name}: the model's vocabulary ({config.model.vocab_size:,}) is larger than that of the data "
                 f"({data.vocab_size:,}): ids from {data.vocab_size:,} on never occur.",
@@ -263,37 +176,38 @@ def _train(
             )
         reset_peak_memory(device)  # a sweep's runs share a process
         with reproducible(config, device, threads):
-            try:
-                if reason is None:
-                    with stop.raises(), world.checked():
-                        trainer = Trainer(config, data, run, device, world)
-                    trainer.resume()  # to its end: a read that a signal breaks off looks like a damaged file
-            except (RuntimeError, MemoryError) as error:
-                if (reason := out_of_memory_reason(error)) is None:
-                    raise
-                if world.watch is not None:  # the others are not here
-                    end_out_of_memory(run, world, 0, reason)
-            if reason is None:
-                return trainer.fit()
+            with stop.raises(), ranks.checked():
+                trainer = Trainer(config, data, run, device, ranks)
+            trainer.resume()  # to its end: a read that a signal breaks off looks like a damaged file
+            return trainer.fit(stop)
     except Stopped:
         state, step = run.last_known()
-        if begun and state in ("new", "running", "failed"):  # else it says how the run ended before
+        if run.config_file.exists() and state in ("new", "running", "failed"):  # else it says how the run ended before
             run.write_status("interrupted", step)
         raise
-    run.write_status("out of memory", 0, reason=reason)
-    if world.is_first:
+    except (RuntimeError, MemoryError) as error:
+        if (reason := out_of_memory_reason(error)) is None:
+            raise
+        step = 0 if trainer is None else trainer.step
+        out_of_memory(run, f"rank {ranks.rank}: {reason}" if ranks.size > 1 else reason, ALONE, step)
+        raise OutOfMemory(reason, step) from error  # the other ranks are not here
+
+
+def lack_of_memory(config: TrainConfig, device: torch.device, ranks: OneRank) -> str | None:
+    """Why a rank cannot have enough memory, where each has all weights; the same on all."""
+    if ranks.size > 1 and config.parallel not in ("ddp", "torch-ddp"):
+        return next(filter(None, ranks.gather(None)), None)
+    rows = config.batch_size // ranks.size
+    needed, parameters = least_training_bytes(replace(config, batch_size=rows)), num_parameters(config.model)
+    return next(filter(None, ranks.gather(too_large("Training", needed, parameters, rows, device))), None)
+
+
+def out_of_memory(run: RunFolder, reason: str, ranks: OneRank, step: int = 0) -> RunResult:
+    """Notes and says that a run lacks memory."""
+    run.write_status("out of memory", step, reason=reason)
+    if ranks.is_first:
         print(f"{run.name}: {reason}", flush=True)
-    return world.of_first(run.result)
-
-
-def end_out_of_memory(run: RunFolder, world: World, step: int, reason: str) -> NoReturn:
-    """Ends all ranks where one of them, this one, lacks memory."""
-    sentence, code = f"{run.name}: rank {world.rank}: {reason}", EXIT_CODES["out of memory"]
-    print(sentence, flush=True)
-    run.write_status("out of memory", step, reason=sentence)
-    if world.watch is not None:
-        world.watch.announce("out of memory", code, sentence)
-    raise SystemExit(code)
+    return ranks.of_first(run.result)
 
 
 def check_data(config: TrainConfig, data: PreparedData) -> None:
@@ -325,87 +239,95 @@ def choose_threads(config: TrainConfig, device: torch.device, run: RunFolder) ->
     return fastest_threads(device, lambda: block(x).sum().backward())
 
 
+@dataclass
+class State:
+    """What a run knows of itself besides weights and moments; all of it is in a checkpoint."""
+
+    step: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    """Since the last metrics line."""
+    last: tuple[float, float] = (0.0, 0.0)
+    """Learning rate and gradient norm of the last step."""
+    valid_loss: float | None = None
+    best_valid_loss: float = math.inf
+    best_step: int = 0
+
+
 class Trainer:
-    """The state of one run in memory, and the loop that changes it."""
+    """The run in memory: its step, its state, and the loop that changes them."""
 
     def __init__(
-        self, config: TrainConfig, data: PreparedData, run: RunFolder, device: torch.device, world: World | None = None
+        self, config: TrainConfig, data: PreparedData, run: RunFolder, device: torch.device, ranks: OneRank = ALONE
     ):
-        self.config, self.data, self.run, self.device = config, data, run, device
-        self.world = world or World()
-        ranks = self.world.size if self.world.watch else 0
-        self.update, reason = training_step(TransformerLM(config.model).to(device), config, device, ranks)
-        self.way = self.update.way
-        if self.world.rank:  # weights come from rank 0; dropout differs
-            torch.manual_seed(config.seed + 7919 * self.world.rank)
-        self.finish_saving: Callable[[bool], bool] | None = None
-        if reason is not None and self.world.is_first:
+        self.config, self.data, self.run, self.device, self.ranks = config, data, run, device, ranks
+        self.update, reason = training_step(TransformerLM(config.model).to(device), config, ranks.size)
+        if ranks.rank:  # weights come from rank 0; dropout differs
+            torch.manual_seed(config.seed + 7919 * ranks.rank)
+        if reason is not None and ranks.is_first:
             print(f"{run.name}: plain operations, as the fused step does not cover {reason}.", flush=True)
-        self.step = self.saved_step = 0
-        self.seconds = 0.0
-        self.valid_loss: float | None = None
-        self.best_valid_loss, self.best_step = math.inf, 0
-        self.losses: list[float] = []  # since the last metrics line
-        self.last_lr, self.last_norm = 0.0, 0.0
+        self.state, self.saved_step = State(), 0
+        self.finish_saving: Callable[[bool], bool] | None = None
         self.peak_bytes: int | None = None  # of all steps so far: a CUDA graph's memory counts only when it is captured
-        self.metrics, self.waits = (
-            AsyncMetrics(self.world.mean),
-            device.type != "cuda",
-        )  # only a GPU computes on meanwhile
+        self.metrics, self.waits = AsyncMetrics(ranks.mean), device.type != "cuda"  # only a GPU computes on meanwhile
         self.line_step: int | None = None  # step of the metrics line whose numbers are on their way
         self.busy_seconds, self.busy_steps = 0.0, 0  # of training steps alone, since the last metrics line
         self.flops_per_step = training_flops(config.model, config.batch_size)
         self.peak_flops = peak_flops(device_name(device), config.precision)
         if self.peak_flops:
-            self.peak_flops *= self.world.size
+            self.peak_flops *= ranks.size
+
+    @property
+    def step(self) -> int:
+        """How many steps have been taken."""
+        return self.state.step
 
     def loop(self, stop: StopEvent) -> str:
         """Takes the steps that are left, with all that is due between them; returns complete or interrupted."""
-        config = self.config
+        config, state, ranks = self.config, self.state, self.ranks
         o, last_step = config.optimizer, config.optimizer.cosine_steps or config.steps
-        part, first = part_of_batch(config.batch_size, self.world.rank, self.world.size), self.step
-        with prefetched(self.data.train, config, self.step, self.device, part) as batches:
-            while self.step < config.steps and not self.world.stops(stop.is_set()):
-                self.world.beat(self.step, patient=self.step < first + 3)  # the first ones compile
+        part = part_of_batch(config.batch_size, ranks.rank, ranks.size)
+        with prefetched(self.data.train, config, state.step, self.device, part) as batches:
+            while state.step < config.steps and not ranks.agree(stop.is_set()):
+                ranks.at_step(state.step)
                 started = time.perf_counter()
                 inputs, targets = next(batches)
-                self.step += 1
-                lr = get_lr_cosine_schedule(self.step, o.learning_rate, o.min_learning_rate, o.warmup_steps, last_step)
+                state.step += 1
+                lr = get_lr_cosine_schedule(state.step, o.learning_rate, o.min_learning_rate, o.warmup_steps, last_step)
                 loss, norm = self.update(inputs, targets, lr)  # forward, backward, clip, update
-                self.metrics.push(self.step, lr, loss, norm)
+                self.metrics.push(state.step, lr, loss, norm)
                 self.busy_seconds += time.perf_counter() - started
                 self.write_line()  # that of an earlier step, read while this one keeps the device busy
-                last = self.step == config.steps
-                evaluate = last or self.step % config.eval_interval == 0
-                save = self.step % config.checkpoint_interval == 0 or (last and config.keep_weights)
-                if evaluate or self.step % config.log_interval == 0:
-                    self.line_step = self.step
+                last = state.step == config.steps
+                evaluate = last or state.step % config.eval_interval == 0
+                log = evaluate or state.step % config.log_interval == 0
+                save = state.step % config.checkpoint_interval == 0 or (last and config.keep_weights)
+                if log:
+                    self.line_step = state.step
                     self.metrics.start()
                     if self.waits or evaluate or save:
                         self.write_line(evaluate)
                 if save:
                     self.save()
-                elif self.step % config.log_interval == 0:
+                elif log:
                     self.end_save(wait=False)
-        self.world.decided()
         self.write_line()
-        complete = self.step == config.steps
-        if self.saved_step != self.step and (config.keep_weights or not complete):
+        complete = state.step == config.steps
+        if self.saved_step != state.step and (config.keep_weights or not complete):
             self.save()
         self.end_save()
         return "complete" if complete else "interrupted"
 
-    def fit(self) -> RunResult:
-        """Runs the loop to the last step, a stop signal, divergence or a lack of memory, and notes how it ended."""
+    def fit(self, stop: StopEvent) -> RunResult:
+        """Runs the loop to the last step, a stop signal, divergence or an error, and notes how it ended."""
         self.clock = time.perf_counter()
-        first = self.world.is_first
+        first = self.ranks.is_first
         self.trackers = open_trackers(self.run, self.config, self.step) if first else []
         self.progress = Progress(self.config.steps, self.run.name, start=self.step) if first else None
-        self.world.arm(lambda end: self.run.write_status(end.state, self.step, reason=end.sentence))
+        self.ranks.before_exit(lambda end: self.run.write_status(end.state, self.step, reason=end.sentence))
         self.run.write_status("running", self.step, pid=os.getpid(), job=job_id())
         try:
-            with stop_signals(signal.SIGINT) as stop:
-                return self._end(self.loop(stop))
+            return self._end(self.loop(stop))
         except Diverged as error:
             self.end_save()
             return self._end("diverged", reason=str(error), diverged_at_step=error.step, lr=error.learning_rate)
@@ -413,28 +335,28 @@ class Trainer:
             self.run.write_status("failed", self.step, reason="Another rank has failed.")
             raise
         except Exception as error:
-            if (reason := out_of_memory_reason(error)) is not None:
-                return self._end_out_of_memory(reason)
-            full = error.strerror if isinstance(error, OSError) and error.errno in NO_ROOM else None
-            if stop.is_set() and not (full or isinstance(error, UserError)):  # the signal ended the compiler first
-                self.run.write_status("interrupted", self.saved_step)
-                raise Stopped from error
-            with suppress(UserError):
-                self.run.write_status(
-                    "failed", self.step, reason=(str(error).splitlines() or [type(error).__name__])[0]
-                )
-            if full:  # even a line of progress may find no room
-                raise UserError(
-                    f"{self.run.name}: {full}; the same command resumes from the last checkpoint."
-                ) from error
+            self._failed(error, stop)
             raise
         finally:
             if self.progress is not None:
                 self.progress.close()
-            with self.world.patience():
-                for tracker in self.trackers:
-                    tracker.close()
+            for tracker in self.trackers:
+                tracker.close()
             self.update.release()
+
+    def _failed(self, error: Exception, stop: StopEvent) -> None:
+        """Notes that an error has ended the run, unless it is a lack of memory, which is a result."""
+        if out_of_memory_reason(error) is not None:
+            return
+        full = error.strerror if isinstance(error, OSError) and error.errno in NO_ROOM else None
+        if stop.is_set() and not (full or isinstance(error, UserError)):  # the signal ended the compiler first
+            self.run.write_status("interrupted", self.saved_step)
+            raise Stopped from error
+        with suppress(UserError):
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            self.run.write_status("failed", self.step, reason=first_line)
+        if full:  # even a line of progress may find no room
+            raise UserError(f"{self.run.name}: {full}; the same command resumes from the last checkpoint.") from error
 
     def write_line(self, evaluate: bool = False) -> None:
         """Writes the metrics line that is due, if one is; with `evaluate`, with the loss over the validation set."""
@@ -443,28 +365,29 @@ class Trainer:
         self._collect()
         if self.device.type == "cuda":
             self.peak_bytes = max(self.peak_bytes or 0, torch.cuda.max_memory_allocated(self.device))
+        state, (lr, norm) = self.state, self.state.last
         rate = self.busy_steps / self.busy_seconds if self.busy_steps else 0.0
         line: dict[str, Any] = {
             "step": self.line_step,
             "tokens": self.line_step * self.config.tokens_per_step,
-            "train_loss": math.fsum(self.losses) / len(self.losses),
-            "lr": self.last_lr,
-            "grad_norm": self.last_norm if math.isfinite(self.last_norm) else None,
+            "train_loss": math.fsum(state.losses) / len(state.losses),
+            "lr": lr,
+            "grad_norm": norm if math.isfinite(norm) else None,
             "tokens_per_second": rate * self.config.tokens_per_step,
             "mfu": rate * self.flops_per_step / self.peak_flops if self.peak_flops else None,
             "peak_memory_bytes": self.peak_bytes,
         }
-        self.losses, self.busy_seconds, self.busy_steps, self.line_step = [], 0.0, 0, None
+        state.losses, self.busy_seconds, self.busy_steps, self.line_step = [], 0.0, 0, None
         if evaluate:
-            self.valid_loss = line["valid_loss"] = self.evaluate()
+            state.valid_loss = line["valid_loss"] = self.evaluate()
             if self.config.eval_details:
                 line |= self.evaluation_details()
-            if self.valid_loss < self.best_valid_loss:
-                self.best_valid_loss, self.best_step = self.valid_loss, self.step
+            if state.valid_loss < state.best_valid_loss:
+                state.best_valid_loss, state.best_step = state.valid_loss, state.step
                 self._save_best()
             reset_peak_memory(self.device)  # the peak in the lines is that of training steps alone
         line["seconds"] = self._elapsed()
-        with self.world.checked():
+        with self.ranks.checked():
             self.run.append_metrics(line)
         for tracker in self.trackers:
             tracker.log(line)
@@ -482,166 +405,138 @@ class Trainer:
                 raise Diverged(step, lr, "loss")
             if not math.isfinite(norm) and not self.update.scaler.is_enabled():  # loss scaling skips such steps
                 raise Diverged(step, lr, "gradient norm")
-            self.losses.append(loss)
-            self.last_lr, self.last_norm = lr, norm
+            self.state.losses.append(loss)
+            self.state.last = lr, norm
 
     def _elapsed(self) -> float:
         now = time.perf_counter()
-        self.seconds, self.clock = self.seconds + now - self.clock, now
-        return self.seconds
+        self.state.seconds, self.clock = self.state.seconds + now - self.clock, now
+        return self.state.seconds
 
-    @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss in nats per token over all non-overlapping windows of the validation set."""
-        total, count = torch.zeros((), dtype=torch.float64), 0.0
-        context, batch_size = self.config.model.context_length, self.config.eval_batch_size
-        rank, size = self.world.rank, self.world.size
-        with evaluating(self.update.current()[0]), self.world.patience():
-            for inputs, targets in validation_batches(self.data.valid, context, batch_size, self.device, rank, size):
-                tokens = targets.numel()
-                if not tokens:  # the others may wait for this one in their forward pass
-                    inputs, targets = (torch.zeros(1, context, dtype=torch.int64, device=self.device) for _ in range(2))
-                total += self.update.evaluation_loss(inputs, targets).cpu().double() * tokens
-                count += tokens
-            total, counted = self.world.sum(torch.stack((total, torch.tensor(count, dtype=torch.float64)))).tolist()
-        mean = total / counted
+
+        def measure(inputs: Tensor, targets: Tensor) -> Tensor:
+            loss, tokens = self.update.evaluation_loss(inputs, targets).cpu().double(), targets.numel()
+            return torch.stack((loss * tokens, torch.tensor(tokens, dtype=torch.float64)))
+
+        model = self.update.current()[0]
+        total, tokens = over_windows(
+            measure, model, self.data.valid, self.config.eval_batch_size, self.device, self.ranks
+        ).tolist()
+        mean = total / tokens
         if not math.isfinite(mean):
-            raise Diverged(self.step, self.last_lr, "validation loss")
+            raise Diverged(self.step, self.state.last[0], "validation loss")
         return mean
 
     def evaluation_details(self) -> dict[str, Any]:
         """Share of the tokens that the model finds most probable, and mean loss by position in the window."""
-        config, world, model = self.config, self.world, self.update.current()[0]
-        found = score(model, self.data.valid, config.eval_batch_size, self.device, config.precision,
-                      self.way.module, world.rank, world.size)  # fmt: skip
-        losses, correct = world.sum(torch.stack((found.losses, found.correct.double())))
-        found = replace_fields(found, losses=losses, correct=correct)
+        model, module = self.update.current()[0], self.update.strategy.module
+        batch_size, precision = self.config.eval_batch_size, self.config.precision
+        found = score(model, self.data.valid, batch_size, self.device, precision, module, self.ranks)
         by_position = [round(loss, 5) for loss in found.loss_by_position]
         return {"valid_accuracy": found.accuracy, "valid_loss_by_position": by_position}
 
     def save(self) -> None:
         """Saves everything that a resumed run needs, then removes checkpoints beyond the latest few."""
         model, optimizer = self.update.current()
+        strategy, form = self.update.strategy, self.config.checkpoints
         self.metrics.start()
         self._collect()
-        extra = {
-            "seconds": self._elapsed(),
-            "losses": self.losses,
-            "valid_loss": self.valid_loss,
-            "best_valid_loss": self.best_valid_loss,
-            "best_step": self.best_step,
-            "metrics_bytes": self.run.metrics_bytes() if self.world.is_first else 0,
-            "last": [self.last_lr, self.last_norm],
+        self._elapsed()
+        extra = asdict(self.state) | {
+            "metrics_bytes": self.run.metrics_bytes() if self.ranks.is_first else 0,
             "scaler": self.update.scaler.state_dict(),
-            "rng": self.world.gather(rng_state(self.device)),
+            "rng": self.ranks.gather(rng_state(self.device)),
             "data_fingerprint": self.data.fingerprint,
         }
-        sharded = self.config.checkpoints != "whole"
-        path = self.run.checkpoint_file(self.step, sharded)
-        with self.world.patience():
-            self.end_save()
-            if sharded:
-                background = self.config.checkpoints == "async"
-                self.finish_saving = save_sharded(self.way, optimizer, self.step, path, extra, self.world, background)
-                if not background:
-                    self.end_save()
-            else:
-                weights, moments = whole_states(self.way, optimizer, self.world)
-                with self.world.checked():
-                    if self.world.is_first:
-                        save_states(model, weights, moments, self.step, path, extra)
+        path = self.run.checkpoint_file(self.step, form != "whole")
+        self.end_save()
+        if form == "whole":
+            weights, moments = strategy.weights(self.ranks), strategy.moments(optimizer, self.ranks)
+            with self.ranks.checked():
+                if self.ranks.is_first:
+                    save_states(model, weights, moments, self.step, path, extra)
+        else:
+            begin = import_module(SHARDED).save_sharded
+            self.finish_saving = begin(strategy, optimizer, self.step, path, extra, self.ranks, form == "async")
+            self.end_save(wait=form != "async")
         self.saved_step = self.step
-        self._prune()
+        self._prune(self.config.keep_checkpoints)
 
     def end_save(self, wait: bool = True) -> None:
         """Brings a checkpoint that is written in the background to its end; with `wait` False if it is so far."""
-        with self.world.patience():
-            if self.finish_saving is not None and self.finish_saving(wait):
-                self.finish_saving = None
-                self._prune()
+        if self.finish_saving is not None and self.finish_saving(wait):
+            self.finish_saving = None
+            self._prune(self.config.keep_checkpoints)
 
     def _save_best(self) -> None:
         if self.config.keep_weights:
-            self._save_weights(self.run.best_weights, step=self.best_step, valid_loss=self.best_valid_loss)
+            self._save_weights(self.run.best_weights, step=self.state.best_step, valid_loss=self.state.best_valid_loss)
 
     def _save_weights(self, path: Path, **notes: Any) -> None:
         self.update.current()
-        with self.world.patience():
-            weights = whole_weights(self.way, self.world)
-            with self.world.checked():
-                if self.world.is_first:
-                    write_weights(self.config.model, weights, path, **notes)
+        weights = self.update.strategy.weights(self.ranks)
+        with self.ranks.checked():
+            if self.ranks.is_first:
+                write_weights(self.config.model, weights, path, **notes)
 
-    def _prune(self, keep: int | None = None) -> None:
-        for path in self.run.checkpoints()[self.config.keep_checkpoints if keep is None else keep :]:
-            if self.world.is_first:
+    def _prune(self, keep: int) -> None:
+        for path in self.run.checkpoints()[keep:]:
+            if self.ranks.is_first:
                 remove(path)
 
     def resume(self) -> None:
-        """Goes on from the newest checkpoint that is whole, if there is one."""
-        content: dict[str, Any] | None = None
-
-        def newest() -> Path | None:
-            nonlocal content
-            content, path = newest_checkpoint(self.run, self.config.keep_weights)
-            return path
-
-        path = self.world.of_first(newest)
+        """Continues from the newest checkpoint that can be resumed from, if there is one."""
+        run, ranks = self.run, self.ranks
+        path = ranks.of_first(lambda: newest_checkpoint(run, self.config.keep_weights))
+        content = None
         if path is not None:
-            with self.world.checked():
-                if content is None:
-                    content = read_checkpoint(path)
-            with self.world.checked():
-                self._load(content, path)
-            if self.world.is_first:
-                print(f"{self.run.name}: resuming from step {self.step}.", flush=True)
-        with self.world.checked():
-            if self.world.is_first:
-                self.run.cut_metrics(0 if content is None else content["extra"]["metrics_bytes"])
-        if content is not None and self.best_step == self.step:
+            with ranks.checked():
+                content = read_checkpoint(path)
+            with ranks.checked():
+                self.state = self.loaded(content, path)
+            self.saved_step = self.step
+            if ranks.is_first:
+                print(f"{run.name}: resuming from step {self.step}.", flush=True)
+        with ranks.checked():
+            if ranks.is_first:
+                run.cut_metrics(0 if content is None else content["extra"]["metrics_bytes"])
+        if content is not None and self.state.best_step == self.step:
             self._save_best()
 
-    def _load(self, content: dict[str, Any], path: Path) -> None:
-        extra, (_, optimizer) = content["extra"], self.update.current()
+    def loaded(self, content: dict[str, Any], path: Path) -> State:
+        """Puts weights, moments and generators back as a checkpoint has them; returns the state that it notes."""
+        extra, (_, optimizer), strategy = content["extra"], self.update.current(), self.update.strategy
         require(
             extra["data_fingerprint"] == self.data.fingerprint,
             f"{path} was made with other data; choose another run folder, or remove this one.",
         )
-        if "model" in content:
-            self.step = load_whole(self.way, optimizer, content, str(path))
+        if path.is_dir():
+            import_module(SHARDED).load_sharded(strategy, optimizer, path, self.ranks)
         else:
-            self.step = load_sharded(self.way, optimizer, path, self.world)
-        self.saved_step = self.step
-        self.seconds, self.losses = extra["seconds"], extra["losses"]
-        self.valid_loss, self.best_valid_loss = extra["valid_loss"], extra["best_valid_loss"]
-        self.best_step = extra["best_step"]
-        self.last_lr, self.last_norm = extra["last"]
+            strategy.load(content, optimizer, str(path))
         self.update.scaler.load_state_dict(extra["scaler"])
-        if self.world.rank < len(extra["rng"]):
-            set_rng_state(self.device, extra["rng"][self.world.rank])
-
-    def _end_out_of_memory(self, reason: str) -> RunResult:
-        """A lack of memory on this rank: the others end, too."""
-        if self.world.watch is None:
-            return self._end("out of memory", reason=reason)
-        end_out_of_memory(self.run, self.world, self.step, reason)
+        if self.ranks.rank < len(extra["rng"]):
+            set_rng_state(self.device, extra["rng"][self.ranks.rank])
+        return State(**{name: extra[name] for name in State.__dataclass_fields__})
 
     def _end(self, state: str, **notes: Any) -> RunResult:
-        best = self.best_valid_loss if math.isfinite(self.best_valid_loss) else None
-        notes |= {"valid_loss": self.valid_loss, "best_valid_loss": best, "seconds": self._elapsed()}
+        best = self.state.best_valid_loss if math.isfinite(self.state.best_valid_loss) else None
+        notes |= {"valid_loss": self.state.valid_loss, "best_valid_loss": best, "seconds": self._elapsed()}
         if state == "complete":
-            with self.world.checked():
-                if self.world.is_first:
-                    self.run.metrics_bytes()
+            with self.ranks.checked():
+                if self.ranks.is_first:
+                    self.run.metrics_bytes()  # its lines are on the disk
             if self.config.keep_weights:
                 self._save_weights(self.run.last_weights, step=self.step)
-            self._prune(None if self.config.keep_weights else 0)
-        with self.world.checked():
+            self._prune(self.config.keep_checkpoints if self.config.keep_weights else 0)
+        with self.ranks.checked():
             self.run.write_status(state, self.step, **notes)
-        self.world.arm(lambda end: None)  # what ends the ranks from here on does not change how the run has ended
-        if "reason" in notes and self.world.is_first:
+        self.ranks.before_exit(lambda end: None)  # what ends the ranks from here on does not change how the run ended
+        if "reason" in notes and self.ranks.is_first:
             print(f"{self.run.name}: {notes['reason']}", flush=True)
-        return self.world.of_first(self.run.result)
+        return self.ranks.of_first(self.run.result)
 
 
 def describe(line: dict[str, Any]) -> str:

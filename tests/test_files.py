@@ -28,7 +28,7 @@ from lmcore.profiling.workload import WorkloadConfig
 from lmcore.run import RunFolder
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer
-from lmcore.workbook.record import exclusive
+from lmcore.workbook.record import holding
 
 BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
 
@@ -169,15 +169,14 @@ def test_a_full_disk_is_called_that(tmp_path):
         from lmcore.checkpoint import save_checkpoint
         from lmcore.config import TrainConfig
         from lmcore.distributed.sharded_checkpoint import save_sharded
-        from lmcore.distributed.strategies import Alone
-        from lmcore.distributed.world import World
+        from lmcore.alone import ALONE, Alone
         from lmcore.optimizer import AdamW
         model = TransformerLM(ModelConfig(5000, 16, 256, 2, 4, 512))
         way = Alone(model, TrainConfig(model.config))
         optimizer = way.optimizer()
         for write in (
             lambda: save_checkpoint(model, optimizer, 1, disk / "step.pt"),
-            lambda: save_sharded(way, optimizer, 1, disk / "step.sharded", {}, World())(True),
+            lambda: save_sharded(way, optimizer, 1, disk / "step.sharded", {}, ALONE)(True),
             lambda: save_weights(model, disk / "best.safetensors"),
             lambda: write_json(disk / "big.json", "x" * 5_000_000),
         ):
@@ -215,7 +214,7 @@ NEEDING = {
         measure, {"case": WorkloadConfig(model=ModelConfig(31, 8, 16, 1, 2, 24), device="cpu")}, folder
     ),
     "a corpus": lambda folder: prepare("embedded", BYTES, folder, CorpusConfig(num_documents=2), progress=False),
-    "a notebook": lambda folder: exclusive({folder / ".lock": "busy"}, 0).__enter__(),
+    "a notebook": lambda folder: holding(folder, ["01_build"]).__enter__(),
 }
 
 

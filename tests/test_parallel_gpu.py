@@ -102,7 +102,7 @@ def test_the_memory_of_a_rank_is_predicted(ranks, way, ops, precision):
     try:
         reset_peak_memory(device)
         before = torch.cuda.memory_allocated(device)
-        step, _ = training_step(TransformerLM(model, device=device), config, device, ranks)
+        step, _ = training_step(TransformerLM(model, device=device), config, ranks)
         ids = torch.zeros(2, 4, model.context_length, dtype=torch.int64, device=device)
         if ops == "plain":  # the memory of a graph counts while it is captured, in the first step
             step(*ids)

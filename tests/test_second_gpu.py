@@ -39,7 +39,7 @@ def test_training_and_what_is_read_back():
     found = []
     for device in (torch.device("cpu"), OTHER):
         torch.manual_seed(0)
-        step, reason = training_step(TransformerLM(CONFIG).to(device), config, device)
+        step, reason = training_step(TransformerLM(CONFIG).to(device), config)
         assert reason is None
         readback = AsyncMetrics()
         for number, batch in enumerate(batches):

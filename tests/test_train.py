@@ -13,7 +13,6 @@ import threading
 import time
 import types
 import warnings
-from contextlib import nullcontext
 from functools import partial, partialmethod
 from pathlib import Path
 
@@ -22,10 +21,10 @@ import torch
 
 import lmcore.trackers
 import lmcore.train
+from lmcore.alone import OneRank
 from lmcore.checkpoint import digest, load_model, read_checkpoint, read_weights, save_checkpoint
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.data import CorpusConfig, PreparedData, open_data, prepare
-from lmcore.distributed.world import World
 from lmcore.errors import EXIT_INTERRUPTED, UserError
 from lmcore.evaluate import evaluate
 from lmcore.files import read_json, write_json
@@ -397,7 +396,8 @@ def test_throughput_and_mfu_are_of_training_steps_alone(config, run, monkeypatch
     slow(Trainer, "save", lambda: 30.0)
     monkeypatch.setattr(lmcore.train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(lmcore.train, "peak_flops", lambda *of: peaks[of])
-    monkeypatch.setattr(lmcore.train, "joined", lambda config: nullcontext(World(0, ranks)))
+    monkeypatch.setattr(OneRank, "size", ranks)
+    monkeypatch.setattr(lmcore.train, "part_of_batch", lambda *_: slice(None))
     train(replace(config, precision="bf16"), run)
     lines = run.metrics_lines()
     rates = [line["tokens_per_second"] for line in lines]
@@ -767,7 +767,7 @@ def test_which_step(covered):
         ("fused", "fp16", PlainStep, "precision=fp16"),
     ):
         config = replace(covered, ops=ops, precision=precision)
-        step, why = training_step(TransformerLM(config.model), config, torch.device("cpu"))
+        step, why = training_step(TransformerLM(config.model), config)
         assert isinstance(step, kind)
         assert why == reason
 
@@ -848,7 +848,7 @@ def test_z_loss_is_minimized_beside_the_loss_and_not_reported(covered):
             step(*ids, 1e-2)
     sizes = [step.model(ids[0]).logsumexp(-1).abs().mean() for step in (plain, with_z)]
     assert sizes[1] < sizes[0] / 2 < log_z.abs().mean()
-    step, reason = training_step(model, replace(covered, ops="fused", z_loss=0.1), torch.device("cpu"))
+    step, reason = training_step(model, replace(covered, ops="fused", z_loss=0.1))
     assert (type(step), reason) == (PlainStep, "z_loss=0.1")
 
 

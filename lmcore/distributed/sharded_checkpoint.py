@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.optim import Optimizer
 
+from lmcore.alone import Alone
 from lmcore.checkpoint import FORMAT, load_plain, require_same_architecture, restore
 from lmcore.distributed.sharded_optimizer import ShardedOptimizer
-from lmcore.distributed.strategies import Alone
 from lmcore.distributed.world import World
 from lmcore.errors import UserError, require, why_not_written
 from lmcore.files import PlainUnpickler, not_a_pipe, remove, sha256_file, write_json
@@ -53,12 +53,12 @@ def own_state(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
     return optimizer.state
 
 
-def whole_states(way: Alone, optimizer: Optimizer, world: World) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state dicts of model and optimizer as one process would have them, on rank 0. Every rank calls it.
+def whole_moments(way: Alone, optimizer: Optimizer, world: World) -> dict[str, Any]:
+    """The optimizer's state dict as one process would have it, on rank 0. Every rank calls it.
 
     Gathered tensors go to the CPU one by one, so that no GPU needs room for all.
     """
-    weights, order = whole_weights(way, world), [p for group in optimizer.param_groups for p in group["params"]]
+    order = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, ShardedOptimizer):
         number = {parameter: index for index, parameter in enumerate(order)}
         own = {
@@ -68,13 +68,13 @@ def whole_states(way: Alone, optimizer: Optimizer, world: World) -> tuple[dict[s
         parts: list[dict] | None = [{}] * world.size if world.is_first else None
         dist.gather_object(own, parts, group=world.group)
         moments = dict(sorted((index, values) for part in parts or [] for index, values in part.items()))
-        return weights, Optimizer.state_dict(optimizer) | {"state": moments}
+        return Optimizer.state_dict(optimizer) | {"state": moments}
     state = optimizer.state_dict()
     moments = {
         index: {k: kept(way, v, order[index], world) if isinstance(v, Tensor) else v for k, v in values.items()}
         for index, values in state["state"].items()
     }
-    return weights, state | {"state": moments}
+    return state | {"state": moments}
 
 
 def whole_weights(way: Alone, world: World) -> dict[str, Any]:

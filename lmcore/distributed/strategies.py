@@ -11,6 +11,7 @@
 
 import math
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,57 +19,34 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
+from lmcore.alone import Alone
 from lmcore.config import TrainConfig
 from lmcore.distributed.ddp import BucketedDDP, broadcast_state
-from lmcore.distributed.fsdp import FSDP, all_gather_rows
+from lmcore.distributed.fsdp import FSDP
+from lmcore.distributed.sharded_checkpoint import load_whole, whole_moments, whole_weights
 from lmcore.distributed.sharded_optimizer import ShardedOptimizer
+from lmcore.distributed.world import World
 from lmcore.model import TransformerLM
-from lmcore.optimizer import build_optimizer, gradient_clipping, gradient_norm
+from lmcore.optimizer import build_optimizer, gradient_norm
 
 BUCKET_MB = 25
 """Size of the buckets of `ddp` and `zero1`, PyTorch's own."""
 
 
-class Alone:
-    """One process: nothing is divided. The others change what they must.
+class Divided(Alone):
+    """What all of them share: states are put together for a checkpoint, and taken apart from one."""
 
-    `model` has the parameters; `module` is what a forward pass calls. `whole` and `part` translate between a tensor as
-    this rank has it, a parameter or a moment of one, and as one process would.
-    """
+    def weights(self, ranks: World) -> dict[str, Any]:
+        return whole_weights(self, ranks)
 
-    def __init__(self, model: TransformerLM, config: TrainConfig | None = None):
-        self.model, self.config = model, config
-        self.module: nn.Module = model
+    def moments(self, optimizer: Optimizer, ranks: World) -> dict[str, Any]:
+        return whole_moments(self, optimizer, ranks)
 
-    def optimizer(self) -> Optimizer:
-        """The configured optimizer over what this rank updates."""
-        return build_optimizer(self.model, self.config.optimizer)
-
-    def finish(self) -> None:
-        """Between backward pass and clipping: gradients are averages over the ranks afterwards."""
-
-    def clip(self) -> Tensor:
-        """Clips the gradients by the norm of all of them, and returns that norm."""
-        return gradient_clipping(self.model.parameters(), self.config.optimizer.max_grad_norm or math.inf)
-
-    def whole(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        """All of a tensor of which this rank may have a part; every rank calls it."""
-        return tensor
-
-    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """What this rank keeps of a whole tensor."""
-        return whole
-
-    def shape(self, parameter: Tensor) -> torch.Size:
-        """The shape of the whole parameter."""
-        return parameter.shape
-
-    def stored(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        """A tensor as sharded checkpoints know it: a DTensor if it is a part; memory is shared."""
-        return tensor
+    def load(self, content: dict[str, Any], optimizer: Optimizer, name: str) -> int:
+        return load_whole(self, optimizer, content, name)
 
 
-class DDP(Alone):
+class DDP(Divided):
     """Our data parallelism with buckets."""
 
     def __init__(self, model: TransformerLM, config: TrainConfig):
@@ -86,7 +64,7 @@ class ZeRO1(DDP):
         return build_optimizer(self.model, self.config.optimizer, make=ShardedOptimizer)
 
 
-class TorchDDP(Alone):
+class TorchDDP(Divided):
     """PyTorch's data parallelism, which averages while the backward pass continues."""
 
     def __init__(self, model: TransformerLM, config: TrainConfig):
@@ -98,7 +76,7 @@ class TorchDDP(Alone):
         )
 
 
-class OurFSDP(Alone):
+class OurFSDP(Divided):
     """Our fully sharded data parallelism; in bf16 the matrices travel as such, and the residual stream is float32."""
 
     def __init__(self, model: TransformerLM, config: TrainConfig):
@@ -120,12 +98,7 @@ class OurFSDP(Alone):
         return self.fsdp.clip_gradients(self.config.optimizer.max_grad_norm or math.inf)
 
     def whole(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        rows = self.fsdp.rows.get(parameter)
-        if rows is None or tensor.shape != parameter.shape:
-            return tensor
-        gathered = tensor.new_empty(self.fsdp.size * len(tensor), tensor.shape[1])
-        all_gather_rows(gathered, tensor.detach().contiguous())
-        return gathered[:rows]
+        return self.fsdp.whole(tensor, parameter)
 
     def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
         rows = self.fsdp.rows.get(parameter)
@@ -151,7 +124,7 @@ class OurFSDP(Alone):
         return torch.Size((self.fsdp.rows.get(parameter, len(parameter)), *parameter.shape[1:]))
 
 
-class TorchFSDP2(Alone):
+class TorchFSDP2(Divided):
     """PyTorch's `fully_shard`: each block is gathered as one, and all that is outside of the blocks."""
 
     def __init__(self, model: TransformerLM, config: TrainConfig):
@@ -180,15 +153,10 @@ class TorchFSDP2(Alone):
     def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
         if not hasattr(parameter, "full_tensor") or whole.shape != parameter.shape:
             return whole
-        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor import distribute_tensor
 
-        parts = whole.chunk(dist.get_world_size())
-        rank = dist.get_rank()
-        own = parts[rank] if rank < len(parts) else whole[:0]
-        own = own.to(parameter.device).contiguous()
-        return DTensor.from_local(
-            own, parameter.device_mesh, parameter.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        whole = whole.to(parameter.device)
+        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 STRATEGIES: dict[str, type[Alone]] = {

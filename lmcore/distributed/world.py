@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -12,12 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lmcore.alone import ALONE, OneRank
 from lmcore.config import TrainConfig
-from lmcore.device import select_device
 from lmcore.distributed import watch as watching
 from lmcore.distributed.ranks import use_loopback
 from lmcore.distributed.watch import RESUMES, End, Watch, by_other_rank
-from lmcore.errors import EXIT_CODES, EXIT_FAILURE, EXIT_USER_ERROR, UserError, leave_to_first_rank, require
+from lmcore.errors import (
+    EXIT_CODES,
+    EXIT_FAILURE,
+    EXIT_USER_ERROR,
+    OutOfMemory,
+    UserError,
+    leave_to_first_rank,
+    require,
+)
 from lmcore.stopping import Stopped
 
 SECONDS_TO_JOIN = 120
@@ -28,30 +36,21 @@ SECONDS_OF_A_COLLECTIVE = 900
 the ranks, of which one may hang."""
 
 
-class World:
-    """All ranks of a run; without arguments a process of its own, where every method does the little that is left.
+class World(OneRank):
+    """All ranks of a run.
 
     `rank` of `size` ranks, on the machine's place `local_rank`; `group` is for small values on the CPU, apart from the
     gradients, and `background` for what goes on beside the training. Rank 0 writes the run folder.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, watch: Watch | None = None):
+    def __init__(self, rank: int, size: int, local_rank: int, watch: Watch):
         self.rank, self.size, self.local_rank, self.watch = rank, size, local_rank, watch
         patience = timedelta(seconds=SECONDS_OF_A_COLLECTIVE)
-        self.group, self.background = (
-            dist.new_group(backend="gloo", timeout=patience) if watch else None for _ in range(2)
-        )
+        self.group, self.background = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
         self.votes: tuple[dist.Work, Tensor] | None = None
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank writes what the run leaves."""
-        return self.rank == 0
 
     def device(self, name: str) -> torch.device:
         """This rank's device. Raises `UserError` where it has none of its own."""
-        if self.watch is None:
-            return select_device(name)[0]
         require(
             name in ("auto", "cuda", "cpu"),
             f"Ranks train on a GPU each or on CPUs: set device to cuda or cpu, not {name!r}.",
@@ -63,8 +62,6 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank has, on all of them."""
-        if self.watch is None:
-            return [value]
         values = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -99,58 +96,41 @@ class World:
                              for key in everyone[0] if theirs.get(key) != everyone[0][key]]  # fmt: skip
                 require(not differing, f"The ranks were started with different settings: {', '.join(differing)}.")
 
-    def stops(self, stop: bool) -> bool:
-        """Whether a rank wanted to stop before the last step; to be asked ahead of every step, by all ranks.
-
-        The answer to this question comes with the next one: nothing waits for it.
-        """
-        if self.watch is None:
-            return stop
-        decided = self.decided()
+    def agree(self, stop: bool) -> bool:
+        """The answer to this question comes with the next one: nothing waits for it."""
+        decided = False
+        if self.votes is not None:
+            work, vote = self.votes
+            work.wait()
+            decided = bool(vote.item())
         vote = torch.tensor([stop], dtype=torch.int32)
         self.votes = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.group, async_op=True), vote
         return decided
 
-    def decided(self) -> bool:
-        """The answer to the last `stops`."""
-        if self.votes is None:
-            return False
-        work, vote = self.votes
-        self.votes = None
-        work.wait()
-        return bool(vote.item())
-
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, in place, on the tensor's device."""
-        if self.watch is not None:
-            dist.all_reduce(tensor, group=None if tensor.is_cuda else self.group)
+        dist.all_reduce(tensor, group=None if tensor.is_cuda else self.group)
         return tensor
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean over the ranks, in place."""
-        return self.sum(tensor).div_(self.size) if self.watch is not None else tensor
+        return self.sum(tensor).div_(self.size)
 
-    def arm(self, before_exit: Callable[[End], Any]) -> None:
-        """What is to be done before the watch ends this process."""
-        if self.watch is not None:
-            self.watch.before_exit = before_exit
+    def before_exit(self, call: Callable[[End], Any]) -> None:
+        """What is to be called before the watch ends this process."""
+        self.watch.before_exit = call
 
-    def beat(self, step: int, patient: bool = False) -> None:
+    def at_step(self, step: int) -> None:
         """This rank has begun a step."""
-        if self.watch is not None:
-            self.watch.step = step
-
-    def patience(self) -> AbstractContextManager[None]:
-        """A block that may take long on one rank."""
-        return nullcontext()
+        self.watch.step = step
 
 
 @contextmanager
-def joined(config: TrainConfig) -> Iterator[World]:
+def joined(config: TrainConfig) -> Iterator[OneRank]:
     """Joins the ranks that a launcher's variables name (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
     MASTER_PORT).
 
-    A process that none started, or a run that is not parallel, is a `World` of its own. However the block ends, all
+    A process that none started, or a run that is not parallel, has one rank. However the block ends, all
     ranks end: those that wait for one which failed exit with its exit code. Raises `UserError` if ranks are missing,
     have no GPU of their own, or the batch does not divide by their number.
     """
@@ -160,13 +140,13 @@ def joined(config: TrainConfig) -> Iterator[World]:
             raise UserError(
                 f"torchrun started {size} processes, but the run is not parallel: add --parallel ddp, or another way."
             )
-        yield World()
+        yield ALONE
         return
     if "RANK" not in os.environ:
         if (gpus := torch.cuda.device_count()) > 1:
             started = f"torchrun --nproc-per-node {gpus} -m -- lmcore train ..."
             print(f"This process uses one of {gpus} GPUs; all of them: {started}", file=sys.stderr, flush=True)
-        yield World()
+        yield ALONE
         return
     world = join(config)
     try:
@@ -238,7 +218,10 @@ def leave(world: World, error: BaseException) -> None:
         watch.thread.join(watching.SILENCE + 3 * watching.GRACE)  # if another rank has died, this process ends here
         sentence = f"The ranks lost each other in step {watch.step + 1} ({first_line}): {RESUMES}"
         watch.exit(watch.agreed(End(-1, "failed", EXIT_FAILURE, sentence)))
-    if isinstance(error, Stopped):
+    if isinstance(error, OutOfMemory):
+        sentence = f"Rank {world.rank} lacks memory: {first_line}"
+        watch.announce("out of memory", EXIT_CODES["out of memory"], sentence)
+    elif isinstance(error, Stopped):
         watch.announce("interrupted", EXIT_CODES["interrupted"], "stopped")
     elif isinstance(error, KeyboardInterrupt):
         watch.announce("interrupted", EXIT_FAILURE, "stopped")

@@ -9,14 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lmcore.alone import Alone
 from lmcore.config import TrainConfig
 from lmcore.distributed.ddp import broadcast_state
 from lmcore.distributed.sharded_optimizer import ShardedOptimizer
-from lmcore.distributed.strategies import Alone, OurFSDP
+from lmcore.distributed.strategies import Divided, OurFSDP
 from lmcore.errors import require
 from lmcore.fused.model import FusedTransformer, nothing
 from lmcore.fused.sharding import Exchange, Shards, owners_by_layer
 from lmcore.fused.streams import HIGH, SideStream
+from lmcore.fused.support import unsupported_reason
 from lmcore.kernels.adamw import FusedAdamW
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer, gradient_clipping, set_learning_rate
@@ -50,9 +52,9 @@ class FusedStep:
     the batch: gradients of layers are summed while the backward pass continues with those before them, and averaged. If
     the optimizer is a `ShardedOptimizer` of `FusedAdamW`, each parameter's gradient goes to its owner alone, which
     sends the updated compute weight back (`sharding.Exchange`: layers go together where their owners are those of
-    `owners_by_layer`); `current` brings the float32 parameters up to date, on all ranks at once. If `way` is `OurFSDP`,
-    which has divided the model, a rank computes, receives and updates its rows of each matrix (`sharding.Shards`).
-    An optimizer serves the last step that was made with it. Raises `UserError` for a model or a `dtype` that is not
+    `owners_by_layer`); `current` brings the float32 parameters up to date, on all ranks at once. If `strategy` is
+    `OurFSDP`, which has divided the model, a rank computes, receives and updates its rows of each matrix
+    (`sharding.Shards`). An optimizer serves the last step that was made with it. Raises `UserError` for a model or a `dtype` that is not
     covered, an empty batch, and a `pipelined` step with another optimizer than `FusedAdamW`.
     """
 
@@ -71,14 +73,14 @@ class FusedStep:
         layers_per_matmul: int | None = None,
         pipelined: bool | None = None,
         ranks: int = 0,
-        way: Alone | None = None,
+        strategy: Alone | None = None,
     ):
         found = f"A batch holds at least one id; batch_size is {batch_size} and context_length {context_length}."
         require(min(batch_size, context_length) > 0, found)
-        divided = isinstance(way, OurFSDP)
+        divided = isinstance(strategy, OurFSDP)
         self.transformer = FusedTransformer(model, dtype, overlap, layers_per_matmul, ranks if divided else 0)
         self.optimizer, self.max_grad_norm, self.ranks = optimizer, max_grad_norm, ranks
-        self.way = way or Alone(model)
+        self.strategy = strategy or Alone(model)
         self.parameters = list(self.transformer.gradients)
         self.versions = self._versions()
         self.shape = torch.Size((batch_size, context_length))
@@ -115,12 +117,24 @@ class FusedStep:
             self.batch = torch.zeros(2, *self.shape, dtype=torch.int64, device=self.transformer.device)
             self.updates = SideStream(self.transformer.device, self.pipelined)
 
+    @staticmethod
+    def uncovered(config: TrainConfig, ranks: int) -> str | None:
+        """What of a configuration this step does not cover; None: nothing."""
+        strategy, adamw = config.parallel if ranks > 1 else "none", config.optimizer.name == "adamw"
+        covered = ("none", "ddp", "zero1", "fsdp") if adamw else ("none", "ddp")
+        by_name = f"parallel={strategy}" + (f" with {config.optimizer.name}" if strategy in ("zero1", "fsdp") else "")
+        return (
+            (f"z_loss={config.z_loss}" if config.z_loss else None)
+            or unsupported_reason(config.model, config.precision, ranks if strategy == "fsdp" else 0)
+            or (None if strategy in covered else by_name)
+        )
+
     @classmethod
-    def from_config(cls, model: TransformerLM, config: TrainConfig, ranks: int = 0) -> "FusedStep":
-        """The step of a training run, with the run's optimizer; see `lmcore.train.training_step`."""
-        way = None
+    def from_config(cls, model: TransformerLM, config: TrainConfig, ranks: int = 1) -> "FusedStep":
+        """This rank's step of a training run, with the run's optimizer; see `lmcore.step.training_step`."""
+        ranks, strategy = (ranks, Divided(model, config)) if ranks > 1 else (0, None)
         if ranks and config.parallel == "fsdp":
-            way = OurFSDP(model, config)
+            strategy = OurFSDP(model, config)
         elif ranks:
             broadcast_state(model)
         limit = config.optimizer.max_grad_norm or math.inf  # without a limit the norm is measured all the same
@@ -133,7 +147,7 @@ class FusedStep:
             optimizer = build_optimizer(model, config.optimizer, adamw)
         context, dtype = config.model.context_length, DTYPES[config.precision]
         rows = config.batch_size // max(1, ranks)
-        return cls(model, optimizer, rows, context, dtype, max_grad_norm=limit, ranks=ranks, way=way)
+        return cls(model, optimizer, rows, context, dtype, max_grad_norm=limit, ranks=ranks, strategy=strategy)
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, targets: Tensor, lr: float | None = None) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,121 @@
+"""A run of one process: the ranks that it has, and how it divides the work; both do the little that is left of them.
+
+`lmcore.distributed` has the others: `world.World`, several ranks, and `strategies` that divide the work.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lmcore.checkpoint import restore
+from lmcore.config import TrainConfig
+from lmcore.device import select_device
+from lmcore.model import TransformerLM
+from lmcore.optimizer import build_optimizer, gradient_clipping
+
+
+class OneRank:
+    """The ranks of a run that has one. Rank 0 writes the run folder; what holds for all is agreed by all, in order."""
+
+    rank, size = 0, 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what the run leaves."""
+        return self.rank == 0
+
+    def device(self, name: str) -> torch.device:
+        """This rank's device. Raises `UserError` where it has none of its own."""
+        return select_device(name)[0]
+
+    def agree(self, stop: bool) -> bool:
+        """Whether a rank wanted to stop before the last step; to be asked ahead of every step, by all ranks."""
+        return stop
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank has, on all of them."""
+        return [value]
+
+    def of_first(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns on rank 0, which alone calls it. A `UserError` of it ends all."""
+        return make()
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """A block in which what one rank refuses ends all: the first such rank raises its `UserError`, others exit."""
+        yield
+
+    def require_same(self, what: dict[str, Any]) -> None:
+        """Raises `UserError` naming the fields in which the ranks differ, which must all have the same."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, in place, on the tensor's device."""
+        return tensor
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean over the ranks, in place."""
+        return tensor
+
+    def at_step(self, step: int) -> None:
+        """This rank has begun a step."""
+
+    def before_exit(self, call: Callable[[Any], Any]) -> None:
+        """What is to be called, with the reason, before another rank's end ends this process."""
+
+
+ALONE = OneRank()
+
+
+class Alone:
+    """The strategy of one process: nothing is divided. Those of several ranks change what they must.
+
+    `model` has the parameters; `module` is what a forward pass calls.
+    """
+
+    def __init__(self, model: TransformerLM, config: TrainConfig | None = None):
+        self.model, self.config = model, config
+        self.module: nn.Module = model
+
+    def optimizer(self) -> Optimizer:
+        """The configured optimizer over what this rank updates."""
+        return build_optimizer(self.model, self.config.optimizer)
+
+    def finish(self) -> None:
+        """Between backward pass and clipping: gradients are averages over the ranks afterwards."""
+
+    def clip(self) -> Tensor:
+        """Clips the gradients by the norm of all of them, and returns that norm."""
+        return gradient_clipping(self.model.parameters(), self.config.optimizer.max_grad_norm or math.inf)
+
+    def weights(self, ranks: OneRank) -> dict[str, Any]:
+        """The model's state dict as one process has it, on rank 0. Every rank calls it."""
+        return self.model.state_dict()
+
+    def moments(self, optimizer: Optimizer, ranks: OneRank) -> dict[str, Any]:
+        """The same of the optimizer."""
+        return optimizer.state_dict()
+
+    def load(self, content: dict[str, Any], optimizer: Optimizer, name: str) -> int:
+        """Takes over what this rank keeps of a whole checkpoint; returns the iteration."""
+        return restore(content, self.model, optimizer, name)
+
+    def whole(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """All of a tensor, a parameter or a moment of one, of which this rank may have a part; every rank calls it."""
+        return tensor
+
+    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """What this rank keeps of a whole tensor."""
+        return whole
+
+    def shape(self, parameter: Tensor) -> torch.Size:
+        """The shape of the whole parameter."""
+        return parameter.shape
+
+    def stored(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """A tensor as sharded checkpoints know it: a DTensor if it is a part; memory is shared."""
+        return tensor
