@@ -53,8 +53,8 @@ def test_executes_all_notebooks_and_makes_the_writeup(good_run):
     ]
     assert "".join(printed).strip() == sys.executable
     record = read_record(good_run.out)
-    assert record["parameters"]["01_first"]["steps"] == 7
-    assert record["environment"]["python"]
+    assert record["notebooks"][0]["parameters"]["steps"] == 7
+    assert record["notebooks"][0]["environment"]["python"]
     found = check_writeup(good_run.out)
     assert (found["notebooks"], found["figures"]) == (2, 1)
     assert found["pages"] >= 2
@@ -126,9 +126,9 @@ def test_bad_input_is_refused_before_anything_runs(tmp_path, scale, options, wor
     [
         (code("steps = 3"), "must carry the tag 'parameters'"),
         (parameters("steps = 3\nrates = [0.1 * 2]"), "line 2 of the parameters cell must be `name = literal`"),
-        (parameters("import os"), "not 'import os'"),
-        (parameters("a = b = 3\nc = int('3')"), 'not "c = int'),
-        (parameters("steps ="), "line 1 of the parameters cell is not Python"),
+        (parameters("import os"), "line 1"),
+        (parameters("a = b = 3"), "line 1"),
+        (parameters("a = 1\nsteps ="), "line 2"),
     ],
 )
 def test_parameters_cell_rules(cell, words):
@@ -137,12 +137,9 @@ def test_parameters_cell_rules(cell, words):
 
 
 def test_declared_parameters():
-    cell = parameters("# a comment\nsteps: int = -3  # why\nname = 'x'\npair = (1, None)")
-    assert declared_parameters(nbformat.v4.new_notebook(cells=[cell]), "x") == {
-        "steps": -3,
-        "name": "x",
-        "pair": (1, None),
-    }
+    cell = parameters("# a comment\nsteps = -3  # why\nname = 'x'\npair = (1, None)")
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    assert declared_parameters(notebook, "x") == {"steps": -3, "name": "x", "pair": (1, None)}
 
 
 def executed(*counts) -> nbformat.NotebookNode:
@@ -183,13 +180,7 @@ def test_refresh_leaves_a_failing_notebook_alone(tmp_path):
 
 
 def test_overrides_are_read_as_literals():
-    assert parse_overrides(["a=3", "b=1e-3", "c=true", "d=[1, 2]", "e=text", "f=None"]) == {
-        "a": 3,
-        "b": 1e-3,
-        "c": True,
-        "d": [1, 2],
-        "e": "text",
-        "f": None,
-    }
+    given = ["a=3", "b=1e-3", "c=true", "d=[1, 2]", "e=text", "f=None"]
+    assert parse_overrides(given) == {"a": 3, "b": 1e-3, "c": True, "d": [1, 2], "e": "text", "f": None}
     with pytest.raises(UserError, match="name=value"):
         parse_overrides(["steps"])

@@ -66,28 +66,15 @@ def declared_parameters(notebook: "NotebookNode", name: str) -> dict[str, Any]:
     first = next((cell for _, cell in code_cells(notebook)), None)
     if first is None or PARAMETERS not in tags(first):
         raise UserError(f"{name}: the first code cell must carry the tag {PARAMETERS!r} and declare the parameters.")
-    return literals(first.source, name)
-
-
-def literals(source: str, name: str) -> dict[str, Any]:
-    """The values that the source of a parameters cell gives to names; see `declared_parameters`."""
+    parameters: dict[str, Any] = {}
     try:
-        statements = ast.parse(source).body
-    except SyntaxError as error:
-        raise UserError(f"{name}: line {error.lineno} of the parameters cell is not Python ({error.msg}).") from None
-    parameters = {}
-    for statement in statements:
-        try:
-            match statement:
-                case ast.Assign([ast.Name(key), *_], value) | ast.AnnAssign(ast.Name(key), _, value):
-                    parameters[key] = ast.literal_eval(value)
-                case _:
-                    raise ValueError
-        except (ValueError, TypeError):
-            raise UserError(
-                f"{name}: line {statement.lineno} of the parameters cell must be `name = literal`, "
-                f"not {ast.unparse(statement)!r}."
-            ) from None
+        for statement in ast.parse(first.source).body:
+            line = statement.lineno
+            (target,) = statement.targets
+            parameters[target.id] = ast.literal_eval(statement.value)
+    except (SyntaxError, AttributeError, ValueError, TypeError) as error:
+        line = error.lineno if isinstance(error, SyntaxError) else line
+        raise UserError(f"{name}: line {line} of the parameters cell must be `name = literal`.") from None
     return parameters
 
 
@@ -134,12 +121,11 @@ def clean(notebook: "NotebookNode", executed: "NotebookNode | None" = None) -> "
     runs = {cell.id: cell for _, cell in code_cells(executed or cleaned)}
     for cell in cleaned.cells:
         if cell.cell_type == "code":
-            outputs = runs.get(cell.id, cell).outputs if KEEP_OUTPUT in tags(cell) else []
-            nones = {"execution_count": None}
-            cell.outputs = [
-                nbformat.from_dict({**output, **(nones if nones.keys() & output else {})}) for output in outputs
-            ]
-            cell.execution_count = 1 if outputs else None
+            cell.outputs = runs.get(cell.id, cell).outputs if KEEP_OUTPUT in tags(cell) else []
+            cell.execution_count = 1 if cell.outputs else None
+            for output in cell.outputs:
+                if "execution_count" in output:
+                    output.execution_count = None
         cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k in KEPT_METADATA})
     cleaned.metadata = nbformat.from_dict(CLEAN_METADATA)
     return cleaned

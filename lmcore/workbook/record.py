@@ -3,13 +3,12 @@
 Every notebook has a file and a lock of its own, so that several processes may run notebooks in one folder.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,11 +111,10 @@ def _whole(file: Path, made: Any) -> Any:
 
 
 def read_record(out: str | os.PathLike) -> dict[str, Any]:
-    """The plan with what became of its notebooks: {scale, data, parameters, environment, notebooks: [record, ...]}.
+    """The plan with what became of its notebooks: {scale, data, notebooks: [record, ...]}.
 
     A record of another scale or other data than the plan's is left out: its notebook was "not run". One that says
-    "running" while nobody holds the notebook was "stopped" with its process. `environment` is the first notebook's.
-    Raises `UserError` where there is no plan.
+    "running" while nobody holds the notebook was "stopped" with its process. Raises `UserError` where there is no plan.
     """
     out = Path(out)
     plan, records = read_plan(out), []
@@ -126,15 +124,8 @@ def read_record(out: str | os.PathLike) -> dict[str, Any]:
             record = NotebookRecord(name)
         if record.state == "running" and not is_held(out, name):
             record.state = "stopped"
-        records.append(record)
-    environments = (record.environment for record in records if record.state != "not run" and record.environment)
-    return {
-        "scale": plan["scale"],
-        "data": plan["data"],
-        "parameters": {record.name: record.parameters for record in records},
-        "environment": next(environments, {}),
-        "notebooks": [dataclasses.asdict(record) for record in records],
-    }
+        records.append(dataclasses.asdict(record))
+    return {"scale": plan["scale"], "data": plan["data"], "notebooks": records}
 
 
 def update_plan(out: str | os.PathLike, scale: str, data: str, names: Sequence[str], known: Sequence[str]) -> None:
@@ -152,24 +143,19 @@ def update_plan(out: str | os.PathLike, scale: str, data: str, names: Sequence[s
         write_json(out / RECORD, {"scale": scale, "data": data, "notebooks": planned})
 
 
-@contextmanager
-def exclusive(refusals: Mapping[Path, str], seconds: float) -> Iterator[None]:
-    """Holds lock files for this process. Raises `UserError`, with its refusal, if another process holds one of them."""
-    with contextlib.ExitStack() as stack:
-        for file, refusal in refusals.items():
-            stack.enter_context(locked(file, refusal, seconds))
-        yield
-
-
 def lock_file(out: Path, name: str) -> Path:
     """The file whose lock a process holds while it runs the notebook."""
     return out / "notebooks" / f".{name}.lock"
 
 
-def holding(out: Path, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+@contextmanager
+def holding(out: Path, names: Sequence[str]) -> Iterator[None]:
     """Holds notebooks for this process. Raises `UserError` naming the first that another one runs."""
-    words = "Another process is running notebook {} in {}; wait for it or choose another OUT."
-    return exclusive({lock_file(out, name): words.format(name, out) for name in names}, LOCK_SECONDS)
+    with ExitStack() as stack:
+        for name in names:
+            busy = f"Another process is running notebook {name} in {out}; wait for it or choose another OUT."
+            stack.enter_context(locked(lock_file(out, name), busy, LOCK_SECONDS))
+        yield
 
 
 def is_held(out: Path, name: str) -> bool:

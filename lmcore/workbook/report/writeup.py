@@ -107,7 +107,7 @@ def assemble(record: dict[str, Any], documents: list[NotebookDocument]) -> Node:
 def provenance_table(record: dict[str, Any]) -> Node:
     """What ran, on what, from which code, and when. Notebooks may differ in that: then each value is named once."""
     started = [entry for entry in record["notebooks"] if entry["state"] != "not run"]
-    environments = [entry.get("environment") or record.get("environment") or {} for entry in started]
+    environments = [entry.get("environment") or {} for entry in started]
     duration = format_seconds(sum(entry["seconds"] for entry in started))
     notebooks = "1 notebook" if len(started) == 1 else f"{len(started)} notebooks"
     first = min((environment.get("time_utc") or "" for environment in environments), default="")
