@@ -254,8 +254,6 @@ class CorpusConfig:
     """File of validation documents, for a source that is one file or a folder without one."""
     valid_fraction: float = 0.1
     """Share of the documents, the last ones, held out when there is no validation file."""
-    extra_train: tuple[str, ...] = ()
-    """More files of training documents."""
     seed: int = 0
     """Seed of the embedded stories."""
     num_documents: int = 20_000

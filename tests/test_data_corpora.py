@@ -136,7 +136,6 @@ def test_records_are_refused_with_the_command_that_makes_text_of_them(tmp_path, 
         table.to_csv(path, index=False, sep="\t" if suffix == ".tsv" else ",")
     plain = write(tmp_path / "plain.txt", ["a", "b"])
     used = [lambda: open_corpus(path), lambda: open_corpus(plain, CorpusConfig(valid=str(path)))]
-    used += [lambda: open_corpus(plain, CorpusConfig(extra_train=(str(path),)))]
     used += [lambda: train_bpe(path, 300, []), lambda: train_bpe([plain, path], 300, [])]
     used += [lambda: open_corpus(tmp_path)] * (suffix != ".json")
     for use in used:
@@ -209,11 +208,9 @@ def test_splits_of_a_folder_by_the_names_of_its_files(tmp_path, files, options, 
     assert both(tmp_path, **options) == (train.split(), valid.split())
 
 
-def test_files_that_are_named_in_the_options(tmp_path):
-    stories, more, held = (write(tmp_path / f"{text}.txt", [text, text]) for text in "acv")
+def test_a_validation_file_that_is_named(tmp_path):
+    stories, held = (write(tmp_path / f"{text}.txt", [text, text]) for text in "av")
     assert both(stories, valid=str(held)) == (["a", "a"], ["v", "v"])
-    assert both(stories, valid=str(held), extra_train=(str(more),)) == (["a", "a", "c", "c"], ["v", "v"])
-    assert both(stories, extra_train=(str(more),)) == (["a", "c", "c"], ["a"])
 
 
 def test_ambiguous_and_missing_sources(tmp_path):
@@ -227,8 +224,7 @@ def test_ambiguous_and_missing_sources(tmp_path):
     for source, options, sentence in (
         (tmp_path / "nowhere", {}, r"no file or folder .*nowhere.*embedded, tinystories"),
         (tmp_path / "train_a.txt", {"valid": gone}, r"no file .*gone"),
-        (tmp_path / "train_a.txt", {"extra_train": (gone,)}, r"no file .*gone"),
-        ("embedded", {"valid": "x.txt"}, "neither valid nor extra_train"),
+        ("embedded", {"valid": "x.txt"}, "leave out valid"),
         ("embedded", {"valid_fraction": 0.0}, "valid_fraction must be between"),
         ("embedded", {"valid_fraction": 1.0}, "valid_fraction must be between"),
         ("embedded", {"num_documents": 0}, "num_documents must be a positive"),

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,16 +84,15 @@ class TextCorpus:
     train_files: tuple[Path, ...]
     valid_files: tuple[Path, ...] = ()
     valid_fraction: float = 0.1
-    extra_train: tuple[Path, ...] = ()
 
     def __post_init__(self):
-        for path in self.train_files + self.valid_files + self.extra_train:
+        for path in self.train_files + self.valid_files:
             require(path.is_file(), f"There is no file {path}.")
             require_text(path)
 
     def size(self, split: str) -> int:
         """Bytes on disk of the files of the split."""
-        files = self.train_files + self.extra_train if split == "train" else self.valid_files or self.train_files
+        files = self.valid_files if split == "valid" and self.valid_files else self.train_files
         return sum(path.stat().st_size for path in files)
 
     def documents(self, split: str) -> Iterator[Piece]:
@@ -101,9 +100,7 @@ class TextCorpus:
         if split == "valid" and self.valid_files:
             return read_documents(self.valid_files)
         own = read_documents(self.train_files)
-        if not self.valid_files:
-            own = self._part(split, own)
-        return chain(own, read_documents(self.extra_train)) if split == "train" else own
+        return own if self.valid_files else self._part(split, own)
 
     @cached_property
     def _counts(self) -> tuple[int, int]:
@@ -131,7 +128,7 @@ class TextCorpus:
         """What the manifest says of the source: name, files and their checksums."""
         return {
             "name": self.name,
-            "train_files": [describe_file(path) for path in self.train_files + self.extra_train],
+            "train_files": [describe_file(path) for path in self.train_files],
             "valid_files": [describe_file(path) for path in self.valid_files],
             "valid_fraction": None if self.valid_files else self.valid_fraction,
         }
@@ -171,21 +168,20 @@ def open_corpus(source: str | os.PathLike, config: CorpusConfig | None = None, *
     file is all its text files in order of name. Raises `UserError` if nothing fits, or more than one file does.
     """
     config = config or CorpusConfig()
-    extra = tuple(Path(path) for path in config.extra_train)
     chosen = (Path(config.valid),) if config.valid else ()
     if source == "embedded":
-        require(not extra and not chosen, "The embedded corpus takes neither valid nor extra_train files.")
+        require(not chosen, "The embedded corpus has its own validation stories: leave out valid.")
         return EmbeddedCorpus(config.seed, config.num_documents, config.valid_fraction)
     if source in SOURCES:
         files = download(str(source), config.download_folder, progress=progress)
-        return TextCorpus(str(source), (files["train"],), chosen or (files["valid"],), config.valid_fraction, extra)
+        return TextCorpus(str(source), (files["train"],), chosen or (files["valid"],), config.valid_fraction)
     path = Path(source)
     require(
         path.exists(),
         f"There is no file or folder {path}; name one, or one of the sources embedded, {', '.join(SOURCES)}.",
     )
     train, valid = split_files(path) if path.is_dir() else ((path,), ())
-    return TextCorpus(path.name, train, chosen or valid, config.valid_fraction, extra)
+    return TextCorpus(path.name, train, chosen or valid, config.valid_fraction)
 
 
 def split_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:

@@ -313,7 +313,7 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: b
         floor = floor_nats_per_token(totals["train"].tokens / totals["train"].documents)
         manifest["grammar"] = {"entropy_per_document": entropy_per_document(), "floor_nats_per_token": floor}
     else:
-        files = {"train": corpus.train_files + corpus.extra_train, "valid": corpus.valid_files}
+        files = {"train": corpus.train_files, "valid": corpus.valid_files}
         texts = {split: describe_wikitext(paths) for split, paths in files.items() if paths}
         manifest |= {"wikitext": found} if (found := {k: v for k, v in texts.items() if v}) else {}
     return manifest

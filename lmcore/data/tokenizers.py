@@ -96,7 +96,7 @@ def tokenizer_for(
     )
     corpus = open_corpus(source) if isinstance(source, str | os.PathLike) else source
     if isinstance(corpus, TextCorpus) and corpus.valid_files:  # the files are the training split, as they are
-        return Tokenizer(*train_bpe(corpus.train_files + corpus.extra_train, int(size), [END_OF_TEXT]), [END_OF_TEXT])
+        return Tokenizer(*train_bpe(corpus.train_files, int(size), [END_OF_TEXT]), [END_OF_TEXT])
     with temporary_folder("training-text-", work_folder) as temporary:
         path = temporary / "train.txt"
         with open(path, "wb") as file:
