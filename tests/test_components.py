@@ -96,12 +96,6 @@ def test_roofline_of_a_table():
     assert table[columns].values.tolist() == [[1.0, "memory", 100.0, 0.5], [100.0, "compute", 1000.0, 0.5]]
 
 
-def test_peak_rates_are_rates():
-    found = peak_rates.peak_rates(torch.device("cpu"), "fp32")
-    assert 1e6 < found["peak_flops_per_second"] < 1e15
-    assert 1e6 < found["peak_bytes_per_second"] < 1e14
-
-
 def test_the_timer_takes_the_median(monkeypatch):
     """By a clock of the test's own: on a busy machine a pause takes longer than it should."""
     moments = [0.0]

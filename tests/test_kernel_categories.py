@@ -105,7 +105,7 @@ def test_kinds_of_a_real_training_step():
 @pytest.mark.parametrize(
     ("name", "short"),
     [
-        (NAMES["matmul"][4], "cutlass_80_simt_sgemm_128x64_8x5_nt_align1"),
+        (NAMES["matmul"][3], "cutlass_80_simt_sgemm_128x64_8x5_nt_align1"),
         (ELEMENTWISE.format("at::native::CUDAFunctor_add<float>"), "vectorized_elementwise_kernel (add)"),
         (
             "void at::native::elementwise_kernel<(int)128, (int)2, void at::native::gpu_kernel_impl_nocast<at::native::"

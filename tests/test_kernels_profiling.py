@@ -10,9 +10,9 @@ import torch
 from lmcore import recipes
 from lmcore.config import TrainConfig, model_config, to_dict
 from lmcore.errors import UserError
-from lmcore.profiling.kernels import cases, measuring, optimizer
+from lmcore.profiling.kernels import cases, optimizer
 from lmcore.profiling.kernels.bytes_moved import moved_by
-from lmcore.profiling.kernels.measuring import Absent, Contestant, extra_bytes, race, relative_error, with_gradients
+from lmcore.profiling.kernels.measuring import Absent, Contestant, extra_bytes, race, relative_error
 from lmcore.profiling.timing import Timer
 from lmcore.profiling.workload import workload_config
 
@@ -81,15 +81,6 @@ def test_an_error_that_is_not_finite_is_infinite():
     assert relative_error(torch.tensor([1.0, float("nan"), 1.0]), wanted) == float("inf")
     assert relative_error(2 * wanted, wanted) == pytest.approx(1.0)
     assert (relative_error(0 * wanted, 0 * wanted), relative_error(0 * wanted, wanted)) == (0, 1)
-
-
-def test_results_come_with_the_gradients_of_their_inputs():
-    x, y = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([3.0, 4.0])
-    both = with_gradients(lambda x, y: (x * y, x + y), (x, y), torch.ones(2), 10 * torch.ones(2))
-    assert [tensor.tolist() for tensor in both] == [[4, 6], [13, 14]]
-    last = with_gradients(lambda x, y: (x * y, x + y), (x, y), torch.ones(2))
-    assert last[1].tolist() == [1, 1]
-    assert [tensor.tolist() for tensor in with_gradients(lambda y: y + 1, [y])] == [[4, 5]]
 
 
 # bytes and tasks
@@ -170,11 +161,6 @@ def test_the_fast_path_differs_in_nothing_but_how_it_computes():
     assert (plain.pop("ops"), fast.pop("ops")) == ("plain", "fused")
     assert (plain["model"].pop("attention"), fast["model"].pop("attention")) == ("plain", "flash")
     assert plain == fast
-
-
-def test_ceilings_are_a_task():
-    roofs = measuring.device_peak_rates(workload_config("smoke"), None)
-    assert set(roofs) == {"peak_flops_per_second", "peak_bytes_per_second"}
 
 
 def test_flops_are_of_the_pairs_that_a_causal_mask_leaves():

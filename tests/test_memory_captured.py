@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,16 +27,14 @@ def test_lines_of_metrics_keep_the_graphs_peak_and_leave_evaluation_out(monkeypa
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
     monkeypatch.setattr("lmcore.train.reset_peak_memory", lambda device: None)
     quiet = {"_collect": lambda: None, "_elapsed": lambda: 0.0, "evaluate": lambda: 1.0, "_save_best": lambda: None}
-    fields = {"busy_steps": 0, "busy_seconds": 0.0, "last_lr": 0.0, "last_norm": 0.0, "peak_flops": None, "step": 1}
-    fields |= {"best_valid_loss": 9.0, "trackers": [], "progress": None, "peak_bytes": None}
+    fields = {"busy_steps": 0, "busy_seconds": 0.0, "peak_flops": None, "trackers": [], "progress": None}
+    state = SimpleNamespace(step=1, losses=[1.0], last=(0.0, 0.0), best_valid_loss=9.0)
+    others = {"state": state, "ranks": SimpleNamespace(checked=torch.no_grad), "peak_bytes": None}
+    others["run"] = SimpleNamespace(append_metrics=lines.append)
     config = TrainConfig(model_config("smoke"), device="cuda")
-    world = type("World", (), {"checked": lambda self: torch.no_grad()})()
-    run = type("Run", (), {"append_metrics": lambda self, line: lines.append(line)})()
-    vars(trainer).update(
-        quiet | fields | {"config": config, "device": torch.device("cuda"), "world": world, "run": run}
-    )
+    vars(trainer).update(quiet | fields | others | {"config": config, "device": torch.device("cuda")})
     for evaluate in (True, False):
-        trainer.line_step, trainer.losses = 1, [1.0]
+        trainer.line_step, state.losses = 1, [1.0]
         trainer.write_line(evaluate)
     assert [line["peak_memory_bytes"] for line in lines] == [170, 170]
 

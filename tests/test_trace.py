@@ -257,14 +257,6 @@ def test_the_optimizer_is_told_by_its_range(export, read):
     assert categories["total_seconds"].tolist() == pytest.approx([10e-9, 7e-9])
 
 
-def test_marks_and_missing_tables(export, read):
-    export.add(NVTX, 5, 5, 34, "a mark", MAIN, None)
-    export.range("named by id", 10, 20, registered=True)
-    trace = read()
-    assert trace.ranges["name"].tolist() == ["named by id"]
-    assert kernels_in(trace, "named by id").empty
-
-
 def report(capsys, path: Path, *options: str) -> str:
     assert main(["nsys", "--report", str(path), *options]) == 0
     return capsys.readouterr().out
@@ -399,18 +391,6 @@ def test_every_kernel_belongs_to_one_range_at_most(tmp_path_factory, spans):
             if any(begin <= at <= begin + length and (scope == "process" or on == own) for begin, length, on in spans)
         ]
         assert sorted(kernels_in(trace, "r", scope)["launched_at"]) == inside
-
-
-def test_unknown_ranges_say_which_exist(export, read):
-    for number in range(3):
-        export.range(f"block {number}", number * 10, number * 10 + 5)
-    export.range("lm head", 50, 60)
-    trace = read()
-    with pytest.raises(UserError, match=r"no range 'foward'; there are block \*, lm head\."):
-        instances(trace, "foward")
-    assert len(instances(trace, "block *")) == 3
-    with pytest.raises(UserError, match="process or thread, not 'core'"):
-        kernels_in(trace, "lm head", "core")
 
 
 def test_files_that_are_no_export(export, tmp_path):
