@@ -255,23 +255,6 @@ def test_bridge_both_ways(text):
     assert sorted(back.special_tokens) == sorted(BRIDGED.special_tokens)
 
 
-def test_bridge_of_gpt2_and_its_files(ours, theirs, tmp_path):
-    assert Tokenizer.from_tiktoken(theirs).fingerprint == ours.fingerprint
-    encoding = ours.to_tiktoken()
-    assert encoding.n_vocab == 50_257
-    ours.save(tmp_path)
-    assert ranks_in(tmp_path) == encoding._mergeable_ranks == theirs._mergeable_ranks
-    assert Tokenizer.load(tmp_path).fingerprint == ours.fingerprint
-
-
-def test_special_tokens_first_still_bridge():
-    tokens = [BRIDGED.vocab[token_id] for token_id in sorted(BRIDGED.vocab)]
-    assert tokens[-2:] == [b"<|endoftext|>", b"<a b>"]
-    moved = Tokenizer(dict(enumerate(tokens[-2:] + tokens[:-2])), BRIDGED.merges, BRIDGED.special_tokens)
-    text = "the cat's café 語 <a b>"
-    assert moved.to_tiktoken().encode(text, allowed_special="all") == moved.encode(text)
-
-
 def test_a_million_blanks_or_line_ends_in_a_document():
     """tiktoken panics on them. Of a run before a word the last blank belongs to the word, as in " y"."""
     vocab = {byte: bytes([byte]) for byte in range(256)} | {256: b"  "}
