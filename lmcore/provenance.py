@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import hashlib
 import json
 import os
 import platform
@@ -21,9 +20,7 @@ import psutil
 PACKAGES = ("torch", "numpy", "triton", "tiktoken", "safetensors", "einops", "transformers")
 
 COMMIT_FILE = "commit.txt"
-EXPORTED = "$" + "Format:%H$\n"
-"""What commit.txt holds in the repository; .gitattributes lets `git archive` put the commit in its place."""
-EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
+"""Into which `git archive` puts the commit, by .gitattributes."""
 
 KERNELS = ("ipykernel_launcher.py", "colab_kernel_launcher.py")
 COMMAND = "LMCORE_COMMAND"
@@ -38,7 +35,7 @@ def utc_now() -> str:
 
 
 def job_id() -> str | None:
-    """Number of the Slurm job that this process belongs to: "17", "17_3" for a task of an array; None outside of jobs."""
+    """Number of the Slurm job that this process belongs to, as "17", or "17_3" in an array; None outside of jobs."""
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
     return os.environ.get("SLURM_JOB_ID")
@@ -48,8 +45,7 @@ def git_state() -> dict[str, Any]:
     """Commit of lmcore's code, and whether files that git tracks were changed since (None: unknown).
 
     The first that knows it: git, in lmcore's own checkout; commit.txt, into which `git archive` and the archives of
-    hosting sites write the commit; pip's note of an installation straight from a repository; the variable
-    LMCORE_GIT_COMMIT, for files that were copied in another way. `git_tree` tells in any case which files these are.
+    hosting sites write the commit; the variable LMCORE_GIT_COMMIT, for files that were copied in another way.
     """
     folder = Path(__file__).parents[1]
 
@@ -72,39 +68,10 @@ def said(program: str, *arguments: str) -> str | None:
 
 
 def exported_commit() -> str | None:
-    """The commit that an archive of the repository, or pip, has noted beside the code; None if neither has."""
+    """The commit that an archive of the repository has noted beside the code; None if none has."""
     file = Path(__file__).with_name(COMMIT_FILE)
     noted = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
-    if re.fullmatch("[0-9a-f]{40,64}", noted):
-        return noted
-    with contextlib.suppress(metadata.PackageNotFoundError, ValueError, OSError):
-        installed = metadata.distribution("lmcore")
-        if Path(str(installed.locate_file("lmcore"))).resolve() == Path(__file__).parent.resolve():
-            return json.loads(installed.read_text("direct_url.json") or "{}").get("vcs_info", {}).get("commit_id")
-    return None
-
-
-def git_tree(folder: str | os.PathLike | None = None) -> str:
-    """Git's id of the folder lmcore as it is on disk, made without git: what `git rev-parse COMMIT:lmcore` prints.
-
-    So the code behind a result can be found again even where the files were copied without their history, and a change
-    to them shows. Caches and hidden files do not count; commit.txt counts as it is in the repository.
-    """
-    entries = {}
-    for path in Path(folder or Path(__file__).parent).iterdir():
-        if path.name.startswith(".") or path.name == "__pycache__" or path.suffix == ".pyc":
-            continue
-        if not path.is_dir():
-            content = EXPORTED.encode() if path.name == COMMIT_FILE else path.read_bytes()
-            entries[path.name] = f"100644 {path.name}", git_id("blob", content)
-        elif (id := git_tree(path)) != EMPTY_TREE:  # git knows no empty folders
-            entries[f"{path.name}/"] = f"40000 {path.name}", id  # by which it sorts
-    return git_id("tree", b"".join(e.encode() + b"\0" + bytes.fromhex(id) for _, (e, id) in sorted(entries.items())))
-
-
-def git_id(kind: str, content: bytes) -> str:
-    """The id under which git keeps a blob or a tree."""
-    return hashlib.sha1(f"{kind} {len(content)}\0".encode() + content).hexdigest()
+    return noted if re.fullmatch("[0-9a-f]{40,64}", noted) else None
 
 
 def gpu_driver() -> str | None:
@@ -210,5 +177,4 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "packages": package_versions(),
         **git_state(),
-        "git_tree": git_tree(),
     }

@@ -79,28 +79,6 @@ def test_an_archive_carries_its_commit(house, tmp_path, monkeypatch):
     assert provenance.git_state() == {"git_commit": number, "git_dirty": None}
 
 
-def test_the_tree_is_gits_also_where_the_history_is_missing(house, tmp_path):
-    (house / "lmcore" / "cli").mkdir()
-    for name in ("cli.py", "cli/z.py", "cli-x.txt", "commit.txt"):
-        (house / "lmcore" / name).write_text(provenance.EXPORTED if name == "commit.txt" else name)
-    commit(house)
-    tree = git(house, "rev-parse", "HEAD:lmcore")
-    copy = shutil.copytree(house / "lmcore", tmp_path / "copy" / "lmcore")
-    (copy / "commit.txt").write_text("0" * 40)
-    for folder in ("__pycache__", "empty"):
-        (copy / folder).mkdir()
-    (copy / "__pycache__" / "z.pyc").write_text("")
-    assert provenance.git_tree(copy) == tree
-    (copy / "cli" / "z.py").write_text("changed")
-    assert provenance.git_tree(copy) != tree
-
-
-def test_the_tree_of_this_project_is_gits():
-    if not (PROJECT / ".git").exists() or git(PROJECT, "status", "--porcelain", "--", "lmcore"):
-        pytest.skip("no checkout, or lmcore holds changes")
-    assert provenance.git_tree() == git(PROJECT, "rev-parse", "HEAD:lmcore")
-
-
 def test_environment_holds_everything_and_is_json():
     environment = provenance.environment()
     wanted = "time_utc command python torch device driver platform cores packages git_commit git_dirty"

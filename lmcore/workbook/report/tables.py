@@ -33,7 +33,7 @@ CURVE_COLUMNS = ["step", "tokens", "seconds", "train_loss", "valid_loss", "lr", 
 
 ENVIRONMENT = (
     "device", "driver", "platform", "cores", "python", "torch", "cuda", "packages", "git_commit", "git_dirty",
-    "git_tree", "command",
+    "command",
 )  # fmt: skip
 """What the provenance of a table takes over from the environments of its runs."""
 
