@@ -277,7 +277,8 @@ def load_sharded(way: Alone, optimizer: Optimizer, folder: Path, world: World) -
     tensors = stored_tensors(way, moments)
     with warnings.catch_warnings(action="ignore"):
         try:
-            dcp.load(tensors, storage_reader=reader, process_group=world.group, no_dist=world.size == 1)
+            alone = world.size == 1
+            dcp.load(tensors, storage_reader=reader, process_group=None if alone else world.group, no_dist=alone)
         except dcp.CheckpointException as error:  # no Exception
             said = str(error).strip().splitlines()[-1]
             raise UserError(f"{folder} cannot be read by all ranks: {said}.") from error
