@@ -83,7 +83,6 @@ def _run(source: Path, target: Path, parameters: Mapping[str, Any], mark: str, s
                 kernel_manager_class=manager,
                 language="python",
                 cwd=source.parent,
-                progress_bar=sys.stderr.isatty(),
                 coalesce_streams=True,  # what a cell prints reaches the writeup in one piece
                 on_cell_execute=begin_cell,
             )

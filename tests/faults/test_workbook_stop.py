@@ -227,13 +227,8 @@ WITH_A_CHILD = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new
 
 @pytest.mark.parametrize(
     ("loop", "number"),
-    [
-        pytest.param(DEAF, signal.SIGUSR1, id="a cell that does not listen"),
-        pytest.param(WITH_A_CHILD, signal.SIGUSR1, id="a loop with a child in a session of its own"),
-        pytest.param(WITH_A_CHILD, signal.SIGHUP, id="hung up, a loop with a child in a session of its own"),
-        pytest.param(DEAF, signal.SIGINT, id="Ctrl-C, a cell that does not listen"),
-        pytest.param(WITH_A_CHILD, signal.SIGINT, id="Ctrl-C, a loop with a child in a session of its own"),
-    ],
+    [(DEAF, signal.SIGUSR1), (DEAF, signal.SIGINT), (WITH_A_CHILD, signal.SIGHUP)],
+    ids=["a cell that does not listen", "Ctrl-C, a cell that does not listen", "hung up, with a child in a session"],
 )
 def test_a_cell_without_training_is_interrupted(workbook, loop, number):
     book = workbook(code("import time; open('../begun', 'w').close()\n" + loop), code("1")).start()
