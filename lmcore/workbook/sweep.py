@@ -157,13 +157,16 @@ def _follow(
                 curves.update(now=over)
             time.sleep(0 if over else SECONDS_BETWEEN_LOOKS)
     except KeyboardInterrupt:
-        raise UserError(_interrupted(children, runs)) from None
+        _end(children)
+        raise UserError(
+            "Interrupted: training has ended, too; run this again to resume it from what is saved."
+        ) from None
     finally:
         progress.close()
 
 
-def _interrupted(children: list[subprocess.Popen], runs: Mapping[str, RunFolder]) -> str:
-    """Has the children end, at once where another interrupt comes meanwhile; says so, and what still runs."""
+def _end(children: list[subprocess.Popen]) -> None:
+    """Has the children save themselves and end, at once where another interrupt comes meanwhile."""
     for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
         with suppress(KeyboardInterrupt):
             for child in children:
@@ -171,11 +174,6 @@ def _interrupted(children: list[subprocess.Popen], runs: Mapping[str, RunFolder]
             for child in children:
                 child.wait()
             break
-    going = {run.name: run.status().get("pid") for run in runs.values() if run.is_busy()}
-    if going:
-        others = ", ".join(f"{name} in process {pid}" for name, pid in going.items())
-        return f"Interrupted. Still training: {others}; `kill` with that number stops one, which saves itself."
-    return "Interrupted: training has ended, too; run this again to resume it from what is saved."
 
 
 class LiveCurves:
