@@ -388,7 +388,13 @@ class Trainer:
         return {"valid_accuracy": found.accuracy, "valid_loss_by_position": by_position}
 
     def save(self) -> None:
-        """Saves everything that a resumed run needs, then removes checkpoints beyond the latest few."""
+        """Saves everything that a resumed run needs, then removes checkpoints beyond the latest few.
+
+        Raises `UserError` if the data were overwritten in place since they were opened: what was learned is not known.
+        """
+        with self.ranks.checked():
+            if self.ranks.is_first:
+                self.data.require_unchanged()
         model, optimizer = self.update.current()
         strategy, form = self.update.strategy, self.config.checkpoints
         self.metrics.start()

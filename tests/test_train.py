@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from parallel_runs import small_config
 
 import lmcore.trackers
 import lmcore.train
@@ -35,9 +36,12 @@ from lmcore.optimizer import build_optimizer
 from lmcore.profiling.workload import Workload, WorkloadConfig
 from lmcore.recipes import RECIPES, fast
 from lmcore.run import RunBusy, RunFolder
+from lmcore.text import END_OF_TEXT
+from lmcore.tokenizer import Tokenizer
 from lmcore.train import AsyncMetrics, PlainStep, Trainer, train, training_step
 from lmcore.workbook.sweep import is_finished
 
+BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
 TIMES = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}
 
 
@@ -860,3 +864,25 @@ def test_means_over_ranks_are_exact():
     metrics.start()
     assert metrics.read() == [(1, 0.1, torch.tensor(0.1).item(), 2.0)]
     assert seen == [torch.float64]
+
+
+def test_a_run_whose_data_is_overwritten_keeps_no_checkpoint_of_it(tmp_path, monkeypatch):
+    prepare("embedded", BYTES, tmp_path / "data", CorpusConfig(num_documents=40), progress=False)
+    config, run = small_config(tmp_path / "data"), RunFolder(tmp_path / "run")  # checkpoints at steps 4, 8 and 12
+    append = RunFolder.append_metrics
+
+    def overwriting(self, line):
+        append(self, line)
+        if line["step"] == 6:
+            with open(tmp_path / "data" / "train.bin", "r+b") as file:
+                file.write(b"\x07\x00")  # one id, another one
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "append_metrics", overwriting)
+        with pytest.raises(UserError, match=r"train\.bin has changed since it was prepared"):
+            train(config, run.path)
+    assert [path.name for path in run.checkpoints()] == ["step_00000004.pt"]
+    with pytest.raises(UserError, match=r"train\.bin has changed since it was prepared"):
+        train(config, run.path)
+    prepare("embedded", BYTES, tmp_path / "data", CorpusConfig(num_documents=40), progress=False)
+    assert train(config, run.path).state == "complete"
