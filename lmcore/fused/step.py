@@ -54,8 +54,8 @@ class FusedStep:
     sends the updated compute weight back (`sharding.Exchange`: layers go together where their owners are those of
     `owners_by_layer`); `current` brings the float32 parameters up to date, on all ranks at once. If `strategy` is
     `OurFSDP`, which has divided the model, a rank computes, receives and updates its rows of each matrix
-    (`sharding.Shards`). An optimizer serves the last step that was made with it. Raises `UserError` for a model or a `dtype` that is not
-    covered, an empty batch, and a `pipelined` step with another optimizer than `FusedAdamW`.
+    (`sharding.Shards`). An optimizer serves the last step that was made with it. Raises `UserError` for a model or a
+    `dtype` that is not covered, an empty batch, and a `pipelined` step with another optimizer than `FusedAdamW`.
     """
 
     scaler = torch.amp.GradScaler(enabled=False)
