@@ -1,10 +1,8 @@
 """Writes the tables of the README and of the pages beside results and benchmarks: every number is in a results file.
 
-`python results/tables.py` puts each table between the markers of its name in its page, and draws a timeline of memory.
+`python results/tables.py` puts each table between the markers of its name in its page.
 """
 
-import gzip
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -18,8 +16,7 @@ from lmcore.accounting import forward_flops_by_component
 from lmcore.config import describe_size, model_config
 from lmcore.errors import require
 from lmcore.files import atomic_write, read_json
-from lmcore.profiling.kernels.speed import fastest, judged, read_speed
-from lmcore.profiling.memory.timeline_html import write_timeline
+from lmcore.profiling.kernels.speed import fastest, rows_table
 from lmcore.workbook.parameters import PARAMETERS_FOLDER, read_parameters
 from lmcore.workbook.report.answers import (
     format_bytes,
@@ -93,6 +90,22 @@ def time_and_rate(row: pd.Series) -> str:
     return f"{format_significant(row['median'])} {row['unit']}" + (f", {rounded} {row['rate_unit']}" if rounded else "")
 
 
+def judged(target: dict[str, Any], rows: pd.DataFrame) -> dict[str, Any]:
+    """The target with what was `measured`, and whether it is `reached`; both None where it was not measured.
+
+    `measure` is a column of our row, or "rate over NAME": our rate divided by that contestant's in the same case.
+    """
+    rows = rows[rows["row"] == target["row"]]
+    ours, (column, _, other) = fastest(rows[rows["ours"]]), target["measure"].partition(" over ")
+    value = float("nan") if ours is None else ours[column]
+    if other:
+        value /= rows.loc[rows["contestant"] == other, column].astype(float).max()
+    if pd.isna(value):
+        return {**target, "measured": None, "reached": None}
+    reached = value <= target["at_most"] if "at_most" in target else value >= target["at_least"]
+    return {**target, "measured": float(value), "reached": bool(reached)}
+
+
 def verdict(target: dict[str, Any], rows: pd.DataFrame) -> str:
     """A target and whether it is reached; what was measured if it is not."""
     found = judged(target, rows)
@@ -110,7 +123,7 @@ def highlights() -> str:
     apart = (fitted["predicted_bytes"] / fitted["peak_bytes"] - 1).abs().groupby(fitted["mode"])
     apart, counted = (1e4 * apart.max()).map(math.ceil) / 100, apart.size()
     of_sizes = " and ".join(f"`{size}`" for size in fitted["size"].unique())
-    timed = read_speed(SPEED).rows
+    timed = rows_table(read_json(SPEED)["rows"])
     ours, baseline = losses.loc["best-at-budget"], losses.loc["reported"]
     made = [
         {
@@ -293,19 +306,17 @@ def sizes() -> str:
 
 def speed() -> str:
     """The fast path's benchmark cases with targets: ours, the best peer, and which targets are reached."""
-    recorded = read_speed(SPEED)
-    found = []
-    for name in dict.fromkeys(target["row"] for target in recorded.targets):
-        ours, peer = beside_peers(recorded.rows[recorded.rows["row"] == name])
+    recorded = read_json(SPEED)
+    rows, targets, found = rows_table(recorded["rows"]), recorded["targets"], []
+    for name in dict.fromkeys(target["row"] for target in targets):
+        ours, peer = beside_peers(rows[rows["row"] == name])
         found.append(
             {
                 "work": ours["work"],
                 "lmcore": time_and_rate(ours),
                 "best peer": f"{time_and_rate(peer)} ({peer['contestant']})",
                 "times as fast": format_significant(peer["median"] / ours["median"]),
-                "target": "; ".join(
-                    verdict(target, recorded.rows) for target in recorded.targets if target["row"] == name
-                ),
+                "target": "; ".join(verdict(target, rows) for target in targets if target["row"] == name),
             }
         )
     return markdown(found)
@@ -316,7 +327,7 @@ def contestants(like: str, index: Mapping[str, str], value: str, words: Callable
 
     `index` are the columns that tell the cases apart, and their names here; "–" is what did not fit or took no part.
     """
-    rows = read_speed(SPEED).rows
+    rows = rows_table(read_json(SPEED)["rows"])
     rows = rows[rows["row"].str.startswith(like)]
     wide = rows.pivot(index=[*index], columns="contestant", values=value)[rows["contestant"].unique()]
     shown = wide.map(lambda number: "–" if pd.isna(number) else words(number)).reset_index().rename(columns=index)
@@ -532,15 +543,7 @@ def with_tables(page: str) -> str:
     return text
 
 
-def timeline_page(folder: Path) -> Path:
-    """The active memory timeline of a training step of 2.7b as a page for the browser, from the record of that step."""
-    record = H200 / "timelines" / "memory_2.7b-512-fp32-train_step.json.gz"
-    profile, page = json.loads(gzip.decompress(record.read_bytes())), "memory_timeline_2.7b_training_step.html"
-    return write_timeline(profile, folder / page, "Active memory of a training step of 2.7b, context 512")
-
-
 if __name__ == "__main__":
-    timeline_page(PROJECT / "writeup" / "h200")
     for page in PAGES:
         made = with_tables(page)
         with atomic_write(PROJECT / page, "w") as file:

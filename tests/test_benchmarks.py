@@ -14,12 +14,12 @@ from lmcore.config import model_config
 from lmcore.errors import UserError
 from lmcore.model import TransformerLM
 from lmcore.profiling.kernels.measuring import Absent, Contestant
-from lmcore.profiling.kernels.speed import fastest, judged, read_speed, rows_table
+from lmcore.profiling.kernels.speed import fastest, rows_table
 
 PROJECT = Path(__file__).parents[1]
 RECORD = PROJECT / "results" / "h200" / "speed.json"
 RECORDED = json.loads(RECORD.read_text())
-sys.path.insert(0, str(PROJECT / "benchmarks"))
+sys.path[:0] = [str(PROJECT / "benchmarks"), str(PROJECT / "results")]
 
 import benchmark_cases  # noqa: E402
 import kernel_peers  # noqa: E402
@@ -27,6 +27,7 @@ from benchmark_cases import OURS, BenchmarkCase, Conditions, blank_row, timed_ro
 from parallel import middle  # noqa: E402
 from peers import llama  # noqa: E402
 from speed import keep, main  # noqa: E402
+from tables import judged  # noqa: E402
 
 TOY = Conditions("cpu", True, 0.01, {"copy_bytes_per_second": 1e10, "bf16_flops_per_second": 1e11})
 CASE = BenchmarkCase("work", "group", "some work", "", {})
@@ -84,7 +85,6 @@ def test_a_new_run_makes_the_rows_that_the_tables_show():
         case = cases[row["row"]]
         assert (case.group, case.work, case.settings) == (row["group"], row["work"], row["settings"])
         assert row["contestant"] in case.settings.get("contestants", [row["contestant"]])
-    assert len(read_speed(RECORD).rows) == len(RECORDED["rows"])
 
 
 def test_hugging_face_has_the_weights_of_our_model():

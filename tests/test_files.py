@@ -103,6 +103,8 @@ def on_disk(mount: str, setup: str, block: str, tmp_path: Path) -> str:
     disk.mkdir()
     imports = (
         f"import os, sys\nfrom pathlib import Path\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from parallel_runs import small_config\nfrom lmcore.cli.application import main\n"
+        "from lmcore.train import train\n"
         f"from test_files import *\ndisk = Path({str(disk)!r})\n"
     )
     names = ("setup", "block")

@@ -132,7 +132,7 @@ def test_what_the_explicit_step_does_not_cover_trains_as_plain_operations(traine
     if config.parallel == "fsdp":
         rank, sentence = refused(trainers.train(replace(config, model__checkpoint_every=1), tmp_path / "refused", 2))
         assert rank == 0
-        assert "only the fused step recomputes (model.checkpoint_every), and it does not cover d_model=24" in sentence
+        assert "model.checkpoint_every: only the fused step does, and it does not cover d_model=24" in sentence
 
 
 def test_bf16_is_that_of_one_process_up_to_its_rounding(trainers, data, tmp_path):

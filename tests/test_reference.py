@@ -24,11 +24,6 @@ def test_kinds_of_faults_are_counted_together():
     assert (counts["tried"] == counts["survived"] + counts["refused"] + counts["lost"]).all()
 
 
-def test_the_committed_timeline_is_made_from_the_committed_record(tmp_path):
-    made = tables.timeline_page(tmp_path)
-    assert made.read_text(encoding="utf-8") == (PROJECT / "writeup" / "h200" / made.name).read_text(encoding="utf-8")
-
-
 def test_a_page_without_markers_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "PROJECT", tmp_path)
     (tmp_path / "README.md").write_text("nothing")
@@ -37,8 +32,9 @@ def test_a_page_without_markers_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_target_is_judged_by_what_was_measured():
-    recorded = tables.read_speed(tables.SPEED)
-    verdicts = [tables.verdict(target, recorded.rows) for target in recorded.targets[:3]]
+    recorded = tables.read_json(tables.SPEED)
+    rows = tables.rows_table(recorded["rows"])
+    verdicts = [tables.verdict(target, rows) for target in recorded["targets"][:3]]
     assert [verdict.rpartition(": ")[2][:6] for verdict in verdicts] == ["yes", "**no**", "**no**"]
 
 
