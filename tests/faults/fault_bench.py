@@ -17,6 +17,7 @@ from typing import Any
 
 from lmcore.checkpoint import digest, read_checkpoint, read_weights
 from lmcore.config import OptimizerConfig, TrainConfig, model_config
+from lmcore.distributed.sharded_checkpoint import sharded_reader
 from lmcore.errors import EXIT_CODES, EXIT_USER_ERROR, UserError
 from lmcore.run import RunFolder
 
@@ -53,6 +54,7 @@ class Bench:
 
     def __init__(self, folder: Path):
         import torch
+import torch.distributed.checkpoint as dcp
 
         from lmcore.data import CorpusConfig, prepare
         from lmcore.train import train
@@ -146,10 +148,21 @@ def train_here(config: TrainConfig, folder: Path, log: Path, prepare: Callable[[
         sys.exit(EXIT_USER_ERROR)
 
 
+def sharded_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a sharded checkpoint, of the model and of the optimizer, whole."""
+    reader = sharded_reader(folder)
+    known = reader.read_metadata().state_dict_metadata.items()
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in known}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
 def results(run: RunFolder) -> dict[str, Any]:
     """All that a run is for, times left out."""
     status, newest = run.status(), run.checkpoints()[0]
     state = read_checkpoint(newest)
+    if newest.is_dir():
+        state |= {"model": sharded_tensors(newest)}
     best, best_notes = read_weights(run.best_weights)
     return {
         "state": status["state"],
@@ -157,7 +170,7 @@ def results(run: RunFolder) -> dict[str, Any]:
         "last": digest(read_weights(run.last_weights)[0]),
         "best": (digest(best), best_notes),
         "metrics": [{k: v for k, v in line.items() if k not in TIMES} for line in run.metrics_lines()],
-        "training state": digest({key: state[key] for key in ("iteration", "model", "optimizer")}),
+        "training state": digest({key: state[key] for key in ("iteration", "model", "optimizer") if key in state}),
         "generators": digest(state["extra"]["rng"]),
         "checkpoints": (newest.name, len(run.checkpoints())),  # a stop saves one more, at a step of its own
         "leftovers": [path.name for path in run.path.rglob("*.tmp")],
