@@ -54,7 +54,6 @@ class Bench:
 
     def __init__(self, folder: Path):
         import torch
-import torch.distributed.checkpoint as dcp
 
         from lmcore.data import CorpusConfig, prepare
         from lmcore.train import train
@@ -148,8 +147,11 @@ def train_here(config: TrainConfig, folder: Path, log: Path, prepare: Callable[[
         sys.exit(EXIT_USER_ERROR)
 
 
-def sharded_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def sharded_tensors(folder: Path) -> "dict[str, torch.Tensor]":
     """All tensors of a sharded checkpoint, of the model and of the optimizer, whole."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
     reader = sharded_reader(folder)
     known = reader.read_metadata().state_dict_metadata.items()
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in known}
