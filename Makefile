@@ -29,10 +29,10 @@ help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 	@echo 'For example: make workbook SCALE=gpu DATA=path/to/stories OUT=runs/full'
 
-install: $(INSTALLED)  ## only .venv with lmcore in it
+install: $(INSTALLED)  ## only .venv with lmcore and the workbook in it
 
 workbook: $(INSTALLED)  ## execute all notebooks and make the writeup (SCALE=smoke|laptop|gpu DATA= OUT= NOTEBOOKS=)
-	@$(BIN)/lmcore workbook --scale "$(SCALE)" --data "$(DATA)" --out "$(OUT)" \
+	@$(BIN)/workbook run --scale "$(SCALE)" --data "$(DATA)" --out "$(OUT)" \
 	  $(if $(strip $(NOTEBOOKS)),--notebooks $(NOTEBOOKS))
 
 # The machine whose tables in results/ are read: nothing is measured, so a CPU is enough.
@@ -43,9 +43,9 @@ RECORDED = $(shell sed -n 's/^ "\([0-9][0-9]_[a-z_]*\)": {$$/\1/p' results/$(MAC
 record: $(INSTALLED)  ## render the notebooks from the tables in results/h200 into writeup/h200 and figures/h200
 	@$(if $(strip $(NOTEBOOKS)),,rm -rf runs/record)
 	@$(foreach name,$(filter-out $(RECORDED),$(NUMBERED)),echo '$(name) has no records in results/$(MACHINE) yet: it is left out.';)
-	@$(BIN)/lmcore workbook --scale gpu --out runs/record --no-writeup \
+	@$(BIN)/workbook run --scale gpu --out runs/record --no-writeup \
 	  --parameters 'records="$(CURDIR)/results/$(MACHINE)"' --notebooks $(or $(strip $(NOTEBOOKS)),$(RECORDED))
-	@$(BIN)/lmcore writeup runs/record --to writeup/$(MACHINE)
+	@$(BIN)/workbook writeup runs/record --to writeup/$(MACHINE)
 	@mkdir -p figures
 	@rm -rf figures/$(MACHINE) && mv writeup/$(MACHINE)/figures figures/$(MACHINE)
 
@@ -77,24 +77,24 @@ official: $(INSTALLED)  ## the course's own tests of assignment 2, or of another
 	@$(BIN)/python tests/official.py "$(A2)"
 
 handin: $(INSTALLED)  ## the hand-in of the newest writeup, or of OUT: handin/code.zip (NAMES=cse599o|cs336)
-	@$(BIN)/lmcore handin $(if $(filter-out file,$(origin OUT) $(origin SCALE)),"$(OUT)") --names "$(NAMES)"
+	@$(BIN)/workbook handin $(if $(filter-out file,$(origin OUT) $(origin SCALE)),"$(OUT)") --names "$(NAMES)"
 
 lab: $(INSTALLED)  ## JupyterLab in notebooks/
 	$(BIN)/jupyter lab --notebook-dir . notebooks
 
 refresh-notebooks: $(INSTALLED)  ## execute the notebooks at their defaults and rewrite their committed outputs
-	@$(BIN)/lmcore refresh
+	@$(BIN)/workbook refresh
 
 clean:  ## remove .venv and caches; runs/ and data/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml workbook/pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then \
 	  echo 'No Python from 3.11 on with venv was found: install one (on Debian and Ubuntu with python3-venv), or name it with make PYTHON=/path/to/python3.' >&2; exit 2; fi
 	@if [ ! -x $(BIN)/python ]; then echo "Making $(VENV) with $$($(PYTHON) --version)."; $(PYTHON) -m venv $(VENV); fi
 	@echo 'Installing lmcore and its dependencies into $(VENV) (a few minutes the first time).'
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' \
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' -e ./workbook \
 	  | sed -En 's/^(Downloading .*MB\)|Installing collected packages|Installing build).*/  \1/p'
-	@git config filter.notebook.clean '$(BIN)/python -m lmcore.workbook.notebook' 2>/dev/null || true  # see .gitattributes
+	@git config filter.notebook.clean '$(BIN)/python -m workbook.notebook' 2>/dev/null || true  # see .gitattributes
 	@touch $@

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lmcore.accounting import parameter_counts
 from lmcore.config import model_config
-from lmcore.fused.decoder import FusedDecoder
+from lmcore.fast.decoder import FusedDecoder
 from lmcore.model import TransformerLM
 from lmcore.profiling.kernels.measuring import Absent, Contestant
 

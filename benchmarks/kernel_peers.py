@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lmcore.kernels.cross_entropy import linear_cross_entropy
+from lmcore.fast.kernels.cross_entropy import linear_cross_entropy
 from lmcore.profiling.kernels import cases, optimizer
 from lmcore.profiling.kernels.measuring import Absent, Contestant
 

@@ -54,20 +54,20 @@ from lmcore.train import training_step
 WORKS = {
     "tinystories-256x256": ("tinystories", 256, 256),
     "large-4x1024": ("large", 1024, 4),
-    "xl-2026-4x512": ("xl-2026", 512, 4),
+    "2.7b-4x512": ("2.7b", 512, 4),
     "tinystories-256x256 in all": ("tinystories", 256, 256),
 }
 """Model size, context, and sequences of each rank or in all."""
 
 LMCORE = {
-    "lmcore explicit step, ddp": {"ops": "fused", "parallel": "ddp"},
-    "lmcore explicit step, zero1": {"ops": "fused", "parallel": "zero1"},
-    "lmcore explicit step, fsdp": {"ops": "fused", "parallel": "fsdp"},
-    "lmcore explicit step, fsdp, recomputing": {"ops": "fused", "parallel": "fsdp", "model__checkpoint_every": 1},
-    "lmcore ddp": {"parallel": "ddp"},
-    "lmcore zero1": {"parallel": "zero1"},
-    "lmcore fsdp": {"parallel": "fsdp"},
-    "lmcore torch-fsdp2": {"parallel": "torch-fsdp2"},
+    "lmcore explicit step, ddp": {"ops": "fused", "strategy": "ddp"},
+    "lmcore explicit step, zero1": {"ops": "fused", "strategy": "zero1"},
+    "lmcore explicit step, fsdp": {"ops": "fused", "strategy": "fsdp"},
+    "lmcore explicit step, fsdp, recomputing": {"ops": "fused", "strategy": "fsdp", "model__checkpoint_every": 1},
+    "lmcore ddp": {"strategy": "ddp"},
+    "lmcore zero1": {"strategy": "zero1"},
+    "lmcore fsdp": {"strategy": "fsdp"},
+    "lmcore torch-fsdp2": {"strategy": "torch-fsdp2"},
 }
 """Our contestants, as `lmcore train` has them."""
 
@@ -182,7 +182,7 @@ def steps(work: str, name: str, device: torch.device, toy: bool) -> dict[str, An
     if run["outcome"] != "complete":
         return run
     chosen = replace(config, batch_size=rows, **LMCORE.get(name, {}))
-    share = None if chosen.parallel == "ddp" or name.endswith("DDP") else ranks
+    share = None if chosen.strategy == "ddp" or name.endswith("DDP") else ranks
     reason = refusal(bound(chosen, chosen.ops), peak, run["seconds"], device_name(device), share)
     if reason is not None:
         return {"outcome": "failed", "reason": reason}
@@ -203,7 +203,7 @@ def contestant(
     model = TransformerLM(chosen.model, device=device)
     if name in LMCORE:
         # compiling a deep model as a whole takes minutes; the explicit step needs no compiler
-        compiled = not toy and chosen.parallel != "fsdp" and chosen.model.num_layers <= 12
+        compiled = not toy and chosen.strategy != "fsdp" and chosen.model.num_layers <= 12
         chosen = replace(chosen, compile=compiled)
         step, reason = training_step(model, chosen, dist.get_world_size())
         require(reason is None, f"The explicit step does not cover {reason}.")

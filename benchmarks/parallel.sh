@@ -19,13 +19,13 @@ measure() { # number of processes, works, and -- before the contestants
 ours=("lmcore explicit step, ddp" "lmcore explicit step, zero1" "lmcore explicit step, fsdp")
 peers=("HF compiled, torch DDP" "HF compiled, FSDP2")
 times=3 # in turns
-measure "$gpus" xl-2026-4x512 -- "${ours[@]}" "lmcore explicit step, fsdp, recomputing" "${peers[@]}"
+measure "$gpus" 2.7b-4x512 -- "${ours[@]}" "lmcore explicit step, fsdp, recomputing" "${peers[@]}"
 times=1
 measure "$gpus" tinystories-256x256 large-4x1024 -- "${ours[@]}" "${peers[@]}"
 measure "$gpus" "tinystories-256x256 in all" all-reduce -- "${ours[0]}" NCCL "lmcore ring"
 for peer in "HF compiled + CUDA graph, FSDP2" "HF compiled + CUDA graph, torch DDP"; do
-  for work in xl-2026-4x512 large-4x1024 tinystories-256x256; do measure "$gpus" "$work" -- "$peer"; done
+  for work in 2.7b-4x512 large-4x1024 tinystories-256x256; do measure "$gpus" "$work" -- "$peer"; done
 done
-measure 1 xl-2026-4x512 -- "${ours[0]}" "${ours[2]}"
+measure 1 2.7b-4x512 -- "${ours[0]}" "${ours[2]}"
 measure 1 tinystories-256x256 large-4x1024 "tinystories-256x256 in all" -- "${ours[0]}"
-measure "$gpus" xl-2026-4x512 -- "lmcore ddp" "lmcore zero1" "lmcore fsdp" "lmcore torch-fsdp2"
+measure "$gpus" 2.7b-4x512 -- "lmcore ddp" "lmcore zero1" "lmcore fsdp" "lmcore torch-fsdp2"

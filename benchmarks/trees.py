@@ -28,10 +28,10 @@ if CASE not in sys.argv:  # the process of a tree has that tree's lmcore
 
 import lmcore  # noqa: E402
 from lmcore.config import model_config  # noqa: E402
-from lmcore.fused.decoder import FusedDecoder  # noqa: E402
-from lmcore.fused.step import FusedStep  # noqa: E402
-from lmcore.kernels.adamw import FusedAdamW  # noqa: E402
-from lmcore.kernels.attention import flash_attention  # noqa: E402
+from lmcore.fast.decoder import FusedDecoder  # noqa: E402
+from lmcore.fast.kernels.adamw import FusedAdamW  # noqa: E402
+from lmcore.fast.kernels.attention import flash_attention  # noqa: E402
+from lmcore.fast.step import FusedStep  # noqa: E402
 from lmcore.model import TransformerLM  # noqa: E402
 
 REPEAT_SECONDS = 0.2

@@ -5,6 +5,7 @@ import math
 import types
 import typing
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal, TypeVar
 
 from lmcore.errors import require, require_path, require_positive, require_seed
@@ -83,7 +84,6 @@ MODEL_SIZES: dict[str, dict[str, int]] = {
     "large": _size(1280, 5120, 36, 20),
     "xl": _size(1600, 6400, 48, 25),
     "2.7b": _size(2560, 10240, 32, 32),
-    "xl-2026": _size(2560, 10240, 32, 32),
     "10b": _size(4608, 12288, 50, 36),
     "8b": _size(4096, 11008, 34, 32),
     # few, wide layers of as many parameters as xl: matmuls this large leave little to anything else
@@ -93,23 +93,6 @@ MODEL_SIZES: dict[str, dict[str, int]] = {
     "smoke": _size(64, 192, 2, 4),
 }
 """Named sizes; `model_config(name, ...)` completes one with vocabulary, context length and switches."""
-
-HANDOUTS = {
-    "tinystories": "CSE599-O A1 §7.2",
-    **dict.fromkeys(("small", "medium", "large"), "CS336 A2"),
-    **dict.fromkeys(("xl", "2.7b"), "CS336 A2 (2025)"),
-    "xl-2026": "CS336 A2 (2026), called xl there",
-    "10b": "CS336 A2 (2026)",
-    "8b": "CS336 A2 (2026), leaderboard",
-}
-"""The handouts of named sizes; the others are our own."""
-
-
-def describe_size(name: str) -> str:
-    """The handout and the shape of a named size, as tables of it have them."""
-    size = model_config(name)
-    shape = f"d_model {size.d_model:,}, d_ff {size.d_ff:,}, {size.num_layers} layers, {size.num_heads} heads"
-    return f"`{name}` ({HANDOUTS[name]}; {shape})" if name in HANDOUTS else f"`{name}` ({shape})"
 
 
 def model_config(size: str, **overrides: Any) -> ModelConfig:
@@ -189,7 +172,7 @@ class TrainConfig:
     """plain: PyTorch's operations and autograd; fused: our kernels in an explicit step, where they cover the model."""
     compile: bool = False
     """torch.compile, for what runs as plain operations."""
-    parallel: Literal["none", "ddp", "zero1", "fsdp", "torch-ddp", "torch-fsdp2"] = "none"
+    strategy: Literal["none", "ddp", "zero1", "fsdp", "torch-ddp", "torch-fsdp2"] = "none"
     """How the processes that torchrun started divide the work: ours, or PyTorch's. Each has a part of the batch; zero1
     divides the optimizer's state, too, and fsdp the weights; ops=fused covers ddp and, with AdamW, zero1 and fsdp."""
     deterministic: bool = False
@@ -203,12 +186,12 @@ class TrainConfig:
         )
         require_path("data", self.data)
         require_seed(self.seed)
-        obstacle = self._parallel_obstacle()
-        require(obstacle is None, f"parallel={self.parallel} does not cover {obstacle}; choose another --parallel.")
+        obstacle = self._strategy_obstacle()
+        require(obstacle is None, f"strategy={self.strategy} does not cover {obstacle}; choose another --strategy.")
 
-    def _parallel_obstacle(self) -> str | None:
+    def _strategy_obstacle(self) -> str | None:
         """What of these settings their way of dividing the work does not cover."""
-        sharded, ours = self.parallel in ("fsdp", "torch-fsdp2"), self.parallel == "fsdp"
+        sharded, ours = self.strategy in ("fsdp", "torch-fsdp2"), self.strategy == "fsdp"
         every = self.model.checkpoint_every
         obstacles = {
             "optimizer.name=muon, which needs whole matrices": sharded and self.optimizer.name == "muon",
@@ -333,3 +316,14 @@ def replace(config: Config, **changes: Any) -> Config:
     require(not unknown, f"{type(config).__name__} has no field {', '.join(unknown)}.")
     flat |= {section: replace(getattr(config, section), **values) for section, values in nested.items()}
     return dataclasses.replace(config, **flat)
+
+
+def named(entry: Any) -> Any:
+    """What an entry of a table of names stands for: itself, or what its dotted path "module:name" leads to.
+
+    So a module is imported only by those who ask for what it holds.
+    """
+    if not isinstance(entry, str):
+        return entry
+    module, _, name = entry.partition(":")
+    return getattr(import_module(module), name)

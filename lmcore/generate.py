@@ -1,6 +1,5 @@
 """Decoding: the key-value cache, the loop that samples one token after another, and texts (CSE599-O A1 section 6)."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,12 +9,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lmcore.config import GenerateConfig
+from lmcore.config import GenerateConfig, named
 from lmcore.device import autocast, require_precision
 from lmcore.errors import UserError, require
 from lmcore.model import TransformerLM, evaluating
 from lmcore.sampling import sample_next
 from lmcore.tokenizer import Tokenizer
+
+FUSED = "lmcore.fast.generation:fused_generate"
+"""Decoding for `GenerateConfig.ops` "fused"."""
 
 
 class KVCache:
@@ -127,7 +129,7 @@ def generate(
       from 0 again, and grows from there. The rule is the same with and without the KV cache, and so are the tokens.
     - `on_token(row, id)` is called as soon as a token of the output is there.
     - `num_ids`: ids from this one on are never sampled (a model's vocabulary may be padded to a round size).
-    - With `config.ops` "fused" the decoder of `lmcore.fused` makes the same tokens (up to rounding of the logits) where
+    - With `config.ops` "fused" the decoder of `lmcore.fast` makes the same tokens (up to rounding of the logits) where
       it covers the model; a line on stderr says where it does not. `on_token` comes a few tokens later then.
 
     The model is in evaluation mode meanwhile, and then as it was. `config.precision` is the precision; with its fp32
@@ -145,11 +147,10 @@ def generate(
         require_precision(device, config.precision)
     if config.ops == "fused":
         with autocast(device, config.precision):
-            if (dtype := _fused_dtype(model, config)) is not None:
-                from lmcore.fused.generation import fused_generate
-
-                return fused_generate(model, windows, config, dtype, eot_id, on_token, num_ids)
-    outputs: list[list[int]] = [[] for _ in windows]
+            outputs = named(FUSED)(model, windows, config, eot_id, on_token, num_ids)
+        if outputs is not None:
+            return outputs
+    outputs = [[] for _ in windows]
     generators = [torch.Generator().manual_seed(config.seed + row) for row in range(len(windows))]
     context = model.config.context_length
     forward: Callable = partial(plain_forward, model)
@@ -174,22 +175,6 @@ def generate(
                     going.append(row)
             active = going
     return outputs
-
-
-def _fused_dtype(model: TransformerLM, config: GenerateConfig) -> torch.dtype | None:
-    """The precision that the fused decoder would work in, autocast's if it is on; None, and why, if it cannot."""
-    from lmcore.fused.decoder import unsupported_reason
-
-    require(config.kv_cache, "The fused decoder always has a KV cache: leave kv_cache on, or take ops=plain.")
-    weight = model.token_embeddings.weight
-    device, dtype = weight.device.type, weight.dtype
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    reason = unsupported_reason(model.config, dtype)
-    if reason is not None:
-        print(f"Decoding with plain operations, as the fused decoder does not cover {reason}.", file=sys.stderr)
-        return None
-    return dtype
 
 
 def _checked(index: int, prompt: Sequence[int], model: TransformerLM, eot_id: int | None) -> list[int]:

@@ -4,7 +4,6 @@ Of `torch.nn` only `Parameter`, containers and `init.trunc_normal_` are used. St
 Shape letters in comments: B batch, T positions, H heads, D d_model, K head size.
 """
 
-import importlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,21 +15,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lmcore.config import ModelConfig
+from lmcore.config import ModelConfig, named
 from lmcore.errors import UserError
 from lmcore.functional import at_least_float32, dropout, scaled_dot_product_attention, silu
 
 ATTENTION_KERNELS = {
-    "flash": "lmcore.kernels.attention:flash_attention",
-    "sdpa": "lmcore.kernels.sdpa:fused_causal_attention",
+    "flash": "lmcore.fast.kernels.attention:flash_attention",
+    "sdpa": "lmcore.fast.kernels.sdpa:fused_causal_attention",
 }
 """Where the kernels of `ModelConfig.attention` are found, module and function: imported when a layer first asks."""
 
 
 def attention_kernel(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Causal attention (..., heads, seq, d_k) that never materializes the scores (Dao et al. 2022)."""
-    module, _, function = ATTENTION_KERNELS[name].partition(":")
-    return getattr(importlib.import_module(module), function)
+    return named(ATTENTION_KERNELS[name])
 
 
 @runtime_checkable

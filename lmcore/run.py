@@ -18,7 +18,7 @@ from lmcore.files import Busy, is_locked, leftovers, locked, not_a_pipe, read_js
 from lmcore.provenance import utc_now
 
 FREE_TO_CHANGE = {
-    "data", "device", "trackers", "keep_checkpoints", "checkpoint_interval", "checkpoints", "parallel",
+    "data", "device", "trackers", "keep_checkpoints", "checkpoint_interval", "checkpoints", "strategy",
 }  # fmt: skip
 """Fields that a resumed run may change: they change its numbers by no more than rounding (data is compared by its
 fingerprint)."""

@@ -1,6 +1,5 @@
 """One training step: forward, backward, clip, update (CSE599-O A1 section 5.3); and the names that lead to others."""
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lmcore.alone import Alone
-from lmcore.config import TrainConfig
+from lmcore.config import TrainConfig, named
 from lmcore.device import autocast
 from lmcore.errors import UserError
 from lmcore.functional import cross_entropy
@@ -37,7 +36,7 @@ class PlainStep:
     def uncovered(config: TrainConfig, ranks: int) -> str | None:
         """What of a configuration this step does not cover; None: nothing."""
         recomputes = config.model.checkpoint_every is not None
-        return "model.checkpoint_every" if ranks > 1 and config.parallel == "fsdp" and recomputes else None
+        return "model.checkpoint_every" if ranks > 1 and config.strategy == "fsdp" and recomputes else None
 
     def loss(self, inputs: Tensor, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
         """Mean cross-entropy in nats per token of (batch, context) ids, and what is minimized; nothing is compiled."""
@@ -73,24 +72,16 @@ class PlainStep:
         """Nothing to give up; see `FusedStep.release`."""
 
 
-STEPS: dict[str, Any] = {"plain": PlainStep, "fused": "lmcore.fused.step:FusedStep"}
+STEPS: dict[str, Any] = {"plain": PlainStep, "fused": "lmcore.fast.step:FusedStep"}
 """By the name of `TrainConfig.ops`: a class, or the path to one that only those import who ask for it."""
 
 STRATEGIES = "lmcore.distributed.strategies:STRATEGIES"
-"""How several ranks divide the work, by the name of `TrainConfig.parallel`; one rank is `Alone`."""
-
-
-def named(entry: Any) -> Any:
-    """What an entry of such a table stands for: itself, or what its dotted path "module:name" leads to."""
-    if not isinstance(entry, str):
-        return entry
-    module, _, name = entry.partition(":")
-    return getattr(import_module(module), name)
+"""How several ranks divide the work, by the name of `TrainConfig.strategy`; one rank is `Alone`."""
 
 
 def strategy_of(config: TrainConfig, ranks: int) -> type[Alone]:
     """The class of the configured strategy; with one rank there is nothing to divide."""
-    return named(STRATEGIES)[config.parallel] if ranks > 1 else Alone
+    return named(STRATEGIES)[config.strategy] if ranks > 1 else Alone
 
 
 def training_step(model: TransformerLM, config: TrainConfig, ranks: int = 1) -> tuple[Any, str | None]:
@@ -105,6 +96,6 @@ def training_step(model: TransformerLM, config: TrainConfig, ranks: int = 1) -> 
             return kind.from_config(model, config, ranks), (reasons or [None])[0]
         reasons.append(reason)
     raise UserError(
-        f"parallel={config.parallel} does not cover {reasons[1]}: only the fused step does, and it does not cover "
+        f"strategy={config.strategy} does not cover {reasons[1]}: only the fused step does, and it does not cover "
         f"{reasons[0]}."
     )

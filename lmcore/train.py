@@ -42,7 +42,7 @@ from lmcore.optimizer import get_lr_cosine_schedule
 from lmcore.progress import Progress
 from lmcore.provenance import environment, job_id
 from lmcore.run import FollowedRun, RunFolder, RunResult, flatten, is_complete, newest_checkpoint
-from lmcore.step import PlainStep, named, training_step
+from lmcore.step import PlainStep, training_step
 from lmcore.stopping import StopEvent, Stopped, stop_signals
 from lmcore.trackers import open_trackers
 
@@ -66,7 +66,7 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
     configuration, a folder in use, one whose damage cannot be repaired, data that does not fit the model, a device that
     is not there, or a full disk; the same call then resumes from the last checkpoint.
 
-    With `config.parallel`, in processes that a launcher started, each of them calls this. What one refuses ends the
+    With `config.strategy`, in processes that a launcher started, each of them calls this. What one refuses ends the
     others by `SystemExit`; a process that waits in a collective for one that has died is ended as a whole
     (`lmcore.distributed.watch`).
     """
@@ -97,7 +97,7 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
 
 def joined(config: TrainConfig) -> AbstractContextManager[OneRank]:
     """The ranks of the run. A run that is not parallel looks at no launcher, but for torchrun's, which it refuses."""
-    launched = config.parallel != "none" or "TORCHELASTIC_RUN_ID" in os.environ
+    launched = config.strategy != "none" or "TORCHELASTIC_RUN_ID" in os.environ
     return named(RANKS)(config) if launched else nullcontext(ALONE)
 
 
@@ -145,7 +145,7 @@ def _train(
 
 def lack_of_memory(config: TrainConfig, device: torch.device, ranks: OneRank) -> str | None:
     """Why a rank cannot have enough memory, where each has all weights; the same on all."""
-    if ranks.size > 1 and config.parallel not in ("ddp", "torch-ddp"):
+    if ranks.size > 1 and config.strategy not in ("ddp", "torch-ddp"):
         return next(filter(None, ranks.gather(None)), None)
     rows = config.batch_size // ranks.size
     needed, parameters = least_training_bytes(replace(config, batch_size=rows)), num_parameters(config.model)

@@ -15,8 +15,8 @@ import matplotlib
 from IPython.core.interactiveshell import InteractiveShell
 
 from lmcore.errors import UserError
-from lmcore.workbook.notebook import code_cells, read_notebook
-from lmcore.workbook.parameters import find_notebooks, find_project, resolve_parameters
+from workbook.notebook import code_cells, read_notebook
+from workbook.parameters import find_notebooks, find_project, resolve_parameters
 
 BEGINNING = 4
 """Code cells: parameters, `begin_notebook`, imports, and `start`."""

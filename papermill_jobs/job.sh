@@ -28,7 +28,7 @@ supervise() {
   if was_interrupted "$code" && is_to_resume; then
     code=$INTERRUPTED
     # Slurm ends the processes of a job that it queues again, before this one could say so
-    (trap '' TERM && exec lmcore requeue "$OUT" --job "$JOB" --attempts "$ATTEMPTS") || true
+    (trap '' TERM && exec workbook requeue "$OUT" --job "$JOB" --attempts "$ATTEMPTS") || true
   fi
   exit "$code"
 }

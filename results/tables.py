@@ -13,21 +13,22 @@ from typing import Any
 import pandas as pd
 
 from lmcore.accounting import forward_flops_by_component
-from lmcore.config import describe_size, model_config
+from lmcore.config import model_config
 from lmcore.errors import require
 from lmcore.files import atomic_write, read_json
-from lmcore.profiling.kernels.speed import fastest, rows_table
-from lmcore.workbook.parameters import PARAMETERS_FOLDER, read_parameters
-from lmcore.workbook.report.answers import (
+from lmcore.formatting import (
     format_bytes,
     format_count,
     format_percent,
     format_seconds,
     format_significant,
 )
-from lmcore.workbook.report.coverage import Answered, Problem, counts, coverage, coverage_markdown
-from lmcore.workbook.report.tables import read_results
-from lmcore.workbook.report.timings import timed
+from lmcore.profiling.kernels.speed import fastest, rows_table
+from lmcore.profiling.readable import timed
+from lmcore.results import read_results
+from workbook.parameters import PARAMETERS_FOLDER, read_parameters
+from workbook.report.coverage import Answered, Problem, counts, coverage, coverage_markdown
+from workbook.report.sizes import describe_size
 
 PROJECT = Path(__file__).parents[1]
 H200 = PROJECT / "results" / "h200"
@@ -404,7 +405,7 @@ def times_as_fast(theirs: pd.Series, ours: pd.Series) -> str:
 def beside_fsdp2(rows: pd.DataFrame) -> str:
     """How the explicit step with everything divided compares with FSDP2 on the most GPUs."""
     most = rows["ranks"].max()
-    of = rows[(rows["work"] == "xl-2026-4x512") & (rows["ranks"] == most)].set_index("contestant")
+    of = rows[(rows["work"] == "2.7b-4x512") & (rows["ranks"] == most)].set_index("contestant")
     found = []
     for peer in ("HF compiled + CUDA graph, FSDP2", "HF compiled, FSDP2"):
         for name in ("lmcore explicit step, fsdp", "lmcore explicit step, fsdp, recomputing"):
@@ -416,7 +417,7 @@ def beside_fsdp2(rows: pd.DataFrame) -> str:
             })  # fmt: skip
     theirs = ", ".join(f"{1e3 * seconds:.0f}" for seconds in of.loc["HF compiled, FSDP2", "runs"])
     return (
-        f"Beside FSDP2 with `xl-2026` on {most} GPUs; FSDP2 without a graph took {theirs} ms in turns with ours:\n\n"
+        f"Beside FSDP2 with `2.7b` on {most} GPUs; FSDP2 without a graph took {theirs} ms in turns with ours:\n\n"
         f"{markdown(found)}"
     )
 
@@ -447,10 +448,10 @@ def parallel_targets(rows: pd.DataFrame) -> str:
     for peer in ("HF compiled, FSDP2", "HF compiled + CUDA graph, FSDP2"):
         found = {}
         for n in ranks:
-            ours, theirs = (of.loc[("xl-2026-4x512", name, n)] for name in (divided, peer))
+            ours, theirs = (of.loc[("2.7b-4x512", name, n)] for name in (divided, peer))
             gain, memory = theirs["seconds"] / ours["seconds"], ours["peak_bytes"] / theirs["peak_bytes"]
             found[n] = f"{times_as_fast(theirs, ours)} times, in {memory:.2f} times", gain >= 1.5 and memory <= 1.1
-        words = f"`xl-2026-4x512`, fsdp: at least 1.5 times as fast as {peer}, in at most 1.1 times its memory"
+        words = f"`2.7b-4x512`, fsdp: at least 1.5 times as fast as {peer}, in at most 1.1 times its memory"
         target(8, words, found)
     bus = of.loc["all-reduce"]["bus_bytes_per_second"]
     shares = {n: bus["lmcore ring", n] / bus["NCCL", n] for n in ranks}

@@ -18,7 +18,7 @@ from lmcore.checkpoint import load_checkpoint, save_checkpoint
 from lmcore.config import ModelConfig
 from lmcore.data import get_batch
 from lmcore.distributed import FSDP, BucketedDDP, OverlappedDDP, ShardedOptimizer
-from lmcore.kernels.attention import by_position, reference
+from lmcore.fast.kernels.attention import by_position, reference
 from lmcore.tokenizer import Tokenizer, train_bpe
 
 
@@ -209,7 +209,7 @@ def get_flashattention_autograd_function_pytorch() -> type[torch.autograd.Functi
 
 def get_flashattention_autograd_function_triton() -> type[torch.autograd.Function]:
     """`kernels.attention.gpu`: FlashAttention-2 in Triton, whose log-sum-exp has base 2."""
-    from lmcore.kernels.attention import gpu
+    from lmcore.fast.kernels.attention import gpu
 
     return _flash_attention(gpu, math.log(2))
 

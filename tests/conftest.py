@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def same_signal_handlers():
-    """Commands run in this process, as `lmcore requeue` is, may leave a handler behind: no other test is to meet it."""
+    """Commands run in this process, as `workbook requeue` is, may leave a handler behind, which no other test meets."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
     yield

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lmcore.config import ModelConfig, OptimizerConfig, TrainConfig
-from lmcore.fused.step import FusedStep
-from lmcore.kernels.adamw import FusedAdamW
+from lmcore.fast.kernels.adamw import FusedAdamW
+from lmcore.fast.step import FusedStep
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
 from lmcore.train import PlainStep

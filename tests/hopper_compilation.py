@@ -14,8 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from lmcore.kernels.attention import hopper
-from lmcore.kernels.attention.hopper import attention_backward_kernel, attention_forward_kernel
+from lmcore.fast.kernels.attention import hopper
+from lmcore.fast.kernels.attention.hopper import attention_backward_kernel, attention_forward_kernel
 
 PTXAS = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "ptxas"
 FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lmcore.workbook.notebook import code_cells, read_notebook
-from lmcore.workbook.parameters import PARAMETERS_FOLDER, read_parameters
-from lmcore.workbook.report.answers import METADATA_KEY, Answer
+from workbook.notebook import code_cells, read_notebook
+from workbook.parameters import PARAMETERS_FOLDER, read_parameters
+from workbook.report.answers import METADATA_KEY, Answer
 
 PROJECT = Path(__file__).parents[1]
 RECORDS = PROJECT / "results" / "h200"

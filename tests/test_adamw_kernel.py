@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lmcore.errors import UserError
-from lmcore.kernels import adamw
-from lmcore.kernels.adamw import FusedAdamW
+from lmcore.fast.kernels import adamw
+from lmcore.fast.kernels.adamw import FusedAdamW
 from lmcore.optimizer import AdamW, gradient_clipping
 
 OPERATION = adamw
@@ -21,7 +21,7 @@ SHAPES = [(1,), (5,), (1023,), (2049,), (20, 16), (0, 3)]
 def short_programs(device, monkeypatch):
     """A program of the norm goes through two blocks where Triton's interpreter runs it, not through sixteen."""
     if device.type == "cpu" and importlib.util.find_spec("triton"):
-        from lmcore.kernels.adamw import gpu
+        from lmcore.fast.kernels.adamw import gpu
 
         monkeypatch.setattr(gpu, "PARTS", 2)
 

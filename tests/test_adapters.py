@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from lmcore.config import ModelConfig
 from lmcore.distributed import Ranks
 from lmcore.model import TransformerLM
-from lmcore.workbook.reference import reference_attention, reference_logits
+from workbook.reference import reference_attention, reference_logits
 
 D, HEADS, FF, SEQ, THETA = 16, 4, 24, 10, 10_000.0
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from attention_cases import TOLERANCE, assert_close, by_module, defined, packed
 
-from lmcore.kernels.attention import attention_backward, attention_forward, hopper_kernels
-from lmcore.kernels.common.support import is_hopper
+from lmcore.fast.kernels.attention import attention_backward, attention_forward, hopper_kernels
+from lmcore.fast.kernels.common.support import is_hopper
 
 
 def compiled_for_hopper() -> list[dict]:
@@ -40,7 +40,7 @@ def hopper():
     """The kernels, on a GPU that has the instructions."""
     if not (torch.cuda.is_available() and is_hopper(torch.device("cuda")) and hopper_kernels() is not None):
         pytest.skip("needs a GPU with Hopper's instructions")
-    from lmcore.kernels.attention import hopper
+    from lmcore.fast.kernels.attention import hopper
 
     return hopper
 
@@ -57,7 +57,7 @@ HOPPER = [
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("dtype", "size", "length"), HOPPER)
 def test_hopper_kernels_are_the_definition(hopper, dtype, size, length, causal, device):
-    from lmcore.kernels.attention.gpu import block_of
+    from lmcore.fast.kernels.attention.gpu import block_of
 
     tensors = q, k, v, do = packed(2, length, 3, size, dtype, device, seed=torch.randint(2**31, ()).item())
     wanted = defined(*tensors, causal)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lmcore.errors import UserError
-from lmcore.kernels.attention import (
+from lmcore.fast.kernels.attention import (
     attention_backward,
     attention_forward,
     backward_op,
@@ -25,7 +25,7 @@ from lmcore.model import causal_mask
 def gpu():
     """Triton's portable kernels: in the interpreter, or on a GPU."""
     pytest.importorskip("triton")
-    from lmcore.kernels.attention import gpu
+    from lmcore.fast.kernels.attention import gpu
 
     return gpu
 

@@ -4,11 +4,12 @@ import tempfile
 
 import pandas as pd
 
+from lmcore import results
 from lmcore.config import MODEL_SIZES, to_dict
+from lmcore.profiling import readable as timings
 from lmcore.profiling import timing
 from lmcore.profiling.workload import PHASES, case_grid
-from lmcore.workbook.report import tables, timings
-from lmcore.workbook.report.tables import write_results
+from lmcore.results import write_results
 
 OOM = (
     "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 1 MiB is free."
@@ -80,7 +81,7 @@ def test_tables_for_readers():
     assert timings.timed(row | {"outcome": "out of memory", "wall_median": None}) == "out of memory"
     assert timings.median_spread({"wall_median": None, "wall_spread": None}) == timings.MISSING
     assert [timings.rate(value) for value in (2.5e12, 3e10, None)] == ["2.50 TFLOP/s", "30.0 GFLOP/s", timings.MISSING]
-    sources = tables.provenance_of_cases(grid(("small",)))
+    sources = results.provenance_of_cases(grid(("small",)))
     assert (sources["device"], sources["cases"]) == ("NVIDIA H200", 3)
 
 

@@ -9,7 +9,7 @@ from lmcore.config import ModelConfig, from_dict, model_config
 from lmcore.errors import UserError
 from lmcore.profiling.cases import BenchmarkConfig, WorkloadConfig, benchmark_cases, case_grid, workload_config
 from lmcore.profiling.workload import Workload
-from lmcore.workbook.report.study import OPTIMIZATIONS, StudyConfig
+from workbook.report.study import OPTIMIZATIONS, StudyConfig
 
 SMALL = StudyConfig(
     d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=64, warmup_steps=0, steps=1, device="cpu"

@@ -12,13 +12,13 @@ from lmcore.config import (
     ModelConfig,
     OptimizerConfig,
     TrainConfig,
-    describe_size,
     from_dict,
     model_config,
     replace,
     to_dict,
 )
 from lmcore.errors import UserError
+from workbook.report.sizes import describe_size
 
 
 @pytest.mark.parametrize("size", MODEL_SIZES)

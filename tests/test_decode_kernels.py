@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcore.config import GenerateConfig
+from lmcore.fast.kernels import decode as plain
 from lmcore.functional import scaled_dot_product_attention, silu
-from lmcore.kernels import decode as plain
 from lmcore.model import RMSNorm, RotaryPositionalEmbedding
 from lmcore.sampling import next_token_distribution
 
@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 @pytest.fixture(scope="module")
 def gpu():
     pytest.importorskip("triton")
-    from lmcore.kernels.decode import gpu
+    from lmcore.fast.kernels.decode import gpu
 
     return gpu
 

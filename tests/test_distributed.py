@@ -37,9 +37,9 @@ from lmcore.distributed import (
 )
 from lmcore.distributed.ranks import RankError, first_ranks
 from lmcore.errors import UserError
+from lmcore.fast import sharding
+from lmcore.fast.step import FusedStep
 from lmcore.functional import cross_entropy
-from lmcore.fused import sharding
-from lmcore.fused.step import FusedStep
 from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW, gradient_clipping
 
@@ -452,12 +452,12 @@ def explicit_steps(rank, layers, by_layer, ranks):
     """Three explicit steps, alone or with a part of each batch; parameters, and what was sent in the last."""
     sizes = {"vocab_size": VOCABULARY, "context_length": LENGTH, "d_model": 24, "num_heads": 3, "d_ff": 40}
     config = TrainConfig(ModelConfig(num_layers=layers, **sizes), batch_size=4, ops="fused", device="cpu")
-    config = replace(config, precision="fp32", parallel="zero1" if ranks else "none")
+    config = replace(config, precision="fp32", strategy="zero1" if ranks else "none")
     torch.manual_seed(0)
     model, sent = TransformerLM(config.model), Counter()
     with pytest.MonkeyPatch.context() as patch:
         if ranks and not by_layer:
-            patch.setattr("lmcore.fused.step.owners_by_layer", lambda model, ranks: {})
+            patch.setattr("lmcore.fast.step.owners_by_layer", lambda model, ranks: {})
         step = FusedStep.from_config(model, config, ranks)
         for module, name in ((dist, "reduce"), (dist, "broadcast"), (dist, "all_reduce"), *GATHERING):
             send = getattr(module, name)
@@ -490,7 +490,7 @@ def divided_step(rank, layers, checkpoint_every, ranks):
     sizes = {"vocab_size": VOCABULARY, "context_length": LENGTH, "d_model": 24, "num_heads": 3, "d_ff": 48}
     model = ModelConfig(num_layers=layers, checkpoint_every=checkpoint_every, **sizes)
     config = TrainConfig(model, batch_size=12, ops="fused", device="cpu", precision="fp32")
-    config = replace(config, parallel="fsdp" if ranks else "none")
+    config = replace(config, strategy="fsdp" if ranks else "none")
     torch.manual_seed(0)
     step, most = FusedStep.from_config(TransformerLM(model), config, ranks), 0
     assert step.transformer.recomputes_elementwise == (ranks > 0 or checkpoint_every is not None)

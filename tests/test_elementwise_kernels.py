@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmcore.fast.kernels.common import support
+from lmcore.fast.kernels.common.support import has_triton
+from lmcore.fast.kernels.embedding import sorted_tokens
+from lmcore.fast.kernels.rmsnorm.reference import rmsnorm_plain
+from lmcore.fast.kernels.swiglu import goes_in_one, linear_swiglu_backward_
 from lmcore.functional import silu
-from lmcore.kernels.common import support
-from lmcore.kernels.common.support import has_triton
-from lmcore.kernels.embedding import sorted_tokens
-from lmcore.kernels.rmsnorm.reference import rmsnorm_plain
-from lmcore.kernels.swiglu import goes_in_one, linear_swiglu_backward_
 from lmcore.model import RotaryPositionalEmbedding
 
 # the interpreter rounds to bfloat16 by truncation: 2**-7 at most
@@ -36,8 +36,8 @@ def kernels(request, device):
         pytest.skip("Triton is not installed")
     found = types.SimpleNamespace()
     for operation, names in FUNCTIONS.items():
-        dispatch = importlib.import_module(f"lmcore.kernels.{operation}")
-        gpu = importlib.import_module(f"lmcore.kernels.{operation}.gpu") if request.param == "triton" else None
+        dispatch = importlib.import_module(f"lmcore.fast.kernels.{operation}")
+        gpu = importlib.import_module(f"lmcore.fast.kernels.{operation}.gpu") if request.param == "triton" else None
         for name in names:
             setattr(found, name, getattr(gpu, name, None) or getattr(dispatch, name))
     return found, device if gpu else torch.device("cpu")
@@ -151,7 +151,7 @@ RUNS = [[1, 30, 1, 95, 3, 32, 9, 2, 40], [7, 9, 16, 8, 17, 1, 23], [24, 16, 32, 
 @pytest.mark.parametrize("runs", RUNS, ids=str)
 def test_embedding_gradient_of_runs_that_end_anywhere(monkeypatch, device, runs, chunk, accumulate):
     """Within a chunk or several later, at the end of one or of all; more parts than are added up at a time."""
-    gpu = pytest.importorskip("lmcore.kernels.embedding.gpu", reason="Triton is not installed")
+    gpu = pytest.importorskip("lmcore.fast.kernels.embedding.gpu", reason="Triton is not installed")
     monkeypatch.setattr(gpu, "tiles_of", lambda num_tokens: gpu.Tiles(chunk, 4, 2))
     monkeypatch.setattr(gpu, "PARTS", 4)
     torch.manual_seed(0)
@@ -167,7 +167,7 @@ def test_embedding_gradient_of_runs_that_end_anywhere(monkeypatch, device, runs,
 @pytest.mark.parametrize(("tokens", "d"), [(4096, 768), (65_536, 512)])
 def test_embedding_gradient_of_text(device, tokens, d, accumulate):
     """Ids as often as words, the first a tenth of all; the same bits again."""
-    from lmcore.kernels.embedding import gpu
+    from lmcore.fast.kernels.embedding import gpu
 
     torch.manual_seed(0)
     ids = torch.multinomial(1 / torch.arange(1, 10_001).double(), tokens, replacement=True).to(device)
@@ -210,7 +210,7 @@ def operands(n: int, d: int, f: int, dtype: torch.dtype, device: torch.device, s
 @pytest.mark.parametrize(("n", "d", "f"), [(1, 8, 8), (130, 72, 136), (257, 64, 200)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_linear_swiglu_in_the_interpreter_or_on_the_gpu(dtype, n, d, f, scale, device):
-    hopper = pytest.importorskip("lmcore.kernels.swiglu.hopper", reason="Triton is not installed")
+    hopper = pytest.importorskip("lmcore.fast.kernels.swiglu.hopper", reason="Triton is not installed")
     if device.type == "cuda" and dtype == torch.float32:
         pytest.skip("tiles of float32 do not fit into shared memory; the interpreter takes them")
     dy, w2, ab, right = operands(n, d, f, dtype, device, scale)

@@ -11,8 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from lmcore.errors import UserError
-from lmcore.workbook.report.figures import PALETTE, Picture, save_figure, use_style
-from lmcore.workbook.report.notebook import token_label
+from workbook.report.figures import PALETTE, Picture, save_figure, use_style
+from workbook.report.notebook import token_label
 
 
 @pytest.fixture(scope="module", autouse=True)

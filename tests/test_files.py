@@ -28,7 +28,7 @@ from lmcore.profiling.workload import WorkloadConfig
 from lmcore.run import RunFolder
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer
-from lmcore.workbook.record import holding
+from workbook.record import holding
 
 BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
 

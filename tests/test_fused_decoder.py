@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lmcore.config import GenerateConfig, ModelConfig, model_config
 from lmcore.device import autocast
 from lmcore.errors import UserError
-from lmcore.fused.decoder import FusedDecoder, unsupported_reason
+from lmcore.fast.decoder import FusedDecoder, unsupported_reason
 from lmcore.generate import generate
 from lmcore.model import TransformerLM
 
@@ -127,7 +127,7 @@ def test_the_decoder_works_in_the_precision_that_is_asked_for(monkeypatch, capsy
             made.append(dtype)
             super().__init__(model, num_rows, num_slots, dtype, *rest)
 
-    monkeypatch.setattr("lmcore.fused.generation.FusedDecoder", Recorded)
+    monkeypatch.setattr("lmcore.fast.generation.FusedDecoder", Recorded)
     generate(build(), PROMPTS, GenerateConfig(max_new_tokens=2, ops="fused", precision=precision))
     assert made == dtypes
     assert ("does not cover precision=fp16." in capsys.readouterr().err) == (not dtypes)

@@ -12,11 +12,11 @@ from torch import Tensor, is_tensor
 from lmcore.checkpoint import digest
 from lmcore.config import ModelConfig, replace
 from lmcore.errors import UserError
+from lmcore.fast.kernels.common.support import has_triton
+from lmcore.fast.model import FusedTransformer, nothing
+from lmcore.fast.step import leaves_room
+from lmcore.fast.support import unsupported_reason
 from lmcore.functional import cross_entropy
-from lmcore.fused.model import FusedTransformer, nothing
-from lmcore.fused.step import leaves_room
-from lmcore.fused.support import unsupported_reason
-from lmcore.kernels.common.support import has_triton
 
 
 def check_gradients(config: ModelConfig, device=CPU, dtype=torch.float32, tolerances=(1e-6, 1e-5), **options):
@@ -70,7 +70,7 @@ def test_half_precision_is_near(device):
 def test_the_step_over_triton_kernels(monkeypatch, device):
     """The elementwise kernels in their places, by the interpreter where there is no GPU."""
     for name in ("rmsnorm", "rope", "swiglu", "embedding"):
-        monkeypatch.setattr(f"lmcore.kernels.{name}.runs_triton", lambda device: True)
+        monkeypatch.setattr(f"lmcore.fast.kernels.{name}.runs_triton", lambda device: True)
     check_gradients(SHAPES["odd"], device)
 
 

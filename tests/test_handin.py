@@ -15,8 +15,8 @@ from notebook_projects import code, make_project, parameters
 from lmcore import cli
 from lmcore.errors import EXIT_USER_ERROR, UserError
 from lmcore.files import write_json
-from lmcore.workbook.handin import MAX_FILE_BYTES, SECRET_FILE, describe, make_handin, project_files, refuse_secrets
-from lmcore.workbook.record import NotebookRecord, write_notebook_record
+from workbook.handin import MAX_FILE_BYTES, SECRET_FILE, describe, make_handin, project_files, refuse_secrets
+from workbook.record import NotebookRecord, write_notebook_record
 
 ROOT = Path(__file__).parents[1]
 
@@ -176,7 +176,7 @@ def test_a_writeup_that_is_old_or_missing_is_refused(project):
     submit(project)
     later = time.time() + 100
     os.utime(project / "runs" / "smoke" / "notebooks" / "01_good.ipynb", (later, later))
-    with pytest.raises(UserError, match="older than notebook 01_good: run `lmcore writeup"):
+    with pytest.raises(UserError, match="older than notebook 01_good: run `workbook writeup"):
         submit(project)
     (project / "runs" / "smoke" / "writeup" / "answers.pdf").unlink()
     with pytest.raises(UserError, match="There is no writeup"):

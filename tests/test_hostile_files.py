@@ -26,8 +26,8 @@ from lmcore.text import END_OF_TEXT, read_text
 from lmcore.tokenizer import Tokenizer
 from lmcore.tokenizer.files import read_merges
 from lmcore.train import train
-from lmcore.workbook.jobs.site import load_site
-from lmcore.workbook.parameters import read_parameters
+from workbook.jobs.site import load_site
+from workbook.parameters import read_parameters
 
 BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
 

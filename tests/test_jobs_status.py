@@ -1,4 +1,4 @@
-"""`lmcore status`, and when a job that was stopped is queued again."""
+"""`workbook status`, and when a job that was stopped is queued again."""
 
 import json
 from pathlib import Path
@@ -8,14 +8,14 @@ from job_projects import command
 
 from lmcore.cli import main
 from lmcore.files import write_json
-from lmcore.workbook.jobs.requeue import requeue
-from lmcore.workbook.jobs.status import last_line
+from workbook.jobs.requeue import requeue
+from workbook.jobs.status import last_line
 
 CHAIN = [("17", "02_train"), ("18", "03_generate"), ("19", "04_benchmark"), ("20", "05_nsys")]
 
 
 def submit(out: Path, *jobs: tuple[str, str], log: str = "") -> None:
-    """What `lmcore submit` notes of jobs."""
+    """What `workbook submit` notes of jobs."""
     rows = [{"id": id, "name": name, "log": f"{out}/jobs/{name}-{id}{log}.log"} for id, name in jobs]
     write_json(out / "jobs" / "submitted.json", rows)
 

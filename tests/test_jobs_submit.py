@@ -1,4 +1,4 @@
-"""`lmcore submit`: what is asked of Slurm, what it does where Slurm refuses, and the same jobs without Slurm."""
+"""`workbook submit`: what is asked of Slurm, what it does where Slurm refuses, and the same jobs without Slurm."""
 
 import json
 import os
@@ -20,9 +20,9 @@ from lmcore.config import TrainConfig, to_dict
 from lmcore.errors import EXIT_INTERRUPTED, UserError
 from lmcore.files import write_json
 from lmcore.run import RunFolder
-from lmcore.workbook.jobs import slurm as slurm_commands
-from lmcore.workbook.jobs.site import load_site
-from lmcore.workbook.jobs.submit import Chain, Job, submitted
+from workbook.jobs import slurm as slurm_commands
+from workbook.jobs.site import load_site
+from workbook.jobs.submit import Chain, Job, submitted
 
 PROJECT = Path(__file__).parents[1]
 SBATCH = """cd "$(dirname "$0")/.."
@@ -227,7 +227,7 @@ def test_a_job_that_submits_does_not_pass_its_own_variables_on(slurm, project, m
 def test_what_a_training_run_asks_of_slurm(tmp_path, capsys):
     run, site = tmp_path / "run", tmp_path / "site.yaml"
     site.write_text("gpus: a40:1\nmemory: 32G\njobs: {train: {time: '02:00:00'}}\n")
-    words = ["submit", "train", "--run", run, "--parallel", "fsdp", "--gpus", 8, "--nodes", 2, "--site", site]
+    words = ["submit", "train", "--run", run, "--strategy", "fsdp", "--gpus", 8, "--nodes", 2, "--site", site]
     words = [*map(str, words), "--dry-run"]
     assert main([*words, "--batch-size", "64", "--preset", "large"]) == 0
     said = capsys.readouterr().out
@@ -243,8 +243,8 @@ def test_what_a_training_run_asks_of_slurm(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--gpus", 2), "2 processes need a way to divide the work: add --parallel ddp, zero1 or fsdp."),
-        (("--gpus", 2, "--nodes", 3, "--parallel", "ddp"), "batch_size (32) must divide by 6 processes."),
+        (("--gpus", 2), "2 processes need a way to divide the work: add --strategy ddp, zero1 or fsdp."),
+        (("--gpus", 2, "--nodes", 3, "--strategy", "ddp"), "batch_size (32) must divide by 6 processes."),
         (("--gpus", 0), "--gpus and --nodes must be at least 1."),
         (("--out", "elsewhere"), "A training run has one folder, --run; --out is for other jobs."),
         (("--seed", 3), "made with other settings: seed (4 there, 3 here)"),
@@ -273,8 +273,8 @@ def sweep(tmp_path_factory, embedded_data) -> list[str]:
 
 
 def test_a_sweep_is_an_array_over_what_is_unfinished_and_a_table(slurm, project, sweep, capsys):
-    from lmcore.workbook.report.tables import read_results
-    from lmcore.workbook.sweep import work
+    from lmcore.results import read_results
+    from workbook.sweep import work
 
     assert main([*sweep, "--concurrency", "2"]) == 0
     out = project / "runs" / "sweeps" / "rates"
@@ -302,7 +302,7 @@ def test_a_sweep_is_an_array_over_what_is_unfinished_and_a_table(slurm, project,
 
 @pytest.mark.parametrize("name", [path.stem for path in PROJECT.glob("papermill_jobs/sweeps/*.py")])
 def test_the_sweeps_of_the_project_make_configurations(name, embedded_data, monkeypatch, tmp_path):
-    from lmcore.workbook.jobs.sweeps import sweep_runs
+    from workbook.jobs.sweeps import sweep_runs
 
     for recipe in ("smoke", "handout"):
         runs = sweep_runs(PROJECT / "papermill_jobs" / "sweeps" / f"{name}.py", embedded_data, recipe, 20)
@@ -315,7 +315,7 @@ def test_the_sweeps_of_the_project_make_configurations(name, embedded_data, monk
 def script(project: Path, name: str, line: str, **fields: object) -> Job:
     """A job that runs this line under `supervise`."""
     plain = (project / "papermill_jobs" / "writeup.sbatch").read_text()
-    supervised = plain.replace('supervise lmcore writeup "$OUT" "$@"', f"supervise bash -c {shlex.quote(line)}")
+    supervised = plain.replace('supervise workbook writeup "$OUT" "$@"', f"supervise bash -c {shlex.quote(line)}")
     assert supervised != plain
     (project / "papermill_jobs" / f"{name}.sbatch").write_text(supervised)
     return Job(name, name, {}, **fields)
@@ -367,7 +367,7 @@ def test_a_training_run_here_has_a_process_for_each_gpu(project, tmp_path, monke
     bin.mkdir()
     called = command(bin, "torchrun", "")
     (project / "papermill_jobs" / "site.yaml").write_text(f"setup: ['PATH={bin}:$PATH']\n")
-    words = ["--run", "run", "--batch-size", "4", "--device", "cpu", "--gpus", "2", "--parallel", "zero1", "--local"]
+    words = ["--run", "run", "--batch-size", "4", "--device", "cpu", "--gpus", "2", "--strategy", "zero1", "--local"]
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
     assert main(["submit", "train", *words]) == 0
     settings = project / "run" / "jobs" / "config.json"

@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcore.errors import UserError
-from lmcore.functional import cross_entropy
-from lmcore.kernels import cross_entropy as module
-from lmcore.kernels.cross_entropy import (
+from lmcore.fast.kernels import cross_entropy as module
+from lmcore.fast.kernels.cross_entropy import (
     default_chunk_rows,
     linear_cross_entropy,
     linear_cross_entropy_gradients,
     linear_cross_entropy_loss,
 )
+from lmcore.functional import cross_entropy
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Relative l2 error of loss and gradients; in bfloat16 that of rounding the logits and their gradients."""
@@ -208,7 +208,7 @@ def test_bad_input_is_refused():
 
 def test_triton_makes_the_loss_of_an_id_outside_the_vocabulary_nan(device):
     pytest.importorskip("triton")
-    from lmcore.kernels.cross_entropy.gpu import softmax_gradient
+    from lmcore.fast.kernels.cross_entropy.gpu import softmax_gradient
 
     for target in (-1, 67, 10**12):
         logits, losses = torch.randn(2, 128, device=device), torch.zeros(2, device=device)

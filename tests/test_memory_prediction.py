@@ -176,20 +176,20 @@ def test_ranks_need_less_memory_by_what_they_divide():
     """Moments are 8 bytes a parameter, all weights, gradients and moments 16; each rank has a fourth of the batch."""
     config = replace(rank_config(), model=model_config("small", vocab_size=1000, context_length=64))
     parameters = accounting.num_parameters(config.model)
-    peak = {way: predicted_peak_of_rank(replace(config, parallel=way), 4) for way in ("ddp", "zero1", "fsdp")}
+    peak = {way: predicted_peak_of_rank(replace(config, strategy=way), 4) for way in ("ddp", "zero1", "fsdp")}
     assert peak["ddp"] - peak["zero1"] == pytest.approx(8 * parameters * 3 / 4, rel=0.02)
     assert peak["fsdp"] < peak["zero1"]
     more = peak["fsdp"] - 16 * parameters / 4  # activations, and a few whole matrices: all would be 4 bytes a parameter
     assert 0 < more < 0.6 * 4 * parameters, "gathered matrices are freed again"
-    assert predicted_peak_of_rank(replace(config, parallel="fsdp", precision="bf16"), 4) < peak["fsdp"]
+    assert predicted_peak_of_rank(replace(config, strategy="fsdp", precision="bf16"), 4) < peak["fsdp"]
 
 
 WAYS = {
-    "lmcore ddp": {"parallel": "ddp"}, "lmcore zero1": {"parallel": "zero1"}, "lmcore fsdp": {"parallel": "fsdp"},
-    "lmcore explicit step, ddp": {"parallel": "ddp", "ops": "fused"},
-    "lmcore explicit step, zero1": {"parallel": "zero1", "ops": "fused"},
-    "lmcore explicit step, fsdp": {"parallel": "fsdp", "ops": "fused"},
-    "lmcore explicit step, fsdp, recomputing": {"parallel": "fsdp", "ops": "fused", "model__checkpoint_every": 1},
+    "lmcore ddp": {"strategy": "ddp"}, "lmcore zero1": {"strategy": "zero1"}, "lmcore fsdp": {"strategy": "fsdp"},
+    "lmcore explicit step, ddp": {"strategy": "ddp", "ops": "fused"},
+    "lmcore explicit step, zero1": {"strategy": "zero1", "ops": "fused"},
+    "lmcore explicit step, fsdp": {"strategy": "fsdp", "ops": "fused"},
+    "lmcore explicit step, fsdp, recomputing": {"strategy": "fsdp", "ops": "fused", "model__checkpoint_every": 1},
 }  # fmt: skip
 MEASURED = [
     row
@@ -211,14 +211,14 @@ def test_the_steps_that_were_measured(row):
 def test_what_an_explicit_step_needs_more_or_less():
     def peak(ranks=2, **changes):
         model = model_config("small", vocab_size=1000, context_length=64)
-        config = TrainConfig(model, batch_size=16, precision="bf16", ops="fused", parallel="fsdp")
+        config = TrainConfig(model, batch_size=16, precision="bf16", ops="fused", strategy="fsdp")
         return predicted_peak_of_rank(replace(config, **changes), ranks)
 
-    assert peak(model__checkpoint_every=1) < peak() < peak(parallel="zero1") < peak(parallel="ddp")
+    assert peak(model__checkpoint_every=1) < peak() < peak(strategy="zero1") < peak(strategy="ddp")
     assert peak(ranks=4) < peak()
     assert peak(model__tie_embeddings=True) < peak() < peak(precision="fp32")
     with pytest.raises(UserError, match="predicted for AdamW alone"):
-        peak(parallel="ddp", optimizer__name="muon")
+        peak(strategy="ddp", optimizer__name="muon")
     with pytest.raises(UserError, match="predicted for models with norms"):
         peak(model__norm="none")
     for refused in ({"model__dropout": 0.1}, {"model__norm": "post"}, {"ranks": 5, "batch_size": 20}):
@@ -229,9 +229,9 @@ def test_what_an_explicit_step_needs_more_or_less():
 def test_what_is_not_predicted_is_refused():
     for ranks in (3, 0):
         with pytest.raises(UserError, match=f"{ranks} ranks do not divide a batch of 16 evenly"):
-            predicted_peak_of_rank(rank_config(parallel="ddp"), ranks)
+            predicted_peak_of_rank(rank_config(strategy="ddp"), ranks)
     for way in ("torch-ddp", "none"):
         with pytest.raises(UserError, match=f"ddp, zero1, fsdp, not for {way} with 2 ranks"):
-            predicted_peak_of_rank(rank_config(parallel=way), 2)
+            predicted_peak_of_rank(rank_config(strategy=way), 2)
     with pytest.raises(UserError, match="not for fp16"):
         predicted_peak_of_rank(rank_config(precision="fp16"), 1)

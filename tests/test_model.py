@@ -1,4 +1,4 @@
-"""The model's modules against PyTorch's own and a second, independently written model (lmcore.workbook.reference)."""
+"""The model's modules against PyTorch's own and a second, independently written model (workbook.reference)."""
 
 import copy
 import itertools
@@ -26,7 +26,7 @@ from lmcore.model import (
     causal_mask,
     sinusoidal_positions,
 )
-from lmcore.workbook.reference import reference_logits, rotate_as_complex_numbers
+from workbook.reference import reference_logits, rotate_as_complex_numbers
 
 TINY = ModelConfig(vocab_size=61, context_length=24, d_model=24, num_layers=3, num_heads=3, d_ff=40)
 SWITCHES = [

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 from notebook_cells import ANSWERS, PROJECT, RECORDS, answer_calls, rendered, typed_numbers
 
-from lmcore.workbook.notebook import code_cells, read_notebook
+from workbook.notebook import code_cells, read_notebook
 
 REWRITTEN = ["01_build", "02_train", "03_generate", "04_benchmark", "05_nsys", "06_memory", "07_kernels"]
 REWRITTEN += ["08_experiments", "10_wikitext"]

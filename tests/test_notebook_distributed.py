@@ -22,8 +22,8 @@ from notebook_cells import (
 
 import lmcore.distributed
 from lmcore.config import model_config
-from lmcore.workbook.notebook import code_cells, read_notebook
-from lmcore.workbook.report.results import Results
+from workbook.notebook import code_cells, read_notebook
+from workbook.report.results import Results
 
 NAME = "09_distributed"
 PROBLEMS = {

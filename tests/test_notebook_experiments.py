@@ -14,13 +14,13 @@ import pytest
 import seaborn as sns
 from notebook_cells import ANSWERS, PROJECT, answer_calls, run_cells, typed_numbers
 
-import lmcore.workbook.report.notebook as notebook_tools
+import workbook.report.notebook as notebook_tools
 from lmcore.config import replace
 from lmcore.data import prepare
 from lmcore.errors import UserError
 from lmcore.recipes import RECIPES
 from lmcore.train import train
-from lmcore.workbook.notebook import code_cells, read_notebook, tags
+from workbook.notebook import code_cells, read_notebook, tags
 
 NAME = "08_experiments"
 PROBLEMS = {"layer_norm_ablation", "pre_norm_ablation", "no_pos_emb", "swiglu_ablation", "main_experiment"}

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from notebook_cells import PROJECT
 
-from lmcore.workbook.notebook import code_cells, read_notebook
+from workbook.notebook import code_cells, read_notebook
 
 
 @pytest.mark.parametrize(

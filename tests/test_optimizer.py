@@ -12,7 +12,7 @@ from torch import nn
 
 from lmcore.config import OptimizerConfig, model_config
 from lmcore.errors import UserError
-from lmcore.kernels.adamw import FusedAdamW
+from lmcore.fast.kernels.adamw import FusedAdamW
 from lmcore.model import TransformerLM
 from lmcore.optimizer import (
     SGD,

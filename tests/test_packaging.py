@@ -15,7 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from lmcore.workbook.notebook import (
+from workbook.notebook import (
     CHECK_OUTPUT,
     KEEP_OUTPUT,
     clean,
@@ -149,7 +149,7 @@ def test_git_strips_what_an_editor_saves(notebook):
         cell.execution_count, cell.metadata["collapsed"] = number, False
         if not cell.outputs:
             cell.outputs = [nbformat.v4.new_output("stream", text="this run's\n")]
-    command = [sys.executable, "-m", "lmcore.workbook.notebook"]
+    command = [sys.executable, "-m", "workbook.notebook"]
     done = subprocess.run(command, input=nbformat.writes(saved), capture_output=True, text=True, check=True)
     assert done.stdout == (ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8")
     attributes = (ROOT / ".gitattributes").read_text().split()

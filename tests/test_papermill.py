@@ -1,4 +1,4 @@
-"""The notebooks by papermill alone, without `lmcore workbook`: parameters are checked, and a stopped run is resumed."""
+"""The notebooks by papermill alone, without `workbook run`: parameters are checked, and a stopped run is resumed."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from lmcore.config import OptimizerConfig, TrainConfig, model_config, to_dict
 from lmcore.data import CorpusConfig, prepare
 from lmcore.errors import EXIT_USER_ERROR, UserError
 from lmcore.run import RunFolder
-from lmcore.workbook.notebook import declared_parameters, read_notebook
-from lmcore.workbook.parameters import (
+from workbook.notebook import declared_parameters, read_notebook
+from workbook.parameters import (
     find_notebooks,
     locate,
     parse_overrides,
@@ -31,10 +31,10 @@ DECLARED = {path.stem: declared_parameters(read_notebook(path), path.stem) for p
 SCALES = ("smoke", "laptop", "gpu")
 PAPERMILL = Path(sys.executable).with_name("papermill")
 
-BEGIN = code("from lmcore.workbook.parameters import begin_notebook\n\nbegin_notebook()")
+BEGIN = code("from workbook.parameters import begin_notebook\n\nbegin_notebook()")
 TRAIN = code("""import json
 from lmcore.config import TrainConfig, from_dict
-from lmcore.workbook.sweep import run_or_reuse
+from workbook.sweep import run_or_reuse
 config = from_dict(TrainConfig, json.load(open("../config.json")))
 run_or_reuse(config, f"{out}/runs/toy").status()["state"]""")
 
@@ -134,7 +134,7 @@ def test_the_command_refuses_before_it_starts_a_kernel(tmp_path):
         (("--data", str(tmp_path / "text.txt")), "Notebook 02_train: To choose settings"),
         (("--parameters", "recipe=none"), "Notebook 02_train: There is no recipe 'none'; choose one of"),
     ):
-        command = [sys.executable, "-m", "lmcore", "workbook", "--out", str(tmp_path / "made"), *words]
+        command = [sys.executable, "-m", "workbook", "run", "--out", str(tmp_path / "made"), *words]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == EXIT_USER_ERROR
         assert done.stderr.startswith(f"lmcore: {sentence}")

@@ -1,4 +1,4 @@
-"""`lmcore train --parallel` over NCCL, on as many GPUs as there are: with one GPU, a group of one rank."""
+"""`lmcore train --strategy` over NCCL, on as many GPUs as there are: with one GPU, a group of one rank."""
 
 import gc
 from unittest import mock
@@ -53,7 +53,7 @@ def alone(data, tmp_path_factory):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("way", WAYS)
 def test_nccl_trains_what_one_process_trains(trainers, data, alone, tmp_path, way, ranks):
-    complete(trainers.train(config_here(data, parallel=way), tmp_path / "run", ranks))
+    complete(trainers.train(config_here(data, strategy=way), tmp_path / "run", ranks))
     same_run(RunFolder(tmp_path / "run"), alone, rtol=1e-4)
 
 
@@ -65,7 +65,7 @@ def test_the_explicit_step_with_nccl_in_its_graph(trainers, data, tmp_path, rank
     """As one process trains, and on from a checkpoint as if nothing had been; the graph lets go of NCCL at the end."""
     config = replace(config_here(data), optimizer__name=optimizer, **EXPLICIT)
     assert train(config, tmp_path / "alone").state == "complete"
-    ended = trainers.train(replace(config, parallel=way), tmp_path / "run", ranks)
+    ended = trainers.train(replace(config, strategy=way), tmp_path / "run", ranks)
     complete(ended)
     assert "does not cover" not in ended[0].printed
     run = RunFolder(tmp_path / "run")
@@ -79,7 +79,7 @@ def test_the_explicit_step_with_nccl_in_its_graph(trainers, data, tmp_path, rank
         assert (found[name] - expected[name]).norm() < 0.05 * expected[name].norm(), name
     lines = run.metrics_lines()
     back_to(run, 8)
-    complete(trainers.train(replace(config, parallel=way), tmp_path / "run", ranks))
+    complete(trainers.train(replace(config, strategy=way), tmp_path / "run", ranks))
     for line, before in zip(run.metrics_lines(), lines, strict=True):
         assert line["train_loss"] == pytest.approx(before["train_loss"], rel=5e-3)
 
@@ -94,7 +94,7 @@ def test_the_memory_of_a_rank_is_predicted(ranks, way, ops, precision):
     if ops == "fused" and way == "fsdp" and ranks > 1:
         pytest.skip("Streams that are captured come back in a message, which the fake group does not send.")
     model = model_config("medium", vocab_size=10_000, context_length=512)
-    config = TrainConfig(model, batch_size=4 * ranks, precision=precision, ops=ops, parallel=way, device="cuda")
+    config = TrainConfig(model, batch_size=4 * ranks, precision=precision, ops=ops, strategy=way, device="cuda")
     predicted = predicted_peak_of_rank(config, ranks)
     device = torch.device("cuda", 0)
     backend, store = ("nccl", dist.HashStore()) if ranks == 1 else ("fake", FakeStore())

@@ -1,4 +1,4 @@
-"""`lmcore train --parallel`: equal to one process on any number of ranks, and resumed from any checkpoint."""
+"""`lmcore train --strategy`: equal to one process on any number of ranks, and resumed from any checkpoint."""
 
 import shutil
 import subprocess
@@ -111,7 +111,7 @@ def test_with_other_settings(trainers, data, tmp_path, way, changes):
     """Optimizers, tied weights, the explicit step, which sends gradients while it goes back, and details."""
     config = small_config(data, **changes)
     assert train(config, tmp_path / "alone").state == "complete"
-    ended = trainers.train(replace(config, parallel=way), tmp_path / "run", 2)
+    ended = trainers.train(replace(config, strategy=way), tmp_path / "run", 2)
     complete(ended)
     assert "does not cover" not in ended[0].printed
     same_run(RunFolder(tmp_path / "run"), RunFolder(tmp_path / "alone"), rtol=1e-4)
@@ -120,8 +120,8 @@ def test_with_other_settings(trainers, data, tmp_path, way, changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"parallel": "fsdp", "model__d_ff": 41}, "d_model=24 and d_ff=41 divided by 2 ranks"),
-        ({"parallel": "zero1", "optimizer__name": "muon"}, "parallel=zero1 with muon"),
+        ({"strategy": "fsdp", "model__d_ff": 41}, "d_model=24 and d_ff=41 divided by 2 ranks"),
+        ({"strategy": "zero1", "optimizer__name": "muon"}, "strategy=zero1 with muon"),
     ],
 )
 def test_what_the_explicit_step_does_not_cover_trains_as_plain_operations(trainers, data, tmp_path, changes, reason):
@@ -129,7 +129,7 @@ def test_what_the_explicit_step_does_not_cover_trains_as_plain_operations(traine
     ended = trainers.train(config, tmp_path / "run", 2)
     complete(ended, 3)
     assert [f"the fused step does not cover {reason}" in e.printed for e in ended] == [True, False]
-    if config.parallel == "fsdp":
+    if config.strategy == "fsdp":
         rank, sentence = refused(trainers.train(replace(config, model__checkpoint_every=1), tmp_path / "refused", 2))
         assert rank == 0
         assert "model.checkpoint_every: only the fused step does, and it does not cover d_model=24" in sentence
@@ -138,7 +138,7 @@ def test_what_the_explicit_step_does_not_cover_trains_as_plain_operations(traine
 def test_bf16_is_that_of_one_process_up_to_its_rounding(trainers, data, tmp_path):
     losses = []
     for way in ("none", "ddp", "fsdp", "torch-fsdp2"):
-        config = small_config(data, parallel=way, precision="bf16")
+        config = small_config(data, strategy=way, precision="bf16")
         if way == "none":
             train(config, tmp_path / way)
         else:
@@ -154,7 +154,7 @@ def test_the_explicit_step_in_bf16_saves_weights_of_every_owner(trainers, data, 
     """Compute weights are bf16 copies: the float32 parameters come from their owners."""
     config = small_config(data, precision="bf16", ops="fused", model__d_model=24, eval_details=True)
     assert train(config, tmp_path / "alone").state == "complete"
-    complete(trainers.train(replace(config, parallel=way), tmp_path / "run", 2))
+    complete(trainers.train(replace(config, strategy=way), tmp_path / "run", 2))
     run, alone = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "alone")
     for line, expected in zip(run.metrics_lines(), alone.metrics_lines(), strict=True):
         assert line["train_loss"] == pytest.approx(expected["train_loss"], rel=5e-3)
@@ -167,7 +167,7 @@ def test_the_explicit_step_in_bf16_saves_weights_of_every_owner(trainers, data, 
 
 def test_dropout_differs_between_ranks_and_goes_on_where_it_was(trainers, data, tmp_path):
     """Resumed on as many ranks a run is bitwise the undisturbed one; the ranks' masks are not the same."""
-    config, run = small_config(data, parallel="ddp", model__dropout=0.5), RunFolder(tmp_path / "run")
+    config, run = small_config(data, strategy="ddp", model__dropout=0.5), RunFolder(tmp_path / "run")
     complete(trainers.train(config, run.path, 2))
     states = read_checkpoint(run.checkpoints()[0])["extra"]["rng"]
     assert not torch.equal(states[0]["cpu"], states[1]["cpu"])
@@ -180,13 +180,13 @@ def test_dropout_differs_between_ranks_and_goes_on_where_it_was(trainers, data, 
 
 
 def test_a_run_that_diverges_does_so_on_all_ranks(trainers, data, tmp_path):
-    config = small_config(data, parallel="ddp", optimizer__learning_rate=1e30, optimizer__max_grad_norm=None)
+    config = small_config(data, strategy="ddp", optimizer__learning_rate=1e30, optimizer__max_grad_norm=None)
     ended = trainers.train(config, tmp_path / "run", 2)
     assert {(e.code, e.result.state) for e in ended} == {(0, "diverged")}
 
 
 def test_what_the_ranks_refuse(trainers, data, tmp_path):
-    run, config = tmp_path / "run", small_config(data, parallel="ddp")
+    run, config = tmp_path / "run", small_config(data, strategy="ddp")
     assert refused(trainers.train(config, run, 5)) == (0, "batch_size (12) must divide by the number of ranks, 5.")
     rank, sentence = refused(trainers.train(config, run, 2, {1: {"optimizer__learning_rate": 0.5, "seed": 3}}))
     assert rank == 0
@@ -218,7 +218,7 @@ def test_a_forgotten_parallel_is_said_once(tmp_path):
         line for line in done.stderr.splitlines() if "lmcore:" in line or "interrupted" in line or "stopped" in line
     ]
     assert told == [
-        "lmcore: torchrun started 2 processes, but the run is not parallel: add --parallel ddp, or another way."
+        "lmcore: torchrun started 2 processes, but the run is not parallel: add --strategy ddp, or another way."
     ]
     assert "(exitcode: 2) local_rank: 0" in done.stderr  # of the rank that has said it
     assert done.stdout == ""
@@ -228,7 +228,7 @@ def test_a_forgotten_parallel_is_said_once(tmp_path):
 def test_one_process_is_told_of_the_other_gpus(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     for way, told in (("fsdp", 1), ("none", 0)):
-        with world.joined(TrainConfig(model_config("smoke"), parallel=way)) as alone:
+        with world.joined(TrainConfig(model_config("smoke"), strategy=way)) as alone:
             assert alone.size == 1
         assert capsys.readouterr().err.count("torchrun --nproc-per-node 8") == told
 
@@ -243,8 +243,8 @@ def test_one_process_is_told_of_the_other_gpus(monkeypatch, capsys):
     ],
 )
 def test_what_a_way_does_not_cover(data, way, changes, what):
-    with pytest.raises(UserError, match=f"^parallel={way} does not cover {what}; choose another --parallel.$"):
-        small_config(data, parallel=way, **changes)
+    with pytest.raises(UserError, match=f"^strategy={way} does not cover {what}; choose another --strategy.$"):
+        small_config(data, strategy=way, **changes)
 
 
 def damaged(folder: Path, how: str) -> None:
@@ -262,7 +262,7 @@ def damaged(folder: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["flipped", "missing", "manifest"])
 def test_a_damaged_sharded_checkpoint_is_noticed(trainers, data, alone, tmp_path, how):
-    run, config = RunFolder(tmp_path / "run"), small_config(data, parallel="fsdp", checkpoints="sharded")
+    run, config = RunFolder(tmp_path / "run"), small_config(data, strategy="fsdp", checkpoints="sharded")
     complete(trainers.train(config, run.path, 2))
     back_to(run, 8)
     damaged(run.checkpoint_file(8, sharded=True), how)
@@ -285,7 +285,7 @@ def test_variables_of_a_launcher_that_make_no_sense(monkeypatch, data, variables
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (launched | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} | variables).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"^{sentence}"), world.joined(small_config(data, parallel="ddp")):
+    with pytest.raises(UserError, match=f"^{sentence}"), world.joined(small_config(data, strategy="ddp")):
         pass
 
 
@@ -307,7 +307,7 @@ CHANGES = [
 @pytest.mark.parametrize(("writer", "form", "ranks", "reader", "others"), CHANGES)
 def test_it_trains_what_one_process_trains(trainers, data, alone, tmp_path, writer, form, ranks, reader, others):
     run = RunFolder(tmp_path / "run")
-    config = small_config(data, parallel=writer, checkpoints=form)
+    config = small_config(data, strategy=writer, checkpoints=form)
     if writer == "none":
         assert train(config, run).state == "complete"
     else:
@@ -315,7 +315,7 @@ def test_it_trains_what_one_process_trains(trainers, data, alone, tmp_path, writ
     assert [path.suffix for path in run.checkpoints()] == [".pt" if form == "whole" else ".sharded"] * 3
     back_to(run, 8)
     assert not list(run.checkpoint_folder.glob(".*"))
-    config = replace(config, parallel=reader)
+    config = replace(config, strategy=reader)
     if reader == "none":
         assert train(config, run).state == "complete"
     else:
@@ -333,9 +333,9 @@ def test_the_explicit_step_with_divided_moments_goes_on_elsewhere(trainers, data
     config = small_config(data, ops="fused", model__d_model=24, model__d_ff=48)
     assert train(config, tmp_path / "alone").state == "complete"
     run = RunFolder(tmp_path / "run")
-    complete(trainers.train(replace(config, parallel=writer, checkpoints="sharded"), run.path, 3))
+    complete(trainers.train(replace(config, strategy=writer, checkpoints="sharded"), run.path, 3))
     back_to(run, 8)
-    config = replace(config, parallel=reader)
+    config = replace(config, strategy=reader)
     if reader == "none":
         assert train(config, run).state == "complete"
     else:

@@ -10,7 +10,7 @@ import pytest
 from lmcore import progress
 from lmcore.progress import Progress, in_jupyter
 from lmcore.run import RunFolder
-from lmcore.workbook.sweep import LiveCurves
+from workbook.sweep import LiveCurves
 
 
 class Picture:
@@ -67,7 +67,7 @@ def test_headless_it_prints_lines(monkeypatch, capsys):
 
 
 def test_live_curves_are_redrawn_at_most_every_two_seconds(monkeypatch, tmp_path):
-    monkeypatch.setattr("lmcore.workbook.sweep.show_live", lambda html: Picture())
+    monkeypatch.setattr("workbook.sweep.show_live", lambda html: Picture())
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     for step in (1, 2):

@@ -15,8 +15,8 @@ import torch
 from notebook_projects import code, make_project, parameters
 
 from lmcore import provenance
-from lmcore.workbook.notebook import read_notebook
-from lmcore.workbook.run import run_workbook
+from workbook.notebook import read_notebook
+from workbook.run import run_workbook
 
 PROJECT = Path(__file__).parents[1]
 
@@ -104,7 +104,7 @@ def test_command_line_is_whole_and_names_no_machine(monkeypatch):
     words = ["benchmarks/cpu.py", "--prompt", "two words", f"--out={folder}", "--data", "/home/text"]
     for argv, expected in (
         (["/somewhere/private/lmcore", "train", "--steps", "5"], "lmcore train --steps 5"),
-        (["/site/lmcore/__main__.py", "sweep", folder], "lmcore sweep runs/x"),
+        (["/site/lmcore/__main__.py", "sweep", folder], "workbook sweep runs/x"),
         (words, "benchmarks/cpu.py --prompt 'two words' --out=runs/x --data .../text"),
     ):
         monkeypatch.setattr(sys, "argv", argv)
@@ -131,7 +131,7 @@ def test_the_command_in_a_kernel(monkeypatch):
     lab, session = ["/venv/bin/python", "/venv/bin/jupyter-lab"], {"JPY_SESSION_NAME": "/home/me/04_benchmark.ipynb"}
     assert in_a_kernel(monkeypatch, lab, **session) == "notebook 04_benchmark"
     assert in_a_kernel(monkeypatch, lab) == "a notebook"
-    assert in_a_kernel(monkeypatch, lab, LMCORE_COMMAND="lmcore workbook") == "lmcore workbook"
+    assert in_a_kernel(monkeypatch, lab, LMCORE_COMMAND="workbook run") == "workbook run"
 
 
 def test_a_notebook_of_the_workbook_knows_command_and_parameters(tmp_path, monkeypatch):
@@ -140,7 +140,7 @@ def test_a_notebook_of_the_workbook_knows_command_and_parameters(tmp_path, monke
     monkeypatch.setattr(sys, "argv", ["/venv/bin/lmcore", "workbook", "--scale", "smoke"])
     run_workbook(project=project, parameters={"steps": 4}, writeup=False)
     printed = read_notebook(project / "runs" / "smoke" / "notebooks" / "01_good.ipynb").cells[-1].outputs[0].text
-    assert printed.startswith("lmcore workbook --scale smoke (notebook 01_good: ")
+    assert printed.startswith("workbook run --scale smoke (notebook 01_good: ")
     assert "steps=4" in printed
     assert 'data="embedded"' in printed
     assert str(tmp_path) not in printed

@@ -32,7 +32,7 @@ def commands(page: str) -> list[str]:
 LINES = sorted({line for page in PAGES for line in commands(page)})
 LMCORE = [line for line in LINES if line.startswith("lmcore ")]
 SUBMITTED = [
-    line for line in LMCORE if line.startswith("lmcore submit ") and "data/" not in line.replace("data/mine", "")
+    line for line in LMCORE if line.startswith("workbook submit ") and "data/" not in line.replace("data/mine", "")
 ]
 """Those that can be tried without Slurm and without that data."""
 
@@ -115,7 +115,7 @@ def test_what_contributing_names_is_there(name):
 def test_from_login_to_writeup_in_under_ten_lines():
     block = re.search(r"Student, cluster.*?```bash\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)[1]
     assert len(block.splitlines()) < 10
-    for word in ("make install", "site.yaml", "lmcore submit workbook", "lmcore status"):
+    for word in ("make install", "site.yaml", "workbook submit notebooks", "workbook status"):
         assert word in block
 
 

@@ -8,7 +8,7 @@ from notebook_cells import PROJECT
 from lmcore.accounting import num_parameters, training_flops
 from lmcore.config import replace
 from lmcore.errors import UserError
-from lmcore.fused.support import unsupported_reason
+from lmcore.fast.support import unsupported_reason
 from lmcore.recipes import (
     HANDOUT_STEPS,
     RECIPES,
@@ -19,7 +19,7 @@ from lmcore.recipes import (
     with_seeds,
     with_steps,
 )
-from lmcore.workbook.notebook import code_cells, read_notebook
+from workbook.notebook import code_cells, read_notebook
 
 HANDOUT_TOKENS = 32 * 256 * HANDOUT_STEPS
 AT_BUDGET = ("handout", "regularized", "tied", "best-at-budget")

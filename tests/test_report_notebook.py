@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcore.workbook.report.notebook import quote, show_source, start
+from workbook.report.notebook import quote, show_source, start
 
 
 def test_start_gives_results_figures_and_a_device(tmp_path, capsys):

@@ -2,8 +2,8 @@ import pandas as pd
 import pytest
 
 from lmcore.errors import UserError
-from lmcore.workbook.report.results import Results
-from lmcore.workbook.report.tables import read_results
+from lmcore.results import read_results
+from workbook.report.results import Results
 
 MEASURED = pd.DataFrame({"size": ["small", "large"], "learning_rate": [1e-3, 1e-2], "seconds": [0.5, 2.0]})
 

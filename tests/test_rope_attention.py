@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from lmcore.functional import scaled_dot_product_attention
-from lmcore.kernels.common.support import has_triton, is_hopper
-from lmcore.kernels.rope import rope_
-from lmcore.kernels.rope_attention import (
+from lmcore.fast.kernels.common.support import has_triton, is_hopper
+from lmcore.fast.kernels.rope import rope_
+from lmcore.fast.kernels.rope_attention import (
     heads_of,
     reference,
     rope_attention_backward,
@@ -14,6 +13,7 @@ from lmcore.kernels.rope_attention import (
     split_heads,
     takes_whole_heads,
 )
+from lmcore.functional import scaled_dot_product_attention
 from lmcore.model import RotaryPositionalEmbedding, causal_mask
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
@@ -51,7 +51,7 @@ def assert_near(out, expected, tolerance):
 @pytest.mark.parametrize(("scale", "tolerance"), [(1.0, 1e-5), (10.0, 1e-4)])
 @needs_triton
 def test_whole_heads(shape, size, scale, tolerance, device):
-    from lmcore.kernels.rope_attention import gpu
+    from lmcore.fast.kernels.rope_attention import gpu
 
     e = Example(shape, size, torch.float32, device, scale)
     q_k_v, o = split_heads(e.qkv, shape), heads_of(e.out, shape)
@@ -96,7 +96,7 @@ def test_whole_heads_at_real_sizes(shape, size):
 @pytest.mark.parametrize(("shape", "size"), [((2, 70, 1), 16), ((1, 33, 2), 20), ((1, 64, 1), 32)])
 @needs_triton
 def test_portable_kernels_turn_gradients_back(parts, shape, size, device):
-    from lmcore.kernels.attention import gpu
+    from lmcore.fast.kernels.attention import gpu
 
     e = Example(shape, size, torch.float32, device)
     rope_(e.qkv, *e.angles, shape[1])
@@ -111,7 +111,7 @@ def test_portable_kernels_turn_gradients_back(parts, shape, size, device):
 @pytest.mark.parametrize(("shape", "size"), [((2, 70, 3), 16), ((1, 33, 2), 20)])
 @needs_triton
 def test_the_kernel_after_hopper_s_turns_gradients_back(shape, size, device):
-    from lmcore.kernels.attention.gpu import attention_finish_kernel
+    from lmcore.fast.kernels.attention.gpu import attention_finish_kernel
 
     batch, length, heads = shape
     e = Example(shape, size, torch.float32, device)
@@ -129,8 +129,8 @@ def test_the_kernel_after_hopper_s_turns_gradients_back(shape, size, device):
 
 @needs_triton
 def test_attention_hands_the_angles_on(monkeypatch, device):
-    from lmcore.kernels import attention as choice
-    from lmcore.kernels.attention import gpu
+    from lmcore.fast.kernels import attention as choice
+    from lmcore.fast.kernels.attention import gpu
 
     shape = (2, 40, 1)
     e = Example(shape, 16, torch.float32, device)

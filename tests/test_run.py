@@ -189,7 +189,7 @@ CHANGES = {
 }  # fmt: skip
 FREE = {
     "data": "elsewhere", "device": "cpu", "trackers": ("wandb",), "keep_checkpoints": 7, "checkpoint_interval": 7,
-    "checkpoints": "async", "parallel": "fsdp",
+    "checkpoints": "async", "strategy": "fsdp",
 }  # fmt: skip
 
 

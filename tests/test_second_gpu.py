@@ -5,10 +5,10 @@ import torch
 from attention_cases import assert_close, defined, packed
 
 from lmcore.config import GenerateConfig, ModelConfig, TrainConfig
+from lmcore.fast.kernels.attention import flash_attention
+from lmcore.fast.kernels.cross_entropy import linear_cross_entropy
 from lmcore.functional import cross_entropy
 from lmcore.generate import generate
-from lmcore.kernels.attention import flash_attention
-from lmcore.kernels.cross_entropy import linear_cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.train import AsyncMetrics, training_step
 

@@ -15,7 +15,7 @@ from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace, t
 from lmcore.errors import EXIT_INTERRUPTED, UserError
 from lmcore.files import write_json
 from lmcore.run import RunFolder
-from lmcore.workbook.sweep import run_or_reuse, run_sweep, work
+from workbook.sweep import run_or_reuse, run_sweep, work
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ CELL = """
 import json, signal, sys
 from lmcore.config import TrainConfig, from_dict
 from lmcore.errors import UserError
-from lmcore.workbook.sweep import run_or_reuse
+from workbook.sweep import run_or_reuse
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a kernel, however the tests were started
 try:
     run_or_reuse(from_dict(TrainConfig, json.loads(sys.argv[2])), sys.argv[1])
@@ -125,7 +125,7 @@ def test_a_worker_stops_between_two_runs(tmp_path, config, monkeypatch, number):
         os.kill(os.getpid(), number)
         return types.SimpleNamespace(state="complete")
 
-    monkeypatch.setattr("lmcore.workbook.sweep.train", train)
+    monkeypatch.setattr("workbook.sweep.train", train)
     write_json(tmp_path / "sweep.json", {name: {"data": config.data} for name in ("a", "b")})
     with pytest.raises(SystemExit) as ended:
         work(tmp_path)

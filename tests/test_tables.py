@@ -6,12 +6,13 @@ import pandas as pd
 import pytest
 from notebook_cells import RECORDS
 
+from lmcore import results
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.data import open_data
 from lmcore.errors import UserError
 from lmcore.run import RunFolder
-from lmcore.workbook.report import tables
-from lmcore.workbook.sweep import run_sweep
+from workbook.report import tables
+from workbook.sweep import run_sweep
 
 
 def make_run(folder, losses, state="complete", *, valid=None, batch_size=4, **notes) -> RunFolder:
@@ -74,7 +75,7 @@ def test_noise_is_no_divergence(tmp_path):
 @pytest.mark.parametrize("name", ["sweep", "training", "experiment", "experiment_rate"])
 def test_no_committed_run_that_is_complete_rose_above_a_uniform_guess(name):
     """A rise of more than ln(50,257) + 0.5 nats ends above it, whatever the run had reached."""
-    rows = tables.read_results(RECORDS / f"{name}_runs.json")[0]
+    rows = results.read_results(RECORDS / f"{name}_runs.json")[0]
     complete = rows[rows["outcome"] == "complete"]
     assert complete["max_spike"].max() < 10.82 + 0.5
     assert rows["name"].is_unique
@@ -135,8 +136,8 @@ def test_results_are_read_as_they_were_written(tmp_path):
     }
     path = tmp_path / "results" / "runs.json"
     provenance = tables.provenance_of(runs)
-    written = tables.write_results(tables.run_table(runs), path, provenance, floor=float(1))
-    table, read, notes = tables.read_results(path)
+    written = results.write_results(tables.run_table(runs), path, provenance, floor=float(1))
+    table, read, notes = results.read_results(path)
     pd.testing.assert_frame_equal(table, written, check_dtype=False)
     assert notes == {"floor": 1.0}
     assert read["device"] == "Test chip"
@@ -161,9 +162,9 @@ def test_a_file_that_is_no_results_file(tmp_path):
     path = tmp_path / "other.json"
     path.write_text("[1]")
     with pytest.raises(UserError, match="not a results file"):
-        tables.read_results(path)
+        results.read_results(path)
     with pytest.raises(UserError, match=r"ends in \.json"):
-        tables.write_results(pd.DataFrame(), tmp_path / "runs.csv", {})
+        results.write_results(pd.DataFrame(), tmp_path / "runs.csv", {})
 
 
 def test_real_runs(tmp_path, embedded_data):

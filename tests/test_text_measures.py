@@ -6,7 +6,7 @@ import pytest
 from notebook_cells import PROJECT
 
 from lmcore.config import GenerateConfig
-from lmcore.workbook.notebook import read_notebook
+from workbook.notebook import read_notebook
 
 MEASURES = ["02", "words", "known", "halves", "halves-known", "likelihood", "likelihood-known", "bootstrap"]
 MEASURES += ["bootstrap-known"]

@@ -28,9 +28,9 @@ from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.data import CorpusConfig, PreparedData, open_data, prepare
 from lmcore.errors import EXIT_INTERRUPTED, UserError
 from lmcore.evaluate import evaluate
+from lmcore.fast.step import FusedStep
 from lmcore.files import read_json, write_json
 from lmcore.functional import cross_entropy
-from lmcore.fused.step import FusedStep
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
 from lmcore.profiling.workload import Workload, WorkloadConfig
@@ -39,7 +39,7 @@ from lmcore.run import RunBusy, RunFolder
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer
 from lmcore.train import AsyncMetrics, PlainStep, Trainer, train, training_step
-from lmcore.workbook.sweep import is_finished
+from workbook.sweep import is_finished
 
 BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
 TIMES = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}

@@ -16,7 +16,7 @@ sys.meta_path = [WithoutTriton if finder is PathFinder else finder for finder in
 
 import lmcore
 from lmcore import cli
-from lmcore.kernels.common.support import has_triton
+from lmcore.fast.kernels.common.support import has_triton
 
 assert not has_triton()
 need_triton = []

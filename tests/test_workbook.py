@@ -11,11 +11,11 @@ from notebook_projects import SVG, code, make_project, parameters, results
 
 from lmcore import cli
 from lmcore.errors import UserError
-from lmcore.workbook.notebook import declared_parameters, execution_fault, read_notebook
-from lmcore.workbook.parameters import parse_overrides
-from lmcore.workbook.record import read_record
-from lmcore.workbook.report.verify import check_writeup
-from lmcore.workbook.run import refresh, run_workbook
+from workbook.notebook import declared_parameters, execution_fault, read_notebook
+from workbook.parameters import parse_overrides
+from workbook.record import read_record
+from workbook.report.verify import check_writeup
+from workbook.run import refresh, run_workbook
 
 GOOD = {
     "_01_first": [

@@ -10,8 +10,8 @@ from filelock import FileLock
 from notebook_projects import code, make_project, parameters
 
 from lmcore.errors import UserError
-from lmcore.workbook.notebook import read_notebook, write_notebook
-from lmcore.workbook.record import (
+from workbook.notebook import read_notebook, write_notebook
+from workbook.record import (
     read_notebook_record,
     read_record,
     record_file,
@@ -20,7 +20,7 @@ from lmcore.workbook.record import (
     unfinished,
     update_plan,
 )
-from lmcore.workbook.run import run_workbook
+from workbook.run import run_workbook
 
 COUNT = "open(f'{out}/' + NAME, 'a').write('x')"
 NAMES = ["01_first", "02_second", "03_third"]
@@ -121,7 +121,7 @@ def test_two_processes_in_one_folder_lose_nothing(tmp_path):
     pairs = zip(names, reversed(names), strict=True)
     cells = {f"_{name}": [parameters(), code(f"NAME, OTHER = {name!r}, {other!r}\n{wait}")] for name, other in pairs}
     project = make_project(tmp_path, **cells)
-    command = [sys.executable, "-m", "lmcore", "workbook", "--no-writeup", "--out", str(project / "made")]
+    command = [sys.executable, "-m", "workbook", "run", "--no-writeup", "--out", str(project / "made")]
     both = [subprocess.Popen([*command, "--notebooks", name], cwd=project) for name in names]
     assert [process.wait(120) for process in both] == [0, 0]
     entries = read_record(project / "made")["notebooks"]

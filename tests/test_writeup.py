@@ -18,15 +18,16 @@ from hypothesis import strategies as st
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from notebook_cells import ANSWERS
 
+from lmcore import formatting
 from lmcore.errors import UserError
 from lmcore.files import read_json
-from lmcore.workbook import publish
-from lmcore.workbook.record import NotebookRecord, read_notebook_record, update_plan, write_notebook_record
-from lmcore.workbook.report import answers, coverage
-from lmcore.workbook.report.document import plain_text, shorten
-from lmcore.workbook.report.notebook import show_source
-from lmcore.workbook.report.verify import check_writeup
-from lmcore.workbook.report.writeup import break_lines, spell_out, write_writeup
+from workbook import publish
+from workbook.record import NotebookRecord, read_notebook_record, update_plan, write_notebook_record
+from workbook.report import answers, coverage
+from workbook.report.document import plain_text, shorten
+from workbook.report.notebook import show_source
+from workbook.report.verify import check_writeup
+from workbook.report.writeup import break_lines, spell_out, write_writeup
 
 ROOT = Path(__file__).parents[1]
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="300" height="90"><rect width="9" height="9"/></svg>'
@@ -624,27 +625,27 @@ def test_what_was_not_measured_is_said():
 @pytest.mark.parametrize(
     ("function", "value", "text"),
     [
-        (answers.format_count, 5, "5"),
-        (answers.format_count, 12345, "12,345"),
-        (answers.format_count, 999_999, "1.00 million"),
-        (answers.format_count, 1_640_000_000, "1.64 billion"),
-        (answers.format_count, 2.5, "2.50"),
-        (answers.format_bytes, 999, "999 bytes"),
-        (answers.format_bytes, 999_999, "1.00 MB"),
-        (answers.format_bytes, 6.55e9, "6.55 GB"),
-        (answers.format_seconds, 0, "0 s"),
-        (answers.format_seconds, 3.5e-4, "350 µs"),
-        (answers.format_seconds, 0.0123, "12.3 ms"),
-        (answers.format_seconds, 0.9999, "1.00 s"),
-        (answers.format_seconds, 59.96, "1 min"),
-        (answers.format_seconds, 200, "3 min 20 s"),
-        (answers.format_seconds, 18720, "5 h 12 min"),
-        (answers.format_seconds, 8e5, "9.26 days"),
-        (answers.format_percent, 0.1234, "12.3%"),
-        (answers.format_significant, 0.000123456, "0.000123"),
-        (answers.format_significant, 0.9996, "1.00"),
-        (answers.join_words, ["a"], "a"),
-        (answers.join_words, ["a", "b", "c"], "a, b and c"),
+        (formatting.format_count, 5, "5"),
+        (formatting.format_count, 12345, "12,345"),
+        (formatting.format_count, 999_999, "1.00 million"),
+        (formatting.format_count, 1_640_000_000, "1.64 billion"),
+        (formatting.format_count, 2.5, "2.50"),
+        (formatting.format_bytes, 999, "999 bytes"),
+        (formatting.format_bytes, 999_999, "1.00 MB"),
+        (formatting.format_bytes, 6.55e9, "6.55 GB"),
+        (formatting.format_seconds, 0, "0 s"),
+        (formatting.format_seconds, 3.5e-4, "350 µs"),
+        (formatting.format_seconds, 0.0123, "12.3 ms"),
+        (formatting.format_seconds, 0.9999, "1.00 s"),
+        (formatting.format_seconds, 59.96, "1 min"),
+        (formatting.format_seconds, 200, "3 min 20 s"),
+        (formatting.format_seconds, 18720, "5 h 12 min"),
+        (formatting.format_seconds, 8e5, "9.26 days"),
+        (formatting.format_percent, 0.1234, "12.3%"),
+        (formatting.format_significant, 0.000123456, "0.000123"),
+        (formatting.format_significant, 0.9996, "1.00"),
+        (formatting.join_words, ["a"], "a"),
+        (formatting.join_words, ["a", "b", "c"], "a, b and c"),
     ],
 )
 def test_wording(function, value, text):
@@ -653,5 +654,5 @@ def test_wording(function, value, text):
 
 @given(st.floats(1e-9, 1e15))
 def test_significant_digits_keep_the_value(value):
-    shown = float(answers.format_significant(value, 4).replace(",", ""))
+    shown = float(formatting.format_significant(value, 4).replace(",", ""))
     assert shown == pytest.approx(value, rel=6e-4)

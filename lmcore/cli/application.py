@@ -5,12 +5,12 @@ import functools
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tyro
 
-from lmcore.cli import benchmark, data, jobs, memory, nsys, sweep, training, workbook
+from lmcore.cli import benchmark, data, memory, nsys, training
 from lmcore.cli.output import printing_safely
 from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
@@ -38,34 +38,29 @@ def doctor(json: bool = False) -> int:
 def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
     """All commands; those that train with the defaults that their arguments ask for."""
 
-    def base(*words: str) -> TrainConfig:
-        chosen = tuple(arguments[: len(words)]) == words
-        return training.starting_config(arguments[len(words) :]) if chosen else TrainConfig()
-
+    base = training.starting_config(arguments[1:]) if arguments[:1] == ["train"] else TrainConfig()
     groups = {
         "data": ("Prepare, download and look at corpora.", (data.prepare, data.download, data.info)),
         "tokenizer": ("Train a tokenizer; encode and decode with one.", (data.train, data.encode, data.decode)),
-        "sweep": ("What the tasks of a sweep run, and the table of its runs.", (sweep.work, sweep.table)),
-        "submit": (
-            "The workbook, a sweep or a training run as Slurm jobs.",
-            (jobs.workbook, jobs.sweep, jobs.train_command(base("submit", "train"))),
-        ),
     }
     app = tyro.extras.SubcommandApp()
     app.command(deferred(doctor))
+    add_groups(app, groups)
+    for command in (
+        training.train_command(base), training.evaluate, training.generate, benchmark.benchmark, nsys.nsys,
+        memory.memory,
+    ):  # fmt: skip
+        app.command(deferred(command))
+    return app
+
+
+def add_groups(app: tyro.extras.SubcommandApp, groups: Mapping[str, tuple[str, Iterable[Callable[..., int]]]]) -> None:
+    """Adds commands of two words: by the first one what they are for, and the commands."""
     for name, (what, commands) in groups.items():
         group = tyro.extras.SubcommandApp()
         for command in commands:
             group.command(deferred(command))
         app.command(group, name=name, help=what)
-    for command in (
-        training.train_command(base("train")), training.evaluate, training.generate, benchmark.benchmark, nsys.nsys,
-        memory.memory, workbook.workbook, workbook.refresh, workbook.writeup, jobs.status, workbook.handin,
-    ):  # fmt: skip
-        app.command(deferred(command))
-    if arguments[:1] == ["requeue"]:  # only job.sh calls it: not listed
-        app.command(deferred(jobs.requeue))
-    return app
 
 
 def deferred(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
@@ -78,7 +73,9 @@ def deferred(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
     return parsed
 
 
-def parse(arguments: Sequence[str]) -> Callable[[], int]:
+def parse(
+    arguments: Sequence[str], prog: str, application: Callable[[Sequence[str]], tyro.extras.SubcommandApp]
+) -> Callable[[], int]:
     """The chosen command with its arguments. tyro explains wrong ones, and exits with code 2.
 
     A value that a config refuses raises the config's own `UserError`, which tyro would print in a box.
@@ -86,7 +83,7 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return application(arguments).cli(args=arguments, prog="lmcore")
+            return application(arguments).cli(args=arguments, prog=prog)
     except SystemExit as stop:
         if isinstance(stop.__context__, Exception) and isinstance(stop.__context__.__context__, UserError):
             raise stop.__context__.__context__ from None
@@ -94,17 +91,24 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
         raise
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code. A user's mistake is one sentence on standard error and code 2."""
+def main(
+    arguments: Sequence[str] | None = None,
+    prog: str = "lmcore",
+    application: Callable[[Sequence[str]], tyro.extras.SubcommandApp] = application,
+) -> int:
+    """Runs a command and returns its exit code. A user's mistake is one sentence on standard error and code 2.
+
+    `prog` and `application`: another program with commands, and what makes them of the arguments.
+    """
     try:
         with stoppable():
-            command = parse(list(sys.argv[1:] if arguments is None else arguments))
+            command = parse(list(sys.argv[1:] if arguments is None else arguments), prog, application)
             with printing_safely():
                 code = command()
             sys.stdout.flush()  # while an error of it can still be said
             return code
     except UserError as error:
-        print(f"lmcore: {printable(str(error))}", file=sys.stderr)
+        print(f"{prog}: {printable(str(error))}", file=sys.stderr)
         return EXIT_USER_ERROR
     except OSError as error:
         piped = isinstance(error, BrokenPipeError)  # the reader, such as head, has seen enough
@@ -115,8 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if piped:
             return EXIT_FAILURE
         where = f" ({error.filename})" if error.filename else ""
-        print(f"lmcore: {error.strerror}{where}: make room, or write elsewhere.", file=sys.stderr)
+        print(f"{prog}: {error.strerror}{where}: make room, or write elsewhere.", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt as error:
-        print("lmcore: stopped.", file=sys.stderr)
+        print(f"{prog}: stopped.", file=sys.stderr)
         return 128 + error.number if isinstance(error, Stopped) else EXIT_CTRL_C

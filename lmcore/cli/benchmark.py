@@ -31,10 +31,10 @@ def benchmark(
         markdown: Print the table as Markdown.
         latex: Print the table as LaTeX.
     """
-    from lmcore.fused.support import unsupported_reason
+    from lmcore.fast.support import unsupported_reason
+    from lmcore.profiling.readable import failures, readable
     from lmcore.profiling.timing import measure, repeated, samples_table, timing_table
-    from lmcore.workbook.report.tables import provenance_of_cases, write_results
-    from lmcore.workbook.report.timings import failures, readable
+    from lmcore.results import provenance_of_cases, write_results
 
     require_positive("processes", processes)
     cases = benchmark_cases(settings)

@@ -88,7 +88,7 @@ def described(result: Mapping[str, Any], top: int) -> str:
     """Peaks, categories and the largest allocations of a profile, for the terminal."""
     from tabulate import tabulate
 
-    from lmcore.workbook.report.answers import format_bytes as size
+    from lmcore.formatting import format_bytes as size
 
     where = f" in {result['peak_stage']}" if result["peak_stage"] else ""
     text = f"{result['tool']}, {result['events']:,} events. Peak: {size(result['peak_bytes'])}{where}."

@@ -43,7 +43,7 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
             preset: Named settings to start from.
             config: JSON file of settings to start from, such as a run's config.json.
         """
-        if settings.parallel != "none":  # of a rank that is gone PyTorch's store tells with the addresses of its code
+        if settings.strategy != "none":  # of a rank that is gone PyTorch's store tells with the addresses of its code
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         with stop_signals():  # from here on, as importing torch takes a while
             from lmcore.train import train
@@ -51,13 +51,13 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
             try:
                 result = train(settings, run)
             except BaseException:
-                if settings.parallel != "none":  # the end of a process may wait for a rank that never answers
+                if settings.strategy != "none":  # the end of a process may wait for a rank that never answers
                     timer = threading.Timer(SECONDS_TO_END, os._exit, [EXIT_FAILURE])
                     timer.daemon = True
                     timer.start()
                 raise
         loss = "" if result.valid_loss is None else f", validation loss {result.valid_loss:.4f} nats per token"
-        if settings.parallel == "none" or os.environ.get("RANK", "0") == "0":
+        if settings.strategy == "none" or os.environ.get("RANK", "0") == "0":
             print(f"{run}: {result.state} at step {result.step}{loss}.")
         return EXIT_CODES[result.state]
 

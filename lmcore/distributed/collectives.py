@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lmcore.config import named
 from lmcore.errors import require
-from lmcore.kernels.addition import add_
 
 Group = dist.ProcessGroup | None
+
+ADDITION = "lmcore.fast.kernels.addition:add_"
+"""What adds large chunks beside a message, on a part of the GPU."""
 
 LARGE = 64 * 2**20
 """Bytes of a chunk from which a reduce-scatter hides its sums: below, the messages that it takes more cost more."""
@@ -97,7 +100,7 @@ def ring_reduce_scatter(tensor: Tensor, group: Group = None, buffer: Tensor | No
         for work in works:
             work.wait()
         # while the other half is on its way, NCCL needs a part of the GPU
-        add_(sums, received) if large else sums.add_(received)
+        named(ADDITION)(sums, received) if large else sums.add_(received)
 
     for step in range(1, size):
         for part, received in enumerate(buffers):

@@ -1,4 +1,4 @@
-"""How the ranks of a training run divide the work: `--parallel`, in one place for the loop and for checkpoints.
+"""How the ranks of a training run divide the work: `--strategy`, in one place for the loop and for checkpoints.
 
 | name          | weights | gradients | optimizer state | made of                                    |
 |---------------|---------|-----------|-----------------|--------------------------------------------|
@@ -162,4 +162,4 @@ class TorchFSDP2(Divided):
 STRATEGIES: dict[str, type[Alone]] = {
     "none": Alone, "ddp": DDP, "zero1": ZeRO1, "fsdp": OurFSDP, "torch-ddp": TorchDDP, "torch-fsdp2": TorchFSDP2,
 }  # fmt: skip
-"""By the name of `TrainConfig.parallel`."""
+"""By the name of `TrainConfig.strategy`."""

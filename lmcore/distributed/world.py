@@ -134,11 +134,11 @@ def joined(config: TrainConfig) -> Iterator[OneRank]:
     ranks end: those that wait for one which failed exit with its exit code. Raises `UserError` if ranks are missing,
     have no GPU of their own, or the batch does not divide by their number.
     """
-    if config.parallel == "none":
+    if config.strategy == "none":
         if "TORCHELASTIC_RUN_ID" in os.environ and (size := launched("WORLD_SIZE")) > 1:
             leave_to_first_rank()
             raise UserError(
-                f"torchrun started {size} processes, but the run is not parallel: add --parallel ddp, or another way."
+                f"torchrun started {size} processes, but the run is not parallel: add --strategy ddp, or another way."
             )
         yield ALONE
         return

@@ -11,9 +11,9 @@ from lmcore.accounting import num_parameters
 from lmcore.config import TrainConfig, replace
 from lmcore.device import autocast, select_device, set_matmul_precision, synchronize, too_large
 from lmcore.errors import require
+from lmcore.fast.step import FusedStep
+from lmcore.fast.support import unsupported_reason
 from lmcore.functional import cross_entropy
-from lmcore.fused.step import FusedStep
-from lmcore.fused.support import unsupported_reason
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
 from lmcore.profiling.cases import MODES, WorkloadConfig, case_grid, workload_config

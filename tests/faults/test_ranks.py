@@ -103,7 +103,7 @@ class Ranks:
         return processes
 
     def undisturbed(self, config: TrainConfig, size: int) -> RunFolder:
-        key = (config.parallel, config.checkpoints, size)
+        key = (config.strategy, config.checkpoints, size)
         if key not in self.straight:
             self.straight[key] = run = self.bench.new()
             assert codes(self.start(run, config, size)) == [0] * size, self.bench.said(run)
@@ -119,9 +119,9 @@ class Ranks:
 
     def case(self, rng: random.Random) -> tuple[RunFolder, TrainConfig, int]:
         """A run with a random way to divide the work, form of checkpoints and number of ranks."""
-        config = replace(self.bench.config, parallel=rng.choice(WAYS), checkpoints=rng.choice(FORMS), batch_size=6)
+        config = replace(self.bench.config, strategy=rng.choice(WAYS), checkpoints=rng.choice(FORMS), batch_size=6)
         # PyTorch's DDP rebuilds its buckets after a first step: the sums of three ranks then have another order
-        size = 2 if config.parallel == "torch-ddp" else rng.choice((2, 2, 3))
+        size = 2 if config.strategy == "torch-ddp" else rng.choice((2, 2, 3))
         self.undisturbed(config, size)
         return self.bench.new(), config, size
 
@@ -231,7 +231,7 @@ def test_ranks_are_asked_to_stop(ranks: Ranks, tally: Tally, rng: random.Random,
 @pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGTERM])
 def test_under_torchrun(ranks: Ranks, tally: Tally, what, tmp_path: Path):
     """A rank that is killed is started again with the others; a stop of the launcher saves, and the command resumes."""
-    config = replace(ranks.bench.config, parallel="zero1", checkpoints="sharded", steps=300, checkpoint_interval=40)
+    config = replace(ranks.bench.config, strategy="zero1", checkpoints="sharded", steps=300, checkpoint_interval=40)
     config = replace(config, eval_interval=100)
     run, straight = ranks.bench.new(), ranks.bench.new()
     assert codes(ranks.start(straight, config, 2)) == [0, 0], ranks.bench.said(straight)

@@ -18,7 +18,7 @@ from lmcore.config import to_dict
 from lmcore.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from lmcore.files import write_json
 from lmcore.run import RunFolder
-from lmcore.workbook.sweep import run_or_reuse, run_sweep, work
+from workbook.sweep import run_or_reuse, run_sweep, work
 
 
 def test_two_train_at_once(bench: Bench, tally: Tally, tries):

@@ -18,8 +18,8 @@ from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace, t
 from lmcore.errors import EXIT_INTERRUPTED
 from lmcore.run import RunFolder
 from lmcore.stopping import SAME_SIGNAL
-from lmcore.workbook.record import read_record
-from lmcore.workbook.stopping import LAUNCHER, command_line, is_training
+from workbook.record import read_record
+from workbook.stopping import LAUNCHER, command_line, is_training
 
 PATIENCE = 120
 """Seconds after which a condition that has not come true fails the test."""
@@ -30,12 +30,12 @@ ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 KEPT = code("'an output to keep'")
 TRAIN = """import json
 from lmcore.config import TrainConfig, from_dict
-from lmcore.workbook.sweep import run_or_reuse
+from workbook.sweep import run_or_reuse
 config = from_dict(TrainConfig, json.load(open("../config.json")))
 run_or_reuse(config, f"{out}/runs/toy").status()["state"]"""
 SWEEP = """import json
 from lmcore.config import TrainConfig, from_dict, replace
-from lmcore.workbook.sweep import run_sweep
+from workbook.sweep import run_sweep
 config = from_dict(TrainConfig, json.load(open("../config.json")))
 runs = run_sweep({f"seed_{i}": replace(config, seed=i) for i in (1, 2)}, f"{out}/runs", workers=2)
 [run.status()["state"] for run in runs.values()]"""
@@ -74,7 +74,7 @@ def undisturbed(config, tmp_path_factory) -> RunFolder:
 
 
 class Workbook:
-    """`lmcore workbook` in a process of its own, on a toy project."""
+    """`workbook run` in a process of its own, on a toy project."""
 
     def __init__(self, folder: Path, *cells, config: TrainConfig | None = None, **others):
         self.folder = make_project(folder / "project", _01_toy=["# 01 Toy", parameters(), KEPT, *cells], **others)
@@ -83,7 +83,7 @@ class Workbook:
             (self.folder / "config.json").write_text(json.dumps(to_dict(config)))
 
     def start(self, *options: str) -> "Workbook":
-        command = [sys.executable, "-m", "lmcore", "workbook", "--out", str(self.out), "--resume", *options]
+        command = [sys.executable, "-m", "workbook", "run", "--out", str(self.out), "--resume", *options]
         self.process = subprocess.Popen(
             command, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ONE_THREAD
         )

@@ -1,7 +1,7 @@
 """Plants the bugs of bugs.yaml one at a time in a copy of the current commit, and says which ones the tests catch.
 
     python tests/planted_bugs/plant.py                                 # all of them: half an hour on one core
-    python tests/planted_bugs/plant.py causal-mask-shows-the-next-token lmcore/kernels --jobs 2
+    python tests/planted_bugs/plant.py causal-mask-shows-the-next-token lmcore/fast/kernels --jobs 2
     python tests/planted_bugs/plant.py --nbval                         # those that nbval is to catch in a notebook
 
 The working tree is never touched, and uncommitted changes are not tried. First the named tests must pass unpatched.

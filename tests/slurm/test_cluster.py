@@ -1,4 +1,4 @@
-"""The test cluster does what a real one does: the facts that the job scripts and `lmcore submit` build on."""
+"""The test cluster does what a real one does: the facts that the job scripts and `workbook submit` build on."""
 
 import re
 

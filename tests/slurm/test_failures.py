@@ -26,7 +26,7 @@ SCRIPT = ("papermill_jobs/workbook.sbatch", "--no-writeup")
 
 TRAIN = """import json
 from lmcore.config import TrainConfig, from_dict
-from lmcore.workbook.sweep import run_or_reuse
+from workbook.sweep import run_or_reuse
 config = from_dict(TrainConfig, json.load(open("../config.json")))
 run_or_reuse(config, f"{out}/runs/toy").status()["state"]"""
 

@@ -1,4 +1,4 @@
-"""`lmcore submit`, `lmcore status` and the job scripts on a real Slurm, with small notebooks."""
+"""`workbook submit`, `workbook status` and the job scripts on a real Slurm, with small notebooks."""
 
 import json
 import time
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slurm
 
 def submit(cluster, project: Path, *words: object) -> dict[str, str]:
     """Submits, and returns the jobs' ids by name."""
-    lines = cluster.run("lmcore", "submit", "workbook", *words, cwd=project).stdout.splitlines()
+    lines = cluster.run("workbook", "submit", "notebooks", *words, cwd=project).stdout.splitlines()
     return {line.split()[1]: line.split()[0] for line in lines if line[0].isdigit()}
 
 
@@ -24,8 +24,8 @@ def alone(cluster, project: Path, name: str, *words: object) -> str:
 
 
 def shown(cluster, project: Path) -> dict[str, list[str]]:
-    """State and last column of `lmcore status` by the jobs' names."""
-    lines = cluster.run("lmcore", "status", cwd=project).stdout.splitlines()
+    """State and last column of `workbook status` by the jobs' names."""
+    lines = cluster.run("workbook", "status", cwd=project).stdout.splitlines()
     rows = [line.split(maxsplit=3) for line in lines if line.startswith("  ")]
     return {row[1]: row[2:] for row in rows if row[0].isdigit()}
 
@@ -100,7 +100,7 @@ def test_a_script_away_from_the_project_or_without_lmcore_says_so(cluster, tmp_p
 def test_a_second_submission_is_refused_until_the_jobs_have_ended(cluster, tmp_path):
     project = job_project(tmp_path / "project", _02_train=waiting("02_train"))
     jobs = submit(cluster, project)
-    refused = cluster.run("lmcore", "submit", "workbook", cwd=project, check=False)
+    refused = cluster.run("workbook", "submit", "notebooks", cwd=project, check=False)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "are still queued or running (" in refused.stderr
     rows = shown(cluster, project)
@@ -114,7 +114,7 @@ def test_a_second_submission_is_refused_until_the_jobs_have_ended(cluster, tmp_p
     [(["--scale", "huge"], "There is no scale 'huge'"), (["--time", "soon"], "Invalid --time specification")],
 )
 def test_wrong_input_is_refused(cluster, tmp_path, words, sentence):
-    refused = cluster.run("lmcore", "submit", "workbook", *words, cwd=job_project(tmp_path / "project"), check=False)
+    refused = cluster.run("workbook", "submit", "notebooks", *words, cwd=job_project(tmp_path / "project"), check=False)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert sentence in refused.stderr
 
@@ -122,7 +122,7 @@ def test_wrong_input_is_refused(cluster, tmp_path, words, sentence):
 def test_what_sbatch_refuses_cancels_the_jobs_before_it(cluster, tmp_path):
     project = job_project(tmp_path / "project", _02_train=waiting("02_train"), _04_nsys=touching("04_nsys"))
     (project / "papermill_jobs" / "site.yaml").write_text("jobs:\n  04_nsys: {partition: nowhere}\n")
-    refused = cluster.run("lmcore", "submit", "workbook", cwd=project, check=False)
+    refused = cluster.run("workbook", "submit", "notebooks", cwd=project, check=False)
     assert refused.returncode == 2
     assert "invalid partition specified: nowhere" in refused.stderr
     queued = cluster.run("squeue", "-h", "--states=pending,running", "--name=02_train,04_nsys").stdout
@@ -198,7 +198,7 @@ def test_whatever_is_in_a_path_an_option_or_a_value_reaches_the_job(cluster, tmp
 
 def test_a_task_that_submits_a_job_does_not_give_it_its_own_number(cluster, tmp_path):
     project = job_project(tmp_path / "project")
-    submits = f"#!/bin/bash\ncd {project}\nlmcore submit workbook --notebooks 04 --no-writeup\n"
+    submits = f"#!/bin/bash\ncd {project}\nworkbook submit notebooks --notebooks 04 --no-writeup\n"
     array = cluster.sbatch(submits, options=["--array=3"])
     assert cluster.wait(array) == "COMPLETED"
     (job,) = (job["id"] for job in json.loads((project / "runs/smoke/jobs/submitted.json").read_text()))

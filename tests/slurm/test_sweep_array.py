@@ -6,8 +6,8 @@ import pytest
 
 from lmcore.config import CorpusConfig
 from lmcore.data import prepare
+from lmcore.results import read_results
 from lmcore.run import RunFolder
-from lmcore.workbook.report.tables import read_results
 
 pytestmark = pytest.mark.slurm
 
@@ -31,7 +31,7 @@ def words(tmp_path_factory) -> list:
     (folder / "rates.py").write_text(SWEEP)
     (folder / "site.yaml").write_text("gpus: 0\n")
     words = [folder / "rates.py", "--recipe", "smoke", "--data", folder / "data", "--site", folder / "site.yaml"]
-    return ["lmcore", "submit", "sweep", *words]
+    return ["workbook", "submit", "sweep", *words]
 
 
 def submit(cluster, words: list, out: Path, steps: int, *options: object) -> tuple[str, str]:
@@ -76,7 +76,7 @@ def test_an_array_with_a_cap_ends_in_one_table(cluster, tmp_path, words):
     assert outcomes(out) == [(name, "complete") for name in NAMES]
     again = cluster.run(*words, "--out", out, "--steps", 4, cwd=PROJECT).stdout
     assert again == f"All of {out} is finished.\n"
-    assert "3 completed" in cluster.run("lmcore", "status", out, cwd=PROJECT).stdout
+    assert "3 completed" in cluster.run("workbook", "status", out, cwd=PROJECT).stdout
 
 
 def test_after_cancelling_only_what_is_unfinished_is_submitted(cluster, tmp_path, words):

@@ -1,4 +1,4 @@
-"""`lmcore submit train` on a real Slurm: two nodes with gloo, stopped by a signal, queued again, a rank that dies."""
+"""`workbook submit train` on a real Slurm: two nodes with gloo, stopped by a signal, queued again, a rank that dies."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ def numbers(run: Path) -> list[tuple]:
 
 def test_two_nodes_train_and_go_on_after_a_signal(cluster, data, tmp_path):
     """With sharded weights; the second run is interrupted, queued again, and ends with the same numbers."""
-    options = ("--nodes", 2, "--gpus", 1, "--parallel", "fsdp", "--checkpoints", "sharded", "--steps", 400)
+    options = ("--nodes", 2, "--gpus", 1, "--strategy", "fsdp", "--checkpoints", "sharded", "--steps", 400)
     undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
     job = submit(cluster, data, undisturbed, *options)
     cluster.wait(job, "COMPLETED")
@@ -67,7 +67,7 @@ def test_two_nodes_train_and_go_on_after_a_signal(cluster, data, tmp_path):
 
 def test_a_rank_that_dies_ends_the_job(cluster, data, tmp_path):
     run = tmp_path / "run"
-    job = submit(cluster, data, run, "--nodes", 2, "--gpus", 2, "--parallel", "zero1", "--steps", 100_000)
+    job = submit(cluster, data, run, "--nodes", 2, "--gpus", 2, "--strategy", "zero1", "--steps", 100_000)
     cluster.wait_until(lambda: lines(run) > 5, "the run trains", 300, job)
     ranks = {}
     for process in psutil.process_iter(["pid", "cmdline"]):

@@ -11,8 +11,8 @@ import pytest
 
 from lmcore.checkpoint import digest, read_weights
 from lmcore.run import RunFolder
-from lmcore.workbook.record import read_record
-from lmcore.workbook.report.verify import check_writeup
+from workbook.record import read_record
+from workbook.report.verify import check_writeup
 
 pytestmark = pytest.mark.slurm
 
@@ -47,7 +47,7 @@ def workbooks(cluster, tmp_path_factory) -> tuple[tuple[Path, str], tuple[Path, 
         NOTEBOOKS="02 03",
         **ONE_THREAD,
     )
-    said = cluster.run("lmcore", "submit", "workbook", "--out", chain, *FEWER, cwd=PROJECT, **ONE_THREAD).stdout
+    said = cluster.run("workbook", "submit", "notebooks", "--out", chain, *FEWER, cwd=PROJECT, **ONE_THREAD).stdout
     jobs = {name: job for job, name in re.findall(r"^(\d+)\s+(\w+)", said, flags=re.MULTILINE)}
     train = jobs["02_train"]
     cluster.wait_until(lambda: training_step(chain) >= 100, "training is under way", 8 * MINUTES, train)
@@ -66,7 +66,7 @@ def one_job(cluster, workbooks):
 
 @pytest.fixture(scope="module")
 def chain(workbooks):
-    """OUT of `lmcore submit workbook`, whose training got USR1 in its middle; and the ids of the jobs by name."""
+    """OUT of `workbook submit notebooks`, whose training got USR1 in its middle; and the ids of the jobs by name."""
     return workbooks[1]
 
 

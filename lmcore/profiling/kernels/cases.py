@@ -17,14 +17,14 @@ from torch import Tensor
 
 from lmcore.config import ModelConfig
 from lmcore.device import device_name, out_of_memory_reason, reset_peak_memory
+from lmcore.fast.kernels.attention import flash_attention
+from lmcore.fast.kernels.cross_entropy import linear_cross_entropy_gradients
+from lmcore.fast.kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward
+from lmcore.fast.kernels.rmsnorm.reference import rmsnorm_plain
+from lmcore.fast.kernels.rope import rope_
+from lmcore.fast.kernels.sdpa import fused_causal_attention
+from lmcore.fast.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.functional import cross_entropy, scaled_dot_product_attention, silu
-from lmcore.kernels.attention import flash_attention
-from lmcore.kernels.cross_entropy import linear_cross_entropy_gradients
-from lmcore.kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward
-from lmcore.kernels.rmsnorm.reference import rmsnorm_plain
-from lmcore.kernels.rope import rope_
-from lmcore.kernels.sdpa import fused_causal_attention
-from lmcore.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.model import RotaryPositionalEmbedding, causal_mask
 from lmcore.profiling.kernels.bytes_moved import BytesMoved, moved_by
 from lmcore.profiling.kernels.measuring import DTYPES, Contestant, allocated, begin, with_gradients

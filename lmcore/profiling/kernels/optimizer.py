@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lmcore.kernels.adamw import FusedAdamW
+from lmcore.fast.kernels.adamw import FusedAdamW
 from lmcore.optimizer import AdamW, gradient_clipping
 from lmcore.profiling.kernels.bytes_moved import BytesMoved, moved_by
 from lmcore.profiling.kernels.measuring import Absent

@@ -31,10 +31,10 @@ from torch.utils._pytree import tree_leaves
 from lmcore.config import ModelConfig, TrainConfig, replace
 from lmcore.distributed.strategies import STRATEGIES
 from lmcore.errors import require
-from lmcore.fused.model import GATHERED, MOST_LAYERS, ROWS_PER_PRODUCT, UNREDUCED
-from lmcore.fused.support import unsupported_reason
-from lmcore.kernels.cross_entropy import CHUNK_BYTES, default_chunk_rows
-from lmcore.kernels.rope_attention import suits_whole_heads
+from lmcore.fast.kernels.cross_entropy import CHUNK_BYTES, default_chunk_rows
+from lmcore.fast.kernels.rope_attention import suits_whole_heads
+from lmcore.fast.model import GATHERED, MOST_LAYERS, ROWS_PER_PRODUCT, UNREDUCED
+from lmcore.fast.support import unsupported_reason
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
 from lmcore.profiling.memory.profile import gradient_storages, standing_storages
@@ -68,7 +68,7 @@ def predicted_peak(
 def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
     """Peak bytes on rank 0 during a run's second training step, the first that has the optimizer's state.
 
-    `config.parallel` says how the ranks divide the work: ddp, zero1 or fsdp, or none with one rank. With ops=plain the
+    `config.strategy` says how the ranks divide the work: ddp, zero1 or fsdp, or none with one rank. With ops=plain the
     step is run, not compiled, whatever `compile` says, and messages go to PyTorch's fake process group, which sends
     nothing. With ops=fused it is counted (`explicit_peak`). Buffers of NCCL are not in it. Raises `UserError` for a
     batch that the ranks do not divide evenly, another way to divide the work, fp16, whose loss scale is looked at, and
@@ -77,8 +77,8 @@ def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     ways = ("ddp", "zero1", "fsdp") if ranks != 1 else ("none", "ddp", "zero1", "fsdp")
-    found = f"not for {config.parallel} with {ranks} ranks"
-    require(config.parallel in ways, f"Memory of a rank is predicted for {', '.join(ways)}, {found}.")
+    found = f"not for {config.strategy} with {ranks} ranks"
+    require(config.strategy in ways, f"Memory of a rank is predicted for {', '.join(ways)}, {found}.")
     require(config.precision != "fp16", "Memory of a rank is predicted for fp32, tf32 and bf16, not for fp16.")
     require(
         ranks > 0 and config.batch_size % ranks == 0,
@@ -96,7 +96,7 @@ def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
             if config.model.tie_embeddings:
                 model.lm_head.weight = model.token_embeddings.weight
             config = replace(config, compile=False)
-            step = PlainStep(model, config, torch.device("cpu"), STRATEGIES[config.parallel](model, config))
+            step = PlainStep(model, config, torch.device("cpu"), STRATEGIES[config.strategy](model, config))
             ids = torch.empty(2, config.batch_size // ranks, config.model.context_length, dtype=torch.int64)
             step(*ids)
             first = len(memory.events)
@@ -111,10 +111,10 @@ def explicit_peak(config: TrainConfig, ranks: int) -> int:
     """Peak bytes of a rank in the explicit step on a Hopper GPU, counted from shapes.
 
     Parameters, optimizer state and gradients are there all the time. Of each layer the forward pass saves the tensors
-    of `lmcore.fused.model.Group`. The peak is in the loss or in the backward pass, when three groups of layers have
+    of `lmcore.fast.model.Group`. The peak is in the loss or in the backward pass, when three groups of layers have
     begun. Raises `UserError` for what the explicit step does not cover, another optimizer than AdamW, and no norms.
     """
-    m, divided = config.model, config.parallel == "fsdp"
+    m, divided = config.model, config.strategy == "fsdp"
     reason = unsupported_reason(m, config.precision, ranks if divided else 0)
     require(reason is None, f"The explicit step does not cover {reason}.")
     require(config.optimizer.name == "adamw", "Memory of the explicit step is predicted for AdamW alone.")
@@ -133,7 +133,7 @@ def explicit_peak(config: TrainConfig, ranks: int) -> int:
         always = (12 + size) * matrices / ranks + size * whole + 12 * norms
     else:  # parameters, compute weights, gradients; moments
         always = (4 + 2 * size) * matrices + 4 * norms
-        always += 8 * (matrices + norms) / (ranks if config.parallel == "zero1" else 1)
+        always += 8 * (matrices + norms) / (ranks if config.strategy == "zero1" else 1)
     partial_sums = min(rows, MULTIPROCESSORS * (4 if d <= 2048 else 2))  # of each norm's gradient (`num_partials`)
     always += 4 * norms * (1 + partial_sums) + 2 * CUBLAS_WORKSPACE
 

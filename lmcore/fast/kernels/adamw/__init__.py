@@ -1,0 +1,232 @@
+"""AdamW as one pass over all parameters: clipping folded in, compute weights written beside, no wait for the device."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lmcore.errors import require
+from lmcore.fast.kernels.adamw import reference
+from lmcore.fast.kernels.adamw.reference import NOTHING, Settings, Slot
+from lmcore.fast.kernels.common.support import on_device_of, runs_triton
+from lmcore.optimizer import AdamW
+
+
+class FusedAdamW(AdamW):
+    """`lmcore.optimizer.AdamW` and the clipping of gradients in one pass; states of the two are interchangeable.
+
+    Weights decay after their update, as there: the kernel multiplies the updated weight by 1 - lr * weight_decay.
+    Parameters are float32 and contiguous, all on one device. `max_grad_norm` None neither measures nor clips the
+    gradients; math.inf measures alone. Clipping scales them as `gradient_clipping` does, but on their way into the
+    update: the gradients themselves stay as they are. On CUDA the pass is a Triton kernel over a table of addresses,
+    elsewhere plain operations.
+
+    `norm` is a scalar on the device: the joint l2 norm of the last step's gradients before clipping (NaN: not
+    measured). A gradient that is not finite leaves weights that are not, as the plain clipping does.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_grad_norm: float | None = None,
+    ):
+        super().__init__(params, lr, betas, eps, weight_decay)
+        require(max_grad_norm is None or max_grad_norm > 0, f"max_grad_norm must be positive, not {max_grad_norm}.")
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for p in parameters:
+            require(p.dtype == torch.float32, f"FusedAdamW updates float32 parameters, not {p.dtype}.")
+        self.max_grad_norm = max_grad_norm
+        self.norm = torch.full((), math.nan, device=parameters[0].device)
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._compute_weights: dict[Tensor, Tensor] = {}
+        self._parts: dict[Tensor, int] = {}
+        self._moments: dict[Tensor, tuple[Tensor, Tensor]] = {}  # their addresses outlive a loaded state
+        self._slots: list[Slot] = []  # only for the reference implementation: a table holds no gradient alive
+        self._addresses: list[int] | None = None  # what the slots or the table were built for
+        self._rows: list[Settings] = []
+        self._part_of: list[int] = []  # of every slot
+        self._squared: set[int] = set()  # parts whose squares `measure` finds in place
+        self._table = None
+
+    def bind(
+        self,
+        gradients: Mapping[nn.Parameter, Tensor],
+        compute_weights: Mapping[nn.Parameter, Tensor] | None = None,
+        parts: Mapping[nn.Parameter, int] | None = None,
+    ) -> None:
+        """Reads gradients from `gradients` (default: p.grad); writes new parameters into `compute_weights` as well.
+
+        Both map a parameter to a contiguous tensor of its shape on its device, bfloat16 or float32. `parts` numbers
+        the parts that `apply` may be asked for one by one (default: everything is part 0).
+        """
+        for p, tensor in [*gradients.items(), *(compute_weights or {}).items()]:
+            _check(p, tensor)
+        self._gradients, self._parts = dict(gradients), dict(parts or {})
+        self._compute_weights = dict(compute_weights or {})
+        self._addresses = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every parameter that has a gradient; returns what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.prepare()
+        self.launch()
+        if self._table is None:
+            self._slots, self._addresses = [], None  # gradients may go once they are used
+        return loss
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """The host's part of a step: counts it, and sends the scalars that depend on t and the learning rate.
+
+        Nothing waits for the device. With a `launch` in a CUDA graph, call it before every replay.
+        """
+        found = self._with_gradient()
+        self._build(found)
+        known: dict[tuple[int, int], int] = {}  # most parameters share their settings
+        rows, index = [], []
+        for group, p, _ in found:
+            state = self.state[p]
+            if not state:
+                m, v = self._moments[p]
+                state.update(t=0, m=m, v=v)
+            state["t"] += 1
+            key = (id(group), state["t"])
+            if key not in known:
+                known[key] = len(rows)
+                rows.append(self._settings(group, state["t"]))
+            index.append(known[key])
+        self._rows = [rows[i] for i in index]
+        if self._table is not None and rows:
+            self._table.send(torch.tensor(rows, dtype=torch.float32)[index])
+
+    def launch(self) -> None:
+        """The device's part of a step: norm, clipping and update. After `prepare`; a CUDA graph can capture it."""
+        self.measure()
+        self.apply()
+
+    @torch.no_grad()
+    def begin_measure(self, parts: Collection[int]) -> None:
+        """Ahead of `measure`: sums the squares of these parts' gradients, which may be on another stream."""
+        if self.max_grad_norm is not None and self._table is not None:
+            self._squared.update(parts)
+            with on_device_of(self.norm):
+                self._table.square(parts)
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """The norm of the gradients, where it is wanted: the first half of `launch`."""
+        require(self._addresses is not None, "FusedAdamW.launch needs a prepare before it.")
+        if self.max_grad_norm is None:
+            return
+        if self._table is None:
+            reference.measure([slot.gradient for slot in self._slots], self.norm)
+            return
+        with on_device_of(self.norm):
+            self._table.square(set(self._part_of) - self._squared)
+            self._table.join_squares(self.norm)
+        self._squared.clear()
+
+    @torch.no_grad()
+    def apply(self, part: int | None = None) -> None:
+        """Clipping by the norm, and the update, of all parameters or of a part: the second half of `launch`."""
+        norm = None if self.max_grad_norm is None else self.norm
+        if self._table is not None:
+            with on_device_of(self.norm):
+                self._table.update(norm, None if part is None else {part})
+            return
+        chosen = [i for i, its_part in enumerate(self._part_of) if part in (None, its_part)]
+        reference.update([self._slots[i] for i in chosen], [self._rows[i] for i in chosen], norm)
+
+    @torch.no_grad()
+    def idle(self) -> None:
+        """Lets the next `apply` change nothing, whatever the gradients are: there is no step to apply."""
+        self._rows = [NOTHING] * len(self._part_of)
+        if self._table is not None:
+            self._table.send(torch.tensor(self._rows, dtype=torch.float32))
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Loads a state of AdamW or FusedAdamW. The moments keep their addresses, which graphs may have captured."""
+        super().load_state_dict(state_dict)
+        for p, state in self.state.items():
+            for mine, loaded in zip(self._moments_of(p), (state["m"], state["v"]), strict=True):
+                mine.copy_(loaded)
+            state["m"], state["v"] = self._moments_of(p)
+        for p, moments in self._moments.items():
+            if p not in self.state:
+                for moment in moments:
+                    moment.zero_()
+
+    def warm_up(self) -> None:
+        """Builds the tables and compiles the kernels for the present gradients, and changes nothing else."""
+        self._build(self._with_gradient())
+        if self._table is not None:
+            with on_device_of(self.norm):
+                self._table.warm_up(self.max_grad_norm is not None)
+
+    def _with_gradient(self) -> list[tuple[dict, Tensor, Tensor]]:
+        """(group, parameter, gradient) of every parameter that has one."""
+        parameters = [
+            (group, p, self._gradients.get(p, p.grad)) for group in self.param_groups for p in group["params"]
+        ]
+        found = [(group, p, gradient) for group, p, gradient in parameters if gradient is not None]
+        dense = all(gradient.layout == torch.strided for _, _, gradient in found)
+        require(dense, "FusedAdamW takes no sparse gradients.")
+        return found
+
+    def _settings(self, group: dict, t: int) -> Settings:
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        lr_t = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+        keep = 1 - lr * group["weight_decay"]
+        return Settings(beta1, 1 - beta1, beta2, 1 - beta2, lr_t, group["eps"], keep, self.max_grad_norm or math.inf)
+
+    def _moments_of(self, p: Tensor) -> tuple[Tensor, Tensor]:
+        if p not in self._moments:
+            self._moments[p] = torch.zeros_like(p), torch.zeros_like(p)
+        return self._moments[p]
+
+    def _build(self, found: list[tuple[dict, Tensor, Tensor]]) -> None:
+        """Slots or table for these parameters and gradients, unless they are those of the last step."""
+        addresses = [tensor.data_ptr() for _, p, gradient in found for tensor in (p, gradient)]
+        if addresses == self._addresses:
+            return
+        slots = []
+        for _, p, gradient in found:
+            _check(p, p)
+            _check(p, gradient)
+            slots.append(Slot(p.detach(), gradient.detach(), *self._moments_of(p), self._compute_weights.get(p)))
+        self._squared.clear()  # another table, or other gradients
+        devices = {slot.p.device for slot in slots}
+        require(len(devices) <= 1, f"FusedAdamW updates parameters of one device, not of {len(devices)}.")
+        self._slots, self._addresses = slots, addresses
+        self._part_of = [self._parts.get(p, 0) for _, p, _ in found]
+        if not slots or not runs_triton(slots[0].p.device):
+            self._table = None
+        elif self._table is None or not self._table.move(slots, self._part_of):
+            from lmcore.fast.kernels.adamw.gpu import Table
+
+            self._table = Table(slots, self._part_of)
+        if self._table is not None:
+            self._slots = []
+        if slots and self.norm.device != slots[0].p.device:
+            self.norm = torch.full((), math.nan, device=slots[0].p.device)
+
+
+def _check(p: Tensor, tensor: Tensor) -> None:
+    """That `tensor` can stand beside the parameter `p` in the kernels' table."""
+    name = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
+    require(
+        tensor.dtype in (torch.bfloat16, torch.float32) and tensor.shape == p.shape and tensor.device == p.device,
+        f"A gradient or copy of a parameter {tuple(p.shape)} on {p.device} must be bfloat16 or float32, "
+        f"of its shape and on its device; this is {name}.",
+    )
+    require(tensor.is_contiguous(), f"FusedAdamW needs contiguous tensors; {name}, has strides {tensor.stride()}.")

@@ -1,0 +1,202 @@
+"""FlashAttention-2: attention that never materializes its scores, and the choice of the kernels that compute it.
+
+It computes `lmcore.functional.scaled_dot_product_attention`; `reference` explains how. On a GPU with Triton, half
+precision runs the kernels of `hopper` where the chip is one, everything else those of `gpu`; float64, head sizes above
+128 and other devices run the reference implementation.
+"""
+
+import warnings
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lmcore.errors import require
+from lmcore.fast.kernels.attention import reference
+from lmcore.fast.kernels.common.support import is_hopper, on_device_of, runs_triton
+
+MAX_HEAD_SIZE = 128
+"""Largest head size of the Triton kernels."""
+
+LSE_ROWS = 128
+"""The Triton kernels keep a log-sum-exp for a number of rows that is a multiple of this."""
+
+
+def flash_attention(
+    q: Float[Tensor, "... H T K"], k: Float[Tensor, "... H T K"], v: Float[Tensor, "... H T K"], causal: bool = True
+) -> Float[Tensor, "... H T K"]:
+    """softmax(Q Kᵀ / sqrt(K)) V with a causal mask or none, differentiable (Dao 2023).
+
+    Saves Q, K, V, the output and the log-sum-exp of each row for the backward pass. The strides are free. Under
+    autocast the inputs are cast to its type. In float32 there are no tensor cores, and plain attention, where it fits,
+    can be up to five times as fast (few heads of 128 features: benchmarks/LOG.md); what is saved is memory. The order
+    in which parts of dQ are added is not fixed on Hopper, unless `torch.use_deterministic_algorithms` is on: last bits
+    may differ. Raises `UserError` if queries, keys and values differ in shape, type or device; plain attention serves
+    queries and keys of different lengths.
+    """
+    check_inputs(q, k, v)
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
+        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+    shape = q.shape
+    if q.ndim != 4:
+        q, k, v = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) for x in (q, k, v))
+    return forward_op(q, k, v, causal)[0].reshape(shape)
+
+
+def attention_forward(
+    q: Float[Tensor, "B H T K"],
+    k: Float[Tensor, "B H T K"],
+    v: Float[Tensor, "B H T K"],
+    causal: bool,
+    out: Float[Tensor, "B H T K"] | None = None,
+) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H rows"]]:
+    """The output and the log-sum-exp, outside of autograd; only `attention_backward` reads the latter's layout.
+
+    The strides are free but for the last, which is 1. Without `out` the output lies in memory as (B, T, H, K). Does not
+    synchronise with the host, so that a CUDA graph can hold it.
+    """
+    out = by_position(q) if out is None else out
+    if q.numel() == 0:
+        return out, log_sum_exp(q)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False), on_device_of(q):
+        return kernels(q).forward(q, k, v, causal, out)
+
+
+def attention_backward(
+    q: Float[Tensor, "B H T K"],
+    k: Float[Tensor, "B H T K"],
+    v: Float[Tensor, "B H T K"],
+    o: Float[Tensor, "B H T K"],
+    lse: Float[Tensor, "B H rows"],
+    do: Float[Tensor, "B H T K"],
+    causal: bool,
+    dq: Float[Tensor, "B H T K"] | None = None,
+    dk: Float[Tensor, "B H T K"] | None = None,
+    dv: Float[Tensor, "B H T K"] | None = None,
+    deterministic: bool = False,
+    angles: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of Q, K and V from that of the output, into the given views or new tensors; see `attention_forward`.
+
+    `deterministic` (or PyTorch's switch of that name) takes kernels that add in a fixed order. With `angles`, the
+    cosines and sines of `lmcore.fast.kernels.rope`, Q and K are those after RoPE, and the gradients those before it.
+    """
+    dq, dk, dv = (by_position(x) if given is None else given for x, given in ((q, dq), (k, dk), (v, dv)))
+    if q.numel() == 0:
+        return dq, dk, dv
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False), on_device_of(q):
+        return kernels(q, deterministic).backward(q, k, v, o, lse, do, causal, dq, dk, dv, angles=angles)
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises `UserError` unless the three are alike and have heads, positions and features."""
+    require(min(x.ndim for x in (q, k, v)) >= 3, f"Flash attention takes (..., H, T, K), not {tuple(q.shape)}.")
+    require(
+        q.shape[-2] == k.shape[-2] == v.shape[-2],
+        f"Flash attention takes as many keys and values as queries, not {q.shape[-2]} queries with {k.shape[-2]} keys "
+        f"and {v.shape[-2]} values: plain attention serves those.",
+    )
+    require(
+        q.shape == k.shape == v.shape,
+        f"Flash attention takes queries, keys and values of one shape, not {tuple(q.shape)}, {tuple(k.shape)} and "
+        f"{tuple(v.shape)}.",
+    )
+    kinds = {f"{x.dtype} on {x.device}".removeprefix("torch.") for x in (q, k, v)}
+    require(len(kinds) == 1, f"Flash attention takes one type and device, not {', '.join(sorted(kinds))}.")
+    require(q.is_floating_point(), f"Flash attention takes floating-point numbers, not {q.dtype}.")
+
+
+def uses_triton(q: Tensor) -> bool:
+    """Whether Triton's kernels serve inputs like this one."""
+    types = (torch.float32, torch.bfloat16, torch.float16)
+    return runs_triton(q.device) and q.dtype in types and q.shape[-1] <= MAX_HEAD_SIZE
+
+
+def kernels(q: Tensor, deterministic: bool = False) -> ModuleType:
+    """The module whose `forward` or `backward` serves inputs like this one."""
+    if not uses_triton(q):
+        return reference
+    whole = q.shape[-1] % 8 == 0 and q.shape[-1] >= 16  # TMA copies pieces of 16 bytes
+    serves_hopper = q.dtype != torch.float32 and whole and is_hopper(q.device)
+    if serves_hopper and not deterministic and (module := hopper_kernels()) is not None:
+        return module
+    from lmcore.fast.kernels.attention import gpu
+
+    return gpu
+
+
+@lru_cache(maxsize=1)
+def hopper_kernels() -> ModuleType | None:
+    """The kernels in Gluon, or None, said once, with a Triton whose Gluon is another one: it is experimental."""
+    try:
+        from lmcore.fast.kernels.attention import hopper
+    except (ImportError, AttributeError) as error:
+        warnings.warn(f"Attention runs on the portable kernels: this Triton's Gluon differs ({error}).", stacklevel=2)
+        return None
+    return hopper
+
+
+def by_position(q: Tensor) -> Tensor:
+    """An empty tensor of this shape that lies in memory as (B, T, H, K), so that the heads are side by side."""
+    return torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def log_sum_exp(q: Tensor) -> Tensor:
+    """An empty log-sum-exp for these queries."""
+    batch, heads, length, _ = q.shape
+    if uses_triton(q):
+        rows = -(-length // LSE_ROWS) * LSE_ROWS
+        return torch.empty(batch, heads, rows, device=q.device, dtype=torch.float32)
+    return torch.empty(batch, heads, length, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.custom_op("lmcore::attention_forward", mutates_args=())
+def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """`attention_forward` as an operator, which `torch.compile` takes as a whole."""
+    q, k, v = (with_unit_stride(x) for x in (q, k, v))
+    return attention_forward(q, k, v, causal)
+
+
+@forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    return by_position(q), log_sum_exp(q)
+
+
+@torch.library.custom_op("lmcore::attention_backward", mutates_args=())
+def backward_op(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_backward` as an operator."""
+    q, k, v, o, do = (with_unit_stride(x) for x in (q, k, v, o, do))
+    return attention_backward(q, k, v, o, lse, do, causal)
+
+
+@backward_op.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return by_position(q), by_position(k), by_position(v)
+
+
+def with_unit_stride(x: Tensor) -> Tensor:
+    """`x`, copied if its features are not side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def save_for_backward(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.causal = inputs
+    ctx.set_materialize_grads(False)  # of the log-sum-exp there is none
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def backward_of_forward(ctx, do: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if do is None:
+        return None, None, None, None
+    return *backward_op(*ctx.saved_tensors, do, ctx.causal), None
+
+
+forward_op.register_autograd(backward_of_forward, setup_context=save_for_backward)

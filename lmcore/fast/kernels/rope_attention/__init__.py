@@ -1,0 +1,73 @@
+"""RoPE and attention after it, forward and backward: one kernel each where sequences are short and heads small.
+
+Elsewhere the kernels `rope` and `attention` do it one after the other, each by kernels of its choice.
+"""
+
+import torch
+from torch import Tensor
+
+from lmcore.fast.kernels.attention import attention_backward, attention_forward
+from lmcore.fast.kernels.common.support import is_hopper, on_device_of
+from lmcore.fast.kernels.rope import rope_
+from lmcore.fast.kernels.rope_attention.reference import heads_of, split_heads
+
+LONGEST = 256
+LARGEST_HEAD = 32
+"""Sequences and head sizes whose gradients fit into a program's registers."""
+
+FEWEST_HEADS = 264
+"""Heads of all sequences from which on a program for each fills the GPU: two per multiprocessor."""
+
+
+def rope_attention_forward(qkv: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, int, int], out: Tensor) -> Tensor:
+    """Turns queries and keys of the joint projection `qkv` (N, 3D) in place; causal attention goes into `out` (N, D).
+
+    Returns the log-sum-exp, whose layout depends on the kernel: only `rope_attention_backward` reads it. `shape` is
+    (B, T, H); for `cos` and `sin` see `lmcore.fast.kernels.rope`.
+    """
+    q_k_v, o = split_heads(qkv, shape), heads_of(out, shape)
+    if takes_whole_heads(qkv, shape):
+        from lmcore.fast.kernels.rope_attention import gpu
+
+        with on_device_of(qkv):
+            return gpu.rope_attention_forward(q_k_v, cos, sin, o)
+    rope_(qkv, cos, sin, shape[1])
+    return attention_forward(*q_k_v, True, o)[1]
+
+
+def rope_attention_backward(
+    qkv: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dqkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    shape: tuple[int, int, int],
+) -> Tensor:
+    """Writes into `dqkv` (N, 3D) the gradient of the joint projection, before its queries and keys were rotated.
+
+    `qkv` (N, 3D) and `lse` are what `rope_attention_forward` left, `o` and `do` (N, D) its output and the gradient of
+    that; `shape`, `cos` and `sin` as there.
+    """
+    q_k_v, gradients = split_heads(qkv, shape), split_heads(dqkv, shape)
+    o, do = heads_of(o, shape), heads_of(do, shape)
+    if takes_whole_heads(qkv, shape):
+        from lmcore.fast.kernels.rope_attention import gpu
+
+        with on_device_of(qkv):
+            gpu.rope_attention_backward(q_k_v, o, lse, do, gradients, cos, sin)
+        return dqkv
+    attention_backward(*q_k_v, o, lse, do, True, *gradients, angles=(cos, sin))
+    return dqkv
+
+
+def takes_whole_heads(qkv: Tensor, shape: tuple[int, int, int]) -> bool:
+    """Whether the kernel with one program a head serves these."""
+    return suits_whole_heads(*shape, qkv.shape[1] // (3 * shape[2]), qkv.dtype) and is_hopper(qkv.device)
+
+
+def suits_whole_heads(batch: int, length: int, heads: int, size: int, dtype: torch.dtype) -> bool:
+    """The same of shapes and type alone, on a Hopper GPU."""
+    small = length <= LONGEST and size <= LARGEST_HEAD and batch * heads >= FEWEST_HEADS
+    return small and dtype == torch.bfloat16

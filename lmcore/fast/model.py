@@ -1,0 +1,382 @@
+"""Forward and backward pass of the Transformer written out by hand, over packed weights and our kernels.
+
+The same mathematics as `lmcore.model` with autograd, in fewer passes over memory and without its graph. Letters: B
+batch, T positions, H heads, K head size, D d_model, F d_ff, V vocabulary, N = B * T rows, L layers, G layers a group.
+"""
+
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import wraps
+
+import torch
+from torch import Tensor, nn
+
+from lmcore.config import ModelConfig
+from lmcore.errors import require
+from lmcore.fast.kernels.attention import attention_backward, attention_forward
+from lmcore.fast.kernels.cross_entropy import linear_cross_entropy_gradients, linear_cross_entropy_loss
+from lmcore.fast.kernels.embedding import embedding_backward_, sorted_tokens
+from lmcore.fast.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
+from lmcore.fast.kernels.rope import rope_
+from lmcore.fast.kernels.rope_attention import (
+    heads_of,
+    rope_attention_backward,
+    rope_attention_forward,
+    split_heads,
+)
+from lmcore.fast.kernels.swiglu import linear_swiglu_backward_, swiglu_forward
+from lmcore.fast.packing import PackedMatrices, norm_weights_of
+from lmcore.fast.streams import SideStream
+from lmcore.fast.support import precision_of, unsupported_reason
+from lmcore.model import TransformerLM
+
+ROWS_PER_PRODUCT, MOST_LAYERS = 16_384, 8
+"""Rows of activations that one batched matmul of weight gradients takes, since fewer would leave multiprocessors idle,
+and layers at most: on the H200 from 4 to 12 of them differ by less than a percent of the step, and need more memory."""
+GATHERED, UNREDUCED = 3, 2
+"""Of divided matrices: layers whose weights are whole at a time, the one in use and the next two, and layers whose
+whole gradients may wait for the network."""
+
+
+def on_its_device(method: Callable) -> Callable:
+    """A method of `FusedTransformer` without autograd, on the model's device, where Triton launches its kernels.
+
+    New memory stays as it is: deterministic algorithms would fill it, to show what reads it before it is written.
+    """
+
+    @wraps(method)
+    def call(self, *arguments):
+        device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        fills = torch.utils.deterministic.fill_uninitialized_memory
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        try:
+            with device, torch.no_grad():
+                return method(self, *arguments)
+        finally:
+            torch.utils.deterministic.fill_uninitialized_memory = fills
+
+    return call
+
+
+def nothing(*_: int | Collection[int]) -> None:
+    """Default callback: does nothing."""
+
+
+class Group:
+    """What the backward pass needs of G consecutive layers: operands of weight gradients stacked, the rest in lists."""
+
+    def __init__(self, config: ModelConfig, layers: range, x: Tensor):
+        self.layers, self.d_ff = layers, config.d_ff
+        self.heads = x.new_empty(len(layers), *x.shape)
+        self.saved: list[Saved] = []
+        self.allocate_operands()
+
+    def allocate_operands(self) -> None:
+        """Memory for what the layers' matrices read and give out."""
+        size, rows, d = self.heads.shape
+        self.qkv = self.heads.new_empty(size, rows, 3 * d)
+        self.ab = self.heads.new_empty(size, rows, 2 * self.d_ff)  # W1 x and W3 x; in the backward pass their gradients
+        self.allocate_elementwise()
+
+    def allocate_elementwise(self) -> None:
+        """Memory for the elementwise results among them: the norms' outputs and the gated product."""
+        self.normed1, self.normed2 = torch.empty_like(self.heads), torch.empty_like(self.heads)
+        self.h = self.heads.new_empty(*self.heads.shape[:2], self.d_ff)
+
+    def free_operands(self) -> None:
+        """Leaves what is `saved`, and attention's output, the most expensive to recompute."""
+        self.free_elementwise()
+        del self.qkv, self.ab
+
+    def free_elementwise(self) -> None:
+        """Frees the elementwise results, which are cheap to recompute."""
+        del self.normed1, self.normed2, self.h
+
+    def begin_backward(self) -> None:
+        """Makes room for the gradients of what the layers' matrices gave out."""
+        size, rows, d = self.heads.shape
+        self.dy, self.dx2 = torch.empty_like(self.heads), torch.empty_like(self.heads)
+        self.dqkv = self.heads.new_empty(size, rows, 3 * d)
+
+
+@dataclass
+class Saved:
+    """Of one layer: inputs of its norms (N, D), their 1 / rms (N,) if it has norms, and attention's log-sum-exp."""
+
+    x1: Tensor
+    rstd1: Tensor | None
+    lse: Tensor = field(init=False)
+    x2: Tensor = field(init=False)
+    rstd2: Tensor | None = field(init=False)
+
+
+class FusedTransformer:
+    """The loss of a `TransformerLM` and its gradients, in `dtype`, which is bfloat16 or float32.
+
+    `compute_weights` maps each matrix of the model to its copy in `dtype`; the parameters themselves are the masters,
+    and `refresh` brings the copies up to date with them. The norm weights are read where they are. `gradients` maps
+    every parameter to where `forward_backward` leaves its gradient: in `dtype` for matrices, float32 for norm weights.
+    Both are views that stay. `overlap` computes weight gradients beside the chain of the others, and
+    `layers_per_matmul` is G, how many layers share one batched matmul of them (None: by the number of rows). A model
+    with `checkpoint_every`, whatever its value, saves of each layer the inputs of both norms and attention's output,
+    and recomputes the rest, one group at a time (selective recomputation, Korthikanti et al. 2022). With `ranks` the
+    parameters are a rank's rows of each matrix (`distributed.fsdp.FSDP`), and so are `gradients`; there are no
+    `compute_weights`: `sharding.Shards` casts and gathers the matrices of a few layers at a time. There the elementwise
+    results, outputs of norms and of the gate, are always recomputed, which saves memory for little time. Raises
+    `UserError` for a model or a `dtype` that it does not cover.
+    """
+
+    def __init__(
+        self,
+        model: TransformerLM,
+        dtype: torch.dtype,
+        overlap: bool = True,
+        layers_per_matmul: int | None = None,
+        ranks: int = 0,
+    ):
+        reason = unsupported_reason(model.config, precision_of(dtype), ranks)
+        require(reason is None, f"The fused step does not cover {reason}.")
+        self.model, self.config, self.dtype = model, model.config, dtype
+        self.device = model.lm_head.weight.device
+        self.layers_per_matmul = 1 if ranks else layers_per_matmul
+        slots = (GATHERED, UNREDUCED) if ranks else (None, None)
+        self.weights, self.grads = (PackedMatrices(model, dtype, slots[i], max(1, ranks)) for i in range(2))
+        self.norm_weights = norm_weights_of(model)
+        self.norm_weight_grads = torch.zeros(len(self.norm_weights), self.config.d_model, device=self.device)
+        self.compute_weights = {} if ranks else dict(self.weights.views)
+        gradients = {p: torch.zeros_like(p, dtype=dtype) for p in self.grads.views} if ranks else self.grads.views
+        self.gradients = gradients | dict(zip(self.norm_weights, self.norm_weight_grads, strict=True))
+        self.fetch: Callable[[int, int], None] = nothing  # a part's weights, and which way the pass goes
+        self.vacate: Callable[[range], None] = nothing  # where these layers' gradients will be
+        self.rope = model.layers[0].attn.rope
+        self.eps = model.ln_final.eps if self.norm_weights else 0.0
+        self.side_stream = SideStream(self.device, overlap)
+        self.recomputes = model.config.checkpoint_every is not None
+        self.recomputes_elementwise = self.recomputes or bool(ranks)
+        self.refresh()
+
+    @on_its_device
+    def refresh(self) -> None:
+        """Copies the parameters into the compute weights, after anything but `FusedAdamW` changed them."""
+        if self.compute_weights:
+            torch._foreach_copy_(list(self.compute_weights.values()), [p.detach() for p in self.compute_weights])
+
+    @on_its_device
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats of `targets` (B, T) after `inputs` (B, T); nothing is kept for a backward pass."""
+        x = self._embed(inputs)
+        branch = None
+        for index in range(self.config.num_layers):
+            group = Group(self.config, range(index, index + 1), x)
+            x, branch = self._layer_forward(group, 0, x, branch, inputs.shape)
+        _, normed, _ = self._norm(-1, x, branch)
+        self.fetch(1 + self.config.num_layers, 1)
+        return linear_cross_entropy_loss(normed, self.weights.head, targets.flatten(), self.config.vocab_size)
+
+    @property
+    def parts(self) -> dict[nn.Parameter, int]:
+        """In which part of the forward pass each parameter is first read: embedding and norms, the layers, the head."""
+        names = {p: name for name, p in self.model.named_parameters()}
+        first = {p: 0 for p in (*self.norm_weights, self.model.token_embeddings.weight)}
+        layers = {p: 1 + int(name.split(".")[1]) for p, name in names.items() if name.startswith("layers.")}
+        return {self.model.lm_head.weight: 1 + self.config.num_layers} | layers | first
+
+    def packed_gradients(self, parts: Collection[int]) -> list[Tensor]:
+        """The gradients of these `parts`, layers one behind the other, in as few contiguous tensors as possible."""
+        head, layers = 1 + self.config.num_layers, [part - 1 for part in parts if 1 <= part <= self.config.num_layers]
+        found = self.grads.of_layers(range(min(layers), max(layers) + 1)) if layers else []
+        if 0 in parts:
+            found += [self.grads.embedding, *([self.norm_weight_grads] if self.norm_weights else [])]
+        return found + ([self.grads.head] if head in parts and not self.config.tie_embeddings else [])
+
+    @on_its_device
+    def forward_backward(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        before: Callable[[int], None] = nothing,
+        after: Callable[[Collection[int]], None] = nothing,
+    ) -> Tensor:
+        """The same loss; leaves its gradients in `gradients`, in place of what was there. No host synchronisation.
+
+        `before(part)` is called ahead of each of the `parts` of the forward pass; gradients change after the last.
+        `after(parts)` is called, on the side stream, where the gradients of layers and head are final.
+        """
+        before(0)
+        with self.side_stream():
+            sorted_ids, order = sorted_tokens(inputs.flatten(), self.config.vocab_size)
+            if not self.config.tie_embeddings:
+                self.grads.embedding.zero_()  # rows of tokens that do not occur
+            tokens_sorted = self.side_stream.record()
+        groups, x, branch = self._forward_groups(inputs, before)
+        before(1 + self.config.num_layers)
+        self.fetch(1 + self.config.num_layers, 1)
+        x, normed, rstd = self._norm(-1, x, branch)
+        loss, dnormed, _ = linear_cross_entropy_gradients(
+            normed, self.weights.head, targets.flatten(), self.config.vocab_size, dw=self.grads.head
+        )
+        if not self.config.tie_embeddings:
+            with self.side_stream():
+                after({1 + self.config.num_layers})
+        partials = x.new_empty(len(self.norm_weights), num_partials(x), self.config.d_model, dtype=torch.float32)
+        groups[-1].begin_backward()
+        self._norm_backward(-1, dnormed, x, rstd, None, groups[-1].dy[-1], partials)
+        dx = torch.empty_like(x)
+        in_use = self._backward_groups(groups, dx, inputs.shape, partials, after)
+        if self.norm_weights:
+            sum_partials(partials, self.norm_weight_grads)
+        self.side_stream.wait(tokens_sorted)
+        embedding_backward_(dx, sorted_ids, order, self.grads.embedding, accumulate=self.config.tie_embeddings)
+        self.side_stream.wait()
+        del in_use
+        return loss
+
+    def _norm(
+        self, index: int, x: Tensor, branch: Tensor | None, y: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The sum x + branch (N, D), what norm `index` of the model makes of it, in `y` if given, and its 1 / rms.
+
+        A model without norms reads the sum itself.
+        """
+        if self.norm_weights:
+            return rmsnorm_forward(x, self.norm_weights[index], self.eps, branch, y)
+        y = torch.empty_like(x) if y is None else y
+        total = y.copy_(x) if branch is None else torch.add(x, branch, out=y)
+        return total, total, None
+
+    def _norm_backward(
+        self, index: int, dy: Tensor, x: Tensor, rstd: Tensor | None, residual: Tensor | None, dx: Tensor,
+        partials: Tensor,
+    ) -> None:  # fmt: skip
+        """Writes the gradient of the input of `_norm`, plus `residual`, into `dx`, and the weight's into `partials`."""
+        if self.norm_weights:
+            weight, sums = self.norm_weights[index], partials[index]
+            rmsnorm_backward(dy, x, weight, rstd, residual=residual, dx=dx, partials=sums)
+        elif residual is None:
+            dx.copy_(dy)
+        else:
+            torch.add(dy, residual, out=dx)
+
+    def _embed(self, inputs: Tensor) -> Tensor:
+        length, most = inputs.shape[1], self.config.context_length
+        require(length <= most, f"The input has {length} positions; context_length is {most}.")
+        self.fetch(0, 1)
+        return self.weights.embedding.index_select(0, inputs.flatten())
+
+    def _forward_groups(self, inputs: Tensor, before: Callable[[int], None]) -> tuple[list[Group], Tensor, Tensor]:
+        """All layers; returns what was kept, and the two summands of the residual stream at the end."""
+        x, branch, groups = self._embed(inputs), None, []
+        most = 1 if self.recomputes else MOST_LAYERS
+        per_group = self.layers_per_matmul or min(most, max(1, ROWS_PER_PRODUCT // x.shape[0]))
+        for first in range(0, self.config.num_layers, per_group):
+            group = Group(self.config, range(first, min(first + per_group, self.config.num_layers)), x)
+            for i in range(len(group.layers)):
+                before(1 + group.layers[i])
+                x, branch = self._layer_forward(group, i, x, branch, inputs.shape)
+            if self.recomputes:
+                group.free_operands()
+            elif self.recomputes_elementwise:
+                group.free_elementwise()
+            groups.append(group)
+        return groups, x, branch
+
+    def _layer_forward(
+        self, group: Group, i: int, x: Tensor, branch: Tensor | None, shape: torch.Size
+    ) -> tuple[Tensor, Tensor]:
+        """Layer `i` of the group on the sum x + branch (N, D); gives back its result as two summands likewise."""
+        layer, w, qkv = group.layers[i], self.weights, group.qkv[i]
+        self.fetch(1 + layer, 1)
+        x, normed, rstd = self._norm(2 * layer, x, branch, group.normed1[i])
+        saved = Saved(x, rstd)
+        torch.mm(normed, w.qkv[w.slot(layer)].t(), out=qkv)
+        sizes = (*shape, self.config.num_heads)
+        if self.rope is not None:
+            saved.lse = rope_attention_forward(qkv, self.rope.cos, self.rope.sin, sizes, group.heads[i])
+        else:
+            _, saved.lse = attention_forward(*split_heads(qkv, sizes), True, out=heads_of(group.heads[i], sizes))
+        branch = torch.mm(group.heads[i], w.out[w.slot(layer)].t())
+        saved.x2, _, saved.rstd2 = self._norm(2 * layer + 1, x, branch, group.normed2[i])
+        self._hidden(group, i)
+        group.saved.append(saved)
+        return saved.x2, torch.mm(group.h[i], w.w2[w.slot(layer)].t())
+
+    def _hidden(self, group: Group, i: int) -> None:
+        """W1 x, W3 x and the gated product of layer `i`, given the normed x."""
+        w = self.weights
+        torch.mm(group.normed2[i], w.w13[w.slot(group.layers[i])].t(), out=group.ab[i])
+        swiglu_forward(group.ab[i], group.h[i])
+
+    def _recompute(self, group: Group, length: int) -> None:
+        """The operands of the group's layers that were freed, from what was saved."""
+        (group.allocate_operands if self.recomputes else group.allocate_elementwise)()
+        w = self.weights
+        for i, (layer, saved) in enumerate(zip(group.layers, group.saved, strict=True)):
+            self._norm(2 * layer, saved.x1, None, group.normed1[i])
+            self._norm(2 * layer + 1, saved.x2, None, group.normed2[i])
+            if not self.recomputes:
+                swiglu_forward(group.ab[i], group.h[i])
+                continue
+            self.fetch(1 + layer, -1)
+            torch.mm(group.normed1[i], w.qkv[w.slot(layer)].t(), out=group.qkv[i])
+            if self.rope is not None:
+                rope_(group.qkv[i], self.rope.cos, self.rope.sin, length)
+            self._hidden(group, i)
+
+    def _backward_groups(
+        self, groups: list[Group], dx: Tensor, shape: torch.Size, partials: Tensor, after: Callable
+    ) -> list:
+        """Goes back through all layers; the gradient of their result is in the last group's `dy`, leaves that of the
+        embeddings (N, D) in `dx`. Gives back what the weight gradients on the side stream still read."""
+        in_use: list[tuple[Group, torch.cuda.Event | None]] = []
+        while groups:
+            group = groups.pop()
+            if self.recomputes_elementwise:
+                self._recompute(group, shape[1])
+            if groups:
+                groups[-1].begin_backward()
+            for i in reversed(range(len(group.layers))):
+                before = group.dy[i - 1] if i else groups[-1].dy[-1] if groups else dx
+                self._layer_backward(group, i, before, shape, partials)
+            with self.side_stream():
+                self._weight_gradients(group)
+                in_use.append((group, self.side_stream.record()))
+                after({1 + layer for layer in group.layers})
+            if len(in_use) > 1:  # at most two groups are in memory
+                self.side_stream.wait(in_use.pop(0)[1])
+        return in_use
+
+    def _layer_backward(self, group: Group, i: int, dx: Tensor, shape: torch.Size, partials: Tensor) -> None:
+        """Writes the gradient of layer `i`'s input into `dx`, given that of its result in `group.dy[i]`."""
+        layer, w, saved = group.layers[i], self.weights, group.saved[i]
+        slot = w.slot(layer)
+        self.fetch(1 + layer, -1)
+        linear_swiglu_backward_(group.dy[i], w.w2[slot], group.ab[i])
+        dnormed = torch.mm(group.ab[i], w.w13[slot])
+        self._norm_backward(2 * layer + 1, dnormed, saved.x2, saved.rstd2, group.dy[i], group.dx2[i], partials)
+        self._attention_backward(group, i, torch.mm(group.dx2[i], w.out[slot]), shape)
+        dnormed = torch.mm(group.dqkv[i], w.qkv[slot])
+        self._norm_backward(2 * layer, dnormed, saved.x1, saved.rstd1, group.dx2[i], dx, partials)
+
+    def _attention_backward(self, group: Group, i: int, dheads: Tensor, shape: torch.Size) -> None:
+        """Leaves the gradient of layer `i`'s joint projection in `group.dqkv[i]`, given that of the heads (N, D)."""
+        qkv, dqkv, heads, lse = group.qkv[i], group.dqkv[i], group.heads[i], group.saved[i].lse
+        sizes = (*shape, self.config.num_heads)
+        if self.rope is not None:
+            rope_attention_backward(qkv, heads, lse, dheads, dqkv, self.rope.cos, self.rope.sin, sizes)
+        else:
+            o, do = heads_of(heads, sizes), heads_of(dheads, sizes)
+            attention_backward(*split_heads(qkv, sizes), o, lse, do, True, *split_heads(dqkv, sizes))
+
+    def _weight_gradients(self, group: Group) -> None:
+        """dW = dy^T x of every matrix of the group's layers, one batched matmul per kind of matrix."""
+        self.vacate(group.layers)
+        first = self.grads.slot(group.layers.start)
+        layers = slice(first, first + len(group.layers))
+        for dy, x, dw in (
+            (group.dy, group.h, self.grads.w2),
+            (group.ab, group.normed2, self.grads.w13),
+            (group.dx2, group.heads, self.grads.out),
+            (group.dqkv, group.normed1, self.grads.qkv),
+        ):
+            torch.bmm(dy.transpose(1, 2), x, out=dw[layers])

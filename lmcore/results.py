@@ -1,0 +1,73 @@
+"""Tables as results files that say where they come from."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lmcore.errors import require
+from lmcore.files import atomic_write, read_json
+from lmcore.provenance import utc_now
+
+SIGNIFICANT_DIGITS = 7
+"""Of the numbers in results files."""
+
+ENVIRONMENT = (
+    "device", "driver", "platform", "cores", "python", "torch", "cuda", "packages", "git_commit", "git_dirty",
+    "command",
+)  # fmt: skip
+"""What the provenance of a table takes over from the environments of its runs."""
+
+
+def provenance_of_cases(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Where measurements come from: machine, versions, commit and command; a list where the cells differ."""
+    environments = [record["environment"] for record in records.values() if record["environment"]]
+    return {"time_utc": utc_now(), "cases": len(records)} | in_common(environments)
+
+
+def in_common(environments: Sequence[Mapping[str, Any]], keys: Sequence[str] = ENVIRONMENT) -> dict[str, Any]:
+    """Each of the keys with the value that all environments have; a list of the distinct ones where they differ."""
+    found = {}
+    for key in keys:
+        values = [environment.get(key) for environment in environments]
+        distinct = [value for index, value in enumerate(values) if value not in values[:index]]
+        found[key] = distinct[0] if len(distinct) == 1 else distinct
+    return found
+
+
+def write_results(
+    table: pd.DataFrame, path: str | os.PathLike, provenance: Mapping[str, Any], **notes: Any
+) -> pd.DataFrame:
+    """Writes {provenance, notes, rows} to `path` (.json), the rows as CSV beside it; returns them as written."""
+    path = Path(path)
+    require(path.suffix == ".json", f"A results file ends in .json, not {path.name}.")
+    rows = [{key: _plain(value) for key, value in row.items()} for row in table.to_dict("records")]
+    written = pd.DataFrame(rows, columns=table.columns)
+    head = {"provenance": dict(provenance), "notes": notes, "columns": list(table.columns)}
+    with atomic_write(path, "w") as file:  # a line for each row, so that differences between two runs can be read
+        file.write(json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}"))
+        file.write(',\n  "rows": [\n' + ",\n".join(f"    {json.dumps(row)}" for row in rows) + "\n  ]\n}\n")
+    with atomic_write(path.with_suffix(".csv"), "w") as file:
+        written.to_csv(file, index=False)
+    return written
+
+
+def read_results(path: str | os.PathLike) -> tuple[pd.DataFrame, dict[str, Any], dict[str, Any]]:
+    """Table, provenance and notes of a results file. Raises `UserError` if it is not one."""
+    content = read_json(path)
+    complete = isinstance(content, dict) and {"provenance", "notes", "columns", "rows"} <= content.keys()
+    require(complete, f"{path} is not a results file: it lacks provenance, notes, columns or rows.")
+    return pd.DataFrame(content["rows"], columns=content["columns"]), content["provenance"], content["notes"]
+
+
+def _plain(value: Any) -> Any:
+    """A cell as JSON has it: numpy scalars as Python's, what is missing or not finite as null."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
+    return value

@@ -1,0 +1,202 @@
+"""`workbook submit`, `status` and `requeue`: notebooks, a sweep or a training run as Slurm jobs, or the same here."""
+
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from lmcore.cli.arguments import Flag, Names, OptionalFile, OptionalFolder, OptionalNumber, OptionalTime, Pairs
+from lmcore.config import TrainConfig, replace
+from lmcore.errors import EXIT_FAILURE, require
+
+Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[OUT ...]", help_behavior_hint="")]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """How jobs are submitted."""
+
+    out: OptionalFolder = None
+    """Folder for everything that is made (default: runs/<scale> or runs/sweeps/<name>, in the site's scratch folder if
+    it has one)."""
+    site: OptionalFile = None
+    """What your cluster wants (default: papermill_jobs/site.yaml)."""
+    time: OptionalTime = None
+    """Limit of each job, in place of the site's; a job that needs longer resumes in the next one."""
+    dry_run: Flag = False
+    """Only show how the jobs would be submitted."""
+    local: Flag = False
+    """Run the jobs here, without Slurm."""
+
+    def carry_out(self, default: str | Path, jobs_of: Callable[[Path, Path], tuple[Sequence, Mapping]]) -> int:
+        """Shows, submits or runs the jobs that `jobs_of` makes for a project and an output folder; the exit code.
+
+        The output folder is the one that was named, else `default` in the site's folder for results.
+        """
+        from workbook.jobs.site import load_site, scratch
+        from workbook.jobs.submit import Chain
+        from workbook.parameters import find_project
+
+        project = find_project()
+        file = self.site or project / "papermill_jobs" / "site.yaml"
+        site: dict[str, Any] = load_site(file) if self.site or file.is_file() else {}
+        if self.time is not None:
+            everywhere = {name: settings | {"time": self.time} for name, settings in site.get("jobs", {}).items()}
+            site = site | {"time": self.time, "jobs": everywhere}
+        out = (scratch(site, project) / default if self.out is None else self.out).resolve()
+        jobs, files = jobs_of(project, out)
+        chain = Chain(project, out, site, jobs, files)
+        if not jobs:
+            print(f"All of {out} is finished.")
+        elif self.dry_run:
+            print(chain.described())
+        elif self.local or not shutil.which("sbatch"):
+            return chain.run_here()
+        else:
+            ids = chain.submit()
+            for job in jobs:
+                print(f"{ids[job.name]}  {job.name:<{max(map(len, ids))}}  {chain.log(job, ids[job.name])}")
+            print("To watch them: workbook status")
+        return 0
+
+
+How = Annotated[Submission, tyro.conf.arg(name="")]
+
+
+def notebooks(
+    scale: str = "smoke",
+    data: str = "embedded",
+    notebooks: Names = (),
+    parameters: Pairs = (),
+    one_job: Flag = False,
+    writeup: bool = True,
+    how: How = Submission(),
+) -> int:
+    """Submit the workbook: a job for each notebook, then one for the writeup, also when a notebook failed.
+
+    Notebooks run side by side, but 03_generate after 02_train. Where there is no Slurm the same jobs run here, one
+    after another. Exit codes: 0 submitted, 2 refused, nothing is left in the queue; without Slurm 0 done, 1 a job
+    failed, 75 stopped.
+
+    Args:
+        scale: smoke, laptop or gpu: a folder in papermill_jobs/parameters/.
+        data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
+        notebooks: Only these, by number or name.
+        parameters: Parameters of the notebooks that are to have other values: workers=2.
+        one_job: All notebooks and the writeup in one job.
+        writeup: Make the writeup, too.
+        how: How they are submitted.
+    """
+    from workbook.jobs.submit import notebook_jobs
+
+    def jobs(project: Path, out: Path) -> tuple[Sequence, Mapping]:
+        return notebook_jobs(project, out, scale, data, notebooks, parameters, one_job, writeup), {}
+
+    return how.carry_out(f"runs/{scale}", jobs)
+
+
+def sweep(
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SWEEP")],
+    data: Path,
+    recipe: str = "handout",
+    steps: OptionalNumber = None,
+    concurrency: OptionalNumber = None,
+    how: How = Submission(),
+) -> int:
+    """Submit what is unfinished of a sweep as an array of jobs, and the table of all of it after them.
+
+    Args:
+        name: A Python file in papermill_jobs/sweeps/ by its name, or any other by its path.
+        data: Prepared corpus.
+        recipe: What is varied: a recipe as for lmcore train --preset.
+        steps: Steps of the recipe in place of its own.
+        concurrency: At most so many tasks at a time.
+        how: How they are submitted.
+    """
+    from workbook.jobs.sweeps import sweep_jobs, sweep_runs
+
+    def jobs(project: Path, out: Path) -> tuple[Sequence, Mapping]:
+        file = Path(name) if name.endswith(".py") else project / "papermill_jobs" / "sweeps" / f"{name}.py"
+        return sweep_jobs(file.stem, sweep_runs(file, data, recipe, steps), out, concurrency)
+
+    return how.carry_out(f"runs/sweeps/{Path(name).stem}", jobs)
+
+
+def train_command(base: TrainConfig) -> Callable[..., int]:
+    """The command that submits a training run, whose options default to `base`."""
+
+    def train(
+        run: Path,
+        settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = base,
+        gpus: int = 1,
+        nodes: int = 1,
+        preset: str | None = None,
+        config: Path | None = None,
+        how: How = Submission(),
+    ) -> int:
+        """Submit one training run, on any number of GPUs and nodes: `lmcore train` with a process for each GPU.
+
+        At the time limit it saves itself and goes on in the next job.
+
+        Args:
+            run: Run folder; the job's log goes there, too.
+            settings: What is trained, on what, how long.
+            gpus: GPUs of each node, each with a process; with --device cpu processes alone.
+            nodes: Number of nodes.
+            preset: Named settings to start from.
+            config: JSON file of settings to start from, such as a run's config.json.
+            how: How it is submitted.
+        """
+        from lmcore.config import to_dict
+        from workbook.jobs.submit import train_job
+
+        require(how.out is None, "A training run has one folder, --run; --out is for other jobs.")
+        given = replace(settings, data=str(Path(settings.data).resolve()))  # jobs start in the project's folder
+
+        def jobs(_: Path, out: Path) -> tuple[Sequence, Mapping]:
+            job = train_job(out, given, gpus, nodes)
+            return [job], {Path(job.variables["CONFIG"]): to_dict(given)}
+
+        return how.carry_out(run, jobs)
+
+    return train
+
+
+def status(outs: Folders = ()) -> int:
+    """Show the jobs of output folders: state, why they wait, what they printed last, and step and loss of training.
+
+    Args:
+        outs: Output folders (default: all in runs/ and runs/sweeps/ that have jobs, here and in the scratch folder).
+    """
+    from workbook.jobs.site import runs_folders
+    from workbook.jobs.status import status
+
+    found = [file for runs in runs_folders() for file in runs.rglob("jobs/submitted.json")]
+    folders = list(outs) or sorted(file.parents[1] for file in found)
+    print(status(folders) or "No jobs were submitted. To submit the workbook: workbook submit notebooks")
+    return 0
+
+
+def requeue(out: Annotated[Path, tyro.conf.Positional], job: str, attempts: int = 3) -> int:
+    """For a job that was stopped after saving: queue itself again, unless it gets nowhere. job.sh calls this.
+
+    Args:
+        out: The job's output folder.
+        job: Slurm's id of the job, or of the task of an array.
+        attempts: After so many stops in a row without anything new saved, the job is not queued again.
+    """
+    from workbook.jobs.requeue import requeue as queue_again
+
+    if queue_again(out, job, attempts):
+        print("Stopped by a signal: queued again, to resume from what is saved.")
+        return 0
+    print(
+        f"workbook: This job was stopped {attempts} times in a row with nothing new saved, so it is not queued "
+        "again: give it a longer --time, or let it save more often (checkpoint_interval).",
+        file=sys.stderr,
+    )
+    return EXIT_FAILURE

@@ -1,0 +1,117 @@
+"""`workbook run`, `refresh`, `writeup` and `handin`: the notebooks, executed, and what is made from them."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from lmcore.cli.arguments import Flag
+from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED
+
+
+def run(
+    scale: str = "smoke",
+    data: str = "embedded",
+    out: Path | None = None,
+    notebooks: tuple[str, ...] = (),
+    parameters: tuple[str, ...] = (),
+    resume: bool = False,
+    writeup: bool = True,
+    stop_seconds: float = 100.0,
+) -> int:
+    """Execute the notebooks in order and make the writeup. Exit codes: 1 a notebook failed, 75 stopped by a signal.
+
+    Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 stop it where nothing is lost; a second SIGINT or SIGTERM ends the command and
+    its notebooks at once: 130, 143.
+
+    Args:
+        scale: smoke, laptop or gpu: a folder in papermill_jobs/parameters/.
+        data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
+        out: Folder for everything that is made (default: runs/<scale>).
+        notebooks: Only these, by number or name.
+        parameters: name=value pairs that override notebook parameters of that name; values are Python literals or YAML.
+        resume: Keep the notebooks that are done with the same scale, data, parameters and cells.
+        writeup: Make the writeup, too.
+        stop_seconds: How long training may take to save itself after a signal.
+    """
+    from workbook.parameters import parse_overrides
+    from workbook.run import run_workbook
+
+    chosen = parse_overrides(parameters)
+    result = run_workbook(
+        scale, data, out, notebooks or None, chosen, resume=resume, writeup=writeup, stop_seconds=stop_seconds
+    )
+    if result.stopped:
+        print(f"workbook: {result.stopped}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    if result.failure:
+        print(result.failure, file=sys.stderr)
+    if result.html:
+        print(f"HTML: {result.html}\nPDF:  {result.pdf}")
+    return EXIT_FAILURE if result.failure else 0
+
+
+def refresh(notebooks: tuple[str, ...] = ()) -> int:
+    """Execute the notebooks at their defaults and rewrite their committed outputs: those of cells tagged keep_output.
+
+    Args:
+        notebooks: Only these, by number or name.
+    """
+    from workbook.run import refresh
+
+    changed = refresh(notebooks=notebooks or None)
+    print("\n".join(f"{path}: rewritten" for path in changed) or "The committed outputs are up to date.")
+    return 0
+
+
+def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False, to: Path | None = None) -> int:
+    """Make the writeup of an executed workbook again, or check the one that is there. Exit code 1: a notebook lacks.
+
+    Args:
+        out: The workbook's folder.
+        check: Only verify that HTML and PDF are sound, complete and without an error.
+        to: Also copy it into this folder, to be committed: with the figures, and the notebooks with their pictures.
+    """
+    if to is not None:
+        from workbook.publish import publish
+
+        files = publish(out, to)
+        print(f"{to}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB.")
+        return 0
+    if check:
+        from workbook.report.verify import check_writeup
+
+        found = check_writeup(out)
+        print("Writeup complete: " + ", ".join(f"{count} {name}" for name, count in found.items()) + ".")
+        return 0
+    from workbook.record import read_record, unfinished
+    from workbook.report.writeup import write_writeup
+
+    html, pdf = write_writeup(out)
+    print(f"HTML: {html}\nPDF:  {pdf}")
+    if lacking := unfinished(read_record(out)):
+        print("\n".join(lacking), file=sys.stderr)
+    return EXIT_FAILURE if lacking else 0
+
+
+def handin(
+    out: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[OUT]", help_behavior_hint="")] = None,
+    to: Path = Path("handin"),
+    names: Literal["cse599o", "cs336"] = "cse599o",
+    incomplete: Flag = False,
+) -> int:
+    """Make the hand-in: code.zip without caches, data, checkpoints or secrets, the answers' PDF, the learning curve.
+
+    Args:
+        out: Folder of an executed workbook (default: that in runs/ whose writeup was made last).
+        to: Folder for the hand-in.
+        names: cse599o: code.zip and answers.pdf; cs336: code.zip and writeup.pdf.
+        incomplete: Also where the writeup is missing, out of date or reports a failure.
+    """
+    from workbook.handin import describe, make_handin, newest_writeup
+    from workbook.parameters import find_project
+
+    project = find_project()
+    print(describe(make_handin(project, out or newest_writeup(project / "runs"), to, names, incomplete)))
+    return 0

@@ -1,0 +1,119 @@
+"""Executes one notebook by papermill, and checks, cell by cell, that it really ran."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lmcore.errors import UserError
+from lmcore.files import atomic_write, temporary_folder
+from lmcore.stopping import StopEvent
+from workbook.notebook import code_cells, execution_fault, heading_above, read_notebook
+from workbook.record import NotebookRecord, write_notebook_record
+from workbook.stopping import LAUNCHER, MARK, STOP_SECONDS, ended_by, first_signal
+
+LONGEST_SOCKET = 90
+"""Characters of a path that systems take for a socket, with some left for its number."""
+
+
+def execute(
+    source: Path, record: NotebookRecord, out: Path, stop: StopEvent, stop_seconds: float = STOP_SECONDS
+) -> None:
+    """Executes one notebook into out/notebooks with the record's parameters, and checks it.
+
+    `record` says how it ended, and is on disk all the while. The executed notebook is saved after each cell, so that it
+    also keeps a run that failed, was stopped or was killed. A signal in `stop` ends it: `workbook.stopping`.
+    """
+    from lmcore.provenance import environment, executing
+
+    began, target = time.monotonic(), (out / "notebooks" / source.name).resolve()
+    record.state, record.environment = "running", environment()
+    record.job = os.environ.get("SLURM_JOB_ID")
+    write_notebook_record(out, record)
+    target.unlink(missing_ok=True)  # what an earlier run has left says nothing of this one
+    print(f"{record.name}: running", flush=True)
+    with ended_by(stop, stop_seconds) as mark, executing(source.stem, record.parameters or {}):
+        problem = _run(source, target, record.parameters or {}, mark, stop)
+    record.seconds = round(time.monotonic() - began, 1)
+    record.state = "done"
+    executed = read_notebook(target)
+    fault = execution_fault(executed)
+    if problem and (fault is None or fault[1] == "the cell was not run"):
+        # the kernel is gone: no cell has an error, and the one that ran has a number as if it had ended
+        begun = (n for n, cell in code_cells(executed) if cell.metadata.get("papermill", {}).get("start_time"))
+        fault = max(begun, default=0), problem
+    if fault:
+        record.cell = fault[0] or None
+        record.heading = heading_above(executed, fault[0]) if fault[0] else None
+        record.state, record.error = "failed", fault[1].rstrip(".")
+        if stop.is_set():
+            record.state, record.error = "stopped", first_signal(stop)
+    write_notebook_record(out, record)
+    print(f"{record.name}: {record.state} after {record.seconds:.0f} s", flush=True)
+
+
+def _run(source: Path, target: Path, parameters: Mapping[str, Any], mark: str, stop: StopEvent) -> str | None:
+    """papermill's execution of a notebook; returns why it ended early, if papermill says so."""
+    import papermill
+    from papermill.exceptions import PapermillException
+    from papermill.iorw import LocalHandler, papermill_io
+
+    class WholeOrNot(LocalHandler):
+        """Writes the executed notebook so that it is never half there: this process may be killed."""
+
+        def write(self, text: str, path: str) -> None:
+            with atomic_write(path, "w") as file:
+                file.write(text)
+
+    def begin_cell(**_: object) -> None:
+        if stop.is_set():
+            raise InterruptedError
+
+    papermill_io.register(str(target), WholeOrNot())
+    try:
+        with _kernel(mark) as manager:
+            papermill.execute_notebook(
+                source,
+                target,
+                dict(parameters),
+                kernel_name="python3",
+                kernel_manager_class=manager,
+                language="python",
+                cwd=source.parent,
+                coalesce_streams=True,  # what a cell prints reaches the writeup in one piece
+                on_cell_execute=begin_cell,
+            )
+    except Exception as error:
+        ended = stop.is_set() or isinstance(error, PapermillException | RuntimeError)  # RuntimeError: the kernel died
+        if isinstance(error, UserError) or not ended:  # UserError: the disk is full
+            raise
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return None
+
+
+@contextmanager
+def _kernel(mark: str) -> Iterator[type]:
+    """Makes the notebook's kernel this very interpreter, whatever kernels are installed, with a mark."""
+    from jupyter_client.kernelspec import KernelSpec
+    from jupyter_client.manager import AsyncKernelManager
+
+    with temporary_folder("lmcore-kernel-") as folder:
+        environment = {
+            MARK: mark,
+            "IPYTHONDIR": str(folder),  # no profile of the user's, whose history a network's file system may lock
+            "JUPYTER_RUNTIME_DIR": str(folder),
+            # a cluster's MPLBACKEND=Agg would make every figure vanish from the notebook
+            "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        }
+        command = [sys.executable, "-m", LAUNCHER, "-f", "{connection_file}", "--log-level=ERROR"]
+        spec = KernelSpec(argv=command, display_name="Python 3", language="python", env=environment)
+        members: dict[str, Any] = {"kernel_spec": spec}
+        sockets = str(folder / "k")
+        if sys.platform != "win32" and len(sockets) < LONGEST_SOCKET:
+            # ports may be taken between choosing and binding them, by the kernel of a job beside this one
+            members |= {"_transport_default": lambda _: "ipc", "_ip_default": lambda _: sockets}
+        yield type("Kernel", (AsyncKernelManager,), members)

@@ -1,0 +1,170 @@
+"""The hand-in that the handouts ask for: code.zip, the answers as a PDF, and the learning curve.
+
+CSE599-O A1 part 2, section 1.5: code.zip with the code, the scripts and the learning curve, and answers.pdf. CS336: the
+same two, the second by the name writeup.pdf.
+"""
+
+import os
+import re
+import subprocess
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Literal
+
+from lmcore.errors import UserError, require
+from lmcore.files import atomic_write
+from workbook.record import read_record, unfinished
+
+Names = Literal["cse599o", "cs336"]
+
+PDF_NAMES: dict[str, str] = {"cse599o": "answers.pdf", "cs336": "writeup.pdf"}
+"""What each course calls the answers."""
+
+CODE_NAME, CURVE_NAME = "code.zip", "learning_curve.svg"
+
+LEARNING_CURVES = ("recipe_curves.svg", "learning_rate_curves.svg")
+"""Figures of notebook 02; handed in is the first that is there: the curves of the recipes, or those of the sweep."""
+
+MAX_FILE_BYTES = 5_000_000
+"""Larger files are left out: data, or what the code has made."""
+
+SECRET_FILE = re.compile(
+    r"\.env.*|.*\.(env|pem|key|p12|pfx)|id_(rsa|dsa|ecdsa|ed25519).*|[._]netrc|\.pypirc|\.npmrc|\.git-credentials"
+    r"|credentials.*|kaggle\.json|(?!.*\.(py|ipynb|md|sh|sbatch)$)(.*[^a-z0-9])?(secrets?|passwords?|apikey)\b.*"
+    r"|(?!.*\.(py|ipynb|md|sh|sbatch|csv|json)$)(.*[^a-z0-9])?tokens?\b.*"
+)
+"""Names of files with passwords and keys. Code may be about them, and tables about tokens."""
+
+SECRETS = {
+    "a private key": rb"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----",
+    "a Hugging Face token": rb"\bhf_[A-Za-z0-9]{30,}",
+    "a GitHub token": rb"\b(?:gh[pousr]_[A-Za-z0-9]{36}|github_pat_\w{40})",
+    "an AWS access key": rb"\bAKIA[0-9A-Z]{16}\b",
+    "an API key": rb"(?i)key\b\\?[\"']?\s*[:=]\s*\\?[\"']?[0-9a-f]{40}\b",
+}
+"""What keys look like. The last is one of Weights & Biases, 40 hexadecimal digits, where it is given to a key."""
+
+
+@dataclass
+class Handin:
+    """What was handed in, and what was not."""
+
+    files: list[Path]
+    """Files of the project in code.zip, relative to the project."""
+    left_out: dict[str, list[str]]
+    """Names of what was left out, by the reason."""
+    notes: list[str]
+    """Sentences on what the hand-in lacks."""
+    written: list[Path] = field(default_factory=list)
+    """Files of the hand-in."""
+
+
+def make_handin(project: Path, out: Path, to: Path, names: Names = "cse599o", incomplete: bool = False) -> Handin:
+    """Writes the hand-in of the workbook executed in `out` into the folder `to`; with `incomplete` what there is of it.
+
+    Raises `UserError`, before anything is written, where the writeup is missing, older than its notebooks or reports a
+    failure, and where a file holds what looks like a key.
+    """
+    notes = writeup_faults(out)
+    require(incomplete or not notes, f"{''.join(notes[:1])} To hand in what there is, say --incomplete.")
+    done = Handin(*project_files(project, excluded=(out, to)), notes)
+    refuse_secrets([*(project / file for file in done.files), *(out / "writeup").glob("answers.html")])
+    curve = next((out / "figures" / name for name in LEARNING_CURVES if (out / "figures" / name).is_file()), None)
+    if curve is None:
+        notes.append(f"There is no learning curve ({' or '.join(LEARNING_CURVES)}) in {out / 'figures'}.")
+    sources = {name.as_posix(): project / name for name in done.files} | ({CURVE_NAME: curve} if curve else {})
+    copies = dict.fromkeys(PDF_NAMES.values()) | {PDF_NAMES[names]: out / "writeup" / "answers.pdf", CURVE_NAME: curve}
+    for name, source in {CODE_NAME: project, **copies}.items():
+        if source is None or not source.exists():
+            (to / name).unlink(missing_ok=True)  # of an earlier hand-in
+            continue
+        with atomic_write(to / name) as file:
+            write_zip(file, sources) if name == CODE_NAME else file.write(source.read_bytes())
+        done.written.append(to / name)
+    return done
+
+
+def writeup_faults(out: Path) -> list[str]:
+    """Sentences on what keeps the writeup in `out` from being handed in, the gravest first."""
+    pdf = out / "writeup" / "answers.pdf"
+    if not pdf.is_file():
+        return [f"There is no writeup {pdf}: run `workbook run --out {out}` first, or `workbook writeup {out}`."]
+    newer = [path.stem for path in (out / "notebooks").glob("*.ipynb") if path.stat().st_mtime > pdf.stat().st_mtime]
+    old = f"The writeup {pdf} is older than notebook {min(newer, default='')}: run `workbook writeup {out}`."
+    return unfinished(read_record(out)) + ([old] if newer else [])
+
+
+def project_files(project: Path, excluded: Iterable[Path] = ()) -> tuple[list[Path], dict[str, list[str]]]:
+    """The files that are the project, relative to it and sorted, and the names of the others by the reason.
+
+    They are what git tracks or does not ignore, without large files, secrets and executed notebooks. `excluded` folders
+    are left out with all that they hold. Raises `UserError` where there is no git checkout.
+    """
+    command = ["git", "-C", project, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
+        raise UserError(f"git, which says what belongs to the project, cannot list {project}: {said}.") from None
+    kept: list[Path] = []
+    left_out: dict[str, list[str]] = {}
+    for name in sorted({os.fsdecode(name) for name in listed.split(b"\0") if name}):
+        if os.path.lexists(project / name):  # else deleted, but not yet in git
+            if reason := why_left_out(project / name, excluded):
+                left_out.setdefault(reason, []).append(name)
+            else:
+                kept.append(Path(name))
+    return kept, left_out
+
+
+def why_left_out(path: Path, excluded: Iterable[Path]) -> str | None:
+    """Why a file of the project is not handed in, or None if it is."""
+    if path.is_symlink():
+        return "a link"
+    if any(path.resolve().is_relative_to(folder.resolve()) for folder in excluded):
+        return "made by the code"
+    if SECRET_FILE.fullmatch(path.name.lower()):
+        return "named like a secret"
+    if path.stat().st_size > MAX_FILE_BYTES:
+        return f"larger than {MAX_FILE_BYTES / 1e6:.0f} MB"
+    executed = path.suffix == ".ipynb" and b'"papermill": {' in path.read_bytes()
+    return "a notebook as papermill executed it" if executed else None
+
+
+def refuse_secrets(files: Iterable[Path]) -> None:
+    """Raises `UserError` naming the file and the line of the first thing that looks like a key."""
+    for path in files:
+        content = path.read_bytes()
+        for what, pattern in SECRETS.items():
+            if found := re.search(pattern, content):
+                line = content.count(b"\n", 0, found.start()) + 1
+                raise UserError(
+                    f"{path} line {line} looks like {what}; take it out of the file (and revoke it, if it was ever "
+                    "shared), then make the hand-in again: nothing was written."
+                )
+
+
+def write_zip(file: IO[bytes], sources: Mapping[str, Path]) -> None:
+    """The same archive of the same files: sorted, one fixed time, of the permissions only whether it is a program."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name, source in sorted(sources.items()):
+            entry = zipfile.ZipInfo(f"code/{name}")  # of 1980
+            entry.compress_type, entry.create_system = zipfile.ZIP_DEFLATED, 3
+            entry.external_attr = (0o100755 if os.access(source, os.X_OK) else 0o100644) << 16
+            archive.writestr(entry, source.read_bytes())
+
+
+def newest_writeup(runs: Path) -> Path:
+    """The output folder in `runs` whose writeup was made last. Raises `UserError` where there is none."""
+    found = list(runs.glob("*/writeup/answers.pdf"))
+    require(bool(found), f"No workbook has left a writeup in {runs}: run `make workbook` first, or name its folder.")
+    return max(found, key=lambda path: path.stat().st_mtime).parents[1]
+
+
+def describe(done: Handin) -> str:
+    """What went in, what was left out and why, and what is missing, as lines."""
+    lines = [f"{path}: {path.stat().st_size / 1e6:.2f} MB" for path in done.written]
+    lines += [f"Left out, {reason}: {', '.join(names)}" for reason, names in sorted(done.left_out.items())]
+    return "\n".join([*lines, *(f"Note: {note}" for note in done.notes)])

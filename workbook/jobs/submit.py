@@ -1,0 +1,248 @@
+"""`workbook submit`: which jobs a workbook or a training run is, submitted to Slurm or run here one after another.
+
+The scripts in papermill_jobs/ run as they stand. What a site changes goes on the command line of sbatch, before which a
+script's own options give way; what a job is to do goes into its variables.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lmcore.config import TrainConfig
+from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED, UserError, require
+from lmcore.files import read_json, write_json
+from lmcore.stopping import StopEvent, stop_signals
+from workbook.jobs import slurm
+from workbook.jobs.site import for_job, options, variables
+from workbook.notebook import declared_parameters, read_notebook
+from workbook.parameters import find_notebooks, locate, parse_overrides, resolve_parameters
+from workbook.record import update_plan
+
+NEEDS = {"03_generate": "02_train"}
+"""Notebooks that build on what another one made; all others run side by side."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job to be: a script with its variables and arguments, and the jobs that it waits for, by name."""
+
+    name: str
+    script: str
+    """papermill_jobs/<script>.sbatch."""
+    variables: dict[str, str]
+    arguments: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    even_if_failed: bool = False
+    """Whether it runs, too, when one of these jobs has failed."""
+    tasks: tuple[int, ...] = ()
+    """Indices of an array; none: not an array."""
+    gpus: int | None = None
+    """GPUs of each node; None: as the site has it."""
+    options: tuple[str, ...] = ()
+    """More options of sbatch."""
+
+
+def notebook_jobs(
+    project: Path,
+    out: Path,
+    scale: str,
+    data: str,
+    notebooks: Sequence[str],
+    parameters: Sequence[str],
+    one_job: bool,
+    writeup: bool,
+) -> list[Job]:
+    """One job for each notebook, and the writeup last, also when one failed; or all in `one_job`.
+
+    Each notebook gets those of the `parameters` that it declares. Raises `UserError` on unknown notebooks, scales and
+    parameters, and on data that is not there.
+    """
+    paths = find_notebooks(project, notebooks or None)
+    shared = {"SCALE": scale, "DATA": locate(data)}
+    common = {"scale": scale, "data": shared["DATA"], "out": str(out)}
+    resolve_parameters(project, paths, scale, parse_overrides(parameters), common)
+    names = tuple(path.stem for path in paths)
+    if one_job:
+        words = [] if writeup else ["--no-writeup"]
+        words += ["--parameters", *parameters] if parameters else []
+        return [Job("workbook", "workbook", shared | {"NOTEBOOKS": " ".join(names)}, tuple(words))]
+    jobs = []
+    for path in paths:
+        declared = declared_parameters(read_notebook(path), path.stem)
+        own = [pair for pair in parameters if pair.partition("=")[0] in declared]
+        words = ["--no-writeup", *(["--parameters", *own] if own else [])]
+        after = tuple(name for name in names if name == NEEDS.get(path.stem))
+        jobs.append(Job(path.stem, "workbook", shared | {"NOTEBOOKS": path.stem}, tuple(words), after))
+    return [*jobs, *([Job("writeup", "writeup", shared, after=names, even_if_failed=True)] if writeup else [])]
+
+
+def train_job(run: Path, config: TrainConfig, gpus: int, nodes: int) -> Job:
+    """One training run with `gpus` processes on each of `nodes` nodes, whose settings are run/jobs/config.json.
+
+    Raises `UserError` for settings that so many processes cannot train with, and for a run of other settings.
+    """
+    from lmcore.run import RunFolder
+
+    ranks, folder = gpus * nodes, RunFolder(run)
+    require(gpus >= 1 and nodes >= 1, "--gpus and --nodes must be at least 1.")
+    require(
+        ranks == 1 or config.strategy != "none",
+        f"{ranks} processes need a way to divide the work: add --strategy ddp, zero1 or fsdp.",
+    )
+    require(config.batch_size % ranks == 0, f"batch_size ({config.batch_size}) must divide by {ranks} processes.")
+    if folder.config_file.exists():
+        folder.require_same(config, folder.data_fingerprint())
+    variables = {"RUN": str(run), "CONFIG": str(run / "jobs" / "config.json"), "GPUS": str(gpus)}
+    size = (f"--nodes={nodes}", f"--ntasks-per-node={gpus}")
+    return Job(run.name, "train", variables, gpus=0 if config.device == "cpu" else gpus, options=size)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Jobs, each after those that it waits for, and where they run."""
+
+    project: Path
+    out: Path
+    site: Mapping[str, Any]
+    jobs: Sequence[Job]
+    files: Mapping[Path, Any] = field(default_factory=dict)
+    """What the jobs read, as JSON, written when they are submitted."""
+
+    def settings(self, job: Job) -> dict[str, Any]:
+        """What the site wants for this job."""
+        settings = for_job(self.site, job.script, job.name)
+        if job.gpus is not None:
+            kind = settings.get("gpus", "").rpartition(":")[0]
+            settings["gpus"] = f"{kind}:{job.gpus}" if kind and job.gpus else str(job.gpus)
+        return settings
+
+    def words(self, job: Job, ids: Mapping[str, str]) -> list[str]:
+        """The arguments of sbatch; a job that can never start any more is cancelled."""
+        log = f"{self.out}/jobs/{job.name}".replace("%", "%%") + ("-%A_%a.log" if job.tasks else "-%j.log")
+        words = [f"--job-name={job.name}", f"--output={log}", "--export=ALL", *options(self.settings(job))]
+        if job.after:
+            how = "afterany" if job.even_if_failed else "afterok"
+            words.append(f"--dependency={how}:{':'.join(ids[name] for name in job.after)}")
+            words.append("--kill-on-invalid-dep=yes")
+        return [*words, *job.options, f"papermill_jobs/{job.script}.sbatch", *job.arguments]
+
+    def variables(self, job: Job) -> dict[str, str]:
+        """What is added to the environment of sbatch."""
+        return variables(self.settings(job)) | {"OUT": str(self.out)} | job.variables
+
+    def environment(self, job: Job) -> dict[str, str]:
+        """The environment of sbatch, with the `lmcore` of this process first on the PATH."""
+        path = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
+        return slurm.outside_of_jobs() | path | self.variables(job)
+
+    def described(self) -> str:
+        """The commands that submit the jobs, as one would type them, with names in place of ids."""
+        ids, lines = {job.name: f"<{job.name}>" for job in self.jobs}, [f"cd {shlex.quote(str(self.project))}"]
+        for job in self.jobs:
+            values = [f"{name}={shlex.quote(value)}" for name, value in self.variables(job).items() if value]
+            lines.append(f"{' '.join(values)} sbatch {shlex.join(self.words(job, ids))}")
+        return "\n\n".join(lines)
+
+    def submit(self) -> dict[str, str]:
+        """Submits the jobs in their order and returns their ids by name.
+
+        Raises `UserError` if jobs of these names and this folder are still queued or running, and if Slurm refuses one:
+        those that were submitted before it are then cancelled.
+        """
+        earlier = submitted(self.out)
+        same = [row["id"] for row in earlier if row["name"] in {job.name for job in self.jobs}]
+        active = [id for id, (state, _) in slurm.ask(same).items() if state not in slurm.ENDED]
+        require(
+            not active,
+            f"Jobs of {self.out} are still queued or running ({', '.join(active)}): wait for them, or cancel them "
+            "with scancel.",
+        )
+        ids: dict[str, str] = {}
+        try:
+            self._prepare()
+            for job in self.jobs:
+                ids[job.name] = slurm.sbatch(self.words(job, ids), self.project, self.environment(job))
+            rows = [{"id": ids[job.name], "name": job.name, "log": self.log(job, ids[job.name])} for job in self.jobs]
+            write_json(record_of(self.out), [*earlier, *rows])
+        except BaseException:  # no half of a chain stays, also after Ctrl-C
+            if ids:
+                slurm.call("scancel", *ids.values())
+            raise
+        return ids
+
+    def log(self, job: Job, id: str) -> str:
+        """Where the job's output goes."""
+        return f"{self.out}/jobs/{job.name}-{id}{'_*' if job.tasks else ''}.log"
+
+    def _prepare(self) -> None:
+        """Writes what the jobs read, and adds their notebooks to the folder's plan: a writeup names them all."""
+        for file, value in {record_of(self.out): submitted(self.out), **self.files}.items():
+            write_json(file, value)
+        names = [name for job in self.jobs for name in job.variables.get("NOTEBOOKS", "").split()]
+        if names:
+            known = [path.stem for path in find_notebooks(self.project)]
+            update_plan(self.out, self.jobs[0].variables["SCALE"], self.jobs[0].variables["DATA"], names, known)
+
+    def run_here(self) -> int:
+        """Runs the jobs in their order; returns 0 if all succeeded, 1 if one did not, 75 if stopped by a signal.
+
+        A job is left out if one that it needs failed. A stop signal ends the job that runs in an orderly way, a second
+        one at once, and the rest is left undone.
+        """
+        self._prepare()
+        failed: set[str] = set()
+        with stop_signals(signal.SIGINT, exits=True) as stop:
+            for job, task in [(each, task) for each in self.jobs for task in each.tasks or (None,)]:
+                if stop.is_set():
+                    break
+                if failed.intersection(job.after) and not job.even_if_failed:
+                    print(f"{job.name}: not run, because a job that it needs failed", flush=True)
+                    failed.add(job.name)
+                elif self._run(job, task, stop):
+                    failed.add(job.name)
+            if stop.is_set():
+                print("lmcore: stopped; the same command resumes with what is saved.", file=sys.stderr)
+                return EXIT_INTERRUPTED
+        return EXIT_FAILURE if failed else 0
+
+    def _run(self, job: Job, task: int | None, stop: StopEvent) -> int:
+        """Runs a job, or a task of its array; returns its exit code."""
+        name = job.name if task is None else f"{job.name}_{task}"
+        log = self.out / "jobs" / f"{name}-local.log"
+        environment = self.environment(job) | {"PYTHONUNBUFFERED": "1"}
+        if task is not None:
+            environment["SLURM_ARRAY_TASK_ID"] = str(task)
+        print(f"{name}: runs, see {log}", flush=True)
+        try:
+            with open(log, "a", encoding="utf-8") as file:
+                process = subprocess.Popen(
+                    ["bash", f"papermill_jobs/{job.script}.sbatch", *job.arguments],
+                    cwd=self.project, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is for this process, which passes it on
+                )  # fmt: skip
+        except OSError as error:
+            raise UserError(f"Cannot write the log {log}: {error.strerror or error}.") from error
+        stop.before_exit = process.terminate
+        while process.poll() is None and not stop.is_set():
+            time.sleep(0.1)
+        process.terminate()  # does nothing where it has ended
+        code = process.wait()
+        print(f"{name}: {f'ended with code {code}, see {log}' if code else 'done'}", flush=True)
+        return code
+
+
+def record_of(out: Path) -> Path:
+    """The file that lists the jobs that were submitted for an output folder."""
+    return out / "jobs" / "submitted.json"
+
+
+def submitted(out: Path) -> list[dict[str, str]]:
+    """Those jobs, the first one first: id, name and log of each."""
+    return read_json(record_of(out)) if record_of(out).exists() else []

@@ -1,0 +1,178 @@
+"""The notebooks of a project, and the parameters that each gets at a scale."""
+
+import ast
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lmcore.errors import UserError, require, require_path
+from lmcore.files import temporary_folder
+from lmcore.text import END_OF_TEXT
+from workbook.notebook import PRECONDITIONS, code_cells, declared_parameters, read_notebook, tags
+
+PARAMETERS_FOLDER = Path("papermill_jobs") / "parameters"
+"""One folder for each scale, with a YAML file for each notebook: what `papermill -f` takes."""
+
+LARGE_TEXT = 1 << 20
+"""Bytes of training text from which on there is a window of tokens in each part."""
+
+
+def find_project() -> Path:
+    """Folder that holds notebooks/: the current one or one above it, else lmcore's checkout."""
+    here = Path.cwd()
+    for folder in (here, *here.parents, Path(__file__).resolve().parents[2]):
+        if (folder / "notebooks").is_dir() and (folder / PARAMETERS_FOLDER).is_dir():
+            return folder
+    raise UserError("There is no notebooks/ folder here: run this in a checkout of the project.")
+
+
+def find_notebooks(project: Path, names: Sequence[str] | None = None) -> list[Path]:
+    """The numbered notebooks in order; `names` ("02" or "02_train") picks some. Raises `UserError` on another name."""
+    found = {path.stem: path for path in sorted((project / "notebooks").glob("[0-9][0-9]_*.ipynb"))}
+    require(bool(found), f"There are no notebooks named like 01_build.ipynb in {project / 'notebooks'}.")
+    for name in names or []:
+        there = name and any(stem.startswith(name) for stem in found)
+        require(bool(there), f"There is no notebook {name!r}; there are {', '.join(found)}.")
+    return [path for stem, path in found.items() if not names or stem.startswith(tuple(names))]
+
+
+def resolve_parameters(
+    project: Path, notebooks: Sequence[Path], scale: str, overrides: Mapping[str, Any], common: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Parameters of each notebook by its name: those of papermill_jobs/parameters/<scale>/<notebook>.yaml, then
+    `common`, then `overrides`, which go to each notebook that declares them.
+
+    Raises `UserError` on an unknown scale, on a parameter that no notebook declares (papermill would only warn), on a
+    value of another type than the default's, and where the notebook's cell tagged `preconditions` refuses.
+    """
+    folder = project / PARAMETERS_FOLDER / scale
+    scales = ", ".join(sorted(path.name for path in folder.parent.iterdir() if path.is_dir()))
+    known = Path(scale).name == scale and folder.is_dir()  # a scale is a folder's name in runs/, too
+    require(known, f"There is no scale {scale!r} ({folder} is missing); choose one of {scales}.")
+    contents = {path.stem: read_notebook(path) for path in notebooks}
+    declared = {name: declared_parameters(content, name) for name, content in contents.items()}
+    every = sorted({key for known in declared.values() for key in known})
+    for key in overrides:
+        require(key in every, f"No notebook has a parameter {key!r}; there are {', '.join(every)}.")
+    resolved = {}
+    for name, known in declared.items():
+        chosen = {key: value for key, value in overrides.items() if key in known}
+        resolved[name] = read_parameters(folder / f"{name}.yaml") | dict(common) | chosen
+        check_types(name, known, resolved[name])
+        for cell in (cell for _, cell in code_cells(contents[name]) if PRECONDITIONS in tags(cell)):
+            check_preconditions(name, cell.source, known | resolved[name], project / "notebooks")
+    return resolved
+
+
+def check_types(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises `UserError` unless the notebook declares each parameter in `given` (`known`), with a value of its type."""
+    for key, value in given.items():
+        require(key in known, f"Notebook {name} has no parameter {key!r}; its parameters are {', '.join(known)}.")
+        kind = type(known[key])
+        typed = known[key] is None or value is None or type(value) in {float: (float, int)}.get(kind, (kind,))
+        require(typed, f"Parameter {key!r} of notebook {name} must be of type {kind.__name__}, not {value!r}.")
+
+
+def check_preconditions(name: str, source: str, values: dict[str, Any], folder: Path) -> None:
+    """Runs the cell that says what a notebook needs, in `folder` and in this process: before any notebook begins.
+
+    Raises `UserError` with the cell's sentence.
+    """
+    with contextlib.chdir(folder):
+        try:
+            exec(source, dict(values))
+        except Exception as error:
+            words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}."
+            raise UserError(f"Notebook {name}: {words}") from error
+
+
+def read_parameters(file: Path) -> dict[str, Any]:
+    """The parameters of one notebook at one scale; none, thus its defaults, where there is no file."""
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except FileNotFoundError:
+        return {}
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is not YAML ({str(error).splitlines()[0]}).") from error
+    require(isinstance(values, dict), f"{file} must be a mapping of parameters.")
+    return values
+
+
+def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
+    """`name=value` pairs as a mapping; values are read as Python literals, else as YAML."""
+    overrides = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        named = all(word.isidentifier() for word in name.split("."))  # dotted: a setting within a setting
+        require(bool(equals) and named, f"A parameter is given as name=value, not {pair!r}.")
+        try:
+            overrides[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # {[]: 1} is a TypeError
+            try:
+                overrides[name] = yaml.safe_load(text)
+            except yaml.YAMLError:
+                raise UserError(
+                    f"The value of {pair!r} is neither a Python literal nor YAML; repair or quote it."
+                ) from None
+    return overrides
+
+
+def locate(data: str) -> str:
+    """`data` as the notebooks need it: a name as it is, a path in full. Raises `UserError` if it has no text."""
+    from lmcore.data.corpora import open_corpus
+    from lmcore.data.downloads import SOURCES
+    from lmcore.data.prepared import is_prepared
+
+    require_path("data", data)
+    if data in ("embedded", *SOURCES):
+        return data
+    there = is_prepared(data) or open_corpus(data).size("train") > 0
+    require(there, f"The data {data} are empty: there is no text.")
+    return str(Path(data).resolve())
+
+
+# ---- in the notebook
+
+
+def begin_notebook() -> None:
+    """Goes to notebooks/, where relative paths start, wherever papermill was started."""
+    os.chdir(find_project() / "notebooks")
+
+
+def require_text(source: str, tokenizer: str, context_length: int, dev: bool = True) -> None:
+    """Raises `UserError` unless training and validation text of a corpus have a window of `context_length` tokens.
+
+    With `dev`, so must its last training documents, on which settings are chosen, and those before them. A small text
+    is tokenized to see it, of a large one only the documents are counted; one that has to be downloaded will do.
+    """
+    from lmcore.data.corpora import open_corpus, read_documents
+    from lmcore.data.downloads import SOURCES
+    from lmcore.data.prepared import is_prepared, open_data, prepare
+
+    if source in ("embedded", *SOURCES):
+        return
+    with temporary_folder("lmcore-text-") as folder:
+        if is_prepared(source):
+            data = open_data(source)
+        else:
+            corpus = open_corpus(source)
+            least = 2 if corpus.valid_files else 3  # one of three is held out for validation
+            ends = (piece for piece in read_documents(corpus.train_files) if piece.ends_document)
+            found = len(list(islice(ends, least)))
+            words = f"{source} needs at least {least} documents, with {END_OF_TEXT} between them, but has {found}."
+            require(not dev or found == least, f"To choose settings on the last training documents, {words}")
+            if corpus.size("train") > LARGE_TEXT:
+                return
+            data = prepare(source, tokenizer, folder / "data", progress=False)
+        parts = {"training": data.train, "validation": data.valid}
+        if dev:
+            chosen = data.evaluated_on("dev")
+            parts |= {"training": chosen.train, "dev": chosen.valid}
+        for part, tokens in parts.items():
+            words = f"its {part} part has {len(tokens):,} tokens, and one window takes {context_length + 1:,}"
+            require(len(tokens) > context_length, f"The text {source} is too short: {words}.")

@@ -1,0 +1,105 @@
+"""Copies an executed workbook into a folder that is committed: notebooks with small pictures, the writeup, figures."""
+
+import base64
+import io
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+from lmcore.errors import UserError, require
+from lmcore.files import atomic_write, temporary_folder
+from workbook.notebook import INJECTED, KEPT_METADATA, read_notebook, tags, write_notebook
+from workbook.record import read_record, unfinished
+from workbook.report.document import short
+from workbook.report.writeup import write_writeup
+
+PICTURE_PPI, PICTURE_COLORS = 110, 128
+"""Of the pictures in published notebooks."""
+
+MACHINE_PATH = r"(?<![\w.:/])/(?:home|Users|root|tmp|work|scratch|mnt|data|gpfs|nfs)/[\w./-]+"
+"""Absolute paths as they are on somebody's machine."""
+
+
+def publish(out: Path, to: Path) -> list[Path]:
+    """Makes the writeup of the workbook in `out`, and copies it, the notebooks and the figures into `to`.
+
+    Published notebooks hold pictures as PNG with their captions, and neither the parameters of the run nor the names
+    of files and machines. Raises `UserError` where a notebook is not done, or one still names such a thing.
+    """
+    record = read_record(out)
+    lacking = unfinished(record)
+    require(not lacking, f"{''.join(lacking[:1])} Only a complete workbook is published.")
+    sources = {to / file.name: file for file in write_writeup(out)}
+    sources |= {to / "figures" / file.name: file for file in sorted((out / "figures").glob("*.svg"))}
+    made = {
+        to / "notebooks" / f"{entry['name']}.ipynb": published(out / "notebooks" / f"{entry['name']}.ipynb")
+        for entry in record["notebooks"]
+    }
+    for path, source in sources.items():
+        if path.suffix != ".pdf":
+            refuse_machine_names(source.name, source.read_text(encoding="utf-8"))
+    for path, source in sources.items():
+        with atomic_write(path) as file:
+            file.write(source.read_bytes())
+    for path, notebook in made.items():
+        write_notebook(path, notebook)
+    for old in {*(to / "figures").glob("*.svg"), *(to / "notebooks").glob("*.ipynb")} - {*sources, *made}:
+        old.unlink()  # of an earlier workbook
+    return [*sources, *made]
+
+
+def published(executed: Path) -> Any:
+    """An executed notebook without what belongs to its run; see `publish`."""
+    import nbformat
+
+    notebook = read_notebook(executed)
+    notebook.cells = [cell for cell in notebook.cells if INJECTED not in tags(cell)]
+    notebook.metadata = nbformat.from_dict({key: notebook.metadata[key] for key in ("kernelspec", "language_info")})
+    count = 0
+    for number, cell in enumerate(notebook.cells, 1):
+        cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k in KEPT_METADATA})
+        outputs = []
+        for output in cell.get("outputs", []):
+            if output.get("name") == "stderr":
+                continue
+            outputs.append(output)
+            data = output.get("data", {})
+            count += "image/svg+xml" in data or "image/png" in data
+            if svg := data.get("image/svg+xml"):
+                own = output.metadata.pop("image/svg+xml", {})
+                caption = own.get("caption") or output.metadata.get("caption") or cell.metadata.get("caption")
+                output.data = nbformat.from_dict({"image/png": base64.b64encode(as_png(svg)).decode()})
+                text = f"*Figure {short(executed.stem)}.{count}.* {caption}"
+                outputs += [nbformat.v4.new_output("display_data", {"text/markdown": text})] if caption else []
+        if cell.cell_type == "code":
+            cell.outputs = outputs
+        for output in outputs:
+            texts = [str(value) for kind, value in output.get("data", {}).items() if "png" not in kind]
+            refuse_machine_names(f"{executed.stem}, cell {number}", "\n".join([*texts, str(output.get("text", ""))]))
+    return notebook
+
+
+def as_png(svg: str) -> bytes:
+    """A vector picture as a small PNG on white, drawn by Typst."""
+    import typst
+    from PIL import Image
+
+    with temporary_folder("lmcore-png-") as folder:
+        Path(folder, "picture.svg").write_text(svg, encoding="utf-8")
+        page = '#set page(width: auto, height: auto, margin: 0pt, fill: white)\n#image("picture.svg")'
+        Path(folder, "page.typ").write_text(page, encoding="utf-8")
+        drawn = typst.compile(str(Path(folder, "page.typ")), root=str(folder), format="png", ppi=PICTURE_PPI)
+    packed = io.BytesIO()
+    Image.open(io.BytesIO(drawn)).convert("RGB").quantize(PICTURE_COLORS).save(packed, "PNG", optimize=True)
+    return packed.getvalue()
+
+
+def refuse_machine_names(place: str, text: str) -> None:
+    """Raises `UserError` at the first path or name of this machine in a text."""
+    names = [name for name in (socket.gethostname(), os.environ.get("SLURMD_NODENAME")) if name and len(name) > 3]
+    for pattern in (MACHINE_PATH, *(rf"\b{re.escape(name)}\b" for name in names)):
+        if found := re.search(pattern, text):
+            words = f"{place} names something of this machine, {found[0]!r}: print less there, then run it again."
+            raise UserError(words)

@@ -1,0 +1,119 @@
+"""Coverage: which problems of the course's handouts the answers of the notebooks solve."""
+
+import csv
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import resources
+
+DONE, PARTLY, OPEN = "done", "partly", "not yet"
+COURSES = ("CS336", "CSE599-O", "A1", "A2", "2025", "2026")
+"""What a part may name of a handout: its course, the assignment, or the year."""
+
+
+@dataclass
+class Answered:
+    """Where a problem, or a part of one, is answered."""
+
+    problem: str
+    part: str
+    notebook: str = ""
+    identifier: str = ""
+    claims: dict[str, bool] = field(default_factory=dict)
+    """The claims it rests on, and whether they hold."""
+    missing: str = ""
+    """What the handout asks for and the answer lacks."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem of one handout, and what of it is answered."""
+
+    handout: str
+    place: str
+    """Page, or section where the handout has no pages."""
+    name: str
+    answered: bool
+    missing: str
+    """What is asked for and not there, of a problem with an answer: parts, and what the answers say they lack."""
+    notebook: str
+    """The last one that answers it."""
+
+    @property
+    def state(self) -> str:
+        """done, partly or not yet."""
+        return OPEN if not self.answered else PARTLY if self.missing else DONE
+
+
+def plain_name(problem: str) -> str:
+    """A problem's name without case and marks, in which handouts and notebooks differ."""
+    return re.sub(r"[^a-z0-9]", "", problem.lower())
+
+
+def coverage(answers: Iterable[Answered]) -> list[Problem]:
+    """All problems of the handouts (problems.csv), given every answer that there is.
+
+    An answer to a part such as "c, CS336" or "A1" counts for the handouts that are named so, any other for all that
+    have the problem.
+    """
+    of_problem: dict[str, list[tuple[str, str, Answered]]] = {}
+    for answer in answers:
+        of_problem.setdefault(plain_name(answer.problem), []).append((*letter_and_course(answer.part), answer))
+    text = resources.files("workbook.report").joinpath("problems.csv").read_text(encoding="utf-8")
+    found = []
+    for row in csv.DictReader(text.splitlines()):
+        named = [each for each in of_problem.get(plain_name(row["problem"]), []) if each[1] in row["handout"]]
+        letters = {letter for letter, *_ in named}
+        # an answer without a part is one to all parts
+        absent = [f"({part})" for part in row["parts"] if part not in letters and "" not in letters]
+        answered = len(absent) < len(row["parts"]) if row["parts"] else bool(named)
+        here = row["parts"] or letters  # one that has no parts takes every answer
+        told = [(letter, each.missing) for letter, _, each in named if each.missing and letter in ("", *here)]
+        lacking = [f"({letter}) {words}" if letter in row["parts"] and letter else words for letter, words in told]
+        missing = "; ".join([*([" ".join(absent)] if absent else []), *dict.fromkeys(lacking)]) if answered else ""
+        notebook = named[-1][2].notebook if answered else ""
+        found.append(Problem(row["handout"], row["place"], row["problem"], answered, missing, notebook))
+    return found
+
+
+def letter_and_course(part: str) -> tuple[str, str]:
+    """Of a part such as "c, CS336", "A1" or "b": its letter, and the handouts that it is for ("": for all)."""
+    letter, _, course = ("", "", part) if part in COURSES else part.partition(", ")
+    return letter[:1], course if course in COURSES else ""
+
+
+def counts(problems: Iterable[Problem]) -> dict[str, dict[str, int]]:
+    """Problems of each handout by state, and in all."""
+    table: dict[str, dict[str, int]] = {}
+    for problem in problems:
+        row = table.setdefault(problem.handout, {DONE: 0, PARTLY: 0, OPEN: 0, "problems": 0})
+        row[problem.state] += 1
+        row["problems"] += 1
+    return table
+
+
+def counts_markdown(problems: Iterable[Problem]) -> str:
+    """The counts as a Markdown table, with the marks of the writeup's table of answers."""
+    rows = [f"| {handout} | {' | '.join(map(str, row.values()))} |" for handout, row in counts(problems).items()]
+    return "\n".join(["| handout | done ✓ | partly ◐ | not yet – | problems |", "|---|---|---|---|---|", *rows])
+
+
+def partly_markdown(problems: Iterable[Problem]) -> str:
+    """The problems that are answered in part, as a Markdown table: in which handouts, and what is missing."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for problem in (each for each in problems if each.state == PARTLY):
+        places.setdefault((problem.name, problem.missing), []).append(f"{problem.handout}, {problem.place}")
+    rows = [f"| `{name}` | {'; '.join(where)} | {missing} |" for (name, missing), where in places.items()]
+    return "\n".join(["| partly ◐ | handout | missing |", "|---|---|---|", *rows]) if rows else ""
+
+
+def coverage_markdown(problems: Iterable[Problem]) -> str:
+    """The table of docs/coverage.md: the counts, and each handout's problems with the notebook that answers them."""
+    problems = list(problems)
+    lines = [counts_markdown(problems)]
+    for handout in dict.fromkeys(problem.handout for problem in problems):
+        lines += ["", f"## {handout}", "", "| problem | place | state | missing | notebook |", "|---|---|---|---|---|"]
+        for each in (problem for problem in problems if problem.handout == handout):
+            link = f"[{each.notebook}](../notebooks/{each.notebook}.ipynb)" if each.notebook else ""
+            lines.append(f"| `{each.name}` | {each.place} | {each.state} | {each.missing} | {link} |")
+    return "\n".join(lines)

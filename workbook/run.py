@@ -1,0 +1,142 @@
+"""Runs the workbook: executes the notebooks in order, keeps their records, and makes the writeup."""
+
+import json
+import math
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmcore.errors import require
+from lmcore.files import temporary_folder
+from lmcore.stopping import stop_signals
+from workbook.execution import execute
+from workbook.notebook import clean, read_notebook, write_notebook
+from workbook.parameters import find_notebooks, find_project, locate, resolve_parameters
+from workbook.record import (
+    NotebookRecord,
+    holding,
+    read_notebook_record,
+    sentence,
+    source_hash,
+    update_plan,
+    write_notebook_record,
+)
+from workbook.stopping import STOP_SECONDS, first_signal
+
+
+@dataclass
+class WorkbookResult:
+    """Where everything is, and whether every notebook ran."""
+
+    out: Path
+    outcomes: list[NotebookRecord]
+    """Of the notebooks that were asked for, in order."""
+    html: Path | None = None
+    """The writeup; None if none was asked for, or the run was stopped."""
+    pdf: Path | None = None
+    stopped: str | None = None
+    """By which signal the run was stopped, and where, in words; None if it ended by itself."""
+
+    @property
+    def failure(self) -> str | None:
+        """The first failure in words, or None."""
+        return next((sentence(vars(outcome)) for outcome in self.outcomes if outcome.state == "failed"), None)
+
+
+def run_workbook(
+    scale: str = "smoke",
+    data: str = "embedded",
+    out: str | os.PathLike | None = None,
+    notebooks: Sequence[str] | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    project: str | os.PathLike | None = None,
+    resume: bool = False,
+    writeup: bool = True,
+    stop_seconds: float = STOP_SECONDS,
+) -> WorkbookResult:
+    """Executes the notebooks at `scale` into `out` (default runs/<scale>) and renders the writeup.
+
+    `data` is "embedded", a corpus to download, or a path; `notebooks` picks some by name; `parameters` overrides
+    notebook parameters by name. With `resume`, notebooks that are done with the same scale, data, parameters and cells
+    are kept; without `writeup`, notebooks are executed and no more.
+
+    Executed notebooks go to out/notebooks, the answers to out/writeup. The first notebook that fails ends the run, as
+    the later ones build on it; the writeup is made all the same and says so: see `WorkbookResult.failure`. Records of
+    notebooks that are not asked for stay as they are.
+
+    Ctrl-C, SIGUSR1, SIGTERM and SIGHUP stop the run: training saves itself, for which it has up to `stop_seconds`, and
+    the executed notebook so far is kept: see `WorkbookResult.stopped`. A second SIGTERM or SIGINT ends all processes at
+    once.
+
+    Raises `UserError`, before anything runs, on unknown scales, notebooks or parameters, data that is not there or too
+    short, or a notebook that another process runs in `out`.
+    """
+    project = Path(project) if project is not None else find_project()
+    out = Path(out) if out is not None else project / "runs" / scale
+    require(0 < stop_seconds < math.inf, f"stop_seconds must be positive and finite, not {stop_seconds}.")
+    with stop_signals(signal.SIGINT, exits=True) as stop:
+        paths, data = find_notebooks(project, notebooks), locate(data)
+        common = {"scale": scale, "data": data, "out": str(out.resolve())}
+        resolved = resolve_parameters(project, paths, scale, parameters or {}, common)
+        records, waiting = [], []
+        for path in paths:
+            values = json.loads(json.dumps(resolved[path.stem], default=str))  # as a record has them
+            record = NotebookRecord(path.stem, scale=scale, data=data, parameters=values, source=source_hash(path))
+            before = read_notebook_record(out, path.stem) if resume else None
+            if before and before.stands_for(record) and (out / "notebooks" / path.name).exists():
+                print(f"{path.stem}: kept, done before", flush=True)
+                record = before
+            else:
+                waiting.append((path, record))
+            records.append(record)
+        with holding(out, [record.name for _, record in waiting]):
+            update_plan(
+                out, scale, data, [record.name for record in records], [p.stem for p in find_notebooks(project)]
+            )
+            for _, record in waiting:
+                write_notebook_record(out, record)
+            for path, record in waiting:
+                if not stop.is_set():
+                    execute(path, record, out, stop, stop_seconds)
+                if record.state != "done":
+                    break
+        result = WorkbookResult(out, records)
+        first = next((record for record in records if record.state != "done"), None)
+        place = None
+        if stop.is_set() and first is not None and result.failure is None:
+            place = f"{'before' if first.state == 'not run' else 'in'} notebook {first.name}"
+            place += f", cell {first.cell}" if first.cell else ""
+        elif writeup:
+            from workbook.report.writeup import write_writeup
+
+            print("workbook: the writeup is being made", flush=True)
+            try:
+                result.html, result.pdf = write_writeup(out)
+            except Exception:
+                if not stop.is_set():
+                    raise
+                place = "while the writeup was made"  # the signal went to pandoc, too
+        if place is not None:
+            command = "the same command" if resume else "the same command with --resume"
+            result.stopped = f"stopped by {first_signal(stop)} {place}; {command} resumes from there."
+        return result
+
+
+def refresh(project: str | os.PathLike | None = None, notebooks: Sequence[str] | None = None) -> list[Path]:
+    """Executes the notebooks at their defaults and rewrites the committed outputs: those of cells tagged keep_output.
+
+    A notebook that fails is left as it was. Returns the files that changed. Raises `UserError` naming the failure.
+    """
+    changed = []
+    with temporary_folder("lmcore-refresh-") as folder, stop_signals(signal.SIGINT, exits=True) as stop:
+        for path in find_notebooks(Path(project) if project is not None else find_project(), notebooks):
+            record = NotebookRecord(path.stem)
+            execute(path, record, folder, stop)
+            require(record.state == "done", str(sentence(vars(record))))
+            before = path.read_bytes()
+            write_notebook(path, clean(read_notebook(path), read_notebook(folder / "notebooks" / path.name)))
+            changed += [path] if path.read_bytes() != before else []
+    return changed

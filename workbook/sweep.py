@@ -1,0 +1,217 @@
+"""Training runs in turn, none by two processes, reused when finished: one that a notebook follows, or many workers."""
+
+import base64
+import io
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from lmcore.config import TrainConfig, from_dict, to_dict
+from lmcore.data import open_data
+from lmcore.device import visible_gpus
+from lmcore.errors import EXIT_INTERRUPTED, FINISHED, UserError, require
+from lmcore.files import read_json, write_json
+from lmcore.progress import Progress, in_jupyter, show_live
+from lmcore.run import RunBusy, RunFolder, damage
+from lmcore.stopping import stop_signals
+from lmcore.train import train
+
+SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_BETWEEN_PICTURES = 2.0
+ALONE = "."
+"""Name in sweep.json of a run whose folder is the sweep's."""
+
+
+def is_finished(config: TrainConfig, run: RunFolder) -> bool:
+    """Whether `run` is `FINISHED`, undamaged, with this configuration and this data."""
+    try:
+        state = run.status()["state"]
+        if state not in FINISHED or not run.environment_file.exists() or run.is_busy():
+            return False
+        same = not run.differences(config, open_data(config.data).fingerprint)
+        return same and (state != "complete" or damage(run) is None)
+    except UserError:  # training repairs it, or says why not
+        return False
+
+
+def work(folder: str | os.PathLike, task: int | None = None) -> None:
+    """What one worker of a sweep does: trains, in order, each run of sweep.json that is neither done nor taken.
+
+    `task` is the number of the only run that it looks at. A stop signal, also one between two runs, ends it with the
+    exit code EXIT_INTERRUPTED; a second one at once. Raises `UserError` if a run cannot be trained.
+    """
+    with stop_signals(exits=True) as stop:
+        file = Path(folder) / "sweep.json"
+        values = read_json(file)
+        require(isinstance(values, dict), f"{file} must be a mapping of run names to settings.")
+        configs = {name: from_dict(TrainConfig, each) for name, each in values.items()}
+        require(task is None or 0 <= task < len(configs), f"{file} has runs 0 to {len(configs) - 1}, not {task}.")
+        for name, config in [*configs.items()] if task is None else [[*configs.items()][task]]:
+            run = RunFolder(Path(folder) / name)
+            if stop.is_set():
+                raise SystemExit(EXIT_INTERRUPTED)
+            try:
+                if is_finished(config, run):
+                    print(f"{run.name}: skipped, it is finished: {run.last_known()[0]}.", flush=True)
+                elif train(config, run).state == "interrupted":
+                    raise SystemExit(EXIT_INTERRUPTED)
+            except RunBusy:
+                print(f"{run.name}: left to the process that is training it.", flush=True)
+
+
+def run_or_reuse(config: TrainConfig, folder: str | os.PathLike) -> RunFolder:
+    """Trains in a child process and follows its metrics; a finished run with the same config and data is reused.
+
+    The child outlives this process: a lost notebook loses nothing, and calling again follows the run that is still
+    going. Where the process that is followed ends before the run does, another one resumes it. Output goes to log.txt
+    in the run folder. An interrupt of the notebook's cell ends the child, too, which saves itself. Raises `UserError`
+    with the child's last words if it fails.
+    """
+    run = RunFolder(folder)
+    if not _train({ALONE: config}, run.path, 1):
+        state, step = run.last_known()
+        print(f"{run.name}: reused, {state} at step {step}.")
+    return run
+
+
+def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: int = 1) -> dict[str, RunFolder]:
+    """Trains every run in its own subfolder of `folder`, `workers` at a time; finished runs are reused.
+
+    Each worker is a process that takes the next run nobody else holds; with several GPUs they are dealt out in turn.
+    A run that diverges is a result. Resumes runs that an earlier call left unfinished. Raises `UserError` if a worker
+    fails otherwise.
+    """
+    folder = Path(folder)
+    if not _train(runs, folder, workers):
+        print(f"{folder.name}: all {len(runs)} runs reused.")
+    return {name: RunFolder(folder / name) for name in runs}
+
+
+def _train(configs: Mapping[str, TrainConfig], folder: Path, workers: int) -> bool:
+    """Has workers train the runs until all are finished; returns whether there was something to do."""
+    runs, begun = {name: RunFolder(folder / name) for name in configs}, False
+    while left := sum(not is_finished(config, runs[name]) for name, config in configs.items()):
+        begun = True
+        write_json(folder / "sweep.json", {name: to_dict(config) for name, config in configs.items()})
+        logs = [RunFolder(folder / f".worker{index}") for index in range(min(workers, left))]
+        logs = [*runs.values()] if ALONE in runs else logs
+        said = [log.log_file.stat().st_size if log.log_file.exists() else 0 for log in logs]
+        children = [_start(folder, log, index if len(logs) > 1 else None) for index, log in enumerate(logs)]
+        _follow(folder.name, children, configs, runs)
+        for child, log, before in zip(children, logs, said, strict=True):
+            _check(child.returncode, log, before)
+    return begun
+
+
+def _start(folder: Path, log: RunFolder, index: int | None) -> subprocess.Popen:
+    """Starts a worker in a session of its own, writing to the log; several workers share the GPUs by their index."""
+    variables, gpus = os.environ | {"PYTHONUNBUFFERED": "1"}, visible_gpus()
+    if index is not None and len(gpus) > 1:
+        variables["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)]
+    log.path.mkdir(parents=True, exist_ok=True)
+    command, nothing = [sys.executable, "-m", "workbook", "sweep", "work", str(folder)], subprocess.DEVNULL
+    with open(log.log_file, "a", encoding="utf-8") as file:
+        return subprocess.Popen(command, stdin=nothing, stdout=file, stderr=file, env=variables, start_new_session=True)
+
+
+def _how_far(configs: Mapping[str, TrainConfig], runs: Mapping[str, RunFolder]) -> tuple[int, str]:
+    """The steps that all runs have made, those of a finished one in full; and the losses of those that go on."""
+    steps, notes = 0, []
+    for name, run in runs.items():
+        state, step = run.last_known()
+        if state in FINISHED:
+            step = configs[name].steps
+        else:
+            with suppress(UserError):  # damaged: the process that trains repairs it, or says why not
+                if lines := run.metrics_lines():
+                    step = lines[-1]["step"]
+                    notes.append(f"{run.name}: step {step:,}, loss {lines[-1]['train_loss']:.3f}")
+        steps += step
+    return steps, "; ".join(notes)
+
+
+def _follow(
+    name: str,
+    children: list[subprocess.Popen],
+    configs: Mapping[str, TrainConfig],
+    runs: Mapping[str, RunFolder],
+) -> None:
+    """Shows how far the runs are until the children have ended and nobody holds the runs.
+
+    In JupyterLab the training losses are drawn besides. An interrupt of the notebook's cell ends the children, which
+    save themselves, and raises `UserError`.
+    """
+    total, start = sum(config.steps for config in configs.values()), _how_far(configs, runs)[0]
+    progress, over, curves = Progress(total, name, start=start), False, LiveCurves(runs) if in_jupyter() else None
+    try:
+        while not over:
+            over = all([child.poll() is not None for child in children])
+            over = over and not any(run.is_busy() for run in runs.values())
+            progress.update(*_how_far(configs, runs))
+            if curves is not None:
+                curves.update(now=over)
+            time.sleep(0 if over else SECONDS_BETWEEN_LOOKS)
+    except KeyboardInterrupt:
+        _end(children)
+        raise UserError(
+            "Interrupted: training has ended, too; run this again to resume it from what is saved."
+        ) from None
+    finally:
+        progress.close()
+
+
+def _end(children: list[subprocess.Popen]) -> None:
+    """Has the children save themselves and end, at once where another interrupt comes meanwhile."""
+    for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
+        with suppress(KeyboardInterrupt):
+            for child in children:
+                end(child)  # does nothing where it has ended
+            for child in children:
+                child.wait()
+            break
+
+
+class LiveCurves:
+    """A picture of the training losses so far, in the cell that runs; redrawn at most every two seconds."""
+
+    def __init__(self, runs: Mapping[str, RunFolder]):
+        self.runs, self.picture, self.drawn = runs, show_live(""), -math.inf
+
+    def update(self, now: bool = False) -> None:
+        """Draws the losses again if it is time, or if it has to be `now`."""
+        if not now and time.monotonic() - self.drawn < SECONDS_BETWEEN_PICTURES:
+            return
+        self.picture.update({"text/html": self.html()}, raw=True)
+        self.drawn = time.monotonic()
+
+    def html(self) -> str:
+        """The losses of the runs that have any, as a picture that a notebook shows which is not trusted, too."""
+        from matplotlib.figure import Figure  # which takes a second
+
+        figure = Figure(figsize=(6.6, 3), layout="constrained")
+        ax = figure.subplots()
+        for run in self.runs.values():
+            with suppress(UserError):  # damaged: the process that trains repairs it, or says why not
+                if lines := run.metrics_lines():
+                    losses = [line["train_loss"] for line in lines]
+                    ax.plot([line["step"] for line in lines], losses, label=run.name)
+        ax.set(xlabel="step", ylabel="training loss (nats per token)")
+        if ax.lines:
+            ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8)
+        file = io.BytesIO()
+        figure.savefig(file, format="svg")
+        encoded = base64.b64encode(file.getvalue()).decode()
+        return f'<img alt="training loss by step" src="data:image/svg+xml;base64,{encoded}">'
+
+
+def _check(code: int, log: RunFolder, before: int) -> None:
+    """Raises `UserError` with the last words of a worker that failed, or was stopped; its log began at `before`."""
+    require(code != EXIT_INTERRUPTED, f"The run {log.path} was stopped by a signal; run this again to resume it.")
+    words = log.log_file.read_bytes()[before:].decode(errors="replace").strip().splitlines()
+    last = ["it said nothing", *words][-1]
+    require(code == 0, f"The process of {log.path} ended with code {code}: {last}")
