@@ -27,7 +27,7 @@ def execute(
     `record` says how it ended, and is on disk all the while. The executed notebook is saved after each cell, so that it
     also keeps a run that failed, was stopped or was killed. A signal in `stop` ends it: `workbook.stopping`.
     """
-    from lmcore.provenance import environment, executing
+    from lmcore.provenance import COMMAND, command_line, environment, shown
 
     began, target = time.monotonic(), (out / "notebooks" / source.name).resolve()
     record.state, record.environment = "running", environment()
@@ -35,8 +35,11 @@ def execute(
     write_notebook_record(out, record)
     target.unlink(missing_ok=True)  # what an earlier run has left says nothing of this one
     print(f"{record.name}: running", flush=True)
-    with ended_by(stop, stop_seconds) as mark, executing(source.stem, record.parameters or {}):
-        problem = _run(source, target, record.parameters or {}, mark, stop)
+    parameters = record.parameters or {}
+    values = " ".join(shown(f"{name}={value}") for name, value in parameters.items())
+    command = f"{command_line()} (notebook {source.stem}: {values or 'defaults'})"
+    with ended_by(stop, stop_seconds) as mark:
+        problem = _run(source, target, parameters, {MARK: mark, COMMAND: command}, stop)
     record.seconds = round(time.monotonic() - began, 1)
     record.state = "done"
     executed = read_notebook(target)
@@ -55,7 +58,9 @@ def execute(
     print(f"{record.name}: {record.state} after {record.seconds:.0f} s", flush=True)
 
 
-def _run(source: Path, target: Path, parameters: Mapping[str, Any], mark: str, stop: StopEvent) -> str | None:
+def _run(
+    source: Path, target: Path, parameters: Mapping[str, Any], variables: Mapping[str, str], stop: StopEvent
+) -> str | None:
     """papermill's execution of a notebook; returns why it ended early, if papermill says so."""
     import papermill
     from papermill.exceptions import PapermillException
@@ -74,7 +79,7 @@ def _run(source: Path, target: Path, parameters: Mapping[str, Any], mark: str, s
 
     papermill_io.register(str(target), WholeOrNot())
     try:
-        with _kernel(mark) as manager:
+        with _kernel(variables) as manager:
             papermill.execute_notebook(
                 source,
                 target,
@@ -95,14 +100,14 @@ def _run(source: Path, target: Path, parameters: Mapping[str, Any], mark: str, s
 
 
 @contextmanager
-def _kernel(mark: str) -> Iterator[type]:
-    """Makes the notebook's kernel this very interpreter, whatever kernels are installed, with a mark."""
+def _kernel(variables: Mapping[str, str]) -> Iterator[type]:
+    """Makes the notebook's kernel this very interpreter, whatever kernels are installed, with more variables."""
     from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
 
     with temporary_folder("lmcore-kernel-") as folder:
         environment = {
-            MARK: mark,
+            **variables,
             "IPYTHONDIR": str(folder),  # no profile of the user's, whose history a network's file system may lock
             "JUPYTER_RUNTIME_DIR": str(folder),
             # a cluster's MPLBACKEND=Agg would make every figure vanish from the notebook
