@@ -20,7 +20,7 @@ from torch import Tensor
 from lmcore.accounting import least_training_bytes, num_parameters, training_flops
 from lmcore.alone import ALONE, OneRank
 from lmcore.checkpoint import SHARDED, read_checkpoint, save_states, write_weights
-from lmcore.config import TrainConfig, replace, to_dict
+from lmcore.config import TrainConfig, named, replace, to_dict
 from lmcore.data import PreparedData, open_data, part_of_batch, prefetched, require_context
 from lmcore.device import (
     device_name,
