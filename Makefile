@@ -23,7 +23,7 @@ SHAPED := lmcore.functional,lmcore.model,lmcore.optimizer,lmcore.sampling
 SHAPED_TESTS := tests/test_functional.py tests/test_model.py tests/test_optimizer.py tests/test_sampling.py
 
 A2 ?=
-.PHONY: help install workbook record lint test test-slurm test-faults official handin lab refresh-notebooks clean
+.PHONY: help install workbook record lint test test-slurm test-faults official handin lab submit status refresh-notebooks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -79,8 +79,15 @@ official: $(INSTALLED)  ## the course's own tests of assignment 2, or of another
 handin: $(INSTALLED)  ## the hand-in of the newest writeup, or of OUT: handin/code.zip (NAMES=cse599o|cs336)
 	@$(BIN)/workbook handin $(if $(filter-out file,$(origin OUT) $(origin SCALE)),"$(OUT)") --names "$(NAMES)"
 
-lab: $(INSTALLED)  ## JupyterLab in notebooks/
-	$(BIN)/jupyter lab --notebook-dir . notebooks
+lab: $(INSTALLED)  ## JupyterLab: notebook 01, with the whole project beside it
+	$(BIN)/jupyter lab --notebook-dir . notebooks/01_build.ipynb
+
+submit: $(INSTALLED)  ## the notebooks as Slurm jobs (SCALE=smoke|laptop|gpu DATA= OUT= NOTEBOOKS=)
+	@$(BIN)/workbook submit notebooks --scale "$(SCALE)" --data "$(DATA)" --out "$(OUT)" \
+	  $(if $(strip $(NOTEBOOKS)),--notebooks $(NOTEBOOKS))
+
+status: $(INSTALLED)  ## the jobs that were submitted: state, last line of the log, loss
+	@$(BIN)/workbook status
 
 refresh-notebooks: $(INSTALLED)  ## execute the notebooks at their defaults and rewrite their committed outputs
 	@$(BIN)/workbook refresh

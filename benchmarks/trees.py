@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,11 +29,11 @@ if CASE not in sys.argv:  # the process of a tree has that tree's lmcore
 
 import lmcore  # noqa: E402
 from lmcore.config import model_config  # noqa: E402
-from lmcore.fast.decoder import FusedDecoder  # noqa: E402
-from lmcore.fast.kernels.adamw import FusedAdamW  # noqa: E402
-from lmcore.fast.kernels.attention import flash_attention  # noqa: E402
-from lmcore.fast.step import FusedStep  # noqa: E402
 from lmcore.model import TransformerLM  # noqa: E402
+
+NEW = (Path(lmcore.__file__).parent / "fast").is_dir()
+"""Whether this tree's fast path is one package; before, it was two."""
+FUSED, KERNELS = ("lmcore.fast", "lmcore.fast.kernels") if NEW else ("lmcore.fused", "lmcore.kernels")
 
 REPEAT_SECONDS = 0.2
 
@@ -126,13 +127,15 @@ def step(size: str, batch_size: int, context_length: int) -> Callable[[], Any]:
     config = model_config(size, context_length=context_length, vocab_size=10_000)
     model = TransformerLM(config, device=DEVICE)
     settings = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "max_grad_norm": 1.0}
-    taken = FusedStep(model, FusedAdamW(model.parameters(), **settings), batch_size, context_length, DTYPE)
+    optimizer = import_module(f"{KERNELS}.adamw").FusedAdamW(model.parameters(), **settings)
+    taken = import_module(f"{FUSED}.step").FusedStep(model, optimizer, batch_size, context_length, DTYPE)
     batch = [torch.randint(config.vocab_size, (batch_size, context_length), device=DEVICE) for _ in range(2)]
     return lambda: taken(*batch)
 
 
 def attention(head_size: int, length: int, heads: int) -> Callable[[], Any]:
     """Causal attention of one sequence, forward and backward."""
+    flash_attention = import_module(f"{KERNELS}.attention").flash_attention
     q, k, v, do = (torch.randn(1, heads, length, head_size, device=DEVICE, dtype=DTYPE) for _ in range(4))
     for x in (q, k, v):
         x.requires_grad_()
@@ -142,7 +145,9 @@ def attention(head_size: int, length: int, heads: int) -> Callable[[], Any]:
 def decode(size: str, prompt_tokens: int, new_tokens: int) -> Callable[[], Any]:
     """Greedy decoding of one sequence with the static cache, the prompt included."""
     config = model_config(size, context_length=prompt_tokens + new_tokens, vocab_size=10_000)
-    decoder = FusedDecoder(TransformerLM(config, device=DEVICE), 1, config.context_length, DTYPE)
+    decoder = import_module(f"{FUSED}.decoder").FusedDecoder(
+        TransformerLM(config, device=DEVICE), 1, config.context_length, DTYPE
+    )
     prompt = torch.randint(config.vocab_size, (1, prompt_tokens)).tolist()
     return lambda: (decoder.place([0], prompt), decoder.decode(new_tokens))
 
