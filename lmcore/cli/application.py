@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import tyro
+from tyro.extras import SubcommandApp
 
 from lmcore.cli import benchmark, data, memory, nsys, training
 from lmcore.cli.output import printing_safely
@@ -18,6 +18,9 @@ from lmcore.stopping import Stopped, stoppable
 from lmcore.text import printable
 
 EXIT_CTRL_C = 130
+
+Application = Callable[[Sequence[str]], SubcommandApp]
+"""What makes the commands of a program: it sees the arguments, by which some choose their defaults."""
 
 
 def doctor(json: bool = False) -> int:
@@ -35,32 +38,27 @@ def doctor(json: bool = False) -> int:
     return 0
 
 
-def application(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
-    """All commands; those that train with the defaults that their arguments ask for."""
-
+def application(arguments: Sequence[str]) -> SubcommandApp:
+    """All commands; `train` with the defaults that its arguments ask for."""
     base = training.starting_config(arguments[1:]) if arguments[:1] == ["train"] else TrainConfig()
+    trained = (training.train_command(base), training.evaluate, training.generate)
     groups = {
         "data": ("Prepare, download and look at corpora.", (data.prepare, data.download, data.info)),
         "tokenizer": ("Train a tokenizer; encode and decode with one.", (data.train, data.encode, data.decode)),
     }
-    app = tyro.extras.SubcommandApp()
-    app.command(deferred(doctor))
-    add_groups(app, groups)
-    for command in (
-        training.train_command(base), training.evaluate, training.generate, benchmark.benchmark, nsys.nsys,
-        memory.memory,
-    ):  # fmt: skip
-        app.command(deferred(command))
+    return commands((doctor, *trained, benchmark.benchmark, nsys.nsys, memory.memory), groups)
+
+
+def commands(
+    functions: Iterable[Callable[..., int]], groups: Mapping[str, tuple[str, Iterable[Callable[..., int]]]]
+) -> SubcommandApp:
+    """Functions as commands; by the first word of those of two words what they are for, and the functions."""
+    app = SubcommandApp()
+    for function in functions:
+        app.command(deferred(function))
+    for name, (what, members) in groups.items():
+        app.command(commands(members, {}), name=name, help=what)
     return app
-
-
-def add_groups(app: tyro.extras.SubcommandApp, groups: Mapping[str, tuple[str, Iterable[Callable[..., int]]]]) -> None:
-    """Adds commands of two words: by the first one what they are for, and the commands."""
-    for name, (what, commands) in groups.items():
-        group = tyro.extras.SubcommandApp()
-        for command in commands:
-            group.command(deferred(command))
-        app.command(group, name=name, help=what)
 
 
 def deferred(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
@@ -73,9 +71,7 @@ def deferred(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
     return parsed
 
 
-def parse(
-    arguments: Sequence[str], prog: str, application: Callable[[Sequence[str]], tyro.extras.SubcommandApp]
-) -> Callable[[], int]:
+def parse(arguments: Sequence[str], prog: str, application: Application) -> Callable[[], int]:
     """The chosen command with its arguments. tyro explains wrong ones, and exits with code 2.
 
     A value that a config refuses raises the config's own `UserError`, which tyro would print in a box.
@@ -91,14 +87,10 @@ def parse(
         raise
 
 
-def main(
-    arguments: Sequence[str] | None = None,
-    prog: str = "lmcore",
-    application: Callable[[Sequence[str]], tyro.extras.SubcommandApp] = application,
-) -> int:
-    """Runs a command and returns its exit code. A user's mistake is one sentence on standard error and code 2.
+def main(arguments: Sequence[str] | None = None, prog: str = "lmcore", application: Application = application) -> int:
+    """Runs a command of `prog` and returns its exit code. A user's mistake is one sentence on standard error, code 2.
 
-    `prog` and `application`: another program with commands, and what makes them of the arguments.
+    `application` makes the program's commands of the arguments.
     """
     try:
         with stoppable():

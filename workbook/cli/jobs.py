@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from lmcore.cli.arguments import Flag, Names, OptionalFile, OptionalFolder, OptionalNumber, OptionalTime, Pairs
 from lmcore.config import TrainConfig, replace
 from lmcore.errors import EXIT_FAILURE, require
 
@@ -20,16 +19,16 @@ Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metava
 class Submission:
     """How jobs are submitted."""
 
-    out: OptionalFolder = None
+    out: Path | None = None
     """Folder for everything that is made (default: runs/<scale> or runs/sweeps/<name>, in the site's scratch folder if
     it has one)."""
-    site: OptionalFile = None
+    site: Path | None = None
     """What your cluster wants (default: papermill_jobs/site.yaml)."""
-    time: OptionalTime = None
+    time: str | None = None
     """Limit of each job, in place of the site's; a job that needs longer resumes in the next one."""
-    dry_run: Flag = False
+    dry_run: bool = False
     """Only show how the jobs would be submitted."""
-    local: Flag = False
+    local: bool = False
     """Run the jobs here, without Slurm."""
 
     def carry_out(self, default: str | Path, jobs_of: Callable[[Path, Path], tuple[Sequence, Mapping]]) -> int:
@@ -70,9 +69,9 @@ How = Annotated[Submission, tyro.conf.arg(name="")]
 def notebooks(
     scale: str = "smoke",
     data: str = "embedded",
-    notebooks: Names = (),
-    parameters: Pairs = (),
-    one_job: Flag = False,
+    notebooks: tuple[str, ...] = (),
+    parameters: tuple[str, ...] = (),
+    one_job: bool = False,
     writeup: bool = True,
     how: How = Submission(),
 ) -> int:
@@ -103,8 +102,8 @@ def sweep(
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SWEEP")],
     data: Path,
     recipe: str = "handout",
-    steps: OptionalNumber = None,
-    concurrency: OptionalNumber = None,
+    steps: int | None = None,
+    concurrency: int | None = None,
     how: How = Submission(),
 ) -> int:
     """Submit what is unfinished of a sweep as an array of jobs, and the table of all of it after them.

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from lmcore.cli.arguments import Flag
 from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED
 
 
@@ -99,7 +98,7 @@ def handin(
     out: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[OUT]", help_behavior_hint="")] = None,
     to: Path = Path("handin"),
     names: Literal["cse599o", "cs336"] = "cse599o",
-    incomplete: Flag = False,
+    incomplete: bool = False,
 ) -> int:
     """Make the hand-in: code.zip without caches, data, checkpoints or secrets, the answers' PDF, the learning curve.
 

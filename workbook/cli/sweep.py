@@ -5,11 +5,10 @@ from typing import Annotated
 
 import tyro
 
-from lmcore.cli.arguments import OptionalNumber
 from lmcore.stopping import stop_signals
 
 
-def work(folder: Annotated[Path, tyro.conf.Positional], task: OptionalNumber = None) -> int:
+def work(folder: Annotated[Path, tyro.conf.Positional], task: int | None = None) -> int:
     """Train, one after another, the runs of a sweep that nobody else has taken: one worker of `run_sweep`.
 
     Exit codes: 0 done, also if a run diverged or did not fit into the memory, 75 stopped by a signal.
