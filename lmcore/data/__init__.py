@@ -5,7 +5,7 @@ from typing import Any
 
 from lmcore.data.corpora import CorpusConfig, EmbeddedCorpus, TextCorpus, open_corpus
 from lmcore.data.downloads import download
-from lmcore.data.grammar import entropy_per_document, floor_nats_per_token, log_probability, stories, story_text
+from lmcore.data.grammar import entropy_per_document, log_probability, stories
 from lmcore.data.prepared import PreparedData, is_prepared, open_data, open_or_prepare, prepare
 from lmcore.data.tokenizers import load_gpt2, tokenizer_for
 

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from lmcore.data.corpora import Corpus, CorpusConfig, EmbeddedCorpus, Piece, open_corpus
 from lmcore.data.downloads import describe_wikitext
-from lmcore.data.grammar import entropy_per_document, floor_nats_per_token
+from lmcore.data.grammar import entropy_per_document
 from lmcore.data.tokenizers import describe_tokenizer, tokenizer_for
 from lmcore.errors import UserError, require
 from lmcore.files import CHECKSUM, checksummed, locked, read_json, sha256_file, temporary_folder, verified, write_json
@@ -310,8 +310,9 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: b
         "splits": {split: counts.describe() for split, counts in totals.items()},
     }
     if isinstance(corpus, EmbeddedCorpus):
-        floor = floor_nats_per_token(totals["train"].tokens / totals["train"].documents)
-        manifest["grammar"] = {"entropy_per_document": entropy_per_document(), "floor_nats_per_token": floor}
+        entropy = entropy_per_document()
+        floor = entropy / (totals["train"].tokens / totals["train"].documents)
+        manifest["grammar"] = {"entropy_per_document": entropy, "floor_nats_per_token": floor}
     else:
         files = {"train": corpus.train_files, "valid": corpus.valid_files}
         texts = {split: describe_wikitext(paths) for split, paths in files.items() if paths}
