@@ -12,7 +12,7 @@ import nbformat
 import pytest
 from notebook_projects import code, make_project, parameters
 
-from lmcore import cli
+from workbook import cli
 from lmcore.errors import EXIT_USER_ERROR, UserError
 from lmcore.files import write_json
 from workbook.handin import MAX_FILE_BYTES, SECRET_FILE, describe, make_handin, project_files, refuse_secrets

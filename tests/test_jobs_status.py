@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from job_projects import command
 
-from lmcore.cli import main
+from workbook.cli import main
 from lmcore.files import write_json
 from workbook.jobs.requeue import requeue
 from workbook.jobs.status import last_line

@@ -15,7 +15,7 @@ import pytest
 from job_projects import command, job_project
 from notebook_projects import code, parameters
 
-from lmcore.cli import main
+from workbook.cli import main
 from lmcore.config import TrainConfig, to_dict
 from lmcore.errors import EXIT_INTERRUPTED, UserError
 from lmcore.files import write_json
@@ -85,7 +85,7 @@ def refusal(capsys, *arguments: object) -> str:
 
 
 def test_a_workbook_is_a_chain_that_ends_with_the_writeup(slurm, project, capsys):
-    assert main(["submit", "workbook", "--out", "runs/it"]) == 0
+    assert main(["submit", "notebooks", "--out", "runs/it"]) == 0
     out = project / "runs" / "it"
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[:4]] == [
         ["101", "02_train"], ["102", "03_generate"], ["103", "04_benchmark"], ["104", "writeup"]
@@ -103,16 +103,16 @@ def test_a_workbook_is_a_chain_that_ends_with_the_writeup(slurm, project, capsys
     assert [job["id"] for job in submitted(out)] == ["101", "102", "103", "104"]
     planned = json.loads((out / "workbook.json").read_text())
     assert planned["notebooks"] == ["02_train", "03_generate", "04_benchmark"]
-    assert "still queued or running (101, 102, 103, 104)" in refusal(capsys, "workbook", "--out", "runs/it")
+    assert "still queued or running (101, 102, 103, 104)" in refusal(capsys, "notebooks", "--out", "runs/it")
     slurm.queue.write_text("".join(f"{id}|COMPLETED|None\n" for id in range(101, 105)))
-    assert main(["submit", "workbook", "--out", "runs/it", "--one-job"]) == 0
+    assert main(["submit", "notebooks", "--out", "runs/it", "--one-job"]) == 0
     assert slurm.called("sbatch")[4].endswith(" papermill_jobs/workbook.sbatch")
 
 
 def test_each_notebook_gets_the_parameters_that_it_declares(slurm, tmp_path, monkeypatch):
     own = parameters('scale = "smoke"\ndata = "embedded"\nout = "../runs"\nwidth = 1')
     monkeypatch.chdir(job_project(tmp_path / "project", _01_a=[parameters(), code("1")], _02_b=[own, code("1")]))
-    assert main(["submit", "workbook", "--no-writeup", "--parameters", "steps=7", "width=2", "rates=[0.5, 1.0]"]) == 0
+    assert main(["submit", "notebooks", "--no-writeup", "--parameters", "steps=7", "width=2", "rates=[0.5, 1.0]"]) == 0
     first, second = slurm.called("sbatch")
     assert first.endswith(" --no-writeup --parameters steps=7 rates=[0.5, 1.0]")
     assert second.endswith(" --no-writeup --parameters width=2")
@@ -134,7 +134,7 @@ jobs: {{02_train: {{memory: 64G}}, writeup: {{gpus: 0}}}}
 def test_what_the_site_wants_goes_before_the_scripts_own_options(slurm, project, tmp_path):
     site = tmp_path / "site.yaml"
     site.write_text(SITE.format(scratch=tmp_path / "scratch"))
-    assert main(["submit", "workbook", "--site", str(site), "--notebooks", "02", "--time", "30"]) == 0
+    assert main(["submit", "notebooks", "--site", str(site), "--notebooks", "02", "--time", "30"]) == 0
     train, writeup = slurm.called("sbatch")
     assert " --account=lab --time=30 --mem=64G --gres=gpu:a40:1 --signal=B:USR1@60 --mail-type=END,FAIL " in train
     assert " --gres=none " in writeup
@@ -170,7 +170,7 @@ def test_a_wrong_setting_is_one_sentence_that_names_it(tmp_path, text, sentence)
 
 def test_a_dry_run_is_what_one_would_type_and_does_nothing(slurm, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(PROJECT)
-    assert main(["submit", "workbook", "--dry-run", "--time", "30", "--out", str(tmp_path / "out")]) == 0
+    assert main(["submit", "notebooks", "--dry-run", "--time", "30", "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert "NOTEBOOKS=01_build sbatch" in said
     assert "'--dependency=afterok:<02_train>'" in said
@@ -181,8 +181,8 @@ def test_a_dry_run_is_what_one_would_type_and_does_nothing(slurm, monkeypatch, c
 
 def test_what_sbatch_refuses_cancels_the_jobs_before_it(slurm, project, monkeypatch, capsys):
     monkeypatch.setenv("REFUSED", "04_benchmark")
-    said = refusal(capsys, "workbook")
-    assert said.startswith("lmcore: sbatch: Batch job submission failed: Invalid partition name specified. What your")
+    said = refusal(capsys, "notebooks")
+    assert said.startswith("workbook: sbatch: Batch job submission failed: Invalid partition name specified. What your")
     assert slurm.called("scancel") == ["101 102"]
     assert not submitted(project / "runs" / "smoke")
 
@@ -192,16 +192,16 @@ def test_what_sbatch_refuses_cancels_the_jobs_before_it(slurm, project, monkeypa
 )
 def test_an_id_is_found_in_any_line_that_sbatch_prints(slurm, project, monkeypatch, answer):
     monkeypatch.setenv("ANSWER", answer)
-    assert main(["submit", "workbook", "--notebooks", "04", "--no-writeup"]) == 0
+    assert main(["submit", "notebooks", "--notebooks", "04", "--no-writeup"]) == 0
     assert [job["id"] for job in submitted(project / "runs" / "smoke")] == ["101"]
 
 
 def test_an_answer_that_is_none_is_one_sentence(slurm, project, monkeypatch, capsys):
     monkeypatch.setenv("ANSWER", "Submitted")
-    assert "sbatch gave no job id" in refusal(capsys, "workbook")
+    assert "sbatch gave no job id" in refusal(capsys, "notebooks")
     monkeypatch.setattr(slurm_commands, "SECONDS_TO_ANSWER", 0.5)
     command(slurm.bin, "sbatch", "exec sleep 60")
-    assert "sbatch: no answer within 0.5 s." in refusal(capsys, "workbook")
+    assert "sbatch: no answer within 0.5 s." in refusal(capsys, "notebooks")
 
 
 def test_a_job_that_submits_does_not_pass_its_own_variables_on(slurm, project, monkeypatch):
@@ -215,7 +215,7 @@ def test_a_job_that_submits_does_not_pass_its_own_variables_on(slurm, project, m
     ):
         monkeypatch.setenv(name, "of the job around")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
-    assert main(["submit", "workbook"]) == 0
+    assert main(["submit", "notebooks"]) == 0
     handed_on = slurm.environment("04_benchmark")
     assert "SLURM_CONF=/etc/slurm.conf" in handed_on
     assert not [line for line in handed_on if "of the job around" in line]

@@ -137,7 +137,7 @@ def test_the_command_refuses_before_it_starts_a_kernel(tmp_path):
         command = [sys.executable, "-m", "workbook", "run", "--out", str(tmp_path / "made"), *words]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == EXIT_USER_ERROR
-        assert done.stderr.startswith(f"lmcore: {sentence}")
+        assert done.stderr.startswith(f"workbook: {sentence}")
         assert not (tmp_path / "made").exists()
 
 

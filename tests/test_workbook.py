@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from notebook_projects import SVG, code, make_project, parameters, results
 
-from lmcore import cli
+from workbook import cli
 from lmcore.errors import UserError
 from workbook.notebook import declared_parameters, execution_fault, read_notebook
 from workbook.parameters import parse_overrides

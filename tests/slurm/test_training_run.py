@@ -35,7 +35,7 @@ def submit(cluster, data: Path, run: Path, *options: object) -> str:
     site = run.with_suffix(".yaml")  # the names of nodes do not resolve here, nor does the host's own
     site.write_text('environment: {OMP_NUM_THREADS: "1", MASTER_ADDR: 127.0.0.1, GLOO_SOCKET_IFNAME: lo}\n')
     words = ["submit", "train", "--run", run, "--data", data, "--site", site, *OPTIONS, *options]
-    return cluster.run("lmcore", *words, cwd=PROJECT).stdout.split()[0]
+    return cluster.run("workbook", *words, cwd=PROJECT).stdout.split()[0]
 
 
 def lines(run: Path) -> int:
