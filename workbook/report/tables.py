@@ -10,6 +10,7 @@ import pandas as pd
 from lmcore.config import TrainConfig
 from lmcore.data import PreparedData
 from lmcore.provenance import utc_now
+from lmcore.results import ENVIRONMENT, in_common
 from lmcore.run import RunFolder
 
 COUNT_CHUNK = 1 << 22
