@@ -1,94 +1,53 @@
-"""Timing tables for readers, as `lmcore benchmark` prints them."""
+"""Timing tables for readers, as `lmcore benchmark` and notebook 04 print them."""
 
-import tempfile
+import pytest
 
-import pandas as pd
-
-from lmcore import results
-from lmcore.config import MODEL_SIZES, to_dict
-from lmcore.profiling import readable as timings
-from lmcore.profiling import timing
+from lmcore.config import replace, to_dict
+from lmcore.profiling.readable import MISSING, median_spread, readable, spread, timed
+from lmcore.profiling.timing import timing_table
 from lmcore.profiling.workload import PHASES, case_grid
-from lmcore.results import write_results
 
-OOM = (
-    "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 1 MiB is free."
+
+def record(name, config, device, lost):
+    """A record of a warm-up and four steps; or of one that did not fit."""
+    head = {"case": name, "config": to_dict(config), "environment": {"device": device}}
+    if lost:
+        return head | {"outcome": "out of memory", "reason": "CUDA out of memory.", "result": None}
+    steps = [
+        {"wall": wall, "cuda": wall, "warmup": wall == 9.0, **dict.fromkeys(PHASES)} for wall in (9.0, 0.03, 0.04, 0.05)
+    ]
+    return head | {"outcome": "complete", "reason": None, "result": {"device": device, "samples": steps}}
+
+
+def table(device="NVIDIA H200", **changes):
+    cases = case_grid(["small", "2.7b"], [256], warmup_steps=1, steps=3)
+    lost = "2.7b-256-fp32-train_step"
+    return timing_table({n: record(n, replace(c, **changes), device, n == lost) for n, c in cases.items()})
+
+
+def test_a_table_for_readers():
+    """Settings that are all the same and columns without a value are left out; a case that did not fit says so."""
+    shown = readable(table())
+    assert list(shown) == ["size", "mode", "mean ± std (ms)", "median (spread) (ms)", "tokens/s", "MFU"]
+    assert shown.iloc[0].tolist()[1:5] == ["forward", "40.0 ± 10", "40.0 (16)", "25,600"]
+    assert shown.iloc[-1].tolist()[1:] == ["training step", MISSING, "out of memory", MISSING, MISSING]
+    assert "MFU" not in readable(table("Chip A"))
+    alone = readable(table(ops="fused").iloc[:1])
+    assert (alone["ops"].tolist(), alone["attention"].tolist()) == (["fused"], ["plain"])
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "text"), [(0.0345678, 0.000221, "34.6 ± 0.22"), (0.5, None, "500"), (None, None, MISSING)]
 )
+def test_a_mean_has_the_digits_that_its_spread_leaves(mean, std, text):
+    assert spread(mean, std) == text
 
 
-def record(name, config, walls, device="NVIDIA H200"):
-    """A record whose steps, warm-ups first, take `walls` seconds; None: out of memory."""
-    environment = {"device": device, "torch": "2"}
-    head = {"case": name, "config": to_dict(config), "environment": environment}
-    if walls is None:
-        return head | {"outcome": "out of memory", "reason": OOM, "result": None}
-    many = {"forward": 1, "forward_backward": 3, "train_step": 4}[config.mode]
-    samples = [
-        {
-            "wall": wall,
-            "cuda": 0.99 * wall,
-            **dict.fromkeys(PHASES),
-            **{phase: wall * share for phase, share in zip(PHASES[:many], (0.3, 0.02, 0.6, 0.08), strict=False)},
-            "warmup": number < config.warmup_steps,
-            "device_allocations": 0,
-            "page_faults": 1,
-        }
-        for number, wall in enumerate(walls)
-    ]
-    return head | {"outcome": "complete", "reason": None,
-                   "result": {"device": device, "samples": samples, "peak_memory_bytes": 10**9}}  # fmt: skip
-
-
-def written(table):
-    """The table as a notebook has it: through a results file, which leaves numbers of numpy's, and NaN for None."""
-    with tempfile.TemporaryDirectory() as folder:
-        return write_results(table, f"{folder}/table.json", {})
-
-
-def timing_table(records):
-    return written(timing.timing_table(records))
-
-
-def grid(sizes=("small", "2.7b"), lost=(), **options):
-    far, records = {"forward": 1, "forward_backward": 3, "train_step": 4}, {}
-    for name, config in case_grid(sizes, (256,), ("fp32",), warmup_steps=1, steps=4).items():
-        base = far[config.mode] * MODEL_SIZES[config.size]["d_model"] / 1024
-        walls = None if name in lost else [base * (1 + 0.001 * shift) for shift in (9, -1, 1, -1, 1)]
-        records[name] = record(name, config, walls, **options)
-    return records
-
-
-def test_tables_for_readers():
-    table = timing_table(grid(lost=("2.7b-256-fp32-train_step",)))
-    shown = timings.readable(table)
-    assert shown.equals(timings.readable(timing.timing_table(grid(lost=("2.7b-256-fp32-train_step",)))))
-    assert "context" not in shown
-    assert shown["wall clock (ms)"].iloc[-1] == "out of memory"
-    assert "nan" not in shown.to_markdown() + shown.to_latex()
-    assert "MFU" not in timings.readable(timing_table(grid(device="Chip A")))
-    assert timings.spread(0.0345678, 0.000221) == "34.6 ± 0.22"
-    assert timings.spread(0.5, None) == "500"
-    assert timings.spread(None, None) == timings.MISSING
-    row = {"wall_mean": 0.0428, "wall_median": 0.02478, "wall_spread": 0.0561, "busy_median": 0.5, "busy_spread": None}
-    assert [timings.median_spread(row, clock) for clock in ("wall", "busy")] == ["24.8 (56)", "500"]
-    row |= {"outcome": "complete", "host_bound": False}
-    calm = row | {"wall_spread": 0.001}
-    assert [timings.timed(calm | {"host_bound": waits}) for waits in (True, False)] == [
-        "24.8 (1.0); busy 500",
-        "24.8 (1.0)",
-    ]
-    assert timings.timed(row) == "24.8 (56); busy 500"  # it does not wait for the host all the time
-    assert timings.timed(row | {"outcome": "out of memory", "wall_median": None}) == "out of memory"
-    assert timings.median_spread({"wall_median": None, "wall_spread": None}) == timings.MISSING
-    assert [timings.rate(value) for value in (2.5e12, 3e10, None)] == ["2.50 TFLOP/s", "30.0 GFLOP/s", timings.MISSING]
-    sources = results.provenance_of_cases(grid(("small",)))
-    assert (sources["device"], sources["cases"]) == ("NVIDIA H200", 3)
-
-
-def test_readers_are_told_of_fused_operations():
-    """Where there are some beside plain ones."""
-    records = grid(("small",))
-    plain = timing_table(records)
-    fused = timing_table({name: r | {"config": r["config"] | {"ops": "fused"}} for name, r in records.items()})
-    assert "ops" not in timings.readable(plain)
-    assert timings.readable(pd.concat([plain, fused]))["ops"].tolist() == ["plain"] * 3 + ["fused"] * 3
+def test_a_time_that_waits_for_the_host_has_its_busy_time():
+    row = {"outcome": "complete", "host_bound": False, "wall_median": 0.02478, "wall_spread": 0.001}
+    row |= {"busy_median": 0.5, "busy_spread": None}
+    assert timed(row) == "24.8 (1.0)"
+    assert timed(row | {"host_bound": True}) == "24.8 (1.0); busy 500"
+    assert timed(row | {"wall_spread": 0.0561}) == "24.8 (56); busy 500"  # it waits now and then
+    assert timed(row | {"outcome": "out of memory", "wall_median": None}) == "out of memory"
+    assert median_spread(row | {"busy_median": None}, "busy") == MISSING

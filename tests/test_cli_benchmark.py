@@ -22,7 +22,7 @@ def test_command_measures_writes_and_resumes(tmp_path, capsys):
         return capsys.readouterr().out, json.loads((tmp_path / "benchmark.json").read_text())["rows"]
 
     said, plain = done("16")
-    assert ("wall clock (ms)" in said, "fused" in said) == (True, False)
+    assert ("mean ± std (ms)" in said, "fused" in said) == (True, False)
     assert json.loads((tmp_path / "benchmark.json").read_text())["provenance"]["torch"]
     assert (tmp_path / "samples.csv").read_text().count("\n") == 1 + 2 * 2
     found = [(row["context_length"], row["ops"], row["attention"]) for row in plain]
@@ -33,7 +33,7 @@ def test_command_measures_writes_and_resumes(tmp_path, capsys):
 
     # what the fused step covers is measured; the row of the rest says why not, and the command fails
     said, rows = done("--ops", "fused", "--precision", "fp32", "fp16", code=EXIT_FAILURE)
-    assert "Failed: `own-1x32-8-fp16-train_step-fused-b4` (The fused step does not cover precision=fp16" in said
+    assert "own-1x32-8-fp16-train_step-fused-b4: failed: The fused step does not cover precision=fp16" in said
     found = [(row["outcome"], row["ops"], row["attention"], row["compile"]) for row in rows]
     assert found == [("complete", "fused", "flash", False), ("failed", "fused", "flash", False)]
     assert rows[0]["wall_mean"] > 0
@@ -49,7 +49,7 @@ def test_command_measures_writes_and_resumes(tmp_path, capsys):
         ("--size huge", "There is no model size 'huge'; choose one of tinystories, small"),
         ("--device cuda:7", "Device 'cuda:7' is not there"),
         ("--size small --model.d-model 64", "give either --size or --model.d-model"),
-        ("--mode", "Give at least one mode"),
+        ("--mode", "at least one mode"),
         ("--ops fused --model.norm post", "The fused step does not cover norm=post: take --ops plain."),
         ("--ops fused --precision fp16 --model.ffn silu", "does not cover ffn=silu, precision=fp16: take --ops plain."),
     ],

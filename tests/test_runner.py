@@ -107,4 +107,6 @@ def test_a_precision_that_the_device_lacks(monkeypatch):
 
     monkeypatch.setattr("lmcore.device.autocast", refuse)
     sentence = "cpu does not compute in fp16 (not implemented for 'Half'); choose another --precision or --device."
-    assert runner.examine([("cpu", "fp16")])[1] == {("cpu", "fp16"): sentence}
+    with pytest.raises(UserError) as error:
+        runner.examine([("cpu", "fp16")])
+    assert str(error.value) == sentence

@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from lmcore.errors import EXIT_FAILURE, FINISHED, require, require_positive
-from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
+from lmcore.profiling.cases import BenchmarkConfig, grid_cases
 
 DEFAULTS = BenchmarkConfig()
 
@@ -32,12 +32,12 @@ def benchmark(
         latex: Print the table as LaTeX.
     """
     from lmcore.fast.support import unsupported_reason
-    from lmcore.profiling.readable import failures, readable
+    from lmcore.profiling.readable import readable
     from lmcore.profiling.timing import measure, repeated, samples_table, timing_table
     from lmcore.results import provenance_of_cases, write_results
 
     require_positive("processes", processes)
-    cases = benchmark_cases(settings)
+    cases = grid_cases(settings)
     if settings.ops == "fused":  # a case that it does not cover fails with its reason, unless none would be left
         reasons = dict.fromkeys(unsupported_reason(case.model, case.precision) for case in cases.values())
         missing = "; ".join(filter(None, reasons))
@@ -48,10 +48,13 @@ def benchmark(
     write_results(samples_table(records), out / "samples.json", source)
     shown = readable(table)
     if markdown:
-        print(shown.to_markdown(index=False, disable_numparse=True), end="\n\n" if latex else "\n")
+        print(shown.to_markdown(index=False, disable_numparse=True), end="\n\n")
     if latex:
         print(shown.to_latex(index=False, escape=True).replace("±", r"$\pm$").replace("–", "--"))
     if not (markdown or latex):
         print(shown.to_string(index=False))
-    print(failures(table) or f"Written to {out}/benchmark.json and .csv, every step to samples.json.")
+    for name, record in records.items():
+        if record["outcome"] != "complete":
+            print(f"{name}: {record['outcome']}: {record['reason']}")
+    print(f"Written to {out}/benchmark.json and .csv, every step to samples.json.")
     return 0 if all(record["outcome"] in FINISHED for record in records.values()) else EXIT_FAILURE

@@ -1,48 +1,22 @@
 """`lmcore memory`: what the memory of a step was for, or what a snapshot of somebody else holds (CS336 A2 1.1.6)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
-from lmcore.config import ModelConfig, check_fields
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
-from lmcore.profiling.cases import BenchmarkConfig, benchmark_cases
+from lmcore.profiling.cases import GridConfig, grid_cases
 from lmcore.text import printable
 
-
-@dataclass(frozen=True)
-class MemoryConfig:
-    """Which steps are recorded: every combination of the options that take several values."""
-
-    size: tuple[str, ...] = ()
-    """Named sizes; none: the model whose numbers the --model options give."""
-    context_length: tuple[int, ...] = ()
-    """None: that of --model.context-length."""
-    precision: tuple[Literal["fp32", "tf32", "bf16", "fp16"], ...] = ("fp32",)
-    mode: tuple[Literal["forward", "forward_backward", "train_step"], ...] = ("forward", "train_step")
-    """forward: inference; forward_backward: with loss and gradients; train_step: and AdamW's update."""
-    batch_size: int = 4
-    warmup_steps: int = 1
-    """Steps before the one that is recorded; at least one is made, so that the optimizer has its state."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-
-    def __post_init__(self):
-        check_fields(self)
-
-
-DEFAULTS = MemoryConfig()
+DEFAULTS = GridConfig(mode=("forward", "train_step"), warmup_steps=1)
 
 
 def memory(
-    settings: Annotated[MemoryConfig, tyro.conf.arg(name="")] = DEFAULTS,
+    settings: Annotated[GridConfig, tyro.conf.arg(name="")] = DEFAULTS,
     out: Path = Path("runs/memory"),
     snapshot: Path | None = None,
-    keep_snapshot: bool = True,
     top: int = 10,
 ) -> int:
     """Record every allocation of a step: peaks, what they were for, the largest and the lines they come from.
@@ -52,10 +26,9 @@ def memory(
     stopped by SIGHUP, SIGINT or SIGTERM.
 
     Args:
-        settings: What is recorded.
+        settings: Which steps are recorded; at least one goes before, so that the optimizer has its state.
         out: Folder for the results and snapshots.
         snapshot: Read this snapshot, of whatever program, instead of recording one.
-        keep_snapshot: Keep the snapshots, which can be hundreds of megabytes.
         top: How many of the largest allocations to print.
     """
     require(top > 0, f"--top must be positive, not {top}.")
@@ -66,21 +39,19 @@ def memory(
         histories = histories_of(read_snapshot(snapshot))
         print("\n\n".join(f"Device {n}: {described(summary(one), top)}" for n, one in histories.items()))
         return 0
-    from lmcore.profiling.memory.profile import profile_memory, profile_memory_without_snapshot
+    from lmcore.profiling.memory.profile import profile_memory
     from lmcore.profiling.runner import run_cases
 
-    cases = benchmark_cases(BenchmarkConfig(**vars(settings), steps=1))
-    task = profile_memory if keep_snapshot else profile_memory_without_snapshot
-    records = run_cases(task, cases, out / "cases", title="memory")
-    for name, found in records.items():
-        if found["outcome"] != "complete":
-            print(f"\n{name}: {found['outcome']}: {found['reason']}")
+    records = run_cases(profile_memory, grid_cases(settings, steps=1), out / "cases", "memory")
+    for name, record in records.items():
+        if record["outcome"] != "complete":
+            print(f"\n{name}: {record['outcome']}: {record['reason']}")
             continue
-        print(f"\n{name}\n{described(found['result'], top)}")
-        if kept := found["result"]["snapshot"]:
+        print(f"\n{name}\n{described(record['result'], top)}")
+        if kept := record["result"]["snapshot"]:
             file = out / "cases" / name / kept["file"]
             print(f"Drop {file} into https://docs.pytorch.org/memory_viz to see every allocation over time.")
-    outcomes = {found["outcome"] for found in records.values()}
+    outcomes = {record["outcome"] for record in records.values()}
     return EXIT_FAILURE if "failed" in outcomes else EXIT_OUT_OF_MEMORY if "out of memory" in outcomes else 0
 
 

@@ -23,8 +23,8 @@ MODES = {
 
 
 @dataclass(frozen=True)
-class MeasurementConfig:
-    """How a benchmark case is measured, and how often. Raises `UserError` on values that make no measurement."""
+class WorkloadConfig:
+    """One benchmark case: what is run and how often. Raises `UserError` on values that make no measurement."""
 
     batch_size: int = 4
     warmup_steps: int = 5
@@ -39,6 +39,14 @@ class MeasurementConfig:
     seed: int = 0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Its learning rate is used as it is, without a schedule, and gradients are not clipped."""
+    model: ModelConfig = field(default_factory=lambda: model_config("small"))
+    mode: Mode = "forward"
+    """forward: inference, nothing saved for a backward pass; forward_backward: with loss and gradients; train_step: and
+    the optimizer's update."""
+    precision: Precision = "fp32"
+    """fp32, the same with TF32 matmuls, or mixed precision by autocast; fp16 with loss scaling."""
+    size: str | None = None
+    """Name of the model's size, for tables."""
 
     def __post_init__(self):
         require_positive("batch_size", self.batch_size)
@@ -48,20 +56,6 @@ class MeasurementConfig:
         require(whole, f"warmup_steps must be a whole number, 0 or more, not {warmups!r}.")
         require_seed(self.seed)
         check_fields(self)
-
-
-@dataclass(frozen=True)
-class WorkloadConfig(MeasurementConfig):
-    """One benchmark case: what is run, in which precision, and how often."""
-
-    model: ModelConfig = field(default_factory=lambda: model_config("small"))
-    mode: Mode = "forward"
-    """forward: inference, nothing saved for a backward pass; forward_backward: with loss and gradients; train_step: and
-    the optimizer's update."""
-    precision: Precision = "fp32"
-    """fp32, the same with TF32 matmuls, or mixed precision by autocast; fp16 with loss scaling."""
-    size: str | None = None
-    """Name of the model's size, for tables."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -102,8 +96,8 @@ def case_grid(
 
 
 @dataclass(frozen=True)
-class BenchmarkConfig(MeasurementConfig):
-    """What is timed: every combination of the options that take several values."""
+class GridConfig:
+    """Which cases are run: every combination of the options that take several values."""
 
     size: tuple[str, ...] = ()
     """Named sizes; none: the model whose numbers the --model options give."""
@@ -111,38 +105,56 @@ class BenchmarkConfig(MeasurementConfig):
     """None: that of --model.context-length."""
     precision: tuple[Precision, ...] = ("fp32",)
     mode: tuple[Mode, ...] = ("forward", "forward_backward")
-    """forward: inference; forward_backward: with loss and gradients; train_step: and AdamW's update."""
-    attention: tuple[Literal["plain", "sdpa", "flash"], ...] = ()
-    """None: that of --model.attention."""
+    """forward: inference; forward_backward: with loss and gradients; train_step: and the optimizer's update."""
+    batch_size: int = 4
+    warmup_steps: int = 5
+    """Steps that are run before those that count."""
+    device: str = "auto"
+    """auto, cpu, mps, cuda or cuda:N."""
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self):
-        super().__post_init__()
-        require(bool(self.precision), "Give at least one precision: fp32, tf32, bf16 or fp16.")
-        require(bool(self.mode), "Give at least one mode: forward, forward_backward or train_step.")
+        check_fields(self)
+        require(bool(self.precision and self.mode), "Give at least one precision and at least one mode.")
         defaults = ModelConfig()
         own = [name for name in MODEL_SIZES["small"] if getattr(self.model, name) != getattr(defaults, name)]
         options = ", ".join(f"--model.{name.replace('_', '-')}" for name in own)
         require(not (self.size and own), f"A named size has its own numbers: give either --size or {options}.")
 
 
-def benchmark_cases(settings: BenchmarkConfig) -> dict[str, WorkloadConfig]:
-    """The cases that the options ask for, by names that say how they differ. Raises `UserError` on bad values.
+@dataclass(frozen=True)
+class BenchmarkConfig(GridConfig):
+    """What is timed."""
 
-    The fused step has FlashAttention and compiles nothing, and its cases say so, whatever was asked for.
+    attention: tuple[Literal["plain", "sdpa", "flash"], ...] = ()
+    """None: that of --model.attention."""
+    steps: int = 10
+    """Measured steps, after the warm-up."""
+    ops: Literal["plain", "fused"] = "plain"
+    """fused: our kernels in an explicit step, with FlashAttention, not compiled, whatever else is asked for."""
+    compile: bool = False
+    seed: int = 0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Its learning rate is used as it is, without a schedule, and gradients are not clipped."""
+
+
+def grid_cases(grid: GridConfig, **common: Any) -> dict[str, WorkloadConfig]:
+    """The cases that the options ask for, by names that say how they differ; `common` are other fields of all.
+
+    Raises `UserError` on bad values.
     """
-    s, fused, cases = settings, settings.ops == "fused", {}
-    others = {name: value for name, value in vars(s.model).items() if name not in MODEL_SIZES["small"]}
-    models = {size: model_config(size, **others) for size in s.size} or {None: s.model}
-    contexts = s.context_length or (s.model.context_length,)
-    attentions = ("flash",) if fused else s.attention or (s.model.attention,)
-    measured = {f.name: getattr(s, f.name) for f in fields(MeasurementConfig)}
-    measured["compile"] = s.compile and not fused
-    for (size, model), *ways in itertools.product(models.items(), contexts, attentions, s.precision, s.mode):
+    common = {f.name: getattr(grid, f.name) for f in fields(WorkloadConfig) if hasattr(grid, f.name)} | common
+    fused, cases = common.get("ops") == "fused", {}
+    common["compile"] = common.get("compile", False) and not fused
+    others = {name: value for name, value in vars(grid.model).items() if name not in MODEL_SIZES["small"]}
+    models = {size: model_config(size, **others) for size in grid.size} or {None: grid.model}
+    contexts = grid.context_length or (grid.model.context_length,)
+    attentions = ("flash",) if fused else getattr(grid, "attention", ()) or (grid.model.attention,)
+    for (size, model), *ways in itertools.product(models.items(), contexts, attentions, grid.precision, grid.mode):
         context, attention, precision, mode = ways
         name = [size or f"own-{model.num_layers}x{model.d_model}", str(context), precision, mode]
-        name += ["fused"] if fused else [attention] * (attention != "plain") + ["compiled"] * measured["compile"]
+        name += ["fused"] if fused else [attention] * (attention != "plain") + ["compiled"] * common["compile"]
         model = replace(model, context_length=context, attention=attention)
-        config = WorkloadConfig(**measured, model=model, mode=mode, precision=precision, size=size)
-        cases["-".join([*name, f"b{s.batch_size}"])] = config
+        one = {"model": model, "mode": mode, "precision": precision, "size": size}
+        cases["-".join([*name, f"b{grid.batch_size}"])] = WorkloadConfig(**common | one)
     return cases

@@ -10,11 +10,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from lmcore.config import from_dict, to_dict
 from lmcore.device import out_of_memory_reason, require_precision, select_device
@@ -22,6 +19,7 @@ from lmcore.errors import FINISHED, UserError, require
 from lmcore.files import locked, read_json, write_json
 from lmcore.profiling.cases import WorkloadConfig
 from lmcore.profiling.plausible import refusal_of
+from lmcore.profiling.processes import end_with_children
 from lmcore.progress import Progress
 from lmcore.provenance import command_line, environment
 from lmcore.stopping import begin_worker
@@ -33,9 +31,6 @@ MACHINE = ("device", "torch")
 """What must be the same of the environment for a record to stand."""
 
 KILLED = "The system ended the process, as it does when the host's memory is used up (SIGKILL)."
-
-SECONDS_TO_END = 1.0
-"""How long the process of a case that is stopped has to end what it has started, before all of it is killed."""
 
 PRELOADED = ["lmcore.profiling.runner", "lmcore.profiling.timing", "torch._dynamo"]
 """Modules that are imported once, before the processes of all cases are forked from there. They leave CUDA alone;
@@ -54,24 +49,23 @@ def run_cases(task: Task, cases: Mapping[str, WorkloadConfig], folder: Path | st
     Raises `UserError`, before anything runs, on names that are no file names, on tasks that cannot be imported, where a
     case's device is not there or does not compute in its precision, and when another process measures in the folder.
     """
-    folder, name_of_task = Path(folder), task_name(task)
+    folder, task_name = Path(folder), f"{task.__module__}:{task.__qualname__}"
+    importable = getattr(importlib.import_module(task.__module__), task.__qualname__, None) is task
+    require(importable, f"A task must be a function at the top of a module, not {task_name}.")
     for name in cases:
         require(re.fullmatch(r"\w[\w.+-]*", name) is not None, f"A case's name must be a file name, not {name!r}.")
     if not cases:
         return {}
     wanted = sorted({(case.device, case.precision) for case in cases.values()})
-    outcome, found = run_apart(examine, (wanted,))  # this process is not to hold a GPU
-    require(outcome == "complete", f"The machine cannot be examined: {found}")
-    machine, refusals = found
-    same = {"task": name_of_task} | {key: machine.get(key) for key in MACHINE}
+    outcome, machine = run_apart(examine, (wanted,))  # this process is not to hold a GPU
+    require(outcome == "complete", str(machine))
+    same = {"task": task_name} | {key: machine.get(key) for key in MACHINE}
     records = {name: finished_record(folder / f"{name}.json", case, same) for name, case in cases.items()}
     missing = [name for name, record in records.items() if record is None]
     if reused := len(cases) - len(missing):
         print(f"{title}: {reused} of {len(cases)} cases reused.", flush=True)
     if not missing:
         return records
-    for name in missing:
-        require(not (refusal := refusals.get((cases[name].device, cases[name].precision))), str(refusal))
     progress = Progress(len(cases), title, unit="case", start=reused)
     with locked(folder / ".lock", f"Another process is measuring in {folder}; wait for it or choose another folder."):
         for done, name in enumerate(missing, reused + 1):
@@ -81,7 +75,7 @@ def run_cases(task: Task, cases: Mapping[str, WorkloadConfig], folder: Path | st
                 outcome, value = "failed", refused
             records[name] = {
                 "case": name,
-                "task": name_of_task,
+                "task": task_name,
                 "config": to_dict(cases[name]),
                 "outcome": outcome,
                 "reason": None if outcome == "complete" else value,
@@ -117,23 +111,11 @@ def require_complete(records: Mapping[str, Mapping[str, Any]]) -> None:
         require(record["outcome"] in FINISHED, f"Benchmark case {name} failed: {record['reason']}")
 
 
-def task_name(task: Task) -> str:
-    """`module:function`. Raises `UserError` unless that leads back to the task, as another process needs it to."""
-    name = f"{task.__module__}:{task.__qualname__}"
-    found = getattr(importlib.import_module(task.__module__), task.__qualname__, None)
-    require(found is task, f"A task must be a function at the top of a module, not {name}.")
-    return name
-
-
-def examine(wanted: Iterable[tuple[str, str]]) -> tuple[dict[str, Any], dict[tuple[str, str], str]]:
-    """The environment, and a sentence for each (device, precision) that cannot be had here."""
-    refusals = {}
+def examine(wanted: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """The environment. Raises `UserError` where a (device, precision) cannot be had here."""
     for device, precision in wanted:
-        try:
-            require_precision(select_device(device)[0], precision)
-        except UserError as error:
-            refusals[device, precision] = str(error)
-    return environment(), refusals
+        require_precision(select_device(device)[0], precision)
+    return environment()
 
 
 def run_apart(function: Callable[..., Any], arguments: tuple, timeout: float | None = None) -> tuple[str, Any]:
@@ -159,26 +141,14 @@ def run_apart(function: Callable[..., Any], arguments: tuple, timeout: float | N
         return answer
     except EOFError:
         child.join()
-        if (code := child.exitcode) == -signal.SIGKILL:  # nobody else sends it
+        if child.exitcode == -signal.SIGKILL:  # nobody else sends it
             return "out of memory", KILLED
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        return "failed", f"The process ended with {how} and said nothing."
+        return "failed", f"The process ended with exit code {child.exitcode} and said nothing."
     finally:  # also on Ctrl-C
         if child.is_alive():
-            _end(child)
+            end_with_children(child.pid)
         child.join()
         receiver.close()
-
-
-def _end(child: BaseProcess) -> None:
-    """Ends a process at once; one that ends what it has started, as it does nsys, has a moment for that."""
-    family: list[psutil.Process] = []
-    with contextlib.suppress(psutil.Error):
-        family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
-        family[0].terminate()
-    for process in psutil.wait_procs(family, timeout=SECONDS_TO_END)[1]:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
 
 
 def _report(sender: Connection, function: Callable[..., Any], arguments: tuple) -> None:

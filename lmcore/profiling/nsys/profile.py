@@ -27,7 +27,7 @@ from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.nvtx import annotated, nvtx_span
 from lmcore.profiling.nsys.tool import find_nsys, last_words, run_under_nsys
 from lmcore.profiling.nsys.torch_trace import read_torch_trace
-from lmcore.profiling.nsys.trace import Trace, busy_table, instances, unattributed, work_in
+from lmcore.profiling.nsys.trace import Trace, busy_table, instances, work_in
 from lmcore.profiling.workload import Span, Workload, WorkloadConfig, no_span, require_memory
 
 INFERENCE, TRAINING = "inference", "training step"
@@ -68,7 +68,7 @@ def profile_workload(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
         trace, outcome = profile_with_torch(config, folder)
     if config.compile:
         notes.append("A compiled model has no ranges on its modules, only on its passes.")
-    notes += filter(None, [*trace.notes, unattributed(trace)])
+    notes += trace.notes
     there = {part: (trace.ranges["path"] == top).any() for part, top in TOPS.items()}
     there["training"] &= outcome["training_outcome"] == "complete"
 

@@ -1,6 +1,5 @@
 """Nsight Systems: finds it, runs a program under it, exports the report to SQLite (CS336 A2 section 1.1.4)."""
 
-import contextlib
 import glob
 import os
 import re
@@ -11,12 +10,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import psutil
-
 from lmcore.errors import UserError, require
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.torch_trace import read_torch_trace
 from lmcore.profiling.nsys.trace import Trace
+from lmcore.profiling.processes import end_with_children
 
 TIMEOUT = 1800.0
 """Seconds that a profiled program may take, with what nsys does after it; or an export."""
@@ -105,19 +103,9 @@ def run_under_nsys(
     """
     folder.mkdir(parents=True, exist_ok=True)
     report, log = folder / "profile.nsys-rep", folder / "nsys.log"
-    stream = report.with_suffix(".qdstrm")
-    for old in (report, stream, report.with_suffix(".sqlite")):
+    for old in (report, report.with_suffix(".sqlite")):
         old.unlink(missing_ok=True)
     code = run_logged(profile_command(nsys, program, report, graphs), log, timeout)
-    if not report.exists() and stream.exists():  # all that an nsys writes that does not find its importer
-        home = nsys.path.resolve().parent
-        importers = [path for folder in (home, *home.parents[:2]) for path in folder.glob("*/QdstrmImporter")]
-        require(
-            len(importers) > 0,
-            f"nsys {nsys.version} ({nsys.path}) recorded {stream.name} but cannot make a report of it, as its "
-            f"QdstrmImporter is missing; {INSTALL}.",
-        )
-        run_logged([str(importers[0]), f"--input-file={stream}", f"--output-file={report}"], log)
     why = "the capture range never fired, as the program did not call torch.cuda.profiler.start()"
     why = why if code == 0 else f"it ended with code {code} ({last_words(log)})"
     require(report.exists(), f"nsys {nsys.version} made no report: {why}; see {log}.")
@@ -137,18 +125,8 @@ def run_logged(command: Sequence[str], log: Path, timeout: float = TIMEOUT) -> i
         raise UserError(f"nsys was ended after {timeout:.0f} s without a report; see {log}.") from None
     finally:
         if process.returncode is None:
-            end_with_children(process)
-
-
-def end_with_children(process: subprocess.Popen) -> None:
-    """Ends a process and all that it started, whichever group they are in: first asked, then forced."""
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    for how in (psutil.Process.terminate, psutil.Process.kill):
-        for member in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                how(member)
-        _, family = psutil.wait_procs(family, timeout=5)
-    process.wait()
+            end_with_children(process.pid)
+            process.wait()
 
 
 def export_report(nsys: Nsys, report: Path) -> Path:

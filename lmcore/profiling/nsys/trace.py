@@ -64,7 +64,8 @@ class Trace:
 def build_trace(tool: str, work: pd.DataFrame, ranges: pd.DataFrame, notes: Iterable[str] = ()) -> Trace:
     """A trace from what a profiler knows: `name` and `NUMBERS` of all work, ranges without their nesting.
 
-    Without a column `device` all work is of one. What ends before it begins is left out, and a note says so.
+    Without a column `device` all work is of one. What ends before it begins is left out, and a note says so, as one
+    does of work that belongs to no range because the record lacks its launch.
     """
     impossible = {"kernels and copies": work["end"] < work["start"], "ranges": ranges["end"] < ranges["start"]}
     parts = [f"{wrong.sum():,} of {len(wrong):,} {name}" for name, wrong in impossible.items() if wrong.any()]
@@ -79,6 +80,9 @@ def build_trace(tool: str, work: pd.DataFrame, ranges: pd.DataFrame, notes: Iter
     work.loc[work["bytes"] >= 0, "category"] = "copy"
     ranges = nested(ranges)
     work.loc[owners(work, ranges[ranges["name"] == OPTIMIZER_RANGE], "process") >= 0, "category"] = OPTIMIZER_RANGE
+    if lost := (work["launched_at"] == NEVER).sum():
+        many = f"{lost:,} of {len(work):,} kernels and copies have no launch in the record"
+        notes = [*notes, f"{many}: they count in no range, whose GPU times lack them."]
     return Trace(tool, work, ranges, tuple(notes))
 
 
@@ -122,15 +126,6 @@ def owners(work: pd.DataFrame, chosen: pd.DataFrame, scope: Scope) -> np.ndarray
             inside = (last >= 0) & (launched[members] <= ranges["end"].to_numpy()[last])
             found[members[inside]] = ranges["id"].to_numpy()[last[inside]]
     return found
-
-
-def unattributed(trace: Trace) -> str | None:
-    """How many kernels and copies belong to no range because the record lacks their launch, in a sentence, if any."""
-    work = {"kernels": trace.kernels["launched_at"], "copies": trace.copies["launched_at"]}
-    parts = [f"{(at == NEVER).sum():,} of {len(at):,} {name}" for name, at in work.items() if (at == NEVER).any()]
-    if not parts:
-        return None
-    return f"{' and '.join(parts)} have no launch in the record: they count in no range, whose GPU times lack them."
 
 
 def alike(names: pd.Series) -> pd.Series:
