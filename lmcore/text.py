@@ -3,12 +3,11 @@
 import codecs
 import gzip
 import re
-import shlex
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.files import not_a_pipe
 
 END_OF_TEXT = "<|endoftext|>"
@@ -16,15 +15,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 CHUNK_BYTES = 1 << 20
 
-TABLES = {
-    ".jsonl": "read_json(path, lines=True)",
-    ".ndjson": "read_json(path, lines=True)",
-    ".json": "read_json(path)",
-    ".csv": "read_csv(path)",
-    ".tsv": "read_csv(path, sep='\\t')",
-    ".parquet": "read_parquet(path)",
-}
-"""Suffixes of files that hold texts in records, and how pandas reads them."""
+RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+"""Suffixes of files that hold texts in records, whose braces, keys and commas would be read as text."""
 
 ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
 """What a terminal takes as colours and movements."""
@@ -51,16 +43,18 @@ def utf8_text(pieces: Iterable[str]) -> Iterator[str]:
         raise UserError("The text is not UTF-8; convert it first, for example with iconv.") from None
 
 
+def plain_name(path: Path) -> str:
+    """The file's name in lower case, without `.gz`."""
+    return path.name.lower().removesuffix(".gz")
+
+
 def require_text(path: Path) -> None:
-    """Raises `UserError` for a file with records, whose braces, keys and commas would be read as text."""
-    name = re.sub(r"\.gz$", "", path.name, flags=re.IGNORECASE)
-    if reader := TABLES.get(Path(name.lower()).suffix):
-        program = f"import pandas, sys; path = sys.argv[1]; print(*pandas.{reader}['text'], sep='\\n{END_OF_TEXT}\\n')"
-        target = Path(name).with_suffix(".txt")
-        raise UserError(
-            f"{path} holds records, not plain text. Write the texts in them (here those called text) to a text file "
-            f'first:\npython -c "{program}" {shlex.quote(str(path))} > {shlex.quote(str(target))}'
-        )
+    """Raises `UserError` for a file with records."""
+    require(
+        not plain_name(path).endswith(RECORDS),
+        f"{path} holds records, not plain text; write the texts in them to a .txt file first, for example with pandas, "
+        f"with a line {END_OF_TEXT} between them.",
+    )
 
 
 def read_text(path: Path) -> Iterator[str]:
@@ -70,29 +64,18 @@ def read_text(path: Path) -> Iterator[str]:
     with records see `require_text`.
     """
     require_text(path)
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = 0
+    decoder, offset = codecs.getincrementaldecoder("utf-8-sig")(), 0
     try:
         with open(not_a_pipe(path), "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
-            while True:
-                data = file.read(CHUNK_BYTES)
-                undecoded = len(decoder.getstate()[0])
-                try:
-                    text = decoder.decode(data, final=not data)
-                except UnicodeDecodeError as error:
-                    where = offset - undecoded + error.start
-                    raise UserError(
-                        f"{path} is not UTF-8 text: the byte at offset {where:,}"
-                        f"{' of its decompressed content' if path.suffix == '.gz' else ''} cannot be decoded; "
-                        "convert the file to UTF-8."
-                    ) from None
-                if offset == 0:
-                    text = text.removeprefix("\ufeff")
+            while data := file.read(CHUNK_BYTES):
                 offset += len(data)
-                if text:
-                    yield text
-                if not data:
-                    return
+                yield decoder.decode(data)
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 text: the byte at offset {offset - len(error.object) + error.start:,}"
+            f"{' of its decompressed content' if path.suffix == '.gz' else ''} cannot be decoded; convert it to UTF-8."
+        ) from None
     except FileNotFoundError:
         raise UserError(f"There is no file {path}.") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

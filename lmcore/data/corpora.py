@@ -1,4 +1,4 @@
-"""From the name of a source, or a path, to its training and validation documents, as a stream in constant memory."""
+"""From the name of a source, or a path, to its training and validation documents, as a stream."""
 
 import os
 import re
@@ -14,11 +14,11 @@ from lmcore.data.downloads import SOURCES, download
 from lmcore.data.grammar import stories
 from lmcore.errors import UserError, require
 from lmcore.files import sha256_file
-from lmcore.text import END_OF_TEXT, TABLES, read_text, require_text
+from lmcore.text import END_OF_TEXT, RECORDS, plain_name, read_text, require_text
 from lmcore.tokenizer.pretokenize import safe_pieces
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
-SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val")}
+SPLIT_NAMES = {"train": {"train"}, "valid": {"valid", "validation", "val"}}
 PIECE_CHARS = 1 << 20
 
 
@@ -92,37 +92,35 @@ class TextCorpus:
 
     def size(self, split: str) -> int:
         """Bytes on disk of the files of the split."""
-        files = self.valid_files if split == "valid" and self.valid_files else self.train_files
-        return sum(path.stat().st_size for path in files)
+        return sum(path.stat().st_size for path in self.files(split))
+
+    def files(self, split: str) -> tuple[Path, ...]:
+        """The files that hold the split, maybe among other documents."""
+        return self.valid_files if split == "valid" and self.valid_files else self.train_files
 
     def documents(self, split: str) -> Iterator[Piece]:
-        """The documents of the split `train` or `valid`, streamed from the files."""
-        if split == "valid" and self.valid_files:
-            return read_documents(self.valid_files)
-        own = read_documents(self.train_files)
-        return own if self.valid_files else self._part(split, own)
+        """The documents of the split `train` or `valid`, streamed from the files.
+
+        A file that is to be split and holds a single document is read whole and cut at the end of a line.
+        """
+        pieces = read_documents(self.files(split))
+        if self.valid_files:
+            yield from pieces
+        elif self._num_documents == 1:
+            text = part_of_document("".join(text for text, _ in pieces), split, self.valid_fraction)
+            yield from split_documents(text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS))
+        else:
+            held_out = min(self._num_documents - 1, max(1, round(self._num_documents * self.valid_fraction)))
+            index = 0
+            for piece in pieces:
+                if (index >= self._num_documents - held_out) == (split == "valid"):
+                    yield piece
+                index += piece.ends_document
 
     @cached_property
-    def _counts(self) -> tuple[int, int]:
-        """Documents and characters of the files that are split, counted in a pass of their own."""
-        documents = characters = 0
-        for piece in read_documents(self.train_files):
-            documents += piece.ends_document
-            characters += len(piece.text)
-        return documents, characters
-
-    def _part(self, split: str, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """The first documents for `train` and the last for `valid`; a single document is cut at the end of a line."""
-        documents, characters = self._counts
-        if documents == 1:
-            yield from cut_document(pieces, int(characters * (1 - self.valid_fraction)), split)
-            return
-        held_out = min(documents - 1, max(1, round(documents * self.valid_fraction)))
-        index = 0
-        for piece in pieces:
-            if (index >= documents - held_out) == (split == "valid"):
-                yield piece
-            index += piece.ends_document
+    def _num_documents(self) -> int:
+        """Documents of the training files, counted in a pass of their own."""
+        return sum(piece.ends_document for piece in read_documents(self.train_files))
 
     def describe(self) -> dict[str, Any]:
         """What the manifest says of the source: name, files and their checksums."""
@@ -145,18 +143,12 @@ def describe_file(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def cut_document(pieces: Iterable[Piece], position: int, split: str) -> Iterator[Piece]:
-    """One document's part before (`train`) or after (`valid`) the last end of a line, or space, up to `position`."""
-    for text, ends in pieces:
-        cut = min(position, len(text))
-        if 0 < cut < len(text):
-            cut = text.rfind("\n", 0, cut) + 1 or text.rfind(" ", 0, cut) + 1 or cut
-        if split == "train" and position > 0:
-            last = position <= len(text)
-            yield Piece(text[:cut].rstrip() if last else text, last)
-        elif split == "valid" and (cut < len(text) or ends):
-            yield Piece(text[cut:].lstrip() if cut else text, ends)
-        position = max(0, position - len(text))
+def part_of_document(text: str, split: str, valid_fraction: float) -> str:
+    """The part of a text before (`train`) or after (`valid`) the last end of a line, or space, ahead of the cut."""
+    cut = int(len(text) * (1 - valid_fraction))
+    near = max(0, cut - PIECE_CHARS)
+    cut = text.rfind("\n", near, cut) + 1 or text.rfind(" ", near, cut) + 1 or cut
+    return text[:cut] if split == "train" else text[cut:]
 
 
 def open_corpus(source: str | os.PathLike, config: CorpusConfig | None = None, *, progress: bool = True) -> Corpus:
@@ -185,38 +177,25 @@ def open_corpus(source: str | os.PathLike, config: CorpusConfig | None = None, *
 
 
 def split_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """Training and validation files of a folder, by the rule in `open_corpus`."""
-    texts = sorted(path for path in folder.iterdir() if is_text_file(path))
-    require(bool(texts), f"There is no text file ({', '.join(TEXT_SUFFIXES)}, plain or .gz) in {folder}.")
-    train, valid = file_of_split("train", texts, folder), file_of_split("valid", texts, folder)
-    if train is None:
-        return tuple(path for path in texts if path != valid), (valid,) if valid else ()
-    return (train,), (valid,) if valid else ()
+    """Training and validation files of a folder, by the rule in `open_corpus`.
 
-
-def file_of_split(split: str, texts: list[Path], folder: Path) -> Path | None:
-    """The only file whose name is one of the split's, else the only one that has one of them as a word."""
-    names = SPLIT_NAMES[split]
-    exact = [path for path in texts if stem(path) in names]
-    found = exact or [path for path in texts if set(re.split(r"[^a-z0-9]+", stem(path))) & set(names)]
-    require(
-        len(found) < 2,
-        f"{folder} has several files for the split {split!r} ({', '.join(path.name for path in found)}); name the "
-        "file that is meant instead of the folder, or keep one of them there.",
-    )
-    return found[0] if found else None
-
-
-def is_text_file(path: Path) -> bool:
-    """Whether the name is that of a plain or gzipped file with texts, and not a hidden one.
-
-    One with records counts, so that it is refused and not passed over; but JSON is often what describes the others.
+    Files with records count, so that they are refused and not passed over; but JSON often describes the others.
     """
-    name = path.name.lower().removesuffix(".gz")
-    suffixes = (*TEXT_SUFFIXES, *(TABLES.keys() - {".json"}))
-    return path.is_file() and not name.startswith(".") and name.endswith(suffixes)
-
-
-def stem(path: Path) -> str:
-    """The name in lower case, without `.gz` and without the suffix before it."""
-    return Path(path.name.lower().removesuffix(".gz")).stem
+    suffixes = (*TEXT_SUFFIXES, *{*RECORDS} - {".json"})
+    texts = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and plain_name(path).endswith(suffixes) and not path.name.startswith(".")
+    ]
+    require(bool(texts), f"There is no text file ({', '.join(TEXT_SUFFIXES)}, plain or .gz) in {folder}.")
+    found = {}
+    for split, names in SPLIT_NAMES.items():
+        words = {path: re.split(r"[^a-z0-9]+", Path(plain_name(path)).stem) for path in texts}
+        exact = tuple(path for path in texts if Path(plain_name(path)).stem in names)
+        found[split] = exact or tuple(path for path in texts if names & set(words[path]))
+        require(
+            len(found[split]) < 2,
+            f"{folder} has several files for the split {split!r} ({', '.join(path.name for path in found[split])}); "
+            "name the file that is meant instead of the folder, or keep one of them there.",
+        )
+    return found["train"] or tuple(path for path in texts if path not in found["valid"]), found["valid"]

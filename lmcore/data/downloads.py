@@ -81,11 +81,11 @@ ARTICLE = re.compile(r" = [^=].* = \n")
 
 
 def wikitext_as_text(paths: list[Path], output: Path) -> Path:
-    """WikiText's parquet files as one text with `<|endoftext|>` after each article; reused if it is newer.
+    """WikiText's parquet files as one text with `<|endoftext|>` after each article; reused if it is there.
 
-    Needs pyarrow, the optional part `wikitext`; raises `UserError` without it.
+    Needs pyarrow, the optional part `wikitext`; raises `UserError` without it, and for a file that is not parquet.
     """
-    if output.exists() and all(output.stat().st_mtime_ns > path.stat().st_mtime_ns for path in paths):
+    if output.exists():
         return output
     try:
         from pyarrow import ArrowException, parquet
@@ -93,19 +93,14 @@ def wikitext_as_text(paths: list[Path], output: Path) -> Path:
         raise UserError(
             "WikiText-103 comes as parquet files, which need pyarrow: install it with pip install 'lmcore[wikitext]'."
         ) from None
-
-    def lines() -> Iterator[str]:
-        for path in paths:
-            try:
-                for batch in parquet.ParquetFile(path).iter_batches(columns=["text"]):
-                    # the parquet form has empty strings for the blank lines of the original
-                    yield from (line or " \n" for line in batch.column(0).to_pylist())
-            except (ArrowException, OSError) as error:
-                raise UserError(f"{path} is not a WikiText parquet file ({error}); delete it and run again.") from error
-
-    with atomic_write(output) as file:
-        for line in articles(lines()):
-            file.write(line.encode())
+    try:
+        batches = chain.from_iterable(parquet.ParquetFile(path).iter_batches(columns=["text"]) for path in paths)
+        # the parquet form has empty strings for the blank lines of the original
+        lines = (line or " \n" for batch in batches for line in batch.column(0).to_pylist())
+        with atomic_write(output) as file:
+            file.writelines(line.encode() for line in articles(lines))
+    except ArrowException as error:
+        raise UserError(f"A parquet file in {output.parent} is damaged ({error}); delete it and run again.") from error
     return output
 
 
@@ -131,16 +126,14 @@ def describe_wikitext(paths: Iterable[Path]) -> dict[str, Any] | None:
     """
     words = lines = unknown = 0
     for path in paths:
-        heading, rest = False, ""
-        for chunk in read_text(path):
+        rest = ""
+        for number, chunk in enumerate(chain(read_text(path), [END_OF_TEXT + "\n"])):
+            if number == 0 and not ARTICLE.match(" " + chunk.lstrip()):
+                return None
             text, end, rest = (rest + chunk).rpartition("\n")
             text = (text + end).replace(f"{END_OF_TEXT}\n", "")
-            heading = heading or ARTICLE.match(" " + text.lstrip()) is not None
-            if not heading:
-                return None
             found = text.split()
             words, lines, unknown = words + len(found), lines + text.count("\n"), unknown + found.count("<unk>")
-        words += len(rest.replace(END_OF_TEXT, "").split())
     counted, share = words + lines, unknown / max(words, 1)
     name = {count: name for name, count in WIKITEXT_WORDS.items()}.get(counted)
     if name is None:
