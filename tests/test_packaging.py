@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -26,13 +27,17 @@ from workbook.notebook import (
 )
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PROJECTS = {
+    name: tomllib.loads((ROOT / file).read_text(encoding="utf-8"))
+    for name, file in {"lmcore": "pyproject.toml", "workbook": "workbook/pyproject.toml"}.items()
+}
 
 
-def requirements(*extras: str) -> list[Requirement]:
+def requirements(distribution: str, *extras: str) -> list[Requirement]:
     """Direct dependencies, with those of the extras."""
-    lines = PROJECT["dependencies"] + [line for e in extras for line in PROJECT["optional-dependencies"][e]]
+    project = PROJECTS[distribution]["project"]
+    lines = project["dependencies"] + [line for e in extras for line in project["optional-dependencies"][e]]
     return [Requirement(line) for line in lines]
 
 
@@ -44,21 +49,21 @@ def pins() -> dict[str, str]:
 
 
 def test_constraints_pin_every_dependency():
-    pinned = pins()
-    assert pinned["torch"] == "2.13.0"
-    for requirement in requirements("dev", "wikitext", "tensorboard", "benchmark"):
-        version = pinned[canonicalize_name(requirement.name)]
-        assert requirement.specifier.contains(version), f"{requirement} against {version}"
+    wanted = requirements("lmcore", "dev", "wikitext", "tensorboard", "benchmark") + requirements("workbook")
+    for requirement in wanted:
+        version = pins().get(canonicalize_name(requirement.name), "none")
+        assert requirement.name == "lmcore" or requirement.specifier.contains(version), f"{requirement}: {version}"
 
 
-def test_environment_yml_installs_what_pyproject_says():
+def test_environment_yml_installs_what_make_does():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
     python = next(item for item in environment["dependencies"] if str(item).startswith("python="))
-    wanted = Requirement(f"python{PROJECT['requires-python']}").specifier
-    assert wanted.contains(python.removeprefix("python=") + ".0")
+    for project in PROJECTS.values():
+        wanted = Requirement(f"python{project['project']['requires-python']}").specifier
+        assert wanted.contains(python.removeprefix("python=") + ".0")
     (pip,) = (item["pip"] for item in environment["dependencies"] if isinstance(item, dict))
-    assert pip == ["-c constraints.txt", "-e .[dev]"]
-    assert "-c constraints.txt -e '.[dev]'" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert pip == ["-c constraints.txt", "-e .[dev]", "-e ./workbook"]
+    assert "-c constraints.txt -e '.[dev]' -e ./workbook" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def imported_modules(folder: Path) -> set[str]:
@@ -70,30 +75,47 @@ def imported_modules(folder: Path) -> set[str]:
                 names |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 names.add(node.module.split(".")[0])
-    return names
+    return names - set(sys.stdlib_module_names)
+
+
+EXTRAS = ("dev", "wikitext", "tensorboard", "wandb")
 
 
 @pytest.mark.parametrize(
-    ("folder", "extras"), [("lmcore", ("wikitext", "tensorboard", "wandb", "dev")), ("tests", ("dev", "wikitext"))]
+    ("folder", "declared"),
+    [
+        ("lmcore", requirements("lmcore", *EXTRAS)),
+        ("workbook", requirements("workbook")),
+        # packaging comes with pytest, which is what uses it here
+        ("tests", requirements("lmcore", *EXTRAS) + requirements("workbook") + [Requirement("packaging")]),
+    ],
 )
-def test_every_import_is_declared(folder, extras):
-    declared = {canonicalize_name(requirement.name) for requirement in requirements(*extras)}
-    declared |= {"packaging", "lmcore"}  # packaging comes with pytest, which is what uses it here
+def test_every_import_is_declared(folder, declared):
+    known = {canonicalize_name(requirement.name) for requirement in declared} | {folder}
+    own = {"tiktoken_ext", "IPython", "__main__"}  # a part of tiktoken; what every notebook's kernel has; this program
+    if folder == "tests":
+        scripts = [path for place in ("tests", "benchmarks", "results") for path in (ROOT / place).rglob("*.py")]
+        own, known = {path.stem for path in scripts}, known | {"workbook"}
     distributions = metadata.packages_distributions()
-    own = {path.stem for path in (ROOT / folder).glob("**/*.py" if folder == "tests" else "*.py")}
-    scripts = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "results").glob("*.py")]
-    own |= {path.stem for path in scripts} if folder == "tests" else set()
-    for name in imported_modules(ROOT / folder) - set(sys.stdlib_module_names) - own - {"lmcore", "tiktoken_ext"}:
+    for name in imported_modules(ROOT / folder) - own:
         owners = {canonicalize_name(owner) for owner in distributions.get(name, [name])}
-        assert owners & declared, f"{folder} imports {name}, which pyproject.toml does not declare"
+        assert owners & known, f"{folder} imports {name}, which its pyproject.toml does not declare"
 
 
-def test_package_data_is_declared():
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    for package, files in tool["package-data"].items():
-        folder = ROOT / package.replace(".", "/")
-        others = {path.name for path in folder.iterdir() if path.is_file() and path.suffix != ".py"}
-        assert others == set(files)
+@pytest.mark.parametrize("name", PROJECTS)
+def test_a_wheel_holds_its_own_package_alone_and_all_of_it(name, tmp_path):
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    for package in PROJECTS:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
+    for file in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / file, tmp_path)
+    source = tmp_path if name == "lmcore" else tmp_path / name
+    committed = {str(path.relative_to(tmp_path)) for path in (tmp_path / name).rglob("*") if path.is_file()}
+    build = ["wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "-w", tmp_path / "out", source]
+    subprocess.run([sys.executable, "-m", "pip", *build], check=True)
+    (wheel,) = (tmp_path / "out").iterdir()
+    held = {entry for entry in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in entry}
+    assert held == committed - {"workbook/pyproject.toml"}
 
 
 def test_hooks_have_the_pinned_versions():
@@ -115,7 +137,8 @@ def test_ci_script_is_clean():
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_make_says_what_python_it_needs(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("pyproject.toml", "constraints.txt"):
+    (tmp_path / "workbook").mkdir()
+    for name in ("pyproject.toml", "workbook/pyproject.toml", "constraints.txt"):
         (tmp_path / name).touch()
     command = ["make", "-C", str(tmp_path), "workbook", "PYTHON="]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -129,21 +152,21 @@ def notebook(request):
     return request.param.stem, read_notebook(request.param)
 
 
-def test_notebook_begins_with_parameters_and_their_check(notebook):
+def test_a_notebook_says_what_it_is_and_begins_with_its_parameters(notebook):
     name, content = notebook
+    opening = content.cells[0]
+    assert opening.cell_type == "markdown"
+    assert opening.source.startswith("# ")
+    assert all(word in opening.source.lower() for word in ("learn", "minute", "problem"))
     known = declared_parameters(content, name)
     assert (known["scale"], known["data"], known["out"]) == ("smoke", "embedded", "../runs/smoke")
     assert "begin_notebook()" in dict(code_cells(content))[2].source
 
 
-def test_notebook_is_committed_clean(notebook):
-    content = notebook[1]
+def test_a_notebook_is_committed_clean_whatever_an_editor_saves(notebook):
+    name, content = notebook
     assert clean(content) == content
     assert len({cell.id for cell in content.cells}) == len(content.cells)
-
-
-def test_git_strips_what_an_editor_saves(notebook):
-    name, content = notebook
     saved = nbformat.from_dict(content)
     for number, cell in code_cells(saved):
         cell.execution_count, cell.metadata["collapsed"] = number, False
@@ -152,8 +175,7 @@ def test_git_strips_what_an_editor_saves(notebook):
     command = [sys.executable, "-m", "workbook.notebook"]
     done = subprocess.run(command, input=nbformat.writes(saved), capture_output=True, text=True, check=True)
     assert done.stdout == (ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8")
-    attributes = (ROOT / ".gitattributes").read_text().split()
-    assert "filter=notebook" in attributes
+    assert "filter=notebook" in (ROOT / ".gitattributes").read_text().split()
     assert "git config filter.notebook.clean" in (ROOT / "Makefile").read_text()
 
 
@@ -163,11 +185,3 @@ def test_kept_outputs_are_there_and_checked(notebook):
     for cell in cells:
         assert (KEEP_OUTPUT in tags(cell)) == (CHECK_OUTPUT in tags(cell)), cell.source
         assert cell.outputs or KEEP_OUTPUT not in tags(cell), f"run `make refresh-notebooks`: {cell.source}"
-
-
-def test_notebook_opens_with_what_it_is(notebook):
-    opening = notebook[1].cells[0]
-    assert opening.cell_type == "markdown"
-    assert opening.source.startswith("# ")
-    missing = [word for word in ("learn", "minute", "problem") if word not in opening.source.lower()]
-    assert not missing, f"the opening cell does not speak of {missing}"
