@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 from notebook_projects import SVG, code, make_project, parameters
 
+import workbook.cli
 from lmcore import cli
 from lmcore.cli.application import EXIT_CTRL_C
 from lmcore.config import TrainConfig, model_config, replace, to_dict
-from lmcore.data import open_data
 from lmcore.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR
-from lmcore.train import RunResult
 
 
 def run_lmcore(*words: str, **options) -> subprocess.CompletedProcess:
@@ -37,33 +36,34 @@ def trained(monkeypatch):
 
     def train(config, run):
         trained.calls.append((config, run))
-        return RunResult(trained.state, 7, 1.5, 1.5)
+        return types.SimpleNamespace(state=trained.state, step=7, valid_loss=1.5)
 
     monkeypatch.setattr("lmcore.train.train", train)
     return trained
 
 
-def test_train_options_reach_the_trainer(trained, tmp_path, capsys):
+def test_settings_reach_the_trainer_from_options_a_preset_and_a_file(trained, tmp_path, capsys):
     options = ["--optimizer.learning-rate", "0.5", "--model.norm", "post", "--steps", "9", "--trackers", "wandb"]
     assert cli.main(["train", "--run", str(tmp_path), *options]) == 0
     expected = replace(TrainConfig(), optimizer__learning_rate=0.5, model__norm="post", steps=9, trackers=("wandb",))
     assert trained.calls == [(expected, tmp_path)]
     assert "complete at step 7, validation loss 1.5000" in capsys.readouterr().out
-
-
-def test_train_starts_from_a_preset_or_a_file(trained, tmp_path):
     assert cli.main(["train", "--run", "r", "--preset", "medium", "--model.num-layers", "2"]) == 0
-    assert trained.calls[0][0].model == model_config("medium", num_layers=2)
+    assert trained.calls[1][0].model == model_config("medium", num_layers=2)
     config = replace(TrainConfig(), batch_size=3, optimizer__betas=(0.5, 0.6))
     (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
     assert cli.main(["train", f"--config={tmp_path / 'config.json'}", "--run", "r", "--seed", "5"]) == 0
-    assert trained.calls[1][0] == replace(config, seed=5)
+    assert trained.calls[2][0] == replace(config, seed=5)
 
 
-@pytest.mark.parametrize(("state", "code"), [("diverged", EXIT_DIVERGED), ("interrupted", EXIT_INTERRUPTED)])
-def test_train_exit_codes(trained, state, code):
-    trained.state = state
-    assert cli.main(["train", "--run", "r"]) == code
+def test_exit_codes_are_the_numbers_that_scripts_know(trained):
+    codes = EXIT_FAILURE, EXIT_USER_ERROR, EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED
+    assert codes == (1, 2, 3, 4, 75)
+    job = Path(__file__).parents[1] / "papermill_jobs" / "job.sh"
+    assert f"INTERRUPTED={EXIT_INTERRUPTED} " in job.read_text()
+    for state, expected in (("diverged", 3), ("out of memory", 4), ("interrupted", 75)):
+        trained.state = state
+        assert cli.main(["train", "--run", "r"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,7 @@ def test_train_exit_codes(trained, state, code):
         ("generate tests", "There are no weights tests/checkpoints/best.safetensors; a run has them from"),
         ("train --run r --batch-size 0", "batch_size must be a positive whole number, not 0"),
         ("train --run r --model.rope-theta inf", "rope_theta must be a finite number, not inf"),
+        ("train --run r --preset giant", "There is no preset 'giant'; choose one of tinystories, small"),
         ("data info no\x1b[2Jwhere", r"no\x1b[2Jwhere is not a prepared corpus"),
     ],
 )
@@ -93,14 +94,6 @@ def test_a_misspelled_option_is_told_the_right_one(capsys):
     assert "\x1b" not in said
 
 
-@pytest.mark.parametrize("command", ["benchmark", "memory", "nsys"])
-def test_help_names_the_codes_of_signals(command, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        cli.main([command, "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "129, 130 or 143 stopped by SIGHUP, SIGINT or SIGTERM" in said
-
-
 def test_ctrl_c_has_no_traceback(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -111,27 +104,27 @@ def test_ctrl_c_has_no_traceback(monkeypatch, capsys):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_output_to_a_full_disk():
+def test_output_to_a_full_disk_and_to_a_reader_that_has_seen_enough():
     with open("/dev/full", "w") as full:
         done = run_lmcore("doctor", stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == EXIT_USER_ERROR
     assert done.stderr == "lmcore: No space left on device: make room, or write elsewhere.\n"
-
-
-def test_output_to_a_reader_that_has_seen_enough():
     command = f"{sys.executable} -m lmcore doctor | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (EXIT_FAILURE, b"")
+
+
+def test_python_m_lmcore():
+    done = run_lmcore("evaluate", "nowhere")
+    assert done.returncode == EXIT_USER_ERROR
+    assert done.stderr == b"lmcore: nowhere is not a run folder.\n"
 
 
 def test_a_text_shorter_than_a_window_is_refused_before_anything_is_built(embedded_data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lmcore.model.TransformerLM.__init__", lambda *_: pytest.fail("a model was built"))
     words = ["--run", str(tmp_path / "run"), "--data", str(embedded_data), "--model.context-length", "1000000"]
     assert cli.main(["train", *words]) == EXIT_USER_ERROR
-    there = len(open_data(embedded_data).train)
-    assert (
-        f"needs at least 1,000,001, but {embedded_data} (training part) has only {there:,}" in capsys.readouterr().err
-    )
+    assert f"needs at least 1,000,001, but {embedded_data} (training part) has only" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -153,22 +146,8 @@ def test_from_text_to_generation(tmp_path, capsys):
     plainly = generated()
     assert plainly.startswith("One")
     assert generated("--ops", "fused") == plainly
-    for ops in ("plain", "fused"):
-        assert generated("--ops", ops, "--precision", "bf16").startswith("One")
+    assert generated("--ops", "fused", "--precision", "bf16").startswith("One")
     assert [text[:3] for text in generated(prompts=("One", "The")).strip().split("\n\n")] == ["One", "The"]
-
-
-def test_exit_codes_are_the_numbers_that_scripts_know():
-    codes = EXIT_FAILURE, EXIT_USER_ERROR, EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED
-    assert codes == (1, 2, 3, 4, 75)
-    job = Path(__file__).parents[1] / "papermill_jobs" / "job.sh"
-    assert f"INTERRUPTED={EXIT_INTERRUPTED} " in job.read_text()
-
-
-def test_python_m_lmcore():
-    done = run_lmcore("writeup", "nowhere")
-    assert done.returncode == EXIT_USER_ERROR
-    assert b"Traceback" not in done.stderr
 
 
 def test_tokenizer_there_and_back(tmp_path, capsys):
@@ -180,52 +159,28 @@ def test_tokenizer_there_and_back(tmp_path, capsys):
     assert 0 < len(ids) < len("the hat")
     assert cli.main(["tokenizer", "decode", "--tokenizer", folder, *ids]) == 0
     assert capsys.readouterr().out == "the hat\n"
-
-
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_standard_input_that_is_not_text_is_refused(errors, embedded_data):
-    words, variables = ("tokenizer", "encode", "--tokenizer"), {"PYTHONIOENCODING": f"utf-8:{errors}"}
-    done = run_lmcore(*words, str(embedded_data / "tokenizer"), input=b"a\n\xff", env=os.environ | variables)
+    done = run_lmcore("tokenizer", "encode", "--tokenizer", folder, input=b"a\n\xff")
     assert (done.returncode, done.stdout) == (EXIT_USER_ERROR, b"")
     assert done.stderr.startswith(b"lmcore: The text is not UTF-8")
 
 
-def test_doctor(capsys):
-    assert cli.main(["doctor", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["device"]["type"]
-
-
-def test_ctrl_c_stops_the_workbook(tmp_path, monkeypatch, capsys):
+def test_exit_codes_of_the_workbook(tmp_path, monkeypatch, capsys):
+    """Done, failed, and stopped by Ctrl-C."""
     stop = f"import os, signal, time\nos.kill({os.getpid()}, signal.SIGINT)\ntime.sleep(30)"
-    make_project(tmp_path, _01_good=["# 01 Good", parameters(), code(SVG), code(stop), code("1")])
+    good, bad = ["# 01 Good", parameters(), code(SVG)], ["# 02", parameters(), code("1/0")]
+    make_project(tmp_path, _01_good=good, _02_bad=bad, _03_stop=["# 03", parameters(), code(stop)])
     monkeypatch.chdir(tmp_path)
     before = signal.getsignal(signal.SIGINT)
-    assert cli.main(["workbook"]) == EXIT_INTERRUPTED
+    for notebook, code_, words in (
+        ("01", 0, str(tmp_path / "runs" / "smoke" / "writeup")),
+        ("02", EXIT_FAILURE, "Notebook 02_bad failed at code cell 2"),
+        ("03", EXIT_INTERRUPTED, "stopped by SIGINT in notebook 03_stop, cell 2; the same command with --resume"),
+    ):
+        assert workbook.cli.main(["run", "--notebooks", notebook, "--parameters", "steps=4"]) == code_
+        said = "".join(capsys.readouterr())
+        assert words in said
+        assert "Traceback" not in said
     assert signal.getsignal(signal.SIGINT) == before
-    said = capsys.readouterr().err
-    assert "stopped by SIGINT in notebook 01_good, cell 3; the same command with --resume resumes from there" in said
-    assert "Traceback" not in said
-    sentence = "Notebook 01_good was stopped by SIGINT at code cell 3"
-    assert cli.main(["writeup", "runs/smoke"]) == EXIT_FAILURE
-    assert sentence in capsys.readouterr().err
-    page = (tmp_path / "runs" / "smoke" / "writeup" / "answers.html").read_text(encoding="utf-8")
-    assert f"{sentence} (under “01 Good”)." in page
-    assert "failed" not in page
-
-
-def test_workbook_and_writeup(tmp_path, monkeypatch, capsys):
-    make_project(tmp_path, _01_good=["# 01 Good", parameters(), code(SVG)], _02_bad=["# 02", parameters(), code("1/0")])
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["workbook", "--notebooks", "01", "--parameters", "steps=4"]) == 0
-    output = capsys.readouterr().out
-    assert str(tmp_path / "runs" / "smoke" / "writeup" / "answers.pdf") in output
-    assert cli.main(["writeup", "runs/smoke", "--check"]) == 0
-    assert "1 notebooks, 1 figures" in capsys.readouterr().out
-    assert cli.main(["workbook"]) == EXIT_FAILURE
-    assert "Notebook 02_bad failed at code cell 2" in capsys.readouterr().err
-    assert cli.main(["writeup", "runs/smoke"]) == EXIT_FAILURE
-    assert "Notebook 02_bad failed at code cell 2" in capsys.readouterr().err
-    assert cli.main(["writeup", "runs/smoke", "--check"]) == EXIT_USER_ERROR
 
 
 def test_one_rank_says_what_is_wrong_with_all(tmp_path, monkeypatch, capsys):
