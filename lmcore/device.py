@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,10 +14,7 @@ import torch
 from torch import Tensor
 
 from lmcore.config import TrainConfig
-from lmcore.errors import UserError
-
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Where a container says how much of the host's memory it may use."""
+from lmcore.errors import UserError, require
 
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     # Dense FLOP/s from the vendor's data sheets, without sparsity; fp32 is the non-tensor-core rate.
@@ -37,9 +35,10 @@ def select_device(name: str = "auto") -> tuple[torch.device, str]:
 
     Raises `UserError` when the named device is not there.
     """
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    mps = torch.backends.mps.is_available()
     if name == "auto":
-        if cuda:
+        if gpus:
             return torch.device("cuda"), f"a CUDA GPU is available ({torch.cuda.get_device_name()})"
         if mps:
             return torch.device("mps"), "no CUDA GPU, but Apple's Metal is available"
@@ -48,13 +47,9 @@ def select_device(name: str = "auto") -> tuple[torch.device, str]:
         device = torch.device(name)
     except RuntimeError:
         raise UserError(f"There is no device {name!r}; use auto, cpu, mps, cuda or cuda:N.") from None
-    count = torch.cuda.device_count() if cuda else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise UserError(f"Device {name!r} is not there: this machine shows {count} CUDA GPUs; use auto or cpu.")
-    if device.type == "mps" and not mps:
-        raise UserError("Device 'mps' is not there: PyTorch finds no Apple Metal; use auto or cpu.")
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise UserError(f"Device {name!r} is not supported; use auto, cpu, mps, cuda or cuda:N.")
+    there = {"cpu": 1, "cuda": gpus, "mps": int(mps)}.get(device.type, 0)
+    machine = f"this machine shows {gpus} CUDA GPUs and {'' if mps else 'no '}Apple Metal"
+    require((device.index or 0) < there, f"Device {name!r} is not there: {machine}; use auto or cpu.")
     return device, "it was asked for"
 
 
@@ -94,10 +89,8 @@ def require_precision(device: torch.device, precision: str) -> None:
         with autocast(device, precision):
             torch.ones(2, 2, device=device) @ torch.ones(2, 2, device=device)
     except RuntimeError as error:
-        why = str(error).splitlines()[0]
-        raise UserError(
-            f"{device.type} does not compute in {precision} ({why}); choose another --precision or --device."
-        ) from None
+        unsupported = f"{device.type} does not compute in {precision} ({str(error).splitlines()[0]})"
+        raise UserError(f"{unsupported}; choose another --precision or --device.") from None
 
 
 def set_matmul_precision(device: torch.device, precision: str) -> None:
@@ -136,11 +129,12 @@ def memory_bytes(device: torch.device) -> int | None:
     """All memory that work on this device could ever have, in use or not; None where it is not known."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    limits = [psutil.virtual_memory().total]
-    for path in map(Path, CGROUP_LIMITS):
-        with contextlib.suppress(OSError, ValueError):  # no such file; "max" is no limit
-            limits.append(int(path.read_text()))
-    return min(limits) + psutil.swap_memory().total if device.type == "cpu" else None
+    if device.type != "cpu":
+        return None
+    memory = psutil.virtual_memory().total
+    with contextlib.suppress(OSError, ValueError):  # not in a container; "max" is no limit
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return memory + psutil.swap_memory().total
 
 
 def too_large(what: str, needed: int, parameters: int, batch_size: int, device: torch.device) -> str | None:
@@ -148,13 +142,11 @@ def too_large(what: str, needed: int, parameters: int, batch_size: int, device: 
     there = memory_bytes(device)
     if there is None or needed <= there:
         return None
-    return (
-        f"{what} needs at least {needed / 1e9:,.1f} GB for {parameters:,} parameters and {batch_size} sequences a "
-        f"batch; {device_name(device)} has {there / 1e9:,.1f} GB: choose a smaller model or batch."
-    )
+    needs = f"{what} needs at least {needed / 1e9:,.1f} GB for {parameters:,} parameters and {batch_size} sequences"
+    return f"{needs} a batch; {device_name(device)} has {there / 1e9:,.1f} GB: choose a smaller model or batch."
 
 
-def fastest_threads(device: torch.device, work: Callable[[], object], repetitions: int = 3) -> int | None:
+def fastest_threads(device: torch.device, work: Callable[[], object]) -> int | None:
     """The number of threads with which `work` on the CPU is fastest, the smallest of those within 10 %.
 
     Small operations are slower with more threads, which wait for each other longer than they compute. Tries powers of
@@ -163,18 +155,12 @@ def fastest_threads(device: torch.device, work: Callable[[], object], repetition
     """
     if device.type != "cpu" or "OMP_NUM_THREADS" in os.environ:
         return None
-    before = torch.get_num_threads()
-    seconds: dict[int, float] = {}
+    before, seconds = torch.get_num_threads(), {}
     try:
         for threads in sorted({before, *(2**i for i in range(before.bit_length()) if 2**i < before)}):
             torch.set_num_threads(threads)
             work()
-            timings = []
-            for _ in range(repetitions):
-                started = time.perf_counter()
-                work()
-                timings.append(time.perf_counter() - started)
-            seconds[threads] = min(timings)
+            seconds[threads] = min(timeit.repeat(work, timer=time.perf_counter, repeat=3, number=1))
     finally:
         torch.set_num_threads(before)
     return min(threads for threads, taken in seconds.items() if taken <= 1.1 * min(seconds.values()))
@@ -183,20 +169,19 @@ def fastest_threads(device: torch.device, work: Callable[[], object], repetition
 @contextlib.contextmanager
 def reproducible(config: TrainConfig, device: torch.device, threads: int | None = None) -> Iterator[None]:
     """Seeds PyTorch and sets precision, determinism and threads; puts the process's settings back afterwards."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    deterministic, precision = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
     threads_before = torch.get_num_threads()
     torch.manual_seed(config.seed)
     set_matmul_precision(device, config.precision)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads or threads_before)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for to repeat itself
         torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.set_float32_matmul_precision(before[1])
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_float32_matmul_precision(precision)
         torch.set_num_threads(threads_before)
 
 

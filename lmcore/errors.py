@@ -6,12 +6,34 @@ import signal
 import time
 from typing import Any
 
+EXIT_FAILURE = 1  # a command's work failed: a notebook, a cell, a measurement
+EXIT_USER_ERROR = 2  # the command refuses its input
+EXIT_DIVERGED = 3  # training stopped at a loss or gradient that is not finite
+EXIT_OUT_OF_MEMORY = 4  # model or batch do not fit into the device's memory
+EXIT_INTERRUPTED = 75  # stopped by a signal (SIGINT, SIGTERM, SIGUSR1), saved, ready to be resumed
+
+EXIT_CODES = {
+    "complete": 0,
+    "diverged": EXIT_DIVERGED,
+    "out of memory": EXIT_OUT_OF_MEMORY,
+    "interrupted": EXIT_INTERRUPTED,
+}
+"""Exit code of `lmcore train` for each state in which a run can end."""
+
+FINISHED = ("complete", "diverged", "out of memory")
+"""States of a run or measurement that has its result and is not taken up again."""
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Errors of a disk, quota or file that is full."""
+
+SECONDS_TO_SAY = 5  # that the first rank has for its sentence, before the others end
+
 
 class UserError(ValueError):
     """A mistake in input, configuration or environment.
 
-    The message is one sentence that names the file, field or value and says what to do. `lmcore.cli` prints it
-    alone and exits with :data:`EXIT_USER_ERROR`.
+    The message is one sentence that names the file, field or value and says what to do. `lmcore.cli` prints it alone
+    and exits with `EXIT_USER_ERROR`.
     """
 
     def _render_traceback_(self) -> list[str]:
@@ -35,14 +57,13 @@ def require(condition: bool, sentence: str) -> None:
 
 def require_positive(name: str, value: Any) -> None:
     """Raises `UserError` unless `value` is a whole number above 0."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    require(whole and value > 0, f"{name} must be a positive whole number, not {value!r}.")
+    require(type(value) is int and value > 0, f"{name} must be a positive whole number, not {value!r}.")
 
 
 def require_seed(value: Any) -> None:
     """Raises `UserError` unless `value` is a seed that PyTorch takes, with room for one more for each prompt."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    require(whole and 0 <= value < 2**63, f"seed must be a whole number from 0 to 2**63 - 1, not {value!r}.")
+    fits = type(value) is int and 0 <= value < 2**63
+    require(fits, f"seed must be a whole number from 0 to 2**63 - 1, not {value!r}.")
 
 
 def require_path(name: str, value: str) -> None:
@@ -51,44 +72,11 @@ def require_path(name: str, value: str) -> None:
 
 
 def leave_to_first_rank() -> None:
-    """What is wrong with all ranks alike is said by the first that torchrun started on a machine: the others exit here,
-    once it has had the time to."""
+    """What is wrong with all ranks alike is said by the first of a machine: torchrun's others exit here, later."""
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends all ranks as soon as one has ended
         time.sleep(SECONDS_TO_SAY)
         raise SystemExit(EXIT_USER_ERROR)
-
-
-SECONDS_TO_SAY = 5
-
-EXIT_FAILURE = 1
-"""Exit code of a command whose work failed: a notebook, a cell."""
-
-EXIT_USER_ERROR = 2
-"""Exit code of every command that refuses its input."""
-
-EXIT_DIVERGED = 3
-"""Exit code of a training run that stopped at a loss or gradient that is not finite."""
-
-EXIT_OUT_OF_MEMORY = 4
-"""Exit code of a training run whose model or batch did not fit into the device's memory."""
-
-EXIT_INTERRUPTED = 75
-"""Exit code of a run that was stopped by a signal (SIGINT, SIGTERM, SIGUSR1), saved itself and can be resumed."""
-
-EXIT_CODES = {
-    "complete": 0,
-    "diverged": EXIT_DIVERGED,
-    "out of memory": EXIT_OUT_OF_MEMORY,
-    "interrupted": EXIT_INTERRUPTED,
-}
-"""Exit code of `lmcore train` for each state in which a run can end."""
-
-FINISHED = tuple(state for state, code in EXIT_CODES.items() if code != EXIT_INTERRUPTED)
-"""States of a run or measurement that has its result and is not taken up again: complete, diverged, out of memory."""
-
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""Errors of a disk, quota or file that is full."""
 
 
 def why_not_written(error: BaseException) -> str:
