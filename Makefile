@@ -1,4 +1,4 @@
-# `make workbook`: installs lmcore into .venv, executes the notebooks, ends with answers.html and answers.pdf.
+# `make workbook`: installs lmcore into .venv, executes the notebooks, ends with answers.pdf.
 # Without a GPU on Linux, the CPU build of PyTorch (see its installation page) spares the CUDA libraries.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c

@@ -6,11 +6,12 @@ import re
 import sys
 
 import nbformat
+import pypdf
 import pytest
 from notebook_projects import SVG, code, make_project, parameters, results
 
-from workbook import cli
 from lmcore.errors import UserError
+from workbook import cli
 from workbook.notebook import declared_parameters, execution_fault, read_notebook
 from workbook.parameters import parse_overrides
 from workbook.record import read_record
@@ -57,7 +58,7 @@ def test_executes_all_notebooks_and_makes_the_writeup(good_run):
     assert record["notebooks"][0]["environment"]["python"]
     found = check_writeup(good_run.out)
     assert (found["notebooks"], found["figures"]) == (2, 1)
-    assert found["pages"] >= 2
+    assert found["pages"] >= 1
 
 
 def run(project, **options):
@@ -78,12 +79,10 @@ def test_failure_stops_but_is_written_up(tmp_path):
     )
     assert execution_fault(read_notebook(project / "made" / "notebooks" / "02_second.ipynb"))[0] == 2
     assert not (project / "made" / "notebooks" / "03_third.ipynb").exists()
-    page = result.html.read_text()
-    assert "kept" in page
-    assert "no such luck" in page
-    assert "Not run: 03_third." in page
-    assert result.pdf.read_bytes().startswith(b"%PDF")
-    with pytest.raises(UserError, match="02_second is not complete"):
+    page = " ".join(page.extract_text() for page in pypdf.PdfReader(result.pdf).pages)
+    for words in ("kept", "no such luck", "03_third was not run"):
+        assert words in page
+    with pytest.raises(UserError, match="02_second failed"):
         check_writeup(project / "made")
 
 

@@ -15,7 +15,7 @@ from typing import IO, Literal
 
 from lmcore.errors import UserError, require
 from lmcore.files import atomic_write
-from workbook.record import read_record, unfinished
+from workbook.report.verify import writeup_faults
 
 Names = Literal["cse599o", "cs336"]
 
@@ -70,7 +70,7 @@ def make_handin(project: Path, out: Path, to: Path, names: Names = "cse599o", in
     notes = writeup_faults(out)
     require(incomplete or not notes, f"{''.join(notes[:1])} To hand in what there is, say --incomplete.")
     done = Handin(*project_files(project, excluded=(out, to)), notes)
-    refuse_secrets([*(project / file for file in done.files), *(out / "writeup").glob("answers.html")])
+    refuse_secrets(project / file for file in done.files)
     curve = next((out / "figures" / name for name in LEARNING_CURVES if (out / "figures" / name).is_file()), None)
     if curve is None:
         notes.append(f"There is no learning curve ({' or '.join(LEARNING_CURVES)}) in {out / 'figures'}.")
@@ -84,16 +84,6 @@ def make_handin(project: Path, out: Path, to: Path, names: Names = "cse599o", in
             write_zip(file, sources) if name == CODE_NAME else file.write(source.read_bytes())
         done.written.append(to / name)
     return done
-
-
-def writeup_faults(out: Path) -> list[str]:
-    """Sentences on what keeps the writeup in `out` from being handed in, the gravest first."""
-    pdf = out / "writeup" / "answers.pdf"
-    if not pdf.is_file():
-        return [f"There is no writeup {pdf}: run `workbook run --out {out}` first, or `workbook writeup {out}`."]
-    newer = [path.stem for path in (out / "notebooks").glob("*.ipynb") if path.stat().st_mtime > pdf.stat().st_mtime]
-    old = f"The writeup {pdf} is older than notebook {min(newer, default='')}: run `workbook writeup {out}`."
-    return unfinished(read_record(out)) + ([old] if newer else [])
 
 
 def project_files(project: Path, excluded: Iterable[Path] = ()) -> tuple[list[Path], dict[str, list[str]]]:

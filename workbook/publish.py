@@ -12,8 +12,8 @@ from lmcore.errors import UserError, require
 from lmcore.files import atomic_write, temporary_folder
 from workbook.notebook import INJECTED, KEPT_METADATA, read_notebook, tags, write_notebook
 from workbook.record import read_record, unfinished
-from workbook.report.document import short
-from workbook.report.writeup import write_writeup
+from workbook.report.document import caption_of, short
+from workbook.report.writeup import PDF_NAME, write_writeup
 
 PICTURE_PPI, PICTURE_COLORS = 110, 128
 """Of the pictures in published notebooks."""
@@ -31,7 +31,7 @@ def publish(out: Path, to: Path) -> list[Path]:
     record = read_record(out)
     lacking = unfinished(record)
     require(not lacking, f"{''.join(lacking[:1])} Only a complete workbook is published.")
-    sources = {to / file.name: file for file in write_writeup(out)}
+    sources = {to / PDF_NAME: write_writeup(out)}
     sources |= {to / "figures" / file.name: file for file in sorted((out / "figures").glob("*.svg"))}
     made = {
         to / "notebooks" / f"{entry['name']}.ipynb": published(out / "notebooks" / f"{entry['name']}.ipynb")
@@ -68,8 +68,8 @@ def published(executed: Path) -> Any:
             data = output.get("data", {})
             count += "image/svg+xml" in data or "image/png" in data
             if svg := data.get("image/svg+xml"):
-                own = output.metadata.pop("image/svg+xml", {})
-                caption = own.get("caption") or output.metadata.get("caption") or cell.metadata.get("caption")
+                caption = caption_of(cell, output, "image/svg+xml")
+                output.metadata.pop("image/svg+xml", None)
                 output.data = nbformat.from_dict({"image/png": base64.b64encode(as_png(svg)).decode()})
                 text = f"*Figure {short(executed.stem)}.{count}.* {caption}"
                 outputs += [nbformat.v4.new_output("display_data", {"text/markdown": text})] if caption else []

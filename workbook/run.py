@@ -34,9 +34,8 @@ class WorkbookResult:
     out: Path
     outcomes: list[NotebookRecord]
     """Of the notebooks that were asked for, in order."""
-    html: Path | None = None
-    """The writeup; None if none was asked for, or the run was stopped."""
     pdf: Path | None = None
+    """The writeup; None if none was asked for, or the run was stopped."""
     stopped: str | None = None
     """By which signal the run was stopped, and where, in words; None if it ended by itself."""
 
@@ -114,7 +113,7 @@ def run_workbook(
 
             print("workbook: the writeup is being made", flush=True)
             try:
-                result.html, result.pdf = write_writeup(out)
+                result.pdf = write_writeup(out)
             except Exception:
                 if not stop.is_set():
                     raise

@@ -46,8 +46,8 @@ def run(
         return EXIT_INTERRUPTED
     if result.failure:
         print(result.failure, file=sys.stderr)
-    if result.html:
-        print(f"HTML: {result.html}\nPDF:  {result.pdf}")
+    if result.pdf:
+        print(f"PDF: {result.pdf}")
     return EXIT_FAILURE if result.failure else 0
 
 
@@ -69,7 +69,7 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False, to:
 
     Args:
         out: The workbook's folder.
-        check: Only verify that HTML and PDF are sound, complete and without an error.
+        check: Only verify that the PDF is sound, complete, newer than the notebooks and without an error.
         to: Also copy it into this folder, to be committed: with the figures, and the notebooks with their pictures.
     """
     if to is not None:
@@ -87,8 +87,7 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False, to:
     from workbook.record import read_record, unfinished
     from workbook.report.writeup import write_writeup
 
-    html, pdf = write_writeup(out)
-    print(f"HTML: {html}\nPDF:  {pdf}")
+    print(f"PDF: {write_writeup(out)}")
     if lacking := unfinished(read_record(out)):
         print("\n".join(lacking), file=sys.stderr)
     return EXIT_FAILURE if lacking else 0

@@ -3,7 +3,7 @@
 import csv
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 
 DONE, PARTLY, OPEN = "done", "partly", "not yet"
@@ -19,10 +19,13 @@ class Answered:
     part: str
     notebook: str = ""
     identifier: str = ""
-    claims: dict[str, bool] = field(default_factory=dict)
-    """The claims it rests on, and whether they hold."""
     missing: str = ""
     """What the handout asks for and the answer lacks."""
+
+    @property
+    def label(self) -> str:
+        """The problem, with the part in brackets."""
+        return f"{self.problem} ({self.part})" if self.part else self.problem
 
 
 @dataclass(frozen=True)

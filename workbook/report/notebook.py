@@ -15,14 +15,13 @@ from matplotlib.figure import Figure
 from lmcore.device import select_device
 from workbook.report.answers import answer, table
 from workbook.report.figures import Picture, save_figure, use_style
+from workbook.report.pandoc import escaped
 from workbook.report.results import Results
 
 __all__ = ["answer", "quote", "show_source", "start", "table", "token_label"]
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 """Settings of glibc's malloc for the processes of benchmark cases."""
-
-MARKUP = re.compile(r"""[\\`*_{}\[\]()#+.!|~$^>:=@'"<&-]""")
 
 
 def start(
@@ -62,8 +61,9 @@ def show_source(*objects: Any) -> Code:
 def quote(text: str, heading: str) -> str:
     """Sampled text under a heading as a Markdown block quote, with all that could be read as markup escaped."""
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-    escaped = MARKUP.sub(lambda match: f"&#{ord(match[0])};", shown)
-    paragraphs = [re.sub(r" *\n *", "\\\\\n> ", part.strip()) for part in re.split(r"\n\s*\n", escaped) if part.strip()]
+    paragraphs = [
+        re.sub(r" *\n *", "\\\\\n> ", part.strip()) for part in re.split(r"\n\s*\n", escaped(shown)) if part.strip()
+    ]
     return "> " + "\n>\n> ".join([f"**{heading}**", *(paragraphs or ["&nbsp;"])])
 
 

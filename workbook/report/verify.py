@@ -25,8 +25,7 @@ def check_writeup(out: str | Path) -> dict[str, int]:
     """Verifies the writeup of the executed workbook in `out`; returns counts of notebooks, figures, answers and pages.
 
     Raises `UserError` with the first thing that is wrong: the file missing, broken or older than a notebook, a notebook
-    that failed or was not run, a notebook, a figure or an answer that the PDF lacks. Reads it with pypdf (the `dev`
-    extra of lmcore).
+    that failed or was not run, a notebook, a figure or an answer that the PDF lacks.
     """
     out, pdf = Path(out), Path(out, "writeup", PDF_NAME)
     faults = writeup_faults(out)
@@ -46,10 +45,8 @@ def check_writeup(out: str | Path) -> dict[str, int]:
 
 def _contents(file: Path) -> tuple[int, list[str], int]:
     """Number of pictures, titles of all parts, and number of pages of a PDF; `UserError` if it is not sound."""
-    try:
-        import pypdf
-    except ImportError:
-        raise UserError("Checking the PDF needs pypdf: pip install -e .[dev].") from None
+    import pypdf
+
     try:
         reader = pypdf.PdfReader(file)
         pictures = _count_figures(reader.trailer["/Root"].get("/StructTreeRoot"))
