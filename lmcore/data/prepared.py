@@ -8,10 +8,9 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +22,17 @@ from lmcore.data.downloads import describe_wikitext
 from lmcore.data.grammar import entropy_per_document
 from lmcore.data.tokenizers import describe_tokenizer, tokenizer_for
 from lmcore.errors import UserError, require
-from lmcore.files import CHECKSUM, checksummed, locked, read_json, sha256_file, temporary_folder, verified, write_json
+from lmcore.files import (
+    CHECKSUM,
+    checksummed,
+    locked,
+    read_json,
+    remove,
+    sha256_file,
+    temporary_folder,
+    verified,
+    write_json,
+)
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer
 
@@ -31,6 +40,7 @@ FORMAT_VERSION = 1
 SPLITS = ("train", "valid")
 MANIFEST = "manifest.json"
 CHECKED = "checked.json"
+AGAIN = "run `lmcore data prepare` again."
 TOKENIZER_FOLDER = "tokenizer"
 DEV_FRACTION, DEV_DOCUMENTS = 0.02, 15
 """Share of the training documents, the last ones, on which settings are chosen; no fewer than `DEV_DOCUMENTS`, unless
@@ -67,11 +77,11 @@ class PreparedData:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the ids, loaded on first use. Raises `UserError` if it is missing or another one."""
         folder = self.folder / TOKENIZER_FOLDER
-        require(folder.is_dir(), f"The tokenizer folder {folder} is missing; run `lmcore data prepare` again.")
+        require(folder.is_dir(), f"The tokenizer folder {folder} is missing; {AGAIN}")
         tokenizer = Tokenizer.load(folder)
         require(
             tokenizer.fingerprint == self.manifest["tokenizer_fingerprint"],
-            f"The tokenizer in {folder} is not the one that made the tokens; run `lmcore data prepare` again.",
+            f"The tokenizer in {folder} is not the one that made the tokens; {AGAIN}",
         )
         return tokenizer
 
@@ -105,11 +115,12 @@ class PreparedData:
             documents > self.dev_documents,
             f"{self.folder} has {documents} training document, and dev, on which settings are chosen, needs another.",
         )
-        scanned, ends = SCANNED, np.empty(0)
+        start = len(self.train)
+        ends = np.empty(0, int)
         while len(ends) <= self.dev_documents:  # from the last document backwards
-            ends = np.flatnonzero(self.train[-scanned:] == self.tokenizer.eot_id)
-            scanned *= 2
-        return len(self.train) - len(self.train[-scanned // 2 :]) + int(ends[-1 - self.dev_documents]) + 1
+            start = max(0, start - max(SCANNED, len(self.train) - start))
+            ends = start + np.flatnonzero(self.train[start:] == self.tokenizer.eot_id)
+        return int(ends[-1 - self.dev_documents]) + 1
 
     def evaluated_on(self, split: str) -> "PreparedData":
         """The same corpus, evaluated on `split`; with "dev" training stops where `dev` begins."""
@@ -150,52 +161,50 @@ def open_data(folder: str | os.PathLike, *, verify: bool = False) -> PreparedDat
     data = PreparedData(folder, manifest, arrays["train"], arrays["valid"], states)
     if verify:
         ends = data.tokenizer.eot_id == arrays["train"][-1] == arrays["valid"][-1]
-        require(ends, f"The splits in {folder} do not end with {END_OF_TEXT}; run `lmcore data prepare` again.")
+        require(ends, f"The splits in {folder} do not end with {END_OF_TEXT}; {AGAIN}")
     return data
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a prepared folder. Raises `UserError` if there is none, of another version, or changed."""
+    require(
+        is_prepared(folder),
+        f"{folder} is not a prepared corpus (it has no {MANIFEST}); make one with `lmcore data prepare`.",
+    )
+    manifest = read_json(folder / MANIFEST)
+    whole = isinstance(manifest, dict) and manifest.get("format_version") == FORMAT_VERSION and CHECKSUM in manifest
+    content = verified(manifest) if whole else None
+    if content is None:
+        raise UserError(
+            f"{folder / MANIFEST} is of another version of lmcore, or has changed since it was written (by its "
+            f"checksum); {AGAIN}"
+        )
+    return content
+
+
+def bin_path(folder: Path, split: str) -> Path:
+    """The file of a split's ids."""
+    return folder / f"{split}.bin"
+
+
+def map_tokens(folder: Path, manifest: dict[str, Any], split: str) -> np.memmap:
+    """The ids of a split as a read-only memmap, if the file is as long as the manifest says."""
+    path, dtype, tokens = bin_path(folder, split), np.dtype(manifest["dtype"]), manifest["splits"][split]["tokens"]
+    require(path.is_file(), f"{path} is missing; {AGAIN}")
+    require(
+        path.stat().st_size == tokens * dtype.itemsize,
+        f"{path} does not have the size of the {tokens:,} tokens of {dtype.name} that {MANIFEST} says; {AGAIN}",
+    )
+    return np.memmap(path, dtype=dtype, mode="r")
 
 
 def check_ids(folder: Path, manifest: dict[str, Any], split: str) -> None:
     """Raises `UserError` unless a split's file has the checksum in the manifest."""
     require(
         sha256_file(bin_path(folder, split)) == manifest["splits"][split]["sha256"],
-        f"{bin_path(folder, split)} has changed since it was prepared (its checksum is not the one in {MANIFEST}); run "
-        "`lmcore data prepare` again.",
+        f"{bin_path(folder, split)} has changed since it was prepared (its checksum is not the one in {MANIFEST}); "
+        f"{AGAIN}",
     )
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a prepared folder. Raises `UserError` if there is none, of another version, or changed."""
-    path = folder / MANIFEST
-    require(
-        path.is_file(),
-        f"{folder} is not a prepared corpus (it has no {MANIFEST}); make one with `lmcore data prepare`.",
-    )
-    manifest = read_json(path)
-    whole = isinstance(manifest, dict) and manifest.get("format_version") == FORMAT_VERSION and CHECKSUM in manifest
-    content = verified(manifest) if whole else None
-    if content is None:
-        raise UserError(
-            f"{path} is of another version of lmcore, or has changed since it was written (by its checksum); run "
-            "`lmcore data prepare` again."
-        )
-    return content
-
-
-def map_tokens(folder: Path, manifest: dict[str, Any], split: str) -> np.memmap:
-    """The ids of a split as a read-only memmap, if the file is as long as the manifest says."""
-    path, dtype, tokens = bin_path(folder, split), np.dtype(manifest["dtype"]), manifest["splits"][split]["tokens"]
-    require(path.is_file(), f"{path} is missing; run `lmcore data prepare` again.")
-    require(
-        path.stat().st_size == tokens * dtype.itemsize,
-        f"{path} does not have the size of the {tokens:,} tokens of {dtype.name} that {MANIFEST} says; run "
-        "`lmcore data prepare` again.",
-    )
-    return np.memmap(path, dtype=dtype, mode="r")
-
-
-def bin_path(folder: Path, split: str) -> Path:
-    """The file of a split's ids."""
-    return folder / f"{split}.bin"
 
 
 def file_states(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -206,6 +215,9 @@ def file_states(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     stats = {split: bin_path(folder, split).stat() for split in SPLITS}
     states = {split: [s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for split, s in stats.items()}
     return states | {MANIFEST: checksummed(manifest)[CHECKSUM]}
+
+
+# Making them
 
 
 def prepare(
@@ -229,16 +241,19 @@ def prepare(
     request = {"source": corpus.describe(), "tokenizer": describe_tokenizer(tokenizer)}
     data = open_if_same(folder, request)
     if data is None:
-        with writing_to(folder), locked(folder / ".lock", "", -1), temporary_folder(".preparing-", folder) as new:
-            data = open_if_same(folder, request)  # another process may have made it meanwhile
-            if data is None:
-                if isinstance(tokenizer, str | os.PathLike):
-                    tokenizer = tokenizer_for(tokenizer, corpus, work_folder=new)
-                manifest = write_tokens(corpus, tokenizer, new, progress) | {"request": request}
-                tokenizer.save(new / TOKENIZER_FOLDER)
-                write_json(new / MANIFEST, checksummed(manifest))
-                replace_prepared(new, folder)
-                data = open_data(folder)
+        try:
+            with locked(folder / ".lock", "", -1), temporary_folder(".preparing-", folder) as new:
+                data = open_if_same(folder, request)  # another process may have made it meanwhile
+                if data is None:
+                    if isinstance(tokenizer, str | os.PathLike):
+                        tokenizer = tokenizer_for(tokenizer, corpus, work_folder=new)
+                    manifest = write_tokens(corpus, tokenizer, new, progress) | {"request": request}
+                    tokenizer.save(new / TOKENIZER_FOLDER)
+                    write_json(new / MANIFEST, checksummed(manifest))
+                    replace_prepared(new, folder)
+                    data = open_data(folder)
+        except OSError as error:
+            raise UserError(f"Cannot write {folder}: {error.strerror or error}.") from error
     warn_of_texts(data)
     return data
 
@@ -250,9 +265,7 @@ def open_or_prepare(
     config: CorpusConfig | None = None,
 ) -> PreparedData:
     """Opens `data` if it is a prepared folder, with the tokenizer that made it; else prepares it into `out_folder`."""
-    if is_prepared(data):
-        return open_data(data)
-    return prepare(data, tokenizer, out_folder, config)
+    return open_data(data) if is_prepared(data) else prepare(data, tokenizer, out_folder, config)
 
 
 def open_if_same(folder: Path, request: dict[str, Any]) -> PreparedData | None:
@@ -264,60 +277,55 @@ def open_if_same(folder: Path, request: dict[str, Any]) -> PreparedData | None:
         return None
 
 
+def replace_prepared(new: Path, folder: Path) -> None:
+    """Moves a corpus from `new` to `folder`. Its manifest goes first and comes last: without it, none is prepared."""
+    for name in (MANIFEST, TOKENIZER_FOLDER):
+        remove(folder / name)
+    for path in (*(bin_path(new, split) for split in SPLITS), new / TOKENIZER_FOLDER, new / MANIFEST):
+        path.rename(folder / path.name)
+
+
 def warn_of_texts(data: PreparedData) -> None:
     """Warns where a loss on the validation text would measure what the model has memorized, and of texts in WikiText's
     form that are not WikiText-103's."""
     splits, source = data.manifest["splits"], data.manifest["request"]["source"]
-    trained = {file["sha256"] for file in source.get("train_files", ())}
-    if splits["train"]["sha256"] == splits["valid"]["sha256"] or any(
-        file["sha256"] in trained for file in source.get("valid_files", ())
-    ):
-        said = "Warning: the validation text is training text, so its loss says nothing about other texts."
-        print(f"{data.folder}: {said}", file=sys.stderr, flush=True)
-    for split, found in data.manifest.get("wikitext", {}).items():
-        if not found["is"].startswith("WikiText-103's"):
-            counts = f"{found['words']:,} words with ends of lines, {found['unknown']:.1%} <unk>"
-            print(f"{data.folder}: {split} is {found['is']} ({counts}).", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def writing_to(folder: Path) -> Iterator[None]:
-    """Makes the folder; turns a failure to write there into a `UserError`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise UserError(f"Cannot write {folder}: {error.strerror or error}; what was there is unchanged.") from error
+    trained, held_out = ({file["sha256"] for file in source.get(f"{split}_files", ())} for split in SPLITS)
+    said = []
+    if splits["train"]["sha256"] == splits["valid"]["sha256"] or trained & held_out:
+        said.append("Warning: the validation text is training text, so its loss says nothing about other texts.")
+    for split, text in data.manifest.get("wikitext", {}).items():
+        if not text["is"].startswith("WikiText-103's"):
+            counts = f"{text['words']:,} words with ends of lines, {text['unknown']:.1%} <unk>"
+            said.append(f"{split} is {text['is']} ({counts}).")
+    for sentence in said:
+        print(f"{data.folder}: {sentence}", file=sys.stderr, flush=True)
 
 
 def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: bool = True) -> dict[str, Any]:
     """Writes both splits to `folder` and returns the manifest."""
-    dtype = smallest_dtype(tokenizer.vocab_size)
-    totals: dict[str, TokenCounts] = {}
+    dtype, splits = smallest_dtype(tokenizer.vocab_size), {}
     for split in SPLITS:
         with open(bin_path(folder, split), "wb") as file:
             pieces = tqdm(corpus.documents(split), f"encode {split}", unit=" documents", disable=not progress or None)
-            totals[split] = encode_to(file, pieces, tokenizer, dtype)
+            splits[split] = encode_to(file, pieces, tokenizer, dtype)
             file.flush()
             os.fsync(file.fileno())
         said = f"The {split} split of {corpus.describe()['name']} has no text; use a longer one."
-        require(totals[split].bytes > 0, said)
+        require(splits[split]["bytes"] > 0, said)
     manifest = {
         "format_version": FORMAT_VERSION,
         "dtype": dtype.name,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer_fingerprint": tokenizer.fingerprint,
-        "splits": {split: counts.describe() for split, counts in totals.items()},
+        "splits": splits,
     }
     if isinstance(corpus, EmbeddedCorpus):
         entropy = entropy_per_document()
-        floor = entropy / (totals["train"].tokens / totals["train"].documents)
-        manifest["grammar"] = {"entropy_per_document": entropy, "floor_nats_per_token": floor}
-    else:
-        files = {"train": corpus.train_files, "valid": corpus.valid_files}
-        texts = {split: describe_wikitext(paths) for split, paths in files.items() if paths}
-        manifest |= {"wikitext": found} if (found := {k: v for k, v in texts.items() if v}) else {}
-    return manifest
+        floor = entropy / (splits["train"]["tokens"] / splits["train"]["documents"])
+        return manifest | {"grammar": {"entropy_per_document": entropy, "floor_nats_per_token": floor}}
+    files = {"train": corpus.train_files, "valid": corpus.valid_files}
+    texts = {split: text for split, paths in files.items() if paths and (text := describe_wikitext(paths))}
+    return manifest | ({"wikitext": texts} if texts else {})
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
@@ -325,46 +333,27 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
     return np.min_scalar_type(vocab_size - 1)
 
 
-@dataclass
-class TokenCounts:
-    """What has been written to a split."""
+def encode_to(file: BinaryIO, pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> dict[str, Any]:
+    """Writes the ids of all pieces, with `<|endoftext|>` after each document.
 
-    tokens: int = 0
-    documents: int = 0
-    bytes: int = 0
-    """UTF-8 bytes of the documents, without anything between them."""
-    max_id: int = -1
-    digest: Any = field(default_factory=hashlib.sha256)
-
-    def describe(self) -> dict[str, Any]:
-        """What the manifest says of the split."""
-        return {
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "bytes": self.bytes,
-            "sha256": self.digest.hexdigest(),
-        }
-
-
-def encode_to(file: BinaryIO, pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> TokenCounts:
-    """Writes the ids of all pieces, with `<|endoftext|>` after each document, and counts."""
-    counts = TokenCounts()
+    Returns what the manifest says of them: tokens, documents, UTF-8 bytes of the documents, checksum of the ids.
+    """
+    tokens = documents = size = 0
+    digest = hashlib.sha256()
     for batch in batches_of(pieces):
         encoded = tokenizer.encode_documents([piece.text for piece in batch])
         for piece, ids in zip(batch, encoded, strict=True):
             if piece.ends_document:
                 ids.append(tokenizer.eot_id)
-                counts.documents += 1
-        if not any(encoded):
-            continue
-        ids = np.fromiter(chain.from_iterable(encoded), dtype=np.int64)
-        counts.tokens += len(ids)
-        counts.bytes += sum(len(piece.text.encode()) for piece in batch)
-        counts.max_id = max(counts.max_id, int(ids.max()))
-        data = ids.astype(dtype).tobytes()
-        counts.digest.update(data)
-        file.write(data)
-    return counts
+            data = np.array(ids, dtype).tobytes()
+            file.write(data)
+            digest.update(data)
+            tokens, documents, size = (
+                tokens + len(ids),
+                documents + piece.ends_document,
+                size + len(piece.text.encode()),
+            )
+    return {"tokens": tokens, "documents": documents, "bytes": size, "sha256": digest.hexdigest()}
 
 
 def batches_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -379,26 +368,3 @@ def batches_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def replace_prepared(new: Path, folder: Path) -> None:
-    """Moves a corpus from `new`, a folder in `folder`, to its place; the one there stands again if that fails.
-
-    Without its manifest, which goes first and comes last, a folder is not prepared.
-    """
-    names = [bin_path(new, split).name for split in SPLITS]
-    names += [f"{TOKENIZER_FOLDER}/{path.name}" for path in (new / TOKENIZER_FOLDER).iterdir()]
-    kept = new / "replaced"
-    (kept / TOKENIZER_FOLDER).mkdir(parents=True)
-    moves = [(folder / name, kept / name) for name in (MANIFEST, *names) if (folder / name).exists()]
-    moves += [(new / name, folder / name) for name in (*names, MANIFEST)]
-    done: list[tuple[Path, Path]] = []
-    try:
-        (folder / TOKENIZER_FOLDER).mkdir(exist_ok=True)
-        for source, target in moves:
-            os.rename(source, target)
-            done.append((source, target))
-    except BaseException:
-        for source, target in reversed(done):
-            os.rename(target, source)
-        raise
