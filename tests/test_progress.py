@@ -1,7 +1,5 @@
 """Progress of long tasks: a bar where a notebook is open in Jupyter, lines elsewhere."""
 
-import base64
-import re
 import sys
 from types import SimpleNamespace
 
@@ -9,8 +7,6 @@ import pytest
 
 from lmcore import progress
 from lmcore.progress import Progress, in_jupyter
-from lmcore.run import RunFolder
-from workbook.sweep import LiveCurves
 
 
 class Picture:
@@ -64,24 +60,6 @@ def test_headless_it_prints_lines(monkeypatch, capsys):
     bar.update(2, "loss 2.000")
     (line,) = capsys.readouterr().out.splitlines()  # the end is told once
     assert line.endswith("loss 2.000")
-
-
-def test_live_curves_are_redrawn_at_most_every_two_seconds(monkeypatch, tmp_path):
-    monkeypatch.setattr("workbook.sweep.show_live", lambda html: Picture())
-    run = RunFolder(tmp_path / "run")
-    run.path.mkdir()
-    for step in (1, 2):
-        run.append_metrics({"step": step, "train_loss": 3.0 / step})
-    curves = LiveCurves({"run": run, "later": RunFolder(tmp_path / "later")})
-    curves.update()
-    curves.update()
-    assert len(curves.picture.shown) == 1
-    curves.update(now=True)
-    assert len(curves.picture.shown) == 2
-    encoded = re.fullmatch(r'<img alt="[\w ]+" src="data:image/svg\+xml;base64,(.*)">', curves.picture.shown[-1])
-    svg = base64.b64decode(encoded[1]).decode()
-    assert "<!-- run -->" in svg
-    assert "<!-- later -->" not in svg
 
 
 def test_a_line_before_the_first_unit_has_no_rate():

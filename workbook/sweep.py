@@ -1,8 +1,5 @@
 """Training runs in turn, none by two processes, reused when finished: one that a notebook follows, or many workers."""
 
-import base64
-import io
-import math
 import os
 import subprocess
 import sys
@@ -15,14 +12,13 @@ from lmcore.config import TrainConfig, from_dict, to_dict
 from lmcore.data import open_data
 from lmcore.device import visible_gpus
 from lmcore.errors import EXIT_INTERRUPTED, FINISHED, UserError, require
-from lmcore.files import read_json, write_json
-from lmcore.progress import Progress, in_jupyter, show_live
-from lmcore.run import RunBusy, RunFolder, damage
+from lmcore.files import Busy, read_json, write_json
+from lmcore.progress import Progress
+from lmcore.run import RunFolder, damage
 from lmcore.stopping import stop_signals
 from lmcore.train import train
 
 SECONDS_BETWEEN_LOOKS = 0.5
-SECONDS_BETWEEN_PICTURES = 2.0
 ALONE = "."
 """Name in sweep.json of a run whose folder is the sweep's."""
 
@@ -60,7 +56,7 @@ def work(folder: str | os.PathLike, task: int | None = None) -> None:
                     print(f"{run.name}: skipped, it is finished: {run.last_known()[0]}.", flush=True)
                 elif train(config, run).state == "interrupted":
                     raise SystemExit(EXIT_INTERRUPTED)
-            except RunBusy:
+            except Busy:
                 print(f"{run.name}: left to the process that is training it.", flush=True)
 
 
@@ -143,18 +139,15 @@ def _follow(
 ) -> None:
     """Shows how far the runs are until the children have ended and nobody holds the runs.
 
-    In JupyterLab the training losses are drawn besides. An interrupt of the notebook's cell ends the children, which
-    save themselves, and raises `UserError`.
+    An interrupt of the notebook's cell ends the children, which save themselves, and raises `UserError`.
     """
     total, start = sum(config.steps for config in configs.values()), _how_far(configs, runs)[0]
-    progress, over, curves = Progress(total, name, start=start), False, LiveCurves(runs) if in_jupyter() else None
+    progress, over = Progress(total, name, start=start), False
     try:
         while not over:
             over = all([child.poll() is not None for child in children])
             over = over and not any(run.is_busy() for run in runs.values())
             progress.update(*_how_far(configs, runs))
-            if curves is not None:
-                curves.update(now=over)
             time.sleep(0 if over else SECONDS_BETWEEN_LOOKS)
     except KeyboardInterrupt:
         _end(children)
@@ -174,39 +167,6 @@ def _end(children: list[subprocess.Popen]) -> None:
             for child in children:
                 child.wait()
             break
-
-
-class LiveCurves:
-    """A picture of the training losses so far, in the cell that runs; redrawn at most every two seconds."""
-
-    def __init__(self, runs: Mapping[str, RunFolder]):
-        self.runs, self.picture, self.drawn = runs, show_live(""), -math.inf
-
-    def update(self, now: bool = False) -> None:
-        """Draws the losses again if it is time, or if it has to be `now`."""
-        if not now and time.monotonic() - self.drawn < SECONDS_BETWEEN_PICTURES:
-            return
-        self.picture.update({"text/html": self.html()}, raw=True)
-        self.drawn = time.monotonic()
-
-    def html(self) -> str:
-        """The losses of the runs that have any, as a picture that a notebook shows which is not trusted, too."""
-        from matplotlib.figure import Figure  # which takes a second
-
-        figure = Figure(figsize=(6.6, 3), layout="constrained")
-        ax = figure.subplots()
-        for run in self.runs.values():
-            with suppress(UserError):  # damaged: the process that trains repairs it, or says why not
-                if lines := run.metrics_lines():
-                    losses = [line["train_loss"] for line in lines]
-                    ax.plot([line["step"] for line in lines], losses, label=run.name)
-        ax.set(xlabel="step", ylabel="training loss (nats per token)")
-        if ax.lines:
-            ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8)
-        file = io.BytesIO()
-        figure.savefig(file, format="svg")
-        encoded = base64.b64encode(file.getvalue()).decode()
-        return f'<img alt="training loss by step" src="data:image/svg+xml;base64,{encoded}">'
 
 
 def _check(code: int, log: RunFolder, before: int) -> None:
