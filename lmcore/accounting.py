@@ -5,7 +5,7 @@ Every formula is written once, over the fields of a config. With a `ModelConfig`
 (norm, feed-forward network, tied embeddings, positions) are followed in both.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,17 +14,6 @@ from lmcore.errors import require
 
 GPT2_SIZES = ("small", "medium", "large", "xl")
 """The sizes of `lmcore.config.MODEL_SIZES` that have the width, depth and heads of GPT-2's four models."""
-
-SYMBOLS = {
-    "B": "batch_size",
-    "T": "context_length (or a shorter sequence)",
-    "V": "vocab_size",
-    "L": "num_layers",
-    "D": "d_model",
-    "H": "num_heads",
-    "F": "d_ff",
-}
-"""Meaning of the letters in `symbolic` expressions."""
 
 ADAMW_FLOPS = {"first moment": 3, "second moment": 4, "update": 5, "weight decay": 2}
 """Operations per parameter of the lines of Algorithm 1; products of scalars alone are done once and not counted.
@@ -43,27 +32,17 @@ def gpt2_config(size: str, **overrides: Any) -> ModelConfig:
 
 
 def symbolic(config: ModelConfig, d_ff_per_d_model: Any = None) -> Any:
-    """A stand-in for `config` whose sizes are sympy symbols (see `SYMBOLS`) and whose switches are the config's.
+    """A stand-in for `config` whose sizes are sympy symbols and whose switches are the config's.
 
+    V vocab_size, T context_length (or a shorter sequence), D d_model, L num_layers, H num_heads, F d_ff.
     `d_ff_per_d_model` writes a multiple of D for d_ff, as the handouts do: 4 (CSE599-O), sympy.Rational(8, 3) (CS336).
     """
     import sympy
 
-    vocab_size, context_length, d_model, num_layers, num_heads, d_ff = sympy.symbols("V T D L H F", positive=True)
-    return SimpleNamespace(
-        vocab_size=vocab_size,
-        context_length=context_length,
-        d_model=d_model,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        d_ff=d_ff if d_ff_per_d_model is None else d_ff_per_d_model * d_model,
-        d_k=d_model / num_heads,
-        norm=config.norm,
-        ffn=config.ffn,
-        qk_norm=config.qk_norm,
-        parallel=config.parallel,
-        tie_embeddings=config.tie_embeddings,
-    )
+    V, T, D, L, H, F = sympy.symbols("V T D L H F", positive=True)
+    d_ff = F if d_ff_per_d_model is None else d_ff_per_d_model * D
+    sizes = dict(vocab_size=V, context_length=T, d_model=D, num_layers=L, num_heads=H, d_ff=d_ff, d_k=D / H)
+    return SimpleNamespace(**asdict(config) | sizes)
 
 
 def batch_symbol() -> Any:
@@ -75,12 +54,12 @@ def batch_symbol() -> Any:
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:
     """Trainable parameters by component; tied embeddings count once, and no position embedding has any."""
-    c = config
+    c, (norms, head_norms) = config, _norms(config)
     return {
         "token_embeddings": c.vocab_size * c.d_model,
         "attention": c.num_layers * 4 * c.d_model**2,
         "ffn": c.num_layers * (3 if c.ffn == "swiglu" else 2) * c.d_model * c.d_ff,
-        "norms": (_norms_per_block(c) * c.num_layers + _final_norms(c)) * c.d_model + _qk_norms(c) * c.d_k,
+        "norms": norms * c.d_model + head_norms * c.d_k,
         "lm_head": 0 if c.tie_embeddings else c.vocab_size * c.d_model,
     }
 
@@ -165,7 +144,7 @@ def activation_counts(config: ModelConfig, batch_size: int = 1, seq_len: int | N
     hidden_tensors = 4 if c.ffn == "swiglu" else 2  # W1 x, SiLU and, when gated, W3 x and the product
     logits = batch_size * seq * c.vocab_size
     return {
-        "norms": (_norms_per_block(c) * c.num_layers + _final_norms(c) + _qk_norms(c)) * stream,
+        "norms": sum(_norms(c)) * stream,
         "qkv_proj": 3 * c.num_layers * stream,
         "scores": c.num_layers * pairs,
         "softmax": c.num_layers * pairs,
@@ -195,10 +174,10 @@ def adamw_memory(
 
 def least_training_bytes(config: TrainConfig) -> int:
     """Bytes below which no training step of this configuration fits: `least_step_bytes`."""
+    c = config
     return least_step_bytes(
-        config.model, config.batch_size, "train_step", config.precision, config.optimizer.name, config.steps,
-        config.ops, config.compile,
-    )  # fmt: skip
+        c.model, c.batch_size, "train_step", c.precision, c.optimizer.name, c.steps, c.ops, c.compile
+    )
 
 
 def least_step_bytes(
@@ -255,7 +234,6 @@ def training_seconds(config: ModelConfig, batch_size: int, steps: int, peak_flop
     Counts the matmuls of forward and backward pass; the optimizer's few operations per parameter are left out.
     """
     require(0 < mfu <= 1, f"mfu is a share of the peak in (0, 1], not {mfu}.")
-    require(peak_flops > 0, f"peak_flops must be positive, not {peak_flops}.")
     return steps * training_flops(config, batch_size) / (mfu * peak_flops)
 
 
@@ -270,13 +248,8 @@ def latex(expression: Any) -> str:
     return rf"{sympy.latex(factor)} \left({sympy.latex(terms)}\right)"
 
 
-def _norms_per_block(config: ModelConfig) -> int:
-    return {"none": 0}.get(config.norm, 1 if config.parallel else 2)
-
-
-def _qk_norms(config: ModelConfig) -> int:
-    return 2 * config.num_layers if config.qk_norm else 0
-
-
-def _final_norms(config: ModelConfig) -> int:
-    return 1 if config.norm == "pre" else 0  # post-norm blocks end in a norm of their own
+def _norms(config: ModelConfig) -> tuple[int, int]:
+    """How many norms there are over d_model features, and how many over those of a head."""
+    per_block = 0 if config.norm == "none" else 1 if config.parallel else 2
+    final = 1 if config.norm == "pre" else 0  # post-norm blocks end in a norm of their own
+    return per_block * config.num_layers + final, 2 * config.num_layers if config.qk_norm else 0
