@@ -1,9 +1,11 @@
 """Every setting of the library: frozen dataclasses that refuse what they do not know, and the named model sizes."""
 
 import dataclasses
+import difflib
 import math
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal, TypeVar
@@ -47,23 +49,16 @@ class ModelConfig:
     step saves the inputs of each block's norms and attention's output, and recomputes the rest."""
 
     def __post_init__(self):
-        check_fields(
-            self,
-            positive="vocab_size context_length d_model num_layers num_heads d_ff rope_theta embedding_init_std "
-            "checkpoint_every",
-        )
+        sizes = "vocab_size context_length d_model num_layers num_heads d_ff"
+        check_fields(self, positive=f"{sizes} rope_theta embedding_init_std checkpoint_every")
+        d_model, d_k = self.d_model, self.d_k
         require(
-            self.d_model % self.num_heads == 0,
-            f"d_model ({self.d_model}) must be divisible by num_heads ({self.num_heads}).",
+            d_model % self.num_heads == 0, f"d_model ({d_model}) must be divisible by num_heads ({self.num_heads})."
         )
-        require(
-            self.position != "rope" or self.d_k % 2 == 0,
-            f"RoPE rotates pairs, so the head size d_model / num_heads must be even, not {self.d_k}.",
-        )
-        require(
-            self.position != "sinusoidal" or self.d_model % 2 == 0,
-            f"Sinusoidal positions need an even d_model, not {self.d_model}.",
-        )
+        pairs = self.position != "rope" or d_k % 2 == 0
+        require(pairs, f"RoPE rotates pairs, so the head size d_model / num_heads must be even, not {d_k}.")
+        even = self.position != "sinusoidal" or d_model % 2 == 0
+        require(even, f"Sinusoidal positions need an even d_model, not {d_model}.")
         require(not self.parallel or self.norm == "pre", f"Parallel blocks are pre-norm, not norm={self.norm}.")
         require(0 <= self.dropout < 1, f"dropout must be in [0, 1), not {self.dropout}.")
 
@@ -73,25 +68,23 @@ class ModelConfig:
         return self.d_model // self.num_heads
 
 
-def _size(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> dict[str, int]:
-    return {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
-
-
-MODEL_SIZES: dict[str, dict[str, int]] = {
-    "tinystories": _size(512, 1344, 4, 16),
-    "small": _size(768, 3072, 12, 12),
-    "medium": _size(1024, 4096, 24, 16),
-    "large": _size(1280, 5120, 36, 20),
-    "xl": _size(1600, 6400, 48, 25),
-    "2.7b": _size(2560, 10240, 32, 32),
-    "10b": _size(4608, 12288, 50, 36),
-    "8b": _size(4096, 11008, 34, 32),
+SIZE_FIELDS = ("d_model", "d_ff", "num_layers", "num_heads")
+SHAPES = {
+    "tinystories": (512, 1344, 4, 16),
+    "small": (768, 3072, 12, 12),
+    "medium": (1024, 4096, 24, 16),
+    "large": (1280, 5120, 36, 20),
+    "xl": (1600, 6400, 48, 25),
+    "2.7b": (2560, 10240, 32, 32),
+    "10b": (4608, 12288, 50, 36),
+    "8b": (4096, 11008, 34, 32),
     # few, wide layers of as many parameters as xl: matmuls this large leave little to anything else
-    "2.35b": _size(3200, 25600, 8, 4),
+    "2.35b": (3200, 25600, 8, 4),
     # a few minutes on a laptop, and seconds on two cores
-    "laptop": _size(256, 704, 4, 8),
-    "smoke": _size(64, 192, 2, 4),
+    "laptop": (256, 704, 4, 8),
+    "smoke": (64, 192, 2, 4),
 }
+MODEL_SIZES = {name: dict(zip(SIZE_FIELDS, shape, strict=True)) for name, shape in SHAPES.items()}
 """Named sizes; `model_config(name, ...)` completes one with vocabulary, context length and switches."""
 
 
@@ -122,18 +115,12 @@ class OptimizerConfig:
 
     def __post_init__(self):
         check_fields(self, positive="learning_rate eps max_grad_norm", not_negative="warmup_steps weight_decay")
-        require(
-            0 <= self.min_learning_rate <= self.learning_rate,
-            f"min_learning_rate must be from 0 to learning_rate ({self.learning_rate}), not {self.min_learning_rate}.",
-        )
-        require(
-            self.cosine_steps is None or self.cosine_steps > self.warmup_steps,
-            f"cosine_steps ({self.cosine_steps}) must be above warmup_steps ({self.warmup_steps}), or None.",
-        )
-        require(
-            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-            f"betas must be two numbers in [0, 1), not {self.betas}.",
-        )
+        least, most, warmup, cosine = self.min_learning_rate, self.learning_rate, self.warmup_steps, self.cosine_steps
+        require(0 <= least <= most, f"min_learning_rate must be from 0 to learning_rate ({most}), not {least}.")
+        later = cosine is None or cosine > warmup
+        require(later, f"cosine_steps ({cosine}) must be above warmup_steps ({warmup}), or None.")
+        shares = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(shares, f"betas must be two numbers in [0, 1), not {self.betas}.")
 
 
 @dataclass(frozen=True)
@@ -161,9 +148,9 @@ class TrainConfig:
     checkpoint_interval: int = 500
     keep_checkpoints: int = 2
     """Latest checkpoints kept, besides the best by validation loss."""
-    checkpoints: Literal["whole", "sharded", "async"] = "whole"
-    """whole: one file, of which each process has all; sharded: a folder to which each process writes its part, async
-    while the training continues. All of them load on any number of processes."""
+    checkpoints: Literal["whole", "sharded"] = "whole"
+    """whole: one file, of which each process has all; sharded: a folder to which each process writes its part. Both
+    load on any number of processes."""
     keep_weights: bool = True
     """False: of a complete run only the metrics stay, neither checkpoints nor weights, as for a sweep of many runs."""
     device: str = "auto"
@@ -186,11 +173,6 @@ class TrainConfig:
         )
         require_path("data", self.data)
         require_seed(self.seed)
-        obstacle = self._strategy_obstacle()
-        require(obstacle is None, f"strategy={self.strategy} does not cover {obstacle}; choose another --strategy.")
-
-    def _strategy_obstacle(self) -> str | None:
-        """What of these settings their way of dividing the work does not cover."""
         sharded, ours = self.strategy in ("fsdp", "torch-fsdp2"), self.strategy == "fsdp"
         every = self.model.checkpoint_every
         obstacles = {
@@ -199,7 +181,8 @@ class TrainConfig:
             "compile": ours and self.compile,
             f"model.checkpoint_every={every} with ops=plain": ours and every is not None and self.ops == "plain",
         }
-        return next((name for name, present in obstacles.items() if present), None)
+        for obstacle, present in obstacles.items():
+            require(not present, f"strategy={self.strategy} does not cover {obstacle}; choose another --strategy.")
 
     @property
     def tokens_per_step(self) -> int:
@@ -256,8 +239,8 @@ def check_fields(config: Any, positive: str = "", not_negative: str = "") -> Non
     hints = typing.get_type_hints(type(config))
     for name, hint in hints.items():
         value = getattr(config, name)
-        choices = [choice for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is Literal
-                   for choice in typing.get_args(part)]  # fmt: skip
+        parts = (hint, *typing.get_args(hint))
+        choices = [each for part in parts if typing.get_origin(part) is Literal for each in typing.get_args(part)]
         for item in value if isinstance(value, tuple) else (value,):
             require(not isinstance(item, float) or math.isfinite(item), f"{name} must be a finite number, not {item}.")
             known = not choices or item in choices
@@ -272,6 +255,15 @@ def check_fields(config: Any, positive: str = "", not_negative: str = "") -> Non
         require(value >= 0, f"{name} must not be negative, not {value}.")
 
 
+def _require_fields(kind: type, names: Iterable[str]) -> None:
+    """Raises `UserError` unless all names are of fields of the config `kind`."""
+    fields = [f.name for f in dataclasses.fields(kind)]
+    for name in names:
+        near = difflib.get_close_matches(str(name), fields, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(fields)}."
+        require(name in fields, f"{kind.__name__} has no field {name}; {meant}")
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """A config as nested plain dictionaries, ready for JSON or YAML."""
     return dataclasses.asdict(config)
@@ -280,10 +272,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(kind: type[Config], values: dict[str, Any]) -> Config:
     """Builds the config `kind` from (nested) dictionaries. Raises `UserError` on an unknown key or a wrong type."""
     require(isinstance(values, dict), f"{kind.__name__} needs a mapping of fields, not {values!r}.")
+    _require_fields(kind, values)
     hints = typing.get_type_hints(kind)
-    names = [f.name for f in dataclasses.fields(kind)]
-    unknown = [key for key in values if key not in names]
-    require(not unknown, f"{kind.__name__} has no field {', '.join(unknown)}; its fields are {', '.join(names)}.")
     return kind(**{key: _coerce(hints[key], value, f"{kind.__name__}.{key}") for key, value in values.items()})
 
 
@@ -311,9 +301,7 @@ def replace(config: Config, **changes: Any) -> Config:
     for key, value in changes.items():
         section, _, name = key.partition("__")
         (nested.setdefault(section, {}) if name else flat)[name or key] = value
-    names = {f.name for f in dataclasses.fields(config)}
-    unknown = [key for key in [*flat, *nested] if key not in names]
-    require(not unknown, f"{type(config).__name__} has no field {', '.join(unknown)}.")
+    _require_fields(type(config), [*flat, *nested])
     flat |= {section: replace(getattr(config, section), **values) for section, values in nested.items()}
     return dataclasses.replace(config, **flat)
 

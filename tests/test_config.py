@@ -24,9 +24,8 @@ from workbook.report.sizes import describe_size
 @pytest.mark.parametrize("size", MODEL_SIZES)
 def test_named_sizes_are_models(size):
     config = model_config(size, vocab_size=123, tie_embeddings=True)
-    assert (config.d_model, config.num_layers) == (MODEL_SIZES[size]["d_model"], MODEL_SIZES[size]["num_layers"])
+    assert {name: getattr(config, name) for name in MODEL_SIZES[size]} == MODEL_SIZES[size]
     assert (config.vocab_size, config.tie_embeddings) == (123, True)
-    assert config.d_k * config.num_heads == config.d_model
 
 
 def test_tables_name_the_handout_and_the_shape_of_a_size():
@@ -56,35 +55,24 @@ def test_configs_survive_json_and_are_frozen(config):
         setattr(config, dataclasses.fields(config)[0].name, None)
 
 
-FLOATS = [
-    (kind, field.name)
-    for kind in (ModelConfig, OptimizerConfig, GenerateConfig)
-    for field in dataclasses.fields(kind)
-    if "float" in str(field.type)
-]
-
-
-@pytest.mark.parametrize(("kind", "name"), FLOATS, ids=[name for _, name in FLOATS])
+@pytest.mark.parametrize("kind", [ModelConfig, OptimizerConfig, GenerateConfig])
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
-def test_numbers_are_finite(kind, name, number):
-    value = (number, 0.5) if name == "betas" else number
-    with pytest.raises(UserError, match=f"^{name} must (not )?be .*{number}"):
-        kind(**{name: value})
+def test_numbers_are_finite(kind, number):
+    names = [field.name for field in dataclasses.fields(kind) if "float" in str(field.type)]
+    for name in names:
+        with pytest.raises(UserError, match=f"^{name} must (not )?be .*{number}"):
+            kind(**{name: (number, 0.5) if name == "betas" else number})
 
 
-def test_whole_numbers_serve_as_floats():
-    config = from_dict(OptimizerConfig, {"learning_rate": 1, "max_grad_norm": None})
-    assert isinstance(config.learning_rate, float)
-    assert config.max_grad_norm is None
-
-
-def test_replace_makes_a_copy_and_reaches_into_sections():
+def test_replace_reaches_into_sections_and_whole_numbers_serve_as_floats():
     config = TrainConfig()
     changed = replace(config, seed=5, optimizer__learning_rate=3e-4, model__norm="post")
     assert (changed.seed, changed.optimizer.learning_rate, changed.model.norm) == (5, 3e-4, "post")
     assert config == TrainConfig()
     assert replace(config, batch_size=32, model__context_length=256).tokens_per_step == 8192
-    assert changed.optimizer.betas == config.optimizer.betas
+    ones = from_dict(OptimizerConfig, {"learning_rate": 1, "max_grad_norm": None})
+    assert isinstance(ones.learning_rate, float)
+    assert ones.max_grad_norm is None
 
 
 @pytest.mark.parametrize(
@@ -95,23 +83,26 @@ def test_replace_makes_a_copy_and_reaches_into_sections():
         (lambda: ModelConfig(num_layers=2.0), r"num_layers must be a positive whole number, not 2\.0\.$"),
         (lambda: ModelConfig(norm="layer"), r"norm must be one of pre, post, none, not 'layer'\.$"),
         (lambda: model_config("giant"), r"no model size 'giant'; choose one of tinystories, small"),
-        (lambda: model_config("smoke", d_modell=3), r"ModelConfig has no field d_modell; its fields are vocab_size"),
+        (lambda: model_config("smoke", d_modell=3), r"ModelConfig has no field d_modell; did you mean d_model\?$"),
         (lambda: OptimizerConfig(eps=0.0), r"eps must be positive, not 0\.0\.?$"),
-        (lambda: OptimizerConfig(eps=-1e-8), r"eps must be positive, not -1e-08\.?$"),
         (lambda: GenerateConfig(top_p=1.5), r"top_p must be in \(0, 1\], not 1\.5\.$"),
         (lambda: GenerateConfig(seed=2**63), "seed must be a whole number from 0 to"),
         (lambda: from_dict(ModelConfig, {"rope_theta": 10**400}), "rope_theta must be a finite number"),
         (lambda: from_dict(ModelConfig, {"num_layers": True}), "num_layers must be of type int"),
-        (lambda: from_dict(TrainConfig, {"optimiser": {}}), r"TrainConfig has no field optimiser"),
-        (lambda: from_dict(TrainConfig, {"model": {"depth": 2}}), r"ModelConfig has no field depth"),
+        (
+            lambda: from_dict(TrainConfig, {"optimiser": {}}),
+            r"TrainConfig has no field optimiser; did you mean optimizer\?$",
+        ),
+        (
+            lambda: from_dict(TrainConfig, {"model": {"depth": 2}}),
+            r"ModelConfig has no field depth; its fields are vocab_size",
+        ),
         (lambda: from_dict(TrainConfig, {"steps": "10"}), r"TrainConfig\.steps must be of type int, not '10'\.$"),
         (lambda: from_dict(TrainConfig, {"model": 3}), r"ModelConfig needs a mapping of fields, not 3\.$"),
-        (lambda: from_dict(OptimizerConfig, {"betas": 0.9}), r"OptimizerConfig\.betas must be a list, not 0\.9\.$"),
-        (lambda: from_dict(OptimizerConfig, {"betas": [0.9]}), "betas must be two numbers in"),
         (lambda: from_dict(OptimizerConfig, {"betas": [0.9, "x"]}), "betas must be of type float, not 'x'"),
-        (lambda: replace(TrainConfig(), speed=1), r"TrainConfig has no field speed\.$"),
-        (lambda: replace(TrainConfig(), model__width=1), r"ModelConfig has no field width\.$"),
-        (lambda: replace(TrainConfig(), modell__d_model=1), r"TrainConfig has no field modell\.$"),
+        (lambda: replace(TrainConfig(), model__width=1), "ModelConfig has no field width"),
+        (lambda: replace(TrainConfig(), modell__d_model=1), r"TrainConfig has no field modell; did you mean model\?$"),
+        (lambda: TrainConfig(strategy="fsdp", optimizer=OptimizerConfig(name="muon")), "does not cover optimizer.name"),
     ],
 )
 def test_bad_values_get_one_sentence(build, sentence):
