@@ -31,7 +31,8 @@ def load_gpt2(folder: str | os.PathLike | None = None, *, download: bool = True)
     that the variable LMCORE_GPT2 names, in `data/gpt2`, and in the user's cache, into which it downloads them at last,
     unless `download` is false. Raises `UserError` if they are nowhere, or are not GPT-2's.
     """
-    encoder, merges = _find(folder, download)
+    named = folder or os.environ.get(FOLDER_VARIABLE)
+    encoder, merges = find_files(named) if named else _find(download)
     tokenizer = Tokenizer.from_files(encoder, merges, [END_OF_TEXT])
     require(
         tokenizer.fingerprint == GPT2_FINGERPRINT,
@@ -40,11 +41,9 @@ def load_gpt2(folder: str | os.PathLike | None = None, *, download: bool = True)
     return tokenizer
 
 
-def _find(folder: str | os.PathLike | None, download: bool) -> tuple[Path, Path]:
+def _find(download: bool) -> tuple[Path, Path]:
     import pooch
 
-    if named := folder or os.environ.get(FOLDER_VARIABLE):
-        return find_files(named)
     cache = Path(pooch.os_cache("lmcore")) / "gpt2"
     for place in (DEFAULT_FOLDER, cache):
         with suppress(UserError):
@@ -60,16 +59,23 @@ def _find(folder: str | os.PathLike | None, download: bool) -> tuple[Path, Path]
 
 def describe_tokenizer(tokenizer: Tokenizer | str | os.PathLike) -> str:
     """What makes two tokenizers the same before one of them is trained or downloaded."""
-    if isinstance(tokenizer, str | os.PathLike):
-        if is_specification(tokenizer):
-            return str(tokenizer)
-        tokenizer = load_tokenizer(Path(tokenizer))
-    return tokenizer.fingerprint
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer.fingerprint
+    return str(tokenizer) if is_specification(tokenizer) else load_tokenizer(tokenizer).fingerprint
 
 
 def is_specification(tokenizer: str | os.PathLike) -> bool:
     """Whether this is `gpt2` or `bpe:…` and not a folder."""
     return isinstance(tokenizer, str) and (tokenizer == "gpt2" or tokenizer.startswith("bpe:"))
+
+
+def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
+    """A saved tokenizer, or GPT-2's from its two files."""
+    require(
+        Path(folder).is_dir(),
+        f"There is no tokenizer folder {folder}; name one, or use gpt2, or bpe:10000 to train one.",
+    )
+    return Tokenizer.load(folder)
 
 
 def tokenizer_for(
@@ -82,34 +88,24 @@ def tokenizer_for(
 
     `gpt2`: GPT-2's own. `bpe:10000`: a byte-level BPE with that many tokens, trained on the training split of
     `source`, whose text may be gathered in `work_folder` (None: the system's folder for temporary files). Anything
-    else: a folder with a saved tokenizer, or with files in GPT-2's format, `encoder.json` and `vocab.bpe` or
-    `vocab.json` and `merges.txt`.
+    else: a folder with a saved tokenizer, or with files in GPT-2's format.
     """
     if not is_specification(specification):
-        return load_tokenizer(Path(specification))
+        return load_tokenizer(specification)
     if specification == "gpt2":
         return load_gpt2()
-    size = specification.removeprefix("bpe:")
+    size = str(specification).removeprefix("bpe:")
     require(
         size.isdecimal() and int(size) > 256,
         f"A tokenizer to be trained is bpe: and its vocabulary size above 256, such as bpe:10000, not {specification}.",
     )
     corpus = open_corpus(source) if isinstance(source, str | os.PathLike) else source
-    if isinstance(corpus, TextCorpus) and corpus.valid_files:  # the files are the training split, as they are
-        return Tokenizer(*train_bpe(corpus.train_files, int(size), [END_OF_TEXT]), [END_OF_TEXT])
     with temporary_folder("training-text-", work_folder) as temporary:
-        path = temporary / "train.txt"
-        with open(path, "wb") as file:
-            for piece in corpus.documents("train"):
-                file.write(piece.text.encode())
-                if piece.ends_document:
-                    file.write(f"\n{END_OF_TEXT}\n".encode())
-        return Tokenizer(*train_bpe(path, int(size), [END_OF_TEXT]), [END_OF_TEXT])
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """A saved tokenizer, or GPT-2's from its two files."""
-    require(
-        folder.is_dir(), f"There is no tokenizer folder {folder}; name one, or use gpt2, or bpe:10000 to train one."
-    )
-    return Tokenizer.load(folder)
+        paths: tuple[Path, ...] = (temporary / "train.txt",)
+        if isinstance(corpus, TextCorpus) and corpus.valid_files:
+            paths = corpus.train_files  # are the training split, as they are
+        else:
+            with open(paths[0], "wb") as file:
+                for text, ends_document in corpus.documents("train"):
+                    file.write(f"{text}\n{END_OF_TEXT}\n".encode() if ends_document else text.encode())
+        return Tokenizer(*train_bpe(paths, int(size), [END_OF_TEXT]), [END_OF_TEXT])
