@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from job_projects import command
 
-from workbook.cli import main
 from lmcore.files import write_json
+from workbook.cli import main
 from workbook.jobs.requeue import requeue
 from workbook.jobs.status import last_line
 
@@ -51,16 +51,22 @@ def test_it_joins_squeue_sacct_logs_and_metrics(tmp_path, monkeypatch, capsys):
     assert "Slurm does not answer (squeue: slurm_load_jobs error: Unable" in capsys.readouterr().out
 
 
-def test_an_array_is_one_row_and_one_for_each_task_that_needs_a_look(tmp_path, monkeypatch, capsys):
+def test_the_tasks_of_an_array_have_their_own_logs(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     submit(out, ("7", "rates"), log="_*")
     (out / "jobs" / "rates-7_1.log").write_text("lmcore: no luck\n")
-    lines = ["7_0|COMPLETED|None", "7_1|FAILED|NonZeroExitCode", "7_2|RUNNING|None", "7_3|PENDING|JobArrayTaskLimit"]
+    lines = [
+        "7_0|COMPLETED|None",
+        "7_1|FAILED|NonZeroExitCode",
+        "7_2|RUNNING|None",
+        "7_[3-5%2]|PENDING|JobArrayTaskLimit",
+    ]
     command(tmp_path, "squeue", "\n".join(f"echo '{line}'" for line in lines), monkeypatch)
     assert shown(capsys, out) == [
-        ["7", "rates", "running", "1 completed, 1 failed, 1 running, 1 pending, JobArrayTaskLimit"],
+        ["7_0", "rates", "completed"],
         ["7_1", "rates", "failed", f"lmcore: no luck (log: {out}/jobs/rates-7_1.log)"],
         ["7_2", "rates", "running"],
+        ["7_[3-5%2]", "rates", "pending", "JobArrayTaskLimit"],
     ]
 
 

@@ -9,7 +9,6 @@ import re
 import subprocess
 import zipfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
@@ -47,43 +46,32 @@ SECRETS = {
 """What keys look like. The last is one of Weights & Biases, 40 hexadecimal digits, where it is given to a key."""
 
 
-@dataclass
-class Handin:
-    """What was handed in, and what was not."""
-
-    files: list[Path]
-    """Files of the project in code.zip, relative to the project."""
-    left_out: dict[str, list[str]]
-    """Names of what was left out, by the reason."""
-    notes: list[str]
-    """Sentences on what the hand-in lacks."""
-    written: list[Path] = field(default_factory=list)
-    """Files of the hand-in."""
-
-
-def make_handin(project: Path, out: Path, to: Path, names: Names = "cse599o", incomplete: bool = False) -> Handin:
+def make_handin(project: Path, out: Path, to: Path, names: Names = "cse599o", incomplete: bool = False) -> list[str]:
     """Writes the hand-in of the workbook executed in `out` into the folder `to`; with `incomplete` what there is of it.
 
-    Raises `UserError`, before anything is written, where the writeup is missing, older than its notebooks or reports a
+    Returns lines on what was written, what of the project was left out and why, and what the hand-in lacks. Raises
+    `UserError`, before anything is written, where the writeup is missing, older than its notebooks or reports a
     failure, and where a file holds what looks like a key.
     """
     notes = writeup_faults(out)
     require(incomplete or not notes, f"{''.join(notes[:1])} To hand in what there is, say --incomplete.")
-    done = Handin(*project_files(project, excluded=(out, to)), notes)
-    refuse_secrets(project / file for file in done.files)
+    files, left_out = project_files(project, excluded=(out, to))
+    refuse_secrets(project / file for file in files)
     curve = next((out / "figures" / name for name in LEARNING_CURVES if (out / "figures" / name).is_file()), None)
     if curve is None:
         notes.append(f"There is no learning curve ({' or '.join(LEARNING_CURVES)}) in {out / 'figures'}.")
-    sources = {name.as_posix(): project / name for name in done.files} | ({CURVE_NAME: curve} if curve else {})
+    sources = {name.as_posix(): project / name for name in files} | ({CURVE_NAME: curve} if curve else {})
     copies = dict.fromkeys(PDF_NAMES.values()) | {PDF_NAMES[names]: out / "writeup" / "answers.pdf", CURVE_NAME: curve}
+    lines = []
     for name, source in {CODE_NAME: project, **copies}.items():
         if source is None or not source.exists():
             (to / name).unlink(missing_ok=True)  # of an earlier hand-in
             continue
         with atomic_write(to / name) as file:
             write_zip(file, sources) if name == CODE_NAME else file.write(source.read_bytes())
-        done.written.append(to / name)
-    return done
+        lines.append(f"{to / name}: {(to / name).stat().st_size / 1e6:.2f} MB")
+    lines += [f"Left out, {reason}: {', '.join(found)}" for reason, found in sorted(left_out.items())]
+    return lines + [f"Note: {note}" for note in notes]
 
 
 def project_files(project: Path, excluded: Iterable[Path] = ()) -> tuple[list[Path], dict[str, list[str]]]:
@@ -151,10 +139,3 @@ def newest_writeup(runs: Path) -> Path:
     found = list(runs.glob("*/writeup/answers.pdf"))
     require(bool(found), f"No workbook has left a writeup in {runs}: run `make workbook` first, or name its folder.")
     return max(found, key=lambda path: path.stat().st_mtime).parents[1]
-
-
-def describe(done: Handin) -> str:
-    """What went in, what was left out and why, and what is missing, as lines."""
-    lines = [f"{path}: {path.stat().st_size / 1e6:.2f} MB" for path in done.written]
-    lines += [f"Left out, {reason}: {', '.join(names)}" for reason, names in sorted(done.left_out.items())]
-    return "\n".join([*lines, *(f"Note: {note}" for note in done.notes)])

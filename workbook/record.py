@@ -122,7 +122,7 @@ def read_record(out: str | os.PathLike) -> dict[str, Any]:
         record = read_notebook_record(out, name)
         if record is None or (record.scale, record.data) != (plan["scale"], plan["data"]):
             record = NotebookRecord(name)
-        if record.state == "running" and not is_held(out, name):
+        if record.state == "running" and not is_locked(lock_file(out, name)):
             record.state = "stopped"
         records.append(dataclasses.asdict(record))
     return {"scale": plan["scale"], "data": plan["data"], "notebooks": records}
@@ -156,8 +156,3 @@ def holding(out: Path, names: Sequence[str]) -> Iterator[None]:
             busy = f"Another process is running notebook {name} in {out}; wait for it or choose another OUT."
             stack.enter_context(locked(lock_file(out, name), busy, LOCK_SECONDS))
         yield
-
-
-def is_held(out: Path, name: str) -> bool:
-    """Whether a process runs the notebook at this moment."""
-    return is_locked(lock_file(out, name))

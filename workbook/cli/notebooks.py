@@ -107,9 +107,9 @@ def handin(
         names: cse599o: code.zip and answers.pdf; cs336: code.zip and writeup.pdf.
         incomplete: Also where the writeup is missing, out of date or reports a failure.
     """
-    from workbook.handin import describe, make_handin, newest_writeup
+    from workbook.handin import make_handin, newest_writeup
     from workbook.parameters import find_project
 
     project = find_project()
-    print(describe(make_handin(project, out or newest_writeup(project / "runs"), to, names, incomplete)))
+    print("\n".join(make_handin(project, out or newest_writeup(project / "runs"), to, names, incomplete)))
     return 0

@@ -56,7 +56,7 @@ def sbatch(arguments: Sequence[str], project: Path, environment: Mapping[str, st
 
 
 def ask(jobs: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """State and, of a job that waits, reason of those of these jobs that Slurm still knows; arrays task by task.
+    """State and, of a job that waits, reason of those of these jobs that Slurm still knows, task by task.
 
     sacct, where there is accounting, is asked for those that squeue has forgotten. Raises `UserError` where Slurm does
     not answer.
@@ -64,7 +64,7 @@ def ask(jobs: Sequence[str]) -> dict[str, tuple[str, str]]:
     answer = ""
     try:
         if jobs:
-            answer = call("squeue", "-h", "--array", "--states=all", "--format=%i|%T|%r", f"--jobs={','.join(jobs)}")
+            answer = call("squeue", "-h", "--states=all", "--format=%i|%T|%r", f"--jobs={','.join(jobs)}")
     except UserError as error:
         if "Invalid job id" not in str(error):  # that is what it says where it knows none of them
             raise

@@ -1,8 +1,7 @@
 """`workbook status`: the jobs of output folders by squeue and sacct, what they print, and the last line of metrics."""
 
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,9 +13,6 @@ from workbook.jobs.submit import submitted
 TAIL_BYTES = 1 << 16
 """So much of the end of a log is read."""
 
-Row = tuple[str, str, str, str]
-"""Id, name, state, and what the job waits for, counts, or printed last."""
-
 
 def status(outs: Sequence[Path]) -> str:
     """The jobs of the output folders and the training runs that go on there, as text for the terminal."""
@@ -27,37 +23,26 @@ def status(outs: Sequence[Path]) -> str:
         states, lines = None, [f"Slurm does not answer ({str(error).rstrip('.')}): the states are unknown."]
     for out, found in jobs.items():
         lines += ["", str(out)]
-        for id, name, state, words in (row for job in found for row in rows_of(job, states)):
-            lines.append(f"  {id:<12} {name:<16} {state:<14} {words}".rstrip())
+        for job in found:
+            rows = rows_of(job, states)
+            lines += [f"  {id:<12} {job['name']:<16} {state:<14} {words}".rstrip() for id, state, words in rows]
         lines += [f"  training {words}" for words in training(out)]
     return "\n".join(lines).strip()
 
 
-def rows_of(job: Mapping[str, str], states: Mapping[str, tuple[str, str]] | None) -> list[Row]:
-    """A row for a job; of an array one for all of it, then one for each task that runs or did not end well.
+def rows_of(job: Mapping[str, str], states: Mapping[str, tuple[str, str]] | None) -> Iterator[tuple[str, str, str]]:
+    """Id, state, and why it waits or what it printed last: of a job, or of the tasks of an array.
 
     The state is Slurm's word; "ended" if Slurm does not know the job any more, "unknown" if `states` are (None).
     """
-    id, name = job["id"], job["name"]
-    if states is None or not any(task.partition("_")[0] == id for task in states):
-        return [(id, name, "unknown" if states is None else "ended", last_line(job["log"]))]
-    if id in states:
-        return [row(id, name, *states[id], job["log"])]
-    tasks = {task: state for task, state in states.items() if task.partition("_")[0] == id}
-    counts = Counter(state for state, _ in tasks.values())
-    waits = {reason for state, reason in tasks.values() if state == "pending"}
-    words = ", ".join([*(f"{count} {state}" for state, count in counts.most_common()), *sorted(waits)])
-    single = {task: found for task, found in tasks.items() if found[0] not in ("pending", "completed")}
-    whole = "ended" if ENDED.issuperset(counts) else "running" if "running" in counts else "pending"
-    logs = {task: job["log"].replace("*", task.partition("_")[2]) for task in single}
-    return [(id, name, whole, words), *(row(task, name, *found, logs[task]) for task, found in single.items())]
-
-
-def row(id: str, name: str, state: str, reason: str, log: str) -> Row:
-    """The row of a job, or a task, that Slurm knows."""
-    if state not in ("pending", "completed"):
-        reason = last_line(log) + (f" (log: {log})" if state in ENDED else "")
-    return id, name, state, "" if state == "completed" else reason
+    own = {id: found for id, found in (states or {}).items() if id.partition("_")[0] == job["id"]}
+    if not own:
+        yield job["id"], "unknown" if states is None else "ended", last_line(job["log"])
+    for id, (state, reason) in own.items():
+        log = job["log"].replace("*", id.partition("_")[2])
+        if state not in ("pending", "completed"):
+            reason = last_line(log) + (f" (log: {log})" if state in ENDED else "")
+        yield id, state, "" if state == "completed" else reason
 
 
 def last_line(log: str) -> str:
