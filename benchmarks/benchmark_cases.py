@@ -2,15 +2,19 @@
 
 import importlib
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lmcore.device import select_device
-from lmcore.profiling.kernels.measuring import Contestant, race
+from lmcore.errors import UserError
+from lmcore.profiling.kernels.measuring import allocated, in_turns, relative_error
 from lmcore.profiling.peak_rates import peak_rates
+from lmcore.profiling.runner import ending
+from lmcore.profiling.timing import Timer
 from lmcore.provenance import environment
 
 CUDNN, FLASH = "SDPA cuDNN", "SDPA FlashAttention"
@@ -22,7 +26,6 @@ GENERATE, GRAPH = "HF generate, static cache", "HF static cache, compiled + CUDA
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 TOKENS = 16384
 """Tokens of an attention call by length: the batch shrinks as the sequences grow."""
-
 Rows = list[dict[str, Any]]
 
 
@@ -69,6 +72,28 @@ def perform(case: BenchmarkCase, conditions: Conditions) -> Rows:
     return getattr(importlib.import_module(module), function)(case, conditions)
 
 
+class Absent(UserError):
+    """A contestant that this machine or its software does not have; the message says why."""
+
+
+@dataclass
+class Contestant:
+    """Someone who is ready to do the work: inputs are made, code is compiled."""
+
+    run: Callable[[], Any]
+    reset: Callable[[], Any] | None = None
+    """Called, untimed, before every call of a contestant that continues from somewhere."""
+    results: Sequence[Tensor] | None = None
+    """What is held against the reference; None: what the first call returns."""
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def call(self) -> Any:
+        """One call, on fresh inputs where it matters."""
+        if self.reset is not None:
+            self.reset()
+        return self.run()
+
+
 def timed_rows(
     case: BenchmarkCase,
     conditions: Conditions,
@@ -77,25 +102,41 @@ def timed_rows(
     rate_unit: str,
     ideal: float | None,
     share_of: str,
-    **options: Any,
+    alone: bool = True,
+    reference: Sequence[Tensor] | None = None,
+    part: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Rows:
-    """Lets the contestants take turns (`race`, with its `options`); a row for each.
+    """Builds every contestant, holds `part` of its results against `reference`, and times all in turns; a row for each.
 
-    `amount` is what one call does, of `rate_unit` times seconds (TFLOP, GB or tokens); `ideal` the seconds of a call at
-    the whole of `share_of`. Times are in ms: the median, the first and the last decile; a share is from 0 to 1.
+    A contestant that cannot be built is a row that says why; for `alone` see `in_turns`. `amount` is what one call
+    does, of `rate_unit` times seconds (TFLOP, GB or tokens); `ideal` the seconds of a call at the whole of `share_of`.
+    Times are in ms: the median, the first and the last decile; a share is from 0 to 1; `peak_bytes` is memory beyond
+    what was there before (None off CUDA).
     """
-    rows = []
-    for name, result in race(builders, torch.device(conditions.device), conditions.seconds, **options).items():
-        rows.append(blank_row(case, name, result.outcome, result.reason))
-        if not result.seconds:
-            continue
-        median = statistics.median(result.seconds)
-        deciles = statistics.quantiles(result.seconds, n=10, method="inclusive")
-        rows[-1] |= {"median": median * 1e3, "low": deciles[0] * 1e3, "high": deciles[-1] * 1e3}
-        rows[-1] |= {"repeats": len(result.seconds), "peak_bytes": result.peak_bytes, "notes": result.notes}
-        rows[-1] |= {"rate": amount / median, "rate_unit": rate_unit}
-        rows[-1] |= {"share": None if ideal is None else ideal / median, "share_of": share_of}
-    return rows
+    timer, rows, ready = Timer(torch.device(conditions.device)), {}, {}
+    for name, build in builders.items():
+        try:
+            before, one = allocated(timer.device), build()
+            found = one.call()
+            timer.synchronize()
+            peak = torch.cuda.max_memory_allocated(timer.device) - before if timer.cuda else None
+            if reference is not None:
+                pairs = zip(one.results or map(part, found), reference, strict=True)
+                one.notes["relative_error"] = max(relative_error(*pair) for pair in pairs)
+            one.results = None
+        except (ImportError, UserError) as error:
+            rows[name] = blank_row(case, name, "absent", str(error))
+        except Exception as error:
+            rows[name] = blank_row(case, name, *ending(error))
+        else:
+            ready[name] = one.run, one.reset
+            rows[name] = blank_row(case, name, "complete", None) | {"peak_bytes": peak, "notes": one.notes}
+    for name, seconds in in_turns(ready, timer, conditions.seconds, alone).items():
+        median, deciles = statistics.median(seconds), statistics.quantiles(seconds, n=10, method="inclusive")
+        rows[name] |= {"median": median * 1e3, "low": deciles[0] * 1e3, "high": deciles[-1] * 1e3}
+        rows[name] |= {"repeats": len(seconds), "rate": amount / median, "rate_unit": rate_unit}
+        rows[name] |= {"share": None if ideal is None else ideal / median, "share_of": share_of}
+    return [*rows.values()]
 
 
 def blank_row(case: BenchmarkCase, contestant: str, outcome: str, reason: str | None) -> dict[str, Any]:

@@ -4,14 +4,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from benchmark_cases import CUDNN, FLASH, OURS, BenchmarkCase, Conditions, Rows, timed_rows
+from benchmark_cases import CUDNN, FLASH, OURS, Absent, BenchmarkCase, Conditions, Contestant, Rows, timed_rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lmcore.fast.kernels.cross_entropy import linear_cross_entropy
 from lmcore.profiling.kernels import cases, optimizer
-from lmcore.profiling.kernels.measuring import Absent, Contestant
 
 CHECKED_COLUMNS = 64
 """Gradients of so many features are compared."""
@@ -47,25 +46,14 @@ def attention_by(name: str, length: int, device: torch.device, conditions: Condi
     """A contestant's causal attention; None: the reference. Raises `Absent` for one that this device does not have."""
     if name in ATTENTION:
         return cases.ATTENTION[ATTENTION[name]]
-    if name in BACKENDS:
-        return partial(by_backend, BACKENDS[name])
     if device.type != "cuda":
-        raise Absent("FlexAttention is measured compiled for a GPU.")
+        raise Absent(f"{name} is measured on a GPU.")
+    if name in BACKENDS:
+        return sdpa_kernel(BACKENDS[name])(partial(F.scaled_dot_product_attention, is_causal=True))
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     mask = create_block_mask(lambda b, h, query, key: query >= key, None, None, length, length, device=str(device))
     return partial(conditions.compiled(flex_attention), block_mask=mask)
-
-
-def by_backend(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's attention by one of its back ends. Raises `Absent` if that does not serve these inputs."""
-    try:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    except RuntimeError as error:
-        if "No available kernel" in str(error) or "No viable backend" in str(error):
-            raise Absent("PyTorch has no such kernel for these inputs on this device.") from error
-        raise
 
 
 def loss(case: BenchmarkCase, conditions: Conditions) -> Rows:

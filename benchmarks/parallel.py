@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tyro
+from benchmark_cases import Absent
 from peers import hugging_face
 from steps import bound, captured, peer_step
 from torch import Tensor, nn
@@ -44,7 +45,6 @@ from lmcore.distributed.collectives import registered_memory, use_all_channels
 from lmcore.errors import require
 from lmcore.files import read_json, write_json
 from lmcore.model import TransformerLM
-from lmcore.profiling.kernels.measuring import Absent
 from lmcore.profiling.nsys.torch_trace import read_torch_trace
 from lmcore.profiling.nsys.trace import occupied
 from lmcore.profiling.plausible import refusal
@@ -60,14 +60,9 @@ WORKS = {
 """Model size, context, and sequences of each rank or in all."""
 
 LMCORE = {
-    "lmcore explicit step, ddp": {"ops": "fused", "strategy": "ddp"},
-    "lmcore explicit step, zero1": {"ops": "fused", "strategy": "zero1"},
-    "lmcore explicit step, fsdp": {"ops": "fused", "strategy": "fsdp"},
+    **{f"lmcore explicit step, {way}": {"ops": "fused", "strategy": way} for way in ("ddp", "zero1", "fsdp")},
     "lmcore explicit step, fsdp, recomputing": {"ops": "fused", "strategy": "fsdp", "model__checkpoint_every": 1},
-    "lmcore ddp": {"strategy": "ddp"},
-    "lmcore zero1": {"strategy": "zero1"},
-    "lmcore fsdp": {"strategy": "fsdp"},
-    "lmcore torch-fsdp2": {"strategy": "torch-fsdp2"},
+    **{f"lmcore {way}": {"strategy": way} for way in ("ddp", "zero1", "fsdp", "torch-fsdp2")},
 }
 """Our contestants, as `lmcore train` has them."""
 

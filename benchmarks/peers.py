@@ -9,9 +9,6 @@ from torch import Tensor, nn
 from lmcore.config import ModelConfig
 from lmcore.model import TransformerLM
 
-Logits = Callable[[Tensor], Tensor]
-"""Of (B, T) token ids."""
-
 NAMES = {
     "token_embeddings.": "model.embed_tokens.", "layers.": "model.layers.", "ln_final.": "model.norm.",
     ".attn.output_proj.": ".self_attn.o_proj.", ".attn.": ".self_attn.",
@@ -61,8 +58,9 @@ def halves(weight: Tensor, num_heads: int) -> Tensor:
     return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
 
-def hugging_face(source: TransformerLM) -> tuple[nn.Module, Logits]:
-    """`LlamaForCausalLM` with the weights of `source`. Raises ImportError where transformers is not installed.
+def hugging_face(source: TransformerLM) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """`LlamaForCausalLM` with the weights of `source`, and its logits of (B, T) token ids. Raises ImportError without
+    transformers.
 
     SDPA is told that it is causal, instead of given a mask: under torch.compile the library writes a mask out, and
     PyTorch then has to pass over its fastest kernels.

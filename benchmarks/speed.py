@@ -17,7 +17,6 @@ from benchmark_cases import BenchmarkCase, Conditions, Rows, all_cases, blank_ro
 
 from lmcore.errors import UserError, require
 from lmcore.files import read_json, write_json
-from lmcore.profiling.kernels.speed import fastest, rows_table
 from lmcore.profiling.runner import run_apart
 
 SECONDS, LIMIT = 2.5, 300.0
@@ -25,11 +24,7 @@ SECONDS, LIMIT = 2.5, 300.0
 
 
 def main(
-    out: Path = Path("results/h200/speed.json"),
-    only: tuple[str, ...] = (),
-    device: str = "auto",
-    toy: bool = False,
-    again: bool = False,
+    out: Path = Path("results/h200/speed.json"), only: tuple[str, ...] = (), device: str = "auto", toy: bool = False
 ) -> None:
     """Measures, prints and writes.
 
@@ -38,7 +33,6 @@ def main(
         only: groups (step, attention, optimizer, loss, decode, memory) or cases by name.
         device: auto, cuda, cuda:N, mps or cpu.
         toy: small sizes, nothing compiled: to try the command; its times mean nothing.
-        again: measure cases anew that the file holds.
     """
     every = toy_cases() if toy else all_cases()
     known = {case.group for case in every} | {case.row for case in every}
@@ -47,15 +41,14 @@ def main(
     result: dict[str, Any] = {"provenance": {}, "peak_rates": {}, "toy": toy, "runs": [], "rows": []}
     if out.exists():
         result = read_json(out)
-        require(
-            result.get("toy") == toy, f"{out} does not hold {'toy' if toy else 'real'} sizes: choose another --out."
-        )
+        sizes = "toy" if toy else "real"
+        require(result["toy"] == toy, f"{out} does not hold {sizes} sizes: choose another --out.")
     result["targets"] = [] if toy else targets()
-    outcome, place = run_apart(examined, (device, toy), timeout=None)
+    outcome, place = run_apart(examined, (device, toy))
     require(outcome == "complete", f"The device cannot be examined: {place}")
     here, others = place["environment"].get("device"), {run["environment"].get("device") for run in result["runs"]}
     require(others <= {here}, f"{out} holds measurements of another device than {here}: choose another --out.")
-    done = set() if again else {name for run in result["runs"] for name in run["cases"]}
+    done = {name for run in result["runs"] for name in run["cases"]}
     result["runs"].append(place | {"cases": []})
     conditions = Conditions(place["device"], toy, 0.05 if toy else SECONDS, place["peak_rates"])
     for case in every:
@@ -66,36 +59,22 @@ def main(
             rows = [blank_row(case, "all", outcome, rows)]
         keep(result, case, rows)
         write_json(out, result)
-        show(rows)
+        for row in rows:
+            found = f"{row['outcome']}: {row['reason']}" if row["median"] is None else f"{row['median']:.3f} ms"
+            print(f"{case.row}: {row['contestant']}: {found}", flush=True)
     print(f"all in {out}; `python results/tables.py` makes the tables")
 
 
 def keep(result: dict[str, Any], case: BenchmarkCase, rows: Rows) -> None:
     """Puts the rows of a case into the result in the place of earlier ones; the case is done if any is complete.
 
-    `run` of a row is the place of its run, with commit, machine and peak rates, in the result's `runs`. Rows that hold
-    no measurement do not take the place of some that do.
+    `run` of a row is the place of its run, with commit, machine and peak rates, in the result's `runs`.
     """
-    others = [row for row in result["rows"] if row["row"] != case.row]
-    earlier, run = [row for row in result["rows"] if row["row"] == case.row], result["runs"][-1]
+    others, run = [row for row in result["rows"] if row["row"] != case.row], result["runs"][-1]
     if any(row["outcome"] == "complete" for row in rows):
         run["cases"].append(case.row)
         result |= {"provenance": run["environment"], "peak_rates": run["peak_rates"]}
-    elif any(row["outcome"] == "complete" for row in earlier):
-        return
     result["rows"] = others + [row | {"run": len(result["runs"]) - 1} for row in rows]
-
-
-def show(rows: Rows) -> None:
-    """Prints each contestant's time beside that of the best peer."""
-    table = rows_table(rows)
-    peer = fastest(table[table["peer"]])
-    for row in rows:
-        found = f"{row['outcome']}: {row['reason']}"
-        if row["outcome"] == "complete":
-            found = f"{row['median']:.3f} ms ({row['low']:.3f} to {row['high']:.3f})"
-            found += "" if peer is None else f", {peer['median'] / row['median']:.2f} times as fast as the best peer"
-        print(f"{row['row']}: {row['contestant']}: {found}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmark_cases import OURS, BenchmarkCase, Conditions, Rows, blank_row, timed_rows
+from benchmark_cases import OURS, Absent, BenchmarkCase, Conditions, Contestant, Rows, blank_row, timed_rows
 from peers import hugging_face
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,7 +17,6 @@ from lmcore.errors import require
 from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.profiling.cases import WorkloadConfig
-from lmcore.profiling.kernels.measuring import Absent, Contestant
 from lmcore.profiling.plausible import refusal
 from lmcore.train import training_step
 

@@ -53,7 +53,6 @@ def main(
     out: Path = HERE / "results" / "h200" / "trees.json",
     toy: bool = False,
     rounds: int = 25,
-    only: tuple[str, ...] = (),
 ) -> None:
     """Compares every case, prints and writes after each.
 
@@ -62,7 +61,6 @@ def main(
         out: the JSON file to write.
         toy: small sizes, to try the command.
         rounds: turns of each tree.
-        only: some of the cases, by name.
     """
     from lmcore.files import write_json
     from lmcore.provenance import environment
@@ -71,8 +69,6 @@ def main(
     commit = subprocess.run(["git", "-C", old, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout
     result: dict[str, Any] = {"provenance": here, "old": commit.strip(), "new": here["git_commit"], "cases": {}}
     for name, settings in (TOY if toy else CASES).items():
-        if only and name not in only:
-            continue
         row = result["cases"][name] = {"settings": settings} | compare(name, settings, old.resolve(), rounds)
         write_json(out, result)
         times = f"old {row['old_seconds'] * 1e3:.3f} ms, new {row['new_seconds'] * 1e3:.3f} ms"

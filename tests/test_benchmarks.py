@@ -13,7 +13,6 @@ import torch
 from lmcore.config import model_config
 from lmcore.errors import UserError
 from lmcore.model import TransformerLM
-from lmcore.profiling.kernels.measuring import Absent, Contestant
 from lmcore.profiling.kernels.speed import fastest, rows_table
 
 PROJECT = Path(__file__).parents[1]
@@ -23,7 +22,7 @@ sys.path[:0] = [str(PROJECT / "benchmarks"), str(PROJECT / "results")]
 
 import benchmark_cases  # noqa: E402
 import kernel_peers  # noqa: E402
-from benchmark_cases import OURS, BenchmarkCase, Conditions, blank_row, timed_rows  # noqa: E402
+from benchmark_cases import OURS, Absent, BenchmarkCase, Conditions, Contestant, blank_row, timed_rows  # noqa: E402
 from parallel import middle  # noqa: E402
 from peers import llama  # noqa: E402
 from speed import keep, main  # noqa: E402
@@ -39,17 +38,30 @@ def row(contestant: str, median: float | None, **fields) -> dict:
     return blank_row(CASE, contestant, "absent" if median is None else "complete", None) | times | fields
 
 
-def test_rates_and_shares_are_those_of_the_median():
-    def gone() -> Contestant:
-        raise Absent("not here")
+def ending(error: Exception):
+    def build() -> Contestant:
+        raise error
 
-    builders = {OURS: lambda: Contestant(lambda: torch.randn(1000)), "gone": gone}
-    ours, other = timed_rows(CASE, TOY, builders, 10.0, "things/s", 1e-6, "the best")
-    assert (ours["ours"], other["ours"]) == (True, False)
+    return build
+
+
+def test_rates_and_shares_are_those_of_the_median_and_every_end_is_a_row():
+    ends = {"gone": (Absent("not here"), "absent", "not here"), "big": (MemoryError("9 GB"), "out of memory", "9 GB")}
+    ends |= {"wrong": (ValueError("no"), "failed", "ValueError: no")}
+    builders = {
+        OURS: lambda: Contestant(lambda: [torch.randn(1000).abs() + 1]),
+        "twice": lambda: Contestant(lambda: [2 * torch.ones(1000)]),
+        **{name: ending(error) for name, (error, *_) in ends.items()},
+    }
+    rows = timed_rows(CASE, TOY, builders, 10.0, "things/s", 1e-6, "the best", reference=[torch.ones(1000)])
+    ours, twice, *others = rows
+    assert (ours["ours"], twice["ours"], twice["notes"]) == (True, False, {"relative_error": pytest.approx(1)})
     assert ours["low"] <= ours["median"] <= ours["high"]
     assert ours["rate"] == pytest.approx(10.0 / (ours["median"] / 1e3))
     assert ours["share"] == pytest.approx(1e-6 / (ours["median"] / 1e3))
-    assert (other["outcome"], other["reason"], other["median"]) == ("absent", "not here", None)
+    assert [(row["outcome"], row["reason"], row["median"]) for row in others] == [
+        (outcome, reason, None) for _, outcome, reason in ends.values()
+    ]
     assert list(ours) == [name for name in RECORDED["rows"][0] if name != "run"]
 
 
@@ -115,7 +127,7 @@ def test_speed_measures_checks_and_resumes(tmp_path, capsys, monkeypatch):
         if row["contestant"].startswith("lmcore"):
             assert row["outcome"] == "complete", row
             assert abs(row["notes"].get("fall_beside_first", 1) - 1) < 0.05, row
-    assert "times as fast as the best peer" in capsys.readouterr().out
+    assert "adamw: torch fused: " in capsys.readouterr().out
     for settings, reason in (
         ({"toy": False}, "does not hold real sizes"),
         ({"toy": True, "only": ("nonsense",)}, "no group or case"),
@@ -132,16 +144,14 @@ def test_an_update_that_does_nothing_has_an_error_of_one(monkeypatch):
     assert errors == {"torch fused": pytest.approx(1), OURS: pytest.approx(0, abs=1e-2)}
 
 
-def test_rows_know_their_run_and_a_failure_does_not_displace_a_measurement():
+def test_rows_know_their_run_and_take_the_place_of_a_failure():
     done, lost = ({"row": "work", "outcome": outcome} for outcome in ("complete", "failed"))
     result = {"rows": [], "runs": [], "provenance": {}, "peak_rates": {}}
-    for rows, expected, commit in (
-        ([lost], [lost | {"run": 0}], None), ([done], [done | {"run": 1}], 1), ([lost], [done | {"run": 1}], 1)
-    ):  # fmt: skip
-        result["runs"].append({"environment": {"commit": len(result["runs"])}, "peak_rates": {}, "cases": []})
+    for number, (rows, commit) in enumerate((([lost], None), ([done], 1))):
+        result["runs"].append({"environment": {"commit": number}, "peak_rates": {}, "cases": []})
         keep(result, CASE, rows)
-        assert (result["rows"], result["provenance"].get("commit")) == (expected, commit)
-    assert [run["cases"] for run in result["runs"]] == [[], ["work"], []]
+        assert (result["rows"], result["provenance"].get("commit")) == ([rows[0] | {"run": number}], commit)
+    assert [run["cases"] for run in result["runs"]] == [[], ["work"]]
 
 
 def command(*words) -> str:

@@ -151,18 +151,22 @@ def run_apart(function: Callable[..., Any], arguments: tuple, timeout: float | N
         receiver.close()
 
 
+def ending(error: BaseException) -> tuple[str, str]:
+    """The outcome that an error means, "out of memory" or "failed", and the reason in words."""
+    if isinstance(error, UserError):
+        return "failed", str(error)
+    if (reason := out_of_memory_reason(error)) is not None:
+        return "out of memory", reason
+    traceback.print_exception(error)
+    return "failed", f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
+
 def _report(sender: Connection, function: Callable[..., Any], arguments: tuple) -> None:
     begin_worker()
     try:
         answer = "complete", function(*arguments)
-    except UserError as error:
-        answer = "failed", str(error)
     except BaseException as error:
-        if (reason := out_of_memory_reason(error)) is not None:
-            answer = "out of memory", reason
-        else:
-            traceback.print_exc()
-            answer = "failed", f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+        answer = ending(error)
     with contextlib.suppress(BrokenPipeError):  # nobody waits any more: the runner was ended
         sender.send(answer)
     sender.close()

@@ -3,11 +3,9 @@
 Timing, parity and bytes moved all go through these cases.
 """
 
-import functools
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,13 @@ from lmcore.device import device_name, out_of_memory_reason, reset_peak_memory
 from lmcore.fast.kernels.attention import flash_attention
 from lmcore.fast.kernels.cross_entropy import linear_cross_entropy_gradients
 from lmcore.fast.kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward
-from lmcore.fast.kernels.rmsnorm.reference import rmsnorm_plain
 from lmcore.fast.kernels.rope import rope_
 from lmcore.fast.kernels.sdpa import fused_causal_attention
 from lmcore.fast.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.functional import cross_entropy, scaled_dot_product_attention, silu
-from lmcore.model import RotaryPositionalEmbedding, causal_mask
+from lmcore.model import RMSNorm, RotaryPositionalEmbedding, causal_mask
 from lmcore.profiling.kernels.bytes_moved import BytesMoved, moved_by
-from lmcore.profiling.kernels.measuring import DTYPES, Contestant, allocated, begin, with_gradients
+from lmcore.profiling.kernels.measuring import DTYPES, begin, call_bytes, with_gradients
 from lmcore.profiling.timing import Timer, timed_steps
 from lmcore.profiling.workload import Span, Workload, WorkloadConfig, no_span
 
@@ -53,8 +50,10 @@ class KernelCase:
     """Of its last results; none where the result is a scalar."""
     results: tuple[str, ...]
     """Names of what `run` returns."""
-    ours: Callable[[], Contestant]
-    """Builds our implementation, which returns what `run` returns."""
+    ours: Callable[[], Any]
+    """Our implementation, which returns what `run` returns."""
+    reset: Callable[[], Any] | None = None
+    """Called, untimed, before every call of `ours` if that works in place."""
     least_bytes: int = 0
     """What has to move: every input, result and gradient once (of attention: of the forward pass)."""
     flops: int = 0
@@ -80,12 +79,12 @@ class KernelCase:
         self.run()  # a mask is made once
         return moved_by(self.run)
 
-    def contestant(self, kind: str) -> Contestant:
-        """Ours ("fused"), the reference ("plain") or the compiled reference ("compiled")."""
-        if kind == "fused":
-            return self.ours()
-        compiled = torch.compile(self.reference, dynamic=False) if kind == "compiled" else None
-        return Contestant(partial(self.run, compiled))
+    def by(self, variant: str) -> Callable[[], Any]:
+        """The work by our implementation ("fused"), the reference ("plain") or the compiled one ("compiled")."""
+        if variant == "fused":
+            return self.ours
+        compiled = torch.compile(self.reference, dynamic=False) if variant == "compiled" else None
+        return partial(self.run, compiled)
 
 
 # Operations
@@ -102,20 +101,19 @@ def attention(
     *leaves, do = (torch.randn(shape, device=device).to(dtype).requires_grad_(i < 3) for i in range(4))
     length = shape[-2]
 
-    @functools.cache
+    @cache
     def mask(device: torch.device) -> Tensor | None:
         return causal_mask(length, length, device) if causal else None
 
     def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v, mask(q.device))
 
-    def ours() -> Contestant:
-        return Contestant(partial(with_gradients, lambda *qkv: attend(*qkv, causal), leaves, do))
-
+    ours = partial(with_gradients, lambda *qkv: attend(*qkv, causal), leaves, do)
     pairs = length * (length + 1) // 2 if causal else length**2
     flops = 2 * 2 * pairs * do.numel() // length  # a kernel need not compute the pairs that the mask takes away
     results = ("O", "dQ", "dK", "dV")
-    return KernelCase("attention", reference, tuple(leaves), (do,), results, ours, 4 * do.nbytes, flops)
+    sizes = {"least_bytes": 4 * do.nbytes, "flops": flops}
+    return KernelCase("attention", reference, tuple(leaves), (do,), results, ours, **sizes)
 
 
 def attention_layer(
@@ -138,8 +136,7 @@ def loss(
         return cross_entropy(x @ weight.T, targets)
 
     ours = partial(linear_cross_entropy_gradients, *(tensor.detach() for tensor in inputs), chunk_rows=chunk_rows)
-    name, results = "linear and cross-entropy", ("loss", "dx", "dW")
-    return KernelCase(name, reference, inputs, (), results, lambda: Contestant(ours))
+    return KernelCase("linear and cross-entropy", reference, inputs, (), ("loss", "dx", "dW"), ours)
 
 
 def elementwise(config: WorkloadConfig, device: torch.device) -> list[KernelCase]:
@@ -159,9 +156,11 @@ def elementwise(config: WorkloadConfig, device: torch.device) -> list[KernelCase
 def norm(x: Tensor, branch: Tensor, dy: Tensor) -> KernelCase:
     """The residual sum of two (N, D) tensors, and RMSNorm of it."""
     weight = (torch.rand(x.shape[1], device=x.device) + 0.5).requires_grad_()
+    layer = RMSNorm(x.shape[1], device=x.device)
 
     def reference(x: Tensor, weight: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
-        return rmsnorm_plain(x, weight, branch=branch)
+        total = x + branch
+        return total, torch.func.functional_call(layer, {"weight": weight}, (total,))
 
     def ours() -> tuple[Tensor, ...]:
         total, y, rstd = rmsnorm_forward(x, weight.detach(), branch=branch)
@@ -170,7 +169,7 @@ def norm(x: Tensor, branch: Tensor, dy: Tensor) -> KernelCase:
 
     inputs, moved = (x.clone().requires_grad_(), weight, branch), 7 * x.nbytes  # x, branch, sum, y; then sum, dy, dx
     name, results = "residual sum, RMSNorm", ("y", "dx", "dg")
-    return KernelCase(name, reference, inputs, (dy,), results, lambda: Contestant(ours), moved)
+    return KernelCase(name, reference, inputs, (dy,), results, ours, least_bytes=moved)
 
 
 def rotation(qkv: Tensor, num_heads: int, context_length: int) -> KernelCase:
@@ -185,19 +184,17 @@ def rotation(qkv: Tensor, num_heads: int, context_length: int) -> KernelCase:
     def reference(qk: Tensor) -> Tensor:
         return rope(qk.transpose(1, 2), positions).transpose(1, 2)
 
-    def ours() -> Contestant:
-        work, gradient = qkv.clone(), qkv.flip(0)
+    work, gradient = qkv.clone(), qkv.flip(0)
 
-        def run() -> tuple[Tensor, ...]:
-            rope_(work, rope.cos, rope.sin, context_length)
-            rope_(gradient, rope.cos, rope.sin, context_length, inverse=True)
-            return queries_and_keys(work), queries_and_keys(gradient)
-
-        return Contestant(run)
+    def ours() -> tuple[Tensor, ...]:
+        rope_(work, rope.cos, rope.sin, context_length)
+        rope_(gradient, rope.cos, rope.sin, context_length, inverse=True)
+        return queries_and_keys(work), queries_and_keys(gradient)
 
     leaf, gradients = queries_and_keys(qkv).detach().requires_grad_(), (queries_and_keys(qkv.flip(0)),)
     moved = 4 * leaf.nbytes  # in and out, twice
-    return KernelCase("RoPE of queries and keys", reference, (leaf,), gradients, ("qk", "dqk"), ours, moved)
+    name, results = "RoPE of queries and keys", ("qk", "dqk")
+    return KernelCase(name, reference, (leaf,), gradients, results, ours, least_bytes=moved)
 
 
 def gate(ab: Tensor, dh: Tensor) -> KernelCase:
@@ -207,12 +204,14 @@ def gate(ab: Tensor, dh: Tensor) -> KernelCase:
         a, b = ab.chunk(2, dim=-1)
         return silu(a) * b
 
-    def ours() -> Contestant:
-        work = ab.clone()
-        return Contestant(lambda: (swiglu_forward(work), swiglu_backward_(dh, work)), reset=lambda: work.copy_(ab))
+    work = ab.clone()
 
-    moved = (3 + 5) * dh.nbytes  # a, b, h; then dh, a, b, da, db
-    return KernelCase("SwiGLU's gate", reference, (ab.detach().requires_grad_(),), (dh,), ("h", "dab"), ours, moved)
+    def ours() -> tuple[Tensor, ...]:
+        return swiglu_forward(work), swiglu_backward_(dh, work)
+
+    inputs, moved = (ab.detach().requires_grad_(),), (3 + 5) * dh.nbytes  # a, b, h; then dh, a, b, da, db
+    reset = partial(work.copy_, ab)
+    return KernelCase("SwiGLU's gate", reference, inputs, (dh,), ("h", "dab"), ours, reset, least_bytes=moved)
 
 
 # Tasks of `lmcore.profiling.runner.run_cases`
@@ -246,30 +245,17 @@ def measure_attention_sizes(config: WorkloadConfig, folder: Path) -> dict[str, A
     return {"device": device_name(device), "rows": rows}
 
 
-def keep(kept: weakref.WeakSet[Tensor], tensor: Tensor) -> Tensor:
-    """Notes a saved tensor for as long as autograd holds it."""
-    saved = tensor.detach()  # an operation that saved its own result with its node would never be freed
-    kept.add(saved)
-    return saved
-
-
 def passes(shape: Sequence[int], config: WorkloadConfig, kind: str, timer: Timer) -> dict[str, Any]:
     """Seconds of attention's passes on random inputs of this shape, and the memory that lies between the two."""
     case = attention(shape, DTYPES[config.precision], timer.device)
     run = partial(scaled_dot_product_attention, mask=causal_mask(shape[-2], shape[-2], timer.device))
     run = run if kind == "plain" else lambda *qkv: ATTENTION[kind](*qkv, True)
     run = torch.compile(run, dynamic=False) if config.compile else run
-    run(*case.inputs)  # compiles
-    before, kept = allocated(timer.device), weakref.WeakSet()  # off CUDA what autograd holds is counted, by its storage
-    with torch.autograd.graph.saved_tensors_hooks(partial(keep, kept), lambda tensor: tensor):
-        output = run(*case.inputs)
-    timer.synchronize()
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
-    new = sum(size for place, size in storages.items() if place not in {x.data_ptr() for x in case.inputs})
-    saved = allocated(timer.device) - before if timer.cuda else new
+    forward = partial(run, *case.inputs)
+    saved, output = call_bytes(forward, timer.device)[1], forward()  # in this order: memory for one graph at a time
     backward = partial(torch.autograd.grad, output, case.inputs, case.gradients, retain_graph=True)
     return {
-        "forward": timer(partial(run, *case.inputs), least=config.steps)[0],
+        "forward": timer(forward, least=config.steps)[0],
         "backward": timer(backward, least=config.steps)[0],
         "both": timer(partial(case.run, run))[0],
         "saved_bytes": saved,
