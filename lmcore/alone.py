@@ -1,4 +1,4 @@
-"""A run of one process: the ranks that it has, and how it divides the work; both do the little that is left of them.
+"""A run of one process: its ranks, of which there is one, and its strategy, which divides nothing.
 
 `lmcore.distributed` has the others: `world.World`, several ranks, and `strategies` that divide the work.
 """
@@ -15,12 +15,16 @@ from torch.optim import Optimizer
 from lmcore.checkpoint import restore
 from lmcore.config import TrainConfig
 from lmcore.device import select_device
+from lmcore.errors import require
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer, gradient_clipping
 
 
 class OneRank:
-    """The ranks of a run that has one. Rank 0 writes the run folder; what holds for all is agreed by all, in order."""
+    """The ranks of a run that has one. Rank 0 writes the run folder; what holds for all is agreed by all, in order.
+
+    What several ranks do is made of `gather`, `checked` and `sum`.
+    """
 
     rank, size = 0, 1
 
@@ -41,17 +45,25 @@ class OneRank:
         """What each rank has, on all of them."""
         return [value]
 
-    def of_first(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns on rank 0, which alone calls it. A `UserError` of it ends all."""
-        return make()
-
     @contextmanager
     def checked(self) -> Iterator[None]:
         """A block in which what one rank refuses ends all: the first such rank raises its `UserError`, others exit."""
         yield
 
+    def of_first(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns on rank 0, which alone calls it. A `UserError` of it ends all."""
+        with self.checked():
+            value = make() if self.is_first else None
+        return self.gather(value)[0]
+
     def require_same(self, what: dict[str, Any]) -> None:
         """Raises `UserError` naming the fields in which the ranks differ, which must all have the same."""
+        everyone = self.gather(what)
+        with self.checked():
+            for rank, theirs in enumerate(everyone):
+                differing = [f"{key} ({everyone[0].get(key)} on rank 0, {theirs.get(key)} on rank {rank})"
+                             for key in everyone[0] if theirs.get(key) != everyone[0][key]]  # fmt: skip
+                require(not differing, f"The ranks were started with different settings: {', '.join(differing)}.")
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, in place, on the tensor's device."""
@@ -59,10 +71,7 @@ class OneRank:
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean over the ranks, in place."""
-        return tensor
-
-    def at_step(self, step: int) -> None:
-        """This rank has begun a step."""
+        return self.sum(tensor).div_(self.size)
 
     def before_exit(self, call: Callable[[Any], Any]) -> None:
         """What is to be called, with the reason, before another rank's end ends this process."""
@@ -92,6 +101,10 @@ class Alone:
         """Clips the gradients by the norm of all of them, and returns that norm."""
         return gradient_clipping(self.model.parameters(), self.config.optimizer.max_grad_norm or math.inf)
 
+    def stored(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """A parameter or a moment of one: a DTensor where this rank has a part of it, with the same memory."""
+        return tensor
+
     def weights(self, ranks: OneRank) -> dict[str, Any]:
         """The model's state dict as one process has it, on rank 0. Every rank calls it."""
         return self.model.state_dict()
@@ -103,19 +116,3 @@ class Alone:
     def load(self, content: dict[str, Any], optimizer: Optimizer, name: str) -> int:
         """Takes over what this rank keeps of a whole checkpoint; returns the iteration."""
         return restore(content, self.model, optimizer, name)
-
-    def whole(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        """All of a tensor, a parameter or a moment of one, of which this rank may have a part; every rank calls it."""
-        return tensor
-
-    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """What this rank keeps of a whole tensor."""
-        return whole
-
-    def shape(self, parameter: Tensor) -> torch.Size:
-        """The shape of the whole parameter."""
-        return parameter.shape
-
-    def stored(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        """A tensor as sharded checkpoints know it: a DTensor if it is a part; memory is shared."""
-        return tensor

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
@@ -217,7 +216,6 @@ class Trainer:
         if reason is not None and ranks.is_first:
             print(f"{run.name}: plain operations, as the fused step does not cover {reason}.", flush=True)
         self.state, self.saved_step = State(), 0
-        self.finish_saving: Callable[[bool], bool] | None = None
         self.peak_bytes: int | None = None  # of all steps so far: a CUDA graph's memory counts only when it is captured
         self.metrics, self.waits = AsyncMetrics(ranks.mean), device.type != "cuda"  # only a GPU computes on meanwhile
         self.line_step: int | None = None  # step of the metrics line whose numbers are on their way
@@ -239,7 +237,6 @@ class Trainer:
         part = part_of_batch(config.batch_size, ranks.rank, ranks.size)
         with prefetched(self.data.train, config, state.step, self.device, part) as batches:
             while state.step < config.steps and not ranks.agree(stop.is_set()):
-                ranks.at_step(state.step)
                 started = time.perf_counter()
                 inputs, targets = next(batches)
                 state.step += 1
@@ -259,13 +256,10 @@ class Trainer:
                         self.write_line(evaluate)
                 if save:
                     self.save()
-                elif log:
-                    self.end_save(wait=False)
         self.write_line()
         complete = state.step == config.steps
         if self.saved_step != state.step and (config.keep_weights or not complete):
             self.save()
-        self.end_save()
         return "complete" if complete else "interrupted"
 
     def fit(self, stop: StopEvent) -> RunResult:
@@ -279,7 +273,6 @@ class Trainer:
         try:
             return self._end(self.loop(stop))
         except Diverged as error:
-            self.end_save()
             return self._end("diverged", reason=str(error), diverged_at_step=error.step, lr=error.learning_rate)
         except SystemExit:
             self.run.write_status("failed", self.step, reason="Another rank has failed.")
@@ -407,24 +400,15 @@ class Trainer:
             "data_fingerprint": self.data.fingerprint,
         }
         path = self.run.checkpoint_file(self.step, form != "whole")
-        self.end_save()
         if form == "whole":
             weights, moments = strategy.weights(self.ranks), strategy.moments(optimizer, self.ranks)
             with self.ranks.checked():
                 if self.ranks.is_first:
                     save_states(model, weights, moments, self.step, path, extra)
         else:
-            begin = import_module(SHARDED).save_sharded
-            self.finish_saving = begin(strategy, optimizer, self.step, path, extra, self.ranks, form == "async")
-            self.end_save(wait=form != "async")
+            import_module(SHARDED).save_sharded(strategy, optimizer, self.step, path, extra, self.ranks)
         self.saved_step = self.step
         self._prune(self.config.keep_checkpoints)
-
-    def end_save(self, wait: bool = True) -> None:
-        """Brings a checkpoint that is written in the background to its end; with `wait` False if it is so far."""
-        if self.finish_saving is not None and self.finish_saving(wait):
-            self.finish_saving = None
-            self._prune(self.config.keep_checkpoints)
 
     def _save_best(self) -> None:
         if self.config.keep_weights:

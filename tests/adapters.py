@@ -6,7 +6,7 @@ Copy this file over `tests/adapters.py` of the course's repository, install lmco
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -28,6 +28,14 @@ def _loaded(module: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
     module = module.to(first.device, first.dtype)
     module.load_state_dict(dict(weights))
     return module
+
+
+# What has the course's parameters in the library, too
+run_scaled_dot_product_attention = functional.scaled_dot_product_attention
+run_gradient_clipping = optimizer.gradient_clipping
+run_get_lr_cosine_schedule = get_lr_cosine_schedule = optimizer.get_lr_cosine_schedule
+run_save_checkpoint, run_load_checkpoint = save_checkpoint, load_checkpoint
+get_tokenizer, run_train_bpe = Tokenizer, train_bpe
 
 
 def run_linear(d_in, d_out, weights, in_features):
@@ -59,11 +67,6 @@ def run_swiglu(d_model, d_ff, w1_weight, w2_weight, w3_weight, in_features):
 def run_softmax(in_features, dim):
     """`functional.softmax`."""
     return functional.softmax(in_features, dim)
-
-
-def run_scaled_dot_product_attention(Q, K, V, mask=None):
-    """`functional.scaled_dot_product_attention`; in the mask True lets a query attend."""
-    return functional.scaled_dot_product_attention(Q, K, V, mask)
 
 
 def run_rope(d_k, theta, max_seq_len, in_query_or_key, token_positions):
@@ -115,11 +118,6 @@ def run_cross_entropy(inputs, targets):
     return functional.cross_entropy(inputs, targets)
 
 
-def run_gradient_clipping(parameters: Iterable[nn.Parameter], max_l2_norm: float) -> None:
-    """`optimizer.gradient_clipping`, in place."""
-    optimizer.gradient_clipping(parameters, max_l2_norm)
-
-
 class DecayFirst(optimizer.AdamW):
     """`optimizer.AdamW` with weights that decay before their update: Algorithm 1 of CS336 2026."""
 
@@ -142,39 +140,9 @@ def get_adamw_cls(checkout: Path = Path(__file__).parents[1]) -> type[torch.opti
     return DecayFirst if max(released, default="") >= "2026" else optimizer.AdamW
 
 
-def run_get_lr_cosine_schedule(it, max_learning_rate, min_learning_rate, warmup_iters, cosine_cycle_iters):
-    """`optimizer.get_lr_cosine_schedule`."""
-    schedule = (max_learning_rate, min_learning_rate, warmup_iters, cosine_cycle_iters)
-    return optimizer.get_lr_cosine_schedule(it, *schedule)
-
-
-get_lr_cosine_schedule = run_get_lr_cosine_schedule
-"""As CSE599-O names it."""
-
-
 def run_get_batch(dataset, batch_size, context_length, device):
     """`data.get_batch`."""
     return get_batch(dataset, batch_size, context_length, device)
-
-
-def run_save_checkpoint(model, optimizer, iteration, out):
-    """`checkpoint.save_checkpoint`."""
-    save_checkpoint(model, optimizer, iteration, out)
-
-
-def run_load_checkpoint(src, model, optimizer):
-    """`checkpoint.load_checkpoint`; returns the iteration."""
-    return load_checkpoint(src, model, optimizer)
-
-
-def get_tokenizer(vocab, merges, special_tokens=None):
-    """`tokenizer.Tokenizer`."""
-    return Tokenizer(vocab, merges, special_tokens)
-
-
-def run_train_bpe(input_path, vocab_size, special_tokens, **kwargs):
-    """`tokenizer.train_bpe`: vocabulary and merges."""
-    return train_bpe(input_path, vocab_size, special_tokens, **kwargs)
 
 
 # CS336 assignment 2
@@ -224,16 +192,14 @@ def ddp_on_after_backward(ddp_model, optimizer) -> None:
     ddp_model.finish_gradient_synchronization()
 
 
+# As 2025 names them
 get_ddp_individual_parameters, ddp_individual_parameters_on_after_backward = get_ddp, ddp_on_after_backward
-"""As 2025 names them."""
+ddp_bucketed_on_after_backward = fsdp_on_after_backward = ddp_on_after_backward
 
 
 def get_ddp_bucketed(module: nn.Module, bucket_size_mb: float) -> nn.Module:
     """`distributed.BucketedDDP`."""
     return BucketedDDP(module, bucket_size_mb)
-
-
-ddp_bucketed_on_after_backward = ddp_on_after_backward
 
 
 def ddp_bucketed_on_train_batch_start(ddp_model, optimizer) -> None:
@@ -243,9 +209,6 @@ def ddp_bucketed_on_train_batch_start(ddp_model, optimizer) -> None:
 def get_fsdp(module: nn.Module, compute_dtype: torch.dtype | None = None) -> nn.Module:
     """`distributed.FSDP`."""
     return FSDP(module, compute_dtype)
-
-
-fsdp_on_after_backward = ddp_on_after_backward
 
 
 def fsdp_gather_full_params(fsdp_model) -> dict[str, Tensor]:

@@ -154,15 +154,18 @@ def run_official(*words):
 
 
 def test_the_courses_tests_are_run_in_a_copy_of_a_checkout(tmp_path):
-    (tmp_path / "course" / "tests").mkdir(parents=True)
-    (tmp_path / "course" / "tests" / "__init__.py").touch()
-    (tmp_path / "course" / "tests" / "adapters.py").write_text("raise NotImplementedError")
+    """All but those whose files are at nobody's hand, with what came out of each and where."""
+    tests, record = tmp_path / "course" / "tests", tmp_path / "official.json"
+    tests.mkdir(parents=True)
+    (tests / "__init__.py").touch()
+    (tests / "adapters.py").write_text("raise NotImplementedError")
     source = "import torch, pytest, warnings\nfrom .adapters import run_silu\n\ndef test_silu():\n"
     source += "    torch.testing.assert_close(run_silu(torch.ones(1)), torch.tensor([0.7310586]))\n"
     source += "\ndef test_that_warns_and_fails():\n    warnings.warn('so')\n    assert False\n"
-    (tmp_path / "course" / "tests" / "test_course.py").write_text(source)
-    record = tmp_path / "official.json"
-    done = run_official(str(tmp_path / "course"), "--runs", "2", "--record", "A course", "--to", str(record))
+    source += "\ndef test_of_a_file():\n    open('nowhere')\n"
+    (tests / "test_course.py").write_text(source)
+    words = ["--runs", "2", "--record", "A course", "--to", str(record), "--note", "random weights"]
+    done = run_official(str(tests.parent), *words, "--leave-out", "test_of_a_file=nowhere is in no public copy")
     assert done.returncode == 1, done.stderr
     found = json.loads(record.read_text())["A course"]
     assert found["tests"] == {
@@ -170,41 +173,14 @@ def test_the_courses_tests_are_run_in_a_copy_of_a_checkout(tmp_path):
         "tests.test_course.test_that_warns_and_fails": {"failure": 2},
     }
     assert (found["runs"], found["runs_that_failed"], found["warnings"]) == (2, 2, 2)
-    assert found["warnings_said"] == {"test_course.py:8: UserWarning: so": 2}
-    assert set(found["files"]) == {"__init__.py", "adapters.py", "test_course.py"}
-    assert (tmp_path / "course" / "tests" / "adapters.py").read_text() == "raise NotImplementedError"
-
-
-def test_tests_without_their_files_are_left_out_and_the_processor_is_named(tmp_path):
-    tests = tmp_path / "course" / "tests"
-    tests.mkdir(parents=True)
-    (tests / "adapters.py").touch()
-    (tests / "test_course.py").write_text("def test_of_a_file():\n    open('nowhere')\n\ndef test_it():\n    pass\n")
-    record = tmp_path / "official.json"
-    words = ["--record", "A course", "--to", str(record), "--leave-out", "test_of_a_file=nowhere is in no public copy"]
-    done = run_official(str(tests.parent), *words, "--note", "random weights")
-    assert done.returncode == 0, done.stdout
-    found = json.loads(record.read_text())["A course"]
-    assert [*found["tests"]] == ["tests.test_course.test_it"]
     assert found["left_out"] == {"test_of_a_file": "nowhere is in no public copy"}
     assert found["note"] == "random weights"
+    assert set(found["files"]) == {"__init__.py", "adapters.py", "test_course.py"}
     assert torch.backends.cpu.get_cpu_capability() in found["provenance"]["processor"]
-    assert 0 <= found["provenance"]["halves_differ_by"] < 1e-6  # the rounding of gradients around 0.01, or none
+    assert (tests / "adapters.py").read_text() == "raise NotImplementedError"
 
 
-def test_a_checkout_for_a_newer_python_is_one_sentence(tmp_path):
-    tests = tmp_path / "course" / "tests"
-    tests.mkdir(parents=True)
-    (tests / "conftest.py").write_text("import os\ndef f(:\n    pass\n")  # as a newer syntax is to an older Python
-    (tests.parent / "pyproject.toml").write_text('[project]\nname = "course"\nrequires-python = ">=3.99"\n')
-    done = run_official(str(tests.parent))
-    version = ".".join(map(str, sys.version_info[:3]))
-    words = f"tests/conftest.py, line 2, is no Python {version}: this checkout requires Python >=3.99.\n"
-    assert (done.returncode, done.stderr) == (2, words)
-
-
-@pytest.mark.parametrize("path", ["", "nowhere"])
-def test_a_checkout_without_tests_is_refused(path):
-    done = run_official(path)
+def test_a_checkout_without_tests_is_refused():
+    done = run_official("nowhere")
     assert (done.returncode, done.stderr.strip().count("\n")) == (2, 0)
     assert "Name a checkout of the course" in done.stderr

@@ -178,7 +178,7 @@ def test_a_full_disk_is_called_that(tmp_path):
         optimizer = way.optimizer()
         for write in (
             lambda: save_checkpoint(model, optimizer, 1, disk / "step.pt"),
-            lambda: save_sharded(way, optimizer, 1, disk / "step.sharded", {}, ALONE)(True),
+            lambda: save_sharded(way, optimizer, 1, disk / "step.sharded", {}, ALONE),
             lambda: save_weights(model, disk / "best.safetensors"),
             lambda: write_json(disk / "big.json", "x" * 5_000_000),
         ):

@@ -9,8 +9,8 @@ from notebook_cells import ANSWERS, PROJECT, RECORDS, answer_calls, rendered, ty
 
 from workbook.notebook import code_cells, read_notebook
 
-REWRITTEN = ["01_build", "02_train", "03_generate", "04_benchmark", "05_nsys", "06_memory", "07_kernels"]
-REWRITTEN += ["08_experiments", "10_wikitext"]
+NAMES = ["01_build", "02_train", "03_generate", "04_benchmark", "05_nsys", "06_memory", "07_kernels"]
+NAMES += ["08_experiments", "09_distributed", "10_wikitext"]
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def nothing_drawn(monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"<svg/>"))
 
 
-@pytest.mark.parametrize("name", [*REWRITTEN, "09_distributed"])  # whose claims have tests of their own
+@pytest.mark.parametrize("name", NAMES)
 def test_the_records_give_the_committed_answers(name, tmp_path, nothing_drawn):
     committed = json.loads(ANSWERS.read_text(encoding="utf-8"))[name]
     found = rendered(name, tmp_path)
@@ -37,14 +37,14 @@ def test_the_records_give_the_committed_answers(name, tmp_path, nothing_drawn):
     assert not (tmp_path / "runs").exists()  # nothing was trained
 
 
-@pytest.mark.parametrize("name", REWRITTEN)
+@pytest.mark.parametrize("name", NAMES)
 def test_templates_hold_no_numbers(name):
     for call in answer_calls(name):
         template = ast.literal_eval(call.args[1])
         assert typed_numbers(template) == [], template
 
 
-@pytest.mark.parametrize("name", [*REWRITTEN, "09_distributed"])
+@pytest.mark.parametrize("name", NAMES)
 def test_what_a_cell_makes_to_be_seen_is_its_last_expression(name):
     """Jupyter shows nothing else: a table that a function does not return is lost."""
     for _, cell in code_cells(read_notebook(PROJECT / "notebooks" / f"{name}.ipynb")):

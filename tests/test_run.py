@@ -189,7 +189,7 @@ CHANGES = {
 }  # fmt: skip
 FREE = {
     "data": "elsewhere", "device": "cpu", "trackers": ("wandb",), "keep_checkpoints": 7, "checkpoint_interval": 7,
-    "checkpoints": "async", "strategy": "fsdp",
+    "checkpoints": "sharded", "strategy": "fsdp",
 }  # fmt: skip
 
 

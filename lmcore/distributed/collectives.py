@@ -12,13 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lmcore.config import named
 from lmcore.errors import require
 
 Group = dist.ProcessGroup | None
-
-ADDITION = "lmcore.fast.kernels.addition:add_"
-"""What adds large chunks beside a message, on a part of the GPU."""
 
 LARGE = 64 * 2**20
 """Bytes of a chunk from which a reduce-scatter hides its sums: below, the messages that it takes more cost more."""
@@ -84,11 +80,6 @@ def ring_reduce_scatter(tensor: Tensor, group: Group = None, buffer: Tensor | No
     if size == 1:
         return chunks[rank]
     buffer = torch.empty_like(chunks[0]) if buffer is None else buffer
-    alike = (buffer.dtype, buffer.device) == (tensor.dtype, tensor.device) and buffer.is_contiguous()
-    require(
-        alike and buffer.numel() >= chunks[0].numel(),
-        f"The buffer must hold the longest chunk: {chunks[0].numel()} elements of {tensor.dtype} on {tensor.device}.",
-    )
     large = chunks[0].nbytes >= LARGE
     parts = 2 if large else 1
     halves = [chunk.tensor_split(parts) for chunk in chunks]
@@ -99,8 +90,7 @@ def ring_reduce_scatter(tensor: Tensor, group: Group = None, buffer: Tensor | No
         works, sums, received = under_way[part]
         for work in works:
             work.wait()
-        # while the other half is on its way, NCCL needs a part of the GPU
-        named(ADDITION)(sums, received) if large else sums.add_(received)
+        sums.add_(received)
 
     for step in range(1, size):
         for part, received in enumerate(buffers):

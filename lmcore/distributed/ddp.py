@@ -12,8 +12,7 @@ model on equally large parts of the batch; the loss is the mean over a rank's pa
 used there is no gradient, as on one process.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from weakref import WeakMethod
 
 import torch
@@ -41,7 +40,6 @@ class DataParallel(nn.Module):
     def __init__(self, module: nn.Module, gradient_dtype: torch.dtype | None = None, group: Group = None):
         super().__init__()
         self.module, self.gradient_dtype, self.group = module, gradient_dtype, group
-        self.synchronizes = True
         broadcast_state(module, group)
 
     def forward(self, *inputs, **kwargs):
@@ -50,15 +48,6 @@ class DataParallel(nn.Module):
     def trained(self) -> list[nn.Parameter]:
         """Parameters that get gradients, in the model's order, tied ones once."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate: the first one after it sends the sum of all."""
-        self.synchronizes = False
-        try:
-            yield
-        finally:
-            self.synchronizes = True
 
     def begin_sum(self, gradients: Sequence[Tensor]) -> tuple[dist.Work, Tensor, Sequence[Tensor]]:
         """Begins to sum gradients over the ranks as one tensor; `end_average` takes what it returns."""
@@ -118,8 +107,7 @@ class OverlappedDDP(DataParallel):
 
     def gradient_is_there(self, parameter: Tensor) -> None:
         """What autograd calls when it has added up a parameter's gradient."""
-        if self.synchronizes:
-            self.pending.append(self.begin_sum([parameter.grad]))
+        self.pending.append(self.begin_sum([parameter.grad]))
 
     def finish_gradient_synchronization(self) -> None:
         for sum_ in self.pending:
@@ -164,8 +152,6 @@ class BucketedDDP(OverlappedDDP):
         self.missing, self.next_bucket = [len(bucket) for bucket in self.buckets], 0
 
     def gradient_is_there(self, parameter: Tensor) -> None:
-        if not self.synchronizes:
-            return
         self.missing[self.bucket_of[parameter]] -= 1
         while self.next_bucket < len(self.buckets) and self.missing[self.next_bucket] == 0:
             self.send_next()

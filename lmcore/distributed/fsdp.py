@@ -68,9 +68,8 @@ class ShardedWeight:
 
     def begin_reduce(self, gradient: Tensor) -> tuple[dist.Work, Tensor, Tensor]:
         """Begins to sum a gradient of the whole matrix, from which this rank gets its rows."""
-        padded = gradient.new_zeros(self.buffer.shape) if len(gradient) < len(self.buffer) else gradient.contiguous()
-        if padded is not gradient and len(gradient) < len(self.buffer):
-            padded[: len(gradient)] = gradient
+        missing = len(self.buffer) - len(gradient)
+        padded = nn.functional.pad(gradient, (0, 0, 0, missing)) if missing else gradient.contiguous()
         own = torch.empty_like(padded[: len(self.shard)])
         return reduce_scatter_rows(own, padded, group=self.group, async_op=True), own, padded
 
@@ -175,34 +174,33 @@ class FSDP(nn.Module):
     def reduce(self, weight: ShardedWeight, gradient: Tensor) -> None:
         """Begins to sum and scatter a gradient; waits for an earlier one where too many are on their way."""
         self.reducing.append((weight, weight.begin_reduce(gradient)))
-        while len(self.reducing) > UNREDUCED:
-            done, begun = self.reducing.popleft()
-            done.end_reduce(*begun)
+        self.end_reductions(UNREDUCED)
+
+    def end_reductions(self, left: int = 0) -> None:
+        """Waits until at most so many gradients are on their way."""
+        while len(self.reducing) > left:
+            weight, begun = self.reducing.popleft()
+            weight.end_reduce(*begun)
 
     def finish_gradient_synchronization(self) -> None:
         """Between backward pass and optimizer step: afterwards all gradients are averages over the ranks."""
-        while self.reducing:
-            done, begun = self.reducing.popleft()
-            done.end_reduce(*begun)
+        self.end_reductions()
         for weight in self.weights.values():
             weight.free()  # of layers whose weights are not trained
-        replicated = [p.grad for p in self.module.parameters() if p not in self.rows and p.grad is not None]
-        for gradient in replicated:
-            dist.all_reduce(gradient, group=self.group)
-            gradient /= self.size
-
-    def whole(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        """All of a tensor of which this rank has as much as of `parameter`. Every rank has to call it."""
-        rows = self.rows.get(parameter)
-        if rows is None or tensor.shape != parameter.shape:
-            return tensor
-        gathered = tensor.new_empty(self.size * len(tensor), tensor.shape[1])
-        all_gather_rows(gathered, tensor.detach().contiguous(), group=self.group)
-        return gathered[:rows]
+        for parameter in self.module.parameters():
+            if parameter not in self.rows and parameter.grad is not None:  # replicated
+                dist.all_reduce(parameter.grad, group=self.group)
+                parameter.grad /= self.size
 
     def gather_full_params(self) -> dict[str, Tensor]:
         """All parameters whole, by their names in the model. Every rank has to call it."""
-        return {name: self.whole(p.detach().clone(), p) for name, p in self.module.named_parameters()}
+        whole = {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
+        for name, parameter in self.module.named_parameters():
+            if (rows := self.rows.get(parameter)) is not None:
+                gathered = parameter.new_empty(self.size * len(parameter), parameter.shape[1])
+                all_gather_rows(gathered, whole[name], group=self.group)
+                whole[name] = gathered[:rows]
+        return whole
 
     def clip_gradients(self, max_l2_norm: float, eps: float = 1e-6) -> Tensor:
         """`lmcore.optimizer.gradient_clipping` of all ranks' gradients together; returns their norm before it."""

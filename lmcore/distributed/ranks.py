@@ -9,16 +9,16 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import psutil
+import torch
+import torch.distributed as dist
 
+from lmcore.distributed.collectives import use_all_channels
 from lmcore.errors import UserError, require, require_positive
 from lmcore.files import temporary_folder
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class RankError(RuntimeError):
@@ -29,16 +29,14 @@ class Ranks:
     """`world_size` processes in one process group, on the CPU with gloo or with a GPU each with NCCL.
 
     `run` calls a function on every rank, also one that was defined in a notebook, and returns what each returned. Use
-    it as a context manager, or `close` it. A rank that fails, dies or does not answer within `timeout` seconds ends
-    all of them. Raises `UserError` if there are fewer GPUs than ranks for NCCL.
+    it as a context manager, or `close` it; in a script, below `if __name__ == "__main__"`. A rank that fails, dies or
+    does not answer within `timeout` seconds ends all of them. Raises `UserError` if there are fewer GPUs than ranks for
+    NCCL.
     """
 
     def __init__(self, world_size: int, backend: str = "gloo", timeout: float = 60.0):
         require_positive("world_size", world_size)
-        require(backend in ("gloo", "nccl"), f"backend must be gloo or nccl, not {backend!r}.")
         if backend == "nccl":
-            import torch
-
             gpus = torch.cuda.device_count()
             require(world_size <= gpus, f"{world_size} ranks need as many GPUs with NCCL, and there are {gpus}.")
         self.world_size, self.timeout = world_size, timeout
@@ -50,8 +48,7 @@ class Ranks:
             ours, theirs = context.Pipe()
             arguments = (theirs, rank, world_size, backend, str(folder / "store"), timeout)
             process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
-            with _quiet_main():
-                process.start()
+            process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -68,26 +65,20 @@ class Ranks:
             left = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
             ready = connection.wait(list(left), max(0.0, end - time.monotonic()))
             if not ready:
-                waiting = ", ".join(str(rank) for rank in left.values())
-                self._fail(min(left.values()), f"has not answered within {self.timeout:g} seconds (waiting: {waiting})")
+                self._fail(RankError(f"Rank {min(left.values())} has not answered within {self.timeout:g} seconds"))
             for pipe in ready:
                 rank = left[pipe]
                 try:
-                    worked, answer = cloudpickle.loads(pipe.recv_bytes())
+                    results[rank], error = cloudpickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
                     self.processes[rank].join(5)
-                    self._fail(rank, f"has ended with exit code {self.processes[rank].exitcode}")
-                if not worked:
-                    self._fail(rank, *answer)
-                results[rank] = answer
+                    error = RankError(f"Rank {rank} has ended with exit code {self.processes[rank].exitcode}")
+                if error is not None:
+                    self._fail(error)
         return [results[rank] for rank in range(self.world_size)]
 
-    def _fail(self, rank: int, words: str, details: str = "", by_user: bool = False) -> None:
+    def _fail(self, error: Exception) -> None:
         self.close()
-        if by_user:
-            raise UserError(words)
-        error = RankError(f"Rank {rank} {words}; the other ranks were ended.")
-        error.add_note(details)
         raise error
 
     def close(self) -> None:
@@ -95,11 +86,8 @@ class Ranks:
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
-            process.terminate()
-        for process in self.processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
+            process.kill()
+            process.join()
         self.pipes, self.processes = [], []
         self.held.close()
 
@@ -111,13 +99,11 @@ class Ranks:
 
 
 @functools.cache
-def first_ranks(count: int) -> "ProcessGroup | None":
+def first_ranks(count: int) -> dist.ProcessGroup | None:
     """The group of this process's first `count` ranks; None is that of all. All ranks must call it, at the same place.
 
     It is made once: each group holds threads and connections, with NCCL also memory of the GPU.
     """
-    import torch.distributed as dist
-
     return None if count == dist.get_world_size() else dist.new_group(range(count))
 
 
@@ -127,26 +113,8 @@ def use_loopback() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0] if loopback else "lo")
 
 
-@contextlib.contextmanager
-def _quiet_main():
-    """A new process must not run the program that started it again: what it calls comes to it pickled."""
-    import __main__
-
-    kept = {name: __main__.__dict__.pop(name) for name in ("__file__", "__spec__") if name in __main__.__dict__}
-    __main__.__spec__ = None
-    try:
-        yield
-    finally:
-        __main__.__dict__.update(kept)
-
-
 def _serve(pipe: connection.Connection, rank: int, size: int, backend: str, store: str, timeout: float) -> None:
     """A rank's life: join the group, then run what comes until the pipe closes."""
-    import torch
-    import torch.distributed as dist
-
-    from lmcore.distributed.collectives import use_all_channels
-
     torch.set_num_threads(1)
     if backend == "gloo":
         use_loopback()
@@ -159,9 +127,11 @@ def _serve(pipe: connection.Connection, rank: int, size: int, backend: str, stor
         while True:
             function, arguments = cloudpickle.loads(pipe.recv_bytes())
             try:
-                answer = True, function(rank, *arguments)
+                answer = function(rank, *arguments), None
             except UserError as error:
-                answer = False, (str(error), "", True)
+                answer = None, error
             except Exception as error:
-                answer = False, (f"failed: {type(error).__name__}: {error}", traceback.format_exc(), False)
+                failed = RankError(f"Rank {rank} failed: {type(error).__name__}: {error}")
+                failed.add_note(traceback.format_exc())
+                answer = None, failed
             pipe.send_bytes(cloudpickle.dumps(answer))

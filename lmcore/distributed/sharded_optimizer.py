@@ -34,8 +34,7 @@ class ShardedOptimizer(Optimizer):
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.owner: dict[Tensor, int] = {}
         self.load = [0] * self.world_size
-        self.local: Optimizer | None = None
-        self.local_groups: list[tuple[dict, dict]] = []  # (the whole group, this rank's part of it)
+        self.local: Optimizer | None = None  # of this rank's parameters, with as many groups
         defaults = optimizer_cls([nn.Parameter(torch.empty(1))], **kwargs).defaults
         super().__init__(params, defaults)
 
@@ -49,30 +48,22 @@ class ShardedOptimizer(Optimizer):
             owner[parameter] = rank = self.wanted.get(parameter, least)
             self.load[rank] += parameter.numel()
         self.owner |= {parameter: owner[parameter] for parameter in group["params"]}
-        own = [parameter for parameter in group["params"] if self.owner[parameter] == self.rank]
-        if own:
-            part = {**group, "params": own}
-            if self.local is None:
-                self.local = self.optimizer_cls([part], **self.kwargs)
-            else:
-                self.local.add_param_group(part)
-            self.local_groups.append((group, self.local.param_groups[-1]))
+        part = {**group, "params": [p for p in group["params"] if self.owner[p] == self.rank]}
+        if self.local is None:
+            self.local = self.optimizer_cls([part], **self.kwargs)
+        else:
+            self.local.add_param_group(part)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Updates this rank's parameters, then sends every parameter from its owner to all ranks."""
         self.follow()
-        loss = None
-        if self.local is not None:
-            loss = self.local.step(closure, **kwargs)
-        elif closure is not None:  # its backward pass may communicate
-            with torch.enable_grad():
-                loss = closure()
+        loss = self.local.step(closure, **kwargs)
         self.send({parameter: parameter.data for parameter in self.owner if parameter.grad is not None})
         return loss
 
     def follow(self) -> None:
         """Gives this rank's parts of the groups the whole groups' settings, such as a new learning rate."""
-        for group, part in self.local_groups:
+        for group, part in zip(self.param_groups, self.local.param_groups, strict=True):
             part.update({name: value for name, value in group.items() if name != "params"})
 
     def send(self, tensors: Mapping[Tensor, Tensor]) -> None:
@@ -85,30 +76,29 @@ class ShardedOptimizer(Optimizer):
         for work in sent:
             work.wait()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state that the unsharded optimizer would have, put together from all ranks, with tensors on the CPU."""
+    def gather(self, own: Any) -> list[Any]:
+        """What each rank has, on all of them."""
+        parts = [None] * self.world_size
+        dist.all_gather_object(parts, own, group=self.group)
+        return parts
+
+    def state_dict(self, gather: Callable[[Any], list[Any]] | None = None) -> dict[str, Any]:
+        """The state that the unsharded optimizer would have, put together from all ranks, with tensors on the CPU.
+
+        `gather` may bring the ranks' parts to a single one of them: others then get an empty state.
+        """
         number = {parameter: index for index, parameter in enumerate(self.owner)}
-        state = self.local.state if self.local is not None else {}
         own = {
             number[parameter]: {name: v.cpu() if isinstance(v, Tensor) else v for name, v in values.items()}
-            for parameter, values in state.items()
+            for parameter, values in self.local.state.items()
         }
-        parts: list[dict] = [{}] * self.world_size
-        dist.all_gather_object(parts, own, group=self.group)
-        whole = {index: values for part in parts for index, values in part.items()}
-        return super().state_dict() | {"state": {index: whole[index] for index in sorted(whole)}}
+        whole = {index: values for part in (gather or self.gather)(own) for index, values in part.items()}
+        return super().state_dict() | {"state": dict(sorted(whole.items()))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of an unsharded optimizer, or of one that was sharded over any number of ranks."""
         super().load_state_dict(state_dict | {"state": {}})
-        groups = self.param_groups  # new ones
-        self.local_groups = []
-        if self.local is None:
-            return
         number = {parameter: index for index, parameter in enumerate(self.owner)}
         own = [parameter for group in self.local.param_groups for parameter in group["params"]]
         state = {i: state_dict["state"][number[p]] for i, p in enumerate(own) if number[p] in state_dict["state"]}
         self.local.load_state_dict(self.local.state_dict() | {"state": state})
-        for part in self.local.param_groups:
-            group = next(group for group in groups if any(part["params"][0] is each for each in group["params"]))
-            self.local_groups.append((group, part))

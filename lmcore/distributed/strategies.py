@@ -17,15 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from lmcore.alone import Alone
+from lmcore.alone import Alone, OneRank
+from lmcore.checkpoint import restore
 from lmcore.config import TrainConfig
 from lmcore.distributed.ddp import BucketedDDP, broadcast_state
 from lmcore.distributed.fsdp import FSDP
-from lmcore.distributed.sharded_checkpoint import load_whole, whole_moments, whole_weights
 from lmcore.distributed.sharded_optimizer import ShardedOptimizer
-from lmcore.distributed.world import World
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer, gradient_norm
 
@@ -34,16 +35,64 @@ BUCKET_MB = 25
 
 
 class Divided(Alone):
-    """What all of them share: states are put together for a checkpoint, and taken apart from one."""
+    """What all of them share: whole states are put together for a checkpoint, and taken apart from one.
 
-    def weights(self, ranks: World) -> dict[str, Any]:
-        return whole_weights(self, ranks)
+    Gathered tensors go to the CPU one by one, so that no GPU needs room for all.
+    """
 
-    def moments(self, optimizer: Optimizer, ranks: World) -> dict[str, Any]:
-        return whole_moments(self, optimizer, ranks)
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """All ranks in a row, as DTensors want them."""
+        return init_device_mesh(self.model.lm_head.weight.device.type, (dist.get_world_size(),))
+
+    def whole(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """All of a parameter, or of a moment of one, of which this rank may have a part. Every rank calls it."""
+        stored = self.stored(tensor.detach(), parameter)
+        return stored.full_tensor() if isinstance(stored, DTensor) else tensor
+
+    def kept(self, tensor: Any, parameter: Tensor, ranks: OneRank) -> Any:
+        """The whole of a tensor on rank 0, on the CPU if it was gathered, and nothing elsewhere."""
+        whole = self.whole(tensor, parameter) if isinstance(tensor, Tensor) else tensor
+        if not ranks.is_first:
+            return None
+        return whole if whole is tensor else whole.cpu()
+
+    def part(self, whole: Any, parameter: Tensor) -> Any:
+        """What this rank keeps of a whole tensor."""
+        like = self.stored(parameter.detach(), parameter)
+        if not isinstance(like, DTensor) or not isinstance(whole, Tensor) or whole.shape != like.shape:
+            return whole
+        return distribute_tensor(whole.to(like.device), self.mesh, [Shard(0)], src_data_rank=None)
+
+    def weights(self, ranks: OneRank) -> dict[str, Any]:
+        held = self.model.state_dict(keep_vars=True)
+        return {name: self.kept(tensor.detach(), tensor, ranks) for name, tensor in held.items()}
+
+    def moments(self, optimizer: Optimizer, ranks: OneRank) -> dict[str, Any]:
+        if isinstance(optimizer, ShardedOptimizer):
+            return optimizer.state_dict(ranks.gather_on_first)
+        state, order = optimizer.state_dict(), parameters_of(optimizer)
+        moments = {
+            index: {key: self.kept(value, order[index], ranks) for key, value in values.items()}
+            for index, values in state["state"].items()
+        }
+        return state | {"state": moments}
 
     def load(self, content: dict[str, Any], optimizer: Optimizer, name: str) -> int:
-        return load_whole(self, optimizer, content, name)
+        held, order = self.model.state_dict(keep_vars=True), parameters_of(optimizer)
+        weights = {key: self.part(t, held[key]) if key in held else t for key, t in content["model"].items()}
+        moments = {
+            index: {key: self.part(value, order[index]) for key, value in values.items()}
+            for index, values in content["optimizer"]["state"].items()
+            if index < len(order)
+        }
+        parts = {"model": weights, "optimizer": content["optimizer"] | {"state": moments}}
+        return restore(content | parts, self.model, optimizer, name)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters in the order in which the optimizer's state numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class DDP(Divided):
@@ -86,42 +135,28 @@ class OurFSDP(Divided):
         if dtype is not None:
             model.token_embeddings.register_forward_hook(lambda _, __, output: output.float())
 
-    @cached_property
-    def mesh(self) -> DeviceMesh:
-        """All ranks in a row, as stored tensors want them."""
-        return init_device_mesh(self.model.lm_head.weight.device.type, (self.fsdp.size,))
-
     def finish(self) -> None:
         self.fsdp.finish_gradient_synchronization()
 
     def clip(self) -> Tensor:
         return self.fsdp.clip_gradients(self.config.optimizer.max_grad_norm or math.inf)
 
-    def whole(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        return self.fsdp.whole(tensor, parameter)
-
-    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        rows = self.fsdp.rows.get(parameter)
-        if rows is None or whole.shape != (rows, parameter.shape[1]):
-            return whole
-        own = whole[dist.get_rank() * len(parameter) :][: len(parameter)]
-        padded = whole.new_zeros(parameter.shape)
-        padded[: len(own)] = own
-        return padded
-
     def stored(self, tensor: Tensor, parameter: Tensor) -> Tensor:
         rows = self.fsdp.rows.get(parameter)
         if rows is None or tensor.shape != parameter.shape:
             return tensor
-        from torch.distributed.tensor import DTensor, Shard
-
-        own, shape = min(len(tensor), max(0, rows - dist.get_rank() * len(tensor))), self.shape(parameter)
+        own, shape = min(len(tensor), max(0, rows - dist.get_rank() * len(tensor))), (rows, *tensor.shape[1:])
         return DTensor.from_local(
-            tensor.detach()[:own], self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1)
+            tensor[:own], self.mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
         )
 
-    def shape(self, parameter: Tensor) -> torch.Size:
-        return torch.Size((self.fsdp.rows.get(parameter, len(parameter)), *parameter.shape[1:]))
+    def part(self, whole: Any, parameter: Tensor) -> Any:
+        part = super().part(whole, parameter)
+        if not isinstance(part, DTensor):
+            return part
+        padded = whole.new_zeros(parameter.shape)  # our last ranks' parts end in rows of zeros
+        padded[: len(part.to_local())] = part.to_local()
+        return padded
 
 
 class TorchFSDP2(Divided):
@@ -129,15 +164,11 @@ class TorchFSDP2(Divided):
 
     def __init__(self, model: TransformerLM, config: TrainConfig):
         super().__init__(model, config)
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
         broadcast_state(model)
         reduced = torch.bfloat16 if config.precision == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32 if reduced else None)
-        mesh = init_device_mesh(model.lm_head.weight.device.type, (dist.get_world_size(),))
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=self.mesh, mp_policy=policy)
 
     def clip(self) -> Tensor:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -146,17 +177,6 @@ class TorchFSDP2(Divided):
         for gradient in gradients:
             gradient.to_local().mul_(scale)
         return norm
-
-    def whole(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        if not hasattr(parameter, "full_tensor") or whole.shape != parameter.shape:
-            return whole
-        from torch.distributed.tensor import distribute_tensor
-
-        whole = whole.to(parameter.device)
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 STRATEGIES: dict[str, type[Alone]] = {

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmcore.errors import EXIT_FAILURE
+from lmcore.errors import EXIT_FAILURE, UserError
 
 PERIOD = 1.0
 """Seconds between two notes."""
@@ -39,25 +39,23 @@ RESUMES = "all ranks end; the same command resumes from the last checkpoint."
 
 @dataclass(frozen=True)
 class End:
-    """Why a rank ends all: the run's state, the exit code of all ranks, and the sentence."""
+    """Why all ranks end: the run's state, the exit code of all, and the sentence, which rank `by` says."""
 
-    rank: int
+    by: int
     state: str
     code: int
     sentence: str
-    said: bool = False
-    """Whether that rank says the sentence itself; else the first rank that is left on each machine does."""
 
 
 class Watch:
-    """The thread of one rank. Set `step` as it goes; `announce` before an end of one's own; `close` at the end.
+    """The thread of one rank. `announce` before an end of one's own; `close` at the end.
 
     Once it is known that all ranks have to end, the main thread has `GRACE` seconds, after which `before_exit(end)` is
     called and the process exits with `end.code`.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int):
-        self.store, self.rank, self.size, self.step, self.count = store, rank, size, 0, 0
+        self.store, self.rank, self.size, self.count = store, rank, size, 0
         self.before_exit: Callable[[End], Any] = lambda end: None
         self.notes: dict[int, dict] = {}  # the last of each rank
         self.silent: dict[int, int] = {}  # how often it was then read again: a stopped process does not count
@@ -68,11 +66,12 @@ class Watch:
     def announce(self, state: str, code: int, sentence: str) -> None:
         """Tells the others that this rank ends, and with what they end, too."""
         with contextlib.suppress(RuntimeError):  # the store is gone: they will notice
-            self.agreed(End(self.rank, state, code, sentence, said=True))
+            self.agreed(state, code, sentence)
             self._linger()
 
-    def agreed(self, end: End) -> End:
-        """What the first rank that noticed an end has written down: all say the same."""
+    def agreed(self, state: str, code: int, sentence: str) -> End:
+        """What the first rank that noticed an end has written down: all end so."""
+        end = End(self.rank, state, code, sentence)
         return End(**json.loads(self.store.compare_set("end", "", json.dumps(asdict(end)))))
 
     def close(self) -> None:
@@ -84,8 +83,7 @@ class Watch:
 
     def exit(self, end: End) -> None:
         """Ends this process, whatever its main thread waits for."""
-        here = [rank for rank, note in self.notes.items() if note["host"] == socket.gethostname() and rank != end.rank]
-        if not end.said and self.rank == min([self.rank, *here]):
+        if end.by == self.rank:
             print(f"lmcore: {end.sentence}", file=sys.stderr, flush=True)
         with contextlib.suppress(Exception):
             self.before_exit(end)
@@ -113,7 +111,7 @@ class Watch:
     def look(self) -> End | None:
         """Counts this rank's note up and reads the others'; returns why all have to end, if they have to."""
         self.count += 1
-        note = {"count": self.count, "step": self.step, "host": socket.gethostname(), "pid": os.getpid()}
+        note = {"count": self.count, "host": socket.gethostname(), "pid": os.getpid()}
         self.store.set(f"rank/{self.rank}", json.dumps(note))
         if self.store.check(["end"]):
             return End(**json.loads(self.store.get("end")))
@@ -124,26 +122,25 @@ class Watch:
             self.silent[rank] = self.silent.get(rank, 0) + 1 if note == self.notes.get(rank) else 0
             self.notes[rank] = note
             if self.silent[rank] * PERIOD > SILENCE:
-                return self.agreed(self._dead(rank))
+                return self.agreed("failed", EXIT_FAILURE, self._dead(rank))
         return None
 
-    def _dead(self, rank: int) -> End:
-        """The end by a rank that gives no sign of life."""
-        note = self.notes.get(rank, {"pid": "?", "host": os.environ.get("MASTER_ADDR"), "step": 0})
-        who, place = f"Rank {rank} (process {note['pid']} on {note['host']})", f"last seen in step {note['step'] + 1}"
-        return End(rank, "failed", EXIT_FAILURE, f"{who} has died or does not answer, {place}: {RESUMES}")
+    def _dead(self, rank: int) -> str:
+        """The sentence about a rank that gives no sign of life."""
+        note = self.notes.get(rank, {"pid": "?", "host": os.environ.get("MASTER_ADDR")})
+        return f"Rank {rank} (process {note['pid']} on {note['host']}) has died or does not answer: {RESUMES}"
 
     def _without_store(self) -> End:
-        """The end by the process that holds the store: rank 0, or torchrun's agent."""
-        if not AGENT_HOLDS_STORE:
-            return self._dead(0)
-        sentence = f"torchrun's agent on {os.environ.get('MASTER_ADDR')} does not answer: {RESUMES}"
-        return End(-1, "failed", EXIT_FAILURE, sentence)
+        """The end by the process that holds the store, rank 0 or torchrun's agent; a machine's last rank says so."""
+        says = int(os.environ["LOCAL_RANK"]) + 1 == int(os.environ["LOCAL_WORLD_SIZE"])
+        agent = f"torchrun's agent on {os.environ.get('MASTER_ADDR')} does not answer: {RESUMES}"
+        sentence = agent if AGENT_HOLDS_STORE else self._dead(0)
+        return End(self.rank if says else -1, "failed", EXIT_FAILURE, sentence)
 
 
 def by_other_rank(error: BaseException) -> bool:
     """Whether an exception says that another rank, or the way to it, is gone."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in ("Connection", "gloo", "Gloo", "NCCL"))
-        and not isinstance(error, torch.OutOfMemoryError)
-    )  # fmt: skip
+    if isinstance(error, UserError | torch.OutOfMemoryError):
+        return False
+    lost = any(word in str(error) for word in ("Connection", "gloo", "Gloo", "NCCL"))
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and lost)

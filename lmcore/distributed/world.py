@@ -2,7 +2,6 @@
 
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -40,17 +39,15 @@ class World(OneRank):
     """All ranks of a run.
 
     `rank` of `size` ranks, on the machine's place `local_rank`; `group` is for small values on the CPU, apart from the
-    gradients, and `background` for what goes on beside the training. Rank 0 writes the run folder.
+    gradients. Rank 0 writes the run folder.
     """
 
     def __init__(self, rank: int, size: int, local_rank: int, watch: Watch):
         self.rank, self.size, self.local_rank, self.watch = rank, size, local_rank, watch
-        patience = timedelta(seconds=SECONDS_OF_A_COLLECTIVE)
-        self.group, self.background = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SECONDS_OF_A_COLLECTIVE))
         self.votes: tuple[dist.Work, Tensor] | None = None
 
     def device(self, name: str) -> torch.device:
-        """This rank's device. Raises `UserError` where it has none of its own."""
         require(
             name in ("auto", "cuda", "cpu"),
             f"Ranks train on a GPU each or on CPUs: set device to cuda or cpu, not {name!r}.",
@@ -61,21 +58,18 @@ class World(OneRank):
         return torch.device("cuda", self.local_rank)
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank has, on all of them."""
         values = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def of_first(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns on rank 0, which alone calls it. A `UserError` of it ends all."""
-        value = None
-        with self.checked():
-            value = make() if self.is_first else None
-        return self.gather(value)[0]
+    def gather_on_first(self, value: Any) -> list[Any]:
+        """What each rank has, on rank 0 alone; an empty list elsewhere."""
+        values = [None] * self.size if self.is_first else None
+        dist.gather_object(value, values, group=self.group)
+        return values or []
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """A block in which what one rank refuses ends all: the first such rank raises its `UserError`, others exit."""
         error = None
         try:
             yield
@@ -86,15 +80,6 @@ class World(OneRank):
             raise error
         if refused:
             raise SystemExit(EXIT_USER_ERROR)
-
-    def require_same(self, what: dict[str, Any]) -> None:
-        """Raises `UserError` naming the fields in which the ranks differ, which must all have the same."""
-        everyone = self.gather(what)
-        with self.checked():
-            for rank, theirs in enumerate(everyone):
-                differing = [f"{key} ({everyone[0].get(key)} on rank 0, {theirs.get(key)} on rank {rank})"
-                             for key in everyone[0] if theirs.get(key) != everyone[0][key]]  # fmt: skip
-                require(not differing, f"The ranks were started with different settings: {', '.join(differing)}.")
 
     def agree(self, stop: bool) -> bool:
         """The answer to this question comes with the next one: nothing waits for it."""
@@ -108,21 +93,11 @@ class World(OneRank):
         return decided
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks, in place, on the tensor's device."""
         dist.all_reduce(tensor, group=None if tensor.is_cuda else self.group)
         return tensor
 
-    def mean(self, tensor: Tensor) -> Tensor:
-        """The mean over the ranks, in place."""
-        return self.sum(tensor).div_(self.size)
-
     def before_exit(self, call: Callable[[End], Any]) -> None:
-        """What is to be called before the watch ends this process."""
         self.watch.before_exit = call
-
-    def at_step(self, step: int) -> None:
-        """This rank has begun a step."""
-        self.watch.step = step
 
 
 @contextmanager
@@ -134,18 +109,13 @@ def joined(config: TrainConfig) -> Iterator[OneRank]:
     ranks end: those that wait for one which failed exit with its exit code. Raises `UserError` if ranks are missing,
     have no GPU of their own, or the batch does not divide by their number.
     """
-    if config.strategy == "none":
-        if "TORCHELASTIC_RUN_ID" in os.environ and (size := launched("WORLD_SIZE")) > 1:
-            leave_to_first_rank()
-            raise UserError(
-                f"torchrun started {size} processes, but the run is not parallel: add --strategy ddp, or another way."
-            )
-        yield ALONE
-        return
-    if "RANK" not in os.environ:
-        if (gpus := torch.cuda.device_count()) > 1:
-            started = f"torchrun --nproc-per-node {gpus} -m -- lmcore train ..."
-            print(f"This process uses one of {gpus} GPUs; all of them: {started}", file=sys.stderr, flush=True)
+    size = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    if config.strategy == "none" and size > 1:
+        leave_to_first_rank()
+        raise UserError(
+            f"torchrun started {size} processes, but the run is not parallel: add --strategy ddp, or another one."
+        )
+    if config.strategy == "none" or "RANK" not in os.environ:
         yield ALONE
         return
     world = join(config)
@@ -159,15 +129,6 @@ def joined(config: TrainConfig) -> Iterator[OneRank]:
     dist.destroy_process_group()
 
 
-def launched(name: str) -> int:
-    """The number in a launcher's variable. Raises `UserError` for anything else."""
-    text = os.environ.get(name, "")
-    require(
-        text.isdecimal(), f"The variable {name} must be a whole number, not {text!r}: start the ranks with torchrun."
-    )
-    return int(text)
-
-
 def on_gpu(device: str) -> bool:
     """Whether ranks with this setting take a GPU each."""
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
@@ -175,8 +136,10 @@ def on_gpu(device: str) -> bool:
 
 def join(config: TrainConfig) -> World:
     """Meets the other ranks, and makes the process group of the gradients: NCCL on GPUs, gloo on CPUs."""
-    rank, size, local, local_size = map(launched, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    require(rank < size, f"RANK is {rank} of WORLD_SIZE {size}: start the ranks with torchrun.")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    numbers = all(os.environ.get(name, "").isdecimal() for name in names)
+    require(numbers, f"The variables {', '.join(names)} must be whole numbers: start the ranks with torchrun.")
+    rank, size, local, local_size = (int(os.environ[name]) for name in names)
     gpu, wrong = on_gpu(config.device), None
     if config.batch_size % size:
         wrong = f"batch_size ({config.batch_size}) must divide by the number of ranks, {size}."
@@ -214,18 +177,16 @@ def join(config: TrainConfig) -> World:
 def leave(world: World, error: BaseException) -> None:
     """Tells the other ranks how this one ends, or ends it with the one that failed."""
     watch, first_line = world.watch, (str(error).splitlines() or [type(error).__name__])[0]
-    if not isinstance(error, UserError) and by_other_rank(error):
+    if by_other_rank(error):
         watch.thread.join(watching.SILENCE + 3 * watching.GRACE)  # if another rank has died, this process ends here
-        sentence = f"The ranks lost each other in step {watch.step + 1} ({first_line}): {RESUMES}"
-        watch.exit(watch.agreed(End(-1, "failed", EXIT_FAILURE, sentence)))
-    if isinstance(error, OutOfMemory):
-        sentence = f"Rank {world.rank} lacks memory: {first_line}"
-        watch.announce("out of memory", EXIT_CODES["out of memory"], sentence)
-    elif isinstance(error, Stopped):
-        watch.announce("interrupted", EXIT_CODES["interrupted"], "stopped")
-    elif isinstance(error, KeyboardInterrupt):
-        watch.announce("interrupted", EXIT_FAILURE, "stopped")
-    elif isinstance(error, Exception):
-        code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILURE
-        watch.announce("failed", code, f"Rank {world.rank}: {first_line}")
+        watch.exit(watch.agreed("failed", EXIT_FAILURE, f"The ranks lost each other ({first_line}): {RESUMES}"))
+    for kind, state, code in (
+        (OutOfMemory, "out of memory", EXIT_CODES["out of memory"]),
+        (Stopped | KeyboardInterrupt, "interrupted", EXIT_CODES["interrupted"]),
+        (UserError, "failed", EXIT_USER_ERROR),
+        (Exception, "failed", EXIT_FAILURE),
+    ):
+        if isinstance(error, kind):
+            watch.announce(state, code, f"Rank {world.rank}: {first_line}")
+            break
     watch.close()

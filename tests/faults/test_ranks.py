@@ -1,20 +1,22 @@
-"""Runs of several ranks of which one is killed, stopped, hangs, fails or lacks memory: all end, and nothing is lost."""
+"""Runs of several ranks of which one is killed, hangs, fails or lacks memory: all end, and nothing is lost."""
 
 import errno
 import logging
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from fault_bench import Bench, Tally, results, train_here, wait_until
+from parallel_runs import free_port
 
 from lmcore.config import TrainConfig, replace, to_dict
 from lmcore.errors import EXIT_CODES, EXIT_USER_ERROR
@@ -24,12 +26,20 @@ from lmcore.run import RunFolder
 TRIES = 16
 """Of each kind of fault that comes at a random moment."""
 
-WAYS = ("ddp", "zero1", "fsdp", "torch-ddp", "torch-fsdp2")
-FORMS = ("whole", "sharded", "async")
+STRATEGIES = ("ddp", "zero1", "fsdp", "torch-ddp", "torch-fsdp2")
 WITHIN = 60.0
 """Seconds after which a fault must have ended all ranks."""
 
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+
+
+FAULTS = {
+    "hang": (None, "lmcore: The ranks lost each other", 1),
+    "out of memory": (torch.OutOfMemoryError("CUDA out of memory"), "rank {rank}: CUDA", EXIT_CODES["out of memory"]),
+    "full disk": (OSError(errno.ENOSPC, "No space left"), "No space left; the same command resumes", EXIT_USER_ERROR),
+    "exception": (RuntimeError("a kernel failed"), "a kernel failed", 1),
+}
+"""What a rank raises in a step (None: it hangs), what is said then, and the exit code of all."""
 
 
 @dataclass(frozen=True)
@@ -51,24 +61,11 @@ class Failing:
 
         def schedule(step: int, *settings):
             if step == self.step:
-                getattr(self, self.how)()
+                time.sleep(1000 if FAULTS[self.how][0] is None else 0)
+                raise FAULTS[self.how][0]
             return loop(step, *settings)
 
         train.get_lr_cosine_schedule = schedule
-
-    def hang(self) -> None:
-        time.sleep(1000)
-
-    def out_of_memory(self) -> None:
-        import torch
-
-        raise torch.OutOfMemoryError("CUDA out of memory: 2 GiB more were asked for")
-
-    def full_disk(self) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def exception(self) -> None:
-        raise RuntimeError("a kernel failed")
 
 
 def rank_here(config: TrainConfig, folder: Path, log: Path, launched: dict, failing: Failing) -> None:
@@ -89,10 +86,7 @@ class Ranks:
         self.bench, self.straight = bench, {}
 
     def start(self, run: RunFolder, config: TrainConfig, size: int, failing: Failing = Failing()) -> list:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        processes = []
+        processes, port = [], free_port()
         for rank in range(size):
             launched = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
             launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
@@ -119,11 +113,26 @@ class Ranks:
 
     def case(self, rng: random.Random) -> tuple[RunFolder, TrainConfig, int]:
         """A run with a random way to divide the work, form of checkpoints and number of ranks."""
-        config = replace(self.bench.config, strategy=rng.choice(WAYS), checkpoints=rng.choice(FORMS), batch_size=6)
+        config = replace(self.bench.config, strategy=rng.choice(STRATEGIES), batch_size=6)
+        config = replace(config, checkpoints=rng.choice(("whole", "sharded")))
         # PyTorch's DDP rebuilds its buckets after a first step: the sums of three ranks then have another order
         size = 2 if config.strategy == "torch-ddp" else rng.choice((2, 2, 3))
         self.undisturbed(config, size)
         return self.bench.new(), config, size
+
+    def under_way(self, rng: random.Random, count: int) -> Iterator[tuple[RunFolder, TrainConfig, list]]:
+        """So many random runs with their processes, at a random moment of the training."""
+        while count:
+            run, config, size = self.case(rng)
+            processes = self.start(run, config, size)
+            over = lambda: any(process.exitcode is not None for process in processes)  # noqa: B023, E731
+            wait_until(lambda: run.metrics_file.exists() or over(), "the ranks train")  # noqa: B023
+            time.sleep(rng.uniform(0, 0.4))
+            if over() or run.status()["state"] == "complete":
+                codes(processes)
+                continue
+            yield run, config, processes
+            count -= 1
 
 
 def codes(processes: list) -> list[int]:
@@ -143,57 +152,31 @@ def ranks(bench: Bench) -> Ranks:
     return Ranks(bench)
 
 
-def begun(run: RunFolder, processes: list, rng: random.Random) -> None:
-    """Waits until the ranks train, and a random while longer."""
-    wait_until(lambda: run.metrics_file.exists() or processes[0].exitcode is not None, "the ranks train")
-    time.sleep(rng.uniform(0, 0.4))
-
-
-@pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_dies_or_stops(ranks: Ranks, tally: Tally, rng: random.Random, tries, what):
-    done, most = 0, tries(TRIES if what == signal.SIGKILL else TRIES // 2)
-    while done < most:
-        run, config, size = ranks.case(rng)
-        processes, victim = ranks.start(run, config, size, Failing()), rng.randrange(size)
-        begun(run, processes, rng)
-        if processes[victim].exitcode is not None or run.status()["state"] == "complete":
-            codes(processes)
-            continue
-        os.kill(processes[victim].pid, what)
-        with tally.fault(f"{what.name} of one of several ranks"):
-            others = codes([p for number, p in enumerate(processes) if number != victim] if what == signal.SIGSTOP
-                           else processes)  # fmt: skip
-            processes[victim].kill()
-            said = ranks.bench.said(run)
-            if any(others):  # the run may have been over
-                assert {1} >= set(others) - {-signal.SIGKILL, 0}, said
-                assert f"Rank {victim} (process {processes[victim].pid} on" in said, said
+def test_a_rank_dies(ranks: Ranks, tally: Tally, rng: random.Random, tries):
+    for run, config, processes in ranks.under_way(rng, tries(TRIES)):
+        victim = rng.randrange(len(processes))
+        os.kill(processes[victim].pid, signal.SIGKILL)
+        with tally.fault("SIGKILL of one of several ranks"):
+            ended, said = codes(processes), ranks.bench.said(run)
+            if any(code for rank, code in enumerate(ended) if rank != victim):  # the run may have been over
+                assert {1, -signal.SIGKILL, 0} >= set(ended), said
+                assert said.count(f"lmcore: Rank {victim} (process {processes[victim].pid} on") == 1, said
                 assert said.count("lmcore: Rank") == 1, said
-            ranks.goes_on(run, config, size)
-        done += 1
+            ranks.goes_on(run, config, len(processes))
 
 
-SENTENCES = {
-    "hang": ("lmcore: The ranks lost each other in step", "the same command resumes", 1),
-    "out_of_memory": ("rank {rank}: CUDA out of memory", "", EXIT_CODES["out of memory"]),
-    "full_disk": ("No space left on device; the same command resumes", "", EXIT_USER_ERROR),
-    "exception": ("a kernel failed", "", 1),
-}
-
-
-@pytest.mark.parametrize("how", SENTENCES)
+@pytest.mark.parametrize("how", FAULTS)
 def test_a_rank_fails(ranks: Ranks, tally: Tally, rng: random.Random, tries, how: str):
     for _ in range(tries(TRIES // 2)):
         run, config, size = ranks.case(rng)
         failing = Failing(rng.randrange(size), rng.randint(5, config.steps), how)  # the first steps may take long
-        with tally.fault(f"{how.replace('_', ' ')} of one of several ranks"):
-            first, second, code = SENTENCES[how]
+        with tally.fault(f"{how} of one of several ranks"):
+            _, sentence, code = FAULTS[how]
             ended = codes(ranks.start(run, config, size, failing))
             said = ranks.bench.said(run)
             assert set(ended) == {code}, (ended, said)
-            assert first.format(rank=failing.rank) in said, said
-            assert second in said, said
-            if how == "out_of_memory":  # a result, which is kept; here the memory is there again
+            assert sentence.format(rank=failing.rank) in said, said
+            if how == "out of memory":  # a result, which is kept; here the memory is there again
                 status = run.status()
                 assert status["state"] == "out of memory", status
                 assert f"rank {failing.rank}" in status["reason"].lower(), status
@@ -202,30 +185,15 @@ def test_a_rank_fails(ranks: Ranks, tally: Tally, rng: random.Random, tries, how
 
 
 def test_ranks_are_asked_to_stop(ranks: Ranks, tally: Tally, rng: random.Random, tries):
-    """By a signal to all of them, or to a single one: all save the same step; or to all while they start."""
-    done = 0
-    while done < tries(TRIES):
-        run, config, size = ranks.case(rng)
-        processes = ranks.start(run, config, size, Failing())
-        early = done % 4 == 3
-        if early:
-            time.sleep(rng.uniform(0.3, 1.5))
-        else:
-            begun(run, processes, rng)
-        told = processes if done % 2 else [rng.choice(processes)]
-        if any(process.exitcode is not None for process in processes):
-            codes(processes)
-            continue
+    """By a signal to all of them, or to a single one: all save the same step."""
+    for run, config, processes in ranks.under_way(rng, tries(TRIES)):
         with tally.fault("stop signal to one or all of several ranks"):
-            for process in told:
+            for process in rng.choice((processes, [rng.choice(processes)])):
                 os.kill(process.pid, signal.SIGTERM)
             ended = codes(processes)
-            if run.status()["state"] != "complete" and not early:
-                assert ended == [EXIT_CODES["interrupted"]] * size, (ended, ranks.bench.said(run))
-            if early:  # those that had not heard of signals yet died of it
-                assert {EXIT_CODES["interrupted"], -signal.SIGTERM, 0} >= set(ended), (ended, ranks.bench.said(run))
-            ranks.goes_on(run, config, size)
-        done += 1
+            if run.status()["state"] != "complete":
+                assert ended == [EXIT_CODES["interrupted"]] * len(ended), (ended, ranks.bench.said(run))
+            ranks.goes_on(run, config, len(ended))
 
 
 @pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGTERM])
