@@ -39,7 +39,7 @@ prepare_job() {
   eval "${LMCORE_SETUP:-}"
   set -u
   PATH=$PATH:$PWD/.venv/bin # made by make install
-  if ! command -v lmcore >/dev/null; then
+  if ! command -v workbook >/dev/null; then
     echo "lmcore: It is not installed here: activate its environment before sbatch (or in site.yaml's setup), or run make install once in $PWD." >&2
     exit 2
   fi

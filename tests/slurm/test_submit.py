@@ -74,16 +74,15 @@ def test_a_failing_notebook_fails_its_job_and_the_writeup_reports_it(cluster, tm
     assert str(project / "runs" / "smoke" / "jobs" / "02_train-") in rows["02_train"][1]
 
 
-@pytest.mark.parametrize("folder", [".", "papermill_jobs"])
-def test_a_script_can_be_submitted_by_hand(cluster, tmp_path, folder):
+def test_a_script_can_be_submitted_by_hand(cluster, tmp_path):
     project = job_project(tmp_path / "project")
     script, words = project / "papermill_jobs" / "workbook.sbatch", ("--no-writeup", "--parameters", "steps=9")
-    job = cluster.sbatch(script, *words, cwd=project / folder, NOTEBOOKS="02 04", OUT="runs/hand $a 'b'")
+    job = cluster.sbatch(script, *words, cwd=project / "papermill_jobs", NOTEBOOKS="02 04", OUT="runs/hand $a 'b'")
     assert cluster.wait(job) == "COMPLETED", cluster.log(job)
     made = project / "runs" / "hand $a 'b'" / "notebooks"
     assert {path.stem for path in made.glob("*.json")} == {"02_train", "04_benchmark"}
     assert json.loads((made / "02_train.json").read_text())["parameters"]["steps"] == 9
-    assert (project / folder / f"workbook-{job}.log").is_file()
+    assert (project / "papermill_jobs" / f"workbook-{job}.log").is_file()
 
 
 def test_a_script_away_from_the_project_or_without_lmcore_says_so(cluster, tmp_path):
@@ -107,26 +106,6 @@ def test_a_second_submission_is_refused_until_the_jobs_have_ended(cluster, tmp_p
     assert (rows["02_train"][0], rows["writeup"]) == ("running", ["pending", "Dependency"])
     cluster.run("scancel", *jobs.values())
     assert [cluster.wait(job) for job in jobs.values()] == ["CANCELLED"] * 2
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [(["--scale", "huge"], "There is no scale 'huge'"), (["--time", "soon"], "Invalid --time specification")],
-)
-def test_wrong_input_is_refused(cluster, tmp_path, words, sentence):
-    refused = cluster.run("workbook", "submit", "notebooks", *words, cwd=job_project(tmp_path / "project"), check=False)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert sentence in refused.stderr
-
-
-def test_what_sbatch_refuses_cancels_the_jobs_before_it(cluster, tmp_path):
-    project = job_project(tmp_path / "project", _02_train=waiting("02_train"), _04_nsys=touching("04_nsys"))
-    (project / "papermill_jobs" / "site.yaml").write_text("jobs:\n  04_nsys: {partition: nowhere}\n")
-    refused = cluster.run("workbook", "submit", "notebooks", cwd=project, check=False)
-    assert refused.returncode == 2
-    assert "invalid partition specified: nowhere" in refused.stderr
-    queued = cluster.run("squeue", "-h", "--states=pending,running", "--name=02_train,04_nsys").stdout
-    assert str(project) not in queued
 
 
 def test_scancel_keeps_the_notebook_so_far(cluster, tmp_path):
@@ -161,20 +140,6 @@ def test_usr1_requeues_a_job_that_got_somewhere_and_gives_up_on_one_that_does_no
     assert "stopped 2 times in a row with nothing new saved" in cluster.log(job)
 
 
-def test_a_preempted_job_saves_itself_and_resumes_later(cluster, tmp_path):
-    """A partition of lower priority loses its nodes to the other one: USR1, then 20 s to be gone."""
-    first = "if not Path(out, 'first').exists():\n    Path(out, 'first').touch()\n    time.sleep(3600)"
-    project = job_project(tmp_path / "project", _02_train=touching("02_train", code(first)))
-    (project / "papermill_jobs" / "site.yaml").write_text("partition: spot\n")
-    job = alone(cluster, project, "02")
-    cluster.wait_until((project / "runs" / "smoke" / "first").exists, "the notebook ran", job=job)
-    other = cluster.sbatch("#!/bin/bash\nsleep 1\n", options=["--nodes=3", "--exclusive", "--partition=main"])
-    assert cluster.wait(other) == "COMPLETED"
-    assert cluster.wait(job) == "COMPLETED"
-    assert cluster.info(job)["Restarts"] == "1"
-    assert record(project, "02_train")["state"] == "done"
-
-
 def test_whatever_is_in_a_path_an_option_or_a_value_reaches_the_job(cluster, tmp_path):
     """Spaces, quotes, $ and % in OUT, DATA and parameters."""
     project = job_project(tmp_path / "a $2 project")
@@ -194,16 +159,6 @@ def test_whatever_is_in_a_path_an_option_or_a_value_reaches_the_job(cluster, tmp
     assert (made["data"], made["parameters"]["rates"]) == (str(text), [0.5, 1.0])
     assert (project / "setup.txt").read_text() == "a  b $c\n"
     assert (out / "jobs" / f"04_benchmark-{job}.log").is_file()
-
-
-def test_a_task_that_submits_a_job_does_not_give_it_its_own_number(cluster, tmp_path):
-    project = job_project(tmp_path / "project")
-    submits = f"#!/bin/bash\ncd {project}\nworkbook submit notebooks --notebooks 04 --no-writeup\n"
-    array = cluster.sbatch(submits, options=["--array=3"])
-    assert cluster.wait(array) == "COMPLETED"
-    (job,) = (job["id"] for job in json.loads((project / "runs/smoke/jobs/submitted.json").read_text()))
-    assert cluster.wait(job) == "COMPLETED"
-    assert "ArrayTaskId" not in cluster.info(job)
 
 
 def test_what_slurm_has_forgotten_has_ended(forgetful, tmp_path):

@@ -80,7 +80,7 @@ def test_one_job_makes_the_writeup(one_job):
     out, log = one_job
     found = check_writeup(out)
     assert found["notebooks"] == 2
-    assert f"PDF:  {out / 'writeup' / 'answers.pdf'}" in log
+    assert f"PDF: {out / 'writeup' / 'answers.pdf'}" in log
 
 
 def test_the_chain_makes_the_writeup(chain):
