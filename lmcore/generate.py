@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmcore.config import GenerateConfig, named
 from lmcore.device import autocast, require_precision
-from lmcore.errors import UserError, require
+from lmcore.errors import require
 from lmcore.model import TransformerLM, evaluating
 from lmcore.sampling import sample_next
 from lmcore.tokenizer import Tokenizer
@@ -132,8 +132,8 @@ def generate(
     - With `config.ops` "fused" the decoder of `lmcore.fast` makes the same tokens (up to rounding of the logits) where
       it covers the model; a line on stderr says where it does not. `on_token` comes a few tokens later then.
 
-    The model is in evaluation mode meanwhile, and then as it was. `config.precision` is the precision; with its fp32
-    the caller may choose another, with `lmcore.device.autocast` around the call.
+    The model is in evaluation mode meanwhile, and then as it was. With `config.precision` fp32 an autocast around the
+    call may choose another.
     Raises `UserError` for a prompt longer than the context, ids outside the vocabulary, an empty prompt without
     `eot_id`, no ids to sample from, a precision that the device lacks, and logits that are not finite.
     """
@@ -179,18 +179,14 @@ def generate(
 
 def _checked(index: int, prompt: Sequence[int], model: TransformerLM, eot_id: int | None) -> list[int]:
     """The prompt as a fresh list, or the reason why it cannot be continued."""
-    ids, config = [int(token) for token in prompt], model.config
-    if not ids and eot_id is None:
-        raise UserError(f"Prompt {index} is empty: give it a token, or eot_id to begin a document with.")
-    ids = ids or [int(eot_id or 0)]
+    ids, context, vocab = [int(token) for token in prompt], model.config.context_length, model.config.vocab_size
+    if not ids:
+        require(eot_id is not None, f"Prompt {index} is empty: give it a token, or eot_id to begin a document with.")
+        ids = [int(eot_id or 0)]
+    fits, known = len(ids) <= context, all(0 <= token < vocab for token in ids)
+    require(fits, f"Prompt {index} has {len(ids)} tokens; the model's context_length is {context}: shorten it.")
     require(
-        len(ids) <= config.context_length,
-        f"Prompt {index} has {len(ids)} tokens; the model's context_length is {config.context_length}: shorten it.",
-    )
-    require(
-        all(0 <= token < config.vocab_size for token in ids),
-        f"Prompt {index} holds ids that are not from 0 to {config.vocab_size - 1}, as the model's are: encode it with "
-        "the tokenizer that the model was trained with.",
+        known, f"Prompt {index} holds ids that are not from 0 to {vocab - 1}: encode it with the model's tokenizer."
     )
     return ids
 
@@ -208,16 +204,13 @@ class TextStream:
     def push(self, token: int) -> str:
         """Text that is complete with this token; empty while a character is not."""
         self.waiting.append(token)
-        text = self.tokenizer.decode(self.waiting)
         # decoding ends in the replacement character U+FFFD where the last character is broken off
-        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._emit(text)
+        whole = not self.tokenizer.decode(self.waiting).endswith("\N{REPLACEMENT CHARACTER}")
+        return self.flush() if whole else ""
 
     def flush(self) -> str:
         """What is left at the end, with U+FFFD for bytes that never became a character."""
-        return self._emit(self.tokenizer.decode(self.waiting))
-
-    def _emit(self, text: str) -> str:
-        self.waiting = []
+        text, self.waiting = self.tokenizer.decode(self.waiting), []
         return text
 
 
@@ -245,16 +238,15 @@ def generate_text(
     prompt_ids = [tokenizer.encode(prompt) or [tokenizer.eot_id] for prompt in prompts]
     streams = [TextStream(tokenizer) for _ in prompts]
 
-    def on_token(row: int, token: int) -> None:
-        if stream is not None and (piece := streams[row].push(token)):
+    def emit(row: int, piece: str) -> None:
+        if stream is not None and piece:
             stream(row, piece)
 
     eot_id = tokenizer.eot_id if stop_at_end_of_text else None
-    callback = on_token if stream is not None else None
-    outputs = generate(model, prompt_ids, config, eot_id, callback, num_ids=tokenizer.vocab_size)
-    for row, text_stream in enumerate(streams):
-        if stream is not None and (piece := text_stream.flush()):
-            stream(row, piece)
+    on_token = None if stream is None else lambda row, token: emit(row, streams[row].push(token))
+    outputs = generate(model, prompt_ids, config, eot_id, on_token, num_ids=tokenizer.vocab_size)
+    for row, rest in enumerate(streams):
+        emit(row, rest.flush())
     return [
         Generation(
             prompt=prompt,

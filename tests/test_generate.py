@@ -1,7 +1,5 @@
 """Decoding against brute-force definitions: the loop, the cache, the stop rules."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -127,16 +125,12 @@ def test_cache_equals_no_cache_for_any_batch(lengths, seed, temperature):
     with_and_without_cache(model, prompts, 3, max_new_tokens=15, temperature=temperature, seed=seed)
 
 
-def test_the_cache_saves_the_work_that_it_is_for(model):
-    fed = []
-    handle = model.register_forward_pre_hook(lambda module, arguments: fed.append(arguments[0].shape[1]))
-    try:
-        generate(model, [[1, 2, 3]], GenerateConfig(max_new_tokens=CONTEXT))
-    finally:
-        handle.remove()
+def test_the_cache_saves_the_work_that_it_is_for():
+    model, fed = build(), []
+    model.register_forward_pre_hook(lambda module, arguments: fed.append(arguments[0].shape[1]))
+    generate(model, [[1, 2, 3]], GenerateConfig(max_new_tokens=CONTEXT))
     # the prompt, single tokens until the window is full, then its last half once, and single tokens again
-    single = CONTEXT - 3
-    assert fed == [3, *[1] * single, CONTEXT // 2, *[1] * (CONTEXT - 2 - single)]
+    assert fed == [3, *[1] * (CONTEXT - 3), CONTEXT // 2, 1]
 
 
 def test_the_seed_decides_and_the_global_random_state_is_left_alone(model):
@@ -150,20 +144,15 @@ def test_the_seed_decides_and_the_global_random_state_is_left_alone(model):
 
 
 @pytest.mark.parametrize("kv_cache", [False, True])
-def test_precision_is_autocast_around_the_forward_passes(model, kv_cache):
-    seen = set()
-    config = GenerateConfig(max_new_tokens=20, seed=3, kv_cache=kv_cache)
+def test_precision_is_autocast_around_the_forward_passes(kv_cache):
+    model, seen, config = build(), set(), GenerateConfig(max_new_tokens=20, seed=3, kv_cache=kv_cache)
     with autocast(torch.device("cpu"), "bf16"):
         expected = generate(model, PROMPTS, config)
-    assert [len(row) for row in expected] == [20] * len(PROMPTS)
-    hook = model.lm_head.register_forward_hook(lambda module, given, out: seen.add(out.dtype))
-    try:
-        assert generate(model, PROMPTS, replace(config, precision="bf16")) == expected
-        assert seen == {torch.bfloat16}
-        generate(model, PROMPTS, config)
-        assert seen == {torch.bfloat16, torch.float32}
-    finally:
-        hook.remove()
+    model.lm_head.register_forward_hook(lambda module, given, out: seen.add(out.dtype))
+    assert generate(model, PROMPTS, replace(config, precision="bf16")) == expected
+    assert seen == {torch.bfloat16}
+    generate(model, PROMPTS, config)
+    assert seen == {torch.bfloat16, torch.float32}
 
 
 # ---------------------------------------------------------------------------------------------- stopping
@@ -179,17 +168,12 @@ def test_end_of_text_ends_a_row_and_is_not_part_of_it(model):
     assert len(stopped[0]) <= 10
 
 
-def test_a_row_can_be_empty_and_the_maximum_holds():
-    assert generate(always(EOT), [[1], [2]], GenerateConfig(max_new_tokens=5), eot_id=EOT) == [[], []]
-    assert generate(always(65), [[1]], GenerateConfig(max_new_tokens=5), eot_id=EOT) == [[65] * 5]
-    assert generate(always(65), [], GenerateConfig(max_new_tokens=5)) == []
-
-
-def test_an_empty_prompt_begins_a_document(model):
-    config = GenerateConfig(max_new_tokens=8)
-    assert generate(model, [[]], config, eot_id=EOT) == generate(model, [[EOT]], config, eot_id=EOT)
-    with pytest.raises(UserError, match="Prompt 0 is empty"):
-        generate(model, [[]], config)
+def test_a_row_can_be_empty_and_the_maximum_holds(model):
+    config = GenerateConfig(max_new_tokens=5)
+    assert generate(always(EOT), [[1], [2]], config, eot_id=EOT) == [[], []]
+    assert generate(always(65), [[1]], config, eot_id=EOT) == [[65] * 5]
+    assert generate(model, [], config) == []
+    assert generate(model, [[]], config, eot_id=EOT) == generate(model, [[EOT]], config, eot_id=EOT)  # a new document
 
 
 def test_the_mode_of_every_module_is_restored():
@@ -202,8 +186,7 @@ def test_the_mode_of_every_module_is_restored():
         raise KeyboardInterrupt
     generate(model, [[1]], GenerateConfig(max_new_tokens=2))
     assert [module.training for module in model.modules()] == before
-    assert any(before)
-    assert not all(before)
+    assert set(before) == {True, False}
 
 
 @pytest.mark.parametrize(
@@ -211,20 +194,12 @@ def test_the_mode_of_every_module_is_restored():
     [
         ([0] * (CONTEXT + 1), f"Prompt 1 has {CONTEXT + 1} tokens; the model's context_length is {CONTEXT}"),
         ([3, 257], "Prompt 1 holds ids that are not from 0 to 256"),
-        ([-1], "Prompt 1 holds ids"),
+        ([], "Prompt 1 is empty"),
     ],
 )
 def test_prompts_that_cannot_be_continued(model, prompt, words):
     with pytest.raises(UserError, match=words):
         generate(model, [[1], prompt])
-
-
-def test_diverged_weights_are_named(model):
-    broken = build()
-    with torch.no_grad():
-        broken.lm_head.weight[5] = math.nan
-    with pytest.raises(UserError, match="diverged"):
-        generate(broken, [[1]])
 
 
 # ---------------------------------------------------------------------------------------------- text
@@ -239,39 +214,25 @@ def test_streamed_pieces_are_whole_characters_and_join_to_the_text(text, noise):
     assert "".join(pieces) == tokenizer.decode(ids)
     if not noise and "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces)
-
-
-def test_a_character_is_streamed_when_its_last_byte_is_there():
-    stream = TextStream(ByteTokenizer())
     assert [stream.push(token) for token in "a😀b".encode()] == ["a", "", "", "", "😀", "b"]
 
 
 def test_generate_text_says_what_was_made_and_why_it_stopped():
-    stops, goes_on = always(EOT), always(65)
     config, tokenizer = GenerateConfig(max_new_tokens=4), ByteTokenizer()
-    (ended,) = generate_text(stops, tokenizer, ["hi"], config)
+    (ended,) = generate_text(always(EOT), tokenizer, ["hi"], config)
     assert (ended.prompt, ended.text, ended.ids, ended.stop) == ("hi", "", [], "end_of_text")
-    (full,) = generate_text(goes_on, tokenizer, ["hi"], config)
+    (full,) = generate_text(always(65), tokenizer, ["hi"], config)
     assert (full.text, full.ids, full.stop) == ("AAAA", [65] * 4, "max_new_tokens")
-    (continued,) = generate_text(stops, tokenizer, [""], config, stop_at_end_of_text=False)
+    (continued,) = generate_text(always(EOT), tokenizer, [""], config, stop_at_end_of_text=False)
     assert (continued.text, continued.stop) == ("<|endoftext|>" * 4, "max_new_tokens")
 
 
 def test_generate_text_streams_each_prompt(model):
-    pieces = {0: "", 1: ""}
-
-    def stream(row: int, piece: str) -> None:
-        pieces[row] += piece
-
+    pieces = {0: [], 1: []}
     config = GenerateConfig(max_new_tokens=50)
-    rows = generate_text(model, ByteTokenizer(), ["é", ""], config, stream=stream)
-    assert [row.text for row in rows] == [pieces[0], pieces[1]]
+    rows = generate_text(model, ByteTokenizer(), ["é", ""], config, stream=lambda row, piece: pieces[row].append(piece))
+    assert [row.text for row in rows] == ["".join(pieces[0]), "".join(pieces[1])]
     assert rows == generate_text(model, ByteTokenizer(), ["é", ""], config)
-
-
-def test_a_tokenizer_that_is_too_large_is_refused():
-    with pytest.raises(UserError, match="The tokenizer has 257 tokens, the model knows 200"):
-        generate_text(build(vocab_size=200), ByteTokenizer(), ["a"])
 
 
 def test_padding_of_the_vocabulary_is_never_sampled():
@@ -280,6 +241,8 @@ def test_padding_of_the_vocabulary_is_never_sampled():
     (row,) = generate_text(padded, ByteTokenizer(), ["a"], GenerateConfig(max_new_tokens=30), stop_at_end_of_text=False)
     assert len(row.ids) == 30
     assert max(row.ids) <= EOT
+    with pytest.raises(UserError, match="The tokenizer has 257 tokens, the model knows 200"):
+        generate_text(build(vocab_size=200), ByteTokenizer(), ["a"])
 
 
 @pytest.mark.gpu

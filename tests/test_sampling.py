@@ -100,8 +100,7 @@ def test_a_cumulative_sum_that_ends_below_one_picks_the_last_token_that_was_kept
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_not_finite_are_refused(value):
-    logits = torch.tensor([[0.0, value]])
-    for temperature in (0.0, 1.0):
-        with pytest.raises(UserError, match="NaN or infinity"):
-            sample_next(logits, GenerateConfig(temperature=temperature), [torch.Generator()])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_refused(value, temperature):
+    with pytest.raises(UserError, match="NaN or infinity"):
+        sample_next(torch.tensor([[0.0, value]]), GenerateConfig(temperature=temperature), [torch.Generator()])
