@@ -7,69 +7,54 @@ import pytest
 import torch
 
 from lmcore import doctor
+from lmcore.data import open_data
 from lmcore.device import select_device
 
 
-@pytest.fixture(scope="module")
-def facts(tmp_path_factory):
-    here = tmp_path_factory.mktemp("here")
-    (here / "data" / "broken").mkdir(parents=True)
-    (here / "data" / "broken" / "manifest.json").write_text("{")
-    return doctor.examine(here)
+def test_facts_are_this_machine(tmp_path, embedded_data):
+    (tmp_path / "data" / "broken").mkdir(parents=True)
+    (tmp_path / "data" / "broken" / "manifest.json").write_text("{")
+    facts, (device, reason) = doctor.examine(tmp_path), select_device()
+    assert facts["Python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+    assert facts["torch"].startswith(torch.__version__)
+    assert facts["Device"].startswith(f"{device.type} (")
+    assert facts["Device"].endswith(f", because {reason}")
+    assert "manifest.json" in facts[str(tmp_path / "data" / "broken")]
+    tokens = f"{len(open_data(embedded_data).train):,} training and "
+    assert doctor.prepared_corpora(embedded_data.parent)[str(embedded_data)].startswith(tokens)
+    assert [line.split()[0] for line in doctor.as_text(facts).splitlines()[:3]] == ["Python", "Machine", "torch"]
 
 
-def test_facts_are_this_machine(facts):
-    device, reason = select_device()
-    assert facts["python"]["version"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
-    assert facts["torch"]["version"] == torch.__version__
-    assert (facts["device"]["type"], facts["device"]["reason"]) == (device.type, reason)
-    (broken,) = facts["data"]["prepared"]
-    assert "manifest.json" in broken["error"]
-
-
-def test_text_names_what_is_missing(facts):
-    part = {"name": "nsys", "present": False, "purpose": "profiling", "remedy": "install it"}
-    corpus = {"folder": "data/a", "train_tokens": 12345, "valid_tokens": 67, "error": None}
-    corpora = [corpus, {"folder": "data/b", "error": "data/b/train.bin is too short."}]
-    data = {"prepared": corpora, "gpt2_tokenizer": {"present": False, "error": "it is not here"}}
-    text = doctor.as_text(facts | {"optional": [part], "data": data, "driver": "550.1"})
-    assert "missing: install it — for profiling" in text
-    assert "12,345 training and 67 validation tokens" in text
-    assert "data/b/train.bin is too short." in text
-    assert "missing: it is not here" in text
-    assert "driver 550.1" in text
-
-
-def test_gpt2_tokenizer_is_looked_for_without_a_download(tmp_path, shared_data, monkeypatch):
+def test_what_is_missing_is_said_with_what_to_do(monkeypatch, tmp_path, shared_data):
     import pooch
 
     monkeypatch.setenv("LMCORE_GPT2", str(shared_data / "gpt2"))
-    assert doctor.gpt2_tokenizer() == {"present": True, "error": None}
+    assert doctor.gpt2_tokenizer() == "present"
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LMCORE_GPT2")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("NSYS", "off")
     monkeypatch.setattr(pooch, "retrieve", lambda *_, **__: pytest.fail("it tried to download"))
-    assert "LMCORE_GPT2" in doctor.gpt2_tokenizer()["error"]
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    facts = doctor.examine(tmp_path)
+    assert facts["pyarrow"] == "missing: pip install pyarrow — for WikiText-103, which comes as Parquet"
+    assert "LMCORE_GPT2" in facts["GPT-2 tokenizer"]
+    assert "NSYS=off" in facts["nsys"]
+    assert "lmcore data prepare" in facts["Corpora"]
 
 
 @pytest.mark.parametrize(
     ("sinfo", "detail"),
     [
-        ("echo main gpu:a40:8; echo compute '(null)'; echo main gpu:a40:8", "GPUs in main (gpu:a40:8)"),
+        ("echo main gpu:a40:8; echo compute '(null)'; echo main gpu:a40:8", "present, GPUs in main (gpu:a40:8)"),
         ("echo compute '(null)'", "no partition with GPUs"),
         ("exit 1", "does not answer"),
+        (None, "front end"),
     ],
 )
 def test_slurm_tells_of_partitions_with_gpus(tmp_path, monkeypatch, sinfo, detail):
-    for name in ("sbatch", "sinfo"):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{sinfo}\n")
+    for name in ("sbatch", "sinfo") if sinfo else ():
+        (tmp_path / name).write_text(f"#!{shutil.which('sh')}\n{sinfo}\n")
         (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    part = doctor.slurm()
-    assert part["present"]
-    assert detail in part["detail"]
-
-
-@pytest.mark.skipif(shutil.which("sbatch") is not None, reason="there is Slurm here")
-def test_slurm_is_not_there():
-    assert "front end" in doctor.slurm()["remedy"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert detail in doctor.slurm()
