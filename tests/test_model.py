@@ -30,8 +30,8 @@ from workbook.reference import reference_logits, rotate_as_complex_numbers
 
 TINY = ModelConfig(vocab_size=61, context_length=24, d_model=24, num_layers=3, num_heads=3, d_ff=40)
 SWITCHES = [
-    {"norm": norm, "position": position, "ffn": ffn, "tie_embeddings": tied}
-    for norm, position, ffn, tied in itertools.product(
+    dict(zip(("norm", "position", "ffn", "tie_embeddings"), values, strict=True))
+    for values in itertools.product(
         ("pre", "post", "none"), ("rope", "sinusoidal", "none"), ("swiglu", "silu"), (False, True)
     )
 ]
@@ -56,9 +56,6 @@ def built(config: ModelConfig, seed: int = 0, **place) -> TransformerLM:
             if parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
     return model
-
-
-# --- the whole model -----------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -90,9 +87,6 @@ def test_whole_model_in_float64_and_bfloat16():
             assert (logits.float() - expected).norm() < 0.03 * expected.norm()
 
 
-# --- modules ----------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def test_linear_and_embedding_are_pytorchs():
     x = torch.randn(2, 3, 4, 7)
@@ -106,21 +100,22 @@ def test_linear_and_embedding_are_pytorchs():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_rmsnorm_is_pytorchs(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+def test_rmsnorm_is_pytorchs(dtype, tolerance):
     ours = RMSNorm(16, eps=1e-5, dtype=dtype)
     ours.weight.uniform_(0.5, 2)
     theirs = nn.RMSNorm(16, eps=1e-5, dtype=dtype)
     theirs.load_state_dict(ours.state_dict())
     x = (10 * torch.randn(3, 2, 16, dtype=torch.float64)).to(dtype)
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     assert ours(x).dtype == dtype
     torch.testing.assert_close(ours(x), theirs(x), atol=tolerance, rtol=tolerance)
+    assert torch.equal(ours(0 * x), 0 * x)
 
 
 @torch.no_grad()
-def test_rmsnorm_of_zeros_and_of_values_whose_squares_overflow_in_half_precision():
-    assert torch.equal(RMSNorm(8)(torch.zeros(2, 8)), torch.zeros(2, 8))
+def test_rmsnorm_of_values_whose_squares_overflow_in_half_precision():
     x = torch.full((1, 8), 60_000.0, dtype=torch.float16)
     torch.testing.assert_close(RMSNorm(8)(x), torch.ones(1, 8, dtype=torch.float16))
 
@@ -163,29 +158,12 @@ def test_angles_are_exact_at_far_positions(position, pair, theta):
 def test_rope_products_depend_on_the_distance_alone():
     """<R_i q, R_j k> is the same for every pair of positions with the same i - j."""
     rope = RotaryPositionalEmbedding(10_000.0, 16, 512)
-    q, k = torch.randn(16), torch.randn(16)
-
-    def product(i: int, j: int) -> float:
-        turned_q, turned_k = (rope(x.unsqueeze(0), torch.tensor([n])) for x, n in ((q, i), (k, j)))
-        return (turned_q * turned_k).sum().item()
-
+    q, k, starts = torch.randn(16), torch.randn(16), torch.tensor([0, 3, 50, 400])
     for distance in (0, 1, 7, 100):
-        products = [product(distance + start, start) for start in (0, 3, 50, 400)]
-        assert products == pytest.approx([products[0]] * 4, abs=1e-4)
-    assert product(7, 0) != pytest.approx(product(0, 7), abs=1e-3)
-
-
-def test_rope_is_not_in_the_state_dict_and_is_shared():
-    model = built(TINY)
-    assert not [name for name in model.state_dict() if "rope" in name or "cos" in name]
-    assert len({id(layer.attn.rope) for layer in model.layers}) == 1
-
-
-def test_sinusoidal_positions():
-    table = sinusoidal_positions(50, 12)
-    assert table.shape == (50, 12)
-    assert table[7, 4].item() == pytest.approx(math.sin(7 / 10_000 ** (4 / 12)), abs=1e-6)
-    assert table[7, 5].item() == pytest.approx(math.cos(7 / 10_000 ** (4 / 12)), abs=1e-6)
+        products = (rope(q.expand(4, 16), starts + distance) * rope(k.expand(4, 16), starts)).sum(-1)
+        torch.testing.assert_close(products, products[:1].expand(4), atol=1e-4, rtol=0)
+        mirrored = (rope(q.expand(4, 16), starts) * rope(k.expand(4, 16), starts + distance)).sum(-1)
+        assert distance == 0 or (products - mirrored).abs().min() > 1e-3
 
 
 @torch.no_grad()
@@ -217,31 +195,19 @@ def test_attention_takes_any_leading_dimensions_and_positions_per_sequence():
 @torch.no_grad()
 def test_attention_takes_one_mask_per_sequence():
     """With as many sequences as heads, a mask on the wrong dimension would go unnoticed by shapes alone."""
-    attention = CausalMultiHeadSelfAttention(12, 3)
-    x = torch.randn(3, 7, 12)
-    masks = torch.rand(3, 7, 7) > 0.5
-    masks |= torch.eye(7, dtype=torch.bool)
+    attention, x = CausalMultiHeadSelfAttention(12, 3), torch.randn(3, 7, 12)
+    masks = (torch.rand(3, 7, 7) > 0.5) | torch.eye(7, dtype=torch.bool)
     together = attention(x, mask=masks)
     for n in range(3):
         torch.testing.assert_close(together[n], attention(x[n], mask=masks[n]), **CLOSE)
 
 
-# --- initialization ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("weight", "std"),
-    [
-        (lambda: Linear(300, 500).weight, math.sqrt(2 / 800)),
-        (lambda: Embedding(1000, 200).weight, 1.0),
-        (lambda: Embedding(1000, 200, std=0.02).weight, 0.02),
-    ],
-)
-def test_initialization_is_a_normal_distribution_cut_at_three_sigma(weight, std):
+@pytest.mark.parametrize("std", [None, 1.0, 0.02])
+def test_initialization_is_a_normal_distribution_cut_at_three_sigma(std):
     torch.manual_seed(0)
-    z = weight().detach() / std
-    assert z.abs().max() <= 3 + 1e-5
-    assert z.abs().max() > 2.9  # and not cut any earlier
+    layer = Linear(300, 500) if std is None else Embedding(1000, 200, std=std)
+    z = layer.weight.detach() / (std or math.sqrt(2 / 800))
+    assert 2.9 < z.abs().max() <= 3 + 1e-5
     # a normal distribution cut at 3 sigma has standard deviation 0.9866
     assert z.std().item() == pytest.approx(0.98658, abs=0.005)
     assert z.mean().item() == pytest.approx(0, abs=0.01)
@@ -266,9 +232,6 @@ def test_initialization_of_the_whole_model(switches, std):
         expected = std if name.startswith("token_embeddings") else math.sqrt(2 / sum(parameter.shape))
         assert parameter.std().item() == pytest.approx(0.98658 * expected, rel=0.05), name
         assert not torch.equal(parameter, built(config, seed=1).get_parameter(name))
-
-
-# --- the assembled model ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=lambda s: "-".join(map(str, s.values())))
@@ -305,16 +268,17 @@ def test_positions_can_be_given():
     torch.testing.assert_close(model(token_ids), model(token_ids, torch.arange(15, 24)), atol=1e-4, rtol=1e-4)
 
 
-def test_tied_embeddings_share_their_storage():
+def test_what_is_shared_and_what_is_in_the_state_dict():
     model = built(replace(TINY, tie_embeddings=True))
     assert model.lm_head.weight is model.token_embeddings.weight
     assert len(list(model.parameters())) == len(list(built(TINY).parameters())) - 1
-    twin = copy.deepcopy(model)
-    assert twin.lm_head.weight is twin.token_embeddings.weight
-    other = built(replace(TINY, tie_embeddings=True), seed=7)
+    assert len({id(layer.attn.rope) for layer in model.layers}) == 1
+    assert not [name for name in model.state_dict() if "rope" in name or "cos" in name]
+    other, token_ids = built(replace(TINY, tie_embeddings=True), seed=7), ids_of(TINY, 1, 6)
     other.load_state_dict(model.state_dict())
-    token_ids = ids_of(TINY, 1, 6)
-    assert torch.equal(other(token_ids), model(token_ids))
+    for same in (other, copy.deepcopy(model)):
+        assert same.lm_head.weight is same.token_embeddings.weight
+        assert torch.equal(same(token_ids), model(token_ids))
     model(token_ids).sum().backward()
     untouched = ~torch.isin(torch.arange(TINY.vocab_size), token_ids)
     assert (model.token_embeddings.weight.grad[untouched] != 0).any()  # the output layer's share
@@ -323,13 +287,7 @@ def test_tied_embeddings_share_their_storage():
 def test_dropout_is_on_in_training_and_off_in_evaluation():
     model, token_ids = built(replace(TINY, dropout=0.5)), ids_of(TINY, 2, 12)
     assert not torch.equal(model(token_ids), model(token_ids))
-    model.eval()
-    assert torch.equal(model(token_ids), model(token_ids))
-    without = built(TINY)
-    assert torch.equal(model(token_ids), without(token_ids))
-
-
-# --- bad input --------------------------------------------------------------------------------------------------
+    assert torch.equal(model.eval()(token_ids), built(TINY)(token_ids))
 
 
 @pytest.mark.parametrize(
@@ -339,10 +297,7 @@ def test_dropout_is_on_in_training_and_off_in_evaluation():
         (lambda: RotaryPositionalEmbedding(1e4, 5, 8), r"RoPE rotates pairs, so the head size must be even, not 5\.$"),
         (lambda: built(TINY)(torch.tensor([[0, 61]])), r"Token ids must be from 0 to 60; the input holds 61\.$"),
         (lambda: built(TINY)(torch.tensor([[0, -1]])), r"Token ids must be from 0 to 60; the input holds -1\.$"),
-        (
-            lambda: built(TINY)(torch.zeros(1, 25, dtype=torch.long)),
-            r"The input has 25 positions; context_length is 24\.$",
-        ),
+        (lambda: built(TINY)(ids_of(TINY, 1, 25)), r"The input has 25 positions; context_length is 24\.$"),
     ],
 )
 def test_bad_input_gets_one_sentence(call, sentence):
