@@ -9,7 +9,6 @@ from notebook_cells import RECORDS
 from lmcore import results
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.data import open_data
-from lmcore.errors import UserError
 from lmcore.run import RunFolder
 from workbook.report import tables
 from workbook.sweep import run_sweep
@@ -39,73 +38,52 @@ def row_of(run: RunFolder) -> dict:
 
 def test_a_complete_run(tmp_path):
     row = row_of(make_run(tmp_path, [6.0, 4.0, 4.3, 3.0], valid={2: 3.5, 3: 3.1, 4: 3.2}))
-    assert row["outcome"] == "complete"
-    assert (row["final_valid_loss"], row["best_valid_loss"], row["best_step"]) == (3.2, 3.1, 30)
+    expected = {
+        "outcome": "complete", "final_valid_loss": 3.2, "best_valid_loss": 3.1, "best_step": 30, "steps": 40,
+        "tokens": 40 * 4 * 256, "tokens_per_second": 200,  # the median without the first line, which held the warm-up
+        "peak_memory_bytes": 2000, "seconds": 4.0, "device": "Test chip", "batch_size": 4, "diverged_at_step": None,
+    }  # fmt: skip
+    assert {key: row[key] for key in expected} == expected
     assert row["max_spike"] == pytest.approx(0.3)
-    assert row["tokens"] == 40 * 4 * 256
-    assert row["tokens_per_second"] == 200  # the median without the first line, which held the warm-up
-    assert row["peak_memory_bytes"] == 2000
-    assert (row["seconds"], row["device"], row["batch_size"], row["steps"]) == (4.0, "Test chip", 4, 40)
-    assert row["diverged_at_step"] is None
+
+
+NOISE = (4 + np.random.default_rng(0).normal(0, 0.6, 3000)).tolist()
+END = [6.0, 5.0, 4.0, 3.9, 3.8]
+OUTCOMES = {  # losses; outcome, and where it diverged. A uniform guess has the loss ln(10,000) = 9.21.
+    "lost what it had learned": ([6.0, 4.5, 4.4, 4.6, 4.5, 5.4, 5.5, 5.6, 5.3, 5.2], "diverged", 30),  # lowest median
+    "one hard batch at the end": ([6.0, 4.5, 4.4, 4.3, 4.2, 5.9], "complete", None),
+    "noise": (NOISE, "complete", None),
+    "only too short": ([6.2, 6.1, 6.15], "complete", None),
+    "recovered from worse than a guess": ([9.3, 6.0, 9.7, 9.8, 155.0, 4.9, 4.8, 4.0, 3.9, 3.8], "diverged", 40),
+    "just not worse than a guess": ([9.3, 6.0, 9.7, *END], "complete", None),
+    "worse than a guess before it learns": ([30.0, 12.0, 9.3, *END], "complete", None),
+}
+
+
+@pytest.mark.parametrize(("losses", "outcome", "step"), OUTCOMES.values(), ids=OUTCOMES)
+def test_which_runs_have_diverged(tmp_path, losses, outcome, step):
+    row = row_of(make_run(tmp_path, losses, valid={len(losses): losses[-1]}))
+    assert (row["outcome"], row["diverged_at_step"], row["best_valid_loss"]) == (outcome, step, losses[-1])
+    assert row["final_valid_loss"] == (losses[-1] if outcome == "complete" else None)
 
 
 def test_a_loss_that_was_not_finite(tmp_path):
     row = row_of(make_run(tmp_path, [6.0, 9.0], "diverged", valid={1: 5.9}, diverged_at_step=23))
-    assert (row["outcome"], row["diverged_at_step"]) == ("diverged", 23)
-    assert row["final_valid_loss"] is None
-    assert row["best_valid_loss"] == 5.9
-
-
-def test_a_run_that_lost_what_it_had_learned_has_diverged(tmp_path):
-    row = row_of(make_run(tmp_path, [6.0, 4.5, 4.4, 4.6, 4.5, 5.4, 5.5, 5.6, 5.3, 5.2], valid={10: 5.2}))
-    assert (row["outcome"], row["diverged_at_step"]) == ("diverged", 30)  # lowest median of five lines
-    assert (row["final_valid_loss"], row["best_valid_loss"]) == (None, 5.2)
-
-
-def test_one_hard_batch_at_the_end_is_no_divergence(tmp_path):
-    row = row_of(make_run(tmp_path, [6.0, 4.5, 4.4, 4.3, 4.2, 5.9], valid={6: 4.4}))
-    assert (row["outcome"], row["diverged_at_step"]) == ("complete", None)
-
-
-def test_noise_is_no_divergence(tmp_path):
-    losses = 4 + np.random.default_rng(0).normal(0, 0.6, 3000)
-    assert row_of(make_run(tmp_path, losses.tolist(), valid={3000: 4.0}))["outcome"] == "complete"
+    assert (row["outcome"], row["diverged_at_step"], row["final_valid_loss"]) == ("diverged", 23, None)
 
 
 @pytest.mark.parametrize("name", ["sweep", "training", "experiment", "experiment_rate"])
 def test_no_committed_run_that_is_complete_rose_above_a_uniform_guess(name):
     """A rise of more than ln(50,257) + 0.5 nats ends above it, whatever the run had reached."""
     rows = results.read_results(RECORDS / f"{name}_runs.json")[0]
-    complete = rows[rows["outcome"] == "complete"]
-    assert complete["max_spike"].max() < 10.82 + 0.5
+    assert rows[rows["outcome"] == "complete"]["max_spike"].max() < 10.82 + 0.5
     assert rows["name"].is_unique
-    if name == "sweep":
-        assert set(rows["name"][rows["max_spike"] > 40]) == {"lr_0.3", "lr_1"}
 
 
-def test_a_run_that_was_only_too_short_has_not_diverged(tmp_path):
-    row = row_of(make_run(tmp_path, [6.2, 6.1, 6.15], valid={3: 6.1}))
-    assert (row["outcome"], row["final_valid_loss"]) == ("complete", 6.1)
-
-
-def test_a_run_that_fell_behind_a_uniform_guess_has_diverged_even_if_it_recovers(tmp_path):
-    """Over 10,000 tokens a uniform guess has the loss ln(10,000) = 9.21, and 9.71 is half a nat above it."""
-    losses = [9.3, 6.0, 9.7, 9.8, 155.0, 4.9, 4.8, 4.0, 3.9, 3.8]
-    row = row_of(make_run(tmp_path / "risen", losses, valid={10: 3.7}))
-    assert (row["outcome"], row["diverged_at_step"], row["max_spike"]) == ("diverged", 40, 149.0)
-    assert (row["final_valid_loss"], row["best_valid_loss"]) == (None, 3.7)
-    for name, first in {"short": [9.3, 6.0, 9.7], "late": [30.0, 12.0, 9.3]}.items():  # below it, or not yet below it
-        row = row_of(make_run(tmp_path / name, [*first, 6.0, 5.0, 4.0, 3.9, 3.8], valid={8: 3.7}))
-        assert (row["outcome"], row["final_valid_loss"]) == ("complete", 3.7)
-
-
-@pytest.mark.parametrize(
-    ("state", "outcome"),
-    [(end, end) for end in ("out of memory", "interrupted", "failed")] + [("running", "interrupted")],
-)
-def test_a_run_without_a_line(tmp_path, state, outcome):
+@pytest.mark.parametrize("state", ["out of memory", "interrupted", "failed", "running"])
+def test_a_run_without_a_line(tmp_path, state):
     row = row_of(make_run(tmp_path, [], state))
-    assert row["outcome"] == outcome
+    assert row["outcome"] == ("interrupted" if state == "running" else state)
     assert row["final_valid_loss"] is row["max_spike"] is row["tokens_per_second"] is row["peak_memory_bytes"] is None
 
 
@@ -145,6 +123,9 @@ def test_results_are_read_as_they_were_written(tmp_path):
     assert read["runs"] == 2
     assert "NaN" not in path.read_text()
     assert pd.read_csv(path.with_suffix(".csv"))["name"].tolist() == ["good", "memory"]
+    path.write_text("[1]")
+    with pytest.raises(UserError, match="not a results file"):
+        results.read_results(path)
 
 
 def test_provenance_lists_what_differs(tmp_path):
@@ -156,15 +137,6 @@ def test_provenance_lists_what_differs(tmp_path):
     assert provenance["device"] == ["Test chip", "Other chip"]
     assert provenance["data_fingerprint"] == ["f" * 64, "0" * 64]
     assert [corpus["request"] for corpus in provenance["data"]][1] == "another"
-
-
-def test_a_file_that_is_no_results_file(tmp_path):
-    path = tmp_path / "other.json"
-    path.write_text("[1]")
-    with pytest.raises(UserError, match="not a results file"):
-        results.read_results(path)
-    with pytest.raises(UserError, match=r"ends in \.json"):
-        results.write_results(pd.DataFrame(), tmp_path / "runs.csv", {})
 
 
 def test_real_runs(tmp_path, embedded_data):
