@@ -6,7 +6,7 @@ import pytest
 from notebook_cells import PROJECT
 
 from lmcore.accounting import num_parameters, training_flops
-from lmcore.config import replace
+from lmcore.config import model_config, replace
 from lmcore.errors import UserError
 from lmcore.fast.support import unsupported_reason
 from lmcore.recipes import (
@@ -21,24 +21,19 @@ from lmcore.recipes import (
 )
 from workbook.notebook import code_cells, read_notebook
 
-HANDOUT_TOKENS = 32 * 256 * HANDOUT_STEPS
-AT_BUDGET = ("handout", "regularized", "tied", "best-at-budget")
 
-
-@pytest.mark.parametrize("name", AT_BUDGET)
+@pytest.mark.parametrize("name", ["handout", "regularized", "tied", "best-at-budget"])
 def test_the_handouts_budget_and_model(name):
     config = RECIPES[name]
-    model = config.model
-    assert config.steps * config.tokens_per_step == HANDOUT_TOKENS == 40_960_000
-    assert (model.d_model, model.d_ff, model.num_layers, model.num_heads) == (512, 1344, 4, 16)
-    assert (model.context_length, model.vocab_size, model.rope_theta) == (256, 50257, 10_000)
+    assert config.steps * config.tokens_per_step == 32 * 256 * HANDOUT_STEPS == 40_960_000
+    assert config.model == model_config("tinystories", vocab_size=50257, context_length=256, attention="flash",
+                                        tie_embeddings=config.model.tie_embeddings)  # fmt: skip
 
 
 def test_a_recipe_takes_data_vocabulary_and_steps():
     config = recipe("handout", "somewhere", 400, steps=50)
     assert (config.data, config.model.vocab_size, config.steps) == ("somewhere", 400, 50)
-    assert config.optimizer.warmup_steps == 2
-    assert config.optimizer.cosine_steps is None
+    assert (config.optimizer.warmup_steps, config.optimizer.cosine_steps) == (2, None)
     with pytest.raises(UserError, match="There is no recipe 'x'; choose one of smoke"):
         recipe("x", "somewhere", 400)
     with pytest.raises(UserError, match="steps must be"):
