@@ -3,11 +3,8 @@
 import hashlib
 import os
 import re
-from array import array
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +13,7 @@ from lmcore.errors import UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import files, pretokenize
-from lmcore.tokenizer.pretokenize import GPT2_PATTERN, PUBLISHED_PATTERN, chunks, pretokens
+from lmcore.tokenizer.pretokenize import GPT2_PATTERN, chunks, pretokens
 from lmcore.tokenizer.train import available_cores
 
 if TYPE_CHECKING:
@@ -30,13 +27,11 @@ CACHED_CHUNKS = 1 << 16
 """Chunks and pretokens whose ids are kept, to bound memory: some 15 MB, and the words of a MB of web text."""
 
 LONG = 100
-"""Pretokens of more bytes are merged by `merge_long`; the ids of text of more characters are not kept."""
+"""The ids of chunks of more characters are not kept."""
 
-SAMPLED = 1 << 16
-"""Of a long text every so many characters are looked at: eight in a row that are white space are taken for a run of it.
-tiktoken's pattern engine ends in a panic, which is no `Exception`, at a run of a million (0.14)."""
-
-RUN_OF_SPACE = re.compile(r"\s{8}")
+LONGEST_SPACE = 500_000
+RUN_OF_SPACE = re.compile(rf"\s{{{LONGEST_SPACE}}}")
+"""What tiktoken's pattern engine may not be able to match (0.14 panics at a run of a million)."""
 
 NO_MERGE = 1 << 62
 """Rank of a pair that is not merged, above all others."""
@@ -51,7 +46,7 @@ def merge_ids(ids: list, ranks: dict[tuple, int], merged: Sequence) -> list:
     """Applies to `ids` always the merge of lowest rank that is there, leftmost first, until there is none.
 
     ranks: pair of ids -> rank of its merge. merged: id of the merged token by rank. Changes `ids` and returns it, in a
-    time that grows with the square of the length: right for words, not for a pretoken of a thousand letters.
+    time that grows with the square of the length, which for words is small.
     """
     rank_of = ranks.get
     found = [rank_of(pair, NO_MERGE) for pair in pairwise(ids)]
@@ -64,42 +59,6 @@ def merge_ids(ids: list, ranks: dict[tuple, int], merged: Sequence) -> list:
         if at < len(found):
             found[at] = rank_of((new, ids[at + 1]), NO_MERGE)
     return ids
-
-
-def merge_long(ids: list, ranks: dict[tuple, int], merged: Sequence) -> list:
-    """Returns what `merge_ids` does, in a time that grows in proportion to the length (merges in training order).
-
-    The places of each pair are kept in a list, so that all places of the lowest rank are merged in one go. The second
-    token of a pair leaves a hole behind; two arrays lead from each token to its neighbours across the holes.
-    """
-    ids = [*ids, None]  # neither a hole nor the end is in any pair
-    following, preceding = array("q", range(1, len(ids) + 1)), array("q", range(-1, len(ids) - 1))
-    places: dict[int, list[int]] = defaultdict(list)
-    for at, pair in enumerate(pairwise(ids)):
-        if pair in ranks:
-            places[ranks[pair]].append(at)
-    waiting = list(places)
-    heapify(waiting)
-    while waiting:
-        rank = heappop(waiting)
-        todo = iter(sorted(places.pop(rank)))
-        for at in todo:
-            after = following[at]
-            if ranks.get((ids[at], ids[after])) != rank:  # one of the two was merged since
-                continue
-            ids[at], ids[after] = merged[rank], None
-            following[at] = after = following[after]
-            preceding[after] = at
-            for left, right in ((preceding[at], at), (at, after)):
-                new = ranks.get((ids[left], ids[right]))
-                if new is not None:
-                    if new not in places:
-                        heappush(waiting, new)
-                    places[new].append(left)
-            if waiting and waiting[0] < rank:  # never where merges are in the order of their training
-                places[rank] = list(todo)
-                heappush(waiting, rank)
-    return [token_id for token_id in ids if token_id is not None]
 
 
 def merges_of_ranks(ranks: dict[bytes, int]) -> list[tuple[bytes, ...]]:
@@ -184,7 +143,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of `text`; special tokens in it become their own ids. Lone surrogates are read as U+FFFD.
 
-        Merges in Python, in a time that grows in proportion to the text; the ids of chunks seen before are looked up.
+        Merges in Python, one pretoken at a time; the ids of chunks seen before are looked up.
         """
         text, ids = well_formed(text), []
         for place, part in enumerate(self._special_pattern.split(text) if self._special_pattern else [text]):
@@ -208,7 +167,7 @@ class Tokenizer:
                 ids = [self._byte_ids[byte] for byte in chunk.encode()]
             except KeyError as error:
                 raise UserError(f"The vocabulary lacks the byte {bytes(error.args)!r} of {chunk!r}.") from None
-            ids = (merge_ids if len(ids) <= LONG else merge_long)(ids, self._ranks, self._merged)
+            merge_ids(ids, self._ranks, self._merged)
         if len(chunk) <= LONG:
             if len(self._cache) >= CACHED_CHUNKS:
                 self._cache.clear()
@@ -226,14 +185,13 @@ class Tokenizer:
     def encode_documents(self, documents: Iterable[str]) -> list[list[int]]:
         """The ids of each document, by tiktoken, on all cores. Special tokens in the text are read as plain text.
 
-        Raises `UserError` where `to_tiktoken` does. Documents with white space without end, on which tiktoken would
-        fail, are encoded by `encode`'s own merging, to the same ids.
+        Raises `UserError` where `tiktoken` does, and for a text with a `RUN_OF_SPACE`.
         """
-        documents, tiktoken = list(documents), self._tiktoken
-        ours = {n: text for n, text in enumerate(documents) if RUN_OF_SPACE.search(text[::SAMPLED])}
-        theirs = ["" if n in ours else text for n, text in enumerate(documents)]
-        found = tiktoken.encode_ordinary_batch(theirs, num_threads=available_cores())
-        return [self._encode_ordinary(well_formed(ours[n])) if n in ours else ids for n, ids in enumerate(found)]
+        documents = list(documents)
+        for text in documents:
+            endless = len(text) >= LONGEST_SPACE and RUN_OF_SPACE.search(text)
+            require(not endless, f"A text has a run of more than {LONGEST_SPACE:,} white-space characters; shorten it.")
+        return self.tiktoken.encode_ordinary_batch(documents, num_threads=available_cores())
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of the ids (a list, array or tensor of one dimension). Raises `UserError` on an unknown id."""
@@ -274,16 +232,13 @@ class Tokenizer:
             require(isinstance(special_tokens, list), f"{path} must be a JSON list of strings.")
         return cls(vocab, merges, special_tokens)
 
-    def to_tiktoken(self) -> "tiktoken.Encoding":
+    @cached_property
+    def tiktoken(self) -> "tiktoken.Encoding":
         """The same tokenizer as a `tiktoken.Encoding`, with the same ids.
 
         Raises `UserError` if tiktoken cannot express it: it needs all 256 bytes, ids of merged tokens that rise in
         the order of the merges, and no pair of tokens that make up a third one without being its merge.
         """
-        return self._tiktoken
-
-    @cached_property
-    def _tiktoken(self) -> "tiktoken.Encoding":
         import tiktoken
 
         lacking = "tiktoken needs all 256 single bytes in the vocabulary; encode with Tokenizer.encode."
@@ -299,21 +254,3 @@ class Tokenizer:
         )
         name = f"lmcore-{self.fingerprint[:16]}"
         return tiktoken.Encoding(name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=self._special_ids)
-
-    @classmethod
-    def from_tiktoken(cls, encoding: "tiktoken.Encoding") -> "Tokenizer":
-        """The tokenizer of a `tiktoken.Encoding` with GPT-2's pretoken pattern; `UserError` for other patterns."""
-        from tiktoken_ext.openai_public import r50k_pat_str
-
-        # tiktoken has no public name for pattern and ranks; its own registry passes them under these
-        pattern, ranks, special_ids = encoding._pat_str, encoding._mergeable_ranks, encoding._special_tokens
-        require(
-            pattern in (GPT2_PATTERN, GPT2_PATTERN.replace("++", "+"), PUBLISHED_PATTERN, r50k_pat_str),
-            f"The encoding {encoding.name!r} splits text by another pattern than GPT-2's, the only one known here.",
-        )
-        merges = merges_of_ranks(ranks)
-        for parts in merges:
-            require(len(parts) == 2, f"{encoding.name!r} is not BPE: no merge of two tokens makes {b''.join(parts)!r}.")
-        vocab = {token_id: token for token, token_id in ranks.items()}
-        vocab |= {token_id: token.encode() for token, token_id in special_ids.items()}
-        return cls(vocab, [(left, right) for left, right in merges], list(special_ids))

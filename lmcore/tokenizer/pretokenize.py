@@ -13,10 +13,8 @@ import regex
 from lmcore.errors import require
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s+"
-"""GPT-2's pretoken pattern. The possessive `++` matches the same as `+` and saves tiktoken's engine backtracking."""
-
-PUBLISHED_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""The same as GPT-2's release writes it (openai/gpt-2, src/encoder.py)."""
+"""GPT-2's pretoken pattern (openai/gpt-2, src/encoder.py). The possessive `++` matches the same as `+` there and saves
+tiktoken's engine backtracking."""
 
 pretokens = regex.compile(GPT2_PATTERN).findall
 """Splits a string into its pretokens: `pretokens("the cat's") == ["the", " cat", "'s"]`.

@@ -61,10 +61,6 @@ def train_bpe(
         f"vocab_size must be a whole number of at least {smallest} (256 bytes and the special tokens), "
         f"not {vocab_size!r}.",
     )
-    require(
-        num_workers is None or (isinstance(num_workers, int) and num_workers > 0),
-        f"num_workers must be a positive whole number or None, not {num_workers!r}.",
-    )
     paths = [input_path] if isinstance(input_path, str | os.PathLike) else list(input_path)
     counts = count_files(paths, special_tokens, num_workers)
     require(bool(counts), f"{', '.join(map(str, paths)) or 'The list of input files'} holds no text to train on.")
@@ -82,10 +78,7 @@ def available_cores() -> int:
 
 
 def count_files(
-    paths: Sequence[str | os.PathLike],
-    special_tokens: Sequence[str],
-    num_workers: int | None = None,
-    piece_characters: int = PIECE_CHARACTERS,
+    paths: Sequence[str | os.PathLike], special_tokens: Sequence[str], num_workers: int | None = None
 ) -> Counter[str]:
     """How often each pretoken occurs in the files; each file is a text of its own.
 
@@ -99,7 +92,7 @@ def count_files(
     if num_workers is None:
         num_workers = available_cores() if total >= SMALL_CORPUS_BYTES else 1
     texts = (read_text(Path(path)) for path in paths)
-    pieces = (piece for text in texts for piece in safe_pieces(text, special_tokens, piece_characters))
+    pieces = (piece for text in texts for piece in safe_pieces(text, special_tokens, PIECE_CHARACTERS))
     counts: Counter[str] = Counter()
     if num_workers == 1:
         for piece in pieces:
@@ -113,8 +106,7 @@ def count_files(
             counts.update(waiting.popleft().result())
             waiting.extend(islice(submitted, 1))
     except BrokenProcessPool as error:
-        sentence = "A process that counted pretokens died or could not start; try again with num_workers=1."
-        raise UserError(sentence) from error
+        raise UserError("A process that counted pretokens died or could not start; use num_workers=1.") from error
     finally:
         pool.shutdown(cancel_futures=True)
     return counts
