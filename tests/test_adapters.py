@@ -142,7 +142,7 @@ def distributed_by_adapters(rank, kind):
 
 
 def test_distributed_classes():
-    with Ranks(2) as ranks:
+    with Ranks(2, timeout=120) as ranks:
         for kind in ("ddp", "bucketed", "fsdp", "sharded"):
             for ours, alone in ranks.run(distributed_by_adapters, kind):
                 torch.testing.assert_close(ours, alone)

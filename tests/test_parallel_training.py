@@ -233,6 +233,14 @@ def test_a_forgotten_parallel_is_said_once(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_one_process_is_told_of_the_other_gpus(monkeypatch, capsys, data):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for strategy, told in (("fsdp", 1), ("none", 0)):
+        with world.joined(small_config(data, strategy=strategy)) as alone:
+            assert alone.size == 1
+        assert capsys.readouterr().err.count("torchrun --nproc-per-node 8") == told
+
+
 @pytest.mark.parametrize(
     ("strategy", "changes", "what"),
     [

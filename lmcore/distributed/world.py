@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -116,6 +117,9 @@ def joined(config: TrainConfig) -> Iterator[OneRank]:
             f"torchrun started {size} processes, but the run is not parallel: add --strategy ddp, or another one."
         )
     if config.strategy == "none" or "RANK" not in os.environ:
+        if config.strategy != "none" and (gpus := torch.cuda.device_count()) > 1:
+            started = f"torchrun --nproc-per-node {gpus} -m -- lmcore train ..."
+            print(f"This process uses one of {gpus} GPUs; all of them: {started}", file=sys.stderr, flush=True)
         yield ALONE
         return
     world = join(config)
