@@ -1,13 +1,11 @@
-"""From one long sequence of token ids to batches of inputs and next-token targets (CSE599-O A1 section 5.1).
-
-At the end: the batches of the coming steps, read and copied while a GPU still works on the steps before.
-"""
+"""From one long sequence of token ids to batches of inputs and next-token targets (CSE599-O A1 section 5.1)."""
 
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 import torch
@@ -136,21 +134,21 @@ def validation_batches(
 
 def gather(x: np.ndarray, starts: np.ndarray, context_length: int, device: str | torch.device) -> Batch:
     """The windows of `x` at `starts` and the same shifted by one, on `device`."""
-    both = torch.empty((2, len(starts), context_length), dtype=torch.int64)
-    read_windows(x, starts, both)
-    if torch.device(device).type == "cuda" and torch.cuda.is_available():
-        # from pinned memory the copy runs beside the GPU's work on the step before
+    both = read_windows(x, starts, torch.empty((2, len(starts), context_length), dtype=torch.int64))
+    if torch.device(device).type == "cuda":  # from pinned memory the copy runs beside the GPU's work on the step before
         both = both.pin_memory().to(device, non_blocking=True)
-    else:
-        both = both.to(device)
-    return both[0], both[1]
+    inputs, targets = both.to(device)
+    return inputs, targets
 
 
-def read_windows(x: np.ndarray, starts: np.ndarray, out: Int[Tensor, "2 batch_size context_length"]) -> None:
+def read_windows(
+    x: np.ndarray, starts: np.ndarray, out: Int[Tensor, "2 batch_size context_length"]
+) -> Int[Tensor, "2 batch_size context_length"]:
     """Reads the windows of `x` at `starts` into `out[0]`, and the same shifted by one into `out[1]`, on the CPU."""
     windows = np.lib.stride_tricks.sliding_window_view(x, out.shape[-1] + 1)[starts]
     inputs, targets = out.numpy()
     inputs[:], targets[:] = windows[:, :-1], windows[:, 1:]
+    return out
 
 
 @contextmanager
@@ -209,17 +207,14 @@ def read_ahead(
     buffers = [torch.empty(shape, dtype=torch.int64, pin_memory=pinned) for _ in range(depth)]
 
     def read(step: int) -> Tensor:
-        buffer = buffers[step % depth]
-        read_windows(x, starts_at_step(x, config, step)[part], buffer)
-        return buffer
+        return read_windows(x, starts_at_step(x, config, step)[part], buffers[step % depth])
 
-    steps = range(first_step, config.steps)
     with ThreadPoolExecutor(1, "lmcore-batches") as pool:
+        submitted = (pool.submit(read, step) for step in range(first_step, config.steps))
+        reads = deque(islice(submitted, depth))
         try:
-            reads = deque(pool.submit(read, step) for step in steps[:depth])
-            for step in steps:
+            while reads:
                 yield reads.popleft().result()
-                if step + depth in steps:
-                    reads.append(pool.submit(read, step + depth))
+                reads.extend(islice(submitted, 1))
         finally:
             pool.shutdown(cancel_futures=True)
