@@ -30,13 +30,19 @@ from lmcore.profiling.nsys.export import DEVICES, GRAPH, KERNEL, MEMCPY, MEMSET,
 from lmcore.profiling.nsys.torch_trace import CPU_TOOL, CUDA_TOOL, read_torch_trace, trace_of
 from lmcore.profiling.nsys.trace import (
     busy_table,
-    category_table,
-    copy_table,
     instances,
-    kernel_table,
     kernels_in,
     occupied,
+    totals,
+    work_in,
 )
+
+
+def table(trace, range, part: str, scope="process") -> pd.DataFrame:
+    """Kernels or copies of a range by name, or all its work by category."""
+    _, work = work_in(trace, range, scope)
+    keep = {"kernels": work["bytes"] < 0, "copies": work["bytes"] >= 0, "category": work["bytes"] >= -1}[part]
+    return totals(work[keep], ["category" if part == "category" else "name"])
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +81,19 @@ def counted_by_hand(path, name: str, same_thread: bool) -> dict[str, tuple[int, 
 )
 def test_kernels_of_real_training_programs(request, program, name, scope):
     path = H200 if program == "ours" else sample(FORWARD_BACKWARD)
-    table = kernel_table(request.getfixturevalue(program), name, scope)
+    kernels = table(request.getfixturevalue(program), name, "kernels", scope)
     by_hand = counted_by_hand(path, name, scope == "thread")
-    together = table.groupby("name")[["calls", "total_seconds"]].sum()  # of two categories: the optimizer's apart
-    found = {row.Index: (row.calls, round(row.total_seconds * 1e9)) for row in together.itertuples()}
+    found = {row.name: (row.calls, round(row.total_seconds * 1e9)) for row in kernels.itertuples()}
     assert found == by_hand
     assert len(by_hand) > (5 if program == "real" else 0)
-    assert table["total_seconds"].is_monotonic_decreasing
-    assert table["share"].sum() == pytest.approx(1)
+    assert kernels["total_seconds"].is_monotonic_decreasing
+    assert kernels["share"].sum() == pytest.approx(1)
 
 
 def test_real_counts_by_sql(real):
     whole = [(len(real.kernels), int(real.kernels["duration"].sum()))]
     assert whole == rows(sample(FORWARD_BACKWARD), f"SELECT COUNT(*), SUM(end - start) FROM {KERNEL}")
-    copies = copy_table(real, None).set_index("operation")
+    copies = table(real, None, "copies").set_index("name")
     assert copies.loc["Host-to-Device", ["calls", "bytes"]].tolist() == [142, 515124224]
     assert copies.loc["Memset", "calls"] == 1510
     assert (real.tool, real.notes) == ("Nsight Systems 2025.1.3", ())
@@ -114,8 +119,8 @@ def test_matmuls_are_as_many_as_the_model_multiplies(ours):
             (kernels["category"] == "matmul") & ~kernels["name"].str.contains("splitKreduce|split_k_kernel")
         ]
         assert len(kernels) == 2 * expected
-    assert category_table(ours, "optimizer")["category"].tolist() == ["optimizer"]
-    assert "optimizer" not in category_table(ours, "backward")["category"].tolist()
+    assert table(ours, "optimizer", "category")["category"].tolist() == ["optimizer"]
+    assert "optimizer" not in table(ours, "backward", "category")["category"].tolist()
     for part in ("computing attention scores", "computing softmax", "final matmul", "ffn"):
         assert len(instances(ours, part)) == 8  # two layers, twice in inference and twice in training
 
@@ -124,12 +129,12 @@ def test_doubled_runtime_rows_do_not_double_the_time():
     path = sample(DUPLICATED)
     naive = rows(path, f"SELECT SUM(k.end - k.start) FROM {KERNEL} k JOIN {RUNTIME} r USING (correlationId)")[0][0]
     trace = read_export(path)
-    (row,) = kernel_table(trace, "saxpy").to_dict("records")
-    assert (row["calls"], row["calls_per_instance"]) == (5, 1)
+    (row,) = table(trace, "saxpy", "kernels").to_dict("records")
+    assert (row["calls"], len(instances(trace, "saxpy"))) == (5, 5)
     assert round(row["total_seconds"] * 1e9) == 88573480 == naive / 2
     assert set(instances(trace, "MPI_Send")["name"]) == {"MPI_Send"}, "a name behind textId"
     assert trace.tool == "Nsight Systems 2022.2.1"
-    assert copy_table(trace, None).set_index("operation")["calls"].to_dict() == {
+    assert table(trace, None, "copies").set_index("name")["calls"].to_dict() == {
         "Host-to-Device": 10, "Device-to-Host": 5
     }  # fmt: skip
 
@@ -231,7 +236,7 @@ def test_kernels_without_a_launch_belong_to_no_range(export, read, tmp_path, cap
     export.kernel(5, 10, 20)
     trace = read()
     assert len(trace.kernels) == 1
-    assert [len(table(trace, "step")) for table in (kernels_in, kernel_table, category_table)] == [0, 0, 0]
+    assert len(kernels_in(trace, "step")) == len(table(trace, "step", "category")) == 0
     assert busy_table(trace, "step")["busy_seconds"].tolist() == [0]
     assert trace.notes[0].startswith("1 of 1 kernels and copies have no launch")  # there is no table RUNTIME
     export.launch(6, 200, 210, 220)
@@ -250,7 +255,7 @@ def test_the_optimizer_is_told_by_its_range(export, read):
     export.launch(2, 60, 70, 75, "ampere_sgemm")
     export.call(3, 61)
     export.add(MEMCPY, 80, 82, 3, PROCESS, 64, 8)
-    categories = category_table(read(), "training step").set_index("category")
+    categories = table(read(), "training step", "category").set_index("category")
     assert categories["calls"].to_dict() == {"matmul": 1, "optimizer": 2}
     assert categories["total_seconds"].tolist() == pytest.approx([10e-9, 7e-9])
 
@@ -279,7 +284,7 @@ def test_devices_are_busy_and_idle_each_for_itself(export, read, tmp_path, capsy
         times = busy_table(trace, name).set_index("device")[["gpu_seconds", "busy_seconds", "idle_seconds"]] * 1e9
         assert times.round().to_numpy().tolist() == [[300, 200, 100], [300, 200, 100]]
         assert times.index.tolist() == [0, 1]
-    assert kernel_table(trace, "step")["total_seconds"].tolist() == pytest.approx([400e-9])
+    assert table(trace, "step", "kernels")["total_seconds"].tolist() == pytest.approx([400e-9])
     out = report(capsys, tmp_path / "e.sqlite", "--range", "step")
     assert "\n2 devices: busy and idle times are of each" in out
     assert [line.split()[:2] for line in out.splitlines() if line.startswith("step")] == [["step", "0"], ["step", "1"]]
@@ -436,7 +441,7 @@ print(*[line.split()[1] for line in status.read_text().splitlines() if "VmHWM" i
     lines = done.stdout.splitlines()
     assert lines[0] == "Nsight Systems 2025.3.1: 800,000 kernels, 0 copies, 200 ranges."
     # 100 steps of 8,000 kernels, one call in five starts none; each of the 200 kernels runs 4,000 times 8 ns
-    assert lines[4].split() == ["kernel_0", "other", "4,000", "40", "0.032", "8e-06", "0.5"]
+    assert lines[4].split() == ["kernel_0", "other", "4,000", "0.032", "0.5", "8e-06", "40"]
     categories = next(line for line in lines if line.split()[:2] == ["other", "800,000"])
     assert categories.split()[2:] == ["6.4", "100"]
     steps = [line.split()[1:] for line in lines if line.startswith("step ")]
@@ -475,9 +480,10 @@ def test_records_of_torch_profiler_on_cuda(tmp_path):
     assert len(kernels_in(trace, "backward", "thread")) == 0
     (kernel,) = kernels_in(trace, "backward").to_dict("records")
     assert (kernel["category"], kernel["duration"], kernel["launched_at"]) == ("matmul", 10250, 112500)
-    assert copy_table(trace, "training step").to_dict("records") == [
-        {"operation": "Host-to-Device", "calls": 1, "bytes": 4096, "total_seconds": pytest.approx(2e-6)}
-    ]
+    (copied,) = table(trace, "training step", "copies").to_dict("records")
+    assert copied == {
+        "name": "Host-to-Device", "calls": 1, "bytes": 4096, "total_seconds": pytest.approx(2e-6), "share": 1
+    }  # fmt: skip
     assert busy_table(trace, "training step")["idle_seconds"].tolist() == pytest.approx([9.625e-6])
 
 

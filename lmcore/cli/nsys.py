@@ -77,9 +77,14 @@ def nsys(
 
 def report_lines(trace: "Trace", range: str | None, scope: "Scope", top: int) -> list[str]:
     """What a trace says of a range, or of the whole record and which ranges it has."""
-    from lmcore.profiling.nsys.trace import alike, busy_table, category_table, copy_table, kernel_table, owners
+    from lmcore.profiling.nsys.trace import alike, busy_table, owners, totals, work_in
 
-    kernels, busy = kernel_table(trace, range, scope).head(top), busy_table(trace, range, scope)
+    (chosen, work), busy = work_in(trace, range, scope), busy_table(trace, range, scope)
+    kernels = totals(work[work["bytes"] < 0], ["name", "short_name", "category"]).head(top)
+    kernels = kernels.assign(mean_seconds=kernels["total_seconds"] / kernels["calls"])
+    if range is not None:
+        kernels = kernels.assign(calls_per_instance=kernels["calls"] / len(chosen))
+    copies = totals(work[work["bytes"] >= 0], ["name"])
     busy.loc[busy["gpu_seconds"] == 0, GPU_TIMES] = float("nan")  # no work, which is not the same as an idle GPU
     sizes = [f"{len(getattr(trace, part)):,} {part}" for part in ("kernels", "copies", "ranges")]
     lines = [f"{trace.tool}: {', '.join(sizes)}."]
@@ -87,9 +92,8 @@ def report_lines(trace: "Trace", range: str | None, scope: "Scope", top: int) ->
     lines += trace.notes
     if (devices := trace.work["device"].nunique()) > 1:
         lines.append(f"{devices} devices: busy and idle times are of each, times of kernels and copies are summed.")
-    lines += text(kernels.drop(columns=["name", "calls_per_instance"] if range is None else "name"))
-    lines += text(category_table(trace, range, scope)) + text(busy.drop(columns="instance"))
-    lines += text(copy_table(trace, range, scope))
+    lines += text(kernels.drop(columns=["name", "bytes"])) + text(totals(work, ["category"]).drop(columns="bytes"))
+    lines += text(busy.drop(columns="instance")) + text(copies)
     if range is None:
         ranges, path = trace.ranges, alike(trace.ranges["path"])
         ranges = ranges.assign(path=path, seconds=(ranges["end"] - ranges["start"]) / 1e9)

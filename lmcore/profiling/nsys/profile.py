@@ -27,7 +27,7 @@ from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.nvtx import annotated, nvtx_span
 from lmcore.profiling.nsys.tool import find_nsys, last_words, run_under_nsys
 from lmcore.profiling.nsys.torch_trace import read_torch_trace
-from lmcore.profiling.nsys.trace import Trace, busy_table, instances, work_in
+from lmcore.profiling.nsys.trace import Trace, busy_table, instances, totals, work_in
 from lmcore.profiling.workload import Span, Workload, WorkloadConfig, no_span, require_memory
 
 INFERENCE, TRAINING = "inference", "training step"
@@ -180,9 +180,9 @@ def summary(trace: Trace, top: str) -> dict[str, list[dict[str, Any]]]:
             (["category"], work, categories, None),
             (["name", "short_name", "category"], work[work["bytes"] < 0], kernels, TOP_KERNELS),
         ):
-            table = part.groupby(keys, observed=True)["duration"].agg(calls="size", seconds="sum") / len(starts)
-            table = table.assign(path=path, seconds=table["seconds"] / 1e9).sort_values("seconds", ascending=False)
-            rows += table.head(most).reset_index().astype(dict.fromkeys(keys, str)).to_dict("records")
+            table = totals(part, keys).head(most)
+            table = table.assign(calls=table["calls"] / len(starts), seconds=table["total_seconds"] / len(starts))
+            rows += table[[*keys, "calls", "seconds"]].assign(path=path).to_dict("records")
     return {"ranges": ranges, "categories": categories, "kernels": kernels}
 
 

@@ -175,29 +175,15 @@ def kernels_in(trace: Trace, name: str, scope: Scope = "process") -> pd.DataFram
     return work[work["bytes"] < 0]
 
 
-def kernel_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.DataFrame:
-    """Kernels of a range, or of None the whole record, by total time: name, short_name, category, calls,
-    calls_per_instance, total_seconds, mean_seconds, share (of the kernels' time)."""
-    chosen, work = work_in(trace, name, scope)
-    keys = ["name", "short_name", "category"]
-    grouped = work[work["bytes"] < 0].groupby(keys, sort=False, observed=True)["duration"]
-    table = grouped.agg(calls="size", total_seconds="sum").reset_index().astype(dict.fromkeys(keys, str))
-    table = table.sort_values(["total_seconds", "name"], ascending=[False, True], ignore_index=True)
-    table.insert(4, "calls_per_instance", table["calls"] / len(chosen))
-    table["total_seconds"] /= 1e9
-    table["mean_seconds"] = table["total_seconds"] / table["calls"]
-    return table.assign(share=table["total_seconds"] / table["total_seconds"].sum())
-
-
-def category_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.DataFrame:
-    """Work of a range (None: the record) in the order of `CATEGORIES`: category, calls, total_seconds, share.
-
-    Memory copies count as "copy" beside the kernels that copy, so that the shares are of all the device's work.
-    """
-    _, work = work_in(trace, name, scope)
-    table = work.groupby("category", observed=True)["duration"].agg(calls="size", total_seconds="sum").reset_index()
-    table = table.astype({"category": str}).assign(total_seconds=table["total_seconds"] / 1e9)
-    return table.assign(share=table["total_seconds"] / table["total_seconds"].sum())
+def totals(work: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Work by `keys`, that which takes most first: calls, bytes, total_seconds and share of all the work's time."""
+    grouped = work.groupby(keys, sort=False, observed=True)
+    table = grouped.agg(calls=("duration", "size"), bytes=("bytes", "sum"), total_seconds=("duration", "sum"))
+    table = table.reset_index().astype(dict.fromkeys(keys, str))
+    table = table.sort_values(["total_seconds", keys[0]], ascending=[False, True], ignore_index=True)
+    return table.assign(
+        total_seconds=table["total_seconds"] / 1e9, share=table["total_seconds"] / table["total_seconds"].sum()
+    )
 
 
 def busy_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.DataFrame:
@@ -229,12 +215,3 @@ def occupied(work: pd.DataFrame, keys: Sequence[str] = ("instance",)) -> pd.Data
     gaps = (work["start"] - before).clip(lower=0).groupby(own).sum()
     whole = reached.groupby(own).max() - work["start"].groupby(own).min()
     return pd.DataFrame({"whole": whole, "busy": whole - gaps})
-
-
-def copy_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.DataFrame:
-    """Memory copies and fills of a range (None: the record) by total time: operation, calls, bytes, total_seconds."""
-    _, work = work_in(trace, name, scope)
-    grouped = work[work["bytes"] >= 0].groupby("name", observed=True)
-    table = grouped.agg(calls=("bytes", "size"), bytes=("bytes", "sum"), total_seconds=("duration", "sum"))
-    table["total_seconds"] /= 1e9
-    return table.sort_values("total_seconds", ascending=False).rename_axis("operation").reset_index()
