@@ -68,10 +68,10 @@ def device() -> torch.device:
 
 @pytest.fixture(params=["plain", "triton"])
 def kernels(request, monkeypatch) -> str:
-    """Which code of the test module's OPERATION runs; Triton's in the interpreter where there is no GPU."""
+    """Which code of `lmcore.fast.kernels` runs; Triton's in the interpreter where there is no GPU."""
     if request.param == "triton":
         pytest.importorskip("triton")
-    monkeypatch.setattr(request.module.OPERATION, "runs_triton", lambda device: request.param == "triton")
+    monkeypatch.setattr("lmcore.fast.kernels.dispatch.runs_triton", lambda device: request.param == "triton")
     return request.param
 
 

@@ -157,11 +157,10 @@ def test_portable_kernels_are_the_definition(gpu, length, size, causal, dtype, d
 def test_any_number_of_heads_in_a_group(gpu, group, device, monkeypatch):
     """Programs go by length over the heads of a group, of which the first may have fewer."""
     monkeypatch.setattr(gpu, "heads_of_group", lambda *given: group)
-    q, k, v, do = packed(1, 70, 5, 16, device=device)
-    found = [torch.full_like(q, math.nan) for _ in range(4)]
-    _, lse = gpu.forward(q, k, v, True, found[0], gpu.Tiles(16, 32, 4, 1))
-    gpu.backward(q, k, v, found[0], lse, do, True, *found[1:], {"both": gpu.Tiles(32, 32, 4, 1)})
-    assert_close(found, defined(q, k, v, do, True), 1e-5)
+    monkeypatch.setattr(gpu, "forward_tiles", lambda q: gpu.Tiles(16, 32, 4, 1))
+    monkeypatch.setattr(gpu, "backward_tiles", lambda q: {"both": gpu.Tiles(32, 32, 4, 1)})
+    tensors = packed(1, 70, 5, 16, device=device)
+    assert_close(by_module(gpu, *tensors, True), defined(*tensors, True), 1e-5)
 
 
 def test_groups_fill_a_part_of_the_cache(gpu, device):

@@ -62,16 +62,6 @@ def products(x, matrix, hidden, down):
     ]
 
 
-def run(module, name: str, x, weight, out, copy) -> None:
-    """The product by the plain version, or by the kernel in its place."""
-    if module is plain:
-        getattr(plain, name)(x, weight, out, *([copy] if name == "linear_add" else []))
-    elif name == "linear_add":
-        module.linear(x, weight, out, copy=copy, add=True)
-    else:
-        module.linear(x, weight, out, norm=True, gated=name == "norm_swiglu")
-
-
 def check_products(module, rows, d_model, d_ff, dtype, device, seed=0, scale=1.0):
     tensor = draw(seed, device)
     x, hidden = (scale * tensor(rows, d_model)).to(dtype), tensor(rows, d_ff).to(dtype)
@@ -79,7 +69,7 @@ def check_products(module, rows, d_model, d_ff, dtype, device, seed=0, scale=1.0
     for name, x_in, weight, expected in products(x, matrix, hidden, down):
         out = torch.ones(expected.shape, device=device)
         copy = torch.full(expected.shape, math.nan, device=device, dtype=dtype)
-        run(module, name, x_in, weight, out, copy)
+        getattr(module, name)(x_in, weight, out, *([copy] if name == "linear_add" else []))
         assert error(out, expected) < TOLERANCE[dtype], name
         if name == "linear_add":
             assert error(copy, expected) < TOLERANCE[dtype]
@@ -108,12 +98,12 @@ def test_product_kernels_at_real_sizes(gpu, rows, d_model, d_ff, dtype):
 def test_products_are_the_same_every_time(gpu, rows):
     tensor = draw(4, torch.device("cuda"))
     x, w = tensor(rows, 768).bfloat16(), tensor(10_000, 768).bfloat16()
-    for outputs, gated in ((10_000, False), (2304, False), (5000, True)):
+    for outputs, function in ((10_000, gpu.norm_linear), (2304, gpu.norm_linear), (5000, gpu.norm_swiglu)):
         first = torch.empty(rows, outputs, device="cuda")
-        gpu.linear(x, w, first, norm=True, gated=gated)
+        function(x, w, first)
         for _ in range(300):
             again = torch.full_like(first, math.nan)
-            gpu.linear(x, w, again, norm=True, gated=gated)
+            function(x, w, again)
             assert torch.equal(first, again)
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, is_tensor
 from lmcore.checkpoint import digest
 from lmcore.config import ModelConfig, replace
 from lmcore.errors import UserError
-from lmcore.fast.kernels.common.support import has_triton
 from lmcore.fast.model import FusedTransformer, nothing
 from lmcore.fast.step import leaves_room
 from lmcore.fast.support import unsupported_reason
@@ -66,11 +65,9 @@ def test_half_precision_is_near(device):
     check_gradients(SHAPES["odd"], device, torch.bfloat16, (5e-3, 4e-2))
 
 
-@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
-def test_the_step_over_triton_kernels(monkeypatch, device):
-    """The elementwise kernels in their places, by the interpreter where there is no GPU."""
-    for name in ("rmsnorm", "rope", "swiglu", "embedding"):
-        monkeypatch.setattr(f"lmcore.fast.kernels.{name}.runs_triton", lambda device: True)
+@pytest.mark.parametrize("kernels", ["triton"], indirect=True)
+def test_the_step_over_triton_kernels(kernels, device):
+    """All in their places, by the interpreter where there is no GPU."""
     check_gradients(SHAPES["odd"], device)
 
 

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from lmcore.fast.kernels.common.support import has_triton, is_hopper
+from lmcore.fast.kernels.dispatch import has_triton, is_hopper
 from lmcore.fast.kernels.rope import rope_
 from lmcore.fast.kernels.rope_attention import (
     heads_of,
-    reference,
     rope_attention_backward,
     rope_attention_forward,
     split_heads,
@@ -50,33 +49,30 @@ def assert_near(out, expected, tolerance):
 @pytest.mark.parametrize(("shape", "size"), [((1, 70, 2), 16), ((2, 64, 1), 32), ((1, 33, 3), 20), ((2, 1, 2), 24)])
 @pytest.mark.parametrize(("scale", "tolerance"), [(1.0, 1e-5), (10.0, 1e-4)])
 @needs_triton
-def test_whole_heads(shape, size, scale, tolerance, device):
+def test_whole_heads(shape, size, scale, tolerance, device, monkeypatch):
     from lmcore.fast.kernels.rope_attention import gpu
 
+    monkeypatch.setattr(gpu, "TILE", 32)
     e = Example(shape, size, torch.float32, device, scale)
     q_k_v, o = split_heads(e.qkv, shape), heads_of(e.out, shape)
-    lse = gpu.rope_attention_forward(q_k_v, *e.angles, o, tile=32)
+    lse = gpu.rope_attention_forward(q_k_v, *e.angles, o)
     assert_near(e.out, e.expected, 1e-5)
     assert_near(lse * torch.tensor(2.0).log(), e.lse, 1e-5)  # kept in base 2
     dqkv = split_heads(e.dqkv, shape)
-    gpu.rope_attention_backward(q_k_v, o, lse, heads_of(e.do, shape), dqkv, *e.angles, tile=32)
+    gpu.rope_attention_backward(q_k_v, o, lse, heads_of(e.do, shape), dqkv, *e.angles)
     assert_near(e.dqkv, e.gradient, tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_on_a_cpu_it_is_the_reference_implementation(dtype):
-    shape = (2, 19, 3)
-    e, again = (Example(shape, 8, dtype, torch.device("cpu")) for _ in range(2))
+@pytest.mark.parametrize("kernels", ["plain", "triton"], indirect=True)
+def test_one_kernel_after_the_other(kernels, device):
+    """By the reference implementations, and by the kernels, which are given the angles."""
+    shape = (2, 40, 1)
+    e = Example(shape, 16, torch.float32, device)
     lse = rope_attention_forward(e.qkv, *e.angles, shape, e.out)
-    assert_near(e.out, e.expected, 1e-5)
+    assert (lse.shape[-1] == 40) == (kernels == "plain"), "the kernels keep whole pieces of 128 rows"
     assert rope_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape) is e.dqkv
+    assert_near(e.out, e.expected, 1e-5)
     assert_near(e.dqkv, e.gradient, 1e-5)
-    q_k_v, o = split_heads(again.qkv, shape), heads_of(again.out, shape)
-    lse = reference.rope_attention_forward(q_k_v, *again.angles, o)
-    do, gradients = heads_of(again.do, shape), split_heads(again.dqkv, shape)
-    reference.rope_attention_backward(q_k_v, o, lse, do, gradients, *again.angles)
-    assert torch.equal(again.out, e.out)
-    assert torch.equal(again.dqkv, e.dqkv)
 
 
 @pytest.mark.gpu
@@ -95,7 +91,7 @@ def test_whole_heads_at_real_sizes(shape, size):
 @pytest.mark.parametrize("parts", ["both", "separate"])
 @pytest.mark.parametrize(("shape", "size"), [((2, 70, 1), 16), ((1, 33, 2), 20), ((1, 64, 1), 32)])
 @needs_triton
-def test_portable_kernels_turn_gradients_back(parts, shape, size, device):
+def test_portable_kernels_turn_gradients_back(parts, shape, size, device, monkeypatch):
     from lmcore.fast.kernels.attention import gpu
 
     e = Example(shape, size, torch.float32, device)
@@ -103,8 +99,9 @@ def test_portable_kernels_turn_gradients_back(parts, shape, size, device):
     q_k_v, o = split_heads(e.qkv, shape), heads_of(e.out, shape)
     _, lse = gpu.forward(*q_k_v, True, o)
     tiles = dict.fromkeys(["both"] if parts == "both" else ["queries", "keys"], gpu.Tiles(32, 32, 4, 1))
+    monkeypatch.setattr(gpu, "backward_tiles", lambda q: tiles)
     dqkv = split_heads(e.dqkv, shape)
-    gpu.backward(*q_k_v, o, lse, heads_of(e.do, shape), True, *dqkv, tiles, e.angles)
+    gpu.backward(*q_k_v, o, lse, heads_of(e.do, shape), True, *dqkv, e.angles)
     assert_near(e.dqkv, e.gradient, 1e-5)
 
 
@@ -125,20 +122,6 @@ def test_the_kernel_after_hopper_s_turns_gradients_back(shape, size, device):
         sums, dq, dk, *e.angles, *dq.stride()[:3], *dk.stride()[:3], heads, length, 0.5, size, 32, 32, True
     )
     assert_near(e.qkv, expected, 1e-6)
-
-
-@needs_triton
-def test_attention_hands_the_angles_on(monkeypatch, device):
-    from lmcore.fast.kernels import attention as choice
-    from lmcore.fast.kernels.attention import gpu
-
-    shape = (2, 40, 1)
-    e = Example(shape, 16, torch.float32, device)
-    monkeypatch.setattr(choice, "kernels", lambda *_: gpu)
-    lse = rope_attention_forward(e.qkv, *e.angles, shape, e.out)
-    assert lse.shape[-1] == gpu.lse_rows_of(40), "it is the kernels that run"
-    rope_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape)
-    assert_near(e.dqkv, e.gradient, 1e-5)
 
 
 REAL = [((4, 256, 12), 64), ((2, 300, 3), 64), ((1, 130, 2), 80), ((1, 1000, 2), 128), ((3, 65, 2), 20)]

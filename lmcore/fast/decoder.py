@@ -14,7 +14,7 @@ from torch import Tensor
 from lmcore.config import GenerateConfig, ModelConfig, replace
 from lmcore.errors import require
 from lmcore.fast.kernels import decode as ops
-from lmcore.fast.kernels.common.support import on_device_of
+from lmcore.fast.kernels.dispatch import on_device_of
 from lmcore.fast.support import precision_of
 from lmcore.fast.support import unsupported_reason as unsupported_in_training
 from lmcore.model import Linear, TransformerBlock, TransformerLM, evaluating

@@ -1,6 +1,6 @@
 """Our kernels, a package for each operation.
 
-`reference` is the implementation in plain PyTorch, which explains the kernel and runs where there is no Triton; `gpu`
-holds the Triton kernels and `hopper` those for Hopper alone, both imported only where they can run; the package itself
-chooses between them. `common` holds what several operations share.
+The package itself holds the implementation in plain PyTorch, which explains the kernel and runs where there is no
+Triton (attention's is in `reference`); `gpu` holds the Triton kernels and `hopper` those for Hopper alone, both
+imported only where they can run. `dispatch` says where that is.
 """

@@ -2,15 +2,63 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lmcore.errors import require
-from lmcore.fast.kernels.adamw import reference
-from lmcore.fast.kernels.adamw.reference import NOTHING, Settings, Slot
-from lmcore.fast.kernels.common.support import on_device_of, runs_triton
-from lmcore.optimizer import AdamW
+from lmcore.fast.kernels import dispatch
+from lmcore.fast.kernels.dispatch import on_device_of
+from lmcore.optimizer import AdamW, gradient_norm
+
+
+class Slot(NamedTuple):
+    """The tensors of one parameter, all of its size and contiguous."""
+
+    p: Tensor  # float32
+    gradient: Tensor  # bfloat16 or float32
+    m: Tensor  # float32
+    v: Tensor  # float32
+    copy: Tensor | None  # bfloat16 or float32: the parameter that the model computes with
+
+
+class Settings(NamedTuple):
+    """Scalars of one parameter's update (`lmcore.optimizer.adamw_update`), as a row of the kernels' table."""
+
+    beta1: float
+    gain1: float  # 1 - beta1
+    beta2: float
+    gain2: float  # 1 - beta2
+    lr_t: float
+    eps: float
+    keep: float  # 1 - lr * weight_decay
+    max_norm: float
+
+
+NOTHING = Settings(beta1=1, gain1=0, beta2=1, gain2=0, lr_t=0, eps=1, keep=1, max_norm=math.inf)
+"""Settings of an update that changes nothing."""
+
+
+def update(slots: list[Slot], rows: list[Settings], norm: Tensor | None) -> None:
+    """`lmcore.optimizer.adamw_update` for all `slots`, each with its row of settings: what the kernel computes.
+
+    With `norm`, the gradients are clipped by it.
+    """
+    scale = None
+    for (p, gradient, m, v, copy), row in zip(slots, rows, strict=True):
+        if row is NOTHING:
+            continue
+        g = gradient.float()
+        if norm is not None:
+            scale = torch.clamp(row.max_norm / (norm + 1e-6), max=1.0) if scale is None else scale
+            g = g * scale
+        m.mul_(row.beta1).add_(g, alpha=row.gain1)
+        v.mul_(row.beta2).addcmul_(g, g, value=row.gain2)
+        p.addcdiv_(m, v.sqrt().add_(row.eps), value=-row.lr_t)
+        p.mul_(row.keep)
+        if copy is not None:
+            copy.copy_(p)
 
 
 class FusedAdamW(AdamW):
@@ -38,8 +86,9 @@ class FusedAdamW(AdamW):
         super().__init__(params, lr, betas, eps, weight_decay)
         require(max_grad_norm is None or max_grad_norm > 0, f"max_grad_norm must be positive, not {max_grad_norm}.")
         parameters = [p for group in self.param_groups for p in group["params"]]
-        for p in parameters:
-            require(p.dtype == torch.float32, f"FusedAdamW updates float32 parameters, not {p.dtype}.")
+        kinds = {f"{p.dtype} on {p.device}" for p in parameters}
+        fits = len(kinds) == 1 and parameters[0].dtype == torch.float32
+        require(fits, f"FusedAdamW updates float32 parameters of one device, not {', '.join(sorted(kinds))}.")
         self.max_grad_norm = max_grad_norm
         self.norm = torch.full((), math.nan, device=parameters[0].device)
         self._gradients: dict[Tensor, Tensor] = {}
@@ -128,7 +177,8 @@ class FusedAdamW(AdamW):
         if self.max_grad_norm is None:
             return
         if self._table is None:
-            reference.measure([slot.gradient for slot in self._slots], self.norm)
+            gradients = [slot.gradient.float() for slot in self._slots]
+            self.norm.copy_(gradient_norm(gradients) if gradients else torch.zeros(()))
             return
         with on_device_of(self.norm):
             self._table.square(set(self._part_of) - self._squared)
@@ -144,7 +194,7 @@ class FusedAdamW(AdamW):
                 self._table.update(norm, None if part is None else {part})
             return
         chosen = [i for i, its_part in enumerate(self._part_of) if part in (None, its_part)]
-        reference.update([self._slots[i] for i in chosen], [self._rows[i] for i in chosen], norm)
+        update([self._slots[i] for i in chosen], [self._rows[i] for i in chosen], norm)
 
     @torch.no_grad()
     def idle(self) -> None:
@@ -175,13 +225,9 @@ class FusedAdamW(AdamW):
 
     def _with_gradient(self) -> list[tuple[dict, Tensor, Tensor]]:
         """(group, parameter, gradient) of every parameter that has one."""
-        parameters = [
-            (group, p, self._gradients.get(p, p.grad)) for group in self.param_groups for p in group["params"]
-        ]
-        found = [(group, p, gradient) for group, p, gradient in parameters if gradient is not None]
-        dense = all(gradient.layout == torch.strided for _, _, gradient in found)
-        require(dense, "FusedAdamW takes no sparse gradients.")
-        return found
+        parameters = [(group, p) for group in self.param_groups for p in group["params"]]
+        found = [(group, p, self._gradients.get(p, p.grad)) for group, p in parameters]
+        return [(group, p, gradient) for group, p, gradient in found if gradient is not None]
 
     def _settings(self, group: dict, t: int) -> Settings:
         (beta1, beta2), lr = group["betas"], group["lr"]
@@ -205,11 +251,9 @@ class FusedAdamW(AdamW):
             _check(p, gradient)
             slots.append(Slot(p.detach(), gradient.detach(), *self._moments_of(p), self._compute_weights.get(p)))
         self._squared.clear()  # another table, or other gradients
-        devices = {slot.p.device for slot in slots}
-        require(len(devices) <= 1, f"FusedAdamW updates parameters of one device, not of {len(devices)}.")
         self._slots, self._addresses = slots, addresses
         self._part_of = [self._parts.get(p, 0) for _, p, _ in found]
-        if not slots or not runs_triton(slots[0].p.device):
+        if not slots or not dispatch.runs_triton(slots[0].p.device):
             self._table = None
         elif self._table is None or not self._table.move(slots, self._part_of):
             from lmcore.fast.kernels.adamw.gpu import Table
@@ -223,10 +267,10 @@ class FusedAdamW(AdamW):
 
 def _check(p: Tensor, tensor: Tensor) -> None:
     """That `tensor` can stand beside the parameter `p` in the kernels' table."""
-    name = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
+    alike = tensor.shape == p.shape and tensor.device == p.device and tensor.layout == torch.strided
     require(
-        tensor.dtype in (torch.bfloat16, torch.float32) and tensor.shape == p.shape and tensor.device == p.device,
-        f"A gradient or copy of a parameter {tuple(p.shape)} on {p.device} must be bfloat16 or float32, "
-        f"of its shape and on its device; this is {name}.",
+        alike and tensor.dtype in (torch.bfloat16, torch.float32) and tensor.is_contiguous(),
+        f"A gradient or copy of a parameter {tuple(p.shape)} on {p.device} must be bfloat16 or float32, contiguous, of "
+        f"its shape and on its device; this is {tuple(tensor.shape)}, {tensor.dtype}, "
+        f"{tensor.layout}, on {tensor.device}.",
     )
-    require(tensor.is_contiguous(), f"FusedAdamW needs contiguous tensors; {name}, has strides {tensor.stride()}.")

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmcore.fast.kernels.adamw.reference import Settings, Slot
+from lmcore.fast.kernels.adamw import Settings, Slot
 
 BLOCK, WARPS = 1024, 4  # elements and warps of one program of the update
 PARTS = 16  # blocks that one program of the norm goes through

@@ -14,8 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lmcore.errors import require
+from lmcore.fast.kernels import dispatch
 from lmcore.fast.kernels.attention import reference
-from lmcore.fast.kernels.common.support import is_hopper, on_device_of, runs_triton
+from lmcore.fast.kernels.dispatch import is_hopper, on_device_of
 
 MAX_HEAD_SIZE = 128
 """Largest head size of the Triton kernels."""
@@ -76,53 +77,44 @@ def attention_backward(
     dq: Float[Tensor, "B H T K"] | None = None,
     dk: Float[Tensor, "B H T K"] | None = None,
     dv: Float[Tensor, "B H T K"] | None = None,
-    deterministic: bool = False,
     angles: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of Q, K and V from that of the output, into the given views or new tensors; see `attention_forward`.
 
-    `deterministic` (or PyTorch's switch of that name) takes kernels that add in a fixed order. With `angles`, the
-    cosines and sines of `lmcore.fast.kernels.rope`, Q and K are those after RoPE, and the gradients those before it.
+    `torch.use_deterministic_algorithms` takes kernels that add in a fixed order. With `angles`, the cosines and sines
+    of `lmcore.fast.kernels.rope`, Q and K are those after RoPE, and the gradients those before it.
     """
     dq, dk, dv = (by_position(x) if given is None else given for x, given in ((q, dq), (k, dk), (v, dv)))
     if q.numel() == 0:
         return dq, dk, dv
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    fixed_order = torch.are_deterministic_algorithms_enabled()
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False), on_device_of(q):
-        return kernels(q, deterministic).backward(q, k, v, o, lse, do, causal, dq, dk, dv, angles=angles)
+        return kernels(q, fixed_order).backward(q, k, v, o, lse, do, causal, dq, dk, dv, angles=angles)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises `UserError` unless the three are alike and have heads, positions and features."""
-    require(min(x.ndim for x in (q, k, v)) >= 3, f"Flash attention takes (..., H, T, K), not {tuple(q.shape)}.")
+    kinds = {f"{tuple(x.shape)}, {x.dtype} on {x.device}" for x in (q, k, v)}
     require(
-        q.shape[-2] == k.shape[-2] == v.shape[-2],
-        f"Flash attention takes as many keys and values as queries, not {q.shape[-2]} queries with {k.shape[-2]} keys "
-        f"and {v.shape[-2]} values: plain attention serves those.",
+        len(kinds) == 1 and q.ndim >= 3 and q.is_floating_point(),
+        "Flash attention takes queries, keys and values (..., H, T, K) of one shape, floating-point type and device, "
+        f"not {' and '.join(sorted(kinds))}. Plain attention serves fewer queries than keys.",
     )
-    require(
-        q.shape == k.shape == v.shape,
-        f"Flash attention takes queries, keys and values of one shape, not {tuple(q.shape)}, {tuple(k.shape)} and "
-        f"{tuple(v.shape)}.",
-    )
-    kinds = {f"{x.dtype} on {x.device}".removeprefix("torch.") for x in (q, k, v)}
-    require(len(kinds) == 1, f"Flash attention takes one type and device, not {', '.join(sorted(kinds))}.")
-    require(q.is_floating_point(), f"Flash attention takes floating-point numbers, not {q.dtype}.")
 
 
 def uses_triton(q: Tensor) -> bool:
     """Whether Triton's kernels serve inputs like this one."""
     types = (torch.float32, torch.bfloat16, torch.float16)
-    return runs_triton(q.device) and q.dtype in types and q.shape[-1] <= MAX_HEAD_SIZE
+    return dispatch.runs_triton(q.device) and q.dtype in types and q.shape[-1] <= MAX_HEAD_SIZE
 
 
-def kernels(q: Tensor, deterministic: bool = False) -> ModuleType:
+def kernels(q: Tensor, fixed_order: bool = False) -> ModuleType:
     """The module whose `forward` or `backward` serves inputs like this one."""
     if not uses_triton(q):
         return reference
     whole = q.shape[-1] % 8 == 0 and q.shape[-1] >= 16  # TMA copies pieces of 16 bytes
     serves_hopper = q.dtype != torch.float32 and whole and is_hopper(q.device)
-    if serves_hopper and not deterministic and (module := hopper_kernels()) is not None:
+    if serves_hopper and not fixed_order and (module := hopper_kernels()) is not None:
         return module
     from lmcore.fast.kernels.attention import gpu
 

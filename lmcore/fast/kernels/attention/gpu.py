@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmcore.fast.kernels.common.gpu import rotated_back
-
 LOG2_E: tl.constexpr = tl.constexpr(1 / math.log(2))
 """Exponentials are of base 2, which the chip computes."""
 
@@ -25,6 +23,34 @@ FEW_TILES = 512
 
 # signatures and calls of kernels are lists of operands: they stay as they are written
 # fmt: off
+
+
+# --- how a tile is turned by RoPE
+
+
+@triton.jit
+def load_angles(table, rows, T, SIZE: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
+    """Rows of the cosines or sines (T, SIZE / 2), of which D / 2 is the next power of two; WHOLE: none is missing."""
+    pair = tl.arange(0, D // 2)
+    at = table + rows[:, None] * (SIZE // 2) + pair[None, :]
+    if WHOLE and SIZE == D:
+        return tl.load(at)
+    return tl.load(at, mask=(rows[:, None] < T) & (pair[None, :] < SIZE // 2), other=0.0)
+
+
+@triton.jit
+def rotated(x, c, s, M: tl.constexpr, D: tl.constexpr):
+    """Feature pairs of x (M, D) rotated by angles with cosines c and sines s (M, D / 2), in x's type."""
+    even, odd = tl.split(tl.reshape(x.to(tl.float32), [M, D // 2, 2]))
+    return tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [M, D]).to(x.dtype)
+
+
+@triton.jit
+def rotated_back(x, cos, sin, rows, T, M: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
+    """The gradient of rows of a head from that of the same rows rotated: a rotation's inverse is its transpose."""
+    c = load_angles(cos, rows, T, SIZE, D, WHOLE)
+    s = load_angles(sin, rows, T, SIZE, D, WHOLE)
+    return rotated(x, c, -s, M, D)
 
 
 # --- the forward pass (algorithm 1), and how a tile is read and written
@@ -391,11 +417,11 @@ def heads_of_group(q: Tensor, causal: bool, backward: bool = False) -> int:
     return max(1, min(batch * heads, cache // 2 // bytes_of_head))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, out: Tensor, tiles: Tiles | None = None):
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, out: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see `lmcore.fast.kernels.attention.attention_forward`."""
     batch, heads, length, size = q.shape
     lse = torch.empty(batch, heads, lse_rows_of(length), device=q.device, dtype=torch.float32)
-    m, n, warps, stages = tiles or forward_tiles(q)
+    m, n, warps, stages = forward_tiles(q)
     attention_forward_kernel[(triton.cdiv(length, m) * batch * heads,)](
         q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], batch * heads,
         heads, heads_of_group(q, causal), length, lse.shape[-1], LOG2_E.value / math.sqrt(size), m, n, size,
@@ -406,14 +432,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, out: Tensor, tiles: T
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, dq: Tensor, dk: Tensor,
-    dv: Tensor, tiles: dict[str, Tiles] | None = None, angles: tuple[Tensor, Tensor] | None = None,
+    dv: Tensor, angles: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients into dq, dk and dv; see `lmcore.fast.kernels.attention.attention_backward`. `tiles` by part."""
+    """Gradients into dq, dk and dv; see `lmcore.fast.kernels.attention.attention_backward`."""
     batch, heads, length, size = q.shape
     delta = torch.empty_like(lse)
     strides = [stride for x in (q, k, v, o, do, dq, dk, dv) for stride in x.stride()[:3]]
     group = heads_of_group(q, causal)
-    for part, (m, n, warps, stages) in (tiles or backward_tiles(q)).items():
+    for part, (m, n, warps, stages) in backward_tiles(q).items():
         programs = triton.cdiv(length, m) * batch * heads * (2 if part == "both" else 1)
         attention_backward_kernel[(programs,)](
             q, k, v, o, do, dq, dk, dv, lse, delta, *(angles or (lse, lse)), *strides, batch * heads, heads, group,

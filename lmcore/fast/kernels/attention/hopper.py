@@ -9,6 +9,10 @@ Backward: a program has one tile of keys at a time. Two warpgroups of consumers 
 registers, while one producer warp copies the tiles of queries. The parts of dQ are added up in global memory, in
 float32, by TMA.
 
+A descriptor holds a tensor's address, shape and strides; one thread asks for a tile, the tensor memory accelerator
+(TMA) copies it into shared memory and tells a barrier. What lies outside of the tensor arrives as zeros and is not
+written.
+
 What these do not serve, and short sequences, go to `gpu`. The log-sum-exp is that of `gpu`, so that either module's
 backward pass takes it.
 """
@@ -19,8 +23,10 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core as gluon_core
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -28,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lmcore.fast.kernels.attention import gpu
 from lmcore.fast.kernels.attention.gpu import (
@@ -39,16 +46,13 @@ from lmcore.fast.kernels.attention.gpu import (
     lse_rows_of,
     tile_and_head,
 )
-from lmcore.fast.kernels.common.hopper import (
-    as_matrix,
-    depth_of,
-    features_product,
-    is_aligned,
-    load_tile,
-    row_descriptor,
-    tile_descriptor,
-    tma_add,
-)
+
+ALIGNMENT = 16
+"""Bytes of which the address and all strides of a tensor must be multiples."""
+
+TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+ADD = ir.DESCRIPTOR_REDUCE_KIND.ADD  # looked up here, so that another Gluon fails when it is imported
 
 ROWS = gl.constexpr(64)
 """Queries of a warpgroup of consumers."""
@@ -61,6 +65,40 @@ SHORT, LONG = 256, 4096
 
 # signatures and calls of kernels are lists of operands: they stay as they are written
 # fmt: off
+
+
+# --- copies and products of tiles
+
+
+@gluon_core.builtin
+def tma_add(tensor_desc, coord, src, _semantic=None):
+    """Adds a tile in shared memory to one in global memory, asynchronously (cp.reduce.async.bulk)."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ADD, tensor_desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def load_tile(desc, batch, head, row, full, tile):
+    """Asks for rows row.. of one head; `full` completes when they and what else it expects have arrived."""
+    tma.async_copy_global_to_shared(desc, [batch, head, row, 0], full, tile)
+
+
+@gluon.jit
+def as_matrix(tile):
+    """A 1 × 1 × rows × columns tile as rows × columns."""
+    return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+@gluon.jit
+def features_product(a, b, zero, D: gl.constexpr, DEPTH: gl.constexpr):
+    """Starts a · bᵀ over the first DEPTH of D features, of which the others are zeros: one matmul, or two."""
+    if DEPTH == D:
+        return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        left, right = a.slice(0, D // 2, 1), b.slice(0, D // 2, 1)
+        token = warpgroup_mma(left, right.permute((1, 0)), zero, use_acc=False, is_async=True)
+        left, right = a.slice(D // 2, DEPTH - D // 2, 1), b.slice(D // 2, DEPTH - D // 2, 1)
+        return warpgroup_mma(left, right.permute((1, 0)), token, is_async=True)
 
 
 # --- the forward pass
@@ -508,6 +546,36 @@ PRODUCER_REGISTERS: gl.constexpr):
 # --- the launches
 
 
+def depth_of(size: int, block: int) -> int:
+    """Features that `features_product` takes of a head size filled up to `block`: half of it and a power of two."""
+    return min(block, block // 2 + max(16, triton.next_power_of_2(max(1, size - block // 2))))
+
+
+def strides_of(x: Tensor) -> list[int]:
+    """Strides; those of dimensions of one element mean nothing, and are set to one that is aligned."""
+    return [x.shape[-1] if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False)] + [1]
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether TMA can copy tiles of this tensor."""
+    strides = strides_of(x)[:-1]
+    aligned = all(stride > 0 and stride * x.element_size() % ALIGNMENT == 0 for stride in strides)
+    return aligned and (x.stride(-1) == 1 or x.shape[-1] == 1) and x.data_ptr() % ALIGNMENT == 0
+
+
+def tile_descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Tiles of rows × columns of one head of a batch × heads × positions × head size tensor."""
+    block = [1, 1, rows, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(block, TYPES[x.dtype])
+    return TensorDescriptor(x, list(x.shape), strides_of(x), block, layout)
+
+
+def row_descriptor(x: Tensor, columns: int) -> TensorDescriptor:
+    """Pieces of `columns` values of a row of a float32 matrix."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, columns], layout)
+
+
 class Tiles(NamedTuple):
     """Queries and keys of a tile, buffers of a ring, registers of a consumer's thread and, all warps' mean, at launch.
 
@@ -558,18 +626,16 @@ def readable(x: Tensor) -> Tensor:
     return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, out: Tensor, tiles: Tiles | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, out: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see `lmcore.fast.kernels.attention.attention_forward`."""
-    if tiles is None and portable_is_faster(q, forward=True):
+    if portable_is_faster(q, forward=True):
         return gpu.forward(q, k, v, causal, out)
     batch, heads, length, size = q.shape
     q, k, v = readable(q), readable(k), readable(v)
     o = out if is_aligned(out) else torch.empty_like(q, memory_format=torch.contiguous_format)
     rows, block = lse_rows_of(length), block_of(q)
     lse = torch.empty(batch, heads, rows, device=q.device, dtype=torch.float32)
-    m, n, stages, registers, mean, _ = tiles or forward_tiles(block, length)
+    m, n, stages, registers, mean, _ = forward_tiles(block, length)
     attention_forward_kernel[(triton.cdiv(length, m) * batch * heads,)](
         tile_descriptor(q, 64, block), tile_descriptor(k, n, block), tile_descriptor(v, n, block),
         tile_descriptor(o, 64, block), lse, batch * heads, heads, heads_of_group(q, causal), length, rows,
@@ -581,10 +647,10 @@ def forward(
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, dq: Tensor, dk: Tensor,
-    dv: Tensor, tiles: Tiles | None = None, angles: tuple[Tensor, Tensor] | None = None,
+    dv: Tensor, angles: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients into dq, dk and dv. The sum of dQ's parts has no fixed order: its last bits may differ."""
-    if tiles is None and portable_is_faster(q, forward=False):
+    if portable_is_faster(q, forward=False):
         return gpu.backward(q, k, v, o, lse, do, causal, dq, dk, dv, angles=angles)
     batch, heads, length, size = q.shape
     q, k, v, do = readable(q), readable(k), readable(v), readable(do)
@@ -596,7 +662,7 @@ def backward(
     attention_prepare_kernel[(triton.cdiv(rows, 32) * batch * heads,)](
         o, do, delta, sums, counter, *o.stride()[:3], *do.stride()[:3], heads, length, rows, size, block_of(q), 32
     )
-    m, n, stages, registers, mean, buffers = tiles or backward_tiles(block)
+    m, n, stages, registers, mean, buffers = backward_tiles(block)
     programs = triton.cdiv(length, n) * batch * heads
     if buffers > 1:
         programs = min(programs, torch.cuda.get_device_properties(q.device).multi_processor_count)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lmcore.fast.kernels.rope.reference import apply_rope_
+from lmcore.fast.kernels.rope import apply_rope_
 from lmcore.functional import at_least_float32
 
 TILE = 128

@@ -5,15 +5,13 @@ is needed than p - onehot(target), the gradient of the logits. It overwrites the
 of one chunk whatever the batch. The matmuls are PyTorch's; the pass between them is a Triton kernel on CUDA.
 """
 
-from types import ModuleType
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lmcore.errors import UserError, require
-from lmcore.fast.kernels.common.support import on_device_of, runs_triton
-from lmcore.fast.kernels.cross_entropy import reference
+from lmcore.fast.kernels.dispatch import by_triton
+from lmcore.functional import at_least_float32
 
 CHUNK_BYTES = 540 * 2**20
 """Most memory for the logits of a chunk: fewer chunks mean fewer passes over the sum of the weight's gradient."""
@@ -46,51 +44,47 @@ def linear_cross_entropy_gradients(
     weight: Float[Tensor, "rows D"],
     targets: Int[Tensor, " N"],
     num_rows: int | None = None,
-    dx: Float[Tensor, "N D"] | None = None,
     dw: Float[Tensor, "rows D"] | None = None,
     chunk_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, dx, dw): the mean cross-entropy and its gradients, outside of autograd; a CUDA graph can capture it.
 
-    Only the first `num_rows` rows of `weight` are the vocabulary; the rest is padding and gets zero gradients.
-    `dx` and `dw` are written if given; `dw` may be float32 beside half-precision inputs, and is summed in float32
-    anyway. `chunk_rows` is the number of rows of `x` at a time.
+    Only the first `num_rows` rows of `weight` are the vocabulary; the rest is padding and gets zero gradients. `dw`,
+    of the weight's type, is written if given; it is summed in at least float32. `chunk_rows` is the number of rows of
+    `x` at a time.
     """
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if dx is None else dx
-    losses, total = _chunks(x, weight, targets, num_rows, dx, weight.dtype if dw is None else dw, chunk_rows)
-    if dw is None:
-        dw = total.to(weight.dtype)
-    elif dw is not total:
-        dw.copy_(total)
-    return losses.mean(), dx, dw
+    dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if dw is None else dw
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    losses, total = _chunks(x, weight, targets, num_rows, dx, dw, chunk_rows)
+    return losses.mean(), dx, dw if total is dw else dw.copy_(total)
 
 
 @torch.no_grad()
 def linear_cross_entropy_loss(
-    x: Float[Tensor, "N D"],
-    weight: Float[Tensor, "rows D"],
-    targets: Int[Tensor, " N"],
-    num_rows: int | None = None,
-    chunk_rows: int | None = None,
+    x: Float[Tensor, "N D"], weight: Float[Tensor, "rows D"], targets: Int[Tensor, " N"], num_rows: int | None = None
 ) -> Tensor:
     """The mean cross-entropy alone, for evaluation; see `linear_cross_entropy_gradients`."""
-    return _chunks(x, weight, targets, num_rows, None, None, chunk_rows)[0].mean()
+    return _chunks(x, weight, targets, num_rows)[0].mean()
 
 
-def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """tensor * factor, a scalar, in `dtype`: a new tensor, unless nothing would change that the CPU can see."""
-    in_one_pass = dtype != torch.float64 and tensor.is_contiguous()
-    with on_device_of(tensor):
-        return (kernels(tensor) if in_one_pass else reference).scaled(tensor, factor, dtype)
+@by_triton
+def softmax_gradient(
+    logits: Float[Tensor, "n columns"], targets: Int[Tensor, " n"], losses: Tensor, num_rows: int, scale: float | None
+) -> None:
+    """Writes each row's cross-entropy into `losses`, and (p - onehot(target)) * scale over the logits.
 
-
-def kernels(x: Tensor) -> ModuleType:
-    """The module whose `softmax_gradient` and `scaled` serve tensors like this one."""
-    if not runs_triton(x.device) or x.dtype == torch.float64:
-        return reference
-    from lmcore.fast.kernels.cross_entropy import gpu
-
-    return gpu
+    Columns from `num_rows` on are padding: they count for nothing and get zeros. Without `scale` the logits stay.
+    """
+    shifted = at_least_float32(logits[:, :num_rows])
+    shifted = shifted - shifted.amax(dim=-1, keepdim=True)
+    exponentials = shifted.exp()
+    totals = exponentials.sum(dim=-1, keepdim=True)
+    torch.sub(totals.log(), shifted.gather(-1, targets.unsqueeze(-1)), out=losses.unsqueeze(-1))
+    if scale is not None:
+        gradient = exponentials.mul_(scale / totals)
+        gradient.scatter_add_(-1, targets.unsqueeze(-1), torch.full_like(totals, -scale))
+        logits[:, :num_rows] = gradient
+        logits[:, num_rows:] = 0
 
 
 def default_chunk_rows(num_rows: int, row_bytes: int, chunk_bytes: int) -> int:
@@ -102,40 +96,31 @@ def default_chunk_rows(num_rows: int, row_bytes: int, chunk_bytes: int) -> int:
 
 
 def _chunks(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    num_rows: int | None,
-    dx: Tensor | None,
-    dw: Tensor | torch.dtype | None,
-    chunk_rows: int | None,
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, weight: Tensor, targets: Tensor, num_rows: int | None = None, dx: Tensor | None = None,
+    dw: Tensor | torch.dtype | None = None, chunk_rows: int | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(loss of each row, sum of the weight's gradient), chunk after chunk; no gradients where `dx` and `dw` are None.
 
     The sum is `dw` itself where that can be; of several chunks it is at least float32, for the caller to round.
     """
-    num_rows = _check(x, weight, targets, num_rows, dx, dw)
-    require(chunk_rows is None or chunk_rows > 0, f"chunk_rows must be at least 1, not {chunk_rows}.")
-    n, rows = len(x), len(weight)
-    padded_bytes = 0
+    num_rows = len(weight) if num_rows is None else num_rows
+    _check(x, weight, targets, num_rows)
+    n, rows, padded_bytes = len(x), len(weight), 0
     if rows % ALIGNMENT:
         padded = weight.new_empty(rows + -rows % ALIGNMENT, weight.shape[1])
         padded[:rows], padded[rows:] = weight, 0
         weight, padded_bytes = padded, padded.nbytes
     x, weight, targets = x.contiguous(), weight.contiguous(), targets.contiguous()
-    columns = len(weight)
-    size = chunk_rows or _chunk_rows(x, columns, padded_bytes)
-    softmax_gradient = kernels(x).softmax_gradient
+    size = chunk_rows or _chunk_rows(x, len(weight), padded_bytes)
     losses = x.new_empty(n, dtype=torch.promote_types(x.dtype, torch.float32))
-    buffer = x.new_empty(min(size, n), columns)
+    buffer = x.new_empty(min(size, n), len(weight))
     total = _sum_for(dw, weight, single=size >= n)
     scale = None if dx is None and total is None else 1 / n
     for start in range(0, n, size):
         part = slice(start, min(start + size, n))
         logits = buffer[: part.stop - start]
         torch.mm(x[part], weight.t(), out=logits)
-        with on_device_of(logits):
-            softmax_gradient(logits, targets[part], losses[part], num_rows, scale)
+        softmax_gradient(logits, targets[part], losses[part], num_rows, scale)
         if dx is not None:
             torch.mm(logits, weight, out=dx[part])
         if total is not None:
@@ -159,7 +144,7 @@ def _sum_for(dw: Tensor | torch.dtype | None, weight: Tensor, single: bool) -> T
     dtype = dw.dtype if isinstance(dw, Tensor) else dw
     if not single:  # several chunks would be rounded each time
         dtype = torch.promote_types(dtype, torch.float32)
-    if isinstance(dw, Tensor) and dw.shape == weight.shape and dw.dtype == dtype and dw.is_contiguous():
+    if isinstance(dw, Tensor) and dw.shape == weight.shape and dw.dtype == dtype:
         return dw
     return torch.empty_like(weight, dtype=dtype)
 
@@ -178,7 +163,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         total.copy_(product) if first else total.add_(product)
 
 
-def _check(x: Tensor, weight: Tensor, targets: Tensor, num_rows: int | None, dx, dw) -> int:
+def _check(x: Tensor, weight: Tensor, targets: Tensor, num_rows: int) -> None:
     require(
         x.ndim == 2 and weight.ndim == 2 and x.shape[1] == weight.shape[1] and targets.shape == x.shape[:1],
         "linear_cross_entropy needs x (N, D), weight (V, D) and targets (N), "
@@ -186,28 +171,16 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, num_rows: int | None, dx,
     )
     require(len(x) > 0, "linear_cross_entropy needs at least one row: the mean of none is not defined.")
     require(x.dtype == weight.dtype, f"x and weight must have one type, not {x.dtype} and {weight.dtype}.")
-    require(x.is_floating_point(), f"x and weight must be floating-point numbers, not {x.dtype}.")
     require(targets.dtype in (torch.int32, torch.int64), f"Targets must be int64 or int32, not {targets.dtype}.")
     require(
-        x.dtype != torch.float16,
-        "linear_cross_entropy has no float16: a loss scale would come too late for its gradients; use bfloat16.",
+        x.dtype in (torch.float64, torch.float32, torch.bfloat16),
+        f"linear_cross_entropy takes float32, float64 and bfloat16, not {x.dtype}: in float16 a loss scale would come "
+        "too late for its gradients.",
     )
-    num_rows = len(weight) if num_rows is None else num_rows
-    require(0 < num_rows <= len(weight), f"num_rows must be from 1 to {len(weight)}, not {num_rows}.")
-    if dx is not None:
-        require(dx.shape == x.shape and dx.dtype == x.dtype, "dx must have the shape and type of x.")
-    if isinstance(dw, Tensor):
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        require(
-            dw.shape == weight.shape and dw.dtype in (weight.dtype, wide),
-            f"dw must have the shape of weight and its type or {wide}.",
-        )
     if targets.device.type == "cpu":
         low, high = targets.min().item(), targets.max().item()
         if low < 0 or high >= num_rows:
-            wrong = low if low < 0 else high
-            raise UserError(f"Targets must be from 0 to {num_rows - 1}; they hold {wrong}.")
-    return num_rows
+            raise UserError(f"Targets must be from 0 to {num_rows - 1}; they hold {low if low < 0 else high}.")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -217,15 +190,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        if dtype == x.dtype and weight.dtype != x.dtype:
-            raise UserError(f"x and weight must have one type, not {x.dtype} and {weight.dtype}.")
+        require(dtype != x.dtype or weight.dtype == dtype, f"x and weight must both be {x.dtype}, not {weight.dtype}.")
         needs_x, needs_weight, _ = ctx.needs_input_grad
         with torch.autocast(kind, enabled=False):
             narrow = x.detach().to(dtype)
             dx = torch.empty_like(narrow, memory_format=torch.contiguous_format) if needs_x else None
             # under autocast the sum in float32 is what the float32 weight gets, never rounded to half precision
             dw = weight.dtype if needs_weight else None
-            losses, total = _chunks(narrow, weight.detach().to(dtype), targets, None, dx, dw, None)
+            losses, total = _chunks(narrow, weight.detach().to(dtype), targets, None, dx, dw)
         ctx.save_for_backward(dx, total)
         ctx.types = x.dtype, weight.dtype
         return losses.mean()
@@ -233,5 +205,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        def scaled(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+            return torch.mul(tensor, gradient, out=torch.empty_like(tensor, dtype=dtype))
+
         pairs = zip(ctx.saved_tensors, ctx.types, strict=True)
-        return *(tensor if tensor is None else scaled(tensor, gradient, dtype) for tensor, dtype in pairs), None
+        return *(None if tensor is None else scaled(tensor, dtype) for tensor, dtype in pairs), None

@@ -1,6 +1,5 @@
 """The Triton kernel of `lmcore.fast.kernels.cross_entropy`: a row's softmax, loss and gradient, in place."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -74,26 +73,11 @@ def softmax_kernel(
         tl.store(row + target, gradient.to(logits.dtype.element_ty), mask=known)
 
 
-@triton.jit
-def scale_kernel(source, factor, out, n, BLOCK: tl.constexpr):
-    """Program i: block i of source * factor."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(source + at, mask=at < n, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)
-    tl.store(out + at, x.to(out.dtype.element_ty), mask=at < n)
-
-
 def softmax_gradient(logits: Tensor, targets: Tensor, losses: Tensor, num_rows: int, scale: float | None) -> None:
-    """As `reference.softmax_gradient`; a target outside of the vocabulary makes its loss NaN."""
+    """As the package's `softmax_gradient`; a target outside of the vocabulary makes its loss NaN."""
     n, columns = logits.shape
     lanes, warps, unroll = next(tuned for least, tuned in TUNED if columns >= least)
     softmax_kernel[(n,)](
         logits, targets, losses, num_rows, columns, logits.stride(0), scale or 0.0,
         GRADIENT=scale is not None, LANES=lanes, WIDE=8, UNROLL=unroll, num_warps=warps,
     )  # fmt: skip
-
-
-def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `reference.scaled`: one pass, with `factor` read on the device."""
-    out = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    scale_kernel[(triton.cdiv(out.numel(), 1024),)](tensor, factor, out, out.numel(), BLOCK=1024, num_warps=4)
-    return out

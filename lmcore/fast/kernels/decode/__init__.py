@@ -17,57 +17,69 @@ Shape letters: B rows (sequences), D d_model, H heads, K head size, S slots of t
 split into, F d_ff, V vocabulary.
 """
 
+import math
+from typing import NamedTuple
+
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lmcore.config import GenerateConfig
-from lmcore.fast.kernels.common.support import runs_triton
-from lmcore.fast.kernels.decode import reference
-from lmcore.fast.kernels.decode.reference import Sequences
+from lmcore.fast.kernels import dispatch
+from lmcore.fast.kernels.dispatch import by_triton
+from lmcore.fast.kernels.rope import apply_rope
+from lmcore.functional import at_least_float32, silu
+from lmcore.sampling import draw
+
+EPS = 1e-5
+"""Of the norms, as in `lmcore.model.RMSNorm`."""
+
+MAX_SAMPLED = 1 << 14
+"""Largest vocabulary of the sampling kernel, which holds the logits of a row in the registers of one program."""
 
 
+class Sequences(NamedTuple):
+    """What the end of a step writes, and the next one begins with."""
+
+    tokens: Int[Tensor, "capacity B"]
+    """A ring: row `steps % capacity` takes the tokens of this step."""
+    steps: Int[Tensor, "B"]
+    positions: Int[Tensor, "B"]
+    embedding: Float[Tensor, "V D"]
+    x: Float[Tensor, "B D"]
+    copy: Float[Tensor, "B D"]
+    num_slots: int
+    """The last slot is where a row that has ended stays."""
+
+
+@by_triton
 def norm_linear(
-    x: Float[Tensor, "B D"],
-    weight: Float[Tensor, "M D"],
-    out: Float[Tensor, "B M"],
-    eps: float = 1e-5,
-    overlap: bool = False,
+    x: Float[Tensor, "B D"], weight: Float[Tensor, "M D"], out: Float[Tensor, "B M"], overlap: bool = False
 ) -> None:
     """out = weight (x / rms(x)); see `lmcore.model.RMSNorm`."""
-    if runs_triton(x.device):
-        _gpu().linear(x, weight, out, norm=True, eps=eps, overlap=overlap)
-        return
-    reference.norm_linear(x, weight, out, eps)
+    out.copy_(_normed(x) @ weight.T)
 
 
+@by_triton
 def norm_swiglu(
-    x: Float[Tensor, "B D"],
-    weight: Float[Tensor, "2F D"],
-    out: Float[Tensor, "B F"],
-    eps: float = 1e-5,
-    overlap: bool = False,
+    x: Float[Tensor, "B D"], weight: Float[Tensor, "2F D"], out: Float[Tensor, "B F"], overlap: bool = False
 ) -> None:
     """out = silu(W_1 y) * W_3 y with y = x / rms(x); `weight` holds W_1 above W_3."""
-    if runs_triton(x.device):
-        _gpu().linear(x, weight, out, norm=True, gated=True, eps=eps, overlap=overlap)
-        return
-    reference.norm_swiglu(x, weight, out, eps)
+    gate, up = at_least_float32(_normed(x) @ weight.T).chunk(2, dim=-1)
+    out.copy_(silu(gate) * up)
 
 
+@by_triton
 def linear_add(
-    h: Float[Tensor, "B F"],
-    weight: Float[Tensor, "D F"],
-    x: Float[Tensor, "B D"],
-    copy: Float[Tensor, "B D"],
+    h: Float[Tensor, "B F"], weight: Float[Tensor, "D F"], x: Float[Tensor, "B D"], copy: Float[Tensor, "B D"],
     overlap: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """x += weight h, and `copy` becomes x."""
-    if runs_triton(x.device):
-        _gpu().linear(h, weight, x, copy=copy, add=True, overlap=overlap)
-        return
-    reference.linear_add(h, weight, x, copy)
+    x.add_(h @ weight.T)
+    copy.copy_(x)
 
 
+@by_triton
 def attend(
     qkv: Float[Tensor, "B 3D"],
     cos: Float[Tensor, "positions half_K"],
@@ -82,24 +94,31 @@ def attend(
 ) -> None:
     """Attention of one new position for each row: turns q and k (RoPE), puts k and v into slot `positions[b]`, attends.
 
-    Row b sees its slots 0 to `positions[b]`. With `parts` and `lse`, which are scratch memory, the keys of a head are
-    split among P programs (a power of two), for a long cache and few heads (flash-decoding, Dao et al. 2023).
+    Row b sees its slots 0 to `positions[b]`. With `parts` and `lse`, which are scratch memory, the kernel splits the
+    keys of a head among P programs (a power of two), for a long cache and few heads (flash-decoding, Dao et al. 2023).
     """
-    if runs_triton(qkv.device):
-        _gpu().attend(qkv, cos, sin, keys, values, positions, heads, parts, lse, overlap)
-        return
-    reference.attend(qkv, cos, sin, keys, values, positions, heads)
+    batch, num_heads, slots, head_size = keys.shape
+    q, k, v = qkv.view(batch, 3, num_heads, head_size).unbind(1)
+    cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    rows = torch.arange(batch, device=keys.device)
+    keys[rows, :, positions] = apply_rope(k, cos, sin).to(keys.dtype)
+    values[rows, :, positions] = v.to(values.dtype)
+    used = int(positions.max()) + 1 if positions.device.type == "cpu" else slots
+    scores = torch.einsum("bhk,bhsk->bhs", apply_rope(q, cos, sin), keys[:, :, :used].to(q.dtype))
+    scores = scores / math.sqrt(head_size)
+    hidden = torch.arange(used, device=keys.device) > positions.unsqueeze(-1)
+    scores.masked_fill_(hidden.unsqueeze(1), -math.inf)
+    heads.copy_(torch.einsum("bhs,bhsk->bhk", scores.softmax(dim=-1), values[:, :, :used].to(q.dtype)).flatten(1))
 
 
+@by_triton
 def greedy(logits: Float[Tensor, "B V"], num_ids: int, sequences: Sequences, overlap: bool = False) -> None:
     """Takes the likeliest of the first `num_ids` tokens, the lowest of equal ones; -1 if a logit is not finite.
 
     See `advance` for the rest.
     """
-    if runs_triton(logits.device):
-        _gpu().greedy(logits, num_ids, sequences, overlap)
-        return
-    advance(reference.greedy_tokens(logits, num_ids), sequences)
+    logits = logits[:, :num_ids]
+    advance(torch.where(logits.isfinite().all(dim=-1), logits.argmax(dim=-1), -1), sequences)
 
 
 def sampled(
@@ -116,24 +135,33 @@ def sampled(
     token without sorting; where a uniform number is within rounding of the edge between two tokens it may take the
     other one.
     """
-    if runs_triton(logits.device) and num_ids <= _gpu().MAX_SAMPLED:
-        _gpu().sampled(logits, num_ids, config, uniforms, sequences, overlap)
+    if dispatch.runs_triton(logits.device) and num_ids <= MAX_SAMPLED:
+        from lmcore.fast.kernels.decode import gpu
+
+        gpu.sampled(logits, num_ids, config, uniforms, sequences, overlap)
         return
-    advance(reference.sampled_tokens(logits, num_ids, config, uniforms, sequences), sequences)
+    logits = logits[:, :num_ids]
+    u = uniforms.gather(0, (sequences.steps.long() % uniforms.shape[0]).unsqueeze(0)).squeeze(0)
+    finite = logits.isfinite().all(dim=-1)
+    chosen = draw(torch.where(finite.unsqueeze(-1), logits, 0.0), config, u)
+    advance(torch.where(finite, chosen, -1), sequences)
 
 
+@by_triton
 def advance(chosen: Int[Tensor, "B"], sequences: Sequences) -> None:
     """Notes the chosen tokens in row `steps % capacity` of `tokens`, and makes them the input of the next step.
 
     `steps` and `positions` grow by one, positions to the last slot at most (a row that has ended stays there).
     """
-    if runs_triton(chosen.device):
-        _gpu().advance(chosen, sequences)
-        return
-    reference.advance(chosen, sequences)
+    tokens, steps, positions, embedding, x, copy, num_slots = sequences
+    rows = torch.arange(len(steps), device=x.device)
+    tokens[steps.long() % tokens.shape[0], rows] = chosen.to(tokens.dtype)
+    steps.add_(1)
+    positions.add_(1).clamp_(max=num_slots - 1)
+    x.copy_(embedding[chosen.clamp(min=0).long()])
+    copy.copy_(x)
 
 
-def _gpu():
-    from lmcore.fast.kernels.decode import gpu
-
-    return gpu
+def _normed(x: Tensor) -> Tensor:
+    wide = at_least_float32(x)
+    return (wide / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + EPS)).to(x.dtype)

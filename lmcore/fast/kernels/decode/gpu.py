@@ -1,4 +1,4 @@
-"""Triton kernels of one decoding step; `lmcore.fast.kernels.decode` says what each computes.
+"""Triton kernels of one decoding step; `lmcore.fast.kernels.decode` says what each function here computes.
 
 A step of a small model is a chain of kernels of a few microseconds, so each one is arranged to begin before the one
 in front of it has ended (programmatic dependent launch, CUDA programming guide section 4.5): it first loads its
@@ -16,8 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmcore.config import GenerateConfig
-from lmcore.fast.kernels.common.overlap import early, launch_options
-from lmcore.fast.kernels.decode.reference import Sequences
+from lmcore.fast.kernels.decode import EPS, Sequences
 
 VECTOR_ROWS = 8
 """Up to so many rows the matmuls are sums in registers; above, tiles for the tensor cores."""
@@ -28,8 +27,15 @@ WARP_BYTES = 10 * 1024
 BLOCK_ELEMENTS = 16 * 1024
 """Of the keys, and of the values, that a program holds at once: 64 registers of its 256 threads."""
 
-MAX_SAMPLED = 1 << 14
-"""The logits of a row are held in the registers of one program."""
+
+def early(device: torch.device) -> bool:
+    """Whether kernels on this device can begin before the one in front of them has ended: from Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(device: torch.device, overlap: bool) -> dict[str, bool]:
+    """Triton's launch options for a kernel that may (`overlap`) begin early; such a kernel waits by `gdc_wait`."""
+    return {"launch_pdl": True} if overlap and early(device) else {}
 
 
 # --- matmuls, which are bound by reading the weights
@@ -37,22 +43,12 @@ MAX_SAMPLED = 1 << 14
 
 @triton.jit
 def _vector_kernel(
-    x_ptr,  # (B, N), of the weights' dtype
-    w_ptr,  # (M, N), or (2M, N) when gated
-    out_ptr,  # (B, M)
-    copy_ptr,  # (B, M): the sum once more, in the weights' dtype (ADD)
-    eps,
-    M: tl.constexpr,
-    B: tl.constexpr,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    x_ptr, w_ptr, out_ptr, copy_ptr, eps, M: tl.constexpr, B: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Matrix times few vectors: a program holds all of ROWS rows of the matrix in registers.
+
+    x is (B, N) in the weights' type, w (M, N), or (2M, N) when GATED, out (B, M); with ADD, copy is the sum once more.
 
     x is loaded as a row of the weights' tile: the same layout, so nothing has to go through shared memory. A thread
     adds up its own features first (those of one load), which leaves one sum for each of its loads' places and rows.
@@ -105,22 +101,10 @@ def _vector_kernel(
 
 @triton.jit
 def _tile_kernel(
-    x_ptr,
-    w_ptr,
-    out_ptr,
-    copy_ptr,
-    eps,
-    batch,
-    M: tl.constexpr,
-    BATCH: tl.constexpr,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
+    x_ptr, w_ptr, out_ptr, copy_ptr, eps, batch, M: tl.constexpr, BATCH: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """The same for many vectors, BATCH at a time, on the tensor cores."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b = tl.program_id(1) * BATCH + tl.arange(0, BATCH)
@@ -181,22 +165,26 @@ def _tile(num_outputs: int, batch: int) -> tuple[int, int]:
     return rows, min(64, max(16, triton.next_power_of_2(batch)))
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    *,
-    copy: Tensor | None = None,
-    norm: bool = False,
-    gated: bool = False,
+def norm_linear(x: Tensor, weight: Tensor, out: Tensor, overlap: bool = False) -> None:
+    _linear(x, weight, out, out, overlap, norm=True)
+
+
+def norm_swiglu(x: Tensor, weight: Tensor, out: Tensor, overlap: bool = False) -> None:
+    _linear(x, weight, out, out, overlap, norm=True, gated=True)
+
+
+def linear_add(h: Tensor, weight: Tensor, x: Tensor, copy: Tensor, overlap: bool = False) -> None:
+    _linear(h, weight, x, copy, overlap, add=True)
+
+
+def _linear(
+    x: Tensor, weight: Tensor, out: Tensor, copy: Tensor, overlap: bool, norm: bool = False, gated: bool = False,
     add: bool = False,
-    eps: float = 1e-5,
-    overlap: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """All matmuls of a step: with a norm before it, a gate or a residual sum (and its copy) after it."""
     batch, num_outputs = out.shape
     num_inputs = weight.shape[1]
-    pointers = (x, weight, out, out if copy is None else copy, eps)
+    pointers = (x, weight, out, copy, EPS)
     options = {
         "M": num_outputs, "N": num_inputs, "NORM": norm, "GATED": gated, "ADD": add, "EARLY": early(out.device),
         **launch_options(out.device, overlap),
@@ -219,25 +207,13 @@ def linear(
 
 @triton.jit
 def _attend_kernel(
-    qkv_ptr,  # (B, 3D)
-    cos_ptr,  # (positions, K / 2)
-    sin_ptr,
-    keys_ptr,  # (B, H, S, K)
-    values_ptr,
-    positions_ptr,  # (B,)
-    heads_ptr,  # (B, D), or (SPLITS, B, D) in float32 with
-    lse_ptr,  # (SPLITS, B, H)
-    batch,
-    heads,
-    slots,
-    scale,
-    HEAD_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """One query of one head over every SPLITS-th block of its keys; of the new key too where it falls into one."""
+    qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, positions_ptr, heads_ptr, lse_ptr, batch, heads, slots, scale,
+    HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One query of one head over every SPLITS-th block of its keys; of the new key too where it falls into one.
+
+    For the tensors see `attend`; with SPLITS, heads is (SPLITS, B, D) in float32, and lse (SPLITS, B, H) to the base 2.
+    """
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i = tl.arange(0, WIDTH)
     feature = i < HEAD_SIZE
@@ -298,15 +274,9 @@ def _attend_kernel(
 
 @triton.jit
 def _combine_kernel(
-    parts_ptr,  # (SPLITS, B, D)
-    lse_ptr,  # (SPLITS, B, H), to the base 2
-    heads_ptr,  # (B, D)
-    count,  # B * H
-    HEAD_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    parts_ptr, lse_ptr, heads_ptr, count,
+    HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Heads from the parts of their keys: sum of parts weighted by the exponentials of their lse, over their sum."""
     head = tl.program_id(0)
     s = tl.arange(0, SPLITS)
@@ -324,17 +294,9 @@ def _combine_kernel(
 
 
 def attend(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    heads: Tensor,
-    parts: Tensor | None = None,
-    lse: Tensor | None = None,
+    qkv, cos, sin, keys, values, positions, heads, parts: Tensor | None = None, lse: Tensor | None = None,
     overlap: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     batch, num_heads, slots, head_size = keys.shape
     splits = 1 if parts is None else parts.shape[0]
     width = max(16, triton.next_power_of_2(head_size))
@@ -373,23 +335,9 @@ def _begin_next(token, row, batch, tokens_ptr, steps_ptr, positions_ptr, embeddi
 
 @triton.jit
 def _greedy_kernel(
-    logits_ptr,  # (B, V)
-    tokens_ptr,  # (capacity, B)
-    steps_ptr,  # (B,)
-    positions_ptr,  # (B,)
-    embedding_ptr,  # (V, D)
-    x_ptr,  # (B, D)
-    copy_ptr,  # (B, D)
-    batch,
-    vocab,
-    num_ids,
-    capacity,
-    slots,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    logits_ptr, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, batch, vocab, num_ids, capacity,
+    slots, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """The first of the largest logits; -1 if one is not finite."""
     row = tl.program_id(0)
     if EARLY:
@@ -427,11 +375,8 @@ def _key_where_reached(keys, mass, target, STRICT: tl.constexpr):
 
 @triton.jit
 def _sampled_kernel(
-    logits_ptr,  # (B, V)
-    uniforms_ptr,  # (capacity, B)
-    tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, batch, vocab, num_ids, capacity, slots,
-    temperature, top_p, top_k,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, uniforms_ptr, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, batch, vocab,
+    num_ids, capacity, slots, temperature, top_p, top_k, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The token for a uniform number in the order of falling probability, without sorting.
@@ -485,8 +430,7 @@ def _sampled_kernel(
 
 @triton.jit
 def _advance_kernel(
-    chosen_ptr,  # (B,)
-    tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, batch, capacity, slots,
+    chosen_ptr, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, batch, capacity, slots,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -495,59 +439,38 @@ def _advance_kernel(
                 slots, D, BLOCK_D)  # fmt: skip
 
 
-def tensors_of(sequences: Sequences) -> tuple[Tensor, ...]:
-    """All of its tensors, in the kernels' order."""
-    return sequences[:6]
-
-
-def sizes_of(sequences: Sequences) -> tuple[int, int]:
-    """Capacity of the ring of tokens, and slots of the cache."""
-    return len(sequences.tokens), sequences.num_slots
-
-
-def widths_of(sequences: Sequences) -> dict[str, int]:
-    """d_model, and the power of two that holds it."""
+def _operands(sequences: Sequences) -> tuple[tuple[Tensor, ...], tuple[int, int], dict[str, int]]:
+    """Tensors in the kernels' order; capacity of the ring of tokens and slots; d_model and the power of two above."""
     d_model = sequences.x.shape[1]
-    return {"D": d_model, "BLOCK_D": triton.next_power_of_2(d_model)}
+    widths = {"D": d_model, "BLOCK_D": triton.next_power_of_2(d_model)}
+    return sequences[:6], (len(sequences.tokens), sequences.num_slots), widths
 
 
 def greedy(logits: Tensor, num_ids: int, sequences: Sequences, overlap: bool = False) -> None:
-    """See `lmcore.fast.kernels.decode.greedy`."""
-    batch, vocab = logits.shape
-    device = logits.device
+    (batch, vocab), device = logits.shape, logits.device
+    tensors, sizes, widths = _operands(sequences)
     block = min(8192, triton.next_power_of_2(num_ids))
     _greedy_kernel[(batch,)](
-        logits, *tensors_of(sequences), batch, vocab, num_ids, *sizes_of(sequences),
-        BLOCK=block, EARLY=early(device), num_warps=16 if block > 2048 else 4,
-        **widths_of(sequences), **launch_options(device, overlap),
+        logits, *tensors, batch, vocab, num_ids, *sizes, BLOCK=block, EARLY=early(device),
+        num_warps=16 if block > 2048 else 4, **widths, **launch_options(device, overlap),
     )  # fmt: skip
 
 
 def advance(chosen: Tensor, sequences: Sequences) -> None:
-    """See `lmcore.fast.kernels.decode.advance`."""
-    batch = len(chosen)
-    _advance_kernel[(batch,)](
-        chosen, *tensors_of(sequences), batch, *sizes_of(sequences), num_warps=4, **widths_of(sequences)
-    )  # fmt: skip
+    tensors, sizes, widths = _operands(sequences)
+    _advance_kernel[(len(chosen),)](chosen, *tensors, len(chosen), *sizes, num_warps=4, **widths)
 
 
 def sampled(
-    logits: Tensor,
-    num_ids: int,
-    config: GenerateConfig,
-    uniforms: Tensor,
-    sequences: Sequences,
-    overlap: bool = False,
+    logits: Tensor, num_ids: int, config: GenerateConfig, uniforms: Tensor, sequences: Sequences, overlap: bool = False
 ) -> None:
-    """See `lmcore.fast.kernels.decode.sampled`."""
-    batch, vocab = logits.shape
-    device = logits.device
+    (batch, vocab), device = logits.shape, logits.device
+    tensors, sizes, widths = _operands(sequences)
     block = triton.next_power_of_2(num_ids)
     cut = config.top_k is not None and config.top_k < num_ids
     _sampled_kernel[(batch,)](
-        logits, uniforms, *tensors_of(sequences), batch, vocab, num_ids, *sizes_of(sequences),
-        max(config.temperature, torch.finfo(torch.float32).tiny), config.top_p,
-        config.top_k if cut else 0,
+        logits, uniforms, *tensors, batch, vocab, num_ids, *sizes,
+        max(config.temperature, torch.finfo(torch.float32).tiny), config.top_p, config.top_k if cut else 0,
         BLOCK=block, TOP_K=cut, TOP_P=config.top_p < 1, EARLY=early(device), num_warps=32 if block > 8192 else 8,
-        **widths_of(sequences), **launch_options(device, overlap),
+        **widths, **launch_options(device, overlap),
     )  # fmt: skip

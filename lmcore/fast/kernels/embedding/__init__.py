@@ -1,12 +1,10 @@
 """Gradient of the token embedding: sums of rows by token, in a fixed order (section 3.4.3)."""
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-from lmcore.fast.kernels.common.support import on_device_of, runs_triton
-from lmcore.fast.kernels.embedding import reference
+from lmcore.fast.kernels.dispatch import by_triton
+from lmcore.functional import at_least_float32
 
 
 def sorted_tokens(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -18,6 +16,7 @@ def sorted_tokens(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     return ids.to(narrow).sort(stable=True)
 
 
+@by_triton
 def embedding_backward_(
     dx: Tensor, sorted_ids: Tensor, order: Tensor, gradient: Tensor, accumulate: bool = False
 ) -> Tensor:
@@ -28,14 +27,10 @@ def embedding_backward_(
     left alone; `accumulate` adds to the others instead of replacing them (tied embeddings). Sums are in at least
     float32.
     """
-    with on_device_of(dx):
-        return kernels(dx).embedding_backward_(dx, sorted_ids, order, gradient, accumulate)
-
-
-def kernels(x: Tensor) -> ModuleType:
-    """The module whose functions serve tensors like this one."""
-    if not runs_triton(x.device):
-        return reference
-    from lmcore.fast.kernels.embedding import gpu
-
-    return gpu
+    wide, sorted_ids = at_least_float32(dx), sorted_ids.long()
+    sums = wide.new_zeros(gradient.shape).index_add_(0, sorted_ids, wide[order])
+    if accumulate:
+        return gradient.add_(sums)
+    occurring = sorted_ids.unique_consecutive()
+    gradient[occurring] = sums[occurring].to(gradient.dtype)
+    return gradient

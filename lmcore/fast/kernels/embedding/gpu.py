@@ -120,7 +120,6 @@ def embedding_join_kernel(
 def embedding_backward_(
     dx: Tensor, sorted_ids: Tensor, order: Tensor, gradient: Tensor, accumulate: bool = False
 ) -> Tensor:
-    """See `lmcore.fast.kernels.embedding.embedding_backward_`."""
     num_tokens, d = dx.shape
     tiles = tiles_of(num_tokens)
     chunks = triton.cdiv(num_tokens, tiles.chunk)

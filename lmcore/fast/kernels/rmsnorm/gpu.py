@@ -1,4 +1,7 @@
-"""Triton kernels of `lmcore.fast.kernels.rmsnorm`. Letters: N rows, D d_model, P programs of the backward pass."""
+"""Triton kernels of `lmcore.fast.kernels.rmsnorm`, whose functions these are: it says what they are given.
+
+Letters: N rows, D d_model, P programs of the backward pass.
+"""
 
 from functools import lru_cache
 
@@ -80,10 +83,7 @@ def sum_kernel(partials_ptr, sums_ptr, num_parts, D: tl.constexpr, ROWS: tl.cons
     tl.store(sums_ptr + tl.program_id(0) * D + columns, tl.sum(total, axis=0), mask=columns < D)
 
 
-def rmsnorm_forward(
-    x: Tensor, weight: Tensor, eps: float = 1e-5, branch: Tensor | None = None, y: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `lmcore.fast.kernels.rmsnorm.rmsnorm_forward`."""
+def rmsnorm_forward(x, weight, eps=1e-5, branch=None, y=None) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, d = x.shape
     tile, warps = _tile(d, FORWARD_TILE)
     total = x if branch is None else torch.empty_like(x)
@@ -96,16 +96,7 @@ def rmsnorm_forward(
     return total, y, rstd
 
 
-def rmsnorm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    residual: Tensor | None = None,
-    dx: Tensor | None = None,
-    partials: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See `lmcore.fast.kernels.rmsnorm.rmsnorm_backward`."""
+def rmsnorm_backward(dy, x, weight, rstd, residual=None, dx=None, partials=None) -> tuple[Tensor, Tensor]:
     num_rows, d = x.shape
     tile, warps = _tile(d, BACKWARD_TILE)
     dx = torch.empty_like(x) if dx is None else dx
@@ -118,14 +109,12 @@ def rmsnorm_backward(
 
 
 def num_partials(x: Tensor) -> int:
-    """See `lmcore.fast.kernels.rmsnorm.num_partials`."""
     num_rows, d = x.shape
     per_processor = PROGRAMS_PER_PROCESSOR if d <= BACKWARD_TILE // 2 else PROGRAMS_PER_PROCESSOR // 2
     return min(triton.cdiv(num_rows, _tile(d, BACKWARD_TILE)[0]["ROWS"]), per_processor * _processors(x.device))
 
 
 def sum_partials(partials: Tensor, out: Tensor) -> Tensor:
-    """See `lmcore.fast.kernels.rmsnorm.sum_partials`."""
     sums, num_parts, d = partials.shape
     sum_kernel[(sums, triton.cdiv(d, SUM_COLUMNS))](
         partials, out, num_parts, D=d, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=4

@@ -1,13 +1,13 @@
 """Rotary position embedding of queries and keys where they lie, side by side with the values (section 3.5.3)."""
 
-from types import ModuleType
-
+import torch
 from torch import Tensor
 
-from lmcore.fast.kernels.common.support import on_device_of, runs_triton
-from lmcore.fast.kernels.rope import reference
+from lmcore.fast.kernels.dispatch import by_triton
+from lmcore.functional import at_least_float32
 
 
+@by_triton
 def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, seq_length: int, inverse: bool = False) -> Tensor:
     """Rotates the queries and keys in `qkv` (N, 3D) in place, by the angle of their position; returns `qkv`.
 
@@ -16,14 +16,19 @@ def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, seq_length: int, inverse: bool 
     2i + 1) of a head turn by angle i. `inverse` turns back, which is the backward pass: a rotation's inverse is its
     transpose. (The fused step turns gradients back within attention's backward pass.) Computed in at least float32.
     """
-    with on_device_of(qkv):
-        return kernels(qkv).rope_(qkv, cos, sin, seq_length, inverse)
+    rows, width = qkv.shape
+    heads = qkv[:, : 2 * width // 3].view(rows // seq_length, seq_length, -1, 2 * cos.shape[1])
+    apply_rope_(heads.transpose(1, 2), cos, sin, inverse)
+    return qkv
 
 
-def kernels(x: Tensor) -> ModuleType:
-    """The module whose functions serve tensors like this one."""
-    if not runs_triton(x.device):
-        return reference
-    from lmcore.fast.kernels.rope import gpu
+def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
+    """Rotates the feature pairs of `x` (..., T, K) in place; `cos`, `sin` and `inverse` as in `rope_`."""
+    c, s = cos[: x.shape[-2]], sin[: x.shape[-2]]
+    return x.copy_(apply_rope(x, c, -s if inverse else s))
 
-    return gpu
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` (..., K) with its feature pairs rotated, in at least float32; `cos` and `sin` have K / 2 features."""
+    even, odd = at_least_float32(x[..., 0::2]), at_least_float32(x[..., 1::2])
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)

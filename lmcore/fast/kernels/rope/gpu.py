@@ -33,7 +33,6 @@ def rope_kernel(
 
 
 def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, seq_length: int, inverse: bool = False) -> Tensor:
-    """See `lmcore.fast.kernels.rope.rope_`."""
     num_rows, width = qkv.shape
     d = width // 3
     rope_kernel[(triton.cdiv(num_rows, ROWS), triton.cdiv(d, PAIRS))](

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from lmcore.fast.kernels.attention import attention_backward, attention_forward
-from lmcore.fast.kernels.common.support import is_hopper, on_device_of
+from lmcore.fast.kernels.dispatch import is_hopper, on_device_of
 from lmcore.fast.kernels.rope import rope_
-from lmcore.fast.kernels.rope_attention.reference import heads_of, split_heads
 
 LONGEST = 256
 LARGEST_HEAD = 32
@@ -36,14 +35,7 @@ def rope_attention_forward(qkv: Tensor, cos: Tensor, sin: Tensor, shape: tuple[i
 
 
 def rope_attention_backward(
-    qkv: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    dqkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    shape: tuple[int, int, int],
+    qkv: Tensor, o: Tensor, lse: Tensor, do: Tensor, dqkv: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, int, int]
 ) -> Tensor:
     """Writes into `dqkv` (N, 3D) the gradient of the joint projection, before its queries and keys were rotated.
 
@@ -71,3 +63,14 @@ def suits_whole_heads(batch: int, length: int, heads: int, size: int, dtype: tor
     """The same of shapes and type alone, on a Hopper GPU."""
     small = length <= LONGEST and size <= LARGEST_HEAD and batch * heads >= FEWEST_HEADS
     return small and dtype == torch.bfloat16
+
+
+def heads_of(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """A view (B, H, T, K) of (N, D)."""
+    return x.view(*shape, -1).transpose(1, 2)
+
+
+def split_heads(qkv: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, ...]:
+    """q, k and v (B, H, T, K) as views of their joint projection (N, 3D)."""
+    batch, length, heads = shape
+    return qkv.view(batch, length, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind()

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmcore.fast.kernels.attention.gpu import LOG2_E, block_of, precision_of
-from lmcore.fast.kernels.common.gpu import load_angles, rotated, rotated_back
+from lmcore.fast.kernels.attention.gpu import LOG2_E, block_of, load_angles, precision_of, rotated, rotated_back
 
 TILE, WARPS = 64, 4
 """Queries, and keys, of a tile, and warps of a program."""
@@ -162,17 +161,15 @@ def head_gradients_kernel(q, k, v, o, do, dq, dk, dv, lse, cos, sin, x_b, x_h, x
 # fmt: on
 
 
-def rope_attention_forward(
-    q_k_v: tuple[Tensor, ...], cos: Tensor, sin: Tensor, o: Tensor, tile: int = TILE, warps: int = WARPS
-) -> Tensor:
+def rope_attention_forward(q_k_v: tuple[Tensor, ...], cos: Tensor, sin: Tensor, o: Tensor) -> Tensor:
     """See `lmcore.fast.kernels.rope_attention`; the log-sum-exp (B, H, T) is in base 2."""
     q, k, v = q_k_v
     batch, heads, length, size = q.shape
     lse = torch.empty(batch, heads, length, device=q.device, dtype=torch.float32)
     head_forward_kernel[(batch * heads,)](
         q, k, v, o, lse, cos, sin, *q.stride()[:3], *o.stride()[:3], heads, length, LOG2_E / math.sqrt(size),
-        M=tile, TILES=triton.cdiv(length, tile), SIZE=size, D=block_of(q), PRECISION=precision_of(q),
-        WHOLE=length % tile == 0, num_warps=warps, num_stages=1, maxnreg=FORWARD_REGISTERS,
+        M=TILE, TILES=triton.cdiv(length, TILE), SIZE=size, D=block_of(q), PRECISION=precision_of(q),
+        WHOLE=length % TILE == 0, num_warps=WARPS, num_stages=1, maxnreg=FORWARD_REGISTERS,
     )  # fmt: skip
     return lse
 
@@ -185,8 +182,6 @@ def rope_attention_backward(
     gradients: tuple[Tensor, ...],
     cos: Tensor,
     sin: Tensor,
-    tile: int = TILE,
-    warps: int = WARPS,
 ) -> None:
     """See `lmcore.fast.kernels.rope_attention`; `lse` as `rope_attention_forward` gives it."""
     q, dq = q_k_v[0], gradients[0]
@@ -195,6 +190,6 @@ def rope_attention_backward(
     scale = 1 / math.sqrt(size)
     head_gradients_kernel[(batch * heads,)](
         *q_k_v, o, do, *gradients, lse, cos, sin, *strides, heads, length, scale * LOG2_E, scale,
-        M=tile, TILES=triton.cdiv(length, tile), SIZE=size, D=block_of(q), PRECISION=precision_of(q),
-        WHOLE=length % tile == 0, num_warps=warps, num_stages=1,
+        M=TILE, TILES=triton.cdiv(length, TILE), SIZE=size, D=block_of(q), PRECISION=precision_of(q),
+        WHOLE=length % TILE == 0, num_warps=WARPS, num_stages=1,
     )  # fmt: skip

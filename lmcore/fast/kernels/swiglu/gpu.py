@@ -44,7 +44,6 @@ def swiglu_backward_kernel(dh_ptr, ab_ptr, num_rows, F: tl.constexpr, ROWS: tl.c
 
 
 def swiglu_forward(ab: Tensor, h: Tensor | None = None) -> Tensor:
-    """See `lmcore.fast.kernels.swiglu.swiglu_forward`."""
     num_rows, f = ab.shape[0], ab.shape[1] // 2
     h = ab.new_empty(num_rows, f) if h is None else h
     swiglu_forward_kernel[_grid(num_rows, f)](ab, h, num_rows, F=f, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
@@ -52,7 +51,6 @@ def swiglu_forward(ab: Tensor, h: Tensor | None = None) -> Tensor:
 
 
 def swiglu_backward_(dh: Tensor, ab: Tensor) -> Tensor:
-    """See `lmcore.fast.kernels.swiglu.swiglu_backward_`."""
     num_rows, f = dh.shape
     swiglu_backward_kernel[_grid(num_rows, f)](dh, ab, num_rows, F=f, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
     return ab

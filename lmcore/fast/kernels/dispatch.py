@@ -1,8 +1,11 @@
 """Which of the kernels this machine can run, and where."""
 
+import importlib
 import importlib.util
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +31,28 @@ def is_hopper(device: torch.device) -> bool:
 
     AMD's chips have capabilities of their own, some of them the same number.
     """
-    return runs_triton(device) and torch.cuda.get_device_capability(device) == HOPPER
+    cuda = device.type == "cuda" and runs_triton(device)
+    return cuda and torch.cuda.get_device_capability(device) == HOPPER
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Makes the CUDA device of `x` the current one, which is where Triton launches its kernels, whatever they are
     given. Nothing for other devices."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def by_triton(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """`reference`, in whose place the function of its name in its package's module `gpu` runs where Triton does.
+
+    The first argument's device decides. Tensors of float64 are left to the reference implementation.
+    """
+
+    @wraps(reference)
+    def call(x: Tensor, *arguments: Any, **options: Any) -> Any:
+        if x.dtype == torch.float64 or not runs_triton(x.device):
+            return reference(x, *arguments, **options)
+        gpu = importlib.import_module(f"{reference.__module__}.gpu")
+        with on_device_of(x):
+            return getattr(gpu, reference.__name__)(x, *arguments, **options)
+
+    return call
