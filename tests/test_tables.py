@@ -9,6 +9,7 @@ from notebook_cells import RECORDS
 from lmcore import results
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.data import open_data
+from lmcore.errors import UserError
 from lmcore.run import RunFolder
 from workbook.report import tables
 from workbook.sweep import run_sweep

@@ -100,59 +100,55 @@ def test_early_end_is_a_failure(tmp_path, source, words):
     assert re.search(words, result.failure), result.failure
 
 
-@pytest.mark.parametrize(
-    ("scale", "options", "words"),
-    [
-        ({"01_first": "stepz: 3"}, {}, "01_first has no parameter 'stepz'; its parameters are scale, data, out, steps"),
-        ({"01_first": "steps: many"}, {}, "'steps' of notebook 01_first must be of type int, not 'many'"),
-        ({"01_first": "3"}, {}, "must be a mapping"),
-        ({"01_first": "{"}, {}, "is not YAML"),
-        ({}, {"parameters": {"step": 3}}, "No notebook has a parameter 'step'"),
-        ({}, {"scale": "huge"}, "no scale 'huge'.*choose one of smoke"),
-        ({}, {"notebooks": ["09"]}, "no notebook '09'; there are 01_first"),
-        ({}, {"data": "nowhere/at/all"}, "no file or folder nowhere/at/all"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_runs(tmp_path, scale, options, words):
-    project = make_project(tmp_path, scale, _01_first=[parameters(), code("1")])
+BAD_INPUT = {
+    "01_first has no parameter 'stepz'; its parameters are scale, data, out, steps": ("stepz: 3", {}),
+    "'steps' of notebook 01_first must be of type int, not 'many'": ("steps: many", {}),
+    "must be a mapping": ("3", {}),
+    "is not YAML": ("{", {}),
+    "No notebook has a parameter 'step'": ("", {"parameters": {"step": 3}}),
+    "no scale 'huge'.*choose one of smoke": ("", {"scale": "huge"}),
+    "no notebook '09'; there are 01_first": ("", {"notebooks": ["09"]}),
+    "no file or folder nowhere/at/all": ("", {"data": "nowhere/at/all"}),
+}
+
+
+@pytest.mark.parametrize("words", BAD_INPUT)
+def test_bad_input_is_refused_before_anything_runs(tmp_path, words):
+    text, options = BAD_INPUT[words]
+    project = make_project(tmp_path, {"01_first": text}, _01_first=[parameters(), code("1")])
     with pytest.raises(UserError, match=words):
         run(project, **options)
     assert not (project / "made").exists()
 
 
-@pytest.mark.parametrize(
-    ("cell", "words"),
-    [
-        (code("steps = 3"), "must carry the tag 'parameters'"),
-        (parameters("steps = 3\nrates = [0.1 * 2]"), "line 2 of the parameters cell must be `name = literal`"),
-        (parameters("import os"), "line 1"),
-        (parameters("a = b = 3"), "line 1"),
-        (parameters("a = 1\nsteps ="), "line 2"),
-    ],
-)
-def test_parameters_cell_rules(cell, words):
-    with pytest.raises(UserError, match=words):
-        declared_parameters(nbformat.v4.new_notebook(cells=[cell]), "01_first")
+def test_the_parameters_cell_holds_literals_alone():
+    def declared(cell):
+        return declared_parameters(nbformat.v4.new_notebook(cells=[cell]), "01_first")
 
-
-def test_declared_parameters():
-    cell = parameters("# a comment\nsteps = -3  # why\nname = 'x'\npair = (1, None)")
-    notebook = nbformat.v4.new_notebook(cells=[cell])
-    assert declared_parameters(notebook, "x") == {"steps": -3, "name": "x", "pair": (1, None)}
-
-
-def executed(*counts) -> nbformat.NotebookNode:
-    """A notebook whose cells have these execution counts."""
-    cells = [code("1") for _ in counts]
-    for cell, count in zip(cells, counts, strict=True):
-        cell.execution_count = count
-    return nbformat.v4.new_notebook(cells=cells)
+    given = parameters("# a comment\nsteps = -3  # why\nname = 'x'\npair = (1, None)")
+    assert declared(given) == {"steps": -3, "name": "x", "pair": (1, None)}
+    with pytest.raises(UserError, match="must carry the tag 'parameters'"):
+        declared(code("steps = 3"))
+    for source, line in {
+        "steps = 3\nrates = [0.1 * 2]": 2,
+        "import os": 1,
+        "a = b = 3": 1,
+        "a = 1\nsteps =": 2,
+    }.items():
+        with pytest.raises(UserError, match=f"line {line} of the parameters cell must be `name = literal`"):
+            declared(parameters(source))
 
 
 def test_cells_must_have_run_in_order():
-    assert execution_fault(executed(1, 2, 3)) is None
-    assert execution_fault(executed(1, None, 2)) == (2, "the cell was not run")
-    assert execution_fault(executed(1, 3, 2)) == (3, "the cell was run out of order")
+    def fault(*counts):
+        cells = [code("1") for _ in counts]
+        for cell, count in zip(cells, counts, strict=True):
+            cell.execution_count = count
+        return execution_fault(nbformat.v4.new_notebook(cells=cells))
+
+    assert fault(1, 2, 3) is None
+    assert fault(1, None, 2) == (2, "the cell was not run")
+    assert fault(1, 3, 2) == (3, "the cell was run out of order")
 
 
 def test_refresh_rewrites_only_kept_outputs(tmp_path, monkeypatch, capsys):
@@ -168,14 +164,11 @@ def test_refresh_rewrites_only_kept_outputs(tmp_path, monkeypatch, capsys):
     assert read_notebook(path).cells[3].execution_count is None
     assert kept.metadata.tags == ["keep_output", "nbval-check-output"]
     assert refresh(project) == []
-
-
-def test_refresh_leaves_a_failing_notebook_alone(tmp_path):
-    project = make_project(tmp_path, _01_first=["# 01", parameters(), code("1 / 0", "keep_output")])
-    before = (project / "notebooks" / "01_first.ipynb").read_bytes()
+    before = path.read_bytes().replace(b"steps * 3", b"steps / 0")
+    path.write_bytes(before)
     with pytest.raises(UserError, match="ZeroDivisionError"):
         refresh(project)
-    assert (project / "notebooks" / "01_first.ipynb").read_bytes() == before
+    assert path.read_bytes() == before
 
 
 def test_overrides_are_read_as_literals():
