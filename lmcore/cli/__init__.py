@@ -1,5 +1,5 @@
 """The command `lmcore`: one file for each group of commands, each command a thin call into the library."""
 
-from lmcore.cli.application import main, parse
+from lmcore.cli.application import main
 
-__all__ = ["main", "parse"]
+__all__ = ["main"]

@@ -43,7 +43,8 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
             preset: Named settings to start from.
             config: JSON file of settings to start from, such as a run's config.json.
         """
-        if settings.strategy != "none":  # of a rank that is gone PyTorch's store tells with the addresses of its code
+        divided = settings.strategy != "none"
+        if divided:  # of a rank that is gone PyTorch's store tells with the addresses of its code
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         with stop_signals():  # from here on, as importing torch takes a while
             from lmcore.train import train
@@ -51,13 +52,13 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
             try:
                 result = train(settings, run)
             except BaseException:
-                if settings.strategy != "none":  # the end of a process may wait for a rank that never answers
+                if divided:  # the end of a process may wait for a rank that never answers
                     timer = threading.Timer(SECONDS_TO_END, os._exit, [EXIT_FAILURE])
                     timer.daemon = True
                     timer.start()
                 raise
         loss = "" if result.valid_loss is None else f", validation loss {result.valid_loss:.4f} nats per token"
-        if settings.strategy == "none" or os.environ.get("RANK", "0") == "0":
+        if not divided or os.environ.get("RANK", "0") == "0":
             print(f"{run}: {result.state} at step {result.step}{loss}.")
         return EXIT_CODES[result.state]
 
@@ -124,22 +125,15 @@ def generate(
         tokenizer: gpt2 or a tokenizer's folder; by default the one of the run's data.
         device: auto, cpu, mps, cuda or cuda:N.
     """
-    import torch
-
     from lmcore.checkpoint import load_model
     from lmcore.data import open_data, tokenizer_for
-    from lmcore.device import fastest_threads, select_device
+    from lmcore.device import select_device
     from lmcore.generate import generate_text
     from lmcore.run import RunFolder
 
     prompt, folder = tuple(utf8_text(prompt)), RunFolder(run)
     require(run.is_dir(), f"{run} is not a run folder.")
-    place, _ = select_device(device)
-    model = load_model(folder.best_weights, place)
-    with torch.no_grad():
-        threads = fastest_threads(place, lambda: model(torch.zeros(len(prompt), 1, dtype=torch.int64)))
-    if threads is not None:
-        torch.set_num_threads(threads)
+    model = load_model(folder.best_weights, select_device(device)[0])
     codec = tokenizer_for(tokenizer, "embedded") if tokenizer else open_data(folder.config().data).tokenizer
     if len(prompt) > 1:
         for sample in generate_text(model, codec, prompt, settings):
@@ -169,7 +163,7 @@ def starting_config(arguments: Sequence[str]) -> TrainConfig:
     if given.config is not None:
         require_path("--config", given.config)
         return from_dict(TrainConfig, read_json(given.config))
-    presets = {size: TrainConfig(model=model_config(size)) for size in MODEL_SIZES} | RECIPES
-    known = given.preset is None or given.preset in presets
-    require(known, f"There is no preset {given.preset!r}; choose one of {', '.join(presets)}.")
-    return presets.get(given.preset, TrainConfig())
+    presets = {size: TrainConfig(model=model_config(size)) for size in MODEL_SIZES} | RECIPES | {None: TrainConfig()}
+    known = f"choose one of {', '.join(filter(None, presets))}"
+    require(given.preset in presets, f"There is no preset {given.preset!r}; {known}.")
+    return presets[given.preset]
