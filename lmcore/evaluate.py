@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lmcore.alone import ALONE, OneRank
+from lmcore.config import TrainConfig
 from lmcore.data import PreparedData, num_validation_windows, require_context, validation_batches
 from lmcore.device import autocast
 from lmcore.errors import require
@@ -87,6 +88,29 @@ def score(
 
     losses, correct = over_windows(measure, model, tokens, batch_size, device, ranks)
     return Score(losses, correct, num_validation_windows(len(tokens), model.config.context_length))
+
+
+def validation(
+    step: Any, tokens: np.ndarray, config: TrainConfig, device: torch.device, ranks: OneRank = ALONE
+) -> dict[str, Any]:
+    """What a metrics line says of the validation text: the mean loss in nats per token over all its windows.
+
+    With `config.eval_details` also the accuracy, and the loss by position in the window. `step` is a `PlainStep`, or
+    what is called like one.
+    """
+    model, batch_size = step.current()[0], config.eval_batch_size
+
+    def measure(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss, count = step.evaluation_loss(inputs, targets).cpu().double(), targets.numel()
+        return torch.stack((loss * count, torch.tensor(count, dtype=torch.float64)))
+
+    total, count = over_windows(measure, model, tokens, batch_size, device, ranks).tolist()
+    found: dict[str, Any] = {"valid_loss": total / count}
+    if config.eval_details:
+        details = score(model, tokens, batch_size, device, config.precision, step.strategy.module, ranks)
+        by_position = [round(loss, 5) for loss in details.loss_by_position]
+        found |= {"valid_accuracy": details.accuracy, "valid_loss_by_position": by_position}
+    return found
 
 
 @dataclass(frozen=True)

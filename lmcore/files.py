@@ -13,7 +13,7 @@ import stat
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -29,7 +29,7 @@ NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 """What a file system answers that is mounted without locks, as Lustre and NFS can be."""
 
 SECONDS_TO_HOLD = 0.5
-"""A temporary file is locked right after it is made; one that is older and unlocked was left by a killed process."""
+"""A temporary folder is locked right after it is made; an older one that is not was left by a killed process."""
 
 
 class Busy(UserError):
@@ -49,25 +49,18 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8"})) as file:
-            hold(file)
-            remove_abandoned(leftovers(path))
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)  # while it is held
+            os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
-    except OSError as error:
-        raise UserError(f"Cannot write {path}: {error.strerror or error}; nothing was changed there.") from error
-    except UnicodeEncodeError as error:  # names of files may be any bytes
-        text = error.object[max(0, error.start - 30) : error.end + 30]
-        raise UserError(
-            f"Cannot write {path}: the name of a file or folder that goes into it, in {text!r}, is not UTF-8; rename "
-            "that; nothing was changed there."
-        ) from error
+    except (OSError, UnicodeEncodeError) as error:  # names of files, which may be any bytes, go into files, too
+        said = getattr(error, "strerror", None) or error
+        raise UserError(f"Cannot write {path}: {said}; nothing was changed there.") from error
     finally:
         with suppress(OSError):  # on a read-only file system even for a file that is not there
             temporary.unlink()
@@ -77,31 +70,15 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
 def temporary_folder(prefix: str, parent: str | os.PathLike | None = None) -> Iterator[Path]:
     """A folder for the block, in `parent` or where temporary files go; those that killed processes left are removed."""
     parent = Path(parent or tempfile.gettempdir())
-    remove_abandoned(parent.glob(f"{glob.escape(prefix)}*"))
+    for left in parent.glob(f"{glob.escape(prefix)}*"):
+        with suppress(OSError), open(left / ".lock", "rb+") as lock:  # somebody else's has no lock file
+            if time.time() - left.stat().st_mtime > SECONDS_TO_HOLD:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error while the process lives that has it
+                shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name, open(Path(name, ".lock"), "wb") as lock:
-        hold(lock)
+        with suppress(OSError):  # where files cannot be locked, what is left stays
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield Path(name)
-
-
-def hold(file: IO) -> bool:
-    """Locks an open file until it is closed; False where another process has it, or nothing can be locked."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def remove_abandoned(paths: Iterable[Path]) -> None:
-    """Removes those of the temporary files and folders, all of this user, that no living process holds."""
-    for path in paths:
-        with suppress(OSError):
-            found = path.lstat()
-            ours = found.st_uid == os.getuid() and time.time() - found.st_mtime > SECONDS_TO_HOLD
-            if ours and not path.is_symlink():
-                with open(path / ".lock" if path.is_dir() else path, "rb+") as file:
-                    if hold(file):
-                        remove(path)
 
 
 def remove(path: Path) -> None:
@@ -110,11 +87,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def leftovers(path: Path) -> list[Path]:
-    """Temporary files beside `path` of processes that were killed while they wrote it."""
-    return sorted(path.parent.glob(f".{glob.escape(path.name)}.*.tmp"))
 
 
 @contextmanager
@@ -129,13 +101,12 @@ def locked(lock: Path, busy: str, seconds: float = 0.0) -> Iterator[None]:
     except Timeout:
         raise Busy(busy) from None
     except (OSError, NotImplementedError) as error:
-        number = getattr(error, "errno", errno.ENOSYS)
-        require(
-            number not in NO_LOCKS,
+        if (number := getattr(error, "errno", errno.ENOSYS)) not in NO_LOCKS:
+            raise UserError(f"The folder {lock.parent} cannot be written to ({os.strerror(number)}).") from error
+        raise UserError(
             f"The file system of {lock.parent} cannot lock files, so two processes could spoil what is there; mount it "
-            "with flock, or choose a folder on another file system.",
-        )
-        raise UserError(f"The folder {lock.parent} cannot be written to ({os.strerror(number)}).") from error
+            "with flock, or choose a folder on another file system."
+        ) from error
     with held:
         yield
 
@@ -158,12 +129,11 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 
 def read_json(path: str | os.PathLike) -> Any:
     """Reads a JSON file. Raises `UserError` if it is missing or is not JSON."""
+    path = not_a_pipe(path)
     try:
-        return json.loads(not_a_pipe(path).read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"There is no file {path}.") from None
-    except UserError:
-        raise
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}).") from error
 
@@ -179,15 +149,10 @@ def verified(value: dict[str, Any]) -> dict[str, Any] | None:
     return plain if checksummed(plain) == value else None
 
 
-def sha256_file(path: str | os.PathLike, progress: Callable[[int], None] | None = None) -> str:
-    """SHA-256 of a file in hexadecimal, read in pieces of 1 MiB; `progress` is called with the bytes of each."""
-    digest = hashlib.sha256()
+def sha256_file(path: str | os.PathLike) -> str:
+    """SHA-256 of a file in hexadecimal."""
     with open(not_a_pipe(path), "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-            if progress is not None:
-                progress(len(piece))
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def not_a_pipe(path: str | os.PathLike) -> Path:

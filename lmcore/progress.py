@@ -54,6 +54,11 @@ class Progress:
             self.last_line = now
             print(self.line(done, note, now - self.began), flush=True)
 
+    def log(self, line: dict[str, Any]) -> None:
+        """Shows step and losses of a metrics line."""
+        valid = f", validation {line['valid_loss']:.3f}" if "valid_loss" in line else ""
+        self.update(line["step"], f"loss {line['train_loss']:.3f}{valid}")
+
     def line(self, done: int, note: str, elapsed: float) -> str:
         """The plain line for `done` units after `elapsed` seconds."""
         rate = (done - self.start) / elapsed if elapsed > 0 else 0.0

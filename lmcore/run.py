@@ -14,7 +14,7 @@ import pandas as pd
 from lmcore.checkpoint import read_checkpoint, read_weights
 from lmcore.config import TrainConfig, from_dict, to_dict
 from lmcore.errors import UserError, require
-from lmcore.files import Busy, is_locked, leftovers, locked, not_a_pipe, read_json, remove, write_json
+from lmcore.files import is_locked, locked, not_a_pipe, read_json, remove, write_json
 from lmcore.provenance import utc_now
 
 FREE_TO_CHANGE = {
@@ -23,14 +23,8 @@ FREE_TO_CHANGE = {
 """Fields that a resumed run may change: they change its numbers by no more than rounding (data is compared by its
 fingerprint)."""
 
-BUSY = "Another process is using the run folder"
-"""Beginning of the sentence that refuses a second process."""
-
 SECONDS_TO_WAIT = 1.0
 """How long a busy folder is tried: `is_busy` of another process holds it for an instant."""
-
-RunBusy = Busy
-"""Another process holds the run folder."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +60,13 @@ class RunFolder:
         return self.path.name
 
     def lock(self, seconds: float = SECONDS_TO_WAIT) -> AbstractContextManager[None]:
-        """Holds the folder for this process. Raises `RunBusy` if another does, `UserError` if it cannot be held."""
-        return locked(self.path / ".lock", f"{BUSY} {self.path}; wait for it or choose another.", seconds)
+        """Holds the folder for this process. Raises `Busy` if another does, `UserError` if it cannot be held."""
+        busy = f"Another process is using the run folder {self.path}; wait for it or choose another."
+        return locked(self.path / ".lock", busy, seconds)
 
     def is_busy(self) -> bool:
         """Whether a process holds the folder at this moment."""
         return is_locked(self.path / ".lock")
-
-    def remove_leftovers(self) -> None:
-        """Removes what a killed process had begun to write; only the process that holds the folder may."""
-        own = (self.config_file, self.environment_file, self.status_file)
-        for path in (*(left for file in own for left in leftovers(file)), *self.checkpoint_folder.glob(".*.tmp")):
-            remove(path)
 
     def config(self) -> TrainConfig:
         """The run's resolved configuration. Raises `UserError` if it is not the one that the run began with."""
@@ -91,17 +80,23 @@ class RunFolder:
         )
         return config
 
-    def begin(self, config: TrainConfig, environment: dict[str, Any]) -> None:
+    def begin(self, config: TrainConfig, environment: dict[str, Any]) -> RunResult | None:
         """Writes config and environment, or checks that a folder that has them was made with the same.
 
-        Every start is kept in environment.json. Raises `UserError` naming the fields that differ.
+        Every start is kept in environment.json, and what a killed process had begun to write is removed: only the
+        process that holds the folder may begin. Returns how the run ended if it is complete. Raises `UserError` naming
+        the fields that differ.
         """
+        for pattern in (".config.json.*.tmp", ".environment.json.*.tmp", ".status.json.*.tmp", "checkpoints/.*.tmp"):
+            for left in self.path.glob(pattern):
+                remove(left)
         starts = self.starts()
         if self.config_file.exists():
             self.require_same(config, environment.get("data_fingerprint"))
         else:
             write_json(self.config_file, to_dict(config))
         write_json(self.environment_file, [*starts, environment | {"config": to_dict(config)}])
+        return self.result() if is_complete(self) else None
 
     def require_same(self, config: TrainConfig, data_fingerprint: str | None) -> None:
         """Raises `UserError` unless the folder was made with this configuration and this data."""
@@ -227,26 +222,6 @@ class RunFolder:
         """Full checkpoints, the newest first."""
         found = (path for kind in ("pt", "sharded") for path in self.checkpoint_folder.glob(f"step_*.{kind}"))
         return sorted(found, reverse=True)
-
-
-class FollowedRun(RunFolder):
-    """The run folder for the ranks that do not write it: paths and reading as there, writing does nothing."""
-
-    @contextmanager
-    def lock(self, seconds: float = SECONDS_TO_WAIT) -> Iterator[None]:
-        yield
-
-    def remove_leftovers(self) -> None:
-        pass
-
-    def begin(self, config: TrainConfig, environment: dict[str, Any]) -> None:
-        pass
-
-    def write_status(self, state: str, step: int, **notes: Any) -> None:
-        pass
-
-    def append_metrics(self, line: dict[str, Any]) -> None:
-        pass
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

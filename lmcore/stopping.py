@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -32,18 +32,17 @@ class StopEvent:
     With `exits` a second signal ends the process, after a call of `before_exit` in the listening thread.
     """
 
-    def __init__(
-        self, numbers: Iterable[int] = (), exits: bool = False, before_exit: Callable[[], object] | None = None
-    ):
-        self.numbers, self.exits, self.before_exit = frozenset(numbers), exits, before_exit
-        self.came: dict[int, float] = {}
-        """When, by `time.monotonic`, each of the signals first came, in order."""
+    def __init__(self, exits: bool = False):
+        self.exits = exits
+        self.before_exit: Callable[[], object] = lambda: None
+        self.first: signal.Signals | None = None
+        """The signal that came first."""
         self._raising = self._raised = self._acknowledged = False
-        self._first: float | None = None  # when the listener heard the first signal that a second one enforces
+        self._enforced: float | None = None  # since when another signal than SIGUSR1 ends the process
 
     def is_set(self) -> bool:
         """Whether a stop signal has come."""
-        return bool(self.came)
+        return self.first is not None
 
     @contextmanager
     def raises(self) -> Iterator[None]:
@@ -51,27 +50,26 @@ class StopEvent:
 
         A library that the signal breaks off may raise another exception instead, or none: the block ends by `Stopped`.
         """
-        before, self._raising, begun = self._raising, True, False
+        before, self._raising = self._raising, True
         try:
-            if not self.came:  # looked at after `_raising` is set: a signal in between is not missed
-                begun = True
-                yield
+            if self.first is not None:  # looked at after `_raising` is set: a signal in between is not missed
+                raise Stopped(self.first)
+            yield
         except Exception:
             if not self._raised:
                 raise
         finally:
-            stopped = self._raised or not begun
-            self._raising, self._raised = before, False
+            stopped, self._raising, self._raised = self._raised, before, False
         if stopped:
-            raise Stopped(next(iter(self.came)))
+            raise Stopped(self.first)
 
     def handle(self, number: int, _: object = None) -> None:
         """The handler, run by the main thread between two instructions of Python."""
-        first = not self.came
-        self.came.setdefault(number, time.monotonic())
-        if self._raising and first:  # once: what the exception ends may clean up
-            self._raised = True
-            raise Stopped(number)
+        if self.first is None:
+            self.first = signal.Signals(number)
+            if self._raising:  # once: what the exception ends may clean up
+                self._raised = True
+                raise Stopped(number)
 
     def hear(self, number: int) -> None:
         """What the listening thread does at once, whatever the main thread is in the middle of."""
@@ -79,12 +77,11 @@ class StopEvent:
         if number == signal.SIGHUP:
             _leave_terminal()
         if number != signal.SIGUSR1:
-            self._first = now if self._first is None else self._first
-            if self.exits and now - self._first > SAME_SIGNAL:
+            self._enforced = self._enforced or now + SAME_SIGNAL
+            if self.exits and now > self._enforced:
                 try:
                     _say(f"{name} again: ended at once; what was saved stays.")
-                    if self.before_exit is not None:
-                        self.before_exit()
+                    self.before_exit()
                 finally:
                     os._exit(128 + number)
         if not self._acknowledged:
@@ -112,20 +109,17 @@ def stop_signals(*more: signal.Signals, exits: bool = False) -> Iterator[StopEve
         yield event
         return
     with ExitStack() as stack:
-        if _shared:  # its numbers the event keeps: one of them may still be on its way to the listener
-            stack.callback(setattr, event, "exits", event.exits)
-            stack.callback(setattr, event, "_raising", event._raising)
-            event._raising = False
-        else:
+        stack.callback(vars(event).update, exits=event.exits, _raising=event._raising)
+        event.exits, event._raising = event.exits or exits, False
+        if not _shared:
             stack.enter_context(_listening(event))
             _shared.append(event)
             stack.callback(_shared.clear)
-        event.numbers, event.exits = event.numbers | {*STOP_SIGNALS, *more}, event.exits or exits
         for number in (*STOP_SIGNALS, *more):
-            if number != signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # as nohup asks for, or job.sh
-            before = signal.signal(number, event.handle)
-            stack.callback(signal.signal, number, signal.SIG_DFL if before is None else before)  # None: not Python's
+            before = signal.getsignal(number)
+            if before is not signal.SIG_IGN or number == signal.SIGINT:  # one is ignored as nohup or job.sh asks for
+                signal.signal(number, event.handle)
+                stack.callback(signal.signal, number, before or signal.SIG_DFL)  # None: not Python's
         yield event
 
 
@@ -148,10 +142,10 @@ def _listening(event: StopEvent) -> Iterator[None]:
     def listen() -> None:
         while received := reader.recv(16):
             for number in received:
-                if number in event.numbers:
+                if signal.getsignal(number) == event.handle:
                     event.hear(number)
 
-    thread = threading.Thread(target=listen, name="lmcore-signals", daemon=True)
+    thread = threading.Thread(target=listen, daemon=True)
     thread.start()
     woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
@@ -163,23 +157,20 @@ def _listening(event: StopEvent) -> Iterator[None]:
         reader.close()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows; a forked process does not tell its signals to this one's thread
-    os.register_at_fork(after_in_child=lambda: _shared and signal.set_wakeup_fd(-1))
-
-
 def begin_worker() -> None:
     """What a process that works for another one calls first: any signal ends it at once, and so does the end of the
     other, however that was ended: nobody would read the result."""
+    signal.set_wakeup_fd(-1)  # of a forked process: the other's thread does not hear this one's signals
     for number in (signal.SIGINT, *STOP_SIGNALS):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
 
+    def end_with_parent() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os.kill(os.getpid(), signal.SIGTERM)
 
-def _end_with_parent() -> None:
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _leave_terminal() -> None:

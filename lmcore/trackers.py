@@ -58,8 +58,4 @@ class WandbTracker:
 
 
 TRACKERS = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
-
-
-def open_trackers(run: RunFolder, config: TrainConfig, step: int) -> list[Tracker]:
-    """The configured trackers, continuing after `step`. Raises `UserError` where a package is missing."""
-    return [TRACKERS[name](run, config, step) for name in config.trackers]
+"""By the name in `TrainConfig.trackers`."""

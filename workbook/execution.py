@@ -13,7 +13,7 @@ from lmcore.files import atomic_write, temporary_folder
 from lmcore.stopping import StopEvent
 from workbook.notebook import code_cells, execution_fault, heading_above, read_notebook
 from workbook.record import NotebookRecord, write_notebook_record
-from workbook.stopping import LAUNCHER, MARK, STOP_SECONDS, ended_by, first_signal
+from workbook.stopping import LAUNCHER, MARK, STOP_SECONDS, ended_by
 
 LONGEST_SOCKET = 90
 """Characters of a path that systems take for a socket, with some left for its number."""
@@ -53,7 +53,7 @@ def execute(
         record.heading = heading_above(executed, fault[0]) if fault[0] else None
         record.state, record.error = "failed", fault[1].rstrip(".")
         if stop.is_set():
-            record.state, record.error = "stopped", first_signal(stop)
+            record.state, record.error = "stopped", stop.first.name
     write_notebook_record(out, record)
     print(f"{record.name}: {record.state} after {record.seconds:.0f} s", flush=True)
 

@@ -24,7 +24,7 @@ from workbook.record import (
     update_plan,
     write_notebook_record,
 )
-from workbook.stopping import STOP_SECONDS, first_signal
+from workbook.stopping import STOP_SECONDS
 
 
 @dataclass
@@ -120,7 +120,7 @@ def run_workbook(
                 place = "while the writeup was made"  # the signal went to pandoc, too
         if place is not None:
             command = "the same command" if resume else "the same command with --resume"
-            result.stopped = f"stopped by {first_signal(stop)} {place}; {command} resumes from there."
+            result.stopped = f"stopped by {stop.first.name} {place}; {command} resumes from there."
         return result
 
 

@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -48,35 +47,22 @@ def ended_by(stop: StopEvent, seconds: float = STOP_SECONDS) -> Iterator[str]:
 
 
 def _end_notebook(mark: str, stop: StopEvent, seconds: float, ended: threading.Event) -> None:
-    while not stop.is_set() and not ended.wait(LOOK_SECONDS):
-        pass
-    if not stop.is_set():
-        return
-    told: set[psutil.Process] = set()
-    now = time.monotonic()
-    deadline, quiet = now + seconds, now + SETTLE_SECONDS
-    while (now := time.monotonic()) < min(deadline, quiet):
-        training = {process for process in family(mark) if is_training(process)}
-        for process in training - told:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGUSR1)
-        told |= training
-        if training:
-            quiet = now + SETTLE_SECONDS
-        elif ended.is_set():
+    while not stop.is_set():
+        if ended.wait(LOOK_SECONDS):
             return
-        time.sleep(LOOK_SECONDS)
+    training = [process for process in family(mark) if is_training(process)]
+    for process in training:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGUSR1)
+    psutil.wait_procs(training, timeout=seconds)
+    if ended.wait(SETTLE_SECONDS):
+        return
     for process in family(mark):
         if LAUNCHER in command_line(process):
             with suppress(ProcessLookupError):
                 os.killpg(os.getpgid(process.pid), signal.SIGINT)
     if not ended.wait(INTERRUPT_SECONDS):
         kill(family(mark))
-
-
-def first_signal(stop: StopEvent) -> str:
-    """The name of the signal that came first."""
-    return signal.Signals(next(iter(stop.came))).name
 
 
 def family(mark: str) -> list[psutil.Process]:
