@@ -116,15 +116,6 @@ def test_files_that_are_no_text(tmp_path, name, content, sentence):
         assert name in str(error.value)
 
 
-def test_a_folder_whose_validation_text_is_in_records_is_refused(tmp_path):
-    write(tmp_path / "train.txt", ["a", "b"])
-    (tmp_path / "statistics.csv").write_text("n\n1\n")  # of no split: passed over
-    assert both(tmp_path) == (["a"], ["b"])
-    (tmp_path / "valid.jsonl").write_text('{"text": "c"}\n')
-    with pytest.raises(UserError, match=r"valid\.jsonl holds records"):
-        open_corpus(tmp_path)
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.integers(2, 60), st.floats(0.05, 0.95))
 def test_documents_of_one_file_are_split(tmp_path_factory, count, fraction):
@@ -163,8 +154,12 @@ def test_splits_of_a_folder_by_the_names_of_its_files(tmp_path, files, options, 
     for name, documents in files.items():
         write(tmp_path / name, documents.split())
     (tmp_path / "README").write_text("no text of the corpus")
+    (tmp_path / "about.json").write_text("{}")
     (tmp_path / ".hidden.txt").write_text("neither")
     assert both(tmp_path, **options) == (train.split(), valid.split())
+    (tmp_path / "valid.jsonl").write_text('{"text": "c"}\n')
+    with pytest.raises(UserError, match=r"several files for the split 'valid'|valid\.jsonl holds records"):
+        open_corpus(tmp_path)
 
 
 def test_ambiguous_and_missing_sources(tmp_path):
@@ -182,12 +177,6 @@ def test_ambiguous_and_missing_sources(tmp_path):
     ):
         with pytest.raises(UserError, match=sentence):
             both(source, **options)
-
-
-def test_embedded_splits():
-    train, valid = both("embedded", seed=4, num_documents=50, valid_fraction=0.2)
-    assert (len(train), len(valid)) == (50, 10)
-    assert not set(train) & set(valid)
 
 
 def test_documents_of_the_real_corpora(shared_data):

@@ -4,8 +4,8 @@ import hashlib
 import random
 import sys
 import threading
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,20 +16,10 @@ CONTENT = random.Random(0).randbytes(300_000)
 URL = "https://huggingface.co/some/folder/corpus.txt"
 
 
-@dataclass
-class Site:
-    """What the server has; `requests` are the paths that were asked for."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
-    breaks: bool = False
-    """Whether answers break off in the middle."""
-    requests: list[str] = field(default_factory=list)
-
-
 @pytest.fixture
 def site(monkeypatch):
-    """The mirror of Hugging Face, whose files are in a folder there."""
-    site = Site({"/some/folder/corpus.txt": CONTENT})
+    """A mirror of Hugging Face: the files that it has by path, whether answers break off, and what was asked for."""
+    site = SimpleNamespace(files={"/some/folder/corpus.txt": CONTENT}, breaks=False, requests=[])
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -47,14 +37,11 @@ def site(monkeypatch):
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}/mirror/")
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield site
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}/mirror/")
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield site
+        server.shutdown()
 
 
 def test_a_file_is_downloaded_once_and_again_if_its_known_checksum_is_not_that(site, tmp_path):
