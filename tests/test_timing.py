@@ -1,13 +1,13 @@
 """Timing: statistics, tables with rows that were not measured, both clocks."""
 
+import contextlib
 import json
 import math
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lmcore import accounting
 from lmcore.config import ModelConfig, to_dict
@@ -96,32 +96,25 @@ def test_a_step_that_waits_for_the_host_is_known_by_its_busy_time():
     assert {"repeats", "busy_steps", "samples"}.isdisjoint(rows[0])
 
 
-def case(host_bound, **medians):
+def case(host_bound, wall, busy=(math.nan, math.nan)):
     """A row: median and spread of the wall clock and of the busy time."""
-    row = {"host_bound": host_bound, "busy_median": math.nan, "busy_spread": math.nan}
-    for clock, (median, spread) in medians.items():
-        row |= {f"{clock}_median": median, f"{clock}_spread": spread}
-    return row
+    return {
+        "host_bound": host_bound, "wall_median": wall[0], "wall_spread": wall[1], "busy_median": busy[0],
+        "busy_spread": busy[1],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (case(False, wall=(8.0, 1.6)), case(False, wall=(4.0, 0.1)), (2.0, "wall")),
-        (case(False, wall=(8.0, 1.7)), case(False, wall=(4.0, 0.1)), (math.nan, "wall")),  # wider than a fifth
-        (case(True, wall=(8.0, 7.0), busy=(3.0, 0.1)), case(False, wall=(4.0, 0.1), busy=(2.0, 0.1)), (1.5, "busy")),
-        (
-            case(True, wall=(8.0, 0.1), busy=(3.0, 0.1)),
-            case(True, wall=(4.0, 0.1), busy=(2.0, 0.5)),
-            (math.nan, "busy"),
-        ),
-        (  # busy enough, but held up now and then
-            case(False, wall=(8.0, 1.7), busy=(7.5, 0.1)),
-            case(False, wall=(4.0, 0.1), busy=(3.0, 0.1)),
-            (2.5, "busy"),
-        ),
-        (case(None, wall=(8.0, None)), case(None, wall=(4.0, None)), (2.0, "wall")),  # on a CPU
-        (case(None, wall=(8.0, 0.1)), case(None, wall=(math.nan, math.nan)), (math.nan, "wall")),  # out of memory
+        (case(False, (8.0, 1.6)), case(False, (4.0, 0.1)), (2.0, "wall")),
+        (case(False, (8.0, 1.7)), case(False, (4.0, 0.1)), (math.nan, "wall")),  # wider than a fifth
+        (case(True, (8.0, 7.0), (3.0, 0.1)), case(False, (4.0, 0.1), (2.0, 0.1)), (1.5, "busy")),
+        (case(True, (8.0, 0.1), (3.0, 0.1)), case(True, (4.0, 0.1), (2.0, 0.5)), (math.nan, "busy")),
+        # busy enough, but held up now and then
+        (case(False, (8.0, 1.7), (7.5, 0.1)), case(False, (4.0, 0.1), (3.0, 0.1)), (2.5, "busy")),
+        (case(None, (8.0, None)), case(None, (4.0, None)), (2.0, "wall")),  # on a CPU
+        (case(None, (8.0, 0.1)), case(None, (math.nan, math.nan)), (math.nan, "wall")),  # out of memory
     ],
 )
 def test_noise_carries_no_conclusion(before, after, expected):
@@ -153,12 +146,9 @@ def test_busy_time_has_no_gaps_and_counts_no_moment_twice(monkeypatch):
     assert timing.covered_time([(5, 7), (0, 2), (1, 4), (6, 6.5)]) == 6
     kernels = {"forward": [(0, 30), (40, 60)], "backward": [(100, 190), (150, 200)]}  # microseconds
 
-    class Recorded:
+    class Recorded(contextlib.AbstractContextManager):
         def __init__(self, activities):
-            self.on_gpu = activities == [torch.profiler.ProfilerActivity.CUDA]
-
-        def __enter__(self):
-            return self
+            assert activities == [torch.profiler.ProfilerActivity.CUDA]
 
         def __exit__(self, *_):
             self.name = phases.pop()
@@ -167,10 +157,10 @@ def test_busy_time_has_no_gaps_and_counts_no_moment_twice(monkeypatch):
             times = [("CUDA", False, *times) for times in kernels[self.name]]
             times += [("CPU", False, 0, 1000), ("CUDA", True, 0, 1000)]  # a call that launches, a range of PyTorch's
             return [
-                type("Event", (), {
-                    "device_type": type("Type", (), {"name": device}), "is_user_annotation": of_user,
-                    "time_range": type("Range", (), {"start": start, "end": end}),
-                })
+                SimpleNamespace(
+                    device_type=SimpleNamespace(name=device), is_user_annotation=of_user,
+                    time_range=SimpleNamespace(start=start, end=end),
+                )
                 for device, of_user, start, end in times
             ]  # fmt: skip
 
@@ -311,7 +301,7 @@ class FakeGPU(timing.Timer):
 
     def now(self):
         moment = max(self.busy_until, self.host)
-        return type("Event", (), {"moment": moment, "query": lambda event: event.moment <= self.host})()
+        return SimpleNamespace(moment=moment, query=lambda: moment <= self.host)
 
     def between(self, begin, end):
         return end.moment - begin.moment
@@ -328,7 +318,7 @@ def test_a_call_that_the_gpu_waited_for_is_measured_again_behind_more_writes():
     assert (seconds, flushes, timer.waited) == (pytest.approx(5e-6), 4, False)
 
 
-@given(st.floats(1e-7, 1.0))
-def test_writes_take_longer_than_the_host_needs_to_queue_a_function(issue):
+def test_writes_take_longer_than_the_host_needs_to_queue_a_function():
     timer = FakeGPU()
-    assert timer.flushes_for(issue) * timer.flush_seconds > 1.2 * issue
+    for issue in (1e-7, 9.9e-6, 25e-6, 1e-3, 1.0):
+        assert timer.flushes_for(issue) * timer.flush_seconds > 1.2 * issue
