@@ -195,18 +195,6 @@ def test_decode_goes_on_where_it_was_and_rows_are_placed_anew():
     assert tokens[0] == greedy(model, [1, 2], 9)[5:]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_refresh_takes_the_weights_as_they_are_now(dtype):
-    model, other = build(0), build(1)
-    decoder = FusedDecoder(model, 1, CONTEXT, dtype)
-    model.load_state_dict(other.state_dict())
-    decoder.refresh()
-    fresh = FusedDecoder(other, 1, CONTEXT, dtype)
-    for each in (decoder, fresh):
-        each.place([0], [[1, 2, 3]])
-    assert torch.equal(decoder.decode(8), fresh.decode(8))
-
-
 def test_a_prefill_that_fails_leaves_every_module_in_the_mode_it_had():
     model = build(dropout=0.5)
     model.layers[0].eval()

@@ -16,12 +16,14 @@ from lmcore.fast.model import FusedTransformer, nothing
 from lmcore.fast.step import leaves_room
 from lmcore.fast.support import unsupported_reason
 from lmcore.functional import cross_entropy
+from lmcore.optimizer import set_learning_rate
 
 
-def check_gradients(config: ModelConfig, device=CPU, dtype=torch.float32, tolerances=(1e-6, 1e-5), **options):
+def check_gradients(config: ModelConfig, device=CPU, dtype=torch.float32, tolerances=(1e-6, 1e-5), group=None):
     """Loss and gradients are those of autograd; the loss also of shorter batches than the context."""
     model = model_of(config, device)
-    fused = FusedTransformer(model, dtype, **options)
+    fused = FusedTransformer(model, dtype)
+    fused.layers_per_matmul = group
     for rows, length in ((1, config.context_length // 2), (2, config.context_length)):
         inputs, targets = (x[:rows, :length] for x in batch_of(config, device=device))
         model.zero_grad()
@@ -34,11 +36,10 @@ def check_gradients(config: ModelConfig, device=CPU, dtype=torch.float32, tolera
         assert relative_error(fused.gradients[p], p.grad) < tolerances[1], path
 
 
-@pytest.mark.parametrize("layers_per_matmul", [None, 1, 2])
-@pytest.mark.parametrize("every", [None, 1])
+@pytest.mark.parametrize(("every", "group"), [(None, None), (None, 2), (1, None)])
 @pytest.mark.parametrize("name", SHAPES)
-def test_loss_and_gradients_are_those_of_autograd(name, every, layers_per_matmul):
-    check_gradients(replace(SHAPES[name], checkpoint_every=every), layers_per_matmul=layers_per_matmul)
+def test_loss_and_gradients_are_those_of_autograd(name, every, group):
+    check_gradients(replace(SHAPES[name], checkpoint_every=every), group=group)
 
 
 @pytest.mark.parametrize("name", ["odd", "deep"])
@@ -71,14 +72,13 @@ def test_the_step_over_triton_kernels(kernels, device):
     check_gradients(SHAPES["odd"], device)
 
 
-@pytest.mark.parametrize("name", ["odd", "tied", "no norms"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize(("name", "optimizer"), [("odd", "adamw"), ("odd", "sgd"), ("tied", "adamw"), ("tied", "muon")])
 def test_training_is_that_of_the_plain_step(name, optimizer):
-    """30 steps in float32, clipped and with changing learning rates: losses and norms within 1e-5, weights too."""
+    """20 steps in float32, clipped and with changing learning rates: losses and norms within 1e-5, weights too."""
     config = SHAPES[name]
     plain, fused = model_of(config), model_of(config)
     steps = plain_step(plain, name=optimizer, limit=0.5), fused_step(fused, 2, limit=0.5, name=optimizer)
-    for number in range(30):
+    for number in range(20):
         inputs, targets = batch_of(config)
         results = []
         for step in steps:
@@ -219,38 +219,18 @@ def test_updating_beside_the_next_forward_pass_changes_nothing(name, device):
     steps = [fused_step(model, 2, limit=0.5, pipelined=flag) for model, flag in zip(models, (True, False), strict=True)]
     batches = [batch_of(config, device=device) for _ in range(6)]
     for number, batch in enumerate(batches):
-        results = []
-        for step in steps:
-            for group in step.optimizer.param_groups:
-                group["lr"] = 1e-3 * (1 + number % 3)
-            results.append(torch.stack(step(*batch)))
-        assert torch.equal(*results)
-        if number in (0, 3):  # as for an evaluation; twice is no different
+        assert torch.equal(*(torch.stack(step(*batch, lr=1e-3 * (1 + number % 3))) for step in steps))
+        assert [step.due for step in steps] == [True, False]
+        if number == 0:  # as for a look inside; twice is no different
             for _ in range(2):
                 steps[0].current()
             assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+        if number == 3:
+            assert torch.equal(*(step.evaluation_loss(*batch) for step in steps))
     steps[0].current()
     states = [digest(step.optimizer.state_dict()) for step in steps]
     assert states[0] == states[1]
     assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
-
-
-def test_current_weights_are_those_of_the_last_step_wherever_they_are_read():
-    """In the middle of training, for an evaluation, and for a look inside: a pipelined step against one that is not."""
-    config = SHAPES["odd"]
-    steps = [fused_step(model_of(config), 2, limit=0.5, pipelined=flag) for flag in (True, False)]
-    inputs, targets = batch_of(config)
-    for _ in range(3):
-        for step in steps:
-            step(inputs, targets, lr=1e-2)
-        assert steps[0].due
-        assert not steps[1].due
-        losses = [step.evaluation_loss(inputs, targets).item() for step in steps]
-        assert losses[0] == losses[1]
-        for step in steps:
-            step(inputs, targets, lr=1e-2)
-        inside = [step.current()[0].state_dict() for step in steps]
-        assert all(torch.equal(inside[0][name], inside[1][name]) for name in inside[0])
 
 
 def test_the_update_goes_beside_the_forward_pass_of_small_batches_of_narrow_models():
@@ -293,33 +273,16 @@ def test_loss_curve_on_the_gpu(precision):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layers_per_matmul", [1, 2])
-def test_deterministic_steps_repeat_themselves(deterministic, layers_per_matmul):
-    device = torch.device("cuda")
-    runs = []
-    for _ in range(2):
-        model = model_of(GPU_MODEL, device)
-        step = fused_step(model, 8, torch.bfloat16, layers_per_matmul=layers_per_matmul)
-        torch.manual_seed(3)
-        results = [torch.stack(step(*repeated_text(GPU_MODEL, 8, device))) for _ in range(20)]
-        step.current()
-        runs.append([*results, *(p.detach().clone() for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_the_graph_is_the_eager_step(deterministic, pipelined):
     """Replays equal the same kernels launched one by one, bit by bit, with a learning rate that changes."""
     device = torch.device("cuda")
     models = [model_of(GPU_MODEL, device) for _ in range(2)]
     graph, eager = (fused_step(model, 8, torch.bfloat16, pipelined=pipelined) for model in models)
-    for number in range(5):
-        for step in (graph, eager):
-            for group in step.optimizer.param_groups:
-                group["lr"] = 1e-3 / (1 + number)
+    for number in range(20):
         batch = repeated_text(GPU_MODEL, 8, device)
-        assert torch.equal(torch.stack(graph(*batch)), torch.stack(eager._eager(*batch)))
+        set_learning_rate(eager.optimizer, 1e-3 / (1 + number))
+        assert torch.equal(torch.stack(graph(*batch, lr=1e-3 / (1 + number))), torch.stack(eager._eager(*batch)))
     graph.current()
     eager.current()
     assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models), strict=True))

@@ -50,7 +50,7 @@ class FusedDecoder:
 
     To time it: `place`, a `decode` of a few tokens (the first captures the graph), then `decode` between two
     synchronisations. `config` says how tokens are chosen (greedy unless given), `num_ids` from which id on none is.
-    The weights are copies: `refresh` after the model's have changed. Rows may be placed anew at any time.
+    The weights are copies of the model's when it is built. Rows may be placed anew at any time.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class FusedDecoder:
         c, self.model, self.config, self.dtype = model.config, model, config, dtype
         self.num_rows, self.num_slots, self.num_ids = num_rows, num_slots, min(num_ids or c.vocab_size, c.vocab_size)
         self.device = device = next(model.parameters()).device
-        self._layers, self._head = self._packed()
+        self._layers = [self._packed(layer) for layer in model.layers]
+        self._head = (model.lm_head.weight * model.ln_final.weight).detach().to(dtype)
         self._rope = model.layers[0].attn.rope
         cache = (c.num_layers, num_rows, c.num_heads, num_slots, c.d_k)
         self.keys, self.values = (torch.zeros(cache, device=device, dtype=dtype) for _ in range(2))
@@ -95,21 +96,7 @@ class FusedDecoder:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Copies the model's weights as they are now, into the same memory: a captured graph sees them."""
-        layers, head = self._packed()
-        for mine, new in zip(self._layers, layers, strict=True):
-            for name, tensor in vars(new).items():
-                getattr(mine, name).copy_(tensor)
-        self._head.copy_(head)
-
-    @torch.no_grad()
-    def _packed(self) -> tuple[list[LayerWeights], Float[Tensor, "V D"]]:
-        model = self.model
-        head = (model.lm_head.weight * model.ln_final.weight).to(self.dtype)
-        return [self._pack(layer) for layer in model.layers], head
-
-    def _pack(self, layer: TransformerBlock) -> LayerWeights:
+    def _packed(self, layer: TransformerBlock) -> LayerWeights:
         def together(norm_weight: Tensor, *matrices: Linear) -> Tensor:
             return torch.cat([(matrix.weight * norm_weight).to(self.dtype) for matrix in matrices])
 
@@ -130,9 +117,8 @@ class FusedDecoder:
         longest = max(map(len, windows))
         require(min(map(len, windows)) > 0, "A window to continue must hold a token.")
         require(longest <= self.num_slots, f"A window of {longest} tokens does not fit into {self.num_slots} slots.")
+        which, last = (torch.tensor(ids).to(self.device) for ids in (rows, [window[-1] for window in windows]))
         lengths = torch.tensor([len(window) - 1 for window in windows])
-        which, last = torch.tensor(rows), torch.tensor([window[-1] for window in windows])
-        which, last = which.to(self.device), last.to(self.device)
         self._positions[which] = lengths.to(self.device, torch.int32)
         self._x[which] = self.model.token_embeddings.weight[last].to(self._x.dtype)
         self._copy[which] = self._x[which].to(self.dtype)

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,19 +14,6 @@ from lmcore.sampling import require_finite
 
 LOOK_EVERY = 16
 """So many tokens are on their way before the host looks at those before them: whether all rows have ended."""
-
-
-@dataclass
-class _Chunk:
-    """Tokens of some steps, (steps, B), on their way to the host."""
-
-    tokens: Tensor
-    arrived: torch.cuda.Event | None
-
-    def rows(self) -> list[list[int]]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.tokens.tolist()
 
 
 def fused_generate(
@@ -69,37 +55,39 @@ class _Generation:
 
     def run(self) -> list[list[int]]:
         self.decoder.place(self.active, self.windows)
-        waiting, left = None, self.config.max_new_tokens
+        waiting, left = [], self.config.max_new_tokens
         while left and self.active:
             room = min(self.context - self.lengths[row] for row in self.active)
             # the step after the last that fits gives one token more than the window holds
-            chunk, steps = self._launch(min(LOOK_EVERY, left, room + 1))
+            steps = min(LOOK_EVERY, left, room + 1)
             left -= steps
-            if waiting is not None:
-                self._read(waiting)
-            waiting = chunk
+            waiting.append(self._launch(steps))
+            if len(waiting) > 1:
+                self._read(*waiting.pop(0))
             if room < steps:
-                self._read(waiting)
-                waiting = None
+                self._read(*waiting.pop())
                 self._cut()
-        if waiting is not None:
-            self._read(waiting)
+        for chunk in waiting:
+            self._read(*chunk)
         return self.outputs
 
-    def _launch(self, steps: int) -> tuple[_Chunk, int]:
+    def _launch(self, steps: int) -> tuple[Tensor, torch.cuda.Event | None]:
+        """The tokens of the next steps, (steps, B), on their way to the host, and when they have arrived."""
         uniforms = None
         if self.config.temperature > 0:
             uniforms = torch.stack([torch.rand(steps, generator=each) for each in self.generators], dim=1)
         tokens = self.decoder.decode(steps, uniforms)
         self.lengths = [length + steps for length in self.lengths]
         if tokens.device.type != "cuda":
-            return _Chunk(tokens.cpu(), None), steps
+            return tokens, None
         on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         on_host.copy_(tokens, non_blocking=True)
-        return _Chunk(on_host, torch.cuda.current_stream(tokens.device).record_event()), steps
+        return on_host, torch.cuda.current_stream(tokens.device).record_event()
 
-    def _read(self, chunk: _Chunk) -> None:
-        for tokens in chunk.rows():
+    def _read(self, chunk: Tensor, arrived: torch.cuda.Event | None) -> None:
+        if arrived is not None:
+            arrived.synchronize()
+        for tokens in chunk.tolist():
             require_finite(all(tokens[row] >= 0 for row in self.active))
             going = []
             for row in self.active:

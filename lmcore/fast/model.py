@@ -19,12 +19,7 @@ from lmcore.fast.kernels.cross_entropy import linear_cross_entropy_gradients, li
 from lmcore.fast.kernels.embedding import embedding_backward_, sorted_tokens
 from lmcore.fast.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
 from lmcore.fast.kernels.rope import rope_
-from lmcore.fast.kernels.rope_attention import (
-    heads_of,
-    rope_attention_backward,
-    rope_attention_forward,
-    split_heads,
-)
+from lmcore.fast.kernels.rope_attention import heads_of, rope_attention_backward, rope_attention_forward, split_heads
 from lmcore.fast.kernels.swiglu import linear_swiglu_backward_, swiglu_forward
 from lmcore.fast.packing import PackedMatrices, norm_weights_of
 from lmcore.fast.streams import SideStream
@@ -70,28 +65,28 @@ class Group:
         self.layers, self.d_ff = layers, config.d_ff
         self.heads = x.new_empty(len(layers), *x.shape)
         self.saved: list[Saved] = []
-        self.allocate_operands()
+        self.allocate_products()
+        self.allocate_elementwise()
 
-    def allocate_operands(self) -> None:
-        """Memory for what the layers' matrices read and give out."""
+    def allocate_products(self) -> None:
+        """Memory for what the layers' matrices give out."""
         size, rows, d = self.heads.shape
         self.qkv = self.heads.new_empty(size, rows, 3 * d)
         self.ab = self.heads.new_empty(size, rows, 2 * self.d_ff)  # W1 x and W3 x; in the backward pass their gradients
-        self.allocate_elementwise()
 
     def allocate_elementwise(self) -> None:
         """Memory for the elementwise results among them: the norms' outputs and the gated product."""
         self.normed1, self.normed2 = torch.empty_like(self.heads), torch.empty_like(self.heads)
         self.h = self.heads.new_empty(*self.heads.shape[:2], self.d_ff)
 
-    def free_operands(self) -> None:
-        """Leaves what is `saved`, and attention's output, the most expensive to recompute."""
-        self.free_elementwise()
-        del self.qkv, self.ab
+    def free(self, products: bool) -> None:
+        """Frees the elementwise results, which are cheap to recompute, and the `products`.
 
-    def free_elementwise(self) -> None:
-        """Frees the elementwise results, which are cheap to recompute."""
+        That leaves what is `saved`, and attention's output, the most expensive to recompute.
+        """
         del self.normed1, self.normed2, self.h
+        if products:
+            del self.qkv, self.ab
 
     def begin_backward(self) -> None:
         """Makes room for the gradients of what the layers' matrices gave out."""
@@ -117,29 +112,22 @@ class FusedTransformer:
     `compute_weights` maps each matrix of the model to its copy in `dtype`; the parameters themselves are the masters,
     and `refresh` brings the copies up to date with them. The norm weights are read where they are. `gradients` maps
     every parameter to where `forward_backward` leaves its gradient: in `dtype` for matrices, float32 for norm weights.
-    Both are views that stay. `overlap` computes weight gradients beside the chain of the others, and
-    `layers_per_matmul` is G, how many layers share one batched matmul of them (None: by the number of rows). A model
-    with `checkpoint_every`, whatever its value, saves of each layer the inputs of both norms and attention's output,
-    and recomputes the rest, one group at a time (selective recomputation, Korthikanti et al. 2022). With `ranks` the
-    parameters are a rank's rows of each matrix (`distributed.fsdp.FSDP`), and so are `gradients`; there are no
-    `compute_weights`: `sharding.Shards` casts and gathers the matrices of a few layers at a time. There the elementwise
-    results, outputs of norms and of the gate, are always recomputed, which saves memory for little time. Raises
-    `UserError` for a model or a `dtype` that it does not cover.
+    Both are views that stay. Weight gradients are computed beside the chain of the others; `layers_per_matmul` is G,
+    how many layers share one batched matmul of them (None: by the number of rows). A model with `checkpoint_every`,
+    whatever its value, saves of each layer the inputs of both norms and attention's output, and recomputes the rest,
+    one group at a time (selective recomputation, Korthikanti et al. 2022). With `ranks` the parameters are a rank's
+    rows of each matrix (`distributed.fsdp.FSDP`), and so are `gradients`; there are no `compute_weights`:
+    `sharding.Shards` casts and gathers the matrices of a few layers at a time. There the elementwise results, outputs
+    of norms and of the gate, are always recomputed, which saves memory for little time. Raises `UserError` for a model
+    or a `dtype` that it does not cover.
     """
 
-    def __init__(
-        self,
-        model: TransformerLM,
-        dtype: torch.dtype,
-        overlap: bool = True,
-        layers_per_matmul: int | None = None,
-        ranks: int = 0,
-    ):
+    def __init__(self, model: TransformerLM, dtype: torch.dtype, ranks: int = 0):
         reason = unsupported_reason(model.config, precision_of(dtype), ranks)
         require(reason is None, f"The fused step does not cover {reason}.")
         self.model, self.config, self.dtype = model, model.config, dtype
         self.device = model.lm_head.weight.device
-        self.layers_per_matmul = 1 if ranks else layers_per_matmul
+        self.layers_per_matmul = 1 if ranks else None
         slots = (GATHERED, UNREDUCED) if ranks else (None, None)
         self.weights, self.grads = (PackedMatrices(model, dtype, slots[i], max(1, ranks)) for i in range(2))
         self.norm_weights = norm_weights_of(model)
@@ -151,7 +139,7 @@ class FusedTransformer:
         self.vacate: Callable[[range], None] = nothing  # where these layers' gradients will be
         self.rope = model.layers[0].attn.rope
         self.eps = model.ln_final.eps if self.norm_weights else 0.0
-        self.side_stream = SideStream(self.device, overlap)
+        self.side_stream = SideStream(self.device)
         self.recomputes = model.config.checkpoint_every is not None
         self.recomputes_elementwise = self.recomputes or bool(ranks)
         self.refresh()
@@ -274,10 +262,8 @@ class FusedTransformer:
             for i in range(len(group.layers)):
                 before(1 + group.layers[i])
                 x, branch = self._layer_forward(group, i, x, branch, inputs.shape)
-            if self.recomputes:
-                group.free_operands()
-            elif self.recomputes_elementwise:
-                group.free_elementwise()
+            if self.recomputes_elementwise:
+                group.free(products=self.recomputes)
             groups.append(group)
         return groups, x, branch
 
@@ -309,7 +295,9 @@ class FusedTransformer:
 
     def _recompute(self, group: Group, length: int) -> None:
         """The operands of the group's layers that were freed, from what was saved."""
-        (group.allocate_operands if self.recomputes else group.allocate_elementwise)()
+        group.allocate_elementwise()
+        if self.recomputes:
+            group.allocate_products()
         w = self.weights
         for i, (layer, saved) in enumerate(zip(group.layers, group.saved, strict=True)):
             self._norm(2 * layer, saved.x1, None, group.normed1[i])

@@ -47,15 +47,15 @@ class FusedStep:
     A `pipelined` step takes its update with the next call, layer after layer beside that call's forward pass: until
     then parameters and moments are one step behind. **Read and write them through `current`**, which takes the update
     that is due. Any other call ends with its update. Pipelining is the default with `FusedAdamW` on CUDA for small
-    batches of narrow models, whose kernels leave multiprocessors idle. `overlap` and `layers_per_matmul` are those of
-    `FusedTransformer`, `.transformer`. With `ranks`, the number of processes of the default group, each takes a part of
-    the batch: gradients of layers are summed while the backward pass continues with those before them, and averaged. If
-    the optimizer is a `ShardedOptimizer` of `FusedAdamW`, each parameter's gradient goes to its owner alone, which
-    sends the updated compute weight back (`sharding.Exchange`: layers go together where their owners are those of
-    `owners_by_layer`); `current` brings the float32 parameters up to date, on all ranks at once. If `strategy` is
-    `OurFSDP`, which has divided the model, a rank computes, receives and updates its rows of each matrix
-    (`sharding.Shards`). An optimizer serves the last step that was made with it. Raises `UserError` for a model or a
-    `dtype` that is not covered, an empty batch, and a `pipelined` step with another optimizer than `FusedAdamW`.
+    batches of narrow models, whose kernels leave multiprocessors idle. With `ranks`, the number of processes of the
+    default group, each takes a part of the batch: gradients of layers are summed while the backward pass continues with
+    those before them, and averaged. If the optimizer is a `ShardedOptimizer` of `FusedAdamW`, each parameter's gradient
+    goes to its owner alone, which sends the updated compute weight back (`sharding.Exchange`: layers go together where
+    their owners are those of `owners_by_layer`); `current` brings the float32 parameters up to date, on all ranks at
+    once. If `strategy` is `OurFSDP`, which has divided the model, a rank computes, receives and updates its rows of
+    each matrix (`sharding.Shards`). An optimizer serves the last step that was made with it. Raises `UserError` for a
+    model or a `dtype` that is not covered, an empty batch, and a `pipelined` step with another optimizer than
+    `FusedAdamW`.
     """
 
     scaler = torch.amp.GradScaler(enabled=False)
@@ -69,16 +69,13 @@ class FusedStep:
         context_length: int,
         dtype: torch.dtype = torch.bfloat16,
         max_grad_norm: float | None = None,
-        overlap: bool = True,
-        layers_per_matmul: int | None = None,
         pipelined: bool | None = None,
         ranks: int = 0,
         strategy: Alone | None = None,
     ):
-        found = f"A batch holds at least one id; batch_size is {batch_size} and context_length {context_length}."
-        require(min(batch_size, context_length) > 0, found)
+        require(min(batch_size, context_length) > 0, f"A batch of {batch_size} x {context_length} ids holds none.")
         divided = isinstance(strategy, OurFSDP)
-        self.transformer = FusedTransformer(model, dtype, overlap, layers_per_matmul, ranks if divided else 0)
+        self.transformer = FusedTransformer(model, dtype, ranks if divided else 0)
         self.optimizer, self.max_grad_norm, self.ranks = optimizer, max_grad_norm, ranks
         self.strategy = strategy or Alone(model)
         self.parameters = list(self.transformer.gradients)
@@ -88,14 +85,10 @@ class FusedStep:
         self.sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
         updates = self.sharded.local if self.sharded is not None else optimizer
         self.adamw = updates if isinstance(updates, FusedAdamW) else None  # what the graph can hold
-        if self.sharded is not None:
-            require(
-                bool(ranks) and self.sharded.group is None, "A sharded optimizer needs the ranks of the default group."
-            )
-            found = f"of {len(self.parameters)} parameters this one of {ranks} ranks updates none with FusedAdamW"
-            require(self.adamw is not None, f"A sharded step needs a FusedAdamW on every rank; {found}.")
         self.exchange: Exchange | Shards | None = None  # of gradients and weights that are divided
         if self.sharded is not None:
+            found = f"of {len(self.parameters)} parameters this one of {ranks} ranks updates none with FusedAdamW"
+            require(self.adamw is not None, f"A sharded step needs a FusedAdamW on every rank; {found}.")
             self.exchange = Exchange(self.transformer, self.sharded)
         elif divided:
             self.exchange = Shards(self.transformer, ranks)
@@ -120,14 +113,13 @@ class FusedStep:
     @staticmethod
     def uncovered(config: TrainConfig, ranks: int) -> str | None:
         """What of a configuration this step does not cover; None: nothing."""
-        strategy, adamw = config.strategy if ranks > 1 else "none", config.optimizer.name == "adamw"
-        covered = ("none", "ddp", "zero1", "fsdp") if adamw else ("none", "ddp")
-        by_name = f"strategy={strategy}" + (f" with {config.optimizer.name}" if strategy in ("zero1", "fsdp") else "")
-        return (
-            (f"z_loss={config.z_loss}" if config.z_loss else None)
-            or unsupported_reason(config.model, config.precision, ranks if strategy == "fsdp" else 0)
-            or (None if strategy in covered else by_name)
-        )
+        strategy, optimizer = config.strategy if ranks > 1 else "none", config.optimizer.name
+        if config.z_loss:
+            return f"z_loss={config.z_loss}"
+        reason = unsupported_reason(config.model, config.precision, ranks if strategy == "fsdp" else 0)
+        if strategy in ("zero1", "fsdp") and optimizer != "adamw":
+            return reason or f"strategy={strategy} with {optimizer}"
+        return reason or (None if strategy in ("none", "ddp", "zero1", "fsdp") else f"strategy={strategy}")
 
     @classmethod
     def from_config(cls, model: TransformerLM, config: TrainConfig, ranks: int = 1) -> "FusedStep":
@@ -140,11 +132,8 @@ class FusedStep:
         limit = config.optimizer.max_grad_norm or math.inf  # without a limit the norm is measured all the same
         adamw = partial(FusedAdamW, max_grad_norm=limit)
         if ranks and config.strategy == "zero1":
-            owners = owners_by_layer(model, ranks)
-            make = partial(ShardedOptimizer, optimizer_cls=adamw, owners=owners)
-            optimizer = build_optimizer(model, config.optimizer, make)
-        else:
-            optimizer = build_optimizer(model, config.optimizer, adamw)
+            adamw = partial(ShardedOptimizer, optimizer_cls=adamw, owners=owners_by_layer(model, ranks))
+        optimizer = build_optimizer(model, config.optimizer, adamw)
         context, dtype = config.model.context_length, DTYPES[config.precision]
         rows = config.batch_size // max(1, ranks)
         return cls(model, optimizer, rows, context, dtype, max_grad_norm=limit, ranks=ranks, strategy=strategy)
