@@ -15,7 +15,7 @@ from notebook_projects import code, make_project, parameters
 from lmcore.errors import EXIT_USER_ERROR, UserError
 from lmcore.files import write_json
 from workbook import cli
-from workbook.handin import MAX_FILE_BYTES, SECRET_FILE, make_handin, project_files, refuse_secrets
+from workbook.handin import MAX_FILE_BYTES, SECRET_FILE, make_handin, project_files
 from workbook.record import NotebookRecord, write_notebook_record
 
 ROOT = Path(__file__).parents[1]
@@ -146,17 +146,14 @@ def test_code_and_tables_are_no_secrets_by_their_names():
     assert [bool(SECRET_FILE.fullmatch(name)) for name in named] == [True] * 3 + [False] * 4
 
 
-@pytest.mark.parametrize("what", KEYS)
-def test_a_key_is_refused_and_nothing_written(project, what):
-    (project / "lmcore" / "config.py").write_text(f"x = 1\n\n{KEYS[what]}\n")
-    with pytest.raises(UserError, match=f"lmcore/config.py line 3 looks like {what}"):
-        submit(project)
-    assert not (project / "handin").exists()
-
-
-def test_a_commit_is_no_key(project):
+def test_a_key_is_refused_and_nothing_written(project):
+    """But not a commit."""
     (project / "a.json").write_text('{"git_commit": "' + "0123456789" * 4 + '", "sha256": "' + "0a" * 32 + '"}')
-    refuse_secrets([project / "a.json"])
+    for what, key in KEYS.items():
+        (project / "lmcore" / "config.py").write_text(f"x = 1\n\n{key}\n")
+        with pytest.raises(UserError, match=f"lmcore/config.py line 3 looks like {what}"):
+            submit(project)
+    assert not (project / "handin").exists()
 
 
 @pytest.mark.parametrize(

@@ -41,24 +41,17 @@ run_or_reuse(config, f"{out}/runs/toy").status()["state"]""")
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_each_notebook_has_sound_parameters_at_each_scale(scale):
-    for name, given in resolve_parameters(ROOT, NOTEBOOKS, scale, {}, {}).items():
+    resolved = resolve_parameters(ROOT, NOTEBOOKS, scale, {}, {})
+    for name, given in resolved.items():
         assert (given["scale"], given["out"]) == (scale, f"../runs/{scale}"), name
+    files = {file.name for file in (ROOT / "papermill_jobs" / "parameters" / scale).iterdir()}
+    assert files == {f"{path.stem}.yaml" for path in NOTEBOOKS}
+    # two notebooks share the cases of the report
+    there = [resolved[name].get("study", DECLARED[name]["study"]) for name in ("04_benchmark", "10_wikitext")]
+    assert there[0] == there[1]
 
 
-def test_there_are_no_other_parameter_files():
-    files = (ROOT / "papermill_jobs" / "parameters").rglob("*.*")
-    wanted = {(scale, f"{path.stem}.yaml") for scale in SCALES for path in NOTEBOOKS}
-    assert {(file.parent.name, file.name) for file in files} == wanted
-
-
-@pytest.mark.parametrize("scale", ["smoke", "laptop", "gpu"])
-def test_two_notebooks_share_the_cases_of_the_report(scale):
-    parameters = resolve_parameters(ROOT, find_notebooks(ROOT, ["04", "10"]), scale, {}, {})
-    there = parameters["04_benchmark"].get("study", DECLARED["04_benchmark"]["study"])
-    assert parameters["10_wikitext"].get("study", DECLARED["10_wikitext"]["study"]) == there
-
-
-@pytest.mark.parametrize("scale", ["smoke", "laptop", "gpu"])
+@pytest.mark.parametrize("scale", SCALES)
 def test_notebooks_that_share_a_folder_of_data_ask_for_the_same(scale):
     """Those that run side by side would replace each other's data, under the runs that read them."""
     wanted = {}
@@ -72,10 +65,11 @@ def test_notebooks_that_share_a_folder_of_data_ask_for_the_same(scale):
     assert len({tuple(request) for request in wanted.values()}) == 1, wanted
 
 
-@pytest.mark.parametrize("pair", ["model_size=3", "compare_gpt2=1", "corpora=[1]", "batch_size=true"])
-def test_a_value_of_another_type_is_refused(pair):
-    with pytest.raises(UserError, match=f"^Parameter '{pair.partition('=')[0]}' of notebook 01_build must be of type"):
-        resolve_parameters(ROOT, find_notebooks(ROOT, ["01"]), "smoke", parse_overrides([pair]), {})
+def test_a_value_of_another_type_is_refused():
+    for pair in ("model_size=3", "compare_gpt2=1", "corpora=[1]", "batch_size=true"):
+        words = f"^Parameter '{pair.partition('=')[0]}' of notebook 01_build must be of type"
+        with pytest.raises(UserError, match=words):
+            resolve_parameters(ROOT, find_notebooks(ROOT, ["01"]), "smoke", parse_overrides([pair]), {})
 
 
 def test_data_without_text_are_refused(tmp_path):
@@ -90,7 +84,7 @@ def test_data_without_text_are_refused(tmp_path):
             locate(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("pair", ["02_train data", "08_experiments data", "08_experiments web", "10_wikitext wikitext"])
+@pytest.mark.parametrize("pair", ["02_train data", "08_experiments web"])
 def test_a_corpus_without_dev_is_refused_before_the_first_cell(tmp_path, pair):
     """Settings are chosen on the last training documents, so there must be others, and one to validate on."""
     name, key = pair.split()

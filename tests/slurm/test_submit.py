@@ -178,5 +178,4 @@ def test_what_slurm_has_forgotten_has_ended(forgetful, tmp_path):
 
 def test_doctor_names_the_partitions(cluster, tmp_path):
     facts = json.loads(cluster.run("lmcore", "doctor", "--json", cwd=tmp_path).stdout)
-    (part,) = (part for part in facts["optional"] if part["name"] == "slurm")
-    assert part["detail"].endswith("GPUs in main (gpu:2), spot (gpu:2)")
+    assert facts["slurm"].endswith("GPUs in main (gpu:2), spot (gpu:2)")
