@@ -92,21 +92,3 @@ class SmallExport:
                     whole = ((*row, *[0] * (len(columns) - len(row))) for row in found)
                     connection.executemany(f"INSERT INTO {name} VALUES ({', '.join('?' * len(columns))})", whole)
         return path
-
-
-def write_large_export(path: Path) -> Path:
-    """100 steps of two halves: a million CUDA calls, four in five of which launch one of 200 kernels of 8 ns.
-
-    Call i is at 10 i ns; steps take 100,000 ns; the kernels' names have 300 characters.
-    """
-    export = SmallExport()
-    names = [export.string(f"kernel_{i}<{'x' * 290}>()") for i in range(200)]
-    for i in range(100):
-        export.range("step", 100_000 * i, 100_000 * i + 99_990)
-        export.range("half", 100_000 * i + 1, 100_000 * i + 50_000)
-    export.tables[RUNTIME] = ((10 * i, 10 * i + 5, (MAIN, AUTOGRAD)[i % 2], i, 1) for i in range(1_000_000))
-    asked = (i + i // 4 for i in range(800_000))
-    export.tables[KERNEL] = (
-        (10 * c + 4, 10 * c + 12, 7, c, PROCESS, names[i % 200], None) for i, c in enumerate(asked)
-    )
-    return export.write(path)
