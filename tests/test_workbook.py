@@ -171,6 +171,17 @@ def test_refresh_rewrites_only_kept_outputs(tmp_path, monkeypatch, capsys):
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("words", ["run", "refresh", "handin", "status", "submit notebooks", "submit train --run r"])
+def test_without_a_checkout_there_is_a_sentence(tmp_path, monkeypatch, capsys, words):
+    """As from an installed wheel, in a folder that is in no project."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("workbook.parameters.__file__", str(tmp_path / "workbook" / "parameters.py"))
+    assert cli.main(words.split()) == 2
+    said = "workbook: There is no notebooks/ folder here: run this in a checkout of the project.\n"
+    assert capsys.readouterr().err == said
+    assert not [*tmp_path.iterdir()]
+
+
 def test_overrides_are_read_as_literals():
     given = ["a=3", "b=1e-3", "c=true", "d=[1, 2]", "e=text", "f=None"]
     assert parse_overrides(given) == {"a": 3, "b": 1e-3, "c": True, "d": [1, 2], "e": "text", "f": None}
