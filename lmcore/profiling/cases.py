@@ -133,7 +133,6 @@ class BenchmarkConfig(GridConfig):
     ops: Literal["plain", "fused"] = "plain"
     """fused: our kernels in an explicit step, with FlashAttention, not compiled, whatever else is asked for."""
     compile: bool = False
-    seed: int = 0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Its learning rate is used as it is, without a schedule, and gradients are not clipped."""
 

@@ -148,28 +148,27 @@ class Stopwatch(Clock):
     def __init__(self, workload: Workload):
         super().__init__(workload.device)
         self.workload = workload
-        self.marks: list[tuple[str, Any, Any]] = []
-
-    @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Times what runs inside it."""
-        begin = self.now()
-        yield
-        self.marks.append((name, begin, self.now()))
 
     def step(self) -> dict[str, float | int | None]:
         """Runs one step: seconds by `wall` and `cuda` clock (None without CUDA) and of each phase; and `counters`."""
-        self.marks.clear()
+        marks: dict[str, tuple[Any, Any]] = {}
+
+        @contextlib.contextmanager
+        def span(name: str) -> Iterator[None]:
+            begin = self.now()
+            yield
+            marks[name] = begin, self.now()
+
         before = self.counters()
         self.synchronize()
         began = default_timer()
         begin = self.now() if self.cuda else None
-        self.workload.step(self.span)
+        self.workload.step(span)
         end = self.now() if self.cuda else None
         self.synchronize()
         sample: dict[str, Any] = {"wall": default_timer() - began}
         sample["cuda"] = self.between(begin, end) if self.cuda else None
-        sample |= {phase: None for phase in PHASES} | {name: self.between(*marks) for name, *marks in self.marks}
+        sample |= dict.fromkeys(PHASES) | {name: self.between(*edges) for name, edges in marks.items()}
         return sample | {name: None if n is None else n - before[name] for name, n in self.counters().items()}
 
     def counters(self) -> dict[str, int | None]:
