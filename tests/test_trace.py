@@ -17,7 +17,6 @@ from nsys_exports import (
     H200,
     MAIN,
     PROCESS,
-    WHOLE_GRAPHS,
     SmallExport,
     rows,
     sample,
@@ -136,17 +135,6 @@ def test_doubled_runtime_rows_do_not_double_the_time():
     assert table(trace, None, "copies").set_index("name")["calls"].to_dict() == {
         "Host-to-Device": 10, "Device-to-Host": 5
     }  # fmt: skip
-
-
-def test_launches_of_whole_graphs():
-    path = sample(WHOLE_GRAPHS)
-    trace = read_export(path)
-    graphs = trace.kernels[trace.kernels["name"] == "CUDA graph 4"]
-    whole = [(len(graphs), int(graphs["duration"].sum()))]
-    assert whole == rows(path, f"SELECT COUNT(*), SUM(end - start) FROM {GRAPH}")
-    assert len(trace.kernels) - len(graphs) == rows(path, f"SELECT COUNT(*) FROM {KERNEL}")[0][0]
-    with pytest.raises(UserError, match="no range 'forward'; the trace has no ranges"):
-        kernels_in(trace, "forward")
 
 
 @pytest.fixture
