@@ -115,37 +115,40 @@ def test_flash_attention_functions(name, causal):
         torch.testing.assert_close(ours.grad.double(), theirs.grad, **close)
 
 
+DISTRIBUTED = {
+    "ddp": (adapters.get_ddp, adapters.ddp_on_after_backward),
+    "sharded": (adapters.get_ddp, adapters.ddp_on_after_backward),
+    "bucketed": (lambda model: adapters.get_ddp_bucketed(model, 1), adapters.ddp_bucketed_on_after_backward),
+    "fsdp": (adapters.get_fsdp, adapters.fsdp_on_after_backward),
+}
+
+
 def distributed_by_adapters(rank, kind):
-    """A step of gradient descent as the course's tests take it; the weights afterwards, and those of one process."""
+    """The weights after a step of gradient descent as the course's tests take it, with half of a batch."""
     torch.manual_seed(0)
     model, x = torch.nn.Linear(3, 4, bias=False), torch.arange(12.0).view(4, 3)
-    alone = torch.nn.Linear(3, 4, bias=False)
-    alone.load_state_dict(model.state_dict())
-    (alone(x).square().mean() / 10).backward()
-    torch.optim.SGD(alone.parameters(), lr=0.1).step()
-    if kind == "bucketed":
-        wrapped, after = adapters.get_ddp_bucketed(model, 1), adapters.ddp_bucketed_on_after_backward
-    elif kind == "fsdp":
-        wrapped, after = adapters.get_fsdp(model), adapters.fsdp_on_after_backward
-    else:
-        wrapped, after = adapters.get_ddp(model), adapters.ddp_on_after_backward
+    wrap, after = DISTRIBUTED[kind]
+    wrapped, sgd = wrap(model), torch.optim.SGD
     if kind == "sharded":
-        optimizer = adapters.get_sharded_optimizer(wrapped.parameters(), torch.optim.SGD, lr=0.1)
+        optimizer = adapters.get_sharded_optimizer(wrapped.parameters(), sgd, lr=0.1)
     else:
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        optimizer = sgd(wrapped.parameters(), lr=0.1)
     adapters.ddp_bucketed_on_train_batch_start(wrapped, optimizer)
     (wrapped(x[2 * rank : 2 * rank + 2]).square().mean() / 10).backward()
     after(wrapped, optimizer)
     optimizer.step()
-    whole = adapters.fsdp_gather_full_params(wrapped)["weight"] if kind == "fsdp" else model.weight
-    return whole.detach(), alone.weight.detach()
+    return (adapters.fsdp_gather_full_params(wrapped)["weight"] if kind == "fsdp" else model.weight).detach()
 
 
 def test_distributed_classes():
+    torch.manual_seed(0)
+    alone = torch.nn.Linear(3, 4, bias=False)
+    (alone(torch.arange(12.0).view(4, 3)).square().mean() / 10).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
     with Ranks(2, timeout=120) as ranks:
-        for kind in ("ddp", "bucketed", "fsdp", "sharded"):
-            for ours, alone in ranks.run(distributed_by_adapters, kind):
-                torch.testing.assert_close(ours, alone)
+        for kind in DISTRIBUTED:
+            for weights in ranks.run(distributed_by_adapters, kind):
+                torch.testing.assert_close(weights, alone.weight.detach())
 
 
 def run_official(*words):
