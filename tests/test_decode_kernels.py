@@ -1,5 +1,6 @@
 """The kernels of a decoding step: the plain versions against float64 definitions, Triton's against the plain ones."""
 
+import itertools
 import math
 
 import pytest
@@ -51,28 +52,23 @@ def normed(x: torch.Tensor) -> torch.Tensor:
 SHAPES = [(1, 48, 10), (3, 33, 7), (10, 48, 50)]  # rows, D, F: sums in registers; tiles
 
 
-def products(x, matrix, hidden, down):
-    """The three products as (function's name, input, weight, float64 definition); `down` adds to ones."""
-    y = normed(x) @ matrix.double().T
-    gate, up = y.chunk(2, dim=-1)
-    return [
-        ("norm_linear", x, matrix, y),
-        ("norm_swiglu", x, matrix, silu(gate) * up),
-        ("linear_add", hidden, down, 1 + hidden.double() @ down.double().T),
-    ]
-
-
 def check_products(module, rows, d_model, d_ff, dtype, device, seed=0, scale=1.0):
+    """The three products against their float64 definitions; `linear_add` adds to ones."""
     tensor = draw(seed, device)
     x, hidden = (scale * tensor(rows, d_model)).to(dtype), tensor(rows, d_ff).to(dtype)
     matrix, down = (tensor(2 * d_ff, d_model) / math.sqrt(d_model)).to(dtype), tensor(d_model, d_ff).to(dtype)
-    for name, x_in, weight, expected in products(x, matrix, hidden, down):
+    y = normed(x) @ matrix.double().T
+    gate, up = y.chunk(2, dim=-1)
+    copy = torch.full((rows, d_model), math.nan, device=device, dtype=dtype)
+    for function, expected, inputs, others in (
+        (module.norm_linear, y, (x, matrix), ()),
+        (module.norm_swiglu, silu(gate) * up, (x, matrix), ()),
+        (module.linear_add, 1 + hidden.double() @ down.double().T, (hidden, down), (copy,)),
+    ):
         out = torch.ones(expected.shape, device=device)
-        copy = torch.full(expected.shape, math.nan, device=device, dtype=dtype)
-        getattr(module, name)(x_in, weight, out, *([copy] if name == "linear_add" else []))
-        assert error(out, expected) < TOLERANCE[dtype], name
-        if name == "linear_add":
-            assert error(copy, expected) < TOLERANCE[dtype]
+        function(*inputs, out, *others)
+        for found in (out, *others):
+            assert error(found, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF])
@@ -110,39 +106,29 @@ def test_products_are_the_same_every_time(gpu, rows):
 # ---------------------------------------------------------------------------------------------- attention
 
 
-def attention_case(rows, heads, head_size, slots, dtype, device, seed=0):
-    tensor = draw(seed, device)
-    rope = RotaryPositionalEmbedding(10_000.0, head_size, slots, device=device)
-    keys, values = (tensor(rows, heads, slots, head_size).to(dtype) for _ in range(2))
-    qkv = tensor(rows, 3 * heads * head_size)
-    generator = torch.Generator().manual_seed(seed)
-    positions = torch.randint(0, slots, (rows,), generator=generator, dtype=torch.int32).to(device)
-    positions[0], positions[-1] = 0, slots - 1  # (of one row: the last)
-    return qkv, rope, keys, values, positions
-
-
 def check_attention(module, rows, heads, head_size, slots, parts, dtype, device, seed=0):
     """Attention against the definitions of the model, row by row, in float64."""
-    qkv, rope, keys, values, positions = attention_case(rows, heads, head_size, slots, dtype, device, seed)
-    width = heads * head_size
+    tensor, width = draw(seed, device), heads * head_size
+    rope = RotaryPositionalEmbedding(10_000.0, head_size, slots, device=device)
+    before = [tensor(rows, heads, slots, head_size).to(dtype) for _ in range(2)]
+    keys, values = (x.clone() for x in before)
+    qkv = tensor(rows, 3 * width)
+    positions = torch.randint(slots, (rows,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    positions[0], positions[-1] = 0, slots - 1  # (of one row: the last)
     out = torch.full((rows, width), math.nan, device=device, dtype=dtype)
     scratch = [torch.full((parts, rows, each), math.nan, device=device) for each in (width, heads)] if parts > 1 else []
-    before = keys.clone(), values.clone()
-    module.attend(qkv, rope.cos, rope.sin, keys, values, positions, out, *scratch)
+    module.attend(qkv, rope.cos, rope.sin, keys, values, positions.to(device), out, *scratch)
     for row, position in enumerate(positions.tolist()):
         q, k, v = qkv[row].double().view(3, heads, 1, head_size)
         at = torch.tensor([position], device=device)
-        k, v = rope(k, at).to(dtype).double(), v.to(dtype).double()
-        all_keys = torch.cat((before[0][row, :, :position].double(), k), dim=1)
-        all_values = torch.cat((before[1][row, :, :position].double(), v), dim=1)
-        expected = scaled_dot_product_attention(rope(q, at), all_keys, all_values).flatten()
+        new = [rope(k, at).to(dtype).double(), v.to(dtype).double()]
+        seen = [torch.cat((cache[row, :, :position].double(), x), 1) for cache, x in zip(before, new, strict=True)]
+        expected = scaled_dot_product_attention(rope(q, at), *seen).flatten()
         assert error(out[row], expected) < TOLERANCE[dtype]
-        # the new key and value are in their slot, and no other slot has changed
-        assert error(keys[row, :, position], k[:, 0]) < TOLERANCE[dtype]
-        assert error(values[row, :, position], v[:, 0]) < TOLERANCE[dtype]
         others = torch.arange(slots, device=device) != position
-        assert torch.equal(keys[row][:, others], before[0][row][:, others])
-        assert torch.equal(values[row][:, others], before[1][row][:, others])
+        for cache, old, x in zip((keys, values), before, new, strict=True):
+            assert error(cache[row, :, position], x[:, 0]) < TOLERANCE[dtype], "the new one is in its slot"
+            assert torch.equal(cache[row][:, others], old[row][:, others]), "no other slot has changed"
 
 
 ATTENTION = [(1, 2, 24, 9, 1), (3, 1, 16, 1500, 1), (2, 1, 16, 2300, 4), (2, 1, 80, 300, 2)]
@@ -159,9 +145,8 @@ def test_attention_is_the_definition(either, case, dtype):
 @pytest.mark.parametrize("parts", [1, 2, 4, 16])
 @pytest.mark.parametrize("case", [(1, 12, 64, 256), (4, 32, 80, 3000), (20, 4, 128, 1000), (2, 16, 32, 5000)], ids=str)
 def test_attention_kernel_at_real_sizes(gpu, case, parts):
-    for seed in range(3):
-        check_attention(gpu, *case, parts, torch.float32, torch.device("cuda"), seed)
-        check_attention(gpu, *case, parts, torch.bfloat16, torch.device("cuda"), seed)
+    for seed, dtype in itertools.product(range(3), (torch.float32, torch.bfloat16)):
+        check_attention(gpu, *case, parts, dtype, torch.device("cuda"), seed)
 
 
 # ---------------------------------------------------------------------------------------------- the next token
@@ -189,6 +174,9 @@ def check_state(after, chosen: list[int], rows: int, vocab: int, device: torch.d
 
 def test_greedy_takes_the_first_of_the_largest_and_marks_what_is_not_finite(either):
     module, device = either
+    after = state(3, 67, device)
+    module.advance(torch.tensor([3, -1, 66], device=device), after)
+    check_state(after, [3, -1, 66], 3, 67, device)
     logits = draw(2, device)(6, 67)
     logits[0, [5, 9]] = 50.0
     logits[1, 66] = 99.0  # an id that is not to be taken
@@ -203,13 +191,6 @@ def test_greedy_takes_the_first_of_the_largest_and_marks_what_is_not_finite(eith
     after = state(1, 8200, device)
     module.greedy(wide, 8200, after)
     check_state(after, [5], 1, 8200, device)
-
-
-def test_advance_takes_the_token_that_it_is_given(either):
-    module, device = either
-    after = state(3, 67, device)
-    module.advance(torch.tensor([3, -1, 66], device=device), after)
-    check_state(after, [3, -1, 66], 3, 67, device)
 
 
 OPTIONS = [

@@ -75,19 +75,6 @@ def test_one_kernel_after_the_other(kernels, device):
     assert_near(e.dqkv, e.gradient, 1e-5)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("shape", "size"), [((32, 256, 16), 32), ((80, 200, 4), 16), ((300, 61, 1), 24)])
-def test_whole_heads_at_real_sizes(shape, size):
-    e = Example(shape, size, torch.bfloat16, torch.device("cuda"))
-    assert takes_whole_heads(e.qkv, shape) == is_hopper(torch.device("cuda"))
-    separate = rope_(e.qkv.clone(), *e.angles, shape[1])
-    lse = rope_attention_forward(e.qkv, *e.angles, shape, e.out)
-    assert_near(e.out, e.expected, 1e-2)
-    assert_near(e.qkv, separate.double(), 1e-4)
-    rope_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape)
-    assert_near(e.dqkv, e.gradient, 1e-2)
-
-
 @pytest.mark.parametrize("parts", ["both", "separate"])
 @pytest.mark.parametrize(("shape", "size"), [((2, 70, 1), 16), ((1, 33, 2), 20), ((1, 64, 1), 32)])
 @needs_triton
@@ -124,17 +111,21 @@ def test_the_kernel_after_hopper_s_turns_gradients_back(shape, size, device):
     assert_near(e.qkv, expected, 1e-6)
 
 
-REAL = [((4, 256, 12), 64), ((2, 300, 3), 64), ((1, 130, 2), 80), ((1, 1000, 2), 128), ((3, 65, 2), 20)]
+WHOLE = [((32, 256, 16), 32), ((80, 200, 4), 16), ((300, 61, 1), 24)]
+APART = [((4, 256, 12), 64), ((2, 300, 3), 64), ((1, 130, 2), 80), ((1, 1000, 2), 128), ((3, 65, 2), 20)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ["any", "fixed"])
-@pytest.mark.parametrize(("shape", "size"), REAL)
-def test_gradients_are_turned_back_at_real_sizes(shape, size, order, request):
+@pytest.mark.parametrize(("shape", "size"), WHOLE + APART)
+def test_real_sizes(shape, size, order, request):
     if order == "fixed":
         request.getfixturevalue("deterministic")
     e = Example(shape, size, torch.bfloat16, torch.device("cuda"))
+    assert takes_whole_heads(e.qkv, shape) == (is_hopper(torch.device("cuda")) and (shape, size) in WHOLE)
+    turned = rope_(e.qkv.clone(), *e.angles, shape[1])
     lse = rope_attention_forward(e.qkv, *e.angles, shape, e.out)
-    rope_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape)
     assert_near(e.out, e.expected, 1e-2)
+    assert_near(e.qkv, turned.double(), 1e-4)
+    rope_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape)
     assert_near(e.dqkv, e.gradient, 1e-2)

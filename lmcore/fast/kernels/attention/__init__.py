@@ -48,12 +48,9 @@ def flash_attention(
 
 
 def attention_forward(
-    q: Float[Tensor, "B H T K"],
-    k: Float[Tensor, "B H T K"],
-    v: Float[Tensor, "B H T K"],
-    causal: bool,
-    out: Float[Tensor, "B H T K"] | None = None,
-) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H rows"]]:
+    q: Float[Tensor, "B H T K"], k: Float[Tensor, "B H T K"], v: Float[Tensor, "B H T K"],
+    causal: bool, out: Float[Tensor, "B H T K"] | None = None,
+) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H rows"]]:  # fmt: skip
     """The output and the log-sum-exp, outside of autograd; only `attention_backward` reads the latter's layout.
 
     The strides are free but for the last, which is 1. Without `out` the output lies in memory as (B, T, H, K). Does not
@@ -67,18 +64,11 @@ def attention_forward(
 
 
 def attention_backward(
-    q: Float[Tensor, "B H T K"],
-    k: Float[Tensor, "B H T K"],
-    v: Float[Tensor, "B H T K"],
-    o: Float[Tensor, "B H T K"],
-    lse: Float[Tensor, "B H rows"],
-    do: Float[Tensor, "B H T K"],
-    causal: bool,
-    dq: Float[Tensor, "B H T K"] | None = None,
-    dk: Float[Tensor, "B H T K"] | None = None,
-    dv: Float[Tensor, "B H T K"] | None = None,
-    angles: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Float[Tensor, "B H T K"], k: Float[Tensor, "B H T K"], v: Float[Tensor, "B H T K"],
+    o: Float[Tensor, "B H T K"], lse: Float[Tensor, "B H rows"], do: Float[Tensor, "B H T K"], causal: bool,
+    dq: Float[Tensor, "B H T K"] | None = None, dk: Float[Tensor, "B H T K"] | None = None,
+    dv: Float[Tensor, "B H T K"] | None = None, angles: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of Q, K and V from that of the output, into the given views or new tensors; see `attention_forward`.
 
     `torch.use_deterministic_algorithms` takes kernels that add in a fixed order. With `angles`, the cosines and sines

@@ -34,13 +34,9 @@ def tile_scores(q: Tensor, k: Tensor, queries: slice, keys: slice, causal: bool)
 
 
 def forward(
-    q: Float[Tensor, "B H T K"],
-    k: Float[Tensor, "B H T K"],
-    v: Float[Tensor, "B H T K"],
-    causal: bool,
-    out: Float[Tensor, "B H T K"] | None = None,
-    tile: int = TILE,
-) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H T"]]:
+    q: Float[Tensor, "B H T K"], k: Float[Tensor, "B H T K"], v: Float[Tensor, "B H T K"],
+    causal: bool, out: Float[Tensor, "B H T K"] | None = None, tile: int = TILE,
+) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H T"]]:  # fmt: skip
     """softmax(Q Kᵀ / sqrt(K)) V and the logarithm of each row's sum of exponentials (Dao 2023, algorithm 1).
 
     A tile of queries meets one tile of keys after the other. It carries the largest score so far, m_i, and
@@ -64,19 +60,12 @@ def forward(
 
 
 def backward(
-    q: Float[Tensor, "B H T K"],
-    k: Float[Tensor, "B H T K"],
-    v: Float[Tensor, "B H T K"],
-    o: Float[Tensor, "B H T K"],
-    lse: Float[Tensor, "B H T"],
-    do: Float[Tensor, "B H T K"],
-    causal: bool,
-    dq: Float[Tensor, "B H T K"] | None = None,
-    dk: Float[Tensor, "B H T K"] | None = None,
-    dv: Float[Tensor, "B H T K"] | None = None,
-    tile: int = TILE,
+    q: Float[Tensor, "B H T K"], k: Float[Tensor, "B H T K"], v: Float[Tensor, "B H T K"],
+    o: Float[Tensor, "B H T K"], lse: Float[Tensor, "B H T"], do: Float[Tensor, "B H T K"], causal: bool,
+    dq: Float[Tensor, "B H T K"] | None = None, dk: Float[Tensor, "B H T K"] | None = None,
+    dv: Float[Tensor, "B H T K"] | None = None, tile: int = TILE,
     angles: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of queries, keys and values (Dao 2023, algorithm 2).
 
     The probabilities are computed again from the scores and the log-sum-exp. A tile of keys meets one tile of queries
