@@ -275,9 +275,8 @@ def test_what_it_cannot_update_is_refused(device, kernels):
 def test_replays_of_a_graph_are_steps_and_nothing_waits_for_the_device():
     shapes = [(1000, 300), (7,), (4096, 512)]
     ours, plain = parameters("cuda", shapes), parameters("cuda", shapes)
-    optimizer, reference = FusedAdamW(ours, lr=1e-2, max_grad_norm=1.0), FusedAdamW(plain, lr=1e-2, max_grad_norm=1.0)
-    read = {p: torch.zeros_like(p, dtype=torch.bfloat16) for p in ours}
-    written = {p: torch.zeros_like(p, dtype=torch.bfloat16) for p in ours}
+    optimizer, reference = (FusedAdamW(p, lr=1e-2, max_grad_norm=1.0) for p in (ours, plain))
+    read, written = ({p: torch.zeros_like(p, dtype=torch.bfloat16) for p in ours} for _ in range(2))
     optimizer.bind(read, written)
     optimizer.warm_up()
     optimizer.prepare()

@@ -13,7 +13,6 @@ from lmcore.checkpoint import digest
 from lmcore.config import ModelConfig, replace
 from lmcore.errors import UserError
 from lmcore.fast.model import FusedTransformer, nothing
-from lmcore.fast.step import leaves_room
 from lmcore.fast.support import unsupported_reason
 from lmcore.functional import cross_entropy
 from lmcore.optimizer import set_learning_rate
@@ -231,15 +230,6 @@ def test_updating_beside_the_next_forward_pass_changes_nothing(name, device):
     states = [digest(step.optimizer.state_dict()) for step in steps]
     assert states[0] == states[1]
     assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
-
-
-def test_the_update_goes_beside_the_forward_pass_of_small_batches_of_narrow_models():
-    cuda = torch.device("cuda")
-    assert leaves_room(cuda, 1024, 768)
-    assert leaves_room(cuda, 2048, 512)
-    assert not leaves_room(cuda, 2049, 512)
-    assert not leaves_room(cuda, 1024, 2560)
-    assert not leaves_room(torch.device("cpu"), 1024, 768)
 
 
 # ------------------------------------------------------------------------------------------------ on the GPU
