@@ -165,6 +165,10 @@ BIG_MAIN, BIG_OTHER = (1 << 60) | MAIN, (1 << 60) | AUTOGRAD
             {"forward": "a", "backward": ""}, id="launched in one, run in another",
         ),
         pytest.param(
+            [("norm", 0, 100), ("norm", 10, 20)], [("a", 15), ("b", 50)],
+            {"norm": "ab", "norm/norm": "a"}, id="within one of its name",
+        ),
+        pytest.param(
             [("forward", 0, 10), ("block 0", 1, 9), ("backward", 20, 50), ("block 0", 25, 35, AUTOGRAD)],
             [("a", 30, AUTOGRAD)],
             {"backward/block 0": "a", "forward/block 0": "", "backward": "a", ("backward", "thread"): ""},
