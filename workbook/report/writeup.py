@@ -93,12 +93,12 @@ def provenance(out: Path, record: dict[str, Any]) -> dict[str, str]:
     executed = [entry.get("environment") or {} for entry in started]
     tables = [read_json(file).get("provenance") or {} for file in sorted((out / "results").glob("*.json"))]
     measured = [each for each in tables if each.get("device")] or executed
-    data = [source["request"]["source"]["name"] for each in tables for source in _listed(each.get("data"))]
+    sources = [source for each in tables for source in _listed(each.get("data")) if source.get("request")]
     first = min((each.get("time_utc") or "" for each in executed), default="")
     duration = format_seconds(sum(entry["seconds"] for entry in started))
     return {
         "Scale": record["scale"],
-        "Data": _once(data) or Path(record["data"]).name,
+        "Data": _once(each["request"]["source"]["name"] for each in sources) or Path(record["data"]).name,
         "Measured on": _once(device for each in measured for device in _listed(each.get("device"))),
         "Code": _once(map(_commits, measured)),
         "Libraries": _once(library for each in measured for library in _libraries(each)),
