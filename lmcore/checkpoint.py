@@ -76,8 +76,8 @@ def read_checkpoint(src: Source) -> dict[str, Any]:
         return import_module(SHARDED).read_sharded(Path(src))
     with whole(_name(src)):
         content = load_plain(src)
-        types = {"iteration": int, "model_config": Mapping | None, "model": Mapping, "optimizer": Mapping}
-        types |= {"extra": Mapping, "digest": str}
+        types = {"iteration": int, "model_config": Mapping | None, "digest": str}
+        types |= dict.fromkeys(("model", "optimizer", "extra"), Mapping)
         known = all(key in content and isinstance(content[key], kind) for key, kind in types.items())
         require(known, f"{_name(src)} was not written by lmcore's save_checkpoint.")
         noted = content.pop("digest")
@@ -109,9 +109,8 @@ def whole(name: str) -> Iterator[None]:
     except FileNotFoundError:
         raise UserError(f"There is no checkpoint {name}.") from None
     except BaseException as error:  # a changed byte can make readers stumble over anything; PyTorch's is no Exception
-        raise UserError(
-            f"{name} is not a whole checkpoint: it is truncated, damaged or of another kind ({type(error).__name__})."
-        ) from error
+        said = f"it is truncated, damaged or of another kind ({type(error).__name__})"
+        raise UserError(f"{name} is not a whole checkpoint: {said}.") from error
 
 
 def restore(content: dict[str, Any], model: nn.Module, optimizer: Optimizer, name: str = "The checkpoint") -> int:
@@ -143,8 +142,7 @@ def _require_same_tensors(saved: Mapping[str, Tensor], model: nn.Module, name: s
     there = {key: tuple(value.shape) for key, value in saved.items()}
     differing = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
     shown = ", ".join(f"{k} ({there.get(k, 'absent')} there, {here.get(k, 'absent')} here)" for k in differing[:4])
-    more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
-    require(not differing, f"{name} is of another architecture: {shown}{more}.")
+    require(not differing, f"{name} is of another architecture: {shown}{', …' if len(differing) > 4 else ''}.")
 
 
 def digest(value: Any) -> str:
@@ -212,9 +210,7 @@ def read_weights(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, 
     except FileNotFoundError:
         raise UserError(f"There are no weights {path}; a run has them from its first evaluation on.") from None
     except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path} is not a whole safetensors file: it is truncated, damaged or of another kind."
-        ) from error
+        raise UserError(f"{path} is not a whole safetensors file: truncated, damaged or of another kind.") from error
     known = {"model_config", "digest"} <= metadata.keys()
     require(known, f"{path} was not written by lmcore's save_weights.")
     noted = metadata.pop("digest")

@@ -114,19 +114,13 @@ def validation(
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Score):
     """What `evaluate` finds on a part of a corpus. Bytes and words are those of the tokens that were predicted."""
 
     split: str
-    tokens: int
     bytes: int
     words: int
     """Separated by white space."""
-    loss: float
-    """Nats per token."""
-    accuracy: float
-    loss_by_position: list[float]
-    """Nats per token at each position of the window."""
 
     @property
     def perplexity(self) -> float:
@@ -150,13 +144,9 @@ class Evaluation:
 
 
 def evaluate(
-    model: TransformerLM,
-    data: PreparedData,
-    split: str = "valid",
-    batch_size: int = 32,
-    device: str | torch.device = "cpu",
-    precision: str = "fp32",
-) -> Evaluation:
+    model: TransformerLM, data: PreparedData, split: str = "valid", batch_size: int = 32,
+    device: str | torch.device = "cpu", precision: str = "fp32",
+) -> Evaluation:  # fmt: skip
     """Scores `model` on a split of the corpus: valid, or dev, the last training documents.
 
     Windows of the model's context tile the text, so that a token sees between none and all of its window before it.
@@ -176,4 +166,4 @@ def evaluate(
     texts = [data.tokenizer.decode_bytes(part[part != data.tokenizer.eot_id].tolist()) for part in documents]
     size, words = sum(map(len, texts)), sum(len(text.split()) for text in texts)
     require(size > 0 and words > 0, f"{data.folder} ({split} part) has no words.")
-    return Evaluation(split, found.tokens, size, words, found.loss, found.accuracy, found.loss_by_position)
+    return Evaluation(found.losses, found.correct, found.windows, split, size, words)

@@ -97,7 +97,7 @@ def _train(
         with stop.raises():
             lacking = lack_of_memory(config, device, ranks)
             threads = choose_threads(config, device, run) if lacking is None and ranks.size == 1 else None
-            notes = {"data_fingerprint": data.fingerprint, "data": data.manifest}
+            notes: dict[str, Any] = {"data_fingerprint": data.fingerprint, "data": data.manifest}
             notes |= {"threads": threads, "ranks": ranks.size}
             if (ended := ranks.of_first(lambda: run.begin(config, environment() | notes))) is not None:
                 return ended
@@ -194,6 +194,7 @@ class Trainer:
         self.waits = device.type != "cuda"  # only a GPU computes on while the host reads a loss
         self.line_step: int | None = None  # step of the metrics line whose numbers are on their way
         self.trackers: list[Any] = []
+        self.clock = time.perf_counter()
 
     def loop(self, stop: StopEvent) -> str:
         """Takes the steps that are left, with all that is due between them; returns complete or interrupted."""
@@ -381,11 +382,11 @@ class Trainer:
             print(f"{self.run.name}: {notes['reason']}", flush=True)
         return RunResult(state, self.state.step, valid_loss, best)
 
-    def _fail(self, error: Exception, stop: StopEvent) -> None:
+    def _fail(self, error: Exception | SystemExit, stop: StopEvent) -> None:
         """Notes that an error has ended the run, unless it is a lack of memory, which is a result."""
-        if out_of_memory_reason(error) is not None:
+        if isinstance(error, Exception) and out_of_memory_reason(error) is not None:
             return
-        full = isinstance(error, OSError) and error.errno in NO_ROOM
+        full = error.strerror if isinstance(error, OSError) and error.errno in NO_ROOM else None
         if stop.is_set() and not (full or isinstance(error, UserError | SystemExit)):  # it ended the compiler first
             self.state.step = self.saved_step
             self._note("interrupted")
@@ -394,5 +395,5 @@ class Trainer:
         with suppress(UserError):
             self._note("failed", reason=said or type(error).__name__)
         if full:  # even a line of progress may find no room
-            said = f"{self.run.name}: {os.strerror(error.errno)}; the same command resumes from the last checkpoint."
+            said = f"{self.run.name}: {full}; the same command resumes from the last checkpoint."
             raise UserError(said) from error

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from lmcore.config import CorpusConfig
 from lmcore.data.downloads import SOURCES, download
-from lmcore.data.grammar import stories
 from lmcore.errors import UserError, require
 from lmcore.files import sha256_file
 from lmcore.text import END_OF_TEXT, RECORDS, plain_name, read_text, require_text
@@ -69,6 +68,8 @@ class EmbeddedCorpus:
     def documents(self, split: str) -> Iterator[Piece]:
         """The documents of the split `train` or `valid`."""
         size = self.num_documents if split == "train" else max(1, round(self.num_documents * self.valid_fraction))
+        from lmcore.data.grammar import stories
+
         return (Piece(story, True) for story in islice(stories(self.seed, split), size))
 
     def describe(self) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from tqdm.auto import tqdm
 
 from lmcore.data.corpora import Corpus, CorpusConfig, EmbeddedCorpus, Piece, open_corpus
 from lmcore.data.downloads import describe_wikitext
-from lmcore.data.grammar import entropy_per_document
 from lmcore.data.tokenizers import describe_tokenizer, tokenizer_for
 from lmcore.errors import UserError, require
 from lmcore.files import (
@@ -320,6 +319,8 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: b
         "splits": splits,
     }
     if isinstance(corpus, EmbeddedCorpus):
+        from lmcore.data.grammar import entropy_per_document
+
         entropy = entropy_per_document()
         floor = entropy / (splits["train"]["tokens"] / splits["train"]["documents"])
         return manifest | {"grammar": {"entropy_per_document": entropy, "floor_nats_per_token": floor}}
