@@ -60,7 +60,3 @@ def test_headless_it_prints_lines(monkeypatch, capsys):
     bar.update(2, "loss 2.000")
     (line,) = capsys.readouterr().out.splitlines()  # the end is told once
     assert line.endswith("loss 2.000")
-
-
-def test_a_line_before_the_first_unit_has_no_rate():
-    assert Progress(13, "runs", "run").line(0, "", 6.0) == "runs: run 0/13, 6 s"

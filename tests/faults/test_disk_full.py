@@ -1,18 +1,13 @@
 """No room on the disk: a sentence, nothing lost, and the same command resumes once there is room."""
 
 import os
-import resource
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fault_bench import Bench, Tally, ended
-
-from lmcore.errors import EXIT_USER_ERROR
+from fault_bench import Bench, Tally
 
 PAGE = 4096
 NAMES = ("config.json", "environment.json", "status.json", "metrics.jsonl", "step_", "best.safe", "last.safe")
@@ -66,33 +61,3 @@ def fill(folder: Path, leaving: int | None) -> None:
     free = os.statvfs(folder)
     with open(ballast, "wb") as file:
         file.write(bytes(max(0, free.f_bavail * free.f_frsize - leaving * PAGE)))
-
-
-@dataclass(frozen=True)
-class SmallFiles:
-    """Called in a process: no file that it writes can be larger than so many bytes."""
-
-    size: int
-
-    def __call__(self) -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
-def test_a_limit_on_the_size_of_files(bench: Bench, tally: Tally):
-    """Quotas and limits end a write in the same way, with another error."""
-    sizes = sorted(path.stat().st_size for path in bench.straight.path.rglob("*") if path.is_file())
-    tried = {*(size - 1 for size in sizes), *(size // 2 for size in sizes)}
-    for size in sorted(size for size in tried if size > 600):  # the log that holds the sentence is a file, too
-        run = bench.new()
-        with tally.fault("limit on the size of files") as fault:
-            process = bench.start(run, SmallFiles(size))
-            code, said = ended(process), bench.said(run)
-            assert code in (0, EXIT_USER_ERROR), f"{code} {said}"
-            if code:
-                fault.refused = True
-                assert "Traceback" not in said
-                assert "lmcore: " in said
-                bench.finish(run)
-            bench.require_same(run)
-            bench.forget(run)

@@ -4,22 +4,17 @@ import json
 import multiprocessing
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
-from fault_bench import SECONDS, Bench, Tally, ended, wait_until
+from fault_bench import Bench, Tally, ended, wait_until
 from file_faults import Operations
 
-from lmcore.config import to_dict
-from lmcore.files import write_json
 from lmcore.run import RunFolder
 
 RANDOM_KILLS = 100
-COMMAND_KILLS = 10
 WRITES_OF_A_FILE = 3
 """A checkpoint is written in hundreds of pieces: so many of them are tried for each file."""
 
@@ -50,15 +45,14 @@ def test_random_moments(bench: Bench, tally: Tally, rng: random.Random, tries):
         bench.forget(run)
 
 
-def trains(process: multiprocessing.Process | subprocess.Popen, run: RunFolder) -> bool:
+def trains(process: multiprocessing.Process, run: RunFolder) -> bool:
     """Whether the process has begun to take steps; it may have ended since."""
     return run.status().get("pid") == process.pid or run.status()["state"] == "complete"
 
 
-def trains_or_ended(process: multiprocessing.Process | subprocess.Popen, run: RunFolder) -> bool:
+def trains_or_ended(process: multiprocessing.Process, run: RunFolder) -> bool:
     """Whether there is nothing more to wait for."""
-    code = process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
-    return code is not None or trains(process, run)
+    return process.exitcode is not None or trains(process, run)
 
 
 def moment(process: multiprocessing.Process, run: RunFolder) -> str:
@@ -77,34 +71,6 @@ def timed(bench: Bench) -> tuple[float, float]:
     assert ended(process) == 0, bench.said(run)
     bench.require_same(run)
     return time.perf_counter() - started, steps_begin
-
-
-def test_random_moments_of_the_command(bench: Bench, tally: Tally, rng: random.Random, tries, tmp_path: Path):
-    """On the disk, where a save waits for fsync."""
-    write_json(bench.folder / "config.json", to_dict(bench.config))
-    life = None
-    killed = 0
-    while killed < tries(COMMAND_KILLS):
-        run, started = RunFolder(tmp_path / bench.new().name), time.perf_counter()
-        command = [sys.executable, "-m", "lmcore", "train", "--config", str(bench.folder / "config.json")]
-        child = subprocess.Popen([*command, "--run", str(run.path)], stdout=subprocess.DEVNULL)
-        if life is None:
-            assert child.wait(SECONDS) == 0
-            life = time.perf_counter() - started
-            bench.require_same(run)
-            continue
-        if killed % 2:  # most of a command's life is spent on imports: every second one may begin to train first
-            wait_until(partial(trains_or_ended, child, run), "the command trains")
-            time.sleep(rng.uniform(0, life / 20))
-        else:
-            time.sleep(rng.uniform(0, life))
-        child.kill()
-        if child.wait(SECONDS) != -signal.SIGKILL:
-            continue
-        killed += 1
-        with tally.fault("SIGKILL of the command at a random moment"):
-            bench.finish(run)
-            bench.require_same(run)
 
 
 def test_every_operation_on_a_file(bench: Bench, tally: Tally, rng: random.Random):

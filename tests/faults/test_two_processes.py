@@ -135,6 +135,6 @@ def test_a_command_stopped_while_it_starts(bench: Bench, tally: Tally, tmp_path)
         child.send_signal(signal.SIGUSR1)
         said, _ = child.communicate(timeout=SECONDS)
         assert child.returncode == EXIT_INTERRUPTED
-        assert "stopped before it began; nothing is lost" in said
+        assert "stopped; the same command resumes" in said
         bench.finish(run)
         bench.require_same(run)
