@@ -11,7 +11,7 @@ import pytest
 import tiktoken
 import tokenizer_reference as reference
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiktoken_ext.openai_public import r50k_pat_str
 
@@ -50,6 +50,7 @@ def test_encode_equals_the_naive_encoder_and_decode_inverts_it(tokenizer, text):
     assert tokenizer.decode(ids) == text
 
 
+@example(["x<pad >y"], 1, 1)
 @given(texts, st.integers(1, 9), st.integers(1, 40) | st.none())
 @settings(deadline=None)
 def test_encode_iterable_equals_encode_for_any_cut_and_window(tokenizer, parts, step, window):
