@@ -41,7 +41,7 @@ from lmcore.device import (
     synchronize,
 )
 from lmcore.distributed import ring_all_reduce
-from lmcore.distributed.collectives import use_all_channels
+from lmcore.distributed.collectives import registered_memory, use_all_channels
 from lmcore.errors import require
 from lmcore.files import read_json, write_json
 from lmcore.model import TransformerLM
@@ -282,10 +282,14 @@ def exposed(function: Callable[[], Any], device: torch.device) -> float:
 
 
 def all_reduce(name: str, device: torch.device, toy: bool) -> dict[str, Any]:
-    """The sum of 1 GiB over the ranks, and its bus bandwidth: the bytes that each link carries, 2 (N - 1) / N of it."""
+    """The sum of 1 GiB over the ranks, in registered memory, and its bus bandwidth: the bytes that each link carries,
+    2 (N - 1) / N of it."""
     size, ranks = 2**20 if toy else 2**30, dist.get_world_size()
-    tensor = torch.zeros(size // 4, device=device)
-    found = timed(partial(dist.all_reduce if name == "NCCL" else ring_all_reduce, tensor), device)
+    with registered_memory():
+        tensor, buffer = (torch.zeros(elements, device=device) for elements in (size // 4, size // 4 // ranks + 1))
+        call = partial(dist.all_reduce if name == "NCCL" else partial(ring_all_reduce, buffer=buffer), tensor)
+        found = timed(call, device)
+        del tensor, buffer, call
     return {"outcome": "complete", "bus_bytes_per_second": 2 * (ranks - 1) / ranks * size / found["seconds"]} | found
 
 

@@ -31,6 +31,7 @@ from lmcore.distributed import (
     OverlappedDDP,
     Ranks,
     ShardedOptimizer,
+    collectives,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
@@ -69,15 +70,16 @@ def on(ranks, size, function, *arguments):
 
 
 def random_collectives(rank, group, seed):
-    """Tensors of any length and type, broadcast from any rank."""
+    """Tensors of any length and type, chunks that count as large or not, and a buffer that calls share or none."""
     size, rng = dist.get_world_size(group), random.Random(seed)
     for _ in range(12):
         length, dtype = rng.choice((1, 3, 8, 101)), rng.choice((torch.float64, torch.bfloat16, torch.int32))
         own = [(torch.arange(length) % 5 + r).to(dtype) for r in range(size)]
-        total, root = sum(own), rng.randrange(size)
+        total, root, buffer = sum(own), rng.randrange(size), rng.choice((None, torch.empty(length, dtype=dtype)))
         summed, scattered, sent, gathered = own[rank].clone(), own[rank].clone(), own[rank].clone(), total.clone()
-        ring_all_reduce(summed, group)
-        chunk = ring_reduce_scatter(scattered, group)
+        with mock.patch.object(collectives, "LARGE", rng.choice((1, 2**20))), collectives.registered_memory(group):
+            ring_all_reduce(summed, group, buffer)
+            chunk = ring_reduce_scatter(scattered, group, buffer)
         for other, part in enumerate(gathered.tensor_split(size)):
             part.fill_(-1) if other != rank else None
         ring_all_gather(gathered, group)

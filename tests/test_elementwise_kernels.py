@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from lmcore.fast.kernels import dispatch
+from lmcore.fast.kernels.addition import add_
 from lmcore.fast.kernels.embedding import embedding_backward_, sorted_tokens
 from lmcore.fast.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
 from lmcore.fast.kernels.rope import rope_
@@ -214,3 +215,12 @@ def test_hopper_means_nvidias_with_triton(monkeypatch, triton, hip):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert dispatch.is_hopper.__wrapped__(torch.device("cuda")) == (triton and hip is None)
     assert not dispatch.is_hopper.__wrapped__(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+@pytest.mark.parametrize("count", [0, 1, 8191, 600_001])
+def test_addition_of_every_element(place, dtype, count):
+    total, more = ((torch.arange(count) % n).to(device=place, dtype=dtype) for n in (101, 7))
+    expected = total + more
+    assert add_(total, more) is total
+    assert torch.equal(total, expected)

@@ -2,6 +2,7 @@
 # ruff: noqa: F401, F811
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from test_parallel_training import STRATEGIES, alone, back_to, complete, data, s
 
 from lmcore.config import TrainConfig, model_config, replace
 from lmcore.device import reset_peak_memory
-from lmcore.distributed import Ranks, ring_all_reduce
+from lmcore.distributed import Ranks, collectives, ring_all_reduce
 from lmcore.model import TransformerLM
 from lmcore.profiling.memory.predicted import predicted_peak_of_rank
 from lmcore.run import RunFolder
@@ -89,19 +90,22 @@ def test_the_memory_of_a_rank_is_predicted(ranks, strategy, ops, precision):
     assert found == pytest.approx(predicted, rel=0.02)
 
 
-def ring_beside_nccl(rank):
+def ring_beside_nccl(rank, large):
     """Whether the ring gives what NCCL does, exactly, of whole numbers."""
     equal = []
     for length in (1, 1001, 3_000_000):
-        ours = (torch.arange(length, device="cuda") % 1000 * (rank + 1)).float()
-        theirs = ours.clone()
-        ring_all_reduce(ours)
-        dist.all_reduce(theirs)
-        equal.append(torch.equal(ours, theirs))
+        with mock.patch.object(collectives, "LARGE", large), collectives.registered_memory():
+            ours = (torch.arange(length, device="cuda") % 1000 * (rank + 1)).float()
+            theirs = ours.clone()
+            for tensor, reduce in ((ours, ring_all_reduce), (theirs, dist.all_reduce)):
+                reduce(tensor)
+            equal.append(torch.equal(ours, theirs))
+            del ours, theirs, tensor
     return all(equal)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_ring_sums_what_nccl_does(ranks):
     with Ranks(ranks, "nccl", timeout=120) as processes:
-        assert all(processes.run(ring_beside_nccl))
+        assert all(processes.run(ring_beside_nccl, 1))  # in halves
+        assert all(processes.run(ring_beside_nccl, 2**40))  # whole
