@@ -43,7 +43,7 @@ def test_run_is_followed_to_its_end_reused_and_repaired(tmp_path, config, capsys
 
 
 def test_a_child_that_fails_speaks_through_the_parent(tmp_path, config):
-    with pytest.raises(UserError, match=r"ended with code 2: lmcore: .*set model\.vocab_size"):
+    with pytest.raises(UserError, match=r"ended with code 2: workbook: .*set model\.vocab_size"):
         run_or_reuse(replace(config, model__vocab_size=20), tmp_path / "run")
 
 
