@@ -41,7 +41,7 @@ FAULTS = {
     "checkpoints and weights truncated, with flipped bits or lost": r".*(checkpoint|safetensors)",
     "metrics damaged": r"metrics",
     "status, configuration or environment damaged": r"\w+\.json damaged",
-    "disk full, or a limit on the size of files": r"disk full|limit on",
+    "disk full": r"disk full",
     "several processes at once, one of them killed": r"two |.* is killed",
     "stop signals": r"SIG(USR1|TERM)",
 }
@@ -68,10 +68,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def fault_counts() -> pd.DataFrame:
     """Faults tried, survived, refused and lost, by kind."""
-    reports = [read_json(PROJECT / "results" / f"{name}.json")["faults"] for name in ("faults", "faults_ranks")]
-    table = pd.DataFrame([row for rows in reports for row in rows])[
-        ["kind", "tried", "survived", "refused_in_words", "lost"]
-    ]
+    rows = read_json(PROJECT / "results" / "faults.json")["faults"]
+    table = pd.DataFrame(rows)[["kind", "tried", "survived", "refused_in_words", "lost"]]
     kinds = [next((kind for kind, of in FAULTS.items() if re.match(of, name)), name) for name in table.pop("kind")]
     table = table.groupby(pd.Series(kinds, name="fault"), sort=False).sum().reset_index()
     return table.rename(columns={"refused_in_words": "refused"})

@@ -614,13 +614,12 @@ def test_trackers_get_every_line(config, run, monkeypatch):
     assert list((run.path / "other" / "tensorboard").glob("events.out.tfevents.*"))
 
 
-@pytest.mark.parametrize(("name", "tried"), [("faults.json", 300), ("faults_ranks.json", 60)])
-def test_the_committed_figures_of_the_fault_suite_lost_nothing(name, tried):
-    """They are made by: pytest -m faults tests/faults [tests/faults/test_ranks.py] --faults-report results/NAME."""
-    rows = read_json(Path(__file__).parents[1] / "results" / name)["faults"]
+def test_the_committed_figures_of_the_fault_suite_lost_nothing():
+    """They are made by: pytest -m faults tests/faults --faults-report results/faults.json."""
+    rows = read_json(Path(__file__).parents[1] / "results" / "faults.json")["faults"]
     assert all(row["lost"] == 0 for row in rows)
     assert all(row["tried"] == row["survived"] + row["refused_in_words"] for row in rows)
-    assert sum(row["tried"] for row in rows) >= tried
+    assert sum(row["tried"] for row in rows) >= 400
 
 
 # ------------------------------------------------------------------------------------------------ plain and fused steps
