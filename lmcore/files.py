@@ -13,7 +13,7 @@ import stat
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -29,7 +29,7 @@ NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 """What a file system answers that is mounted without locks, as Lustre and NFS can be."""
 
 SECONDS_TO_HOLD = 0.5
-"""A temporary folder is locked right after it is made; an older one that is not was left by a killed process."""
+"""Temporary files and folders are locked once they are made; an older one that is not was left by a killed process."""
 
 
 class Busy(UserError):
@@ -49,6 +49,9 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8"})) as file:
+            with suppress(OSError):  # where files cannot be locked, what is left stays
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_abandoned(path.parent.glob(f".{glob.escape(path.name)}.*.tmp"))
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -70,15 +73,20 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
 def temporary_folder(prefix: str, parent: str | os.PathLike | None = None) -> Iterator[Path]:
     """A folder for the block, in `parent` or where temporary files go; those that killed processes left are removed."""
     parent = Path(parent or tempfile.gettempdir())
-    for left in parent.glob(f"{glob.escape(prefix)}*"):
-        with suppress(OSError), open(left / ".lock", "rb+") as lock:  # somebody else's has no lock file
-            if time.time() - left.stat().st_mtime > SECONDS_TO_HOLD:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error while the process lives that has it
-                shutil.rmtree(left)
+    remove_abandoned(parent.glob(f"{glob.escape(prefix)}*"))
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name, open(Path(name, ".lock"), "wb") as lock:
         with suppress(OSError):  # where files cannot be locked, what is left stays
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield Path(name)
+
+
+def remove_abandoned(paths: Iterable[Path]) -> None:
+    """Removes those of the temporary files and folders that no living process holds."""
+    for path in paths:
+        with suppress(OSError), open(path / ".lock" if path.is_dir() else path, "rb+") as held:  # others' are not ours
+            if time.time() - path.stat().st_mtime > SECONDS_TO_HOLD and not path.is_symlink():
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error while the process lives that has it
+                remove(path)
 
 
 def remove(path: Path) -> None:

@@ -49,6 +49,21 @@ def test_the_next_call_removes_folders_of_killed_ones(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [".preparing-of-somebody"]
 
 
+def test_the_next_write_removes_files_of_killed_ones(tmp_path):
+    block = f"with atomic_write({str(tmp_path / 'a')!r}) as file:\n    os.kill(os.getpid(), signal.SIGKILL)"
+    imports = "import os, signal\nfrom lmcore.files import atomic_write\n"
+    subprocess.run([sys.executable, "-c", imports + block], check=False)
+    assert len(list(tmp_path.iterdir())) == 1
+    time.sleep(0.6)
+    with atomic_write(tmp_path / "a") as slow:
+        time.sleep(0.6)
+        with atomic_write(tmp_path / "a") as quick:
+            quick.write(b"quick")
+        slow.write(b"slow")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"slow"
+
+
 def test_content_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """Else a crash after the rename could leave an empty file where the old one was. Two writers share no file."""
     path, order = tmp_path / "a", []
