@@ -70,7 +70,7 @@ test-slurm: $(INSTALLED)  ## the job scripts on a private Slurm cluster on this 
 	$(BIN)/pytest -m slurm -rs -n 3 --dist worksteal --ignore tests/slurm/test_workbook_jobs.py tests/slurm
 	$(BIN)/pytest -m slurm -rs tests/slurm/test_workbook_jobs.py
 
-test-faults: $(INSTALLED)  ## training runs killed, damaged and starved at random moments: they go on as if nothing was
+test-faults: $(INSTALLED)  ## training runs killed, damaged and starved at random moments: they resume to the same result
 	$(BIN)/pytest -m faults -rs -n auto --dist worksteal tests/faults
 
 official: $(INSTALLED)  ## the course's own tests of assignment 2, or of another, in a checkout of it (A2=path)

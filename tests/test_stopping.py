@@ -274,7 +274,7 @@ def config(embedded_data) -> TrainConfig:
 def test_training_is_stopped_while_it_builds_the_model(start, tmp_path, config):
     write_json(tmp_path / "config.json", to_dict(config))
     run = RunFolder(tmp_path / "run")
-    for count, number in enumerate((TERM, INT), 1):  # the same command again is no mistake, and begins to build again
+    for count, number in enumerate((TERM, INT), 1):  # the same command starts again and builds again
         process = start("-m", "lmcore", "train", "--config", tmp_path / "config.json", "--run", run.path)
         wait_for(process, lambda count=count: len(run.starts()) == count)
         time.sleep(0.2)
