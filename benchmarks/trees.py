@@ -30,6 +30,7 @@ if CASE not in sys.argv:  # the process of a tree has that tree's lmcore
 import lmcore  # noqa: E402
 from lmcore.config import model_config  # noqa: E402
 from lmcore.model import TransformerLM  # noqa: E402
+from lmcore.provenance import git_state  # noqa: E402
 
 NEW = (Path(lmcore.__file__).parent / "fast").is_dir()
 """Whether this tree's fast path is one package; before, it was two."""
@@ -66,8 +67,7 @@ def main(
     from lmcore.provenance import environment
 
     here = environment()
-    commit = subprocess.run(["git", "-C", old, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout
-    result: dict[str, Any] = {"provenance": here, "old": commit.strip(), "new": here["git_commit"], "cases": {}}
+    result: dict[str, Any] = {"provenance": here, "cases": {}}
     for name, settings in (TOY if toy else CASES).items():
         row = result["cases"][name] = {"settings": settings} | compare(name, settings, old.resolve(), rounds)
         write_json(out, result)
@@ -89,7 +89,8 @@ def compare(name: str, settings: dict[str, Any], old: Path, rounds: int) -> dict
     ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     medians = {f"{name}_seconds": statistics.median(values) for name, values in seconds.items()}
-    return medians | {"ratio": middle, "ratio_low": low, "ratio_high": high, "rounds": rounds, "calls": calls}
+    commits = {f"{name}_commit": tree.commit for name, tree in trees.items()}
+    return commits | medians | {"ratio": middle, "ratio_low": low, "ratio_high": high, "rounds": rounds, "calls": calls}
 
 
 class Tree:
@@ -99,7 +100,8 @@ class Tree:
         program = [sys.executable, __file__, CASE, name, json.dumps(settings)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(program, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, **pipes)
-        if not Path(found := self.answer()).resolve().is_relative_to(folder):
+        found, self.commit = self.answer()
+        if not Path(found).resolve().is_relative_to(folder):
             sys.exit(f"{folder} ran the lmcore of {found}.")
 
     def answer(self) -> Any:
@@ -149,7 +151,7 @@ def decode(size: str, prompt_tokens: int, new_tokens: int) -> Callable[[], Any]:
 
 
 def serve(name: str, settings: str) -> None:
-    """Builds a case; says whose lmcore this is; then answers each number of calls with the seconds of one."""
+    """Builds a case; says whose lmcore this is and its commit; answers each number of calls with the seconds of one."""
     answers, sys.stdout = sys.stdout, sys.stderr
     torch.manual_seed(0)
     run = globals()[name.partition("-")[0]](**json.loads(settings))
@@ -163,7 +165,7 @@ def serve(name: str, settings: str) -> None:
         return (perf_counter() - began) / calls
 
     timed(5)
-    print(json.dumps(lmcore.__file__), file=answers, flush=True)
+    print(json.dumps([lmcore.__file__, git_state()["git_commit"]]), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(timed(json.loads(line))), file=answers, flush=True)
 
