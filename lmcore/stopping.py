@@ -1,7 +1,12 @@
-"""Signals that stop a run in order: acknowledged at once, obeyed where nothing is lost, enforced by a second one."""
+"""Signals that stop a command in order: acknowledged at once, obeyed where nothing is lost, enforced by a second one.
+
+`stop_signals` is for what saves itself, `stoppable` for a whole command, `begin_worker` for processes that work for
+another one, and `ended_by` for a kernel whose processes nobody knows beforehand.
+"""
 
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -10,12 +15,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""What a scheduler sends: SIGUSR1 before the time limit (`--signal`), SIGTERM when it cancels or preempts; and SIGHUP,
-what a terminal sends that is closed. One that is ignored stays so, as SIGHUP under nohup."""
+import psutil
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Ctrl-C; what a scheduler sends to cancel or preempt; what a closed terminal sends; what a scheduler sends before the
+time limit (`--signal`). One that is ignored stays so, as SIGHUP under nohup."""
 
 SAME_SIGNAL = 0.5
 """Seconds in which a signal that comes again is the same one: launchers forward what the process group has, too."""
+
+STOP_SECONDS = 100.0
+"""How long a kernel has to end: `sbatch --signal=B:USR1@120` leaves a little more."""
+
+MARK = "LMCORE_FAMILY"
+"""Environment variable that marks every process of a kernel, also those that outlive their parents."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -32,16 +45,15 @@ class StopEvent:
     With `exits` a second signal ends the process, after a call of `before_exit` in the listening thread.
     """
 
-    def __init__(self, exits: bool = False):
-        self.exits = exits
+    def __init__(self) -> None:
+        self.exits = False
         self.before_exit: Callable[[], object] = lambda: None
         self.first: signal.Signals | None = None
-        """The signal that came first."""
         self._raising = self._raised = self._acknowledged = False
         self._enforced: float | None = None  # since when another signal than SIGUSR1 ends the process
 
     def is_set(self) -> bool:
-        """Whether a stop signal has come."""
+        """Whether a stop signal has come; `first` is the one that came first."""
         return self.first is not None
 
     @contextmanager
@@ -95,27 +107,25 @@ _shared: list[StopEvent] = []
 
 
 @contextmanager
-def stop_signals(*more: signal.Signals, exits: bool = False) -> Iterator[StopEvent]:
-    """Turns the stop signals, and `more`, into an event for as long as the block lasts.
+def stop_signals() -> Iterator[StopEvent]:
+    """Turns the stop signals into an event for as long as the block lasts; the first is acknowledged on standard error.
 
-    The first signal is acknowledged on standard error. With `exits`, as in a process of one's own, a second one
-    (another SIGINT or SIGTERM) ends the process there and then, even within a long call of C, where Python runs no
-    handler. A block inside another one shares its event, so that a signal between two runs is not forgotten; it obeys
-    the event itself, also inside `raises`. Only the main thread can install handlers; in another thread the event is
-    the one that is there, or one that is never set.
+    A block inside another one shares its event, so that a signal between two runs is not forgotten, and obeys the event
+    itself, also inside `raises`. Only the main thread can install handlers; another one gets the event that is there,
+    or one that is never set.
     """
     event = _shared[0] if _shared else StopEvent()
     if threading.current_thread() is not threading.main_thread():
         yield event
         return
     with ExitStack() as stack:
-        stack.callback(vars(event).update, exits=event.exits, _raising=event._raising)
-        event.exits, event._raising = event.exits or exits, False
+        stack.callback(vars(event).update, _raising=event._raising)
+        event._raising = False
         if not _shared:
             stack.enter_context(_listening(event))
             _shared.append(event)
             stack.callback(_shared.clear)
-        for number in (*STOP_SIGNALS, *more):
+        for number in STOP_SIGNALS:
             before = signal.getsignal(number)
             if before is not signal.SIG_IGN or number == signal.SIGINT:  # one is ignored as nohup or job.sh asks for
                 signal.signal(number, event.handle)
@@ -125,8 +135,10 @@ def stop_signals(*more: signal.Signals, exits: bool = False) -> Iterator[StopEve
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Inside, SIGINT or a stop signal ends the block by `Stopped`, a second one the process: every command."""
-    with stop_signals(signal.SIGINT, exits=True) as stop, stop.raises():
+    """Inside, a stop signal ends the block by `Stopped`, and a second one (SIGINT, SIGTERM or SIGHUP) the process there
+    and then, even within a long call of C, where Python runs no handler: every command."""
+    with stop_signals() as stop, stop.raises():
+        stop.exits = True
         yield
 
 
@@ -161,7 +173,7 @@ def begin_worker() -> None:
     """What a process that works for another one calls first: any signal ends it at once, and so does the end of the
     other, however that was ended: nobody would read the result."""
     signal.set_wakeup_fd(-1)  # of a forked process: the other's thread does not hear this one's signals
-    for number in (signal.SIGINT, *STOP_SIGNALS):
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
 
@@ -171,6 +183,57 @@ def begin_worker() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+@contextmanager
+def ended_by(stop: StopEvent, seconds: float = STOP_SECONDS) -> Iterator[dict[str, str]]:
+    """Gives the block variables for the environment of a kernel that it starts and ends; no process of it is left.
+
+    A stop signal interrupts the kernel as Jupyter's button does, which ends what the kernel runs in order; what has not
+    ended after `seconds` is killed, and after a second signal at once.
+    """
+    mark, ended = secrets.token_hex(8), threading.Event()
+
+    def interrupt() -> None:
+        while not stop.is_set():
+            if ended.wait(0.2):
+                return
+        if not ended.wait(0.5):  # a cell that has just been sent is running by now
+            for process in family(mark):
+                if process.ppid() == os.getpid():
+                    os.killpg(process.pid, signal.SIGINT)
+            if not ended.wait(seconds):
+                signal_all(family(mark), signal.SIGKILL)
+
+    stop.before_exit = lambda: signal_all(family(mark), signal.SIGKILL)
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    try:
+        yield {MARK: mark}
+    finally:
+        ended.set()
+        thread.join()
+        if stop.is_set():  # the kernel may have been ended before what it runs, which saves itself
+            psutil.wait_procs(signal_all(family(mark), signal.SIGUSR1), timeout=seconds)
+        psutil.wait_procs(signal_all(family(mark), signal.SIGKILL), timeout=seconds)
+
+
+def family(mark: str) -> list[psutil.Process]:
+    """All living processes with this mark in their environment, whoever their parents are by now."""
+    members = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # others' processes, and those that have just ended
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+    return members
+
+
+def signal_all(processes: list[psutil.Process], number: int) -> list[psutil.Process]:
+    """Sends a signal to processes, and returns them."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+    return processes
 
 
 def _leave_terminal() -> None:

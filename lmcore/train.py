@@ -5,7 +5,6 @@
 
 import math
 import os
-import signal
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
@@ -61,7 +60,7 @@ def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
     others by `SystemExit`; a process that waits for one that has died is ended as a whole (`lmcore.distributed.watch`).
     """
     run = RunFolder(folder)
-    with stop_signals(signal.SIGINT) as stop:
+    with stop_signals() as stop:
         try:
             with ExitStack() as held:
                 with stop.raises():

@@ -31,9 +31,9 @@ AT_ONCE = 20
 TERM, INT, HUP, USR1, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL
 
 LONG_CALL = """
-import hashlib, signal
-from lmcore.stopping import stop_signals
-with stop_signals(signal.SIGINT, exits=True):
+import hashlib
+from lmcore.stopping import stoppable
+with stoppable():
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # minutes in C, where Python runs no handler
 """
@@ -112,7 +112,8 @@ def test_which_second_signal_ends_the_process(monkeypatch, capsys, heard, code, 
         raise Ended
 
     monkeypatch.setattr(stopping.os, "_exit", leave)
-    event = StopEvent(exits)
+    event = StopEvent()
+    event.exits = exits
     event.before_exit = lambda: before.append("called")
     for now, number in heard:
         monkeypatch.setattr(stopping.time, "monotonic", lambda now=now: now)
@@ -134,13 +135,12 @@ def test_a_nested_block_shares_the_event_and_all_is_put_back(capsys):
     signal.set_wakeup_fd(write)
     with stop_signals() as outer:
         outside = handlers()
-        with stop_signals(INT, exits=True) as inner:
+        with stop_signals() as inner:
             assert inner is outer
-            assert outer.exits
             os.kill(os.getpid(), INT)
             while not capsys.readouterr().err.startswith("lmcore: SIGINT: stopping where nothing is lost"):
                 time.sleep(0.01)
-        assert (outer.exits, outer.first) == (False, INT)
+        assert outer.first == INT
         assert handlers() == outside
         with pytest.raises(Stopped) as stopped, outer.raises():
             pytest.fail("the block of a signal that has come is not begun")
@@ -158,7 +158,7 @@ def test_a_nested_block_shares_the_event_and_all_is_put_back(capsys):
 def test_a_stoppable_block_ends_at_once(number):
     """A block inside it obeys the event itself, and what that returns counts; after it all is as before."""
     with stoppable():
-        with stop_signals(INT) as stop:
+        with stop_signals() as stop:
             signal.raise_signal(number)
             assert stop.is_set()
         obeyed = True
@@ -166,7 +166,7 @@ def test_a_stoppable_block_ends_at_once(number):
 
     def interrupted() -> None:
         with stoppable():
-            with stop_signals(INT):
+            with stop_signals():
                 pass
             signal.raise_signal(number)
 
@@ -240,7 +240,7 @@ def test_another_thread_gets_the_event_that_is_there():
         found = []
 
         def enter():
-            with stop_signals(INT) as stop:
+            with stop_signals() as stop:
                 found.append(stop)
 
         thread = threading.Thread(target=enter)

@@ -10,10 +10,9 @@ from typing import Any
 
 from lmcore.errors import UserError
 from lmcore.files import atomic_write, temporary_folder
-from lmcore.stopping import StopEvent
+from lmcore.stopping import STOP_SECONDS, StopEvent, ended_by
 from workbook.notebook import code_cells, execution_fault, heading_above, read_notebook
 from workbook.record import NotebookRecord, write_notebook_record
-from workbook.stopping import LAUNCHER, MARK, STOP_SECONDS, ended_by
 
 LONGEST_SOCKET = 90
 """Characters of a path that systems take for a socket, with some left for its number."""
@@ -25,7 +24,7 @@ def execute(
     """Executes one notebook into out/notebooks with the record's parameters, and checks it.
 
     `record` says how it ended, and is on disk all the while. The executed notebook is saved after each cell, so that it
-    also keeps a run that failed, was stopped or was killed. A signal in `stop` ends it: `workbook.stopping`.
+    also keeps a run that failed, was stopped or was killed. A signal in `stop` ends it: `lmcore.stopping`.
     """
     from lmcore.provenance import COMMAND, command_line, environment, shown
 
@@ -38,8 +37,8 @@ def execute(
     parameters = record.parameters or {}
     values = " ".join(shown(f"{name}={value}") for name, value in parameters.items())
     command = f"{command_line()} (notebook {source.stem}: {values or 'defaults'})"
-    with ended_by(stop, stop_seconds) as mark:
-        problem = _run(source, target, parameters, {MARK: mark, COMMAND: command}, stop)
+    with ended_by(stop, stop_seconds) as variables:
+        problem = _run(source, target, parameters, variables | {COMMAND: command}, stop)
     record.seconds = round(time.monotonic() - began, 1)
     record.state = "done"
     executed = read_notebook(target)
@@ -114,7 +113,7 @@ def _kernel(variables: Mapping[str, str]) -> Iterator[type]:
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         }
-        command = [sys.executable, "-m", LAUNCHER, "-f", "{connection_file}", "--log-level=ERROR"]
+        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
         spec = KernelSpec(argv=command, display_name="Python 3", language="python", env=environment)
         members: dict[str, Any] = {"kernel_spec": spec}
         sockets = str(folder / "k")

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from lmcore.errors import require
 from lmcore.files import temporary_folder
-from lmcore.stopping import stop_signals
+from lmcore.stopping import STOP_SECONDS, stop_signals
 from workbook.execution import execute
 from workbook.notebook import clean, read_notebook, write_notebook
 from workbook.parameters import find_notebooks, find_project, locate, resolve_parameters
@@ -24,7 +23,6 @@ from workbook.record import (
     update_plan,
     write_notebook_record,
 )
-from workbook.stopping import STOP_SECONDS
 
 
 @dataclass
@@ -67,8 +65,7 @@ def run_workbook(
     notebooks that are not asked for stay as they are.
 
     Ctrl-C, SIGUSR1, SIGTERM and SIGHUP stop the run: training saves itself, for which it has up to `stop_seconds`, and
-    the executed notebook so far is kept: see `WorkbookResult.stopped`. A second SIGTERM or SIGINT ends all processes at
-    once.
+    the executed notebook so far is kept: see `WorkbookResult.stopped`.
 
     Raises `UserError`, before anything runs, on unknown scales, notebooks or parameters, data that is not there or too
     short, or a notebook that another process runs in `out`.
@@ -76,7 +73,7 @@ def run_workbook(
     project = Path(project) if project is not None else find_project()
     out = Path(out) if out is not None else project / "runs" / scale
     require(0 < stop_seconds < math.inf, f"stop_seconds must be positive and finite, not {stop_seconds}.")
-    with stop_signals(signal.SIGINT, exits=True) as stop:
+    with stop_signals() as stop:
         paths, data = find_notebooks(project, notebooks), locate(data)
         common = {"scale": scale, "data": data, "out": str(out.resolve())}
         resolved = resolve_parameters(project, paths, scale, parameters or {}, common)
@@ -130,7 +127,7 @@ def refresh(project: str | os.PathLike | None = None, notebooks: Sequence[str] |
     A notebook that fails is left as it was. Returns the files that changed. Raises `UserError` naming the failure.
     """
     changed = []
-    with temporary_folder("lmcore-refresh-") as folder, stop_signals(signal.SIGINT, exits=True) as stop:
+    with temporary_folder("lmcore-refresh-") as folder, stop_signals() as stop:
         for path in find_notebooks(Path(project) if project is not None else find_project(), notebooks):
             record = NotebookRecord(path.stem)
             execute(path, record, folder, stop)

@@ -39,9 +39,9 @@ def work(folder: str | os.PathLike, task: int | None = None) -> None:
     """What one worker of a sweep does: trains, in order, each run of sweep.json that is neither done nor taken.
 
     `task` is the number of the only run that it looks at. A stop signal, also one between two runs, ends it with the
-    exit code EXIT_INTERRUPTED; a second one at once. Raises `UserError` if a run cannot be trained.
+    exit code EXIT_INTERRUPTED. Raises `UserError` if a run cannot be trained.
     """
-    with stop_signals(exits=True) as stop:
+    with stop_signals() as stop:
         file = Path(folder) / "sweep.json"
         values = read_json(file)
         require(isinstance(values, dict), f"{file} must be a mapping of run names to settings.")

@@ -19,7 +19,6 @@ from lmcore.errors import EXIT_INTERRUPTED
 from lmcore.run import RunFolder
 from lmcore.stopping import SAME_SIGNAL
 from workbook.record import read_record
-from workbook.stopping import LAUNCHER, command_line, is_training
 
 PATIENCE = 120
 """Seconds after which a condition that has not come true fails the test."""
@@ -129,8 +128,18 @@ class Workbook:
         return [process for process in self.family() if is_one(process)]
 
 
+def words(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
 def is_kernel(process: psutil.Process) -> bool:
-    return LAUNCHER in command_line(process)
+    return "ipykernel_launcher" in words(process)
+
+
+def is_training(process: psutil.Process) -> bool:
+    return "sweep" in words(process)
 
 
 @pytest.fixture
@@ -231,7 +240,7 @@ WITH_A_CHILD = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new
     ids=["a cell that does not listen", "Ctrl-C, a cell that does not listen", "hung up, with a child in a session"],
 )
 def test_a_cell_without_training_is_interrupted(workbook, loop, number):
-    book = workbook(code("import time; open('../begun', 'w').close()\n" + loop), code("1")).start()
+    book = workbook(code("import time; open('../begun', 'w').close()\n" + loop), code("1")).start("--stop-seconds", "2")
     book.wait_for((book.folder / "begun").exists)
     book.process.send_signal(number)
     assert "Traceback" not in require_stopped(book, number.name, 3)

@@ -6,7 +6,6 @@ script's own options give way; what a job is to do goes into its variables.
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -198,7 +197,7 @@ class Chain:
         """
         self._prepare()
         failed: set[str] = set()
-        with stop_signals(signal.SIGINT, exits=True) as stop:
+        with stop_signals() as stop:
             for job, task in [(each, task) for each in self.jobs for task in each.tasks or (None,)]:
                 if stop.is_set():
                     break
