@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmcore.device import select_device
 from lmcore.errors import UserError
-from lmcore.profiling.kernels.measuring import allocated, in_turns, relative_error
+from lmcore.profiling.kernels import allocated, relative_error
 from lmcore.profiling.peak_rates import peak_rates
 from lmcore.profiling.runner import ending
 from lmcore.profiling.timing import Timer
@@ -108,10 +108,9 @@ def timed_rows(
 ) -> Rows:
     """Builds every contestant, holds `part` of its results against `reference`, and times all in turns; a row for each.
 
-    A contestant that cannot be built is a row that says why; for `alone` see `in_turns`. `amount` is what one call
-    does, of `rate_unit` times seconds (TFLOP, GB or tokens); `ideal` the seconds of a call at the whole of `share_of`.
-    Times are in ms: the median, the first and the last decile; a share is from 0 to 1; `peak_bytes` is memory beyond
-    what was there before (None off CUDA).
+    A contestant that cannot be built is a row that says why; for `alone` see `Timer.in_turns`. A call does `amount`, of
+    `rate_unit` times seconds (TFLOP, GB or tokens), in `ideal` seconds at the whole of `share_of`. Times are in ms: the
+    median, first and last decile; shares from 0 to 1; `peak_bytes` beyond what was there before (None off CUDA).
     """
     timer, rows, ready = Timer(torch.device(conditions.device)), {}, {}
     for name, build in builders.items():
@@ -131,7 +130,8 @@ def timed_rows(
         else:
             ready[name] = one.run, one.reset
             rows[name] = blank_row(case, name, "complete", None) | {"peak_bytes": peak, "notes": one.notes}
-    for name, seconds in in_turns(ready, timer, conditions.seconds, alone).items():
+    for name, taken in timer.in_turns(ready, conditions.seconds, least=7, alone=alone).items():
+        seconds = [took for took, _ in taken]
         median, deciles = statistics.median(seconds), statistics.quantiles(seconds, n=10, method="inclusive")
         rows[name] |= {"median": median * 1e3, "low": deciles[0] * 1e3, "high": deciles[-1] * 1e3}
         rows[name] |= {"repeats": len(seconds), "rate": amount / median, "rate_unit": rate_unit}

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lmcore.fast.kernels.adamw import FusedAdamW
 from lmcore.fast.kernels.cross_entropy import linear_cross_entropy
-from lmcore.profiling.kernels import cases, optimizer
+from lmcore.optimizer import AdamW
+from lmcore.profiling import kernels
 
 CHECKED_COLUMNS = 64
 """Gradients of so many features are compared."""
@@ -27,7 +29,7 @@ def attention(case: BenchmarkCase, conditions: Conditions) -> Rows:
     s, device, both = case.settings, torch.device(conditions.device), case.settings["mode"] == "both"
     torch.manual_seed(0)
     shape = (s["batch_size"], s["heads"], s["context_length"], s["head_size"])
-    kernel = cases.attention(shape, torch.bfloat16, device)
+    kernel = kernels.attention(shape, torch.bfloat16, device)
     kernel = kernel if both else kernel.forward
 
     def build(name: str) -> Contestant:
@@ -36,7 +38,7 @@ def attention(case: BenchmarkCase, conditions: Conditions) -> Rows:
     builders, reference = {name: partial(build, name) for name in s["contestants"]}, None
     if not s.get("unchecked"):  # the last head of the first sequence: of all the scores would be too many
         reference = kernel.run(convert=lambda x: x[0, -1].double())
-    flops = kernel.flops * (1 + cases.BACKWARD * both)
+    flops = kernel.flops * (1 + kernels.BACKWARD * both)
     ideal, options = flops / conditions.peak_rates["bf16_flops_per_second"], {"part": lambda x: x[0, -1]}
     rates = (flops / 1e12, "TFLOP/s", ideal, "measured matmul")
     return timed_rows(case, conditions, builders, *rates, reference=reference, **options)
@@ -45,7 +47,7 @@ def attention(case: BenchmarkCase, conditions: Conditions) -> Rows:
 def attention_by(name: str, length: int, device: torch.device, conditions: Conditions) -> Callable[..., Tensor] | None:
     """A contestant's causal attention; None: the reference. Raises `Absent` for one that this device does not have."""
     if name in ATTENTION:
-        return cases.ATTENTION[ATTENTION[name]]
+        return kernels.ATTENTION[ATTENTION[name]]
     if device.type != "cuda":
         raise Absent(f"{name} is measured on a GPU.")
     if name in BACKENDS:
@@ -61,7 +63,7 @@ def loss(case: BenchmarkCase, conditions: Conditions) -> Rows:
     s = case.settings
     torch.manual_seed(0)
     sizes = (s["rows"], s["d_model"], s["vocab_size"])
-    kernel = cases.loss(*sizes, torch.bfloat16, torch.device(conditions.device))
+    kernel = kernels.loss(*sizes, torch.bfloat16, torch.device(conditions.device))
 
     def eager(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, weight).float(), targets)
@@ -85,21 +87,21 @@ def adamw(case: BenchmarkCase, conditions: Conditions) -> Rows:
     d, f, blocks = s["d_model"], s["d_ff"], s["blocks"]
     shapes = [(d, d)] * 4 * blocks + [(f, d)] * 3 * blocks + [(d,)] * 2 * blocks
 
-    def build(update: Callable, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> Contestant:
+    def build(optimizer: Callable, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> Contestant:
         """What is compared is by how much three updates change the first parameter."""
         torch.manual_seed(0)  # the first are the same whatever follows
         parameters = []
         for shape in shapes:
             parameters.append(nn.Parameter(torch.randn(shape, device=conditions.device).to(dtype)))
             parameters[-1].grad = (torch.randn(shape, device=conditions.device) / 100).to(dtype)
-        before, step = parameters[0].detach().double().clone(), update(parameters, **OPTIMIZER)
+        before, step = parameters[0].detach().double().clone(), optimizer(parameters, **OPTIMIZER).step
         for _ in range(3):
             step()
         return Contestant(step, results=[parameters[0].detach().double() - before])
 
-    updates = {"torch fused": optimizer.torch_fused, OURS: optimizer.ours}
-    builders = {name: partial(build, update, shapes) for name, update in updates.items()}
-    reference = build(optimizer.plain, shapes[:1], torch.float64).results
+    theirs = partial(torch.optim.AdamW, fused=True)
+    builders = {"torch fused": partial(build, theirs, shapes), OURS: partial(build, FusedAdamW, shapes)}
+    reference = build(AdamW, shapes[:1], torch.float64).results
     moved = BYTES_PER_PARAMETER * sum(map(torch.Size.numel, map(torch.Size, shapes)))
     ideal = moved / conditions.peak_rates["copy_bytes_per_second"]
     return timed_rows(case, conditions, builders, moved / 1e9, "GB/s", ideal, "measured copy", reference=reference)

@@ -5,7 +5,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from lmcore.formatting import (
     format_seconds,
     format_significant,
 )
-from lmcore.profiling.kernels.speed import fastest, rows_table
 from lmcore.profiling.readable import timed
 from lmcore.results import read_results
 from workbook.parameters import PARAMETERS_FOLDER, read_parameters
@@ -73,6 +72,27 @@ def fault_counts() -> pd.DataFrame:
     kinds = [next((kind for kind, of in FAULTS.items() if re.match(of, name)), name) for name in table.pop("kind")]
     table = table.groupby(pd.Series(kinds, name="fault"), sort=False).sum().reset_index()
     return table.rename(columns={"refused_in_words": "refused"})
+
+
+SETTINGS = ["size", "batch_size", "context_length", "vocab_size", "head_size", "mode", "causal"]
+"""Settings of a benchmark case that have a column of their own in `rows_table`."""
+NUMBERS = ["median", "low", "high", "peak_bytes", "rate", "share"]
+OUR_SLOWER = ("lmcore", "plain", "+")
+"""How the names of our own slower variants begin; they are no peers."""
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Rows of speed.json as a table, with `SETTINGS` as columns, and `peer`: whether it is other software."""
+    table = pd.DataFrame(rows)
+    table[NUMBERS] = table[NUMBERS].astype(float)
+    table["peer"] = [not row["ours"] and not row["contestant"].startswith(OUR_SLOWER) for row in rows]
+    return table.join(pd.DataFrame([row["settings"] for row in rows]).reindex(columns=SETTINGS))
+
+
+def fastest(rows: pd.DataFrame) -> pd.Series | None:
+    """The row with the smallest median of those that were measured."""
+    done = rows[(rows["outcome"] == "complete") & rows["median"].notna()]
+    return done.loc[done["median"].idxmin()] if len(done) else None
 
 
 def beside_peers(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:

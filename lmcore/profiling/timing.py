@@ -6,6 +6,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from timeit import default_timer
 from typing import Any
@@ -98,14 +99,35 @@ class Timer(Clock):
 
         `reset` is called, untimed, before every call: what works in place then finds its inputs as they were.
         """
-        self.once(function, 0, reset)
-        flushes = self.flushes_for(self.once(function, int(self.cuda), reset)[1])
-        taken, began = [], default_timer()
-        while len(taken) < least or (len(taken) < MOST and default_timer() - began < BUDGET[self.device.type]):
-            seconds, issue, flushes = self.covered(function, flushes, reset)
-            taken.append((seconds, issue))
+        (taken,) = self.in_turns({"": (function, reset)}, BUDGET[self.device.type], least).values()
         seconds, issue = map(statistics.median, zip(*taken, strict=True))
         return seconds, issue if self.cuda else None
+
+    def in_turns(
+        self, calls: Mapping[str, tuple[Callable[[], Any], Callable[[], Any] | None]], seconds: float, least: int,
+        alone: bool = True,
+    ) -> dict[str, list[tuple[float, float]]]:  # fmt: skip
+        """(seconds, issue_seconds) of calls of each (function, reset), for about so many `seconds` in all.
+
+        They take turns, so that what else the machine does falls on all of them, and every round has the opposite
+        order. `alone` times each call by itself; otherwise what has no reset runs back to back, as the steps of a
+        training run do, launches included, with nothing queued before.
+        """
+        flushes, times = {}, {}
+        for name, (function, reset) in calls.items():
+            self.once(function, 0, reset)
+            took, issue = self.once(function, int(alone and self.cuda), reset)
+            flushes[name] = self.flushes_for(issue) if alone else 0
+            times[name] = 1 if alone or reset else max(1, math.ceil(seconds / MOST / took))
+        taken, began, rounds = {name: [] for name in calls}, default_timer(), 0
+        while rounds < least or (rounds < MOST and default_timer() - began < seconds):
+            for name in list(calls)[:: -1 if rounds % 2 else 1]:
+                function, reset = calls[name]
+                run = partial(repeat, function, times[name])
+                took, issue, flushes[name] = self.covered(run, flushes[name], reset)
+                taken[name].append((took / times[name], issue / times[name]))
+            rounds += 1
+        return taken
 
     def covered(
         self, function: Callable[[], Any], flushes: int, reset: Callable[[], Any] | None = None
@@ -140,6 +162,12 @@ class Timer(Clock):
         self.waited = self.cuda and flushes > 0 and begin.query()  # the GPU was done with the writes: it may have idled
         self.synchronize()
         return self.between(begin, end), issued
+
+
+def repeat(function: Callable[[], Any], times: int) -> None:
+    """Calls back to back."""
+    for _ in range(times):
+        function()
 
 
 class Stopwatch(Clock):

@@ -1,11 +1,12 @@
-"""The kernels' work as cases: inputs, the reference implementation, ours, and what has to be moved and computed.
+"""The kernels' work: inputs, the reference implementation, ours, and what has to be moved and computed.
 
-Timing, parity and bytes moved all go through these cases.
+Timings, errors and counts of bytes all go through these cases.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ import torch
 import torch._functorch.config
 from torch import Tensor
 
-from lmcore.config import ModelConfig
-from lmcore.device import device_name, out_of_memory_reason, reset_peak_memory
+from lmcore.device import device_name, out_of_memory_reason, reset_peak_memory, select_device, set_matmul_precision
 from lmcore.fast.kernels.attention import flash_attention
 from lmcore.fast.kernels.cross_entropy import linear_cross_entropy_gradients
 from lmcore.fast.kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward
@@ -23,10 +23,14 @@ from lmcore.fast.kernels.sdpa import fused_causal_attention
 from lmcore.fast.kernels.swiglu import swiglu_backward_, swiglu_forward
 from lmcore.functional import cross_entropy, scaled_dot_product_attention, silu
 from lmcore.model import RMSNorm, RotaryPositionalEmbedding, causal_mask
-from lmcore.profiling.kernels.bytes_moved import BytesMoved, moved_by
-from lmcore.profiling.kernels.measuring import DTYPES, begin, call_bytes, with_gradients
+from lmcore.profiling.cases import WorkloadConfig
+from lmcore.profiling.memory.recording import record_cpu
+from lmcore.profiling.memory.timeline import levels
 from lmcore.profiling.timing import Timer, timed_steps
-from lmcore.profiling.workload import Span, Workload, WorkloadConfig, no_span
+from lmcore.profiling.workload import Span, Workload, no_span
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Types of activations by precision."""
 
 BACKWARD = 2.5
 """FLOPs of attention's backward pass for each of its forward pass: five matmuls of (T, T) by (T, K), instead of two."""
@@ -48,8 +52,6 @@ class KernelCase:
     inputs: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...]
     """Of its last results; none where the result is a scalar."""
-    results: tuple[str, ...]
-    """Names of what `run` returns."""
     ours: Callable[[], Any]
     """Our implementation, which returns what `run` returns."""
     reset: Callable[[], Any] | None = None
@@ -74,54 +76,42 @@ class KernelCase:
         """The same without gradients."""
         return replace(self, inputs=tuple(x.detach() for x in self.inputs), gradients=())
 
-    def moved(self) -> BytesMoved:
-        """What the reference moves, operation by operation."""
-        self.run()  # a mask is made once
-        return moved_by(self.run)
-
     def by(self, variant: str) -> Callable[[], Any]:
         """The work by our implementation ("fused"), the reference ("plain") or the compiled one ("compiled")."""
         if variant == "fused":
             return self.ours
-        compiled = torch.compile(self.reference, dynamic=False) if variant == "compiled" else None
-        return partial(self.run, compiled)
+        return partial(self.run, torch.compile(self.reference, dynamic=False) if variant == "compiled" else None)
+
+
+def with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], *gradients: Tensor) -> tuple[Tensor, ...]:
+    """The function's last result, and the gradients of the inputs that require them.
+
+    `gradients` are those of its last results, one for each; none where the result is a scalar.
+    """
+    result, leaves = function(*inputs), [x for x in inputs if x.requires_grad]
+    results = (result if isinstance(result, tuple) else (result,))[-max(1, len(gradients)) :]
+    if not leaves:
+        return results[-1:]
+    of = [gradient.to(x.dtype) for gradient, x in zip(gradients, results, strict=True)] if gradients else None
+    return (results[-1].detach(), *torch.autograd.grad(results, leaves, of))
 
 
 # Operations
 
 
-def attention(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    causal: bool = True,
-    attend: Callable[..., Tensor] = flash_attention,
-) -> KernelCase:
-    """Attention of random (B, H, T, K) queries, keys and values; `attend(q, k, v, causal)` is ours."""
+def attention(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, causal: bool = True) -> KernelCase:
+    """Attention of random (B, H, T, K) queries, keys and values; ours is FlashAttention-2."""
     *leaves, do = (torch.randn(shape, device=device).to(dtype).requires_grad_(i < 3) for i in range(4))
     length = shape[-2]
-
-    @cache
-    def mask(device: torch.device) -> Tensor | None:
-        return causal_mask(length, length, device) if causal else None
+    mask = causal_mask(length, length, device) if causal else None
 
     def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return scaled_dot_product_attention(q, k, v, mask(q.device))
+        return scaled_dot_product_attention(q, k, v, None if mask is None else mask.to(q.device))
 
-    ours = partial(with_gradients, lambda *qkv: attend(*qkv, causal), leaves, do)
+    ours = partial(with_gradients, lambda *qkv: flash_attention(*qkv, causal), leaves, do)
     pairs = length * (length + 1) // 2 if causal else length**2
     flops = 2 * 2 * pairs * do.numel() // length  # a kernel need not compute the pairs that the mask takes away
-    results = ("O", "dQ", "dK", "dV")
-    sizes = {"least_bytes": 4 * do.nbytes, "flops": flops}
-    return KernelCase("attention", reference, tuple(leaves), (do,), results, ours, **sizes)
-
-
-def attention_layer(
-    model: ModelConfig, batch_size: int, dtype: torch.dtype, device: torch.device | str = "meta"
-) -> KernelCase:
-    """Causal attention of one layer; by default on tensors without memory, to count what it moves and computes."""
-    shape = (batch_size, model.num_heads, model.context_length, model.d_k)
-    return attention(shape, dtype, torch.device(device))
+    return KernelCase("attention", reference, tuple(leaves), (do,), ours, least_bytes=4 * do.nbytes, flops=flops)
 
 
 def loss(
@@ -136,7 +126,7 @@ def loss(
         return cross_entropy(x @ weight.T, targets)
 
     ours = partial(linear_cross_entropy_gradients, *(tensor.detach() for tensor in inputs), chunk_rows=chunk_rows)
-    return KernelCase("linear and cross-entropy", reference, inputs, (), ("loss", "dx", "dW"), ours)
+    return KernelCase("linear and cross-entropy", reference, inputs, (), ours)
 
 
 def elementwise(config: WorkloadConfig, device: torch.device) -> list[KernelCase]:
@@ -155,8 +145,8 @@ def elementwise(config: WorkloadConfig, device: torch.device) -> list[KernelCase
 
 def norm(x: Tensor, branch: Tensor, dy: Tensor) -> KernelCase:
     """The residual sum of two (N, D) tensors, and RMSNorm of it."""
-    weight = (torch.rand(x.shape[1], device=x.device) + 0.5).requires_grad_()
     layer = RMSNorm(x.shape[1], device=x.device)
+    weight = (torch.rand(x.shape[1], device=x.device) + 0.5).requires_grad_()
 
     def reference(x: Tensor, weight: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         total = x + branch
@@ -168,8 +158,7 @@ def norm(x: Tensor, branch: Tensor, dy: Tensor) -> KernelCase:
         return y, dx, partials.sum(dim=0)
 
     inputs, moved = (x.clone().requires_grad_(), weight, branch), 7 * x.nbytes  # x, branch, sum, y; then sum, dy, dx
-    name, results = "residual sum, RMSNorm", ("y", "dx", "dg")
-    return KernelCase(name, reference, inputs, (dy,), results, ours, least_bytes=moved)
+    return KernelCase("residual sum, RMSNorm", reference, inputs, (dy,), ours, least_bytes=moved)
 
 
 def rotation(qkv: Tensor, num_heads: int, context_length: int) -> KernelCase:
@@ -177,14 +166,13 @@ def rotation(qkv: Tensor, num_heads: int, context_length: int) -> KernelCase:
     head_size = qkv.shape[1] // 3 // num_heads
     rope = RotaryPositionalEmbedding(10_000.0, head_size, context_length, device=qkv.device)
     positions = torch.arange(context_length, device=qkv.device)
+    work, gradient = qkv.clone(), qkv.flip(0)
 
     def queries_and_keys(qkv: Tensor) -> Tensor:
         return qkv.view(-1, context_length, 3 * num_heads, head_size)[:, :, : 2 * num_heads]
 
     def reference(qk: Tensor) -> Tensor:
         return rope(qk.transpose(1, 2), positions).transpose(1, 2)
-
-    work, gradient = qkv.clone(), qkv.flip(0)
 
     def ours() -> tuple[Tensor, ...]:
         rope_(work, rope.cos, rope.sin, context_length)
@@ -193,25 +181,64 @@ def rotation(qkv: Tensor, num_heads: int, context_length: int) -> KernelCase:
 
     leaf, gradients = queries_and_keys(qkv).detach().requires_grad_(), (queries_and_keys(qkv.flip(0)),)
     moved = 4 * leaf.nbytes  # in and out, twice
-    name, results = "RoPE of queries and keys", ("qk", "dqk")
-    return KernelCase(name, reference, (leaf,), gradients, results, ours, least_bytes=moved)
+    return KernelCase("RoPE of queries and keys", reference, (leaf,), gradients, ours, least_bytes=moved)
 
 
 def gate(ab: Tensor, dh: Tensor) -> KernelCase:
     """SiLU(a) * b of SwiGLU, of the halves of an (N, 2 F) tensor."""
+    work = ab.clone()
 
     def reference(ab: Tensor) -> Tensor:
         a, b = ab.chunk(2, dim=-1)
         return silu(a) * b
 
-    work = ab.clone()
-
     def ours() -> tuple[Tensor, ...]:
         return swiglu_forward(work), swiglu_backward_(dh, work)
 
     inputs, moved = (ab.detach().requires_grad_(),), (3 + 5) * dh.nbytes  # a, b, h; then dh, a, b, da, db
-    reset = partial(work.copy_, ab)
-    return KernelCase("SwiGLU's gate", reference, inputs, (dh,), ("h", "dab"), ours, reset, least_bytes=moved)
+    return KernelCase("SwiGLU's gate", reference, inputs, (dh,), ours, partial(work.copy_, ab), moved)
+
+
+# Errors and memory
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """|found - wanted| / |wanted| by the l2 norm, in float64; without the divisor if that is 0; inf if not finite."""
+    wanted = wanted.double()
+    difference = (found.detach().to(wanted.device).double() - wanted).norm().item()
+    error = difference / (wanted.norm().item() or 1.0)
+    return error if math.isfinite(error) else math.inf
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes allocated on the device, of which new peaks are counted from now on; 0 off CUDA."""
+    reset_peak_memory(device)
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def call_bytes(function: Callable[[], Any], device: torch.device) -> tuple[int | None, int | None]:
+    """The most memory that a call takes at a time, beside what was there before, and what its result holds of it.
+
+    On a GPU by the allocator's counters, else by the CPU allocator's events; None where nobody counts it (MPS).
+    """
+    function()  # compilation and workspaces are not the function's own
+    if device.type == "cuda":
+        before = allocated(device)
+        result = function()
+        torch.cuda.synchronize(device)
+        most, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        del result
+        return most - before, held - before
+    if device.type != "cpu":
+        return None, None
+    alive = levels(record_cpu(lambda span: function(), sources=False)).sum(axis=1)
+    return int(alive.max() - alive[0]), int(alive.iloc[-1] - alive[0])
+
+
+def measured(function: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """Median `seconds` that a call keeps the device busy, and its `extra_bytes` by `call_bytes`."""
+    extra_bytes, _ = call_bytes(function, device)  # before the timer takes its buffer
+    return {"seconds": Timer(device)(function)[0], "extra_bytes": extra_bytes}
 
 
 # Tasks of `lmcore.profiling.runner.run_cases`
@@ -224,32 +251,32 @@ def measure_attention_sizes(config: WorkloadConfig, folder: Path) -> dict[str, A
     `outcome`, `reason`, median seconds of `forward`, `backward` and `both`, `saved_bytes`, what a forward pass
     leaves in memory for the backward pass, and `device_bytes`, the memory of the GPU (None off CUDA).
     """
-    device, rows, kind = begin(config), [], config.model.attention
-    timer, (length, width) = Timer(device), SMALLEST
+    device, _ = select_device(config.device)
+    set_matmul_precision(device, config.precision)
     torch._functorch.config.donated_buffer = False  # a compiled backward pass is to run more than once
     capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    timer, (length, width), rows = Timer(device), SMALLEST, []
     while width <= config.model.d_k:
-        while length <= config.model.context_length:
-            row = {"context": length, "head_size": width, "outcome": "complete", "reason": None}
-            row |= {"device_bytes": capacity}
-            try:
-                rows.append(row | passes((config.batch_size, 1, length, width), config, kind, timer))
-            except (RuntimeError, MemoryError) as error:
-                if (reason := out_of_memory_reason(error)) is None:
-                    raise
-                rows.append(row | {"outcome": "out of memory", "reason": reason})
-            torch.compiler.reset()
-            reset_peak_memory(device)
-            length *= 2
-        length, width = SMALLEST[0], 2 * width
+        row = {"context": length, "head_size": width, "outcome": "complete", "reason": None, "device_bytes": capacity}
+        try:
+            row |= passes((config.batch_size, 1, length, width), config, timer)
+        except (RuntimeError, MemoryError) as error:
+            if (reason := out_of_memory_reason(error)) is None:
+                raise
+            row |= {"outcome": "out of memory", "reason": reason}
+        rows.append(row)
+        torch.compiler.reset()
+        reset_peak_memory(device)
+        length *= 2
+        if length > config.model.context_length:
+            length, width = SMALLEST[0], 2 * width
     return {"device": device_name(device), "rows": rows}
 
 
-def passes(shape: Sequence[int], config: WorkloadConfig, kind: str, timer: Timer) -> dict[str, Any]:
+def passes(shape: Sequence[int], config: WorkloadConfig, timer: Timer) -> dict[str, Any]:
     """Seconds of attention's passes on random inputs of this shape, and the memory that lies between the two."""
     case = attention(shape, DTYPES[config.precision], timer.device)
-    run = partial(scaled_dot_product_attention, mask=causal_mask(shape[-2], shape[-2], timer.device))
-    run = run if kind == "plain" else lambda *qkv: ATTENTION[kind](*qkv, True)
+    run = ATTENTION[config.model.attention] or case.reference
     run = torch.compile(run, dynamic=False) if config.compile else run
     forward = partial(run, *case.inputs)
     saved, output = call_bytes(forward, timer.device)[1], forward()  # in this order: memory for one graph at a time

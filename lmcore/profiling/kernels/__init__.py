@@ -1,1 +1,0 @@
-"""Our kernels against the reference implementations: bytes moved, memory, time and parity."""
