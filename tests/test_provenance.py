@@ -100,7 +100,8 @@ def test_a_notebook_of_the_workbook_knows_command_and_parameters(tmp_path, monke
     said = code("from lmcore.provenance import command_line\nprint(command_line())")
     project = make_project(tmp_path, _01_good=["# 01", parameters(), said])
     monkeypatch.setattr(sys, "argv", ["/venv/bin/workbook", "run", "--scale", "smoke"])
-    run_workbook(project=project, parameters={"steps": 4}, writeup=False)
+    monkeypatch.chdir(project)
+    run_workbook(parameters={"steps": 4}, writeup=False)
     printed = read_notebook(project / "runs" / "smoke" / "notebooks" / "01_good.ipynb").cells[-1].outputs[0].text
     assert printed.startswith("workbook run --scale smoke (notebook 01_good: scale=smoke data=embedded ")
     assert "steps=4" in printed

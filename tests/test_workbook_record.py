@@ -10,14 +10,7 @@ from notebook_projects import code, make_project, parameters
 
 from lmcore.errors import UserError
 from workbook.notebook import read_notebook, write_notebook
-from workbook.record import (
-    read_notebook_record,
-    read_record,
-    record_file,
-    source_hash,
-    unfinished,
-    update_plan,
-)
+from workbook.record import plan, read_record, read_records, record_file, source_hash, unfinished
 from workbook.run import run_workbook
 
 COUNT = "open(f'{out}/' + NAME, 'a').write('x')"
@@ -25,24 +18,21 @@ NAMES = ["01_first", "02_second", "03_third"]
 
 
 @pytest.fixture
-def project(tmp_path):
+def project(tmp_path, monkeypatch):
     """A project whose notebooks leave a mark each time they are executed."""
     cells = {f"_{name}": [f"# {name}", parameters(), code(f"NAME = {name!r}\n{COUNT}")] for name in NAMES}
-    return make_project(tmp_path, **cells)
+    monkeypatch.chdir(make_project(tmp_path, **cells))
+    return tmp_path
 
 
 def run(project, **options):
-    return run_workbook(project=project, out=project / "made", **({"writeup": False} | options))
+    return run_workbook(out=project / "made", writeup=False, **options)
 
 
 def executions(project) -> list[int]:
     """How often each notebook was executed."""
     files = [project / "made" / name for name in NAMES]
     return [len(file.read_text()) if file.exists() else 0 for file in files]
-
-
-def states(project) -> list[str]:
-    return [entry["state"] for entry in read_record(project / "made")["notebooks"]]
 
 
 def change(project, name: str, source: str | None = None, tags: tuple[str, ...] = ()) -> None:
@@ -60,49 +50,44 @@ def test_done_notebooks_are_kept_unless_something_changed(project):
     assert not (project / "made" / "writeup").exists()
     assert executions(project) == [1, 1, 1]
     change(project, "02_second", f"NAME = '02_second'; {COUNT}")
-    assert [outcome.state for outcome in run(project, resume=True).outcomes] == ["done"] * 3
+    assert [record.state for record in run(project, resume=True).records] == ["done"] * 3
     assert executions(project) == [1, 2, 1]
-    run(project, resume=True, parameters={"rates": [2.0]})
-    assert executions(project) == [2, 3, 2]
     (project / "made" / "notebooks" / "03_third.ipynb").unlink()
-    run(project, resume=True, parameters={"rates": [2.0]})
-    assert executions(project) == [2, 3, 3]
+    run(project, resume=True, notebooks=["02", "03"], parameters={"rates": [2.0]})
+    assert executions(project) == [1, 3, 2]
 
 
 def test_a_run_anew_forgets_what_it_did_not_reach(project):
     run(project)
-    before = read_record(project / "made")["notebooks"]
-    assert [outcome.name for outcome in run(project, notebooks=["02"]).outcomes] == ["02_second"]
+    before = read_records(project / "made")
+    assert [record.name for record in run(project, notebooks=["02"]).records] == ["02_second"]
     assert executions(project) == [1, 2, 1]
-    assert read_record(project / "made")["notebooks"][::2] == before[::2]
+    assert read_records(project / "made")[::2] == before[::2]
     change(project, "01_first", "1 / 0")
     assert run(project).failure.startswith("Notebook 01_first failed at code cell 2")
-    assert states(project) == ["failed", "not run", "not run"]
-    lacking = unfinished(read_record(project / "made"))
+    lacking = unfinished(read_records(project / "made"))
     assert lacking[1:] == ["Notebook 02_second was not run.", "Notebook 03_third was not run."]
 
 
-def test_other_data_replace_the_plan(project, tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "42")
+def test_other_data_replace_the_records(project):
     run(project, notebooks=["01"], parameters={"steps": 7})
-    record = read_notebook_record(project / "made", "01_first")
-    assert (record.scale, record.data, record.job, record.parameters["steps"]) == ("smoke", "embedded", "42", 7)
-    (tmp_path / "text.txt").write_text("text")
-    run(project, notebooks=["03"], data=str(tmp_path / "text.txt"))
-    made = read_record(project / "made")
-    assert made["data"] == str(tmp_path / "text.txt")
-    assert [(entry["name"], entry["state"]) for entry in made["notebooks"]] == [("03_third", "done")]
-    update_plan(project / "made", "smoke", str(tmp_path / "text.txt"), ["01_first"], NAMES)
-    assert states(project) == ["not run", "done"]  # 01_first was executed, but with the embedded corpus
+    record = read_record(project / "made", "01_first")
+    assert (record.scale, record.data, record.parameters["steps"]) == ("smoke", "embedded", 7)
+    (project / "text.txt").write_text("text")
+    run(project, notebooks=["03"], data="text.txt")
+    plan(project / "made", "smoke", str(project / "text.txt"), ["01_first", "03_third"])
+    found = [(record.name, record.state, record.data) for record in read_records(project / "made")]
+    data = str(project / "text.txt")
+    assert found == [("01_first", "not run", data), ("03_third", "done", data)]
 
 
 def test_running_is_what_is_held(project):
     run(project, notebooks=["01"])
     file = record_file(project / "made", "01_first")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"state": "running"}))
-    assert unfinished(read_record(project / "made")) == ["Notebook 01_first was stopped before its end."]
+    assert unfinished(read_records(project / "made")) == ["Notebook 01_first was stopped before its end."]
     with FileLock(project / "made" / "notebooks" / ".01_first.lock"):
-        assert unfinished(read_record(project / "made")) == ["Notebook 01_first is still running."]
+        assert unfinished(read_records(project / "made")) == ["Notebook 01_first is still running."]
         with pytest.raises(UserError, match="Another process is running notebook 01_first"):
             run(project)
     run(project, notebooks=["01"], resume=True)
@@ -122,8 +107,9 @@ def test_two_processes_in_one_folder_lose_nothing(tmp_path):
     command = [sys.executable, "-m", "workbook", "run", "--no-writeup", "--out", str(project / "made")]
     both = [subprocess.Popen([*command, "--notebooks", name], cwd=project) for name in names]
     assert [process.wait(120) for process in both] == [0, 0]
-    entries = read_record(project / "made")["notebooks"]
-    assert [(entry["name"], entry["state"]) for entry in entries] == [(name, "done") for name in names]
+    assert [(record.name, record.state) for record in read_records(project / "made")] == [
+        (name, "done") for name in names
+    ]
 
 
 def test_sources_differ_in_cells_and_tags_but_not_in_outputs(project):
@@ -137,18 +123,13 @@ def test_sources_differ_in_cells_and_tags_but_not_in_outputs(project):
     assert source_hash(path) != first
 
 
-@pytest.mark.parametrize("text", ["[]", "{"])
-def test_a_damaged_plan_or_record_is_refused(project, text):
+def test_a_damaged_record_or_folder_is_one_sentence(project):
     made = project / "made"
-    update_plan(made, "smoke", "embedded", ["01_first"], NAMES)
-    for file in (record_file(made, "01_first"), made / "workbook.json"):
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text)
-        with pytest.raises(UserError, match=file.name):
-            read_record(made)
-
-
-def test_a_folder_that_cannot_be_written_is_refused(project):
-    (project / "made").write_text("a file")
-    with pytest.raises(UserError, match="made"):
-        run(project)
+    plan(made, "smoke", "embedded", ["01_first"])
+    for text in ("[]", "{", '{"name": 1, "x": 2}'):
+        record_file(made, "01_first").write_text(text)
+        with pytest.raises(UserError, match=r"01_first\.json"):
+            read_records(made)
+    (project / "file").write_text("a file")
+    with pytest.raises(UserError, match="file"):
+        run_workbook(out=project / "file", writeup=False)

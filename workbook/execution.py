@@ -1,6 +1,5 @@
 """Executes one notebook by papermill, and checks, cell by cell, that it really ran."""
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from lmcore.errors import UserError
 from lmcore.files import atomic_write, temporary_folder
 from lmcore.stopping import STOP_SECONDS, StopEvent, ended_by
 from workbook.notebook import code_cells, execution_fault, heading_above, read_notebook
-from workbook.record import NotebookRecord, write_notebook_record
+from workbook.record import NotebookRecord, write_record
 
 LONGEST_SOCKET = 90
 """Characters of a path that systems take for a socket, with some left for its number."""
@@ -30,8 +29,7 @@ def execute(
 
     began, target = time.monotonic(), (out / "notebooks" / source.name).resolve()
     record.state, record.environment = "running", environment()
-    record.job = os.environ.get("SLURM_JOB_ID")
-    write_notebook_record(out, record)
+    write_record(out, record)
     target.unlink(missing_ok=True)  # what an earlier run has left says nothing of this one
     print(f"{record.name}: running", flush=True)
     parameters = record.parameters or {}
@@ -53,7 +51,7 @@ def execute(
         record.state, record.error = "failed", fault[1].rstrip(".")
         if stop.is_set():
             record.state, record.error = "stopped", stop.first.name
-    write_notebook_record(out, record)
+    write_record(out, record)
     print(f"{record.name}: {record.state} after {record.seconds:.0f} s", flush=True)
 
 

@@ -15,6 +15,7 @@ from typing import IO, Literal
 from lmcore.errors import UserError, require
 from lmcore.files import atomic_write
 from workbook.report.verify import writeup_faults
+from workbook.report.writeup import PDF_NAME
 
 Names = Literal["cse599o", "cs336"]
 
@@ -31,10 +32,9 @@ MAX_FILE_BYTES = 5_000_000
 
 SECRET_FILE = re.compile(
     r"\.env.*|.*\.(env|pem|key|p12|pfx)|id_(rsa|dsa|ecdsa|ed25519).*|[._]netrc|\.pypirc|\.npmrc|\.git-credentials"
-    r"|credentials.*|kaggle\.json|(?!.*\.(py|ipynb|md|sh|sbatch)$)(.*[^a-z0-9])?(secrets?|passwords?|apikey)\b.*"
-    r"|(?!.*\.(py|ipynb|md|sh|sbatch|csv|json)$)(.*[^a-z0-9])?tokens?\b.*"
+    r"|credentials.*|kaggle\.json"
 )
-"""Names of files with passwords and keys. Code may be about them, and tables about tokens."""
+"""Names of files that programs keep passwords and keys in."""
 
 SECRETS = {
     "a private key": rb"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----",
@@ -61,7 +61,7 @@ def make_handin(project: Path, out: Path, to: Path, names: Names = "cse599o", in
     if curve is None:
         notes.append(f"There is no learning curve ({' or '.join(LEARNING_CURVES)}) in {out / 'figures'}.")
     sources = {name.as_posix(): project / name for name in files} | ({CURVE_NAME: curve} if curve else {})
-    copies = dict.fromkeys(PDF_NAMES.values()) | {PDF_NAMES[names]: out / "writeup" / "answers.pdf", CURVE_NAME: curve}
+    copies = dict.fromkeys(PDF_NAMES.values()) | {PDF_NAMES[names]: out / "writeup" / PDF_NAME, CURVE_NAME: curve}
     lines = []
     for name, source in {CODE_NAME: project, **copies}.items():
         if source is None or not source.exists():

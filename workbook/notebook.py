@@ -81,22 +81,16 @@ def declared_parameters(notebook: "NotebookNode", name: str) -> dict[str, Any]:
 def execution_fault(notebook: "NotebookNode") -> tuple[int, str] | None:
     """Number of the first code cell that failed, ended the notebook early or was not run, and what happened there.
 
-    None if every code cell ran, in order, without an error. papermill itself takes SystemExit(0) for success.
+    None if every code cell ran without an error. papermill itself takes SystemExit(0) for success.
     """
-    last = 0
     for number, cell in code_cells(notebook):
         for output in cell.outputs:
             if output.output_type == "error":
                 message = ANSI_ESCAPE.sub("", output.evalue).strip()
                 ending = "the cell ended the notebook early with " if output.ename == "SystemExit" else ""
                 return number, f"{ending}{output.ename}: {message}" if message else f"{ending}{output.ename}"
-        if not cell.source.strip():
-            continue
-        if cell.execution_count is None:
+        if cell.source.strip() and cell.execution_count is None:
             return number, "the cell was not run"
-        if cell.execution_count <= last:
-            return number, "the cell was run out of order"
-        last = cell.execution_count
     return None
 
 

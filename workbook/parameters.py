@@ -31,11 +31,11 @@ def find_project() -> Path:
     raise UserError("There is no notebooks/ folder here: run this in a checkout of the project.")
 
 
-def find_notebooks(project: Path, names: Sequence[str] | None = None) -> list[Path]:
+def find_notebooks(project: Path, names: Sequence[str] = ()) -> list[Path]:
     """The numbered notebooks in order; `names` ("02" or "02_train") picks some. Raises `UserError` on another name."""
     found = {path.stem: path for path in sorted((project / "notebooks").glob("[0-9][0-9]_*.ipynb"))}
     require(bool(found), f"There are no notebooks named like 01_build.ipynb in {project / 'notebooks'}.")
-    for name in names or []:
+    for name in names:
         there = name and any(stem.startswith(name) for stem in found)
         require(bool(there), f"There is no notebook {name!r}; there are {', '.join(found)}.")
     return [path for stem, path in found.items() if not names or stem.startswith(tuple(names))]
@@ -48,7 +48,8 @@ def resolve_parameters(
     `common`, then `overrides`, which go to each notebook that declares them.
 
     Raises `UserError` on an unknown scale, on a parameter that no notebook declares (papermill would only warn), on a
-    value of another type than the default's, and where the notebook's cell tagged `preconditions` refuses.
+    value of another type than the default's, and where the cell tagged `preconditions` refuses, which runs here: before
+    any notebook begins.
     """
     folder = project / PARAMETERS_FOLDER / scale
     scales = ", ".join(sorted(path.name for path in folder.parent.iterdir() if path.is_dir()))
@@ -65,7 +66,12 @@ def resolve_parameters(
         resolved[name] = read_parameters(folder / f"{name}.yaml") | dict(common) | chosen
         check_types(name, known, resolved[name])
         for cell in (cell for _, cell in code_cells(contents[name]) if PRECONDITIONS in tags(cell)):
-            check_preconditions(name, cell.source, known | resolved[name], project / "notebooks")
+            try:
+                with contextlib.chdir(project / "notebooks"):
+                    exec(cell.source, known | resolved[name])
+            except Exception as error:
+                words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}."
+                raise UserError(f"Notebook {name}: {words}") from error
     return resolved
 
 
@@ -76,19 +82,6 @@ def check_types(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -
         kind = type(known[key])
         typed = known[key] is None or value is None or type(value) in {float: (float, int)}.get(kind, (kind,))
         require(typed, f"Parameter {key!r} of notebook {name} must be of type {kind.__name__}, not {value!r}.")
-
-
-def check_preconditions(name: str, source: str, values: dict[str, Any], folder: Path) -> None:
-    """Runs the cell that says what a notebook needs, in `folder` and in this process: before any notebook begins.
-
-    Raises `UserError` with the cell's sentence.
-    """
-    with contextlib.chdir(folder):
-        try:
-            exec(source, dict(values))
-        except Exception as error:
-            words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}."
-            raise UserError(f"Notebook {name}: {words}") from error
 
 
 def read_parameters(file: Path) -> dict[str, Any]:
@@ -104,21 +97,15 @@ def read_parameters(file: Path) -> dict[str, Any]:
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
-    """`name=value` pairs as a mapping; values are read as Python literals, else as YAML."""
+    """`name=value` pairs as a mapping; values that are no Python literals are text."""
     overrides = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
-        named = all(word.isidentifier() for word in name.split("."))  # dotted: a setting within a setting
-        require(bool(equals) and named, f"A parameter is given as name=value, not {pair!r}.")
+        require(bool(equals) and name.isidentifier(), f"A parameter is given as name=value, not {pair!r}.")
         try:
             overrides[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # {[]: 1} is a TypeError
-            try:
-                overrides[name] = yaml.safe_load(text)
-            except yaml.YAMLError:
-                raise UserError(
-                    f"The value of {pair!r} is neither a Python literal nor YAML; repair or quote it."
-                ) from None
+            overrides[name] = text
     return overrides
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from lmcore.errors import UserError, require
 from lmcore.files import atomic_write, temporary_folder
 from workbook.notebook import INJECTED, KEPT_METADATA, read_notebook, tags, write_notebook
-from workbook.record import read_record, unfinished
+from workbook.record import read_records, unfinished
 from workbook.report.document import caption_of, short
 from workbook.report.writeup import PDF_NAME, write_writeup
 
@@ -28,15 +28,13 @@ def publish(out: Path, to: Path) -> list[Path]:
     Published notebooks hold pictures as PNG with their captions, and neither the parameters of the run nor the names
     of files and machines. Raises `UserError` where a notebook is not done, or one still names such a thing.
     """
-    record = read_record(out)
-    lacking = unfinished(record)
+    records = read_records(out)
+    lacking = unfinished(records)
     require(not lacking, f"{''.join(lacking[:1])} Only a complete workbook is published.")
     sources = {to / PDF_NAME: write_writeup(out)}
     sources |= {to / "figures" / file.name: file for file in sorted((out / "figures").glob("*.svg"))}
-    made = {
-        to / "notebooks" / f"{entry['name']}.ipynb": published(out / "notebooks" / f"{entry['name']}.ipynb")
-        for entry in record["notebooks"]
-    }
+    names = [f"{record.name}.ipynb" for record in records]
+    made = {to / "notebooks" / name: published(out / "notebooks" / name) for name in names}
     for path, source in sources.items():
         if path.suffix != ".pdf":
             refuse_machine_names(source.name, source.read_text(encoding="utf-8"))

@@ -14,15 +14,7 @@ from lmcore.stopping import STOP_SECONDS, stop_signals
 from workbook.execution import execute
 from workbook.notebook import clean, read_notebook, write_notebook
 from workbook.parameters import find_notebooks, find_project, locate, resolve_parameters
-from workbook.record import (
-    NotebookRecord,
-    holding,
-    read_notebook_record,
-    sentence,
-    source_hash,
-    update_plan,
-    write_notebook_record,
-)
+from workbook.record import NotebookRecord, holding, plan, read_record, source_hash, write_record
 
 
 @dataclass
@@ -30,7 +22,7 @@ class WorkbookResult:
     """Where everything is, and whether every notebook ran."""
 
     out: Path
-    outcomes: list[NotebookRecord]
+    records: list[NotebookRecord]
     """Of the notebooks that were asked for, in order."""
     pdf: Path | None = None
     """The writeup; None if none was asked for, or the run was stopped."""
@@ -40,21 +32,20 @@ class WorkbookResult:
     @property
     def failure(self) -> str | None:
         """The first failure in words, or None."""
-        return next((sentence(vars(outcome)) for outcome in self.outcomes if outcome.state == "failed"), None)
+        return next((record.unfinished for record in self.records if record.state == "failed"), None)
 
 
 def run_workbook(
     scale: str = "smoke",
     data: str = "embedded",
     out: str | os.PathLike | None = None,
-    notebooks: Sequence[str] | None = None,
+    notebooks: Sequence[str] = (),
     parameters: Mapping[str, Any] | None = None,
-    project: str | os.PathLike | None = None,
     resume: bool = False,
     writeup: bool = True,
     stop_seconds: float = STOP_SECONDS,
 ) -> WorkbookResult:
-    """Executes the notebooks at `scale` into `out` (default runs/<scale>) and renders the writeup.
+    """Executes the project's notebooks at `scale` into `out` (default runs/<scale>) and renders the writeup.
 
     `data` is "embedded", a corpus to download, or a path; `notebooks` picks some by name; `parameters` overrides
     notebook parameters by name. With `resume`, notebooks that are done with the same scale, data, parameters and cells
@@ -70,68 +61,58 @@ def run_workbook(
     Raises `UserError`, before anything runs, on unknown scales, notebooks or parameters, data that is not there or too
     short, or a notebook that another process runs in `out`.
     """
-    project = Path(project) if project is not None else find_project()
+    project = find_project()
     out = Path(out) if out is not None else project / "runs" / scale
     require(0 < stop_seconds < math.inf, f"stop_seconds must be positive and finite, not {stop_seconds}.")
     with stop_signals() as stop:
         paths, data = find_notebooks(project, notebooks), locate(data)
         common = {"scale": scale, "data": data, "out": str(out.resolve())}
         resolved = resolve_parameters(project, paths, scale, parameters or {}, common)
-        records, waiting = [], []
+        result, waiting = WorkbookResult(out, []), []
         for path in paths:
             values = json.loads(json.dumps(resolved[path.stem], default=str))  # as a record has them
             record = NotebookRecord(path.stem, scale=scale, data=data, parameters=values, source=source_hash(path))
-            before = read_notebook_record(out, path.stem) if resume else None
+            before = read_record(out, path.stem) if resume else None
             if before and before.stands_for(record) and (out / "notebooks" / path.name).exists():
                 print(f"{path.stem}: kept, done before", flush=True)
                 record = before
             else:
                 waiting.append((path, record))
-            records.append(record)
+            result.records.append(record)
         with holding(out, [record.name for _, record in waiting]):
-            update_plan(
-                out, scale, data, [record.name for record in records], [p.stem for p in find_notebooks(project)]
-            )
+            plan(out, scale, data, [])
             for _, record in waiting:
-                write_notebook_record(out, record)
+                write_record(out, record)
             for path, record in waiting:
                 if not stop.is_set():
                     execute(path, record, out, stop, stop_seconds)
                 if record.state != "done":
                     break
-        result = WorkbookResult(out, records)
-        first = next((record for record in records if record.state != "done"), None)
-        place = None
+        first = next((record for record in result.records if record.state != "done"), None)
         if stop.is_set() and first is not None and result.failure is None:
             place = f"{'before' if first.state == 'not run' else 'in'} notebook {first.name}"
             place += f", cell {first.cell}" if first.cell else ""
+            command = "the same command" if resume else "the same command with --resume"
+            result.stopped = f"stopped by {stop.first.name} {place}; {command} resumes from there."
         elif writeup:
             from workbook.report.writeup import write_writeup
 
             print("workbook: the writeup is being made", flush=True)
-            try:
-                result.pdf = write_writeup(out)
-            except Exception:
-                if not stop.is_set():
-                    raise
-                place = "while the writeup was made"  # the signal went to pandoc, too
-        if place is not None:
-            command = "the same command" if resume else "the same command with --resume"
-            result.stopped = f"stopped by {stop.first.name} {place}; {command} resumes from there."
+            result.pdf = write_writeup(out)
         return result
 
 
-def refresh(project: str | os.PathLike | None = None, notebooks: Sequence[str] | None = None) -> list[Path]:
+def refresh(notebooks: Sequence[str] = ()) -> list[Path]:
     """Executes the notebooks at their defaults and rewrites the committed outputs: those of cells tagged keep_output.
 
     A notebook that fails is left as it was. Returns the files that changed. Raises `UserError` naming the failure.
     """
     changed = []
     with temporary_folder("lmcore-refresh-") as folder, stop_signals() as stop:
-        for path in find_notebooks(Path(project) if project is not None else find_project(), notebooks):
+        for path in find_notebooks(find_project(), notebooks):
             record = NotebookRecord(path.stem)
             execute(path, record, folder, stop)
-            require(record.state == "done", str(sentence(vars(record))))
+            require(record.state == "done", str(record.unfinished))
             before = path.read_bytes()
             write_notebook(path, clean(read_notebook(path), read_notebook(folder / "notebooks" / path.name)))
             changed += [path] if path.read_bytes() != before else []

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -20,8 +20,7 @@ class Submission:
     """How jobs are submitted."""
 
     out: Path | None = None
-    """Folder for everything that is made (default: runs/<scale> or runs/sweeps/<name>, in the site's scratch folder if
-    it has one)."""
+    """Folder for everything that is made (default: runs/<scale> or runs/sweeps/<name>)."""
     site: Path | None = None
     """What your cluster wants (default: papermill_jobs/site.yaml)."""
     time: str | None = None
@@ -34,21 +33,18 @@ class Submission:
     def carry_out(self, default: str | Path, jobs_of: Callable[[Path, Path], tuple[Sequence, Mapping]]) -> int:
         """Shows, submits or runs the jobs that `jobs_of` makes for a project and an output folder; the exit code.
 
-        The output folder is the one that was named, else `default` in the site's folder for results.
+        The output folder is the one that was named, else `default` in the project.
         """
-        from workbook.jobs.site import load_site, scratch
+        from workbook.jobs.site import load_site
         from workbook.jobs.submit import Chain
         from workbook.parameters import find_project
 
         project = find_project()
         file = self.site or project / "papermill_jobs" / "site.yaml"
-        site: dict[str, Any] = load_site(file) if self.site or file.is_file() else {}
-        if self.time is not None:
-            everywhere = {name: settings | {"time": self.time} for name, settings in site.get("jobs", {}).items()}
-            site = site | {"time": self.time, "jobs": everywhere}
-        out = (scratch(site, project) / default if self.out is None else self.out).resolve()
+        site = load_site(file) if self.site or file.is_file() else {}
+        out = (project / default if self.out is None else self.out).resolve()
         jobs, files = jobs_of(project, out)
-        chain = Chain(project, out, site, jobs, files)
+        chain = Chain(project, out, site, jobs, files, (f"--time={self.time}",) if self.time else ())
         if not jobs:
             print(f"All of {out} is finished.")
         elif self.dry_run:
@@ -56,9 +52,9 @@ class Submission:
         elif self.local or not shutil.which("sbatch"):
             return chain.run_here()
         else:
-            ids = chain.submit()
-            for job in jobs:
-                print(f"{ids[job.name]}  {job.name:<{max(map(len, ids))}}  {chain.log(job, ids[job.name])}")
+            rows = chain.submit()
+            for row in rows:
+                print(f"{row['id']}  {row['name']:<{max(len(each['name']) for each in rows)}}  {row['log']}")
             print("To watch them: workbook status")
         return 0
 
@@ -71,7 +67,6 @@ def notebooks(
     data: str = "embedded",
     notebooks: tuple[str, ...] = (),
     parameters: tuple[str, ...] = (),
-    one_job: bool = False,
     writeup: bool = True,
     how: How = Submission(),
 ) -> int:
@@ -86,14 +81,13 @@ def notebooks(
         data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
         notebooks: Only these, by number or name.
         parameters: Parameters of the notebooks that are to have other values: workers=2.
-        one_job: All notebooks and the writeup in one job.
         writeup: Make the writeup, too.
         how: How they are submitted.
     """
     from workbook.jobs.submit import notebook_jobs
 
     def jobs(project: Path, out: Path) -> tuple[Sequence, Mapping]:
-        return notebook_jobs(project, out, scale, data, notebooks, parameters, one_job, writeup), {}
+        return notebook_jobs(project, out, scale, data, notebooks, parameters, writeup), {}
 
     return how.carry_out(f"runs/{scale}", jobs)
 
@@ -169,13 +163,13 @@ def status(outs: Folders = ()) -> int:
     """Show the jobs of output folders: state, why they wait, what they printed last, and step and loss of training.
 
     Args:
-        outs: Output folders (default: all in runs/ and runs/sweeps/ that have jobs, here and in the scratch folder).
+        outs: Output folders (default: all in runs/ that have jobs).
     """
-    from workbook.jobs.site import runs_folders
     from workbook.jobs.status import status
+    from workbook.parameters import find_project
 
-    found = [file for runs in runs_folders() for file in runs.rglob("jobs/submitted.json")]
-    folders = list(outs) or sorted(file.parents[1] for file in found)
+    runs = find_project() / "runs"
+    folders = list(outs) or sorted(file.parents[1] for file in runs.rglob("jobs/submitted.json"))
     print(status(folders) or "No jobs were submitted. To submit the workbook: workbook submit notebooks")
     return 0
 

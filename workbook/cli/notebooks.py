@@ -29,7 +29,7 @@ def run(
         data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
         out: Folder for everything that is made (default: runs/<scale>).
         notebooks: Only these, by number or name.
-        parameters: name=value pairs that override notebook parameters of that name; values are Python literals or YAML.
+        parameters: name=value pairs that override notebook parameters of that name; values are Python literals or text.
         resume: Keep the notebooks that are done with the same scale, data, parameters and cells.
         writeup: Make the writeup, too.
         stop_seconds: How long training may take to save itself after a signal.
@@ -38,9 +38,7 @@ def run(
     from workbook.run import run_workbook
 
     chosen = parse_overrides(parameters)
-    result = run_workbook(
-        scale, data, out, notebooks or None, chosen, resume=resume, writeup=writeup, stop_seconds=stop_seconds
-    )
+    result = run_workbook(scale, data, out, notebooks, chosen, resume, writeup, stop_seconds)
     if result.stopped:
         print(f"workbook: {result.stopped}", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -59,7 +57,7 @@ def refresh(notebooks: tuple[str, ...] = ()) -> int:
     """
     from workbook.run import refresh
 
-    changed = refresh(notebooks=notebooks or None)
+    changed = refresh(notebooks)
     print("\n".join(f"{path}: rewritten" for path in changed) or "The committed outputs are up to date.")
     return 0
 
@@ -84,11 +82,11 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False, to:
         found = check_writeup(out)
         print("Writeup complete: " + ", ".join(f"{count} {name}" for name, count in found.items()) + ".")
         return 0
-    from workbook.record import read_record, unfinished
+    from workbook.record import read_records, unfinished
     from workbook.report.writeup import write_writeup
 
     print(f"PDF: {write_writeup(out)}")
-    if lacking := unfinished(read_record(out)):
+    if lacking := unfinished(read_records(out)):
         print("\n".join(lacking), file=sys.stderr)
     return EXIT_FAILURE if lacking else 0
 

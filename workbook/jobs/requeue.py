@@ -6,7 +6,7 @@ from lmcore.errors import require
 from lmcore.files import read_json, write_json
 from workbook.jobs.slurm import call
 
-NO_PROGRESS = ("config.json", "environment.json", "status.json", "sweep.json", "workbook.json")
+NO_PROGRESS = ("config.json", "environment.json", "status.json", "sweep.json")
 """Files that a start writes, not what it leads to."""
 
 

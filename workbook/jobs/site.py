@@ -1,6 +1,5 @@
 """What differs between clusters: papermill_jobs/site.yaml, as options of sbatch and variables of a job."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,19 +7,9 @@ from typing import Any
 import yaml
 
 from lmcore.errors import UserError, require
-from workbook.parameters import find_project
 
-OPTIONS = {
-    "account": "account", "partition": "partition", "qos": "qos", "cpus_per_task": "cpus-per-task", "memory": "mem",
-    "time": "time", "constraint": "constraint", "reservation": "reservation",
-}  # fmt: skip
-"""Settings that are options of sbatch, which checks their values itself."""
-
-KINDS = dict.fromkeys([*OPTIONS, "gpus", "signal_seconds", "attempts_without_progress", "scratch"], str)
-KINDS |= {"setup": list, "extra": list, "environment": dict, "jobs": dict}
-"""All settings, and what their values are; papermill_jobs/site.yaml explains them."""
-
-WORDS = {str: "a plain value", list: "a list of lines", dict: "a mapping"}
+OURS = ("setup", "environment", "signal_seconds", "attempts_without_progress", "jobs")
+"""Settings that are ours; every other one is an option of sbatch by its own name, which sbatch checks itself."""
 
 
 def load_site(file: Path) -> dict[str, Any]:
@@ -39,10 +28,10 @@ def load_site(file: Path) -> dict[str, Any]:
 def _check(settings: Any, place: str) -> None:
     require(isinstance(settings, dict), f"{place} must be a mapping of settings, not {settings!r}.")
     for name, value in settings.items():
-        require(name in KINDS, f"{place}: there is no setting {name!r}; there are {', '.join(KINDS)}.")
-        require(isinstance(value, KINDS[name]), f"{place}: {name} must be {WORDS[KINDS[name]]}, not {value!r}.")
-        lines = value if isinstance(value, list) else value.values() if name == "environment" else []
-        require(all(isinstance(line, str) for line in lines), f"{place}: {name} must hold plain values, not {value!r}.")
+        if name in ("environment", "jobs"):
+            require(isinstance(value, dict), f"{place}: {name} must be a mapping, not {value!r}.")
+        texts = value.values() if name == "environment" else [] if name == "jobs" else [value]
+        require(all(isinstance(text, str) for text in texts), f"{place}: {name} must hold plain text, not {value!r}.")
         whole = name not in ("signal_seconds", "attempts_without_progress") or (value.isdecimal() and int(value) > 0)
         require(whole, f"{place}: {name} must be a whole number above 0, not {value!r}.")
 
@@ -57,10 +46,8 @@ def for_job(site: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 def options(settings: Mapping[str, Any]) -> list[str]:
     """Options for the command line of sbatch, which go before those in the script."""
-    chosen = [f"--{OPTIONS[name]}={value}" for name, value in settings.items() if name in OPTIONS and value]
-    if gpus := settings.get("gpus"):  # a number, or kind:number
-        chosen.append("--gres=none" if gpus == "0" else f"--gres=gpu:{gpus}")
-    return [*chosen, f"--signal=B:USR1@{settings.get('signal_seconds', 120)}", *settings.get("extra", [])]
+    chosen = [f"--{name}={value}" for name, value in settings.items() if value and name not in OURS]
+    return [*chosen, f"--signal=B:USR1@{settings.get('signal_seconds', 120)}"]
 
 
 def variables(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -70,20 +57,5 @@ def variables(settings: Mapping[str, Any]) -> dict[str, str]:
         "ATTEMPTS": settings.get("attempts_without_progress", "3"),
         # the rest: for the notebook, and to requeue
         "STOP_SECONDS": str(max(int(settings.get("signal_seconds", 120)) * 5 // 6, 1)),
-        "LMCORE_SETUP": "\n".join(settings.get("setup", [])),
+        "LMCORE_SETUP": settings.get("setup", ""),
     }
-
-
-def scratch(site: Mapping[str, Any], project: Path) -> Path:
-    """Folder in which runs/ lies: `scratch`, else the project's. Raises `UserError` on a variable that is unset."""
-    path = os.path.expandvars(os.path.expanduser(site.get("scratch", "")))
-    require("$" not in path, f"The scratch folder {path} names a variable that is not set.")
-    return project / path
-
-
-def runs_folders() -> list[Path]:
-    """Folders in which output folders lie by default: runs/ of the project, and of the site's scratch folder."""
-    project = find_project()
-    file = project / "papermill_jobs" / "site.yaml"
-    site = load_site(file) if file.is_file() else {}
-    return list(dict.fromkeys([project / "runs", scratch(site, project) / "runs"]))

@@ -22,7 +22,7 @@ from workbook.jobs import slurm
 from workbook.jobs.site import for_job, options, variables
 from workbook.notebook import declared_parameters, read_notebook
 from workbook.parameters import find_notebooks, locate, parse_overrides, resolve_parameters
-from workbook.record import update_plan
+from workbook.record import plan
 
 NEEDS = {"03_generate": "02_train"}
 """Notebooks that build on what another one made; all others run side by side."""
@@ -49,30 +49,18 @@ class Job:
 
 
 def notebook_jobs(
-    project: Path,
-    out: Path,
-    scale: str,
-    data: str,
-    notebooks: Sequence[str],
-    parameters: Sequence[str],
-    one_job: bool,
-    writeup: bool,
+    project: Path, out: Path, scale: str, data: str, notebooks: Sequence[str], parameters: Sequence[str], writeup: bool
 ) -> list[Job]:
-    """One job for each notebook, and the writeup last, also when one failed; or all in `one_job`.
+    """One job for each notebook, and the writeup last, also when one failed.
 
     Each notebook gets those of the `parameters` that it declares. Raises `UserError` on unknown notebooks, scales and
     parameters, and on data that is not there.
     """
-    paths = find_notebooks(project, notebooks or None)
+    paths = find_notebooks(project, notebooks)
     shared = {"SCALE": scale, "DATA": locate(data)}
     common = {"scale": scale, "data": shared["DATA"], "out": str(out)}
     resolve_parameters(project, paths, scale, parse_overrides(parameters), common)
-    names = tuple(path.stem for path in paths)
-    if one_job:
-        words = [] if writeup else ["--no-writeup"]
-        words += ["--parameters", *parameters] if parameters else []
-        return [Job("workbook", "workbook", shared | {"NOTEBOOKS": " ".join(names)}, tuple(words))]
-    jobs = []
+    names, jobs = tuple(path.stem for path in paths), []
     for path in paths:
         declared = declared_parameters(read_notebook(path), path.stem)
         own = [pair for pair in parameters if pair.partition("=")[0] in declared]
@@ -90,11 +78,9 @@ def train_job(run: Path, config: TrainConfig, gpus: int, nodes: int) -> Job:
     from lmcore.run import RunFolder
 
     ranks, folder = gpus * nodes, RunFolder(run)
+    divided = f"{ranks} processes need a way to divide the work: add --strategy ddp, zero1 or fsdp."
     require(gpus >= 1 and nodes >= 1, "--gpus and --nodes must be at least 1.")
-    require(
-        ranks == 1 or config.strategy != "none",
-        f"{ranks} processes need a way to divide the work: add --strategy ddp, zero1 or fsdp.",
-    )
+    require(ranks == 1 or config.strategy != "none", divided)
     require(config.batch_size % ranks == 0, f"batch_size ({config.batch_size}) must divide by {ranks} processes.")
     if folder.config_file.exists():
         folder.require_same(config, folder.data_fingerprint())
@@ -113,31 +99,34 @@ class Chain:
     jobs: Sequence[Job]
     files: Mapping[Path, Any] = field(default_factory=dict)
     """What the jobs read, as JSON, written when they are submitted."""
+    options: tuple[str, ...] = ()
+    """Options of sbatch for all of them, in place of the site's."""
 
     def settings(self, job: Job) -> dict[str, Any]:
-        """What the site wants for this job."""
+        """What the site wants for this job; of its `gres` the kind of GPU where the job has a number of its own."""
         settings = for_job(self.site, job.script, job.name)
         if job.gpus is not None:
-            kind = settings.get("gpus", "").rpartition(":")[0]
-            settings["gpus"] = f"{kind}:{job.gpus}" if kind and job.gpus else str(job.gpus)
+            kind = settings.get("gres", "").rpartition(":")[0] or "gpu"
+            settings["gres"] = f"{kind}:{job.gpus}" if job.gpus else "none"
         return settings
 
     def words(self, job: Job, ids: Mapping[str, str]) -> list[str]:
         """The arguments of sbatch; a job that can never start any more is cancelled."""
         log = f"{self.out}/jobs/{job.name}".replace("%", "%%") + ("-%A_%a.log" if job.tasks else "-%j.log")
         words = [f"--job-name={job.name}", f"--output={log}", "--export=ALL", *options(self.settings(job))]
+        words += [*self.options, *job.options]
         if job.after:
             how = "afterany" if job.even_if_failed else "afterok"
             words.append(f"--dependency={how}:{':'.join(ids[name] for name in job.after)}")
             words.append("--kill-on-invalid-dep=yes")
-        return [*words, *job.options, f"papermill_jobs/{job.script}.sbatch", *job.arguments]
+        return [*words, f"papermill_jobs/{job.script}.sbatch", *job.arguments]
 
     def variables(self, job: Job) -> dict[str, str]:
         """What is added to the environment of sbatch."""
         return variables(self.settings(job)) | {"OUT": str(self.out)} | job.variables
 
     def environment(self, job: Job) -> dict[str, str]:
-        """The environment of sbatch, with the `lmcore` of this process first on the PATH."""
+        """The environment of sbatch, with the `workbook` of this process first on the PATH."""
         path = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
         return slurm.outside_of_jobs() | path | self.variables(job)
 
@@ -149,45 +138,37 @@ class Chain:
             lines.append(f"{' '.join(values)} sbatch {shlex.join(self.words(job, ids))}")
         return "\n\n".join(lines)
 
-    def submit(self) -> dict[str, str]:
-        """Submits the jobs in their order and returns their ids by name.
+    def submit(self) -> list[dict[str, str]]:
+        """Submits the jobs in their order; returns id, name and log of each.
 
         Raises `UserError` if jobs of these names and this folder are still queued or running, and if Slurm refuses one:
         those that were submitted before it are then cancelled.
         """
-        earlier = submitted(self.out)
-        same = [row["id"] for row in earlier if row["name"] in {job.name for job in self.jobs}]
-        active = [id for id, (state, _) in slurm.ask(same).items() if state not in slurm.ENDED]
-        require(
-            not active,
-            f"Jobs of {self.out} are still queued or running ({', '.join(active)}): wait for them, or cancel them "
-            "with scancel.",
-        )
+        earlier, names = submitted(self.out), {job.name for job in self.jobs}
+        states = slurm.ask([row["id"] for row in earlier if row["name"] in names])
+        active = ", ".join(id for id, (state, _) in states.items() if state not in slurm.ENDED)
+        busy = f"Jobs of {self.out} are still queued or running ({active}): wait for them, or cancel them with scancel."
+        require(not active, busy)
         ids: dict[str, str] = {}
         try:
             self._prepare()
             for job in self.jobs:
                 ids[job.name] = slurm.sbatch(self.words(job, ids), self.project, self.environment(job))
-            rows = [{"id": ids[job.name], "name": job.name, "log": self.log(job, ids[job.name])} for job in self.jobs]
+            logs = {job.name: f"{job.name}-{ids[job.name]}{'_*' if job.tasks else ''}.log" for job in self.jobs}
+            rows = [{"id": id, "name": name, "log": f"{self.out}/jobs/{logs[name]}"} for name, id in ids.items()]
             write_json(record_of(self.out), [*earlier, *rows])
         except BaseException:  # no half of a chain stays, also after Ctrl-C
             if ids:
                 slurm.call("scancel", *ids.values())
             raise
-        return ids
-
-    def log(self, job: Job, id: str) -> str:
-        """Where the job's output goes."""
-        return f"{self.out}/jobs/{job.name}-{id}{'_*' if job.tasks else ''}.log"
+        return rows
 
     def _prepare(self) -> None:
-        """Writes what the jobs read, and adds their notebooks to the folder's plan: a writeup names them all."""
+        """Writes what the jobs read, and a record for each notebook: a writeup names them all."""
         for file, value in {record_of(self.out): submitted(self.out), **self.files}.items():
             write_json(file, value)
-        names = [name for job in self.jobs for name in job.variables.get("NOTEBOOKS", "").split()]
-        if names:
-            known = [path.stem for path in find_notebooks(self.project)]
-            update_plan(self.out, self.jobs[0].variables["SCALE"], self.jobs[0].variables["DATA"], names, known)
+        if names := [job.variables["NOTEBOOKS"] for job in self.jobs if "NOTEBOOKS" in job.variables]:
+            plan(self.out, self.jobs[0].variables["SCALE"], self.jobs[0].variables["DATA"], names)
 
     def run_here(self) -> int:
         """Runs the jobs in their order; returns 0 if all succeeded, 1 if one did not, 75 if stopped by a signal.
@@ -207,7 +188,7 @@ class Chain:
                 elif self._run(job, task, stop):
                     failed.add(job.name)
             if stop.is_set():
-                print("lmcore: stopped; the same command resumes with what is saved.", file=sys.stderr)
+                print("workbook: stopped; the same command resumes with what is saved.", file=sys.stderr)
                 return EXIT_INTERRUPTED
         return EXIT_FAILURE if failed else 0
 

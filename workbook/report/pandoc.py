@@ -23,7 +23,10 @@ def run_pandoc(source: str, target: str, text: str) -> str:
     import pypandoc
 
     command = [pypandoc.get_pandoc_path(), "-f", source, "-t", target, "--wrap=none"]
-    done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8", check=False)
+    # in a session of its own: Ctrl-C is for the workbook, which ends in order
+    done = subprocess.run(
+        command, input=text, capture_output=True, encoding="utf-8", check=False, start_new_session=True
+    )
     if done.returncode != 0:
         raise RuntimeError(f"pandoc failed: {done.stderr.strip()}")
     return done.stdout

@@ -7,7 +7,7 @@ from typing import Any
 
 from lmcore.errors import UserError, require
 from lmcore.files import temporary_folder
-from workbook.record import read_record, unfinished
+from workbook.record import read_records, unfinished
 from workbook.report.writeup import PDF_NAME, read_documents
 
 
@@ -18,7 +18,7 @@ def writeup_faults(out: Path) -> list[str]:
         return [f"There is no writeup {pdf}: run `workbook run --out {out}` first, or `workbook writeup {out}`."]
     newer = [path.stem for path in (out / "notebooks").glob("*.ipynb") if path.stat().st_mtime > pdf.stat().st_mtime]
     old = f"The writeup {pdf} is older than notebook {min(newer, default='')}: run `workbook writeup {out}`."
-    return unfinished(read_record(out)) + ([old] if newer else [])
+    return unfinished(read_records(out)) + ([old] if newer else [])
 
 
 def check_writeup(out: str | Path) -> dict[str, int]:
@@ -31,7 +31,7 @@ def check_writeup(out: str | Path) -> dict[str, int]:
     faults = writeup_faults(out)
     require(not faults, "".join(faults[:1]))
     with temporary_folder("lmcore-verify-") as folder:
-        documents = read_documents(out, read_record(out), Path(folder))
+        documents = read_documents(out, read_records(out), Path(folder))
     answers = [answered.label for document in documents for answered in document.answers]
     figures = sum(document.figures for document in documents)
     require(figures > 0, "The executed notebooks hold no figure.")

@@ -13,7 +13,7 @@ from lmcore.errors import UserError, require
 from lmcore.files import atomic_write, read_json, temporary_folder
 from lmcore.formatting import format_seconds
 from workbook.notebook import read_notebook
-from workbook.record import read_record, unfinished
+from workbook.record import NotebookRecord, read_records, unfinished
 from workbook.report.coverage import (
     DONE,
     OPEN,
@@ -46,11 +46,11 @@ def write_writeup(out: str | Path) -> Path:
     where no workbook was executed.
     """
     out = Path(out)
-    record = read_record(out)
+    records = read_records(out)
     with temporary_folder("lmcore-writeup-") as folder:
         build = Path(folder)
-        documents = read_documents(out, record, build)
-        blocks = parse(front_matter(out, record, documents)) + [each for it in documents for each in it.blocks]
+        documents = read_documents(out, records, build)
+        blocks = parse(front_matter(out, records, documents)) + [each for it in documents for each in it.blocks]
         pdf = typeset(blocks, build)
     file = out / "writeup" / PDF_NAME
     with atomic_write(file) as opened:
@@ -58,24 +58,23 @@ def write_writeup(out: str | Path) -> Path:
     return file
 
 
-def read_documents(out: Path, record: dict[str, Any], build: Path) -> list[NotebookDocument]:
+def read_documents(out: Path, records: list[NotebookRecord], build: Path) -> list[NotebookDocument]:
     """The documents of all notebooks that were started. Raises `UserError` if one that is done is missing."""
     folder = out / "notebooks"
     documents = []
-    for entry in record["notebooks"]:
-        name, state = entry["name"], entry["state"]
-        file = folder / f"{name}.ipynb"
-        if state == "done" or (state != "not run" and file.exists()):  # or stopped before its first cell
-            documents.append(read_document(name, read_notebook(file), folder, build))
+    for record in records:
+        file = folder / f"{record.name}.ipynb"
+        if record.state == "done" or (record.state != "not run" and file.exists()):  # or stopped before its first cell
+            documents.append(read_document(record.name, read_notebook(file), folder, build))
     require(bool(documents), f"No notebook was executed in {out}; run `workbook run` first.")
     return documents
 
 
-def front_matter(out: Path, record: dict[str, Any], documents: list[NotebookDocument]) -> str:
+def front_matter(out: Path, records: list[NotebookRecord], documents: list[NotebookDocument]) -> str:
     """What comes before the notebooks, as Markdown: provenance, failures, contents, and where each problem is."""
-    rows = "\\\n".join(f"**{name}** {escaped(value)}" for name, value in provenance(out, record).items())
+    rows = "\\\n".join(f"**{name}** {escaped(value)}" for name, value in provenance(out, records).items())
     parts = [f"::: provenance\n{rows}\n:::"]
-    parts += [f"::: failure\n{escaped(words)}\n:::" for words in unfinished(record)]
+    parts += [f"::: failure\n{escaped(words)}\n:::" for words in unfinished(records)]
     parts += ["::: contents\n:::"]
     if answers := [answered for document in documents for answered in document.answers]:
         problems = coverage(answers)
@@ -84,21 +83,21 @@ def front_matter(out: Path, record: dict[str, Any], documents: list[NotebookDocu
     return "\n\n".join(parts)
 
 
-def provenance(out: Path, record: dict[str, Any]) -> dict[str, str]:
+def provenance(out: Path, records: list[NotebookRecord]) -> dict[str, str]:
     """What was measured on what, from which code, and what was executed when. Each value is named once.
 
     Measured is what the tables in out/results say, which may be records of another machine.
     """
-    started = [entry for entry in record["notebooks"] if entry["state"] != "not run"]
-    executed = [entry.get("environment") or {} for entry in started]
+    started = [record for record in records if record.state != "not run"]
+    executed = [record.environment or {} for record in started]
     tables = [read_json(file).get("provenance") or {} for file in sorted((out / "results").glob("*.json"))]
     measured = [each for each in tables if each.get("device")] or executed
     sources = [source for each in tables for source in _listed(each.get("data")) if source.get("request")]
     first = min((each.get("time_utc") or "" for each in executed), default="")
-    duration = format_seconds(sum(entry["seconds"] for entry in started))
+    duration = format_seconds(sum(record.seconds for record in started))
     return {
-        "Scale": record["scale"],
-        "Data": _once(each["request"]["source"]["name"] for each in sources) or Path(record["data"]).name,
+        "Scale": str(records[0].scale),
+        "Data": _once(each["request"]["source"]["name"] for each in sources) or Path(str(records[0].data)).name,
         "Measured on": _once(device for each in measured for device in _listed(each.get("device"))),
         "Code": _once(map(_commits, measured)),
         "Libraries": _once(library for each in measured for library in _libraries(each)),
