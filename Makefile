@@ -64,11 +64,9 @@ test: lint  ## lint, tests, and the notebooks against their committed outputs
 	env -u MPLBACKEND OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile \
 	  --nbval-lax --nbval-current-env --nbval-cell-timeout=900 notebooks
 
-# Most of them wait: each worker has a cluster of its own. The whole workbook keeps two cores busy for minutes, and the
-# others' waits have ends: it comes afterwards.
+# Most of them wait: each worker has a cluster of its own.
 test-slurm: $(INSTALLED)  ## the job scripts on a private Slurm cluster on this machine, which needs Slurm's daemons
-	$(BIN)/pytest -m slurm -rs -n 3 --dist worksteal --ignore tests/slurm/test_workbook_jobs.py tests/slurm
-	$(BIN)/pytest -m slurm -rs tests/slurm/test_workbook_jobs.py
+	$(BIN)/pytest -m slurm -rs -n 3 --dist worksteal tests/slurm
 
 test-faults: $(INSTALLED)  ## training runs killed, damaged and starved at random moments: they resume to the same result
 	$(BIN)/pytest -m faults -rs -n auto --dist worksteal tests/faults
@@ -90,7 +88,10 @@ status: $(INSTALLED)  ## the jobs that were submitted: state, last line of the l
 	@$(BIN)/workbook status
 
 refresh-notebooks: $(INSTALLED)  ## execute the notebooks at their defaults and rewrite their committed outputs
-	@$(BIN)/workbook refresh
+	@for notebook in notebooks/*.ipynb; do echo "$$notebook"; env -u MPLBACKEND $(BIN)/jupyter nbconvert --log-level ERROR \
+	  --to notebook --execute --inplace --coalesce-streams "$$notebook"; done
+	@for notebook in notebooks/*.ipynb; do $(BIN)/python -m workbook.notebook <"$$notebook" >"$$notebook.new"; \
+	  mv "$$notebook.new" "$$notebook"; done
 
 clean:  ## remove .venv and caches; runs/ and data/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info

@@ -100,3 +100,15 @@ def embedded_data(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("embedded")
     return prepare("embedded", "bpe:300", folder, CorpusConfig(num_documents=200), progress=False).folder
+
+
+@pytest.fixture(scope="session")
+def tiny_run(embedded_data):
+    """The settings of a training run of seconds on a CPU, on that corpus."""
+    from lmcore.config import OptimizerConfig, TrainConfig, model_config
+
+    return TrainConfig(
+        model=model_config("smoke", vocab_size=300, context_length=16, d_model=16, num_heads=2, d_ff=24),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0), data=str(embedded_data), batch_size=4, steps=6,
+        log_interval=1, eval_interval=6, checkpoint_interval=6, device="cpu",
+    )  # fmt: skip

@@ -74,13 +74,10 @@ class Script:
         return self.process.returncode, self.workbook.exists()
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 75])
-def test_the_exit_code_is_the_commands(tmp_path, code):
-    assert Script(tmp_path, f"exit {code}").end() == (code, False)
-
-
+TASK = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "ATTEMPTS": "4"}
 STOPS = {
     "saved at the time limit": (SAVING, signal.SIGUSR1, 75, True, {}),
+    "a task of an array": (SAVING, signal.SIGUSR1, 75, True, TASK),
     "still starting": (STARTING, signal.SIGUSR1, 75, True, {}),
     "cancelled": (SAVING, signal.SIGTERM, 75, False, {}),
     "hung up": (SAVING, signal.SIGHUP, 75, False, {}),
@@ -100,14 +97,8 @@ def test_what_a_signal_does(tmp_path, line, number, code, requeued, variables):
     if line == SAVING:
         heard = "USR1\n" if number == signal.SIGUSR1 else "TERM\n"
         assert (job.folder / "heard").read_text() == heard
-
-
-def test_a_job_names_itself_and_its_task(tmp_path):
-    variables = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "ATTEMPTS": "4"}
-    job = Script(tmp_path, SAVING, **variables)
-    job.send(signal.SIGUSR1)
-    job.end()
-    assert job.workbook.read_text() == "requeue out --job 7_2 --attempts 4\n"
+    if variables == TASK:
+        assert job.workbook.read_text() == "requeue out --job 7_2 --attempts 4\n"
 
 
 def test_who_cancels_a_job_that_saves_itself_is_obeyed(tmp_path):

@@ -25,6 +25,7 @@ from workbook.jobs import slurm as slurm_commands
 from workbook.jobs.site import load_site
 from workbook.jobs.submit import Chain, Job, submitted
 from workbook.jobs.sweeps import sweep_runs
+from workbook.record import read_records
 from workbook.sweep import work
 
 PROJECT = Path(__file__).parents[1]
@@ -90,9 +91,9 @@ def refusal(capsys, *arguments: object) -> str:
 def test_a_workbook_is_a_chain_that_ends_with_the_writeup(slurm, project, capsys):
     assert main(["submit", "notebooks", "--out", "runs/it"]) == 0
     out = project / "runs" / "it"
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[:4]] == [
-        ["101", "02_train"], ["102", "03_generate"], ["103", "04_benchmark"], ["104", "writeup"]
-    ]  # fmt: skip
+    names = ["02_train", "03_generate", "04_benchmark", "writeup"]
+    told = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[:4]]
+    assert told == [[str(id), name] for id, name in enumerate(names, 101)]
     calls = slurm.called("sbatch")
     assert calls[1] == (
         f"--parsable --job-name=03_generate --output={out}/jobs/03_generate-%j.log --export=ALL --signal=B:USR1@120 "
@@ -100,16 +101,13 @@ def test_a_workbook_is_a_chain_that_ends_with_the_writeup(slurm, project, capsys
     )
     assert " --dependency=afterany:101:102:103 " in calls[3]
     assert calls[3].endswith(" papermill_jobs/writeup.sbatch")
-    assert {"SCALE=smoke", "DATA=embedded", f"OUT={out}", "NOTEBOOKS=03_generate"} <= {
-        *slurm.environment("03_generate")
-    }
+    variables = {"SCALE=smoke", "DATA=embedded", f"OUT={out}", "NOTEBOOKS=03_generate"}
+    assert variables <= {*slurm.environment("03_generate")}
     assert [job["id"] for job in submitted(out)] == ["101", "102", "103", "104"]
-    planned = json.loads((out / "workbook.json").read_text())
-    assert planned["notebooks"] == ["02_train", "03_generate", "04_benchmark"]
+    assert [(record.name, record.state) for record in read_records(out)] == [(name, "not run") for name in names[:3]]
     assert "still queued or running (101, 102, 103, 104)" in refusal(capsys, "notebooks", "--out", "runs/it")
     slurm.queue.write_text("".join(f"{id}|COMPLETED|None\n" for id in range(101, 105)))
-    assert main(["submit", "notebooks", "--out", "runs/it", "--one-job"]) == 0
-    assert slurm.called("sbatch")[4].endswith(" papermill_jobs/workbook.sbatch")
+    assert main(["submit", "notebooks", "--out", "runs/it"]) == 0
 
 
 def test_each_notebook_gets_the_parameters_that_it_declares(slurm, tmp_path, monkeypatch):
@@ -122,20 +120,16 @@ def test_each_notebook_gets_the_parameters_that_it_declares(slurm, tmp_path, mon
 
 
 WRONG = {
-    "partitions: gpu": "there is no setting 'partitions'",
     "- account": "must be a mapping of settings",
-    "setup: module load cuda": "setup must be a list of lines",
-    "environment: {NAME: [1]}": "environment must hold plain values",
+    "setup: [module load cuda]": "setup must hold plain text",
+    "environment: {NAME: [1]}": "environment must hold plain text",
     "signal_seconds: 2 minutes": "signal_seconds must be a whole number above 0",
-    "jobs: {writeup: {gpu: 0}}": "jobs, writeup: there is no setting 'gpu'",
+    "jobs: {writeup: {time: []}}": "jobs, writeup: time must hold plain text",
     "account: [": "cannot be read as YAML",
 }
 
 
 def test_sites_are_checked(tmp_path):
-    """Those of the project are good, and a wrong setting is one sentence that names it."""
-    for file in (PROJECT / "papermill_jobs/site.yaml", *PROJECT.glob("papermill_jobs/sites/*")):
-        assert load_site(file)
     for text, sentence in WRONG.items():
         (tmp_path / "site.yaml").write_text(text)
         with pytest.raises(UserError, match=re.escape(sentence)):
@@ -158,26 +152,29 @@ def test_the_answer_of_sbatch(slurm, project, monkeypatch, capsys):
 
 SITE = """
 account: lab
-gpus: a40:1
+gres: gpu:a40:1
 time: 12:00:00
-scratch: {scratch}
-setup: [a, 'b c']
-environment: {{NAME: $c}}
-extra: ['--mail-type=END,FAIL']
+qos:
+mail-type: END,FAIL
+setup: |
+  a
+  b c
+environment: {NAME: $c}
 signal_seconds: 60
-jobs: {{02_train: {{memory: 64G}}, writeup: {{gpus: 0}}}}
+jobs: {02_train: {mem: 64G, time: 1-0}, writeup: {gres: none}}
 """
 
 
 def test_what_the_site_wants_goes_before_the_scripts_own_options(slurm, project, tmp_path):
     site = tmp_path / "site.yaml"
-    site.write_text(SITE.format(scratch=tmp_path / "scratch"))
+    site.write_text(SITE)
     assert main(["submit", "notebooks", "--site", str(site), "--notebooks", "02", "--time", "30"]) == 0
     train, writeup = slurm.called("sbatch")
-    assert " --account=lab --time=30 --mem=64G --gres=gpu:a40:1 --signal=B:USR1@60 --mail-type=END,FAIL " in train
+    wanted = "--account=lab --gres=gpu:a40:1 --time=1-0 --mail-type=END,FAIL --mem=64G --signal=B:USR1@60 --time=30"
+    assert f" {wanted} papermill_jobs/workbook.sbatch " in train
     assert " --gres=none " in writeup
     environment = slurm.environment("02_train")
-    assert {f"OUT={tmp_path}/scratch/runs/smoke", "NAME=$c", "STOP_SECONDS=50", "ATTEMPTS=3"} <= {*environment}
+    assert {f"OUT={project}/runs/smoke", "NAME=$c", "STOP_SECONDS=50", "ATTEMPTS=3"} <= {*environment}
     assert "LMCORE_SETUP=a\nb c" in "\n".join(environment)
 
 
@@ -216,7 +213,7 @@ def test_a_job_that_submits_does_not_pass_its_own_variables_on(slurm, project, m
 
 def test_what_a_training_run_asks_of_slurm(tmp_path, capsys):
     run, site = tmp_path / "run", tmp_path / "site.yaml"
-    site.write_text("gpus: a40:1\nmemory: 32G\njobs: {train: {time: '02:00:00'}}\n")
+    site.write_text("gres: gpu:a40:1\nmem: 32G\njobs: {train: {time: '02:00:00'}}\n")
     words = ["submit", "train", "--run", run, "--strategy", "fsdp", "--gpus", 8, "--nodes", 2, "--site", site]
     words = [*map(str, words), "--dry-run"]
     assert main([*words, "--batch-size", "64", "--preset", "large"]) == 0
@@ -351,7 +348,7 @@ def test_a_training_run_here_has_a_process_for_each_gpu(project, tmp_path, monke
     bin = tmp_path / "bin"
     bin.mkdir()
     called = command(bin, "torchrun", "")
-    (project / "papermill_jobs" / "site.yaml").write_text(f"setup: ['PATH={bin}:$PATH']\n")
+    (project / "papermill_jobs" / "site.yaml").write_text(f"setup: PATH={bin}:$PATH\n")
     words = ["--run", "run", "--batch-size", "4", "--device", "cpu", "--gpus", "2", "--strategy", "zero1", "--local"]
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
     assert main(["submit", "train", *words]) == 0

@@ -13,17 +13,12 @@ import pytest
 import yaml
 from notebook_projects import code, make_project, parameters
 
-from lmcore.config import OptimizerConfig, TrainConfig, model_config, to_dict
+from lmcore.config import replace, to_dict
 from lmcore.data import CorpusConfig, prepare
 from lmcore.errors import EXIT_USER_ERROR, UserError
 from lmcore.run import RunFolder
 from workbook.notebook import declared_parameters, read_notebook
-from workbook.parameters import (
-    find_notebooks,
-    locate,
-    parse_overrides,
-    resolve_parameters,
-)
+from workbook.parameters import find_notebooks, locate, parse_overrides, resolve_parameters
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = find_notebooks(ROOT)
@@ -75,11 +70,7 @@ def test_a_value_of_another_type_is_refused():
 def test_data_without_text_are_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.txt").touch()
-    for name, words in {
-        "empty.txt": "are empty: there is no text",
-        "folder": "no text file",
-        "x": "no file or",
-    }.items():
+    for name, words in (("empty.txt", "are empty: there is no text"), ("folder", "no text file"), ("x", "no file or")):
         with pytest.raises(UserError, match=words):
             locate(str(tmp_path / name))
 
@@ -161,22 +152,12 @@ def test_the_first_cell_refuses_in_a_sentence(elsewhere):
     assert error.traceback == [f"UserError: {error.evalue}"]  # nothing of the calls that led to it
 
 
-def test_the_same_command_resumes_after_a_stop(tmp_path, embedded_data):
+def test_the_same_command_resumes_after_a_stop(tmp_path, tiny_run):
     """papermill is killed while a cell trains; the training continues by itself, and the next papermill follows it."""
     project = make_project(
         tmp_path / "project", {"01_toy": "steps: 5\n"}, _01_toy=["# 01", parameters(), BEGIN, TRAIN, code("out, steps")]
     )
-    config = TrainConfig(
-        model=model_config("smoke", vocab_size=300, context_length=16, d_model=16, num_heads=2, d_ff=24),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
-        data=str(embedded_data),
-        batch_size=4,
-        steps=600,
-        eval_batch_size=4096,
-        eval_interval=600,
-        checkpoint_interval=100,
-        device="cpu",
-    )
+    config = replace(tiny_run, steps=600, eval_batch_size=4096, eval_interval=600, checkpoint_interval=100)
     (project / "config.json").write_text(json.dumps(to_dict(config)))
     run = RunFolder(project / "runs" / "smoke" / "runs" / "toy")  # by the default ../runs/smoke, from notebooks/
     file = str(project / "papermill_jobs" / "parameters" / "smoke" / "01_toy.yaml")
@@ -202,21 +183,16 @@ def test_the_same_command_resumes_after_a_stop(tmp_path, embedded_data):
 
 
 def test_some_cells_of_a_notebook(tmp_path):
-    def cells(*words):
-        command = [sys.executable, "papermill_jobs/cells.py", *words]
+    def cells(notebook, *words):
+        command = [sys.executable, "papermill_jobs/cells.py", notebook, str(tmp_path), *words]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
-    done = cells("09_distributed", str(tmp_path), "=print(scale, steps)", "distributed-fit", "--scale", "smoke")
+    done = cells("09_distributed", "=print(scale, steps)", "distributed-fit", "--scale", "smoke")
     assert done.returncode == 0, done.stderr
     assert "smoke 10\nfitted to times made by 20 µs and 1 GB/s: 20 µs and 1 GB/s\n" in done.stdout
     for words, sentence in (
-        (
-            ("09_distributed", str(tmp_path), "nothing"),
-            "09_distributed has no cell 'nothing'; it has ",
-        ),
-        (("99_other", str(tmp_path)), "There is no notebook '99_other'; there are 01_build, "),
-        (("09_distributed", str(tmp_path), "--scale", "huge"), "There is no scale 'huge' ("),
-        (("09_distributed", str(tmp_path), "=1 / 0", "--scale", "smoke"), "This cell failed: 1 / 0"),
+        (("09_distributed", "nothing"), "09_distributed has no cell 'nothing'; it has "),
+        (("09_distributed", "=1 / 0", "--scale", "smoke"), "This cell failed: 1 / 0"),
     ):
         done = cells(*words)
         assert done.returncode == 1

@@ -11,7 +11,7 @@ import types
 import psutil
 import pytest
 
-from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace, to_dict
+from lmcore.config import TrainConfig, replace, to_dict
 from lmcore.errors import EXIT_INTERRUPTED, UserError
 from lmcore.files import write_json
 from lmcore.run import RunFolder
@@ -19,13 +19,8 @@ from workbook.sweep import run_or_reuse, run_sweep, work
 
 
 @pytest.fixture
-def config(embedded_data) -> TrainConfig:
-    return TrainConfig(
-        model=model_config("smoke", vocab_size=300, context_length=16, d_model=16, num_heads=2, d_ff=24),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0, max_grad_norm=None),
-        data=str(embedded_data), batch_size=4, steps=6, log_interval=1, eval_interval=6, checkpoint_interval=6,
-        device="cpu",
-    )  # fmt: skip
+def config(tiny_run) -> TrainConfig:
+    return replace(tiny_run, optimizer__max_grad_norm=None)
 
 
 def test_run_is_followed_to_its_end_reused_and_repaired(tmp_path, config, capsys):

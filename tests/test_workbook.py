@@ -15,7 +15,7 @@ from workbook.notebook import declared_parameters, execution_fault, read_noteboo
 from workbook.parameters import parse_overrides
 from workbook.record import read_records
 from workbook.report.verify import check_writeup
-from workbook.run import refresh, run_workbook
+from workbook.run import run_workbook
 
 
 @pytest.fixture
@@ -129,27 +129,7 @@ def test_every_cell_must_have_run():
     assert execution_fault(notebook) is None
 
 
-def test_refresh_rewrites_only_kept_outputs(tmp_path, monkeypatch, capsys):
-    kept = code("steps * 2", "keep_output", "nbval-check-output")
-    project = make_project(tmp_path, _01_first=["# 01", parameters(), kept, code("steps * 3")])
-    path = project / "notebooks" / "01_first.ipynb"
-    monkeypatch.chdir(project)
-    assert cli.main(["refresh"]) == 0
-    assert f"{path}: rewritten" in capsys.readouterr().out
-    assert results(path) == ["6"]
-    kept = read_notebook(path).cells[2]
-    assert kept.execution_count == 1  # nbval takes a cell with outputs and no count for a mistake
-    assert read_notebook(path).cells[3].execution_count is None
-    assert kept.metadata.tags == ["keep_output", "nbval-check-output"]
-    assert refresh() == []
-    before = path.read_bytes().replace(b"steps * 3", b"steps / 0")
-    path.write_bytes(before)
-    with pytest.raises(UserError, match="ZeroDivisionError"):
-        refresh()
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("words", ["run", "refresh", "handin", "status", "submit notebooks", "submit train --run r"])
+@pytest.mark.parametrize("words", ["run", "handin", "status", "submit notebooks", "submit train --run r"])
 def test_without_a_checkout_there_is_a_sentence(tmp_path, monkeypatch, capsys, words):
     """As from an installed wheel, in a folder that is in no project."""
     monkeypatch.chdir(tmp_path)

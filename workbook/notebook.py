@@ -102,20 +102,17 @@ def heading_above(notebook: "NotebookNode", number: int) -> str | None:
     return next(reversed(re.findall(r"^#{1,6}\s+(.+?)\s*#*$", text, flags=re.MULTILINE)), None)
 
 
-def clean(notebook: "NotebookNode", executed: "NotebookNode | None" = None) -> "NotebookNode":
+def clean(notebook: "NotebookNode") -> "NotebookNode":
     """The notebook as it is committed: outputs only in cells tagged `keep_output`, no run's metadata.
 
     A cell that keeps outputs has the execution count 1, since nbval fails cells that have outputs and were never run.
-
-    With `executed`, a run of the same cells, those outputs are taken from it.
     """
     import nbformat
 
     cleaned = nbformat.from_dict(notebook)
-    runs = {cell.id: cell for _, cell in code_cells(executed or cleaned)}
     for cell in cleaned.cells:
         if cell.cell_type == "code":
-            cell.outputs = runs.get(cell.id, cell).outputs if KEEP_OUTPUT in tags(cell) else []
+            cell.outputs = cell.outputs if KEEP_OUTPUT in tags(cell) else []
             cell.execution_count = 1 if cell.outputs else None
             for output in cell.outputs:
                 if "execution_count" in output:

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lmcore.errors import require
-from lmcore.files import temporary_folder
 from lmcore.stopping import STOP_SECONDS, stop_signals
 from workbook.execution import execute
-from workbook.notebook import clean, read_notebook, write_notebook
 from workbook.parameters import find_notebooks, find_project, locate, resolve_parameters
 from workbook.record import NotebookRecord, holding, plan, read_record, source_hash, write_record
 
@@ -100,20 +98,3 @@ def run_workbook(
             print("workbook: the writeup is being made", flush=True)
             result.pdf = write_writeup(out)
         return result
-
-
-def refresh(notebooks: Sequence[str] = ()) -> list[Path]:
-    """Executes the notebooks at their defaults and rewrites the committed outputs: those of cells tagged keep_output.
-
-    A notebook that fails is left as it was. Returns the files that changed. Raises `UserError` naming the failure.
-    """
-    changed = []
-    with temporary_folder("lmcore-refresh-") as folder, stop_signals() as stop:
-        for path in find_notebooks(find_project(), notebooks):
-            record = NotebookRecord(path.stem)
-            execute(path, record, folder, stop)
-            require(record.state == "done", str(record.unfinished))
-            before = path.read_bytes()
-            write_notebook(path, clean(read_notebook(path), read_notebook(folder / "notebooks" / path.name)))
-            changed += [path] if path.read_bytes() != before else []
-    return changed

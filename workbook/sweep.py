@@ -132,10 +132,7 @@ def _how_far(configs: Mapping[str, TrainConfig], runs: Mapping[str, RunFolder]) 
 
 
 def _follow(
-    name: str,
-    children: list[subprocess.Popen],
-    configs: Mapping[str, TrainConfig],
-    runs: Mapping[str, RunFolder],
+    name: str, children: list[subprocess.Popen], configs: Mapping[str, TrainConfig], runs: Mapping[str, RunFolder]
 ) -> None:
     """Shows how far the runs are until the children have ended and nobody holds the runs.
 
@@ -150,23 +147,15 @@ def _follow(
             progress.update(*_how_far(configs, runs))
             time.sleep(0 if over else SECONDS_BETWEEN_LOOKS)
     except KeyboardInterrupt:
-        _end(children)
+        for child in children:
+            child.terminate()  # it saves itself
+        for child in children:
+            child.wait()
         raise UserError(
             "Interrupted: training has ended, too; run this again to resume it from what is saved."
         ) from None
     finally:
         progress.close()
-
-
-def _end(children: list[subprocess.Popen]) -> None:
-    """Has the children save themselves and end, at once where another interrupt comes meanwhile."""
-    for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
-        with suppress(KeyboardInterrupt):
-            for child in children:
-                end(child)  # does nothing where it has ended
-            for child in children:
-                child.wait()
-            break
 
 
 def _check(code: int, log: RunFolder, before: int) -> None:

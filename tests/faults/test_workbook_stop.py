@@ -14,11 +14,11 @@ import pytest
 from fault_bench import results as run_results
 from notebook_projects import code, make_project, parameters, results
 
-from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace, to_dict
+from lmcore.config import TrainConfig, replace, to_dict
 from lmcore.errors import EXIT_INTERRUPTED
 from lmcore.run import RunFolder
 from lmcore.stopping import SAME_SIGNAL
-from workbook.record import read_record
+from workbook.record import NotebookRecord, read_record, read_records
 
 PATIENCE = 120
 """Seconds after which a condition that has not come true fails the test."""
@@ -41,19 +41,9 @@ runs = run_sweep({f"seed_{i}": replace(config, seed=i) for i in (1, 2)}, f"{out}
 
 
 @pytest.fixture(scope="module")
-def config(embedded_data) -> TrainConfig:
-    return TrainConfig(
-        model=model_config("smoke", vocab_size=300, context_length=16, d_model=16, num_heads=2, d_ff=24),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
-        data=str(embedded_data),
-        batch_size=4,
-        steps=1200,
-        log_interval=5,
-        eval_interval=600,
-        eval_batch_size=64,
-        checkpoint_interval=100,
-        device="cpu",
-    )
+def config(tiny_run) -> TrainConfig:
+    every = {"eval_interval": 600, "checkpoint_interval": 100, "log_interval": 5}
+    return replace(tiny_run, steps=1200, eval_batch_size=64, **every)
 
 
 @pytest.fixture
@@ -107,8 +97,8 @@ class Workbook:
     def run(self, name: str) -> RunFolder:
         return RunFolder(self.out / "runs" / name)
 
-    def record(self, name: str = "01_toy") -> dict:
-        return next(entry for entry in read_record(self.out)["notebooks"] if entry["name"] == name)
+    def record(self, name: str = "01_toy") -> NotebookRecord:
+        return read_record(self.out, name)
 
     def family(self) -> list[psutil.Process]:
         """All processes that run in the project's folder."""
@@ -169,8 +159,8 @@ def require_stopped(book: Workbook, name: str, cell: int) -> str:
     code, said = book.end()
     assert code == EXIT_INTERRUPTED, said
     assert f"stopped by {name} in notebook 01_toy, cell {cell}; the same command resumes from there." in said
-    assert book.record()["state"] == "stopped"
-    assert (book.record()["cell"], book.record()["error"]) == (cell, name)
+    assert book.record().state == "stopped"
+    assert (book.record().cell, book.record().error) == (cell, name)
     assert "'an output to keep'" in book.results()
     assert book.family() == []
     return said
@@ -208,7 +198,7 @@ def test_a_second_ctrl_c_ends_all_processes_at_once(workbook, endless):
     assert said.endswith("lmcore: SIGINT again: ended at once; what was saved stays.\n")
     psutil.wait_procs(book.family(), timeout=PATIENCE)
     assert book.family() == []
-    assert book.record()["state"] == "stopped"
+    assert book.record().state == "stopped"
 
 
 def test_all_workers_of_a_sweep_are_stopped(workbook, endless):
@@ -254,7 +244,7 @@ def test_while_the_kernel_starts(workbook):
     code, said = book.end()
     assert code == EXIT_INTERRUPTED
     assert "stopped by SIGTERM in notebook 01_toy" in said
-    assert book.record()["state"] == "stopped"
+    assert book.record().state == "stopped"
     assert book.family() == []
 
 
@@ -265,9 +255,9 @@ def test_between_notebooks_and_while_the_writeup_is_made(workbook):
     code_, said = book.end()
     assert code_ == EXIT_INTERRUPTED
     assert "stopped by SIGUSR1 before notebook 02_second; the same command resumes from there." in said
-    assert [entry["state"] for entry in read_record(book.out)["notebooks"]] == ["done", "not run"]
+    assert [record.state for record in read_records(book.out)] == ["done", "not run"]
     book.start()
-    book.wait_for(lambda: book.record("02_second")["state"] == "done")
+    book.wait_for(lambda: book.record("02_second").state == "done")
     book.process.send_signal(signal.SIGUSR1)
     code_, said = book.end()
     assert code_ == 0
@@ -293,7 +283,7 @@ def test_all_but_the_kernel_is_killed(workbook, config, undisturbed):
     training.kill()
     book.end()
     assert json.loads((book.out / "notebooks" / "01_toy.json").read_text())["state"] == "running"
-    assert book.record()["state"] == "stopped"
+    assert book.record().state == "stopped"
     assert book.results() == ["'an output to keep'"]
     assert kernels
     assert not psutil.wait_procs(kernels, timeout=PATIENCE)[1]

@@ -17,8 +17,6 @@ from slurm_configuration import NODES, write_configuration
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "setpriv")
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
 START_SECONDS = 60
-LONGEST_PATH = 70
-"""Sockets lie in the cluster's folder, and their paths have at most 107 characters."""
 SEARCH_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 """The Python that runs the tests first, so that jobs find its `lmcore`; Debian keeps the daemons in /usr/sbin."""
 
@@ -36,13 +34,10 @@ class Cluster:
 
     Args:
         folder: an existing folder of the user alone (munge refuses others), with a short path: sockets lie in it.
-        min_job_age: seconds after which Slurm may forget a job that has ended.
     """
 
-    def __init__(self, folder: Path, min_job_age: int = 86_400):
-        self.folder, self.min_job_age = folder.resolve(), min_job_age
-        if len(str(self.folder)) > LONGEST_PATH:
-            raise ValueError(f"{self.folder} is too long for sockets: choose one of {LONGEST_PATH} characters at most")
+    def __init__(self, folder: Path):
+        self.folder = folder.resolve()
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SRUN"))}
         self.environment = inherited | {
             "SLURM_CONF": str(self.folder / "slurm.conf"),
@@ -50,13 +45,15 @@ class Cluster:
             "PATH": SEARCH_PATH,
         }
         self._daemons: dict[str, subprocess.Popen] = {}
-        self._scripts = 0
 
     def __enter__(self) -> "Cluster":
         try:
-            write_configuration(self.folder, self.min_job_age)
+            write_configuration(self.folder)
             self._start_munged()
-            self.start_controller()
+            self._start("slurmctld", "slurmctld", "-D")
+            self._wait_for(
+                lambda: self.run("scontrol", "ping", check=False).returncode == 0, "slurmctld did not answer"
+            )
             for name in NODES:
                 self.start_node(name, wait=False)
             self._wait_until_idle(*NODES)
@@ -76,8 +73,6 @@ class Cluster:
             self._kill_daemon(name)
         kill(cluster_processes(self.folder))
 
-    # Commands and jobs
-
     def run(
         self, *command: object, check: bool = True, cwd: Path | None = None, timeout: float = 300, **variables: object
     ) -> subprocess.CompletedProcess:
@@ -87,27 +82,13 @@ class Cluster:
         done = subprocess.run(
             words, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
         )
-        if check and done.returncode:
-            raise AssertionError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        assert done.returncode == 0 or not check, f"{' '.join(words)} ended with {done.returncode}:\n{done}"
         return done
 
     def sbatch(
-        self,
-        script: Path | str,
-        *arguments: object,
-        options: tuple[str, ...] | list[str] = (),
-        cwd: Path | None = None,
-        **variables: object,
+        self, script: Path | str, *arguments: object, options: tuple | list = (), cwd: Path, **variables: object
     ) -> str:
-        """Submits a script (its path, or its text if that begins with #!) and returns the job's id.
-
-        The log lands in `cwd` as the script or sbatch says, for a text without `cwd` in the cluster's folder.
-        """
-        if str(script).startswith("#!"):
-            self._scripts += 1
-            path = self.folder / f"script-{self._scripts}.sh"
-            path.write_text(str(script))
-            script, cwd = path, cwd or self.folder
+        """Submits a script from `cwd` and returns the job's id. The log lands where the script or sbatch says."""
         done = self.run("sbatch", "--parsable", *options, script, *arguments, cwd=cwd, **variables)
         return done.stdout.strip().split(";")[0]
 
@@ -120,8 +101,7 @@ class Cluster:
     def info(self, job: str) -> dict[str, str]:
         """What `scontrol show job` says (JobState, NodeList, Restarts, Reason …); of an array its first record."""
         records = self.records(job)
-        if not records:
-            raise AssertionError(f"Slurm knows no job {job}:\n{self.describe()}")
+        assert records, f"Slurm knows no job {job}:\n{self.describe()}"
         return records[0]
 
     def state(self, job: str) -> str:
@@ -136,19 +116,23 @@ class Cluster:
 
         A job that has ended in another state, or is late, is an AssertionError with the queue and all logs.
         """
-        pauses = pauses_until(timeout)
-        while (state := self.state(job)) not in (states or FINAL_STATES):
-            if state in FINAL_STATES or not next(pauses):
-                wanted = " or ".join(states) or "ended"
-                raise AssertionError(f"job {job} is {state}, not {wanted}, {timeout} s at most\n{self.describe(job)}")
-        return state
+        wanted = states or FINAL_STATES
+        seen = [""]
+
+        def there() -> bool:
+            seen.append(self.state(job))
+            return seen[-1] in {*wanted, *FINAL_STATES}
+
+        self.wait_until(there, f"job {job} was {' or '.join(wanted)}", timeout, job)
+        assert seen[-1] in wanted, f"job {job} is {seen[-1]}\n{self.describe(job)}"
+        return seen[-1]
 
     def wait_until(self, condition, what: str, timeout: float = 300, job: str | None = None) -> None:
         """Waits until `condition()` is true; late, it is an AssertionError that says `what` did not happen."""
-        pauses = pauses_until(timeout)
+        end = time.monotonic() + timeout
         while not condition():
-            if not next(pauses):
-                raise AssertionError(f"in {timeout} s it did not happen that {what}\n{self.describe(job)}")
+            assert time.monotonic() < end, f"in {timeout} s it did not happen that {what}\n{self.describe(job)}"
+            time.sleep(0.3)
 
     def log(self, job: str) -> str:
         """The text of the job's output file so far ('' where there is none yet)."""
@@ -157,14 +141,10 @@ class Cluster:
 
     def describe(self, job: str | None = None) -> str:
         """The queue, the nodes, the ends of the daemons' logs and a job's record and log, for messages of failure."""
-        parts = [self._daemon_logs(), self.run("squeue", "--all", check=False).stdout]
-        parts.append(self.run("sinfo", "-N", check=False).stdout)
-        if job is not None:
-            parts.append(self.run("scontrol", "show", "job", job, check=False).stdout)
-            parts += [f"log of {r['JobId']}:\n{_tail(Path(r.get('StdOut', '')))}" for r in self.records(job)]
+        looks = [("squeue", "--all"), ("sinfo", "-N"), *([("scontrol", "show", "job", job)] if job else [])]
+        parts = [self._daemon_logs(), *(self.run(*look, check=False).stdout for look in looks)]
+        parts += [_tail(Path(record.get("StdOut", ""))) for record in (self.records(job) if job else [])]
         return "\n".join(parts)
-
-    # Nodes
 
     def kill_node(self, name: str) -> None:
         """What a power failure does: SIGKILL to the node's slurmd, slurmstepds and job processes."""
@@ -176,28 +156,6 @@ class Cluster:
         self._start(name, "slurmd", "-D", "-N", name)
         if wait:
             self._wait_until_idle(name)
-
-    def save_jobs(self, job: str) -> None:
-        """Waits until slurmctld has written what it knows of the jobs, up to five seconds after a change to `job`."""
-        changed = time.time()
-        self.run("scontrol", "update", f"JobId={job}", "Comment=saved")
-        file = self.folder / "state" / "job_state"
-        self.wait_until(lambda: file.exists() and file.stat().st_mtime > changed, "the jobs were saved", job=job)
-
-    def kill_controller(self) -> None:
-        """SIGKILL to slurmctld: jobs go on, but nobody answers. It forgets what it has not saved (`save_jobs`)."""
-        self._kill_daemon("slurmctld")
-
-    def start_controller(self) -> None:
-        """Starts slurmctld, with the jobs that it knew before, and waits until it answers."""
-        self._start("slurmctld", "slurmctld", "-D")
-        self._wait_for(lambda: self.run("scontrol", "ping", check=False).returncode == 0, "slurmctld did not answer")
-
-    def node_state(self, name: str) -> str:
-        """IDLE, MIXED, ALLOCATED, DOWN … with Slurm's suffixes, as `scontrol show node` says it."""
-        return re.search(r"State=(\S+)", self.run("scontrol", "show", "node", name).stdout)[1]
-
-    # The inside
 
     def _start_munged(self) -> None:
         """Starts munged with a key of its own, and waits for its socket."""
@@ -248,24 +206,8 @@ class Cluster:
         return "\n".join(f"{path.stem} said:\n{_tail(path)}" for path in sorted(self.folder.glob("*.out")))
 
 
-def pauses_until(timeout: float) -> Iterator[bool]:
-    """Sleeps each time, first shortly and then a twentieth of the time so far, half a second at most.
-
-    False once `timeout` is over. Each look is a process or more, beside what is waited for.
-    """
-    began = time.monotonic()
-    while (passed := time.monotonic() - began) <= timeout:
-        time.sleep(min(max(0.05, passed / 20), 0.5))
-        yield True
-    while True:
-        yield False
-
-
 def _tail(path: Path, lines: int = 30) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.is_file() else "(no file)"
-
-
-# Processes
 
 
 def cluster_processes(folder: Path, node: str = "*") -> Iterator[psutil.Process]:

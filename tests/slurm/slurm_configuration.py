@@ -15,6 +15,7 @@ CPUS_PER_NODE = 8
 # - cgroups need a delegated hierarchy; with proctrack/cgroup and without one jobs never run, although srun returns 0.
 # - A requeued job waits until the credentials of its first run have expired: two minutes, unless cred_expire is short.
 # - Node names do not resolve, so all nodes are 127.0.0.1 with ports of their own.
+# - GraceTime: so long may a preempted job save itself; it gets its `--signal` first and is requeued after this.
 # - config_overrides believes the CPUs and memory stated here, whatever the host has.
 SLURM_CONF = """\
 ClusterName=lmcore
@@ -53,18 +54,16 @@ JobRequeue=1
 ReturnToService=2
 SlurmdTimeout=10
 KillWait=5
-MinJobAge={min_job_age}
+MinJobAge=86400
 InactiveLimit=0
 GresTypes=gpu
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF State=UP
-PartitionName=spot Nodes=ALL MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace} State=UP
+PartitionName=spot Nodes=ALL MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=20 State=UP
 """
-SPOT_GRACE_SECONDS = 20
-"""How long a preempted job of the partition spot may save: it gets its `--signal` first and is requeued after this."""
 
 
-def write_configuration(folder: Path, min_job_age: int) -> None:
+def write_configuration(folder: Path) -> None:
     """Writes the files into the cluster's folder, with ports that are free now."""
     folder.chmod(0o700)
     (folder / "state").mkdir()
@@ -84,8 +83,6 @@ def write_configuration(folder: Path, min_job_age: int) -> None:
         hostname=hostname,
         controller_port=controller_port,
         nodes="\n".join(nodes),
-        grace=SPOT_GRACE_SECONDS,
-        min_job_age=min_job_age,
     )
     (folder / "slurm.conf").write_text(text)
     _write_gpus(folder)

@@ -19,7 +19,7 @@ def commands(arguments: Sequence[str]) -> SubcommandApp:
         "sweep": ("What the tasks of a sweep run, and the table of its runs.", (sweep.work, sweep.table)),
     }
     unlisted = (jobs.requeue,) if arguments[:1] == ["requeue"] else ()  # only job.sh calls it
-    listed = (notebooks.run, notebooks.refresh, notebooks.writeup, notebooks.handin, jobs.status)
+    listed = (notebooks.run, notebooks.writeup, notebooks.handin, jobs.status)
     return application.commands((*listed, *unlisted), groups)
 
 

@@ -1,4 +1,4 @@
-"""`workbook run`, `refresh`, `writeup` and `handin`: the notebooks, executed, and what is made from them."""
+"""`workbook run`, `writeup` and `handin`: the notebooks, executed, and what is made from them."""
 
 import sys
 from pathlib import Path
@@ -47,19 +47,6 @@ def run(
     if result.pdf:
         print(f"PDF: {result.pdf}")
     return EXIT_FAILURE if result.failure else 0
-
-
-def refresh(notebooks: tuple[str, ...] = ()) -> int:
-    """Execute the notebooks at their defaults and rewrite their committed outputs: those of cells tagged keep_output.
-
-    Args:
-        notebooks: Only these, by number or name.
-    """
-    from workbook.run import refresh
-
-    changed = refresh(notebooks)
-    print("\n".join(f"{path}: rewritten" for path in changed) or "The committed outputs are up to date.")
-    return 0
 
 
 def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False, to: Path | None = None) -> int:
