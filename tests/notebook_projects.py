@@ -14,6 +14,13 @@ SVG = (
 )
 
 
+TRAIN = """import json
+from lmcore.config import TrainConfig, from_dict
+from workbook.sweep import run_or_reuse
+config = from_dict(TrainConfig, json.load(open("../config.json")))
+run_or_reuse(config, f"{out}/runs/toy").status()["state"]"""
+"""A cell that trains what config.json in the project says."""
+
 KERNEL = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},

@@ -55,18 +55,6 @@ def test_what_a_cell_makes_to_be_seen_is_its_last_expression(name):
 
 
 @pytest.mark.parametrize(
-    ("template", "numbers"),
-    [
-        ("the {n:,} tokens of `bpe:512` in float32, as $x^2$, by FlashAttention-2", []),
-        ("a factor of 2.5 and {x:.1%}", ["2.5"]),
-        ("{{4}} blocks", ["4"]),
-    ],
-)
-def test_numbers_in_templates_are_found(template, numbers):
-    assert typed_numbers(template) == numbers
-
-
-@pytest.mark.parametrize(
     ("problem", "told"),
     [  # batch 4, four bytes a value: the logits, the hidden layer of an FFN or the scores of a block, at each context
         ("memory_profiling (c, CSE599-O)", {4 * 128 * 10_000: "19.53", 4 * 256 * 10_000: "39.06"}),

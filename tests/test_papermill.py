@@ -11,7 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
-from notebook_projects import code, make_project, parameters
+from notebook_projects import TRAIN, code, make_project, parameters
 
 from lmcore.config import replace, to_dict
 from lmcore.data import CorpusConfig, prepare
@@ -27,11 +27,6 @@ SCALES = ("smoke", "laptop", "gpu")
 PAPERMILL = Path(sys.executable).with_name("papermill")
 
 BEGIN = code("from workbook.parameters import begin_notebook\n\nbegin_notebook()")
-TRAIN = code("""import json
-from lmcore.config import TrainConfig, from_dict
-from workbook.sweep import run_or_reuse
-config = from_dict(TrainConfig, json.load(open("../config.json")))
-run_or_reuse(config, f"{out}/runs/toy").status()["state"]""")
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -155,7 +150,9 @@ def test_the_first_cell_refuses_in_a_sentence(elsewhere):
 def test_the_same_command_resumes_after_a_stop(tmp_path, tiny_run):
     """papermill is killed while a cell trains; the training continues by itself, and the next papermill follows it."""
     project = make_project(
-        tmp_path / "project", {"01_toy": "steps: 5\n"}, _01_toy=["# 01", parameters(), BEGIN, TRAIN, code("out, steps")]
+        tmp_path / "project",
+        {"01_toy": "steps: 5\n"},
+        _01_toy=["# 01", parameters(), BEGIN, code(TRAIN), code("out, steps")],
     )
     config = replace(tiny_run, steps=600, eval_batch_size=4096, eval_interval=600, checkpoint_interval=100)
     (project / "config.json").write_text(json.dumps(to_dict(config)))

@@ -13,9 +13,6 @@ from lmcore.stopping import STOP_SECONDS, StopEvent, ended_by
 from workbook.notebook import code_cells, execution_fault, heading_above, read_notebook
 from workbook.record import NotebookRecord, write_record
 
-LONGEST_SOCKET = 90
-"""Characters of a path that systems take for a socket, with some left for its number."""
-
 
 def execute(
     source: Path, record: NotebookRecord, out: Path, stop: StopEvent, stop_seconds: float = STOP_SECONDS
@@ -115,7 +112,7 @@ def _kernel(variables: Mapping[str, str]) -> Iterator[type]:
         spec = KernelSpec(argv=command, display_name="Python 3", language="python", env=environment)
         members: dict[str, Any] = {"kernel_spec": spec}
         sockets = str(folder / "k")
-        if sys.platform != "win32" and len(sockets) < LONGEST_SOCKET:
+        if sys.platform != "win32" and len(sockets) < 90:  # systems take about 100 characters
             # ports may be taken between choosing and binding them, by the kernel of a job beside this one
             members |= {"_transport_default": lambda _: "ipc", "_ip_default": lambda _: sockets}
         yield type("Kernel", (AsyncKernelManager,), members)

@@ -31,13 +31,12 @@ def publish(out: Path, to: Path) -> list[Path]:
     records = read_records(out)
     lacking = unfinished(records)
     require(not lacking, f"{''.join(lacking[:1])} Only a complete workbook is published.")
-    sources = {to / PDF_NAME: write_writeup(out)}
-    sources |= {to / "figures" / file.name: file for file in sorted((out / "figures").glob("*.svg"))}
+    figures = sorted((out / "figures").glob("*.svg"))
+    for file in figures:
+        refuse_machine_names(file.name, file.read_text(encoding="utf-8"))
+    sources = {to / PDF_NAME: write_writeup(out), **{to / "figures" / file.name: file for file in figures}}
     names = [f"{record.name}.ipynb" for record in records]
     made = {to / "notebooks" / name: published(out / "notebooks" / name) for name in names}
-    for path, source in sources.items():
-        if path.suffix != ".pdf":
-            refuse_machine_names(source.name, source.read_text(encoding="utf-8"))
     for path, source in sources.items():
         with atomic_write(path) as file:
             file.write(source.read_bytes())

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fault_bench import results as run_results
-from notebook_projects import code, make_project, parameters, results
+from notebook_projects import TRAIN, code, make_project, parameters, results
 
 from lmcore.config import TrainConfig, replace, to_dict
 from lmcore.errors import EXIT_INTERRUPTED
@@ -27,11 +27,6 @@ ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 """Environment of processes that do not slow each other down."""
 
 KEPT = code("'an output to keep'")
-TRAIN = """import json
-from lmcore.config import TrainConfig, from_dict
-from workbook.sweep import run_or_reuse
-config = from_dict(TrainConfig, json.load(open("../config.json")))
-run_or_reuse(config, f"{out}/runs/toy").status()["state"]"""
 SWEEP = """import json
 from lmcore.config import TrainConfig, from_dict, replace
 from workbook.sweep import run_sweep

@@ -8,7 +8,7 @@ import pytest
 import torch
 from filelock import FileLock
 from job_projects import job_project
-from notebook_projects import code, parameters
+from notebook_projects import TRAIN, code, parameters
 from safetensors.torch import load_file
 
 from lmcore.config import TrainConfig, replace, to_dict
@@ -22,12 +22,6 @@ STEPS = 1000
 """Seconds of training are left after the first checkpoint, in which the node is taken."""
 SCRIPT = ("papermill_jobs/workbook.sbatch", "--no-writeup")
 
-
-TRAIN = """import json
-from lmcore.config import TrainConfig, from_dict
-from workbook.sweep import run_or_reuse
-config = from_dict(TrainConfig, json.load(open("../config.json")))
-run_or_reuse(config, f"{out}/runs/toy").status()["state"]"""
 
 WAIT_THE_FIRST_TIME = """import os, time
 time.sleep(0 if os.environ.get("SLURM_RESTART_COUNT") else 3600)"""
@@ -121,7 +115,7 @@ def test_the_time_limit_comes(cluster, tmp_path):
     """
     project = job_project(tmp_path / "project", _02_train=["# 02", parameters(), code(WAIT_THE_FIRST_TIME)])
     options = ["--time=1", "--signal=B:USR1@30"]
-    job = cluster.sbatch(*SCRIPT, options=options, cwd=project, NOTEBOOKS="02")
+    job = cluster.sbatch(*SCRIPT, options=options, cwd=project, NOTEBOOKS="02", ATTEMPTS=9)
     assert cluster.wait(job) == "COMPLETED"
     restarts = int(cluster.info(job)["Restarts"])
     assert restarts >= 1

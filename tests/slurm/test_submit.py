@@ -34,7 +34,7 @@ def shown(cluster, project: Path) -> dict[str, list[str]]:
 def test_a_failing_notebook_fails_its_job_and_the_writeup_reports_it(cluster, tmp_path):
     failing = touching("02_train", "## Where it breaks", code("1 / 0"))
     others = {f"_{name}": touching(name) for name in ("03_generate", "04_nsys")}
-    project = job_project(tmp_path / "a project's folder", _02_train=failing, **others)
+    project = job_project(tmp_path / "project's", _02_train=failing, **others)
     jobs = submit(cluster, project)
     assert cluster.wait(jobs["writeup"])
     assert cluster.info(jobs["02_train"])["ExitCode"] == "1:0"
