@@ -88,8 +88,9 @@ status: $(INSTALLED)  ## the jobs that were submitted: state, last line of the l
 	@$(BIN)/workbook status
 
 refresh-notebooks: $(INSTALLED)  ## execute the notebooks at their defaults and rewrite their committed outputs
-	@for notebook in notebooks/*.ipynb; do echo "$$notebook"; env -u MPLBACKEND $(BIN)/jupyter nbconvert --log-level ERROR \
-	  --to notebook --execute --inplace --coalesce-streams "$$notebook"; done
+	@for notebook in notebooks/*.ipynb; do echo "$$notebook"; env -u MPLBACKEND $(BIN)/jupyter nbconvert \
+	  --log-level ERROR --execute --inplace "$$notebook"; done
+	@$(BIN)/jupyter nbconvert --log-level ERROR --inplace --coalesce-streams notebooks/*.ipynb
 	@for notebook in notebooks/*.ipynb; do $(BIN)/python -m workbook.notebook <"$$notebook" >"$$notebook.new"; \
 	  mv "$$notebook.new" "$$notebook"; done
 
