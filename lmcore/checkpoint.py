@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,24 +29,22 @@ Source = str | os.PathLike | BinaryIO | IO[bytes]
 
 
 def save_checkpoint(
-    model: nn.Module, optimizer: Optimizer, iteration: int, out: Source, extra: dict[str, Any] | None = None
-) -> None:
+    model: nn.Module, optimizer: Optimizer | dict[str, Any], iteration: int, out: Source,
+    extra: dict[str, Any] | None = None, weights: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
     """Writes model, optimizer, iteration and `extra` (plain values and tensors) to a path or a binary file object.
 
-    A path is written atomically. The content carries its own SHA-256 digest. Raises `UserError` if `out` cannot be
+    A path is written atomically. The content carries its own SHA-256 digest. States that were put together from several
+    processes stand in place of the optimizer and, as `weights`, of the model's. Raises `UserError` if `out` cannot be
     written.
     """
-    save_states(model, model.state_dict(), optimizer.state_dict(), iteration, out, extra)
-
-
-def save_states(
-    model: nn.Module, weights: dict[str, Any], optimizer: dict[str, Any], iteration: int, out: Source,
-    extra: dict[str, Any] | None = None,
-) -> None:  # fmt: skip
-    """`save_checkpoint` of states that were put together before, as from several processes."""
-    config = asdict(model.config) if isinstance(model, TransformerLM) else None
-    content = {"iteration": iteration, "model_config": config, "model": weights, "optimizer": optimizer}
-    content |= {"extra": extra or {}}
+    content = {
+        "iteration": iteration,
+        "model_config": asdict(model.config) if isinstance(model, TransformerLM) else None,
+        "model": model.state_dict() if weights is None else weights,
+        "optimizer": optimizer.state_dict() if isinstance(optimizer, Optimizer) else optimizer,
+        "extra": extra or {},
+    }
     content |= {"lmcore_format": FORMAT, "digest": digest(content)}
     if not isinstance(out, str | os.PathLike):
         torch.save(content, out)
@@ -100,24 +98,25 @@ def load_plain(src: Source) -> dict[str, Any]:
 
 
 @contextmanager
-def whole(name: str) -> Iterator[None]:
-    """A block that reads a checkpoint: what goes wrong there becomes a `UserError`."""
+def whole(name: str, kind: str = "checkpoint") -> Iterator[None]:
+    """A block that reads a file of this kind: what goes wrong there becomes a `UserError`."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit):
         raise
     except FileNotFoundError:
-        raise UserError(f"There is no checkpoint {name}.") from None
+        hint = "" if kind == "checkpoint" else "; a run has its weights from its first evaluation on"
+        raise UserError(f"There is no {kind} {name}{hint}.") from None
     except BaseException as error:  # a changed byte can make readers stumble over anything; PyTorch's is no Exception
         said = f"it is truncated, damaged or of another kind ({type(error).__name__})"
-        raise UserError(f"{name} is not a whole checkpoint: {said}.") from error
+        raise UserError(f"{name} is not a whole {kind}: {said}.") from error
 
 
 def restore(content: dict[str, Any], model: nn.Module, optimizer: Optimizer, name: str = "The checkpoint") -> int:
     """Puts the content of `read_checkpoint` into model and optimizer; returns the iteration."""
     if isinstance(model, TransformerLM) and content["model_config"] is not None:
-        require_same_architecture(content["model_config"], model.config, name)
-    _require_same_tensors(content["model"], model, name)
+        require_same(content["model_config"], asdict(model.config), name)
+    require_same(_shapes(content["model"]), _shapes(model.state_dict()), name)
     there, here = content["optimizer"]["param_groups"], optimizer.state_dict()["param_groups"]
     # load_state_dict takes the options of another kind of optimizer without a word
     there, here = ([(sorted(group), len(group["params"])) for group in groups] for groups in (there, here))
@@ -127,22 +126,19 @@ def restore(content: dict[str, Any], model: nn.Module, optimizer: Optimizer, nam
     return content["iteration"]
 
 
-def require_same_architecture(saved: Mapping[str, Any], config: ModelConfig, name: str) -> None:
-    """Raises `UserError` naming every field in which the saved architecture differs from `config`."""
+def require_same(there: Mapping[str, Any], here: Mapping[str, Any], name: str) -> None:
+    """Raises `UserError` naming the fields of a config, or the shapes of weights, in which `name` differs from here."""
     differences = [
-        f"{field} ({saved.get(field, 'absent')} there, {value} here)"
-        for field, value in asdict(config).items()
-        if field not in saved or saved[field] != value
+        f"{key} ({there.get(key, 'absent')} there, {here.get(key, 'absent')} here)"
+        for key in {**here, **there}
+        if there.get(key, "absent") != here.get(key, "absent")
     ]
-    require(not differences, f"{name} is of another architecture: {', '.join(differences)}.")
+    more = ", …" if len(differences) > 8 else ""
+    require(not differences, f"{name} is of another architecture: {', '.join(differences[:8])}{more}.")
 
 
-def _require_same_tensors(saved: Mapping[str, Tensor], model: nn.Module, name: str) -> None:
-    here = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    there = {key: tuple(value.shape) for key, value in saved.items()}
-    differing = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
-    shown = ", ".join(f"{k} ({there.get(k, 'absent')} there, {here.get(k, 'absent')} here)" for k in differing[:4])
-    require(not differing, f"{name} is of another architecture: {shown}{', …' if len(differing) > 4 else ''}.")
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(value.shape) for key, value in state.items()}
 
 
 def digest(value: Any) -> str:
@@ -171,17 +167,18 @@ def _update(state: "hashlib._Hash", value: Any) -> None:
         state.update(repr(value).encode())
 
 
-def save_weights(model: TransformerLM, path: str | os.PathLike, **notes: Any) -> None:
-    """Writes the weights alone as safetensors, atomically; `notes` go into the file's metadata with the config."""
-    write_weights(model.config, model.state_dict(), path, **notes)
+def save_weights(
+    model: TransformerLM, path: str | os.PathLike, state: Mapping[str, Tensor] | None = None, **notes: Any
+) -> None:
+    """Writes the weights alone as safetensors, atomically; `notes` go into the file's metadata with the config.
 
-
-def write_weights(config: ModelConfig, state: Mapping[str, Tensor], path: str | os.PathLike, **notes: Any) -> None:
-    """`save_weights` of a state dict that was put together before, as from several processes."""
+    `state` is the model's state dict where it was put together from several processes.
+    """
+    state = model.state_dict() if state is None else state
     weights = {key: value.detach().cpu().contiguous() for key, value in sorted(state.items())}
-    if config.tie_embeddings:
+    if model.config.tie_embeddings:
         del weights["lm_head.weight"]  # the alias of the embeddings, which safetensors refuses
-    metadata = {"model_config": json.dumps(asdict(config)), "digest": digest(weights)}
+    metadata = {"model_config": json.dumps(asdict(model.config)), "digest": digest(weights)}
     metadata |= {key: json.dumps(value) for key, value in notes.items()}
     with atomic_write(path) as file:  # `save_file` would make another file, which only this user may read
         file.write(save(weights, metadata))
@@ -196,29 +193,21 @@ def load_model(path: str | os.PathLike, device: torch.device | str = "cpu") -> T
     model = TransformerLM(notes["model_config"])
     if model.config.tie_embeddings:
         weights["lm_head.weight"] = weights["token_embeddings.weight"]
-    _require_same_tensors(weights, model, str(path))
+    require_same(_shapes(weights), _shapes(model.state_dict()), str(path))
     model.load_state_dict(weights)
     return model.to(device).eval()
 
 
 def read_weights(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Verified tensors and notes of a `save_weights` file; the note `model_config` is a `ModelConfig`."""
-    try:
-        with safe_open(not_a_pipe(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-    except FileNotFoundError:
-        raise UserError(f"There are no weights {path}; a run has them from its first evaluation on.") from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is not a whole safetensors file: truncated, damaged or of another kind.") from error
-    known = {"model_config", "digest"} <= metadata.keys()
-    require(known, f"{path} was not written by lmcore's save_weights.")
-    noted = metadata.pop("digest")
-    require(digest(weights) == noted, f"{path} is damaged: its weights do not match their SHA-256 digest.")
-    try:
+    with whole(str(path), "safetensors file"), safe_open(not_a_pipe(path), framework="pt") as file:
+        metadata = file.metadata() or {}
+        known = {"model_config", "digest"} <= metadata.keys()
+        require(known, f"{path} was not written by lmcore's save_weights.")
+        noted = metadata.pop("digest")
         notes = {key: json.loads(value) for key, value in metadata.items()}
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: the notes beside its weights are not JSON.") from error
+        weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+    require(digest(weights) == noted, f"{path} is damaged: its weights do not match their SHA-256 digest.")
     return weights, notes | {"model_config": from_dict(ModelConfig, notes["model_config"])}
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal, TypeVar
 
-from lmcore.errors import require, require_path, require_positive, require_seed
+from lmcore.errors import UserError, require, require_path, require_positive, require_seed
 
 Config = TypeVar("Config", bound=Any)
 
@@ -44,17 +44,15 @@ class ModelConfig:
     attention: Literal["plain", "sdpa", "flash"] = "plain"
     """plain: the definition, which materializes the scores; flash: our FlashAttention-2; sdpa: PyTorch's kernels."""
     checkpoint_every: int | None = None
-    """Gradient checkpointing (Chen et al. 2016): while training, only the input of every so many blocks is kept, and
-    the blocks are computed again in the backward pass. None: off, everything is kept. Whatever the number, the explicit
-    step saves the inputs of each block's norms and attention's output, and recomputes the rest."""
+    """Gradient checkpointing (Chen et al. 2016): only the input of every so many blocks is kept, and the blocks are
+    computed again in the backward pass; None: off. The explicit step recomputes parts of each block, whatever the
+    number."""
 
     def __post_init__(self):
         sizes = "vocab_size context_length d_model num_layers num_heads d_ff"
         check_fields(self, positive=f"{sizes} rope_theta embedding_init_std checkpoint_every")
-        d_model, d_k = self.d_model, self.d_k
-        require(
-            d_model % self.num_heads == 0, f"d_model ({d_model}) must be divisible by num_heads ({self.num_heads})."
-        )
+        d_model, d_k, heads = self.d_model, self.d_k, self.num_heads
+        require(d_model % heads == 0, f"d_model ({d_model}) must be divisible by num_heads ({heads}).")
         pairs = self.position != "rope" or d_k % 2 == 0
         require(pairs, f"RoPE rotates pairs, so the head size d_model / num_heads must be even, not {d_k}.")
         even = self.position != "sinusoidal" or d_model % 2 == 0
@@ -68,8 +66,7 @@ class ModelConfig:
         return self.d_model // self.num_heads
 
 
-SIZE_FIELDS = ("d_model", "d_ff", "num_layers", "num_heads")
-SHAPES = {
+SHAPES = {  # d_model, d_ff, num_layers, num_heads
     "tinystories": (512, 1344, 4, 16),
     "small": (768, 3072, 12, 12),
     "medium": (1024, 4096, 24, 16),
@@ -84,7 +81,7 @@ SHAPES = {
     "laptop": (256, 704, 4, 8),
     "smoke": (64, 192, 2, 4),
 }
-MODEL_SIZES = {name: dict(zip(SIZE_FIELDS, shape, strict=True)) for name, shape in SHAPES.items()}
+MODEL_SIZES = {name: dict(d_model=d, d_ff=f, num_layers=n, num_heads=h) for name, (d, f, n, h) in SHAPES.items()}
 """Named sizes; `model_config(name, ...)` completes one with vocabulary, context length and switches."""
 
 
@@ -149,10 +146,9 @@ class TrainConfig:
     keep_checkpoints: int = 2
     """Latest checkpoints kept, besides the best by validation loss."""
     checkpoints: Literal["whole", "sharded"] = "whole"
-    """whole: one file, of which each process has all; sharded: a folder to which each process writes its part. Both
-    load on any number of processes."""
+    """whole: one file; sharded: a folder to which each process writes its part. Both load on any number of them."""
     keep_weights: bool = True
-    """False: of a complete run only the metrics stay, neither checkpoints nor weights, as for a sweep of many runs."""
+    """False: of a complete run only the metrics stay, as for a sweep of many runs."""
     device: str = "auto"
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     ops: Literal["plain", "fused"] = "plain"
@@ -160,17 +156,14 @@ class TrainConfig:
     compile: bool = False
     """torch.compile, for what runs as plain operations."""
     strategy: Literal["none", "ddp", "zero1", "fsdp", "torch-ddp", "torch-fsdp2"] = "none"
-    """How the processes that torchrun started divide the work: ours, or PyTorch's. Each has a part of the batch; zero1
-    divides the optimizer's state, too, and fsdp the weights; ops=fused covers ddp and, with AdamW, zero1 and fsdp."""
+    """How torchrun's processes divide the work: ours, or PyTorch's. Each has a part of the batch; zero1 divides the
+    optimizer's state, too, and fsdp the weights; ops=fused covers ddp and, with AdamW, zero1 and fsdp."""
     deterministic: bool = False
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
 
     def __post_init__(self):
-        check_fields(
-            self,
-            positive="batch_size steps log_interval eval_interval eval_batch_size checkpoint_interval keep_checkpoints",
-            not_negative="z_loss",
-        )
+        counts = "batch_size steps log_interval eval_interval eval_batch_size checkpoint_interval keep_checkpoints"
+        check_fields(self, positive=counts, not_negative="z_loss")
         require_path("data", self.data)
         require_seed(self.seed)
         sharded, ours = self.strategy in ("fsdp", "torch-fsdp2"), self.strategy == "fsdp"
@@ -201,8 +194,7 @@ class GenerateConfig:
     seed: int = 0
     kv_cache: bool = True
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16 and fp16 are mixed precision by autocast, for the fused decoder the type of its weights; with fp32 an
-    autocast around the call decides."""
+    """bf16 and fp16 are mixed precision by autocast, for the fused decoder the type of its weights."""
     ops: Literal["plain", "fused"] = "plain"
     """plain: the model as it is; fused: our decoding kernels with a static cache, where they cover the model."""
 
@@ -251,22 +243,20 @@ def check_fields(config: Any, positive: str = "", not_negative: str = "") -> Non
             require_positive(name, value)
         require(value is None or value > 0, f"{name} must be positive, not {value}.")
     for name in not_negative.split():
-        value = getattr(config, name)
-        require(value >= 0, f"{name} must not be negative, not {value}.")
+        require(getattr(config, name) >= 0, f"{name} must not be negative, not {getattr(config, name)}.")
 
 
 def _require_fields(kind: type, names: Iterable[str]) -> None:
     """Raises `UserError` unless all names are of fields of the config `kind`."""
     fields = [f.name for f in dataclasses.fields(kind)]
-    for name in names:
+    for name in set(names).difference(fields):
         near = difflib.get_close_matches(str(name), fields, n=1)
         meant = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(fields)}."
-        require(name in fields, f"{kind.__name__} has no field {name}; {meant}")
+        raise UserError(f"{kind.__name__} has no field {name}; {meant}")
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    """A config as nested plain dictionaries, ready for JSON or YAML."""
-    return dataclasses.asdict(config)
+to_dict = dataclasses.asdict
+"""A config as nested plain dictionaries, ready for JSON or YAML."""
 
 
 def from_dict(kind: type[Config], values: dict[str, Any]) -> Config:
@@ -288,7 +278,7 @@ def _coerce(hint: Any, value: Any, name: str) -> Any:
         require(isinstance(value, list | tuple), f"{name} must be a list, not {value!r}.")
         return tuple(_coerce(arguments[0], item, name) for item in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(str(value))  # of a whole number that is too large: inf, not an OverflowError
+        return float(str(value))  # inf where it is too large, not an OverflowError
     if hint in (int, float, str, bool):
         require(type(value) is hint, f"{name} must be of type {hint.__name__}, not {value!r}.")
     return value
@@ -296,8 +286,7 @@ def _coerce(hint: Any, value: Any, name: str) -> Any:
 
 def replace(config: Config, **changes: Any) -> Config:
     """A copy with fields changed; `section__field` reaches into a nested config (`optimizer__learning_rate=1e-3`)."""
-    nested: dict[str, dict[str, Any]] = {}
-    flat: dict[str, Any] = {}
+    nested, flat = {}, {}  # type: dict[str, dict[str, Any]], dict[str, Any]
     for key, value in changes.items():
         section, _, name = key.partition("__")
         (nested.setdefault(section, {}) if name else flat)[name or key] = value
@@ -307,10 +296,7 @@ def replace(config: Config, **changes: Any) -> Config:
 
 
 def named(entry: Any) -> Any:
-    """What an entry of a table of names stands for: itself, or what its dotted path "module:name" leads to.
-
-    So a module is imported only by those who ask for what it holds.
-    """
+    """An entry of a table of names, or what its path "module:name" leads to, imported only by those who ask for it."""
     if not isinstance(entry, str):
         return entry
     module, _, name = entry.partition(":")

@@ -4,8 +4,9 @@ import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -45,55 +46,30 @@ def examine(folder: str | os.PathLike = ".") -> dict[str, str]:
         "Disk": f"{shutil.disk_usage(folder).free / 1e9:.1f} GB free here",
         "Code": here["git_commit"] or "not a git checkout",
         **packages,
-        "nsys": nsight_systems(),
-        "slurm": slurm(),
-        "GPT-2 tokenizer": gpt2_tokenizer(),
+        "nsys": said(lambda: f"present {(nsys := find_nsys()).version} ({nsys.path})"),
+        "GPT-2 tokenizer": said(lambda: load_gpt2(download=False) and "present"),
         **prepared_corpora(Path(folder) / "data"),
     }
 
 
-def nsight_systems() -> str:
-    """Nsight Systems, which hides in many places: its version and where it is."""
+def said(look: Callable[[], str]) -> str:
+    """What is found, or why it is not."""
     try:
-        nsys = find_nsys()
+        return look()
     except UserError as error:
-        return f"missing, so that torch.profiler is used: {error}"
-    return f"present {nsys.version} ({nsys.path}) — for profiling"
-
-
-def slurm() -> str:
-    """Whether Slurm's controller answers, and then the partitions that have GPUs."""
-    if shutil.which("sbatch") is None:
-        return "missing: log in to a cluster's front end — for jobs on a cluster"
-    try:
-        command = ["sinfo", "--noheader", "--format=%R %G"]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"present, but its controller does not answer ({error})"
-    gpus = [f"{name} ({gpu})" for name, gpu in map(str.split, sorted(set(shown.splitlines()))) if "gpu" in gpu]
-    return f"present, GPUs in {', '.join(gpus)}" if gpus else "present, no partition with GPUs"
-
-
-def gpt2_tokenizer() -> str:
-    """Whether GPT-2's tokenizer can be had without a download."""
-    try:
-        load_gpt2(download=False)
-    except UserError as error:
-        return f"missing: {error}"
-    return "present"
+        return str(error)
 
 
 def prepared_corpora(folder: Path) -> dict[str, str]:
     """The size of each prepared corpus in `folder`, or what is wrong with it."""
-    corpora = {}
-    for manifest in sorted(folder.glob("*/manifest.json")):
-        try:
-            data = open_data(manifest.parent)
-            found = f"{len(data.train):,} training and {len(data.valid):,} validation tokens"
-        except UserError as error:
-            found = str(error)
-        corpora[str(manifest.parent)] = found
-    return corpora or {"Corpora": "none prepared in data/; the embedded one needs nothing, others: lmcore data prepare"}
+
+    def size(corpus: Path) -> str:
+        data = open_data(corpus)
+        return f"{len(data.train):,} training and {len(data.valid):,} validation tokens"
+
+    corpora = [manifest.parent for manifest in sorted(folder.glob("*/manifest.json"))]
+    none = {"Corpora": "none prepared in data/; the embedded one needs nothing, others: lmcore data prepare"}
+    return {str(corpus): said(partial(size, corpus)) for corpus in corpora} or none
 
 
 def as_text(facts: dict[str, str]) -> str:

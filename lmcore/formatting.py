@@ -9,12 +9,8 @@ BYTE_UNITS = ("bytes", "KB", "MB", "GB", "TB", "PB")
 def format_significant(value: float, digits: int = 3) -> str:
     """`value` rounded to significant digits, in plain notation with thousands separated: 0.000123, 1.64, 12,300."""
     rounded = float(f"{value:.{digits}g}")
-    decimals = max(0, digits - 1 - _exponent(rounded))
-    return f"{rounded:,.{decimals}f}"
-
-
-def _exponent(value: float) -> int:
-    return int(f"{value:e}".partition("e")[2])
+    exponent = int(f"{rounded:e}".partition("e")[2])
+    return f"{rounded:,.{max(0, digits - 1 - exponent)}f}"
 
 
 def scientific(value: float, digits: int = 3) -> str:
@@ -45,12 +41,9 @@ def format_seconds(value: float) -> str:
     """A duration in the unit that suits it: 350 µs, 12.3 ms, 4.56 s, 3 min 20 s, 5 h 12 min, 9.2 days."""
     if value == 0:
         return "0 s"
-    if value < 0.9995e-3:
-        return f"{format_significant(value * 1e6)} µs"
-    if value < 0.9995:
-        return f"{format_significant(value * 1e3)} ms"
-    if value < 59.95:
-        return f"{format_significant(value)} s"
+    for unit, size in (("µs", 1e-6), ("ms", 1e-3), ("s", 1.0)):
+        if value < (59.95 if size == 1 else 0.9995e3 * size):
+            return f"{format_significant(value / size)} {unit}"
     minutes, seconds = divmod(round(value), 60)
     if minutes < 60:
         return f"{minutes} min {seconds} s" if seconds else f"{minutes} min"

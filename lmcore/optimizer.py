@@ -12,26 +12,40 @@ from lmcore.config import OptimizerConfig
 from lmcore.errors import require
 
 
-class SGD(Optimizer):
+class FromScratch(Optimizer):
+    """What the optimizers of this module share: a step, which calls `update` for each group of parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient; returns what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.update([p for p in group["params"] if p.grad is not None], group)
+        return loss
+
+    def update(self, parameters: list[Any], group: dict) -> None:
+        """Updates parameters of a group, which all have gradients."""
+        raise NotImplementedError
+
+
+class SGD(FromScratch):
     """Gradient descent whose step shrinks as lr / sqrt(t + 1), t from 0 (section 4.2, equation 20)."""
 
     def __init__(self, params: Iterable, lr: float = 1e-3):
         require(lr >= 0, f"The learning rate must not be negative, not {lr}.")
         super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns what `closure` returns."""
-        loss = _call(closure)
-        for group in self.param_groups:
-            for p in _with_gradient(group):
-                t = self.state[p].get("t", 0)
-                p.add_(p.grad, alpha=-group["lr"] / math.sqrt(t + 1))
-                self.state[p]["t"] = t + 1
-        return loss
+    def update(self, parameters: list[Any], group: dict) -> None:
+        for p in parameters:
+            t = self.state[p].get("t", 0)
+            p.add_(p.grad, alpha=-group["lr"] / math.sqrt(t + 1))
+            self.state[p]["t"] = t + 1
 
 
-class AdamW(Optimizer):
+class AdamW(FromScratch):
     """Adam with decoupled weight decay; weights decay after their update, as in Algorithm 1 of CSE599-O and CS336 2025.
 
     The paper (Loshchilov and Hutter 2019), PyTorch and CS336 2026 decay before the update. The two differ by
@@ -45,18 +59,16 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        **others: Any,
     ):
-        _check_adamw(lr, betas, eps, weight_decay)
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        require(all(0 <= beta < 1 for beta in betas), f"betas must be in [0, 1), not {betas}.")
+        for name, value in (("The learning rate", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            require(value >= 0, f"{name} must not be negative, not {value}.")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay} | others)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns what `closure` returns."""
-        loss = _call(closure)
-        for group in self.param_groups:
-            for p in _with_gradient(group):
-                adamw_update(p, self.state[p], group)
-        return loss
+    def update(self, parameters: list[Any], group: dict) -> None:
+        for p in parameters:
+            adamw_update(p, self.state[p], group)
 
 
 def adamw_update(p: Tensor, state: dict, group: dict) -> None:
@@ -73,7 +85,7 @@ def adamw_update(p: Tensor, state: dict, group: dict) -> None:
     p.mul_(1 - lr * group["weight_decay"])
 
 
-class Muon(Optimizer):
+class Muon(AdamW):
     """Momentum whose matrix updates are orthogonalized (Jordan et al. 2024), with AdamW for everything else.
 
     Groups with `orthogonalize=True` hold two-dimensional weights of hidden layers. Their update is scaled by
@@ -90,26 +102,14 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
     ):
-        _check_adamw(lr, betas, eps, weight_decay)
         require(0 <= momentum < 1, f"momentum must be in [0, 1), not {momentum}.")
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
-        super().__init__(params, defaults | {"orthogonalize": False})
+        super().__init__(params, lr, betas, eps, weight_decay, momentum=momentum, orthogonalize=False)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns what `closure` returns."""
-        loss = _call(closure)
-        for group in self.param_groups:
-            if group["orthogonalize"]:
-                self._orthogonalized_step(group)
-            else:
-                for p in _with_gradient(group):
-                    adamw_update(p, self.state[p], group)
-        return loss
-
-    def _orthogonalized_step(self, group: dict) -> None:
+    def update(self, parameters: list[Any], group: dict) -> None:
+        if not group["orthogonalize"]:
+            return super().update(parameters, group)
         by_shape: dict[torch.Size, list[Any]] = {}
-        for p in _with_gradient(group):
+        for p in parameters:
             by_shape.setdefault(p.shape, []).append(p)
         for shape, parameters in by_shape.items():  # one batched matmul serves all matrices of a shape
             directions = []
@@ -155,27 +155,21 @@ def build_optimizer(
     `adamw` makes it where AdamW is configured; `make(groups, kind, **settings)` makes any, of the class `kind`.
     """
     make = make or (lambda groups, kind, **settings: (adamw if kind is AdamW else kind)(groups, **settings))
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    norms = [p for p in model.parameters() if p.ndim < 2]
     if config.name == "sgd":
         return make(list(model.parameters()), SGD, lr=config.learning_rate)
     norm_decay = config.weight_decay if config.decay_norms else 0.0
-    settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
-    if config.name == "adamw":
-        groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": norms, "weight_decay": norm_decay},
-        ]
-        return make([g for g in groups if g["params"]], AdamW, **settings)
-    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("layers.")]
-    hidden_ids = {id(p) for p in hidden}
-    embeddings = [p for p in matrices if id(p) not in hidden_ids]
-    groups = [
+    hidden: list[Any] = []
+    if config.name == "muon":
+        hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("layers.")]
+    ids = {id(p) for p in hidden}
+    matrices = [p for p in model.parameters() if p.ndim >= 2 and id(p) not in ids]
+    groups: list[dict[str, Any]] = [
         {"params": hidden, "weight_decay": config.weight_decay, "orthogonalize": True},
-        {"params": embeddings, "weight_decay": config.weight_decay},
-        {"params": norms, "weight_decay": norm_decay},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": norm_decay},
     ]
-    return make([g for g in groups if g["params"]], Muon, **settings)
+    settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
+    return make([group for group in groups if group["params"]], Muon if config.name == "muon" else AdamW, **settings)
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
@@ -216,21 +210,3 @@ def gradient_clipping(parameters: Iterable[nn.Parameter], max_l2_norm: float, ep
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
     """Joint l2 norm of several tensors, as a scalar tensor."""
     return torch.stack([torch.linalg.vector_norm(g) for g in gradients]).norm()
-
-
-def _call(closure: Callable[[], float] | None) -> float | None:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
-def _with_gradient(group: dict) -> list[Any]:
-    return [p for p in group["params"] if p.grad is not None]
-
-
-def _check_adamw(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    require(lr >= 0, f"The learning rate must not be negative, not {lr}.")
-    require(all(0 <= beta < 1 for beta in betas), f"betas must be in [0, 1), not {betas}.")
-    require(eps >= 0, f"eps must not be negative, not {eps}.")
-    require(weight_decay >= 0, f"weight_decay must not be negative, not {weight_decay}.")

@@ -83,13 +83,12 @@ class RunFolder:
     def begin(self, config: TrainConfig, environment: dict[str, Any]) -> RunResult | None:
         """Writes config and environment, or checks that a folder that has them was made with the same.
 
-        Every start is kept in environment.json, and what a killed process had begun to write is removed: only the
-        process that holds the folder may begin. Returns how the run ended if it is complete. Raises `UserError` naming
-        the fields that differ.
+        Every start is kept in environment.json, and checkpoints that a killed process had begun to write are removed:
+        only the process that holds the folder may begin. Returns how the run ended if it is complete. Raises
+        `UserError` naming the fields that differ.
         """
-        for pattern in (".config.json.*.tmp", ".environment.json.*.tmp", ".status.json.*.tmp", "checkpoints/.*.tmp"):
-            for left in self.path.glob(pattern):
-                remove(left)
+        for left in self.checkpoint_folder.glob(".*.tmp"):  # other files are written again, which removes theirs
+            remove(left)
         starts = self.starts()
         if self.config_file.exists():
             self.require_same(config, environment.get("data_fingerprint"))

@@ -15,7 +15,7 @@ import torch
 
 from lmcore.accounting import least_training_bytes, num_parameters
 from lmcore.alone import ALONE, OneRank
-from lmcore.checkpoint import SHARDED, read_checkpoint, save_states, write_weights
+from lmcore.checkpoint import SHARDED, read_checkpoint, save_checkpoint, save_weights
 from lmcore.config import TrainConfig, named, replace, to_dict
 from lmcore.data import PreparedData, open_data, part_of_batch, prefetched, require_context
 from lmcore.device import (
@@ -41,7 +41,7 @@ from lmcore.stopping import StopEvent, Stopped, stop_signals
 
 __all__ = ["AsyncMetrics", "PlainStep", "Trainer", "train", "training_step"]
 
-RANKS, TRACKERS = "lmcore.distributed.world:joined", "lmcore.trackers:TRACKERS"
+RANKS, TRACKER = "lmcore.distributed.world:joined", "lmcore.trackers:tracker"
 """Imported only by runs that several processes share, or that have trackers."""
 
 
@@ -292,7 +292,7 @@ class Trainer:
             named(f"{SHARDED}:save_sharded")(strategy, optimizer, step, path, extra, ranks)
         else:
             weights, moments = strategy.weights(ranks), strategy.moments(optimizer, ranks)
-            ranks.of_first(lambda: save_states(strategy.model, weights, moments, step, path, extra))
+            ranks.of_first(lambda: save_checkpoint(strategy.model, moments, step, path, extra, weights))
         self.saved_step = step
         self._prune(config.keep_checkpoints)
 
@@ -303,9 +303,8 @@ class Trainer:
 
     def _save_weights(self, path: Path, **notes: Any) -> None:
         if self.config.keep_weights:
-            self.update.current()
-            weights = self.update.strategy.weights(self.ranks)
-            self.ranks.of_first(lambda: write_weights(self.config.model, weights, path, **notes))
+            model, weights = self.update.current()[0], self.update.strategy.weights(self.ranks)
+            self.ranks.of_first(lambda: save_weights(model, path, weights, **notes))
 
     def resume(self) -> State:
         """The state at the newest good checkpoint, with everything put back as it was then; a new one without any."""
@@ -346,7 +345,7 @@ class Trainer:
         """Runs the loop to the last step, a stop signal, divergence or an error, and notes how it ended."""
         self.clock = time.perf_counter()
         if self.ranks.is_first:
-            others = (named(TRACKERS)[name](self.run, self.config, self.state.step) for name in self.config.trackers)
+            others = (named(TRACKER)(name, self.run, self.config, self.state.step) for name in self.config.trackers)
             self.trackers = [Progress(self.config.steps, self.run.name, start=self.state.step), *others]
         self.ranks.before_exit(lambda end: self._note(end.state, reason=end.sentence))
         self._note("running", pid=os.getpid(), job=job_id())

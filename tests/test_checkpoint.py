@@ -163,7 +163,7 @@ def test_weights_alone(tmp_path, tied):
     for content, sentence in (
         (whole[:-5], "not a whole safetensors file"),
         (flipped, "damaged"),
-        (noted, r"w\.safetensors is damaged: the notes"),
+        (noted, "damaged"),
     ):
         (tmp_path / "w.safetensors").write_bytes(content)
         with pytest.raises(UserError, match=sentence):

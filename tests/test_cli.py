@@ -70,7 +70,10 @@ def test_exit_codes_are_the_numbers_that_scripts_know(trained):
     ("command", "words"),
     [
         ("generate nowhere --prompt \udcff", "not UTF-8"),
-        ("generate tests", "There are no weights tests/checkpoints/best.safetensors; a run has them from"),
+        (
+            "generate tests",
+            "There is no safetensors file tests/checkpoints/best.safetensors; a run has",
+        ),
         ("train --run r --batch-size 0", "batch_size must be a positive whole number, not 0"),
         ("train --run r --model.rope-theta inf", "rope_theta must be a finite number, not inf"),
         ("train --run r --preset giant", "There is no preset 'giant'; choose one of tinystories, small"),

@@ -9,16 +9,6 @@ from lmcore import progress
 from lmcore.progress import Progress, in_jupyter
 
 
-class Picture:
-    """Stands for the handle of a display."""
-
-    def __init__(self):
-        self.shown = []
-
-    def update(self, data, raw):
-        self.shown.append(data["text/html"])
-
-
 @pytest.mark.parametrize(
     ("session", "shell", "found"),
     [
@@ -36,27 +26,16 @@ def test_a_notebook_that_is_open_in_jupyter_is_told_apart(monkeypatch, session, 
     assert in_jupyter() == found
 
 
-def test_a_bar_in_jupyter_names_the_run_its_step_and_its_loss(monkeypatch, capsys):
-    clock = SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
-    monkeypatch.setattr(progress, "time", clock)
-    monkeypatch.setattr(progress, "in_jupyter", lambda: True)
-    monkeypatch.setattr(progress, "show_live", lambda html: Picture())
-    bar = Progress(10, "a<b")
-    for step in range(1, 11):
-        clock.now += 0.2
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_bar_where_it_is_watched_and_else_one_line_at_the_end(monkeypatch, capfd, watched):
+    monkeypatch.setattr(progress, "in_jupyter", lambda: watched)
+    bar = Progress(12, "run", start=2)
+    for step in range(3, 13):
         bar.update(step, f"loss {step}")
+    bar.update(12, "loss 12")
     bar.close()
-    assert len(bar.picture.shown) == 4  # not at every step, but at the last one
-    assert '<progress value="10" max="10"' in bar.picture.shown[-1]
-    assert "a&lt;b: step 10/10, 2 s, 5 steps/s, loss 10" in bar.picture.shown[-1]
-    assert capsys.readouterr().out == ""
-
-
-def test_headless_it_prints_lines(monkeypatch, capsys):
-    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
-    bar = Progress(2, "run")
-    bar.update(1, "loss 3.000")
-    bar.update(2, "loss 2.000")
-    bar.update(2, "loss 2.000")
-    (line,) = capsys.readouterr().out.splitlines()  # the end is told once
-    assert line.endswith("loss 2.000")
+    said = capfd.readouterr()
+    assert (said.err if watched else said.out).strip().splitlines()[-1].startswith("run: 100%")
+    assert "12/12" in said.err + said.out
+    assert "loss 12" in said.err + said.out
+    assert len(said.out.splitlines()) == (0 if watched else 1)

@@ -86,12 +86,12 @@ def test_a_full_disk_is_one_sentence(run):
 def test_begin_keeps_every_start_and_the_first_config_and_removes_leftovers(run, tmp_path):
     config = TrainConfig(steps=7)
     run.checkpoint_folder.mkdir()
-    left = [tmp_path / ".status.json.12-ab.tmp", run.checkpoint_folder / ".step_00000003.pt.12-ab.tmp"]
+    left = run.checkpoint_folder / ".step_00000003.pt.12-ab.tmp"
     others = [tmp_path / ".sweep.json.12-ab.tmp", tmp_path / "notes.tmp"]
-    for path in left + others:
+    for path in [left, *others]:
         path.touch()
     assert run.begin(config, {"data_fingerprint": "a", "torch": "1"}) is None
-    assert [path.exists() for path in left + others] == [False, False, True, True]
+    assert [path.exists() for path in [left, *others]] == [False, True, True]
     run.begin(replace(config, device="cpu"), {"data_fingerprint": "a", "torch": "2"})
     assert run.config() == config
     assert run.environment()["torch"] == "2"

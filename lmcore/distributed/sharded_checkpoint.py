@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.optim import Optimizer
 
 from lmcore.alone import Alone, OneRank
-from lmcore.checkpoint import FORMAT, load_plain, require_same_architecture
+from lmcore.checkpoint import FORMAT, load_plain, require_same
 from lmcore.distributed.sharded_optimizer import ShardedOptimizer
 from lmcore.distributed.strategies import parameters_of
 from lmcore.errors import UserError, require, why_not_written
@@ -170,7 +170,7 @@ def load_sharded(strategy: Alone, optimizer: Optimizer, folder: Path, ranks: One
     The files must have been verified (`read_sharded`).
     """
     content = load_plain(folder / SHARDED_STATE)
-    require_same_architecture(content["model_config"], strategy.model.config, str(folder))
+    require_same(content["model_config"], asdict(strategy.model.config), str(folder))
     reader = sharded_reader(folder)
     names = dict(strategy.model.named_parameters())
     owner = optimizer.owner if isinstance(optimizer, ShardedOptimizer) else {}
