@@ -4,9 +4,7 @@ import contextlib
 import gc
 import os
 import re
-import time
-import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -146,34 +144,23 @@ def too_large(what: str, needed: int, parameters: int, batch_size: int, device: 
     return f"{needs} a batch; {device_name(device)} has {there / 1e9:,.1f} GB: choose a smaller model or batch."
 
 
-def fastest_threads(device: torch.device, work: Callable[[], object]) -> int | None:
-    """The number of threads with which `work` on the CPU is fastest, the smallest of those within 10 %.
+def enough_threads(config: TrainConfig) -> int:
+    """How many threads the CPU's operations get: one for each 50 million FLOPs of a block's largest matmul.
 
-    Small operations are slower with more threads, which wait for each other longer than they compute. Tries powers of
-    two up to PyTorch's number, each after a warm-up, and leaves PyTorch's setting as it was. None, and nothing is
-    tried, on another device and where OMP_NUM_THREADS says how many.
+    PyTorch's number at most. Small operations are slower with more, which wait for each other longer than they compute.
     """
-    if device.type != "cpu" or "OMP_NUM_THREADS" in os.environ:
-        return None
-    before, seconds = torch.get_num_threads(), {}
-    try:
-        for threads in sorted({before, *(2**i for i in range(before.bit_length()) if 2**i < before)}):
-            torch.set_num_threads(threads)
-            work()
-            seconds[threads] = min(timeit.repeat(work, timer=time.perf_counter, repeat=3, number=1))
-    finally:
-        torch.set_num_threads(before)
-    return min(threads for threads, taken in seconds.items() if taken <= 1.1 * min(seconds.values()))
+    flops = 2 * config.tokens_per_step * config.model.d_model * config.model.d_ff
+    return max(1, min(torch.get_num_threads(), flops // 50_000_000))
 
 
 @contextlib.contextmanager
-def reproducible(config: TrainConfig, device: torch.device, threads: int | None = None) -> Iterator[None]:
+def reproducible(config: TrainConfig, device: torch.device) -> Iterator[None]:
     """Seeds PyTorch and sets precision, determinism and threads; puts the process's settings back afterwards."""
     deterministic, precision = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    threads_before = torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.manual_seed(config.seed)
     set_matmul_precision(device, config.precision)
-    torch.set_num_threads(threads or threads_before)
+    torch.set_num_threads(enough_threads(config) if device.type == "cpu" else threads)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for to repeat itself
         torch.use_deterministic_algorithms(True)
@@ -182,7 +169,7 @@ def reproducible(config: TrainConfig, device: torch.device, threads: int | None 
     finally:
         torch.use_deterministic_algorithms(deterministic)
         torch.set_float32_matmul_precision(precision)
-        torch.set_num_threads(threads_before)
+        torch.set_num_threads(threads)
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:

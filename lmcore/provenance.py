@@ -68,17 +68,17 @@ def said(program: str, *arguments: str) -> str | None:
 def command_line() -> str:
     """The command as typed, without the folder of the program and those outside of the project.
 
-    In a notebook's kernel, whose own arguments say nothing: what the variable LMCORE_COMMAND holds, else the command
-    of papermill or the like, else the name of the notebook in JupyterLab.
+    In a notebook's kernel, whose own arguments say nothing: what the variable LMCORE_COMMAND holds, else the name of
+    the notebook in JupyterLab, else the command of papermill or the like.
     """
     words = sys.argv
     if Path(words[0]).name in KERNELS:
         if command := os.environ.get(COMMAND):
             return command
+        if session := os.environ.get("JPY_SESSION_NAME"):
+            return f"notebook {Path(session).stem}"
         with contextlib.suppress(psutil.Error):
             words = psutil.Process(os.getppid()).cmdline()
-        if not any(word.endswith(".ipynb") for word in words):
-            return f"notebook {Path(os.environ.get('JPY_SESSION_NAME', '')).stem}".strip()
         words = [*dropwhile(lambda word: word == "-m" or Path(word).name.startswith("python"), words)]
     program = Path(words[0])
     name = shown(words[0]) if program.suffix == ".py" else program.name

@@ -19,7 +19,6 @@ from lmcore.checkpoint import SHARDED, read_checkpoint, save_checkpoint, save_we
 from lmcore.config import TrainConfig, named, replace, to_dict
 from lmcore.data import PreparedData, open_data, part_of_batch, prefetched, require_context
 from lmcore.device import (
-    fastest_threads,
     out_of_memory_reason,
     reproducible,
     reset_peak_memory,
@@ -31,7 +30,7 @@ from lmcore.errors import NO_ROOM, OutOfMemory, UserError, require
 from lmcore.evaluate import validation
 from lmcore.files import remove
 from lmcore.metrics import AsyncMetrics, Diverged, Meter
-from lmcore.model import TransformerBlock, TransformerLM
+from lmcore.model import TransformerLM
 from lmcore.optimizer import get_lr_cosine_schedule
 from lmcore.progress import Progress
 from lmcore.provenance import environment, job_id
@@ -95,16 +94,14 @@ def _train(
     try:
         with stop.raises():
             lacking = lack_of_memory(config, device, ranks)
-            threads = choose_threads(config, device, run) if lacking is None and ranks.size == 1 else None
-            notes: dict[str, Any] = {"data_fingerprint": data.fingerprint, "data": data.manifest}
-            notes |= {"threads": threads, "ranks": ranks.size}
+            notes = {"data_fingerprint": data.fingerprint, "data": data.manifest, "ranks": ranks.size}
             if (ended := ranks.of_first(lambda: run.begin(config, environment() | notes))) is not None:
                 return ended
         if lacking is not None:
             ranks.of_first(lambda: note_out_of_memory(run, lacking))
             return RunResult("out of memory", 0, None, None)
         reset_peak_memory(device)  # a sweep's runs share a process
-        with reproducible(config, device, threads):
+        with reproducible(config, device):
             with stop.raises(), ranks.checked():
                 trainer = Trainer(config, data, run, device, ranks)
             trainer.state = trainer.resume()  # to its end: a read that a signal breaks off looks like a damaged file
@@ -141,23 +138,6 @@ def note_out_of_memory(run: RunFolder, reason: str, step: int = 0, is_first: boo
     if is_first:
         run.write_status("out of memory", step, reason=reason)
     print(f"{run.name}: {reason}", flush=True)
-
-
-def choose_threads(config: TrainConfig, device: torch.device, run: RunFolder) -> int | None:
-    """How many threads the CPU's operations get: the number that is fastest for one block's forward and backward pass.
-
-    A resumed run keeps the number that it began with, since sums depend on it to the last bit. None leaves PyTorch's:
-    where `fastest_threads` does, and for deterministic runs.
-    """
-    if starts := run.starts():
-        return starts[0].get("threads")
-    if config.deterministic:
-        return None
-    model = replace(config.model, num_layers=1, attention="plain")
-    rows = max(1, 10**9 // (18 * model.d_model * (model.d_model + model.d_ff)))  # for at most so many FLOPs
-    seq = min(model.context_length, rows)
-    block, x = TransformerBlock(model), torch.randn(max(1, min(config.batch_size, rows // seq)), seq, model.d_model)
-    return fastest_threads(device, lambda: block(x).sum().backward())
 
 
 @dataclass

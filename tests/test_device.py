@@ -5,6 +5,7 @@ import torch
 
 from lmcore import device
 from lmcore.errors import UserError
+from lmcore.recipes import RECIPES
 
 
 @pytest.fixture
@@ -90,24 +91,11 @@ def test_visible_gpus_are_named_as_cuda_does(hardware, monkeypatch):
         assert device.visible_gpus() == expected
 
 
-@pytest.mark.parametrize(
-    ("seconds", "best"),
-    [(lambda n: 0.02 / n, 4), (lambda n: 0.005 * n, 1), (lambda n: 0.01 / min(n, 2), 2), (lambda n: 0.01, 1)],
-    ids=["as many as there are", "one", "two are enough", "no difference"],
-)
-def test_the_fastest_number_of_threads(monkeypatch, seconds, best):
-    """Of four; they are left alone on another device and where OMP_NUM_THREADS says how many."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    now, threads = [0.0], [4]
-    monkeypatch.setattr(device.time, "perf_counter", lambda: now[0])
+@pytest.mark.parametrize(("there", "recipe", "best"), [(8, "smoke", 1), (8, "laptop", 8), (1, "laptop", 1)])
+def test_a_small_model_gets_few_threads_and_all_are_there_again_after_it(monkeypatch, there, recipe, best):
+    threads = [there]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-
-    def work():
-        now[0] += seconds(threads[-1])
-
-    assert device.fastest_threads(torch.device("cpu"), work) == best
-    assert threads[-1] == 4
-    assert device.fastest_threads(torch.device("meta"), lambda: 1 / 0) is None
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert device.fastest_threads(torch.device("cpu"), lambda: 1 / 0) is None
+    with device.reproducible(RECIPES[recipe], torch.device("cpu")):
+        assert threads[-1] == best
+    assert threads[-1] == there

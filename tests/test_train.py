@@ -491,28 +491,6 @@ def test_other_settings_or_data_are_refused_by_name(config, run, straight, monke
         train(config, run)
 
 
-def test_a_run_keeps_the_number_of_threads_that_it_began_with(config, run, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    used, original = [], AsyncMetrics.push
-
-    def push(self, *values):
-        used.append(torch.get_num_threads())
-        original(self, *values)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(lmcore.train, "fastest_threads", lambda device, work: work() or 2)
-        train_until(7, config, run)
-    assert run.environment()["threads"] == 2
-    with monkeypatch.context() as patch:
-        patch.setattr(lmcore.train, "fastest_threads", lambda device, work: 1 / 0)
-        patch.setattr(AsyncMetrics, "push", push)
-        assert train(config, run).state == "complete"
-    assert used == [2] * 5
-    assert torch.get_num_threads() == 1
-    fixed = replace(config, deterministic=True)
-    assert lmcore.train.choose_threads(fixed, torch.device("cpu"), RunFolder("new")) is None
-
-
 @pytest.mark.parametrize("poison", ["loss", "gradient norm", "validation loss"])
 def test_divergence_is_a_result_that_names_step_and_rate(config, run, monkeypatch, capsys, poison):
     original, calls = PlainStep.loss, []
@@ -635,20 +613,6 @@ def test_fused_training_is_plain_training(tmp_path, covered, optimizer, tied):
     train(fast(config), fused)
     for one, other in zip(lines(plain), lines(fused), strict=True):
         assert one == pytest.approx(other, rel=1e-5)
-
-
-def test_on_real_stories_the_losses_are_the_plain_ones(tmp_path, covered, shared_data):
-    """The curve of a small model that learns for 120 steps, in float32."""
-    text = shared_data / "tinystories" / "valid.txt"
-    data = prepare(str(text), "bpe:300", tmp_path / "data", CorpusConfig(num_documents=300), progress=False).folder
-    config = replace(covered, data=str(data), steps=120, batch_size=16, log_interval=10, eval_interval=60)
-    config = replace(config, model__d_model=32, model__d_ff=40, optimizer__learning_rate=3e-3)
-    runs = [RunFolder(tmp_path / name) for name in ("plain", "fused")]
-    for run, settings in zip(runs, (config, fast(config)), strict=True):
-        train(settings, run)
-    plain, fused = ([line["train_loss"] for line in lines(run)] for run in runs)
-    assert plain[-1] < plain[0] - 1
-    assert fused == pytest.approx(plain, rel=1e-3)
 
 
 def test_training_with_updates_due_is_training_without(tmp_path, covered, request):
