@@ -216,25 +216,9 @@ def least_step_bytes(
     return max(before_backward, 2 * weights + moments)
 
 
-def max_batch_size(config: ModelConfig, memory_bytes: float) -> int:
-    """Largest batch whose `adamw_memory` fits into `memory_bytes`; 0 if not even one sequence does."""
-    empty = sum(adamw_memory(config, 0).values())
-    per_sequence = sum(adamw_memory(config, 1).values()) - empty
-    return max(0, int((memory_bytes - empty) // per_sequence))
-
-
 def adamw_step_flops(config: ModelConfig) -> int:
     """FLOPs of one step of AdamW (Algorithm 1), square roots and divisions counted as one each."""
     return sum(ADAMW_FLOPS.values()) * num_parameters(config)
-
-
-def training_seconds(config: ModelConfig, batch_size: int, steps: int, peak_flops: float, mfu: float) -> float:
-    """Seconds that `steps` steps take at model FLOPs utilization `mfu` (0 to 1) of a peak of `peak_flops` FLOP/s.
-
-    Counts the matmuls of forward and backward pass; the optimizer's few operations per parameter are left out.
-    """
-    require(0 < mfu <= 1, f"mfu is a share of the peak in (0, 1], not {mfu}.")
-    return steps * training_flops(config, batch_size) / (mfu * peak_flops)
 
 
 def latex(expression: Any) -> str:

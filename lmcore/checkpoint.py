@@ -34,9 +34,8 @@ def save_checkpoint(
 ) -> None:  # fmt: skip
     """Writes model, optimizer, iteration and `extra` (plain values and tensors) to a path or a binary file object.
 
-    A path is written atomically. The content carries its own SHA-256 digest. States that were put together from several
-    processes stand in place of the optimizer and, as `weights`, of the model's. Raises `UserError` if `out` cannot be
-    written.
+    A path is written atomically; the content carries its SHA-256 digest. States put together from several processes
+    stand in place of the optimizer and, as `weights`, of the model's. Raises `UserError` if `out` cannot be written.
     """
     content = {
         "iteration": iteration,
@@ -59,8 +58,7 @@ def save_checkpoint(
 def load_checkpoint(src: Source, model: nn.Module, optimizer: Optimizer) -> int:
     """Restores model and optimizer from a path or a binary file object; returns the iteration.
 
-    Raises `UserError`, with model and optimizer untouched, if `src` is truncated, corrupted, not a checkpoint of this
-    library, or of another architecture (the fields that differ are named).
+    Raises `UserError`, with both untouched, if `src` is truncated, damaged, no checkpoint or of another architecture.
     """
     return restore(read_checkpoint(src), model, optimizer, name=_name(src))
 
@@ -170,10 +168,7 @@ def _update(state: "hashlib._Hash", value: Any) -> None:
 def save_weights(
     model: TransformerLM, path: str | os.PathLike, state: Mapping[str, Tensor] | None = None, **notes: Any
 ) -> None:
-    """Writes the weights alone as safetensors, atomically; `notes` go into the file's metadata with the config.
-
-    `state` is the model's state dict where it was put together from several processes.
-    """
+    """Writes the weights alone (`state`, if given) as safetensors, atomically; config and `notes` are its metadata."""
     state = model.state_dict() if state is None else state
     weights = {key: value.detach().cpu().contiguous() for key, value in sorted(state.items())}
     if model.config.tie_embeddings:

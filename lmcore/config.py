@@ -75,9 +75,7 @@ SHAPES = {  # d_model, d_ff, num_layers, num_heads
     "2.7b": (2560, 10240, 32, 32),
     "10b": (4608, 12288, 50, 36),
     "8b": (4096, 11008, 34, 32),
-    # few, wide layers of as many parameters as xl: matmuls this large leave little to anything else
-    "2.35b": (3200, 25600, 8, 4),
-    # a few minutes on a laptop, and seconds on two cores
+    "2.35b": (3200, 25600, 8, 4),  # few, wide layers of as many parameters as xl: large matmuls
     "laptop": (256, 704, 4, 8),
     "smoke": (64, 192, 2, 4),
 }
@@ -224,10 +222,8 @@ class CorpusConfig:
 
 
 def check_fields(config: Any, positive: str = "", not_negative: str = "") -> None:
-    """Raises `UserError` if a field holds a number that is not finite or a choice that its `Literal` does not have.
-
-    Also unless the fields that `positive` and `not_negative` name, separated by spaces, are so; None is allowed.
-    """
+    """Raises `UserError` if a field holds a number that is not finite or a choice that its `Literal` does not have, or
+    unless the fields that `positive` and `not_negative` name, separated by spaces, are so; None is allowed."""
     hints = typing.get_type_hints(type(config))
     for name, hint in hints.items():
         value = getattr(config, name)

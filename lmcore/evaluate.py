@@ -19,33 +19,16 @@ from lmcore.model import TransformerLM, evaluating
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over the targets of all non-overlapping windows of a text, by position in the window: (context_length,)."""
+    """How well a model predicts the targets of all non-overlapping windows of a text."""
 
-    losses: Tensor
-    """Nats."""
-    correct: Tensor
-    """Targets to which the model gives the highest probability."""
-    windows: int
-
-    @property
-    def tokens(self) -> int:
-        """Number of targets."""
-        return self.windows * len(self.losses)
-
-    @property
-    def loss_by_position(self) -> list[float]:
-        """Mean cross-entropy in nats per token at each position of the window."""
-        return (self.losses / self.windows).tolist()
-
-    @property
-    def loss(self) -> float:
-        """Mean cross-entropy in nats per token."""
-        return self.losses.sum().item() / self.tokens
-
-    @property
-    def accuracy(self) -> float:
-        """Share of the targets that the model finds most probable."""
-        return self.correct.sum().item() / self.tokens
+    tokens: int
+    """Number of targets."""
+    loss: float
+    """Mean cross-entropy in nats per token."""
+    loss_by_position: list[float]
+    """The same at each position of the window."""
+    accuracy: float
+    """Share of the targets that the model finds most probable."""
 
 
 @torch.no_grad()
@@ -87,7 +70,10 @@ def score(
         return torch.stack((losses, correct))
 
     losses, correct = over_windows(measure, model, tokens, batch_size, device, ranks)
-    return Score(losses, correct, num_validation_windows(len(tokens), model.config.context_length))
+    windows = num_validation_windows(len(tokens), model.config.context_length)
+    targets = windows * model.config.context_length
+    loss, accuracy = losses.sum().item() / targets, correct.sum().item() / targets
+    return Score(targets, loss, (losses / windows).tolist(), accuracy)
 
 
 def validation(
@@ -158,12 +144,12 @@ def evaluate(
         data.vocab_size <= model.config.vocab_size,
         f"The data has a vocabulary of {data.vocab_size}, the model one of {model.config.vocab_size}.",
     )
-    tokens, context = data.evaluated_on(split).valid, model.config.context_length
-    require_context(tokens, context, f"{data.folder} ({split} part)")
+    tokens = data.evaluated_on(split).valid
+    require_context(tokens, model.config.context_length, f"{data.folder} ({split} part)")
     found = score(model, tokens, batch_size, torch.device(device), precision)
-    predicted = tokens[1 : found.windows * context + 1]
+    predicted = tokens[1 : found.tokens + 1]
     documents = np.split(predicted, np.flatnonzero(predicted == data.tokenizer.eot_id))
     texts = [data.tokenizer.decode_bytes(part[part != data.tokenizer.eot_id].tolist()) for part in documents]
     size, words = sum(map(len, texts)), sum(len(text.split()) for text in texts)
     require(size > 0 and words > 0, f"{data.folder} ({split} part) has no words.")
-    return Evaluation(found.losses, found.correct, found.windows, split, size, words)
+    return Evaluation(**vars(found), split=split, bytes=size, words=words)

@@ -20,8 +20,7 @@ from lmcore.provenance import utc_now
 FREE_TO_CHANGE = {
     "data", "device", "trackers", "keep_checkpoints", "checkpoint_interval", "checkpoints", "strategy",
 }  # fmt: skip
-"""Fields that a resumed run may change: they change its numbers by no more than rounding (data is compared by its
-fingerprint)."""
+"""Fields that a resumed run may change: they move numbers by no more than rounding (data has its fingerprint)."""
 
 SECONDS_TO_WAIT = 1.0
 """How long a busy folder is tried: `is_busy` of another process holds it for an instant."""
@@ -83,9 +82,8 @@ class RunFolder:
     def begin(self, config: TrainConfig, environment: dict[str, Any]) -> RunResult | None:
         """Writes config and environment, or checks that a folder that has them was made with the same.
 
-        Every start is kept in environment.json, and checkpoints that a killed process had begun to write are removed:
-        only the process that holds the folder may begin. Returns how the run ended if it is complete. Raises
-        `UserError` naming the fields that differ.
+        Adds this start to environment.json and removes half-written checkpoints: only the process that holds the folder
+        may begin. Returns how the run ended if it is complete. Raises `UserError` naming the fields that differ.
         """
         for left in self.checkpoint_folder.glob(".*.tmp"):  # other files are written again, which removes theirs
             remove(left)
@@ -100,11 +98,8 @@ class RunFolder:
     def require_same(self, config: TrainConfig, data_fingerprint: str | None) -> None:
         """Raises `UserError` unless the folder was made with this configuration and this data."""
         differences = ", ".join(self.differences(config, data_fingerprint))
-        require(
-            not differences,
-            f"The run folder {self.path} was made with other settings: {differences}; choose another folder, or "
-            "remove this one.",
-        )
+        other = f"The run folder {self.path} was made with other settings: {differences}"
+        require(not differences, f"{other}; choose another folder, or remove this one.")
 
     def differences(self, config: TrainConfig, data_fingerprint: str | None) -> list[str]:
         """In words, each field in which `config` or the data differ from those that made this folder."""
@@ -208,10 +203,8 @@ class RunFolder:
             with open(not_a_pipe(self.metrics_file), mode) as file:
                 yield file
         except OSError as error:
-            raise UserError(
-                f"Cannot write {self.metrics_file}: {error.strerror or error}; the same command resumes from the last "
-                "checkpoint."
-            ) from error
+            why = f"{error.strerror or error}; the same command resumes from the last checkpoint."
+            raise UserError(f"Cannot write {self.metrics_file}: {why}") from error
 
     def checkpoint_file(self, step: int, sharded: bool = False) -> Path:
         """Path of the full checkpoint after `step` steps: a file or, of a sharded one, a folder."""
