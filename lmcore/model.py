@@ -5,7 +5,7 @@ Shape letters in comments: B batch, T positions, H heads, D d_model, K head size
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
@@ -16,19 +16,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lmcore.config import ModelConfig, named
-from lmcore.errors import UserError
+from lmcore.errors import UserError, require
 from lmcore.functional import at_least_float32, dropout, scaled_dot_product_attention, silu
 
 ATTENTION_KERNELS = {
     "flash": "lmcore.fast.kernels.attention:flash_attention",
     "sdpa": "lmcore.fast.kernels.sdpa:fused_causal_attention",
 }
-"""Where the kernels of `ModelConfig.attention` are found, module and function: imported when a layer first asks."""
-
-
-def attention_kernel(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Causal attention (..., heads, seq, d_k) that never materializes the scores (Dao et al. 2022)."""
-    return named(ATTENTION_KERNELS[name])
+"""Causal attention (..., heads, seq, d_k) that never materializes the scores (Dao et al. 2022), by the name in
+`ModelConfig.attention`: module and function, imported when a layer first asks."""
 
 
 @runtime_checkable
@@ -136,8 +132,7 @@ class RotaryPositionalEmbedding(nn.Module):
 
     def __init__(self, theta: float, d_k: int, max_seq_len: int, device=None):
         super().__init__()
-        if d_k % 2:
-            raise UserError(f"RoPE rotates pairs, so the head size must be even, not {d_k}.")
+        require(d_k % 2 == 0, f"RoPE rotates pairs, so the head size must be even, not {d_k}.")
         frequencies = theta ** (-torch.arange(0, d_k, 2, dtype=torch.float64) / d_k)
         angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)
         self.register_buffer("cos", angles.cos().float().to(device), persistent=False)
@@ -180,11 +175,10 @@ class CausalMultiHeadSelfAttention(nn.Module):
         qk_norm: bool = False,
     ):
         super().__init__()
-        if d_model % num_heads:
-            raise UserError(f"d_model ({d_model}) must be divisible by num_heads ({num_heads}).")
+        require(d_model % num_heads == 0, f"d_model ({d_model}) must be divisible by num_heads ({num_heads}).")
         self.num_heads = num_heads
         self.rope = rope
-        self.kernel = None if kernel == "plain" else attention_kernel(kernel)
+        self.kernel = None if kernel == "plain" else named(ATTENTION_KERNELS[kernel])
         self.q_proj = Linear(d_model, d_model, device=device, dtype=dtype)
         self.k_proj = Linear(d_model, d_model, device=device, dtype=dtype)
         self.v_proj = Linear(d_model, d_model, device=device, dtype=dtype)
@@ -345,23 +339,18 @@ class TransformerLM(nn.Module):
         if cache is None and self.config.checkpoint_every is not None and torch.is_grad_enabled():
             x = checkpointed(self.layers, self.config.checkpoint_every, x, token_positions, mask)
         else:
-            for layer, layer_cache in zip(self.layers, cache or self._no_caches(), strict=True):
+            caches: Sequence[Cache | None] = cache or [None] * len(self.layers)
+            for layer, layer_cache in zip(self.layers, caches, strict=True):
                 x = layer(x, token_positions, mask, layer_cache)
         return self.lm_head(self.ln_final(x) if self.config.norm == "pre" else x)
 
-    def _no_caches(self) -> Iterator[None]:
-        return iter([None] * len(self.layers))
-
     def _check(self, token_ids: Tensor) -> None:
-        if token_ids.shape[-1] > self.config.context_length:
-            raise UserError(
-                f"The input has {token_ids.shape[-1]} positions; context_length is {self.config.context_length}."
-            )
+        seq, context, vocab = token_ids.shape[-1], self.config.context_length, self.config.vocab_size
+        if seq > context:  # the sentence is not made for nothing where this is compiled
+            raise UserError(f"The input has {seq} positions; context_length is {context}.")
         if token_ids.device.type == "cpu" and not torch.compiler.is_compiling() and token_ids.numel():
-            low, high = token_ids.min().item(), token_ids.max().item()
-            if low < 0 or high >= self.config.vocab_size:
-                wrong = low if low < 0 else high
-                raise UserError(f"Token ids must be from 0 to {self.config.vocab_size - 1}; the input holds {wrong}.")
+            for id_ in (token_ids.min().item(), token_ids.max().item()):
+                require(0 <= id_ < vocab, f"Token ids must be from 0 to {vocab - 1}; the input holds {id_}.")
 
 
 @contextmanager
