@@ -130,17 +130,6 @@ def test_angles_are_exact_at_far_positions(position, pair, theta):
     assert found == pytest.approx([math.sin(angle), math.cos(angle)], abs=1e-7)
 
 
-def test_rope_products_depend_on_the_distance_alone():
-    """<R_i q, R_j k> is the same for every pair of positions with the same i - j."""
-    rope = RotaryPositionalEmbedding(10_000.0, 16, 512)
-    q, k, starts = torch.randn(16), torch.randn(16), torch.tensor([0, 3, 50, 400])
-    for distance in (0, 1, 7, 100):
-        products = (rope(q.expand(4, 16), starts + distance) * rope(k.expand(4, 16), starts)).sum(-1)
-        torch.testing.assert_close(products, products[:1].expand(4), atol=1e-4, rtol=0)
-        mirrored = (rope(q.expand(4, 16), starts) * rope(k.expand(4, 16), starts + distance)).sum(-1)
-        assert distance == 0 or (products - mirrored).abs().min() > 1e-3
-
-
 @torch.no_grad()
 def test_attention_is_pytorchs_multi_head_attention():
     d_model, num_heads, seq = 12, 3, 7
@@ -223,25 +212,6 @@ def test_no_logit_depends_on_a_later_token_and_every_parameter_gets_a_gradient(s
         difference = (model(other) - logits).abs().amax(dim=(0, 2))
         assert torch.equal(difference[:changed], torch.zeros(changed))
         assert (difference[changed:] > 0).all()
-
-
-@torch.no_grad()
-def test_order_matters_only_with_positions():
-    """Without positions the last logits are the same for any order of what came before in a one-layer model."""
-    for position, differs in (("none", False), ("rope", True), ("sinusoidal", True)):
-        config = replace(TINY, position=position, num_layers=1)
-        model, token_ids = built(config), ids_of(config, 1, 10)
-        shuffled = torch.cat([token_ids[:, :9].flip(1), token_ids[:, 9:]], dim=1)
-        change = (model(token_ids) - model(shuffled))[:, -1].abs().max().item()
-        assert (change > 1e-3) == differs
-
-
-@torch.no_grad()
-def test_positions_can_be_given():
-    model, token_ids = built(TINY), ids_of(TINY, 2, 9)
-    assert torch.equal(model(token_ids), model(token_ids, torch.arange(9)))
-    assert torch.equal(model(token_ids), model(token_ids, torch.arange(9).expand(2, 9)))
-    torch.testing.assert_close(model(token_ids), model(token_ids, torch.arange(15, 24)), atol=1e-4, rtol=1e-4)
 
 
 def test_what_is_shared_and_what_is_in_the_state_dict():
