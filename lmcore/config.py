@@ -157,7 +157,6 @@ class TrainConfig:
     """How torchrun's processes divide the work: ours, or PyTorch's. Each has a part of the batch; zero1 divides the
     optimizer's state, too, and fsdp the weights; ops=fused covers ddp and, with AdamW, zero1 and fsdp."""
     deterministic: bool = False
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
 
     def __post_init__(self):
         counts = "batch_size steps log_interval eval_interval eval_batch_size checkpoint_interval keep_checkpoints"

@@ -20,8 +20,6 @@ from lmcore.provenance import environment
 
 OPTIONAL_PACKAGES = {
     "pyarrow": ("WikiText-103, which comes as Parquet", "pip install pyarrow"),
-    "tensorboard": ("watching training in TensorBoard", "pip install tensorboard"),
-    "wandb": ("watching training in Weights & Biases", "pip install wandb"),
     "triton": ("our kernels and torch.compile on a GPU", "it comes with the CUDA build of torch, on Linux"),
 }
 """Packages that lmcore runs without: what each is for, and how to get it."""

@@ -40,8 +40,8 @@ from lmcore.stopping import StopEvent, Stopped, stop_signals
 
 __all__ = ["AsyncMetrics", "PlainStep", "Trainer", "train", "training_step"]
 
-RANKS, TRACKER = "lmcore.distributed.world:joined", "lmcore.trackers:tracker"
-"""Imported only by runs that several processes share, or that have trackers."""
+RANKS = "lmcore.distributed.world:joined"
+"""Imported only by runs that several processes share."""
 
 
 def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
@@ -172,7 +172,7 @@ class Trainer:
         self.meter = Meter(config, device, ranks.size)
         self.waits = device.type != "cuda"  # only a GPU computes on while the host reads a loss
         self.line_step: int | None = None  # step of the metrics line whose numbers are on their way
-        self.trackers: list[Any] = []
+        self.progress: Progress | None = None  # on the first rank
         self.clock = time.perf_counter()
 
     def loop(self, stop: StopEvent) -> str:
@@ -221,8 +221,8 @@ class Trainer:
 
     def _publish(self, line: dict[str, Any]) -> None:
         self.run.append_metrics(line)
-        for tracker in self.trackers:
-            tracker.log(line)
+        if self.progress is not None:
+            self.progress.log(line)
 
     def _collect(self) -> None:
         """Takes over the losses whose copy has begun."""
@@ -325,8 +325,7 @@ class Trainer:
         """Runs the loop to the last step, a stop signal, divergence or an error, and notes how it ended."""
         self.clock = time.perf_counter()
         if self.ranks.is_first:
-            others = (named(TRACKER)(name, self.run, self.config, self.state.step) for name in self.config.trackers)
-            self.trackers = [Progress(self.config.steps, self.run.name, start=self.state.step), *others]
+            self.progress = Progress(self.config.steps, self.run.name, start=self.state.step)
         self.ranks.before_exit(lambda end: self._note(end.state, reason=end.sentence))
         self._note("running", pid=os.getpid(), job=job_id())
         try:
@@ -337,8 +336,8 @@ class Trainer:
             self._fail(error, stop)
             raise
         finally:
-            for tracker in self.trackers:
-                tracker.close()
+            if self.progress is not None:
+                self.progress.close()
             self.update.release()
 
     def _note(self, state: str, **notes: Any) -> None:

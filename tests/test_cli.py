@@ -43,9 +43,9 @@ def trained(monkeypatch):
 
 
 def test_settings_reach_the_trainer_from_options_a_preset_and_a_file(trained, tmp_path, capsys):
-    options = ["--optimizer.learning-rate", "0.5", "--model.norm", "post", "--steps", "9", "--trackers", "wandb"]
+    options = ["--optimizer.learning-rate", "0.5", "--model.norm", "post", "--optimizer.betas", "0.8", "0.9"]
     assert cli.main(["train", "--run", str(tmp_path), *options]) == 0
-    expected = replace(TrainConfig(), optimizer__learning_rate=0.5, model__norm="post", steps=9, trackers=("wandb",))
+    expected = replace(TrainConfig(), optimizer__learning_rate=0.5, model__norm="post", optimizer__betas=(0.8, 0.9))
     assert trained.calls == [(expected, tmp_path)]
     assert "complete at step 7, validation loss 1.5000" in capsys.readouterr().out
     assert cli.main(["train", "--run", "r", "--preset", "medium", "--model.num-layers", "2"]) == 0

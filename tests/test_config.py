@@ -45,7 +45,7 @@ def test_defaults_are_the_handouts():
     assert (config.tie_embeddings, config.dropout) == (False, 0.0)
 
 
-CHANGED = replace(TrainConfig(), steps=7, model__d_model=64, optimizer__betas=(0.8, 0.9), trackers=("wandb",))
+CHANGED = replace(TrainConfig(), steps=7, model__d_model=64, optimizer__betas=(0.8, 0.9))
 
 
 @pytest.mark.parametrize("config", [ModelConfig(), OptimizerConfig(), TrainConfig(), GenerateConfig(), CHANGED])

@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from parallel_runs import small_config
 
 from lmcore.cli.application import main
-from lmcore.config import ModelConfig, TrainConfig, model_config, replace
+from lmcore.config import ModelConfig, replace
 from lmcore.data import open_data
 from lmcore.errors import UserError
 from lmcore.evaluate import evaluate, score
@@ -93,9 +94,7 @@ def test_bad_input(embedded_data, changes, split, sentence):
 
 
 def test_the_command_prints_what_evaluate_finds(tmp_path, embedded_data, capsys):
-    tiny = model_config("smoke", vocab_size=300, context_length=16, d_model=16, num_heads=2, d_ff=24)
-    config = TrainConfig(model=tiny, data=str(embedded_data), batch_size=2, steps=2, device="cpu", eval_batch_size=64)
-    result = train(config, tmp_path / "run")
+    result = train(small_config(embedded_data, steps=2, eval_batch_size=64), tmp_path / "run")
     assert main(["evaluate", str(tmp_path / "run"), "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert f"loss {result.valid_loss:.4f} nats per token" in said

@@ -49,7 +49,7 @@ def pins() -> dict[str, str]:
 
 
 def test_constraints_pin_every_dependency():
-    wanted = requirements("lmcore", "dev", "wikitext", "tensorboard", "benchmark") + requirements("workbook")
+    wanted = requirements("lmcore", "dev", "wikitext", "benchmark") + requirements("workbook")
     for requirement in wanted:
         version = pins().get(canonicalize_name(requirement.name), "none")
         assert requirement.name == "lmcore" or requirement.specifier.contains(version), f"{requirement}: {version}"
@@ -78,7 +78,7 @@ def imported_modules(folder: Path) -> set[str]:
     return names - set(sys.stdlib_module_names)
 
 
-EXTRAS = ("dev", "wikitext", "tensorboard", "wandb")
+EXTRAS = ("dev", "wikitext")
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ CHANGES = {
     "eval_batch_size": 7, "precision": "bf16", "ops": "fused", "compile": True, "deterministic": True,
 }  # fmt: skip
 FREE = {
-    "data": "elsewhere", "device": "cpu", "trackers": ("wandb",), "keep_checkpoints": 7, "checkpoint_interval": 7,
+    "data": "elsewhere", "device": "cpu", "keep_checkpoints": 7, "checkpoint_interval": 7,
     "checkpoints": "sharded", "strategy": "fsdp",
 }  # fmt: skip
 

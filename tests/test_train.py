@@ -17,12 +17,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from parallel_runs import small_config
 
 import lmcore.run
 import lmcore.train
 from lmcore.alone import OneRank
 from lmcore.checkpoint import digest, load_model, read_checkpoint, read_weights, save_checkpoint
-from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace, to_dict
+from lmcore.config import TrainConfig, replace, to_dict
 from lmcore.data import CorpusConfig, PreparedData, open_data, prepare
 from lmcore.errors import EXIT_INTERRUPTED, UserError
 from lmcore.evaluate import evaluate
@@ -44,18 +45,9 @@ TIMES = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}
 @pytest.fixture
 def config(embedded_data) -> TrainConfig:
     """A run of twelve steps with dropout, so that the state of the generators matters."""
-    return TrainConfig(
-        model=model_config("smoke", vocab_size=300, context_length=16, d_model=16, num_heads=2, d_ff=24, dropout=0.1),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=3),
-        data=str(embedded_data),
-        batch_size=4,
-        steps=12,
-        log_interval=3,
-        eval_interval=4,
-        checkpoint_interval=5,
-        eval_batch_size=64,
-        device="cpu",
-    )
+    model = {"model__d_model": 16, "model__num_heads": 2, "model__d_ff": 24, "model__dropout": 0.1}
+    config = small_config(embedded_data, **model, batch_size=4, eval_batch_size=64, keep_checkpoints=2)
+    return replace(config, optimizer__warmup_steps=3, eval_interval=4, checkpoint_interval=5)
 
 
 @pytest.fixture
@@ -548,31 +540,10 @@ def test_bad_input_is_one_sentence(tmp_path, config):
         ({"model__context_length": 10**6}, "b", "context of"),
         ({"device": "cuda:9"}, "c", "is not there"),
         ({"data": str(tmp_path)}, "d", "not a prepared corpus"),
-        ({"trackers": ("wandb",)}, "e", r"pip install 'lmcore\[wandb\]'"),
         ({}, "file/run", "cannot be written to"),
     ):
         with pytest.raises(UserError, match=sentence):
             train(replace(config, **changes), tmp_path / folder)
-
-
-def test_trackers_get_every_line(config, run, monkeypatch):
-    """A page of Weights & Biases, which a resumed run continues; files of TensorBoard where that is installed."""
-    calls: list = []
-    session = types.SimpleNamespace(
-        log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish")
-    )
-    package = types.ModuleType("wandb")
-    package.init = lambda **options: calls.append(options) or session
-    monkeypatch.setitem(sys.modules, "wandb", package)
-    train(replace(config, trackers=("wandb",)), run)
-    options, *sent, last = calls
-    assert (options["id"], options["resume"], options["config"]["steps"]) == ("run", "allow", 12)
-    assert [step for step, _ in sent] == [line["step"] for line in run.metrics_lines()]
-    assert all(None not in values.values() for _, values in sent)
-    assert last == "finish"
-    pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
-    train(replace(config, trackers=("tensorboard",)), run.path / "other")
-    assert list((run.path / "other" / "tensorboard").glob("events.out.tfevents.*"))
 
 
 def test_the_committed_figures_of_the_fault_suite_lost_nothing():

@@ -15,8 +15,10 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from parallel_runs import small_config
+
 from lmcore.checkpoint import digest, read_checkpoint, read_weights
-from lmcore.config import OptimizerConfig, TrainConfig, model_config
+from lmcore.config import TrainConfig, replace
 from lmcore.distributed.sharded_checkpoint import sharded_reader
 from lmcore.errors import EXIT_CODES, EXIT_USER_ERROR, UserError
 from lmcore.run import RunFolder
@@ -61,20 +63,9 @@ class Bench:
         torch.set_num_threads(1)
         self.folder, self.numbers = folder, itertools.count(1)
         data = prepare("embedded", "bpe:300", folder / "data", CorpusConfig(num_documents=40), progress=False).folder
-        self.config = TrainConfig(
-            model=model_config(
-                "smoke", vocab_size=300, context_length=16, d_model=16, num_layers=1, num_heads=2, d_ff=24, dropout=0.1
-            ),
-            optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=3),
-            data=str(data),
-            batch_size=4,
-            steps=20,
-            log_interval=2,
-            eval_interval=4,
-            checkpoint_interval=3,
-            eval_batch_size=64,
-            device="cpu",
-        )
+        model = {"model__num_layers": 1, "model__dropout": 0.1, "batch_size": 4, "steps": 20}
+        self.config = small_config(data, **model, log_interval=2, eval_interval=4, eval_batch_size=64)
+        self.config = replace(self.config, checkpoint_interval=3, keep_checkpoints=2)
         self.processes = multiprocessing.get_context("forkserver")
         self.processes.set_forkserver_preload(["lmcore.train", "torch._dynamo"])  # optimizers import the latter
         self.straight = RunFolder(folder / "straight")
