@@ -97,7 +97,6 @@ RECIPES: dict[str, TrainConfig] = {
     "tied": TIED,
     "best-at-budget": BEST_AT_BUDGET,
     "ten-minutes": TEN_MINUTES,
-    "ten-minutes-more-dropout": replace(TEN_MINUTES, model__dropout=0.3),
     # 327,680,000 tokens of the whole TinyStories corpus, which is read less than once: nothing to regularize
     "full-corpus": replace(
         BEST_AT_BUDGET, optimizer__weight_decay=0.1, batch_size=64, steps=20_000, eval_interval=1000
@@ -109,7 +108,6 @@ RECIPES: dict[str, TrainConfig] = {
 
 PASSES: dict[str, tuple[float, float]] = {
     "ten-minutes": (4, math.inf),
-    "ten-minutes-more-dropout": (4, math.inf),
     "full-corpus": (0, 4),
     "leaderboard": (0, 4),
 }
