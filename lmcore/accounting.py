@@ -9,11 +9,7 @@ from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from lmcore.config import ModelConfig, TrainConfig, model_config
-from lmcore.errors import require
-
-GPT2_SIZES = ("small", "medium", "large", "xl")
-"""The sizes of `lmcore.config.MODEL_SIZES` that have the width, depth and heads of GPT-2's four models."""
+from lmcore.config import ModelConfig, TrainConfig
 
 ADAMW_FLOPS = {"first moment": 3, "second moment": 4, "update": 5, "weight decay": 2}
 """Operations per parameter of the lines of Algorithm 1; products of scalars alone are done once and not counted.
@@ -23,12 +19,6 @@ ADAMW_FLOPS = {"first moment": 3, "second moment": 4, "update": 5, "weight decay
 
 LEAST_MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
 """Float32 values that an optimizer keeps for every parameter, or more for some."""
-
-
-def gpt2_config(size: str, **overrides: Any) -> ModelConfig:
-    """A model of GPT-2's shape: its vocabulary (50,257) and context (1,024), our blocks, `overrides` on top."""
-    require(size in GPT2_SIZES, f"There is no GPT-2 of size {size!r}; choose one of {', '.join(GPT2_SIZES)}.")
-    return model_config(size, **{"vocab_size": 50_257, "context_length": 1024} | overrides)
 
 
 def symbolic(config: ModelConfig, d_ff_per_d_model: Any = None) -> Any:
