@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from parallel_runs import small_config
 
 from lmcore.cli.application import main
 from lmcore.config import ModelConfig, replace
@@ -93,8 +92,8 @@ def test_bad_input(embedded_data, changes, split, sentence):
         evaluate(model, open_data(embedded_data), split)
 
 
-def test_the_command_prints_what_evaluate_finds(tmp_path, embedded_data, capsys):
-    result = train(small_config(embedded_data, steps=2, eval_batch_size=64), tmp_path / "run")
+def test_the_command_prints_what_evaluate_finds(tmp_path, tiny_run, capsys):
+    result = train(replace(tiny_run, steps=2, eval_batch_size=64), tmp_path / "run")
     assert main(["evaluate", str(tmp_path / "run"), "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert f"loss {result.valid_loss:.4f} nats per token" in said

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from parallel_runs import small_config
 
 import lmcore.run
 import lmcore.train
@@ -42,11 +41,10 @@ TIMES = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}
 
 
 @pytest.fixture
-def config(embedded_data) -> TrainConfig:
+def config(tiny_run) -> TrainConfig:
     """A run of twelve steps with dropout, so that the state of the generators matters."""
-    model = {"model__d_model": 16, "model__num_heads": 2, "model__d_ff": 24, "model__dropout": 0.1}
-    config = small_config(embedded_data, **model, batch_size=4, eval_batch_size=64, keep_checkpoints=2)
-    return replace(config, optimizer__warmup_steps=3, eval_interval=4, checkpoint_interval=5)
+    every = {"log_interval": 3, "eval_interval": 4, "checkpoint_interval": 5}
+    return replace(tiny_run, model__dropout=0.1, optimizer__warmup_steps=3, steps=12, eval_batch_size=64, **every)
 
 
 @pytest.fixture
