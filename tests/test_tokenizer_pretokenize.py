@@ -55,13 +55,6 @@ def test_a_stream_is_cut_near_the_size_and_after_special_tokens():
     assert list(safe_pieces(["a" * 1000] * 300, [], 100)) == ["a" * 300_000]  # a pretoken is not cut
 
 
-@given(texts.map("".join))
-def test_chunks_hold_the_pretokens_of_the_text_and_each_pretoken_is_one_alone(text):
-    assert "".join(chunks(text)) == text
-    assert [word for chunk in chunks(text) for word in pretokens(chunk)] == pretokens(text)
-    assert all(pretokens(word) == [word] for word in pretokens(text))
-
-
 def test_chunks_have_the_white_space_of_the_pattern():
     text = "".join(f"a{chr(code)}b" for code in range(0x110000))
     places = [0, *(found.start() for found in regex.finditer(r"\s", text)), len(text)]

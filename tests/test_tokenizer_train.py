@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcore.errors import UserError
-from lmcore.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
+from lmcore.tokenizer import END_OF_TEXT, train_bpe
 from lmcore.tokenizer.pretokenize import count_pretokens
 from lmcore.tokenizer.train import merge_pretokens
 
@@ -87,17 +87,6 @@ def test_gzip_several_files_and_processes_train_the_same(start_method, write, mo
     monkeypatch.setattr("lmcore.tokenizer.train.ProcessPoolExecutor", partial(ProcessPoolExecutor, mp_context=context))
     monkeypatch.setattr("lmcore.tokenizer.train.PIECE_CHARACTERS", 5000)
     assert train_bpe(halves, 350, [END_OF_TEXT], num_workers=2) == expected
-
-
-def test_trained_tokenizer_on_real_stories(shared_data, tmp_path):
-    path = tmp_path / "stories.txt"
-    text = (shared_data / "tinystories" / "valid.txt").read_text(encoding="utf-8")[:60_000]
-    path.write_text(text, encoding="utf-8")
-    vocab, merges = train_bpe(path, 500, [END_OF_TEXT])
-    assert merges[:40] == reference.train([text], 40, [END_OF_TEXT])
-    assert not any(b"<|" in token for token in vocab.values() if token != b"<|endoftext|>")
-    tokenizer = Tokenizer(vocab, merges, [END_OF_TEXT])
-    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_what_cannot_be_trained_is_one_sentence(write, tmp_path):

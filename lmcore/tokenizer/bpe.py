@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,15 +27,9 @@ PIECE_CHARACTERS = 1 << 14
 CACHED_CHUNKS = 1 << 16
 """Chunks and pretokens whose ids are kept, to bound memory: some 15 MB, and the words of a MB of web text."""
 
-LONG = 100
-"""The ids of chunks of more characters are not kept."""
-
 LONGEST_SPACE = 500_000
 RUN_OF_SPACE = re.compile(rf"\s{{{LONGEST_SPACE}}}")
 """What tiktoken's pattern engine may not be able to match (0.14 panics at a run of a million)."""
-
-NO_MERGE = 1 << 62
-"""Rank of a pair that is not merged, above all others."""
 
 
 def well_formed(text: str) -> str:
@@ -42,23 +37,28 @@ def well_formed(text: str) -> str:
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def merge_ids(ids: list, ranks: dict[tuple, int], merged: Sequence) -> list:
+def merge_ids(ids: Sequence, ranks: dict[tuple, int], merged: Sequence) -> list:
     """Applies to `ids` always the merge of lowest rank that is there, leftmost first, until there is none.
 
-    ranks: pair of ids -> rank of its merge. merged: id of the merged token by rank. Changes `ids` and returns it, in a
-    time that grows with the square of the length, which for words is small.
+    ranks: pair of ids -> rank of its merge. merged: id of the merged token by rank. A heap holds the merges by rank and
+    place, so n ids take a time of order n log n.
     """
-    rank_of = ranks.get
-    found = [rank_of(pair, NO_MERGE) for pair in pairwise(ids)]
-    while found and (rank := min(found)) != NO_MERGE:
-        at = found.index(rank)
-        ids[at] = new = merged[rank]
-        del found[at], ids[at + 1]
-        if at > 0:
-            found[at - 1] = rank_of((ids[at - 1], new), NO_MERGE)
-        if at < len(found):
-            found[at] = rank_of((new, ids[at + 1]), NO_MERGE)
-    return ids
+    parts = [*ids, None]  # a merged token stays in the left place and leaves None in the right one; one None behind all
+    before, after = list(range(-1, len(parts))), list(range(1, len(parts) + 1))  # the neighbors that are left
+    heap = [(ranks[pair], place) for place, pair in enumerate(pairwise(parts)) if pair in ranks]
+    heapify(heap)
+    while heap:
+        rank, place = heappop(heap)
+        right = after[place]
+        if ranks.get((parts[place], parts[right])) != rank:  # one of the two has been merged with another
+            continue
+        parts[place], parts[right] = merged[rank], None
+        after[place] = after[right]
+        before[after[place]] = place
+        for left, right in ((before[place], place), (place, after[place])):
+            if (pair := (parts[left], parts[right])) in ranks:
+                heappush(heap, (ranks[pair], left))
+    return [part for part in parts if part is not None]
 
 
 def merges_of_ranks(ranks: dict[bytes, int]) -> list[tuple[bytes, ...]]:
@@ -147,31 +147,26 @@ class Tokenizer:
         """
         text, ids = well_formed(text), []
         for place, part in enumerate(self._special_pattern.split(text) if self._special_pattern else [text]):
-            ids += [self._special_ids[part]] if place % 2 else self._encode_ordinary(part)
-        return ids
-
-    def _encode_ordinary(self, text: str) -> list[int]:
-        """The ids of `text`, special tokens in it read as plain text."""
-        ids: list[int] = []
-        for chunk in chunks(text):
-            ids += self._cache.get(chunk) or self._encode_chunk(chunk)
+            if place % 2:
+                ids.append(self._special_ids[part])
+                continue
+            for chunk in chunks(part):
+                ids += self._cache.get(chunk) or self._encode_chunk(chunk)
         return ids
 
     def _encode_chunk(self, chunk: str) -> list[int]:
-        word = chunk.removeprefix(" ")
-        words = [chunk] if word.isalpha() and word.isascii() else pretokens(chunk)  # most chunks need no pattern
+        """The ids of a chunk, which are kept, as are those of its pretokens."""
+        words = pretokens(chunk)
         if len(words) > 1:
             ids = [token_id for word in words for token_id in self._cache.get(word) or self._encode_chunk(word)]
         else:
             try:
-                ids = [self._byte_ids[byte] for byte in chunk.encode()]
+                ids = merge_ids([self._byte_ids[byte] for byte in chunk.encode()], self._ranks, self._merged)
             except KeyError as error:
                 raise UserError(f"The vocabulary lacks the byte {bytes(error.args)!r} of {chunk!r}.") from None
-            merge_ids(ids, self._ranks, self._merged)
-        if len(chunk) <= LONG:
-            if len(self._cache) >= CACHED_CHUNKS:
-                self._cache.clear()
-            self._cache[chunk] = ids
+        if len(self._cache) >= CACHED_CHUNKS:
+            self._cache.clear()
+        self._cache[chunk] = ids
         return ids
 
     def encode_iterable(self, iterable: Iterable[str]) -> Iterator[int]:
@@ -217,7 +212,7 @@ class Tokenizer:
 
     def save(self, folder: str | os.PathLike) -> None:
         """Writes `encoder.json`, `vocab.bpe` (GPT-2's format) and `special_tokens.json` into `folder`."""
-        files.write_files(folder, self.vocab, self.merges)
+        files.write_files(Path(folder), self.vocab, self.merges)
         write_json(Path(folder) / SPECIAL_TOKENS_FILE, self.special_tokens)
 
     @classmethod

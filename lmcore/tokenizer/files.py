@@ -9,11 +9,11 @@ import os
 from pathlib import Path
 
 from lmcore.errors import UserError, require
-from lmcore.files import atomic_write, not_a_pipe, read_json, write_json
+from lmcore.files import atomic_write, read_json, write_json
+from lmcore.text import read_text
 
 ENCODER_FILE, MERGES_FILE = "encoder.json", "vocab.bpe"
 FILE_NAMES = ((ENCODER_FILE, MERGES_FILE), ("vocab.json", "merges.txt"))
-HEADER = "#version: 0.2"
 
 _VISIBLE = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
 _HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
@@ -68,29 +68,20 @@ def read_vocab(path: str | os.PathLike) -> dict[int, bytes]:
 
 def read_merges(path: str | os.PathLike) -> list[tuple[bytes, bytes]]:
     """Reads `vocab.bpe`, with or without its header. Raises `UserError` if it is missing or not in that format."""
-    try:
-        lines = not_a_pipe(path).read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        raise UserError(f"There is no file {path}.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as a list of merges ({error}).") from error
     merges = []
-    for number, line in enumerate(lines, 1):
-        line = line.removesuffix("\r")
-        if not line or (number == 1 and line.startswith("#version")):
+    for number, line in enumerate("".join(read_text(Path(path))).split("\n"), 1):
+        pair = line.removesuffix("\r").split(" ")
+        if pair == [""] or (number == 1 and line.startswith("#version")):
             continue
-        pair = line.split(" ")
-        require(
-            len(pair) == 2 and all(pair),
-            f"{path}, line {number}: a merge is two tokens with a space between, not {line!r}.",
-        )
+        wrong = f"{path}, line {number}: a merge is two tokens with a space between, not {line!r}."
+        require(len(pair) == 2 and all(pair), wrong)
         merges.append((from_printable(pair[0], path), from_printable(pair[1], path)))
     return merges
 
 
-def write_files(folder: str | os.PathLike, vocab: dict[int, bytes], merges: list[tuple[bytes, bytes]]) -> None:
+def write_files(folder: Path, vocab: dict[int, bytes], merges: list[tuple[bytes, bytes]]) -> None:
     """Writes `encoder.json` and `vocab.bpe` into `folder`, each whole or not at all."""
-    write_json(Path(folder) / ENCODER_FILE, {to_printable(vocab[token_id]): token_id for token_id in sorted(vocab)})
-    with atomic_write(Path(folder) / MERGES_FILE, "w") as file:
-        file.write(HEADER + "\n")
+    write_json(folder / ENCODER_FILE, {to_printable(vocab[token_id]): token_id for token_id in sorted(vocab)})
+    with atomic_write(folder / MERGES_FILE, "w") as file:
+        file.write("#version: 0.2\n")
         file.writelines(f"{to_printable(left)} {to_printable(right)}\n" for left, right in merges)

@@ -147,43 +147,34 @@ def merge_pretokens(counts: Counter[str], num_merges: int) -> tuple[list[bytes],
                 heappush(heap, entry(pair))
             continue
         merges.append((bytes(left), bytes(right)))
+        new = len(tokens)
         tokens.append(_Descending(left + right))
         arisen: set[Pair] = set()
         for index in dict.fromkeys(places.pop(pair)):
-            words[index], lost, gained = _merge_pair(words[index], pair, len(tokens) - 1)
-            for old in lost:
-                pair_counts[old] -= word_counts[index]
-            for new in gained:
-                pair_counts[new] += word_counts[index]
-                places[new].append(index)
-            arisen.update(gained)
+            before, count = words[index], word_counts[index]
+            words[index] = word = merge_pair(before, pair, new)
+            if len(word) == len(before):  # another merge has taken the pair apart
+                continue
+            for old in pairwise(before):
+                pair_counts[old] -= count
+            for now in pairwise(word):
+                pair_counts[now] += count
+                if new in now:
+                    places[now].append(index)
+                    arisen.add(now)
         del pair_counts[pair]
-        for new in arisen:
-            if pair_counts[new]:
-                heappush(heap, entry(new))
+        for now in arisen:
+            heappush(heap, entry(now))
     return list(map(bytes, tokens)), merges
 
 
-def _merge_pair(word: list[int], pair: Pair, new: int) -> tuple[list[int], list[Pair], list[Pair]]:
-    """`word` with the token `new` for each `pair` from the left on; the other pairs it loses, and those it gains."""
+def merge_pair(word: list[int], pair: Pair, new: int) -> list[int]:
+    """`word` with the token `new` for each `pair`, from the left on."""
+    left, right = pair
     merged: list[int] = []
-    lost: list[Pair] = []
-    gained: list[Pair] = []
-    at = rest = 0  # where to look on, and where what is not in `merged` yet begins
-    while True:
-        try:
-            at = word.index(pair[0], at, -1)
-        except ValueError:
-            return merged + word[rest:], lost, gained
-        if word[at + 1] != pair[1]:
-            at += 1
-            continue
-        merged += word[rest:at]
-        at = rest = at + 2
-        if merged:
-            lost.append((merged[-1], pair[0]))
-            gained.append((merged[-1], new))
-        if rest < len(word):
-            lost.append((pair[1], word[rest]))
-            gained.append((new, word[rest]))
-        merged.append(new)
+    for token in word:
+        if token == right and merged and merged[-1] == left:
+            merged[-1] = new
+        else:
+            merged.append(token)
+    return merged
