@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lmcore.errors import UserError, require
+from lmcore.errors import UserError
 from lmcore.files import not_a_pipe
 
 END_OF_TEXT = "<|endoftext|>"
@@ -15,8 +15,12 @@ END_OF_TEXT = "<|endoftext|>"
 
 CHUNK_BYTES = 1 << 20
 
-RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-"""Suffixes of files that hold texts in records, whose braces, keys and commas would be read as text."""
+RECORDS = {
+    ".jsonl": "json({}, lines=True)", ".ndjson": "json({}, lines=True)", ".json": "json({})", ".csv": "csv({})",
+    ".tsv": "table({})", ".parquet": "parquet({})",
+}  # fmt: skip
+"""Suffixes of files that hold texts in records, whose braces, keys and commas would be read as text, and what reads
+them: one of the functions `read_` of pandas."""
 
 ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
 """What a terminal takes as colours and movements."""
@@ -49,12 +53,12 @@ def plain_name(path: Path) -> str:
 
 
 def require_text(path: Path) -> None:
-    """Raises `UserError` for a file with records."""
-    require(
-        not plain_name(path).endswith(RECORDS),
-        f"{path} holds records, not plain text; write the texts in them to a .txt file first, for example with pandas, "
-        f"with a line {END_OF_TEXT} between them.",
-    )
+    """Raises `UserError` for a file with records, which says how to make a text of them."""
+    plain = Path(plain_name(path))
+    if plain.suffix in RECORDS:
+        texts = f"pandas.read_{RECORDS[plain.suffix].format(repr(str(path)))}['text']"
+        command = rf"""python -c "import pandas; print(*{texts}, sep='\n{END_OF_TEXT}\n')" > {plain.stem}.txt"""
+        raise UserError(f"{path} holds records, not plain text; write out one field of them, such as text: {command}")
 
 
 def read_text(path: Path) -> Iterator[str]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcore.data.downloads import SOURCES, articles, describe_wikitext, download, fetch, wikitext_as_text
+from lmcore.data.downloads import SOURCES, describe_wikitext, download, end_articles, fetch, wikitext_as_text
 from lmcore.errors import UserError
 
 CONTENT = random.Random(0).randbytes(300_000)
@@ -75,8 +75,9 @@ LINES = [" \n", " = First = \n", " \n", " Text with \n", " = x = \n", " in it . 
 
 
 def test_articles_are_told_from_headings_within():
-    text = "".join(articles([*LINES, " \n", " = Second = \n", " \n", " End . \n"]))
-    assert text.split("<|endoftext|>\n") == ["".join(LINES) + " \n", " = Second = \n \n End . \n", ""]
+    text = "".join([*LINES, " \n", " = Second = \n", " \n", " End . \n"]).encode()
+    expected = ["".join(LINES) + " \n", " = Second = \n \n End . \n", ""]
+    assert end_articles(text).decode().split("<|endoftext|>\n") == expected
 
 
 def test_wikitext_comes_from_parquet(site, tmp_path, monkeypatch):
@@ -130,7 +131,6 @@ def test_the_real_texts_have_the_published_words_and_articles(shared_data, split
     found = describe_wikitext([path])
     assert (found["words"], found["is"]) == (words, f"WikiText-103's {name} text")
     assert 0.007 < found["unknown"] < 0.011
-    with open(path, encoding="utf-8", newline="\n") as file:
-        text = "".join(articles(file))
-    assert text.count("<|endoftext|>\n") == 60
-    assert text.replace("<|endoftext|>\n", "") == path.read_text(encoding="utf-8")
+    text = end_articles(path.read_bytes())
+    assert text.count(b"<|endoftext|>\n") == 60
+    assert text.replace(b"<|endoftext|>\n", b"") == path.read_bytes()

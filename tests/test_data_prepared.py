@@ -8,7 +8,8 @@ import os
 import random
 import re
 import shutil
-from itertools import islice
+from itertools import count, islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from lmcore.tokenizer import Tokenizer
 
 EOT = "<|endoftext|>"
 BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: EOT.encode()}, [], [EOT])
+HELD = {"manifest.json", "tokenizer", "train.bin", "valid.bin"}
 SMALL = CorpusConfig(num_documents=60, valid_fraction=0.2)
 
 
@@ -56,8 +58,7 @@ def test_what_the_folder_holds(prepared, corpus):
     (source,) = prepared.manifest["request"]["source"]["train_files"]
     assert source["sha256"] == hashlib.sha256(corpus.read_bytes()).hexdigest()
     assert prepared.floor_nats_per_token is None
-    left = {path.name for path in prepared.folder.iterdir()} - {".lock", "checked.json"}
-    assert left == {"manifest.json", "tokenizer", "train.bin", "valid.bin"}
+    assert {path.name for path in prepared.folder.iterdir()} - {".lock", "checked.json"} == HELD
 
 
 def test_fingerprint_is_of_all_that_decides_the_ids(prepared):
@@ -146,6 +147,25 @@ def test_failure_leaves_the_old_corpus(prepared, corpus):
         prepare(corpus, BYTES, prepared.folder, progress=False)
     assert open_data(prepared.folder, verify=True).fingerprint == prepared.fingerprint
     assert not list(prepared.folder.glob(".preparing-*"))
+
+
+def test_a_move_that_fails_leaves_the_old_corpus(prepared, monkeypatch):
+    """Whichever it is, of those that take the old corpus out of the way and those that put the new one in its place."""
+    rename = Path.rename
+    for failing in range(8):
+        moves = count()
+
+        def failing_rename(path, target, moves=moves, failing=failing):
+            if next(moves) == failing:
+                raise OSError(5, "Input/output error")
+            return rename(path, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", failing_rename)
+            with pytest.raises(UserError, match="Input/output error"):
+                prepare("embedded", BYTES, prepared.folder, SMALL, progress=False)
+        assert open_data(prepared.folder, verify=True).fingerprint == prepared.fingerprint
+    assert {path.name for path in prepared.folder.iterdir()} - {".lock", "checked.json"} == HELD
 
 
 def test_another_corpus_replaces_it_and_open_memmaps_stay(prepared):

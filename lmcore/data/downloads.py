@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,6 @@ def fetch(url: str, folder: Path, *, sha256: str | None = None, progress: bool =
         ) from error
 
 
-ARTICLE = re.compile(r" = [^=].* = \n")
-
-
 def wikitext_as_text(paths: list[Path], output: Path) -> Path:
     """WikiText's parquet files as one text with `<|endoftext|>` after each article; reused if it is there.
 
@@ -94,29 +91,27 @@ def wikitext_as_text(paths: list[Path], output: Path) -> Path:
             "WikiText-103 comes as parquet files, which need pyarrow: install it with pip install 'lmcore[wikitext]'."
         ) from None
     try:
-        batches = chain.from_iterable(parquet.ParquetFile(path).iter_batches(columns=["text"]) for path in paths)
+        lines = (line for path in paths for line in parquet.read_table(path, columns=["text"])["text"].to_pylist())
         # the parquet form has empty strings for the blank lines of the original
-        lines = (line or " \n" for batch in batches for line in batch.column(0).to_pylist())
-        with atomic_write(output) as file:
-            file.writelines(line.encode() for line in articles(lines))
-    except ArrowException as error:
+        text = b"".join([(line or " \n").encode() for line in lines])
+    except (ArrowException, KeyError) as error:
         raise UserError(f"A parquet file in {output.parent} is damaged ({error}); delete it and run again.") from error
+    with atomic_write(output) as file:
+        file.write(end_articles(text))
     return output
 
 
-def articles(lines: Iterable[str]) -> Iterator[str]:
-    """WikiText's lines with a line `<|endoftext|>` before each heading of an article but the first, and at the end."""
-    first = True
-    before, line = "", ""
-    for after in chain(lines, [""]):
-        # a heading stands alone between blank lines; " = x = " also occurs within tables and text
-        if ARTICLE.fullmatch(line) and not before.strip() and not after.strip():
-            if not first:
-                yield f"{END_OF_TEXT}\n"
-            first = False
-        yield line
-        before, line = line, after
-    yield f"{END_OF_TEXT}\n"
+ARTICLE = rb" = [^=\n][^\n]* = \n"
+"""The line with an article's title; within tables and text there are others of this form."""
+
+LAST_LINE = re.compile(rb"\n \n(?=" + ARTICLE + rb" \n)")
+"""The blank line before a title, which stands alone between blank lines."""
+
+
+def end_articles(text: bytes) -> bytes:
+    """WikiText with a line `<|endoftext|>` behind each article."""
+    end = f"{END_OF_TEXT}\n".encode()
+    return LAST_LINE.sub(b"\n \n" + end, text) + end
 
 
 def describe_wikitext(paths: Iterable[Path]) -> dict[str, Any] | None:
@@ -128,7 +123,7 @@ def describe_wikitext(paths: Iterable[Path]) -> dict[str, Any] | None:
     for path in paths:
         rest = ""
         for number, chunk in enumerate(chain(read_text(path), [END_OF_TEXT + "\n"])):
-            if number == 0 and not ARTICLE.match(" " + chunk.lstrip()):
+            if number == 0 and not re.match(ARTICLE, b" " + chunk.lstrip()[:1000].encode()):
                 return None
             text, end, rest = (rest + chunk).rpartition("\n")
             text = (text + end).replace(f"{END_OF_TEXT}\n", "")

@@ -7,10 +7,11 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,17 +22,7 @@ from lmcore.data.corpora import Corpus, CorpusConfig, EmbeddedCorpus, Piece, ope
 from lmcore.data.downloads import describe_wikitext
 from lmcore.data.tokenizers import describe_tokenizer, tokenizer_for
 from lmcore.errors import UserError, require
-from lmcore.files import (
-    CHECKSUM,
-    checksummed,
-    locked,
-    read_json,
-    remove,
-    sha256_file,
-    temporary_folder,
-    verified,
-    write_json,
-)
+from lmcore.files import CHECKSUM, checksummed, locked, read_json, sha256_file, temporary_folder, verified, write_json
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer
 
@@ -171,14 +162,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         f"{folder} is not a prepared corpus (it has no {MANIFEST}); make one with `lmcore data prepare`.",
     )
     manifest = read_json(folder / MANIFEST)
-    whole = isinstance(manifest, dict) and manifest.get("format_version") == FORMAT_VERSION and CHECKSUM in manifest
-    content = verified(manifest) if whole else None
-    if content is None:
-        raise UserError(
-            f"{folder / MANIFEST} is of another version of lmcore, or has changed since it was written (by its "
-            f"checksum); {AGAIN}"
-        )
-    return content
+    known = isinstance(manifest, dict) and manifest.get("format_version") == FORMAT_VERSION
+    content = verified(manifest) if known else None
+    what = f"{folder / MANIFEST} is of another version of lmcore, or has changed since it was written"
+    require(content is not None, f"{what} (by its checksum); {AGAIN}")
+    return content or {}
 
 
 def bin_path(folder: Path, split: str) -> Path:
@@ -277,11 +265,20 @@ def open_if_same(folder: Path, request: dict[str, Any]) -> PreparedData | None:
 
 
 def replace_prepared(new: Path, folder: Path) -> None:
-    """Moves a corpus from `new` to `folder`. Its manifest goes first and comes last: without it, none is prepared."""
-    for name in (MANIFEST, TOKENIZER_FOLDER):
-        remove(folder / name)
-    for path in (*(bin_path(new, split) for split in SPLITS), new / TOKENIZER_FOLDER, new / MANIFEST):
-        path.rename(folder / path.name)
+    """Moves a corpus from `new` to `folder`, its manifest last: without it, none is prepared.
+
+    The one that is there goes out of the way first, its manifest ahead, and comes back if a move fails.
+    """
+    names = [*(bin_path(new, split).name for split in SPLITS), TOKENIZER_FOLDER, MANIFEST]
+    (old := new / "old").mkdir()
+    moves = [(folder / name, old / name) for name in reversed(names)]
+    moves += [(new / name, folder / name) for name in names]
+    with ExitStack() as undo:
+        for source, target in moves:
+            if source.exists():
+                source.rename(target)
+                undo.callback(target.rename, source)
+        undo.pop_all()
 
 
 def warn_of_texts(data: PreparedData) -> None:
@@ -339,9 +336,16 @@ def encode_to(file: BinaryIO, pieces: Iterable[Piece], tokenizer: Tokenizer, dty
 
     Returns what the manifest says of them: tokens, documents, UTF-8 bytes of the documents, checksum of the ids.
     """
-    tokens = documents = size = 0
+    tokens = documents = size = characters = 0
     digest = hashlib.sha256()
-    for batch in batches_of(pieces):
+
+    def batch_number(piece: Piece) -> int:
+        nonlocal characters
+        characters += len(piece.text)
+        return characters // BATCH_CHARS
+
+    for _, grouped in groupby(pieces, batch_number):
+        batch = list(grouped)
         encoded = tokenizer.encode_documents([piece.text for piece in batch])
         for piece, ids in zip(batch, encoded, strict=True):
             if piece.ends_document:
@@ -349,23 +353,7 @@ def encode_to(file: BinaryIO, pieces: Iterable[Piece], tokenizer: Tokenizer, dty
             data = np.array(ids, dtype).tobytes()
             file.write(data)
             digest.update(data)
-            tokens, documents, size = (
-                tokens + len(ids),
-                documents + piece.ends_document,
-                size + len(piece.text.encode()),
-            )
+            tokens += len(ids)
+            documents += piece.ends_document
+            size += len(piece.text.encode())
     return {"tokens": tokens, "documents": documents, "bytes": size, "sha256": digest.hexdigest()}
-
-
-def batches_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Groups pieces into lists of about `BATCH_CHARS` characters."""
-    batch: list[Piece] = []
-    characters = 0
-    for piece in pieces:
-        batch.append(piece)
-        characters += len(piece.text)
-        if characters >= BATCH_CHARS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch

@@ -61,21 +61,12 @@ def describe_tokenizer(tokenizer: Tokenizer | str | os.PathLike) -> str:
     """What makes two tokenizers the same before one of them is trained or downloaded."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer.fingerprint
-    return str(tokenizer) if is_specification(tokenizer) else load_tokenizer(tokenizer).fingerprint
+    return str(tokenizer) if is_specification(tokenizer) else tokenizer_for(tokenizer, "embedded").fingerprint
 
 
 def is_specification(tokenizer: str | os.PathLike) -> bool:
     """Whether this is `gpt2` or `bpe:…` and not a folder."""
     return isinstance(tokenizer, str) and (tokenizer == "gpt2" or tokenizer.startswith("bpe:"))
-
-
-def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
-    """A saved tokenizer, or GPT-2's from its two files."""
-    require(
-        Path(folder).is_dir(),
-        f"There is no tokenizer folder {folder}; name one, or use gpt2, or bpe:10000 to train one.",
-    )
-    return Tokenizer.load(folder)
 
 
 def tokenizer_for(
@@ -91,7 +82,9 @@ def tokenizer_for(
     else: a folder with a saved tokenizer, or with files in GPT-2's format.
     """
     if not is_specification(specification):
-        return load_tokenizer(specification)
+        said = f"There is no tokenizer folder {specification}; name one, or use gpt2, or bpe:10000 to train one."
+        require(Path(specification).is_dir(), said)
+        return Tokenizer.load(specification)
     if specification == "gpt2":
         return load_gpt2()
     size = str(specification).removeprefix("bpe:")
