@@ -59,10 +59,9 @@ def registered_memory(group: Group = None) -> Iterator[None]:
 
 def start_exchange(send: Tensor, to: int, receive: Tensor, source: int, group: Group = None) -> list[dist.Work]:
     """Starts to send one tensor to rank `to` of the group and to receive another from rank `source`: wait for both."""
-    target, origin = (dist.get_global_rank(group, rank) if group else rank for rank in (to, source))
     operations = [
-        dist.P2POp(dist.isend, send, target, group),
-        dist.P2POp(dist.irecv, receive, origin, group),
+        dist.P2POp(dist.isend, send, group=group, group_peer=to),
+        dist.P2POp(dist.irecv, receive, group=group, group_peer=source),
     ]
     return dist.batch_isend_irecv(operations)
 
@@ -133,10 +132,8 @@ def tree_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> None:
     while reach < size:
         partner = place + reach if place < reach else place - reach
         if place < 2 * reach and partner < size:
-            other = (partner + root) % size
-            other = dist.get_global_rank(group, other) if group else other
             if place < reach:
-                dist.send(tensor, other, group)
+                dist.send(tensor, group=group, group_dst=(partner + root) % size)
             else:
-                dist.recv(tensor, other, group)
+                dist.recv(tensor, group=group, group_src=(partner + root) % size)
         reach *= 2

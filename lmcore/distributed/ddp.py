@@ -25,10 +25,9 @@ from lmcore.errors import require
 
 def broadcast_state(module: nn.Module, group: Group = None) -> None:
     """Gives every rank the parameters and buffers of rank 0."""
-    source = dist.get_global_rank(group, 0) if group else 0
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}  # tied ones once
     for tensor in tensors.values():
-        dist.broadcast(tensor.data, source, group=group)
+        dist.broadcast(tensor.data, group=group, group_src=0)
 
 
 class DataParallel(nn.Module):

@@ -64,8 +64,7 @@ class Ranks:
         while len(results) < self.world_size:
             left = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
             ready = connection.wait(list(left), max(0.0, end - time.monotonic()))
-            if not ready:
-                self._fail(RankError(f"Rank {min(left.values())} has not answered within {self.timeout:g} seconds"))
+            error = RankError(f"Rank {min(left.values())} has not answered within {self.timeout:g} seconds")
             for pipe in ready:
                 rank = left[pipe]
                 try:
@@ -74,12 +73,11 @@ class Ranks:
                     self.processes[rank].join(5)
                     error = RankError(f"Rank {rank} has ended with exit code {self.processes[rank].exitcode}")
                 if error is not None:
-                    self._fail(error)
+                    break
+            if error is not None:
+                self.close()
+                raise error
         return [results[rank] for rank in range(self.world_size)]
-
-    def _fail(self, error: Exception) -> None:
-        self.close()
-        raise error
 
     def close(self) -> None:
         """Ends all ranks."""

@@ -5,7 +5,6 @@ in which file. A folder is written beside its place, gets the digests of its fil
 """
 
 import errno
-import json
 import os
 import shutil
 import warnings
@@ -27,7 +26,7 @@ from lmcore.checkpoint import FORMAT, load_plain, require_same
 from lmcore.distributed.sharded_optimizer import ShardedOptimizer
 from lmcore.distributed.strategies import parameters_of
 from lmcore.errors import UserError, require, why_not_written
-from lmcore.files import PlainUnpickler, atomic_write, not_a_pipe, remove, sha256_file, write_json
+from lmcore.files import PlainUnpickler, atomic_write, read_json, remove, sha256_file, write_json
 
 SHARDED_STATE, METADATA, MANIFEST = "state.pt", ".metadata", "manifest.json"
 """Of a sharded checkpoint: everything but the tensors; PyTorch's table of the tensors' parts; the SHA-256 digest of
@@ -148,20 +147,15 @@ def sharded_reader(folder: Path) -> dcp.FileSystemReader:
 
 def verify_files(folder: Path) -> None:
     """Raises `UserError` unless a sharded checkpoint has all its files as they were written."""
-    damaged = f"{folder} is not a whole checkpoint"
     try:
-        manifest = json.loads(not_a_pipe(folder / MANIFEST).read_text(encoding="utf-8"))
-        there = {path.name for path in folder.iterdir()} - {MANIFEST}
-        unlisted = sorted((there | {METADATA, SHARDED_STATE}) - manifest.keys())
-        require(not unlisted, f"{damaged}: {MANIFEST} has no digest of {', '.join(unlisted)}.")
-        for name, noted in manifest.items():
-            if sha256_file(folder / name) != noted:
-                raise UserError(f"{damaged}: {name} does not match its SHA-256 digest.")
-    except UserError:
-        raise
-    except (OSError, ValueError, AttributeError) as error:
-        what = Path(error.filename).name if isinstance(error, OSError) and error.filename else MANIFEST
-        raise UserError(f"{damaged}: {what} is missing or cannot be read.") from error
+        digests, there = read_json(folder / MANIFEST), {path.name for path in folder.iterdir()}
+        require(isinstance(digests, dict), f"{MANIFEST} has no digests.")
+        for name in sorted(digests.keys() | there - {MANIFEST} | {METADATA, SHARDED_STATE}):
+            require(name in digests, f"{MANIFEST} has no digest of {name}.")
+            require(sha256_file(folder / name) == digests[name], f"{name} does not match its SHA-256 digest.")
+    except (OSError, UserError) as error:
+        said = f"{error.filename} cannot be read: {error.strerror}." if isinstance(error, OSError) else error
+        raise UserError(f"{folder} is not a whole checkpoint: {said}") from error
 
 
 def load_sharded(strategy: Alone, optimizer: Optimizer, folder: Path, ranks: OneRank) -> int:

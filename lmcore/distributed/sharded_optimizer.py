@@ -68,11 +68,10 @@ class ShardedOptimizer(Optimizer):
 
     def send(self, tensors: Mapping[Tensor, Tensor]) -> None:
         """Sends what `tensors` has of each parameter from its owner to all ranks, in place."""
-        sent = []
-        for parameter, tensor in tensors.items():
-            owner = self.owner[parameter]
-            source = dist.get_global_rank(self.group, owner) if self.group else owner
-            sent.append(dist.broadcast(tensor, source, group=self.group, async_op=True))
+        sent = [
+            dist.broadcast(tensor, group=self.group, group_src=self.owner[parameter], async_op=True)
+            for parameter, tensor in tensors.items()
+        ]
         for work in sent:
             work.wait()
 

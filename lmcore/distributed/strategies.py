@@ -71,21 +71,16 @@ class Divided(Alone):
     def moments(self, optimizer: Optimizer, ranks: OneRank) -> dict[str, Any]:
         if isinstance(optimizer, ShardedOptimizer):
             return optimizer.state_dict(ranks.gather_on_first)
-        state, order = optimizer.state_dict(), parameters_of(optimizer)
-        moments = {
-            index: {key: self.kept(value, order[index], ranks) for key, value in values.items()}
-            for index, values in state["state"].items()
-        }
-        return state | {"state": moments}
+        whole, order = optimizer.state_dict(), parameters_of(optimizer)
+        state = whole["state"].items()
+        moments = {i: {k: self.kept(v, order[i], ranks) for k, v in values.items()} for i, values in state}
+        return whole | {"state": moments}
 
     def load(self, content: dict[str, Any], optimizer: Optimizer, name: str) -> int:
         held, order = self.model.state_dict(keep_vars=True), parameters_of(optimizer)
         weights = {key: self.part(t, held[key]) if key in held else t for key, t in content["model"].items()}
-        moments = {
-            index: {key: self.part(value, order[index]) for key, value in values.items()}
-            for index, values in content["optimizer"]["state"].items()
-            if index < len(order)
-        }
+        state = content["optimizer"]["state"].items()
+        moments = {i: {k: self.part(v, order[i]) for k, v in values.items()} for i, values in state if i < len(order)}
         parts = {"model": weights, "optimizer": content["optimizer"] | {"state": moments}}
         return restore(content | parts, self.model, optimizer, name)
 
