@@ -1,8 +1,6 @@
 """Batches: shifted targets, uniform starts, reproducible steps, whole epochs, whole validation; and read ahead."""
 
 import math
-import os
-import signal
 import threading
 import time
 from collections import Counter
@@ -198,25 +196,6 @@ def test_leaving_early_ends_the_thread():
         for _ in range(5):
             next(reader)
         assert len(reader_threads()) == 1
-    assert not reader_threads()
-
-
-def test_an_interrupt_reaches_the_one_who_waits(monkeypatch, request):
-    """Ctrl-C while the next batch is awaited."""
-    slow = threading.Event()
-
-    def starts(x, config, step):
-        time.sleep(0.2)  # a signal in the instant before the wait begins would not end it
-        os.kill(os.getpid(), signal.SIGINT)
-        slow.wait(0.5)
-        return np.arange(config.batch_size)
-
-    monkeypatch.setattr("lmcore.data.batches.starts_at_step", starts)
-    # what a shell starts in the background ignores the signal
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
-    with pytest.raises(KeyboardInterrupt), closing(read_ahead(np.arange(100), train_config(), 0)) as reader:
-        next(reader)
     assert not reader_threads()
 
 

@@ -189,13 +189,3 @@ def test_ambiguous_and_missing_sources(tmp_path):
     ):
         with pytest.raises(UserError, match=sentence):
             both(source, **options)
-
-
-def test_documents_of_the_real_corpora(shared_data):
-    """Counts of documents as the corpora's description states them."""
-    known = (("tinystories", "valid", 6445), ("openwebtext", "train", 2395), ("openwebtext", "valid", 100))
-    for name, split, expected in known:
-        if not (shared_data / name).is_dir():
-            pytest.skip(f"there is no {shared_data / name}")
-        corpus = open_corpus(shared_data / name)
-        assert sum(piece.ends_document for piece in corpus.documents(split)) == expected

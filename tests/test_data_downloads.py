@@ -74,12 +74,6 @@ def test_what_fails_leaves_nothing(site, tmp_path, monkeypatch):
 LINES = [" \n", " = First = \n", " \n", " Text with \n", " = x = \n", " in it . \n", " \n", " = = Part = = \n", " \n"]
 
 
-def test_articles_are_told_from_headings_within():
-    text = "".join([*LINES, " \n", " = Second = \n", " \n", " End . \n"]).encode()
-    expected = ["".join(LINES) + " \n", " = Second = \n \n End . \n", ""]
-    assert end_articles(text).decode().split("<|endoftext|>\n") == expected
-
-
 def test_wikitext_comes_from_parquet(site, tmp_path, monkeypatch):
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is the optional part wikitext")
     from pyarrow import parquet
@@ -93,7 +87,7 @@ def test_wikitext_comes_from_parquet(site, tmp_path, monkeypatch):
     files = download("wikitext103", tmp_path / "downloads", progress=False)
     eot = "<|endoftext|>\n"
     assert files["valid"].read_text() == "".join([*LINES, eot])
-    assert files["train"].read_text() == "".join([*LINES, " \n", eot, *LINES[1:], eot])
+    assert files["train"].read_text() == "".join([*LINES, " \n", eot, *LINES[1:], eot])  # no end before = x =
     (tmp_path / "file").write_bytes(b"not parquet")
     with pytest.raises(UserError, match=r"parquet file .*is damaged"):
         wikitext_as_text([tmp_path / "file"], tmp_path / "text.txt")

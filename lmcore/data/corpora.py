@@ -189,11 +189,10 @@ def split_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
         if path.is_file() and plain_name(path).endswith(suffixes) and not path.name.startswith(".")
     ]
     require(bool(texts), f"There is no text file ({', '.join(TEXT_SUFFIXES)}, plain or .gz) in {folder}.")
-    found = {}
+    found, stems = {}, {path: Path(plain_name(path)).stem for path in texts}
     for split, names in SPLIT_NAMES.items():
-        words = {path: re.split(r"[^a-z0-9]+", Path(plain_name(path)).stem) for path in texts}
-        exact = tuple(path for path in texts if Path(plain_name(path)).stem in names)
-        found[split] = exact or tuple(path for path in texts if names & set(words[path]))
+        exact = tuple(path for path in texts if stems[path] in names)
+        found[split] = exact or tuple(path for path in texts if names & {*re.split(r"[^a-z0-9]+", stems[path])})
         require(
             len(found[split]) < 2,
             f"{folder} has several files for the split {split!r} ({', '.join(path.name for path in found[split])}); "

@@ -1,17 +1,14 @@
-"""The embedded corpus: an unlimited stream of small children's stories whose true entropy is known.
+"""The embedded corpus: an endless stream of small children's stories whose true entropy is known.
 
 Each story follows the grammar in stories.toml. Names, pronouns, pets, lost toys and places are chosen once and recur
-until the last sentence, so that a model has to look back; searches and outings have any number of steps. No story has
-two derivations, so the entropy of a document in nats is exactly that of the grammar, and no language model, whatever
-its tokenizer, can have a lower expected loss per token on whole documents than
+until the last sentence, so that a model has to look back. No story has two derivations, so the entropy of a document is
+exactly that of the grammar, and no language model, whatever its tokenizer, can have a lower expected loss per token on
+whole documents, nor on the stream of them, than
 
     entropy per document / expected tokens per document (with <|endoftext|>).
 
-Stories are independent, so this is also the entropy rate of the endless token stream (renewal theorem). Windows that
-start in the middle of a story hide its first words from the model, so the loss it can attain on them lies above this
-floor: clearly so when the context is shorter than a story (about 70 words).
-
-`Grammar` is any such grammar, with sampling, exact probabilities and exact entropy.
+Windows that start in the middle of a story hide its first words, so the loss that a model can attain on them is higher:
+clearly so when the context is shorter than a story (about 70 words).
 """
 
 import math

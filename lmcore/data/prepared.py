@@ -284,17 +284,18 @@ def replace_prepared(new: Path, folder: Path) -> None:
 def warn_of_texts(data: PreparedData) -> None:
     """Warns where a loss on the validation text would measure what the model has memorized, and of texts in WikiText's
     form that are not WikiText-103's."""
+
+    def say(sentence: str) -> None:
+        print(f"{data.folder}: {sentence}", file=sys.stderr, flush=True)
+
     splits, source = data.manifest["splits"], data.manifest["request"]["source"]
     trained, held_out = ({file["sha256"] for file in source.get(f"{split}_files", ())} for split in SPLITS)
-    said = []
     if splits["train"]["sha256"] == splits["valid"]["sha256"] or trained & held_out:
-        said.append("Warning: the validation text is training text, so its loss says nothing about other texts.")
+        say("Warning: the validation text is training text, so its loss says nothing about other texts.")
     for split, text in data.manifest.get("wikitext", {}).items():
         if not text["is"].startswith("WikiText-103's"):
             counts = f"{text['words']:,} words with ends of lines, {text['unknown']:.1%} <unk>"
-            said.append(f"{split} is {text['is']} ({counts}).")
-    for sentence in said:
-        print(f"{data.folder}: {sentence}", file=sys.stderr, flush=True)
+            say(f"{split} is {text['is']} ({counts}).")
 
 
 def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: bool = True) -> dict[str, Any]:
