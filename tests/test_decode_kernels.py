@@ -175,7 +175,7 @@ def check_state(after, chosen: list[int], rows: int, vocab: int, device: torch.d
 def test_greedy_takes_the_first_of_the_largest_and_marks_what_is_not_finite(either):
     module, device = either
     after = state(3, 67, device)
-    module.advance(torch.tensor([3, -1, 66], device=device), after)
+    plain.advance(torch.tensor([3, -1, 66], device=device), after)
     check_state(after, [3, -1, 66], 3, 67, device)
     logits = draw(2, device)(6, 67)
     logits[0, [5, 9]] = 50.0

@@ -95,7 +95,7 @@ def test_portable_kernels_turn_gradients_back(parts, shape, size, device, monkey
 @pytest.mark.parametrize(("shape", "size"), [((2, 70, 3), 16), ((1, 33, 2), 20)])
 @needs_triton
 def test_the_kernel_after_hopper_s_turns_gradients_back(shape, size, device):
-    from lmcore.fast.kernels.attention.gpu import attention_finish_kernel
+    from lmcore.fast.kernels.attention.gpu import attention_finish_kernel, operand
 
     batch, length, heads = shape
     e = Example(shape, size, torch.float32, device)
@@ -106,7 +106,7 @@ def test_the_kernel_after_hopper_s_turns_gradients_back(shape, size, device):
     dq, dk, _ = split_heads(e.qkv, shape)
     dq.fill_(float("nan"))
     attention_finish_kernel[(-(-length // 32) * batch * heads,)](
-        sums, dq, dk, *e.angles, *dq.stride()[:3], *dk.stride()[:3], heads, length, 0.5, size, 32, 32, True
+        operand(sums), operand(dq), operand(dk), e.angles, heads, length, 0.5, size, 32, 32, True
     )
     assert_near(e.qkv, expected, 1e-6)
 

@@ -61,6 +61,29 @@ def update(slots: list[Slot], rows: list[Settings], norm: Tensor | None) -> None
             copy.copy_(p)
 
 
+class Plain:
+    """All slots by plain operations: where there is no Triton, what `gpu.Table` is elsewhere."""
+
+    def __init__(self, slots: list[Slot], parts: list[int]):
+        self.slots, self.parts = slots, parts
+
+    def send(self, rows: list[Settings], index: list[int]) -> None:
+        """Takes the settings of this step: slot i has those of row `index[i]`."""
+        self.rows = [rows[i] for i in index]
+
+    def square(self, parts: Collection[int] | None = None) -> None:
+        """Nothing: `join_squares` sums the squares."""
+
+    def join_squares(self, norm: Tensor) -> None:
+        """Writes the gradients' joint l2 norm into `norm`."""
+        norm.copy_(gradient_norm([slot.gradient.float() for slot in self.slots]) if self.slots else torch.zeros(()))
+
+    def update(self, norm: Tensor | None, parts: Collection[int] | None = None) -> None:
+        """The update of all slots or those of some parts; with `norm`, gradients are clipped by it."""
+        chosen = [i for i, part in enumerate(self.parts) if parts is None or part in parts]
+        update([self.slots[i] for i in chosen], [self.rows[i] for i in chosen], norm)
+
+
 class FusedAdamW(AdamW):
     """`lmcore.optimizer.AdamW` and the clipping of gradients in one pass; states of the two are interchangeable.
 
@@ -91,16 +114,10 @@ class FusedAdamW(AdamW):
         require(fits, f"FusedAdamW updates float32 parameters of one device, not {', '.join(sorted(kinds))}.")
         self.max_grad_norm = max_grad_norm
         self.norm = torch.full((), math.nan, device=parameters[0].device)
-        self._gradients: dict[Tensor, Tensor] = {}
-        self._compute_weights: dict[Tensor, Tensor] = {}
-        self._parts: dict[Tensor, int] = {}
         self._moments: dict[Tensor, tuple[Tensor, Tensor]] = {}  # their addresses outlive a loaded state
-        self._slots: list[Slot] = []  # only for the reference implementation: a table holds no gradient alive
-        self._addresses: list[int] | None = None  # what the slots or the table were built for
-        self._rows: list[Settings] = []
-        self._part_of: list[int] = []  # of every slot
         self._squared: set[int] = set()  # parts whose squares `measure` finds in place
         self._table = None
+        self.bind({})
 
     def bind(
         self,
@@ -117,7 +134,7 @@ class FusedAdamW(AdamW):
             _check(p, tensor)
         self._gradients, self._parts = dict(gradients), dict(parts or {})
         self._compute_weights = dict(compute_weights or {})
-        self._addresses = None
+        self._addresses: list[int] | None = None  # what the table was built for
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -128,8 +145,6 @@ class FusedAdamW(AdamW):
                 loss = closure()
         self.prepare()
         self.launch()
-        if self._table is None:
-            self._slots, self._addresses = [], None  # gradients may go once they are used
         return loss
 
     @torch.no_grad()
@@ -138,24 +153,20 @@ class FusedAdamW(AdamW):
 
         Nothing waits for the device. With a `launch` in a CUDA graph, call it before every replay.
         """
-        found = self._with_gradient()
-        self._build(found)
-        known: dict[tuple[int, int], int] = {}  # most parameters share their settings
-        rows, index = [], []
+        found = self._build()
+        rows: dict[tuple[int, int], Settings] = {}  # most parameters share theirs
+        keys = []
         for group, p, _ in found:
             state = self.state[p]
             if not state:
                 m, v = self._moments[p]
                 state.update(t=0, m=m, v=v)
             state["t"] += 1
-            key = (id(group), state["t"])
-            if key not in known:
-                known[key] = len(rows)
-                rows.append(self._settings(group, state["t"]))
-            index.append(known[key])
-        self._rows = [rows[i] for i in index]
-        if self._table is not None and rows:
-            self._table.send(torch.tensor(rows, dtype=torch.float32)[index])
+            keys.append((id(group), state["t"]))
+            if keys[-1] not in rows:
+                rows[keys[-1]] = self._settings(group, state["t"])
+        order = {key: number for number, key in enumerate(rows)}
+        self._table.send(list(rows.values()), [order[key] for key in keys])
 
     def launch(self) -> None:
         """The device's part of a step: norm, clipping and update. After `prepare`; a CUDA graph can capture it."""
@@ -174,34 +185,29 @@ class FusedAdamW(AdamW):
     def measure(self) -> None:
         """The norm of the gradients, where it is wanted: the first half of `launch`."""
         require(self._addresses is not None, "FusedAdamW.launch needs a prepare before it.")
-        if self.max_grad_norm is None:
-            return
-        if self._table is None:
-            gradients = [slot.gradient.float() for slot in self._slots]
-            self.norm.copy_(gradient_norm(gradients) if gradients else torch.zeros(()))
-            return
-        with on_device_of(self.norm):
-            self._table.square(set(self._part_of) - self._squared)
-            self._table.join_squares(self.norm)
-        self._squared.clear()
+        if self.max_grad_norm is not None:
+            with on_device_of(self.norm):
+                self._table.square(set(self._table.parts) - self._squared)
+                self._table.join_squares(self.norm)
+            self._squared.clear()
 
     @torch.no_grad()
     def apply(self, part: int | None = None) -> None:
         """Clipping by the norm, and the update, of all parameters or of a part: the second half of `launch`."""
         norm = None if self.max_grad_norm is None else self.norm
-        if self._table is not None:
-            with on_device_of(self.norm):
-                self._table.update(norm, None if part is None else {part})
-            return
-        chosen = [i for i, its_part in enumerate(self._part_of) if part in (None, its_part)]
-        update([self._slots[i] for i in chosen], [self._rows[i] for i in chosen], norm)
+        with on_device_of(self.norm):
+            self._table.update(norm, None if part is None else {part})
 
     @torch.no_grad()
     def idle(self) -> None:
         """Lets the next `apply` change nothing, whatever the gradients are: there is no step to apply."""
-        self._rows = [NOTHING] * len(self._part_of)
-        if self._table is not None:
-            self._table.send(torch.tensor(self._rows, dtype=torch.float32))
+        self._table.send([NOTHING], [0] * len(self._table.parts))
+
+    def warm_up(self) -> None:
+        """Builds the table and compiles the kernels for the present gradients; changes nothing but the norm."""
+        self._build()
+        self.idle()
+        self.launch()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
@@ -213,21 +219,7 @@ class FusedAdamW(AdamW):
             state["m"], state["v"] = self._moments_of(p)
         for p, moments in self._moments.items():
             if p not in self.state:
-                for moment in moments:
-                    moment.zero_()
-
-    def warm_up(self) -> None:
-        """Builds the tables and compiles the kernels for the present gradients, and changes nothing else."""
-        self._build(self._with_gradient())
-        if self._table is not None:
-            with on_device_of(self.norm):
-                self._table.warm_up(self.max_grad_norm is not None)
-
-    def _with_gradient(self) -> list[tuple[dict, Tensor, Tensor]]:
-        """(group, parameter, gradient) of every parameter that has one."""
-        parameters = [(group, p) for group in self.param_groups for p in group["params"]]
-        found = [(group, p, self._gradients.get(p, p.grad)) for group, p in parameters]
-        return [(group, p, gradient) for group, p, gradient in found if gradient is not None]
+                torch._foreach_zero_(moments)
 
     def _settings(self, group: dict, t: int) -> Settings:
         (beta1, beta2), lr = group["betas"], group["lr"]
@@ -240,29 +232,26 @@ class FusedAdamW(AdamW):
             self._moments[p] = torch.zeros_like(p), torch.zeros_like(p)
         return self._moments[p]
 
-    def _build(self, found: list[tuple[dict, Tensor, Tensor]]) -> None:
-        """Slots or table for these parameters and gradients, unless they are those of the last step."""
+    def _build(self) -> list[tuple[dict, Tensor, Tensor]]:
+        """(group, parameter, gradient) of every parameter that has one; the table for them, unless it is there."""
+        parameters = [(group, p) for group in self.param_groups for p in group["params"]]
+        found = [(group, p, self._gradients.get(p, p.grad)) for group, p in parameters]
+        found = [(group, p, gradient) for group, p, gradient in found if gradient is not None]
         addresses = [tensor.data_ptr() for _, p, gradient in found for tensor in (p, gradient)]
         if addresses == self._addresses:
-            return
+            return found
         slots = []
         for _, p, gradient in found:
             _check(p, p)
             _check(p, gradient)
             slots.append(Slot(p.detach(), gradient.detach(), *self._moments_of(p), self._compute_weights.get(p)))
+        table = Plain
+        if slots and dispatch.runs_triton(slots[0].p.device):
+            from lmcore.fast.kernels.adamw.gpu import Table as table
+        self._table = table(slots, [self._parts.get(p, 0) for _, p, _ in found])
         self._squared.clear()  # another table, or other gradients
-        self._slots, self._addresses = slots, addresses
-        self._part_of = [self._parts.get(p, 0) for _, p, _ in found]
-        if not slots or not dispatch.runs_triton(slots[0].p.device):
-            self._table = None
-        elif self._table is None or not self._table.move(slots, self._part_of):
-            from lmcore.fast.kernels.adamw.gpu import Table
-
-            self._table = Table(slots, self._part_of)
-        if self._table is not None:
-            self._slots = []
-        if slots and self.norm.device != slots[0].p.device:
-            self.norm = torch.full((), math.nan, device=slots[0].p.device)
+        self._addresses = addresses
+        return found
 
 
 def _check(p: Tensor, tensor: Tensor) -> None:

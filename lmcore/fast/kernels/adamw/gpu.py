@@ -96,28 +96,17 @@ def norm_kernel(sums, count, norm, BLOCK: tl.constexpr):
     tl.store(norm, tl.sqrt_rn(tl.sum(total, 0)))
 
 
-class Kind:
-    """The slots that one launch serves: alike in the types of gradient and copy, and in alignment."""
-
-    def __init__(self, key: tuple, rows: list[int], sizes: list[int], parts: list[int], device: torch.device):
-        gradient, copy, aligned = key
-        self.types = {"GRADIENT": TYPES[gradient], "ALIGNED": aligned}
-        self.copy = None if copy is None else TYPES[copy]
-        self.blocks = Programs(rows, sizes, parts, BLOCK, device)
-        self.chunks = Programs(rows, sizes, parts, BLOCK * PARTS, device)
-
-
 class Programs:
     """What each program works on: `table` (programs, 2), the row of a tensor and the index of a piece of it."""
 
     def __init__(self, rows: list[int], sizes: list[int], parts: list[int], size: int, device: torch.device):
-        self.table = _pieces(rows, sizes, size, device)
+        self.table = _pieces(rows, [sizes[i] for i in rows], size, device)
         self.ranges: dict[int, tuple[int, int]] = {}  # of programs, by part: parts lie side by side
         end = 0
-        for n, part in zip(sizes, parts, strict=True):
-            start, _ = self.ranges.get(part, (end, end))
-            end += -(-n // size)
-            self.ranges[part] = start, end
+        for i in rows:
+            start, _ = self.ranges.get(parts[i], (end, end))
+            end += -(-sizes[i] // size)
+            self.ranges[parts[i]] = start, end
 
     def of(self, parts: Collection[int] | None) -> list[tuple[int, int]]:
         """First program and number of programs of each launch for these parts, or for all."""
@@ -132,90 +121,58 @@ class Programs:
 
 
 class Table:
-    """Addresses and settings of all slots on the device, and the launches over them. It keeps no tensor alive."""
+    """Addresses and settings of all slots on the device, and the launches over them. It keeps no tensor alive.
 
-    def __init__(self, slots: list[Slot], parts: list[int] | None = None):
-        device, parts = slots[0].p.device, parts or [0] * len(slots)
-        self.kind_of, self.sizes = _kinds_and_sizes(slots)
-        self.parts = parts
-        self.addresses = _addresses(slots).to(device)
+    One launch serves slots alike in the types of gradient and copy, and in alignment.
+    """
+
+    def __init__(self, slots: list[Slot], parts: list[int]):
+        device, self.parts = slots[0].p.device, parts
+        sizes = [slot.p.numel() for slot in slots]
+        addresses = [[0 if t is None else t.data_ptr() for t in slot] for slot in slots]
+        self.addresses = torch.tensor([[*row, n] for row, n in zip(addresses, sizes, strict=True)]).to(device)
         self.settings = torch.ones(len(slots), len(Settings._fields), device=device)
-        by_kind: dict[tuple, list[int]] = {}
+        kinds: dict[tuple, list[int]] = {}
         for i in sorted(range(len(slots)), key=lambda i: parts[i]):  # the blocks of a part side by side
-            by_kind.setdefault(self.kind_of[i], []).append(i)
-        self.kinds = [
-            Kind(key, rows, [self.sizes[i] for i in rows], [parts[i] for i in rows], device)
-            for key, rows in by_kind.items()
-        ]
-        self.sums = torch.zeros(sum(len(kind.chunks.table) for kind in self.kinds), device=device)
+            aligned = all(number % 16 == 0 for number in (*addresses[i], sizes[i]))
+            kind = slots[i].gradient.dtype, getattr(slots[i].copy, "dtype", None), aligned
+            kinds.setdefault(kind, []).append(i)
+        self.kinds = []
+        for (gradient, copy, aligned), rows in kinds.items():
+            programs = [Programs(rows, sizes, parts, size, device) for size in (BLOCK, BLOCK * PARTS)]
+            self.kinds.append(({"GRADIENT": TYPES[gradient], "ALIGNED": aligned}, TYPES.get(copy), *programs))
+        self.sums = torch.zeros(sum(len(chunks.table) for *_, chunks in self.kinds), device=device)
 
-    def move(self, slots: list[Slot], parts: list[int]) -> bool:
-        """Puts other addresses in place, without waiting for the device; False if kinds or parts are others."""
-        alike = (self.kind_of, self.sizes) == _kinds_and_sizes(slots) and self.parts == parts
-        if not alike or slots[0].p.device != self.addresses.device:
-            return False
-        _send(_addresses(slots), self.addresses)
-        return True
-
-    def send(self, settings: Tensor) -> None:
-        """Puts the (slots, 8) settings of this step on the device, without waiting for it."""
-        _send(settings, self.settings)
+    def send(self, rows: list[Settings], index: list[int]) -> None:
+        """Puts the settings of this step on the device, row `index[i]` for slot i, without waiting for it."""
+        settings = torch.tensor(rows, dtype=torch.float32)[index]
+        if self.settings.is_cuda:  # PyTorch gives pinned memory to others only after the copies out of it
+            settings = settings.pin_memory()
+        self.settings.copy_(settings, non_blocking=True)
 
     def update(self, norm: Tensor | None, parts: Collection[int] | None = None) -> None:
         """The update of all slots or those of some parts; with `norm`, gradients are clipped by it."""
-        for kind in self.kinds:
-            for start, count in kind.blocks.of(parts):
+        for types, copy, blocks, _ in self.kinds:
+            for start, count in blocks.of(parts):
                 update_kernel[(count,)](
-                    self.addresses, kind.blocks.table, start, self.settings, norm,
-                    CLIP=norm is not None, COPY=kind.copy, BLOCK=BLOCK, num_warps=WARPS, **kind.types,
+                    self.addresses, blocks.table, start, self.settings, norm, CLIP=norm is not None, COPY=copy,
+                    BLOCK=BLOCK, num_warps=WARPS, **types,
                 )  # fmt: skip
 
     def square(self, parts: Collection[int] | None = None) -> None:
         """Sums the squares of all gradients or of those of some parts, piece by piece: the first half of the norm."""
         first = 0
-        for kind in self.kinds:
-            for start, count in kind.chunks.of(parts):
+        for types, _, _, chunks in self.kinds:
+            for start, count in chunks.of(parts):
                 squares_kernel[(count,)](
-                    self.addresses, kind.chunks.table, start, self.sums[first:], BLOCK=BLOCK, PARTS=PARTS,
-                    num_warps=WARPS, **kind.types,
+                    self.addresses, chunks.table, start, self.sums[first:], BLOCK=BLOCK, PARTS=PARTS, num_warps=WARPS,
+                    **types,
                 )  # fmt: skip
-            first += len(kind.chunks.table)
+            first += len(chunks.table)
 
     def join_squares(self, norm: Tensor) -> None:
         """Writes the gradients' joint l2 norm into `norm`, from the sums of the squares of all parts."""
         norm_kernel[(1,)](self.sums, len(self.sums), norm, BLOCK=4096, num_warps=16)
-
-    def warm_up(self, measured: bool) -> None:
-        """Compiles what `launch` will need, by steps over small tensors of the same kinds."""
-        device, slots = self.addresses.device, []
-        for gradient, copy, aligned in dict.fromkeys(self.kind_of):
-            types = [torch.float32, gradient, torch.float32, torch.float32, copy]
-            skip = 0 if aligned else 1
-            slots.append(Slot(*(t and torch.zeros(16 + skip, dtype=t, device=device)[skip:] for t in types)))
-        table, norm = Table(slots), self.settings.new_zeros(()) if measured else None
-        if norm is not None:
-            table.square()
-            table.join_squares(norm)
-        table.update(norm)
-
-
-def _kinds_and_sizes(slots: list[Slot]) -> tuple[list[tuple], list[int]]:
-    """Of every slot: types of gradient and copy, whether all addresses and the size are multiples of 16; the size."""
-    kinds = []
-    for slot in slots:
-        aligned = all(t is None or t.data_ptr() % 16 == 0 for t in slot) and slot.p.numel() % 16 == 0
-        kinds.append((slot.gradient.dtype, None if slot.copy is None else slot.copy.dtype, aligned))
-    return kinds, [slot.p.numel() for slot in slots]
-
-
-def _addresses(slots: list[Slot]) -> Tensor:
-    return torch.tensor([[0 if t is None else t.data_ptr() for t in slot] + [slot.p.numel()] for slot in slots])
-
-
-def _send(source: Tensor, destination: Tensor) -> None:
-    if destination.is_cuda:  # PyTorch gives pinned memory to others only after the copies out of it
-        source = source.pin_memory()
-    destination.copy_(source, non_blocking=True)
 
 
 def _pieces(rows: list[int], sizes: list[int], size: int, device: torch.device) -> Tensor:

@@ -25,7 +25,36 @@ FEW_TILES = 512
 # fmt: off
 
 
-# --- how a tile is turned by RoPE
+# --- tiles: rows of one head, read, turned by RoPE and written. A tensor is a tuple, see `operand`; a head is (batch,
+# --- head within it)
+
+
+@triton.jit
+def rows_of(x, head, offs_m, D: tl.constexpr):
+    """Pointers to rows of one head."""
+    pointer, stride_b, stride_h, stride_t, wide = x
+    at = pointer + head[0].to(tl.int64) * stride_b + head[1].to(tl.int64) * stride_h
+    if wide is None:
+        return at + (offs_m[:, None] * stride_t + tl.arange(0, D)[None, :])
+    return at + (offs_m[:, None].to(tl.int64) * stride_t + tl.arange(0, D)[None, :])
+
+
+@triton.jit
+def tile_of(x, head, offs_m, T, SIZE: tl.constexpr, D: tl.constexpr, CHECK: tl.constexpr):
+    """Loads rows of one head, zeros where there is nothing; without CHECK no row is behind the last."""
+    d = tl.arange(0, D)
+    if CHECK:
+        return tl.load(rows_of(x, head, offs_m, D), mask=(offs_m[:, None] < T) & (d[None, :] < SIZE), other=0.0)
+    if SIZE < D:
+        return tl.load(rows_of(x, head, offs_m, D), mask=d[None, :] < SIZE, other=0.0)
+    return tl.load(rows_of(x, head, offs_m, D))
+
+
+@triton.jit
+def store_tile(x, head, offs_m, T, value, SIZE: tl.constexpr, D: tl.constexpr):
+    """Stores rows of one head in the tensor's own type."""
+    inside = (offs_m[:, None] < T) & (tl.arange(0, D)[None, :] < SIZE)
+    tl.store(rows_of(x, head, offs_m, D), value.to(x[0].dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -46,14 +75,11 @@ def rotated(x, c, s, M: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def rotated_back(x, cos, sin, rows, T, M: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
+def rotated_back(x, angles, rows, T, M: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
     """The gradient of rows of a head from that of the same rows rotated: a rotation's inverse is its transpose."""
-    c = load_angles(cos, rows, T, SIZE, D, WHOLE)
-    s = load_angles(sin, rows, T, SIZE, D, WHOLE)
+    c = load_angles(angles[0], rows, T, SIZE, D, WHOLE)
+    s = load_angles(angles[1], rows, T, SIZE, D, WHOLE)
     return rotated(x, c, -s, M, D)
-
-
-# --- the forward pass (algorithm 1), and how a tile is read and written
 
 
 @triton.jit
@@ -71,37 +97,27 @@ def tile_and_head(program, tiles, all_heads, group):
 
 
 @triton.jit
-def tile_of(pointer, stride_b, stride_h, stride_t, bh, heads, offs_m, T, SIZE: tl.constexpr, D: tl.constexpr,
-            CHECK: tl.constexpr):
-    """Loads rows of one head, zeros where there is nothing."""
-    d = tl.arange(0, D)
-    at = (bh // heads).to(tl.int64) * stride_b + (bh % heads).to(tl.int64) * stride_h
-    pointers = pointer + at + offs_m[:, None].to(tl.int64) * stride_t + d[None, :]
-    if CHECK:
-        return tl.load(pointers, mask=(offs_m[:, None] < T) & (d[None, :] < SIZE), other=0.0)
-    if SIZE < D:
-        return tl.load(pointers, mask=d[None, :] < SIZE, other=0.0)
-    return tl.load(pointers)
+def tiles_of_keys(tile, T, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """How many tiles of keys all queries of a tile see all of, which need no mask, and how many they see at all."""
+    whole = T // BLOCK_N
+    last = tl.cdiv(T, BLOCK_N)
+    if CAUSAL:
+        whole = tl.minimum(whole, tile * BLOCK_M // BLOCK_N)
+        last = tl.minimum(last, tl.cdiv((tile + 1) * BLOCK_M, BLOCK_N))
+    return whole, last
+
+
+# --- the forward pass (algorithm 1)
 
 
 @triton.jit
-def store_tile(pointer, stride_b, stride_h, stride_t, bh, heads, offs_m, T, value, SIZE: tl.constexpr, D: tl.constexpr):
-    """Stores rows of one head in the tensor's own type."""
-    d = tl.arange(0, D)
-    at = (bh // heads).to(tl.int64) * stride_b + (bh % heads).to(tl.int64) * stride_h
-    pointers = pointer + at + offs_m[:, None].to(tl.int64) * stride_t + d[None, :]
-    tl.store(pointers, value.to(pointer.dtype.element_ty), mask=(offs_m[:, None] < T) & (d[None, :] < SIZE))
-
-
-@triton.jit
-def attend(q, acc, m_i, l_i, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, offs_m, first, last, T, scale,
-           BLOCK_N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-           PRECISION: tl.constexpr):
+def attend(q, acc, m_i, l_i, k, v, head, offs_m, first, last, T, scale, BLOCK_N: tl.constexpr, SIZE: tl.constexpr,
+           D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """The running softmax of a tile of queries over tiles of keys from `first` up to `last` (algorithm 1)."""
     for tile in range(first, last):
         offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        k_tile = tile_of(k, k_b, k_h, k_t, bh, heads, offs_n, T, SIZE, D, MASKED)
-        v_tile = tile_of(v, v_b, v_h, v_t, bh, heads, offs_n, T, SIZE, D, MASKED)
+        k_tile = tile_of(k, head, offs_n, T, SIZE, D, MASKED)
+        v_tile = tile_of(v, head, offs_n, T, SIZE, D, MASKED)
         s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
         if MASKED:
             keep = offs_n[None, :] < T
@@ -118,28 +134,25 @@ def attend(q, acc, m_i, l_i, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, offs
 
 
 @triton.jit(do_not_specialize=["all_heads", "group"])
-def attention_forward_kernel(q, k, v, o, lse, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, all_heads,
-                             heads, group, T, lse_rows, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                             SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
+def attention_forward_kernel(q, k, v, o, lse, all_heads, heads, group, T, lse_rows, scale, BLOCK_M: tl.constexpr,
+                             BLOCK_N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+                             PRECISION: tl.constexpr):
     """One tile of queries of one head; of a group of heads those with most keys start first."""
     tiles = tl.cdiv(T, BLOCK_M)
     rank, bh = tile_and_head(tl.program_id(0), tiles, all_heads, group)
+    head = (bh // heads, bh % heads)
     tile = tiles - 1 - rank
     offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_tile = tile_of(q, q_b, q_h, q_t, bh, heads, offs_m, T, SIZE, D, True)
+    q_tile = tile_of(q, head, offs_m, T, SIZE, D, True)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    whole = T // BLOCK_N  # tiles of keys that every query of this tile sees all of: these need no mask
-    last = tl.cdiv(T, BLOCK_N)
-    if CAUSAL:
-        whole = tl.minimum(whole, tile * BLOCK_M // BLOCK_N)
-        last = tl.minimum(last, tl.cdiv((tile + 1) * BLOCK_M, BLOCK_N))
-    acc, m_i, l_i = attend(q_tile, acc, m_i, l_i, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, offs_m, 0, whole, T,
-                           scale, BLOCK_N, SIZE, D, CAUSAL, False, PRECISION)
-    acc, m_i, l_i = attend(q_tile, acc, m_i, l_i, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, offs_m, whole, last, T,
-                           scale, BLOCK_N, SIZE, D, CAUSAL, True, PRECISION)
-    store_tile(o, o_b, o_h, o_t, bh, heads, offs_m, T, acc / l_i[:, None], SIZE, D)
+    whole, last = tiles_of_keys(tile, T, BLOCK_M, BLOCK_N, CAUSAL)
+    acc, m_i, l_i = attend(q_tile, acc, m_i, l_i, k, v, head, offs_m, 0, whole, T, scale, BLOCK_N, SIZE, D, CAUSAL,
+                           False, PRECISION)
+    acc, m_i, l_i = attend(q_tile, acc, m_i, l_i, k, v, head, offs_m, whole, last, T, scale, BLOCK_N, SIZE, D, CAUSAL,
+                           True, PRECISION)
+    store_tile(o, head, offs_m, T, acc / l_i[:, None], SIZE, D)
     value = tl.where(offs_m < T, m_i + tl.log2(l_i), float("inf"))
     lse_at = lse + bh.to(tl.int64) * lse_rows + offs_m
     tl.store(lse_at, value, mask=offs_m < lse_rows)
@@ -154,14 +167,14 @@ def attention_forward_kernel(q, k, v, o, lse, q_b, q_h, q_t, k_b, k_h, k_t, v_b,
 
 
 @triton.jit
-def gather_dq(dq, q, do, lse, delta, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, offs_m, first, last, T, scale,
-              BLOCK_N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+def gather_dq(dq, q, do, lse, delta, k, v, head, offs_m, first, last, T, scale, BLOCK_N: tl.constexpr,
+              SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
               PRECISION: tl.constexpr):
     """dQ of a tile of queries from tiles of keys from `first` up to `last` (algorithm 2, lines 11 to 15)."""
     for tile in range(first, last):
         offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        k_tile = tile_of(k, k_b, k_h, k_t, bh, heads, offs_n, T, SIZE, D, MASKED)
-        v_tile = tile_of(v, v_b, v_h, v_t, bh, heads, offs_n, T, SIZE, D, MASKED)
+        k_tile = tile_of(k, head, offs_n, T, SIZE, D, MASKED)
+        v_tile = tile_of(v, head, offs_n, T, SIZE, D, MASKED)
         s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
         p = tl.exp2(s * scale - lse[:, None])
         if MASKED:
@@ -176,50 +189,45 @@ def gather_dq(dq, q, do, lse, delta, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, hea
 
 
 @triton.jit
-def query_gradients(q, k, v, o, do, dq, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
-                    o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, tile, bh, heads, T, lse_rows, scale, BLOCK_M: tl.constexpr,
+def query_gradients(q, k, v, o, do, dq, lse, delta, angles, tile, bh, heads, T, lse_rows, scale, BLOCK_M: tl.constexpr,
                     BLOCK_N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
                     ROPE: tl.constexpr, PRECISION: tl.constexpr):
     """dQ of one tile of queries of one head; also delta = sum(dO · O), for the other gradients."""
+    head = (bh // heads, bh % heads)
     offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     at = bh.to(tl.int64) * lse_rows + offs_m
-    do_tile = tile_of(do, do_b, do_h, do_t, bh, heads, offs_m, T, SIZE, D, True)
-    o_tile = tile_of(o, o_b, o_h, o_t, bh, heads, offs_m, T, SIZE, D, True)
+    do_tile = tile_of(do, head, offs_m, T, SIZE, D, True)
+    o_tile = tile_of(o, head, offs_m, T, SIZE, D, True)
     delta_tile = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
     tl.store(delta + at, delta_tile, mask=offs_m < lse_rows)
-    q_tile = tile_of(q, q_b, q_h, q_t, bh, heads, offs_m, T, SIZE, D, True)
+    q_tile = tile_of(q, head, offs_m, T, SIZE, D, True)
     lse_tile = tl.load(lse + at, mask=offs_m < T, other=float("inf"))
-    whole = T // BLOCK_N
-    last = tl.cdiv(T, BLOCK_N)
-    if CAUSAL:
-        whole = tl.minimum(whole, tile * BLOCK_M // BLOCK_N)
-        last = tl.minimum(last, tl.cdiv((tile + 1) * BLOCK_M, BLOCK_N))
+    whole, last = tiles_of_keys(tile, T, BLOCK_M, BLOCK_N, CAUSAL)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
-    acc = gather_dq(acc, q_tile, do_tile, lse_tile, delta_tile, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, offs_m,
-                    0, whole, T, scale * LOG2_E, BLOCK_N, SIZE, D, CAUSAL, False, PRECISION)
-    acc = gather_dq(acc, q_tile, do_tile, lse_tile, delta_tile, k, k_b, k_h, k_t, v, v_b, v_h, v_t, bh, heads, offs_m,
-                    whole, last, T, scale * LOG2_E, BLOCK_N, SIZE, D, CAUSAL, True, PRECISION)
+    acc = gather_dq(acc, q_tile, do_tile, lse_tile, delta_tile, k, v, head, offs_m, 0, whole, T, scale * LOG2_E,
+                    BLOCK_N, SIZE, D, CAUSAL, False, PRECISION)
+    acc = gather_dq(acc, q_tile, do_tile, lse_tile, delta_tile, k, v, head, offs_m, whole, last, T, scale * LOG2_E,
+                    BLOCK_N, SIZE, D, CAUSAL, True, PRECISION)
     acc *= scale
     if ROPE:
-        acc = rotated_back(acc, cos, sin, offs_m, T, BLOCK_M, SIZE, D, False)
-    store_tile(dq, dq_b, dq_h, dq_t, bh, heads, offs_m, T, acc, SIZE, D)
+        acc = rotated_back(acc, angles, offs_m, T, BLOCK_M, SIZE, D, False)
+    store_tile(dq, head, offs_m, T, acc, SIZE, D)
 
 
 @triton.jit
-def gather_dk_dv(dk, dv, k, v, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h, q_t, do, do_b, do_h, do_t, bh, heads, offs_n,
-                 first, last, T, lse_rows, scale, BLOCK_M: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-                 CAUSAL: tl.constexpr, MASKED: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr):
+def gather_dk_dv(dk, dv, k, v, o, lse, delta, q, do, head, offs_n, first, last, T, scale, BLOCK_M: tl.constexpr,
+                 SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, DELTA: tl.constexpr,
+                 PRECISION: tl.constexpr):
     """dK and dV of a tile of keys from tiles of queries from `first` up to `last`; scores lie transposed."""
     for tile in range(first, last):
         offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        at = bh.to(tl.int64) * lse_rows + offs_m
-        q_tile = tile_of(q, q_b, q_h, q_t, bh, heads, offs_m, T, SIZE, D, MASKED)
-        do_tile = tile_of(do, do_b, do_h, do_t, bh, heads, offs_m, T, SIZE, D, MASKED)
-        lse_tile = tl.load(lse + at, mask=offs_m < T, other=float("inf"))  # no probability behind the last position
+        q_tile = tile_of(q, head, offs_m, T, SIZE, D, MASKED)
+        do_tile = tile_of(do, head, offs_m, T, SIZE, D, MASKED)
+        lse_tile = tl.load(lse + offs_m, mask=offs_m < T, other=float("inf"))  # no probability behind the last position
         if DELTA:
-            delta_tile = tl.load(delta + at, mask=offs_m < T, other=0.0)
+            delta_tile = tl.load(delta + offs_m, mask=offs_m < T, other=0.0)
         else:
-            o_tile = tile_of(o, o_b, o_h, o_t, bh, heads, offs_m, T, SIZE, D, MASKED)
+            o_tile = tile_of(o, head, offs_m, T, SIZE, D, MASKED)
             delta_tile = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
         s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
         p = tl.exp2(s * scale - lse_tile[None, :])
@@ -233,45 +241,42 @@ def gather_dk_dv(dk, dv, k, v, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h, q_t, d
 
 
 @triton.jit
-def key_gradients(q, k, v, o, do, dk, dv, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
-                  o_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, tile, bh, heads, T, lse_rows, scale,
+def key_gradients(q, k, v, o, do, dk, dv, lse, delta, angles, tile, bh, heads, T, lse_rows, scale,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
                   CAUSAL: tl.constexpr, DELTA: tl.constexpr, ROPE: tl.constexpr, PRECISION: tl.constexpr):
     """dK and dV of one tile of keys of one head, with delta read or, without DELTA, computed again."""
+    head = (bh // heads, bh % heads)
+    lse += bh.to(tl.int64) * lse_rows
+    delta += bh.to(tl.int64) * lse_rows
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k_tile = tile_of(k, k_b, k_h, k_t, bh, heads, offs_n, T, SIZE, D, True)
-    v_tile = tile_of(v, v_b, v_h, v_t, bh, heads, offs_n, T, SIZE, D, True)
-    diagonal = 0
-    whole = T // BLOCK_M
+    k_tile = tile_of(k, head, offs_n, T, SIZE, D, True)
+    v_tile = tile_of(v, head, offs_n, T, SIZE, D, True)
     last = tl.cdiv(T, BLOCK_M)
+    first, diagonal, whole = 0, 0, T // BLOCK_M
+    if CAUSAL:
+        first = tile * BLOCK_N // BLOCK_M
+        diagonal = tl.minimum(tl.cdiv((tile + 1) * BLOCK_N, BLOCK_M), last)  # up to here a mask is needed
+        whole = tl.maximum(whole, diagonal)
     dk_tile = tl.zeros([BLOCK_N, D], tl.float32)
     dv_tile = tl.zeros([BLOCK_N, D], tl.float32)
     if CAUSAL:
-        diagonal = tl.minimum(tl.cdiv((tile + 1) * BLOCK_N, BLOCK_M), last)  # up to here a mask is needed
-        whole = tl.maximum(whole, diagonal)
-        dk_tile, dv_tile = gather_dk_dv(dk_tile, dv_tile, k_tile, v_tile, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h,
-                                        q_t, do, do_b, do_h, do_t, bh, heads, offs_n, tile * BLOCK_N // BLOCK_M,
-                                        diagonal, T, lse_rows, scale * LOG2_E, BLOCK_M, SIZE, D, CAUSAL, True, DELTA,
-PRECISION)
-    dk_tile, dv_tile = gather_dk_dv(dk_tile, dv_tile, k_tile, v_tile, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h, q_t,
-                                    do, do_b, do_h, do_t, bh, heads, offs_n, diagonal, whole, T, lse_rows,
-                                    scale * LOG2_E, BLOCK_M, SIZE, D, CAUSAL, False, DELTA, PRECISION)
-    dk_tile, dv_tile = gather_dk_dv(dk_tile, dv_tile, k_tile, v_tile, o, o_b, o_h, o_t, lse, delta, q, q_b, q_h, q_t,
-                                    do, do_b, do_h, do_t, bh, heads, offs_n, whole, last, T, lse_rows, scale * LOG2_E,
-                                    BLOCK_M, SIZE, D, CAUSAL, True, DELTA, PRECISION)
+        dk_tile, dv_tile = gather_dk_dv(dk_tile, dv_tile, k_tile, v_tile, o, lse, delta, q, do, head, offs_n, first,
+                                        diagonal, T, scale * LOG2_E, BLOCK_M, SIZE, D, CAUSAL, True, DELTA, PRECISION)
+    dk_tile, dv_tile = gather_dk_dv(dk_tile, dv_tile, k_tile, v_tile, o, lse, delta, q, do, head, offs_n, diagonal,
+                                    whole, T, scale * LOG2_E, BLOCK_M, SIZE, D, CAUSAL, False, DELTA, PRECISION)
+    dk_tile, dv_tile = gather_dk_dv(dk_tile, dv_tile, k_tile, v_tile, o, lse, delta, q, do, head, offs_n, whole, last,
+                                    T, scale * LOG2_E, BLOCK_M, SIZE, D, CAUSAL, True, DELTA, PRECISION)
     dk_tile *= scale
     if ROPE:
-        dk_tile = rotated_back(dk_tile, cos, sin, offs_n, T, BLOCK_N, SIZE, D, False)
-    store_tile(dk, dk_b, dk_h, dk_t, bh, heads, offs_n, T, dk_tile, SIZE, D)
-    store_tile(dv, dv_b, dv_h, dv_t, bh, heads, offs_n, T, dv_tile, SIZE, D)
+        dk_tile = rotated_back(dk_tile, angles, offs_n, T, BLOCK_N, SIZE, D, False)
+    store_tile(dk, head, offs_n, T, dk_tile, SIZE, D)
+    store_tile(dv, head, offs_n, T, dv_tile, SIZE, D)
 
 
 @triton.jit(do_not_specialize=["all_heads", "group"])
-def attention_backward_kernel(q, k, v, o, do, dq, dk, dv, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h,
-                              v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h,
-                              dv_t, all_heads, heads, group, T, lse_rows, scale, BLOCK_M: tl.constexpr,
-                              BLOCK_N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
-                              ROPE: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr):
+def attention_backward_kernel(q, k, v, o, do, dq, dk, dv, lse, delta, angles, all_heads, heads, group, T, lse_rows,
+                              scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+                              CAUSAL: tl.constexpr, ROPE: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr):
     """dQ of a tile of M positions, or dK and dV of one; for both, even programs do the first and odd ones the second.
 
     With a causal mask the last queries have most keys and the first keys most queries: those of a group of heads start
@@ -285,12 +290,10 @@ def attention_backward_kernel(q, k, v, o, do, dq, dk, dv, lse, delta, cos, sin, 
         program = program // 2
     tile, bh = tile_and_head(program, tiles, all_heads, group)
     if of_keys:
-        key_gradients(q, k, v, o, do, dk, dv, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b,
-                      o_h, o_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, tile, bh, heads, T, lse_rows,
-                      scale, BLOCK_N, BLOCK_M, SIZE, D, CAUSAL, PART == "keys", ROPE, PRECISION)
+        key_gradients(q, k, v, o, do, dk, dv, lse, delta, angles, tile, bh, heads, T, lse_rows, scale, BLOCK_N, BLOCK_M,
+                      SIZE, D, CAUSAL, PART == "keys", ROPE, PRECISION)
     else:
-        query_gradients(q, k, v, o, do, dq, lse, delta, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b,
-                        o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, tiles - 1 - tile, bh, heads, T, lse_rows, scale,
+        query_gradients(q, k, v, o, do, dq, lse, delta, angles, tiles - 1 - tile, bh, heads, T, lse_rows, scale,
                         BLOCK_M, BLOCK_N, SIZE, D, CAUSAL, ROPE, PRECISION)
 
 
@@ -299,41 +302,35 @@ def attention_backward_kernel(q, k, v, o, do, dq, dk, dv, lse, delta, cos, sin, 
 
 
 @triton.jit
-def attention_prepare_kernel(o, do, delta, sums, counter, o_b, o_h, o_t, do_b, do_h, do_t, heads, length, lse_rows,
-                             SIZE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+def attention_prepare_kernel(o, do, delta, sums, counter, heads, T, lse_rows, SIZE: tl.constexpr, D: tl.constexpr,
+                             ROWS: tl.constexpr):
     """delta = sum over features of dO · O (Dao 2023, algorithm 2, line 4), and zeros: sums of dQ, counter."""
     if tl.program_id(0) == 0:
         tl.store(counter, 0)
     blocks = tl.cdiv(lse_rows, ROWS)
     offs_m = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    bh = (tl.program_id(0) // blocks).to(tl.int64)
-    d = tl.arange(0, D)
-    inside = (offs_m[:, None] < length) & (d[None, :] < SIZE)
-    at = bh // heads * o_b + bh % heads * o_h + offs_m[:, None].to(tl.int64) * o_t + d[None, :]
-    left = tl.load(o + at, mask=inside, other=0.0).to(tl.float32)
-    at = bh // heads * do_b + bh % heads * do_h + offs_m[:, None].to(tl.int64) * do_t + d[None, :]
-    right = tl.load(do + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(delta + bh * lse_rows + offs_m, tl.sum(left * right, 1))
-    tl.store(sums + (bh * length + offs_m[:, None]) * SIZE + d[None, :], tl.zeros([ROWS, D], tl.float32), mask=inside)
+    bh = tl.program_id(0) // blocks
+    head = (bh // heads, bh % heads)
+    left = tile_of(o, head, offs_m, T, SIZE, D, True).to(tl.float32)
+    right = tile_of(do, head, offs_m, T, SIZE, D, True).to(tl.float32)
+    tl.store(delta + bh.to(tl.int64) * lse_rows + offs_m, tl.sum(left * right, 1))
+    store_tile(sums, head, offs_m, T, tl.zeros([ROWS, D], tl.float32), SIZE, D)
 
 
 @triton.jit
-def attention_finish_kernel(sums, dq, dk, cos, sin, dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, heads, length, scale,
-                            SIZE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, ROPE: tl.constexpr):
+def attention_finish_kernel(sums, dq, dk, angles, heads, T, scale, SIZE: tl.constexpr, D: tl.constexpr,
+                            ROWS: tl.constexpr, ROPE: tl.constexpr):
     """dQ from the sums of its parts; ROPE: dQ and dK are rotated back, dK in place."""
-    blocks = tl.cdiv(length, ROWS)
+    blocks = tl.cdiv(T, ROWS)
     offs_m = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    bh = (tl.program_id(0) // blocks).to(tl.int64)
-    d = tl.arange(0, D)
-    inside = (offs_m[:, None] < length) & (d[None, :] < SIZE)
-    value = tl.load(sums + (bh * length + offs_m[:, None]) * SIZE + d[None, :], mask=inside, other=0.0) * scale
+    bh = tl.program_id(0) // blocks
+    head = (bh // heads, bh % heads)
+    value = tile_of(sums, head, offs_m, T, SIZE, D, True) * scale
     if ROPE:
-        value = rotated_back(value, cos, sin, offs_m, length, ROWS, SIZE, D, False)
-        at = bh // heads * dk_b + bh % heads * dk_h + offs_m[:, None].to(tl.int64) * dk_t + d[None, :]
-        key = tl.load(dk + at, mask=inside, other=0.0)
-        tl.store(dk + at, rotated_back(key, cos, sin, offs_m, length, ROWS, SIZE, D, False), mask=inside)
-    at = bh // heads * dq_b + bh % heads * dq_h + offs_m[:, None].to(tl.int64) * dq_t + d[None, :]
-    tl.store(dq + at, value.to(dq.dtype.element_ty), mask=inside)
+        value = rotated_back(value, angles, offs_m, T, ROWS, SIZE, D, False)
+        key = tile_of(dk, head, offs_m, T, SIZE, D, True)
+        store_tile(dk, head, offs_m, T, rotated_back(key, angles, offs_m, T, ROWS, SIZE, D, False), SIZE, D)
+    store_tile(dq, head, offs_m, T, value, SIZE, D)
 
 
 # fmt: on
@@ -398,6 +395,12 @@ def precision_of(q: Tensor) -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
+def operand(x: Tensor) -> tuple:
+    """A tensor as the kernels take it: address, strides of batch, head and position, and whether (True or None)
+    offsets within a head need 64 bits."""
+    return *(x, *x.stride()[:3]), True if x.shape[-2] * x.stride(-2) >= 2**31 else None
+
+
 def lse_rows_of(length: int) -> int:
     """Rows of a log-sum-exp."""
     return triton.cdiv(length, 128) * 128
@@ -423,9 +426,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, out: Tensor) -> tuple
     lse = torch.empty(batch, heads, lse_rows_of(length), device=q.device, dtype=torch.float32)
     m, n, warps, stages = forward_tiles(q)
     attention_forward_kernel[(triton.cdiv(length, m) * batch * heads,)](
-        q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], batch * heads,
-        heads, heads_of_group(q, causal), length, lse.shape[-1], LOG2_E.value / math.sqrt(size), m, n, size,
-        block_of(q), causal, precision_of(q), num_warps=warps, num_stages=stages,
+        *map(operand, (q, k, v, out)), lse, batch * heads, heads, heads_of_group(q, causal), length, lse.shape[-1],
+        LOG2_E.value / math.sqrt(size), m, n, size, block_of(q), causal, precision_of(q), num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
     return out, lse
 
@@ -437,13 +440,12 @@ def backward(
     """Gradients into dq, dk and dv; see `lmcore.fast.kernels.attention.attention_backward`."""
     batch, heads, length, size = q.shape
     delta = torch.empty_like(lse)
-    strides = [stride for x in (q, k, v, o, do, dq, dk, dv) for stride in x.stride()[:3]]
-    group = heads_of_group(q, causal)
+    tensors, group = [operand(x) for x in (q, k, v, o, do, dq, dk, dv)], heads_of_group(q, causal)
     for part, (m, n, warps, stages) in backward_tiles(q).items():
         programs = triton.cdiv(length, m) * batch * heads * (2 if part == "both" else 1)
         attention_backward_kernel[(programs,)](
-            q, k, v, o, do, dq, dk, dv, lse, delta, *(angles or (lse, lse)), *strides, batch * heads, heads, group,
-            length, lse.shape[-1], 1 / math.sqrt(size), m, n, size, block_of(q), causal, angles is not None,
-            precision_of(q), part, num_warps=warps, num_stages=stages,
+            *tensors, lse, delta, angles or (lse, lse), batch * heads, heads, group, length, lse.shape[-1],
+            1 / math.sqrt(size), m, n, size, block_of(q), causal, angles is not None, precision_of(q), part,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return dq, dk, dv

@@ -44,6 +44,7 @@ from lmcore.fast.kernels.attention.gpu import (
     block_of,
     heads_of_group,
     lse_rows_of,
+    operand,
     tile_and_head,
 )
 
@@ -78,9 +79,33 @@ def tma_add(tensor_desc, coord, src, _semantic=None):
 
 
 @gluon.jit
+def barriers(number: gl.constexpr, count: gl.constexpr):
+    """So many barriers in shared memory, each of which completes with `count` arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(made.index(i), count=count)
+    return made
+
+
+@gluon.jit
+def buffers(number: gl.constexpr, desc):
+    """Room in shared memory for so many tiles of a descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, [number] + desc.block_shape, desc.layout)  # noqa: RUF005
+
+
+@gluon.jit
 def load_tile(desc, batch, head, row, full, tile):
-    """Asks for rows row.. of one head; `full` completes when they and what else it expects have arrived."""
+    """Asks for rows row.. of one head; `full` completes when they have arrived."""
+    mbarrier.expect(full, desc.block_type.nbytes)
     tma.async_copy_global_to_shared(desc, [batch, head, row, 0], full, tile)
+
+
+@gluon.jit
+def load_both(desc, other_desc, at, other_at, full, tile, other_tile):
+    """Asks for two tiles; `full` completes when both have arrived."""
+    mbarrier.expect(full, desc.block_type.nbytes + other_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, at, full, tile)
+    tma.async_copy_global_to_shared(other_desc, other_at, full, other_tile)
 
 
 @gluon.jit
@@ -119,17 +144,14 @@ def forward_producer(q_desc, k_desc, v_desc, rings, place, C: gl.constexpr, BLOC
     q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty = rings
     first, tiles, batch, head = place
     for w in gl.static_range(C):
-        mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
         load_tile(q_desc, batch, head, first + w * ROWS, q_full.index(w), q_s.index(w))
     for j in range(tiles):
         row = (tiles - 1 - j) * BLOCK_N
         stage = j % ST
         free = ((j // ST) & 1) ^ 1
         mbarrier.wait(k_empty.index(stage), free)
-        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
         load_tile(k_desc, batch, head, row, k_full.index(stage), k_s.index(stage))
         mbarrier.wait(v_empty.index(stage), free)
-        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
         load_tile(v_desc, batch, head, row, v_full.index(stage), v_s.index(stage))
 
 
@@ -145,7 +167,7 @@ def online_softmax(s, m_i, l_i, scale):
 @gluon.jit
 def forward_consumer(o_desc, lse_ptr, rings, place, sizes, scale, W: gl.constexpr, C: gl.constexpr,
                      BLOCK_N: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, ST: gl.constexpr,
-CAUSAL: gl.constexpr):
+                     CAUSAL: gl.constexpr):
     """Some of a tile's queries: softmax of one tile of scores while the matmul of the next one runs."""
     q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty = rings
     first, tiles, batch, head = place
@@ -219,62 +241,27 @@ CAUSAL: gl.constexpr):
 def attention_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, all_heads, heads, group, length, lse_rows, scale,
                              C: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr,
                              ST: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
-PRODUCER_REGISTERS: gl.constexpr):
+                             PRODUCER_REGISTERS: gl.constexpr):
     """One tile of 64 C queries of one head; of a group of heads those with most keys start first."""
-    dtype: gl.constexpr = q_desc.dtype
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_s = gl.allocate_shared_memory(dtype, [C, 1, 1, ROWS, D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [ST, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [ST, 1, 1, BLOCK_N, D], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [C, 1], BAR)
-    k_full = gl.allocate_shared_memory(gl.int64, [ST, 1], BAR)
-    k_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], BAR)
-    v_full = gl.allocate_shared_memory(gl.int64, [ST, 1], BAR)
-    v_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], BAR)
-    for w in gl.static_range(C):
-        mbarrier.init(q_full.index(w), count=1)
-    for i in gl.static_range(ST):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=C)
-        mbarrier.init(v_empty.index(i), count=C)
+    rings = (
+        buffers(C, q_desc), buffers(ST, k_desc), buffers(ST, v_desc),
+        barriers(C, 1), barriers(ST, 1), barriers(ST, C), barriers(ST, 1), barriers(ST, C),
+    )
     fence_async_shared()
     blocks = gl.cdiv(length, C * ROWS)
     tile, bh = tile_and_head(gl.program_id(0), blocks, all_heads, group)
     first = (blocks - 1 - tile) * C * ROWS
-    batch = bh // heads
-    head = bh % heads
-    tiles = key_tiles(first + C * ROWS - 1, length, BLOCK_N, CAUSAL)
-    rings = (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty)
-    place = (first, tiles, batch, head)
+    place = (first, key_tiles(first + C * ROWS - 1, length, BLOCK_N, CAUSAL), bh // heads, bh % heads)
     sizes = (heads, length, lse_rows)
-    if C == 1:
-        gl.warp_specialize(
-            [
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, C, BLOCK_N, D, DEPTH, ST, CAUSAL)),
-                (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BLOCK_N, ST)),
-            ],
-            [1], [PRODUCER_REGISTERS],
-        )
-    elif C == 2:
-        gl.warp_specialize(
-            [
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, C, BLOCK_N, D, DEPTH, ST, CAUSAL)),
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 1, C, BLOCK_N, D, DEPTH, ST, CAUSAL)),
-                (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BLOCK_N, ST)),
-            ],
-            [4, 1], [REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 0, C, BLOCK_N, D, DEPTH, ST, CAUSAL)),
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 1, C, BLOCK_N, D, DEPTH, ST, CAUSAL)),
-                (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, 2, C, BLOCK_N, D, DEPTH, ST, CAUSAL)),
-                (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BLOCK_N, ST)),
-            ],
-            [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(  # the last C of three consumers
+        [
+            (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, C - 3, C, BLOCK_N, D, DEPTH, ST, CAUSAL)),
+            (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, C - 2, C, BLOCK_N, D, DEPTH, ST, CAUSAL)),
+            (forward_consumer, (o_desc, lse_ptr, rings, place, sizes, scale, C - 1, C, BLOCK_N, D, DEPTH, ST, CAUSAL)),
+            (forward_producer, (q_desc, k_desc, v_desc, rings, place, C, BLOCK_N, ST)),
+        ][3 - C:],
+        [4, 4, 1][3 - C:], [REGISTERS, REGISTERS, PRODUCER_REGISTERS][3 - C:],
+    )
 
 
 # --- the backward pass
@@ -314,10 +301,10 @@ def tile_of_keys(program, work, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CA
 
 
 @gluon.jit
-def backward_producer(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s, lse_s, delta_s,
-                      kv_full, kv_empty, q_full, q_empty, do_full, do_empty, claims, work, BLOCK_M: gl.constexpr,
+def backward_producer(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rings, claims, work, BLOCK_M: gl.constexpr,
                       BLOCK_N: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, CAUSAL: gl.constexpr):
     """Loads a tile of keys and values and all tiles of queries that attend to it; then claims the next one."""
+    q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty = rings
     all_heads, heads, _, length = work
     programs = gl.cdiv(length, BLOCK_N) * all_heads
     program = gl.program_id(0)
@@ -331,22 +318,14 @@ def backward_producer(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s
             free = (((base + j) // ST) & 1) ^ 1
             row = (first + j) * BLOCK_M
             mbarrier.wait(q_empty.index(stage), free)
-            mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-            load_tile(q_desc, batch, head, row, q_full.index(stage), q_s.index(stage))
-            tma.async_copy_global_to_shared(
-                lse_desc, [batch * heads + head, row], q_full.index(stage), lse_s.index(stage)
-            )
+            at, row_at = [batch, head, row, 0], [batch * heads + head, row]
+            load_both(q_desc, lse_desc, at, row_at, q_full.index(stage), q_s.index(stage), lse_s.index(stage))
             if j == 0:
                 mbarrier.wait(kv_empty.index(own), ((turn // KV) & 1) ^ 1)
-                mbarrier.expect(kv_full.index(own), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-                load_tile(k_desc, batch, head, tile * BLOCK_N, kv_full.index(own), k_s.index(own))
-                load_tile(v_desc, batch, head, tile * BLOCK_N, kv_full.index(own), v_s.index(own))
+                kv_at = [batch, head, tile * BLOCK_N, 0]
+                load_both(k_desc, v_desc, kv_at, kv_at, kv_full.index(own), k_s.index(own), v_s.index(own))
             mbarrier.wait(do_empty.index(stage), free)
-            mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-            load_tile(do_desc, batch, head, row, do_full.index(stage), do_s.index(stage))
-            tma.async_copy_global_to_shared(
-                delta_desc, [batch * heads + head, row], do_full.index(stage), delta_s.index(stage)
-            )
+            load_both(do_desc, delta_desc, at, row_at, do_full.index(stage), do_s.index(stage), delta_s.index(stage))
         base += count
         program = programs
         if KV > 1:
@@ -365,15 +344,16 @@ def add_query_gradients(dq, dq_desc, dq_s, batch, head, row, W: gl.constexpr, CO
 
 
 @gluon.jit
-def backward_consumer(dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, kv_full, kv_empty,
-                      q_full, q_empty, do_full, do_empty, ds_full, ds_empty, kv_done, claims, work, scale2, scale,
-                      W: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+def backward_consumer(dq_desc, dk_desc, dv_desc, rings, own_rings, claims, work, scale2, scale, W: gl.constexpr,
+                      BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
                       DEPTH: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, CAUSAL: gl.constexpr):
     """Half of a tile of keys: its dK and dV stay in registers; dS goes through shared memory for dQ.
 
     dQ of a tile of queries is computed one turn late, from the dS of both warpgroups, so that neither waits for the
     other.
     """
+    q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty = rings
+    ds_s, dq_s, ds_full, ds_empty, kv_done = own_rings
     HALF: gl.constexpr = BLOCK_N // 2
     COLUMNS: gl.constexpr = D // 2
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -479,61 +459,30 @@ def attention_backward_kernel(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_d
                               all_heads, heads, group, length, scale2, scale, BLOCK_M: gl.constexpr,
                               BLOCK_N: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, ST: gl.constexpr,
                               KV: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
-PRODUCER_REGISTERS: gl.constexpr):
+                             PRODUCER_REGISTERS: gl.constexpr):
     """One tile of BN keys of one head; with a causal mask a group's first ones have most queries, and start first.
 
     With two buffers of keys and values, programs claim one tile after the other, and load the next one meanwhile.
     """
-    dtype: gl.constexpr = q_desc.dtype
-    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_s = gl.allocate_shared_memory(dtype, [ST, 1, 1, BLOCK_M, D], q_desc.layout)
-    do_s = gl.allocate_shared_memory(dtype, [ST, 1, 1, BLOCK_M, D], do_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [KV, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [KV, 1, 1, BLOCK_N, D], v_desc.layout)
-    lse_s = gl.allocate_shared_memory(gl.float32, [ST, 1, BLOCK_M], lse_desc.layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [ST, 1, BLOCK_M], delta_desc.layout)
-    ds_s = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], DS_L)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK_M, D // 2], dq_desc.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [KV, 1], BAR)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [KV, 1], BAR)
-    kv_done = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    q_full = gl.allocate_shared_memory(gl.int64, [ST, 1], BAR)
-    q_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], BAR)
-    do_full = gl.allocate_shared_memory(gl.int64, [ST, 1], BAR)
-    do_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], BAR)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
+    rings = (
+        buffers(ST, q_desc), buffers(ST, do_desc), buffers(KV, k_desc), buffers(KV, v_desc), buffers(ST, lse_desc),
+        buffers(ST, delta_desc), barriers(KV, 1), barriers(KV, 2), barriers(ST, 1), barriers(ST, 2), barriers(ST, 1),
+        barriers(ST, 2),
+    )
+    ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_N, BLOCK_M], DS_L)
+    own_rings = (ds_s, buffers(2, dq_desc), barriers(2, 2), barriers(2, 2), barriers(1, 2).index(0))
     claimed_s = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    claimed = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    seen = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    for i in gl.static_range(KV):
-        mbarrier.init(kv_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=2)
-    mbarrier.init(kv_done, count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(ds_full.index(i), count=2)
-        mbarrier.init(ds_empty.index(i), count=2)
-        mbarrier.init(claimed.index(i), count=1)
-        mbarrier.init(seen.index(i), count=2)
-    for i in gl.static_range(ST):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
-        mbarrier.init(do_empty.index(i), count=2)
+    claims = (counter, claimed_s, barriers(2, 1), barriers(2, 2))
     fence_async_shared()
-    claims = (counter, claimed_s, claimed, seen)
     work = (all_heads, heads, group, length)
     gl.warp_specialize(
         [
-            (backward_consumer, (dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, kv_full,
-                                 kv_empty, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, kv_done, claims, work,
-                                 scale2, scale, 0, BLOCK_M, BLOCK_N, D, DEPTH, ST, KV, CAUSAL)),
-            (backward_consumer, (dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, kv_full,
-                                 kv_empty, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, kv_done, claims, work,
-                                 scale2, scale, 1, BLOCK_M, BLOCK_N, D, DEPTH, ST, KV, CAUSAL)),
-            (backward_producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s, lse_s,
-                                 delta_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, claims, work, BLOCK_M,
+            (backward_consumer, (dq_desc, dk_desc, dv_desc, rings, own_rings, claims, work, scale2, scale, 0, BLOCK_M,
+                                 BLOCK_N, D, DEPTH, ST, KV, CAUSAL)),
+            (backward_consumer, (dq_desc, dk_desc, dv_desc, rings, own_rings, claims, work, scale2, scale, 1, BLOCK_M,
+                                 BLOCK_N, D, DEPTH, ST, KV, CAUSAL)),
+            (backward_producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rings, claims, work, BLOCK_M,
                                  BLOCK_N, ST, KV, CAUSAL)),
         ],
         [4, 1], [REGISTERS, PRODUCER_REGISTERS],
@@ -660,7 +609,7 @@ def backward(
     sums = torch.empty(batch, heads, length, size, device=q.device, dtype=torch.float32)
     counter = torch.empty(1, device=q.device, dtype=torch.int32)
     attention_prepare_kernel[(triton.cdiv(rows, 32) * batch * heads,)](
-        o, do, delta, sums, counter, *o.stride()[:3], *do.stride()[:3], heads, length, rows, size, block_of(q), 32
+        operand(o), operand(do), delta, operand(sums), counter, heads, length, rows, size, block_of(q), 32
     )
     m, n, stages, registers, mean, buffers = backward_tiles(block)
     programs = triton.cdiv(length, n) * batch * heads
@@ -678,7 +627,7 @@ def backward(
         if given is not computed:
             given.copy_(computed)
     attention_finish_kernel[(triton.cdiv(length, 32) * batch * heads,)](
-        sums, dq, dk, *(angles or (lse, lse)), *dq.stride()[:3], *dk.stride()[:3], heads, length, scale, size,
-        block_of(q), 32, angles is not None,
+        operand(sums), operand(dq), operand(dk), angles or (lse, lse), heads, length, scale, size, block_of(q), 32,
+        angles is not None,
     )  # fmt: skip
     return dq, dk, dv

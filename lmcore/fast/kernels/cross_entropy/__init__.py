@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lmcore.errors import UserError, require
+from lmcore.errors import require
 from lmcore.fast.kernels.dispatch import by_triton
 from lmcore.functional import at_least_float32
 
@@ -28,14 +28,34 @@ GPT-2's 50,257 columns run at a seventh of the speed of those with 50,256 or 50,
 def linear_cross_entropy(x: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], targets: Int[Tensor, " N"]) -> Tensor:
     """Mean of -log softmax(x weight^T)[target] over the rows, in nats: `cross_entropy(x @ weight.T, targets)`.
 
-    Differentiable in `x` and `weight`: the gradients are computed in the forward pass, where the logits are, if
-    gradients are enabled at all. Under autocast the matmuls are in its precision; the softmax is in float32 (or
-    float64) always. Raises `UserError` for shapes or types that do not fit, float16, no rows, and on the CPU
-    for ids outside the vocabulary; on other devices such an id makes the loss NaN.
+    Differentiable in `x` and `weight`: the gradients are computed in the forward pass, where the logits are. Under
+    autocast x and weight are cast to its type; the softmax is in float32 (or float64) always. Raises `UserError` for
+    shapes or types that do not fit, float16, no rows, and on the CPU for ids outside the vocabulary; on other devices
+    such an id makes the loss NaN.
     """
-    if not torch.is_grad_enabled():
-        x, weight = x.detach(), weight.detach()
-    return _LinearCrossEntropy.apply(x, weight, targets)
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        x, weight = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (x, weight))
+    with torch.autocast(kind, enabled=False):
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            return _LinearCrossEntropy.apply(x, weight, targets)
+        return linear_cross_entropy_loss(x, weight, targets)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Computes the gradients together with the loss; the backward pass scales them."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        loss, *gradients = linear_cross_entropy_gradients(x, weight, targets)
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        dx, dw = ctx.saved_tensors
+        return dx * gradient, dw * gradient, None
 
 
 @torch.no_grad()
@@ -53,10 +73,11 @@ def linear_cross_entropy_gradients(
     of the weight's type, is written if given; it is summed in at least float32. `chunk_rows` is the number of rows of
     `x` at a time.
     """
-    dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if dw is None else dw
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     losses, total = _chunks(x, weight, targets, num_rows, dx, dw, chunk_rows)
-    return losses.mean(), dx, dw if total is dw else dw.copy_(total)
+    if total is not dw:
+        dw = total.to(weight.dtype) if dw is None else dw.copy_(total)
+    return losses.mean(), dx, dw
 
 
 @torch.no_grad()
@@ -97,11 +118,11 @@ def default_chunk_rows(num_rows: int, row_bytes: int, chunk_bytes: int) -> int:
 
 def _chunks(
     x: Tensor, weight: Tensor, targets: Tensor, num_rows: int | None = None, dx: Tensor | None = None,
-    dw: Tensor | torch.dtype | None = None, chunk_rows: int | None = None,
+    dw: Tensor | None = None, chunk_rows: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(loss of each row, sum of the weight's gradient), chunk after chunk; no gradients where `dx` and `dw` are None.
+    """(loss of each row, sum of the weight's gradient), chunk after chunk; no gradients without `dx`.
 
-    The sum is `dw` itself where that can be; of several chunks it is at least float32, for the caller to round.
+    The sum is `dw` itself if that has room and rounds nothing on the way; of several chunks it is at least float32.
     """
     num_rows = len(weight) if num_rows is None else num_rows
     _check(x, weight, targets, num_rows)
@@ -114,16 +135,18 @@ def _chunks(
     size = chunk_rows or _chunk_rows(x, len(weight), padded_bytes)
     losses = x.new_empty(n, dtype=torch.promote_types(x.dtype, torch.float32))
     buffer = x.new_empty(min(size, n), len(weight))
-    total = _sum_for(dw, weight, single=size >= n)
-    scale = None if dx is None and total is None else 1 / n
+    total, scale = None, None if dx is None else 1 / n
+    if dx is not None:
+        dtype = weight.dtype if size >= n else losses.dtype
+        fits = dw is not None and (dw.shape, dw.dtype) == (weight.shape, dtype)
+        total = dw if fits else torch.empty_like(weight, dtype=dtype)
     for start in range(0, n, size):
         part = slice(start, min(start + size, n))
         logits = buffer[: part.stop - start]
         torch.mm(x[part], weight.t(), out=logits)
         softmax_gradient(logits, targets[part], losses[part], num_rows, scale)
-        if dx is not None:
-            torch.mm(logits, weight, out=dx[part])
         if total is not None:
+            torch.mm(logits, weight, out=dx[part])
             _add_product(total, logits.t(), x[part], first=start == 0)
     return losses, total if total is None or total is dw else total[:rows]
 
@@ -137,76 +160,29 @@ def _chunk_rows(x: Tensor, columns: int, padded_bytes: int) -> int:
     return default_chunk_rows(len(x), row_bytes, memory)
 
 
-def _sum_for(dw: Tensor | torch.dtype | None, weight: Tensor, single: bool) -> Tensor | None:
-    """Where the gradient of the padded weight is summed: `dw` itself, if it has room and rounds nothing on the way."""
-    if dw is None:
-        return None
-    dtype = dw.dtype if isinstance(dw, Tensor) else dw
-    if not single:  # several chunks would be rounded each time
-        dtype = torch.promote_types(dtype, torch.float32)
-    if isinstance(dw, Tensor) and dw.shape == weight.shape and dw.dtype == dtype:
-        return dw
-    return torch.empty_like(weight, dtype=dtype)
-
-
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """total = a @ b, or total += a @ b, in the type of `total`, which may be wider than that of `a` and `b`."""
-    if total.dtype == a.dtype:
-        torch.mm(a, b, out=total) if first else total.addmm_(a, b)
-    elif a.is_cuda:
-        if first:
-            torch.mm(a, b, out_dtype=total.dtype, out=total)
-        else:
-            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
+    wider = total.dtype != a.dtype
+    if wider and not a.is_cuda:
         product = a.to(total.dtype) @ b.to(total.dtype)
         total.copy_(product) if first else total.add_(product)
+        return
+    options = {"out_dtype": total.dtype} if wider else {}
+    torch.mm(a, b, out=total, **options) if first else torch.addmm(total, a, b, out=total, **options)
 
 
 def _check(x: Tensor, weight: Tensor, targets: Tensor, num_rows: int) -> None:
     require(
-        x.ndim == 2 and weight.ndim == 2 and x.shape[1] == weight.shape[1] and targets.shape == x.shape[:1],
-        "linear_cross_entropy needs x (N, D), weight (V, D) and targets (N), "
+        x.ndim == 2 and weight.shape[1:] == x.shape[1:] and targets.shape == x.shape[:1] and len(x) > 0,
+        "linear_cross_entropy needs x (N, D), weight (V, D) and targets (N) of at least one row, "
         f"not {tuple(x.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}.",
     )
-    require(len(x) > 0, "linear_cross_entropy needs at least one row: the mean of none is not defined.")
-    require(x.dtype == weight.dtype, f"x and weight must have one type, not {x.dtype} and {weight.dtype}.")
-    require(targets.dtype in (torch.int32, torch.int64), f"Targets must be int64 or int32, not {targets.dtype}.")
     require(
-        x.dtype in (torch.float64, torch.float32, torch.bfloat16),
-        f"linear_cross_entropy takes float32, float64 and bfloat16, not {x.dtype}: in float16 a loss scale would come "
-        "too late for its gradients.",
+        x.dtype == weight.dtype and x.dtype in (torch.float64, torch.float32, torch.bfloat16),
+        f"linear_cross_entropy takes x and weight in float32, float64 or bfloat16, both alike, not {x.dtype} and "
+        f"{weight.dtype}: in float16 a loss scale would come too late for its gradients.",
     )
+    require(targets.dtype in (torch.int32, torch.int64), f"Targets must be int64 or int32, not {targets.dtype}.")
     if targets.device.type == "cpu":
         low, high = targets.min().item(), targets.max().item()
-        if low < 0 or high >= num_rows:
-            raise UserError(f"Targets must be from 0 to {num_rows - 1}; they hold {low if low < 0 else high}.")
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes the gradients together with the loss; the backward pass scales them."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        require(dtype != x.dtype or weight.dtype == dtype, f"x and weight must both be {x.dtype}, not {weight.dtype}.")
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        with torch.autocast(kind, enabled=False):
-            narrow = x.detach().to(dtype)
-            dx = torch.empty_like(narrow, memory_format=torch.contiguous_format) if needs_x else None
-            # under autocast the sum in float32 is what the float32 weight gets, never rounded to half precision
-            dw = weight.dtype if needs_weight else None
-            losses, total = _chunks(narrow, weight.detach().to(dtype), targets, None, dx, dw)
-        ctx.save_for_backward(dx, total)
-        ctx.types = x.dtype, weight.dtype
-        return losses.mean()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        def scaled(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-            return torch.mul(tensor, gradient, out=torch.empty_like(tensor, dtype=dtype))
-
-        pairs = zip(ctx.saved_tensors, ctx.types, strict=True)
-        return *(None if tensor is None else scaled(tensor, dtype) for tensor, dtype in pairs), None
+        require(low >= 0 and high < num_rows, f"Targets must be from 0 to {num_rows - 1}, not from {low} to {high}.")

@@ -147,7 +147,6 @@ def sampled(
     advance(torch.where(finite, chosen, -1), sequences)
 
 
-@by_triton
 def advance(chosen: Int[Tensor, "B"], sequences: Sequences) -> None:
     """Notes the chosen tokens in row `steps % capacity` of `tokens`, and makes them the input of the next step.
 

@@ -318,9 +318,10 @@ def attend(
 
 
 @triton.jit
-def _begin_next(token, row, batch, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, capacity,
-                slots, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Notes the token and makes it the input of the next step."""
+def _begin_next(token, row, batch, state, sizes, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Notes the token and makes it the input of the next step; see `_operands`."""
+    tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr = state
+    capacity, slots = sizes
     step = tl.load(steps_ptr + row)
     tl.store(tokens_ptr + (step % capacity) * batch + row, token)
     tl.store(steps_ptr + row, step + 1)
@@ -335,8 +336,8 @@ def _begin_next(token, row, batch, tokens_ptr, steps_ptr, positions_ptr, embeddi
 
 @triton.jit
 def _greedy_kernel(
-    logits_ptr, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, batch, vocab, num_ids, capacity,
-    slots, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    logits_ptr, state, batch, vocab, num_ids, sizes, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first of the largest logits; -1 if one is not finite."""
     row = tl.program_id(0)
@@ -355,8 +356,7 @@ def _greedy_kernel(
         ids = tl.where(better, i, ids)
     token = tl.min(tl.where(best == tl.max(best, 0), ids, num_ids), 0)
     token = tl.where(tl.sum(wrong, 0) > 0, -1, token)
-    _begin_next(token, row, batch, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, capacity,
-                slots, D, BLOCK_D)  # fmt: skip
+    _begin_next(token, row, batch, state, sizes, D, BLOCK_D)
 
 
 @triton.jit
@@ -375,9 +375,8 @@ def _key_where_reached(keys, mass, target, STRICT: tl.constexpr):
 
 @triton.jit
 def _sampled_kernel(
-    logits_ptr, uniforms_ptr, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, batch, vocab,
-    num_ids, capacity, slots, temperature, top_p, top_k, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, EARLY: tl.constexpr,
+    logits_ptr, uniforms_ptr, state, batch, vocab, num_ids, sizes, temperature, top_p, top_k, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The token for a uniform number in the order of falling probability, without sorting.
 
@@ -414,7 +413,7 @@ def _sampled_kernel(
         limit = tl.where(below, tl.sum(tl.where(keys == last, 1, 0), 0), kept)
         kept = tl.minimum(tl.maximum(tl.ceil((top_p * total - before) / p).to(tl.int32), 1), limit)
         total = before + kept * p
-    u = tl.load(uniforms_ptr + (tl.load(steps_ptr + row) % capacity) * batch + row)
+    u = tl.load(uniforms_ptr + (tl.load(state[1] + row) % sizes[0]) * batch + row)
     here = tl.maximum(tl.max(_key_where_reached(keys, mass, u * total, True), 0), last)
     equal = keys == here
     p = tl.max(tl.where(equal, mass, 0.0), 0)
@@ -424,52 +423,35 @@ def _sampled_kernel(
     rank = tl.cumsum(tl.where(equal, 1, 0), 0)
     token = tl.sum(tl.where(equal & (rank == index + 1), i, 0), 0)
     token = tl.where(wrong > 0, -1, token)
-    _begin_next(token, row, batch, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, capacity,
-                slots, D, BLOCK_D)  # fmt: skip
+    _begin_next(token, row, batch, state, sizes, D, BLOCK_D)
 
 
-@triton.jit
-def _advance_kernel(
-    chosen_ptr, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, batch, capacity, slots,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    token = tl.load(chosen_ptr + row).to(tl.int32)
-    _begin_next(token, row, batch, tokens_ptr, steps_ptr, positions_ptr, embedding_ptr, x_ptr, copy_ptr, capacity,
-                slots, D, BLOCK_D)  # fmt: skip
-
-
-def _operands(sequences: Sequences) -> tuple[tuple[Tensor, ...], tuple[int, int], dict[str, int]]:
-    """Tensors in the kernels' order; capacity of the ring of tokens and slots; d_model and the power of two above."""
+def _operands(sequences: Sequences) -> tuple[tuple, tuple[int, int], dict[str, int]]:
+    """The tensors of `sequences`; capacity of the ring of tokens, and slots; d_model and the power of two above."""
     d_model = sequences.x.shape[1]
     widths = {"D": d_model, "BLOCK_D": triton.next_power_of_2(d_model)}
-    return sequences[:6], (len(sequences.tokens), sequences.num_slots), widths
+    return tuple(sequences[:6]), (len(sequences.tokens), sequences.num_slots), widths
 
 
 def greedy(logits: Tensor, num_ids: int, sequences: Sequences, overlap: bool = False) -> None:
     (batch, vocab), device = logits.shape, logits.device
-    tensors, sizes, widths = _operands(sequences)
+    state, sizes, widths = _operands(sequences)
     block = min(8192, triton.next_power_of_2(num_ids))
     _greedy_kernel[(batch,)](
-        logits, *tensors, batch, vocab, num_ids, *sizes, BLOCK=block, EARLY=early(device),
+        logits, state, batch, vocab, num_ids, sizes, BLOCK=block, EARLY=early(device),
         num_warps=16 if block > 2048 else 4, **widths, **launch_options(device, overlap),
     )  # fmt: skip
-
-
-def advance(chosen: Tensor, sequences: Sequences) -> None:
-    tensors, sizes, widths = _operands(sequences)
-    _advance_kernel[(len(chosen),)](chosen, *tensors, len(chosen), *sizes, num_warps=4, **widths)
 
 
 def sampled(
     logits: Tensor, num_ids: int, config: GenerateConfig, uniforms: Tensor, sequences: Sequences, overlap: bool = False
 ) -> None:
     (batch, vocab), device = logits.shape, logits.device
-    tensors, sizes, widths = _operands(sequences)
+    state, sizes, widths = _operands(sequences)
     block = triton.next_power_of_2(num_ids)
     cut = config.top_k is not None and config.top_k < num_ids
     _sampled_kernel[(batch,)](
-        logits, uniforms, *tensors, batch, vocab, num_ids, *sizes,
+        logits, uniforms, state, batch, vocab, num_ids, sizes,
         max(config.temperature, torch.finfo(torch.float32).tiny), config.top_p, config.top_k if cut else 0,
         BLOCK=block, TOP_K=cut, TOP_P=config.top_p < 1, EARLY=early(device), num_warps=32 if block > 8192 else 8,
         **widths, **launch_options(device, overlap),

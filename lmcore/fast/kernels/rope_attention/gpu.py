@@ -15,7 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmcore.fast.kernels.attention.gpu import LOG2_E, block_of, load_angles, precision_of, rotated, rotated_back
+from lmcore.fast.kernels.attention.gpu import (
+    LOG2_E,
+    block_of,
+    load_angles,
+    operand,
+    precision_of,
+    rotated,
+    rotated_back,
+    store_tile,
+    tile_of,
+)
 
 TILE, WARPS = 64, 4
 """Queries, and keys, of a tile, and warps of a program."""
@@ -25,30 +35,6 @@ FORWARD_REGISTERS = 96
 
 # signatures and calls of kernels are lists of operands: they stay as they are written
 # fmt: off
-
-
-@triton.jit
-def rows_of_head(pointer, stride_b, stride_h, stride_t, bh, heads, rows, D: tl.constexpr):
-    """Pointers to rows of one head, whose offsets within the head fit 32 bits."""
-    head = pointer + (bh // heads).to(tl.int64) * stride_b + (bh % heads).to(tl.int64) * stride_h
-    return head + (rows[:, None] * stride_t + tl.arange(0, D)[None, :])
-
-
-@triton.jit
-def load_rows(pointer, stride_b, stride_h, stride_t, bh, heads, rows, T, SIZE: tl.constexpr, D: tl.constexpr,
-              WHOLE: tl.constexpr):
-    """Rows of one head, zeros where there is nothing; WHOLE: no row is behind the last."""
-    at = rows_of_head(pointer, stride_b, stride_h, stride_t, bh, heads, rows, D)
-    if WHOLE and SIZE == D:
-        return tl.load(at)
-    return tl.load(at, mask=(rows[:, None] < T) & (tl.arange(0, D)[None, :] < SIZE), other=0.0)
-
-
-@triton.jit
-def store_rows(pointer, stride_b, stride_h, stride_t, bh, heads, rows, T, value, SIZE: tl.constexpr, D: tl.constexpr):
-    """Stores rows of one head in the tensor's own type."""
-    at = rows_of_head(pointer, stride_b, stride_h, stride_t, bh, heads, rows, D)
-    tl.store(at, value.to(pointer.dtype.element_ty), mask=(rows[:, None] < T) & (tl.arange(0, D)[None, :] < SIZE))
 
 
 @triton.jit
@@ -75,44 +61,42 @@ def attend_from_start(q, keys, values, rows, scale, i: tl.constexpr, PRECISION: 
 
 
 @triton.jit
-def head_forward_kernel(q, k, v, o, lse, cos, sin, x_b, x_h, x_t, o_b, o_h, o_t, heads, T, scale, M: tl.constexpr,
-                        TILES: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
-                        WHOLE: tl.constexpr):
+def head_forward_kernel(q, k, v, o, lse, angles, heads, T, scale, M: tl.constexpr, TILES: tl.constexpr,
+                        SIZE: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr):
     """Turns queries and keys of one head of at most M * TILES positions in place, and computes its attention.
 
     WHOLE: of exactly so many.
     """
     bh = tl.program_id(0)
+    head = (bh // heads, bh % heads)
     keys = ()
     values = ()
     for i in tl.static_range(TILES):
         rows = i * M + tl.arange(0, M)
-        k_i = load_rows(k, x_b, x_h, x_t, bh, heads, rows, T, SIZE, D, WHOLE)
-        v_i = load_rows(v, x_b, x_h, x_t, bh, heads, rows, T, SIZE, D, WHOLE)
-        q_i = load_rows(q, x_b, x_h, x_t, bh, heads, rows, T, SIZE, D, WHOLE)
-        c = load_angles(cos, rows, T, SIZE, D, WHOLE)
-        s = load_angles(sin, rows, T, SIZE, D, WHOLE)
-        k_i = rotated(k_i, c, s, M, D)
-        q_i = rotated(q_i, c, s, M, D)
-        store_rows(k, x_b, x_h, x_t, bh, heads, rows, T, k_i, SIZE, D)
-        store_rows(q, x_b, x_h, x_t, bh, heads, rows, T, q_i, SIZE, D)
+        c = load_angles(angles[0], rows, T, SIZE, D, WHOLE)
+        s = load_angles(angles[1], rows, T, SIZE, D, WHOLE)
+        k_i = rotated(tile_of(k, head, rows, T, SIZE, D, not WHOLE), c, s, M, D)
+        q_i = rotated(tile_of(q, head, rows, T, SIZE, D, not WHOLE), c, s, M, D)
+        store_tile(k, head, rows, T, k_i, SIZE, D)
+        store_tile(q, head, rows, T, q_i, SIZE, D)
         keys = keys + (k_i,)  # noqa: RUF005
-        values = values + (v_i,)  # noqa: RUF005
+        values = values + (tile_of(v, head, rows, T, SIZE, D, not WHOLE),)  # noqa: RUF005
         o_i, lse_i = attend_from_start(q_i, keys, values, rows, scale, i, PRECISION)
-        store_rows(o, o_b, o_h, o_t, bh, heads, rows, T, o_i, SIZE, D)
+        store_tile(o, head, rows, T, o_i, SIZE, D)
         tl.store(lse + bh.to(tl.int64) * T + rows, lse_i, mask=rows < T)
 
 
 @triton.jit
-def head_gradients_kernel(q, k, v, o, do, dq, dk, dv, lse, cos, sin, x_b, x_h, x_t, o_b, o_h, o_t, do_b, do_h, do_t,
-                          g_b, g_h, g_t, heads, T, scale2, scale, M: tl.constexpr, TILES: tl.constexpr,
-                          SIZE: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr):
+def head_gradients_kernel(q, k, v, o, do, dq, dk, dv, lse, angles, heads, T, scale2, scale, M: tl.constexpr,
+                          TILES: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+                          WHOLE: tl.constexpr):
     """dQ, dK and dV of one head of at most M * TILES positions; WHOLE: of exactly so many.
 
     Scores are queries × keys, so that a query's log-sum-exp and delta are one register of a row, not one of each
     column. Queries behind the last have an infinite log-sum-exp: their probabilities are zero.
     """
     bh = tl.program_id(0)
+    head = (bh // heads, bh % heads)
     queries = ()
     dos = ()
     lses = ()
@@ -120,17 +104,17 @@ def head_gradients_kernel(q, k, v, o, do, dq, dk, dv, lse, cos, sin, x_b, x_h, x
     dqs = ()
     for i in tl.static_range(TILES):
         rows = i * M + tl.arange(0, M)
-        do_i = load_rows(do, do_b, do_h, do_t, bh, heads, rows, T, SIZE, D, WHOLE)
-        o_i = load_rows(o, o_b, o_h, o_t, bh, heads, rows, T, SIZE, D, WHOLE)
-        queries = queries + (load_rows(q, x_b, x_h, x_t, bh, heads, rows, T, SIZE, D, WHOLE),)  # noqa: RUF005
+        do_i = tile_of(do, head, rows, T, SIZE, D, not WHOLE)
+        o_i = tile_of(o, head, rows, T, SIZE, D, not WHOLE)
+        queries = queries + (tile_of(q, head, rows, T, SIZE, D, not WHOLE),)  # noqa: RUF005
         dos = dos + (do_i,)  # noqa: RUF005
         deltas = deltas + (tl.sum(do_i.to(tl.float32) * o_i.to(tl.float32), 1),)  # noqa: RUF005
         lses = lses + (tl.load(lse + bh.to(tl.int64) * T + rows, mask=rows < T, other=float("inf")),)  # noqa: RUF005
         dqs = dqs + (tl.zeros([M, D], tl.float32),)  # noqa: RUF005
     for j in tl.static_range(TILES):
         keys = j * M + tl.arange(0, M)
-        k_j = load_rows(k, x_b, x_h, x_t, bh, heads, keys, T, SIZE, D, WHOLE)
-        v_j = load_rows(v, x_b, x_h, x_t, bh, heads, keys, T, SIZE, D, WHOLE)
+        k_j = tile_of(k, head, keys, T, SIZE, D, not WHOLE)
+        v_j = tile_of(v, head, keys, T, SIZE, D, not WHOLE)
         dk_j = tl.zeros([M, D], tl.float32)
         dv_j = tl.zeros([M, D], tl.float32)
         new = ()
@@ -149,13 +133,12 @@ def head_gradients_kernel(q, k, v, o, do, dq, dk, dv, lse, cos, sin, x_b, x_h, x
                 dq_i = tl.dot(ds, k_j, dq_i, input_precision=PRECISION)
             new = new + (dq_i,)  # noqa: RUF005
         dqs = new
-        dk_j = rotated_back(dk_j * scale, cos, sin, keys, T, M, SIZE, D, WHOLE)
-        store_rows(dk, g_b, g_h, g_t, bh, heads, keys, T, dk_j, SIZE, D)
-        store_rows(dv, g_b, g_h, g_t, bh, heads, keys, T, dv_j, SIZE, D)
+        store_tile(dk, head, keys, T, rotated_back(dk_j * scale, angles, keys, T, M, SIZE, D, WHOLE), SIZE, D)
+        store_tile(dv, head, keys, T, dv_j, SIZE, D)
     for i in tl.static_range(TILES):
         rows = i * M + tl.arange(0, M)
-        dq_i = rotated_back(dqs[i] * scale, cos, sin, rows, T, M, SIZE, D, WHOLE)
-        store_rows(dq, g_b, g_h, g_t, bh, heads, rows, T, dq_i, SIZE, D)
+        dq_i = rotated_back(dqs[i] * scale, angles, rows, T, M, SIZE, D, WHOLE)
+        store_tile(dq, head, rows, T, dq_i, SIZE, D)
 
 
 # fmt: on
@@ -167,8 +150,8 @@ def rope_attention_forward(q_k_v: tuple[Tensor, ...], cos: Tensor, sin: Tensor, 
     batch, heads, length, size = q.shape
     lse = torch.empty(batch, heads, length, device=q.device, dtype=torch.float32)
     head_forward_kernel[(batch * heads,)](
-        q, k, v, o, lse, cos, sin, *q.stride()[:3], *o.stride()[:3], heads, length, LOG2_E / math.sqrt(size),
-        M=TILE, TILES=triton.cdiv(length, TILE), SIZE=size, D=block_of(q), PRECISION=precision_of(q),
+        *map(operand, (q, k, v, o)), lse, (cos, sin), heads, length, LOG2_E / math.sqrt(size), M=TILE,
+        TILES=triton.cdiv(length, TILE), SIZE=size, D=block_of(q), PRECISION=precision_of(q),
         WHOLE=length % TILE == 0, num_warps=WARPS, num_stages=1, maxnreg=FORWARD_REGISTERS,
     )  # fmt: skip
     return lse
@@ -184,12 +167,11 @@ def rope_attention_backward(
     sin: Tensor,
 ) -> None:
     """See `lmcore.fast.kernels.rope_attention`; `lse` as `rope_attention_forward` gives it."""
-    q, dq = q_k_v[0], gradients[0]
+    q = q_k_v[0]
     batch, heads, length, size = q.shape
-    strides = [stride for x in (q, o, do, dq) for stride in x.stride()[:3]]
     scale = 1 / math.sqrt(size)
     head_gradients_kernel[(batch * heads,)](
-        *q_k_v, o, do, *gradients, lse, cos, sin, *strides, heads, length, scale * LOG2_E, scale,
-        M=TILE, TILES=triton.cdiv(length, TILE), SIZE=size, D=block_of(q), PRECISION=precision_of(q),
+        *map(operand, (*q_k_v, o, do, *gradients)), lse, (cos, sin), heads, length, scale * LOG2_E, scale, M=TILE,
+        TILES=triton.cdiv(length, TILE), SIZE=size, D=block_of(q), PRECISION=precision_of(q),
         WHOLE=length % TILE == 0, num_warps=WARPS, num_stages=1,
     )  # fmt: skip
