@@ -1,8 +1,7 @@
 """What a Transformer costs: parameters, matmul FLOPs, bytes and time (CS336 A1 and CSE599-O A1, sections 3.6 and 4.3).
 
 Every formula is written once, over the fields of a config. With a `ModelConfig` it gives whole numbers; with
-`symbolic(config)`, whose sizes are sympy symbols, the very same code gives the algebra. Switches of the config
-(norm, feed-forward network, tied embeddings, positions) are followed in both.
+`symbolic(config)`, whose sizes are sympy symbols, the very same code gives the algebra.
 """
 
 from dataclasses import asdict, dataclass
@@ -182,12 +181,10 @@ def least_step_bytes(
 ) -> int:
     """Bytes below which `steps` steps of these passes (those of a `WorkloadConfig`) fit nowhere: they take more.
 
-    A forward pass: the float32 weights. With a backward pass, the larger of two moments: before it, all activations of
-    `activation_counts` in the precision of the matmuls; after it, all gradients instead, which a fused step has all the
-    time. A training step adds the optimizer's moments, before the backward pass from the second step on. A fused or
-    compiled step computes elementwise results again: of its activations count what matmuls and attention give in the
-    blocks, one output of each block. Attention's scores are left out where a kernel spares them, and all activations
-    with gradient checkpointing.
+    A forward pass: the float32 weights. With a backward pass also the larger of two moments: before it, the activations
+    of `activation_counts` in the precision of the matmuls; after it, the gradients, which a fused step has all the
+    time. A training step adds the optimizer's moments, before the backward pass from the second step on. Not counted:
+    elementwise results in a fused or compiled step, scores that a kernel spares, activations that are checkpointed.
     """
     weights = 4 * num_parameters(config)
     if mode == "forward":

@@ -55,11 +55,7 @@ def score(
     model: TransformerLM, tokens: np.ndarray, batch_size: int, device: torch.device, precision: str = "fp32",
     module: Callable[[Tensor], Tensor] | None = None, ranks: OneRank = ALONE,
 ) -> Score:  # fmt: skip
-    """Losses and hits over `tokens` in windows of the model's context, `batch_size` at a time, in evaluation mode.
-
-    `module` is what a forward pass calls, where that is not the model. Raises `UserError` if the text is shorter than a
-    window.
-    """
+    """Losses and hits over `tokens` by `over_windows`; `module` is what a forward pass calls, if not the model."""
 
     def measure(inputs: Tensor, targets: Tensor) -> Tensor:
         with autocast(device, precision):

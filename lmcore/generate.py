@@ -119,23 +119,19 @@ def generate(
 ) -> list[list[int]]:
     """Samples a continuation of every prompt (lists of token ids, of any lengths), all in one batch.
 
-    - Returns the new ids alone. A row ends before the first `eot_id`, which is not part of it (so a row that is
-      shorter than `config.max_new_tokens` was ended by it), or at `config.max_new_tokens`. Without `eot_id` nothing
-      ends a row early.
-    - An empty prompt stands for the beginning of a document: it becomes [eot_id], which separates documents.
-    - Row i draws from a generator seeded `config.seed` + i. So it does not depend on the other rows: the prompt by
-      itself with that seed gives the same tokens (up to rounding of the logits).
+    - Returns the new ids alone. A row ends before the first `eot_id`, if one is given, or at `config.max_new_tokens`.
+    - An empty prompt begins a document: it becomes [eot_id].
+    - Row i draws from a generator seeded `config.seed` + i: the prompt by itself with that seed gives the same tokens.
     - A window that has outgrown the model's context is cut to its last `context_length // 2` tokens, with positions
-      from 0 again, and grows from there. The rule is the same with and without the KV cache, and so are the tokens.
-    - `on_token(row, id)` is called as soon as a token of the output is there.
-    - `num_ids`: ids from this one on are never sampled (a model's vocabulary may be padded to a round size).
+      from 0 again, and grows from there: with and without the KV cache.
+    - `on_token(row, id)` is called as soon as a token is there, with `config.ops` "fused" a few tokens later.
+    - Ids from `num_ids` on are never sampled (a model's vocabulary may be padded to a round size).
     - With `config.ops` "fused" the decoder of `lmcore.fast` makes the same tokens (up to rounding of the logits) where
-      it covers the model; a line on stderr says where it does not. `on_token` comes a few tokens later then.
+      it covers the model; a line on stderr says where it does not.
 
-    The model is in evaluation mode meanwhile, and then as it was. With `config.precision` fp32 an autocast around the
-    call may choose another.
-    Raises `UserError` for a prompt longer than the context, ids outside the vocabulary, an empty prompt without
-    `eot_id`, no ids to sample from, a precision that the device lacks, and logits that are not finite.
+    The model is in evaluation mode meanwhile, and then as it was. Raises `UserError` for a prompt that is too long, or
+    empty without `eot_id`, ids outside the vocabulary, no ids to sample from, a precision that the device lacks, and
+    logits that are not finite.
     """
     config = config or GenerateConfig()
     windows = [_checked(i, prompt, model, eot_id) for i, prompt in enumerate(prompts)]

@@ -106,25 +106,6 @@ RECIPES: dict[str, TrainConfig] = {
 """`lmcore train --preset NAME`; smoke and laptop run on a CPU, the others are meant for a GPU."""
 
 
-PASSES: dict[str, tuple[float, float]] = {
-    "ten-minutes": (4, math.inf),
-    "full-corpus": (0, 4),
-    "leaderboard": (0, 4),
-}
-"""Passes over the training tokens for which a long recipe is meant: how much it regularizes depends on them."""
-
-
-def suited(names: Sequence[str], train_tokens: int) -> list[str]:
-    """Those of the named recipes that suit a corpus of this size, in the given order."""
-
-    def passes(name: str) -> float:
-        return RECIPES[name].steps * RECIPES[name].tokens_per_step / train_tokens
-
-    unknown = [name for name in names if name not in RECIPES]
-    require(not unknown, f"There is no recipe {', '.join(unknown)}; choose from {', '.join(RECIPES)}.")
-    return [name for name in names if name not in PASSES or PASSES[name][0] <= passes(name) < PASSES[name][1]]
-
-
 def recipe(name: str, data: str, vocab_size: int, steps: int | None = None) -> TrainConfig:
     """The named recipe on a prepared corpus with this vocabulary, if given with other `steps`.
 

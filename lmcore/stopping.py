@@ -110,9 +110,8 @@ _shared: list[StopEvent] = []
 def stop_signals() -> Iterator[StopEvent]:
     """Turns the stop signals into an event for as long as the block lasts; the first is acknowledged on standard error.
 
-    A block inside another one shares its event, so that a signal between two runs is not forgotten, and obeys the event
-    itself, also inside `raises`. Only the main thread can install handlers; another one gets the event that is there,
-    or one that is never set.
+    A block inside another one shares its event and obeys it itself, also inside `raises`. Only the main thread can
+    install handlers; another one gets the event that is there, or one that is never set.
     """
     event = _shared[0] if _shared else StopEvent()
     if threading.current_thread() is not threading.main_thread():

@@ -47,13 +47,12 @@ RANKS = "lmcore.distributed.world:joined"
 def train(config: TrainConfig, folder: str | os.PathLike) -> RunResult:
     """Trains, or resumes, the run in `folder`; returns how it ended.
 
-    Resumes from the last good checkpoint; a complete run with the same configuration and data is returned as it is,
-    or its weights are repaired if they are damaged. Ctrl-C and stop signals end the current step, save and return with
-    state "interrupted"; before the first step they end at once. A loss that is not finite returns with state
-    "diverged", the last good checkpoint kept; too large a model or batch for the device with "out of memory", before
-    anything is built where the arithmetic of `lmcore.accounting` says so. Raises `UserError` for a folder of another
-    configuration, a folder in use, one whose damage cannot be repaired, data that does not fit the model, a device that
-    is not there, or a full disk; the same call then resumes from the last checkpoint.
+    Resumes from the last good checkpoint; a complete run with the same configuration and data is returned as it is, its
+    weights repaired if they are damaged. A stop signal ends the current step, saves and returns "interrupted"; before
+    the first step it ends at once. A loss that is not finite returns "diverged"; too large a model or batch, "out of
+    memory", where arithmetic says so before anything is built. Raises `UserError` for a folder of another
+    configuration, in use, or damaged beyond repair, data that does not fit the model, a device that is not there, and a
+    full disk; the same call then resumes from the last checkpoint.
 
     With `config.strategy`, in processes that a launcher started, each of them calls this. What one refuses ends the
     others by `SystemExit`; a process that waits for one that has died is ended as a whole (`lmcore.distributed.watch`).

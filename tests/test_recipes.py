@@ -15,7 +15,6 @@ from lmcore.recipes import (
     batch_size_runs,
     learning_rate_runs,
     recipe,
-    suited,
     with_seeds,
     with_steps,
 )
@@ -95,15 +94,5 @@ def test_the_leaderboards_recipe_takes_the_explicit_step_and_reads_the_corpus_on
     seconds = tokens * training_flops(config.model) / config.model.context_length / (0.46 * 989.4e12)
     assert seconds == pytest.approx(5100, rel=0.01)  # within the hour and a half, at the share of the peak it says
     assert config.steps % config.eval_interval == config.steps % config.checkpoint_interval == 0
-    assert suited(["leaderboard"], 9_000_000_000) == ["leaderboard"]
-    assert suited(["leaderboard"], 2_600_000) == []
     trial = recipe("leaderboard", "somewhere", 32_000, steps=100)
     assert (trial.steps, trial.eval_interval, trial.optimizer.warmup_steps) == (100, 25, 2)
-
-
-def test_long_recipes_go_by_the_size_of_the_corpus():
-    names = ["tied", "ten-minutes", "full-corpus"]
-    assert suited(names, 7_799_081) == ["tied", "ten-minutes"]
-    assert suited(names, 540_000_000) == ["tied", "full-corpus"]
-    with pytest.raises(UserError, match="There is no recipe x"):
-        suited(["x"], 1)
