@@ -23,22 +23,17 @@ LEAST_MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
 def symbolic(config: ModelConfig, d_ff_per_d_model: Any = None) -> Any:
     """A stand-in for `config` whose sizes are sympy symbols and whose switches are the config's.
 
-    V vocab_size, T context_length (or a shorter sequence), D d_model, L num_layers, H num_heads, F d_ff.
+    V vocab_size, T context_length (or a shorter sequence), D d_model, L num_layers, H num_heads, F d_ff, B batch_size.
     `d_ff_per_d_model` writes a multiple of D for d_ff, as the handouts do: 4 (CSE599-O), sympy.Rational(8, 3) (CS336).
     """
     import sympy
 
-    V, T, D, L, H, F = sympy.symbols("V T D L H F", positive=True)
+    V, T, D, L, H, F, B = sympy.symbols("V T D L H F B", positive=True)
     d_ff = F if d_ff_per_d_model is None else d_ff_per_d_model * D
-    sizes = dict(vocab_size=V, context_length=T, d_model=D, num_layers=L, num_heads=H, d_ff=d_ff, d_k=D / H)
+    sizes = dict(
+        vocab_size=V, context_length=T, d_model=D, num_layers=L, num_heads=H, d_ff=d_ff, d_k=D / H, batch_size=B
+    )
     return SimpleNamespace(**asdict(config) | sizes)
-
-
-def batch_symbol() -> Any:
-    """The sympy symbol B that stands for the batch size in expressions over `symbolic` configs."""
-    import sympy
-
-    return sympy.Symbol("B", positive=True)
 
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:
@@ -201,11 +196,6 @@ def least_step_bytes(
     before_backward = weights + (2 if precision in ("bf16", "fp16") else 4) * least
     before_backward += (moments if steps > 1 else 0) + (weights if ops == "fused" else 0)
     return max(before_backward, 2 * weights + moments)
-
-
-def adamw_step_flops(config: ModelConfig) -> int:
-    """FLOPs of one step of AdamW (Algorithm 1), square roots and divisions counted as one each."""
-    return sum(ADAMW_FLOPS.values()) * num_parameters(config)
 
 
 def latex(expression: Any) -> str:
