@@ -16,7 +16,7 @@ import pytest
 
 from lmcore import cli, stopping
 from lmcore.accounting import least_step_bytes, num_parameters
-from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace, to_dict
+from lmcore.config import TrainConfig, model_config, replace, to_dict
 from lmcore.errors import EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY
 from lmcore.files import write_json
 from lmcore.profiling.timing import measure
@@ -227,16 +227,10 @@ SIZES = {"d_model": 8, "num_heads": 2, "d_ff": 8, "context_length": 8}
 
 
 @pytest.fixture
-def config(embedded_data) -> TrainConfig:
+def config(tiny_run) -> TrainConfig:
     """A model whose building takes minutes."""
-    return TrainConfig(
-        model=model_config("smoke", num_layers=100_000, vocab_size=300, **SIZES),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
-        data=str(embedded_data),
-        batch_size=1,
-        steps=2,
-        device="cpu",
-    )
+    model = model_config("smoke", num_layers=100_000, vocab_size=300, **SIZES)
+    return replace(tiny_run, model=model, batch_size=1, steps=2)
 
 
 def test_training_is_stopped_while_it_builds_the_model(start, tmp_path, config):
