@@ -75,12 +75,12 @@ RECIPES: dict[str, TrainConfig] = {
     "smoke": TrainConfig(
         model=model_config("smoke", vocab_size=512, context_length=128, attention="sdpa"),
         optimizer=OptimizerConfig(learning_rate=2e-2, warmup_steps=16),
-        batch_size=16,
-        steps=144,
-        log_interval=12,
-        eval_interval=48,
+        batch_size=8,
+        steps=120,
+        log_interval=10,
+        eval_interval=40,
         eval_batch_size=16,  # what fits into the caches of a CPU
-        checkpoint_interval=36,
+        checkpoint_interval=30,
         keep_checkpoints=4,
     ),
     "laptop": TrainConfig(

@@ -13,14 +13,17 @@ from lmcore.stopping import STOP_SECONDS, StopEvent, ended_by
 from workbook.notebook import code_cells, execution_fault, heading_above, read_notebook
 from workbook.record import NotebookRecord, write_record
 
+AUTOSAVE_SECONDS = 30
+"""While a cell runs, the notebook is saved so often."""
+
 
 def execute(
     source: Path, record: NotebookRecord, out: Path, stop: StopEvent, stop_seconds: float = STOP_SECONDS
 ) -> None:
     """Executes one notebook into out/notebooks with the record's parameters, and checks it.
 
-    `record` says how it ended, and is on disk all the while. The executed notebook is saved after each cell, so that it
-    also keeps a run that failed, was stopped or was killed. A signal in `stop` ends it: `lmcore.stopping`.
+    `record` says how it ended, and is on disk all the while. The executed notebook is saved before each cell, so that
+    it also keeps a run that failed, was stopped or was killed. A signal in `stop` ends it: `lmcore.stopping`.
     """
     from lmcore.provenance import COMMAND, command_line, environment, shown
 
@@ -57,6 +60,7 @@ def _run(
 ) -> str | None:
     """papermill's execution of a notebook; returns why it ended early, if papermill says so."""
     import papermill
+    from papermill.engines import NBClientEngine, papermill_engines
     from papermill.exceptions import PapermillException
     from papermill.iorw import LocalHandler, papermill_io
 
@@ -67,11 +71,27 @@ def _run(
             with atomic_write(path, "w") as file:
                 file.write(text)
 
-    def begin_cell(**_: object) -> None:
-        if stop.is_set():
-            raise InterruptedError
+    class SavedBeforeCells(NBClientEngine):
+        """Saves the notebook before each code cell and every half minute, not twice for each cell of any kind: of a
+        long notebook with figures that took longer than most of its cells."""
+
+        @classmethod
+        def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **options: Any) -> None:
+            save = nb_man.save
+
+            def begin_cell(**_: object) -> None:
+                if stop.is_set():
+                    raise InterruptedError
+                save()
+
+            nb_man.save = lambda: (nb_man.now() - nb_man.last_save_time).seconds < AUTOSAVE_SECONDS or save()
+            try:
+                super().execute_managed_notebook(nb_man, kernel_name, on_cell_execute=begin_cell, **options)
+            finally:
+                nb_man.save = save
 
     papermill_io.register(str(target), WholeOrNot())
+    papermill_engines.register(SavedBeforeCells.__name__, SavedBeforeCells)
     try:
         with _kernel(variables) as manager:
             papermill.execute_notebook(
@@ -83,7 +103,7 @@ def _run(
                 language="python",
                 cwd=source.parent,
                 coalesce_streams=True,  # what a cell prints reaches the writeup in one piece
-                on_cell_execute=begin_cell,
+                engine_name=SavedBeforeCells.__name__,
             )
     except Exception as error:
         ended = stop.is_set() or isinstance(error, PapermillException | RuntimeError)  # RuntimeError: the kernel died
