@@ -5,12 +5,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from lmcore.config import TrainConfig, replace
 from lmcore.errors import EXIT_FAILURE, require
+from workbook.parameters import find_project
+
+if TYPE_CHECKING:
+    from workbook.jobs.submit import Job
 
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[OUT ...]", help_behavior_hint="")]
 
@@ -30,21 +34,19 @@ class Submission:
     local: bool = False
     """Run the jobs here, without Slurm."""
 
-    def carry_out(self, default: str | Path, jobs_of: Callable[[Path, Path], tuple[Sequence, Mapping]]) -> int:
-        """Shows, submits or runs the jobs that `jobs_of` makes for a project and an output folder; the exit code.
+    def folder(self, default: str | Path) -> Path:
+        """The output folder: the one that was named, else `default` in the project."""
+        return (find_project() / default if self.out is None else self.out).resolve()
 
-        The output folder is the one that was named, else `default` in the project.
-        """
+    def carry_out(self, out: Path, jobs: Sequence["Job"], files: Mapping[Path, Any] | None = None) -> int:
+        """Shows, submits or runs the jobs, which read these files; the exit code."""
         from workbook.jobs.site import load_site
         from workbook.jobs.submit import Chain
-        from workbook.parameters import find_project
 
         project = find_project()
         file = self.site or project / "papermill_jobs" / "site.yaml"
         site = load_site(file) if self.site or file.is_file() else {}
-        out = (project / default if self.out is None else self.out).resolve()
-        jobs, files = jobs_of(project, out)
-        chain = Chain(project, out, site, jobs, files, (f"--time={self.time}",) if self.time else ())
+        chain = Chain(project, out, site, jobs, files or {}, (f"--time={self.time}",) if self.time else ())
         if not jobs:
             print(f"All of {out} is finished.")
         elif self.dry_run:
@@ -86,10 +88,8 @@ def notebooks(
     """
     from workbook.jobs.submit import notebook_jobs
 
-    def jobs(project: Path, out: Path) -> tuple[Sequence, Mapping]:
-        return notebook_jobs(project, out, scale, data, notebooks, parameters, writeup), {}
-
-    return how.carry_out(f"runs/{scale}", jobs)
+    out = how.folder(f"runs/{scale}")
+    return how.carry_out(out, notebook_jobs(out, scale, data, notebooks, parameters, writeup))
 
 
 def sweep(
@@ -112,11 +112,9 @@ def sweep(
     """
     from workbook.jobs.sweeps import sweep_jobs, sweep_runs
 
-    def jobs(project: Path, out: Path) -> tuple[Sequence, Mapping]:
-        file = Path(name) if name.endswith(".py") else project / "papermill_jobs" / "sweeps" / f"{name}.py"
-        return sweep_jobs(file.stem, sweep_runs(file, data, recipe, steps), out, concurrency)
-
-    return how.carry_out(f"runs/sweeps/{Path(name).stem}", jobs)
+    file = Path(name) if name.endswith(".py") else find_project() / "papermill_jobs" / "sweeps" / f"{name}.py"
+    out = how.folder(f"runs/sweeps/{file.stem}")
+    return how.carry_out(out, *sweep_jobs(file.stem, sweep_runs(file, data, recipe, steps), out, concurrency))
 
 
 def train_command(base: TrainConfig) -> Callable[..., int]:
@@ -149,12 +147,8 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
 
         require(how.out is None, "A training run has one folder, --run; --out is for other jobs.")
         given = replace(settings, data=str(Path(settings.data).resolve()))  # jobs start in the project's folder
-
-        def jobs(_: Path, out: Path) -> tuple[Sequence, Mapping]:
-            job = train_job(out, given, gpus, nodes)
-            return [job], {Path(job.variables["CONFIG"]): to_dict(given)}
-
-        return how.carry_out(run, jobs)
+        job = train_job(how.folder(run), given, gpus, nodes)
+        return how.carry_out(how.folder(run), [job], {Path(job.variables["CONFIG"]): to_dict(given)})
 
     return train
 
@@ -166,7 +160,6 @@ def status(outs: Folders = ()) -> int:
         outs: Output folders (default: all in runs/ that have jobs).
     """
     from workbook.jobs.status import status
-    from workbook.parameters import find_project
 
     runs = find_project() / "runs"
     folders = list(outs) or sorted(file.parents[1] for file in runs.rglob("jobs/submitted.json"))

@@ -21,7 +21,7 @@ from lmcore.stopping import StopEvent, stop_signals
 from workbook.jobs import slurm
 from workbook.jobs.site import for_job, options, variables
 from workbook.notebook import declared_parameters, read_notebook
-from workbook.parameters import find_notebooks, locate, parse_overrides, resolve_parameters
+from workbook.parameters import find_notebooks, find_project, locate, parse_overrides, resolve_parameters
 from workbook.record import plan
 
 NEEDS = {"03_generate": "02_train"}
@@ -49,13 +49,14 @@ class Job:
 
 
 def notebook_jobs(
-    project: Path, out: Path, scale: str, data: str, notebooks: Sequence[str], parameters: Sequence[str], writeup: bool
+    out: Path, scale: str, data: str, notebooks: Sequence[str], parameters: Sequence[str], writeup: bool
 ) -> list[Job]:
     """One job for each notebook, and the writeup last, also when one failed.
 
     Each notebook gets those of the `parameters` that it declares. Raises `UserError` on unknown notebooks, scales and
     parameters, and on data that is not there.
     """
+    project = find_project()
     paths = find_notebooks(project, notebooks)
     shared = {"SCALE": scale, "DATA": locate(data)}
     common = {"scale": scale, "data": shared["DATA"], "out": str(out)}
