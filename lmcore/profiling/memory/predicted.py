@@ -29,7 +29,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from lmcore.config import ModelConfig, TrainConfig, replace
-from lmcore.distributed.strategies import STRATEGIES
 from lmcore.errors import require
 from lmcore.fast.kernels.cross_entropy import CHUNK_BYTES, default_chunk_rows
 from lmcore.fast.kernels.rope_attention import suits_whole_heads
@@ -84,6 +83,8 @@ def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
         ranks > 0 and config.batch_size % ranks == 0,
         f"{ranks} ranks do not divide a batch of {config.batch_size} evenly.",
     )
+    if ranks == 1:
+        config = replace(config, strategy="none")  # as a run does: there is nothing to divide
     if config.ops == "fused":
         return explicit_peak(config, ranks)
     with torch.device("meta"):
@@ -96,7 +97,7 @@ def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
             if config.model.tie_embeddings:
                 model.lm_head.weight = model.token_embeddings.weight
             config = replace(config, compile=False)
-            step = PlainStep(model, config, torch.device("cpu"), STRATEGIES[config.strategy](model, config))
+            step = PlainStep.from_config(model, config, ranks)
             ids = torch.empty(2, config.batch_size // ranks, config.model.context_length, dtype=torch.int64)
             step(*ids)
             first = len(memory.events)
