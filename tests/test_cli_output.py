@@ -55,14 +55,6 @@ def test_names_of_kernels_ranges_and_frames(tmp_path, capsys, write, name, comma
     assert not any(line.startswith("9 GB") for line in out.splitlines())  # a name adds no row to a table
 
 
-def test_a_sentence_about_a_file(tmp_path, capsys):
-    export(tmp_path / "e.sqlite")
-    assert main(["nsys", "--report", str(tmp_path / "e.sqlite"), "--range", "none"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert all(character.isprintable() for character in said[:-1])
-
-
 def test_a_text_itself_is_exact_but_on_a_terminal(tmp_path, capfd):
     """What `decode` prints may be kept in a file."""
     Tokenizer({byte: bytes([byte]) for byte in range(256)} | {256: b"<|endoftext|>"}, [], ["<|endoftext|>"]).save(

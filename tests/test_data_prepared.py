@@ -132,15 +132,6 @@ def test_validation_text_that_is_training_text_or_not_wikitext103_is_said(tmp_pa
     assert "Warning: the validation text is training text, so" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("victim", ["train.bin", "manifest.json", "tokenizer"])
-def test_a_damaged_folder_is_prepared_again(corpus, prepared, victim):
-    path = prepared.folder / victim
-    for file in path.iterdir() if path.is_dir() else [path]:
-        file.write_bytes(b"{")
-    assert prepare(corpus, BYTES, prepared.folder, progress=False).fingerprint == prepared.fingerprint
-    assert open_data(prepared.folder, verify=True).tokenizer.fingerprint == BYTES.fingerprint
-
-
 def test_failure_leaves_the_old_corpus(prepared, corpus):
     corpus.write_bytes(b"good text " * 300_000 + b"\xff")
     with pytest.raises(UserError, match="offset 3,000,000"):
@@ -194,10 +185,12 @@ def other_id(folder):
         (lambda folder: (folder / "manifest.json").write_text("[]"), "of another version"),
     ],
 )
-def test_open_data_refuses(prepared, harm, sentence):
+def test_open_data_refuses_what_prepare_makes_again(corpus, prepared, harm, sentence):
     harm(prepared.folder)
     with pytest.raises(UserError, match=sentence):
         open_data(prepared.folder)
+    assert prepare(corpus, BYTES, prepared.folder, progress=False).fingerprint == prepared.fingerprint
+    open_data(prepared.folder, verify=True)
 
 
 def test_no_field_of_the_manifest_changes_in_silence(tmp_path):
@@ -246,7 +239,7 @@ def test_ids_that_are_overwritten_while_they_are_in_use_are_noticed(prepared):
     data.require_unchanged()
 
 
-def test_the_tokenizer_is_checked(prepared):
+def test_the_tokenizer_is_checked(corpus, prepared):
     folder = prepared.folder / "tokenizer"
     for harm in (
         lambda: tokenizer_for("bpe:300", "embedded").save(folder),
@@ -258,6 +251,7 @@ def test_the_tokenizer_is_checked(prepared):
         for use in (lambda data=data: data.tokenizer, lambda: open_data(prepared.folder, verify=True)):
             with pytest.raises(UserError, match="tokenizer"):
                 use()
+    assert prepare(corpus, BYTES, prepared.folder, progress=False).tokenizer.fingerprint == BYTES.fingerprint
 
 
 @pytest.mark.parametrize(("documents", "held_out"), [(1, None), (2, 1), (49, 4), (155, 15), (900, 18)])

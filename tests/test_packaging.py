@@ -86,16 +86,11 @@ EXTRAS = ("dev", "wikitext")
     [
         ("lmcore", requirements("lmcore", *EXTRAS)),
         ("workbook", requirements("workbook")),
-        # packaging comes with pytest, which is what uses it here
-        ("tests", requirements("lmcore", *EXTRAS) + requirements("workbook") + [Requirement("packaging")]),
     ],
 )
 def test_every_import_is_declared(folder, declared):
     known = {canonicalize_name(requirement.name) for requirement in declared} | {folder}
     own = {"tiktoken_ext", "IPython", "__main__"}  # a part of tiktoken; what every notebook's kernel has; this program
-    if folder == "tests":
-        scripts = [path for place in ("tests", "benchmarks", "results") for path in (ROOT / place).rglob("*.py")]
-        own, known = {path.stem for path in scripts}, known | {"workbook"}
     distributions = metadata.packages_distributions()
     for name in imported_modules(ROOT / folder) - own:
         owners = {canonicalize_name(owner) for owner in distributions.get(name, [name])}
