@@ -62,11 +62,6 @@ def test_rmsnorm(place, dtype, rows, d, scale, added):
     assert_close(sum_partials(partials[None], torch.empty(1, d, device=place))[0], norm.weight.grad, 1e-5)
 
 
-def test_sums_of_partial_sums(place):
-    partials, out = drawn(3, 67, 48, device=place), torch.empty(3, 48, device=place)
-    assert_close(sum_partials(partials, out), partials.double().sum(dim=1), 2e-6)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("batch", "length", "heads", "size"), [(2, 5, 3, 16), (1, 9, 2, 80), (3, 4, 1, 6)])
 def test_rope(place, dtype, batch, length, heads, size):
@@ -130,7 +125,7 @@ RUNS = [[1, 30, 1, 95, 3, 32, 9, 2, 40], [7, 9, 16, 8, 17, 1, 23], [24, 16, 32, 
 def test_embedding_gradient_of_runs_that_end_anywhere(monkeypatch, device, runs, chunk, accumulate):
     """Within a chunk or several later, at the end of one or of all; more parts than are added up at a time."""
     gpu = pytest.importorskip("lmcore.fast.kernels.embedding.gpu", reason="Triton is not installed")
-    monkeypatch.setattr(gpu, "tiles_of", lambda num_tokens: gpu.Tiles(chunk, 4, 2))
+    monkeypatch.setattr(gpu, "tiles_of", lambda num_tokens: (chunk, 4, 2))
     monkeypatch.setattr(gpu, "PARTS", 4)
     torch.manual_seed(0)
     ids = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs))[torch.randperm(sum(runs))].to(device)
@@ -180,18 +175,15 @@ def operands(n: int, d: int, f: int, dtype: torch.dtype, device: torch.device, s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_linear_swiglu_in_the_interpreter_or_on_the_gpu(dtype, n, d, f, scale, device):
     hopper = pytest.importorskip("lmcore.fast.kernels.swiglu.hopper", reason="Triton is not installed")
+    if device.type == "cpu" and dtype == torch.float32:
+        dy, w2, ab, right = operands(n, d, f, dtype, device, scale)
+        assert not goes_in_one(dy, w2)
+        assert_close(linear_swiglu_backward_(dy, w2, ab), right, TOLERANCE[dtype])
     if device.type == "cuda" and dtype == torch.float32:
         pytest.skip("tiles of float32 do not fit into shared memory; the interpreter takes them")
     dy, w2, ab, right = operands(n, d, f, dtype, device, scale)
     assert hopper.linear_swiglu_backward_(dy, w2, ab) is ab
     assert_close(ab, right, TOLERANCE[dtype])
-
-
-def test_linear_swiglu_by_the_reference_implementation():
-    dy, w2, ab, right = operands(33, 24, 40, torch.float32, torch.device("cpu"))
-    assert not goes_in_one(dy, w2)
-    assert linear_swiglu_backward_(dy, w2, ab) is ab
-    assert_close(ab, right, TOLERANCE[torch.float32])
 
 
 @pytest.mark.gpu

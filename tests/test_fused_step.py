@@ -246,15 +246,16 @@ def repeated_text(config: ModelConfig, size: int, device: torch.device) -> tuple
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_loss_curve_on_the_gpu(precision):
+@pytest.mark.parametrize(("precision", "name"), [("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "muon")])
+def test_loss_curve_on_the_gpu(precision, name):
     """200 steps from the same start: the mean of each 20 losses is within 1 % (float32) or 3 % (bfloat16) or 0.02."""
     device = torch.device("cuda")
     curves = []
     for fused in (False, True):
         model = model_of(GPU_MODEL, device)
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-        step = fused_step(model, 16, dtype) if fused else plain_step(model, device, precision)
+        plain = None if fused else plain_step(model, device, precision, name)
+        step = plain or fused_step(model, 16, dtype, name=name)
         torch.manual_seed(2)
         losses = torch.stack([step(*repeated_text(GPU_MODEL, 16, device))[0] for _ in range(200)])
         curves.append(losses.view(10, 20).mean(dim=1).tolist())
@@ -276,16 +277,6 @@ def test_the_graph_is_the_eager_step(deterministic, pipelined):
     graph.current()
     eager.current()
     assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models), strict=True))
-
-
-@pytest.mark.gpu
-def test_muon_on_the_gpu():
-    device = torch.device("cuda")
-    model = model_of(GPU_MODEL, device)
-    step = fused_step(model, 16, torch.bfloat16, name="muon")
-    losses = [step(*repeated_text(GPU_MODEL, 16, device))[0].item() for _ in range(60)]
-    assert sum(losses[-5:]) < sum(losses[:5]) / 2
-    assert all(torch.equal(copy, p.bfloat16()) for p, copy in step.transformer.compute_weights.items())
 
 
 @pytest.mark.gpu

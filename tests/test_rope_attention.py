@@ -55,11 +55,11 @@ def test_whole_heads(shape, size, scale, tolerance, device, monkeypatch):
     monkeypatch.setattr(gpu, "TILE", 32)
     e = Example(shape, size, torch.float32, device, scale)
     q_k_v, o = split_heads(e.qkv, shape), heads_of(e.out, shape)
-    lse = gpu.rope_attention_forward(q_k_v, *e.angles, o)
+    lse = gpu.rope_attention_forward(q_k_v, e.angles, o)
     assert_near(e.out, e.expected, 1e-5)
     assert_near(lse * torch.tensor(2.0).log(), e.lse, 1e-5)  # kept in base 2
     dqkv = split_heads(e.dqkv, shape)
-    gpu.rope_attention_backward(q_k_v, o, lse, heads_of(e.do, shape), dqkv, *e.angles)
+    gpu.rope_attention_backward(q_k_v, o, lse, heads_of(e.do, shape), dqkv, e.angles)
     assert_near(e.dqkv, e.gradient, tolerance)
 
 
@@ -68,9 +68,9 @@ def test_one_kernel_after_the_other(kernels, device):
     """By the reference implementations, and by the kernels, which are given the angles."""
     shape = (2, 40, 1)
     e = Example(shape, 16, torch.float32, device)
-    lse = rope_attention_forward(e.qkv, *e.angles, shape, e.out)
+    lse = rope_attention_forward(e.qkv, e.angles, shape, e.out)
     assert (lse.shape[-1] == 40) == (kernels == "plain"), "the kernels keep whole pieces of 128 rows"
-    assert rope_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape) is e.dqkv
+    assert rope_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, e.angles, shape) is e.dqkv
     assert_near(e.out, e.expected, 1e-5)
     assert_near(e.dqkv, e.gradient, 1e-5)
 
@@ -92,25 +92,6 @@ def test_portable_kernels_turn_gradients_back(parts, shape, size, device, monkey
     assert_near(e.dqkv, e.gradient, 1e-5)
 
 
-@pytest.mark.parametrize(("shape", "size"), [((2, 70, 3), 16), ((1, 33, 2), 20)])
-@needs_triton
-def test_the_kernel_after_hopper_s_turns_gradients_back(shape, size, device):
-    from lmcore.fast.kernels.attention.gpu import attention_finish_kernel, operand
-
-    batch, length, heads = shape
-    e = Example(shape, size, torch.float32, device)
-    sums = torch.randn(batch, heads, length, size, device=device)
-    expected = e.qkv.double()  # k's part is dK, rotated; that of v is not touched
-    split_heads(expected, shape)[0].copy_(sums * 0.5)
-    rope_(expected, *(x.double() for x in e.angles), length, inverse=True)
-    dq, dk, _ = split_heads(e.qkv, shape)
-    dq.fill_(float("nan"))
-    attention_finish_kernel[(-(-length // 32) * batch * heads,)](
-        operand(sums), operand(dq), operand(dk), e.angles, heads, length, 0.5, size, 32, 32, True
-    )
-    assert_near(e.qkv, expected, 1e-6)
-
-
 WHOLE = [((32, 256, 16), 32), ((80, 200, 4), 16), ((300, 61, 1), 24)]
 APART = [((4, 256, 12), 64), ((2, 300, 3), 64), ((1, 130, 2), 80), ((1, 1000, 2), 128), ((3, 65, 2), 20)]
 
@@ -124,8 +105,8 @@ def test_real_sizes(shape, size, order, request):
     e = Example(shape, size, torch.bfloat16, torch.device("cuda"))
     assert takes_whole_heads(e.qkv, shape) == (is_hopper(torch.device("cuda")) and (shape, size) in WHOLE)
     turned = rope_(e.qkv.clone(), *e.angles, shape[1])
-    lse = rope_attention_forward(e.qkv, *e.angles, shape, e.out)
+    lse = rope_attention_forward(e.qkv, e.angles, shape, e.out)
     assert_near(e.out, e.expected, 1e-2)
     assert_near(e.qkv, turned.double(), 1e-4)
-    rope_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, *e.angles, shape)
+    rope_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, e.angles, shape)
     assert_near(e.dqkv, e.gradient, 1e-2)

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from lmcore.config import ModelConfig
 from lmcore.errors import require
-from lmcore.fast.kernels.attention import attention_backward, attention_forward
 from lmcore.fast.kernels.cross_entropy import linear_cross_entropy_gradients, linear_cross_entropy_loss
 from lmcore.fast.kernels.embedding import embedding_backward_, sorted_tokens
 from lmcore.fast.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
 from lmcore.fast.kernels.rope import rope_
-from lmcore.fast.kernels.rope_attention import heads_of, rope_attention_backward, rope_attention_forward, split_heads
+from lmcore.fast.kernels.rope_attention import rope_attention_backward, rope_attention_forward
 from lmcore.fast.kernels.swiglu import linear_swiglu_backward_, swiglu_forward
 from lmcore.fast.packing import PackedMatrices, norm_weights_of
 from lmcore.fast.streams import SideStream
@@ -109,17 +108,16 @@ class Saved:
 class FusedTransformer:
     """The loss of a `TransformerLM` and its gradients, in `dtype`, which is bfloat16 or float32.
 
-    `compute_weights` maps each matrix of the model to its copy in `dtype`; the parameters themselves are the masters,
-    and `refresh` brings the copies up to date with them. The norm weights are read where they are. `gradients` maps
-    every parameter to where `forward_backward` leaves its gradient: in `dtype` for matrices, float32 for norm weights.
-    Both are views that stay. Weight gradients are computed beside the chain of the others; `layers_per_matmul` is G,
-    how many layers share one batched matmul of them (None: by the number of rows). A model with `checkpoint_every`,
-    whatever its value, saves of each layer the inputs of both norms and attention's output, and recomputes the rest,
-    one group at a time (selective recomputation, Korthikanti et al. 2022). With `ranks` the parameters are a rank's
-    rows of each matrix (`distributed.fsdp.FSDP`), and so are `gradients`; there are no `compute_weights`:
-    `sharding.Shards` casts and gathers the matrices of a few layers at a time. There the elementwise results, outputs
-    of norms and of the gate, are always recomputed, which saves memory for little time. Raises `UserError` for a model
-    or a `dtype` that it does not cover.
+    `compute_weights` maps each matrix of the model to its copy in `dtype`, which `refresh` brings up to date with the
+    parameters; the norm weights are read where they are. `gradients` maps every parameter to where `forward_backward`
+    leaves its gradient: in `dtype` for matrices, float32 for norm weights. Both are views that stay.
+    `layers_per_matmul` is G, how many layers share one batched matmul of weight gradients (None: by the number of
+    rows). A model with `checkpoint_every`, whatever its value, saves of each layer the inputs of both norms and
+    attention's output, and recomputes the rest one group at a time (selective recomputation, Korthikanti et al. 2022).
+
+    With `ranks` parameters and `gradients` are a rank's rows of each matrix (`distributed.fsdp.FSDP`), and
+    `sharding.Shards` casts and gathers the matrices of a few layers at a time. Outputs of norms and of the gate are
+    then always recomputed. Raises `UserError` for a model or a `dtype` that it does not cover.
     """
 
     def __init__(self, model: TransformerLM, dtype: torch.dtype, ranks: int = 0):
@@ -137,7 +135,8 @@ class FusedTransformer:
         self.gradients = gradients | dict(zip(self.norm_weights, self.norm_weight_grads, strict=True))
         self.fetch: Callable[[int, int], None] = nothing  # a part's weights, and which way the pass goes
         self.vacate: Callable[[range], None] = nothing  # where these layers' gradients will be
-        self.rope = model.layers[0].attn.rope
+        rope = model.layers[0].attn.rope
+        self.angles = None if rope is None else (rope.cos, rope.sin)
         self.eps = model.ln_final.eps if self.norm_weights else 0.0
         self.side_stream = SideStream(self.device)
         self.recomputes = model.config.checkpoint_every is not None
@@ -276,11 +275,7 @@ class FusedTransformer:
         x, normed, rstd = self._norm(2 * layer, x, branch, group.normed1[i])
         saved = Saved(x, rstd)
         torch.mm(normed, w.qkv[w.slot(layer)].t(), out=qkv)
-        sizes = (*shape, self.config.num_heads)
-        if self.rope is not None:
-            saved.lse = rope_attention_forward(qkv, self.rope.cos, self.rope.sin, sizes, group.heads[i])
-        else:
-            _, saved.lse = attention_forward(*split_heads(qkv, sizes), True, out=heads_of(group.heads[i], sizes))
+        saved.lse = rope_attention_forward(qkv, self.angles, (*shape, self.config.num_heads), group.heads[i])
         branch = torch.mm(group.heads[i], w.out[w.slot(layer)].t())
         saved.x2, _, saved.rstd2 = self._norm(2 * layer + 1, x, branch, group.normed2[i])
         self._hidden(group, i)
@@ -307,8 +302,8 @@ class FusedTransformer:
                 continue
             self.fetch(1 + layer, -1)
             torch.mm(group.normed1[i], w.qkv[w.slot(layer)].t(), out=group.qkv[i])
-            if self.rope is not None:
-                rope_(group.qkv[i], self.rope.cos, self.rope.sin, length)
+            if self.angles is not None:
+                rope_(group.qkv[i], *self.angles, length)
             self._hidden(group, i)
 
     def _backward_groups(
@@ -349,12 +344,7 @@ class FusedTransformer:
     def _attention_backward(self, group: Group, i: int, dheads: Tensor, shape: torch.Size) -> None:
         """Leaves the gradient of layer `i`'s joint projection in `group.dqkv[i]`, given that of the heads (N, D)."""
         qkv, dqkv, heads, lse = group.qkv[i], group.dqkv[i], group.heads[i], group.saved[i].lse
-        sizes = (*shape, self.config.num_heads)
-        if self.rope is not None:
-            rope_attention_backward(qkv, heads, lse, dheads, dqkv, self.rope.cos, self.rope.sin, sizes)
-        else:
-            o, do = heads_of(heads, sizes), heads_of(dheads, sizes)
-            attention_backward(*split_heads(qkv, sizes), o, lse, do, True, *split_heads(dqkv, sizes))
+        rope_attention_backward(qkv, heads, lse, dheads, dqkv, self.angles, (*shape, self.config.num_heads))
 
     def _weight_gradients(self, group: Group) -> None:
         """dW = dy^T x of every matrix of the group's layers, one batched matmul per kind of matrix."""

@@ -40,22 +40,20 @@ class FusedStep:
     """Updates `model` by one batch of (batch_size, context_length) token ids per call, computing in `dtype`.
 
     The parameters are the float32 masters. On CUDA the first call captures the step in a CUDA graph, which further
-    calls replay: nothing is launched one by one, and nothing waits for the host. With `FusedAdamW` the graph holds
-    everything, and the clipping is the optimizer's own; any other optimizer finds float32 gradients in `p.grad`,
-    clipped to `max_grad_norm`, and takes its own step outside of the graph. Learning rates may change between calls.
+    calls replay. With `FusedAdamW` the graph holds everything, clipping included; any other optimizer finds float32
+    gradients in `p.grad`, clipped to `max_grad_norm`, and takes its own step outside of the graph.
 
     A `pipelined` step takes its update with the next call, layer after layer beside that call's forward pass: until
     then parameters and moments are one step behind. **Read and write them through `current`**, which takes the update
-    that is due. Any other call ends with its update. Pipelining is the default with `FusedAdamW` on CUDA for small
-    batches of narrow models, whose kernels leave multiprocessors idle. With `ranks`, the number of processes of the
-    default group, each takes a part of the batch: gradients of layers are summed while the backward pass continues with
-    those before them, and averaged. If the optimizer is a `ShardedOptimizer` of `FusedAdamW`, each parameter's gradient
-    goes to its owner alone, which sends the updated compute weight back (`sharding.Exchange`: layers go together where
-    their owners are those of `owners_by_layer`); `current` brings the float32 parameters up to date, on all ranks at
-    once. If `strategy` is `OurFSDP`, which has divided the model, a rank computes, receives and updates its rows of
-    each matrix (`sharding.Shards`). An optimizer serves the last step that was made with it. Raises `UserError` for a
-    model or a `dtype` that is not covered, an empty batch, and a `pipelined` step with another optimizer than
-    `FusedAdamW`.
+    that is due. Pipelining is the default with `FusedAdamW` on CUDA where `leaves_room`.
+
+    With `ranks`, the number of processes of the default group, each takes a part of the batch; gradients are averaged
+    while the backward pass continues. With a `ShardedOptimizer` of `FusedAdamW` each gradient goes to its owner alone,
+    which sends the updated compute weight back (`sharding.Exchange`); `current` brings the float32 parameters up to
+    date, on all ranks at once. With the strategy `OurFSDP` a rank has its rows of each matrix (`sharding.Shards`).
+
+    Raises `UserError` for a model or a `dtype` that is not covered, an empty batch, and a `pipelined` step with another
+    optimizer than `FusedAdamW`.
     """
 
     scaler = torch.amp.GradScaler(enabled=False)
@@ -148,8 +146,7 @@ class FusedStep:
         if lr is not None:
             set_learning_rate(self.optimizer, lr)
         for shape in (inputs.shape, targets.shape):
-            found = f"This step was made for batches of {tuple(self.shape)} ids, not {tuple(shape)}."
-            require(shape == self.shape, found)
+            require(shape == self.shape, f"This step takes batches of {tuple(self.shape)} ids, not {tuple(shape)}.")
         self._notice_writes()
         if self.transformer.device.type != "cuda":
             return self._eager(inputs, targets)
@@ -176,8 +173,7 @@ class FusedStep:
         """The model and the optimizer as the last step leaves them: an update that is due is taken first.
 
         With a `ShardedOptimizer` every rank calls it at the same point, as owners send the parameters they updated.
-        Weights and moments may be written, too, as from a checkpoint: the next call notices that (writes that autograd
-        does not count, those through `p.data`, excepted).
+        Weights and moments may be written, too, as from a checkpoint: the next call notices what autograd counts.
         """
         self._notice_writes()
         self._take_update()

@@ -5,6 +5,7 @@ precision runs the kernels of `hopper` where the chip is one, everything else th
 128 and other devices run the reference implementation.
 """
 
+import math
 import warnings
 from functools import lru_cache
 from types import ModuleType
@@ -20,6 +21,9 @@ from lmcore.fast.kernels.dispatch import is_hopper, on_device_of
 
 MAX_HEAD_SIZE = 128
 """Largest head size of the Triton kernels."""
+
+ALIGNMENT = 16
+"""Bytes of which addresses and strides must be multiples for the Hopper kernels (TMA)."""
 
 LSE_ROWS = 128
 """The Triton kernels keep a log-sum-exp for a number of rows that is a multiple of this."""
@@ -53,8 +57,8 @@ def attention_forward(
 ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H rows"]]:  # fmt: skip
     """The output and the log-sum-exp, outside of autograd; only `attention_backward` reads the latter's layout.
 
-    The strides are free but for the last, which is 1. Without `out` the output lies in memory as (B, T, H, K). Does not
-    synchronise with the host, so that a CUDA graph can hold it.
+    Tensors are as `aligned` makes them. Without `out` the output lies in memory as (B, T, H, K). Does not synchronise
+    with the host, so that a CUDA graph can hold it.
     """
     out = by_position(q) if out is None else out
     if q.numel() == 0:
@@ -139,7 +143,7 @@ def log_sum_exp(q: Tensor) -> Tensor:
 @torch.library.custom_op("lmcore::attention_forward", mutates_args=())
 def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """`attention_forward` as an operator, which `torch.compile` takes as a whole."""
-    q, k, v = (with_unit_stride(x) for x in (q, k, v))
+    q, k, v = (aligned(x) for x in (q, k, v))
     return attention_forward(q, k, v, causal)
 
 
@@ -153,7 +157,7 @@ def backward_op(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attention_backward` as an operator."""
-    q, k, v, o, do = (with_unit_stride(x) for x in (q, k, v, o, do))
+    q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
     return attention_backward(q, k, v, o, lse, do, causal)
 
 
@@ -164,9 +168,12 @@ def _(
     return by_position(q), by_position(k), by_position(v)
 
 
-def with_unit_stride(x: Tensor) -> Tensor:
-    """`x`, copied if its features are not side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def aligned(x: Tensor) -> Tensor:
+    """`x`, copied where its features do not lie side by side, or rows overlap or begin where a copy's would not."""
+    unit = math.gcd(ALIGNMENT, x.shape[-1] * x.element_size())
+    steps = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+    fits = x.stride(-1) == 1 and x.data_ptr() % unit == 0 and all(step > 0 and step % unit == 0 for step in steps)
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def save_for_backward(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

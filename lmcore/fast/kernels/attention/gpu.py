@@ -358,8 +358,7 @@ def forward_tiles(q: Tensor) -> Tiles:
         if precision_of(q) == "ieee":
             return Tiles(16, 64 if size > 64 else 128, 4, 1)
         return Tiles(64, 32, 4, 1 if size > 64 else 2)
-    stages = 3 if has_room(q) else 2
-    return Tiles(64, 32, 4, stages) if size <= 32 else Tiles(64, 64, 4, stages if size <= 64 else 2)
+    return Tiles(64, 32, 4, 3) if size <= 32 else Tiles(64, 64, 4, 3 if size <= 64 else 2)
 
 
 def backward_tiles(q: Tensor) -> dict[str, Tiles]:
@@ -375,14 +374,8 @@ def backward_tiles(q: Tensor) -> dict[str, Tiles]:
         return {"queries": Tiles(16, 64, 8 if size > 64 else 4, 1), "keys": Tiles(16, 64, 8 if size == 64 else 4, 1)}
     if size <= 64 and triton.cdiv(length, 64) * batch * heads <= FEW_TILES:
         return {"both": Tiles(64, 64 if size == 64 else 32, 4, 2)}
-    stages = 3 if has_room(q) and size <= 64 else 2
     keys = 32 if size <= 32 or size > 64 else 64
-    return {"queries": Tiles(64, 64 if size > 32 else 32, 4, stages), "keys": Tiles(64, keys, 4, 2)}
-
-
-def has_room(q: Tensor) -> bool:
-    """Whether the chip has the shared memory of A100, H100 and their successors (160 KiB and more a program)."""
-    return not q.is_cuda or torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin > 128 * 1024
+    return {"queries": Tiles(64, 64 if size > 32 else 32, 4, 3 if size <= 64 else 2), "keys": Tiles(64, keys, 4, 2)}
 
 
 def block_of(q: Tensor) -> int:

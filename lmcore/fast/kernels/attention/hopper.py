@@ -48,9 +48,6 @@ from lmcore.fast.kernels.attention.gpu import (
     tile_and_head,
 )
 
-ALIGNMENT = 16
-"""Bytes of which the address and all strides of a tensor must be multiples."""
-
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 ADD = ir.DESCRIPTOR_REDUCE_KIND.ADD  # looked up here, so that another Gluon fails when it is imported
@@ -505,13 +502,6 @@ def strides_of(x: Tensor) -> list[int]:
     return [x.shape[-1] if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False)] + [1]
 
 
-def is_aligned(x: Tensor) -> bool:
-    """Whether TMA can copy tiles of this tensor."""
-    strides = strides_of(x)[:-1]
-    aligned = all(stride > 0 and stride * x.element_size() % ALIGNMENT == 0 for stride in strides)
-    return aligned and (x.stride(-1) == 1 or x.shape[-1] == 1) and x.data_ptr() % ALIGNMENT == 0
-
-
 def tile_descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Tiles of rows × columns of one head of a batch × heads × positions × head size tensor."""
     block = [1, 1, rows, columns]
@@ -570,28 +560,21 @@ def portable_is_faster(q: Tensor, forward: bool) -> bool:
     return length <= SHORT and (size <= 32 or (size <= 64 and few))
 
 
-def readable(x: Tensor) -> Tensor:
-    """`x`, copied if TMA cannot read it."""
-    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, out: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see `lmcore.fast.kernels.attention.attention_forward`."""
     if portable_is_faster(q, forward=True):
         return gpu.forward(q, k, v, causal, out)
     batch, heads, length, size = q.shape
-    q, k, v = readable(q), readable(k), readable(v)
-    o = out if is_aligned(out) else torch.empty_like(q, memory_format=torch.contiguous_format)
     rows, block = lse_rows_of(length), block_of(q)
     lse = torch.empty(batch, heads, rows, device=q.device, dtype=torch.float32)
     m, n, stages, registers, mean, _ = forward_tiles(block, length)
     attention_forward_kernel[(triton.cdiv(length, m) * batch * heads,)](
         tile_descriptor(q, 64, block), tile_descriptor(k, n, block), tile_descriptor(v, n, block),
-        tile_descriptor(o, 64, block), lse, batch * heads, heads, heads_of_group(q, causal), length, rows,
+        tile_descriptor(out, 64, block), lse, batch * heads, heads, heads_of_group(q, causal), length, rows,
         LOG2_E.value / math.sqrt(size), m // 64, n, block, depth_of(size, block), stages, causal, registers,
         PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
     )  # fmt: skip
-    return (out if o is out else out.copy_(o)), lse
+    return out, lse
 
 
 def backward(
@@ -602,8 +585,6 @@ def backward(
     if portable_is_faster(q, forward=False):
         return gpu.backward(q, k, v, o, lse, do, causal, dq, dk, dv, angles=angles)
     batch, heads, length, size = q.shape
-    q, k, v, do = readable(q), readable(k), readable(v), readable(do)
-    made = [x if is_aligned(x) else torch.empty_like(k, memory_format=torch.contiguous_format) for x in (dk, dv)]
     rows, block = lse.shape[-1], max(32, block_of(q))
     delta, scale = torch.empty_like(lse), 1 / math.sqrt(size)
     sums = torch.empty(batch, heads, length, size, device=q.device, dtype=torch.float32)
@@ -618,14 +599,11 @@ def backward(
     attention_backward_kernel[(programs,)](
         tile_descriptor(q, m, block), tile_descriptor(do, m, block), tile_descriptor(k, n, block),
         tile_descriptor(v, n, block), row_descriptor(lse.flatten(0, 1), m), row_descriptor(delta.flatten(0, 1), m),
-        tile_descriptor(sums, m, block // 2), tile_descriptor(made[0], n // 2, block),
-        tile_descriptor(made[1], n // 2, block), counter, batch * heads, heads,
+        tile_descriptor(sums, m, block // 2), tile_descriptor(dk, n // 2, block),
+        tile_descriptor(dv, n // 2, block), counter, batch * heads, heads,
         heads_of_group(q, causal, backward=True), length, scale * LOG2_E.value, scale, m, n, block,
         depth_of(size, block), stages, buffers, causal, registers, PRODUCER_REGISTERS, num_warps=4, maxnreg=mean,
     )  # fmt: skip
-    for given, computed in zip((dk, dv), made, strict=True):
-        if given is not computed:
-            given.copy_(computed)
     attention_finish_kernel[(triton.cdiv(length, 32) * batch * heads,)](
         operand(sums), operand(dq), operand(dk), angles or (lse, lse), heads, length, scale, size, block_of(q), 32,
         angles is not None,

@@ -5,8 +5,6 @@ run over several chunks, each chunk sums its part; whoever holds the run's begin
 makes up a tenth of a batch costs no program more than a few dozen rows.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -22,21 +20,14 @@ PARTS = 64
 """Partial sums that are added up at a time."""
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """Sorted tokens per program, a multiple of TILE; columns and warps of a program that adds up parts."""
+def tiles_of(num_tokens: int) -> tuple[int, int, int]:
+    """Sorted tokens per program, a multiple of TILE; columns and warps of a program that adds up parts.
 
-    chunk: int
-    joined_columns: int
-    joining_warps: int
-
-
-def tiles_of(num_tokens: int) -> Tiles:
-    """Few tokens a program while that takes to fill the chip, then more, so that fewer runs have parts. Chosen on an
-    H200, for uniform ids and for Zipf's."""
+    Few tokens while that takes to fill the chip, then more, so that fewer runs have parts; chosen on an H200.
+    """
     if num_tokens <= 4096:
-        return Tiles(8, 64, 2)
-    return Tiles(32, 64, 2) if num_tokens < 32_768 else Tiles(64, 128, 4)
+        return 8, 64, 2
+    return (32, 64, 2) if num_tokens < 32_768 else (64, 128, 4)
 
 
 @triton.jit
@@ -121,16 +112,15 @@ def embedding_backward_(
     dx: Tensor, sorted_ids: Tensor, order: Tensor, gradient: Tensor, accumulate: bool = False
 ) -> Tensor:
     num_tokens, d = dx.shape
-    tiles = tiles_of(num_tokens)
-    chunks = triton.cdiv(num_tokens, tiles.chunk)
+    chunk, joined_columns, joining_warps = tiles_of(num_tokens)
+    chunks = triton.cdiv(num_tokens, chunk)
     parts = dx.new_empty(chunks, 2, d, dtype=torch.float32)
     embedding_chunk_kernel[(chunks, triton.cdiv(d, COLUMNS))](
         dx, sorted_ids, order, gradient, parts, num_tokens,
-        D=d, ACCUMULATE=accumulate, CHUNK=tiles.chunk, TILE=TILE, COLUMNS=COLUMNS, num_warps=WARPS,
+        D=d, ACCUMULATE=accumulate, CHUNK=chunk, TILE=TILE, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
-    embedding_join_kernel[(chunks, triton.cdiv(d, tiles.joined_columns))](
+    embedding_join_kernel[(chunks, triton.cdiv(d, joined_columns))](
         sorted_ids, gradient, parts, num_tokens, chunks,
-        D=d, ACCUMULATE=accumulate, CHUNK=tiles.chunk, COLUMNS=tiles.joined_columns, PARTS=PARTS,
-        num_warps=tiles.joining_warps,
+        D=d, ACCUMULATE=accumulate, CHUNK=chunk, COLUMNS=joined_columns, PARTS=PARTS, num_warps=joining_warps,
     )  # fmt: skip
     return gradient

@@ -10,6 +10,8 @@ from lmcore.fast.kernels.attention import attention_backward, attention_forward
 from lmcore.fast.kernels.dispatch import is_hopper, on_device_of
 from lmcore.fast.kernels.rope import rope_
 
+Angles = tuple[Tensor, Tensor] | None
+
 LONGEST = 256
 LARGEST_HEAD = 32
 """Sequences and head sizes whose gradients fit into a program's registers."""
@@ -18,39 +20,40 @@ FEWEST_HEADS = 264
 """Heads of all sequences from which on a program for each fills the GPU: two per multiprocessor."""
 
 
-def rope_attention_forward(qkv: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, int, int], out: Tensor) -> Tensor:
+def rope_attention_forward(qkv: Tensor, angles: Angles, shape: tuple[int, int, int], out: Tensor) -> Tensor:
     """Turns queries and keys of the joint projection `qkv` (N, 3D) in place; causal attention goes into `out` (N, D).
 
     Returns the log-sum-exp, whose layout depends on the kernel: only `rope_attention_backward` reads it. `shape` is
-    (B, T, H); for `cos` and `sin` see `lmcore.fast.kernels.rope`.
+    (B, T, H); `angles` are the cosines and sines of `lmcore.fast.kernels.rope`, None without RoPE.
     """
     q_k_v, o = split_heads(qkv, shape), heads_of(out, shape)
-    if takes_whole_heads(qkv, shape):
+    if angles is not None and takes_whole_heads(qkv, shape):
         from lmcore.fast.kernels.rope_attention import gpu
 
         with on_device_of(qkv):
-            return gpu.rope_attention_forward(q_k_v, cos, sin, o)
-    rope_(qkv, cos, sin, shape[1])
+            return gpu.rope_attention_forward(q_k_v, angles, o)
+    if angles is not None:
+        rope_(qkv, *angles, shape[1])
     return attention_forward(*q_k_v, True, o)[1]
 
 
 def rope_attention_backward(
-    qkv: Tensor, o: Tensor, lse: Tensor, do: Tensor, dqkv: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, int, int]
+    qkv: Tensor, o: Tensor, lse: Tensor, do: Tensor, dqkv: Tensor, angles: Angles, shape: tuple[int, int, int]
 ) -> Tensor:
     """Writes into `dqkv` (N, 3D) the gradient of the joint projection, before its queries and keys were rotated.
 
     `qkv` (N, 3D) and `lse` are what `rope_attention_forward` left, `o` and `do` (N, D) its output and the gradient of
-    that; `shape`, `cos` and `sin` as there.
+    that; `shape` and `angles` as there.
     """
     q_k_v, gradients = split_heads(qkv, shape), split_heads(dqkv, shape)
     o, do = heads_of(o, shape), heads_of(do, shape)
-    if takes_whole_heads(qkv, shape):
+    if angles is not None and takes_whole_heads(qkv, shape):
         from lmcore.fast.kernels.rope_attention import gpu
 
         with on_device_of(qkv):
-            gpu.rope_attention_backward(q_k_v, o, lse, do, gradients, cos, sin)
+            gpu.rope_attention_backward(q_k_v, o, lse, do, gradients, angles)
         return dqkv
-    attention_backward(*q_k_v, o, lse, do, True, *gradients, angles=(cos, sin))
+    attention_backward(*q_k_v, o, lse, do, True, *gradients, angles=angles)
     return dqkv
 
 

@@ -144,13 +144,13 @@ def head_gradients_kernel(q, k, v, o, do, dq, dk, dv, lse, angles, heads, T, sca
 # fmt: on
 
 
-def rope_attention_forward(q_k_v: tuple[Tensor, ...], cos: Tensor, sin: Tensor, o: Tensor) -> Tensor:
+def rope_attention_forward(q_k_v: tuple[Tensor, ...], angles: tuple[Tensor, Tensor], o: Tensor) -> Tensor:
     """See `lmcore.fast.kernels.rope_attention`; the log-sum-exp (B, H, T) is in base 2."""
     q, k, v = q_k_v
     batch, heads, length, size = q.shape
     lse = torch.empty(batch, heads, length, device=q.device, dtype=torch.float32)
     head_forward_kernel[(batch * heads,)](
-        *map(operand, (q, k, v, o)), lse, (cos, sin), heads, length, LOG2_E / math.sqrt(size), M=TILE,
+        *map(operand, (q, k, v, o)), lse, angles, heads, length, LOG2_E / math.sqrt(size), M=TILE,
         TILES=triton.cdiv(length, TILE), SIZE=size, D=block_of(q), PRECISION=precision_of(q),
         WHOLE=length % TILE == 0, num_warps=WARPS, num_stages=1, maxnreg=FORWARD_REGISTERS,
     )  # fmt: skip
@@ -158,20 +158,15 @@ def rope_attention_forward(q_k_v: tuple[Tensor, ...], cos: Tensor, sin: Tensor, 
 
 
 def rope_attention_backward(
-    q_k_v: tuple[Tensor, ...],
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    gradients: tuple[Tensor, ...],
-    cos: Tensor,
-    sin: Tensor,
-) -> None:
+    q_k_v: tuple[Tensor, ...], o: Tensor, lse: Tensor, do: Tensor, gradients: tuple[Tensor, ...],
+    angles: tuple[Tensor, Tensor],
+) -> None:  # fmt: skip
     """See `lmcore.fast.kernels.rope_attention`; `lse` as `rope_attention_forward` gives it."""
     q = q_k_v[0]
     batch, heads, length, size = q.shape
     scale = 1 / math.sqrt(size)
     head_gradients_kernel[(batch * heads,)](
-        *map(operand, (*q_k_v, o, do, *gradients)), lse, (cos, sin), heads, length, scale * LOG2_E, scale, M=TILE,
+        *map(operand, (*q_k_v, o, do, *gradients)), lse, angles, heads, length, scale * LOG2_E, scale, M=TILE,
         TILES=triton.cdiv(length, TILE), SIZE=size, D=block_of(q), PRECISION=precision_of(q),
         WHOLE=length % TILE == 0, num_warps=WARPS, num_stages=1,
     )  # fmt: skip
