@@ -184,18 +184,3 @@ def test_exit_codes_of_the_workbook(tmp_path, monkeypatch, capsys):
         assert words in said
         assert "Traceback" not in said
     assert signal.getsignal(signal.SIGINT) == before
-
-
-def test_one_rank_says_what_is_wrong_with_all(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("lmcore.errors.SECONDS_TO_SAY", 0)
-    monkeypatch.chdir(tmp_path)
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    line = ["train", "--run", "r", "--data", "embedded"]
-    assert cli.main(line) == EXIT_USER_ERROR
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit, match=str(EXIT_USER_ERROR)):
-        cli.main(line)
-    assert not capsys.readouterr().err
-    assert not any(tmp_path.iterdir())

@@ -106,7 +106,6 @@ CASES = [
     ("ddp", "whole", 2, "fsdp", 4, {}),
     ("fsdp", "whole", 2, "none", 1, TIED),
     ("none", "sharded", 1, "torch-ddp", 2, {"model__checkpoint_every": 1}),
-    ("torch-ddp", "whole", 2, "torch-ddp", 2, {}),
     ("torch-fsdp2", "whole", 3, "ddp", 2, TIED),
     ("zero1", "sharded", 2, "zero1", 3, {"optimizer__name": "muon"}),
     ("zero1", "whole", 2, "none", 1, {"optimizer__name": "sgd", "optimizer__max_grad_norm": None}),
