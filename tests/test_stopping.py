@@ -26,7 +26,7 @@ from lmcore.stopping import SAME_SIGNAL, StopEvent, Stopped, stop_signals, stopp
 
 PATIENCE = 60
 """Seconds after which a condition that has not come true fails the test."""
-AT_ONCE = 20
+AT_ONCE = 40
 """Seconds within which a stopped command ends on a busy machine; what it is stopped in takes minutes."""
 
 TERM, INT, HUP, USR1, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL
