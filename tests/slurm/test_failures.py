@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slurm
 
 WALL_CLOCK = ("seconds", "tokens_per_second", "mfu")
 CHECKPOINT_INTERVAL = 100
-STEPS = 1000
+STEPS = 1500
 """Seconds of training are left after the first checkpoint, in which the node is taken."""
 SCRIPT = ("papermill_jobs/workbook.sbatch", "--no-writeup")
 
@@ -105,7 +105,7 @@ def test_main_takes_the_node_from_spot_with_time_to_save(cluster, tmp_path, conf
     main = cluster.sbatch("--wrap=true", options=["-w", "n3", "--exclusive"], cwd=tmp_path)
     assert cluster.wait(main) == "COMPLETED"
     training.require_equal(undisturbed)
-    assert "queued again" in cluster.log(training.job)
+    assert "stopped by SIGUSR1 in notebook 02_train" in cluster.log(training.job)
 
 
 def test_the_time_limit_comes(cluster, tmp_path):
@@ -117,6 +117,5 @@ def test_the_time_limit_comes(cluster, tmp_path):
     options = ["--time=1", "--signal=B:USR1@30"]
     job = cluster.sbatch(*SCRIPT, options=options, cwd=project, NOTEBOOKS="02", ATTEMPTS=9)
     assert cluster.wait(job) == "COMPLETED"
-    restarts = int(cluster.info(job)["Restarts"])
-    assert restarts >= 1
-    assert cluster.log(job).count("queued again") == restarts
+    assert int(cluster.info(job)["Restarts"]) >= 1
+    assert "queued again" in cluster.log(job)
