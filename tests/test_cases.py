@@ -65,7 +65,7 @@ def test_names_tell_the_cases_of_a_study_apart():
         (lambda: workload_config("small", depth=3), "no field depth"),
         (lambda: case_grid(["smoke"], [0]), "context_length"),
         (lambda: WorkloadConfig(steps=0), "steps must be a positive"),
-        (lambda: WorkloadConfig(warmup_steps=-1), "warmup_steps must be"),
+        (lambda: WorkloadConfig(warmup_steps=-1), "warmup_steps must not be negative"),
         (lambda: WorkloadConfig(mode="sideways"), "mode must be one of forward, forward_backward, train_step"),
         (lambda: from_dict(StudyConfig, {"precisions": ["fp8"]}), "precisions must be one of"),
     ],

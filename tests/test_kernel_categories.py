@@ -1,7 +1,6 @@
-"""The rule that tells categories of kernels by their names: real names, those of the shared exports among them."""
+"""The rule that tells categories of kernels by their names."""
 
 import pytest
-from nsys_exports import FORWARD_BACKWARD, rows, sample
 
 from lmcore.profiling.nsys.categories import CATEGORIES, kernel_category, short_name
 
@@ -69,26 +68,6 @@ def test_category_of_real_names():
     assert {category: [kernel_category(name) for name in names] for category, names in NAMES.items()} == {
         category: [category] * len(NAMES[category]) for category in CATEGORIES
     }
-
-
-KINDS = {
-    "matmul": "value LIKE 'ampere_sgemm%' OR value LIKE '%cutlass%'",
-    "optimizer": "value LIKE '%multi_tensor_apply_kernel%'",
-    "copy": "value LIKE '%direct_copy_kernel%' OR value LIKE '%CatArray%'",
-    "softmax/reduction": "value LIKE '%native::reduce_kernel%' OR value LIKE '%SoftMax%' OR value LIKE '%nll_loss%'",
-    "other": "value LIKE '%RadixSort%'",
-}
-"""Hand-written conditions on the names of the kernels of a real training step; the rest is elementwise."""
-
-
-def test_kinds_of_a_real_training_step():
-    path, found = sample(FORWARD_BACKWARD), dict.fromkeys(CATEGORIES, 0)
-    kernels = "FROM CUPTI_ACTIVITY_KIND_KERNEL JOIN StringIds ON id = demangledName"
-    for name, duration in rows(path, f"SELECT value, end - start {kernels}"):
-        found[kernel_category(name)] += duration
-    by_sql = {kind: rows(path, f"SELECT SUM(end - start) {kernels} WHERE {of}")[0][0] for kind, of in KINDS.items()}
-    assert by_sql == {kind: found[kind] for kind in KINDS}
-    assert found["attention"] == 0 < found["elementwise"]
 
 
 @pytest.mark.parametrize(

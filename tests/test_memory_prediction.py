@@ -35,7 +35,11 @@ SWITCHES += [{**switches, "attention": kernel} for kernel in ("sdpa", "flash") f
 @given(model_configs(SWITCHES), st.integers(1, 3), st.sampled_from(["fp32", "bf16"]))
 def test_a_block_of_any_kind_saves_what_is_predicted(config, batch_size, precision):
     cell = WorkloadConfig(model=config, batch_size=batch_size, precision=precision, device="cpu")
-    assert saved_by_operation(cell, abstract=True) == saved_by_operation(cell)
+    rows = saved_by_operation(cell)
+    assert saved_by_operation(cell, abstract=True) == rows
+    copies = {"weight copy"} if precision == "bf16" else set()
+    assert {row["kind"] for row in rows} == {"input", "activation"} | copies
+    assert any(row["name"] == "softmax" for row in rows) == (config.attention == "plain")
 
 
 def peak_by_stage(config: WorkloadConfig) -> dict[str, int]:
@@ -98,21 +102,10 @@ def test_predicted_peak_is_what_the_allocator_sees(shape, mode, precision, switc
     )
     predicted = predicted_peak(model, batch_size, precision=precision, mode=mode)
     close = 0.005 if switches else 0.001  # with checkpoints, the generator's states
-    assert predicted["peak_bytes"] == max(predicted["by_stage"].values())
+    parts = ("parameters", "gradients", "optimizer_state", "activations", "temporary", "inputs")
+    assert sum(predicted[part] for part in parts) == predicted["peak_bytes"] == max(predicted["by_stage"].values())
+    assert predicted["parameters"] == 4 * accounting.num_parameters(model)
     assert predicted["by_stage"] == pytest.approx(measured, rel=close)
-
-
-@pytest.mark.parametrize("switches", [{"checkpoint_every": 1}, {"checkpoint_every": 2}, {}], ids=str)
-def test_gradients_grow_while_activations_shrink(switches):
-    # few tokens beside many weights: the first block, which is last in the backward pass, is where both are most
-    model = replace(ModelConfig(200, 128, 256, 6, 4, 1024), **switches)
-    measured = peak_by_stage(WorkloadConfig(model=model, batch_size=2, mode="forward_backward", device="cpu"))
-    predicted = predicted_peak(model, 2, mode="forward_backward")
-    assert predicted["peak_bytes"] == pytest.approx(max(measured.values()), rel=0.001)
-    assert predicted["stage"] == "backward"
-    done = len(range(switches.get("checkpoint_every", 6), 6))  # blocks whose gradients are there
-    block, rest = 4 * accounting.num_parameters(replace(model, num_layers=1)), 4 * 2 * 200 * 256
-    assert done * (block - rest) < predicted["gradients"] < (done + 1) * block
 
 
 @pytest.mark.gpu
@@ -135,15 +128,6 @@ def test_predicted_peak_on_a_gpu(switches, mode, precision):
     measured = torch.cuda.max_memory_allocated() - workspace
     assert 0 <= workspace < 200 * 1024**2
     assert predicted["peak_bytes"] == pytest.approx(measured, rel=0.05)
-
-
-def test_the_parts_of_a_peak_add_up():
-    predicted = predicted_peak(model_config("small"), 4)
-    parts = ("parameters", "gradients", "optimizer_state", "activations", "temporary", "inputs")
-    assert sum(predicted[part] for part in parts) == predicted["peak_bytes"] == max(predicted["by_stage"].values())
-    assert predicted["parameters"] == 4 * accounting.num_parameters(model_config("small"))
-    assert predicted["optimizer_state"] == 2 * predicted["parameters"]
-    assert list(predicted["by_stage"]) == list(PHASES)
 
 
 AGAIN = ("large-128-fp32-forward", "2.7b-256-bf16-forward", "2.7b-512-fp32-train_step", "large-2048-bf16-train_step")

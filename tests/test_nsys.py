@@ -1,5 +1,6 @@
 """Nsight Systems: found where it hides, run with the right flags, its failures told apart; profiles of workloads."""
 
+import contextlib
 import json
 import os
 import stat
@@ -7,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from nsys_exports import AUTOGRAD, FORWARD_BACKWARD, SmallExport, sample
@@ -17,7 +19,7 @@ from lmcore.errors import UserError
 from lmcore.profiling.nsys import profile as kernel_profile
 from lmcore.profiling.nsys import tool as nsys
 from lmcore.profiling.nsys.export import read_export
-from lmcore.profiling.nsys.profile import profile_with_nsys, profile_workload, summary, timeline
+from lmcore.profiling.nsys.profile import profile_with_nsys, profile_workload, summary
 from lmcore.profiling.nsys.tool import Nsys, export_report, find_nsys, load_trace, run_under_nsys
 from lmcore.profiling.nsys.torch_trace import read_torch_trace
 from lmcore.profiling.nsys.trace import busy_table, kernels_in, work_in
@@ -119,18 +121,13 @@ def test_found_in_folders_the_newest_first_and_none_that_does_not_run(tmp_path, 
     assert find_nsys().version == "2025.10.1"
 
 
-def test_the_command_has_the_flags_and_graphs_node_by_node(tmp_path):
-    for graphs in (False, True):
-        command = nsys.profile_command(Nsys(Path("nsys"), "2025.1.1"), ["python", "x.py"], tmp_path / "r", graphs)
-        assert (command[:2], command[-2:]) == (["nsys", "profile"], ["python", "x.py"])
-        assert {"--trace=cuda,nvtx", "--sample=none", "--capture-range=cudaProfilerApi"} <= set(command)
-        assert ("--cuda-graph-trace=node" in command) == graphs
-
-
 def test_a_run_leaves_report_and_export(tmp_path, copying):
     path = run_under_nsys(copying, [sys.executable, "-c", "print('hello')"], tmp_path / "run")
     assert path == tmp_path / "run" / "profile.sqlite"
     assert (tmp_path / "run" / "profile.nsys-rep").exists()
+    command = nsys.profile_command(copying, ["python", "x.py"], tmp_path / "r")
+    assert (command[1], command[-2:]) == ("profile", ["python", "x.py"])
+    assert {"--trace=cuda,nvtx", "--sample=none", "--capture-range=cudaProfilerApi"} <= set(command)
     assert "hello" in (tmp_path / "run" / "nsys.log").read_text()
     assert len(read_export(path).kernels) == 8
 
@@ -153,20 +150,11 @@ def test_time_is_limited_and_no_process_stays(tmp_path, copying):
     began = time.monotonic()
     with pytest.raises(UserError, match="ended after 1 s"):
         run_under_nsys(copying, [sys.executable, "-c", code], tmp_path / "run", timeout=1)
-    assert time.monotonic() - began < 20
-    for _ in range(50):
-        if not mark.exists() or not alive(int(mark.read_text())):
-            return
-        time.sleep(0.1)
-    pytest.fail("the profiled program went on")
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not asked for by its parent does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    with contextlib.suppress(FileNotFoundError, psutil.NoSuchProcess):  # it has not begun, or has ended
+        program = psutil.Process(int(mark.read_text()))
+        while program.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() - began < 20, "the profiled program went on"
+            time.sleep(0.1)
 
 
 def test_reports_are_exported_and_other_files_refused(tmp_path, copying):
@@ -276,17 +264,6 @@ def test_summary_by_range(trace):
 
 def of_path(rows, path):
     return [row for row in rows if row["path"] == path]
-
-
-def test_timeline_of_a_step(trace):
-    found = timeline(trace, "training step")
-    assert found["seconds"] == pytest.approx(900e-9)
-    assert found["ranges"][0]["name"] == "training step"
-    kinds = [piece["category"] for piece in found["work"]]
-    assert kinds == ["matmul", "softmax/reduction", "matmul", "optimizer"]
-    assert found["work"][2]["start"] == pytest.approx(500e-9)
-    assert found["work"][2]["busy"] == pytest.approx(100e-9)
-    json.dumps(found, allow_nan=False)
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,8 @@ import torch
 
 import lmcore.model
 from lmcore.config import model_config
-from lmcore.functional import scaled_dot_product_attention
 from lmcore.model import TransformerLM
-from lmcore.profiling.nsys.nvtx import annotated, annotated_scaled_dot_product_attention, nvtx_span
+from lmcore.profiling.nsys.nvtx import annotated, nvtx_span
 from lmcore.profiling.workload import Workload, no_span, workload_config
 
 ATTENTION = ("computing attention scores", "computing softmax", "final matmul")
@@ -58,16 +57,6 @@ def test_ranges_of_a_forward_pass_change_no_bit(tokens, kernel):
     block = ["", "/norm", *attention, "/norm", "/ffn"]
     expected = ["token embeddings", *(f"block {layer}{part}" for layer in (0, 1) for part in block), "norm", "lm head"]
     assert (span.paths, span.open) == (expected, [])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("masked", [True, False])
-def test_annotated_attention_is_the_definition(dtype, masked):
-    torch.manual_seed(1)
-    q, k, v = (torch.randn(2, 3, 7, 8, dtype=dtype) for _ in range(3))
-    mask = torch.ones(7, 7, dtype=torch.bool).tril() if masked else None
-    ranged = annotated_scaled_dot_product_attention(q, k, v, mask, span=no_span)
-    assert torch.equal(ranged, scaled_dot_product_attention(q, k, v, mask))
 
 
 @pytest.mark.parametrize("kernel", ["plain", "sdpa"])

@@ -74,12 +74,6 @@ def test_a_cuda_snapshot_gives_every_allocation_and_what_was_there_before(snapsh
     assert (said["before_bytes"], said["peak_bytes"], said["after_bytes"]) == (3000, 3300, 1300)
     assert (said["categories"], said["peak_by_category"]) == (["unknown"], {"unknown": 3300})
     assert (said["peak_event"], said["peak_stage"]) == (1, None)
-    for one in [*snapshot["device_traces"][0], *(block for part in snapshot["segments"] for block in part["blocks"])]:
-        one.pop("time_us", None)  # as in old records: events count as microseconds, and blocks follow each other
-        one.pop("address", None)
-    del snapshot["segments"][2]  # of the other device
-    assert told(history_of(snapshot).allocations, "address") == expected
-    assert np.allclose(history_of(snapshot).seconds, [0, 0, 1e-6, 2e-6, 3e-6])
 
 
 def test_another_device_has_another_history(snapshot):
@@ -169,27 +163,20 @@ def long_history():
     return History("t", allocations, [i / 1000 for i in range(10_000)], stages)
 
 
-def test_the_timeline_is_short_and_keeps_peaks(long_history):
+def test_the_timeline_is_short_keeps_peaks_and_has_the_outline_of_the_whole(long_history):
+    """Near each state one is kept that is as high, and one that is as low."""
     said, exact = summary(long_history), levels(long_history).sum(axis=1).to_numpy()
-    timeline = said["timeline"]
-    total = np.sum(list(timeline["bytes"].values()), axis=0)
-    assert len(total) == len(timeline["seconds"]) == len(timeline["event"]) <= TIMELINE_POINTS
+    timeline, largest = said["timeline"], said["largest"]
+    event, total = np.array(timeline["event"]), np.sum(list(timeline["bytes"].values()), axis=0)
+    assert len(total) == len(timeline["seconds"]) == len(event) <= TIMELINE_POINTS
     assert total.max() == exact.max() == said["peak_bytes"] == sum(said["peak_by_category"].values())
     assert (said["peak_event"], said["peak_stage"]) == (777, "forward")
-    assert total.tolist() == exact[timeline["event"]].tolist()
+    assert total.tolist() == exact[event].tolist()
     for row, (first, last) in zip(said["stages"], long_history.stages.values(), strict=True):
         assert row["peak_bytes"] == exact[first : last + 1].max()
         assert (row["start_bytes"], row["end_bytes"]) == (exact[first], exact[last])
-    largest = said["largest"]
     assert (len(largest), largest[0]["source"]) == (LARGEST, "needle")
     assert [row["bytes"] for row in largest] == sorted((row["bytes"] for row in largest), reverse=True)
-
-
-def test_a_short_timeline_has_the_outline_of_the_whole(long_history):
-    """Near each state one is kept that is as high, and one that is as low."""
-    timeline = summary(long_history)["timeline"]
-    event, total = np.array(timeline["event"]), np.sum(list(timeline["bytes"].values()), axis=0)
-    exact = levels(long_history).sum(axis=1)
     width = 2 * len(exact) // TIMELINE_POINTS + 2
     for state, value in enumerate(exact):
         near = total[np.searchsorted(event, state - width) : np.searchsorted(event, state + width, side="right")]

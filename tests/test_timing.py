@@ -143,7 +143,6 @@ def test_only_what_waits_for_the_host_is_measured_in_several_processes(tmp_path,
 
 
 def test_busy_time_has_no_gaps_and_counts_no_moment_twice(monkeypatch):
-    assert timing.covered_time([(5, 7), (0, 2), (1, 4), (6, 6.5)]) == 6
     kernels = {"forward": [(0, 30), (40, 60)], "backward": [(100, 190), (150, 200)]}  # microseconds
 
     class Recorded(contextlib.AbstractContextManager):

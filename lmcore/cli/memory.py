@@ -21,7 +21,7 @@ def memory(
 ) -> int:
     """Record every allocation of a step: peaks, what they were for, the largest and the lines they come from.
 
-    On a GPU a snapshot for docs.pytorch.org/memory_viz is kept; without one the CPU's allocator is recorded. The
+    On a GPU a snapshot for docs.pytorch.org/memory_viz is kept; without one the storages of tensors are recorded. The
     records are reused by the same command. Exit codes: 0 recorded, 4 out of memory, 1 a case failed; 129, 130 or 143
     stopped by SIGHUP, SIGINT or SIGTERM.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from lmcore.config import MODEL_SIZES, ModelConfig, OptimizerConfig, check_fields, from_dict, model_config, replace
-from lmcore.errors import require, require_positive, require_seed
+from lmcore.errors import require, require_seed
 
 Mode = Literal["forward", "forward_backward", "train_step"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -49,13 +49,8 @@ class WorkloadConfig:
     """Name of the model's size, for tables."""
 
     def __post_init__(self):
-        require_positive("batch_size", self.batch_size)
-        require_positive("steps", self.steps)
-        warmups = self.warmup_steps
-        whole = isinstance(warmups, int) and not isinstance(warmups, bool) and warmups >= 0
-        require(whole, f"warmup_steps must be a whole number, 0 or more, not {warmups!r}.")
         require_seed(self.seed)
-        check_fields(self)
+        check_fields(self, positive="batch_size steps", not_negative="warmup_steps")
 
     @property
     def tokens_per_step(self) -> int:

@@ -68,12 +68,9 @@ def timed(part: Part, timer: Timer, precision: str) -> Iterator[dict[str, Any]]:
         yield row | {"seconds": seconds, "issue_seconds": issue_seconds}
 
 
-class Beside(nn.ModuleList):
-    """Linear layers of the same input."""
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        """The output of each."""
-        return [layer(x) for layer in self]
+def beside(x: Tensor, *weights: Tensor) -> list[Tensor]:
+    """The output of each of several linear layers of one input."""
+    return [x @ weight.T for weight in weights]
 
 
 def components(config: WorkloadConfig, device: torch.device) -> Iterator[Part]:
@@ -113,8 +110,8 @@ def components(config: WorkloadConfig, device: torch.device) -> Iterator[Part]:
         norms = accounting.parameter_counts(c)["norms"] // c.d_model
         yield part("RMSNorm", "block", RMSNorm(c.d_model, device=device), x, count=norms)
     yield part("residual addition", "block", torch.add, (*x, tokens(c.d_model)), count=2 * c.num_layers)
-    projections = Beside(linear(c.d_model, c.d_model) for _ in range(3))
-    yield part("Q, K, V projections", "attention", projections, x, flops=flops["qkv_proj"])
+    weights = [linear(c.d_model, c.d_model).weight for _ in range(3)]
+    yield part("Q, K, V projections", "attention", beside, (*x, *weights), flops=flops["qkv_proj"])
     if c.position == "rope":
         rope = RotaryPositionalEmbedding(c.rope_theta, c.d_k, time, device=device)
         yield part("RoPE", "attention", rotated, (heads(), heads(), rope.cos, rope.sin))
@@ -124,8 +121,8 @@ def components(config: WorkloadConfig, device: torch.device) -> Iterator[Part]:
     output = linear(c.d_model, c.d_model)
     yield part("output projection", "attention", output, (tokens(c.d_model),), flops=flops["output_proj"])
     if c.ffn == "swiglu":
-        matrix, up = flops["ffn"] // 3, Beside(linear(c.d_model, c.d_ff) for _ in range(2))
-        yield part("W1 and W3", "ffn", up, x, flops=2 * matrix)
+        matrix, up = flops["ffn"] // 3, [linear(c.d_model, c.d_ff).weight for _ in range(2)]
+        yield part("W1 and W3", "ffn", beside, (*x, *up), flops=2 * matrix)
         yield part("SiLU and gate", "ffn", lambda a, b: silu(a) * b, (tokens(c.d_ff), tokens(c.d_ff)))
         yield part("W2", "ffn", linear(c.d_ff, c.d_model), (tokens(c.d_ff),), flops=matrix)
     block = TransformerBlock(c, rope, device=device)

@@ -130,73 +130,53 @@ def loss(
 
 
 def elementwise(config: WorkloadConfig, device: torch.device) -> list[KernelCase]:
-    """The elementwise operations of one block of the case's model, on random inputs in its precision."""
-    c, dtype, rows = config.model, DTYPES[config.precision], config.tokens_per_step
+    """The elementwise operations of one block of the case's model, both ways, on random inputs in its precision."""
+    c, time = config.model, config.model.context_length
+    x, branch, dy, qkv, dqkv, ab, dh = (
+        torch.randn(config.tokens_per_step, width, device=device).to(DTYPES[config.precision])
+        for width in (*[c.d_model] * 3, *[3 * c.d_model] * 2, 2 * c.d_ff, c.d_ff)
+    )
+    weight = (torch.rand(c.d_model, device=device) + 0.5).requires_grad_()
+    layer, positions = RMSNorm(c.d_model, device=device), torch.arange(time, device=device)
+    rope = RotaryPositionalEmbedding(c.rope_theta, c.d_k, time, device=device)
+    rotated, rotated_back, gated = qkv.clone(), dqkv.clone(), ab.clone()  # what works in place works on copies
 
-    def random(width: int) -> Tensor:
-        return torch.randn(rows, width, device=device).to(dtype)
+    def norm(x: Tensor, weight: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        return (total := x + branch), torch.func.functional_call(layer, {"weight": weight}, (total,))
 
-    return [
-        norm(random(c.d_model), random(c.d_model), random(c.d_model)),
-        rotation(random(3 * c.d_model), c.num_heads, c.context_length),
-        gate(random(2 * c.d_ff), random(c.d_ff)),
-    ]
-
-
-def norm(x: Tensor, branch: Tensor, dy: Tensor) -> KernelCase:
-    """The residual sum of two (N, D) tensors, and RMSNorm of it."""
-    layer = RMSNorm(x.shape[1], device=x.device)
-    weight = (torch.rand(x.shape[1], device=x.device) + 0.5).requires_grad_()
-
-    def reference(x: Tensor, weight: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
-        total = x + branch
-        return total, torch.func.functional_call(layer, {"weight": weight}, (total,))
-
-    def ours() -> tuple[Tensor, ...]:
+    def our_norm() -> tuple[Tensor, ...]:
         total, y, rstd = rmsnorm_forward(x, weight.detach(), branch=branch)
         dx, partials = rmsnorm_backward(dy, total, weight.detach(), rstd)
         return y, dx, partials.sum(dim=0)
 
-    inputs, moved = (x.clone().requires_grad_(), weight, branch), 7 * x.nbytes  # x, branch, sum, y; then sum, dy, dx
-    return KernelCase("residual sum, RMSNorm", reference, inputs, (dy,), ours, least_bytes=moved)
+    def heads(qkv: Tensor) -> Tensor:  # of queries and keys, in a joint projection
+        return qkv.view(-1, time, 3 * c.num_heads, c.d_k)[:, :, : 2 * c.num_heads].transpose(1, 2)
 
+    def our_rotation() -> tuple[Tensor, ...]:
+        rope_(rotated, rope.cos, rope.sin, time)
+        rope_(rotated_back, rope.cos, rope.sin, time, inverse=True)
+        return heads(rotated), heads(rotated_back)
 
-def rotation(qkv: Tensor, num_heads: int, context_length: int) -> KernelCase:
-    """RoPE of queries and keys in a joint (N, 3 D) projection, both ways."""
-    head_size = qkv.shape[1] // 3 // num_heads
-    rope = RotaryPositionalEmbedding(10_000.0, head_size, context_length, device=qkv.device)
-    positions = torch.arange(context_length, device=qkv.device)
-    work, gradient = qkv.clone(), qkv.flip(0)
-
-    def queries_and_keys(qkv: Tensor) -> Tensor:
-        return qkv.view(-1, context_length, 3 * num_heads, head_size)[:, :, : 2 * num_heads]
-
-    def reference(qk: Tensor) -> Tensor:
-        return rope(qk.transpose(1, 2), positions).transpose(1, 2)
-
-    def ours() -> tuple[Tensor, ...]:
-        rope_(work, rope.cos, rope.sin, context_length)
-        rope_(gradient, rope.cos, rope.sin, context_length, inverse=True)
-        return queries_and_keys(work), queries_and_keys(gradient)
-
-    leaf, gradients = queries_and_keys(qkv).detach().requires_grad_(), (queries_and_keys(qkv.flip(0)),)
-    moved = 4 * leaf.nbytes  # in and out, twice
-    return KernelCase("RoPE of queries and keys", reference, (leaf,), gradients, ours, least_bytes=moved)
-
-
-def gate(ab: Tensor, dh: Tensor) -> KernelCase:
-    """SiLU(a) * b of SwiGLU, of the halves of an (N, 2 F) tensor."""
-    work = ab.clone()
-
-    def reference(ab: Tensor) -> Tensor:
+    def gate(ab: Tensor) -> Tensor:
         a, b = ab.chunk(2, dim=-1)
         return silu(a) * b
 
-    def ours() -> tuple[Tensor, ...]:
-        return swiglu_forward(work), swiglu_backward_(dh, work)
+    def our_gate() -> tuple[Tensor, ...]:
+        return swiglu_forward(gated), swiglu_backward_(dh, gated)
 
-    inputs, moved = (ab.detach().requires_grad_(),), (3 + 5) * dh.nbytes  # a, b, h; then dh, a, b, da, db
-    return KernelCase("SwiGLU's gate", reference, inputs, (dh,), ours, partial(work.copy_, ab), moved)
+    def turn(qk: Tensor) -> Tensor:
+        return rope(qk, positions)
+
+    leaf, qk, leaves = x.clone().requires_grad_(), heads(qkv).detach().requires_grad_(), ab.detach().requires_grad_()
+    reset, moved = partial(gated.copy_, ab), x.nbytes
+    return [
+        # moved: x, branch, sum, y; then sum, dy, dx
+        KernelCase("residual sum, RMSNorm", norm, (leaf, weight, branch), (dy,), our_norm, least_bytes=7 * moved),
+        # queries and keys in and out, twice
+        KernelCase("RoPE of queries and keys", turn, (qk,), (heads(dqkv),), our_rotation, least_bytes=8 * moved),
+        # a, b, h; then dh, a, b, da, db
+        KernelCase("SwiGLU's gate", gate, (leaves,), (dh,), our_gate, reset, least_bytes=8 * dh.nbytes),
+    ]
 
 
 # Errors and memory
@@ -219,7 +199,7 @@ def allocated(device: torch.device) -> int:
 def call_bytes(function: Callable[[], Any], device: torch.device) -> tuple[int | None, int | None]:
     """The most memory that a call takes at a time, beside what was there before, and what its result holds of it.
 
-    On a GPU by the allocator's counters, else by the CPU allocator's events; None where nobody counts it (MPS).
+    On a GPU by the allocator's counters, on a CPU by the storages of tensors; None where nobody counts it (MPS).
     """
     function()  # compilation and workspaces are not the function's own
     if device.type == "cuda":
@@ -231,7 +211,7 @@ def call_bytes(function: Callable[[], Any], device: torch.device) -> tuple[int |
         return most - before, held - before
     if device.type != "cpu":
         return None, None
-    alive = levels(record_cpu(lambda span: function(), sources=False)).sum(axis=1)
+    alive = levels(record_cpu(lambda span: function())).sum(axis=1)
     return int(alive.max() - alive[0]), int(alive.iloc[-1] - alive[0])
 
 

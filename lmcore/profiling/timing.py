@@ -3,8 +3,8 @@
 import contextlib
 import math
 import os
+import resource
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from lmcore import accounting
 from lmcore.config import ModelConfig, from_dict
 from lmcore.device import device_name, peak_flops, synchronize
 from lmcore.profiling.cases import WorkloadConfig
+from lmcore.profiling.nsys.trace import occupied
 from lmcore.profiling.runner import Task, run_cases
 from lmcore.profiling.workload import PHASES, Workload
 
@@ -203,13 +204,9 @@ class Stopwatch(Clock):
         """What has been counted so far, None where nobody counts it.
 
         `device_allocations`: requests of PyTorch's allocator to the CUDA driver for memory; `page_faults`: pages of
-        memory that the process touched for the first time (not on Windows).
+        memory that the process touched for the first time.
         """
         allocations = torch.cuda.memory_stats(self.device).get("num_device_alloc") if self.cuda else None
-        if sys.platform == "win32":
-            return {"device_allocations": allocations, "page_faults": None}
-        import resource
-
         return {"device_allocations": allocations, "page_faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt}
 
 
@@ -258,19 +255,11 @@ def busy_seconds(workload: Workload) -> dict[str, float]:
             yield
             workload.synchronize()
         on_gpu = [e for e in profile.events() if e.device_type.name == "CUDA" and not e.is_user_annotation]
-        found[name] = covered_time((e.time_range.start, e.time_range.end) for e in on_gpu) / 1e6
+        times = [(name, e.time_range.start, e.time_range.end) for e in on_gpu]  # microseconds
+        found[name] = occupied(pd.DataFrame(times, columns=["instance", "start", "end"]))["busy"].sum() / 1e6
 
     workload.step(span)
     return found | {"step": sum(found.values())}
-
-
-def covered_time(intervals: Iterable[tuple[float, float]]) -> float:
-    """The time that intervals cover together: where they overlap, as kernels of two streams do, it counts once."""
-    total, reached = 0.0, -math.inf
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
 
 
 def repeated(

@@ -1,32 +1,25 @@
 """Predicted memory of a forward pass and of a training step: the step itself, run on tensors without memory.
 
-Fake tensors (PyTorch's `meta` tensors, which know the device that they stand for) have shapes and types but no values:
-a step of any size runs in seconds on any machine. Each storage is noted when it appears and when nothing holds it any
-more, which gives the same history as an allocator's, in the bytes that tensors ask for
-(`torch.cuda.max_memory_allocated` rounds each up to 512, which matters only for toy sizes).
+Fake tensors have shapes and types but no values: a step of any size runs in seconds on any machine. The lives of their
+storages give the same history as an allocator's, in the bytes that tensors ask for (`torch.cuda.max_memory_allocated`
+rounds each up to 512, which matters only for toy sizes).
 
-Not predicted: the workspace of cuBLAS, which PyTorch takes from the same allocator once a thread, and the backward pass
-has a thread of its own (32 MiB on Hopper, 8.125 MiB before; `parseChosenWorkspaceSize` in PyTorch's
-aten/src/ATen/cuda/CublasHandlePool.cpp); scratch memory inside a kernel; compiled models, which fuse operations. The
-explicit step's kernels do not run on fake tensors: its memory is counted from shapes.
+Not predicted: the workspace of cuBLAS, once for each thread (32 MiB on Hopper, 8.125 MiB before;
+`parseChosenWorkspaceSize` in PyTorch's aten/src/ATen/cuda/CublasHandlePool.cpp), of which the backward pass has its
+own; scratch memory inside a kernel; compiled models, which fuse operations. The explicit step's kernels do not run on
+fake tensors: its memory is counted from shapes.
 """
 
 import contextlib
 import copy
 import functools
 import itertools
-import sys
-import traceback
-import weakref
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from lmcore.config import ModelConfig, TrainConfig, replace
 from lmcore.errors import require
@@ -37,8 +30,8 @@ from lmcore.fast.support import unsupported_reason
 from lmcore.model import TransformerLM
 from lmcore.optimizer import build_optimizer
 from lmcore.profiling.memory.profile import gradient_storages, standing_storages
-from lmcore.profiling.memory.recording import storage_address
-from lmcore.profiling.memory.snapshot import PACKAGE, Event, History, replay
+from lmcore.profiling.memory.recording import StorageEvents
+from lmcore.profiling.memory.snapshot import Event
 from lmcore.profiling.memory.timeline import explained, levels, summary
 from lmcore.profiling.workload import Workload, WorkloadConfig
 from lmcore.train import PlainStep
@@ -55,11 +48,11 @@ def predicted_peak(
 ) -> dict[str, Any]:
     """The moment at which most memory is allocated, after warm-up, and what is alive then, in bytes.
 
-    `mode` is that of `lmcore.profiling.workload.WorkloadConfig`. Keys: parameters, gradients, optimizer_state,
+    `mode` is that of `lmcore.profiling.cases.WorkloadConfig`. Keys: parameters, gradients, optimizer_state,
     activations (saved for the backward pass), temporary, inputs (token ids and position tables), peak_bytes (their
-    sum), stage ("forward", "loss", "backward" or "optimizer"), moment (function and operator, or the node of the
-    backward pass, of the allocation that comes within a thousandth of it), and by_stage, the peak of each stage.
-    Raises `UserError` for unknown modes or precisions and sizes below 1.
+    sum), stage ("forward", "loss", "backward" or "optimizer"), moment (the source of the allocation that comes within a
+    thousandth of it) and by_stage, the peak of each stage. Raises `UserError` for unknown modes or precisions and sizes
+    below 1.
     """
     return copy.deepcopy(_peak(WorkloadConfig(model=config, batch_size=batch_size, mode=mode, precision=precision)))
 
@@ -87,16 +80,11 @@ def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
         config = replace(config, strategy="none")  # as a run does: there is nothing to divide
     if config.ops == "fused":
         return explicit_peak(config, ranks)
-    with torch.device("meta"):
-        model = TransformerLM(config.model)
-    model._check = lambda token_ids: None  # fake ones have no values
+    model = TransformerLM(config.model, device="meta")
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
-        with FakeMemory() as memory, memory.resizing():
-            model = model.to_empty(device="cpu")
-            if config.model.tie_embeddings:
-                model.lm_head.weight = model.token_embeddings.weight
-            config = replace(config, compile=False)
+        with fake_memory() as memory, resizing(memory):
+            model, config = fake(model), replace(config, compile=False)
             step = PlainStep.from_config(model, config, ranks)
             ids = torch.empty(2, config.batch_size // ranks, config.model.context_length, dtype=torch.int64)
             step(*ids)
@@ -152,81 +140,46 @@ def explicit_peak(config: TrainConfig, ranks: int) -> int:
     return round(always + saved + max(loss, backward))
 
 
-aten = torch.ops.aten
-IN_PLACE = {aten.scatter_add.default: aten.scatter_add_.default, aten.index_put.default: aten.index_put_.default}
-"""What the backward passes of gather and of indexing do to their zeros; where a mode looks on, they take copies."""
+@contextlib.contextmanager
+def fake_memory() -> Iterator[StorageEvents]:
+    """Inside of the block tensors are fake, and the lives of their storages are noted."""
+    with FakeTensorMode(allow_non_fake_inputs=True), StorageEvents() as memory:
+        yield memory
 
 
-class FakeMemory(FakeTensorMode):
-    """While it is on, tensors are fake; notes which storages operations make, and when nothing holds them any more."""
+@contextlib.contextmanager
+def resizing(memory: StorageEvents) -> Iterator[None]:
+    """Also notes storages that are resized, as those of gathered weights are: no operator is called for that."""
+    resize = torch.UntypedStorage.resize_
 
-    def __init__(self):
-        super().__init__(allow_non_fake_inputs=True)
-        self.inside = False
-        self.alive: dict[int, int] = {}  # bytes by address
-        self.events: list[Event] = []
-        self.stages: dict[str, tuple[int, int]] = {}
+    def noted(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        if storage._cdata in memory.alive:
+            memory.add(Event(storage._cdata, size - memory.alive[storage._cdata], "resize"))
+            memory.alive[storage._cdata] = size
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.inside:  # what an operation is made of on fake tensors, and nowhere else
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        self.inside = True
-        try:
-            result = super().__torch_dispatch__(IN_PLACE.get(func, func), types, args, kwargs)
-        finally:
-            self.inside = False
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (address := storage_address(tensor)) not in self.alive:
-                node = torch._C._current_autograd_node()  # in a backward pass, whose stack says nothing
-                line = node.name() if node else calling_function(sys._getframe(1))
-                storage, size = tensor.untyped_storage(), tensor.untyped_storage().nbytes()
-                self.alive[address] = size
-                self.events.append(Event(address, size, f"{line}, {func.overloadpacket.__name__}"))
-                weakref.finalize(storage, self._end, address).atexit = False
-        return result
-
-    def _end(self, address: int) -> None:
-        self.events.append(Event(address, -self.alive.pop(address)))
-
-    @contextlib.contextmanager
-    def resizing(self) -> Iterator[None]:
-        """Also notes storages that are resized, as those of gathered weights are: no operator is called for that."""
-        resize = torch.UntypedStorage.resize_
-
-        def noted(storage: torch.UntypedStorage, size: int) -> None:
-            resize(storage, size)
-            if storage._cdata in self.alive:
-                self.events.append(Event(storage._cdata, size - self.alive[storage._cdata], "resize"))
-                self.alive[storage._cdata] = size
-
-        torch.UntypedStorage.resize_ = noted
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = resize
-
-    @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Notes a stage of a step (see `Workload.step`)."""
-        first = len(self.events)
+    torch.UntypedStorage.resize_ = noted
+    try:
         yield
-        self.stages[name] = (first, len(self.events))
+    finally:
+        torch.UntypedStorage.resize_ = resize
 
 
-def calling_function(frame: FrameType) -> str:
-    """The innermost function of lmcore that a running stack goes through."""
-    functions = (caller.f_code for caller, _ in traceback.walk_stack(frame))
-    return next((code.co_qualname for code in functions if code.co_filename.startswith(str(PACKAGE))), "elsewhere")
+def fake(model: TransformerLM) -> TransformerLM:
+    """A model without memory (`meta`), on which drawing weights is possible, of fake tensors on the CPU."""
+    model = model.to_empty(device="cpu")
+    if model.config.tie_embeddings:  # `to_empty` has made two of one
+        model.lm_head.weight = model.token_embeddings.weight
+    model._check = lambda token_ids: None  # fake ones have no values
+    return model
 
 
 class FakeWorkload(Workload):
-    """A case before its step, with the optimizer's state, of fake tensors: to be made in a `FakeTensorMode`."""
+    """A case before its step, with the optimizer's state, of fake tensors: to be made inside of `fake_memory`."""
 
     def __init__(self, config: WorkloadConfig, model: TransformerLM):
         self.config, self.device, self.fused = config, torch.device("cpu"), None
-        self.model = self.forward = model.to_empty(device=self.device)
-        if config.model.tie_embeddings:  # `to_empty` has made two of one
-            model.lm_head.weight = model.token_embeddings.weight
+        self.model = self.forward = fake(model)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = torch.amp.GradScaler(enabled=False)
         shape = (config.batch_size, config.model.context_length)
@@ -239,28 +192,24 @@ class FakeWorkload(Workload):
 
 @functools.cache
 def _peak(config: WorkloadConfig) -> dict[str, Any]:
-    model = TransformerLM(config.model, device="meta")  # drawing weights looks at them, where they are not on `meta`
-    model._check = lambda token_ids: None  # fake ones have no values
-    with FakeMemory() as memory:
+    model = TransformerLM(config.model, device="meta")
+    with fake_memory() as memory:
         work = FakeWorkload(config, model)
         work.optimizer.zero_grad(set_to_none=True)
         standing = standing_storages(work)
         memory.events.clear()
         held = work.step(memory.span)
-        events = [*memory.events]
+        history = memory.history("fake tensors", standing.values())
         del held
-    allocations = replay(events, standing.values())
-    seconds = range(len(events) + 1)  # there is no clock
-    history = History("fake tensors", allocations, seconds, memory.stages)
     history = explained(history, standing, gradient_storages(work.model))
     said, total = summary(history), levels(history).sum(axis=1)
     first, peak = history.stages[said["peak_stage"]][0], said["peak_event"]
-    near = allocations[allocations["first"].between(first + 1, peak)].set_index("first")["source"]
-    close = total[near.index] - total[0] >= 0.999 * (total[peak] - total[0])  # what comes after it at most adds scalars
+    made = history.allocations[history.allocations["first"].between(first + 1, peak)].set_index("first")["source"]
+    close = total[made.index] - total[0] >= 0.999 * (total[peak] - total[0])  # what comes after it at most adds scalars
     return {
         **{KEYS.get(category, category): size for category, size in said["peak_by_category"].items()},
         "peak_bytes": said["peak_bytes"],
         "stage": said["peak_stage"],
-        "moment": near[close].iloc[0],
+        "moment": made[close].iloc[0],
         "by_stage": {stage["name"]: stage["peak_bytes"] for stage in said["stages"]},
     }

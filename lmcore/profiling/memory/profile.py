@@ -18,7 +18,7 @@ from lmcore.profiling.workload import Workload, WorkloadConfig
 
 SNAPSHOT = "memory_snapshot.pickle"
 
-CPU_NOTE = "The CPU's allocator was recorded, with torch.profiler: only CUDA's keeps a history of its own."
+CPU_NOTE = "The storages of tensors on the CPU were recorded: only CUDA's allocator keeps a history of its own."
 FULL_NOTE = "The record was full: its first events are lost, and what was alive then counts as there before."
 
 
@@ -26,20 +26,17 @@ def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = T
     """Records every allocation of one step of `config.mode` and says what the memory was for (a `run_cases` task).
 
     After the warm-up (at least one step, so that the optimizer's state exists) one step is recorded, from dropped
-    gradients on: with the CUDA allocator's history on a GPU, else with torch.profiler's events of the CPU allocator.
+    gradients on: with the CUDA allocator's history on a GPU, else by the lives of the tensors' storages on the CPU.
     Bytes are those requested by tensors. Seconds are those of the host, which asks for memory ahead of the GPU's work.
 
-    Returns the name of the "device"; the keys of `lmcore.profiling.memory.timeline.summary`; the allocator's own peaks,
-    None off CUDA: "torch_peak_bytes" (`torch.cuda.max_memory_allocated` of the step, rounded up by the allocator),
-    "torch_requested_peak_bytes" (of requested bytes, as "peak_bytes" is) and "reserved_peak_bytes"; "snapshot",
-    {"file": name in `folder`, "bytes": size} or None; and "notes", sentences.
+    Returns the name of the "device"; the keys of `lmcore.profiling.memory.timeline.summary`; the allocator's own
+    `PEAKS`, None off CUDA; "snapshot", {"file": name in `folder`, "bytes": size} or None; and "notes", sentences.
 
-    Categories: "parameters" and "optimizer state" are the storages of the model's parameters and the optimizer's
-    tensors; "other" is what else was there before (the batch, buffers); "gradients" what the parameters' gradients lie
-    in when the backward pass ends; "activations" what forward and loss allocate and is alive when the backward pass
-    begins (so none in inference); "temporary" everything else. Sources of storages with a name are that name
-    ("layers.0.ffn.w1.weight", "gradient of …", "m of …", "inputs"). Half-precision copies of weights, which autocast
-    makes, are activations if they live until the backward pass.
+    Categories: "parameters" and "optimizer state"; "other", what else was there before (the batch, buffers);
+    "gradients", what the parameters' gradients lie in when the backward pass ends; "activations", what forward and loss
+    allocate and is alive when the backward pass begins (none in inference; autocast's copies of weights that live so
+    long are); "temporary", everything else. Sources of storages with a name are that name ("layers.0.ffn.w1.weight",
+    "gradient of …", "m of …", "inputs").
     """
     workload = prepared(config)
     standing, step = standing_storages(workload), workload.step

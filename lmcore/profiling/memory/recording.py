@@ -1,19 +1,20 @@
-"""Allocation histories of a running step: from CUDA's allocator, and from the CPU's by torch.profiler."""
+"""Allocation histories of a running step: from CUDA's allocator, and from the lives of tensors' storages."""
 
 import contextlib
 import dataclasses
-from bisect import bisect_right
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from timeit import default_timer
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile, record_function
-from torch.profiler._utils import traverse_dfs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lmcore.device import reset_peak_memory
-from lmcore.profiling.memory.snapshot import NO_FRAME, Event, History, frame_in_lmcore, history_of, replay
+from lmcore.profiling.memory.snapshot import Event, History, history_of, replay, running_line
 from lmcore.profiling.workload import Span
 
 MAX_ENTRIES = 1_000_000
@@ -27,12 +28,8 @@ PEAKS = {
     "torch_requested_peak_bytes": "requested_bytes.all.peak",
     "reserved_peak_bytes": "reserved_bytes.all.peak",
 }
-"""Names of the CUDA allocator's own peaks, here and in `torch.cuda.memory_stats`."""
-
-EVALUATE = "autograd::engine::evaluate_function: "
-
-STAGE = "lmcore stage: "
-"""What the profiler's ranges of stages are called, so that nothing else is taken for one."""
+"""The CUDA allocator's own peaks, by our names and those of `torch.cuda.memory_stats`: as `max_memory_allocated` says,
+rounded up by the allocator; of requested bytes; and of what is reserved."""
 
 
 def record_cuda(step: Callable[[Span], Any], device: torch.device) -> tuple[History, dict[str, int], Mapping[str, Any]]:
@@ -69,50 +66,73 @@ def record_cuda(step: Callable[[Span], Any], device: torch.device) -> tuple[Hist
     return dataclasses.replace(history, stages=stages, truncated=truncated), peaks, snapshot
 
 
-def record_cpu(step: Callable[[Span], Any], standing: Iterable[Event] = (), sources: bool = True) -> History:
-    """Runs `step(span)` and returns the history of the CPU's allocator, with the stages that `span` was called for.
+aten = torch.ops.aten
+IN_PLACE = {aten.scatter_add.default: aten.scatter_add_.default, aten.index_put.default: aten.index_put_.default}
+"""What the backward passes of gather and of indexing do to their zeros; where a mode looks on, they take copies."""
 
-    `standing` are the allocations known to be there before: the profiler itself sees only what happens under it.
-    Without `sources` no stacks are taken, which is faster.
+
+class StorageEvents(TorchDispatchMode):
+    """While it is on, notes which storages operations make, and when nothing holds them any more.
+
+    Each is an event, as an allocator's, in the bytes that tensors ask for. A source is the innermost line of lmcore
+    with the operator, or the node of the backward pass.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=sources) as profiler:
-        held = step(lambda name: record_function(STAGE + name))  # until the record ends
+
+    def __init__(self):
+        super().__init__()
+        self.alive: dict[int, int] = {}  # bytes by address
+        self.events: list[Event] = []
+        self.seconds = [default_timer()]
+        self.stages: dict[str, tuple[int, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._note((args, kwargs))  # what was there before
+        result = IN_PLACE.get(func, func)(*args, **(kwargs or {}))
+        self._note(result, func.overloadpacket.__name__)
+        return result
+
+    def _note(self, tensors: Any, operator: str | None = None) -> None:
+        for tensor in tree_leaves(tensors):
+            if not isinstance(tensor, Tensor) or tensor.device.type == "meta":  # fake ones are of another device
+                continue
+            if (address := storage_address(tensor)) not in self.alive:
+                storage, size = tensor.untyped_storage(), tensor.untyped_storage().nbytes()
+                self.alive[address] = size
+                if operator is not None:
+                    line, node = running_line(sys._getframe(2)), torch._C._current_autograd_node()
+                    line = node.name() if node and line.startswith("lmcore/profiling/") else f"{line}, {operator}"
+                    self.add(Event(address, size, line))
+                weakref.finalize(storage, self._end, address).atexit = False
+
+    def _end(self, address: int) -> None:
+        self.add(Event(address, -self.alive.pop(address)))
+
+    def add(self, event: Event) -> None:
+        """Notes an event, and when it was."""
+        self.events.append(event)
+        self.seconds.append(default_timer())
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Notes a stage of a step (see `Workload.step`)."""
+        first = len(self.events)
+        yield
+        self.stages[name] = (first, len(self.events))
+
+    def history(self, tool: str, standing: Iterable[Event] = ()) -> History:
+        """The history so far; `standing` are the storages known to be there before."""
+        begin, *later = self.seconds[-1 - len(self.events) :]
+        seconds = [0.0, *(moment - begin for moment in later)]
+        return History(tool, replay([*self.events], standing), seconds, self.stages)
+
+
+def record_cpu(step: Callable[[Span], Any], standing: Iterable[Event] = ()) -> History:
+    """Runs `step(span)` and returns the history of its storages, with the stages that `span` was called for."""
+    with StorageEvents() as memory:
+        held = step(memory.span)
+    history = memory.history("storages of tensors on the CPU", standing)
     del held
-    events, ranges = [], []
-    for event in traverse_dfs(profiler.profiler.kineto_results.experimental_event_tree()):
-        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
-            found = event.extra_fields
-            source = operator_source(event) if found.alloc_size > 0 else NO_FRAME
-            events.append((event.start_time_ns, Event(found.ptr, found.alloc_size, source)))
-        elif event.name.startswith(STAGE):
-            ranges.append((event.start_time_ns, event.end_time_ns, event.name.removeprefix(STAGE)))
-    events.sort(key=lambda pair: pair[0])
-    times = [time for time, _ in events]
-    start = min([*times[:1], *(begin for begin, _, _ in ranges)], default=0)
-    stages = {name: (bisect_right(times, begin), bisect_right(times, end)) for begin, end, name in sorted(ranges)}
-    seconds = [0.0, *((time - start) / 1e9 for time in times)]
-    return History("torch.profiler, CPU allocator", replay([event for _, event in events], standing), seconds, stages)
-
-
-def operator_source(event: Any) -> str:
-    """What allocated: the innermost function of lmcore with its operator, or the operation of the backward pass.
-
-    The profiler knows the line of a call into PyTorch, but not that of an operator such as `@`: then the line is the
-    function's first. Without stacks only the operator is known.
-    """
-    operator, parent = NO_FRAME, event.parent
-    while parent is not None:
-        if parent.tag == _EventType.TorchOp:
-            if parent.name.startswith(EVALUATE):
-                return parent.name.removeprefix(EVALUATE)
-            operator = parent.name.removeprefix("aten::")
-        elif parent.tag in (_EventType.PyCCall, _EventType.PyCall):
-            fields = parent.extra_fields
-            at = fields.caller if parent.tag == _EventType.PyCCall else fields.callsite
-            if line := frame_in_lmcore(at.file_name, at.line_number, at.function_name):
-                return line if operator == NO_FRAME else f"{line}, {operator}"
-        parent = parent.parent
-    return operator
+    return history
 
 
 def storage_address(tensor: Tensor) -> int:

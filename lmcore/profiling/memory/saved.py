@@ -1,23 +1,20 @@
 """Saved activations of one Transformer block: what it saves for the backward pass, operation by operation."""
 
 import contextlib
-import re
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+import weakref
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from lmcore.device import autocast, select_device, set_matmul_precision
 from lmcore.model import RotaryPositionalEmbedding, TransformerBlock
-from lmcore.profiling.memory.snapshot import frame_in_lmcore
-from lmcore.profiling.workload import WorkloadConfig
-
-RESULTS = ("result", "output", "logsumexp", "log_sumexp")
-"""How the names of what an operation saves end, if it is something that it computed itself."""
+from lmcore.profiling.cases import WorkloadConfig
+from lmcore.profiling.memory.snapshot import running_line
 
 
 def saved_by_block(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
@@ -25,49 +22,61 @@ def saved_by_block(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     return {"saved": saved_by_operation(config)}
 
 
+class Saved:
+    """What autograd keeps in place of a tensor: it lives as long as the graph needs the tensor."""
+
+    def __init__(self, tensor: Tensor, source: str):
+        self.tensor, self.source = tensor.detach(), source
+        self.storage, self.parameter = storage(tensor), copied_parameter(tensor)
+
+
 def saved_by_operation(config: WorkloadConfig, abstract: bool = False) -> list[dict[str, Any]]:
     """The storages that one block of `config.model` saves for its backward pass, in order of the forward pass. Bytes.
 
-    Measured by running the block forward on the device of the configuration, in its precision, and looking at what the
-    nodes of the autograd graph hold. A storage is counted once, whatever number of views of it is saved; parameters are
-    left out. `abstract` predicts it on fake tensors, which have shapes and
-    types but no memory: any size, without a GPU (with the autocast rules and the attention kernels of the CPU).
+    Measured by running the block forward on the device of the configuration, in its precision, with hooks on what
+    autograd saves. A storage is counted once, whatever number of views of it is saved; parameters are left out, and
+    what is gone after the pass, as the maximum in softmax. `abstract` predicts it on fake tensors, which have shapes
+    and types but no memory: any size, without a GPU (with the autocast rules and the attention kernels of the CPU).
 
-    What an operation saved whose result is detached, as the maximum in softmax, is gone with it and not counted.
-
-    Rows: "name", the operation of the block ("norm 1", "softmax", "w2"); "operation", the autograd node that saved it
-    first ("BmmBackward0"); "source" ("lmcore/functional.py:21 softmax"); "kind", "activation", "input" (the block's
-    own, which is also the output of the block before), "weight copy" (a parameter in half precision, by autocast) or
-    "constant" (what no gradient flows through, such as the mask and RoPE's angles); "shape", "dtype" and "bytes".
+    Rows: "name", the operation of the block ("norm 1", "softmax", "w2"); "source" ("lmcore/functional.py:21 softmax");
+    "kind", "activation", "input" (the block's own, which is also the output of the block before) or "weight copy" (a
+    parameter in half precision, by autocast); "shape", "dtype" and "bytes".
     """
     device = torch.device("cpu") if abstract else select_device(config.device)[0]
     set_matmul_precision(device, config.precision)
     block, x = block_and_input(config, torch.device("meta") if abstract else device)
+    seen: list[weakref.ref[Saved]] = []
+
+    def pack(tensor: Tensor) -> Saved:
+        saved = Saved(tensor, running_line(sys._getframe(1)))
+        seen.append(weakref.ref(saved))
+        return saved
+
     with FakeTensorMode(allow_non_fake_inputs=True) if abstract else contextlib.nullcontext():
         if abstract:  # drawing weights looks at their values, which fake ones do not have
             block, x = block.to_empty(device=device), torch.empty_like(x, device=device).requires_grad_()
-        with torch.autograd.set_detect_anomaly(True), autocast(device, config.precision):  # notes stacks with nodes
-            y = block(x)
-        parameters, own_input = {p.untyped_storage()._cdata for p in block.parameters()}, x.untyped_storage()._cdata
-        rows: dict[int, dict[str, Any]] = {}
-        for node, tensor, computed in saved_tensors(y):
-            if (key := tensor.untyped_storage()._cdata) in parameters:
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor)
+        with hooks, autocast(device, config.precision):
+            y = block(x)  # noqa: F841  holds the graph
+        counted, rows = {storage(p) for p in block.parameters()}, []
+        for saved in filter(None, (reference() for reference in seen)):
+            if saved.storage in counted or not saved.tensor.dim():  # a number is Python's own
                 continue
-            copied, kind = copied_parameter(tensor), "input" if key == own_input else "constant"
-            row = rows.setdefault(
-                key,
-                {
-                    "operation": node.name(),
-                    "source": forward_line(node),
-                    "kind": "weight copy" if copied is not None and copied.dtype != tensor.dtype else kind,
-                    "shape": [*tensor.shape],
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "bytes": tensor.untyped_storage().nbytes(),
-                },
-            )
-            if row["kind"] == "constant" and (computed or tensor.requires_grad):
-                row["kind"] = "activation"
-    return [{"name": name} | row for name, row in zip(names_of_operations(rows.values()), rows.values(), strict=True)]
+            counted.add(saved.storage)
+            copied = saved.parameter is not None and saved.parameter.dtype != saved.tensor.dtype
+            rows.append({
+                "source": saved.source,
+                "kind": "weight copy" if copied else "input" if saved.storage == storage(x) else "activation",
+                "shape": [*saved.tensor.shape],
+                "dtype": str(saved.tensor.dtype).removeprefix("torch."),
+                "bytes": saved.tensor.untyped_storage().nbytes(),
+            })  # fmt: skip
+    return [{"name": name} | row for name, row in zip(names_of_operations(rows), rows, strict=True)]
+
+
+def storage(tensor: Tensor) -> int:
+    """What tells a tensor's storage from others."""
+    return tensor.untyped_storage()._cdata
 
 
 VIEWS_AND_COPIES = ("ToCopyBackward", "TBackward", "PermuteBackward", "TransposeBackward", "ViewBackward")
@@ -95,7 +104,7 @@ def names_of_operations(rows: Iterable[Mapping[str, Any]]) -> list[str]:
             names.append(second if attended else "q, k, v projections")
         elif function == "scaled_dot_product_attention":
             matmul = "weighted sum" if "softmax" in names else "scores"
-            names.append("mask" if "MaskedFill" in row["operation"] else matmul)
+            names.append("mask" if row["dtype"] == "bool" else matmul)
         elif function == "RMSNorm.forward":
             names.append("norm 2" if attended else "norm 1")
         else:
@@ -110,30 +119,3 @@ def block_and_input(config: WorkloadConfig, device: torch.device) -> tuple[Trans
     torch.manual_seed(config.seed)
     x = torch.randn(config.batch_size, c.context_length, c.d_model, device=device)
     return TransformerBlock(c, rope, device=device), x.requires_grad_()
-
-
-def saved_tensors(y: Tensor) -> Iterator[tuple[Any, Tensor, bool]]:
-    """The nodes of `y`'s autograd graph, in order of the forward pass, with each tensor that they save, and whether the
-    operation computed it itself: then a gradient may flow through it, whatever the tensor says."""
-    nodes, waiting = set(), [y.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    for node in sorted(nodes, key=lambda node: node._sequence_nr()):
-        for name in dir(node):
-            ours = name == "saved_tensors"  # an operation in Python, which saves nothing else
-            if ours or name.startswith("_saved_"):
-                for tensor in tree_leaves(getattr(node, name)):
-                    if isinstance(tensor, Tensor) and tensor.dim():  # a number is Python's own
-                        yield node, tensor, ours or name.endswith(RESULTS)
-
-
-def forward_line(node: Any) -> str:
-    """The innermost line of lmcore of the stack that anomaly mode has noted with a node."""
-    for text in reversed(node.metadata["traceback_"]):
-        found = re.match(r'  File "(.*)", line (\d+), in (.*)', text)  # not so where recursion is abridged
-        if found and (ours := frame_in_lmcore(found[1], int(found[2]), found[3])):
-            return ours
-    return "outside lmcore"

@@ -4,13 +4,14 @@ Reads the snapshots of `torch.cuda.memory._snapshot()`, the format that pytorch.
 *states*: state 0 is before the first event of the record, state k after k events, each one allocation or one free.
 """
 
-import functools
+import linecache
 import os
 import re
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,16 +141,11 @@ def device_history(trace: Sequence[Mapping[str, Any]], segments: Sequence[Mappin
 
 
 def active_blocks(segments: Sequence[Mapping[str, Any]], device: int) -> Iterable[Event]:
-    """What the allocator's segments hold for tensors at the moment of the snapshot; old ones are of device 0."""
-    for segment in segments:
-        if segment.get("device", 0) != device:
-            continue
-        address = segment["address"]
-        for block in segment["blocks"]:
-            address = block.get("address", address)
-            if block["state"] != "inactive":
-                yield Event(address, block.get("requested_size") or block["size"], source_of(block.get("frames") or ()))
-            address += block["size"]
+    """What the allocator's segments hold for tensors at the moment of the snapshot."""
+    for block in (block for segment in segments if segment["device"] == device for block in segment["blocks"]):
+        if block["state"] != "inactive":
+            size = block.get("requested_size") or block["size"]
+            yield Event(block["address"], size, source_of(block.get("frames") or ()))
 
 
 def source_of(frames: Sequence[Mapping[str, Any]]) -> str:
@@ -176,20 +172,15 @@ def frame_in_lmcore(filename: str, line: int, name: str) -> str | None:
     path = re.fullmatch(r"(?:.*/)?(lmcore/(?:\w+/)*\w+\.py)", filename)
     if not path:
         return None
-    around = [long for lines, own, long in functions_in(PACKAGE.parent / path[1]) if own == name and line in lines]
-    return f"{path[1]}:{line} {(around or [name])[-1].replace('.<locals>', '')}"
+    lines = linecache.getlines(str(PACKAGE.parent / path[1]))  # none without the file
+    before = "".join(lines[:line] if line <= len(lines) else ())
+    *_, owner = [name, *re.findall(r"^(?:class|def) (\w+)", before, re.MULTILINE)]
+    return f"{path[1]}:{line} {name if owner == name else f'{owner}.{name}'}"
 
 
-@functools.lru_cache
-def functions_in(path: Path) -> list[tuple[range, str, str]]:
-    """Lines, name and name with its class ("Linear.forward") of each function in a file; none without the file."""
-    try:
-        found = [compile(path.read_text(encoding="utf-8"), str(path), "exec")]
-    except (OSError, SyntaxError):
-        return []
-    for code in found:
-        found += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return [
-        (range(code.co_firstlineno, max(line or 0 for *_, line in code.co_lines()) + 1), code.co_name, code.co_qualname)
-        for code in found
-    ]
+def running_line(frame: FrameType) -> str:
+    """The innermost line of lmcore that a running stack goes through, as "lmcore/model.py:59 Linear.forward"."""
+    for caller, line in traceback.walk_stack(frame):
+        if caller.f_code.co_filename.startswith(str(PACKAGE)):
+            return f"{caller.f_code.co_filename[len(str(PACKAGE.parent)) + 1 :]}:{line} {caller.f_code.co_qualname}"
+    return "elsewhere"

@@ -9,14 +9,12 @@ import copy
 import gc
 import re
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 
 from lmcore.config import from_dict, to_dict
@@ -35,8 +33,6 @@ TOPS = {"inference": INFERENCE, "training": TRAINING}
 """Outermost ranges of what is recorded, one for each pass or step; the device has done its work when they end."""
 
 TOP_KERNELS = 25
-TIMELINE_PIECES = 1500
-"""Roughly how many pieces the timeline of one pass is drawn with."""
 
 
 def profile_workload(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
@@ -46,12 +42,10 @@ def profile_workload(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
     else with torch.profiler, in this process; `tool` says which, and the first of the `notes` why. Returns
 
     {"tool", "inference": S, "training": S | None, "training_outcome": None | "complete" | "out of memory",
-     "training_reason", "timeline": {"inference": T, "training": T | None}, "notes": [sentence]}, with S of `summary`
-    and T of `timeline`.
+     "training_reason", "notes": [sentence]}, with S of `summary`.
 
     A lack of memory in inference comes out as torch.OutOfMemoryError.
     """
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     device, _ = select_device(config.device)
     notes, trace = [], None
@@ -61,21 +55,18 @@ def profile_workload(config: WorkloadConfig, folder: Path) -> dict[str, Any]:
         except UserError as error:
             notes.append(f"Profiled with torch.profiler instead of Nsight Systems: {error}")
     else:
-        on_mps = "the launching of operators on the CPU, not the GPU's work, was"
-        timed = on_mps if device.type == "mps" else "the CPU's operators were"
-        notes.append(f"Nsight Systems sees CUDA alone: {timed} timed by torch.profiler.")
+        only = ", which only launch the GPU's work" if device.type == "mps" else ""
+        notes.append(f"Nsight Systems sees CUDA alone: torch.profiler timed the CPU's operators{only}.")
     if trace is None:
         trace, outcome = profile_with_torch(config, folder)
     if config.compile:
         notes.append("A compiled model has no ranges on its modules, only on its passes.")
     notes += trace.notes
-    there = {part: (trace.ranges["path"] == top).any() for part, top in TOPS.items()}
-    there["training"] &= outcome["training_outcome"] == "complete"
-
-    def of_each(read: Callable[[Trace, str], Any]) -> dict[str, Any]:
-        return {part: read(trace, TOPS[part]) if there[part] else None for part in TOPS}
-
-    return {"tool": trace.tool, **of_each(summary), **outcome, "timeline": of_each(timeline), "notes": notes}
+    found: dict[str, Any] = dict.fromkeys(TOPS)
+    for part, top in TOPS.items():
+        if (trace.ranges["path"] == top).any() and (part == "inference" or outcome["training_outcome"] == "complete"):
+            found[part] = summary(trace, top)
+    return {"tool": trace.tool, **found, **outcome, "notes": notes}
 
 
 def run_passes(config: WorkloadConfig, span: Span, recording: AbstractContextManager) -> dict[str, Any]:
@@ -137,7 +128,7 @@ def profile_with_nsys(config: WorkloadConfig, folder: Path) -> tuple[Trace, dict
     write_json(settings, to_dict(config))
     outcome.unlink(missing_ok=True)
     program = [sys.executable, "-m", "lmcore.profiling.nsys.profile", str(settings)]
-    export = run_under_nsys(nsys, program, folder, graphs=config.compile)
+    export = run_under_nsys(nsys, program, folder)
     require(outcome.exists(), f"The program under nsys ended before it was done ({last_words(log)}); see {log}.")
     return read_export(export), read_json(outcome)
 
@@ -184,43 +175,6 @@ def summary(trace: Trace, top: str) -> dict[str, list[dict[str, Any]]]:
             table = table.assign(calls=table["calls"] / len(starts), seconds=table["total_seconds"] / len(starts))
             rows += table[[*keys, "calls", "seconds"]].assign(path=path).to_dict("records")
     return {"ranges": ranges, "categories": categories, "kernels": kernels}
-
-
-def timeline(trace: Trace, top: str) -> dict[str, Any]:
-    """One pass, to be drawn: the one of median length; seconds are from its beginning.
-
-    {"seconds": when its last work ended, "ranges": [{name, path, depth, start, end}] down to the blocks' parts,
-    "work": [{start, end, busy, category, stream, count}]}: neighbours of one category on one stream (copies: -1) are
-    one piece where the gap between them is too small to see; `busy` is the time in which the piece's work ran.
-    """
-    passes, work = work_in(trace, top)
-    middle = passes.iloc[(passes["end"] - passes["start"]).argsort().iloc[len(passes) // 2]]
-    begin, ranges, work = middle["start"], trace.ranges, work[work["instance"] == middle["id"]]
-    finish = max([middle["end"], *work["end"]])
-    within = (ranges["start"] >= begin) & (ranges["end"] <= middle["end"]) & ranges["path"].str.startswith(top)
-    found = {
-        "ranges": ranges.loc[within, ["name", "path", "depth", "start", "end"]],
-        "work": pieces(work, (finish - begin) / TIMELINE_PIECES),
-    }
-    for name, table in found.items():
-        found[name] = table.assign(**{key: (table[key] - begin) / 1e9 for key in ("start", "end")}).to_dict("records")
-    return {"seconds": float(finish - begin) / 1e9} | found
-
-
-def pieces(work: pd.DataFrame, gap: float) -> pd.DataFrame:
-    """Kernels and copies in order, neighbours of one category and stream joined over gaps up to `gap` nanoseconds."""
-    work = work.sort_values("start").astype({"category": str})
-    stream = work["stream"]
-    other = work["category"] != work["category"].groupby(stream).shift()
-    run = [stream, other.groupby(stream).cumsum()]
-    before = work["end"].groupby(run).cummax().groupby(run).shift(fill_value=0)
-    piece = (other | (work["start"] - before > gap)).groupby(stream).cumsum().rename("piece")
-    grouped = work.groupby(["stream", piece], sort=False)
-    busy = grouped["duration"].sum() / 1e9
-    table = grouped.agg(
-        start=("start", "min"), end=("end", "max"), category=("category", "first"), count=("category", "size")
-    )
-    return table.assign(busy=busy).reset_index("stream").reset_index(drop=True)
 
 
 if __name__ == "__main__":

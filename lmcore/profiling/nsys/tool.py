@@ -25,6 +25,7 @@ FLAGS = (
     "--cpuctxsw=none",
     "--capture-range=cudaProfilerApi",  # nothing before torch.cuda.profiler.start(): no warm-up, no set-up
     "--capture-range-end=stop",  # and not stop-shutdown, the default, which ends the program as well
+    "--cuda-graph-trace=node",  # the kernels of a CUDA graph one by one
     "--force-overwrite=true",
 )
 
@@ -87,15 +88,12 @@ def nsys_version(path: str) -> str | None:
     return said[1] if said and done.returncode == 0 else None
 
 
-def profile_command(nsys: Nsys, program: Sequence[str], report: Path, graphs: bool = False) -> list[str]:
-    """The command that runs `program` under nsys into `report`. `graphs`: CUDA graphs are traced node by node."""
-    nodes = ["--cuda-graph-trace=node"] if graphs else []
-    return [str(nsys.path), "profile", *FLAGS, *nodes, f"--output={report}", *program]
+def profile_command(nsys: Nsys, program: Sequence[str], report: Path) -> list[str]:
+    """The command that runs `program` under nsys into `report`."""
+    return [str(nsys.path), "profile", *FLAGS, f"--output={report}", *program]
 
 
-def run_under_nsys(
-    nsys: Nsys, program: Sequence[str], folder: Path, graphs: bool = False, timeout: float = TIMEOUT
-) -> Path:
+def run_under_nsys(nsys: Nsys, program: Sequence[str], folder: Path, timeout: float = TIMEOUT) -> Path:
     """Runs `program` under nsys; folder/profile.nsys-rep and profile.sqlite are kept, nsys.log is what was said.
 
     Only what runs between torch.cuda.profiler.start() and stop() is recorded. Returns the SQLite file. Raises
@@ -105,7 +103,7 @@ def run_under_nsys(
     report, log = folder / "profile.nsys-rep", folder / "nsys.log"
     for old in (report, report.with_suffix(".sqlite")):
         old.unlink(missing_ok=True)
-    code = run_logged(profile_command(nsys, program, report, graphs), log, timeout)
+    code = run_logged(profile_command(nsys, program, report), log, timeout)
     why = "the capture range never fired, as the program did not call torch.cuda.profiler.start()"
     why = why if code == 0 else f"it ended with code {code} ({last_words(log)})"
     require(report.exists(), f"nsys {nsys.version} made no report: {why}; see {log}.")

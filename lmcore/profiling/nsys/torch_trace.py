@@ -45,23 +45,23 @@ def read_torch_trace(path: str | os.PathLike) -> Trace:
 
 
 def trace_of(events: list[Event]) -> Trace:
-    """The trace that the lasting events of a record make."""
+    """The trace that the lasting events of a record make, by their categories today and until PyTorch 1.11."""
 
     def rows(*categories: str) -> list[Event]:
-        return [row(event) for event in events if event.get("cat") in categories]
+        return [row(event) for event in events if str(event.get("cat")).lower() in categories]
 
     launches: dict[int, Event] = {}
-    for call in sorted(rows("cuda_runtime", "cuda_driver"), key=lambda call: call["start"]):
+    for call in sorted(rows("cuda_runtime", "cuda_driver", "runtime"), key=lambda call: call["start"]):
         # of several calls with one correlation id the outer one, which began first
         launches.setdefault(call["correlation"], {key: call[key] for key in ("process", "thread", "launched_at")})
     launches.pop(None, None)  # calls without an id launched nothing that is known
-    kernels, copies = rows("kernel"), rows("gpu_memcpy", "gpu_memset")
+    kernels, copies = rows("kernel"), rows("gpu_memcpy", "gpu_memset", "memcpy", "memset")
     for one in kernels + copies:
         one |= launches.get(one["correlation"], dict.fromkeys(("process", "thread", "launched_at"), NEVER))
     ranges = [found for found in rows("user_annotation") if not PYTORCHS_OWN.match(found["name"])]
     return build_trace(
         CUDA_TOOL if kernels else CPU_TOOL,
-        pd.DataFrame((kernels or own_times(rows("cpu_op"))) + copies, columns=["name", *NUMBERS]),
+        pd.DataFrame((kernels or own_times(rows("cpu_op", "operator"))) + copies, columns=["name", *NUMBERS]),
         pd.DataFrame(ranges, columns=["name", "start", "end", "process", "thread"]),
     )
 
@@ -81,7 +81,7 @@ def row(event: Event) -> Event:
         "process": process, "thread": thread, "device": more.get("device", 0), "stream": more.get("stream", thread),
         "bytes": NO_COPY, "correlation": more.get("correlation"),
     }  # fmt: skip
-    if event.get("cat") not in ("gpu_memcpy", "gpu_memset"):
+    if not str(event.get("cat")).lower().endswith(("memcpy", "memset")):
         return found
     name = next((words for short, words in COPIES.items() if short in event["name"]), "Memset")
     return found | {"name": name, "stream": -1, "bytes": more.get("bytes", 0)}
