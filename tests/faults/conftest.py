@@ -37,9 +37,9 @@ def seed(request) -> int:
 
 @pytest.fixture(scope="session")
 def tries(request) -> Callable[[int], int]:
-    """Of so many random faults of a kind, how many are tried: all for a report, else a third of them."""
+    """Of so many random faults of a kind, how many are tried: all for a report, else a sixth of them."""
     reported = request.config.getoption("--faults-report") is not None
-    return lambda count: count if reported else -(-count // 3)
+    return lambda count: count if reported else -(-count // 6)
 
 
 @pytest.fixture

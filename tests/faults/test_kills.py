@@ -12,6 +12,7 @@ from pathlib import Path
 from fault_bench import Bench, Tally, ended, wait_until
 from file_faults import Operations
 
+from lmcore.files import SECONDS_TO_HOLD
 from lmcore.run import RunFolder
 
 RANDOM_KILLS = 100
@@ -38,6 +39,7 @@ def test_random_moments(bench: Bench, tally: Tally, rng: random.Random, tries):
             killed += trains(process, run)  # the others are extra
             with tally.fault(f"SIGKILL at a random moment {moment(process, run)}"):
                 rest = bench.copy(run)
+                time.sleep(SECONDS_TO_HOLD)
                 said = bench.finish(rest)
                 assert not said.startswith("lmcore:"), said
                 bench.require_same(rest)
@@ -73,19 +75,21 @@ def timed(bench: Bench) -> tuple[float, float]:
     return time.perf_counter() - started, steps_begin
 
 
-def test_every_operation_on_a_file(bench: Bench, tally: Tally, rng: random.Random):
+def test_every_operation_on_a_file(bench: Bench, tally: Tally, rng: random.Random, tries):
     recorded, record = bench.new(), bench.folder / "operations.jsonl"
     process = bench.start(recorded, Operations(recorded.path, record=record))
     assert ended(process) == 0, bench.said(recorded)
     bench.require_same(recorded)
     operations = [tuple(json.loads(line)) for line in record.read_text().splitlines()]
-    for number in chosen(operations, rng):
+    numbers = chosen(operations, rng)
+    for number in rng.sample(numbers, tries(len(numbers))):
         what, name = operations[number - 1]
         kind = "SIGKILL in the middle of a write" if what == "write" else f"SIGKILL just before {WORDS[what]}"
         run = bench.new()
         with tally.fault(kind):
             process = bench.start(run, Operations(run.path, victim=number))
             assert ended(process) == -signal.SIGKILL, f"{what} {name}: {bench.said(run)}"
+            time.sleep(SECONDS_TO_HOLD)
             said = bench.finish(run)
             assert not said.startswith("lmcore:"), said
             bench.require_same(run)
