@@ -1,16 +1,20 @@
-"""The fault suite: a bench with one undisturbed run, and a tally of what was tried against others like it."""
+"""The fault suite: a bench with one undisturbed run, and what became of the faults that were tried on others."""
 
 import os
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from fault_bench import COLUMNS, Bench, Tally
+from fault_bench import Bench
 
-TALLY = "tally of faults"
-"""Name of a test's tally in its report."""
+FAULT = "fault"
+"""Name of a fault's kind and outcome in a test's report: so those of all of pytest-xdist's workers come together."""
+OUTCOMES = ("survived", "refused_in_words", "lost")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,18 +25,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Not in the workers of pytest-xdist, which report to the process that adds up, nor for all of tests/."""
     if hasattr(config.option, "faults_report") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(SumOfTallies(config.option.faults_report, config.option.faults_seed))
+        config.pluginmanager.register(Report(config.option.faults_report, config.option.faults_seed))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("faults")
-
-
-@pytest.fixture(scope="session")
-def seed(request) -> int:
-    return request.config.getoption("--faults-seed")
 
 
 @pytest.fixture(scope="session")
@@ -43,8 +42,9 @@ def tries(request) -> Callable[[int], int]:
 
 
 @pytest.fixture
-def rng(seed, request) -> random.Random:
+def rng(request) -> random.Random:
     """A generator of its own for each test; its seed is shown where a test fails."""
+    seed = request.config.getoption("--faults-seed")
     print(f"--faults-seed {seed}")
     return random.Random(f"{seed} {request.node.name}")
 
@@ -61,38 +61,50 @@ def bench(tmp_path_factory) -> Iterator[Bench]:
 
 
 @pytest.fixture
-def tally(request) -> Iterator[Tally]:
-    """The tally of one test. It travels with the test's report, so that `SumOfTallies` has those of all workers."""
-    tally = Tally()
-    yield tally
-    request.node.user_properties.append((TALLY, [request.session.items.index(request.node), tally.outcomes]))
+def fault(request) -> Callable:
+    """`with fault(kind) as it` counts a fault: lost if the block fails, else refused if `it.refused`, else survived."""
+
+    @contextmanager
+    def fault(kind: str) -> Iterator[SimpleNamespace]:
+        outcome, it = "lost", SimpleNamespace(refused=False)
+        try:
+            yield it
+            outcome = "refused_in_words" if it.refused else "survived"
+        finally:
+            request.node.user_properties.append((FAULT, [kind, outcome]))
+
+    return fault
 
 
-class SumOfTallies:
-    """Adds up the tallies of all tests; writes them to `report` when the last one has ended."""
+class Report:
+    """Adds up the faults of all tests; writes them to `file` when the last one has ended."""
 
-    def __init__(self, report: Path | None, seed: int):
-        self.report, self.seed = report, seed
-        self.tallies: dict[int, list] = {}
-        if report is not None:
+    def __init__(self, file: Path | None, seed: int):
+        self.file, self.seed, self.tried = file, seed, []
+        if file is not None:
             from lmcore.provenance import environment
 
             self.provenance = environment()  # of the code that is tried: minutes later there may be another
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
-            self.tallies |= {place: outcomes for name, (place, outcomes) in report.user_properties if name == TALLY}
-
-    def rows(self) -> list[dict]:
-        """One row for each kind of fault, in the order of the tests, whoever ran them."""
-        return Tally([outcome for _, outcomes in sorted(self.tallies.items()) for outcome in outcomes]).rows(self.seed)
+            self.tried += [(report.location, *found) for name, found in report.user_properties if name == FAULT]
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        totals = {column: sum(row[column] for row in self.rows()) for column in COLUMNS}
-        terminalreporter.write_line("faults: " + ", ".join(f"{totals[column]:,} {column}" for column in COLUMNS))
+        counts = Counter(outcome for *_, outcome in self.tried)
+        words = ", ".join(f"{counts[outcome]:,} {outcome}" for outcome in OUTCOMES)
+        terminalreporter.write_line(f"faults: {len(self.tried):,} tried, {words}")
 
     def pytest_sessionfinish(self) -> None:
-        if self.report is not None:
-            from lmcore.files import write_json
+        if self.file is None:
+            return
+        from lmcore.files import write_json
 
-            write_json(self.report, {"provenance": self.provenance, "faults": self.rows()})
+        kinds: dict[str, Counter] = {}
+        for _, kind, outcome in sorted(self.tried):  # in the order of the tests, whoever ran them
+            kinds.setdefault(kind, Counter()).update(("tried", outcome))
+        rows = [
+            {"kind": kind} | {name: counts[name] for name in ("tried", *OUTCOMES)} | {"seed": self.seed}
+            for kind, counts in kinds.items()
+        ]
+        write_json(self.file, {"provenance": self.provenance, "faults": rows})

@@ -5,12 +5,12 @@ import itertools
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,6 @@ from lmcore.run import RunFolder
 
 TIMES = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}
 """Fields of a metrics line that no two runs share."""
-
-COLUMNS = ("tried", "survived", "refused_in_words", "lost")
-"""What is counted of each kind of fault."""
 
 SECONDS = 120.0
 """Limit of every wait: far more than any of them takes on a busy machine."""
@@ -106,15 +103,15 @@ class Bench:
                 print(f"lmcore: {error}")
         return said.getvalue()
 
-    def require_same(self, run: RunFolder) -> None:
-        """Fails unless `run` ended with all that the undisturbed run has, bitwise, but for the times."""
-        assert run.status()["state"] == "complete", run.status()
-        there, here = results(self.straight), results(run)
-        for key, value in there.items():
-            assert here[key] == value, f"{key} of {run.name}: {here[key]}, undisturbed {value}"
+    def require_same(self, run: RunFolder, straight: RunFolder | None = None) -> None:
+        """Fails unless `run` ended with all that the undisturbed run has, bitwise, but for the times; then removes it.
 
-    def forget(self, run: RunFolder) -> None:
-        """Removes a run that passed."""
+        The undisturbed run is the bench's own, or `straight`.
+        """
+        assert run.status()["state"] == "complete", run.status()
+        here = results(run)
+        for key, value in results(straight or self.straight).items():
+            assert here[key] == value, f"{key} of {run.name}: {here[key]}, undisturbed {value}"
         shutil.rmtree(run.path)
 
 
@@ -138,6 +135,27 @@ def train_here(config: TrainConfig, folder: Path, log: Path, prepare: Callable[[
         sys.exit(EXIT_USER_ERROR)
 
 
+@dataclass(frozen=True)
+class AtSteps:
+    """Called in a process: every step takes so many `seconds` more; SIGKILL after step `last`."""
+
+    seconds: float = 0.0
+    last: int | None = None
+
+    def __call__(self) -> None:
+        from lmcore.train import AsyncMetrics
+
+        push = AsyncMetrics.push
+
+        def push_and_wait(metrics: AsyncMetrics, step: int, *values: Any) -> None:
+            push(metrics, step, *values)
+            time.sleep(self.seconds)
+            if step == self.last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        AsyncMetrics.push = push_and_wait
+
+
 def sharded_tensors(folder: Path) -> "dict[str, torch.Tensor]":
     """All tensors of a sharded checkpoint, of the model and of the optimizer, whole."""
     import torch
@@ -159,6 +177,7 @@ def results(run: RunFolder) -> dict[str, Any]:
     best, best_notes = read_weights(run.best_weights)
     return {
         "state": status["state"],
+        "config": run.config(),
         "losses": (status["valid_loss"], status["best_valid_loss"], status["step"]),
         "last": digest(read_weights(run.last_weights)[0]),
         "best": (digest(best), best_notes),
@@ -170,29 +189,9 @@ def results(run: RunFolder) -> dict[str, Any]:
     }
 
 
-@dataclass
-class Tally:
-    """What became of the faults that were tried, in order."""
-
-    outcomes: list[tuple[str, str]] = field(default_factory=list)
-    """Kind and outcome, one of COLUMNS, of each."""
-    refused: bool = False
-    """Whether the fault that is tried now was refused in words; else it is survived."""
-
-    @contextmanager
-    def fault(self, kind: str) -> Iterator["Tally"]:
-        """Counts a fault: lost if the block fails, else refused in words if it says so, else survived."""
-        self.refused = False
-        try:
-            yield self
-        except BaseException:
-            self.outcomes.append((kind, "lost"))
-            raise
-        self.outcomes.append((kind, "refused_in_words" if self.refused else "survived"))
-
-    def rows(self, seed: int) -> list[dict[str, Any]]:
-        """One row for each kind."""
-        counts: dict[str, Counter] = {}
-        for kind, outcome in self.outcomes:
-            counts.setdefault(kind, Counter()).update(("tried", outcome))
-        return [{"kind": kind, **{c: count[c] for c in COLUMNS}, "seed": seed} for kind, count in counts.items()]
+def refusal(said: str) -> str:
+    """The sentence in which a command refused: one line that ends in a full stop, without a traceback."""
+    (sentence,) = [line for line in said.splitlines() if line.startswith("lmcore:")]
+    assert sentence.endswith("."), said
+    assert "Traceback" not in said
+    return sentence

@@ -2,25 +2,19 @@
 
 import random
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fault_bench import Bench, Tally, ended
-from file_faults import AtSteps
+from fault_bench import AtSteps, Bench, ended, refusal
 
-from lmcore.config import replace
 from lmcore.run import RunFolder
-
-CUTS, FLIPS = 12, 25
 
 
 @pytest.fixture(scope="module")
 def stopped(bench: Bench) -> RunFolder:
     """A run that ended after two thirds, with checkpoints of its steps 9 and 12."""
     run = bench.new()
-    process = bench.start(run, AtSteps(last=13))
-    assert ended(process) == -signal.SIGKILL, bench.said(run)
+    assert ended(bench.start(run, AtSteps(last=13))) == -signal.SIGKILL, bench.said(run)
     assert [path.name for path in run.checkpoints()] == ["step_00000012.pt", "step_00000009.pt"]
     return run
 
@@ -50,112 +44,52 @@ def half_line(path: Path, rng: random.Random) -> None:
     path.write_text(text + line[: rng.randrange(1, len(line))] + rng.choice(("", "\n")))
 
 
-Damage = Callable[[Path, random.Random], None]
+def files(run: RunFolder) -> dict[Path, bytes]:
+    """What a refusal leaves as it is."""
+    kept = (path for path in run.path.rglob("*") if path.suffix in (".pt", ".safetensors", ".jsonl"))
+    return {path: path.read_bytes() for path in kept}
 
 
-@pytest.mark.parametrize(("damage", "times", "kind"), [(cut, CUTS, "truncated"), (flip, FLIPS, "with a flipped bit")])
-def test_newest_checkpoint(bench: Bench, stopped, tally: Tally, rng, tries, damage: Damage, times: int, kind: str):
-    for _ in range(tries(times)):
-        run = bench.copy(stopped)
-        newest, _ = run.checkpoints()
-        damage(newest, rng)
-        with tally.fault(f"newest checkpoint {kind}"):
-            said = bench.finish(run)
-            assert "lmcore:" not in said, said
-            if "resuming from step 12" not in said:  # a bit of padding may not matter
-                assert f"{newest.name} is" in said
-                assert "The checkpoint before it is tried" in said
-                assert "resuming from step 9" in said
-                assert newest.with_suffix(".damaged").exists()
-            bench.require_same(run)
-        bench.forget(run)
-
-
-@pytest.mark.parametrize("damage", [cut, flip])
-def test_every_checkpoint(bench: Bench, stopped, tally: Tally, rng, tries, damage: Damage):
-    for _ in range(tries(CUTS)):
-        run = bench.copy(stopped)
-        whole = {path: path.read_bytes() for path in run.checkpoints()}
-        for path in whole:
-            damage(path, rng)
-        with tally.fault("every checkpoint damaged") as fault:
-            there = files(run)
-            said = bench.finish(run)
-            if "No checkpoint in" in said:
-                fault.refused = True
-                assert one_sentence(said)
-                after = files(run)
-                kept = [path for path in there if path.suffix in (".pt", ".safetensors", ".jsonl")]
-                assert [after[path] for path in kept] == [there[path] for path in kept]
-                for path, content in whole.items():  # as the sentence says
-                    path.write_bytes(content)
-                bench.finish(run)
-            bench.require_same(run)
-        bench.forget(run)
-
-
-@pytest.mark.parametrize("damage", [cut, lose, half_line])
-@pytest.mark.parametrize("ended", [False, True], ids=["stopped", "complete"])
-def test_metrics(bench: Bench, stopped, tally: Tally, rng, tries, damage: Damage, ended: bool):
-    """What is lost is said: a stopped run continues, a complete one is refused until the file is put back."""
-    for _ in range(1 if damage is lose else tries(CUTS)):
-        run = bench.copy(bench.straight if ended else stopped)
-        before = run.metrics_file.read_bytes()
-        damage(run.metrics_file, rng)
-        with tally.fault(f"metrics of a {'complete' if ended else 'stopped'} run damaged") as fault:
+@pytest.mark.parametrize(
+    ("kind", "names", "damages", "count"),
+    [
+        ("newest checkpoint truncated", "checkpoints/*12.pt", [cut], 12),
+        ("newest checkpoint with a flipped bit", "checkpoints/*12.pt", [flip], 25),
+        ("every checkpoint damaged", "checkpoints/*.pt", [cut, flip], 24),
+        ("metrics of a stopped run damaged", "metrics.jsonl", [cut, half_line, lose], 25),
+        ("metrics of a complete run damaged", "metrics.jsonl", [cut, half_line, lose], 25),
+        *((f"{name} damaged", name, [cut, lose], 13) for name in ("status.json", "config.json", "environment.json")),
+        *((f"{name} damaged", f"*/{name}", [cut, flip, lose], 36) for name in ("best.safetensors", "last.safetensors")),
+    ],
+)
+def test_damage(bench: Bench, stopped, fault, rng, tries, kind: str, names: str, damages: list, count: int):
+    """The run is repaired, or refused in one sentence and then resumes once the file is back; lost lines are said."""
+    for number in range(tries(count)):
+        either = kind.endswith(".json damaged") or "best" in kind
+        run = bench.copy(bench.straight if ("complete" in kind or "last" in kind, number % 2)[either] else stopped)
+        before = {path: path.read_bytes() for path in run.path.glob(names)}
+        for path in before:
+            damages[number % len(damages)](path, rng)
+        there = files(run)
+        with fault(kind) as it:
             said = bench.finish(run)
             if "lmcore:" in said:
-                fault.refused = ended
-                assert one_sentence(said)
-                run.metrics_file.write_bytes(before)
+                assert not kind.startswith("newest"), said
+                it.refused, sentence = True, refusal(said)
+                words = ("No checkpoint in", "made with other settings", *(path.name for path in before))
+                assert any(word in sentence for word in words), sentence
+                assert files(run) == there
+                for path, content in before.items():
+                    path.write_bytes(content)
                 bench.finish(run)
+            elif kind.startswith("newest") and "resuming from step 12" not in said:  # a bit of padding may not matter
+                assert "step_00000012.pt is" in said
+                assert "The checkpoint before it is tried" in said
+                assert "resuming from step 9" in said
+                assert (run.checkpoint_folder / "step_00000012.damaged").exists()
             if "has lost lines" in said:
-                fault.refused = True
+                it.refused = True
                 assert len(run.metrics_lines()) < len(bench.straight.metrics_lines())
                 assert run.status()["state"] == "complete"
             else:
                 bench.require_same(run)
-        bench.forget(run)
-
-
-@pytest.mark.parametrize("damage", [cut, lose])
-@pytest.mark.parametrize("name", ["status.json", "config.json", "environment.json"])
-def test_notes(bench: Bench, stopped, tally: Tally, rng, tries, damage: Damage, name: str):
-    for number in range(1 if damage is lose else tries(CUTS)):
-        run = bench.copy(bench.straight if number % 2 else stopped)
-        try_damage(bench, run, tally, rng, run.path / name, damage, "made with other settings")
-
-
-@pytest.mark.parametrize("damage", [cut, flip, lose])
-@pytest.mark.parametrize("name", ["best.safetensors", "last.safetensors"])
-def test_weights(bench: Bench, stopped, tally: Tally, rng, tries, damage: Damage, name: str):
-    for number in range(tries(CUTS)):
-        run = bench.copy(bench.straight if number % 2 or name.startswith("last") else stopped)
-        try_damage(bench, run, tally, rng, run.checkpoint_folder / name, damage)
-
-
-def try_damage(bench: Bench, run: RunFolder, tally: Tally, rng, path: Path, damage: Damage, *words: str) -> None:
-    """Damages a file of a run, which is repaired, or refused in a sentence that has its name or other words."""
-    before = path.read_bytes()
-    damage(path, rng)
-    with tally.fault(f"{path.name} damaged") as fault:
-        said = bench.finish(run)
-        if "lmcore:" in said:
-            fault.refused = True
-            assert one_sentence(said)
-            assert any(word in said for word in (path.name, *words))
-            path.write_bytes(before)
-            bench.finish(run)
-        bench.require_same(run)
-    assert run.config() == replace(bench.config)
-    bench.forget(run)
-
-
-def files(run: RunFolder) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
-
-
-def one_sentence(said: str) -> bool:
-    """Whether a refusal is one line that ends in a full stop, without a traceback."""
-    refusals = [line for line in said.splitlines() if line.startswith("lmcore:")]
-    return len(refusals) == 1 and refusals[0].endswith(".") and "Traceback" not in said

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_bench import Bench, Tally
+from fault_bench import Bench, refusal
 
 PAGE = 4096
 STEP = 3
-"""Pages between two tries for a report."""
 NAMES = ("config.json", "environment.json", "status.json", "metrics.jsonl", "step_", "best.safe", "last.safe")
 
 
@@ -27,20 +26,18 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_at_every_stage(bench: Bench, tally: Tally, tries, small_disk: Path, monkeypatch):
+def test_a_full_disk_at_every_stage(bench: Bench, fault, tries, small_disk: Path, monkeypatch):
     """Room is cut page by page, so that each kind of file is at some time the first that does not fit."""
     needed = sum(-(-path.stat().st_size // PAGE) for path in bench.straight.path.rglob("*")) + 60
     monkeypatch.setattr(bench, "folder", small_disk)
-    refused_files = set()
-    full = needed // STEP
+    full, refused_files = needed // STEP, set()
     for pages in range(0, needed, needed // tries(full)):
         run = bench.new()
         fill(small_disk, leaving=pages)
-        with tally.fault("disk full") as fault:
+        with fault("disk full") as it:
             said = bench.finish(run)
             if "lmcore:" in said:
-                fault.refused = True
-                sentence = next(line for line in said.splitlines() if line.startswith("lmcore:"))
+                it.refused, sentence = True, refusal(said)
                 assert "No space left on device" in sentence or "file_utils" in sentence or "write" in sentence, said
                 refused_files |= {word for word in NAMES if word in sentence} or {sentence}
                 assert not list(run.path.rglob("*.tmp")), "a file that did not fit was left behind"
@@ -51,7 +48,6 @@ def test_a_full_disk_at_every_stage(bench: Bench, tally: Tally, tries, small_dis
                 assert "lmcore:" not in said, said
             bench.require_same(run)
         fill(small_disk, leaving=None)
-        bench.forget(run)
     every = {"config.json", "step_", "metrics.jsonl", "best.safe"}
     assert refused_files >= every if tries(full) == full else len(refused_files) > 1, refused_files
 

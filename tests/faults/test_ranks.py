@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from fault_bench import Bench, Tally, results, train_here, wait_until
+from fault_bench import SECONDS, Bench, train_here, wait_until
 from parallel_runs import free_port
 
 from lmcore.config import TrainConfig, replace, to_dict
@@ -32,7 +32,6 @@ WITHIN = 60.0
 
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
 
-
 FAULTS = {
     "hang": (None, "lmcore: The ranks lost each other", 1),
     "out of memory": (torch.OutOfMemoryError("CUDA out of memory"), "rank {rank}: CUDA", EXIT_CODES["out of memory"]),
@@ -43,37 +42,40 @@ FAULTS = {
 
 
 @dataclass(frozen=True)
-class Failing:
-    """Makes one rank fail in a step; all are less patient than they usually are, so that nobody waits for long."""
+class Rank:
+    """Called in a started process: makes it a rank, less patient than usual; one may fail in a step."""
 
-    rank: int = -1
-    step: int = 0
+    rank: int
+    size: int
+    port: int
+    fails_at: int | None = None
     how: str = ""
 
     def __call__(self) -> None:
+        os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.size), "LOCAL_RANK": str(self.rank)}
+        os.environ |= {"LOCAL_WORLD_SIZE": str(self.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the latter as the command has it
         from lmcore import train
         from lmcore.distributed import watch, world
 
-        watch.SILENCE, watch.GRACE, watch.PERIOD, world.SECONDS_OF_A_COLLECTIVE = 8.0, 1.0, 0.3, 15
-        if int(os.environ["RANK"]) != self.rank:
-            return
-        loop = train.get_lr_cosine_schedule
+        watch.SILENCE, watch.GRACE, watch.PERIOD = 8.0, 1.0, 0.3
+        if self.how == "hang":
+            world.SECONDS_OF_A_COLLECTIVE = 15
+        rate = train.get_lr_cosine_schedule
 
-        def schedule(step: int, *settings):
-            if step == self.step:
+        def fail(step: int, *settings):
+            if step == self.fails_at:
                 time.sleep(1000 if FAULTS[self.how][0] is None else 0)
                 raise FAULTS[self.how][0]
-            return loop(step, *settings)
+            return rate(step, *settings)
 
-        train.get_lr_cosine_schedule = schedule
+        train.get_lr_cosine_schedule = fail
 
 
-def rank_here(config: TrainConfig, folder: Path, log: Path, launched: dict, failing: Failing) -> None:
+def rank_here(config: TrainConfig, folder: Path, log: Path, rank: Rank) -> None:
     """What a started rank does."""
-    os.environ |= {name: str(value) for name, value in launched.items()}
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command has it
     try:
-        train_here(config, folder, log, failing)
+        train_here(config, folder, log, rank)
     except RuntimeError as error:
         print(f"lmcore: {error}", flush=True)
         sys.exit(1)
@@ -85,40 +87,28 @@ class Ranks:
     def __init__(self, bench: Bench):
         self.bench, self.straight = bench, {}
 
-    def start(self, run: RunFolder, config: TrainConfig, size: int, failing: Failing = Failing()) -> list:
-        processes, port = [], free_port()
+    def start(self, run: RunFolder, config: TrainConfig, size: int, failing: int = -1, step: int = 0, how="") -> list:
+        port, log, processes = free_port(), self.bench.folder / f"{run.name}.log", []
         for rank in range(size):
-            launched = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-            launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-            log = self.bench.folder / f"{run.name}.log"
-            process = self.bench.processes.Process(target=rank_here, args=(config, run.path, log, launched, failing))
-            process.start()
-            processes.append(process)
+            made = Rank(rank, size, port, step if rank == failing else None, how)
+            processes.append(self.bench.processes.Process(target=rank_here, args=(config, run.path, log, made)))
+            processes[-1].start()
         return processes
-
-    def undisturbed(self, config: TrainConfig, size: int) -> RunFolder:
-        key = (config.strategy, config.checkpoints, size)
-        if key not in self.straight:
-            self.straight[key] = run = self.bench.new()
-            assert codes(self.start(run, config, size)) == [0] * size, self.bench.said(run)
-        return self.straight[key]
 
     def goes_on(self, run: RunFolder, config: TrainConfig, size: int) -> None:
         """The same ranks again end with what an undisturbed run has."""
+        if (config, size) not in self.straight:
+            self.straight[config, size] = straight = self.bench.new()
+            assert codes(self.start(straight, config, size)) == [0] * size, self.bench.said(straight)
         assert codes(self.start(run, config, size)) == [0] * size, self.bench.said(run)
-        there, here = results(self.undisturbed(config, size)), results(run)
-        for key, value in there.items():
-            assert here[key] == value, f"{key} of {run.name}: {here[key]}, undisturbed {value}"
-        self.bench.forget(run)
+        self.bench.require_same(run, self.straight[config, size])
 
     def case(self, rng: random.Random) -> tuple[RunFolder, TrainConfig, int]:
         """A run with a random way to divide the work, form of checkpoints and number of ranks."""
         config = replace(self.bench.config, strategy=rng.choice(STRATEGIES), batch_size=6)
-        config = replace(config, checkpoints=rng.choice(("whole", "sharded")))
         # PyTorch's DDP rebuilds its buckets after a first step: the sums of three ranks then have another order
         size = 2 if config.strategy == "torch-ddp" else rng.choice((2, 2, 3))
-        self.undisturbed(config, size)
-        return self.bench.new(), config, size
+        return self.bench.new(), replace(config, checkpoints=rng.choice(("whole", "sharded"))), size
 
     def under_way(self, rng: random.Random, count: int) -> Iterator[tuple[RunFolder, TrainConfig, list]]:
         """So many random runs with their processes, at a random moment of the training."""
@@ -152,11 +142,11 @@ def ranks(bench: Bench) -> Ranks:
     return Ranks(bench)
 
 
-def test_a_rank_dies(ranks: Ranks, tally: Tally, rng: random.Random, tries):
+def test_a_rank_dies(ranks: Ranks, fault, rng: random.Random, tries):
     for run, config, processes in ranks.under_way(rng, tries(TRIES)):
         victim = rng.randrange(len(processes))
         os.kill(processes[victim].pid, signal.SIGKILL)
-        with tally.fault("SIGKILL of one of several ranks"):
+        with fault("SIGKILL of one of several ranks"):
             ended, said = codes(processes), ranks.bench.said(run)
             if any(code for rank, code in enumerate(ended) if rank != victim):  # the run may have been over
                 assert {1, -signal.SIGKILL, 0} >= set(ended), said
@@ -166,28 +156,28 @@ def test_a_rank_dies(ranks: Ranks, tally: Tally, rng: random.Random, tries):
 
 
 @pytest.mark.parametrize("how", FAULTS)
-def test_a_rank_fails(ranks: Ranks, tally: Tally, rng: random.Random, tries, how: str):
+def test_a_rank_fails(ranks: Ranks, fault, rng: random.Random, tries, how: str):
     for _ in range(tries(TRIES // 2)):
         run, config, size = ranks.case(rng)
-        failing = Failing(rng.randrange(size), rng.randint(5, config.steps), how)  # the first steps may take long
-        with tally.fault(f"{how} of one of several ranks"):
+        failing, step = rng.randrange(size), rng.randint(5, config.steps)  # the first steps may take long
+        with fault(f"{how} of one of several ranks"):
             _, sentence, code = FAULTS[how]
-            ended = codes(ranks.start(run, config, size, failing))
+            ended = codes(ranks.start(run, config, size, failing, step, how))
             said = ranks.bench.said(run)
             assert set(ended) == {code}, (ended, said)
-            assert sentence.format(rank=failing.rank) in said, said
+            assert sentence.format(rank=failing) in said, said
             if how == "out of memory":  # a result, which is kept; here the memory is there again
                 status = run.status()
                 assert status["state"] == "out of memory", status
-                assert f"rank {failing.rank}" in status["reason"].lower(), status
+                assert f"rank {failing}" in status["reason"].lower(), status
                 run.status_file.unlink()
             ranks.goes_on(run, config, size)
 
 
-def test_ranks_are_asked_to_stop(ranks: Ranks, tally: Tally, rng: random.Random, tries):
+def test_ranks_are_asked_to_stop(ranks: Ranks, fault, rng: random.Random, tries):
     """By a signal to all of them, or to a single one: all save the same step."""
     for run, config, processes in ranks.under_way(rng, tries(TRIES)):
-        with tally.fault("stop signal to one or all of several ranks"):
+        with fault("stop signal to one or all of several ranks"):
             for process in rng.choice((processes, [rng.choice(processes)])):
                 os.kill(process.pid, signal.SIGTERM)
             ended = codes(processes)
@@ -196,29 +186,20 @@ def test_ranks_are_asked_to_stop(ranks: Ranks, tally: Tally, rng: random.Random,
             ranks.goes_on(run, config, len(ended))
 
 
-@pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGTERM])
-def test_under_torchrun(ranks: Ranks, tally: Tally, what, tmp_path: Path):
-    """A rank that is killed is started again with the others; a stop of the launcher saves, and the command resumes."""
-    config = replace(ranks.bench.config, strategy="zero1", checkpoints="sharded", steps=300, checkpoint_interval=40)
-    config = replace(config, eval_interval=100)
-    run, straight = ranks.bench.new(), ranks.bench.new()
-    assert codes(ranks.start(straight, config, 2)) == [0, 0], ranks.bench.said(straight)
+def test_under_torchrun(ranks: Ranks, fault, tmp_path: Path):
+    """A rank that is killed is started again with the others; a stop of the launcher saves, and the ranks resume."""
+    config = replace(ranks.bench.config, strategy="zero1", checkpoints="sharded", steps=600, checkpoint_interval=40)
+    config, run = replace(config, eval_interval=200), ranks.bench.new()
     write_json(tmp_path / "config.json", to_dict(config))
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "--"]
     words += ["lmcore", "train", "--run", str(run.path), "--config", str(tmp_path / "config.json")]
-    variables = os.environ | {"OMP_NUM_THREADS": "1"}
-    with tally.fault(f"{what.name} under torchrun, to one or all of several ranks"), open(tmp_path / "log", "w") as log:
-        launcher = subprocess.Popen(words, env=variables, stdout=log, stderr=log)
+    said = (tmp_path / "log").read_text
+    with fault("SIGKILL, then SIGTERM under torchrun to one or all of several ranks"), open(tmp_path / "log", "w") as log:
+        launcher = subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
         wait_until(lambda: run.metrics_file.exists() and len(run.metrics_lines()) > 40, "the ranks train")
-        victim = psutil.Process(launcher.pid).children()[1] if what == signal.SIGKILL else launcher
-        victim.send_signal(what)
-        code = launcher.wait(120)
-        said = (tmp_path / "log").read_text()
-        if what == signal.SIGKILL:
-            assert code == 0, said
-            assert said.count("resuming from step") == 1, said
-        else:
-            assert run.status()["state"] == "interrupted", said
-            assert subprocess.run(words, env=variables, capture_output=True, check=False).returncode == 0
-        there, here = results(straight), results(run)
-        assert {key: here[key] == there[key] for key in there} == dict.fromkeys(there, True)
+        psutil.Process(launcher.pid).children()[1].kill()
+        wait_until(lambda: "resuming from step" in said(), "the ranks are started again")
+        launcher.terminate()
+        launcher.wait(SECONDS)
+        assert run.status()["state"] == "interrupted", said()
+        ranks.goes_on(run, config, 2)

@@ -11,34 +11,38 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fault_bench import results as run_results
-from notebook_projects import TRAIN, code, make_project, parameters, results
+from notebook_projects import code, make_project, parameters, results
 
 from lmcore.config import TrainConfig, replace, to_dict
 from lmcore.errors import EXIT_INTERRUPTED
 from lmcore.run import RunFolder
 from lmcore.stopping import SAME_SIGNAL
+from lmcore.train import train
 from workbook.record import NotebookRecord, read_record, read_records
 
 PATIENCE = 120
 """Seconds after which a condition that has not come true fails the test."""
 
+KERNEL = "ipykernel_launcher"
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 """Environment of processes that do not slow each other down."""
 
 KEPT = code("'an output to keep'")
-SWEEP = """import json
+
+
+def training(*names: str):
+    """A cell that trains runs of these names side by side, with seeds 0, 1 and so on."""
+    return code(f"""import json
 from lmcore.config import TrainConfig, from_dict, replace
 from workbook.sweep import run_sweep
 config = from_dict(TrainConfig, json.load(open("../config.json")))
-runs = run_sweep({f"seed_{i}": replace(config, seed=i) for i in (1, 2)}, f"{out}/runs", workers=2)
-[run.status()["state"] for run in runs.values()]"""
+runs = {{name: replace(config, seed=seed) for seed, name in enumerate({names})}}
+[run.status()["state"] for run in run_sweep(runs, f"{{out}}/runs", workers=2).values()]""")
 
 
 @pytest.fixture(scope="module")
-def config(tiny_run) -> TrainConfig:
-    every = {"eval_interval": 600, "checkpoint_interval": 100, "log_interval": 5}
-    return replace(tiny_run, steps=1200, eval_batch_size=64, **every)
+def config(bench) -> TrainConfig:
+    return replace(bench.config, steps=1200, log_interval=5, eval_interval=600, checkpoint_interval=100)
 
 
 @pytest.fixture
@@ -48,13 +52,11 @@ def endless(config) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(config, tmp_path_factory) -> RunFolder:
-    """The run that nobody stops, in a process like those of the notebooks."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "config.json").write_text(json.dumps(to_dict(config)))
-    command = [sys.executable, "-m", "lmcore", "train", "--config", str(folder / "config.json"), "--run"]
-    subprocess.run([*command, str(folder / "run")], check=True, capture_output=True, env=ONE_THREAD)
-    return RunFolder(folder / "run")
+def undisturbed(bench, config) -> RunFolder:
+    """The run that nobody stops."""
+    run = bench.new()
+    train(config, run)
+    return run
 
 
 class Workbook:
@@ -95,36 +97,19 @@ class Workbook:
     def record(self, name: str = "01_toy") -> NotebookRecord:
         return read_record(self.out, name)
 
-    def family(self) -> list[psutil.Process]:
-        """All processes that run in the project's folder."""
+    def processes(self, word: str = "") -> list[psutil.Process]:
+        """All processes that run in the project's folder, or those with this word in their command."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if Path(process.cwd()).is_relative_to(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
+                here = Path(process.cwd()).is_relative_to(self.folder) and process.status() != psutil.STATUS_ZOMBIE
+                if here and (not word or word in process.cmdline()):
                     found.append(process)
         return found
 
     def results(self) -> list[str]:
         """The results of the cells in the executed notebook."""
         return results(self.out / "notebooks" / "01_toy.ipynb")
-
-    def processes(self, is_one) -> list[psutil.Process]:
-        """Those of the family for which this is true."""
-        return [process for process in self.family() if is_one(process)]
-
-
-def words(process: psutil.Process) -> list[str]:
-    with contextlib.suppress(psutil.Error):
-        return process.cmdline()
-    return []
-
-
-def is_kernel(process: psutil.Process) -> bool:
-    return "ipykernel_launcher" in words(process)
-
-
-def is_training(process: psutil.Process) -> bool:
-    return "sweep" in words(process)
 
 
 @pytest.fixture
@@ -138,49 +123,42 @@ def workbook(tmp_path):
 
     yield make
     for book in made:
-        for process in book.family():
+        for process in book.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
 
-def require_same_run(run: RunFolder, other: RunFolder) -> None:
-    """Bitwise the same weights, and metrics that differ in wall-clock fields alone."""
-    for key in ("last", "metrics"):
-        assert run_results(run)[key] == run_results(other)[key]
-
-
-def require_stopped(book: Workbook, name: str, cell: int) -> str:
-    """The workbook ends as one that was stopped, and no process is left; returns what it said."""
+def require_stopped(book: Workbook, name: str) -> str:
+    """The workbook ends as one stopped in its third cell, and no process is left; returns what it said."""
     code, said = book.end()
     assert code == EXIT_INTERRUPTED, said
-    assert f"stopped by {name} in notebook 01_toy, cell {cell}; the same command resumes from there." in said
-    assert book.record().state == "stopped"
-    assert (book.record().cell, book.record().error) == (cell, name)
+    assert f"stopped by {name} in notebook 01_toy, cell 3; the same command resumes from there." in said
+    record = book.record()
+    assert (record.state, record.cell, record.error) == ("stopped", 3, name)
     assert "'an output to keep'" in book.results()
-    assert book.family() == []
+    assert book.processes() == []
     return said
 
 
-def test_training_is_stopped_and_goes_on_as_if_nothing_had_been(workbook, config, undisturbed):
-    book = workbook(code(TRAIN), config=config).start("--no-writeup")
-    book.wait_for_steps("toy")
+def test_training_is_stopped_and_goes_on_as_if_nothing_had_been(workbook, bench, config, undisturbed):
+    names = ("toy", "other")
+    book = workbook(training(*names), config=config).start("--no-writeup")
+    book.wait_for_steps(*names)
     book.process.send_signal(signal.SIGUSR1)
     book.process.send_signal(signal.SIGUSR1)
-    require_stopped(book, "SIGUSR1", 3)
-    status = book.run("toy").status()
-    assert status["state"] == "interrupted"
-    assert 0 < status["step"] < config.steps
+    require_stopped(book, "SIGUSR1")
+    assert [book.run(name).status()["state"] for name in names] == ["interrupted"] * 2
+    assert 0 < book.run("toy").status()["step"] < config.steps
     assert book.start("--no-writeup").end()[0] == 0
-    assert book.results()[-1] == "'complete'"
-    assert "resuming from step" in book.run("toy").log_file.read_text()
-    require_same_run(book.run("toy"), undisturbed)
+    assert book.results()[-1] == "['complete', 'complete']"
+    bench.require_same(book.run("toy"), undisturbed)
 
 
 def test_a_second_ctrl_c_ends_all_processes_at_once(workbook, endless):
-    book = workbook(code(TRAIN), config=endless).start("--no-writeup")
+    book = workbook(training("toy"), config=endless).start("--no-writeup")
     book.wait_for_steps("toy")
-    (training,) = book.processes(is_training)
-    training.suspend()  # it will not save itself
+    (child,) = book.processes("sweep")
+    child.suspend()  # it will not save itself
     book.process.send_signal(signal.SIGINT)
     time.sleep(2 * SAME_SIGNAL)
     assert book.process.poll() is None
@@ -191,56 +169,50 @@ def test_a_second_ctrl_c_ends_all_processes_at_once(workbook, endless):
     assert code_ == 128 + signal.SIGINT
     assert "SIGINT: stopping where nothing is lost; a second signal ends the process at once" in said
     assert said.endswith("lmcore: SIGINT again: ended at once; what was saved stays.\n")
-    psutil.wait_procs(book.family(), timeout=PATIENCE)
-    assert book.family() == []
+    psutil.wait_procs(book.processes(), timeout=PATIENCE)
+    assert book.processes() == []
     assert book.record().state == "stopped"
 
 
-def test_all_workers_of_a_sweep_are_stopped(workbook, endless):
-    book = workbook(code(SWEEP), config=endless).start("--no-writeup")
-    book.wait_for_steps("seed_1", "seed_2")
-    book.process.send_signal(signal.SIGTERM)
-    require_stopped(book, "SIGTERM", 3)
-    assert [book.run(name).status()["state"] for name in ("seed_1", "seed_2")] == ["interrupted"] * 2
-
-
 def test_every_process_gets_the_signal_at_once(workbook, endless):
-    book = workbook(code(TRAIN), config=endless).start("--no-writeup")
+    book = workbook(training("toy"), config=endless).start("--no-writeup")
     book.wait_for_steps("toy")
-    kernels, family = book.processes(is_kernel), book.family()
+    kernels, family = book.processes(KERNEL), book.processes()
     assert kernels
     for process in sorted(family, key=lambda process: process not in kernels):  # the kernel dies first
         process.send_signal(signal.SIGTERM)
-    require_stopped(book, "SIGTERM", 3)
+    require_stopped(book, "SIGTERM")
     assert book.run("toy").checkpoints()
-
-
-DEAF = "while True:\n    try:\n        time.sleep(9)\n    except KeyboardInterrupt:\n        pass"
-WITH_A_CHILD = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)\nwhile True: pass"
 
 
 @pytest.mark.parametrize(
     ("loop", "number"),
-    [(DEAF, signal.SIGUSR1), (DEAF, signal.SIGINT), (WITH_A_CHILD, signal.SIGHUP)],
-    ids=["a cell that does not listen", "Ctrl-C, a cell that does not listen", "hung up, with a child in a session"],
+    [
+        ("while True:\n    try:\n        time.sleep(9)\n    except KeyboardInterrupt:\n        pass", signal.SIGUSR1),
+        (
+            "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)\nwhile True: 1",
+            signal.SIGHUP,
+        ),
+    ],
+    ids=["a cell that does not listen", "hung up, with a child in a session"],
 )
 def test_a_cell_without_training_is_interrupted(workbook, loop, number):
     book = workbook(code("import time; open('../begun', 'w').close()\n" + loop), code("1")).start("--stop-seconds", "2")
     book.wait_for((book.folder / "begun").exists)
     book.process.send_signal(number)
-    assert "Traceback" not in require_stopped(book, number.name, 3)
+    assert "Traceback" not in require_stopped(book, number.name)
     assert not (book.out / "writeup").exists()
 
 
 def test_while_the_kernel_starts(workbook):
     book = workbook().start()
-    book.wait_for(lambda: book.processes(is_kernel))
+    book.wait_for(lambda: book.processes(KERNEL))
     book.process.send_signal(signal.SIGTERM)
-    code, said = book.end()
-    assert code == EXIT_INTERRUPTED
+    code_, said = book.end()
+    assert code_ == EXIT_INTERRUPTED
     assert "stopped by SIGTERM in notebook 01_toy" in said
     assert book.record().state == "stopped"
-    assert book.family() == []
+    assert book.processes() == []
 
 
 def test_between_notebooks_and_while_the_writeup_is_made(workbook):
@@ -260,22 +232,13 @@ def test_between_notebooks_and_while_the_writeup_is_made(workbook):
     assert (book.out / "writeup" / "answers.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_training_that_does_not_end_in_time_is_killed(workbook, endless):
-    book = workbook(code(TRAIN), config=endless).start("--no-writeup", "--stop-seconds", "1")
-    book.wait_for_steps("toy")
-    (training,) = book.processes(is_training)
-    training.suspend()
-    book.process.send_signal(signal.SIGUSR1)
-    require_stopped(book, "SIGUSR1", 3)
-
-
-def test_all_but_the_kernel_is_killed(workbook, config, undisturbed):
-    book = workbook(code(TRAIN), config=config).start("--no-writeup")
+def test_all_but_the_kernel_is_killed(workbook, bench, config, undisturbed):
+    book = workbook(training("toy"), config=config).start("--no-writeup")
     book.wait_for(lambda: book.run("toy").checkpoints())
-    kernels = book.processes(is_kernel)
-    (training,) = book.processes(is_training)
+    kernels = book.processes(KERNEL)
+    (child,) = book.processes("sweep")
     book.process.send_signal(signal.SIGKILL)
-    training.kill()
+    child.kill()
     book.end()
     assert json.loads((book.out / "notebooks" / "01_toy.json").read_text())["state"] == "running"
     assert book.record().state == "stopped"
@@ -283,6 +246,6 @@ def test_all_but_the_kernel_is_killed(workbook, config, undisturbed):
     assert kernels
     assert not psutil.wait_procs(kernels, timeout=PATIENCE)[1]
     assert book.start("--no-writeup").end()[0] == 0
-    assert book.results()[-1] == "'complete'"
+    assert book.results()[-1] == "['complete']"
     assert len(book.run("toy").starts()) == 2
-    require_same_run(book.run("toy"), undisturbed)
+    bench.require_same(book.run("toy"), undisturbed)
