@@ -194,7 +194,7 @@ def test_under_torchrun(ranks: Ranks, fault, tmp_path: Path):
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "--"]
     words += ["lmcore", "train", "--run", str(run.path), "--config", str(tmp_path / "config.json")]
     said = (tmp_path / "log").read_text
-    with fault("SIGKILL, then SIGTERM under torchrun to one or all of several ranks"), open(tmp_path / "log", "w") as log:
+    with fault("SIGKILL, SIGTERM under torchrun, to one of several ranks"), open(tmp_path / "log", "w") as log:
         launcher = subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
         wait_until(lambda: run.metrics_file.exists() and len(run.metrics_lines()) > 40, "the ranks train")
         psutil.Process(launcher.pid).children()[1].kill()
