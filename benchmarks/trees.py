@@ -43,7 +43,6 @@ CASES: dict[str, dict[str, Any]] = {
     "step-large-4x1024": {"size": "large", "batch_size": 4, "context_length": 1024},
     "attention-128-16384": {"head_size": 128, "length": 16384, "heads": 16},
     "decode-small-1": {"size": "small", "prompt_tokens": 32, "new_tokens": 256},
-    "step-tinystories-32x256": {"size": "tinystories", "batch_size": 32, "context_length": 256},
 }
 """Arguments of the function that a name begins with."""
 TOY: dict[str, dict[str, Any]] = {"attention-16-32": {"head_size": 16, "length": 32, "heads": 2}}
@@ -66,8 +65,7 @@ def main(
     from lmcore.files import write_json
     from lmcore.provenance import environment
 
-    here = environment()
-    result: dict[str, Any] = {"provenance": here, "cases": {}}
+    result: dict[str, Any] = {"provenance": environment(), "cases": {}}
     for name, settings in (TOY if toy else CASES).items():
         row = result["cases"][name] = {"settings": settings} | compare(name, settings, old.resolve(), rounds)
         write_json(out, result)
