@@ -10,7 +10,6 @@ import pytest
 from lmcore.profiling.nsys.export import DEVICES, GRAPH, KERNEL, MEMCPY, MEMSET, NVTX, RUNTIME
 
 FORWARD_BACKWARD = "train_fwd_bwd_rtx3070ti_nsys2025.1.3.sqlite"
-DUPLICATED = "saxpy_duplicate_correlation_a100.sqlite"
 H200 = Path(__file__).parent / "data" / "h200_two_layers_nsys2025.3.sqlite"
 """Of our own: two layers, two inference passes and two training steps, without what names a machine."""
 

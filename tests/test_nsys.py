@@ -21,8 +21,6 @@ from lmcore.profiling.nsys import tool as nsys
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.profile import profile_with_nsys, profile_workload, summary
 from lmcore.profiling.nsys.tool import Nsys, export_report, find_nsys, load_trace, run_under_nsys
-from lmcore.profiling.nsys.torch_trace import read_torch_trace
-from lmcore.profiling.nsys.trace import busy_table, kernels_in, work_in
 from lmcore.profiling.workload import no_span, workload_config
 
 FAKE = """#!{python}
@@ -110,11 +108,7 @@ def test_found_on_the_path_and_by_the_variable(tmp_path, monkeypatch):
             find_nsys()
 
 
-def test_found_in_folders_the_newest_first_and_none_that_does_not_run(tmp_path, monkeypatch):
-    lame = tmp_path / "bin" / "nsys"
-    lame.parent.mkdir()
-    lame.write_text("#!/bin/nothing\n")
-    lame.chmod(0o755)
+def test_found_in_folders_the_newest_first(tmp_path, monkeypatch):
     for version in ("2025.9.1", "2025.10.1", "2024.2.0"):
         fake_nsys(tmp_path / "nsight-compute" / version / "host" / "target-linux-x64" / "nsys", f"{version}.5")
     monkeypatch.setattr(nsys, "PLACES", [str(tmp_path / "nsight-compute/*/host/target-linux-*/nsys")])
@@ -125,9 +119,6 @@ def test_a_run_leaves_report_and_export(tmp_path, copying):
     path = run_under_nsys(copying, [sys.executable, "-c", "print('hello')"], tmp_path / "run")
     assert path == tmp_path / "run" / "profile.sqlite"
     assert (tmp_path / "run" / "profile.nsys-rep").exists()
-    command = nsys.profile_command(copying, ["python", "x.py"], tmp_path / "r")
-    assert (command[1], command[-2:]) == ("profile", ["python", "x.py"])
-    assert {"--trace=cuda,nvtx", "--sample=none", "--capture-range=cudaProfilerApi"} <= set(command)
     assert "hello" in (tmp_path / "run" / "nsys.log").read_text()
     assert len(read_export(path).kernels) == 8
 
@@ -236,12 +227,8 @@ def test_a_workload_under_nsys_and_by_torch_where_that_fails(tmp_path, monkeypat
     assert "colour" in result["notes"][0]
 
 
-@pytest.fixture
-def trace(small):
-    return read_export(small)
-
-
-def test_summary_by_range(trace):
+def test_summary_by_range(small):
+    trace = read_export(small)
     found = summary(trace, "inference")
     assert [row["path"] for row in found["ranges"]][:3] == [
         "inference", "inference/forward", "inference/forward/block *"
@@ -251,10 +238,8 @@ def test_summary_by_range(trace):
     assert whole["busy_seconds"] == pytest.approx(15e-9)
     assert whole["seconds"] == pytest.approx(900e-9)
     assert whole["idle_seconds"] == pytest.approx(2.5e-9)
-    each = [(row["category"], row["calls"], row["seconds"]) for row in of_path(found["categories"], "inference")]
-    assert each == [("matmul", 1, pytest.approx(7.5e-9)), ("softmax/reduction", 1, pytest.approx(7.5e-9))]
-    kernels = of_path(found["kernels"], "inference")
-    assert [(row["name"], row["calls"]) for row in kernels] == [("ampere_sgemm", 1), ("reduce", 1)]
+    each = [(row["name"], row["category"], row["calls"]) for row in of_path(found["kernels"], "inference")]
+    assert each == [("ampere_sgemm", "matmul", 1), ("reduce", "softmax/reduction", 1)]
     training = summary(trace, "training step")
     (backward,) = of_path(training["ranges"], "training step/backward")
     assert backward["busy_seconds"] == pytest.approx(100e-9)
@@ -295,27 +280,14 @@ def matmuls(found, path):
     return next(row["calls"] for row in of_path(found["categories"], path) if row["category"] == "matmul")
 
 
-def test_own_times_add_up(on_cpu):
-    """Summed own times of operators are the time in which one ran: nothing is counted twice."""
-    trace = read_torch_trace(on_cpu[1] / "profile.json.gz")
-    for name in ("inference", "training step"):
-        own = kernels_in(trace, name)["duration"].sum() / 1e9
-        assert own == pytest.approx(busy_table(trace, name)["busy_seconds"].sum(), rel=1e-6)
-    assert set(work_in(trace, "optimizer")[1]["category"]) == {"optimizer"}
-
-
 def test_command_reads_reports(capsys, tmp_path):
     path = sample(FORWARD_BACKWARD)
     assert main(["nsys", "--report", str(path), "--top", "2"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "17,032 kernels, 1,782 copies, 31 ranges" in out
-    # the whole record: 1,734 ms of kernels, 65 of copies
     assert "ampere_sgemm_128x64_tn matmul 1,275 520.9 30.04 0.4085" in out
     assert "whole record 3,359.1 2,480.8 1,799.2 681.6" in out
     assert "Run Benchmark/Benchmark Forward Only/Forward 10 66.84" in out
-    assert main(["nsys", "--report", str(path), "--range", "Backward"]) == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in ("ampere_sgemm_128x64_nn", "Device-to-Device"))
     for options, sentence in (
         (["--report", str(path), "--range", "no"], "There is no range 'no'; there are Run Benchmark"),
         (["--range", "forward"], "--range needs a --report"),
@@ -327,14 +299,10 @@ def test_command_reads_reports(capsys, tmp_path):
 
 def test_command_shows_profiles(on_cpu):
     record = {"outcome": "complete", "reason": None, "result": on_cpu[0]}
-    shown = "\n".join(profile_lines(record, 5))
-    assert shown.startswith("torch.profiler (CPU operators)")
-    assert "training step/optimizer" in shown
+    assert "training step/optimizer" in "\n".join(profile_lines(record, 5))
     lost = {"training": None, "training_outcome": "out of memory", "training_reason": "9 GiB"}
     lacking = "\n".join(profile_lines(record | {"result": record["result"] | lost}, 5))
     assert "A training step does not fit into the memory: 9 GiB" in lacking
-    assert "training step/optimizer" not in lacking
-    assert profile_lines({"outcome": "failed", "reason": "It broke."}, 5) == ["failed: It broke."]
 
 
 @pytest.mark.gpu

@@ -137,16 +137,16 @@ def test_other_files_are_refused(tmp_path, monkeypatch, snapshot):
     with pytest.raises(UserError, match=r"Cannot read .*nothing"):
         read_snapshot("nothing")
 
-
-@pytest.mark.parametrize("change", [{"addr": None}, {"size": "big"}, {"size": 1 << 60}, {"action": None}], ids=str)
-def test_snapshots_of_another_format_are_refused(snapshot, change):
-    changed = snapshot["device_traces"][0][1]
-    for key, value in change.items():
-        changed.pop(key) if value is None else changed.update({key: value})
-    with pytest.raises(UserError, match="damaged"):
-        history_of(snapshot)
     with pytest.raises(UserError, match="no history"):
         history_of({"device_traces": [[], []], "segments": []})
+
+
+@pytest.mark.parametrize("change", [{"addr": None}, {"size": "big"}, {"size": 1 << 60}, {"action": None}], ids=str)
+def test_damaged_snapshots_are_refused(snapshot, change):
+    first = snapshot["device_traces"][0]
+    first[1] = {key: value for key, value in (first[1] | change).items() if value is not None}
+    with pytest.raises(UserError, match="damaged"):
+        history_of(snapshot)
 
 
 @pytest.fixture(scope="module")
