@@ -182,20 +182,16 @@ def starts_until_7(x, config, step):
     return np.arange(config.batch_size) + step
 
 
-def test_an_error_comes_behind_the_batches_before_it(monkeypatch):
+def test_an_error_comes_behind_the_batches_before_it_and_leaving_early_ends_the_thread(monkeypatch):
+    with closing(read_ahead(np.arange(500), train_config(steps=10**9), 0)) as reader:
+        next(reader)
+        assert len(reader_threads()) == 1
+    assert not reader_threads()
     monkeypatch.setattr("lmcore.data.batches.starts_at_step", starts_until_7)
     good = []
     with pytest.raises(OSError, match="the disk is gone"):
         good.extend(int(buffer[0, 0, 0]) for buffer in read_ahead(np.arange(100), train_config(), 4))
     assert good == [4, 5, 6]
-    assert not reader_threads()
-
-
-def test_leaving_early_ends_the_thread():
-    with closing(read_ahead(np.arange(500), train_config(steps=10**9), 0)) as reader:
-        for _ in range(5):
-            next(reader)
-        assert len(reader_threads()) == 1
     assert not reader_threads()
 
 

@@ -132,14 +132,6 @@ def test_validation_text_that_is_training_text_or_not_wikitext103_is_said(tmp_pa
     assert "Warning: the validation text is training text, so" in capfd.readouterr().err
 
 
-def test_failure_leaves_the_old_corpus(prepared, corpus):
-    corpus.write_bytes(b"good text " * 300_000 + b"\xff")
-    with pytest.raises(UserError, match="offset 3,000,000"):
-        prepare(corpus, BYTES, prepared.folder, progress=False)
-    assert open_data(prepared.folder, verify=True).fingerprint == prepared.fingerprint
-    assert not list(prepared.folder.glob(".preparing-*"))
-
-
 def test_a_move_that_fails_leaves_the_old_corpus(prepared, monkeypatch):
     """Whichever it is, of those that take the old corpus out of the way and those that put the new one in its place."""
     rename = Path.rename
@@ -159,14 +151,6 @@ def test_a_move_that_fails_leaves_the_old_corpus(prepared, monkeypatch):
     assert {path.name for path in prepared.folder.iterdir()} - {".lock", "checked.json"} == HELD
 
 
-def test_another_corpus_replaces_it_and_open_memmaps_stay(prepared):
-    before = prepared.train.tolist()
-    new = prepare("embedded", BYTES, prepared.folder, SMALL, progress=False)
-    assert prepared.train.tolist() == before
-    assert new.manifest["splits"]["train"]["documents"] == 60
-    assert open_data(prepared.folder).fingerprint == new.fingerprint != prepared.fingerprint
-
-
 def other_id(folder):
     """A change that keeps the size."""
     ids = np.fromfile(folder / "valid.bin", dtype=np.uint16)
@@ -181,8 +165,6 @@ def other_id(folder):
         (lambda folder: (folder / "train.bin").unlink(), r"train\.bin is missing"),
         (other_id, r"valid\.bin has changed since it was prepared"),
         (lambda folder: (folder / "manifest.json").unlink(), "not a prepared corpus .*lmcore data prepare"),
-        (lambda folder: (folder / "manifest.json").write_text("{"), "cannot be read as JSON"),
-        (lambda folder: (folder / "manifest.json").write_text("[]"), "of another version"),
     ],
 )
 def test_open_data_refuses_what_prepare_makes_again(corpus, prepared, harm, sentence):
@@ -226,12 +208,14 @@ def test_files_are_read_once(prepared, monkeypatch):
 
 
 def test_ids_that_are_overwritten_while_they_are_in_use_are_noticed(prepared):
-    data = open_data(prepared.folder)
+    data, before = open_data(prepared.folder), prepared.train.tolist()
     os.chmod(data.folder / "valid.bin", 0o600)  # the same ids
     data.require_unchanged()
-    prepare("embedded", BYTES, data.folder, SMALL, progress=False)  # what is mapped is another file
+    new = prepare("embedded", BYTES, data.folder, SMALL, progress=False)  # what is mapped is another file
     data.require_unchanged()
+    assert data.train.tolist() == before
     data = open_data(data.folder)
+    assert data.fingerprint == new.fingerprint != prepared.fingerprint
     other_id(data.folder)
     with pytest.raises(UserError, match=r"valid\.bin has changed since it was prepared"):
         data.require_unchanged()

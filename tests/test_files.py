@@ -21,7 +21,7 @@ from lmcore.checkpoint import read_weights, save_weights
 from lmcore.config import CorpusConfig, ModelConfig
 from lmcore.data import prepare
 from lmcore.errors import UserError
-from lmcore.files import Busy, atomic_write, is_locked, locked, temporary_folder, write_json
+from lmcore.files import Busy, atomic_write, is_locked, locked, write_json
 from lmcore.model import TransformerLM
 from lmcore.profiling.runner import run_cases
 from lmcore.profiling.timing import measure
@@ -34,34 +34,23 @@ from workbook.record import holding
 BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
 
 
-def test_the_next_call_removes_folders_of_killed_ones(tmp_path):
-    block = f"with temporary_folder('.preparing-', {str(tmp_path)!r}):\n    os.kill(os.getpid(), signal.SIGKILL)"
-    imports = "import os, signal\nfrom lmcore.files import temporary_folder\n"
-    done = subprocess.run([sys.executable, "-c", imports + block], check=False)
-    assert done.returncode == -signal.SIGKILL
+@pytest.mark.parametrize("writer", [f"atomic_write({'a'!r})", "temporary_folder('.preparing-', '.')"])
+def test_the_next_call_removes_what_killed_ones_left(tmp_path, monkeypatch, writer):
+    """What a call that lives writes is left alone, and so is what is somebody else's."""
+    monkeypatch.chdir(tmp_path)
+    block = f"with {writer}:\n    os.kill(os.getpid(), signal.SIGKILL)"
+    imports = "import os, signal\nfrom lmcore.files import atomic_write, temporary_folder\n"
+    assert subprocess.run([sys.executable, "-c", imports + block], check=False).returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
     (tmp_path / ".preparing-of-somebody").mkdir()
-    assert len(list(tmp_path.iterdir())) == 2
     time.sleep(0.6)
-    with temporary_folder(".preparing-", tmp_path) as first:
+    with eval(writer):
         time.sleep(0.6)
-        with temporary_folder(".preparing-", tmp_path) as second:
-            assert {path.name for path in tmp_path.iterdir()} == {first.name, second.name, ".preparing-of-somebody"}
-    assert [path.name for path in tmp_path.iterdir()] == [".preparing-of-somebody"]
-
-
-def test_the_next_write_removes_files_of_killed_ones(tmp_path):
-    block = f"with atomic_write({str(tmp_path / 'a')!r}) as file:\n    os.kill(os.getpid(), signal.SIGKILL)"
-    imports = "import os, signal\nfrom lmcore.files import atomic_write\n"
-    subprocess.run([sys.executable, "-c", imports + block], check=False)
-    assert len(list(tmp_path.iterdir())) == 1
-    time.sleep(0.6)
-    with atomic_write(tmp_path / "a") as slow:
-        time.sleep(0.6)
-        with atomic_write(tmp_path / "a") as quick:
-            quick.write(b"quick")
-        slow.write(b"slow")
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    assert (tmp_path / "a").read_bytes() == b"slow"
+        with eval(writer):
+            assert len(list(tmp_path.iterdir())) == 3
+            assert not left.exists()
+    there = {path.name for path in tmp_path.iterdir()}
+    assert there == {".preparing-of-somebody"} | ({"a"} if "'a'" in writer else set())
 
 
 def test_content_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):

@@ -83,9 +83,11 @@ PROMPTS = [[1, 2, 3], [9], list(range(20, 20 + CONTEXT)), [4] * (CONTEXT - 1), [
 @pytest.mark.parametrize("config", SETTINGS, ids=["greedy", "sampled", "truncated"])
 @pytest.mark.parametrize("kv_cache", [False, True])
 def test_rows_of_a_batch_are_those_of_the_naive_loop_beyond_the_context(model, config, kv_cache):
-    """Each with a stream of random numbers of its own, alone as beside others."""
+    """Each with a stream of random numbers of its own, alone as beside others; the global one is left alone."""
     config = replace(config, kv_cache=kv_cache)
+    before = torch.get_rng_state()
     batch = generate(model, PROMPTS, config)
+    assert torch.equal(torch.get_rng_state(), before)
     for row, prompt in enumerate(PROMPTS):
         alone = replace(config, seed=config.seed + row)
         assert generate(model, [prompt], alone) == [batch[row]] == [naive(model, prompt, alone)]
@@ -133,16 +135,6 @@ def test_the_cache_saves_the_work_that_it_is_for():
     assert fed == [3, *[1] * (CONTEXT - 3), CONTEXT // 2, 1]
 
 
-def test_the_seed_decides_and_the_global_random_state_is_left_alone(model):
-    config = GenerateConfig(max_new_tokens=20, seed=1)
-    before = torch.get_rng_state()
-    first, again = generate(model, PROMPTS, config), generate(model, PROMPTS, config)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert first == again != generate(model, PROMPTS, replace(config, seed=100))
-    same_prompt = generate(model, [[1], [1]], config)
-    assert same_prompt[0] != same_prompt[1]
-
-
 @pytest.mark.parametrize("kv_cache", [False, True])
 def test_precision_is_autocast_around_the_forward_passes(kv_cache):
     model, seen, config = build(), set(), GenerateConfig(max_new_tokens=20, seed=3, kv_cache=kv_cache)
@@ -180,13 +172,9 @@ def test_the_mode_of_every_module_is_restored():
     model = build(dropout=0.5)
     model.layers[0].eval()
     before = [module.training for module in model.modules()]
-    with evaluating(model):
-        assert not any(module.training for module in model.modules())
     with pytest.raises(KeyboardInterrupt), evaluating(model):
         raise KeyboardInterrupt
-    generate(model, [[1]], GenerateConfig(max_new_tokens=2))
     assert [module.training for module in model.modules()] == before
-    assert set(before) == {True, False}
 
 
 @pytest.mark.parametrize(
@@ -218,21 +206,15 @@ def test_streamed_pieces_are_whole_characters_and_join_to_the_text(text, noise):
 
 
 def test_generate_text_says_what_was_made_and_why_it_stopped():
-    config, tokenizer = GenerateConfig(max_new_tokens=4), ByteTokenizer()
+    config, tokenizer, pieces = GenerateConfig(max_new_tokens=4), ByteTokenizer(), []
     (ended,) = generate_text(always(EOT), tokenizer, ["hi"], config)
     assert (ended.prompt, ended.text, ended.ids, ended.stop) == ("hi", "", [], "end_of_text")
     (full,) = generate_text(always(65), tokenizer, ["hi"], config)
     assert (full.text, full.ids, full.stop) == ("AAAA", [65] * 4, "max_new_tokens")
     (continued,) = generate_text(always(EOT), tokenizer, [""], config, stop_at_end_of_text=False)
     assert (continued.text, continued.stop) == ("<|endoftext|>" * 4, "max_new_tokens")
-
-
-def test_generate_text_streams_each_prompt(model):
-    pieces = {0: [], 1: []}
-    config = GenerateConfig(max_new_tokens=50)
-    rows = generate_text(model, ByteTokenizer(), ["é", ""], config, stream=lambda row, piece: pieces[row].append(piece))
-    assert [row.text for row in rows] == ["".join(pieces[0]), "".join(pieces[1])]
-    assert rows == generate_text(model, ByteTokenizer(), ["é", ""], config)
+    rows = generate_text(build(), tokenizer, ["é", ""], config, stream=lambda *piece: pieces.append(piece))
+    assert [row.text for row in rows] == ["".join(piece for n, piece in pieces if n == row) for row in (0, 1)]
 
 
 def test_padding_of_the_vocabulary_is_never_sampled():

@@ -145,7 +145,7 @@ def test_attention_is_pytorchs_multi_head_attention():
 
 
 @torch.no_grad()
-def test_attention_takes_any_leading_dimensions_and_positions_per_sequence():
+def test_attention_takes_any_leading_dimensions_and_positions_and_masks_per_sequence():
     rope = RotaryPositionalEmbedding(10_000.0, 4, 64)
     attention = CausalMultiHeadSelfAttention(12, 3, rope)
     x = torch.randn(2, 4, 7, 12)
@@ -153,18 +153,10 @@ def test_attention_takes_any_leading_dimensions_and_positions_per_sequence():
     positions = torch.stack([torch.arange(7), torch.arange(20, 27), torch.arange(5, 12), torch.arange(7) * 3])
     together = attention(x, positions.expand(2, 4, 7))
     torch.testing.assert_close(together[1, 3], attention(x[1, 3], positions[3]), **CLOSE)
+    masks = (torch.rand(2, 4, 7, 7) > 0.5) | torch.eye(7, dtype=torch.bool)  # one for each sequence
+    torch.testing.assert_close(attention(x, mask=masks)[1, 2], attention(x[1, 2], mask=masks[1, 2]), **CLOSE)
     # a shift of all positions changes nothing: RoPE is relative
     torch.testing.assert_close(together[:, 1], attention(x)[:, 1], atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
-def test_attention_takes_one_mask_per_sequence():
-    """With as many sequences as heads, a mask on the wrong dimension would go unnoticed by shapes alone."""
-    attention, x = CausalMultiHeadSelfAttention(12, 3), torch.randn(3, 7, 12)
-    masks = (torch.rand(3, 7, 7) > 0.5) | torch.eye(7, dtype=torch.bool)
-    together = attention(x, mask=masks)
-    for n in range(3):
-        torch.testing.assert_close(together[n], attention(x[n], mask=masks[n]), **CLOSE)
 
 
 @pytest.mark.parametrize("std", [None, 1.0, 0.02])

@@ -111,7 +111,7 @@ CASES = [
     ("zero1", "whole", 2, "none", 1, {"optimizer__name": "sgd", "optimizer__max_grad_norm": None}),
     ("ddp", "whole", 2, "zero1", 3, EXPLICIT | {"eval_details": True, "optimizer__max_grad_norm": 0.3}),
     ("ddp", "whole", 2, "none", 1, EXPLICIT | TIED | {"optimizer__name": "muon"}),
-    ("zero1", "sharded", 3, "none", 1, EXPLICIT | TIED | {"model__norm": "none"}),
+    ("zero1", "sharded", 3, "none", 1, EXPLICIT | TIED | {"model__norm": "none", "model__num_layers": 4}),
     ("fsdp", "sharded", 3, "ddp", 2, EXPLICIT | {"model__vocab_size": 301}),
     ("fsdp", "sharded", 2, "fsdp", 4, EXPLICIT | TIED | {"model__num_layers": 4, "model__checkpoint_every": 1}),
 ]
@@ -251,16 +251,15 @@ def test_what_a_strategy_does_not_cover(data):
             small_config(data, strategy=strategy, **changes)
 
 
-@pytest.mark.parametrize("missing", [False, True])
-def test_a_damaged_sharded_checkpoint_is_noticed(trainers, data, alone, tmp_path, missing):
-    """The part that rank 1 wrote has a flipped bit, or is not there: the checkpoint before it is used."""
+def test_a_damaged_sharded_checkpoint_is_noticed(trainers, data, alone, tmp_path):
+    """The part that rank 1 wrote has a flipped bit: the checkpoint before it is used."""
     run, config = RunFolder(tmp_path / "run"), small_config(data, strategy="fsdp", checkpoints="sharded")
     complete(trainers.train(config, run.path, 2))
     back_to(run, 8)
     part = next(run.checkpoint_file(8, sharded=True).glob("__1_*.distcp"))
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
-    part.unlink() if missing else part.write_bytes(content)
+    part.write_bytes(content)
     ended = trainers.train(config, run.path, 2)
     complete(ended)
     assert "step_00000008.sharded is not a whole checkpoint" in ended[0].printed
