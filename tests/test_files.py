@@ -21,7 +21,7 @@ from lmcore.checkpoint import read_weights, save_weights
 from lmcore.config import CorpusConfig, ModelConfig
 from lmcore.data import prepare
 from lmcore.errors import UserError
-from lmcore.files import Busy, atomic_write, is_locked, locked, write_json
+from lmcore.files import Busy, atomic_write, is_locked, locked, temporary_folder, write_json
 from lmcore.model import TransformerLM
 from lmcore.profiling.runner import run_cases
 from lmcore.profiling.timing import measure
@@ -34,23 +34,24 @@ from workbook.record import holding
 BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
 
 
-@pytest.mark.parametrize("writer", [f"atomic_write({'a'!r})", "temporary_folder('.preparing-', '.')"])
-def test_the_next_call_removes_what_killed_ones_left(tmp_path, monkeypatch, writer):
+@pytest.mark.parametrize(
+    ("write", "arguments", "stays"), [(atomic_write, ("a",), {"a"}), (temporary_folder, (".preparing-", "."), set())]
+)
+def test_the_next_call_removes_what_killed_ones_left(tmp_path, monkeypatch, write, arguments, stays):
     """What a call that lives writes is left alone, and so is what is somebody else's."""
     monkeypatch.chdir(tmp_path)
-    block = f"with {writer}:\n    os.kill(os.getpid(), signal.SIGKILL)"
-    imports = "import os, signal\nfrom lmcore.files import atomic_write, temporary_folder\n"
+    block = f"with {write.__name__}{arguments}:\n    os.kill(os.getpid(), signal.SIGKILL)"
+    imports = f"import os, signal\nfrom lmcore.files import {write.__name__}\n"
     assert subprocess.run([sys.executable, "-c", imports + block], check=False).returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     (tmp_path / ".preparing-of-somebody").mkdir()
     time.sleep(0.6)
-    with eval(writer):
+    with write(*arguments):
         time.sleep(0.6)
-        with eval(writer):
+        with write(*arguments):
             assert len(list(tmp_path.iterdir())) == 3
             assert not left.exists()
-    there = {path.name for path in tmp_path.iterdir()}
-    assert there == {".preparing-of-somebody"} | ({"a"} if "'a'" in writer else set())
+    assert {path.name for path in tmp_path.iterdir()} == {".preparing-of-somebody"} | stays
 
 
 def test_content_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
