@@ -196,29 +196,6 @@ def fill(read: list[torch.Tensor], step: int) -> None:
         view.copy_(gradient)
 
 
-def test_parts_one_by_one_are_the_whole_bit_by_bit(device, kernels):
-    """Also where the squares of some are summed ahead, and where the numbers of parts change."""
-    parts = (3, 0, 3, 1, 0, 3)
-    one, other = (bound(device, (0,) * 6, max_grad_norm=0.5) for _ in range(2))
-    for step in range(4):
-        if step == 1:
-            for ours, read, written, optimizer in (one, other):
-                optimizer.bind(*(dict(zip(ours, values, strict=True)) for values in (read, written, parts)))
-        for _, read, _, _ in (one, other):
-            fill(read, step)
-        one[-1].prepare()
-        one[-1].launch()
-        if step > 1:
-            other[-1].begin_measure({1, 3})
-        other[-1].prepare()
-        other[-1].measure()
-        for part in set(parts) if step else {0}:
-            other[-1].apply(part)
-        assert torch.equal(one[-1].norm, other[-1].norm)
-    for ours, theirs in ((one[0], other[0]), (one[2], other[2]), (moments(one[-1]), moments(other[-1]))):
-        assert equal(ours, theirs)
-
-
 @pytest.mark.parametrize(("bad", "max_norm"), [(1.0, 0.5), (math.nan, None), (math.inf, 0.5)])
 def test_an_idle_update_changes_nothing(device, kernels, bad, max_norm):
     """Whatever the gradients are; the next step is as if it had not been. Nor does warming up."""

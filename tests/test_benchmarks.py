@@ -24,7 +24,7 @@ import kernel_peers  # noqa: E402
 from benchmark_cases import OURS, Absent, BenchmarkCase, Conditions, Contestant, blank_row, timed_rows  # noqa: E402
 from parallel import middle  # noqa: E402
 from peers import llama  # noqa: E402
-from speed import keep, main  # noqa: E402
+from speed import main  # noqa: E402
 from tables import fastest, judged, rows_table  # noqa: E402
 
 TOY = Conditions("cpu", True, 0.01, {"copy_bytes_per_second": 1e10, "bf16_flops_per_second": 1e11})
@@ -141,16 +141,6 @@ def test_an_update_that_does_nothing_has_an_error_of_one(monkeypatch):
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)
     errors = {row["contestant"]: row["notes"]["relative_error"] for row in kernel_peers.adamw(case, TOY)}
     assert errors == {"torch fused": pytest.approx(1), OURS: pytest.approx(0, abs=1e-2)}
-
-
-def test_rows_know_their_run_and_take_the_place_of_a_failure():
-    done, lost = ({"row": "work", "outcome": outcome} for outcome in ("complete", "failed"))
-    result = {"rows": [], "runs": [], "provenance": {}, "peak_rates": {}}
-    for number, (rows, commit) in enumerate((([lost], None), ([done], 1))):
-        result["runs"].append({"environment": {"commit": number}, "peak_rates": {}, "cases": []})
-        keep(result, CASE, rows)
-        assert (result["rows"], result["provenance"].get("commit")) == ([rows[0] | {"run": number}], commit)
-    assert [run["cases"] for run in result["runs"]] == [[], ["work"]]
 
 
 def command(*words) -> str:

@@ -10,10 +10,9 @@ import torch
 from lmcore.accounting import num_parameters
 from lmcore.cli import main
 from lmcore.profiling.memory import recording, timeline
-from lmcore.profiling.memory.profile import FULL_NOTE, profile_memory, write_snapshot
-from lmcore.profiling.memory.recording import PEAKS
+from lmcore.profiling.memory.profile import FULL_NOTE, profile_memory
 from lmcore.profiling.memory.saved import block_and_input, saved_by_operation
-from lmcore.profiling.memory.snapshot import Event, History, read_snapshot
+from lmcore.profiling.memory.snapshot import Event, History
 from lmcore.profiling.memory.timeline import CATEGORIES, explained, levels
 from lmcore.profiling.workload import workload_config
 
@@ -52,6 +51,7 @@ def test_the_largest_allocations_are_the_logits_and_what_the_loss_makes_of_them(
     assert {row["stage"] for row in rows} == {"forward", "loss", "backward"}
     assert any("Linear.forward" in row["source"] and row["stage"] == "forward" for row in rows)
     assert ["cross_entropy" in row["source"] for row in rows if row["category"] == "activations"] == [True, True]
+    assert any(row["source"].endswith("gradient of lm_head.weight") for row in step["largest"])
 
 
 def test_stages_follow_each_other_and_hold_the_peak(step):
@@ -62,14 +62,6 @@ def test_stages_follow_each_other_and_hold_the_peak(step):
     assert step["peak_stage"] in ("loss", "backward")
     assert step["peak_bytes"] == sum(step["peak_by_category"].values())
     assert step["categories"] == list(CATEGORIES) == list(step["timeline"]["bytes"])
-
-
-def test_sources_on_the_cpu_name_functions_operators_and_the_backward_pass(step):
-    sources = "\n".join(row["source"] for row in step["largest"])
-    for part in ("softmax, exp\n", "ExpBackward0\n", "gradient of lm_head.weight\n", "adamw_update, sqrt\n"):
-        assert part in sources
-    assert (step["tool"], step["torch_peak_bytes"]) == ("storages of tensors on the CPU", None)
-    assert "storages of tensors on the CPU" in step["notes"][0]
     json.dumps(step)
 
 
@@ -99,45 +91,6 @@ def test_categories_follow_addresses_and_lifetimes():
     history = History("t", table, range(10), stages)
     found = explained(history, {1: Event(1, 10, "w", "parameters")}, {3: "w"}).allocations
     assert [*zip(found["category"], found["stage"], found["source"], strict=True)] == [*expected.values()]
-
-
-@pytest.mark.parametrize(("capacity", "truncated"), [(100, False), (5, True)])
-def test_stages_on_a_gpu_are_found_by_counting(monkeypatch, tmp_path, capacity, truncated):
-    """A GPU that is not there: the step writes the trace that the allocator would have written, and counts alike."""
-    trace = []
-    stats = {"allocation.all.allocated": 40, "allocation.all.freed": 30} | dict.fromkeys(PEAKS.values(), 1)
-
-    def note(*events):
-        for address, size in events:
-            stats["allocation.all.allocated" if size > 0 else "allocation.all.freed"] += 1
-            for action in ["alloc"] if size > 0 else ["free_requested", "free_completed"]:
-                trace.append({"action": action, "addr": address, "size": abs(size), "time_us": len(trace)})
-
-    def step(span):
-        note((9, -900))
-        with span("forward"):
-            note((1, 100), (2, 200), (2, -200))
-        with span("backward"):
-            note((3, 300), (1, -100))
-
-    def taken():
-        keys, state = ("address", "size", "requested_size", "state"), "active_allocated"
-        blocks = [dict(zip(keys, (*numbers, state), strict=True)) for numbers in ((3, 512, 300), (8, 1024, 800))]
-        return {"device_traces": [trace[-capacity:]], "segments": [{"address": 3, "device": 0, "blocks": blocks}]}
-
-    monkeypatch.setattr(recording, "reset_peak_memory", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: dict(stats))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *args, **options: None)
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", taken)
-    history, peaks, snapshot = recording.record_cuda(step, torch.device("cuda", 0))
-    assert (history.truncated, peaks) == (truncated, dict.fromkeys(PEAKS, 1))
-    begin, middle, end = (0, 1, 3) if truncated else (1, 4, 6)  # left are the free of 2, and the backward pass
-    assert history.stages == {"forward": (begin, middle), "backward": (middle, end)}
-    said, states = {a.address: (a.bytes, a.first, a.last) for a in history.allocations.itertuples()}, end + 1
-    assert (said[8], said[3]) == ((800, 0, states), (300, states - 2, states))
-    assert said[1] == (100, 0 if truncated else 2, states - 1)
-    assert read_snapshot(tmp_path / write_snapshot(snapshot, tmp_path)["file"]) == taken()
 
 
 def test_what_a_block_saves_is_what_stays_alive_after_its_forward_pass():
@@ -182,6 +135,7 @@ def test_the_gpu_s_timeline_has_the_allocator_s_own_peak(tmp_path, changes):
     found = profile_memory(config(device="cuda", **changes), tmp_path)
     assert found["peak_bytes"] == found["torch_requested_peak_bytes"]
     assert found["peak_bytes"] <= found["torch_peak_bytes"]
+    assert found["peak_bytes"] == max(row["peak_bytes"] for row in found["stages"])
     assert found["before_by_category"]["parameters"] == PARAMETERS
     if changes.get("mode") != "forward":
         assert found["after_by_category"]["gradients"] == PARAMETERS
