@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from adapters import DecayFirst, get_adamw_cls
+from adapters import DecayFirst
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -92,20 +92,6 @@ def test_adamw_with_decay_is_algorithm_1():
             theta = theta - lr * decay * theta
             moments[n], expected[n].data = (m, v), theta
             torch.testing.assert_close(p.data, theta, atol=1e-12, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("log", "kind"),
-    [
-        ("## [26.0.1] 2026-04-05\n\n- handout: a fix\n\n## [1.0.6] - 2025-09-10\n", DecayFirst),
-        ("## [1.0.6] - 2025-09-10\n- nothing of 2026\n", AdamW),
-        (None, AdamW),
-    ],
-)
-def test_the_adapter_takes_its_courses_order(log, kind, tmp_path):
-    if log is not None:
-        (tmp_path / "CHANGELOG.md").write_text(log)
-    assert get_adamw_cls(tmp_path) is kind
 
 
 @pytest.mark.parametrize("kind", [SGD, AdamW, Muon])

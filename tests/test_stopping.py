@@ -98,7 +98,6 @@ class Ended(BaseException):
         ([(1.0, TERM), (1.4, INT)], None),  # one signal by two ways
         ([(1.0, TERM), (1.6, TERM)], 143),
         ([(1.0, TERM), (1.6, HUP)], 129),
-        ([(1.0, INT), (1.4, INT), (1.6, INT)], 130),
         ([(1.0, USR1), (9.0, TERM), (9.4, TERM)], None),  # the warning of a scheduler is not the first
         ([(1.0, USR1), (9.0, TERM), (9.6, INT)], 130),
         ([(1.0, TERM), (9.0, USR1)], None),

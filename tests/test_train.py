@@ -228,8 +228,7 @@ def test_a_run_does_not_begin_again_over_checkpoints_or_best_weights_that_cannot
     assert checkpoints[0].with_suffix(".damaged").read_bytes() == b"damaged"
 
 
-@pytest.mark.parametrize("name", ["last", "best"])
-@pytest.mark.parametrize("damaged", ["cut", "missing"])
+@pytest.mark.parametrize(("name", "damaged"), [("last", "missing"), ("best", "cut")])
 def test_damaged_weights_of_a_complete_run_are_repaired(config, straight, capsys, name, damaged):
     paths = {"last": straight.last_weights, "best": straight.best_weights}
     there, whole = lines(straight), {key: digest(read_weights(path)[0]) for key, path in paths.items()}
@@ -562,7 +561,6 @@ def test_z_loss_is_minimized_beside_the_loss_and_not_reported(covered):
         PlainStep(copy.deepcopy(model), replace(covered, z_loss=weight), torch.device("cpu")) for weight in (0.0, 0.5)
     )
     assert torch.equal(plain(*ids, 1e-3)[0], with_z(*ids, 1e-3)[0])
-    log_z = model(ids[0]).logsumexp(-1)
     loss, objective = with_z.loss(*ids, 0.5)
     z = with_z.model(ids[0]).logsumexp(-1)
     assert (objective - loss).item() == pytest.approx(0.5 * z.square().mean().item(), rel=1e-5)
@@ -571,7 +569,7 @@ def test_z_loss_is_minimized_beside_the_loss_and_not_reported(covered):
         for _ in range(30):
             step(*ids, 1e-2)
     sizes = [step.model(ids[0]).logsumexp(-1).abs().mean() for step in (plain, with_z)]
-    assert sizes[1] < sizes[0] / 2 < log_z.abs().mean()
+    assert sizes[1] < sizes[0] / 2
 
 
 def test_a_run_whose_data_is_overwritten_keeps_no_checkpoint_of_it(tmp_path, config, run, monkeypatch):
