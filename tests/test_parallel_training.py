@@ -1,8 +1,6 @@
 """`lmcore train --strategy`: equal to one process on any number of ranks, and resumed from any checkpoint."""
 
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -217,19 +215,17 @@ def test_what_the_ranks_refuse(trainers, data, tmp_path):
     complete(trainers.train(config, run, 3))  # it is complete already
 
 
-def test_a_forgotten_parallel_is_said_once(tmp_path):
-    torchrun = [sys.executable, *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]]
-    words = [*torchrun, "lmcore", "train", "--preset", "smoke", "--run", str(tmp_path / "run")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    told = [
-        line for line in done.stderr.splitlines() if "lmcore:" in line or "interrupted" in line or "stopped" in line
-    ]
-    assert told == [
-        "lmcore: torchrun started 2 processes, but the run is not parallel: add --strategy ddp, or another one."
-    ]
-    assert "(exitcode: 2) local_rank: 0" in done.stderr  # of the rank that has said it
-    assert done.stdout == ""
-    assert not (tmp_path / "run").exists()
+def test_a_forgotten_parallel_is_said_once(monkeypatch, data):
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    sentence = "torchrun started 2 processes, but the run is not parallel: add --strategy ddp"
+    with pytest.raises(UserError, match=sentence), world.joined(small_config(data)):
+        pass
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("lmcore.errors.SECONDS_TO_SAY", 0)
+    with pytest.raises(SystemExit) as silent, world.joined(small_config(data)):
+        pass
+    assert silent.value.code == 2
 
 
 def test_one_process_is_told_of_the_other_gpus(monkeypatch, capsys, data):
