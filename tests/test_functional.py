@@ -153,12 +153,11 @@ def test_dropout_drops_the_share_it_says_keeps_the_mean_and_does_nothing_in_eval
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@settings(max_examples=10, deadline=None)
-@given(st.floats(1e-3, 1e-2), seeds)
-def test_dropout_of_half_precision_drops_no_more_than_it_says(dtype, p, seed):
+@pytest.mark.parametrize("seed", range(3))
+def test_dropout_of_half_precision_drops_no_more_than_it_says(dtype, seed):
     """Half-precision random numbers are multiples of 2^-8 or 2^-11, of which 0 comes up too often for a small p."""
     torch.manual_seed(seed)
-    count = 400_000
+    p, count = 0.001, 400_000
     output = dropout(torch.ones(count, dtype=dtype), p, training=True)
     assert output.dtype == dtype
     assert abs((output == 0).sum().item() - p * count) < 6 * math.sqrt(p * (1 - p) * count)
