@@ -117,6 +117,7 @@ def test_sources_are_lines_of_lmcore_first():
         ([torch_frame, ours, outer], f"lmcore/model.py:{line} Linear.forward"),
         ([backward, ours], f"lmcore/model.py:{line} Linear.forward"),
         ([torch_frame, frame("/a/b/script.py", 7, "main")], "b/script.py:7 main"),
+        ([torch_frame, frame("<ipython-input-3-ab>", 4, "<module>"), backward], "<ipython-input-3-ab>:4 <module>"),
         ([torch_frame, backward], "MulBackward0"),
         ([torch_frame], NO_FRAME),
     ):
