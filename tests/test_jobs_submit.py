@@ -324,7 +324,7 @@ def test_jobs_run_here_in_their_order_and_a_failure_leaves_out_what_needs_it(pro
     assert "judge: not run" in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_stops_the_job_that_runs_in_order_and_the_rest_is_left_undone(project, number, capfd):
     first = script(project, "first", "trap 'touch saved; exit 75' TERM; touch ready; while :; do sleep 0.1; done")
     second = script(project, "second", "touch second")
