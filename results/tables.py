@@ -24,6 +24,7 @@ from lmcore.formatting import (
     format_significant,
 )
 from lmcore.profiling.readable import timed
+from lmcore.profiling.timing import comparable_seconds
 from lmcore.results import read_results
 from workbook.parameters import PARAMETERS_FOLDER, read_parameters
 from workbook.report.coverage import Answered, Problem, counts, coverage, coverage_markdown
@@ -135,7 +136,8 @@ def verdict(target: dict[str, Any], rows: pd.DataFrame) -> str:
 
 def highlights() -> str:
     """The README's table: what was reached, and compared with what."""
-    losses = seeds_of(rows_of("training_runs"))["final_valid_loss"].agg(["count", "mean"])
+    runs = rows_of("training_runs")
+    losses, read = seeds_of(runs)["final_valid_loss"].agg(["count", "mean"]), runs.set_index("name")["tokens"]
     corpus = rows_of("training_corpus").iloc[0]
     peaks, faults = rows_of("memory_peaks"), fault_counts().drop(columns="fault").sum()
     fitted = peaks[peaks["outcome"] == "complete"]
@@ -153,7 +155,7 @@ def highlights() -> str:
             f"({baseline['count']:.0f} seeds)",
         },
         {
-            "what": "the same, at most ten minutes; one seed",
+            "what": f"{format_count(read['ten-minutes'])} tokens, ten minutes; one seed",
             "lmcore": f"{losses['mean'].min():.3f}",
             "compared with": "",
         },
@@ -312,8 +314,9 @@ def sizes() -> str:
         for precision, mode in case:
             made[f"{mode.replace('train_', '')}, {precision} (ms)"] = timed(case[precision, mode])
         for precision in ("fp32", "bf16"):
-            mfu = case[precision, "train_step"]["mfu"]
-            made[f"MFU, {precision}"] = format_percent(mfu, 2) if pd.notna(mfu) else "–"
+            step = case[precision, "train_step"]
+            share = step["mfu"] * step["wall_median"] / comparable_seconds(step) if pd.notna(step["mfu"]) else None
+            made[f"MFU, {precision}"] = "–" if share is None else format_percent(share, 2)
         peak, name = case["fp32", "train_step"]["peak_memory_bytes"], f"{size}-512-fp32-train_step"
         made["peak memory, fp32"] = format_bytes(peak) if pd.notna(peak) else "–"
         for words, mode in ("inference", "inference"), ("step", "training"):

@@ -106,6 +106,69 @@ def values(problem: str) -> dict:
     return ANSWERS[problem]["values"]
 
 
+def test_cs336_2026_worked_by_hand():
+    """GPT-2 XL by CS336's handout of 2026: SwiGLU of width 4,288, one H100; the sums that a student does on paper."""
+    config = model_config("xl", vocab_size=50_257, context_length=1024, d_ff=4288)
+    embedding = 50_257 * 1600  # and as many in the LM head
+    block = 4 * 1600 * 1600 + 3 * 1600 * 4288 + 2 * 1600  # Q, K, V, O; W1, W2, W3; two norms
+    parameters = embedding + 48 * block + 1600 + embedding
+    assert parameters == 1_640_452_800 == accounting.num_parameters(config)
+    assert values("transformer_accounting (a, CS336)")["total"] == parameters
+    assert values("transformer_accounting (a, CS336)")["size"] == 4 * parameters == 6_561_811_200  # 6.56 GB
+
+    qkv = 48 * 3 * 2 * 1024 * 1600 * 1600
+    pairs = 2 * 48 * 25 * 2 * 1024 * 64 * 1024  # scores and weighted sums
+    output = 48 * 2 * 1024 * 1600 * 1600
+    ffn = 48 * 3 * 2 * 1024 * 1600 * 4288
+    head = 2 * 1024 * 1600 * 50_257
+    forward = qkv + pairs + output + ffn + head
+    assert forward == 3_516_769_894_400 == accounting.forward_flops(config)
+    assert values("transformer_accounting (b, CS336)")["total"] == forward
+    of_parts = values("transformer_accounting (c, CS336)")
+    assert [round(100 * of_parts[part], 1) for part in ("ffn", "qkv", "head")] == [57.5, 21.5, 4.7]
+    assert of_parts["ffn"] == pytest.approx(ffn / forward)
+    assert of_parts["qkv"] == pytest.approx(qkv / forward)
+    assert of_parts["pairs"] == pytest.approx(pairs / forward)
+
+    longer = 16 * (qkv + output + ffn + head) + 256 * pairs
+    assert longer == accounting.forward_flops(replace(config, context_length=16_384))
+    of_longer = values("transformer_accounting (e, CS336)")
+    assert of_longer["times"] == pytest.approx(longer / forward)
+    assert round(of_longer["times"], 1) == 38.0
+    assert of_longer["pairs"][1] == pytest.approx(256 * pairs / longer)
+    assert round(100 * of_longer["pairs"][1], 1) == 61.7
+
+    tokens, logits = 1024, 1024 * 50_257
+    block = (
+        8 * tokens * 1600 + 4 * tokens * 4288 + 2 * 25 * tokens**2
+    )  # 8 streams; W1, SiLU, W3, product; scores, softmax
+    activations = 4 * (48 * block + tokens * 1600 + 2 * logits)
+    assert activations == 16_373_391_360
+    memory = values("adamw_accounting (b, CS336)")
+    assert memory["slope"] == pytest.approx(16.373391360)
+    assert memory["fixed"] == pytest.approx(16 * parameters / 1e9) == pytest.approx(26.247244800)
+    assert memory["largest"] == 3  # 75.4 GB; four would take 91.7
+    assert values("adamw_accounting (c, CS336)")["step"] == 14 * parameters
+
+    seconds = 3 * forward * 1024 * 400_000 / (0.5 * 495e12)
+    assert seconds / 3600 == pytest.approx(4850, abs=1)
+    assert values("adamw_accounting (d, CS336)")["hours"] == pytest.approx(seconds / 3600)
+
+
+def test_cs336_2026_smaller_models_by_hand():
+    """The multiple of 64 nearest to 8/3 of 768, 1,024, 1,280 and 1,600: 32, 42.67, 53.33 and 66.67 times 64."""
+    found = values("transformer_accounting (d, CS336)")
+    assert found["widths"] == [32 * 64, 43 * 64, 53 * 64, 67 * 64] == [2048, 2752, 3392, 4288]
+    sizes = {"small": (12, 768, 2048), "medium": (24, 1024, 2752), "large": (36, 1280, 3392), "xl": (48, 1600, 4288)}
+    shares = []
+    for size, (layers, d_model, d_ff) in sizes.items():
+        per_token = layers * (8 * d_model**2 + 4 * 1024 * d_model + 6 * d_model * d_ff) + 2 * d_model * 50_257
+        config = model_config(size, vocab_size=50_257, context_length=1024, d_ff=d_ff)
+        assert accounting.forward_flops(config) == 1024 * per_token
+        shares.append(layers * 6 * d_model * d_ff / per_token)
+    assert found["ffn"] == pytest.approx([shares[0], shares[-1]])
+
+
 def test_cse599o_worked_by_hand():
     """GPT-2 XL by CSE599-O's handout: width 6,400; for AdamW a network of two matrices, one A100 in float32."""
     layers, d_model, d_ff, heads, vocab, context = 48, 1600, 6400, 25, 50_257, 1024

@@ -69,6 +69,12 @@ def test_the_largest_allocations_are_told_for_every_context_asked_for(problem, t
     assert f"{' and '.join(told.values())} MiB" in biggest
 
 
+def test_one_gpu_has_one_peak():
+    answers = json.loads(ANSWERS.read_text(encoding="utf-8"))
+    ridges = [answers["04_benchmark"]["roofline"], answers["07_kernels"]["eager_attention"]]
+    assert len({answer["values"]["ridge"] for answer in ridges}) == 1
+
+
 def test_records_hold_what_was_measured_on_one_machine():
     devices = {json.loads(path.read_text())["provenance"]["device"] for path in RECORDS.glob("generate_*.json")}
     assert devices == {"NVIDIA H200"}

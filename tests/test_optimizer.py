@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from adapters import DecayFirst
+from adapters import DecayFirst, get_adamw_cls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -62,6 +62,20 @@ def test_the_handouts_toy_follows_its_closed_form():
         factors = [1 - 2 / 100 * lr / math.sqrt(t + 1) for t in range(9)]
         expected = [start * math.prod(factors[:t]) ** 2 for t in range(10)]
         assert losses == pytest.approx(expected, rel=1e-3, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("log", "kind"),
+    [
+        ("## [26.0.1] 2026-04-05\n\n- handout: a fix\n\n## [1.0.6] - 2025-09-10\n", DecayFirst),
+        ("## [1.0.6] - 2025-09-10\n- nothing of 2026\n", AdamW),
+        (None, AdamW),
+    ],
+)
+def test_the_adapter_takes_its_courses_order(log, kind, tmp_path):
+    if log is not None:
+        (tmp_path / "CHANGELOG.md").write_text(log)
+    assert get_adamw_cls(tmp_path) is kind
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.8)])

@@ -1,5 +1,6 @@
 """Timing: statistics, tables with rows that were not measured, both clocks."""
 
+import contextlib
 import json
 import math
 from types import SimpleNamespace
@@ -120,6 +121,16 @@ def test_noise_carries_no_conclusion(before, after, expected):
     assert timing.speedup(before, after) == (pytest.approx(expected[0], nan_ok=True), expected[1])
 
 
+def test_what_waits_is_compared_by_busy_time():
+    rows = [
+        case(True, (8.0, 0.1), (3.0, 0.1)),
+        case(False, (8.0, 1.7), (7.5, 0.1)),
+        case(False, (8.0, 1.6), (7.5, 0.1)),
+    ]
+    assert [timing.comparable_seconds(row) for row in rows] == [3.0, 7.5, 8.0]
+    assert math.isnan(timing.comparable_seconds(case(None, (None, None))))
+
+
 def test_only_what_waits_for_the_host_is_measured_in_several_processes(tmp_path, monkeypatch):
     """And every process has its record, so that a run that is stopped goes on."""
     asked = []
@@ -139,6 +150,42 @@ def test_only_what_waits_for_the_host_is_measured_in_several_processes(tmp_path,
     assert asked == [["waits", "full", "cpu"], ["waits.2", "waits.3"]]
     assert found["wall_median"].to_dict() == {"waits": 3.0, "full": 1.05, "cpu": 1.0}
     assert found["processes"].to_dict() == {"waits": 3, "full": 1, "cpu": 1}
+
+
+def test_busy_time_has_no_gaps_and_counts_no_moment_twice(monkeypatch):
+    kernels = {"forward": [(0, 30), (40, 60)], "backward": [(100, 190), (150, 200)]}  # microseconds
+
+    class Recorded(contextlib.AbstractContextManager):
+        def __init__(self, activities):
+            assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+        def __exit__(self, *_):
+            self.name = phases.pop()
+
+        def events(self):
+            times = [("CUDA", False, *times) for times in kernels[self.name]]
+            times += [("CPU", False, 0, 1000), ("CUDA", True, 0, 1000)]  # a call that launches, a range of PyTorch's
+            return [
+                SimpleNamespace(
+                    device_type=SimpleNamespace(name=device), is_user_annotation=of_user,
+                    time_range=SimpleNamespace(start=start, end=end),
+                )
+                for device, of_user, start, end in times
+            ]  # fmt: skip
+
+    class Steps:
+        def step(self, span):
+            for name in ("forward", "backward"):
+                with span(name):
+                    phases.append(name)
+
+        def synchronize(self):
+            pass
+
+    phases = []
+    monkeypatch.setattr(torch.profiler, "profile", Recorded)
+    found = timing.busy_seconds(Steps())
+    assert found == {"forward": pytest.approx(50e-6), "backward": pytest.approx(100e-6), "step": pytest.approx(150e-6)}
 
 
 def test_flops_of_a_step():

@@ -309,6 +309,12 @@ def by_busy_time(row: Mapping[str, Any]) -> bool:
     return pd.notna(row["busy_median"]) and (bool(row["host_bound"]) or is_noisy(row))
 
 
+def comparable_seconds(row: Mapping[str, Any]) -> float:
+    """The median by which a case is compared: busy where that is to be `by_busy_time`, else wall. NaN without one."""
+    median = row["busy_median" if by_busy_time(row) else "wall_median"]
+    return math.nan if median is None else float(median)
+
+
 def speedup(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[float, str]:
     """How many times as fast the case of one row is as that of the other, and by which clock: wall, or busy where
     either is to be compared `by_busy_time`. NaN where noise allows no conclusion.
