@@ -17,15 +17,18 @@ import lmcore
 import workbook
 from lmcore.checkpoint import load_model, read_checkpoint
 from lmcore.config import CorpusConfig
-from lmcore.data import open_data, prepare
+from lmcore.data import load_gpt2, open_corpus, open_data, prepare
+from lmcore.data.prepared import map_tokens
 from lmcore.distributed.sharded_checkpoint import verify_files
 from lmcore.errors import UserError
 from lmcore.files import read_json, sha256_file
 from lmcore.profiling.memory.snapshot import read_snapshot
+from lmcore.profiling.nsys.export import read_export
+from lmcore.profiling.nsys.torch_trace import read_torch_trace
 from lmcore.run import RunFolder
 from lmcore.text import END_OF_TEXT, read_text
 from lmcore.tokenizer import Tokenizer
-from lmcore.tokenizer.files import read_merges
+from lmcore.tokenizer.files import find_files, read_merges
 from lmcore.train import train
 from workbook.jobs.site import load_site
 from workbook.parameters import read_parameters
@@ -147,8 +150,15 @@ READERS = {
 }
 YAML = {"site.yaml": load_site, "01_build.yaml": read_parameters}
 OTHERS = {
-    "train.bin": sha256_file,
+    "any": sha256_file,
+    "train.bin": lambda path: map_tokens(path.parent, {"dtype": "uint8", "splits": {"train": {"tokens": 1}}}, "train"),
     "corpus.txt": lambda path: prepare(path, BYTES, path.with_name("out"), progress=False),
+    "b.txt": lambda path: open_corpus(path.parent),
+    "encoder.json": lambda path: Tokenizer.load(path.parent),
+    "vocab.json": lambda path: load_gpt2(path.parent),
+    "tokenizer.json": lambda path: BYTES.save(path.parent) or find_files(path.parent),
+    "profile.json": read_torch_trace,
+    "profile.sqlite": read_export,
     "manifest.json": lambda path: open_data(path.parent),
     "metrics.jsonl": lambda path: RunFolder(path.parent).append_metrics({"step": 1}),
     "status.json": lambda path: RunFolder(path.parent).status(),
@@ -199,5 +209,5 @@ def test_a_pipe_in_place_of_a_file_is_refused(tmp_path, monkeypatch, name, kind)
         with socket.socket(socket.AF_UNIX) as server:
             monkeypatch.chdir(tmp_path)  # the name of a socket must be short
             server.bind(name)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="is a pipe"):
         (READERS | OTHERS)[name](tmp_path / name)

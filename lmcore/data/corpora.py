@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from lmcore.config import CorpusConfig
 from lmcore.data.downloads import SOURCES, download
 from lmcore.errors import UserError, require
-from lmcore.files import sha256_file
+from lmcore.files import not_a_pipe, sha256_file
 from lmcore.text import END_OF_TEXT, RECORDS, plain_name, read_text, require_text
 from lmcore.tokenizer.pretokenize import safe_pieces
 
@@ -88,7 +88,7 @@ class TextCorpus:
 
     def __post_init__(self):
         for path in self.train_files + self.valid_files:
-            require(path.is_file(), f"There is no file {path}.")
+            require(not_a_pipe(path).is_file(), f"There is no file {path}.")
             require_text(path)
 
     def size(self, split: str) -> int:
@@ -186,7 +186,7 @@ def split_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     texts = [
         path
         for path in sorted(folder.iterdir())
-        if path.is_file() and plain_name(path).endswith(suffixes) and not path.name.startswith(".")
+        if not path.is_dir() and plain_name(path).endswith(suffixes) and not path.name.startswith(".")
     ]
     require(bool(texts), f"There is no text file ({', '.join(TEXT_SUFFIXES)}, plain or .gz) in {folder}.")
     found, stems = {}, {path: Path(plain_name(path)).stem for path in texts}

@@ -127,7 +127,7 @@ class PreparedData:
 
 def is_prepared(folder: str | os.PathLike) -> bool:
     """Whether `folder` is a prepared corpus, as its manifest says."""
-    return (Path(folder) / MANIFEST).is_file()
+    return (Path(folder) / MANIFEST).exists()
 
 
 def open_data(folder: str | os.PathLike, *, verify: bool = False) -> PreparedData:
@@ -177,7 +177,7 @@ def bin_path(folder: Path, split: str) -> Path:
 def map_tokens(folder: Path, manifest: dict[str, Any], split: str) -> np.memmap:
     """The ids of a split as a read-only memmap, if the file is as long as the manifest says."""
     path, dtype, tokens = bin_path(folder, split), np.dtype(manifest["dtype"]), manifest["splits"][split]["tokens"]
-    require(path.is_file(), f"{path} is missing; {AGAIN}")
+    require(path.is_file(), f"{path} is {'a pipe or a folder' if path.exists() else 'missing'}; {AGAIN}")
     require(
         path.stat().st_size == tokens * dtype.itemsize,
         f"{path} does not have the size of the {tokens:,} tokens of {dtype.name} that {MANIFEST} says; {AGAIN}",

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from lmcore.errors import UserError, require
-from lmcore.files import atomic_write, read_json, write_json
+from lmcore.files import atomic_write, not_a_pipe, read_json, write_json
 from lmcore.text import read_text
 
 ENCODER_FILE, MERGES_FILE = "encoder.json", "vocab.bpe"
@@ -43,10 +43,10 @@ def find_files(folder: str | os.PathLike) -> tuple[Path, Path]:
     Raises `UserError` if none is, or where a `tokenizer.json` beside them splits text by another pattern than GPT-2's.
     """
     pairs = [(Path(folder) / vocab, Path(folder) / merges) for vocab, merges in FILE_NAMES]
-    found = [pair for pair in pairs if all(path.is_file() for path in pair)]
+    found = [pair for pair in pairs if all(not_a_pipe(path).is_file() for path in pair)]
     names = ", nor ".join(" and ".join(pair) for pair in FILE_NAMES)
     require(bool(found), f"There is no tokenizer in {folder}: it has neither {names}.")
-    if (path := Path(folder) / "tokenizer.json").is_file():
+    if not_a_pipe(path := Path(folder) / "tokenizer.json").is_file():
         whole = read_json(path)
         split = whole.get("pre_tokenizer") if isinstance(whole, dict) else None
         known = isinstance(split, dict) and split.get("type") == "ByteLevel" and split.get("use_regex", True) is True

@@ -86,8 +86,9 @@ def read_snapshot(path: str | os.PathLike) -> dict[str, Any]:
 
     Nothing in the pickle is executed: it may hold plain data only. Raises `UserError` for any other file.
     """
+    path = not_a_pipe(path)
     try:
-        with open(not_a_pipe(path), "rb") as file:
+        with open(path, "rb") as file:
             snapshot = PlainUnpickler(file).load()
     except OSError as error:
         raise UserError(f"Cannot read {path}: {error.strerror or error}.") from None

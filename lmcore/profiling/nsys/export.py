@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from lmcore.errors import UserError, require
+from lmcore.files import not_a_pipe
 from lmcore.profiling.nsys.trace import NEVER, NO_COPY, Trace, build_trace, listed
 
 PROCESS_OF_THREAD = -(1 << 24)
@@ -55,7 +56,7 @@ def read_export(path: str | Path) -> Trace:
     columns, and for one in which nothing was recorded because the capture range never fired.
     """
     path = Path(path)
-    require(path.is_file(), f"There is no file {path}.")
+    require(not_a_pipe(path).is_file(), f"There is no file {path}.")
     require(path.stat().st_size > 0, f"{path} is empty; export the .nsys-rep again with `nsys export --type sqlite`.")
     tool, again = "Nsight Systems", ""
     with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:

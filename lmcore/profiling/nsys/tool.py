@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from lmcore.errors import UserError, require
+from lmcore.files import not_a_pipe
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.torch_trace import read_torch_trace
 from lmcore.profiling.nsys.trace import Trace
@@ -129,7 +130,7 @@ def run_logged(command: Sequence[str], log: Path, timeout: float = TIMEOUT) -> i
 
 def export_report(nsys: Nsys, report: Path) -> Path:
     """Exports a .nsys-rep to SQLite beside it. Raises `UserError` when nsys is too old for the file or fails."""
-    require(report.is_file(), f"There is no file {report}.")
+    require(not_a_pipe(report).is_file(), f"There is no file {report}.")
     log = report.with_name("nsys-export.log")
     new = report.with_suffix(".sqlite")
     try:

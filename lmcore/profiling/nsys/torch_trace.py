@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from lmcore.errors import UserError, require
+from lmcore.files import not_a_pipe
 from lmcore.profiling.nsys.trace import NEVER, NO_COPY, NUMBERS, Trace, build_trace
 
 CUDA_TOOL, CPU_TOOL = "torch.profiler (CUDA)", "torch.profiler (CPU operators)"
@@ -29,7 +30,7 @@ def read_torch_trace(path: str | os.PathLike) -> Trace:
     Raises `UserError` for a file that is missing, damaged or no such record.
     """
     path = Path(path)
-    require(path.is_file(), f"There is no file {path}.")
+    require(not_a_pipe(path).is_file(), f"There is no file {path}.")
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
