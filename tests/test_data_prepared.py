@@ -151,6 +151,21 @@ def test_a_move_that_fails_leaves_the_old_corpus(prepared, monkeypatch):
     assert {path.name for path in prepared.folder.iterdir()} - {".lock", "checked.json"} == HELD
 
 
+@pytest.mark.parametrize("place", ["file", "folder", "validation"])
+def test_a_name_that_is_not_utf8_is_refused_before_anything_is_written(corpus, prepared, monkeypatch, place):
+    named = corpus.with_name(os.fsdecode(b"caf\xe9.txt"))
+    if place == "folder":
+        named.mkdir()
+        (named / "train.txt").write_text(corpus.read_text())
+    else:
+        named.write_text(corpus.read_text())
+    source, config = (corpus, CorpusConfig(valid=str(named))) if place == "validation" else (named, None)
+    monkeypatch.setattr("lmcore.data.prepared.write_tokens", None)
+    with pytest.raises(UserError, match=r"^The name caf\\xe9\.txt is not UTF-8; rename it\.$"):
+        prepare(source, BYTES, prepared.folder, config, progress=False)
+    assert open_data(prepared.folder, verify=True).fingerprint == prepared.fingerprint
+
+
 def other_id(folder):
     """A change that keeps the size."""
     ids = np.fromfile(folder / "valid.bin", dtype=np.uint16)
