@@ -1,6 +1,7 @@
 """Traces: exports read exactly as independent SQL and plain loops count, and every way in which a join goes wrong."""
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nsys_exports import (
@@ -385,6 +387,25 @@ def test_records_of_torch_profiler_on_cuda(tmp_path, names):
         "name": "Host-to-Device", "calls": 1, "bytes": 4096, "total_seconds": pytest.approx(2e-6), "share": 1
     }  # fmt: skip
     assert busy_table(trace, "training step")["idle_seconds"].tolist() == pytest.approx([9.625e-6])
+
+
+def test_events_that_are_not_known_are_left_out_aloud(tmp_path):
+    """And none of those of a real record."""
+    known = [lasting("cpu_op", "aten::mm", 1, 2), {"ph": "M"}, {"ph": "s", "cat": "ac2g"}, lasting("Trace", "a", 1, 2)]
+    unknown = [lasting("gpu_kernel", "gemm", 1, 2), lasting("kernel", "gemm", 1, 2) | {"ph": "B"}]
+    assert read_events(tmp_path / "known.json", known).notes == ()
+    note = "2 of {} events are of categories that are not known and are left out: gpu_kernel, kernel (phase B)."
+    trace = read_events(tmp_path / "both.json", known + unknown)
+    assert (trace.notes, len(trace.kernels)) == ((note.format(4),), 1)
+    with pytest.raises(UserError, match=f"holds no kernel, operator or range: {re.escape(note.format(2))}"):
+        read_events(tmp_path / "unknown.json", unknown)
+    with torch.profiler.profile(profile_memory=True, with_stack=True) as profiler:
+        with torch.profiler.record_function("forward"):
+            loss = torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum()
+        loss.backward()
+    profiler.export_chrome_trace(str(tmp_path / "real.json"))
+    trace = read_torch_trace(tmp_path / "real.json")
+    assert (trace.notes, trace.ranges["name"].tolist()) == ((), ["forward"])
 
 
 def test_own_time_of_operators():

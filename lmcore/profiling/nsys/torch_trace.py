@@ -11,7 +11,7 @@ import pandas as pd
 
 from lmcore.errors import UserError, require
 from lmcore.files import not_a_pipe
-from lmcore.profiling.nsys.trace import NEVER, NO_COPY, NUMBERS, Trace, build_trace
+from lmcore.profiling.nsys.trace import NEVER, NO_COPY, NUMBERS, Trace, build_trace, listed
 
 CUDA_TOOL, CPU_TOOL = "torch.profiler (CUDA)", "torch.profiler (CPU operators)"
 
@@ -20,6 +20,15 @@ PYTORCHS_OWN = re.compile(r"^(Optimizer\.\w+#|ProfilerStep#)")
 
 COPIES = {"HtoD": "Host-to-Device", "DtoH": "Device-to-Host", "DtoD": "Device-to-Device", "PtoP": "Peer-to-Peer"}
 """In names such as "Memcpy HtoD (Pageable -> Device)"; what has none of them is a memset."""
+
+PASSED_OVER = {
+    "cpu_op", "operator", "gpu_user_annotation", "python_function", "trace", "overhead", "cuda_sync", "cuda_event",
+    "cuda_profiler_range",
+}  # fmt: skip
+"""Categories that are no work of a GPU, nor its launch; operators count where there are no kernels."""
+
+MARKS = ("M", "i", "I", "s", "t", "f", "C")
+"""Phases of events that do not last: metadata, instants, arrows and counters."""
 
 Event = dict[str, Any]
 
@@ -34,22 +43,25 @@ def read_torch_trace(path: str | os.PathLike) -> Trace:
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
-        trace = trace_of([event for event in events if event.get("ph") == "X"])
+        trace = trace_of([event for event in events if event.get("ph") not in MARKS])
     except Exception as error:  # whatever gzip, json and events that lack something raise
         why = f"it has no {error}" if isinstance(error, KeyError) else repr(error)
         raise UserError(f"{path} cannot be read as a record of torch.profiler ({why}).") from error
-    require(
-        len(trace.work) + len(trace.ranges) > 0,
-        f"{path} holds no kernel, operator or range: nothing ran while torch.profiler recorded.",
-    )
+    why = " ".join(trace.notes) or "nothing ran while torch.profiler recorded."
+    require(len(trace.work) + len(trace.ranges) > 0, f"{path} holds no kernel, operator or range: {why}")
     return trace
 
 
 def trace_of(events: list[Event]) -> Trace:
-    """The trace that the lasting events of a record make, by their categories today and until PyTorch 1.11."""
+    """The trace that the lasting events of a record make, by their categories today and until PyTorch 1.11. A note
+    names those of other categories, or of another phase than X, such as a beginning without its end."""
+    left: dict[str, list[Event]] = {}
+    for event in events:
+        phase = "" if event.get("ph") == "X" else f" (phase {event.get('ph')})"
+        left.setdefault(str(event.get("cat")).lower() + phase, []).append(event)
 
     def rows(*categories: str) -> list[Event]:
-        return [row(event) for event in events if str(event.get("cat")).lower() in categories]
+        return [row(event) for category in categories for event in left.pop(category, ())]
 
     launches: dict[int, Event] = {}
     for call in sorted(rows("cuda_runtime", "cuda_driver", "runtime"), key=lambda call: call["start"]):
@@ -60,10 +72,13 @@ def trace_of(events: list[Event]) -> Trace:
     for one in kernels + copies:
         one |= launches.get(one["correlation"], dict.fromkeys(("process", "thread", "launched_at"), NEVER))
     ranges = [found for found in rows("user_annotation") if not PYTORCHS_OWN.match(found["name"])]
+    unknown = {category: len(found) for category, found in left.items() if category not in PASSED_OVER}
+    many = f"{sum(unknown.values()):,} of {len(events):,} events are of categories that are not known"
     return build_trace(
         CUDA_TOOL if kernels else CPU_TOOL,
         pd.DataFrame((kernels or own_times(rows("cpu_op", "operator"))) + copies, columns=["name", *NUMBERS]),
         pd.DataFrame(ranges, columns=["name", "start", "end", "process", "thread"]),
+        [f"{many} and are left out: {listed(pd.Series([*unknown]))}."] if unknown else [],
     )
 
 
