@@ -307,7 +307,8 @@ def family_of(process: subprocess.Popen, busy: int, seconds: float) -> list[psut
 
 @pytest.mark.parametrize(
     ("command", "number", "code"),
-    [("tokenizer", TERM, 143), ("tokenizer", INT, 130), ("tokenizer", KILL, -KILL), ("data", HUP, 129)],
+    [(command, *end) for command in ("tokenizer", "data") for end in ((TERM, 143), (KILL, -KILL))]
+    + [("tokenizer", INT, 130), ("data", HUP, 129)],
 )
 def test_no_worker_goes_on_without_its_command(start, tmp_path, command, number, code):
     text = tmp_path / "text.txt"
