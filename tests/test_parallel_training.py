@@ -15,6 +15,7 @@ from lmcore.run import RunFolder
 from lmcore.train import train
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "torch-ddp", "torch-fsdp2")
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +217,7 @@ def test_what_the_ranks_refuse(trainers, data, tmp_path):
 
 
 def test_a_forgotten_parallel_is_said_once(monkeypatch, data):
-    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+    for name, value in (LAUNCHED | {"TORCHELASTIC_RUN_ID": "x"}).items():
         monkeypatch.setenv(name, value)
     sentence = "torchrun started 2 processes, but the run is not parallel: add --strategy ddp"
     with pytest.raises(UserError, match=sentence), world.joined(small_config(data)):
@@ -263,13 +264,21 @@ def test_a_damaged_sharded_checkpoint_is_noticed(trainers, data, alone, tmp_path
     same_run(run, alone(small_config(data)))
 
 
-def test_variables_of_a_launcher_that_make_no_sense(monkeypatch, data):
-    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    for port, rank, sentence in (
-        ("x", "0", "The 2 ranks did not meet at 127.0.0.1:x"),
-        ("1", "x", "The variables RANK"),
-    ):
-        for name, value in (launched | {"MASTER_PORT": port, "RANK": rank}).items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(UserError, match=f"^{sentence}"), world.joined(small_config(data, strategy="ddp")):
+@pytest.mark.parametrize("strategy", ["none", "ddp"])
+@pytest.mark.parametrize("which", ["", "LOCAL_"])
+def test_variables_of_a_launcher_that_make_no_sense(monkeypatch, data, which, strategy):
+    for name, value in (LAUNCHED | {"TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    for rank, size in (("x", "2"), ("-1", "2"), ("5", "2"), ("2", "2"), ("0", "0"), ("0", "-1"), ("0", "x"), ("0", "")):
+        monkeypatch.setenv(f"{which}RANK", rank)
+        monkeypatch.setenv(f"{which}WORLD_SIZE", size)
+        sentence = f"^{which}RANK is '{rank}' and {which}WORLD_SIZE is '{size}': "
+        with pytest.raises(UserError, match=sentence), world.joined(small_config(data, strategy=strategy)):
             pass
+
+
+def test_a_port_that_is_none(monkeypatch, data):
+    for name, value in (LAUNCHED | {"MASTER_PORT": "x"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"^The 2 ranks did not meet at .*:x"):
+        world.join(small_config(data, strategy="ddp"))

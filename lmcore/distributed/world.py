@@ -108,9 +108,9 @@ def joined(config: TrainConfig) -> Iterator[OneRank]:
 
     A process that none started, or a run that is not parallel, has one rank. However the block ends, all
     ranks end: those that wait for one which failed exit with its exit code. Raises `UserError` if ranks are missing,
-    have no GPU of their own, or the batch does not divide by their number.
+    have no GPU of their own, the batch does not divide by their number, or the variables make no sense.
     """
-    size = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    size = launched()[1] if "TORCHELASTIC_RUN_ID" in os.environ else 1
     if config.strategy == "none" and size > 1:
         leave_to_first_rank()
         raise UserError(
@@ -138,12 +138,23 @@ def on_gpu(device: str) -> bool:
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
+def launched() -> list[int]:
+    """The launcher's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Raises `UserError` if they make no sense."""
+    numbers: list[int] = []
+    for names in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        rank, size = (os.environ.get(name, "") for name in names)
+        require(
+            rank.isdecimal() and size.isdecimal() and int(rank) < int(size),
+            f"{names[0]} is {rank!r} and {names[1]} is {size!r}: ranks are whole numbers from 0 to {names[1]} - 1; "
+            "start them with torchrun.",
+        )
+        numbers += int(rank), int(size)
+    return numbers
+
+
 def join(config: TrainConfig) -> World:
     """Meets the other ranks, and makes the process group of the gradients: NCCL on GPUs, gloo on CPUs."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    numbers = all(os.environ.get(name, "").isdecimal() for name in names)
-    require(numbers, f"The variables {', '.join(names)} must be whole numbers: start the ranks with torchrun.")
-    rank, size, local, local_size = (int(os.environ[name]) for name in names)
+    rank, size, local, local_size = launched()
     gpu, wrong = on_gpu(config.device), None
     if config.batch_size % size:
         wrong = f"batch_size ({config.batch_size}) must divide by the number of ranks, {size}."
