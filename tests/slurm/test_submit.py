@@ -133,8 +133,3 @@ def test_what_slurm_has_forgotten_has_ended_and_what_it_refuses_is_said(cluster,
     assert "partitoin" in refused.stderr
     (project / "papermill_jobs" / "site.yaml").unlink()
     cluster.run("scancel", alone(cluster, project, "04"))
-
-
-def test_doctor_names_the_partitions(cluster, tmp_path):
-    facts = json.loads(cluster.run("lmcore", "doctor", "--json", cwd=tmp_path).stdout)
-    assert facts["slurm"].endswith("GPUs in main (gpu:2), spot (gpu:2)")

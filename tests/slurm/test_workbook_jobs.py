@@ -1,6 +1,5 @@
 """The project's own notebooks as jobs: a chain whose training is interrupted ends with a sound writeup."""
 
-import json
 import re
 from pathlib import Path
 
@@ -30,8 +29,7 @@ def test_training_is_interrupted_and_the_chain_ends_with_the_writeup(cluster, tm
     run = RunFolder(out / "runs" / "smoke")  # the recipe's own
 
     def trains() -> bool:
-        lines = run.metrics_file.read_text().splitlines() if run.metrics_file.is_file() else []
-        return bool(lines) and json.loads(lines[-1])["step"] >= 100
+        return run.metrics_file.is_file() and bool(run.metrics_file.read_text())
 
     cluster.wait_until(trains, "training is under way", 8 * MINUTES, jobs["02_train"])
     cluster.run("scancel", "--batch", "--signal=USR1", jobs["02_train"])
