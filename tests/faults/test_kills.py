@@ -22,7 +22,7 @@ from lmcore.run import RunFolder
 
 @pytest.mark.parametrize(("number", "count"), [(signal.SIGKILL, 100), (signal.SIGUSR1, 24), (signal.SIGTERM, 24)])
 def test_random_moments(bench: Bench, fault, rng, tries, number: signal.Signals, count: int):
-    """Each run meets up to three signals; after each a copy of it goes on to the end without another."""
+    """Each run meets up to three signals; after each a copy of it resumes to its end without another."""
     run, began = bench.new(), time.perf_counter()
     process = bench.start(run)
     wait_until(run.status_file.exists, "the process trains")

@@ -1,4 +1,4 @@
-"""A sweep as an array on a real Slurm: a cap, a task that is stopped and goes on, one table."""
+"""A sweep as an array on a real Slurm: a cap, a task that is stopped and resumes, one table."""
 
 from pathlib import Path
 

@@ -62,7 +62,7 @@ def update(slots: list[Slot], rows: list[Settings], norm: Tensor | None) -> None
 
 
 class Plain:
-    """All slots by plain operations: where there is no Triton, what `gpu.Table` is elsewhere."""
+    """Updates all slots by plain operations, where there is no Triton; the counterpart of `gpu.Table`."""
 
     def __init__(self, slots: list[Slot], parts: list[int]):
         self.slots, self.parts = slots, parts
