@@ -78,6 +78,8 @@ def test_within_a_long_call_of_c(start):
     first, second = HUP, INT
     process = start("-c", LONG_CALL)
     assert process.stdout.readline() == "ready\n"
+    before = sum(psutil.Process(process.pid).cpu_times()[:2])
+    wait_for(process, lambda: sum(psutil.Process(process.pid).cpu_times()[:2]) > before + 0.2)  # within the call
     process.send_signal(first)
     said = process.stderr.readline()
     assert said == f"lmcore: {first.name}: stopping where nothing is lost; a second signal ends the process at once.\n"
