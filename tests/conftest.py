@@ -49,6 +49,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+OUTCOMES = pytest.StashKey[list[str]]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    """A test marked `fault(kind, outcome)` is counted by tests/faults: as lost if it, or what it left, is wrong."""
+    report = yield
+    outcomes = item.stash.setdefault(OUTCOMES, [])
+    outcomes.append(report.outcome)
+    mark = item.get_closest_marker("fault")
+    if mark and report.when == "teardown" and "skipped" not in outcomes:
+        kind, outcome = mark.args
+        report.user_properties.append(("fault", [kind, "lost" if "failed" in outcomes else outcome]))
+    return report
+
+
 @pytest.fixture(autouse=True)
 def same_signal_handlers():
     """Commands run in this process, as `workbook requeue` is, may leave a handler behind, which no other test meets."""

@@ -122,6 +122,7 @@ def on_disk(mount: str, setup: str, block: str, tmp_path: Path) -> str:
 READ_ONLY = "mount -o remount,ro {disk} &&"
 
 
+@pytest.mark.fault("disk that is full, read-only or has no locks", "survived")
 def test_data_on_a_read_only_disk_is_trained_on(tmp_path):
     setup = """
         prepare("embedded", BYTES, disk / "data", CorpusConfig(num_documents=30), progress=False)
@@ -139,6 +140,7 @@ def test_data_on_a_read_only_disk_is_trained_on(tmp_path):
     assert {"complete", "30"} <= set(said)
 
 
+@pytest.mark.fault("disk that is full, read-only or has no locks", "refused_in_words")
 def test_commands_on_a_read_only_disk_end_in_a_sentence(tmp_path):
     block = """
         for command in (
@@ -164,6 +166,7 @@ def test_commands_on_a_read_only_disk_end_in_a_sentence(tmp_path):
     assert all("Read-only file system" in sentence for sentence in sentences), sentences
 
 
+@pytest.mark.fault("disk that is full, read-only or has no locks", "refused_in_words")
 def test_a_full_disk_is_called_that(tmp_path):
     block = """
         from lmcore.checkpoint import save_checkpoint
@@ -218,6 +221,7 @@ NEEDING = {
 }
 
 
+@pytest.mark.fault("disk that is full, read-only or has no locks", "refused_in_words")
 @pytest.mark.parametrize("what", NEEDING)
 def test_a_file_system_without_locks_is_one_sentence_everywhere(tmp_path, monkeypatch, what):
     monkeypatch.setattr(FileLock, "_acquire", no_locks)

@@ -124,6 +124,7 @@ COMPUTED = ["SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_GPUS_ON_NODE", "SLURM_NODEID"
 COMPUTED += ["SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"]
 
 
+@pytest.mark.fault("value with which bash would compute", "refused_in_words")
 @pytest.mark.parametrize(("name", "value"), [*((name, "HOME[$(touch ran)0]") for name in COMPUTED), ("GPUS", "08")])
 def test_a_value_that_bash_computes_with_is_a_number(tmp_path, name, value):
     """bash runs commands in an arithmetic expression, also where a variable's value is one."""

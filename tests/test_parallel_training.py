@@ -264,19 +264,23 @@ def test_a_damaged_sharded_checkpoint_is_noticed(trainers, data, alone, tmp_path
     same_run(run, alone(small_config(data)))
 
 
+@pytest.mark.fault("variables of a launcher", "refused_in_words")
 @pytest.mark.parametrize("strategy", ["none", "ddp"])
 @pytest.mark.parametrize("which", ["", "LOCAL_"])
-def test_variables_of_a_launcher_that_make_no_sense(monkeypatch, data, which, strategy):
-    for name, value in (LAUNCHED | {"TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": "1"}).items():
+@pytest.mark.parametrize(
+    "rank_and_size", ["x of 2", "-1 of 2", "5 of 2", "2 of 2", "0 of 0", "0 of -1", "0 of x", "0 of "]
+)
+def test_variables_of_a_launcher_that_make_no_sense(monkeypatch, data, rank_and_size, which, strategy):
+    rank, size = rank_and_size.split(" of ")
+    launched = LAUNCHED | {"TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": "1"}
+    for name, value in (launched | {f"{which}RANK": rank, f"{which}WORLD_SIZE": size}).items():
         monkeypatch.setenv(name, value)
-    for rank, size in (("x", "2"), ("-1", "2"), ("5", "2"), ("2", "2"), ("0", "0"), ("0", "-1"), ("0", "x"), ("0", "")):
-        monkeypatch.setenv(f"{which}RANK", rank)
-        monkeypatch.setenv(f"{which}WORLD_SIZE", size)
-        sentence = f"^{which}RANK is '{rank}' and {which}WORLD_SIZE is '{size}': "
-        with pytest.raises(UserError, match=sentence), world.joined(small_config(data, strategy=strategy)):
-            pass
+    sentence = f"^{which}RANK is '{rank}' and {which}WORLD_SIZE is '{size}': "
+    with pytest.raises(UserError, match=sentence), world.joined(small_config(data, strategy=strategy)):
+        pass
 
 
+@pytest.mark.fault("variables of a launcher", "refused_in_words")
 def test_a_port_that_is_none(monkeypatch, data):
     for name, value in (LAUNCHED | {"MASTER_PORT": "x"}).items():
         monkeypatch.setenv(name, value)

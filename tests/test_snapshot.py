@@ -142,6 +142,7 @@ def test_other_files_are_refused(tmp_path, monkeypatch, snapshot):
         history_of({"device_traces": [[], []], "segments": []})
 
 
+@pytest.mark.fault("file of another program that is damaged", "refused_in_words")
 @pytest.mark.parametrize("change", [{"addr": None}, {"size": "big"}, {"size": 1 << 60}, {"action": None}], ids=str)
 def test_damaged_snapshots_are_refused(snapshot, change):
     first = snapshot["device_traces"][0]

@@ -74,6 +74,7 @@ def wait_for(process: subprocess.Popen, condition) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.fault("command stopped, hung up or killed", "survived")
 def test_within_a_long_call_of_c(start):
     first, second = HUP, INT
     process = start("-c", LONG_CALL)
@@ -234,6 +235,7 @@ def config(tiny_run) -> TrainConfig:
     return replace(tiny_run, model=model, batch_size=1, steps=2)
 
 
+@pytest.mark.fault("command stopped, hung up or killed", "survived")
 def test_training_is_stopped_while_it_builds_the_model(start, tmp_path, config):
     write_json(tmp_path / "config.json", to_dict(config))
     run = RunFolder(tmp_path / "run")
@@ -267,6 +269,7 @@ def test_what_cannot_fit_is_refused_before_it_is_built(tmp_path, config, monkeyp
             measure(case, tmp_path)
 
 
+@pytest.mark.fault("command stopped, hung up or killed", "survived")
 def test_training_saves_itself_when_its_terminal_is_closed(start, tmp_path, config):
     """The kernel sends SIGHUP, and what is printed from then on fails."""
     steps = {"steps": 10**9, "eval_interval": 10**9, "checkpoint_interval": 10**9, "log_interval": 50}
@@ -307,6 +310,7 @@ def family_of(process: subprocess.Popen, busy: int, seconds: float) -> list[psut
     return list(family.values())
 
 
+@pytest.mark.fault("command stopped, hung up or killed", "survived")
 @pytest.mark.parametrize(
     ("command", "number", "code"),
     [(command, *end) for command in ("tokenizer", "data") for end in ((TERM, 143), (KILL, -KILL))]
@@ -328,6 +332,7 @@ def test_no_worker_goes_on_without_its_command(start, tmp_path, command, number,
         assert "Traceback" not in said
 
 
+@pytest.mark.fault("command stopped, hung up or killed", "survived")
 @pytest.mark.parametrize(("number", "code"), [(TERM, 143), (KILL, -KILL)])
 def test_no_case_goes_on_without_its_command(start, tmp_path, number, code):
     sizes = (f"--model.{key.replace('_', '-')}={value}" for key, value in SIZES.items())

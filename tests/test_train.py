@@ -438,7 +438,7 @@ def test_bad_input_is_one_sentence(tmp_path, config):
 
 
 def test_the_committed_figures_of_the_fault_suite_lost_nothing():
-    """They are made by: pytest -m faults tests/faults --faults-report results/faults.json."""
+    """CONTRIBUTING.md has the command that makes them."""
     rows = read_json(Path(__file__).parents[1] / "results" / "faults.json")["faults"]
     assert all(row["lost"] == 0 for row in rows)
     assert all(row["tried"] == row["survived"] + row["refused_in_words"] for row in rows)
