@@ -8,9 +8,9 @@ import os
 import re
 import subprocess
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from lmcore.errors import UserError, require
 from lmcore.files import atomic_write
@@ -57,19 +57,21 @@ def make_handin(project: Path, out: Path, to: Path, names: Names = "cse599o", in
     require(incomplete or not notes, f"{''.join(notes[:1])} To hand in what there is, say --incomplete.")
     files, left_out = project_files(project, excluded=(out, to))
     refuse_secrets(project / file for file in files)
-    curve = next((out / "figures" / name for name in LEARNING_CURVES if (out / "figures" / name).is_file()), None)
+    curve = next((name for name in LEARNING_CURVES if (out / "figures" / name).is_file()), None)
+    copies = {CURVE_NAME: out / "figures" / curve} if curve else {}
     if curve is None:
         notes.append(f"There is no learning curve ({' or '.join(LEARNING_CURVES)}) in {out / 'figures'}.")
-    sources = {name.as_posix(): project / name for name in files} | ({CURVE_NAME: curve} if curve else {})
-    copies = dict.fromkeys(PDF_NAMES.values()) | {PDF_NAMES[names]: out / "writeup" / PDF_NAME, CURVE_NAME: curve}
-    lines = []
-    for name, source in {CODE_NAME: project, **copies}.items():
-        if source is None or not source.exists():
-            (to / name).unlink(missing_ok=True)  # of an earlier hand-in
-            continue
+    with atomic_write(to / CODE_NAME) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, source in [*((name, project / name) for name in files), *copies.items()]:
+            archive.write(source, Path("code", name))
+    if (out / "writeup" / PDF_NAME).is_file():
+        copies[PDF_NAMES[names]] = out / "writeup" / PDF_NAME
+    for name, source in copies.items():
         with atomic_write(to / name) as file:
-            write_zip(file, sources) if name == CODE_NAME else file.write(source.read_bytes())
-        lines.append(f"{to / name}: {(to / name).stat().st_size / 1e6:.2f} MB")
+            file.write(source.read_bytes())
+    for name in {CURVE_NAME, *PDF_NAMES.values()} - {*copies}:
+        (to / name).unlink(missing_ok=True)  # of an earlier hand-in
+    lines = [f"{to / name}: {(to / name).stat().st_size / 1e6:.2f} MB" for name in (CODE_NAME, *copies)]
     lines += [f"Left out, {reason}: {', '.join(found)}" for reason, found in sorted(left_out.items())]
     return lines + [f"Note: {note}" for note in notes]
 
@@ -86,14 +88,14 @@ def project_files(project: Path, excluded: Iterable[Path] = ()) -> tuple[list[Pa
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
         raise UserError(f"git, which says what belongs to the project, cannot list {project}: {said}.") from None
-    kept: list[Path] = []
-    left_out: dict[str, list[str]] = {}
+    kept, left_out = [], {}
     for name in sorted({os.fsdecode(name) for name in listed.split(b"\0") if name}):
-        if os.path.lexists(project / name):  # else deleted, but not yet in git
-            if reason := why_left_out(project / name, excluded):
-                left_out.setdefault(reason, []).append(name)
-            else:
-                kept.append(Path(name))
+        if not os.path.lexists(project / name):
+            continue  # deleted, but not yet in git
+        if reason := why_left_out(project / name, excluded):
+            left_out.setdefault(reason, []).append(name)
+        else:
+            kept.append(Path(name))
     return kept, left_out
 
 
@@ -122,16 +124,6 @@ def refuse_secrets(files: Iterable[Path]) -> None:
                     f"{path} line {line} looks like {what}; take it out of the file (and revoke it, if it was ever "
                     "shared), then make the hand-in again: nothing was written."
                 )
-
-
-def write_zip(file: IO[bytes], sources: Mapping[str, Path]) -> None:
-    """The same archive of the same files: sorted, one fixed time, of the permissions only whether it is a program."""
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for name, source in sorted(sources.items()):
-            entry = zipfile.ZipInfo(f"code/{name}")  # of 1980
-            entry.compress_type, entry.create_system = zipfile.ZIP_DEFLATED, 3
-            entry.external_attr = (0o100755 if os.access(source, os.X_OK) else 0o100644) << 16
-            archive.writestr(entry, source.read_bytes())
 
 
 def newest_writeup(runs: Path) -> Path:
