@@ -8,7 +8,7 @@ from lmcore.device import autocast, select_device, set_matmul_precision
 from lmcore.profiling.cases import WorkloadConfig
 from lmcore.profiling.timing import Timer
 
-MATMUL_SIZE = {"cuda": 8192, "mps": 2048, "cpu": 1024}
+MATMUL_SIZE = {"cuda": 8192, "mps": 2048, "cpu": 512}
 """Rows and columns of the square matrices by device type: large enough to keep it busy, done in under a second."""
 
 COPY_BYTES = {"cuda": 1 << 30, "mps": 1 << 28, "cpu": 1 << 27}
