@@ -167,7 +167,8 @@ def reproducible(config: TrainConfig, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(deterministic)
+        if config.deterministic:  # the call imports PyTorch's compiler, for seconds
+            torch.use_deterministic_algorithms(deterministic)
         torch.set_float32_matmul_precision(precision)
         torch.set_num_threads(threads)
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from lmcore.errors import require
 
 class FromScratch(Optimizer):
     """What the optimizers of this module share: a step, which calls `update` for each group of parameters."""
+
+    # as PyTorch wraps them, for torch.compile, their first call would import the compiler: two seconds in each process
+    add_param_group, zero_grad = unwrap(Optimizer.add_param_group), unwrap(Optimizer.zero_grad)
+    state_dict, load_state_dict = unwrap(Optimizer.state_dict), unwrap(Optimizer.load_state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

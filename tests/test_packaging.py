@@ -109,6 +109,18 @@ def test_training_imports_little():
     assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= 5500
 
 
+def test_training_leaves_the_compiler_alone():
+    """PyTorch's takes two seconds to import, in each of a sweep's processes."""
+    code = """import sys, torch
+from lmcore import device, optimizer, train
+with device.reproducible(train.TrainConfig(), torch.device("cpu")):
+    made = optimizer.build_optimizer(torch.nn.Linear(2, 2), train.TrainConfig().optimizer)
+    made.zero_grad()
+    made.load_state_dict(made.state_dict())
+sys.exit("torch._dynamo" in sys.modules)"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("name", PROJECTS)
 def test_a_wheel_holds_its_own_package_alone_and_all_of_it(name, tmp_path):
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")

@@ -34,7 +34,7 @@ KILLED = "The system ended the process, as it does when the host's memory is use
 
 PRELOADED = ["lmcore.profiling.runner", "lmcore.profiling.timing", "torch._dynamo"]
 """Modules that are imported once, before the processes of all cases are forked from there. They leave CUDA alone;
-the last is what PyTorch's optimizers import when the first one is made."""
+the last is what PyTorch imports when memory is recorded."""
 
 
 def run_cases(task: Task, cases: Mapping[str, WorkloadConfig], folder: Path | str, title: str = "cases") -> dict:

@@ -64,7 +64,7 @@ class Bench:
         self.config = small_config(data, **model, log_interval=2, eval_interval=4, eval_batch_size=64)
         self.config = replace(self.config, checkpoint_interval=3, keep_checkpoints=2)
         self.processes = multiprocessing.get_context("forkserver")
-        self.processes.set_forkserver_preload(["lmcore.train", "torch._dynamo"])  # optimizers import the latter
+        self.processes.set_forkserver_preload(["lmcore.train"])
         self.straight = RunFolder(folder / "straight")
         train(self.config, self.straight)
         gc.freeze()
