@@ -19,6 +19,13 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def forks() -> multiprocessing.context.BaseContext:
+    """Starts processes as forks of one that has imported PyTorch, which takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lmcore.train", "lmcore.distributed.sharded_checkpoint", "torch._dynamo"])
+    return context
+
+
 def small_config(data: str | Path, **changes) -> TrainConfig:
     """Twelve steps of a model that takes a second, with a corpus of a 300-token vocabulary."""
     model = ModelConfig(vocab_size=300, context_length=16, d_model=18, num_layers=2, num_heads=3, d_ff=40)
@@ -47,7 +54,7 @@ class Trainers:
 
     def train(self, config: TrainConfig, folder: Path, ranks: int, own: dict[int, dict] | None = None) -> list[Ended]:
         """What `lmcore.train.train` did on each rank; `own` has changes of single ranks' configurations."""
-        context, port = multiprocessing.get_context("spawn"), free_port()
+        context, port = forks(), free_port()
         while len(self.workers) < ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)

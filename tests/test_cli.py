@@ -9,7 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
-from notebook_projects import SVG, code, make_project, parameters
+from notebook_projects import code, make_project, parameters
 
 import workbook.cli
 from lmcore import cli
@@ -18,10 +18,9 @@ from lmcore.config import TrainConfig, model_config, replace, to_dict
 from lmcore.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR
 
 
-def run_lmcore(*words: str, **options) -> subprocess.CompletedProcess:
+def run_lmcore(*words: object, **options) -> subprocess.CompletedProcess:
     """`lmcore` in a process of its own."""
-    command = [sys.executable, "-m", "lmcore", *words]
-    return subprocess.run(command, **{"check": False, "capture_output": "stdout" not in options} | options)
+    return subprocess.run([sys.executable, "-m", "lmcore", *words], stderr=subprocess.PIPE, check=False, **options)
 
 
 def test_help_does_not_wait_for_torch():
@@ -70,14 +69,10 @@ def test_exit_codes_are_the_numbers_that_scripts_know(trained):
     ("command", "words"),
     [
         ("generate nowhere --prompt \udcff", "not UTF-8"),
-        (
-            "generate tests",
-            "There is no safetensors file tests/checkpoints/best.safetensors; a run has",
-        ),
-        ("train --run r --batch-size 0", "batch_size must be a positive whole number, not 0"),
+        ("generate tests", "There is no safetensors file tests/checkpoints/best.safetensors; a run has"),
         ("train --run r --model.rope-theta inf", "rope_theta must be a finite number, not inf"),
         ("train --run r --preset giant", "There is no preset 'giant'; choose one of tinystories, small"),
-        ("data info no\x1b[2Jwhere", r"no\x1b[2Jwhere is not a prepared corpus"),
+        ("evaluate no\x1b[2Jwhere", r"no\x1b[2Jwhere is not a run folder"),
     ],
 )
 def test_a_mistake_is_one_sentence(command, words, capsys):
@@ -107,20 +102,22 @@ def test_ctrl_c_has_no_traceback(monkeypatch, capsys):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_output_to_a_full_disk_and_to_a_reader_that_has_seen_enough():
+def test_output_to_a_full_disk_and_to_a_reader_that_has_seen_enough(embedded_data):
     with open("/dev/full", "w") as full:
-        done = run_lmcore("doctor", stdout=full, stderr=subprocess.PIPE, text=True)
+        done = run_lmcore("data", "info", embedded_data, stdout=full)
     assert done.returncode == EXIT_USER_ERROR
-    assert done.stderr == "lmcore: No space left on device: make room, or write elsewhere.\n"
-    command = f"{sys.executable} -m lmcore doctor | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+    assert done.stderr == b"lmcore: No space left on device: make room, or write elsewhere.\n"
+    read, write = os.pipe()
+    os.close(read)
+    done = run_lmcore("data", "info", embedded_data, stdout=write)
+    os.close(write)
     assert (done.returncode, done.stderr) == (EXIT_FAILURE, b"")
 
 
 def test_python_m_lmcore():
-    done = run_lmcore("evaluate", "nowhere")
+    done = run_lmcore("data", "info", "nowhere")
     assert done.returncode == EXIT_USER_ERROR
-    assert done.stderr == b"lmcore: nowhere is not a run folder.\n"
+    assert done.stderr.startswith(b"lmcore: nowhere is not a prepared corpus")
 
 
 def test_a_text_shorter_than_a_window_is_refused_before_anything_is_built(embedded_data, tmp_path, capsys, monkeypatch):
@@ -149,7 +146,6 @@ def test_from_text_to_generation(tmp_path, capsys):
     plainly = generated()
     assert plainly.startswith("One")
     assert generated("--ops", "fused") == plainly
-    assert generated("--ops", "fused", "--precision", "bf16").startswith("One")
     assert [text[:3] for text in generated(prompts=("One", "The")).strip().split("\n\n")] == ["One", "The"]
 
 
@@ -163,19 +159,17 @@ def test_tokenizer_there_and_back(tmp_path, capsys):
     assert cli.main(["tokenizer", "decode", "--tokenizer", folder, *ids]) == 0
     assert capsys.readouterr().out == "the hat\n"
     done = run_lmcore("tokenizer", "encode", "--tokenizer", folder, input=b"a\n\xff")
-    assert (done.returncode, done.stdout) == (EXIT_USER_ERROR, b"")
+    assert done.returncode == EXIT_USER_ERROR
     assert done.stderr.startswith(b"lmcore: The text is not UTF-8")
 
 
 def test_exit_codes_of_the_workbook(tmp_path, monkeypatch, capsys):
-    """Done, failed, and stopped by Ctrl-C."""
+    """Failed, and stopped by Ctrl-C."""
     stop = f"import os, signal, time\nos.kill({os.getpid()}, signal.SIGINT)\ntime.sleep(30)"
-    good, bad = ["# 01 Good", parameters(), code(SVG)], ["# 02", parameters(), code("1/0")]
-    make_project(tmp_path, _01_good=good, _02_bad=bad, _03_stop=["# 03", parameters(), code(stop)])
+    make_project(tmp_path, _02_bad=["# 02", parameters(), code("1/0")], _03_stop=["# 03", parameters(), code(stop)])
     monkeypatch.chdir(tmp_path)
     before = signal.getsignal(signal.SIGINT)
     for notebook, code_, words in (
-        ("01", 0, str(tmp_path / "runs" / "smoke" / "writeup")),
         ("02", EXIT_FAILURE, "Notebook 02_bad failed at code cell 2"),
         ("03", EXIT_INTERRUPTED, "stopped by SIGINT in notebook 03_stop, cell 2; the same command with --resume"),
     ):

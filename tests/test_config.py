@@ -31,9 +31,6 @@ def test_named_sizes_are_models(size):
 def test_tables_name_the_handout_and_the_shape_of_a_size():
     shape = "d_model 1,600, d_ff 6,400, 48 layers, 25 heads"
     assert describe_size("xl") == f"`xl` (CS336 A2 (2025); {shape})"
-    assert describe_size("smoke").startswith("`smoke` (d_model ")  # one of our own
-    with pytest.raises(UserError, match="no model size 'giant'"):
-        describe_size("giant")
 
 
 def test_defaults_are_the_handouts():
@@ -55,13 +52,12 @@ def test_configs_survive_json_and_are_frozen(config):
         setattr(config, dataclasses.fields(config)[0].name, None)
 
 
-@pytest.mark.parametrize("kind", [ModelConfig, OptimizerConfig, GenerateConfig])
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
-def test_numbers_are_finite(kind, number):
-    names = [field.name for field in dataclasses.fields(kind) if "float" in str(field.type)]
-    for name in names:
-        with pytest.raises(UserError, match=f"^{name} must (not )?be .*{number}"):
-            kind(**{name: (number, 0.5) if name == "betas" else number})
+def test_numbers_are_finite(number):
+    for kind in (ModelConfig, OptimizerConfig, GenerateConfig):
+        for name in (field.name for field in dataclasses.fields(kind) if "float" in str(field.type)):
+            with pytest.raises(UserError, match=f"^{name} must (not )?be .*{number}"):
+                kind(**{name: (number, 0.5) if name == "betas" else number})
 
 
 def test_replace_reaches_into_sections_and_whole_numbers_serve_as_floats():
@@ -85,22 +81,12 @@ def test_replace_reaches_into_sections_and_whole_numbers_serve_as_floats():
         (lambda: model_config("giant"), r"no model size 'giant'; choose one of tinystories, small"),
         (lambda: model_config("smoke", d_modell=3), r"ModelConfig has no field d_modell; did you mean d_model\?$"),
         (lambda: OptimizerConfig(eps=0.0), r"eps must be positive, not 0\.0\.?$"),
-        (lambda: GenerateConfig(top_p=1.5), r"top_p must be in \(0, 1\], not 1\.5\.$"),
         (lambda: GenerateConfig(seed=2**63), "seed must be a whole number from 0 to"),
         (lambda: from_dict(ModelConfig, {"rope_theta": 10**400}), "rope_theta must be a finite number"),
-        (lambda: from_dict(ModelConfig, {"num_layers": True}), "num_layers must be of type int"),
-        (
-            lambda: from_dict(TrainConfig, {"optimiser": {}}),
-            r"TrainConfig has no field optimiser; did you mean optimizer\?$",
-        ),
-        (
-            lambda: from_dict(TrainConfig, {"model": {"depth": 2}}),
-            r"ModelConfig has no field depth; its fields are vocab_size",
-        ),
+        (lambda: from_dict(TrainConfig, {"model": {"depth": 2}}), "ModelConfig has no field depth; its fields are"),
         (lambda: from_dict(TrainConfig, {"steps": "10"}), r"TrainConfig\.steps must be of type int, not '10'\.$"),
         (lambda: from_dict(TrainConfig, {"model": 3}), r"ModelConfig needs a mapping of fields, not 3\.$"),
         (lambda: from_dict(OptimizerConfig, {"betas": [0.9, "x"]}), "betas must be of type float, not 'x'"),
-        (lambda: replace(TrainConfig(), model__width=1), "ModelConfig has no field width"),
         (lambda: replace(TrainConfig(), modell__d_model=1), r"TrainConfig has no field modell; did you mean model\?$"),
         (lambda: TrainConfig(strategy="fsdp", optimizer=OptimizerConfig(name="muon")), "does not cover optimizer.name"),
     ],

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lmcore.data import CorpusConfig, open_corpus
@@ -56,7 +56,7 @@ WHITE = [" ", "  ", "\n", "\t", "\u00a0", "\u3000"]
 fragments = st.sampled_from([*WHITE, "a", "don't", "'s", "42", "½", "é", "漢字", "...", "🙂", "<|end", EOT, "x y"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     text=st.lists(fragments, max_size=40).map("".join),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
@@ -97,8 +97,6 @@ def test_text_is_read_in_chunks_and_its_first_bad_byte_is_named(tmp_path, name):
     [
         ("half_a_character.txt", "aé".encode()[:-1], "offset 1 "),
         ("cut.txt.gz", gzip.compress(b"some text " * 1000, mtime=0)[:-20], "not a whole gzip file"),
-        ("other.txt.gz", b"not gzip at all", "not a whole gzip file"),
-        ("empty.txt", b"", "holds no text"),
         ("blank.txt", f"{EOT}{EOT}".encode(), "holds no text"),
         ("stories.jsonl", b'{"text": "One."}', "holds records, not plain text"),
     ],
@@ -128,7 +126,7 @@ def test_a_file_with_records_is_refused_with_the_command_that_makes_a_text_of_it
         assert both(tmp_path / text) == (["One, é."], ["Two."])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(2, 60), st.floats(0.05, 0.95))
 def test_documents_of_one_file_are_split(tmp_path_factory, count, fraction):
     documents = [f"Story {number}." for number in range(count)]
@@ -137,8 +135,9 @@ def test_documents_of_one_file_are_split(tmp_path_factory, count, fraction):
     assert len(valid) == min(count - 1, max(1, round(fraction * count)))
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(2, 400) | st.just(100_000), st.floats(0.05, 0.95))
+@settings(max_examples=20, deadline=None)
+@example(100_000, 0.1)
+@given(st.integers(2, 400), st.floats(0.05, 0.95))
 def test_a_single_document_is_split_between_lines(tmp_path_factory, lines, fraction):
     text = "\n".join(f"line {i} of the text" for i in range(lines))
     path = tmp_path_factory.mktemp("one") / "input.txt"
@@ -153,9 +152,7 @@ def test_a_single_document_is_split_between_lines(tmp_path_factory, lines, fract
 @pytest.mark.parametrize(
     ("files", "options", "train", "valid"),
     [
-        ({"train.txt": "a b", "validation.txt": "v"}, {}, "a b", "v"),
-        ({"TinyStoriesV2-GPT4-train.txt": "a b", "TinyStoriesV2-GPT4-valid.txt": "v"}, {}, "a b", "v"),
-        ({"owt_train.txt.gz": "a b", "owt_val.md": "v"}, {}, "a b", "v"),
+        ({"TinyStoriesV2-GPT4-train.txt": "a b", "owt_val.md": "v"}, {}, "a b", "v"),
         # a file that only begins with train is not taken beside one of exactly that name
         ({"train.txt.gz": "a b", "train_fragments.txt.gz": "c", "valid.txt": "v"}, {}, "a b", "v"),
         ({"b.txt": "3 4", "a.txt.gz": "1 2", "trained.md": "5"}, {"valid_fraction": 0.2}, "1 2 3 4", "5"),

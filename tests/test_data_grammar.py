@@ -4,11 +4,10 @@ import math
 import re
 from itertools import islice, product
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcore.data import entropy_per_document, log_probability, stories
+from lmcore.data import log_probability, stories
 from lmcore.data.grammar import PRONOUNS, RULES, STORIES, Grammar, sample_stories
 
 
@@ -62,7 +61,7 @@ def count(rules, symbol):
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_sub_grammars_are_unambiguous_and_exact(chooser):
     """Listed in full: no text twice, probabilities sum to 1, entropy and log-probabilities as computed."""
@@ -76,19 +75,8 @@ def test_sub_grammars_are_unambiguous_and_exact(chooser):
         assert math.isclose(grammar.log_probability(text), math.log(p), rel_tol=1e-9)
 
 
-def test_every_skeleton_is_unambiguous():
-    """All sentence structures at once, with two searches or events at most: single words cut down to one each."""
-    kept = {"girl": {"Lily": 1}, "boy": {"Tom": 1}, "parent": {"{@hero.their} mom": 5}}
-    kept |= {"search": {"{look}": 5, "{look} {look}": 4}, "events": {"{event}": 5, "{event} {event}": 4}}
-    for symbol, weights in RULES.items():
-        words = all("{" not in text for text in weights) and symbol not in ("reaction", "trouble")
-        kept.setdefault(symbol, dict(list(weights.items())[: 1 if words else None]))
-    texts = [resolve(text) for text, _ in expansions(kept)]
-    assert len(set(texts)) == len(texts) == count(kept, "story") > 10_000
-
-
 def test_each_sampled_story_has_one_derivation_of_its_probability():
-    for story, expected in islice(sample_stories(seed=3), 500):
+    for story, expected in islice(sample_stories(seed=3), 200):
         (derivation,) = STORIES.log_probabilities(story)
         assert math.isclose(derivation, expected, rel_tol=1e-9)
         assert math.isclose(log_probability(story), expected, rel_tol=1e-9)
@@ -102,13 +90,6 @@ def test_an_ambiguous_grammar_is_noticed():
     grammar = Grammar({"s": {"{a}{a}": 1}, "a": {"x": 1, "xx": 1}}, "s")
     assert len(list(grammar.log_probabilities("xxx"))) == 2
     assert math.isclose(grammar.log_probability("xxx"), math.log(0.5))
-
-
-def test_entropy_is_the_mean_surprise():
-    surprise = -np.array([log_p for _, log_p in islice(sample_stories(seed=0), 30_000)])
-    standard_error = surprise.std() / math.sqrt(len(surprise))
-    assert standard_error < 0.05
-    assert abs(surprise.mean() - entropy_per_document()) < 4 * standard_error
 
 
 def test_entropy_of_recursion_in_closed_form():

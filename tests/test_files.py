@@ -1,35 +1,37 @@
 """Files that are whole or absent, what killed processes leave, full and read-only disks, locks."""
 
+import ctypes
 import errno
+import io
 import os
 import shutil
 import signal
 import stat
 import subprocess
-import sys
-import textwrap
 import threading
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
+from parallel_runs import forks, small_config
 from safetensors.torch import load_file
 
-from lmcore.checkpoint import read_weights, save_weights
-from lmcore.config import CorpusConfig, ModelConfig
+from lmcore.alone import ALONE, Alone
+from lmcore.checkpoint import read_weights, save_checkpoint, save_weights
+from lmcore.cli.application import main
+from lmcore.config import CorpusConfig, ModelConfig, TrainConfig
 from lmcore.data import prepare
+from lmcore.distributed.sharded_checkpoint import save_sharded
 from lmcore.errors import UserError
 from lmcore.files import Busy, atomic_write, is_locked, locked, temporary_folder, write_json
 from lmcore.model import TransformerLM
-from lmcore.profiling.runner import run_cases
-from lmcore.profiling.timing import measure
-from lmcore.profiling.workload import WorkloadConfig
 from lmcore.run import RunFolder
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer
-from workbook.record import holding
+from lmcore.train import train
 
 BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
 
@@ -40,14 +42,15 @@ BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode
 def test_the_next_call_removes_what_killed_ones_left(tmp_path, monkeypatch, write, arguments, stays):
     """What a call that lives writes is left alone, and so is what is somebody else's."""
     monkeypatch.chdir(tmp_path)
-    block = f"with {write.__name__}{arguments}:\n    os.kill(os.getpid(), signal.SIGKILL)"
-    imports = f"import os, signal\nfrom lmcore.files import {write.__name__}\n"
-    assert subprocess.run([sys.executable, "-c", imports + block], check=False).returncode == -signal.SIGKILL
+    if (child := os.fork()) == 0:
+        with write(*arguments):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
     (left,) = tmp_path.iterdir()
     (tmp_path / ".preparing-of-somebody").mkdir()
-    time.sleep(0.6)
     with write(*arguments):
-        time.sleep(0.6)
+        for path in tmp_path.iterdir():
+            os.utime(path, (1, 1))  # older than what is about to be locked
         with write(*arguments):
             assert len(list(tmp_path.iterdir())) == 3
             assert not left.exists()
@@ -95,104 +98,90 @@ def test_weights_are_a_file_that_the_package_reads_with_the_usual_permissions(tm
 # Disks that are full, or only to be read
 
 
-def on_disk(mount: str, setup: str, block: str, tmp_path: Path) -> str:
-    """What `block` printed in a process that sees `tmp_path/disk` as a file system of its own, filled by `setup`."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    imports = (
-        f"import os, sys\nfrom pathlib import Path\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from parallel_runs import small_config\nfrom lmcore.cli.application import main\n"
-        "from lmcore.train import train\n"
-        f"from test_files import *\ndisk = Path({str(disk)!r})\n"
-    )
-    names = ("setup", "block")
-    for name, text in zip(names, (setup, block), strict=True):
-        body = textwrap.indent(textwrap.dedent(text), "    ")
-        (tmp_path / f"{name}.py").write_text(f"{imports}if __name__ == '__main__':\n    pass\n{body}")
-    first, second = (f"{sys.executable} {tmp_path}/{name}.py" for name in names)
-    script = f"mount -t tmpfs -o size=4m tmpfs {disk} && {first} && {mount} {second}"
-    if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
-        pytest.skip("a file system of its own needs unshare -rm")
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", script.replace("{disk}", str(disk))],
-                          capture_output=True, text=True, check=False)  # fmt: skip
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.stdout + done.stderr
+NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # of unshare(2)
 
 
-READ_ONLY = "mount -o remount,ro {disk} &&"
+def in_a_file_system(pipe, function, disk: Path, mode: str) -> None:
+    """Sends the lines that `function(disk)` prints where the folder is a file system of 4 MB of its own, or None."""
+    maps = {"setgroups": "deny", "uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
+    if ctypes.CDLL(None).unshare(NEW_USER | NEW_MOUNTS):
+        pipe.send(None)
+        return
+    for name, text in maps.items():
+        Path("/proc/self", name).write_text(text)
+    mount = f"mount -t tmpfs -o size=4m tmpfs {disk}; cp -r {disk}.before/. {disk}; mount -o remount,{mode} {disk}"
+    subprocess.run(["sh", "-ec", mount], check=True)
+    with redirect_stdout(io.StringIO()) as said, redirect_stderr(said):
+        function(disk)
+    pipe.send(said.getvalue().splitlines())
 
 
-@pytest.mark.fault("disk that is full, read-only or has no locks", "survived")
-def test_data_on_a_read_only_disk_is_trained_on(tmp_path):
-    setup = """
-        prepare("embedded", BYTES, disk / "data", CorpusConfig(num_documents=30), progress=False)
-        (disk / "data" / "checked.json").unlink()
-    """
-    block = f"""
-        config = small_config(disk / "data", steps=2)
-        print(train(config, {str(tmp_path / "run")!r}).state)
-        again = prepare("embedded", BYTES, disk / "data", CorpusConfig(num_documents=30), progress=False)
-        print(again.manifest["splits"]["train"]["documents"])
-        print(main(["data", "info", str(disk / "data")]))
-    """
-    said = on_disk(READ_ONLY, setup, block, tmp_path).splitlines()
-    assert said[-1] == "0"
-    assert {"complete", "30"} <= set(said)
+def on_disk(function, disk: Path, mode: str) -> list[str]:
+    """The lines that `function(disk)` prints in a process that sees a file system there, read-only or not."""
+    shutil.copytree(disk, f"{disk}.before")
+    ours, theirs = forks().Pipe()
+    process = forks().Process(target=in_a_file_system, args=(theirs, function, disk, mode))
+    process.start()
+    theirs.close()
+    lines = ours.recv()
+    process.join()
+    if lines is None:
+        pytest.skip("a file system of its own needs namespaces for users and mounts")
+    return lines
+
+
+def use_a_read_only_disk(disk: Path) -> None:
+    """Trains on the corpus that is there, and gives the commands that write there."""
+    print(train(small_config(disk / "data", steps=2), disk.with_name("run")).state)
+    for command in (
+        ["data", "info", str(disk / "data")],
+        ["train", "--run", str(disk / "run"), "--data", str(disk / "data")],
+        ["data", "prepare", "embedded", "--tokenizer", "bpe:257", "--out", str(disk / "data")],
+        ["tokenizer", "train", str(disk / "text.txt"), "--out", str(disk / "bpe"), "--vocab-size", "257"],
+    ):
+        print("code", main(command))
 
 
 @pytest.mark.fault("disk that is full, read-only or has no locks", "refused_in_words")
-def test_commands_on_a_read_only_disk_end_in_a_sentence(tmp_path):
-    block = """
-        for command in (
-            ["train", "--run", str(disk / "run"), "--data", str(disk / "data")],
-            ["data", "prepare", "embedded", "--tokenizer", "bpe:257", "--out", str(disk / "new")],
-            ["data", "prepare", "embedded", "--tokenizer", "bpe:257", "--out", str(disk / "data")],
-            ["tokenizer", "train", str(disk / "text.txt"), "--out", str(disk / "bpe"), "--vocab-size", "257"],
-            ["benchmark", "--out", str(disk / "b"), "--device", "cpu"],
-            ["memory", "--out", str(disk / "m"), "--device", "cpu"],
-        ):
-            print(main(command))
-    """
-    setup = """
-        prepare("embedded", BYTES, disk / "data", CorpusConfig(num_documents=30), progress=False)
-        (disk / "text.txt").write_text("some text")
-        for name in ("run", "new", "bpe", "b", "m"):
-            (disk / name).mkdir()
-    """
-    lines = on_disk(READ_ONLY, setup, block, tmp_path).splitlines()
-    assert lines.count("2") == 6, lines
+def test_a_read_only_disk_is_read_and_what_writes_ends_in_a_sentence(tmp_path):
+    for name in ("run", "bpe"):
+        (tmp_path / "disk" / name).mkdir(parents=True)
+    data = tmp_path / "disk" / "data"
+    prepare("embedded", BYTES, data, CorpusConfig(num_documents=30), progress=False)
+    (data / "checked.json").unlink()
+    (tmp_path / "disk" / "text.txt").write_text("some text")
+    lines = on_disk(use_a_read_only_disk, tmp_path / "disk", "ro")
+    assert "complete" in lines
+    assert [line for line in lines if line.startswith("code")] == ["code 0"] + ["code 2"] * 3
     sentences = [line for line in lines if line.startswith("lmcore: ")]
-    assert len(sentences) == 6
+    assert len(sentences) == 3
     assert all("Read-only file system" in sentence for sentence in sentences), sentences
+
+
+def write_to_a_full_disk(disk: Path) -> None:
+    """Weights, checkpoints and JSON for which there is no room."""
+    model = TransformerLM(ModelConfig(5000, 16, 256, 2, 4, 512))
+    alone = Alone(model, TrainConfig(model.config))
+    optimizer = alone.optimizer()
+    for write in (
+        lambda: save_checkpoint(model, optimizer, 1, disk / "step.pt"),
+        lambda: save_sharded(alone, optimizer, 1, disk / "step.sharded", {}, ALONE),
+        lambda: save_weights(model, disk / "best.safetensors"),
+        lambda: write_json(disk / "big.json", "x" * 5_000_000),
+    ):
+        try:
+            write()
+        except UserError as error:
+            print(error)
+        assert list(disk.iterdir()) == []
 
 
 @pytest.mark.fault("disk that is full, read-only or has no locks", "refused_in_words")
 def test_a_full_disk_is_called_that(tmp_path):
-    block = """
-        from lmcore.checkpoint import save_checkpoint
-        from lmcore.config import TrainConfig
-        from lmcore.distributed.sharded_checkpoint import save_sharded
-        from lmcore.alone import ALONE, Alone
-        from lmcore.optimizer import AdamW
-        model = TransformerLM(ModelConfig(5000, 16, 256, 2, 4, 512))
-        way = Alone(model, TrainConfig(model.config))
-        optimizer = way.optimizer()
-        for write in (
-            lambda: save_checkpoint(model, optimizer, 1, disk / "step.pt"),
-            lambda: save_sharded(way, optimizer, 1, disk / "step.sharded", {}, ALONE),
-            lambda: save_weights(model, disk / "best.safetensors"),
-            lambda: write_json(disk / "big.json", "x" * 5_000_000),
-        ):
-            try:
-                write()
-            except UserError as error:
-                print(error)
-            assert list(disk.iterdir()) == []
-    """
-    lines = on_disk("", "", block, tmp_path).splitlines()
-    names = ("step.pt", "step.sharded", "best.safetensors", "big.json")
-    assert lines == [
-        f"Cannot write {tmp_path}/disk/{n}: No space left on device; nothing was changed there." for n in names
+    (tmp_path / "disk").mkdir()
+    assert on_disk(write_to_a_full_disk, tmp_path / "disk", "rw") == [
+        f"Cannot write {tmp_path}/disk/{name}: No space left on device; nothing was changed there."
+        for name in ("step.pt", "step.sharded", "best.safetensors", "big.json")
     ]
 
 
@@ -211,25 +200,11 @@ def no_locks(*_, **__):
     raise OSError(errno.ENOLCK, "No locks available")
 
 
-NEEDING = {
-    "a run folder": lambda folder: RunFolder(folder).lock().__enter__(),
-    "cases": lambda folder: run_cases(
-        measure, {"case": WorkloadConfig(model=ModelConfig(31, 8, 16, 1, 2, 24), device="cpu")}, folder
-    ),
-    "a corpus": lambda folder: prepare("embedded", BYTES, folder, CorpusConfig(num_documents=2), progress=False),
-    "a notebook": lambda folder: holding(folder, ["01_build"]).__enter__(),
-}
-
-
 @pytest.mark.fault("disk that is full, read-only or has no locks", "refused_in_words")
-@pytest.mark.parametrize("what", NEEDING)
-def test_a_file_system_without_locks_is_one_sentence_everywhere(tmp_path, monkeypatch, what):
+def test_a_file_system_without_locks_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(FileLock, "_acquire", no_locks)
-    sentence = (
-        f"^The file system of {tmp_path}.* cannot lock files, so two .* mount it with flock, or choose a folder on"
-    )
-    with pytest.raises(UserError, match=sentence):
-        NEEDING[what](tmp_path)
+    with pytest.raises(UserError, match=f"^The file system of {tmp_path} cannot lock files.*mount it with flock"):
+        RunFolder(tmp_path).lock().__enter__()
 
 
 def test_a_held_lock_is_said_in_the_words_given_or_waited_for(tmp_path):

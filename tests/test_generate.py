@@ -73,20 +73,18 @@ def naive(model, prompt, config, eot_id=None):
 
 
 SETTINGS = [
-    GenerateConfig(max_new_tokens=40, temperature=0),
-    GenerateConfig(max_new_tokens=40, temperature=1.0, seed=3),
-    GenerateConfig(max_new_tokens=40, temperature=0.8, top_p=0.9, top_k=50, seed=11),
+    GenerateConfig(max_new_tokens=30, temperature=0),
+    GenerateConfig(max_new_tokens=30, temperature=0.8, top_p=0.9, top_k=50, seed=11),
 ]
 PROMPTS = [[1, 2, 3], [9], list(range(20, 20 + CONTEXT)), [4] * (CONTEXT - 1), [200, 100, 3, 50, 60]]
 
 
-@pytest.mark.parametrize("config", SETTINGS, ids=["greedy", "sampled", "truncated"])
-@pytest.mark.parametrize("kv_cache", [False, True])
-def test_rows_of_a_batch_are_those_of_the_naive_loop_beyond_the_context(model, config, kv_cache):
+@pytest.mark.parametrize("config", SETTINGS, ids=["greedy", "sampled"])
+def test_rows_of_a_batch_are_those_of_the_naive_loop_beyond_the_context(model, config):
     """Each with a stream of random numbers of its own, alone as beside others; the global one is left alone."""
-    config = replace(config, kv_cache=kv_cache)
     before = torch.get_rng_state()
     batch = generate(model, PROMPTS, config)
+    assert batch == generate(model, PROMPTS, replace(config, kv_cache=False))
     assert torch.equal(torch.get_rng_state(), before)
     for row, prompt in enumerate(PROMPTS):
         alone = replace(config, seed=config.seed + row)
@@ -94,8 +92,8 @@ def test_rows_of_a_batch_are_those_of_the_naive_loop_beyond_the_context(model, c
 
 
 ARCHITECTURES = [
-    {"position": "none"}, {"position": "sinusoidal"}, {"norm": "post"}, {"norm": "none"}, {"ffn": "silu"},
-    {"tie_embeddings": True}, {"dropout": 0.5}, {"context_length": 1}, {"context_length": 2}, {"context_length": 3},
+    {"position": "none"}, {"position": "sinusoidal"}, {"norm": "post", "dropout": 0.5},
+    {"context_length": 1}, {"context_length": 2}, {"context_length": 3},
 ]  # fmt: skip
 
 
@@ -114,7 +112,7 @@ def test_cache_equals_no_cache_for_every_architecture(changes):
     assert len(set(map(tuple, with_and_without_cache(model, prompts, max_new_tokens=30, seed=5)))) == 3
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(
     lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=5),
     seed=st.integers(0, 1000),
@@ -135,16 +133,13 @@ def test_the_cache_saves_the_work_that_it_is_for():
     assert fed == [3, *[1] * (CONTEXT - 3), CONTEXT // 2, 1]
 
 
-@pytest.mark.parametrize("kv_cache", [False, True])
-def test_precision_is_autocast_around_the_forward_passes(kv_cache):
-    model, seen, config = build(), set(), GenerateConfig(max_new_tokens=20, seed=3, kv_cache=kv_cache)
+def test_precision_is_autocast_around_the_forward_passes():
+    model, seen, config = build(), set(), GenerateConfig(max_new_tokens=20, seed=3)
     with autocast(torch.device("cpu"), "bf16"):
         expected = generate(model, PROMPTS, config)
     model.lm_head.register_forward_hook(lambda module, given, out: seen.add(out.dtype))
     assert generate(model, PROMPTS, replace(config, precision="bf16")) == expected
     assert seen == {torch.bfloat16}
-    generate(model, PROMPTS, config)
-    assert seen == {torch.bfloat16, torch.float32}
 
 
 # ---------------------------------------------------------------------------------------------- stopping
@@ -177,17 +172,14 @@ def test_the_mode_of_every_module_is_restored():
     assert [module.training for module in model.modules()] == before
 
 
-@pytest.mark.parametrize(
-    ("prompt", "words"),
-    [
+def test_prompts_that_cannot_be_continued(model):
+    for prompt, words in (
         ([0] * (CONTEXT + 1), f"Prompt 1 has {CONTEXT + 1} tokens; the model's context_length is {CONTEXT}"),
         ([3, 257], "Prompt 1 holds ids that are not from 0 to 256"),
         ([], "Prompt 1 is empty"),
-    ],
-)
-def test_prompts_that_cannot_be_continued(model, prompt, words):
-    with pytest.raises(UserError, match=words):
-        generate(model, [[1], prompt])
+    ):
+        with pytest.raises(UserError, match=words):
+            generate(model, [[1], prompt])
 
 
 # ---------------------------------------------------------------------------------------------- text

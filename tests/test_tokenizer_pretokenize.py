@@ -27,7 +27,6 @@ def expected_pretokens(text: str, special_tokens: list[str]) -> list[str]:
 @given(texts.map("".join))
 def test_pattern_matches_like_the_published_one(text):
     assert pretokens(text) == regex.findall(PUBLISHED_PATTERN, text)
-    assert "".join(pretokens(text)) == text
 
 
 @given(texts.map("".join), specials)

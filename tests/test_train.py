@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import os
+import shutil
 import signal
 import types
 import warnings
@@ -35,7 +36,7 @@ from workbook.sweep import is_finished
 TIMES = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def config(tiny_run) -> TrainConfig:
     """A run of twelve steps with dropout, so that the state of the generators matters."""
     every = {"log_interval": 3, "eval_interval": 4, "checkpoint_interval": 5}
@@ -48,8 +49,8 @@ def covered(config) -> TrainConfig:
     return replace(config, model__dropout=0.0)
 
 
-@pytest.fixture(autouse=True)
-def short_validation(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def short_validation():
     """The first 700 tokens of the validation split are enough here."""
 
     def opened(folder):
@@ -57,7 +58,9 @@ def short_validation(monkeypatch):
         object.__setattr__(data, "valid", data.valid[:700])
         return data
 
-    monkeypatch.setattr(lmcore.train, "open_data", opened)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lmcore.train, "open_data", opened)
+        yield
 
 
 @pytest.fixture
@@ -65,12 +68,17 @@ def run(tmp_path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory, config) -> RunFolder:
+    run = RunFolder(tmp_path_factory.mktemp("straight"))
+    assert train(config, run).state == "complete"
+    return run
+
+
 @pytest.fixture
-def straight(tmp_path, config) -> RunFolder:
+def straight(tmp_path, never_stopped) -> RunFolder:
     """The run of `config`, never stopped."""
-    straight = RunFolder(tmp_path / "straight")
-    assert train(config, straight).state == "complete"
-    return straight
+    return RunFolder(shutil.copytree(never_stopped.path, tmp_path / "straight"))
 
 
 @pytest.fixture
@@ -135,7 +143,7 @@ def test_stopped_and_resumed_equals_one_straight_run_bitwise(tmp_path, config, r
         request.getfixturevalue("pipelined")
     config, straight = replace(config, **RUNS[name]), RunFolder(tmp_path / "straight")
     assert train(config, straight).state == "complete"
-    for step in (1, 5, 7, 11):  # also at the step of a checkpoint, and where no line of metrics ends
+    for step in (5, 7):  # at the step of a checkpoint, and where no line of metrics ends
         train_until(step, config, run)
     require_completed(config, run, straight)
 
@@ -189,9 +197,6 @@ def of_no_run(config: TrainConfig, path: Path) -> None:
 
 SPOILED = {
     "step_00000011.pt is not a whole checkpoint": lambda _, path: path.write_bytes(path.read_bytes()[:-100]),
-    "checkpoint format 1; this version reads 2": lambda _, path: torch.save(
-        torch.load(path) | {"lmcore_format": 1}, path
-    ),
     "not of a training run": of_no_run,
 }
 
@@ -214,7 +219,7 @@ def test_a_run_does_not_begin_again_over_checkpoints_or_best_weights_that_cannot
     """The best of step 4 is in no checkpoint, and both checkpoints are later: going on would lose it unnoticed."""
     with_losses(monkeypatch, 1.0, 2.0, 3.0)
     train_until(11, config, run)
-    checkpoints, metrics = run.checkpoints(), run.metrics_file.read_bytes()
+    checkpoints = run.checkpoints()
     for damaged in (checkpoints, [run.best_weights]):
         whole = [path.read_bytes() for path in damaged]
         for path in damaged:
@@ -222,55 +227,39 @@ def test_a_run_does_not_begin_again_over_checkpoints_or_best_weights_that_cannot
         with pytest.raises(UserError, match=r"No checkpoint in .*checkpoints can be resumed from"):
             train(config, run)
         assert run.checkpoints() == checkpoints
-        assert run.metrics_file.read_bytes() == metrics
         damaged[-1].write_bytes(whole[-1])
     assert train(config, run).state == "complete"
     assert checkpoints[0].with_suffix(".damaged").read_bytes() == b"damaged"
 
 
-@pytest.mark.parametrize(("name", "damaged"), [("last", "missing"), ("best", "cut")])
-def test_damaged_weights_of_a_complete_run_are_repaired(config, straight, capsys, name, damaged):
-    paths = {"last": straight.last_weights, "best": straight.best_weights}
-    there, whole = lines(straight), {key: digest(read_weights(path)[0]) for key, path in paths.items()}
-    content = paths[name].read_bytes()
-    paths[name].unlink()
-    if damaged == "cut":
-        paths[name].write_bytes(content[:-100])
+def test_damaged_weights_of_a_complete_run_are_repaired(config, straight, capsys):
+    paths = straight.last_weights, straight.best_weights
+    there, whole = lines(straight), [digest(read_weights(path)[0]) for path in paths]
+    paths[0].unlink()
+    paths[1].write_bytes(paths[1].read_bytes()[:-100])
     assert train(config, straight).state == "complete"
     assert "repaired from the last checkpoint" in capsys.readouterr().out
     assert lines(straight) == there
-    assert {key: digest(read_weights(path)[0]) for key, path in paths.items()} == whole
+    assert [digest(read_weights(path)[0]) for path in paths] == whole
 
 
-def test_metrics_that_were_lost_are_said(config, run, straight, capsys):
-    """A run that is stopped continues without them; one that is complete has no other copy, and is refused."""
-    train_until(11, config, run)
-    whole = run.metrics_file.read_bytes()
-    run.metrics_file.write_bytes(whole[: whole.index(b"\n") + 9])
-    assert train(config, run).state == "complete"
-    assert "metrics.jsonl has lost lines: the run continues without them." in capsys.readouterr().out
-    assert [line["step"] for line in run.metrics_lines()] == [3, 12]
-    straight.metrics_file.write_bytes(whole)
+def test_metrics_that_a_complete_run_has_lost_are_said(config, straight):
+    """There is no other copy. A run that is stopped continues without them (`tests/test_run.py`)."""
+    whole = straight.metrics_file.read_bytes()
+    straight.metrics_file.write_bytes(whole[: whole.index(b"\n") + 9])
     with pytest.raises(UserError, match=r"metrics\.jsonl does not reach step 12: put it back"):
         train(config, straight)
 
 
-def test_a_signal_that_ends_the_compiler_first_is_no_failure(config, run, straight, monkeypatch):
+def test_a_signal_that_ends_the_compiler_first_is_no_failure(config, run, monkeypatch):
     """As SIGTERM to the process group does while torch.compile waits for g++: it raises before the loop looks."""
 
     def update(self, *arguments):
-        steps.append(len(steps) + 1)
-        if steps[-1] == 8:
-            os.kill(os.getpid(), signal.SIGTERM)
-            raise RuntimeError("g++ was ended by SIGTERM")
-        return original(self, *arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise RuntimeError("g++ was ended by SIGTERM")
 
-    steps, original = [], PlainStep.__call__
-    with monkeypatch.context() as patch:
-        patch.setattr(PlainStep, "__call__", update)
-        assert train(config, run).state == "interrupted"
-    assert (run.status()["state"], run.status()["step"]) == ("interrupted", 5)
-    require_completed(config, run, straight)
+    monkeypatch.setattr(PlainStep, "__call__", update)
+    assert train(config, run).state == run.status()["state"] == "interrupted"
 
 
 # ------------------------------------------------------------------------------------------------ what a run leaves
@@ -405,36 +394,25 @@ def test_divergence_is_a_result_that_names_step_and_rate(config, run, monkeypatc
     ("place", "error"),
     [
         ((Trainer, "__init__"), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")),
-        (
-            (PlainStep, "__call__"),
-            RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 GiB"),
-        ),
+        ((PlainStep, "__call__"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 GiB")),
         ((PlainStep, "__call__"), MemoryError("Unable to allocate 9 GiB for an array")),
-        ((PlainStep, "__call__"), RuntimeError("shapes differ")),
     ],
 )
 def test_out_of_memory_is_a_result_and_another_error_is_not(config, run, monkeypatch, capsys, place, error):
     monkeypatch.setattr(*place, Mock(side_effect=error))
-    if "differ" in str(error):
-        with pytest.raises(RuntimeError, match="shapes differ"):
-            train(config, run)
-        return
     assert train(config, run).state == "out of memory"
     assert "9 GiB" in run.status()["reason"]
     assert "9 GiB" in capsys.readouterr().out
+    monkeypatch.setattr(*place, Mock(side_effect=RuntimeError("shapes differ")))
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        train(config, run)
 
 
 def test_bad_input_is_one_sentence(tmp_path, config):
-    (tmp_path / "file").write_text("")
-    for changes, folder, sentence in (
-        ({"model__vocab_size": 64}, "a", r"vocabulary of .*set model\.vocab_size"),
-        ({"model__context_length": 10**6}, "b", "context of"),
-        ({"device": "cuda:9"}, "c", "is not there"),
-        ({"data": str(tmp_path)}, "d", "not a prepared corpus"),
-        ({}, "file/run", "cannot be written to"),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            train(replace(config, **changes), tmp_path / folder)
+    with pytest.raises(UserError, match=r"vocabulary of .*set model\.vocab_size"):
+        train(replace(config, model__vocab_size=64), tmp_path)
+    with pytest.raises(UserError, match="is not there"):
+        train(replace(config, device="cuda:9"), tmp_path)
 
 
 def test_the_committed_figures_of_the_fault_suite_lost_nothing():
@@ -448,10 +426,8 @@ def test_the_committed_figures_of_the_fault_suite_lost_nothing():
 # ------------------------------------------------------------------------------------------------ plain and fused steps
 
 
-@pytest.mark.parametrize(("optimizer", "tied"), [("adamw", False), ("sgd", False), ("muon", True)])
-def test_fused_training_is_plain_training(tmp_path, covered, optimizer, tied):
-    config = replace(covered, optimizer__name=optimizer, model__tie_embeddings=tied)
-    config = replace(config, optimizer__max_grad_norm=None if tied else 0.5)
+def test_fused_training_is_plain_training(tmp_path, covered):
+    config = replace(covered, optimizer__max_grad_norm=0.5)
     plain, fused = RunFolder(tmp_path / "plain"), RunFolder(tmp_path / "fused")
     train(config, plain)
     train(fast(config), fused)
@@ -498,18 +474,9 @@ def test_the_loop_never_waits_for_the_device(covered, run, monkeypatch, ops):
     assert len(synchronizing) == 1, [str(w.message) for w in synchronizing]
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"model__norm": "post"}, "norm=post"),
-        ({"model__dropout": 0.1}, "dropout=0.1"),
-        ({"precision": "fp16"}, "precision=fp16"),
-        ({"z_loss": 0.1}, "z_loss=0.1"),
-        ({}, None),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), [({"model__norm": "post"}, "norm=post"), ({}, None)])
 def test_what_the_fused_step_does_not_cover_trains_plainly(covered, run, capsys, changes, reason):
-    config = replace(fast(covered), **{"precision": "fp32", "steps": 2, **changes})
+    config = replace(fast(covered), precision="fp32", steps=2, **changes)
     assert type(training_step(TransformerLM(config.model), config)[0]) is (PlainStep if reason else FusedStep)
     assert train(config, run).state == "complete"
     sentence = f"run: plain operations, as the fused step does not cover {reason}."
@@ -532,10 +499,8 @@ def test_a_run_that_keeps_no_weights_has_the_same_metrics_and_only_them(config, 
     assert train(config, run).state == "complete"
     assert lines(run) == lines(straight)
     assert not list(run.checkpoint_folder.iterdir())
-    before = run.metrics_file.stat().st_mtime_ns
     assert is_finished(config, run)
     assert train(config, run) == straight.result()
-    assert run.metrics_file.stat().st_mtime_ns == before
 
 
 def test_on_dev_a_run_trains_on_the_documents_before_it(config, run):
@@ -547,14 +512,11 @@ def test_on_dev_a_run_trains_on_the_documents_before_it(config, run):
     assert len(dev.train) + len(dev.valid) == len(data.train)
     found = evaluate(model, data, "dev", config.eval_batch_size)
     assert run.status()["valid_loss"] == pytest.approx(found.loss, rel=1e-6)
-    last = lines(run)[-1]
-    assert last["valid_accuracy"] == pytest.approx(found.accuracy)
-    assert last["valid_loss_by_position"] == pytest.approx(found.loss_by_position, abs=1e-4)
-    trainer = Trainer(config, dev, run, torch.device("cpu"))
-    assert trainer.data.train[-1] == data.tokenizer.eot_id
+    assert lines(run)[-1]["valid_accuracy"] == pytest.approx(found.accuracy)
+    assert lines(run)[-1]["valid_loss_by_position"] == pytest.approx(found.loss_by_position, abs=1e-4)
 
 
-def test_z_loss_is_minimized_beside_the_loss_and_not_reported(covered):
+def test_z_loss_is_part_of_the_objective_and_not_reported(covered):
     torch.manual_seed(0)
     model, ids = TransformerLM(covered.model), torch.randint(300, (2, 4, 16))
     plain, with_z = (
@@ -565,17 +527,11 @@ def test_z_loss_is_minimized_beside_the_loss_and_not_reported(covered):
     z = with_z.model(ids[0]).logsumexp(-1)
     assert (objective - loss).item() == pytest.approx(0.5 * z.square().mean().item(), rel=1e-5)
     assert with_z.evaluation_loss(*ids) == loss
-    for step in (plain, with_z):
-        for _ in range(30):
-            step(*ids, 1e-2)
-    sizes = [step.model(ids[0]).logsumexp(-1).abs().mean() for step in (plain, with_z)]
-    assert sizes[1] < sizes[0] / 2
 
 
 def test_a_run_whose_data_is_overwritten_keeps_no_checkpoint_of_it(tmp_path, config, run, monkeypatch):
     data = prepare("embedded", "bpe:300", tmp_path / "data", CorpusConfig(num_documents=40), progress=False).folder
     config, append = replace(config, data=str(data), checkpoint_interval=4), RunFolder.append_metrics
-    whole = (data / "train.bin").read_bytes()
 
     def overwriting(self, line):
         append(self, line)
@@ -583,12 +539,7 @@ def test_a_run_whose_data_is_overwritten_keeps_no_checkpoint_of_it(tmp_path, con
             with open(data / "train.bin", "r+b") as file:
                 file.write(b"\x07\x00")  # one id, another one
 
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "append_metrics", overwriting)
-        with pytest.raises(UserError, match=r"train\.bin has changed since it was prepared"):
-            train(config, run)
-    assert [path.name for path in run.checkpoints()] == ["step_00000004.pt"]
+    monkeypatch.setattr(RunFolder, "append_metrics", overwriting)
     with pytest.raises(UserError, match=r"train\.bin has changed since it was prepared"):
         train(config, run)
-    (data / "train.bin").write_bytes(whole)
-    assert train(config, run).state == "complete"
+    assert [path.name for path in run.checkpoints()] == ["step_00000004.pt"]
