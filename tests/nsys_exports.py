@@ -1,29 +1,16 @@
-"""Exports of Nsight Systems for tests: real ones of other people's programs, and small ones that are made here."""
+"""Exports of Nsight Systems for tests: a real one, and small ones that are made here."""
 
-import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-import pytest
-
 from lmcore.profiling.nsys.export import DEVICES, GRAPH, KERNEL, MEMCPY, MEMSET, NVTX, RUNTIME
 
-FORWARD_BACKWARD = "train_fwd_bwd_rtx3070ti_nsys2025.1.3.sqlite"
 H200 = Path(__file__).parent / "data" / "h200_two_layers_nsys2025.3.sqlite"
-"""Of our own: two layers, two inference passes and two training steps, without what names a machine."""
+"""Two layers, two inference passes and two training steps, without what names a machine."""
 
 PROCESS = 7 << 24
 MAIN, AUTOGRAD = PROCESS | 1, PROCESS | 2
-
-
-def sample(name: str) -> Path:
-    """A real export; the test is skipped where there is none."""
-    here = Path(__file__).parents[2] / "shared" / "nsys_samples"
-    path = Path(os.environ.get("LMCORE_TEST_NSYS", here)) / name
-    if not path.is_file():
-        pytest.skip(f"no real export {name} here: set LMCORE_TEST_NSYS to its folder")
-    return path
 
 
 def rows(path: Path, *statements: str) -> list[tuple]:

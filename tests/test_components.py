@@ -73,8 +73,8 @@ def test_bytes_elementwise_flops_and_counts_by_hand(rows):
 
 
 def test_half_precision_halves_activations_and_what_is_not_there_is_not_timed():
-    switches = {"norm": "none", "position": "none", "ffn": "silu", "attention": "sdpa"}
-    rows = measured(precision="bf16", **{f"model__{name}": value for name, value in switches.items()})
+    switches = {"model__norm": "none", "model__position": "none", "model__ffn": "silu", "model__attention": "sdpa"}
+    rows = measured(precision="bf16", **switches)
     assert rows["Q, K, V projections", "forward"]["bytes"] == 4 * STREAM + 4 * 3 * 32 * 32 + 2 * 3 * STREAM
     assert rows["scores", "forward"]["bytes"] == 2 * (2 * STREAM + SCORES)
     assert not {"RMSNorm", "RoPE", "SiLU and gate", "W2"} & {name for name, _ in rows}

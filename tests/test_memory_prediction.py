@@ -90,10 +90,11 @@ SWITCHED = [
 @pytest.mark.parametrize(
     ("shape", "mode", "precision", "switches"),
     [
-        *((shape, "train_step", precision, {}) for shape in SHAPES for precision in ("fp32", "bf16")),
-        *((shape, "forward", "bf16", {}) for shape in ("activations", "logits")),
-        *((shape, "train_step", "fp32", switches) for shape in ("scores", "embeddings") for switches in SWITCHED),
-        *(("all alike", "train_step", "bf16", switches) for switches in SWITCHED),
+        *((shape, "train_step", "bf16", {}) for shape in SHAPES),
+        *((shape, "train_step", "fp32", {}) for shape in ("scores", "logits")),
+        ("activations", "forward", "bf16", {}),
+        *(("scores", "train_step", "fp32", switches) for switches in SWITCHED[:3]),
+        *(("all alike", "train_step", "bf16", switches) for switches in SWITCHED[2:]),
     ],
     ids=str,
 )
@@ -133,8 +134,8 @@ def test_predicted_peak_on_a_gpu(switches, mode, precision):
     assert predicted["peak_bytes"] == pytest.approx(measured, rel=0.05)
 
 
-RECORDED = ("large-128-fp32-forward", "2.7b-256-bf16-forward", "2.7b-512-fp32-train_step", "large-2048-bf16-train_step")
-"""Every size, context, precision and mode, a few seconds each."""
+RECORDED = ("2.7b-256-fp32-forward", "large-2048-bf16-train_step")
+"""Both sizes, precisions and modes."""
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -150,19 +151,18 @@ def rank_config(**changes):
     return TrainConfig(model_config("laptop", vocab_size=1000, context_length=64), batch_size=16, **changes)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", ["none", "ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize(("strategy", "precision"), [("none", "fp32"), ("fsdp", "bf16")])
 def test_one_process_trains_in_the_memory_of_a_training_step(strategy, precision):
     """Whatever the strategy: a run of one process divides nothing."""
     config = rank_config(strategy=strategy, precision=precision)
     assert predicted_peak_of_rank(config, 1) == predicted_peak(config.model, 16, precision)["peak_bytes"]
-    explicit = [predicted_peak_of_rank(replace(config, ops="fused", strategy=way), 1) for way in (strategy, "none")]
+    explicit = [predicted_peak_of_rank(replace(config, ops="fused", strategy=way), 1) for way in ("zero1", "none")]
     assert explicit[0] == explicit[1]
 
 
 def test_ranks_need_less_memory_by_what_they_divide():
     """Moments are 8 bytes a parameter, all weights, gradients and moments 16; each rank has a fourth of the batch."""
-    config = replace(rank_config(), model=model_config("small", vocab_size=1000, context_length=64))
+    config = replace(rank_config(), model=model_config("small", vocab_size=1000, context_length=64, num_layers=6))
     parameters = accounting.num_parameters(config.model)
     peak = {way: predicted_peak_of_rank(replace(config, strategy=way), 4) for way in ("ddp", "zero1", "fsdp")}
     assert peak["ddp"] - peak["zero1"] == pytest.approx(8 * parameters * 3 / 4, rel=0.02)
@@ -185,7 +185,7 @@ MEASURED = [
     for row in read_json(file)["rows"]
     if row["contestant"] in WAYS and "in all" not in row["work"]
     if (row["ranks"], row["contestant"][-4:]) != (1, "fsdp")  # of a step that still gathered alone
-    if "explicit" in row["contestant"] or row["ranks"] == 2  # plain steps take half a minute each
+    if "explicit" in row["contestant"] or (row["ranks"], row["contestant"]) == (2, "lmcore fsdp")  # plain: 20 seconds
 ]
 
 
@@ -198,19 +198,19 @@ def test_the_steps_that_were_measured(row):
     assert predicted == pytest.approx(row.get("requested_peak_bytes", row["peak_bytes"]), rel=0.02)
 
 
-def test_what_is_not_predicted_is_refused():
-    for ranks in (3, 0):
-        with pytest.raises(UserError, match=f"{ranks} ranks do not divide a batch of 16 evenly"):
-            predicted_peak_of_rank(rank_config(strategy="ddp"), ranks)
-    for way in ("torch-ddp", "none"):
-        with pytest.raises(UserError, match=f"ddp, zero1, fsdp, not for {way} with 2 ranks"):
-            predicted_peak_of_rank(rank_config(strategy=way), 2)
-    with pytest.raises(UserError, match="not for fp16"):
-        predicted_peak_of_rank(rank_config(precision="fp16"), 1)
-    for changes, sentence in (
-        ({"optimizer__name": "muon"}, "predicted for AdamW alone"),
-        ({"model__norm": "none"}, "predicted for models with norms"),
-        ({"model__dropout": 0.1}, "The explicit step does not cover"),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            predicted_peak_of_rank(replace(rank_config(ops="fused", strategy="ddp"), **changes), 2)
+@pytest.mark.parametrize(
+    ("ranks", "changes", "sentence"),
+    [
+        (3, {}, "3 ranks do not divide a batch of 16 evenly"),
+        (0, {}, "0 ranks do not divide a batch of 16 evenly"),
+        (2, {"strategy": "torch-ddp"}, "ddp, zero1, fsdp, not for torch-ddp with 2 ranks"),
+        (2, {"strategy": "none"}, "ddp, zero1, fsdp, not for none with 2 ranks"),
+        (1, {"precision": "fp16"}, "not for fp16"),
+        (2, {"ops": "fused", "optimizer__name": "muon"}, "predicted for AdamW alone"),
+        (2, {"ops": "fused", "model__norm": "none"}, "predicted for models with norms"),
+        (2, {"ops": "fused", "model__dropout": 0.1}, "The explicit step does not cover"),
+    ],
+)
+def test_what_is_not_predicted_is_refused(ranks, changes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        predicted_peak_of_rank(replace(rank_config(strategy="ddp"), **changes), ranks)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from nsys_exports import AUTOGRAD, FORWARD_BACKWARD, SmallExport, sample
+from nsys_exports import AUTOGRAD, H200, SmallExport
 
 from lmcore.cli import main
 from lmcore.cli.nsys import profile_lines
@@ -62,33 +62,9 @@ def nowhere(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def small(tmp_path) -> Path:
-    """The export of two inference passes and a training step of one block, as the program marks them."""
-    export, number = SmallExport(), 0
-    for at, name in ((0, "inference"), (1000, "inference"), (2000, "training step")):
-        export.range(name, at, at + 900)
-        export.range("forward", at + 10, at + 100)
-        export.range("block 0", at + 20, at + 90)
-        export.range("attention", at + 30, at + 80)
-        export.range("scaled dot product attention", at + 35, at + 75)
-        for part, kernel, begin in (
-            ("computing attention scores", "ampere_sgemm", 40),
-            ("computing softmax", "reduce", 50),
-        ):
-            number += 1
-            export.range(part, at + begin, at + begin + 9)
-            export.launch(number, at + begin + 1, at + 100 + begin, at + 107 + begin + at // 1000, kernel)
-    export.range("backward", 2200, 2400)
-    export.launch(90, 2300, 2500, 2600, "ampere_sgemm", AUTOGRAD)
-    export.range("optimizer", 2450, 2500)
-    export.launch(91, 2460, 2650, 2660, "vectorized_elementwise_kernel")
-    return export.write(tmp_path / "small.sqlite")
-
-
-@pytest.fixture
-def copying(small, tmp_path, monkeypatch) -> Nsys:
-    """A fake, which the variable NSYS names, whose export is small.sqlite of the test's folder."""
-    path = fake_nsys(tmp_path / "nsys", export=f"shutil.copy({str(small)!r}, options['--output'])")
+def copying(tmp_path, monkeypatch) -> Nsys:
+    """A fake, which the variable NSYS names, that exports a real record."""
+    path = fake_nsys(tmp_path / "nsys", export=f"shutil.copy({str(H200)!r}, options['--output'])")
     monkeypatch.setenv("NSYS", str(path))
     return Nsys(path, "2025.3.1")
 
@@ -99,12 +75,11 @@ def test_found_on_the_path_and_by_the_variable(tmp_path, monkeypatch):
     on_path = fake_nsys(tmp_path / "bin" / "nsys")
     assert find_nsys() == Nsys(on_path, "2025.3.1")
     other = fake_nsys(tmp_path / "elsewhere" / "nsys", "2023.4.4.54")
-    for value, found in ((other, "2023.4.4"), (tmp_path / "no", "names .*no, which does not run"), ("off", "off")):
-        monkeypatch.setenv("NSYS", str(value))
-        if value == other:
-            assert find_nsys() == Nsys(other, found)
-            continue
-        with pytest.raises(UserError, match=found):
+    monkeypatch.setenv("NSYS", str(other))
+    assert find_nsys() == Nsys(other, "2023.4.4")
+    for value, words in ((str(tmp_path / "no"), "names .*no, which does not run"), ("off", "off")):
+        monkeypatch.setenv("NSYS", value)
+        with pytest.raises(UserError, match=words):
             find_nsys()
 
 
@@ -120,7 +95,7 @@ def test_a_run_leaves_report_and_export(tmp_path, copying):
     assert path == tmp_path / "run" / "profile.sqlite"
     assert (tmp_path / "run" / "profile.nsys-rep").exists()
     assert "hello" in (tmp_path / "run" / "nsys.log").read_text()
-    assert len(read_export(path).kernels) == 8
+    assert len(read_export(path).kernels) == 1398
 
 
 @pytest.mark.parametrize(
@@ -151,7 +126,7 @@ def test_time_is_limited_and_no_process_stays(tmp_path, copying):
 def test_reports_are_exported_and_other_files_refused(tmp_path, copying):
     report = tmp_path / "other.nsys-rep"
     report.touch()
-    assert len(load_trace(report).kernels) == len(load_trace(tmp_path / "small.sqlite").kernels) == 8
+    assert len(load_trace(report).kernels) == len(load_trace(H200).kernels) == 1398
     tool = fake_tool(tmp_path / "old" / "nsys", export="sys.exit('Bad magic')")
     with pytest.raises(UserError, match=r"nsys 2022\.1\.1 cannot read .* newer version.* nsys said: Bad magic"):
         export_report(tool, report)
@@ -184,60 +159,73 @@ class Recording:
         return no_span(name)
 
 
-def passes_of(fails_in=None, **changes):
+def passes_of(mode, fails_in=None):
     """Outcome of the passes, and outermost ranges outside and inside the recording."""
     recording = Recording(fails_in)
-    config = workload_config("smoke", 16, device="cpu", warmup_steps=2, steps=3, **changes)
+    config = workload_config("smoke", 16, device="cpu", warmup_steps=2, steps=3, mode=mode)
     return kernel_profile.run_passes(config, recording.span, recording), recording.names[False], recording.names[True]
 
 
 def test_warm_ups_are_outside_the_recording():
-    outcome, before, recorded = passes_of(mode="train_step")
+    outcome, before, recorded = passes_of("train_step")
     assert (before, recorded) == (["warm-up"] * 4, ["inference"] * 3 + ["training step"] * 3)
     assert outcome == {"training_outcome": "complete", "training_reason": None}
-    outcome, before, recorded = passes_of(mode="forward")
-    assert (before, recorded) == (["warm-up"] * 2, ["inference"] * 3)
-    assert outcome["training_outcome"] is None
+    assert passes_of("forward") == (dict.fromkeys(outcome), ["warm-up"] * 2, ["inference"] * 3)
 
 
 @pytest.mark.parametrize("times", [0, 1, 3])  # in the first warm-up, in the second, in the record
 def test_training_that_does_not_fit_leaves_the_inference(times):
-    outcome, _, recorded = passes_of(fails_in=("optimizer", times), mode="train_step")
+    outcome, _, recorded = passes_of("train_step", ("optimizer", times))
     assert outcome["training_outcome"] == "out of memory"
     assert "9 GiB" in outcome["training_reason"]
     assert recorded == ["inference"] * 3 + ["training step"] * (0 if times < 2 else 2)
 
 
-def test_a_workload_under_nsys_and_by_torch_where_that_fails(tmp_path, monkeypatch, copying):
-    """The whole way with a fake nsys: config, program, report, export, trace, outcome.
-
-    Then there is a report, but the program ended early, as where the inference does not fit.
-    """
+def test_a_workload_under_nsys(tmp_path, copying):
+    """The whole way with a fake nsys: config, program, report, export, trace, outcome."""
     config = workload_config("smoke", 16, mode="forward", device="cpu", warmup_steps=0, steps=1)
     trace, outcome = profile_with_nsys(config, tmp_path / "case")
-    assert trace.tool == "Nsight Systems 2025.3.1"
+    assert trace.tool == "Nsight Systems 2025.3.2"
     assert outcome == {"training_outcome": None, "training_reason": None}
     there = {path.name for path in (tmp_path / "case").iterdir()}
     assert there >= {"profile.nsys-rep", "profile.sqlite", "config.json"}
+
+
+def test_a_workload_by_torch_where_nsys_fails(tmp_path, monkeypatch, copying):
+    """There is a report, but the program ended early, as where the inference does not fit."""
     monkeypatch.setattr(kernel_profile, "select_device", lambda name: (torch.device("cuda"), "a test"))
-    monkeypatch.setattr(kernel_profile, "to_dict", lambda config: {"colour": "red"})
+
+    def run(nsys, program, folder):
+        (folder / "nsys.log").write_text("CUDA out of memory")
+        return H200
+
+    monkeypatch.setattr(kernel_profile, "run_under_nsys", run)
+    config = workload_config("smoke", 16, mode="forward", device="cpu", warmup_steps=0, steps=1)
     result = profile_workload(config, tmp_path / "case")
     assert result["tool"] == "torch.profiler (CPU operators)"
     assert "torch.profiler instead of Nsight Systems: The program under nsys ended before it was" in result["notes"][0]
-    assert "colour" in result["notes"][0]
+    assert "CUDA out of memory" in result["notes"][0]
 
 
-def test_summary_by_range(small):
-    trace = read_export(small)
+def test_summary_by_range(tmp_path):
+    """Two inference passes, whose kernels take 7 + 7 and 8 + 8 ns, and a training step."""
+    export = SmallExport()
+    for number, at in enumerate((0, 1000)):
+        for name, begin, end in (("inference", 0, 900), ("forward", 10, 100), (f"block {number}", 20, 90)):
+            export.range(name, at + begin, at + end)
+        for index, kernel in enumerate(("ampere_sgemm", "reduce")):
+            begin = at + 40 + 10 * index
+            export.launch(2 * number + index, begin, begin + 100, begin + 107 + number, kernel)
+    for name, begin, end in (("training step", 2000, 2900), ("backward", 2200, 2400), ("optimizer", 2450, 2500)):
+        export.range(name, begin, end)
+    export.launch(90, 2300, 2500, 2600, "ampere_sgemm", AUTOGRAD)
+    export.launch(91, 2460, 2650, 2660, "vectorized_elementwise_kernel")
+    trace = read_export(export.write(tmp_path / "small.sqlite"))
     found = summary(trace, "inference")
-    assert [row["path"] for row in found["ranges"]][:3] == [
-        "inference", "inference/forward", "inference/forward/block *"
-    ]  # fmt: skip
-    whole = found["ranges"][0]
-    # the kernels take 7 and 7 ns in the first pass, 8 and 8 in the second
-    assert whole["busy_seconds"] == pytest.approx(15e-9)
-    assert whole["seconds"] == pytest.approx(900e-9)
-    assert whole["idle_seconds"] == pytest.approx(2.5e-9)
+    paths = ["inference", "inference/forward", "inference/forward/block *"]
+    assert [row["path"] for row in found["ranges"]] == paths
+    times = [found["ranges"][0][name] for name in ("busy_seconds", "seconds", "idle_seconds")]
+    assert times == pytest.approx([15e-9, 900e-9, 2.5e-9])
     each = [(row["name"], row["category"], row["calls"]) for row in of_path(found["kernels"], "inference")]
     assert each == [("ampere_sgemm", "matmul", 1), ("reduce", "softmax/reduction", 1)]
     training = summary(trace, "training step")
@@ -281,15 +269,14 @@ def matmuls(found, path):
 
 
 def test_command_reads_reports(capsys, tmp_path):
-    path = sample(FORWARD_BACKWARD)
-    assert main(["nsys", "--report", str(path), "--top", "2"]) == 0
+    assert main(["nsys", "--report", str(H200), "--top", "2"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "17,032 kernels, 1,782 copies, 31 ranges" in out
-    assert "ampere_sgemm_128x64_tn matmul 1,275 520.9 30.04 0.4085" in out
-    assert "whole record 3,359.1 2,480.8 1,799.2 681.6" in out
-    assert "Run Benchmark/Benchmark Forward Only/Forward 10 66.84" in out
+    assert "1,398 kernels, 22 copies, 100 ranges" in out
+    assert "vectorized_elementwise_kernel (Mul) optimizer 126 0.3028 6.725" in out
+    assert "whole record 34.18 33.74 4.529 29.21" in out
+    assert "training step/optimizer 2 2.31" in out
     for options, sentence in (
-        (["--report", str(path), "--range", "no"], "There is no range 'no'; there are Run Benchmark"),
+        (["--report", str(H200), "--range", "no"], "There is no range 'no'; there are inference"),
         (["--range", "forward"], "--range needs a --report"),
         (["--report", str(tmp_path / "none.sqlite")], "There is no file"),
     ):

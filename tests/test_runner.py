@@ -26,19 +26,14 @@ def first(tmp_path_factory):
 
 def test_every_case_has_its_own_process_and_an_outcome(first):
     folder, records = first
-    found = {name: (record["outcome"], record["reason"]) for name, record in records.items()}
-    outcome, reason = found.pop("impossible")
-    assert outcome == "failed"
-    assert "its peak was measured as 0.00 GB: the measurement misses memory" in reason
-    assert found == {
-        "a": ("complete", None),
-        "oom": ("out of memory", "Tried to allocate 7 GiB."),
-        "wrong": ("failed", "ValueError: a fault in the program"),
-        "killed": ("out of memory", runner.KILLED),
+    expected = {
+        "a": ("complete", "None"), "b": ("complete", "None"), "oom": ("out of memory", "Tried to allocate 7 GiB."),
+        "wrong": ("failed", "ValueError: a fault in the program"), "killed": ("out of memory", "SIGKILL"),
         "left": ("failed", "The process ended with exit code 9 and said nothing."),
-        "b": ("complete", None),
-    }
-    assert "SIGKILL" in records["killed"]["reason"]
+        "impossible": ("failed", "its peak was measured as 0.00 GB: the measurement misses memory"),
+    }  # fmt: skip
+    assert {name: record["outcome"] for name, record in records.items()} == {n: e[0] for n, e in expected.items()}
+    assert all(words in str(records[name]["reason"]) for name, (_, words) in expected.items())
     assert len({os.getpid(), *(records[name]["result"]["pid"] for name in "ab")}) == 3
     assert records["a"]["result"]["shape"] == [1, 8, 32]
     assert records["oom"]["result"] is None
@@ -106,7 +101,5 @@ def test_a_precision_that_the_device_lacks(monkeypatch):
         raise RuntimeError("not implemented for 'Half'\nat a place")
 
     monkeypatch.setattr("lmcore.device.autocast", refuse)
-    sentence = "cpu does not compute in fp16 (not implemented for 'Half'); choose another --precision or --device."
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"cpu does not compute in fp16 \(not implemented for 'Half'\); choose another"):
         runner.examine([("cpu", "fp16")])
-    assert str(error.value) == sentence

@@ -122,11 +122,7 @@ def test_noise_carries_no_conclusion(before, after, expected):
 
 
 def test_what_waits_is_compared_by_busy_time():
-    rows = [
-        case(True, (8.0, 0.1), (3.0, 0.1)),
-        case(False, (8.0, 1.7), (7.5, 0.1)),
-        case(False, (8.0, 1.6), (7.5, 0.1)),
-    ]
+    rows = case(True, (8.0, 0.1), (3.0, 0.1)), case(False, (8.0, 1.7), (7.5, 0.1)), case(False, (8.0, 1.6), (7.5, 0.1))
     assert [timing.comparable_seconds(row) for row in rows] == [3.0, 7.5, 8.0]
     assert math.isnan(timing.comparable_seconds(case(None, (None, None))))
 
@@ -138,10 +134,9 @@ def test_only_what_waits_for_the_host_is_measured_in_several_processes(tmp_path,
     def run_cases(task, cases, folder, title):
         asked.append(list(cases))
         seconds = {"waits": 2.0, "waits.2": 3.0, "waits.3": 7.0, "full": 1.05, "cpu": 1.0}
-        found = {}
-        for name, config in cases.items():
-            found[name] = record(config, sample(seconds[name])) | {"case": name}
-            found[name]["result"] |= {} if name == "cpu" else busy(1.0)
+        found = {name: record(config, sample(seconds[name])) | {"case": name} for name, config in cases.items()}
+        for name in found.keys() - {"cpu"}:
+            found[name]["result"] |= busy(1.0)
         return found
 
     monkeypatch.setattr(timing, "run_cases", run_cases)
@@ -154,24 +149,20 @@ def test_only_what_waits_for_the_host_is_measured_in_several_processes(tmp_path,
 
 def test_busy_time_has_no_gaps_and_counts_no_moment_twice(monkeypatch):
     kernels = {"forward": [(0, 30), (40, 60)], "backward": [(100, 190), (150, 200)]}  # microseconds
+    phases = []
 
     class Recorded(contextlib.AbstractContextManager):
         def __init__(self, activities):
             assert activities == [torch.profiler.ProfilerActivity.CUDA]
 
         def __exit__(self, *_):
-            self.name = phases.pop()
+            self.times = [("CUDA", False, *times) for times in kernels[phases.pop()]]
+            self.times += [("CPU", False, 0, 1000), ("CUDA", True, 0, 1000)]  # a call that launches, a range of PyTorch
 
         def events(self):
-            times = [("CUDA", False, *times) for times in kernels[self.name]]
-            times += [("CPU", False, 0, 1000), ("CUDA", True, 0, 1000)]  # a call that launches, a range of PyTorch's
-            return [
-                SimpleNamespace(
-                    device_type=SimpleNamespace(name=device), is_user_annotation=of_user,
-                    time_range=SimpleNamespace(start=start, end=end),
-                )
-                for device, of_user, start, end in times
-            ]  # fmt: skip
+            for device, of_user, start, end in self.times:
+                kind, times = SimpleNamespace(name=device), SimpleNamespace(start=start, end=end)
+                yield SimpleNamespace(device_type=kind, is_user_annotation=of_user, time_range=times)
 
     class Steps:
         def step(self, span):
@@ -182,7 +173,6 @@ def test_busy_time_has_no_gaps_and_counts_no_moment_twice(monkeypatch):
         def synchronize(self):
             pass
 
-    phases = []
     monkeypatch.setattr(torch.profiler, "profile", Recorded)
     found = timing.busy_seconds(Steps())
     assert found == {"forward": pytest.approx(50e-6), "backward": pytest.approx(100e-6), "step": pytest.approx(150e-6)}

@@ -2,39 +2,21 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from nsys_exports import (
-    AUTOGRAD,
-    FORWARD_BACKWARD,
-    H200,
-    MAIN,
-    PROCESS,
-    SmallExport,
-    rows,
-    sample,
-)
+from nsys_exports import AUTOGRAD, H200, MAIN, PROCESS, SmallExport, rows
 
 from lmcore.cli import main
 from lmcore.errors import UserError
 from lmcore.profiling.nsys.export import DEVICES, GRAPH, KERNEL, MEMCPY, MEMSET, NVTX, RUNTIME, read_export
 from lmcore.profiling.nsys.torch_trace import CPU_TOOL, CUDA_TOOL, read_torch_trace, trace_of
-from lmcore.profiling.nsys.trace import (
-    busy_table,
-    instances,
-    kernels_in,
-    occupied,
-    totals,
-    work_in,
-)
+from lmcore.profiling.nsys.trace import busy_table, instances, kernels_in, occupied, totals, work_in
 
 
 def table(trace, range, part: str, scope="process") -> pd.DataFrame:
@@ -70,19 +52,6 @@ def test_kernels_of_a_real_training_program(name, scope):
     assert found == counted_by_hand(H200, name, scope == "thread") != {}
     assert kernels["total_seconds"].is_monotonic_decreasing
     assert kernels["share"].sum() == pytest.approx(1)
-
-
-def test_real_counts_by_sql():
-    real = read_export(sample(FORWARD_BACKWARD))
-    whole = [(len(real.kernels), int(real.kernels["duration"].sum()))]
-    assert whole == rows(sample(FORWARD_BACKWARD), f"SELECT COUNT(*), SUM(end - start) FROM {KERNEL}")
-    copies = table(real, None, "copies").set_index("name")
-    assert copies.loc["Host-to-Device", ["calls", "bytes"]].tolist() == [142, 515124224]
-    assert copies.loc["Memset", "calls"] == 1510
-    assert (real.tool, real.notes) == ("Nsight Systems 2025.1.3", ())
-    # PyTorch launches the backward pass from autograd's own thread
-    assert [len(kernels_in(real, "Backward", scope)) for scope in ("thread", "process")] == [507, 6642]
-    assert [len(instances(real, name)) for name in ("Warm-up Step */Forward", "Forward")] == [5, 15]
 
 
 @pytest.fixture
@@ -270,28 +239,6 @@ def test_union_of_intervals(intervals, begin):
         assert found.loc[instance].tolist() == [max(ticks) + 1 - min(ticks), len(ticks)]
 
 
-@settings(max_examples=40)
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.sampled_from([MAIN, AUTOGRAD])), max_size=8))
-def test_every_kernel_belongs_to_one_range_at_most(tmp_path_factory, spans):
-    export = SmallExport()
-    for start, length, thread in [(500, 1, MAIN), *spans]:
-        export.range("r", start, start + length, thread)
-    for number in range(40):
-        export.launch(number, number, 100 + number, 101 + number, thread=(MAIN, AUTOGRAD)[number % 2])
-    trace = read_export(export.write(tmp_path_factory.mktemp("e") / "e.sqlite"))
-    for scope in ("process", "thread"):
-        inside = [
-            at
-            for at in range(40)
-            for own in [(MAIN, AUTOGRAD)[at % 2]]
-            if any(begin <= at <= begin + length and (scope == "process" or on == own) for begin, length, on in spans)
-        ]
-        assert sorted(kernels_in(trace, "r", scope)["launched_at"]) == inside
-
-
-UNREADABLE = "cannot be read as an SQLite export of Nsight Systems 2025.3.1 ("
-
-
 @pytest.mark.fault("file of another program that is damaged", "refused_in_words")
 @pytest.mark.parametrize(
     ("write", "sentence"),
@@ -301,21 +248,15 @@ UNREADABLE = "cannot be read as an SQLite export of Nsight Systems 2025.3.1 ("
         (lambda path: path.write_text("kernels, many of them; " * 100), "cannot be read as an SQLite export"),
         (lambda path: rows(path, "CREATE TABLE songs (title)"), "not one that Nsight Systems exported"),
         (lambda path: SmallExport().write(path), "the capture range never fired"),
-        *(
-            (lambda path, change=change: rows(small(path), change), sentence)
-            for change, sentence in {  # as other versions and damage do
-                f"ALTER TABLE {KERNEL} DROP COLUMN correlationId": f"{UNREADABLE}no such column",
-                f"UPDATE {KERNEL} SET start = 'early'": UNREADABLE,
-                f"UPDATE {NVTX} SET start = NULL": UNREADABLE,
-            }.items()
-        ),
+        (lambda path: rows(small(path), f"ALTER TABLE {KERNEL} DROP COLUMN correlationId"), r"2025.3.1 \(no such col"),
+        (lambda path: rows(small(path), f"UPDATE {KERNEL} SET start = 'early'"), "of Nsight Systems 2025.3.1"),
+        (lambda path: rows(small(path), f"UPDATE {NVTX} SET start = NULL"), "of Nsight Systems 2025.3.1"),
     ],
 )
 def test_what_is_no_export_is_refused_in_a_sentence(tmp_path, write, sentence):
     write(tmp_path / "e.sqlite")
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=sentence):
         read_export(tmp_path / "e.sqlite")
-    assert sentence in str(error.value)
 
 
 def small(path: Path) -> Path:
@@ -323,24 +264,6 @@ def small(path: Path) -> Path:
     export.range("step", 0, 10)
     export.launch(1, 5, 10, 20)
     return export.write(path)
-
-
-def test_older_exports_have_no_registered_names(tmp_path):
-    rows(small(tmp_path / "e.sqlite"), f"ALTER TABLE {NVTX} DROP COLUMN textId")
-    assert len(kernels_in(read_export(tmp_path / "e.sqlite"), "step")) == 1
-
-
-def test_an_export_is_read_without_pytorch(tmp_path):
-    code = """
-import sys
-from lmcore.cli import main
-assert main(["nsys", "--report", sys.argv[1], "--range", "step"]) == 0
-assert "torch" not in sys.modules
-"""
-    words = [sys.executable, "-c", code, small(tmp_path / "e.sqlite")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("Nsight Systems 2025.3.1: 1 kernels, 0 copies, 1 ranges.\n")
 
 
 def lasting(category: str, name: str, ts: float, dur: float, tid: int = 1, **arguments) -> dict:
@@ -352,29 +275,20 @@ def read_events(path: Path, events: list) -> object:
     return read_torch_trace(path)
 
 
-OLDER = {"cpu_op": "Operator", "cuda_runtime": "Runtime", "kernel": "Kernel", "gpu_memcpy": "Memcpy"}
-"""Names of categories until PyTorch 1.11."""
-
-
-@pytest.mark.parametrize("names", [{}, OLDER], ids=["today", "older"])
-def test_records_of_torch_profiler_on_cuda(tmp_path, names):
+def test_records_of_torch_profiler_on_cuda(tmp_path):
     """The same tables from the events that Kineto writes for a GPU."""
-
-    def event(category: str, *facts, **arguments) -> dict:
-        return lasting(names.get(category, category), *facts, **arguments)
-
     trace = read_events(tmp_path / "profile.json", [
-        event("user_annotation", "training step", 100.0, 50.0),
-        event("user_annotation", "backward", 110.0, 20.0),
-        event("user_annotation", "Optimizer.step#AdamW.step", 140.0, 5.0),
-        event("gpu_user_annotation", "backward", 200.0, 20.0),
-        event("cpu_op", "aten::mm", 111.0, 8.0, tid=2),
-        event("cuda_runtime", "cudaLaunchKernel", 112.5, 1.0, tid=2, correlation=5),
-        event("cuda_driver", "cuLaunchKernel", 112.75, 0.5, tid=2, correlation=5),
-        event("kernel", "ampere_sgemm_128x64_tn", 300.125, 10.25, tid=7, device=0, stream=7, correlation=5),
-        event("kernel", "ampere_sgemm_128x64_tn", 290, 1, tid=7, device=0, stream=7, correlation=4),
-        event("cuda_runtime", "cudaMemcpyAsync", 141.0, 1.0, correlation=6),
-        event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 320.0, 2.0, tid=7, correlation=6, bytes=4096),
+        lasting("user_annotation", "training step", 100.0, 50.0),
+        lasting("user_annotation", "backward", 110.0, 20.0),
+        lasting("user_annotation", "Optimizer.step#AdamW.step", 140.0, 5.0),
+        lasting("gpu_user_annotation", "backward", 200.0, 20.0),
+        lasting("cpu_op", "aten::mm", 111.0, 8.0, tid=2),
+        lasting("cuda_runtime", "cudaLaunchKernel", 112.5, 1.0, tid=2, correlation=5),
+        lasting("cuda_driver", "cuLaunchKernel", 112.75, 0.5, tid=2, correlation=5),
+        lasting("kernel", "ampere_sgemm_128x64_tn", 300.125, 10.25, tid=7, device=0, stream=7, correlation=5),
+        lasting("kernel", "ampere_sgemm_128x64_tn", 290, 1, tid=7, device=0, stream=7, correlation=4),
+        lasting("cuda_runtime", "cudaMemcpyAsync", 141.0, 1.0, correlation=6),
+        lasting("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 320.0, 2.0, tid=7, correlation=6, bytes=4096),
         {"ph": "M", "name": "process_name", "pid": 77},
     ])  # fmt: skip
     assert trace.tool == CUDA_TOOL
@@ -383,10 +297,8 @@ def test_records_of_torch_profiler_on_cuda(tmp_path, names):
     assert len(kernels_in(trace, "backward", "thread")) == 0
     (kernel,) = kernels_in(trace, "backward").to_dict("records")
     assert (kernel["category"], kernel["duration"], kernel["launched_at"]) == ("matmul", 10250, 112500)
-    (copied,) = table(trace, "training step", "copies").to_dict("records")
-    assert copied == {
-        "name": "Host-to-Device", "calls": 1, "bytes": 4096, "total_seconds": pytest.approx(2e-6), "share": 1
-    }  # fmt: skip
+    copied = table(trace, "training step", "copies").loc[0, ["name", "calls", "bytes", "total_seconds"]]
+    assert copied.tolist() == ["Host-to-Device", 1, 4096, pytest.approx(2e-6)]
     assert busy_table(trace, "training step")["idle_seconds"].tolist() == pytest.approx([9.625e-6])
 
 
@@ -394,16 +306,13 @@ def test_events_that_are_not_known_are_left_out_aloud(tmp_path):
     """And none of those of a real record."""
     known = [lasting("cpu_op", "aten::mm", 1, 2), {"ph": "M"}, {"ph": "s", "cat": "ac2g"}, lasting("Trace", "a", 1, 2)]
     unknown = [lasting("gpu_kernel", "gemm", 1, 2), lasting("kernel", "gemm", 1, 2) | {"ph": "B"}]
-    assert read_events(tmp_path / "known.json", known).notes == ()
     note = "2 of {} events are of categories that are not known and are left out: gpu_kernel, kernel (phase B)."
     trace = read_events(tmp_path / "both.json", known + unknown)
     assert (trace.notes, len(trace.kernels)) == ((note.format(4),), 1)
     with pytest.raises(UserError, match=f"holds no kernel, operator or range: {re.escape(note.format(2))}"):
         read_events(tmp_path / "unknown.json", unknown)
-    with torch.profiler.profile(profile_memory=True, with_stack=True) as profiler:
-        with torch.profiler.record_function("forward"):
-            loss = torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum()
-        loss.backward()
+    with torch.profiler.profile(with_stack=True) as profiler, torch.profiler.record_function("forward"):
+        torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
     profiler.export_chrome_trace(str(tmp_path / "real.json"))
     trace = read_torch_trace(tmp_path / "real.json")
     assert (trace.notes, trace.ranges["name"].tolist()) == ((), ["forward"])
@@ -412,31 +321,28 @@ def test_events_that_are_not_known_are_left_out_aloud(tmp_path):
 def test_own_time_of_operators():
     """a [0, 100] calls b [10, 40], which calls c [20, 25], and d [50, 60]; e follows; another thread runs beside."""
     spans = [("a", 0, 100), ("b", 10, 30), ("c", 20, 5), ("d", 50, 10), ("e", 100, 7)]
-    events = [lasting("cpu_op", f"aten::{name}", ts, dur) for name, ts, dur in spans]
-    others = lasting("cpu_op", "aten::f", 5, 200, tid=2), lasting("Operator", "aten::g", 50, -20)  # impossible
+    events = [lasting("cpu_op", name, ts, dur) for name, ts, dur in spans]
+    others = lasting("cpu_op", "f", 5, 200, tid=2), lasting("cpu_op", "g", 50, -20)  # impossible
     trace = trace_of([*events, *others])
     assert trace.tool == CPU_TOOL
-    assert trace.kernels.set_index("name")["duration"].to_dict() == {
-        "aten::a": 60_000, "aten::b": 25_000, "aten::c": 5_000, "aten::d": 10_000, "aten::e": 7_000, "aten::f": 200_000,
-    }  # fmt: skip
+    own = {"a": 60_000, "b": 25_000, "c": 5_000, "d": 10_000, "e": 7_000, "f": 200_000}
+    assert trace.kernels.set_index("name")["duration"].to_dict() == own
 
 
 @pytest.mark.fault("file of another program that is damaged", "refused_in_words")
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("name", "text", "sentence"),
     [
-        ("{", "JSONDecodeError"),
-        ("[" * 100_000, "RecursionError"),
-        ("{}", "it has no 'traceEvents'"),
-        (json.dumps({"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1}]}), "it has no 'dur'"),
-        (json.dumps({"traceEvents": [lasting("cpu_op", "a", float("inf"), 1)]}), "OverflowError"),
-        (json.dumps({"traceEvents": [{"ph": "M"}]}), "holds no kernel, operator or range"),
+        ("a.json", "{", "JSONDecodeError"),
+        ("a.json", "[" * 100_000, "RecursionError"),
+        ("a.json", "{}", "it has no 'traceEvents'"),
+        ("a.json", json.dumps({"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1}]}), "has no 'dur'"),
+        ("a.json", json.dumps({"traceEvents": [lasting("cpu_op", "a", float("inf"), 1)]}), "OverflowError"),
+        ("a.json", json.dumps({"traceEvents": [{"ph": "M"}]}), "holds no kernel, operator or range"),
+        ("a.json.gz", "{}", "BadGzipFile"),
     ],
 )
-def test_records_that_are_none(tmp_path, text, why):
-    for name, sentence in {"a.json": why, "a.json.gz": "BadGzipFile", "none.json": "There is no file"}.items():
-        if name != "none.json":
-            (tmp_path / name).write_text(text)
-        with pytest.raises(UserError, match=f"{name}") as error:
-            read_torch_trace(tmp_path / name)
-        assert sentence in str(error.value)
+def test_records_that_are_none(tmp_path, name, text, sentence):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=f"{name}.*{sentence}"):
+        read_torch_trace(tmp_path / name)
