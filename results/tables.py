@@ -167,8 +167,7 @@ def highlights() -> str:
         made.append({"what": words, "lmcore": time_and_rate(ours), "compared with": f"{times}: {time_and_rate(peer)}"})
     leaderboard = rows_of("distributed_leaderboard").iloc[0]
     chosen = read_parameters(PROJECT / PARAMETERS_FOLDER / "gpu" / "09_distributed.yaml")
-    shape = {"context_length": chosen["leaderboard_context"], "vocab_size": chosen["leaderboard_vocab_size"]}
-    largest = forward_flops_by_component(model_config(chosen["leaderboard_size"], **shape))
+    largest = forward_flops_by_component(model_config(**chosen["leaderboard"]))
     masked = (largest["scores"] + largest["weighted_sum"]) / 2 / sum(largest.values())
     rows = parallel_rows()
     most = fastest_way(rows, "large-4x1024").iloc[-1]

@@ -24,9 +24,9 @@ RECORDS = PROJECT / "results" / "h200"
 ANSWERS = RECORDS / "answers.json"
 
 NAMES = re.compile(
-    r"`[^`]*`|\$[^$]*\$|\b(?:b?float|bf|fp|tf|int|uint)\d+|\b(?:GPT|FlashAttention|L|H|CSE|CS|UTF)-?\d\w*|\b\d-gram"
+    r"`[^`]*`|\]\([^)]*\)|\$[^$]*\$|\b(?:b?float|bf|fp|tf|int|uint)\d+|\b(?:GPT|FlashAttention|L|H|CSE|CS|UTF)-?\d\w*|\b\d-gram"
 )
-"""What a template may hold digits for: code, formulas, data types, names of models, caches and GPUs."""
+"""What a template may hold digits for: code, links, formulas, data types, names of models, caches and GPUs."""
 
 
 def rendered(name: str, out: Path) -> dict[str, dict[str, Any]]:
@@ -52,6 +52,8 @@ def run_cells(name: str, **parameters: Any) -> dict[str, dict[str, Any]]:
                     found = shown.metadata[METADATA_KEY]
                     problem = f"{found['problem']} ({found['part']})" if found["part"] else found["problem"]
                     answers[problem] = {key: found[key] for key in ("values", "claims", "missing") if found[key] != ""}
+                    if not found["values"]:
+                        answers[problem]["text"] = found["text"]
     finally:
         os.chdir(here)
     return answers
@@ -66,6 +68,13 @@ def answer_calls(name: str) -> list[ast.Call]:
         for node in nodes
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "answer"
     ]
+
+
+def template_of(call: ast.Call) -> str:
+    """The text of an answer as it was typed: of an f-string, what is not a field."""
+    text = call.args[1]
+    parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+    return "".join(part.value for part in parts if isinstance(part, ast.Constant))
 
 
 def typed_numbers(template: str) -> list[str]:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from matplotlib.figure import Figure
-from notebook_cells import ANSWERS, PROJECT, RECORDS, answer_calls, rendered, typed_numbers
+from notebook_cells import ANSWERS, PROJECT, RECORDS, answer_calls, rendered, template_of, typed_numbers
 
 from workbook.notebook import code_cells, read_notebook
 
@@ -34,14 +34,14 @@ def test_the_records_give_the_committed_answers(name, tmp_path, nothing_drawn):
         assert found[problem]["claims"] == was["claims"]
         assert all(was["claims"].values())
         assert found[problem].get("missing") == was.get("missing")
+        assert found[problem].get("text") == was.get("text")
     assert not (tmp_path / "runs").exists()  # nothing was trained
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_templates_hold_no_numbers(name):
     for call in answer_calls(name):
-        template = ast.literal_eval(call.args[1])
-        assert typed_numbers(template) == [], template
+        assert typed_numbers(template_of(call)) == [], template_of(call)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -33,7 +33,8 @@ class Answer(Markdown):
         note += f"\n\n*Does not hold on this machine:* {'; '.join(failed)}." if failed else ""
         lines = f"**Answer — {label}.**{gap}{text}{note}".split("\n")
         super().__init__("\n".join(f"> {line}".rstrip() for line in lines))  # a box wherever it is shown
-        found = {"problem": name, "part": part, "values": dict(values), "claims": dict(claims), "missing": missing}
+        found = {"problem": name, "part": part, "text": text}
+        found |= {"values": dict(values), "claims": dict(claims), "missing": missing}
         self.metadata = {METADATA_KEY: found}
 
 
@@ -43,18 +44,19 @@ def answer(
     """The answer to a handout problem, to be the last expression of its cell.
 
     `problem` is the handout's name, with the part in brackets if it has parts: "transformer_accounting (a)". `template`
-    is Markdown with fields for the `values`, formatted as in `str.format`, and by these words besides: `{x:count}`
-    1.64 billion, `{x:bytes}` 6.55 GB, `{x:seconds}` 12.3 ms, `{x:power}` 4.51 · 10¹², `{x:digits}` three digits. A
-    list is joined: 1, 2 and 3. `claims` maps each statement that the answer rests on to whether it holds; what
-    does not hold is printed below the answer. `missing`, a template too, is what the handout asks for and the answer
-    lacks: the problem then counts as answered in part. Raises `UserError` on an empty text or another form of name.
+    is Markdown, an f-string at best. With `values` it has fields for them, formatted as in `str.format`, and by these
+    words besides: `{x:count}` 1.64 billion, `{x:bytes}` 6.55 GB, `{x:seconds}` 12.3 ms, `{x:power}` 4.51 · 10¹²,
+    `{x:digits}` three digits. A list is joined: 1, 2 and 3. `claims` maps each statement that the answer rests on to
+    whether it holds; what does not hold is printed below the answer. `missing`, a template too, is what the handout
+    asks for and the answer lacks: the problem then counts as answered in part. Raises `UserError` on an empty text or
+    another form of name.
     """
     match = re.fullmatch(r"([A-Za-z][\w ]*?)\s*(?:\(([\w, -]+)\))?", problem.strip())
     require(match is not None, f"A problem is named like 'adamw' or 'adamwAccounting (b)', not {problem!r}.")
     text = inspect.cleandoc(template)
     require(bool(text), f"The answer to {problem} is empty.")
     held = {claim: bool(np.all(holds)) for claim, holds in (claims or {}).items()}
-    if values or claims is not None:
+    if values:
         text, missing = (AnswerFormatter().format(each, **values) for each in (text, missing))
     return Answer(match[1], match[2] or "", text, {name: plain(value) for name, value in values.items()}, held, missing)
 
