@@ -22,7 +22,7 @@ def free_port() -> int:
 def forks() -> multiprocessing.context.BaseContext:
     """Starts processes as forks of one that has imported PyTorch, which takes seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lmcore.train", "lmcore.distributed.sharded_checkpoint", "torch._dynamo"])
+    context.set_forkserver_preload(["lmcore.train", "lmcore.distributed.sharded_checkpoint"])
     return context
 
 

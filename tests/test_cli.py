@@ -120,14 +120,6 @@ def test_python_m_lmcore():
     assert done.stderr.startswith(b"lmcore: nowhere is not a prepared corpus")
 
 
-def test_a_text_shorter_than_a_window_is_refused_before_anything_is_built(embedded_data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lmcore.model.TransformerLM.__init__", lambda *_: pytest.fail("a model was built"))
-    words = ["--run", str(tmp_path / "run"), "--data", str(embedded_data), "--model.context-length", "1000000"]
-    assert cli.main(["train", *words]) == EXIT_USER_ERROR
-    assert f"needs at least 1,000,001, but {embedded_data} (training part) has only" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 def test_from_text_to_generation(tmp_path, capsys):
     data, run = str(tmp_path / "data"), str(tmp_path / "run")
     corpus = ["--tokenizer", "bpe:300", "--num-documents", "200"]

@@ -117,15 +117,10 @@ def test_identical_request_is_reused_and_another_is_not(corpus, tmp_path, monkey
 def test_validation_text_that_is_training_text_or_not_wikitext103_is_said(tmp_path, capfd):
     train, valid = tmp_path / "train.txt", tmp_path / "valid.txt"
     train.write_text(" = A = \n \n a b <unk> \n<|endoftext|>\n = B = \n<|endoftext|>\n")  # 9 + 4 words
-    valid.write_text(" = C = \n" + " <unk> \n" * 20_000 + " a \n" * 88_821)  # 4 + 217,642
-    for _ in ("prepared", "reused"):
-        found = prepare(train, BYTES, tmp_path / "out", CorpusConfig(valid=str(valid)), progress=False).manifest
-        assert found["wikitext"]["train"]["words"] == 13
-        said = capfd.readouterr().err
-        assert "train is another text" in said
-        assert "valid is the validation text in WikiText-2's form" in said
-        assert "(217,646 words with ends of lines, 18.4% <unk>)" in said
-        assert "training text, so" not in said
+    valid.write_text(" = C = \n a \n")
+    for said in ("train is another text", "valid is another text"):  # when it is prepared, and when it is reused
+        prepare(train, BYTES, tmp_path / "out", CorpusConfig(valid=str(valid)), progress=False)
+        assert said in capfd.readouterr().err
     prepare(train, BYTES, tmp_path / "out", CorpusConfig(valid=str(train)), progress=False)
     assert "Warning: the validation text is training text, so" in capfd.readouterr().err
 

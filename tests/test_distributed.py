@@ -40,7 +40,7 @@ from lmcore.errors import UserError
 from lmcore.fast.step import FusedStep
 from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
-from lmcore.optimizer import AdamW, gradient_clipping
+from lmcore.optimizer import SGD, AdamW, Muon, gradient_clipping
 
 EACH, LENGTH, VOCABULARY = 2, 8, 33
 
@@ -290,14 +290,8 @@ def test_fsdp_sees_that_the_order_of_layers_has_changed(ranks):
 
 
 def groups_of(model):
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": [p for p in model.parameters() if p.ndim < 2]}]
-
-
-OPTIMIZERS = {
-    "ours": (AdamW, {"lr": 1e-2}),
-    "momentum": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
-}
+    matrices = {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1, "orthogonalize": True}
+    return [matrices, {"params": [p for p in model.parameters() if p.ndim < 2]}]
 
 
 def state_elements(state):
@@ -320,12 +314,11 @@ def steps_of(model, optimizer):
     return loss.item()
 
 
-def sharded_steps(rank, group, name, state=None, parameters=None):
+def sharded_steps(rank, group, kind, state=None, parameters=None):
     """From the start, a second group added later; or resumed from what is given."""
-    cls, options = OPTIMIZERS[name]
     model = lm(0).double()
     groups = groups_of(model)
-    optimizer = ShardedOptimizer(groups[:1], cls, process_group=group, **options)
+    optimizer = ShardedOptimizer(groups[:1], kind, process_group=group, lr=1e-2)
     optimizer.add_param_group(groups[1])
     if state is not None:
         model.load_state_dict(parameters)
@@ -334,15 +327,14 @@ def sharded_steps(rank, group, name, state=None, parameters=None):
     return dict(model.named_parameters()), optimizer.state_dict(), state_elements(optimizer.local.state), loss
 
 
-@pytest.mark.parametrize(("name", "size"), [("ours", 2), ("momentum", 3)])
-def test_sharded_optimizer_equals_the_whole_one_and_resumes_on_any_number_of_ranks(ranks, name, size):
-    cls, options = OPTIMIZERS[name]
+@pytest.mark.parametrize(("kind", "size"), [(AdamW, 2), (Muon, 3)])
+def test_sharded_optimizer_equals_the_whole_one_and_resumes_on_any_number_of_ranks(ranks, kind, size):
     model = lm(0).double()
-    whole = cls(groups_of(model), **options)
+    whole = kind(groups_of(model), lr=1e-2)
     state = parameters = None
     for ranks_here in (size, 5 - size):
         loss = steps_of(model, whole)
-        rows = on(ranks, ranks_here, sharded_steps, name, state, parameters)
+        rows = on(ranks, ranks_here, sharded_steps, kind, state, parameters)
         want = copy.deepcopy(whole.state_dict())
         for parameters, state, _, found in rows:
             assert found == pytest.approx(loss, rel=1e-9)
@@ -409,7 +401,7 @@ def test_an_explicit_step_divides_everything(ranks, layers, every):
 def one_parameter(rank, group):
     model = nn.Linear(3, 1, bias=False)
     nn.init.ones_(model.weight)
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=0.5)
+    optimizer = ShardedOptimizer(model.parameters(), SGD, process_group=group, lr=0.5)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     return torch.equal(model.weight, torch.full((1, 3), 0.5))

@@ -69,13 +69,6 @@ def test_a_model_that_knows_the_next_token_is_always_right():
     assert found.accuracy == pytest.approx(follows.mean())
 
 
-def test_dev_is_not_the_validation_text(model, embedded_data):
-    data = open_data(embedded_data)
-    dev = evaluate(model, data, "dev", 64)
-    assert dev.tokens == (len(data.train) - data.dev_start - 1) // 8 * 8
-    assert dev.describe() != evaluate(model, data, "valid", 64).describe()
-
-
 def test_bad_input(embedded_data):
     for changes, split, sentence in (
         ({}, "test", "A model is evaluated on valid or dev, not on 'test'."),

@@ -9,7 +9,7 @@ from lmcore.config import GenerateConfig, ModelConfig, replace
 from lmcore.device import autocast
 from lmcore.errors import UserError
 from lmcore.generate import TextStream, generate, generate_text
-from lmcore.model import TransformerLM, evaluating
+from lmcore.model import TransformerLM
 from lmcore.sampling import sample_next
 
 EOT = 256
@@ -161,15 +161,6 @@ def test_a_row_can_be_empty_and_the_maximum_holds(model):
     assert generate(always(65), [[1]], config, eot_id=EOT) == [[65] * 5]
     assert generate(model, [], config) == []
     assert generate(model, [[]], config, eot_id=EOT) == generate(model, [[EOT]], config, eot_id=EOT)  # a new document
-
-
-def test_the_mode_of_every_module_is_restored():
-    model = build(dropout=0.5)
-    model.layers[0].eval()
-    before = [module.training for module in model.modules()]
-    with pytest.raises(KeyboardInterrupt), evaluating(model):
-        raise KeyboardInterrupt
-    assert [module.training for module in model.modules()] == before
 
 
 def test_prompts_that_cannot_be_continued(model):

@@ -232,8 +232,6 @@ def test_bad_input_gets_one_sentence():
     for kind, options, sentence in (
         (SGD, {"lr": -1.0}, r"The learning rate must not be negative, not -1.0\.$"),
         (AdamW, {"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\), not \(0.9, 1.0\)\.$"),
-        (AdamW, {"eps": -1e-8}, r"eps must not be negative, not -1e-08\.$"),
-        (Muon, {"momentum": 1.5}, r"momentum must be in \[0, 1\), not 1.5\.$"),
     ):
         with pytest.raises(UserError, match=sentence):
             kind([nn.Parameter(torch.zeros(2))], **options)
