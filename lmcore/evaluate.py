@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lmcore.alone import ALONE, OneRank
 from lmcore.config import TrainConfig
-from lmcore.data import PreparedData, num_validation_windows, require_context, validation_batches
+from lmcore.data import PreparedData
+from lmcore.data.batches import num_validation_windows, require_context, validation_batches
 from lmcore.device import autocast
 from lmcore.errors import require
 from lmcore.functional import at_least_float32, perplexity

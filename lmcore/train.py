@@ -17,7 +17,8 @@ from lmcore.accounting import least_training_bytes, num_parameters
 from lmcore.alone import ALONE, OneRank
 from lmcore.checkpoint import SHARDED, read_checkpoint, save_checkpoint, save_weights
 from lmcore.config import TrainConfig, named, replace, to_dict
-from lmcore.data import PreparedData, open_data, part_of_batch, prefetched, require_context
+from lmcore.data import PreparedData, open_data
+from lmcore.data.batches import part_of_batch, prefetched, require_context
 from lmcore.device import (
     out_of_memory_reason,
     reproducible,
@@ -250,12 +251,8 @@ class Trainer:
         return found
 
     def save(self) -> None:
-        """Saves everything that a resumed run needs, then removes checkpoints beyond the latest few.
-
-        Raises `UserError` if the data were overwritten in place since they were opened: what was learned is not known.
-        """
+        """Saves everything that a resumed run needs, then removes checkpoints beyond the latest few."""
         config, ranks, strategy, optimizer = self.config, self.ranks, self.update.strategy, self.update.current()[1]
-        ranks.of_first(self.data.require_unchanged)
         self.metrics.start()
         self._collect()
         self._elapsed()

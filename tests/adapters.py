@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lmcore import functional, model, optimizer
 from lmcore.checkpoint import load_checkpoint, save_checkpoint
 from lmcore.config import ModelConfig
-from lmcore.data import get_batch
+from lmcore.data.batches import get_batch
 from lmcore.distributed import FSDP, BucketedDDP, OverlappedDDP, ShardedOptimizer
 from lmcore.fast.kernels.attention import by_position, reference
 from lmcore.tokenizer import Tokenizer, train_bpe

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcore.config import ModelConfig, TrainConfig
-from lmcore.data import (
+from lmcore.data.batches import (
     batch_at_step,
     get_batch,
     num_validation_windows,
     num_windows_per_epoch,
     prefetched,
+    read_ahead,
     require_context,
     validation_batches,
 )
-from lmcore.data.batches import read_ahead
 from lmcore.errors import UserError
 
 SAMPLINGS = pytest.mark.parametrize("sampling", ["random", "epoch"])

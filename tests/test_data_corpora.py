@@ -1,32 +1,23 @@
 """Documents from files and folders: streaming, splitting, the rule for folders, broken files."""
 
 import gzip
-import subprocess
-import sys
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lmcore.data import CorpusConfig, open_corpus
-from lmcore.data.corpora import PIECE_CHARS, split_documents
+from lmcore.data.corpora import split_documents
 from lmcore.errors import UserError
 from lmcore.text import read_text
-from lmcore.tokenizer import pretokens, train_bpe
+from lmcore.tokenizer import train_bpe
 
 EOT = "<|endoftext|>"
 
 
 def texts(corpus, split):
-    """Whole documents of a split."""
-    documents, parts = [], []
-    for piece in corpus.documents(split):
-        parts.append(piece.text)
-        if piece.ends_document:
-            documents.append("".join(parts))
-            parts = []
-    assert not parts
-    return documents
+    """Documents of a split."""
+    return list(corpus.documents(split))
 
 
 def write(path, documents):
@@ -60,22 +51,12 @@ fragments = st.sampled_from([*WHITE, "a", "don't", "'s", "42", "½", "é", "漢�
 @given(
     text=st.lists(fragments, max_size=40).map("".join),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    piece_chars=st.integers(1, 12),
+    piece_characters=st.integers(1, 12),
 )
-def test_pieces_are_the_documents_and_keep_their_tokens(text, sizes, piece_chars):
-    """However the text arrives and wherever it is cut: same documents, same pretokens."""
-    pieces = list(split_documents(chunked(text, sizes), piece_chars))
+def test_documents_stand_between_the_tokens(text, sizes, piece_characters):
+    """However the text arrives and wherever it is cut."""
     expected = [stripped for document in text.split(EOT) if (stripped := document.strip())]
-    documents = [[]]
-    for piece in pieces:
-        assert piece.text or piece.ends_document
-        documents[-1].append(piece.text)
-        if piece.ends_document:
-            documents.append([])
-    assert documents.pop() == []
-    assert ["".join(parts) for parts in documents] == expected
-    for parts, document in zip(documents, expected, strict=True):
-        assert [token for part in parts for token in pretokens(part)] == pretokens(document)
+    assert list(split_documents(chunked(text, sizes), piece_characters)) == expected
 
 
 @pytest.mark.parametrize("name", ["text.txt", "text.txt.gz"])
@@ -115,17 +96,6 @@ def test_files_that_are_no_text(tmp_path, name, content, sentence):
         assert name in str(error.value)
 
 
-def test_a_file_with_records_is_refused_with_the_command_that_makes_a_text_of_it(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "One, \\u00e9."}\n{"text": "Two."}\n')
-    (tmp_path / "b.CSV.gz").write_bytes(gzip.compress('n,text\n1,"One, é."\n2,Two.\n'.encode()))
-    for name, text in (("a.jsonl", "a.txt"), ("b.CSV.gz", "b.txt")):
-        with pytest.raises(UserError, match="holds records, not plain text") as refused:
-            open_corpus(tmp_path / name)
-        command = str(refused.value).partition("such as text: ")[2].replace("python", sys.executable, 1)
-        subprocess.run(command, shell=True, check=True, cwd=tmp_path)
-        assert both(tmp_path / text) == (["One, é."], ["Two."])
-
-
 @settings(max_examples=20, deadline=None)
 @given(st.integers(2, 60), st.floats(0.05, 0.95))
 def test_documents_of_one_file_are_split(tmp_path_factory, count, fraction):
@@ -145,8 +115,6 @@ def test_a_single_document_is_split_between_lines(tmp_path_factory, lines, fract
     (train,), (valid,) = both(path, valid_fraction=fraction)
     assert text in (f"{train}\n{valid}", f"{train} {valid}", train + valid)  # the last: within the first word
     assert abs(len(valid) / len(text) - fraction) < 25 / len(text) + (0.05 if lines < 100 else 0)
-    pieces = open_corpus(path, CorpusConfig(valid_fraction=fraction)).documents("train")
-    assert max(len(piece.text) for piece in pieces) < 1.2 * PIECE_CHARS
 
 
 @pytest.mark.parametrize(

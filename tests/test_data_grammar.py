@@ -7,8 +7,7 @@ from itertools import islice, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcore.data import log_probability, stories
-from lmcore.data.grammar import PRONOUNS, RULES, STORIES, Grammar, sample_stories
+from lmcore.data.grammar import PRONOUNS, RULES, STORIES, Grammar, log_probability, sample_stories, stories
 
 
 def expansions(rules, symbol="story"):

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from lmcore.config import CorpusConfig, ModelConfig, OptimizerConfig, TrainConfig, replace
-from lmcore.data import batch_at_step, entropy_per_document, open_data, prepare, stories
+from lmcore.data import open_data, prepare
+from lmcore.data.batches import batch_at_step
+from lmcore.data.grammar import entropy_per_document, stories
 from lmcore.run import RunFolder
 from lmcore.train import train
 

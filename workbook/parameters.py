@@ -149,8 +149,7 @@ def require_text(source: str, tokenizer: str, context_length: int, dev: bool = T
         else:
             corpus = open_corpus(source)
             least = 2 if corpus.valid_files else 3  # one of three is held out for validation
-            ends = (piece for piece in read_documents(corpus.train_files) if piece.ends_document)
-            found = len(list(islice(ends, least)))
+            found = len(list(islice(read_documents(corpus.train_files), least)))
             words = f"{source} needs at least {least} documents, with {END_OF_TEXT} between them, but has {found}."
             require(not dev or found == least, f"To choose settings on the last training documents, {words}")
             if corpus.size("train") > LARGE_TEXT:

@@ -5,56 +5,42 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lmcore.config import CorpusConfig
 from lmcore.data.downloads import SOURCES, download
 from lmcore.errors import UserError, require
-from lmcore.files import not_a_pipe, sha256_file
-from lmcore.text import END_OF_TEXT, RECORDS, plain_name, read_text, require_text
+from lmcore.files import sha256_file
+from lmcore.text import END_OF_TEXT, RECORDS, plain_name, read_text
 from lmcore.tokenizer.pretokenize import safe_pieces
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 SPLIT_NAMES = {"train": {"train"}, "valid": {"valid", "validation", "val"}}
-PIECE_CHARS = 1 << 20
+PIECE_CHARACTERS = 1 << 20
+"""Text in which documents are looked for at a time."""
 
 
-class Piece(NamedTuple):
-    """A whole document, or a part of one that is too long to hold in memory."""
-
-    text: str
-    ends_document: bool
-
-
-def split_documents(chunks: Iterable[str], piece_chars: int = PIECE_CHARS) -> Iterator[Piece]:
-    """Documents between `<|endoftext|>`, without the white space around that token and without empty ones.
-
-    A document of more than about `piece_chars` characters comes in several pieces, whose tokens are those of the whole
-    (`safe_pieces`). The last piece of a document may be empty.
-    """
-    inside = False  # whether the document at hand has had a piece
-    for piece in safe_pieces(chunks, [END_OF_TEXT], piece_chars):
-        parts = piece.split(END_OF_TEXT)
-        for number, text in enumerate(parts, 1):
-            ends = number < len(parts)
-            text = text.rstrip() if inside else text.strip()
-            if text or (inside and ends):
-                yield Piece(text, ends)
-            inside = not ends and (inside or text != "")
-    if inside:
-        yield Piece("", True)
+def split_documents(chunks: Iterable[str], piece_characters: int = PIECE_CHARACTERS) -> Iterator[str]:
+    """Documents between `<|endoftext|>`, without the white space around that token and without empty ones."""
+    parts: list[str] = []
+    for piece in safe_pieces(chain(chunks, [END_OF_TEXT]), [END_OF_TEXT], piece_characters):
+        for number, text in enumerate(piece.split(END_OF_TEXT)):
+            if number:
+                if document := "".join(parts).strip():
+                    yield document
+                parts = []
+            parts.append(text)
 
 
-def read_documents(paths: Iterable[Path]) -> Iterator[Piece]:
+def read_documents(paths: Iterable[Path]) -> Iterator[str]:
     """The documents of several files, one file after the other; a file's end also ends its last document."""
     for path in paths:
-        empty = True
-        for piece in split_documents(read_text(path)):
-            empty = False
-            yield piece
-        require(not empty, f"{path} holds no text.")
+        documents = split_documents(read_text(path))
+        first = next(documents, None)
+        require(first is not None, f"{path} holds no text.")
+        yield from chain([first], documents)
 
 
 @dataclass(frozen=True)
@@ -65,12 +51,12 @@ class EmbeddedCorpus:
     num_documents: int = 20_000
     valid_fraction: float = 0.1
 
-    def documents(self, split: str) -> Iterator[Piece]:
+    def documents(self, split: str) -> Iterator[str]:
         """The documents of the split `train` or `valid`."""
         size = self.num_documents if split == "train" else max(1, round(self.num_documents * self.valid_fraction))
         from lmcore.data.grammar import stories
 
-        return (Piece(story, True) for story in islice(stories(self.seed, split), size))
+        return islice(stories(self.seed, split), size)
 
     def describe(self) -> dict[str, Any]:
         """What the manifest says of the source."""
@@ -88,8 +74,7 @@ class TextCorpus:
 
     def __post_init__(self):
         for path in self.train_files + self.valid_files:
-            require(not_a_pipe(path).is_file(), f"There is no file {path}.")
-            require_text(path)
+            next(read_text(path), None)  # what is missing or no text is refused before anything is made
 
     def size(self, split: str) -> int:
         """Bytes on disk of the files of the split."""
@@ -99,36 +84,28 @@ class TextCorpus:
         """The files that hold the split, maybe among other documents."""
         return self.valid_files if split == "valid" and self.valid_files else self.train_files
 
-    def documents(self, split: str) -> Iterator[Piece]:
+    def documents(self, split: str) -> Iterator[str]:
         """The documents of the split `train` or `valid`, streamed from the files.
 
-        A file that is to be split and holds a single document is read whole and cut at the end of a line.
+        The only document of a file that is to be split is cut at the end of a line.
         """
-        pieces = read_documents(self.files(split))
+        documents = read_documents(self.files(split))
         if self.valid_files:
-            yield from pieces
-        elif self._num_documents == 1:
-            text = part_of_document("".join(text for text, _ in pieces), split, self.valid_fraction)
-            yield from split_documents(text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS))
-        else:
-            held_out = min(self._num_documents - 1, max(1, round(self._num_documents * self.valid_fraction)))
-            index = 0
-            for piece in pieces:
-                if (index >= self._num_documents - held_out) == (split == "valid"):
-                    yield piece
-                index += piece.ends_document
+            return documents
+        if self._num_documents == 1:
+            part = part_of_document(next(documents), split, self.valid_fraction)
+            return iter([part] if part else [])
+        held_out = min(self._num_documents - 1, max(1, round(self._num_documents * self.valid_fraction)))
+        trained = self._num_documents - held_out
+        return islice(documents, trained) if split == "train" else islice(documents, trained, None)
 
     @cached_property
     def _num_documents(self) -> int:
         """Documents of the training files, counted in a pass of their own."""
-        return sum(piece.ends_document for piece in read_documents(self.train_files))
+        return sum(1 for _ in read_documents(self.train_files))
 
     def describe(self) -> dict[str, Any]:
-        """What the manifest says of the source: name, files and their checksums. Raises `UserError` for a name that is
-        not UTF-8, which a manifest cannot hold."""
-        for name in (self.name, *(path.name for path in self.train_files + self.valid_files)):
-            escaped = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
-            require(name == name.encode(errors="replace").decode(), f"The name {escaped} is not UTF-8; rename it.")
+        """What the manifest says of the source: name, files and their checksums."""
         return {
             "name": self.name,
             "train_files": [describe_file(path) for path in self.train_files],
@@ -151,9 +128,9 @@ def describe_file(path: Path) -> dict[str, Any]:
 def part_of_document(text: str, split: str, valid_fraction: float) -> str:
     """The part of a text before (`train`) or after (`valid`) the last end of a line, or space, ahead of the cut."""
     cut = int(len(text) * (1 - valid_fraction))
-    near = max(0, cut - PIECE_CHARS)
+    near = max(0, cut - PIECE_CHARACTERS)
     cut = text.rfind("\n", near, cut) + 1 or text.rfind(" ", near, cut) + 1 or cut
-    return text[:cut] if split == "train" else text[cut:]
+    return (text[:cut] if split == "train" else text[cut:]).strip()
 
 
 def open_corpus(source: str | os.PathLike, config: CorpusConfig | None = None, *, progress: bool = True) -> Corpus:

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -18,11 +18,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from tqdm.auto import tqdm
 
-from lmcore.data.corpora import Corpus, CorpusConfig, EmbeddedCorpus, Piece, open_corpus
-from lmcore.data.downloads import describe_wikitext
+from lmcore.data.corpora import Corpus, CorpusConfig, EmbeddedCorpus, open_corpus
 from lmcore.data.tokenizers import describe_tokenizer, tokenizer_for
 from lmcore.errors import UserError, require
-from lmcore.files import CHECKSUM, checksummed, locked, read_json, sha256_file, temporary_folder, verified, write_json
+from lmcore.files import checksummed, locked, read_json, remove, sha256_file, temporary_folder, verified, write_json
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer
 
@@ -37,7 +36,7 @@ DEV_FRACTION, DEV_DOCUMENTS = 0.02, 15
 these were more than a tenth of all."""
 SCANNED = 1 << 20
 """Tokens at the end of the training data in which `dev` is looked for first."""
-BATCH_CHARS = 1 << 22
+BATCH_CHARACTERS = 1 << 22
 """Text that is encoded at a time: enough to keep all cores busy, little enough to fit anywhere."""
 
 
@@ -49,19 +48,6 @@ class PreparedData:
     manifest: dict[str, Any]
     train: np.memmap
     valid: np.memmap
-    opened: dict[str, Any]
-    """`file_states` when it was opened."""
-
-    def require_unchanged(self) -> None:
-        """Raises `UserError` if the ids were overwritten since they were opened.
-
-        A corpus that is prepared again has files of its own, and what is mapped stays: that does no harm.
-        """
-        with suppress(OSError):  # removed, but still mapped
-            now = file_states(self.folder, self.manifest)
-            for split in SPLITS:
-                if now[split] != self.opened[split] and now[split][0] == self.opened[split][0]:
-                    check_ids(self.folder, self.manifest, split)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -145,10 +131,12 @@ def open_data(folder: str | os.PathLike, *, verify: bool = False) -> PreparedDat
         checked = read_json(folder / CHECKED)
     if verify or checked != states:
         for split in SPLITS:
-            check_ids(folder, manifest, split)
+            path, same = bin_path(folder, split), manifest["splits"][split]["sha256"]
+            changed = f"{path} has changed since it was prepared (its checksum is not the one in {MANIFEST}); {AGAIN}"
+            require(sha256_file(path) == same, changed)
         with suppress(UserError):  # where the folder is not ours to write, the next opening reads them again
             write_json(folder / CHECKED, states)
-    data = PreparedData(folder, manifest, arrays["train"], arrays["valid"], states)
+    data = PreparedData(folder, manifest, arrays["train"], arrays["valid"])
     if verify:
         ends = data.tokenizer.eot_id == arrays["train"][-1] == arrays["valid"][-1]
         require(ends, f"The splits in {folder} do not end with {END_OF_TEXT}; {AGAIN}")
@@ -185,23 +173,14 @@ def map_tokens(folder: Path, manifest: dict[str, Any], split: str) -> np.memmap:
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-def check_ids(folder: Path, manifest: dict[str, Any], split: str) -> None:
-    """Raises `UserError` unless a split's file has the checksum in the manifest."""
-    require(
-        sha256_file(bin_path(folder, split)) == manifest["splits"][split]["sha256"],
-        f"{bin_path(folder, split)} has changed since it was prepared (its checksum is not the one in {MANIFEST}); "
-        f"{AGAIN}",
-    )
-
-
 def file_states(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What a later opening compares: the manifest's checksum, and which files they are, their sizes and times.
+    """What a later opening compares: the checksums that hold for the files, which files they are, sizes and times.
 
     A program can set the time of the last write, but not that of the last change (ctime).
     """
     stats = {split: bin_path(folder, split).stat() for split in SPLITS}
     states = {split: [s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for split, s in stats.items()}
-    return states | {MANIFEST: checksummed(manifest)[CHECKSUM]}
+    return {split: [manifest["splits"][split]["sha256"], *states[split]] for split in SPLITS}
 
 
 # Making them
@@ -241,7 +220,7 @@ def prepare(
                     data = open_data(folder)
         except OSError as error:
             raise UserError(f"Cannot write {folder}: {error.strerror or error}.") from error
-    warn_of_texts(data)
+    warn_of_repetition(data)
     return data
 
 
@@ -265,37 +244,23 @@ def open_if_same(folder: Path, request: dict[str, Any]) -> PreparedData | None:
 
 
 def replace_prepared(new: Path, folder: Path) -> None:
-    """Moves a corpus from `new` to `folder`, its manifest last: without it, none is prepared.
+    """Moves a corpus from `new` to `folder`, its manifest last, as that of the one that is there goes first.
 
-    The one that is there goes out of the way first, its manifest ahead, and comes back if a move fails.
+    Without a manifest none is prepared. What a run has mapped of the old files stays as it is.
     """
-    names = [*(bin_path(new, split).name for split in SPLITS), TOKENIZER_FOLDER, MANIFEST]
-    (old := new / "old").mkdir()
-    moves = [(folder / name, old / name) for name in reversed(names)]
-    moves += [(new / name, folder / name) for name in names]
-    with ExitStack() as undo:
-        for source, target in moves:
-            if source.exists():
-                source.rename(target)
-                undo.callback(target.rename, source)
-        undo.pop_all()
+    remove(folder / MANIFEST)
+    for name in (*(bin_path(new, split).name for split in SPLITS), TOKENIZER_FOLDER, MANIFEST):
+        remove(folder / name)
+        (new / name).rename(folder / name)
 
 
-def warn_of_texts(data: PreparedData) -> None:
-    """Warns where a loss on the validation text would measure what the model has memorized, and of texts in WikiText's
-    form that are not WikiText-103's."""
-
-    def say(sentence: str) -> None:
-        print(f"{data.folder}: {sentence}", file=sys.stderr, flush=True)
-
+def warn_of_repetition(data: PreparedData) -> None:
+    """Warns where a loss on the validation text would measure what the model has memorized."""
     splits, source = data.manifest["splits"], data.manifest["request"]["source"]
     trained, held_out = ({file["sha256"] for file in source.get(f"{split}_files", ())} for split in SPLITS)
     if splits["train"]["sha256"] == splits["valid"]["sha256"] or trained & held_out:
-        say("Warning: the validation text is training text, so its loss says nothing about other texts.")
-    for split, text in data.manifest.get("wikitext", {}).items():
-        if not text["is"].startswith("WikiText-103's"):
-            counts = f"{text['words']:,} words with ends of lines, {text['unknown']:.1%} <unk>"
-            say(f"{split} is {text['is']} ({counts}).")
+        sentence = "the validation text is training text, so its loss says nothing about other texts."
+        print(f"{data.folder}: Warning: {sentence}", file=sys.stderr, flush=True)
 
 
 def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: bool = True) -> dict[str, Any]:
@@ -303,8 +268,8 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: b
     dtype, splits = smallest_dtype(tokenizer.vocab_size), {}
     for split in SPLITS:
         with open(bin_path(folder, split), "wb") as file:
-            pieces = tqdm(corpus.documents(split), f"encode {split}", unit=" documents", disable=not progress or None)
-            splits[split] = encode_to(file, pieces, tokenizer, dtype)
+            texts = tqdm(corpus.documents(split), f"encode {split}", unit=" documents", disable=not progress or None)
+            splits[split] = encode_to(file, texts, tokenizer, dtype)
             file.flush()
             os.fsync(file.fileno())
         said = f"The {split} split of {corpus.describe()['name']} has no text; use a longer one."
@@ -321,10 +286,8 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: b
 
         entropy = entropy_per_document()
         floor = entropy / (splits["train"]["tokens"] / splits["train"]["documents"])
-        return manifest | {"grammar": {"entropy_per_document": entropy, "floor_nats_per_token": floor}}
-    files = {"train": corpus.train_files, "valid": corpus.valid_files}
-    texts = {split: text for split, paths in files.items() if paths and (text := describe_wikitext(paths))}
-    return manifest | ({"wikitext": texts} if texts else {})
+        manifest["grammar"] = {"entropy_per_document": entropy, "floor_nats_per_token": floor}
+    return manifest
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
@@ -332,29 +295,27 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
     return np.min_scalar_type(vocab_size - 1)
 
 
-def encode_to(file: BinaryIO, pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> dict[str, Any]:
-    """Writes the ids of all pieces, with `<|endoftext|>` after each document.
+def encode_to(file: BinaryIO, documents: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype) -> dict[str, Any]:
+    """Writes the ids of all documents, with `<|endoftext|>` after each.
 
     Returns what the manifest says of them: tokens, documents, UTF-8 bytes of the documents, checksum of the ids.
     """
-    tokens = documents = size = characters = 0
+    tokens = number = size = characters = 0
     digest = hashlib.sha256()
 
-    def batch_number(piece: Piece) -> int:
+    def batch_number(document: str) -> int:
         nonlocal characters
-        characters += len(piece.text)
-        return characters // BATCH_CHARS
+        characters += len(document)
+        return characters // BATCH_CHARACTERS
 
-    for _, grouped in groupby(pieces, batch_number):
-        batch = list(grouped)
-        encoded = tokenizer.encode_documents([piece.text for piece in batch])
-        for piece, ids in zip(batch, encoded, strict=True):
-            if piece.ends_document:
-                ids.append(tokenizer.eot_id)
+    for _, batch in groupby(documents, batch_number):
+        texts = list(batch)
+        for text, ids in zip(texts, tokenizer.encode_documents(texts), strict=True):
+            ids.append(tokenizer.eot_id)
             data = np.array(ids, dtype).tobytes()
             file.write(data)
             digest.update(data)
             tokens += len(ids)
-            documents += piece.ends_document
-            size += len(piece.text.encode())
-    return {"tokens": tokens, "documents": documents, "bytes": size, "sha256": digest.hexdigest()}
+            number += 1
+            size += len(text.encode())
+    return {"tokens": tokens, "documents": number, "bytes": size, "sha256": digest.hexdigest()}

@@ -99,6 +99,5 @@ def tokenizer_for(
             paths = corpus.train_files  # are the training split, as they are
         else:
             with open(paths[0], "wb") as file:
-                for text, ends_document in corpus.documents("train"):
-                    file.write(f"{text}\n{END_OF_TEXT}\n".encode() if ends_document else text.encode())
+                file.writelines(f"{text}\n{END_OF_TEXT}\n".encode() for text in corpus.documents("train"))
         return Tokenizer(*train_bpe(paths, int(size), [END_OF_TEXT]), [END_OF_TEXT])
