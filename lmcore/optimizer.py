@@ -13,44 +13,34 @@ from lmcore.config import OptimizerConfig
 from lmcore.errors import require
 
 
-class FromScratch(Optimizer):
-    """What the optimizers of this module share: a step, which calls `update` for each group of parameters."""
+class EagerOptimizer(Optimizer):
+    """PyTorch's optimizer, without what it does for `torch.compile`."""
 
-    # as PyTorch wraps them, for torch.compile, their first call would import the compiler: two seconds in each process
+    # as PyTorch wraps them, their first call would import the compiler: two seconds in each process
     add_param_group, zero_grad = unwrap(Optimizer.add_param_group), unwrap(Optimizer.zero_grad)
     state_dict, load_state_dict = unwrap(Optimizer.state_dict), unwrap(Optimizer.load_state_dict)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns what `closure` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            self.update([p for p in group["params"] if p.grad is not None], group)
-        return loss
 
-    def update(self, parameters: list[Any], group: dict) -> None:
-        """Updates parameters of a group, which all have gradients."""
-        raise NotImplementedError
-
-
-class SGD(FromScratch):
+class SGD(EagerOptimizer):
     """Gradient descent whose step shrinks as lr / sqrt(t + 1), t from 0 (section 4.2, equation 20)."""
 
     def __init__(self, params: Iterable, lr: float = 1e-3):
         require(lr >= 0, f"The learning rate must not be negative, not {lr}.")
         super().__init__(params, {"lr": lr})
 
-    def update(self, parameters: list[Any], group: dict) -> None:
-        for p in parameters:
-            t = self.state[p].get("t", 0)
-            p.add_(p.grad, alpha=-group["lr"] / math.sqrt(t + 1))
-            self.state[p]["t"] = t + 1
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient; returns what `closure` returns."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in with_gradient(group):
+                t = self.state[p].get("t", 0)
+                p.add_(p.grad, alpha=-group["lr"] / math.sqrt(t + 1))
+                self.state[p]["t"] = t + 1
+        return loss
 
 
-class AdamW(FromScratch):
+class AdamW(EagerOptimizer):
     """Adam with decoupled weight decay; weights decay after their update, as in Algorithm 1 of CSE599-O and CS336 2025.
 
     The paper (Loshchilov and Hutter 2019), PyTorch and CS336 2026 decay before the update. The two differ by
@@ -71,9 +61,14 @@ class AdamW(FromScratch):
             require(value >= 0, f"{name} must not be negative, not {value}.")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay} | others)
 
-    def update(self, parameters: list[Any], group: dict) -> None:
-        for p in parameters:
-            adamw_update(p, self.state[p], group)
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient; returns what `closure` returns."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in with_gradient(group):
+                adamw_update(p, self.state[p], group)
+        return loss
 
 
 def adamw_update(p: Tensor, state: dict, group: dict) -> None:
@@ -88,6 +83,11 @@ def adamw_update(p: Tensor, state: dict, group: dict) -> None:
     lr_t = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
     p.addcdiv_(m, v.sqrt().add_(group["eps"]), value=-lr_t)
     p.mul_(1 - lr * group["weight_decay"])
+
+
+def with_gradient(group: dict) -> list[Any]:
+    """The parameters of a group that have a gradient."""
+    return [p for p in group["params"] if p.grad is not None]
 
 
 class Muon(AdamW):
@@ -110,26 +110,35 @@ class Muon(AdamW):
         require(0 <= momentum < 1, f"momentum must be in [0, 1), not {momentum}.")
         super().__init__(params, lr, betas, eps, weight_decay, momentum=momentum, orthogonalize=False)
 
-    def update(self, parameters: list[Any], group: dict) -> None:
-        if not group["orthogonalize"]:
-            return super().update(parameters, group)
-        by_shape: dict[torch.Size, list[Any]] = {}
-        for p in parameters:
-            by_shape.setdefault(p.shape, []).append(p)
-        for shape, parameters in by_shape.items():  # one batched matmul serves all matrices of a shape
-            directions = []
-            for p in parameters:
-                state = self.state[p]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(p)
-                buffer = state["momentum_buffer"]
-                buffer.lerp_(p.grad, 1 - group["momentum"])
-                directions.append(p.grad.lerp(buffer, group["momentum"]))  # Nesterov's look ahead
-            updates = orthogonalize(torch.stack(directions))
-            scale = 0.2 * math.sqrt(max(shape))
-            for p, update in zip(parameters, updates, strict=True):
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-group["lr"] * scale)
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient; returns what `closure` returns."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            parameters = with_gradient(group)
+            if group["orthogonalize"]:
+                for shape in {p.shape: None for p in parameters}:
+                    muon_update([p for p in parameters if p.shape == shape], self.state, group)
+            else:
+                for p in parameters:
+                    adamw_update(p, self.state[p], group)
+        return loss
+
+
+def muon_update(matrices: list[Any], states: Any, group: dict) -> None:
+    """Updates matrices of one shape, which one batched matmul serves; their `states` keep a momentum_buffer."""
+    directions = []
+    for p in matrices:
+        if not states[p]:
+            states[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffer = states[p]["momentum_buffer"]
+        buffer.lerp_(p.grad, 1 - group["momentum"])
+        directions.append(p.grad.lerp(buffer, group["momentum"]))  # Nesterov's look ahead
+    updates = orthogonalize(torch.stack(directions))
+    scale = 0.2 * math.sqrt(max(matrices[0].shape))
+    for p, update in zip(matrices, updates, strict=True):
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_(update, alpha=-group["lr"] * scale)
 
 
 def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
