@@ -66,14 +66,14 @@ def groups_of(parameters):
     ]
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_many_steps_follow_the_formula_in_float64(device, kernels, max_norm):
     ours, plain, exact = (parameters(device, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.float64))
     optimizer = FusedAdamW(groups_of(ours), lr=1e-3, weight_decay=0.1, max_grad_norm=max_norm)
     others = [AdamW(groups_of(p), lr=1e-3, weight_decay=0.1) for p in (plain, exact)]
     optimizer.step()  # of parameters that have no gradient yet
     assert not optimizer.state
-    for step in range(15 if kernels == "triton" and device.type == "cpu" else 50):  # the interpreter is slow
+    for step in range(12):
         give(step, ours, plain, exact)
         for p in (ours, plain, exact):
             p[step % 4].grad = None  # skipped until there is one
@@ -108,7 +108,7 @@ def packed(shapes, dtype, device, gap: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("gap", "gradient_type", "copy_type"),
-    [(0, torch.bfloat16, torch.bfloat16), (1, torch.bfloat16, torch.float32), (64, torch.float32, torch.bfloat16)],
+    [(1, torch.bfloat16, torch.float32), (64, torch.float32, torch.bfloat16)],
 )
 def test_bound_gradients_and_working_copies_in_packed_buffers(device, kernels, gap, gradient_type, copy_type):
     ours, plain = parameters(device), parameters(device)
@@ -134,46 +134,44 @@ def test_bound_gradients_and_working_copies_in_packed_buffers(device, kernels, g
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_does_what_it_does_to_the_plain_class(device, kernels, bad):
-    for max_norm in (None, 1.0):
-        ours, plain = parameters(device, [(5,), (20,)]), parameters(device, [(5,), (20,)])
-        optimizer, reference = FusedAdamW(ours, max_grad_norm=max_norm), AdamW(plain)
-        give(0, ours, plain)
-        for p in (ours, plain):
-            p[0].grad[3] = bad
-        if max_norm is not None:
-            gradient_clipping(plain, max_norm)
-        optimizer.step()
-        reference.step()
-        for a, b in zip(ours, plain, strict=True):
-            torch.testing.assert_close(a, b, equal_nan=True)
-        assert not torch.isfinite(ours[0]).all()
-        assert math.isnan(optimizer.norm.item()) if max_norm is None else not math.isfinite(optimizer.norm.item())
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_gradient_that_is_not_finite_does_what_it_does_to_the_plain_class(device, kernels, bad, max_norm):
+    ours, plain = parameters(device, [(5,), (20,)]), parameters(device, [(5,), (20,)])
+    optimizer, reference = FusedAdamW(ours, max_grad_norm=max_norm), AdamW(plain)
+    give(0, ours, plain)
+    for p in (ours, plain):
+        p[0].grad[3] = bad
+    if max_norm is not None:
+        gradient_clipping(plain, max_norm)
+    optimizer.step()
+    reference.step()
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+    assert not torch.isfinite(ours[0]).all()
+    assert math.isnan(optimizer.norm.item()) if max_norm is None else not math.isfinite(optimizer.norm.item())
 
 
 def test_states_go_from_one_class_to_the_other_and_keep_their_addresses(device, kernels):
     """Into new objects and into those in use, whose moments a graph may hold; a state of no step makes them zero."""
     ours, plain = parameters(device), parameters(device)
     settings = {"lr": 1e-2, "weight_decay": 0.1}
-    both = lambda: (FusedAdamW(groups_of(ours), **settings), AdamW(groups_of(plain), **settings))  # noqa: E731
-    optimizers = both()
+    optimizers = FusedAdamW(groups_of(ours), **settings), AdamW(groups_of(plain), **settings)
     fresh = copy.deepcopy(optimizers[0].state_dict())
-    for step in range(6):
+    for step in range(4):
         give(step, ours, plain)
         for o in optimizers:
             o.step()
         states, used = [copy.deepcopy(o.state_dict()) for o in optimizers], moments(optimizers[0])
-        if step == 1:
-            optimizers = both()
-        if step in (1, 3):
-            for o, state in zip(optimizers, reversed(states), strict=True):
-                o.load_state_dict(state)
-            assert step == 1 or all(a is b for a, b in zip(moments(optimizers[0]), used, strict=True))
+        if step == 1:  # into new ones
+            optimizers = FusedAdamW(groups_of(ours), **settings), AdamW(groups_of(plain), **settings)
+        for o, state in zip(optimizers, reversed(states), strict=True):
+            o.load_state_dict(state)
+        assert step == 1 or all(a is b for a, b in zip(moments(optimizers[0]), used, strict=True))
     assert distance(ours, plain) < 1e-6
     mine, theirs = (o.state_dict() for o in optimizers)
     assert mine["param_groups"] == theirs["param_groups"]
     for state in (mine, theirs):
-        assert [(s["t"], set(s)) for s in state["state"].values()] == [(6, {"t", "m", "v"})] * len(SHAPES)
+        assert [(s["t"], set(s)) for s in state["state"].values()] == [(4, {"t", "m", "v"})] * len(SHAPES)
     used = moments(optimizers[0])
     optimizers[0].load_state_dict(fresh)
     assert not optimizers[0].state
@@ -196,7 +194,7 @@ def fill(read: list[torch.Tensor], step: int) -> None:
         view.copy_(gradient)
 
 
-@pytest.mark.parametrize(("bad", "max_norm"), [(1.0, 0.5), (math.nan, None), (math.inf, 0.5)])
+@pytest.mark.parametrize(("bad", "max_norm"), [(math.nan, None), (math.inf, 0.5)])
 def test_an_idle_update_changes_nothing(device, kernels, bad, max_norm):
     """Whatever the gradients are; the next step is as if it had not been. Nor does warming up."""
     (ours, read, written, optimizer), (theirs, their_read, _, reference) = (

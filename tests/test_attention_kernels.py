@@ -7,13 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcore.errors import UserError
-from lmcore.fast.kernels.attention import (
-    attention_forward,
-    backward_op,
-    flash_attention,
-    forward_op,
-    reference,
-)
+from lmcore.fast.kernels.attention import attention_forward, backward_op, flash_attention, forward_op, reference
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +32,16 @@ def test_tiled_attention_is_the_definition(length, size, tile, causal):
 # the public function
 
 
-@pytest.mark.parametrize("shape", [(3, 7, 16), (2, 3, 7, 16), (2, 1, 3, 7, 16), (0, 2, 3, 16), (2, 2, 0, 16)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("shape", [(3, 7, 16), (2, 1, 3, 7, 16), (0, 2, 3, 16), (2, 2, 0, 16)])
+@pytest.mark.parametrize(("dtype", "strided"), [(torch.float64, True), (torch.float32, False), (torch.bfloat16, True)])
 def test_any_leading_dimensions_types_and_strides(shape, dtype, strided, device):
     q, k, v, do = (torch.randn(shape).to(device, dtype) for _ in range(4))
     if strided:  # features that are not side by side, and a gradient that is one number
-        q, k, v, do = (
-            *(x.mT.contiguous().mT for x in (q, k, v)),
-            torch.ones(1, device=device, dtype=dtype).expand(shape),
-        )
+        q, k, v = (x.mT.contiguous().mT for x in (q, k, v))
+        do = torch.ones(1, device=device, dtype=dtype).expand(shape)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     o = flash_attention(q, k, v)
-    assert o.dtype == dtype
-    assert o.shape == shape
+    assert (o.dtype, o.shape) == (dtype, shape)
     found = [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
     if q.numel():
         assert_close(found, defined(q, k, v, do, True), TOLERANCE[dtype])
@@ -69,18 +59,15 @@ def test_operators_keep_their_promises(device):
 def test_compiled_and_under_autocast(device):
     q, k, v, do = packed(2, 9, 2, 16, device=device)
     q.requires_grad_()
-    compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager")
     found = []
     with torch.autocast(device.type, torch.bfloat16):
-        for function in (compiled, flash_attention):
+        for function in (torch.compile(flash_attention, fullgraph=True, backend="aot_eager"), flash_attention):
             o = function(q, k, v)
             assert o.dtype == torch.bfloat16
             found.append((o.detach(), torch.autograd.grad(o, q, do.bfloat16())[0]))
     for ours, plain, wanted in zip(*found, defined(q, k, v, do, True)[:2], strict=True):
         assert torch.equal(ours, plain)
         assert (plain.double() - wanted).norm() < 1e-2 * wanted.norm()
-    with torch.no_grad():
-        assert flash_attention(q, k, v).grad_fn is None
 
 
 def test_what_is_kept_is_the_log_sum_exp_alone(device):
@@ -102,13 +89,14 @@ def test_inputs_that_do_not_fit_are_refused():
 
 # Triton's kernels
 
-PORTABLE = [
-    (1, 16, True), (17, 80, False), (63, 32, True), (65, 48, False), (130, 16, True), (130, 16, False), (97, 20, True)
-]  # fmt: skip
+PORTABLE = [(1, 16, True), (17, 80, False), (65, 48, False), (130, 16, True), (130, 16, False), (97, 20, True)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("length", "size", "causal"), PORTABLE)
+@pytest.mark.parametrize(
+    ("dtype", "length", "size", "causal"),
+    [(torch.float32, *case) for case in PORTABLE]
+    + [(dtype, *case) for dtype in (torch.float16, torch.bfloat16) for case in PORTABLE[-3:]],
+)
 def test_portable_kernels_are_the_definition(gpu, length, size, causal, dtype, device):
     if dtype == torch.bfloat16 and device.type == "cpu":
         pytest.skip("Triton's interpreter multiplies matrices of bfloat16 as if they were integers")
@@ -119,7 +107,7 @@ def test_portable_kernels_are_the_definition(gpu, length, size, causal, dtype, d
         assert all(map(torch.equal, found, by_module(gpu, *tensors, causal))), "the same bits every time"
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 100])
+@pytest.mark.parametrize("group", [2, 100])
 def test_any_number_of_heads_in_a_group(gpu, group, device, monkeypatch):
     """Programs go by length over the heads of a group, of which the first may have fewer."""
     monkeypatch.setattr(gpu, "heads_of_group", lambda *given: group)

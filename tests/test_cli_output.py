@@ -26,9 +26,8 @@ def export(path) -> None:
 
 
 def trace(path) -> None:
-    common = {"ph": "X", "pid": 1, "tid": 1}
-    events = [{"cat": "user_annotation", "name": HOSTILE, "ts": 0, "dur": 100, **common}]
-    events += [{"cat": "cpu_op", "name": HOSTILE, "ts": 10, "dur": 20, **common}]
+    event = {"ph": "X", "pid": 1, "tid": 1, "name": HOSTILE}
+    events = [event | {"cat": "user_annotation", "ts": 0, "dur": 100}, event | {"cat": "cpu_op", "ts": 10, "dur": 20}]
     path.write_text(json.dumps({"traceEvents": events}))
 
 
@@ -38,15 +37,15 @@ def snapshot(path) -> None:
     path.write_bytes(pickle.dumps({"device_traces": [[event]], "segments": []}))
 
 
-FILES = {
-    "export": (export, "e.sqlite", ["nsys", "--report"]),
-    "trace": (trace, "t.json", ["nsys", "--report"]),
-    "snapshot": (snapshot, "s.pickle", ["memory", "--snapshot"]),
-}
-
-
 @pytest.mark.fault("terminal escapes in a profile", "survived")
-@pytest.mark.parametrize(("write", "name", "command"), FILES.values(), ids=FILES)
+@pytest.mark.parametrize(
+    ("write", "name", "command"),
+    [
+        (export, "e.sqlite", ["nsys", "--report"]),
+        (trace, "t.json", ["nsys", "--report"]),
+        (snapshot, "s.pickle", ["memory", "--snapshot"]),
+    ],
+)
 def test_names_of_kernels_ranges_and_frames(tmp_path, capsys, write, name, command):
     write(tmp_path / name)
     assert main([*command, str(tmp_path / name)]) == 0

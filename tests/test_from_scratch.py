@@ -48,27 +48,19 @@ class RecordLibraryFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("optimizer_name", ["adamw", "muon", "sgd"])
 @pytest.mark.parametrize("switches", [{}, {"norm": "post", "position": "sinusoidal", "ffn": "silu", "dropout": 0.1}])
-def test_training_step_calls_no_library_function(optimizer_name, switches):
+def test_training_step_calls_no_library_function(switches):
     token_ids = torch.zeros(2, 8, dtype=torch.long)
     with RecordLibraryFunctions() as record:
         model = TransformerLM(model_config("smoke", vocab_size=20, context_length=8, **switches))
-        optimizer = build_optimizer(model, OptimizerConfig(name=optimizer_name))
         cross_entropy(model(token_ids), token_ids).backward()
         gradient_clipping(model.parameters(), 1.0)
-        optimizer.step()
+        for name in ("adamw", "muon", "sgd"):
+            build_optimizer(model, OptimizerConfig(name=name)).step()
     assert record.called == set()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: nn.Linear(4, 4)(x),
-        lambda x: torch.softmax(x, -1),
-        lambda x: x.log_softmax(-1),
-    ],
-)
+@pytest.mark.parametrize("call", [nn.Linear(4, 4), lambda x: torch.softmax(x, -1), lambda x: x.log_softmax(-1)])
 def test_recording_catches_library_functions(call):
     with RecordLibraryFunctions() as record:
         call(torch.ones(2, 4))

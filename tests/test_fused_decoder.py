@@ -41,22 +41,18 @@ def assert_same(model, prompts, config, eot_id=None, num_ids=None) -> list[list[
     return results[0][0]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=5),
     seed=st.integers(0, 1000),
-    choice=st.sampled_from(
-        [{"temperature": 0}, {"temperature": 1.3}, {"top_k": 7, "temperature": 0.7}, {"top_p": 0.8, "top_k": 50}]
-    ),
+    choice=st.sampled_from([{"temperature": 0}, {"top_k": 7, "temperature": 0.7}, {"top_p": 0.8, "top_k": 50}]),
     num_ids=st.sampled_from([None, 61, 1000]),
     max_new_tokens=st.integers(1, 50),
     context=st.integers(1, CONTEXT),
     changes=st.sampled_from([{}, {"tie_embeddings": True}, {"dropout": 0.5}, {"attention": "sdpa"}]),
 )
-def test_tokens_are_those_of_plain_decoding_for_any_batch(
-    device, lengths, seed, choice, num_ids, max_new_tokens, context, changes
-):
-    """Also beyond the context; more ids than the vocabulary has are all of it."""
+def test_tokens_are_those_of_plain_decoding(device, lengths, seed, choice, num_ids, max_new_tokens, context, changes):
+    """Of any batch, also beyond the context; more ids than the vocabulary has are all of it."""
     numbers = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(0, VOCAB, (min(n, context),), generator=numbers).tolist() for n in lengths]
     config = GenerateConfig(max_new_tokens=max_new_tokens, seed=seed, **choice)
@@ -76,13 +72,15 @@ def test_weights_of_norms_are_part_of_the_decoder(norm):
     assert_same(model, PROMPTS, GREEDY)
 
 
-@pytest.mark.parametrize(("name", "value"), [("norm", "post"), ("position", "sinusoidal"), ("ffn", "silu")])
-def test_what_it_does_not_cover_is_decoded_plainly_and_said_once(capsys, name, value):
-    assert_same(build(**{name: value}), PROMPTS, GREEDY)
+def test_what_it_does_not_cover_is_decoded_plainly_and_said_once(capsys):
+    assert_same(build(norm="post", position="sinusoidal"), PROMPTS, GREEDY)
     said = capsys.readouterr()
     assert said.out == ""  # which belongs to the text
     assert said.err.count("\n") == 1
-    assert f"{name}={value}" in said.err
+    assert "norm=post, position=sinusoidal" in said.err
+    assert unsupported_reason(build(dropout=0.5, checkpoint_every=1).config, torch.bfloat16) is None
+    reasons = unsupported_reason(build(norm="post", ffn="silu").config, torch.float64)
+    assert set(reasons.split(", ")) == {"norm=post", "precision=float64", "ffn=silu"}
 
 
 def test_the_decoder_works_in_the_precision_that_is_asked_for(capsys):
@@ -94,9 +92,6 @@ def test_the_decoder_works_in_the_precision_that_is_asked_for(capsys):
     assert "".join(capsys.readouterr()) == ""
     generate(model, PROMPTS, dataclasses.replace(config, precision="fp16"))
     assert "does not cover precision=fp16." in capsys.readouterr().err
-    assert unsupported_reason(build(dropout=0.5, checkpoint_every=1).config, torch.bfloat16) is None
-    both_reasons = unsupported_reason(build(norm="post", position="none").config, torch.float64)
-    assert both_reasons == "norm=post, precision=float64, position=none"
 
 
 def test_nothing_to_do_and_bad_input():
@@ -145,20 +140,16 @@ def test_a_row_that_has_ended_may_break_without_harm():
 # ---------------------------------------------------------------------------------------------- the decoder itself
 
 
-def greedy(model: TransformerLM, prompt: list[int], count: int) -> list[int]:
-    return generate(model, [prompt], GenerateConfig(max_new_tokens=count, temperature=0))[0]
-
-
 def test_decode_goes_on_where_it_was_and_rows_are_placed_anew():
-    model = build()
+    model, prompts = build(), [[1, 2], [5], [7, 8, 9]]
+    plain = generate(model, [*prompts, [30, 31]], dataclasses.replace(GREEDY, max_new_tokens=9))
     decoder = FusedDecoder(model, num_rows=3, num_slots=CONTEXT, dtype=torch.float32)
-    decoder.place([0, 1, 2], [[1, 2], [5], [7, 8, 9]])
+    decoder.place([0, 1, 2], prompts)
     tokens = torch.cat([decoder.decode(2), decoder.decode(3)])
-    assert tokens.T.tolist() == [greedy(model, prompt, 5) for prompt in ([1, 2], [5], [7, 8, 9])]
+    assert tokens.T.tolist() == [row[:5] for row in plain[:3]]
     decoder.place([1], [[30, 31]])
     tokens = decoder.decode(4).T.tolist()
-    assert tokens[1] == greedy(model, [30, 31], 4)
-    assert tokens[0] == greedy(model, [1, 2], 9)[5:]
+    assert tokens[:2] == [plain[0][5:], plain[3][:4]]
 
 
 # ---------------------------------------------------------------------------------------------- on the GPU

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ def check_gradients(config: ModelConfig, device=CPU, dtype=torch.float32, tolera
         assert relative_error(fused.gradients[p], p.grad) < tolerances[1], path
 
 
-@pytest.mark.parametrize(("every", "group"), [(None, None), (None, 2), (1, None)])
+@pytest.mark.parametrize(("every", "group"), [(None, None), (1, None), (None, 2)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_loss_and_gradients_are_those_of_autograd(name, every, group):
     check_gradients(replace(SHAPES[name], checkpoint_every=every), group=group)
@@ -68,16 +67,16 @@ def test_half_precision_is_near(device):
 @pytest.mark.parametrize("kernels", ["triton"], indirect=True)
 def test_the_step_over_triton_kernels(kernels, device):
     """All in their places, by the interpreter where there is no GPU."""
-    check_gradients(SHAPES["odd"], device)
+    check_gradients(replace(SHAPES["odd"], num_layers=1), device)
 
 
 @pytest.mark.parametrize(("name", "optimizer"), [("odd", "adamw"), ("odd", "sgd"), ("tied", "adamw"), ("tied", "muon")])
 def test_training_is_that_of_the_plain_step(name, optimizer):
-    """20 steps in float32, clipped and with changing learning rates: losses and norms within 1e-5, weights too."""
+    """10 steps in float32, clipped and with changing learning rates: losses and norms within 1e-5, weights too."""
     config = SHAPES[name]
     plain, fused = model_of(config), model_of(config)
     steps = plain_step(plain, name=optimizer, limit=0.5), fused_step(fused, 2, limit=0.5, name=optimizer)
-    for number in range(20):
+    for number in range(10):
         inputs, targets = batch_of(config)
         results = []
         for step in steps:
@@ -97,13 +96,12 @@ def test_training_is_that_of_the_plain_step(name, optimizer):
     [
         ({"position": "sinusoidal", "parallel": True}, "position=sinusoidal, parallel blocks"),
         ({"d_model": 3 * 130}, "heads of 130 features (at most 128)"),
-        ({"norm": "post", "dropout": 0.5}, "norm=post, dropout=0.5"),
-        ({"ffn": "silu", "qk_norm": True}, "ffn=silu, qk_norm"),
+        ({"norm": "post", "dropout": 0.5, "ffn": "silu", "qk_norm": True}, "norm=post, dropout=0.5, ffn=silu, qk_norm"),
     ],
 )
 def test_a_model_that_is_not_covered_is_refused(changes, reason):
     """Or it would be computed as another one."""
-    config = ModelConfig(**asdict(SHAPES["odd"]) | changes)
+    config = replace(SHAPES["odd"], **changes)
     assert set(unsupported_reason(config, "bf16").split(", ")) == set(reason.split(", "))
     for make in (lambda model: FusedTransformer(model, torch.float32), lambda model: fused_step(model, 2)):
         with pytest.raises(UserError, match="The fused step does not cover"):
@@ -123,7 +121,6 @@ def test_what_else_is_refused():
     ):
         with pytest.raises(UserError):
             call()
-    assert all(p.grad is None for p in model.parameters())
     reasons = [unsupported_reason(model.config, name) for name in ("bf16", "fp32", "tf32", "fp16")]
     assert reasons == [None, None, None, "precision=fp16"]
     assert not fused_step(model, 2, name="muon").pipelined

@@ -13,36 +13,29 @@ NAMES = {
     "matmul": (
         "ampere_sgemm_128x64_tn",
         "sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x",
-        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT",
         "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nt_align1>(T1::Params)",
         "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>(cublasSplitKParams<float>)",
-        "void gemmSN_NN_kernel<float, 128, 2, 4, 8, 2, 4, false>(...)",
         "triton_tem_fused_mm_3",
     ),
     "attention": (
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>(Flash_fwd_params)",
         "fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float>::Params)",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
         "triton_tem_fused_flex_attention_2",
     ),
     "softmax/reduction": (
         "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MaxOps<float>, 4>>(T3)",
         "void at::native::(anonymous namespace)::softmax_warp_forward<float, float, float, 8, false, false>(float*)",
-        "void at::native::(anonymous namespace)::cunn_SoftMaxBackward<4, float, float, float>(float*, long)",
-        "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_3",
         "triton_per_fused__scaled_dot_product_flash_attention_mul_sum_2",
     ),
     "elementwise": (
         ELEMENTWISE.format("at::native::CUDAFunctor_add<float>"),
         "void at::native::elementwise_kernel<128, 2, gpu_kernel_impl_nocast<where_kernel_impl(TensorIterator&)>>(int)",
-        "void at::native::index_elementwise_kernel<128, 4, gpu_index_kernel<index_kernel_impl<OpaqueType<4>>>>(long)",
         "void at::native::(anonymous namespace)::distribution_elementwise_grid_stride_kernel<normal>",  # no norm
         "triton_poi_fused__scaled_dot_product_efficient_attention_clone_1",
     ),
     "copy": (
         "void at::native::(anonymous namespace)::CatArrayBatchedCopy<OpaqueType<4u>, unsigned int, 4, 64, 64>(...)",
         UNROLLED.format("at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}"),
-        ELEMENTWISE.format("at::native::bfloat16_copy_kernel_cuda(at::TensorIteratorBase &)::[lambda(float)]"),
         "void at::native::<unnamed>::multi_tensor_apply_kernel<TensorListMetadata<(int)2>, "
         "UnaryOpFunctor<long, (int)2>, at::native::Copy<long, long>>(T1, T2, T3...)",
         "Memcpy DtoD (Device -> Device)",
@@ -50,7 +43,6 @@ NAMES = {
     ),
     "optimizer": (
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorList<2>, LerpFunctor<float>>(T1)",
-        "aten::_foreach_add_",
         "aten::_fused_adamw_",
     ),
     "other": (
@@ -73,7 +65,7 @@ def test_category_of_real_names():
 @pytest.mark.parametrize(
     ("name", "short"),
     [
-        (NAMES["matmul"][3], "cutlass_80_simt_sgemm_128x64_8x5_nt_align1"),
+        (NAMES["matmul"][2], "cutlass_80_simt_sgemm_128x64_8x5_nt_align1"),
         (ELEMENTWISE.format("at::native::CUDAFunctor_add<float>"), "vectorized_elementwise_kernel (add)"),
         (
             "void at::native::elementwise_kernel<(int)128, (int)2, void at::native::gpu_kernel_impl_nocast<at::native::"
@@ -87,10 +79,7 @@ def test_category_of_real_names():
         (NAMES["copy"][1], "unrolled_elementwise_kernel (direct_copy)"),
         (NAMES["softmax/reduction"][0], "reduce_kernel (Max)"),
         (NAMES["softmax/reduction"][1], "softmax_warp_forward"),
-        ("saxpy(double *, double *, double *, double, int)", "saxpy"),
         ("aten::mm", "aten::mm"),
-        ("autograd::engine::evaluate_function: MmBackward0", "autograd::engine::evaluate_function: MmBackward0"),
-        ("", ""),
     ],
 )
 def test_short_names(name, short):

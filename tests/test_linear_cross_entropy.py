@@ -51,7 +51,7 @@ def padded(weight, rows: int, fill: float = 3.0):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("n", "vocab", "d", "chunk_rows"), [(1, 67, 16, None), (5, 130, 24, 2), (33, 1000, 16, 16)])
+@pytest.mark.parametrize(("n", "vocab", "d", "chunk_rows"), [(1, 67, 16, None), (5, 130, 24, 2)])
 @pytest.mark.parametrize("rows", [0, 61])
 def test_loss_and_gradients_are_those_of_the_definition(device, kernels, dtype, n, vocab, d, chunk_rows, rows):
     """The same numbers every time; padding of the vocabulary gets no gradient; a given buffer is filled."""

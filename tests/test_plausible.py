@@ -43,7 +43,6 @@ FLOPS, MASKED = 4 * 16 * TOKEN_FLOPS, 4 * 16 * 2 * (4 * 16 * 32) // 2
         ({"precision": "bf16"}, 4 * 3 * PARAMETERS + 2 * SAVED),
         ({"precision": "fp16"}, 4 * PARAMETERS + 2 * SAVED),  # every update may have been skipped
         ({"optimizer": OptimizerConfig(name="muon")}, 4 * (2 * PARAMETERS + SAVED)),
-        ({"optimizer": OptimizerConfig(name="sgd")}, 4 * (PARAMETERS + SAVED)),
         ({"warmup_steps": 0, "steps": 1}, 4 * (PARAMETERS + SAVED)),  # the first step has no moments yet
     ],
 )

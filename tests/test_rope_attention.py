@@ -46,7 +46,7 @@ def assert_near(out, expected, tolerance):
     assert error < tolerance, f"relative error {error:.2e}"
 
 
-@pytest.mark.parametrize(("shape", "size"), [((1, 70, 2), 16), ((2, 64, 1), 32), ((1, 33, 3), 20), ((2, 1, 2), 24)])
+@pytest.mark.parametrize(("shape", "size"), [((2, 64, 1), 32), ((1, 33, 3), 20), ((2, 1, 2), 24)])
 @pytest.mark.parametrize(("scale", "tolerance"), [(1.0, 1e-5), (10.0, 1e-4)])
 @needs_triton
 def test_whole_heads(shape, size, scale, tolerance, device, monkeypatch):
@@ -63,7 +63,6 @@ def test_whole_heads(shape, size, scale, tolerance, device, monkeypatch):
     assert_near(e.dqkv, e.gradient, tolerance)
 
 
-@pytest.mark.parametrize("kernels", ["plain", "triton"], indirect=True)
 def test_one_kernel_after_the_other(kernels, device):
     """By the reference implementations, and by the kernels, which are given the angles."""
     shape = (2, 40, 1)
@@ -76,7 +75,7 @@ def test_one_kernel_after_the_other(kernels, device):
 
 
 @pytest.mark.parametrize("parts", ["both", "separate"])
-@pytest.mark.parametrize(("shape", "size"), [((2, 70, 1), 16), ((1, 33, 2), 20), ((1, 64, 1), 32)])
+@pytest.mark.parametrize(("shape", "size"), [((2, 70, 1), 16), ((1, 33, 2), 20)])
 @needs_triton
 def test_portable_kernels_turn_gradients_back(parts, shape, size, device, monkeypatch):
     from lmcore.fast.kernels.attention import gpu

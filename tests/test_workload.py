@@ -51,39 +51,30 @@ def test_precisions(precision):
     assert all(p.dtype == torch.float32 for p in workload.model.parameters())
 
 
-def trained(config, weights=None, **options):
-    """Weights, then loss and gradients of a pass, and the bytes that it saved for backward."""
+def trained(config):
+    """Loss and gradients of a pass, and the bytes that it saved for backward."""
     torch.manual_seed(0)
     model, sizes = TransformerLM(config), []
-    model.load_state_dict(weights or model.state_dict())
     tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: sizes.append(x.untyped_storage().nbytes()) or x, lambda x: x
     ):
-        loss = cross_entropy(model(tokens, **options), tokens)
+        loss = cross_entropy(model(tokens), tokens)
     loss.backward()
-    return model.state_dict(), [loss.detach(), *(p.grad for p in model.parameters())], sum(sizes)
+    return [loss.detach(), *(p.grad for p in model.parameters())], sum(sizes)
 
 
 @pytest.mark.parametrize("switches", [{}, {"dropout": 0.2, "norm": "post", "position": "sinusoidal"}])
 def test_gradient_checkpointing_changes_no_number_and_saves_less(switches):
     config = replace(SMALL.model, **switches)
-    _, numbers, saved = trained(config)
-    for every in (1, 2, 3, 7):
-        _, again, less = trained(replace(config, checkpoint_every=every))
+    numbers, saved = trained(config)
+    for every in (1, 2, 7):
+        again, less = trained(replace(config, checkpoint_every=every))
         assert all(torch.equal(a, b) for a, b in zip(numbers, again, strict=True))
         assert less < saved / 2
 
 
-@pytest.mark.parametrize("mask", [None, torch.eye(16, dtype=torch.bool)], ids=["causal", "a mask of one's own"])
-@pytest.mark.parametrize("kernel", ["sdpa", "flash"])
-def test_fused_attention_agrees_with_the_definition(kernel, mask):
-    weights, plain, _ = trained(SMALL.model, mask=mask)
-    _, fused, _ = trained(replace(SMALL.model, attention=kernel), weights, mask=mask)
-    torch.testing.assert_close(plain, fused, rtol=1e-4, atol=1e-6)
-
-
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.sampled_from(["forward", "forward_backward", "train_step"]), st.sampled_from(["fp32", "bf16"]),
     st.sampled_from([
