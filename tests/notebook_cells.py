@@ -32,11 +32,7 @@ NAMES = re.compile(
 def rendered(name: str, out: Path) -> dict[str, dict[str, Any]]:
     """The answers of a notebook at scale gpu from the committed records, by "problem (part)": values and claims."""
     parameters = read_parameters(PROJECT / PARAMETERS_FOLDER / "gpu" / f"{name}.yaml")
-    return run_cells(name, **parameters | {"out": str(out), "records": str(RECORDS)})
-
-
-def run_cells(name: str, **parameters: Any) -> dict[str, dict[str, Any]]:
-    """Runs the notebook with these parameters; its answers' values and claims by "problem (part)"."""
+    parameters |= {"out": str(out), "records": str(RECORDS)}
     variables: dict[str, Any] = {"__name__": "__main__"}
     answers, here = {}, Path.cwd()
     try:
@@ -59,15 +55,15 @@ def run_cells(name: str, **parameters: Any) -> dict[str, dict[str, Any]]:
     return answers
 
 
+def cells_of(name: str) -> dict[str, str]:
+    """The sources of a notebook's code cells by their ids."""
+    return {cell.id: cell.source for _, cell in code_cells(read_notebook(PROJECT / "notebooks" / f"{name}.ipynb"))}
+
+
 def answer_calls(name: str) -> list[ast.Call]:
     """Every call of `answer` in a notebook's code."""
-    cells = [cell.source for _, cell in code_cells(read_notebook(PROJECT / "notebooks" / f"{name}.ipynb"))]
-    nodes = [node for source in cells for node in ast.walk(ast.parse(source))]
-    return [
-        node
-        for node in nodes
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "answer"
-    ]
+    nodes = [node for source in cells_of(name).values() for node in ast.walk(ast.parse(source))]
+    return [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "answer"]
 
 
 def template_of(call: ast.Call) -> str:

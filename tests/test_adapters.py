@@ -1,18 +1,17 @@
 """The courses' adapters against PyTorch's own operations, called as the courses' tests call them."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+import copy
 
 import adapters
 import numpy as np
+import official
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from lmcore.config import ModelConfig
-from lmcore.distributed import Ranks
+from lmcore.files import read_json
 from lmcore.model import TransformerLM
 from workbook.reference import reference_attention, reference_logits
 
@@ -115,7 +114,7 @@ def test_flash_attention_functions(name, causal):
         torch.testing.assert_close(ours.grad.double(), theirs.grad, **close)
 
 
-DISTRIBUTED = {
+WRAPPED = {
     "ddp": (adapters.get_ddp, adapters.ddp_on_after_backward),
     "sharded": (adapters.get_ddp, adapters.ddp_on_after_backward),
     "bucketed": (lambda model: adapters.get_ddp_bucketed(model, 1), adapters.ddp_bucketed_on_after_backward),
@@ -123,67 +122,75 @@ DISTRIBUTED = {
 }
 
 
-def distributed_by_adapters(rank, kind):
-    """The weights after a step of gradient descent as the course's tests take it, with half of a batch."""
+@pytest.fixture
+def one_process():
+    """A group of this process alone: what several do is tested in test_distributed.py."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_distributed_classes(kind, one_process):
+    """A step of gradient descent as the course's tests take it."""
     torch.manual_seed(0)
     model, x = torch.nn.Linear(3, 4, bias=False), torch.arange(12.0).view(4, 3)
-    wrap, after = DISTRIBUTED[kind]
-    wrapped, sgd = wrap(model), torch.optim.SGD
-    if kind == "sharded":
-        optimizer = adapters.get_sharded_optimizer(wrapped.parameters(), sgd, lr=0.1)
-    else:
-        optimizer = sgd(wrapped.parameters(), lr=0.1)
-    adapters.ddp_bucketed_on_train_batch_start(wrapped, optimizer)
-    (wrapped(x[2 * rank : 2 * rank + 2]).square().mean() / 10).backward()
-    after(wrapped, optimizer)
-    optimizer.step()
-    return (adapters.fsdp_gather_full_params(wrapped)["weight"] if kind == "fsdp" else model.weight).detach()
+    alone, (wrap, after) = copy.deepcopy(model), WRAPPED[kind]
+    wrapped, choose = wrap(model), adapters.get_sharded_optimizer if kind == "sharded" else take_class
+    for network, optimizer in (
+        (alone, torch.optim.SGD(alone.parameters(), lr=0.1)),
+        (wrapped, choose(wrapped.parameters(), torch.optim.SGD, lr=0.1)),
+    ):
+        adapters.ddp_bucketed_on_train_batch_start(network, optimizer)
+        (network(x).square().mean() / 10).backward()
+        if network is wrapped:
+            after(wrapped, optimizer)
+        optimizer.step()
+    weight = adapters.fsdp_gather_full_params(wrapped)["weight"] if kind == "fsdp" else model.weight
+    torch.testing.assert_close(weight.detach(), alone.weight.detach())
 
 
-def test_distributed_classes():
-    torch.manual_seed(0)
-    alone = torch.nn.Linear(3, 4, bias=False)
-    (alone(torch.arange(12.0).view(4, 3)).square().mean() / 10).backward()
-    torch.optim.SGD(alone.parameters(), lr=0.1).step()
-    with Ranks(2, timeout=120) as ranks:
-        for kind in DISTRIBUTED:
-            for weights in ranks.run(distributed_by_adapters, kind):
-                torch.testing.assert_close(weights, alone.weight.detach())
+def take_class(parameters, optimizer, **options):
+    """What `get_sharded_optimizer` takes, not divided."""
+    return optimizer(parameters, **options)
 
 
-def run_official(*words):
-    script = Path(__file__).with_name("official.py")
-    return subprocess.run([sys.executable, script, *words], capture_output=True, text=True, check=False)
+COURSE = """
+import torch, warnings
+from .adapters import run_silu
+def test_silu():
+    torch.testing.assert_close(run_silu(torch.ones(1)), torch.tensor([0.7310586]))
+def test_that_warns_and_fails():
+    warnings.warn("so")
+    assert False
+def test_of_a_file():
+    open("nowhere")
+"""
 
 
-def test_the_courses_tests_are_run_in_a_copy_of_a_checkout(tmp_path):
+def test_the_courses_tests_are_run_in_a_copy_of_a_checkout(tmp_path, monkeypatch):
     """All but those whose files are at nobody's hand, with what came out of each and where."""
     tests, record = tmp_path / "course" / "tests", tmp_path / "official.json"
     tests.mkdir(parents=True)
-    (tests / "__init__.py").touch()
-    (tests / "adapters.py").write_text("raise NotImplementedError")
-    source = "import torch, pytest, warnings\nfrom .adapters import run_silu\n\ndef test_silu():\n"
-    source += "    torch.testing.assert_close(run_silu(torch.ones(1)), torch.tensor([0.7310586]))\n"
-    source += "\ndef test_that_warns_and_fails():\n    warnings.warn('so')\n    assert False\n"
-    source += "\ndef test_of_a_file():\n    open('nowhere')\n"
-    (tests / "test_course.py").write_text(source)
-    words = ["--runs", "2", "--record", "A course", "--to", str(record), "--note", "random weights"]
-    done = run_official(str(tests.parent), *words, "--leave-out", "test_of_a_file=nowhere is in no public copy")
-    assert done.returncode == 1, done.stderr
-    found = json.loads(record.read_text())["A course"]
+    for file, text in {"__init__": "", "adapters": "raise NotImplementedError", "test_course": COURSE}.items():
+        (tests / f"{file}.py").write_text(text)
+    words = [str(tests.parent), "--record", "A course", "--to", str(record), "--note", "random weights"]
+    left_out = "test_of_a_file=nowhere is in no public copy"
+    monkeypatch.setattr("sys.argv", ["official.py", *words, "--leave-out", left_out])
+    assert official.main() == 1
+    found = read_json(record)["A course"]
     assert found["tests"] == {
-        "tests.test_course.test_silu": {"passed": 2},
-        "tests.test_course.test_that_warns_and_fails": {"failure": 2},
+        "tests.test_course.test_silu": {"passed": 1},
+        "tests.test_course.test_that_warns_and_fails": {"failure": 1},
     }
-    assert (found["runs"], found["runs_that_failed"], found["warnings"]) == (2, 2, 2)
+    assert (found["runs"], found["runs_that_failed"], found["warnings"], found["note"]) == (1, 1, 1, "random weights")
     assert found["left_out"] == {"test_of_a_file": "nowhere is in no public copy"}
-    assert found["note"] == "random weights"
     assert set(found["files"]) == {"__init__.py", "adapters.py", "test_course.py"}
     assert torch.backends.cpu.get_cpu_capability() in found["provenance"]["processor"]
     assert (tests / "adapters.py").read_text() == "raise NotImplementedError"
 
 
-def test_a_checkout_without_tests_is_refused():
-    done = run_official("nowhere")
-    assert (done.returncode, done.stderr.strip().count("\n")) == (2, 0)
-    assert "Name a checkout of the course" in done.stderr
+def test_a_checkout_without_tests_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["official.py", "nowhere"])
+    assert official.main() == 2
+    assert capsys.readouterr().err.startswith("Name a checkout of the course")

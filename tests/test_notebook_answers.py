@@ -2,12 +2,12 @@
 
 import ast
 import json
+import re
+import subprocess
 
 import pytest
 from matplotlib.figure import Figure
-from notebook_cells import ANSWERS, PROJECT, RECORDS, answer_calls, rendered, template_of, typed_numbers
-
-from workbook.notebook import code_cells, read_notebook
+from notebook_cells import ANSWERS, PROJECT, RECORDS, answer_calls, cells_of, rendered, template_of, typed_numbers
 
 NAMES = ["01_build", "02_train", "03_generate", "04_benchmark", "05_nsys", "06_memory", "07_kernels"]
 NAMES += ["08_experiments", "09_distributed", "10_wikitext"]
@@ -47,8 +47,8 @@ def test_templates_hold_no_numbers(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_cell_makes_to_be_seen_is_its_last_expression(name):
     """Jupyter shows nothing else: a table that a function does not return is lost."""
-    for _, cell in code_cells(read_notebook(PROJECT / "notebooks" / f"{name}.ipynb")):
-        tree = ast.parse(cell.source)
+    for source in cells_of(name).values():
+        tree = ast.parse(source)
         for node in ast.walk(tree):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node is not tree.body[-1]:
                 assert getattr(node.value.func, "id", "") not in ("table", "answer", "show"), ast.unparse(node)
@@ -67,6 +67,13 @@ def test_the_largest_allocations_are_told_for_every_context_asked_for(problem, t
     biggest = json.loads(ANSWERS.read_text(encoding="utf-8"))["06_memory"][problem]["values"]["biggest"]
     assert [f"{4 * values / 2**20:,.4g}" for values in told] == [*told.values()]
     assert f"{' and '.join(told.values())} MiB" in biggest
+
+
+def test_make_record_leaves_out_notebooks_without_records():
+    said = subprocess.run(["make", "-n", "record"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+    recorded = list(json.loads(ANSWERS.read_text(encoding="utf-8")))
+    assert f"--notebooks {' '.join(recorded)}\n" in said
+    assert re.findall(r"echo '(\w+) has no records", said) == [name for name in NAMES if name not in recorded]
 
 
 def test_one_gpu_has_one_peak():

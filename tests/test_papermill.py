@@ -10,13 +10,13 @@ from pathlib import Path
 
 import nbformat
 import pytest
-import yaml
-from notebook_projects import TRAIN, code, make_project, parameters
+from notebook_projects import TRAIN, code, make_project, parameters, results
 
 from lmcore.config import replace, to_dict
 from lmcore.data import CorpusConfig, prepare
 from lmcore.errors import EXIT_USER_ERROR, UserError
 from lmcore.run import RunFolder
+from workbook import cli
 from workbook.notebook import declared_parameters, read_notebook
 from workbook.parameters import find_notebooks, locate, parse_overrides, resolve_parameters
 
@@ -25,8 +25,6 @@ NOTEBOOKS = find_notebooks(ROOT)
 DECLARED = {path.stem: declared_parameters(read_notebook(path), path.stem) for path in NOTEBOOKS}
 SCALES = ("smoke", "laptop", "gpu")
 PAPERMILL = Path(sys.executable).with_name("papermill")
-
-BEGIN = code("from workbook.parameters import begin_notebook\n\nbegin_notebook()")
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -75,26 +73,25 @@ def test_a_corpus_without_dev_is_refused_before_the_first_cell(tmp_path, pair):
     """Settings are chosen on the last training documents, so there must be others, and one to validate on."""
     name, key = pair.split()
 
-    def resolved(path: Path, **more: str) -> dict:
+    def resolved(path: Path, documents: int, **more: str) -> dict:
+        file.write_text("<|endoftext|>".join(["Some words. " * 20] * documents))
         given = {key: str(path), "tokenizer": "bpe:257"} | more
         return resolve_parameters(ROOT, find_notebooks(ROOT, [name]), "smoke", given, {})
 
-    text, folder = tmp_path / "text.txt", tmp_path / "folder"
-    folder.mkdir()
-    (folder / "valid.txt").write_text("Other words. " * 20)
-    for documents, least, place, file in ((1, 3, text, text), (2, 3, text, text), (1, 2, folder, folder / "train.txt")):
-        file.write_text("<|endoftext|>".join(["Some words. " * 20] * documents))
-        with pytest.raises(UserError, match=f"^Notebook {name}: .* at least {least} documents, .* has {documents}\\."):
-            resolved(place)
-        assert resolved(place, records=str(ROOT / "results" / "h200"))  # nothing is trained
-    for file, least in ((text, 3), (folder / "train.txt", 2)):
-        file.write_text("<|endoftext|>".join(["Some words. " * 20] * least))
-    assert resolved(text)
-    assert resolved(folder)
-    few = prepare(str(text), "bpe:257", tmp_path / "few", CorpusConfig(valid_fraction=0.6), progress=False).folder
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "valid.txt").write_text("Other words. " * 20)
+    for place, file, least in (
+        (tmp_path / "text.txt", tmp_path / "text.txt", 3),
+        (tmp_path / "folder", tmp_path / "folder" / "train.txt", 2),
+    ):
+        words = f"^Notebook {name}: .* at least {least} documents, .* has {least - 1}\\."
+        with pytest.raises(UserError, match=words):
+            resolved(place, least - 1)
+        assert resolved(place, least - 1, records=str(ROOT / "results" / "h200"))  # nothing is trained
+        assert resolved(place, least)
+    few = prepare(str(file), "bpe:257", tmp_path / "few", CorpusConfig(valid_fraction=0.6), progress=False).folder
     with pytest.raises(UserError, match="has 1 training document, and dev"):
-        resolved(few)
-    assert resolved(prepare(str(text), "bpe:257", tmp_path / "more", progress=False).folder)
+        resolved(few, 2)
 
 
 @pytest.mark.parametrize("short", ["training", "validation", "dev"])
@@ -108,16 +105,14 @@ def test_a_text_shorter_than_a_window_is_refused_before_the_first_cell(tmp_path,
         resolve_parameters(ROOT, find_notebooks(ROOT, ["02"]), "smoke", given, {})
 
 
-def test_the_command_refuses_before_it_starts_a_kernel(tmp_path):
+def test_the_command_refuses_before_it_starts_a_kernel(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("Some words.")
     for words, sentence in (
         (("--data", str(tmp_path / "text.txt")), "Notebook 02_train: To choose settings"),
         (("--parameters", "recipe=none"), "Notebook 02_train: There is no recipe 'none'; choose one of"),
     ):
-        command = [sys.executable, "-m", "workbook", "run", "--out", str(tmp_path / "made"), *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == EXIT_USER_ERROR
-        assert done.stderr.startswith(f"workbook: {sentence}")
+        assert cli.main(["run", "--notebooks", "02", "--out", str(tmp_path / "made"), *words]) == EXIT_USER_ERROR
+        assert capsys.readouterr().err.startswith(f"workbook: {sentence}")
         assert not (tmp_path / "made").exists()
 
 
@@ -127,34 +122,25 @@ def papermill(notebook: Path, folder: Path, *options: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.fixture
-def elsewhere(tmp_path) -> Path:
-    """A folder in no project."""
-    (tmp_path / "some" / "where").mkdir(parents=True)
-    return tmp_path / "some" / "where"
-
-
-def test_the_first_cell_refuses_in_a_sentence(elsewhere):
+def test_the_first_cell_refuses_in_a_sentence(tmp_path):
     file = str(ROOT / "papermill_jobs" / "parameters" / "smoke" / "02_train.yaml")
-    (elsewhere / "text.txt").write_text("Some words.")
+    (tmp_path / "text.txt").write_text("Some words.")
     notebook = ROOT / "notebooks" / "02_train.ipynb"
-    process = papermill(notebook, elsewhere, "-f", file, "-p", "data", str(elsewhere / "text.txt"))
+    process = papermill(notebook, tmp_path, "-f", file, "-p", "data", str(tmp_path / "text.txt"))
     said, _ = process.communicate(timeout=200)
     assert process.returncode != 0
     assert "\nUserError: To choose settings on the last training documents, " in said
-    cells = nbformat.read(elsewhere / "out.ipynb", 4).cells
+    cells = nbformat.read(tmp_path / "out.ipynb", 4).cells
     (error,) = [out for cell in cells for out in cell.get("outputs", []) if out.output_type == "error"]
     assert error.traceback == [f"UserError: {error.evalue}"]  # nothing of the calls that led to it
 
 
 def test_the_same_command_resumes_after_a_stop(tmp_path, tiny_run):
     """papermill is killed while a cell trains; the training continues by itself, and the next papermill follows it."""
-    project = make_project(
-        tmp_path / "project",
-        {"01_toy": "steps: 5\n"},
-        _01_toy=["# 01", parameters(), BEGIN, code(TRAIN), code("out, steps")],
-    )
-    config = replace(tiny_run, steps=600, eval_batch_size=4096, eval_interval=600, checkpoint_interval=100)
+    begin = code("from workbook.parameters import begin_notebook\n\nbegin_notebook()")
+    cells = ["# 01", parameters(), begin, code(TRAIN), code("out, steps")]
+    project = make_project(tmp_path / "project", {"01_toy": "steps: 5\n"}, _01_toy=cells)
+    config = replace(tiny_run, steps=300, eval_batch_size=4096, eval_interval=300)
     (project / "config.json").write_text(json.dumps(to_dict(config)))
     run = RunFolder(project / "runs" / "smoke" / "runs" / "toy")  # by the default ../runs/smoke, from notebooks/
     file = str(project / "papermill_jobs" / "parameters" / "smoke" / "01_toy.yaml")
@@ -168,29 +154,16 @@ def test_the_same_command_resumes_after_a_stop(tmp_path, tiny_run):
         time.sleep(0.02)
     first.send_signal(signal.SIGKILL)
     first.wait()  # its pipe is the kernel's, too, which ends by itself
-    for _ in range(2):
-        again = papermill(notebook, elsewhere, "-f", file)
-        said, _ = again.communicate(timeout=120)
-        assert again.returncode == 0, said
-        cells = [cell for cell in read_notebook(elsewhere / "out.ipynb").cells if cell.cell_type == "code"]
-        assert cells[-1].outputs[0].data["text/plain"] == "('../runs/smoke', 5)"
-        assert cells[-2].outputs[-1].data["text/plain"] == "'complete'"
-    assert "toy: reused, complete at step 600." in cells[-2].outputs[0].text
-    assert yaml.safe_load(Path(file).read_text()) == {"steps": 5}
+    again = papermill(notebook, elsewhere, "-f", file)
+    said, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, said
+    assert results(elsewhere / "out.ipynb") == ["'complete'", "('../runs/smoke', 5)"]
+    assert len(run.starts()) == 1
 
 
 def test_some_cells_of_a_notebook(tmp_path):
-    def cells(notebook, *words):
-        command = [sys.executable, "papermill_jobs/cells.py", notebook, str(tmp_path), *words]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    done = cells("09_distributed", "=print(scale, steps)", "distributed-fit", "--scale", "smoke")
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "papermill_jobs/cells.py", "09_distributed", tmp_path, "=print(scale, steps)"]
+    command += ["distributed-fit", "=1 / 0", "--scale", "smoke"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert "smoke 10\nfitted to times made by 20 µs and 1 GB/s: 20 µs and 1 GB/s\n" in done.stdout
-    for words, sentence in (
-        (("09_distributed", "nothing"), "09_distributed has no cell 'nothing'; it has "),
-        (("09_distributed", "=1 / 0", "--scale", "smoke"), "This cell failed: 1 / 0"),
-    ):
-        done = cells(*words)
-        assert done.returncode == 1
-        assert done.stderr.splitlines()[-1].startswith(sentence)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "This cell failed: 1 / 0")
