@@ -136,11 +136,11 @@ def test_distributed_classes(kind, one_process):
     torch.manual_seed(0)
     model, x = torch.nn.Linear(3, 4, bias=False), torch.arange(12.0).view(4, 3)
     alone, (wrap, after) = copy.deepcopy(model), WRAPPED[kind]
-    wrapped, choose = wrap(model), adapters.get_sharded_optimizer if kind == "sharded" else take_class
-    for network, optimizer in (
-        (alone, torch.optim.SGD(alone.parameters(), lr=0.1)),
-        (wrapped, choose(wrapped.parameters(), torch.optim.SGD, lr=0.1)),
-    ):
+    wrapped = wrap(model)
+    choices = [torch.optim.SGD(network.parameters(), lr=0.1) for network in (alone, wrapped)]
+    if kind == "sharded":
+        choices[1] = adapters.get_sharded_optimizer(wrapped.parameters(), torch.optim.SGD, lr=0.1)
+    for network, optimizer in zip((alone, wrapped), choices, strict=True):
         adapters.ddp_bucketed_on_train_batch_start(network, optimizer)
         (network(x).square().mean() / 10).backward()
         if network is wrapped:
@@ -148,11 +148,6 @@ def test_distributed_classes(kind, one_process):
         optimizer.step()
     weight = adapters.fsdp_gather_full_params(wrapped)["weight"] if kind == "fsdp" else model.weight
     torch.testing.assert_close(weight.detach(), alone.weight.detach())
-
-
-def take_class(parameters, optimizer, **options):
-    """What `get_sharded_optimizer` takes, not divided."""
-    return optimizer(parameters, **options)
 
 
 COURSE = """

@@ -1,3 +1,5 @@
+"""Training runs that a notebook follows, and the workers of a sweep."""
+
 import json
 import math
 import os
@@ -23,18 +25,23 @@ def config(tiny_run) -> TrainConfig:
     return replace(tiny_run, optimizer__max_grad_norm=None)
 
 
-def test_run_is_followed_to_its_end_reused_and_repaired(tmp_path, config, capsys):
-    run = run_or_reuse(config, tmp_path / "run")
-    assert run.status()["state"] == "complete"
-    assert "6/6" in capsys.readouterr().out
-    written = run.metrics_file.stat().st_mtime_ns
-    run_or_reuse(config, tmp_path / "run")
-    assert "reused, complete at step 6" in capsys.readouterr().out
-    assert run.metrics_file.stat().st_mtime_ns == written
+def test_a_sweep_is_followed_to_its_end_and_its_runs_are_reused_and_repaired(tmp_path, config, capsys):
+    runs = {"good": config, "bad": replace(config, optimizer__name="sgd", optimizer__learning_rate=1e30)}
+    folders = run_sweep(runs, tmp_path, workers=2)
+    assert {name: run.status()["state"] for name, run in folders.items()} == {"good": "complete", "bad": "diverged"}
+    assert math.isfinite(folders["good"].status()["valid_loss"])
+    assert "12/12" in capsys.readouterr().out
+    written = folders["good"].metrics_file.stat().st_mtime_ns
+    run_sweep(runs, tmp_path, workers=2)
+    run_or_reuse(config, tmp_path / "good")
+    said = capsys.readouterr().out
+    assert "all 2 runs reused" in said
+    assert "good: reused, complete at step 6" in said
+    assert folders["good"].metrics_file.stat().st_mtime_ns == written
     with pytest.raises(UserError, match="made with other settings"):
-        run_or_reuse(replace(config, seed=1), tmp_path / "run")
-    run.last_weights.write_bytes(b"")
-    assert run_or_reuse(config, tmp_path / "run").last_weights.stat().st_size > 0
+        run_or_reuse(replace(config, seed=1), tmp_path / "good")
+    folders["good"].last_weights.write_bytes(b"")
+    assert run_or_reuse(config, tmp_path / "good").last_weights.stat().st_size > 0
 
 
 def test_a_child_that_fails_speaks_through_the_parent(tmp_path, config):
@@ -89,15 +96,6 @@ def test_a_run_that_another_process_leaves_is_resumed(tmp_path, config):
     held.wait()
     assert run_or_reuse(config, run).status()["state"] == "complete"
     thread.join()
-
-
-def test_sweep_with_a_diverging_run(tmp_path, config, capsys):
-    runs = {"good": config, "bad": replace(config, optimizer__name="sgd", optimizer__learning_rate=1e30)}
-    folders = run_sweep(runs, tmp_path, workers=2)
-    assert {name: run.status()["state"] for name, run in folders.items()} == {"good": "complete", "bad": "diverged"}
-    assert math.isfinite(folders["good"].status()["valid_loss"])
-    run_sweep(runs, tmp_path, workers=2)
-    assert "all 2 runs reused" in capsys.readouterr().out
 
 
 def test_a_worker_leaves_a_run_in_other_hands_and_refuses_what_is_no_mapping(tmp_path, config):
