@@ -126,7 +126,7 @@ def test_a_key_is_refused_and_nothing_written(project):
 
 def test_a_writeup_that_reports_a_failure_is_refused(project):
     ended(project / "runs" / "smoke", "failed")
-    with pytest.raises(UserError, match="Notebook 01_good .*failed at code cell 2: it broke.*--incomplete"):
+    with pytest.raises(UserError, match=r"Notebook 01_good .*failed at code cell 2: it broke.*--incomplete"):
         submit(project)
     assert not (project / "handin").exists()
     assert "Note: Notebook 01_good failed at code cell 2" in str(submit(project, incomplete=True))

@@ -101,7 +101,7 @@ def test_what_a_signal_does(tmp_path, line, number, code, requeued, variables):
 
 def test_a_script_away_from_the_project_or_without_workbook_says_so(tmp_path):
     project = job_project(tmp_path / "project")
-    for folder, sentence in ((tmp_path, "There is no papermill_jobs/job.sh here"), (project, "It is not installed here")):
+    for folder, sentence in ((tmp_path, "There is no papermill_jobs/job.sh"), (project, "It is not installed here")):
         words = ["bash", project / "papermill_jobs" / "workbook.sbatch"]
         done = subprocess.run(words, cwd=folder, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (2, "")

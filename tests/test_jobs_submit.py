@@ -2,10 +2,8 @@
 
 import json
 import os
-import re
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time

@@ -75,24 +75,22 @@ def test_a_corpus_without_dev_is_refused_before_the_first_cell(tmp_path, pair):
     name, key = pair.split()
 
     def resolved(path: Path, documents: int, **more: str) -> dict:
+        file = path / "train.txt" if path.is_dir() else path
         file.write_text("<|endoftext|>".join(["Some words. " * 20] * documents))
         given = {key: str(path), "tokenizer": "bpe:257"} | more
         return resolve_parameters(ROOT, find_notebooks(ROOT, [name]), "smoke", given, {})
 
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "valid.txt").write_text("Other words. " * 20)
-    for place, file, least in (
-        (tmp_path / "text.txt", tmp_path / "text.txt", 3),
-        (tmp_path / "folder", tmp_path / "folder" / "train.txt", 2),
-    ):
+    for place, least in ((tmp_path / "folder", 2), (tmp_path / "text.txt", 3)):
         words = f"^Notebook {name}: .* at least {least} documents, .* has {least - 1}\\."
         with pytest.raises(UserError, match=words):
             resolved(place, least - 1)
         assert resolved(place, least - 1, records=str(ROOT / "results" / "h200"))  # nothing is trained
         assert resolved(place, least)
-    few = prepare(str(file), "bpe:257", tmp_path / "few", CorpusConfig(valid_fraction=0.6), progress=False).folder
+    few = prepare(str(place), "bpe:257", tmp_path / "few", CorpusConfig(valid_fraction=0.6), progress=False).folder
     with pytest.raises(UserError, match="has 1 training document, and dev"):
-        resolved(few, 2)
+        resolved(few, 3)
 
 
 @pytest.mark.parametrize("short", ["training", "validation", "dev"])

@@ -86,16 +86,17 @@ class Workbook:
     def wait_for_steps(self, *runs: str) -> None:
         self.wait_for(lambda: all(self.run(name).metrics_lines() for name in runs))
 
-    def end(self) -> tuple[int, str]:
-        """Exit code and what was said."""
+    def end(self, code: int = 0) -> str:
+        """What was said up to the end, with this exit code."""
         said, _ = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, said
+        assert self.process.returncode == code, said
+        return said
 
     def run(self, name: str) -> RunFolder:
         return RunFolder(self.out / "runs" / name)
 
-    def record(self, name: str = "01_toy") -> NotebookRecord:
-        return read_record(self.out, name)
+    def record(self) -> NotebookRecord:
+        return read_record(self.out, "01_toy")
 
     def processes(self, word: str = "") -> list[psutil.Process]:
         """All processes that run in the project's folder, or those with this word in their command."""
@@ -130,8 +131,7 @@ def workbook(tmp_path):
 
 def require_stopped(book: Workbook, name: str) -> str:
     """The workbook ends as one stopped in its third cell, and no process is left; returns what it said."""
-    code, said = book.end()
-    assert code == EXIT_INTERRUPTED, said
+    said = book.end(EXIT_INTERRUPTED)
     assert f"stopped by {name} in notebook 01_toy, cell 3; the same command resumes from there." in said
     record = book.record()
     assert (record.state, record.cell, record.error) == ("stopped", 3, name)
@@ -149,7 +149,7 @@ def test_training_is_stopped_and_goes_on_as_if_nothing_had_been(workbook, bench,
     require_stopped(book, "SIGUSR1")
     assert [book.run(name).status()["state"] for name in names] == ["interrupted"] * 2
     assert 0 < book.run("toy").status()["step"] < config.steps
-    assert book.start("--no-writeup").end()[0] == 0
+    book.start("--no-writeup").end()
     assert book.results()[-1] == "['complete', 'complete']"
     bench.require_same(book.run("toy"), undisturbed)
 
@@ -164,9 +164,8 @@ def test_a_second_ctrl_c_ends_all_processes_at_once(workbook, endless):
     assert book.process.poll() is None
     began = time.monotonic()
     book.process.send_signal(signal.SIGINT)
-    code_, said = book.end()
+    said = book.end(128 + signal.SIGINT)
     assert time.monotonic() - began < 10
-    assert code_ == 128 + signal.SIGINT
     assert "SIGINT: stopping where nothing is lost; a second signal ends the process at once" in said
     assert said.endswith("lmcore: SIGINT again: ended at once; what was saved stays.\n")
     psutil.wait_procs(book.processes(), timeout=PATIENCE)
@@ -185,17 +184,17 @@ def test_every_process_gets_the_signal_at_once(workbook, endless):
     assert book.run("toy").checkpoints()
 
 
-@pytest.mark.parametrize(
-    ("loop", "number"),
-    [
-        ("while True:\n    try:\n        time.sleep(9)\n    except KeyboardInterrupt:\n        pass", signal.SIGUSR1),
-        (
-            "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)\nwhile True: 1",
-            signal.SIGHUP,
-        ),
-    ],
-    ids=["a cell that does not listen", "hung up, with a child in a session"],
-)
+LOOPS = {
+    "a cell that does not listen": (
+        "while True:\n    try:\n        time.sleep(9)\n    except KeyboardInterrupt:\n        pass", signal.SIGUSR1
+    ),
+    "hung up, with a child in a session": (
+        "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)\nwhile True: 1", signal.SIGHUP
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("loop", "number"), LOOPS.values(), ids=LOOPS)
 def test_a_cell_without_training_is_interrupted(workbook, loop, number):
     book = workbook(code("import time; open('../begun', 'w').close()\n" + loop), code("1")).start("--stop-seconds", "2")
     book.wait_for((book.folder / "begun").exists)
@@ -208,27 +207,21 @@ def test_while_the_kernel_starts(workbook):
     book = workbook().start()
     book.wait_for(lambda: book.processes(KERNEL))
     book.process.send_signal(signal.SIGTERM)
-    code_, said = book.end()
-    assert code_ == EXIT_INTERRUPTED
-    assert "stopped by SIGTERM in notebook 01_toy" in said
+    assert "stopped by SIGTERM in notebook 01_toy" in book.end(EXIT_INTERRUPTED)
     assert book.record().state == "stopped"
     assert book.processes() == []
 
 
 def test_between_notebooks_and_while_the_writeup_is_made(workbook):
-    second = ["# 02", parameters(), code("1")]
     stop = code("import os, signal; os.kill(os.getppid(), signal.SIGUSR1)")
-    book = workbook(stop, _02_second=second).start()
-    code_, said = book.end()
-    assert code_ == EXIT_INTERRUPTED
+    book = workbook(stop, _02_second=["# 02", parameters(), code("1")]).start()
+    said = book.end(EXIT_INTERRUPTED)
     assert "stopped by SIGUSR1 before notebook 02_second; the same command resumes from there." in said
     assert [record.state for record in read_records(book.out)] == ["done", "not run"]
     book.start()
-    book.wait_for(lambda: book.record("02_second").state == "done")
+    book.wait_for(lambda: read_record(book.out, "02_second").state == "done")
     book.process.send_signal(signal.SIGUSR1)
-    code_, said = book.end()
-    assert code_ == 0
-    assert "01_toy: kept, done before" in said
+    assert "01_toy: kept, done before" in book.end()
     assert (book.out / "writeup" / "answers.pdf").read_bytes().startswith(b"%PDF")
 
 
@@ -239,13 +232,12 @@ def test_all_but_the_kernel_is_killed(workbook, bench, config, undisturbed):
     (child,) = book.processes("sweep")
     book.process.send_signal(signal.SIGKILL)
     child.kill()
-    book.end()
-    assert json.loads((book.out / "notebooks" / "01_toy.json").read_text())["state"] == "running"
+    book.end(-signal.SIGKILL)
     assert book.record().state == "stopped"
     assert book.results() == ["'an output to keep'"]
     assert kernels
     assert not psutil.wait_procs(kernels, timeout=PATIENCE)[1]
-    assert book.start("--no-writeup").end()[0] == 0
+    book.start("--no-writeup").end()
     assert book.results()[-1] == "['complete']"
     assert len(book.run("toy").starts()) == 2
     bench.require_same(book.run("toy"), undisturbed)

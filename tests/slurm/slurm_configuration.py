@@ -78,19 +78,11 @@ def write_configuration(folder: Path) -> None:
         for name, port in zip(NODES, ports, strict=True)
     ]
     text = SLURM_CONF.format(
-        folder=folder,
-        user=getpass.getuser(),
-        hostname=hostname,
-        controller_port=controller_port,
+        folder=folder, user=getpass.getuser(), hostname=hostname, controller_port=controller_port,
         nodes="\n".join(nodes),
-    )
+    )  # fmt: skip
     (folder / "slurm.conf").write_text(text)
-    _write_gpus(folder)
-
-
-def _write_gpus(folder: Path) -> None:
-    """Slurm sets CUDA_VISIBLE_DEVICES for numbered character devices alone: these are /dev/null under other names."""
-    lines = []
+    lines = []  # Slurm knows numbered character devices alone as GPUs: these are /dev/null under other names
     for name in NODES:
         (folder / name).mkdir()
         for index in range(GPUS_PER_NODE):

@@ -20,8 +20,8 @@ WALL_CLOCK = ("seconds", "tokens_per_second", "mfu")
 CHECKPOINT_INTERVAL = 100
 STEPS = 1500
 """Seconds of training are left after the first checkpoint, in which the node is taken."""
-SCRIPT = ("papermill_jobs/workbook.sbatch", "--no-writeup")
-
+SCRIPT = ("workbook.sbatch", "--no-writeup")
+"""Submitted from its folder."""
 
 WAIT_THE_FIRST_TIME = """import os, time
 time.sleep(0 if os.environ.get("SLURM_RESTART_COUNT") else 3600)"""
@@ -57,7 +57,8 @@ class Training:
         self.project = job_project(folder / "project", _02_train=cells)
         (self.project / "config.json").write_text(json.dumps(to_dict(config)))
         self.run = RunFolder(self.project / "runs" / "smoke" / "runs" / "toy")
-        self.job = cluster.sbatch(*SCRIPT, options=options, cwd=self.project, NOTEBOOKS="02", OMP_NUM_THREADS=1)
+        folder = self.project / "papermill_jobs"
+        self.job = cluster.sbatch(*SCRIPT, options=options, cwd=folder, NOTEBOOKS="02", OMP_NUM_THREADS=1)
 
     def wait_for_checkpoint(self) -> None:
         """Waits until training has saved and is beyond."""
@@ -115,7 +116,7 @@ def test_the_time_limit_comes(cluster, tmp_path):
     """
     project = job_project(tmp_path / "project", _02_train=["# 02", parameters(), code(WAIT_THE_FIRST_TIME)])
     options = ["--time=1", "--signal=B:USR1@30"]
-    job = cluster.sbatch(*SCRIPT, options=options, cwd=project, NOTEBOOKS="02", ATTEMPTS=9)
+    job = cluster.sbatch(*SCRIPT, options=options, cwd=project / "papermill_jobs", NOTEBOOKS="02", ATTEMPTS=9)
     assert cluster.wait(job) == "COMPLETED"
     assert int(cluster.info(job)["Restarts"]) >= 1
     assert "queued again" in cluster.log(job)

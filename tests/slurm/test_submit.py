@@ -46,27 +46,6 @@ def test_a_failing_notebook_fails_its_job_and_the_writeup_reports_it(cluster, tm
     assert str(project / "runs" / "smoke" / "jobs" / "02_train-") in rows["02_train"][1]
 
 
-def test_a_script_can_be_submitted_by_hand(cluster, tmp_path):
-    project = job_project(tmp_path / "project")
-    script, words = project / "papermill_jobs" / "workbook.sbatch", ("--no-writeup", "--parameters", "steps=9")
-    job = cluster.sbatch(script, *words, cwd=project / "papermill_jobs", NOTEBOOKS="02", OUT="runs/hand $a 'b'")
-    assert cluster.wait(job) == "COMPLETED", cluster.log(job)
-    (made,) = (project / "runs" / "hand $a 'b'" / "notebooks").glob("*.json")
-    assert (made.stem, read_json(made)["parameters"]["steps"]) == ("02_train", 9)
-    assert (project / "papermill_jobs" / f"workbook-{job}.log").is_file()
-
-
-def test_a_script_away_from_the_project_or_without_lmcore_says_so(cluster, tmp_path):
-    project = job_project(tmp_path / "project")
-    script = project / "papermill_jobs" / "workbook.sbatch"
-    away = cluster.sbatch(script, cwd=tmp_path)
-    without = cluster.sbatch(script, options=["--export=PATH=/usr/bin:/bin"], cwd=project)
-    for job, sentence in ((away, "There is no papermill_jobs/job.sh here"), (without, "It is not installed here")):
-        assert cluster.wait(job) == "FAILED"
-        assert cluster.info(job)["ExitCode"] == "2:0"
-        assert cluster.log(job).startswith(f"lmcore: {sentence}")
-
-
 def test_submitted_twice_then_cancelled(cluster, tmp_path):
     """The second submission is refused while the jobs live; scancel keeps the notebook so far."""
     project = job_project(tmp_path / "project", _02_train=touching("02_train", code("time.sleep(3600)")))
@@ -120,16 +99,10 @@ def test_whatever_is_in_a_path_an_option_or_a_value_reaches_the_job(cluster, tmp
     assert (out / "jobs" / f"04_benchmark-{job}.log").is_file()
 
 
-def test_what_slurm_has_forgotten_has_ended_and_what_it_refuses_is_said(cluster, tmp_path):
+def test_what_slurm_has_forgotten_has_ended(cluster, tmp_path):
     """As on sites without accounting: the last line of the log says how."""
     project = job_project(tmp_path / "project")
     log = project / "runs" / "smoke" / "jobs" / "04_benchmark-9999999.log"
     write_json(log.with_name("submitted.json"), [{"id": "9999999", "name": "04_benchmark", "log": str(log)}])
     log.write_text("division by zero\n")
     assert shown(cluster, project)["04_benchmark"] == ["ended", "division by zero"]
-    (project / "papermill_jobs" / "site.yaml").write_text("partitoin: main\n")
-    words = ["workbook", "submit", "notebooks", "--notebooks", "04", "--no-writeup"]
-    refused = cluster.run(*words, cwd=project, check=False)
-    assert "partitoin" in refused.stderr
-    (project / "papermill_jobs" / "site.yaml").unlink()
-    cluster.run("scancel", alone(cluster, project, "04"))

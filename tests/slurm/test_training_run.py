@@ -58,6 +58,16 @@ def test_two_nodes_train_and_go_on_after_a_signal(cluster, data, tmp_path):
     assert cluster.info(job)["Restarts"] == "1"
 
 
+def test_each_task_knows_its_place(cluster, tmp_path):
+    """Without an address from the site the tasks meet at the first node."""
+    shown = "$RANK/$WORLD_SIZE $NODE_RANK $LOCAL_RANK $MASTER_ADDR"
+    command = f"srun bash -c '. papermill_jobs/job.sh && export_rendezvous && echo {shown}'"
+    options = ["-w", "n2,n3", "-n4", "--ntasks-per-node=2", f"--output={tmp_path}/log"]
+    job = cluster.sbatch(f"--wrap={command}", options=options, cwd=PROJECT)
+    cluster.wait(job, "COMPLETED")
+    assert sorted(cluster.log(job).splitlines()) == ["0/4 0 0 n2", "1/4 0 1 n2", "2/4 1 0 n2", "3/4 1 1 n2"]
+
+
 def test_a_rank_that_dies_ends_the_job(cluster, data, tmp_path):
     run = tmp_path / "run"
     job = submit(cluster, data, run, "--nodes", 2, "--gpus", 2, "--strategy", "zero1", "--steps", 100_000)
