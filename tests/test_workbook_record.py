@@ -1,6 +1,7 @@
 """The records of notebooks: what is kept, what is executed again, and what another process holds."""
 
 import json
+import shutil
 
 import pytest
 from filelock import FileLock
@@ -8,17 +9,25 @@ from notebook_projects import code, make_project, parameters
 
 from lmcore.errors import UserError
 from workbook.notebook import read_notebook, write_notebook
-from workbook.record import plan, read_record, read_records, record_file, source_hash, unfinished
+from workbook.record import plan, read_record, read_records, record_file, source_hash, unfinished, write_record
 from workbook.run import run_workbook
 
-COUNT = "open(f'{out}/' + NAME, 'a').write('x')"
 NAMES = ["01_first", "02_second", "03_third"]
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A project whose notebooks leave a mark each time they are executed."""
-    cells = {f"_{name}": [f"# {name}", parameters(), code(f"NAME = {name!r}\n{COUNT}")] for name in NAMES}
+    """A project of notebooks that leave a mark each time they are executed, for which no kernel is started."""
+
+    def execute(path, record, out, *_):
+        with open(out / record.name, "a") as file:
+            file.write("x")
+        shutil.copy(path, out / "notebooks")
+        record.state = "failed" if "1 / 0" in path.read_text() else "done"
+        write_record(out, record)
+
+    monkeypatch.setattr("workbook.run.execute", execute)
+    cells = {f"_{name}": [f"# {name}", parameters(), code(f"'{name}'")] for name in NAMES}
     monkeypatch.chdir(make_project(tmp_path, **cells))
     return tmp_path
 
@@ -46,7 +55,7 @@ def test_done_notebooks_are_kept_unless_something_changed(project):
     result = run(project)
     assert (result.pdf, result.stopped, result.failure) == (None, None, None)
     assert not (project / "made" / "writeup").exists()
-    change(project, "02_second", f"NAME = '02_second'; {COUNT}")
+    change(project, "02_second", "2")
     (project / "made" / "notebooks" / "03_third.ipynb").unlink()
     assert [record.state for record in run(project, resume=True).records] == ["done"] * 3
     assert executions(project) == [1, 2, 2]
@@ -61,9 +70,8 @@ def test_a_run_anew_forgets_what_it_did_not_reach(project):
     assert executions(project) == [1, 2, 0]
     assert read_records(project / "made")[0] == before[0]
     change(project, "01_first", "1 / 0")
-    assert run(project).failure.startswith("Notebook 01_first failed at code cell 2")
-    lacking = unfinished(read_records(project / "made"))
-    assert lacking[1:] == ["Notebook 02_second was not run.", "Notebook 03_third was not run."]
+    assert run(project).failure.startswith("Notebook 01_first failed")
+    assert [record.state for record in read_records(project / "made")] == ["failed", "not run", "not run"]
 
 
 def test_other_data_replace_the_records(project):
