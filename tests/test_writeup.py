@@ -245,16 +245,14 @@ def test_published_notebooks_have_small_pictures_and_no_machine():
         assert len(text) < 3e6
 
 
-def covered(*answered):
-    """The handouts' problems by handout and name, given answers: problem, part, notebook, what is missing."""
-    problems = coverage.coverage(
-        coverage.Answered(problem, part, notebook, missing=missing) for problem, part, notebook, missing in answered
-    )
-    return {(problem.handout, problem.name): problem for problem in problems}
+def covered(*answered: coverage.Answered) -> dict:
+    """The handouts' problems by handout and name, given answers."""
+    return {(problem.handout, problem.name): problem for problem in coverage.coverage(answered)}
 
 
 def test_coverage_counts_parts():
-    found = covered(("memory_profiling", "a", "", ""), ("adamw_accounting", "", "", ""))
+    parts = (("memory_profiling", "a"), ("adamw_accounting", ""))
+    found = covered(*(coverage.Answered(problem, part, "") for problem, part in parts))
     memory = found["CS336 A2 2026", "memory_profiling"]
     assert (memory.state, memory.missing) == ("partly", "(b) (c) (d) (e) (f)")
     assert found["CSE599-O A1 part 1", "adamwAccounting"].state == "done"  # the handouts spell it in two ways
@@ -263,17 +261,19 @@ def test_coverage_counts_parts():
 
 
 def test_a_problem_of_one_assignment_is_not_that_of_another():
-    answered = ("leaderboard", "A1", "08_experiments", ""), ("leaderboard", "A2", "09_distributed", "")
-    found = {p.handout: p.state for p in covered(answered[0]).values() if p.name == "leaderboard"}
+    answered = [coverage.Answered("leaderboard", "A1", "08_experiments")]
+    found = {p.handout: p.state for p in covered(*answered).values() if p.name == "leaderboard"}
     assert found == {"CSE599-O A1 part 1": "done", "CS336 A1 2026": "done", "CS336 A2 2026": "not yet"}
+    answered.append(coverage.Answered("leaderboard", "A2", "09_distributed"))
     page = coverage.coverage_markdown(covered(*answered).values())
     notebooks = re.findall(r"^\| `leaderboard` .*\[(\w+)\]", page, re.MULTILINE)
     assert notebooks == ["08_experiments"] * 2 + ["09_distributed"]
 
 
 def test_an_answer_that_lacks_what_is_asked_for_makes_its_problem_partly_done():
-    parts = [("memory_profiling", letter, "06_memory", "") for letter in "abcde"]
-    found = covered(*parts, ("memory_profiling", "f, CS336", "06_memory", "the viewer's pictures"))
+    parts = [coverage.Answered("memory_profiling", letter, "06_memory") for letter in "abcde"]
+    lacking = coverage.Answered("memory_profiling", "f, CS336", "06_memory", missing="the viewer's pictures")
+    found = covered(*parts, lacking)
     states = {handout: problem.state for (handout, name), problem in found.items() if name == "memory_profiling"}
     assert states == {"CSE599-O A1 part 2": "done", "CS336 A2 2025": "done", "CS336 A2 2026": "partly"}
     row = "| `memory_profiling` | p. 9 | partly | (f) the viewer's pictures |"

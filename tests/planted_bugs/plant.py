@@ -27,9 +27,8 @@ import yaml
 BUGS_FILE = Path(__file__).with_name("bugs.yaml")
 ROOT = Path(__file__).resolve().parents[2]
 
-CAUGHT, NOT_CAUGHT, DOES_NOT_APPLY = "caught", "NOT CAUGHT", "does not apply"
-ERROR = "ERROR"
-"""The tests did not run: pytest found none, or could not even import them."""
+CAUGHT, NOT_CAUGHT, DOES_NOT_APPLY, ERROR = "caught", "NOT CAUGHT", "does not apply", "ERROR"
+"""An error: the tests did not run, as pytest found none, or could not even import them."""
 
 SECONDS = 300
 """A longer run of a bug's tests counts as not caught: in CI it would be a hang that nobody can read."""
@@ -156,14 +155,10 @@ class Copy:
             code, output, seconds = self.pytest(bug.tests, "-x", timeout=SECONDS)
         finally:
             path.write_text(sound, encoding="utf-8")
-        if code == 1:
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-            return Outcome(bug, CAUGHT, failed[1] if failed else "", seconds)
-        if code == 0:
-            return Outcome(bug, NOT_CAUGHT, last_line(output), seconds)
-        if code == 124:
-            return Outcome(bug, NOT_CAUGHT, f"no end within {SECONDS} s", seconds)
-        return Outcome(bug, ERROR, f"pytest ended with code {code}: {last_line(output)}", seconds)
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+        results = {0: NOT_CAUGHT, 1: CAUGHT, 124: NOT_CAUGHT}
+        words = failed[1] if failed else f"pytest ended with code {code}: {last_line(output)}"
+        return Outcome(bug, results.get(code, ERROR), words, seconds)
 
 
 def last_line(output: str) -> str:
