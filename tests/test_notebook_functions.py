@@ -14,11 +14,10 @@ from notebook_cells import ANSWERS, cells_of
 from lmcore.config import model_config
 
 
-def function(notebook: str, cell: str, name: str, **names):
-    """A function of a cell, which knows these names."""
-    tree = ast.parse(cells_of(notebook)[cell])
-    (found,) = (node for node in tree.body if getattr(node, "name", "") == name)
-    exec(ast.unparse(found), names)
+def function(notebook: str, name: str, **names):
+    """A function of a notebook, which knows these names."""
+    statements = [node for source in cells_of(notebook).values() for node in ast.parse(source).body]
+    exec(ast.unparse(next(node for node in statements if getattr(node, "name", "") == name)), names)
     return names[name]
 
 
@@ -26,7 +25,7 @@ def test_a_step_that_does_not_fit_is_a_row():
     """All ranks say so, and meet again at the barrier."""
     met = []
     time_steps = function(
-        "09_distributed", "distributed-steps", "time_steps", torch=torch, np=np, PARTS=["forward", "update"],
+        "09_distributed", "time_steps", torch=torch, np=np, PARTS=["forward", "update"],
         dist=SimpleNamespace(barrier=lambda: met.append(0)), first_ranks=lambda count: None,
         place_of=lambda rank: torch.device("cpu"), reset_peak_memory=lambda place: None,
         take_steps=lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("too much")),
@@ -54,27 +53,26 @@ def test_the_settings_of_the_bounds_are_the_sizes_that_they_name():
         assert (values["D"], values["F"]) == (config.d_model, config.d_ff), setting
 
 
-def test_the_accounts_of_parallelism_are_those_of_the_handouts_numbers():
-    """Derived by hand: 2025's XXL has 2 * 16,384 * 53,248 * 126 parameters, a token saves 2 * 69,632 * 126 bytes."""
-    answers = json.loads(ANSWERS.read_text(encoding="utf-8"))["09_distributed"]
-    told = {problem: found["values"] for problem, found in answers.items()}
-    account = {part: told[f"communication_accounting ({part})"] for part in "abcd"}
-    assert account["a"]["parameters"] == 219_848_638_464
-    assert account["a"]["state"] == pytest.approx(3517.578, abs=1e-3)  # GB, 16 bytes each: 43.97 devices of 80 GB
-    assert account["a"]["token"] == pytest.approx(17.547264)  # MB
-    assert (account["a"]["gpus"], account["a"]["together"]) == (44, 45)
-    assert (account["b"]["without"], account["b"]["sequence_needed"]) == (38, 61)  # 37.03; 3,553.5 / 59.06 = 60.17
-    assert account["c"]["device"] == pytest.approx(319.444, abs=1e-2)  # 4.6e14 / 1.8e11 / (4 * 2), times 64 chips:
-    assert account["c"]["overall"] == pytest.approx(20_444.4, abs=1)
-    assert account["c"]["share"] == pytest.approx(0.19197, abs=1e-4)  # 4 * 2,555.6 / 53,248
-    assert account["c"]["best"] == pytest.approx(61.33, abs=1e-2)  # 2,555.6 ** 2 / (2 * 53,248)
+ACCOUNTS = {
+    # 2025's XXL: 2 * 16,384 * 53,248 * 126 parameters, of 16 bytes; a token saves 2 * 69,632 * 126 bytes
+    "communication_accounting (a)": ["3,518 GB", "44 H100 GPUs", "220 billion", "17.5 MB", "71.9 GB"],
+    "communication_accounting (b)": ["= 38 on", "from 61 on"],  # 37.03; (3,517.6 + 35.9) / (95 - 35.9) = 60.2
+    # 4.6e14 / 1.8e11 = 2,555.6, over 4 * 2; times 64; 4 * 2,555.6 / 53,248; 2,555.6 ** 2 / (2 * 53,248)
+    "communication_accounting (c)": ["319.4 tokens", "20,444", "19%", "61.3 tokens", "20.8"],
     # of 131,072 tokens B W / C = 59.61, of 10,240 features 3 F W / 2 C = 6.99
-    assert told["data_parallel_calcs (c)"]["last"] == told["fsdp_calcs (c)"]["last"] == 60
-    assert (told["tp_calcs (d)"]["forward"], told["tp_calcs (d)"]["backward"]) == (7, 14)
-    assert told["fsdp_tp_calcs (c)"]["N"] == pytest.approx(60.614 * 7.986, rel=2e-3)
-    assert told["fsdp_tp_calcs (d)"]["N"] == pytest.approx((416.47 + 59.61 + 6.99) ** 2 / (4 * 416.47), rel=2e-3)
-    zero = told["optimizer_state_sharding_accounting (c)"]
-    assert (zero["theirs"], zero["ours"]) == (7e9, 10.5e9)  # 7/8 of 4 GB, twice and three times
+    "data_parallel_calcs (c)": ["60 devices"],
+    "fsdp_calcs (c)": ["60 devices"],
+    "tp_calcs (d)": ["14 and 7 devices"],
+    "fsdp_tp_calcs (c)": ["60 × 7 devices"],
+    "fsdp_tp_calcs (d)": ["35 × 4 devices"],  # 34 / 59.61 + 3 / 6.99 = 0.9997
+}
+"""Derived by hand."""
+
+
+@pytest.mark.parametrize("problem", ACCOUNTS)
+def test_the_accounts_of_parallelism_are_those_of_the_handouts_numbers(problem):
+    told = json.loads(ANSWERS.read_text(encoding="utf-8"))["09_distributed"][problem]["text"]
+    assert all(number in " ".join(told.split()) for number in ACCOUNTS[problem]), told
 
 
 LOSSES = [  # of each setting's seeds, and what is said of them
@@ -87,7 +85,7 @@ LOSSES = [  # of each setting's seeds, and what is said of them
 
 @pytest.mark.parametrize(("losses", "said"), LOSSES)
 def test_settings_are_compared_with_their_seeds(losses, said):
-    undecided = function("10_wikitext", "wikitext-answer-sizes", "undecided", np=np, combinations=combinations)
+    undecided = function("10_wikitext", "undecided", np=np, combinations=combinations)
     rows = [(name, loss) for name, seeds in losses.items() for loss in seeds]
     scores = pd.DataFrame(rows, columns=["setting", "loss"])
     assert undecided(scores, {name: name.upper() for name in losses}).startswith(said)
