@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lmcore.checkpoint import restore
-from lmcore.config import TrainConfig
+from lmcore.config import TrainConfig, differing
 from lmcore.device import select_device
 from lmcore.errors import require
 from lmcore.model import TransformerLM
@@ -61,9 +61,8 @@ class OneRank:
         everyone = self.gather(what)
         with self.checked():
             for rank, theirs in enumerate(everyone):
-                differing = [f"{key} ({everyone[0].get(key)} on rank 0, {theirs.get(key)} on rank {rank})"
-                             for key in everyone[0] if theirs.get(key) != everyone[0][key]]  # fmt: skip
-                require(not differing, f"The ranks were started with different settings: {', '.join(differing)}.")
+                differences = differing(everyone[0], theirs, ("on rank 0", f"on rank {rank}"))
+                require(not differences, f"The ranks were started with different settings: {differences}.")
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, in place, on the tensor's device."""

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lmcore.config import ModelConfig, from_dict
+from lmcore.config import ModelConfig, differing, from_dict
 from lmcore.errors import UserError, require, why_not_written
 from lmcore.files import atomic_write, not_a_pipe
 from lmcore.model import TransformerLM
@@ -126,13 +126,8 @@ def restore(content: dict[str, Any], model: nn.Module, optimizer: Optimizer, nam
 
 def require_same(there: Mapping[str, Any], here: Mapping[str, Any], name: str) -> None:
     """Raises `UserError` naming the fields of a config, or the shapes of weights, in which `name` differs from here."""
-    differences = [
-        f"{key} ({there.get(key, 'absent')} there, {here.get(key, 'absent')} here)"
-        for key in {**here, **there}
-        if there.get(key, "absent") != here.get(key, "absent")
-    ]
-    more = ", …" if len(differences) > 8 else ""
-    require(not differences, f"{name} is of another architecture: {', '.join(differences[:8])}{more}.")
+    differences = differing(there, here)
+    require(not differences, f"{name} is of another architecture: {differences}.")
 
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -5,7 +5,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal, TypeVar
@@ -248,6 +248,13 @@ def _require_fields(kind: type, names: Iterable[str]) -> None:
         near = difflib.get_close_matches(str(name), fields, n=1)
         meant = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(fields)}."
         raise UserError(f"{kind.__name__} has no field {name}; {meant}")
+
+
+def differing(first: Mapping[str, Any], second: Mapping[str, Any], places: Sequence[str] = ("there", "here")) -> str:
+    """In words, the keys with different values, at most eight: "steps (12 there, 13 here)"; empty if there are none."""
+    pairs = {key: (first.get(key, "absent"), second.get(key, "absent")) for key in {**second, **first}}
+    words = [f"{key} ({a} {places[0]}, {b} {places[1]})" for key, (a, b) in pairs.items() if a != b]
+    return ", ".join(words[:8]) + (", …" if len(words) > 8 else "")
 
 
 to_dict = dataclasses.asdict

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from lmcore.checkpoint import read_checkpoint, read_weights
-from lmcore.config import TrainConfig, from_dict, to_dict
+from lmcore.config import TrainConfig, differing, from_dict, to_dict
 from lmcore.errors import UserError, require
 from lmcore.files import is_locked, locked, not_a_pipe, read_json, remove, write_json
 from lmcore.provenance import utc_now
@@ -95,22 +95,19 @@ class RunFolder:
 
     def require_same(self, config: TrainConfig, data_fingerprint: str | None) -> None:
         """Raises `UserError` unless the folder was made with this configuration and this data."""
-        differences = ", ".join(self.differences(config, data_fingerprint))
+        differences = self.differences(config, data_fingerprint)
         other = f"The run folder {self.path} was made with other settings: {differences}"
         require(not differences, f"{other}; choose another folder, or remove this one.")
 
-    def differences(self, config: TrainConfig, data_fingerprint: str | None) -> list[str]:
-        """In words, each field in which `config` or the data differ from those that made this folder."""
+    def differences(self, config: TrainConfig, data_fingerprint: str | None) -> str:
+        """In words, the fields in which `config` or the data differ from those that made this folder."""
         there, here = flatten(to_dict(self.config())), flatten(to_dict(config))
-        differences = [
-            f"{key} ({there.get(key)} there, {value} here)"
-            for key, value in here.items()
-            if key.split(".")[0] not in FREE_TO_CHANGE and there.get(key) != value
-        ]
-        fingerprint = self.data_fingerprint()
-        if fingerprint is not None and fingerprint != data_fingerprint:
-            differences.append(f"the data (fingerprint {fingerprint[:12]} there, {str(data_fingerprint)[:12]} here)")
-        return differences
+        fixed = [key for key in here if key.split(".")[0] not in FREE_TO_CHANGE]
+        there, here = ({key: values.get(key) for key in fixed} for values in (there, here))
+        if (fingerprint := self.data_fingerprint()) is not None:
+            there["the data"] = f"fingerprint {fingerprint[:12]}"
+            here["the data"] = f"fingerprint {str(data_fingerprint)[:12]}"
+        return differing(there, here)
 
     def data_fingerprint(self) -> str | None:
         """Fingerprint of the data that the run was started with, or None before its first start."""

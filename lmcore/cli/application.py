@@ -10,7 +10,7 @@ from typing import Any
 
 from tyro.extras import SubcommandApp
 
-from lmcore.cli import benchmark, data, memory, nsys, training
+from lmcore.cli import benchmark, data, doctor, memory, nsys, training
 from lmcore.cli.output import printing_safely
 from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
@@ -23,21 +23,6 @@ Application = Callable[[Sequence[str]], SubcommandApp]
 """What makes the commands of a program: it sees the arguments, by which some choose their defaults."""
 
 
-def doctor(json: bool = False) -> int:
-    """Say what this machine has: Python, torch, the device and why, disk, optional parts, data.
-
-    Args:
-        json: Print it as JSON.
-    """
-    from json import dumps
-
-    from lmcore.doctor import as_text, examine
-
-    facts = examine()
-    print(dumps(facts, indent=2, ensure_ascii=False) if json else as_text(facts))
-    return 0
-
-
 def application(arguments: Sequence[str]) -> SubcommandApp:
     """All commands; `train` with the defaults that its arguments ask for."""
     base = training.starting_config(arguments[1:]) if arguments[:1] == ["train"] else TrainConfig()
@@ -46,7 +31,7 @@ def application(arguments: Sequence[str]) -> SubcommandApp:
         "data": ("Prepare, download and look at corpora.", (data.prepare, data.download, data.info)),
         "tokenizer": ("Train a tokenizer; encode and decode with one.", (data.train, data.encode, data.decode)),
     }
-    return commands((doctor, *trained, benchmark.benchmark, nsys.nsys, memory.memory), groups)
+    return commands((doctor.doctor, *trained, benchmark.benchmark, nsys.nsys, memory.memory), groups)
 
 
 def commands(

@@ -7,16 +7,12 @@ import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
+from json import dumps
 from pathlib import Path
 
 import psutil
-import torch
 
-from lmcore.data import load_gpt2, open_data
-from lmcore.device import device_name, select_device
 from lmcore.errors import UserError
-from lmcore.profiling.nsys.tool import find_nsys
-from lmcore.provenance import environment
 
 OPTIONAL_PACKAGES = {
     "pyarrow": ("WikiText-103, which comes as Parquet", "pip install pyarrow"),
@@ -25,8 +21,28 @@ OPTIONAL_PACKAGES = {
 """Packages that lmcore runs without: what each is for, and how to get it."""
 
 
+def doctor(json: bool = False) -> int:
+    """Say what this machine has: Python, torch, the device and why, disk, optional parts, data.
+
+    Args:
+        json: Print it as JSON.
+    """
+    facts = examine()
+    width = max(map(len, facts)) + 2
+    lines = "\n".join(f"{name:<{width}}{text}" for name, text in facts.items())
+    print(dumps(facts, indent=2, ensure_ascii=False) if json else lines)
+    return 0
+
+
 def examine(folder: str | os.PathLike = ".") -> dict[str, str]:
     """What is here, by name, and what to do about what is not. `folder` is where runs/ and data/ are or will be."""
+    import torch
+
+    from lmcore.data import load_gpt2
+    from lmcore.device import device_name, select_device
+    from lmcore.profiling.nsys.tool import find_nsys
+    from lmcore.provenance import environment
+
     (device, reason), here = select_device(), environment()
     name, driver, cuda = device_name(device), here["driver"], torch.version.cuda
     if device.type == "cuda":
@@ -60,6 +76,7 @@ def said(look: Callable[[], str]) -> str:
 
 def prepared_corpora(folder: Path) -> dict[str, str]:
     """The size of each prepared corpus in `folder`, or what is wrong with it."""
+    from lmcore.data import open_data
 
     def size(corpus: Path) -> str:
         data = open_data(corpus)
@@ -68,9 +85,3 @@ def prepared_corpora(folder: Path) -> dict[str, str]:
     corpora = [manifest.parent for manifest in sorted(folder.glob("*/manifest.json"))]
     none = {"Corpora": "none prepared in data/; the embedded one needs nothing, others: lmcore data prepare"}
     return {str(corpus): said(partial(size, corpus)) for corpus in corpora} or none
-
-
-def as_text(facts: dict[str, str]) -> str:
-    """The facts as aligned lines."""
-    width = max(map(len, facts)) + 2
-    return "\n".join(f"{name:<{width}}{text}" for name, text in facts.items())
