@@ -16,9 +16,9 @@ SVG = (
 
 TRAIN = """import json
 from lmcore.config import TrainConfig, from_dict
-from workbook.sweep import run_or_reuse
+from workbook.sweep import run_sweep
 config = from_dict(TrainConfig, json.load(open("../config.json")))
-run_or_reuse(config, f"{out}/runs/toy").status()["state"]"""
+run_sweep({"toy": config}, f"{out}/runs")["toy"].status()["state"]"""
 """A cell that trains what config.json in the project says."""
 
 KERNEL = {

@@ -17,7 +17,7 @@ from lmcore.errors import EXIT_INTERRUPTED, UserError
 from lmcore.files import write_json
 from lmcore.run import RunFolder
 from workbook import sweep
-from workbook.sweep import run_or_reuse, run_sweep, work
+from workbook.sweep import run_sweep, work
 
 
 @pytest.fixture
@@ -33,13 +33,10 @@ def test_a_sweep_is_followed_to_its_end_and_its_runs_are_reused_and_repaired(tmp
     assert "12/12" in capsys.readouterr().out
     written = folders["good"].metrics_file.stat().st_mtime_ns
     run_sweep(runs, tmp_path, workers=2)
-    run_or_reuse(config, tmp_path / "good")
-    said = capsys.readouterr().out
-    assert "all 2 runs reused" in said
-    assert "good: reused, complete at step 6" in said
+    assert f"{tmp_path.name}: all 2 runs reused" in capsys.readouterr().out
     assert folders["good"].metrics_file.stat().st_mtime_ns == written
     folders["good"].last_weights.write_bytes(b"")
-    assert run_or_reuse(config, tmp_path / "good").last_weights.stat().st_size > 0
+    assert run_sweep({"good": config}, tmp_path)["good"].last_weights.stat().st_size > 0
 
 
 def test_a_child_that_fails_speaks_through_the_parent(tmp_path, config, monkeypatch):
@@ -52,17 +49,17 @@ def test_a_child_that_fails_speaks_through_the_parent(tmp_path, config, monkeypa
 
     monkeypatch.setattr(sweep, "_start", once)
     with pytest.raises(UserError, match=r"ended with code 2: workbook: .*set model\.vocab_size"):
-        run_or_reuse(replace(config, model__vocab_size=20), tmp_path / "run")
+        run_sweep({"run": replace(config, model__vocab_size=20)}, tmp_path)
 
 
 CELL = """
 import json, signal, sys
 from lmcore.config import TrainConfig, from_dict
 from lmcore.errors import UserError
-from workbook.sweep import run_or_reuse
+from workbook.sweep import run_sweep
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a kernel, however the tests were started
 try:
-    run_or_reuse(from_dict(TrainConfig, json.loads(sys.argv[2])), sys.argv[1])
+    run_sweep({"toy": from_dict(TrainConfig, json.loads(sys.argv[2]))}, sys.argv[1])
 except UserError as error:
     print(error)
 """
@@ -72,7 +69,7 @@ PATIENCE = 240
 def test_an_interrupted_cell_ends_its_run(tmp_path, config):
     config = replace(config, steps=10**9, log_interval=50, eval_interval=10**9, checkpoint_interval=10**9)
     run, deadline = RunFolder(tmp_path / "toy"), time.monotonic() + PATIENCE
-    words = [sys.executable, "-c", CELL, str(run.path), json.dumps(to_dict(config))]
+    words = [sys.executable, "-c", CELL, str(tmp_path), json.dumps(to_dict(config))]
     owner = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while not (run.is_busy() and run.metrics_lines()):
         assert time.monotonic() < deadline
@@ -99,7 +96,7 @@ def test_a_run_that_another_process_left_is_resumed(tmp_path, config, monkeypatc
         return start(folder, log, index) if len(started) > 1 else subprocess.Popen(["true"])
 
     monkeypatch.setattr(sweep, "_start", leaves_it_first)
-    assert run_or_reuse(config, tmp_path / "run").status()["state"] == "complete"
+    assert run_sweep({"run": config}, tmp_path)["run"].status()["state"] == "complete"
 
 
 def test_a_worker_leaves_a_run_in_other_hands_and_refuses_what_is_no_mapping(tmp_path, config):

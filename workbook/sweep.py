@@ -1,4 +1,4 @@
-"""Training runs in turn, none by two processes, reused when finished: one that a notebook follows, or many workers."""
+"""Training runs that a notebook follows: in processes of their own, none by two of them, reused when finished."""
 
 import os
 import subprocess
@@ -19,8 +19,6 @@ from lmcore.stopping import stop_signals
 from lmcore.train import train
 
 SECONDS_BETWEEN_LOOKS = 0.5
-ALONE = "."
-"""Name in sweep.json of a run whose folder is the sweep's."""
 
 
 def is_finished(config: TrainConfig, run: RunFolder) -> bool:
@@ -60,48 +58,29 @@ def work(folder: str | os.PathLike, task: int | None = None) -> None:
                 print(f"{run.name}: left to the process that is training it.", flush=True)
 
 
-def run_or_reuse(config: TrainConfig, folder: str | os.PathLike) -> RunFolder:
-    """Trains in a child process and follows its metrics; a finished run with the same config and data is reused.
-
-    The child outlives this process: a lost notebook loses nothing, and calling again follows the run that is still
-    going. Where the process that is followed ends before the run does, another one resumes it. Output goes to log.txt
-    in the run folder. An interrupt of the notebook's cell ends the child, too, which saves itself. Raises `UserError`
-    with the child's last words if it fails.
-    """
-    run = RunFolder(folder)
-    if not _train({ALONE: config}, run.path, 1):
-        state, step = run.last_known()
-        print(f"{run.name}: reused, {state} at step {step}.")
-    return run
-
-
 def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: int = 1) -> dict[str, RunFolder]:
     """Trains every run in its own subfolder of `folder`, `workers` at a time; finished runs are reused.
 
     Each worker is a process that takes the next run nobody else holds; with several GPUs they are dealt out in turn.
-    A run that diverges is a result. Resumes runs that an earlier call left unfinished. Raises `UserError` if a worker
-    fails otherwise.
+    Workers outlive this process: a lost notebook loses nothing, and calling again follows the runs that are still
+    going. Runs that an earlier call, or a process that was followed, left unfinished are resumed. Output goes to
+    log.txt in .worker<number>. An interrupt of the notebook's cell ends the workers, too, which save themselves. A run
+    that diverges is a result. Raises `UserError` with a worker's last words if it fails.
     """
-    folder = Path(folder)
-    if not _train(runs, folder, workers):
-        print(f"{folder.name}: all {len(runs)} runs reused.")
-    return {name: RunFolder(folder / name) for name in runs}
-
-
-def _train(configs: Mapping[str, TrainConfig], folder: Path, workers: int) -> bool:
-    """Has workers train the runs until all are finished; returns whether there was something to do."""
-    runs, begun = {name: RunFolder(folder / name) for name in configs}, False
-    while left := sum(not is_finished(config, runs[name]) for name, config in configs.items()):
+    folder, begun = Path(folder), False
+    folders = {name: RunFolder(folder / name) for name in runs}
+    while left := sum(not is_finished(config, folders[name]) for name, config in runs.items()):
         begun = True
-        write_json(folder / "sweep.json", {name: to_dict(config) for name, config in configs.items()})
+        write_json(folder / "sweep.json", {name: to_dict(config) for name, config in runs.items()})
         logs = [RunFolder(folder / f".worker{index}") for index in range(min(workers, left))]
-        logs = [*runs.values()] if ALONE in runs else logs
         said = [log.log_file.stat().st_size if log.log_file.exists() else 0 for log in logs]
         children = [_start(folder, log, index if len(logs) > 1 else None) for index, log in enumerate(logs)]
-        _follow(folder.name, children, configs, runs)
+        _follow(folder.name, children, runs, folders)
         for child, log, before in zip(children, logs, said, strict=True):
             _check(child.returncode, log, before)
-    return begun
+    if not begun:
+        print(f"{folder.name}: all {len(runs)} runs reused.")
+    return folders
 
 
 def _start(folder: Path, log: RunFolder, index: int | None) -> subprocess.Popen:
