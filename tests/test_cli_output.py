@@ -10,7 +10,7 @@ import pytest
 from nsys_exports import SmallExport
 
 from lmcore.cli import main
-from lmcore.text import printable
+from lmcore.cli.output import printable
 from lmcore.tokenizer import Tokenizer
 
 HOSTILE = "gemm\x1b]0;owned\x07\x1b[2J\x9b31m\r\x7f\u202e"

@@ -11,11 +11,10 @@ from typing import Any
 from tyro.extras import SubcommandApp
 
 from lmcore.cli import benchmark, data, doctor, memory, nsys, training
-from lmcore.cli.output import printing_safely
+from lmcore.cli.output import printable, printing_safely
 from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
 from lmcore.stopping import Stopped, stoppable
-from lmcore.text import printable
 
 EXIT_CTRL_C = 130
 

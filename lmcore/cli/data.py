@@ -7,10 +7,9 @@ from typing import Annotated
 
 import tyro
 
-from lmcore.cli.output import text_output
+from lmcore.cli.output import text_output, utf8_text
 from lmcore.config import CorpusConfig
 from lmcore.errors import require
-from lmcore.text import utf8_text
 
 CORPUS_DEFAULTS = CorpusConfig()
 

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import tyro
 
+from lmcore.cli.output import printable
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
 from lmcore.profiling.cases import GridConfig, grid_cases
-from lmcore.text import printable
 
 DEFAULTS = GridConfig(mode=("forward", "train_step"), warmup_steps=1)
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from lmcore.cli.output import printable
 from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
 from lmcore.profiling.cases import GridConfig, grid_cases
-from lmcore.text import printable
 
 if TYPE_CHECKING:  # pandas and PyTorch are imported when the command runs
     import pandas as pd

@@ -1,11 +1,33 @@
-"""What commands print: names and texts from files of others do not command the terminal."""
+"""Text that commands take and print: names and texts from files of others do not command the terminal."""
 
 import contextlib
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
-from lmcore.text import printable
+from lmcore.errors import UserError
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys: control characters, and those that turn the direction of writing."""
+
+
+def printable(text: str, kept: str = "\n\t") -> str:
+    """The text with control characters, but those of `kept`, as escapes: ``\\x1b`` for the one of escape sequences."""
+    return CONTROL.sub(lambda found: found[0] if found[0] in kept else ascii(found[0])[1:-1], text)
+
+
+def utf8_text(pieces: Iterable[str]) -> Iterator[str]:
+    """The pieces, such as a command's arguments or the lines of standard input, if all of them are text.
+
+    Python reads bytes that are not UTF-8 as lone surrogates there, or fails. Raises `UserError` for both.
+    """
+    try:
+        for piece in pieces:
+            piece.encode()
+            yield piece
+    except UnicodeError:
+        raise UserError("The text is not UTF-8; convert it first, for example with iconv.") from None
 
 
 class SafeStream:

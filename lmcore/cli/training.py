@@ -9,13 +9,12 @@ from typing import Annotated, Literal
 
 import tyro
 
-from lmcore.cli.output import text_output
+from lmcore.cli.output import text_output, utf8_text
 from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config
 from lmcore.errors import EXIT_CODES, EXIT_FAILURE, require, require_path, require_positive
 from lmcore.files import read_json
 from lmcore.recipes import RECIPES
 from lmcore.stopping import stop_signals
-from lmcore.text import utf8_text
 
 GENERATE_DEFAULTS = GenerateConfig()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from lmcore.config import CorpusConfig
 from lmcore.data.downloads import SOURCES, download
-from lmcore.errors import UserError, require
+from lmcore.errors import require
 from lmcore.files import sha256_file
 from lmcore.text import END_OF_TEXT, RECORDS, plain_name, read_text
 from lmcore.tokenizer.pretokenize import safe_pieces
@@ -119,10 +119,7 @@ Corpus = EmbeddedCorpus | TextCorpus
 
 def describe_file(path: Path) -> dict[str, Any]:
     """Name, size and checksum of a source file, wherever it lies."""
-    try:
-        return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
 def part_of_document(text: str, split: str, valid_fraction: float) -> str:
