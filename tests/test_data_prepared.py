@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 from itertools import islice
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -87,15 +88,6 @@ def test_embedded_corpus_knows_its_floor(tmp_path):
     assert data.tokenizer.decode(data.valid) == "".join(s + EOT for s in islice(stories(0, "valid"), 12))
     assert data.manifest["grammar"]["entropy_per_document"] == entropy_per_document()
     assert math.isclose(data.floor_nats_per_token, entropy_per_document() / (len(data.train) / 60))
-
-
-def test_long_documents_keep_their_tokens(corpus, tmp_path):
-    text = "Story é 1. " * 150_000
-    (tmp_path / "long.txt").write_text(f"{text}\n{EOT}\nshort")
-    tokenizer = tokenizer_for("bpe:300", corpus)
-    data = prepare(tmp_path / "long.txt", tokenizer, tmp_path / "out", progress=False)
-    assert data.train.tolist() == [*tokenizer.encode_documents([text.strip()])[0], tokenizer.eot_id]
-    assert data.manifest["splits"]["train"]["documents"] == 1
 
 
 def test_identical_request_is_reused_and_another_is_not(corpus, tmp_path, monkeypatch):
@@ -217,13 +209,16 @@ def test_dev_is_the_last_fiftieth_or_fifteen_documents(tmp_path, monkeypatch, do
     assert dev.fingerprint == data.fingerprint
 
 
-def test_a_short_text_and_a_folder_that_cannot_be_written(corpus, tmp_path):
+def test_a_short_text_a_folder_that_cannot_be_written_and_a_full_disk(corpus, tmp_path, monkeypatch):
     (tmp_path / "x.txt").write_text("x")
     with pytest.raises(UserError, match=r"train split of x\.txt has no text"):
         prepare(tmp_path / "x.txt", BYTES, tmp_path / "out", progress=False)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock"}
     with pytest.raises(UserError, match="cannot be written to"):
         prepare(corpus, BYTES, corpus / "below", progress=False)
+    monkeypatch.setattr("lmcore.data.prepared.encode_to", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(UserError, match="No space left on device"):
+        prepare(corpus, BYTES, tmp_path / "out", progress=False)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock"}
 
 
 def test_tinystories_has_the_known_number_of_tokens(shared_data, tmp_path):

@@ -32,6 +32,7 @@ from lmcore.run import RunFolder
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer
 from lmcore.train import train
+from workbook.record import holding
 
 BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
 
@@ -200,11 +201,19 @@ def no_locks(*_, **__):
     raise OSError(errno.ENOLCK, "No locks available")
 
 
+NEEDING = {
+    "a run folder": lambda folder: RunFolder(folder).lock().__enter__(),
+    "a corpus": lambda folder: prepare("embedded", BYTES, folder, CorpusConfig(num_documents=2), progress=False),
+    "a notebook": lambda folder: holding(folder, ["01_build"]).__enter__(),
+}
+
+
 @pytest.mark.fault("disk that is full, read-only or has no locks", "refused_in_words")
-def test_a_file_system_without_locks_is_one_sentence(tmp_path, monkeypatch):
+@pytest.mark.parametrize("what", NEEDING)
+def test_a_file_system_without_locks_is_one_sentence_everywhere(tmp_path, monkeypatch, what):
     monkeypatch.setattr(FileLock, "_acquire", no_locks)
-    with pytest.raises(UserError, match=f"^The file system of {tmp_path} cannot lock files.*mount it with flock"):
-        RunFolder(tmp_path).lock().__enter__()
+    with pytest.raises(UserError, match=f"^The file system of {tmp_path}.* cannot lock files.*mount it with flock"):
+        NEEDING[what](tmp_path)
 
 
 def test_a_held_lock_is_said_in_the_words_given_or_waited_for(tmp_path):
