@@ -300,7 +300,7 @@ def test_text_helpers():
 def test_answer():
     shown = answers.answer("adamwAccounting (b)", "  About 3.")
     assert shown.data == "> **Answer — adamwAccounting (b).** About 3."
-    found = {"problem": "adamwAccounting", "part": "b", "values": {}, "claims": {}, "missing": ""}
+    found = {"problem": "adamwAccounting", "part": "b", "text": "About 3.", "values": {}, "claims": {}, "missing": ""}
     assert shown.metadata[answers.METADATA_KEY] == found
     assert answers.answer("adamw", "- one\n- two").data.startswith("> **Answer — adamw.**\n>\n> - one\n> - two")
     for problem, text, words in (("adamw", "  ", "empty"), ("(b)", "x", "named like")):
