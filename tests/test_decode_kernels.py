@@ -49,7 +49,8 @@ def normed(x: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------------------------------------------------------- matrix products
 
-SHAPES = [(1, 48, 10), (3, 33, 7), (10, 48, 50)]  # rows, D, F: sums in registers; tiles
+SHAPES = [(1, 48, 10), (3, 33, 7), (10, 48, 50)]
+"""Rows, D, F: sums in registers, and tiles."""
 
 
 def check_products(module, rows, d_model, d_ff, dtype, device, seed=0, scale=1.0):

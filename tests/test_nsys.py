@@ -90,14 +90,6 @@ def test_found_in_folders_the_newest_first(tmp_path, monkeypatch):
     assert find_nsys().version == "2025.10.1"
 
 
-def test_a_run_leaves_report_and_export(tmp_path, copying):
-    path = run_under_nsys(copying, [sys.executable, "-c", "print('hello')"], tmp_path / "run")
-    assert path == tmp_path / "run" / "profile.sqlite"
-    assert (tmp_path / "run" / "profile.nsys-rep").exists()
-    assert "hello" in (tmp_path / "run" / "nsys.log").read_text()
-    assert len(read_export(path).kernels) == 1398
-
-
 @pytest.mark.parametrize(
     ("code", "sentence"),
     [

