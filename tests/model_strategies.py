@@ -6,9 +6,10 @@ from lmcore.config import ModelConfig
 
 
 @st.composite
-def model_configs(draw, switches: list[dict]) -> ModelConfig:
-    """A small model of any shape, with one of the `switches`."""
+def model_configs(draw, attention: tuple[str, ...] = ("plain",)) -> ModelConfig:
+    """A small model of any shape and with any switches, and one of the `attention` kernels."""
     num_heads = draw(st.integers(1, 4))
+    norm = draw(st.sampled_from(["pre", "post", "none"]))
     return ModelConfig(
         vocab_size=draw(st.integers(2, 70)),
         context_length=draw(st.integers(2, 20)),
@@ -16,5 +17,12 @@ def model_configs(draw, switches: list[dict]) -> ModelConfig:
         num_layers=draw(st.integers(1, 3)),
         num_heads=num_heads,
         d_ff=draw(st.integers(1, 50)),
-        **draw(st.sampled_from(switches)),
+        norm=norm,
+        position=draw(st.sampled_from(["rope", "sinusoidal", "none"])),
+        ffn=draw(st.sampled_from(["swiglu", "silu"])),
+        tie_embeddings=draw(st.booleans()),
+        dropout=draw(st.sampled_from([0.0, 0.1])),
+        qk_norm=draw(st.booleans()),
+        parallel=norm == "pre" and draw(st.booleans()),
+        attention=draw(st.sampled_from(attention)),
     )

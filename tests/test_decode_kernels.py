@@ -12,6 +12,7 @@ from lmcore.config import GenerateConfig
 from lmcore.fast.kernels import decode as plain
 from lmcore.functional import scaled_dot_product_attention, silu
 from lmcore.model import RMSNorm, RotaryPositionalEmbedding
+from lmcore.profiling.kernels import relative_error as error
 from lmcore.sampling import next_token_distribution
 
 HALF = pytest.param(torch.bfloat16, id="bf16")
@@ -31,10 +32,6 @@ def gpu():
 def either(request, device):
     """The plain version on the CPU, and Triton's kernels where they run."""
     return (plain, torch.device("cpu")) if request.param == "plain" else (request.getfixturevalue("gpu"), device)
-
-
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def draw(seed: int, device: torch.device):

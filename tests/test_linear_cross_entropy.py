@@ -14,6 +14,7 @@ from lmcore.fast.kernels.cross_entropy import (
     linear_cross_entropy_loss,
 )
 from lmcore.functional import cross_entropy
+from lmcore.profiling.kernels import relative_error as error
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Relative l2 error of loss and gradients; in bfloat16 that of rounding the logits and their gradients."""
@@ -33,10 +34,6 @@ def reference(x, weight, targets):
     x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
     loss = cross_entropy(x @ weight.T, targets)
     return loss.detach(), *torch.autograd.grad(loss, (x, weight))
-
-
-def error(ours, exact) -> float:
-    return ((ours.double() - exact).norm() / exact.norm()).item()
 
 
 def assert_near(ours, exact, tolerance) -> None:

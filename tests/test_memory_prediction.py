@@ -1,7 +1,6 @@
 """Predicted memory against what autograd saves, what PyTorch's profiler sees allocated, and what an H200 recorded."""
 
 import csv
-import itertools
 import re
 from pathlib import Path
 
@@ -21,18 +20,10 @@ from lmcore.profiling.memory.saved import saved_by_operation
 from lmcore.profiling.workload import PHASES, Workload, WorkloadConfig
 
 PROJECT = Path(__file__).parents[1]
-SWITCHES = [
-    {"norm": norm, "position": position, "ffn": ffn, "tie_embeddings": tied, "dropout": dropout}
-    for norm, position, ffn, tied, dropout in itertools.product(
-        ("pre", "post", "none"), ("rope", "sinusoidal", "none"), ("swiglu", "silu"), (False, True), (0.0, 0.1)
-    )
-]
-SWITCHES += [{"qk_norm": True}, {"parallel": True, "dropout": 0.1}, {"qk_norm": True, "parallel": True}]
-SWITCHES += [{**switches, "attention": kernel} for kernel in ("sdpa", "flash") for switches in SWITCHES]
 
 
 @settings(max_examples=25, deadline=None)
-@given(model_configs(SWITCHES), st.integers(1, 3), st.sampled_from(["fp32", "bf16"]))
+@given(model_configs(("plain", "sdpa", "flash")), st.integers(1, 3), st.sampled_from(["fp32", "bf16"]))
 def test_a_block_of_any_kind_saves_what_is_predicted(config, batch_size, precision):
     cell = WorkloadConfig(model=config, batch_size=batch_size, precision=precision, device="cpu")
     rows = saved_by_operation(cell)
@@ -72,7 +63,6 @@ SHAPES = {
     "scores": (4, ModelConfig(100, 256, 32, 2, 4, 96)),
     "logits": (4, ModelConfig(5000, 64, 32, 2, 4, 96)),
     "parameters": (2, ModelConfig(1000, 16, 256, 4, 4, 1024)),
-    "embeddings": (2, ModelConfig(10_000, 16, 128, 2, 4, 512)),
     "all alike": (4, ModelConfig(500, 32, 128, 4, 4, 512)),
 }
 
@@ -101,9 +91,8 @@ SWITCHED = [
 def test_predicted_peak_is_what_the_allocator_sees(shape, mode, precision, switches):
     batch_size, model = SHAPES[shape]
     model = replace(model, **switches)
-    measured = peak_by_stage(
-        WorkloadConfig(model=model, batch_size=batch_size, mode=mode, precision=precision, device="cpu")
-    )
+    config = WorkloadConfig(model=model, batch_size=batch_size, mode=mode, precision=precision, device="cpu")
+    measured = peak_by_stage(config)
     predicted = predicted_peak(model, batch_size, precision=precision, mode=mode)
     close = 0.005 if switches else 0.001  # with checkpoints, the generator's states
     parts = ("parameters", "gradients", "optimizer_state", "activations", "temporary", "inputs")

@@ -14,6 +14,7 @@ from lmcore.fast.kernels.rope_attention import (
 )
 from lmcore.functional import scaled_dot_product_attention
 from lmcore.model import RotaryPositionalEmbedding, causal_mask
+from lmcore.profiling.kernels import relative_error
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
 
@@ -41,11 +42,6 @@ class Example:
         self.dqkv = torch.full_like(self.qkv, float("nan"))
 
 
-def assert_near(out, expected, tolerance):
-    error = (out.double() - expected).norm() / expected.norm()
-    assert error < tolerance, f"relative error {error:.2e}"
-
-
 @pytest.mark.parametrize(("shape", "size"), [((2, 64, 1), 32), ((1, 33, 3), 20), ((2, 1, 2), 24)])
 @pytest.mark.parametrize(("scale", "tolerance"), [(1.0, 1e-5), (10.0, 1e-4)])
 @needs_triton
@@ -56,11 +52,11 @@ def test_whole_heads(shape, size, scale, tolerance, device, monkeypatch):
     e = Example(shape, size, torch.float32, device, scale)
     q_k_v, o = split_heads(e.qkv, shape), heads_of(e.out, shape)
     lse = gpu.rope_attention_forward(q_k_v, e.angles, o)
-    assert_near(e.out, e.expected, 1e-5)
-    assert_near(lse * torch.tensor(2.0).log(), e.lse, 1e-5)  # kept in base 2
+    assert relative_error(e.out, e.expected) < 1e-5
+    assert relative_error(lse * torch.tensor(2.0).log(), e.lse) < 1e-5  # kept in base 2
     dqkv = split_heads(e.dqkv, shape)
     gpu.rope_attention_backward(q_k_v, o, lse, heads_of(e.do, shape), dqkv, e.angles)
-    assert_near(e.dqkv, e.gradient, tolerance)
+    assert relative_error(e.dqkv, e.gradient) < tolerance
 
 
 def test_one_kernel_after_the_other(kernels, device):
@@ -70,8 +66,8 @@ def test_one_kernel_after_the_other(kernels, device):
     lse = rope_attention_forward(e.qkv, e.angles, shape, e.out)
     assert (lse.shape[-1] == 40) == (kernels == "plain"), "the kernels keep whole pieces of 128 rows"
     assert rope_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, e.angles, shape) is e.dqkv
-    assert_near(e.out, e.expected, 1e-5)
-    assert_near(e.dqkv, e.gradient, 1e-5)
+    assert relative_error(e.out, e.expected) < 1e-5
+    assert relative_error(e.dqkv, e.gradient) < 1e-5
 
 
 @pytest.mark.parametrize("parts", ["both", "separate"])
@@ -88,7 +84,7 @@ def test_portable_kernels_turn_gradients_back(parts, shape, size, device, monkey
     monkeypatch.setattr(gpu, "backward_tiles", lambda q: tiles)
     dqkv = split_heads(e.dqkv, shape)
     gpu.backward(*q_k_v, o, lse, heads_of(e.do, shape), True, *dqkv, e.angles)
-    assert_near(e.dqkv, e.gradient, 1e-5)
+    assert relative_error(e.dqkv, e.gradient) < 1e-5
 
 
 WHOLE = [((32, 256, 16), 32), ((80, 200, 4), 16), ((300, 61, 1), 24)]
@@ -105,7 +101,7 @@ def test_real_sizes(shape, size, order, request):
     assert takes_whole_heads(e.qkv, shape) == (is_hopper(torch.device("cuda")) and (shape, size) in WHOLE)
     turned = rope_(e.qkv.clone(), *e.angles, shape[1])
     lse = rope_attention_forward(e.qkv, e.angles, shape, e.out)
-    assert_near(e.out, e.expected, 1e-2)
-    assert_near(e.qkv, turned.double(), 1e-4)
+    assert relative_error(e.out, e.expected) < 1e-2
+    assert relative_error(e.qkv, turned.double()) < 1e-4
     rope_attention_backward(e.qkv, e.out, lse, e.do, e.dqkv, e.angles, shape)
-    assert_near(e.dqkv, e.gradient, 1e-2)
+    assert relative_error(e.dqkv, e.gradient) < 1e-2
