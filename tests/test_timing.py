@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from lmcore import accounting
-from lmcore.config import ModelConfig, to_dict
+from lmcore.config import ModelConfig, replace, to_dict
 from lmcore.profiling import timing
-from lmcore.profiling.cases import WorkloadConfig, workload_config
+from lmcore.profiling.cases import WorkloadConfig, case_grid, workload_config
+from lmcore.profiling.readable import MISSING, median_spread, readable, spread, timed
 from lmcore.profiling.workload import PHASES
 
 MODEL = ModelConfig(vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2, d_ff=64)
@@ -71,6 +72,41 @@ def test_a_cell_without_memory_is_a_row():
     assert (other["mfu"], other["cuda_median"]) == (None, None)  # of a chip whose peak nobody knows
     assert len(timing.samples_table({"b": lost})) == 0
     assert timing.timing_table({"b": lost | {"environment": None}})["device"].tolist() == [None]
+
+
+def table(device="NVIDIA H200", **changes):
+    """Of cases of which one did not fit."""
+    steps = [sample(9.0, warmup=True), *(sample(wall) for wall in (0.03, 0.04, 0.05))]
+    records = {
+        name: record(replace(case, **changes), *steps, device=device)
+        for name, case in case_grid(["small", "2.7b"], [256]).items()
+    }
+    lost = {"outcome": "out of memory", "reason": "CUDA out of memory.", "result": None}
+    records["2.7b-256-fp32-train_step"] |= lost
+    return timing.timing_table(records)
+
+
+def test_a_table_for_readers():
+    """Settings that are all the same and columns without a value are left out; a case that did not fit says so."""
+    shown = readable(table())
+    assert list(shown) == ["size", "mode", "mean ± std (ms)", "median (spread) (ms)", "tokens/s", "MFU", "peak memory"]
+    assert shown.iloc[0].tolist()[1:5] == ["forward", "40.0 ± 10", "40.0 (16)", "25,600"]
+    assert shown.iloc[-1].tolist()[1:] == ["training step", MISSING, "out of memory", MISSING, MISSING, MISSING]
+    assert "MFU" not in readable(table("Chip A"))
+    alone = readable(table(ops="fused").iloc[:1])
+    assert (alone["ops"].tolist(), alone["attention"].tolist()) == (["fused"], ["plain"])
+
+
+def test_a_time_has_the_digits_that_its_spread_leaves_and_its_busy_time_where_it_waits_for_the_host():
+    shown = [spread(*values) for values in ((0.0345678, 0.000221), (0.5, None), (None, None))]
+    assert shown == ["34.6 ± 0.22", "500", MISSING]
+    row = {"outcome": "complete", "host_bound": False, "wall_median": 0.02478, "wall_spread": 0.001}
+    row |= {"busy_median": 0.5, "busy_spread": None}
+    assert timed(row) == "24.8 (1.0)"
+    assert timed(row | {"host_bound": True}) == "24.8 (1.0); busy 500"
+    assert timed(row | {"wall_spread": 0.0561}) == "24.8 (56); busy 500"  # it waits now and then
+    assert timed(row | {"outcome": "out of memory", "wall_median": None}) == "out of memory"
+    assert median_spread(row | {"busy_median": None}, "busy") == MISSING
 
 
 def busy(*steps: float) -> dict:
