@@ -95,6 +95,8 @@ def test_cs336_2026_worked_by_hand():
     head = 2 * 1024 * 1600 * 50_257
     forward = qkv + pairs + output + ffn + head
     assert forward == 3_516_769_894_400 == accounting.forward_flops(config)
+    parts = {"qkv_proj": qkv, "scores": pairs // 2, "weighted_sum": pairs // 2, "output_proj": output, "ffn": ffn}
+    assert accounting.forward_flops_by_component(config) == parts | {"lm_head": head}
     assert says("transformer_accounting (b, CS336)", f"{forward:,} FLOPs")
     assert [round(100 * part / forward, 1) for part in (ffn, qkv, pairs, output, head)] == [57.5, 21.5, 9.2, 7.2, 4.7]
     shares = "networks 57.5%", "Q, K, V projections 21.5%", "sums 9.2%", "output projections 7.2%", "LM head 4.7%"
@@ -113,6 +115,7 @@ def test_cs336_2026_worked_by_hand():
     assert 16 * parameters == 26_247_244_800
     # three take 75.4 GB; four would take 91.7
     assert says("adamw_accounting (b, CS336)", "16.37 GB", "26.25 GB", "**3**")
+    assert sum(accounting.ADAMW_FLOPS.values()) == 14
     assert says("adamw_accounting (c, CS336)", "14 for each parameter")
 
     seconds = 3 * forward * 1024 * 400_000 / (0.5 * 495e12)
