@@ -1,6 +1,7 @@
 """The measures of text and their intervals, which stand in cells of notebook 03."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from notebook_cells import PROJECT
 
@@ -42,3 +43,19 @@ def test_intervals_of_clustered_values_cover_their_mean(cells):
         _, low, high = cells["interval"](random.normal(size=(12, 1)) + random.normal(size=(12, 6)), draws=400)
         covered += low <= 0 <= high
     assert 86 <= covered <= 99
+
+
+def test_missing_values_are_left_out(cells):
+    values = np.array([[1.0, np.nan], [1.0, 1.0]])
+    assert cells["interval"](values) == [1, 1, 1]
+    assert np.isnan(cells["interval"](np.full((2, 2), np.nan))).all()
+    assert np.isnan(cells["interval"](np.empty((0, 0)))).all()
+
+
+def test_a_difference_is_of_the_same_prompt_and_sample_in_any_order(cells):
+    rows = pd.DataFrame({"prompt": list("aabb"), "sample": list("0101"), "x": [1.0, 20.0, 300.0, 4000.0]})
+    other = rows.assign(x=rows["x"] - 0.5).sample(frac=1, random_state=0)
+    assert cells["difference"](rows, other, "x") == [0.5, 0.5, 0.5]
+    greedy = rows.iloc[[0, 2]].assign(x=[1.0, 300.0])  # one story of a prompt stands beside each of the other's
+    assert cells["difference"](rows, greedy, "x")[0] == pytest.approx((0 + 19 + 0 + 3700) / 4)
+    assert np.isnan(cells["difference"](rows, rows.iloc[:0], "x")).all()
