@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmcore.errors import UserError, require
+from lmcore.errors import UserError
 from lmcore.files import not_a_pipe
 
 END_OF_TEXT = "<|endoftext|>"
@@ -15,8 +15,12 @@ END_OF_TEXT = "<|endoftext|>"
 
 CHUNK_BYTES = 1 << 20
 
-RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-"""Suffixes of files that hold texts in records, whose braces, keys and commas would be read as text."""
+RECORDS = {
+    ".jsonl": "json({}, lines=True)", ".ndjson": "json({}, lines=True)", ".json": "json({})", ".csv": "csv({})",
+    ".tsv": "table({})", ".parquet": "parquet({})",
+}  # fmt: skip
+"""Suffixes of files that hold texts in records, whose braces, keys and commas would be read as text, and what reads
+them: one of the functions `read_` of pandas."""
 
 ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
 """What a terminal takes as colours and movements."""
@@ -27,14 +31,22 @@ def plain_name(path: Path) -> str:
     return path.name.lower().removesuffix(".gz")
 
 
+def require_text(path: Path) -> None:
+    """Raises `UserError` for a file with records, which says how to make a text of them."""
+    plain = Path(plain_name(path))
+    if plain.suffix in RECORDS:
+        texts = f"pandas.read_{RECORDS[plain.suffix].format(repr(str(path)))}['text']"
+        command = rf"""python -c "import pandas; print(*{texts}, sep='\n{END_OF_TEXT}\n')" > {plain.stem}.txt"""
+        raise UserError(f"{path} holds records, not plain text; write out one field of them, such as text: {command}")
+
+
 def read_text(path: Path) -> Iterator[str]:
     """The UTF-8 text of a plain or gzipped (`.gz`) file in chunks.
 
-    Raises `UserError` that names the file, and for text that is not UTF-8 the offset of the first bad byte; and for
-    files with records, not plain text.
+    Raises `UserError` that names the file, and for text that is not UTF-8 the offset of the first bad byte; for files
+    with records see `require_text`.
     """
-    records = plain_name(path).endswith(RECORDS)
-    require(not records, f"{path} holds records, not plain text; write the texts of one of their fields into a .txt.")
+    require_text(path)
     decoder, offset = codecs.getincrementaldecoder("utf-8-sig")(), 0
     try:
         with open(not_a_pipe(path), "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:

@@ -1,6 +1,8 @@
 """Documents from files and folders: streaming, splitting, the rule for folders, broken files."""
 
 import gzip
+import subprocess
+import sys
 
 import pytest
 from hypothesis import example, given, settings
@@ -94,6 +96,17 @@ def test_files_that_are_no_text(tmp_path, name, content, sentence):
         with pytest.raises(UserError, match=sentence) as error:
             use()
         assert name in str(error.value)
+
+
+def test_a_file_with_records_is_refused_with_the_command_that_makes_a_text_of_it(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "One, \\u00e9."}\n{"text": "Two."}\n')
+    (tmp_path / "b.CSV.gz").write_bytes(gzip.compress('n,text\n1,"One, é."\n2,Two.\n'.encode()))
+    for name, text in (("a.jsonl", "a.txt"), ("b.CSV.gz", "b.txt")):
+        with pytest.raises(UserError, match="holds records, not plain text") as refused:
+            open_corpus(tmp_path / name)
+        command = str(refused.value).partition("such as text: ")[2].replace("python", sys.executable, 1)
+        subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+        assert both(tmp_path / text) == (["One, é."], ["Two."])
 
 
 @settings(max_examples=20, deadline=None)

@@ -105,7 +105,11 @@ class TextCorpus:
         return sum(1 for _ in read_documents(self.train_files))
 
     def describe(self) -> dict[str, Any]:
-        """What the manifest says of the source: name, files and their checksums."""
+        """What the manifest says of the source: name, files and their checksums. Raises `UserError` for a name that is
+        not UTF-8, which a manifest cannot hold."""
+        for name in (self.name, *(path.name for path in self.train_files + self.valid_files)):
+            escaped = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+            require(name == name.encode(errors="replace").decode(), f"The name {escaped} is not UTF-8; rename it.")
         return {
             "name": self.name,
             "train_files": [describe_file(path) for path in self.train_files],

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -19,9 +19,10 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from lmcore.data.corpora import Corpus, CorpusConfig, EmbeddedCorpus, open_corpus
+from lmcore.data.downloads import describe_wikitext
 from lmcore.data.tokenizers import describe_tokenizer, tokenizer_for
 from lmcore.errors import UserError, require
-from lmcore.files import checksummed, locked, read_json, remove, sha256_file, temporary_folder, verified, write_json
+from lmcore.files import checksummed, locked, read_json, sha256_file, temporary_folder, verified, write_json
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer
 
@@ -48,6 +49,19 @@ class PreparedData:
     manifest: dict[str, Any]
     train: np.memmap
     valid: np.memmap
+    opened: dict[str, Any]
+    """`file_states` when it was opened."""
+
+    def require_unchanged(self) -> None:
+        """Raises `UserError` if the ids were overwritten since they were opened.
+
+        A corpus that is prepared again has files of its own, and what is mapped stays: that does no harm.
+        """
+        with suppress(OSError):  # removed, but still mapped
+            now = file_states(self.folder, self.manifest)
+            for split in SPLITS:
+                if now[split] != self.opened[split] and now[split][1] == self.opened[split][1]:
+                    check_ids(self.folder, self.manifest, split)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -131,12 +145,10 @@ def open_data(folder: str | os.PathLike, *, verify: bool = False) -> PreparedDat
         checked = read_json(folder / CHECKED)
     if verify or checked != states:
         for split in SPLITS:
-            path, same = bin_path(folder, split), manifest["splits"][split]["sha256"]
-            changed = f"{path} has changed since it was prepared (its checksum is not the one in {MANIFEST}); {AGAIN}"
-            require(sha256_file(path) == same, changed)
+            check_ids(folder, manifest, split)
         with suppress(UserError):  # where the folder is not ours to write, the next opening reads them again
             write_json(folder / CHECKED, states)
-    data = PreparedData(folder, manifest, arrays["train"], arrays["valid"])
+    data = PreparedData(folder, manifest, arrays["train"], arrays["valid"], states)
     if verify:
         ends = data.tokenizer.eot_id == arrays["train"][-1] == arrays["valid"][-1]
         require(ends, f"The splits in {folder} do not end with {END_OF_TEXT}; {AGAIN}")
@@ -171,6 +183,13 @@ def map_tokens(folder: Path, manifest: dict[str, Any], split: str) -> np.memmap:
         f"{path} does not have the size of the {tokens:,} tokens of {dtype.name} that {MANIFEST} says; {AGAIN}",
     )
     return np.memmap(path, dtype=dtype, mode="r")
+
+
+def check_ids(folder: Path, manifest: dict[str, Any], split: str) -> None:
+    """Raises `UserError` unless a split's file has the checksum in the manifest."""
+    path, same = bin_path(folder, split), manifest["splits"][split]["sha256"]
+    changed = f"{path} has changed since it was prepared (its checksum is not the one in {MANIFEST}); {AGAIN}"
+    require(sha256_file(path) == same, changed)
 
 
 def file_states(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +239,7 @@ def prepare(
                     data = open_data(folder)
         except OSError as error:
             raise UserError(f"Cannot write {folder}: {error.strerror or error}.") from error
-    warn_of_repetition(data)
+    warn_of_texts(data)
     return data
 
 
@@ -244,23 +263,37 @@ def open_if_same(folder: Path, request: dict[str, Any]) -> PreparedData | None:
 
 
 def replace_prepared(new: Path, folder: Path) -> None:
-    """Moves a corpus from `new` to `folder`, its manifest last, as that of the one that is there goes first.
+    """Moves a corpus from `new` to `folder`, its manifest last: without it, none is prepared.
 
-    Without a manifest none is prepared. What a run has mapped of the old files stays as it is.
+    The one that is there goes out of the way first, its manifest ahead, and comes back if a move fails.
     """
-    remove(folder / MANIFEST)
-    for name in (*(bin_path(new, split).name for split in SPLITS), TOKENIZER_FOLDER, MANIFEST):
-        remove(folder / name)
-        (new / name).rename(folder / name)
+    names = [*(bin_path(new, split).name for split in SPLITS), TOKENIZER_FOLDER, MANIFEST]
+    (old := new / "old").mkdir()
+    moves = [(folder / name, old / name) for name in reversed(names)]
+    moves += [(new / name, folder / name) for name in names]
+    with ExitStack() as undo:
+        for source, target in moves:
+            if source.exists():
+                source.rename(target)
+                undo.callback(target.rename, source)
+        undo.pop_all()
 
 
-def warn_of_repetition(data: PreparedData) -> None:
-    """Warns where a loss on the validation text would measure what the model has memorized."""
+def warn_of_texts(data: PreparedData) -> None:
+    """Warns where a loss on the validation text would measure what the model has memorized, and of texts in WikiText's
+    form that are not WikiText-103's."""
+
+    def say(sentence: str) -> None:
+        print(f"{data.folder}: {sentence}", file=sys.stderr, flush=True)
+
     splits, source = data.manifest["splits"], data.manifest["request"]["source"]
     trained, held_out = ({file["sha256"] for file in source.get(f"{split}_files", ())} for split in SPLITS)
     if splits["train"]["sha256"] == splits["valid"]["sha256"] or trained & held_out:
-        sentence = "the validation text is training text, so its loss says nothing about other texts."
-        print(f"{data.folder}: Warning: {sentence}", file=sys.stderr, flush=True)
+        say("Warning: the validation text is training text, so its loss says nothing about other texts.")
+    for split, text in data.manifest.get("wikitext", {}).items():
+        if not text["is"].startswith("WikiText-103's"):
+            counts = f"{text['words']:,} words with ends of lines, {text['unknown']:.1%} <unk>"
+            say(f"{split} is {text['is']} ({counts}).")
 
 
 def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: bool = True) -> dict[str, Any]:
@@ -286,8 +319,10 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: b
 
         entropy = entropy_per_document()
         floor = entropy / (splits["train"]["tokens"] / splits["train"]["documents"])
-        manifest["grammar"] = {"entropy_per_document": entropy, "floor_nats_per_token": floor}
-    return manifest
+        return manifest | {"grammar": {"entropy_per_document": entropy, "floor_nats_per_token": floor}}
+    files = {"train": corpus.train_files, "valid": corpus.valid_files}
+    texts = {split: text for split, paths in files.items() if paths and (text := describe_wikitext(paths))}
+    return manifest | ({"wikitext": texts} if texts else {})
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
