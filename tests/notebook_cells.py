@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from workbook.notebook import code_cells, read_notebook
-from workbook.parameters import PARAMETERS_FOLDER, read_parameters
+from workbook.parameters import PARAMETERS_FOLDER, read_mapping
 from workbook.report.answers import METADATA_KEY, Answer
 
 PROJECT = Path(__file__).parents[1]
@@ -31,7 +31,7 @@ NAMES = re.compile(
 
 def rendered(name: str, out: Path) -> dict[str, dict[str, Any]]:
     """The answers of a notebook at scale gpu from the committed records, by "problem (part)": values and claims."""
-    parameters = read_parameters(PROJECT / PARAMETERS_FOLDER / "gpu" / f"{name}.yaml")
+    parameters = read_mapping(PROJECT / PARAMETERS_FOLDER / "gpu" / f"{name}.yaml")
     parameters |= {"out": str(out), "records": str(RECORDS)}
     variables: dict[str, Any] = {"__name__": "__main__"}
     answers, here = {}, Path.cwd()

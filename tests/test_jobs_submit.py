@@ -118,7 +118,7 @@ def test_each_notebook_gets_the_parameters_that_it_declares(slurm, tmp_path, mon
 
 
 WRONG = {
-    "- account": "must be a mapping of settings",
+    "- account": "must be a mapping, not",
     "setup: [module load cuda]": "setup must hold plain text",
     "signal_seconds: 2 minutes": "signal_seconds must be a whole number above 0",
     "jobs: {writeup: {time: []}}": "jobs, writeup: time must hold plain text",

@@ -63,7 +63,8 @@ def resolve_parameters(
     resolved = {}
     for name, known in declared.items():
         chosen = {key: value for key, value in overrides.items() if key in known}
-        resolved[name] = read_parameters(folder / f"{name}.yaml") | dict(common) | chosen
+        file = folder / f"{name}.yaml"  # without one, the notebook has its defaults
+        resolved[name] = (read_mapping(file) if file.exists() else {}) | dict(common) | chosen
         check_types(name, known, resolved[name])
         for cell in (cell for _, cell in code_cells(contents[name]) if PRECONDITIONS in tags(cell)):
             try:
@@ -84,15 +85,13 @@ def check_types(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -
         require(typed, f"Parameter {key!r} of notebook {name} must be of type {kind.__name__}, not {value!r}.")
 
 
-def read_parameters(file: Path) -> dict[str, Any]:
-    """The parameters of one notebook at one scale; none, thus its defaults, where there is no file."""
+def read_mapping(file: Path, loader: type = yaml.SafeLoader) -> dict[str, Any]:
+    """The mapping in a YAML file, empty if it holds nothing. Raises `UserError` where it holds something else."""
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except FileNotFoundError:
-        return {}
+        values = yaml.load(file.read_text(encoding="utf-8"), loader) or {}
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is not YAML ({str(error).splitlines()[0]}).") from error
-    require(isinstance(values, dict), f"{file} must be a mapping of parameters.")
+        raise UserError(f"{file} cannot be read as YAML ({str(error).splitlines()[0]}).") from error
+    require(isinstance(values, dict), f"{file} must be a mapping, not {values!r}.")
     return values
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from lmcore.errors import UserError, require
+from lmcore.errors import require
+from workbook.parameters import read_mapping
 
 OURS = ("setup", "environment", "signal_seconds", "attempts_without_progress", "jobs")
 """Settings that are ours; every other one is an option of sbatch by its own name, which sbatch checks itself."""
@@ -14,11 +15,7 @@ OURS = ("setup", "environment", "signal_seconds", "attempts_without_progress", "
 
 def load_site(file: Path) -> dict[str, Any]:
     """The settings in a site's file. Raises `UserError`, naming file and setting, for one that is wrong."""
-    try:
-        # every value as it is written: YAML would read 12:00:00 as a number, and qos: off as false
-        site = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader) or {}
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read as YAML ({str(error).splitlines()[0]}).") from error
+    site = read_mapping(file, yaml.BaseLoader)  # values as written: 12:00:00 would be a number, and qos: off false
     _check(site, f"{file}")
     for name, settings in site.get("jobs", {}).items():
         _check(settings, f"{file}, jobs, {name}")
