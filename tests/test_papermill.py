@@ -147,7 +147,7 @@ def test_the_same_command_resumes_after_a_stop(tmp_path, tiny_run):
     elsewhere = project / "papermill_jobs"
     first = papermill(notebook, elsewhere, "-f", file)
     deadline = time.monotonic() + 120
-    while not run.log_file.exists():
+    while not run.config_file.exists():
         assert time.monotonic() < deadline
         assert first.poll() is None, first.communicate()[0]
         time.sleep(0.02)
@@ -165,5 +165,5 @@ def test_some_cells_of_a_notebook(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [*words, "--scale", "smoke"])
     monkeypatch.chdir(ROOT)
     assert runpy.run_path("papermill_jobs/cells.py")["main"]() == "This cell failed: 1 / 0"
-    said = "smoke 10\nfitted to times made by 20 µs and 1 GB/s: 20 µs and 1 GB/s\n"
+    said = "smoke 5\nfitted to times made by 20 µs and 1 GB/s: 20 µs and 1 GB/s\n"
     assert said in capsys.readouterr().out
