@@ -5,8 +5,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from lmcore.config import GenerateConfig
 from lmcore.fast.kernels import decode as plain
@@ -214,13 +212,12 @@ def check_sampled(module, logits, u, config, num_ids, slack=1e-6):
     check_state(after, chosen, rows, vocab, logits.device)
 
 
-@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 10_000), config=st.sampled_from(SETTINGS), ties=st.booleans(), scale=st.sampled_from([1, 9]))
-def test_sampling_draws_from_the_distribution(either, seed, config, ties, scale):
+@pytest.mark.parametrize(("scale", "ties"), [(1, False), (9, True)])
+@pytest.mark.parametrize("config", SETTINGS, ids=str)
+def test_sampling_draws_from_the_distribution(either, config, scale, ties):
     module, device = either
-    logits = scale * draw(seed, device)(4, 67)
-    u = torch.rand(4, generator=torch.Generator().manual_seed(seed)).to(device)
-    u[0] = 0.0
+    logits = scale * draw(scale, device)(5, 67)
+    u = torch.tensor([0.0, 0.3, 0.6, 0.9, 0.999], device=device)
     check_sampled(module, logits.round() if ties else logits, u, config, 60)
 
 
