@@ -212,13 +212,13 @@ def check_sampled(module, logits, u, config, num_ids, slack=1e-6):
     check_state(after, chosen, rows, vocab, logits.device)
 
 
-@pytest.mark.parametrize(("scale", "ties"), [(1, False), (9, True)])
 @pytest.mark.parametrize("config", SETTINGS, ids=str)
-def test_sampling_draws_from_the_distribution(either, config, scale, ties):
+def test_sampling_draws_from_the_distribution(either, config):
     module, device = either
-    logits = scale * draw(scale, device)(5, 67)
+    logits = draw(1, device)(5, 67)
+    logits[1::2] = (9 * logits[1::2]).round()  # some are equal
     u = torch.tensor([0.0, 0.3, 0.6, 0.9, 0.999], device=device)
-    check_sampled(module, logits.round() if ties else logits, u, config, 60)
+    check_sampled(module, logits, u, config, 60)
 
 
 def test_sampling_kernel_at_the_edges(gpu, device):
