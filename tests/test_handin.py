@@ -47,6 +47,7 @@ def project(tmp_path):
     out = folder / "runs" / "smoke"
     write(folder, "lmcore/tokenizer.py", "run.sh", text="SIZE = 1\n")
     (folder / "run.sh").chmod(0o755)
+    os.utime(folder / "run.sh", (0, 0))  # a zip has no time before 1980
     write(out, "figures/recipe_curves.svg", text="<svg/>")
     write(out, "writeup/answers.pdf", text="%PDF-1.7 answers")
     shutil.copytree(folder / "notebooks", out / "notebooks")

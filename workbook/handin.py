@@ -61,7 +61,10 @@ def make_handin(project: Path, out: Path, to: Path, names: Names = "cse599o", in
     copies = {CURVE_NAME: out / "figures" / curve} if curve else {}
     if curve is None:
         notes.append(f"There is no learning curve ({' or '.join(LEARNING_CURVES)}) in {out / 'figures'}.")
-    with atomic_write(to / CODE_NAME) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+    with (
+        atomic_write(to / CODE_NAME) as file,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive,
+    ):
         for name, source in [*((name, project / name) for name in files), *copies.items()]:
             archive.write(source, Path("code", name))
     if (out / "writeup" / PDF_NAME).is_file():
