@@ -135,17 +135,16 @@ def read_ranges(db: sqlite3.Connection, recorded: Sequence[str]) -> tuple[pd.Dat
     """NVTX ranges (name, start, end, process, thread) that began while the capture ran, and notes on them.
 
     One that was still open when the capture ended lasts to the end of the `recorded` tables.
-    A registered string's text is behind `textId`, which older versions lack, any other in `text`.
+    A registered string's text is behind `textId`, any other in `text`.
     """
     columns = ["name", "start", "end", "process", "thread"]
     if NVTX not in recorded:
         return pd.DataFrame(columns=columns), []
-    text_id = "textId" if any(column[1] == "textId" for column in db.execute(f"PRAGMA table_info({NVTX})")) else "NULL"
     last = max(db.execute(f"SELECT MAX(COALESCE(end, start, 0)) FROM {name}").fetchone()[0] or 0 for name in recorded)
     sql = f"""
         SELECT COALESCE(text, value, 'unnamed'), start, COALESCE(end, {last}), globalTid & {PROCESS_OF_THREAD},
         globalTid, end IS NULL
-        FROM {NVTX} LEFT JOIN StringIds ON StringIds.id = {text_id}
+        FROM {NVTX} LEFT JOIN StringIds ON StringIds.id = textId
         WHERE eventType IN ({PUSH_POP_RANGE}, {START_END_RANGE})"""
     ranges = pd.DataFrame(db.execute(sql).fetchall(), columns=[*columns, "open"])
     still = ranges.loc[ranges.pop("open") == 1, "name"]
