@@ -26,7 +26,7 @@ from lmcore.formatting import (
 from lmcore.profiling.readable import timed
 from lmcore.profiling.timing import comparable_seconds
 from lmcore.results import read_results
-from workbook.parameters import PARAMETERS_FOLDER, read_parameters
+from workbook.parameters import PARAMETERS_FOLDER, read_mapping
 from workbook.report.coverage import Answered, Problem, counts, coverage, coverage_markdown
 from workbook.report.sizes import describe_size
 
@@ -166,7 +166,7 @@ def highlights() -> str:
         words = words.format(**ours["settings"])
         made.append({"what": words, "lmcore": time_and_rate(ours), "compared with": f"{times}: {time_and_rate(peer)}"})
     leaderboard = rows_of("distributed_leaderboard").iloc[0]
-    chosen = read_parameters(PROJECT / PARAMETERS_FOLDER / "gpu" / "09_distributed.yaml")
+    chosen = read_mapping(PROJECT / PARAMETERS_FOLDER / "gpu" / "09_distributed.yaml")
     largest = forward_flops_by_component(model_config(**chosen["leaderboard"]))
     masked = (largest["scores"] + largest["weighted_sum"]) / 2 / sum(largest.values())
     rows = parallel_rows()

@@ -31,7 +31,7 @@ from lmcore.tokenizer import Tokenizer
 from lmcore.tokenizer.files import find_files, read_merges
 from lmcore.train import train
 from workbook.jobs.site import load_site
-from workbook.parameters import read_parameters
+from workbook.parameters import read_mapping
 
 BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
 
@@ -149,7 +149,7 @@ READERS = {
     "vocab.bpe": read_merges,
     "train.txt": lambda path: [*read_text(path)],
 }
-YAML = {"site.yaml": load_site, "01_build.yaml": read_parameters}
+YAML = {"site.yaml": load_site, "01_build.yaml": read_mapping}
 OTHERS = {
     "any": sha256_file,
     "train.bin": lambda path: map_tokens(path.parent, {"dtype": "uint8", "splits": {"train": {"tokens": 1}}}, "train"),
