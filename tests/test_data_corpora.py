@@ -17,11 +17,6 @@ from lmcore.tokenizer import train_bpe
 EOT = "<|endoftext|>"
 
 
-def texts(corpus, split):
-    """Documents of a split."""
-    return list(corpus.documents(split))
-
-
 def write(path, documents):
     path.parent.mkdir(parents=True, exist_ok=True)
     data = "".join(f"{document}\n{EOT}\n" for document in documents).encode()
@@ -32,33 +27,19 @@ def write(path, documents):
 def both(source, **options):
     """Documents of the two splits."""
     corpus = open_corpus(source, CorpusConfig(**options))
-    return texts(corpus, "train"), texts(corpus, "valid")
+    return list(corpus.documents("train")), list(corpus.documents("valid"))
 
 
-def chunked(text, sizes):
-    """`text` in chunks of the sizes, repeated."""
-    position, turn = 0, 0
-    while position < len(text):
-        yield text[position : position + sizes[turn % len(sizes)]]
-        position += sizes[turn % len(sizes)]
-        turn += 1
-
-
-# what a cut could go wrong with: white space of all kinds, contractions, letters beside digits, parts of the token
-WHITE = [" ", "  ", "\n", "\t", "\u00a0", "\u3000"]
-fragments = st.sampled_from([*WHITE, "a", "don't", "'s", "42", "½", "é", "漢字", "...", "🙂", "<|end", EOT, "x y"])
+fragments = st.sampled_from([" ", "\n", "\u3000", "a", "é", "🙂", "<|end", EOT, "x y"])
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    text=st.lists(fragments, max_size=40).map("".join),
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    piece_characters=st.integers(1, 12),
-)
-def test_documents_stand_between_the_tokens(text, sizes, piece_characters):
+@given(st.lists(fragments, max_size=40).map("".join), st.integers(1, 9), st.integers(1, 12))
+def test_documents_stand_between_the_tokens(text, step, piece_characters):
     """However the text arrives and wherever it is cut."""
     expected = [stripped for document in text.split(EOT) if (stripped := document.strip())]
-    assert list(split_documents(chunked(text, sizes), piece_characters)) == expected
+    chunks = (text[at : at + step] for at in range(0, len(text), step))
+    assert list(split_documents(chunks, piece_characters)) == expected
 
 
 @pytest.mark.parametrize("name", ["text.txt", "text.txt.gz"])
@@ -89,8 +70,8 @@ def test_files_that_are_no_text(tmp_path, name, content, sentence):
     (tmp_path / name).write_bytes(content)
     plain = write(tmp_path / "plain.txt", ["a", "b"])
     for use in (
-        lambda: texts(open_corpus(tmp_path / name), "train"),
-        lambda: texts(open_corpus(plain, CorpusConfig(valid=str(tmp_path / name))), "valid"),
+        lambda: both(tmp_path / name),
+        lambda: both(plain, valid=str(tmp_path / name)),
         lambda: train_bpe(tmp_path / name, 300, [EOT]),
     ):
         with pytest.raises(UserError, match=sentence) as error:

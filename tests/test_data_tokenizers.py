@@ -8,7 +8,7 @@ import pytest
 from lmcore.data import load_gpt2, tokenizer_for, tokenizers
 from lmcore.errors import UserError
 from lmcore.files import sha256_file
-from lmcore.tokenizer import END_OF_TEXT, train_bpe
+from lmcore.tokenizer import END_OF_TEXT
 
 
 def test_specifications(tmp_path):
@@ -29,16 +29,10 @@ def test_specifications(tmp_path):
 
 
 def test_bpe_sees_the_training_split_alone(tmp_path):
-    """Whether it is cut from one file or is the folder's training file."""
     (tmp_path / "stories.txt").write_text(f"aaaa aaaa{END_OF_TEXT}" * 9 + "zqzqzqzq " * 50)
     tokens = tokenizer_for("bpe:270", tmp_path / "stories.txt").vocab.values()
     assert b"aaaa" in tokens
     assert b"zq" not in tokens
-    (tmp_path / "folder").mkdir()
-    for split, text in (("train", "aaaa " * 9), ("valid", "zqzq " * 50)):
-        (tmp_path / "folder" / f"{split}.txt").write_text(text)
-    expected = train_bpe(tmp_path / "folder" / "train.txt", 260, [END_OF_TEXT])
-    assert tokenizer_for("bpe:260", tmp_path / "folder").merges == expected[1]
 
 
 def test_load_gpt2_searches_variable_folder_and_cache(shared_data, tmp_path, monkeypatch):

@@ -120,7 +120,6 @@ def test_decode_takes_arrays_and_tensors_and_refuses_foreign_ids(tokenizer):
 def test_vocabulary_and_merges_that_do_not_fit():
     for vocab, merges, sentence in (
         ({}, [], "empty"),
-        ({0: "a"}, [], "bytes"),
         ({0: b"a", 1: b"a"}, [], "several ids"),
         ({0: b"a", 1: b"b"}, [(b"a", b"b")], "Merge 0"),
     ):
