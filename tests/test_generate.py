@@ -92,37 +92,24 @@ def test_rows_of_a_batch_are_those_of_the_naive_loop_beyond_the_context(model, c
 
 
 ARCHITECTURES = [
-    {"position": "none"}, {"position": "sinusoidal"}, {"norm": "post", "dropout": 0.5},
+    {}, {"position": "none"}, {"position": "sinusoidal"}, {"norm": "post", "dropout": 0.5},
     {"context_length": 1}, {"context_length": 2}, {"context_length": 3},
 ]  # fmt: skip
 
 
-def with_and_without_cache(model, prompts, eot_id=None, **settings_):
-    """Asserts that both give the same rows, which are returned."""
-    config = GenerateConfig(**settings_)
-    rows, others = (generate(model, prompts, replace(config, kv_cache=cache), eot_id) for cache in (False, True))
-    assert rows == others
-    return rows
-
-
 @pytest.mark.parametrize("changes", ARCHITECTURES, ids=str)
-def test_cache_equals_no_cache_for_every_architecture(changes):
-    model = build(**changes)
-    prompts = [[1], [2, 3, 4][: model.config.context_length], [7, 8][: model.config.context_length]]
-    assert len(set(map(tuple, with_and_without_cache(model, prompts, max_new_tokens=30, seed=5)))) == 3
-
-
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=4)
 @given(
-    lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=5),
+    lengths=st.lists(st.integers(1, CONTEXT), min_size=2, max_size=5),
     seed=st.integers(0, 1000),
     temperature=st.sampled_from([0.0, 0.7, 1.3]),
 )
-def test_cache_equals_no_cache_for_any_batch(lengths, seed, temperature):
-    model = build(seed=1)
-    draw = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(0, 257, (length,), generator=draw).tolist() for length in lengths]
-    with_and_without_cache(model, prompts, 3, max_new_tokens=15, temperature=temperature, seed=seed)
+def test_cache_equals_no_cache_for_every_architecture_and_any_batch(changes, lengths, seed, temperature):
+    model, random = build(seed=1, **changes), torch.Generator().manual_seed(seed)
+    sizes = [min(length, model.config.context_length) for length in lengths]
+    prompts = [torch.randint(0, 257, (size,), generator=random).tolist() for size in sizes]
+    config = GenerateConfig(max_new_tokens=15, temperature=temperature, seed=seed)
+    assert generate(model, prompts, config, 3) == generate(model, prompts, replace(config, kv_cache=False), 3)
 
 
 def test_the_cache_saves_the_work_that_it_is_for():
