@@ -54,6 +54,19 @@ def test_notebooks_that_share_a_folder_of_data_ask_for_the_same(scale):
     assert len({tuple(request) for request in wanted.values()}) == 1, wanted
 
 
+def test_on_a_gpu_settings_are_the_handouts():
+    """Not those of the notebooks, which are small enough for the CPU of a laptop or of CI."""
+    found = resolve_parameters(ROOT, NOTEBOOKS, "gpu", {}, {})
+    for notebook, asked in {
+        "03_generate": {"max_new_tokens": 256},
+        "04_benchmark": {"batch_size": 4, "vocab_size": 10_000, "warmup_steps": 5, "steps": 10},
+        "06_memory": {"vocab_size": 10_000, "contexts": [128, 256, 512, 2048]},
+        "08_experiments": {"max_new_tokens": 256},
+        "09_distributed": {"vocab_size": 10_000, "context_length": 512},
+    }.items():
+        assert {name: found[notebook][name] for name in asked} == asked
+
+
 def test_a_value_of_another_type_is_refused():
     for pair in ("model_size=3", "compare_gpt2=1", "corpora=[1]", "batch_size=true"):
         words = f"^Parameter '{pair.partition('=')[0]}' of notebook 01_build must be of type"
