@@ -78,8 +78,10 @@ def _serve(pipe) -> None:
     import torch
     import torch.distributed as dist
 
+    from lmcore.distributed import watch
     from lmcore.train import train
 
+    watch.PERIOD = 0.2  # a rank that refuses waits for two of them
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     while True:
