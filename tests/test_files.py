@@ -28,6 +28,9 @@ from lmcore.distributed.sharded_checkpoint import save_sharded
 from lmcore.errors import UserError
 from lmcore.files import Busy, atomic_write, is_locked, locked, temporary_folder, write_json
 from lmcore.model import TransformerLM
+from lmcore.profiling.runner import run_cases
+from lmcore.profiling.timing import measure
+from lmcore.profiling.workload import WorkloadConfig
 from lmcore.run import RunFolder
 from lmcore.text import END_OF_TEXT
 from lmcore.tokenizer import Tokenizer
@@ -139,13 +142,15 @@ def use_a_read_only_disk(disk: Path) -> None:
         ["train", "--run", str(disk / "run"), "--data", str(disk / "data")],
         ["data", "prepare", "embedded", "--tokenizer", "bpe:257", "--out", str(disk / "data")],
         ["tokenizer", "train", str(disk / "text.txt"), "--out", str(disk / "bpe"), "--vocab-size", "257"],
+        ["benchmark", "--out", str(disk / "b"), "--device", "cpu"],
+        ["memory", "--out", str(disk / "m"), "--device", "cpu"],
     ):
         print("code", main(command))
 
 
 @pytest.mark.fault("disk that is full, read-only or has no locks", "refused_in_words")
 def test_a_read_only_disk_is_read_and_what_writes_ends_in_a_sentence(tmp_path):
-    for name in ("run", "bpe"):
+    for name in ("run", "bpe", "b", "m"):
         (tmp_path / "disk" / name).mkdir(parents=True)
     data = tmp_path / "disk" / "data"
     prepare("embedded", BYTES, data, CorpusConfig(num_documents=30), progress=False)
@@ -153,9 +158,9 @@ def test_a_read_only_disk_is_read_and_what_writes_ends_in_a_sentence(tmp_path):
     (tmp_path / "disk" / "text.txt").write_text("some text")
     lines = on_disk(use_a_read_only_disk, tmp_path / "disk", "ro")
     assert "complete" in lines
-    assert [line for line in lines if line.startswith("code")] == ["code 0"] + ["code 2"] * 3
+    assert [line for line in lines if line.startswith("code")] == ["code 0"] + ["code 2"] * 5
     sentences = [line for line in lines if line.startswith("lmcore: ")]
-    assert len(sentences) == 3
+    assert len(sentences) == 5
     assert all("Read-only file system" in sentence for sentence in sentences), sentences
 
 
@@ -204,6 +209,9 @@ def no_locks(*_, **__):
 NEEDING = {
     "a run folder": lambda folder: RunFolder(folder).lock().__enter__(),
     "a corpus": lambda folder: prepare("embedded", BYTES, folder, CorpusConfig(num_documents=2), progress=False),
+    "cases": lambda folder: run_cases(
+        measure, {"case": WorkloadConfig(model=ModelConfig(31, 8, 16, 1, 2, 24), device="cpu")}, folder
+    ),
     "a notebook": lambda folder: holding(folder, ["01_build"]).__enter__(),
 }
 

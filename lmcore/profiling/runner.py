@@ -56,6 +56,10 @@ def run_cases(task: Task, cases: Mapping[str, WorkloadConfig], folder: Path | st
         require(re.fullmatch(r"\w[\w.+-]*", name) is not None, f"A case's name must be a file name, not {name!r}.")
     if not cases:
         return {}
+    busy = f"Another process is measuring in {folder}; wait for it or choose another folder."
+    if folder.is_dir() and not all((folder / f"{name}.json").exists() for name in cases):
+        with locked(folder / ".lock", busy):  # what cannot be written is refused at once
+            pass
     wanted = sorted({(case.device, case.precision) for case in cases.values()})
     outcome, machine = run_apart(examine, (wanted,))  # this process is not to hold a GPU
     require(outcome == "complete", str(machine))
@@ -67,7 +71,7 @@ def run_cases(task: Task, cases: Mapping[str, WorkloadConfig], folder: Path | st
     if not missing:
         return records
     progress = Progress(len(cases), title, unit="case", start=reused)
-    with locked(folder / ".lock", f"Another process is measuring in {folder}; wait for it or choose another folder."):
+    with locked(folder / ".lock", busy):
         for done, name in enumerate(missing, reused + 1):
             began = time.monotonic()
             outcome, value = run_apart(task, (cases[name], folder / name))
