@@ -271,9 +271,14 @@ def read_events(path: Path, events: list) -> object:
     return read_torch_trace(path)
 
 
-def test_records_of_torch_profiler_on_cuda(tmp_path):
+OLDER = {"cpu_op": "Operator", "cuda_runtime": "Runtime", "kernel": "Kernel", "gpu_memcpy": "Memcpy"}
+"""Names of categories until PyTorch 1.11."""
+
+
+@pytest.mark.parametrize("names", [{}, OLDER], ids=["today", "older"])
+def test_records_of_torch_profiler_on_cuda(tmp_path, names):
     """The same tables from the events that Kineto writes for a GPU."""
-    trace = read_events(tmp_path / "profile.json", [
+    events = [
         lasting("user_annotation", "training step", 100.0, 50.0),
         lasting("user_annotation", "backward", 110.0, 20.0),
         lasting("user_annotation", "Optimizer.step#AdamW.step", 140.0, 5.0),
@@ -286,7 +291,9 @@ def test_records_of_torch_profiler_on_cuda(tmp_path):
         lasting("cuda_runtime", "cudaMemcpyAsync", 141.0, 1.0, correlation=6),
         lasting("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 320.0, 2.0, tid=7, correlation=6, bytes=4096),
         {"ph": "M", "name": "process_name", "pid": 77},
-    ])  # fmt: skip
+    ]  # fmt: skip
+    renamed = [event | {"cat": names.get(event.get("cat"), event.get("cat"))} for event in events]
+    trace = read_events(tmp_path / "profile.json", renamed)
     assert trace.tool == CUDA_TOOL
     assert trace.notes[0].startswith("1 of 3 kernels and copies have no launch")
     assert trace.ranges["path"].tolist() == ["training step", "training step/backward"]

@@ -22,7 +22,7 @@ COPIES = {"HtoD": "Host-to-Device", "DtoH": "Device-to-Host", "DtoD": "Device-to
 """In names such as "Memcpy HtoD (Pageable -> Device)"; what has none of them is a memset."""
 
 PASSED_OVER = {
-    "cpu_op", "gpu_user_annotation", "python_function", "trace", "overhead", "cuda_sync", "cuda_event",
+    "cpu_op", "operator", "gpu_user_annotation", "python_function", "trace", "overhead", "cuda_sync", "cuda_event",
     "cuda_profiler_range",
 }  # fmt: skip
 """Categories that are no work of a GPU, nor its launch; operators count where there are no kernels."""
@@ -53,8 +53,8 @@ def read_torch_trace(path: str | os.PathLike) -> Trace:
 
 
 def trace_of(events: list[Event]) -> Trace:
-    """The trace that the lasting events of a record make, by their categories. A note names those of other categories,
-    or of another phase than X, such as a beginning without its end."""
+    """The trace that the lasting events of a record make, by their categories today and until PyTorch 1.11. A note
+    names those of other categories, or of another phase than X, such as a beginning without its end."""
     left: dict[str, list[Event]] = {}
     for event in events:
         phase = "" if event.get("ph") == "X" else f" (phase {event.get('ph')})"
@@ -64,11 +64,11 @@ def trace_of(events: list[Event]) -> Trace:
         return [row(event) for category in categories for event in left.pop(category, ())]
 
     launches: dict[int, Event] = {}
-    for call in sorted(rows("cuda_runtime", "cuda_driver"), key=lambda call: call["start"]):
+    for call in sorted(rows("cuda_runtime", "cuda_driver", "runtime"), key=lambda call: call["start"]):
         # of several calls with one correlation id the outer one, which began first
         launches.setdefault(call["correlation"], {key: call[key] for key in ("process", "thread", "launched_at")})
     launches.pop(None, None)  # calls without an id launched nothing that is known
-    kernels, copies = rows("kernel"), rows("gpu_memcpy", "gpu_memset")
+    kernels, copies = rows("kernel"), rows("gpu_memcpy", "gpu_memset", "memcpy", "memset")
     for one in kernels + copies:
         one |= launches.get(one["correlation"], dict.fromkeys(("process", "thread", "launched_at"), NEVER))
     ranges = [found for found in rows("user_annotation") if not PYTORCHS_OWN.match(found["name"])]
@@ -76,7 +76,7 @@ def trace_of(events: list[Event]) -> Trace:
     many = f"{sum(unknown.values()):,} of {len(events):,} events are of categories that are not known"
     return build_trace(
         CUDA_TOOL if kernels else CPU_TOOL,
-        pd.DataFrame((kernels or own_times(rows("cpu_op"))) + copies, columns=["name", *NUMBERS]),
+        pd.DataFrame((kernels or own_times(rows("cpu_op", "operator"))) + copies, columns=["name", *NUMBERS]),
         pd.DataFrame(ranges, columns=["name", "start", "end", "process", "thread"]),
         [f"{many} and are left out: {listed(pd.Series([*unknown]))}."] if unknown else [],
     )
