@@ -44,6 +44,12 @@ FAULTS = {
     "disk full": r"disk full",
     "several processes at once, one of them killed": r"two |.* is killed",
     "stop signals": r"SIG(USR1|TERM)",
+    "a command stopped, hung up or killed with all its processes": r"command ",
+    "crafted files that would run code": r"crafted",
+    "damaged files of other programs": r"file of",
+    "values and names that a shell or a terminal would obey": r"value |terminal ",
+    "pipes in place of files; disks full, read-only or without locks": r"pipe |disk that",
+    "variables of a launcher that make no sense": r"variables",
 }
 """Kinds of faults that are counted together, by a pattern; a kind that matches none has a row of its own."""
 
