@@ -54,7 +54,7 @@ class Trainers:
 
     def train(self, config: TrainConfig, folder: Path, ranks: int, own: dict[int, dict] | None = None) -> list[Ended]:
         """What `lmcore.train.train` did on each rank; `own` has changes of single ranks' configurations."""
-        context, port = forks(), free_port()
+        context, port = multiprocessing.get_context("spawn"), free_port()
         while len(self.workers) < ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -78,10 +78,8 @@ def _serve(pipe) -> None:
     import torch
     import torch.distributed as dist
 
-    from lmcore.distributed import watch
     from lmcore.train import train
 
-    watch.PERIOD = 0.2  # a rank that refuses waits for two of them
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     while True:
