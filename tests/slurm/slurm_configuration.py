@@ -19,6 +19,7 @@ CPUS_PER_NODE = 8
 # - config_overrides believes the CPUs and memory stated here, whatever the host has.
 SLURM_CONF = """\
 ClusterName=lmcore
+FirstJobId={first_job}
 SlurmctldHost={hostname}(127.0.0.1)
 SlurmctldPort={controller_port}
 SlurmUser={user}
@@ -77,10 +78,8 @@ def write_configuration(folder: Path) -> None:
         f"CoresPerSocket={CPUS_PER_NODE} ThreadsPerCore=1 RealMemory=64000 Gres=gpu:{GPUS_PER_NODE} State=UNKNOWN"
         for name, port in zip(NODES, ports, strict=True)
     ]
-    text = SLURM_CONF.format(
-        folder=folder, user=getpass.getuser(), hostname=hostname, controller_port=controller_port,
-        nodes="\n".join(nodes),
-    )  # fmt: skip
+    facts = {"folder": folder, "user": getpass.getuser(), "hostname": hostname, "controller_port": controller_port}
+    text = SLURM_CONF.format(first_job=1 + 1000 * worker_number(), nodes="\n".join(nodes), **facts)
     (folder / "slurm.conf").write_text(text)
     lines = []  # Slurm knows numbered character devices alone as GPUs: these are /dev/null under other names
     for name in NODES:
@@ -91,12 +90,17 @@ def write_configuration(folder: Path) -> None:
     (folder / "gres.conf").write_text("".join(lines))
 
 
+def worker_number() -> int:
+    """Which of pytest-xdist's workers this is. Jobs of two clusters must not have the same id, which is also a port."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
+
 def free_ports(count: int) -> list[int]:
     """Different TCP ports that nobody listens on now, drawn from those that no outgoing connection is given.
 
     Each worker of pytest-xdist draws from its own: two that look at the same time would both find one free.
     """
-    first = 15_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 15)
+    first = 15_000 + 1000 * (worker_number() % 15)
     with contextlib.ExitStack() as stack:
         found = []
         for port in random.sample(range(first, first + 1000), 200):
