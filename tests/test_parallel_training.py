@@ -10,6 +10,7 @@ from lmcore.checkpoint import read_checkpoint, read_weights
 from lmcore.config import CorpusConfig, replace
 from lmcore.data import open_or_prepare
 from lmcore.distributed import world
+from lmcore.distributed.watch import by_other_rank
 from lmcore.errors import UserError
 from lmcore.run import RunFolder
 from lmcore.train import train
@@ -283,3 +284,17 @@ def test_a_port_that_is_none(monkeypatch, data):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r"^The 2 ranks did not meet at .*:x"):
         world.join(small_config(data, strategy="ddp"))
+
+
+@pytest.mark.parametrize(
+    ("error", "by_another"),
+    [
+        (RuntimeError("Application timeout caused pair closure"), True),  # gloo's, of a rank that hangs
+        (RuntimeError("[/x/gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True),
+        (RuntimeError("NCCL communicator was aborted"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (UserError("Connection of what is the user's"), False),
+    ],
+)
+def test_which_errors_are_of_another_rank(error, by_another):
+    assert by_other_rank(error) == by_another

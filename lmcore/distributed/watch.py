@@ -142,5 +142,5 @@ def by_other_rank(error: BaseException) -> bool:
     """Whether an exception says that another rank, or the way to it, is gone."""
     if isinstance(error, UserError | torch.OutOfMemoryError):
         return False
-    lost = any(word in str(error) for word in ("Connection", "gloo", "Gloo", "NCCL"))
+    lost = any(word in str(error) for word in ("Connection", "gloo", "Gloo", "NCCL", "pair closure"))
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and lost)
