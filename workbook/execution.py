@@ -13,8 +13,8 @@ from lmcore.stopping import STOP_SECONDS, StopEvent, ended_by
 from workbook.notebook import code_cells, execution_fault, heading_above, read_notebook
 from workbook.record import NotebookRecord, write_record
 
-SAVING_SHARE = 0.05
-"""Saving the notebook takes no more than this part of the time."""
+AUTOSAVE_SECONDS = 30
+"""While a cell runs, the notebook is saved so often."""
 
 
 def execute(
@@ -22,8 +22,8 @@ def execute(
 ) -> None:
     """Executes one notebook into out/notebooks with the record's parameters, and checks it.
 
-    `record` says how it ended, and is on disk all the while. The executed notebook is saved as it goes, so that it
-    also keeps a run that failed, was stopped or was killed. A signal in `stop` ends it: `lmcore.stopping`.
+    `record` says how it ended, and is on disk all the while. The executed notebook is saved before each cell, so that
+    it also keeps a run that failed, was stopped or was killed. A signal in `stop` ends it: `lmcore.stopping`.
     """
     from lmcore.provenance import COMMAND, command_line, environment, shown
 
@@ -71,32 +71,27 @@ def _run(
             with atomic_write(path, "w") as file:
                 file.write(text)
 
-    class SavedSparingly(NBClientEngine):
-        """Saves the notebook around cells and at outputs, unless it did a moment ago: of a long notebook with figures
-        that takes longer than most of its cells."""
+    class SavedBeforeCells(NBClientEngine):
+        """Saves the notebook before each code cell and every half minute, not twice for each cell of any kind: of a
+        long notebook with figures that took longer than most of its cells."""
 
         @classmethod
         def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **options: Any) -> None:
-            save, due = nb_man.save, 0.0
-
-            def save_if_due(**_: object) -> None:
-                nonlocal due
-                if (begin := time.monotonic()) >= due:
-                    save()
-                    due = begin + (time.monotonic() - begin) / SAVING_SHARE
+            save = nb_man.save
 
             def begin_cell(**_: object) -> None:
                 if stop.is_set():
                     raise InterruptedError
+                save()
 
-            nb_man.save = nb_man.autosave_cell = save_if_due
+            nb_man.save = lambda: (nb_man.now() - nb_man.last_save_time).seconds < AUTOSAVE_SECONDS or save()
             try:
                 super().execute_managed_notebook(nb_man, kernel_name, on_cell_execute=begin_cell, **options)
             finally:
                 nb_man.save = save
 
     papermill_io.register(str(target), WholeOrNot())
-    papermill_engines.register(SavedSparingly.__name__, SavedSparingly)
+    papermill_engines.register(SavedBeforeCells.__name__, SavedBeforeCells)
     try:
         with _kernel(variables) as manager:
             papermill.execute_notebook(
@@ -108,7 +103,7 @@ def _run(
                 language="python",
                 cwd=source.parent,
                 coalesce_streams=True,  # what a cell prints reaches the writeup in one piece
-                engine_name=SavedSparingly.__name__,
+                engine_name=SavedBeforeCells.__name__,
             )
     except Exception as error:
         ended = stop.is_set() or isinstance(error, PapermillException | RuntimeError)  # RuntimeError: the kernel died
