@@ -198,7 +198,7 @@ def highlights() -> str:
             f"forward passes of {of_sizes}",
         },
         {
-            "what": "training runs killed, corrupted or out of disk and memory",
+            "what": "runs killed, damaged or out of disk; hostile files",
             "lmcore": f"{faults['lost']} lost",
             "compared with": "{tried} faults: {survived} survived, {refused} ended in a clear error".format(**faults),
         },
