@@ -1,5 +1,6 @@
 """Decoding: the key-value cache, the loop that samples one token after another, and texts (CSE599-O A1 section 6)."""
 
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ FUSED = "lmcore.fast.generation:fused_generate"
 
 
 class KVCache:
-    """Keys and values of one layer, for rows of different lengths (implements `lmcore.model.Cache`).
+    """Keys and values of one layer, for rows of different lengths.
 
     Slot s of a row holds its position s, so that rows need no padding between them: a row writes where it stands, and
     the mask lets a query see the slots up to its own position. Memory for `num_slots` positions is taken at the first
@@ -187,29 +188,6 @@ def _checked(index: int, prompt: Sequence[int], model: TransformerLM, eot_id: in
     return ids
 
 
-class TextStream:
-    """Turns tokens into text as they come. A token may end in the middle of a character: its bytes wait for the rest.
-
-    The pieces join to what `tokenizer.decode` makes of all tokens at once.
-    """
-
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
-        self.waiting: list[int] = []
-
-    def push(self, token: int) -> str:
-        """Text that is complete with this token; empty while a character is not."""
-        self.waiting.append(token)
-        # decoding ends in the replacement character U+FFFD where the last character is broken off
-        whole = not self.tokenizer.decode(self.waiting).endswith("\N{REPLACEMENT CHARACTER}")
-        return self.flush() if whole else ""
-
-    def flush(self) -> str:
-        """What is left at the end, with U+FFFD for bytes that never became a character."""
-        text, self.waiting = self.tokenizer.decode(self.waiting), []
-        return text
-
-
 def generate_text(
     model: TransformerLM,
     tokenizer: Tokenizer,
@@ -232,17 +210,18 @@ def generate_text(
         "use the tokenizer that the model was trained with.",
     )
     prompt_ids = [tokenizer.encode(prompt) or [tokenizer.eot_id] for prompt in prompts]
-    streams = [TextStream(tokenizer) for _ in prompts]
+    # a token may end in the middle of a character: its bytes wait for the rest
+    decoders = [getincrementaldecoder("utf-8")("replace") for _ in prompts]
 
-    def emit(row: int, piece: str) -> None:
-        if stream is not None and piece:
+    def emit(row: int, data: bytes, final: bool = False) -> None:
+        if stream is not None and (piece := decoders[row].decode(data, final)):
             stream(row, piece)
 
     eot_id = tokenizer.eot_id if stop_at_end_of_text else None
-    on_token = None if stream is None else lambda row, token: emit(row, streams[row].push(token))
+    on_token = None if stream is None else lambda row, token: emit(row, tokenizer.decode_bytes([token]))
     outputs = generate(model, prompt_ids, config, eot_id, on_token, num_ids=tokenizer.vocab_size)
-    for row, rest in enumerate(streams):
-        emit(row, rest.flush())
+    for row in range(len(prompts)):
+        emit(row, b"", final=True)
     return [
         Generation(
             prompt=prompt,

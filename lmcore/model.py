@@ -7,7 +7,7 @@ Shape letters in comments: B batch, T positions, H heads, D d_model, K head size
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -25,15 +25,6 @@ ATTENTION_KERNELS = {
 }
 """Causal attention (..., heads, seq, d_k) that never materializes the scores (Dao et al. 2022), by the name in
 `ModelConfig.attention`: module and function, imported when a layer first asks."""
-
-
-@runtime_checkable
-class Cache(Protocol):
-    """What attention needs of a key-value cache (see `lmcore.generate.KVCache`): one entry per layer."""
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds (B, H, T, K) keys and values of new positions; returns those of all positions so far."""
-        ...
 
 
 def truncated_normal(*shape: int, std: float, device=None, dtype=None) -> nn.Parameter:
@@ -56,9 +47,6 @@ class Linear(nn.Module):
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
         return x @ self.weight.T
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
-
 
 class Embedding(nn.Module):
     """Looks up a vector for each token id (section 3.4.3). `weight` has shape (num_embeddings, embedding_dim)."""
@@ -69,9 +57,6 @@ class Embedding(nn.Module):
 
     def forward(self, token_ids: Int[Tensor, "..."]) -> Float[Tensor, "... embedding_dim"]:
         return self.weight[token_ids]
-
-    def extra_repr(self) -> str:
-        return f"num_embeddings={self.weight.shape[0]}, embedding_dim={self.weight.shape[1]}"
 
 
 class RMSNorm(nn.Module):
@@ -89,9 +74,6 @@ class RMSNorm(nn.Module):
         wide = at_least_float32(x)
         rms = torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
         return (wide / rms * self.weight).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"d_model={self.weight.shape[0]}, eps={self.eps}"
 
 
 class SwiGLU(nn.Module):
@@ -193,11 +175,13 @@ class CausalMultiHeadSelfAttention(nn.Module):
         x: Float[Tensor, "... seq d_model"],
         token_positions: Int[Tensor, "... seq"] | None = None,
         mask: Bool[Tensor, "... seq keys"] | None = None,
-        cache: Cache | None = None,
+        cache: Any = None,
     ) -> Float[Tensor, "... seq d_model"]:
         """Attends within `x`, or within `cache` and `x`. `mask` defaults to the causal one, positions to 0, 1, …
 
-        A mask is (seq, keys), or has the leading dimensions of `x` and then serves every head alike.
+        A mask is (seq, keys), or has the leading dimensions of `x` and then serves every head alike. A cache has
+        `append(k, v)`, which adds (B, H, T, K) keys and values of new positions and returns those of all positions so
+        far: see `lmcore.generate.KVCache`.
         """
         q, k, v = (
             rearrange(proj(x), "... seq (heads d_k) -> ... heads seq d_k", heads=self.num_heads)
@@ -252,7 +236,7 @@ class TransformerBlock(nn.Module):
         x: Float[Tensor, "batch seq d_model"],
         token_positions: Int[Tensor, "... seq"] | None = None,
         mask: Bool[Tensor, "... seq keys"] | None = None,
-        cache: Cache | None = None,
+        cache: Any = None,
     ) -> Float[Tensor, "batch seq d_model"]:
         def attend(y: Tensor) -> Tensor:
             return dropout(self.attn(y, token_positions, mask, cache), self.dropout, self.training)
@@ -321,7 +305,7 @@ class TransformerLM(nn.Module):
         token_ids: Int[Tensor, "batch seq"],
         token_positions: Int[Tensor, "... seq"] | None = None,
         mask: Bool[Tensor, "... seq keys"] | None = None,
-        cache: "list[Cache] | None" = None,
+        cache: Sequence[Any] | None = None,
     ) -> Float[Tensor, "batch seq vocab"]:
         """Logits of the next token at every position.
 
@@ -339,8 +323,7 @@ class TransformerLM(nn.Module):
         if cache is None and self.config.checkpoint_every is not None and torch.is_grad_enabled():
             x = checkpointed(self.layers, self.config.checkpoint_every, x, token_positions, mask)
         else:
-            caches: Sequence[Cache | None] = cache or [None] * len(self.layers)
-            for layer, layer_cache in zip(self.layers, caches, strict=True):
+            for layer, layer_cache in zip(self.layers, cache or [None] * len(self.layers), strict=True):
                 x = layer(x, token_positions, mask, layer_cache)
         return self.lm_head(self.ln_final(x) if self.config.norm == "pre" else x)
 

@@ -18,6 +18,7 @@ import torch
 from filelock import FileLock
 from parallel_runs import forks, small_config
 from safetensors.torch import load_file
+from tokenizer_reference import BYTES
 
 from lmcore.alone import ALONE, Alone
 from lmcore.checkpoint import read_weights, save_checkpoint, save_weights
@@ -32,12 +33,8 @@ from lmcore.profiling.runner import run_cases
 from lmcore.profiling.timing import measure
 from lmcore.profiling.workload import WorkloadConfig
 from lmcore.run import RunFolder
-from lmcore.text import END_OF_TEXT
-from lmcore.tokenizer import Tokenizer
 from lmcore.train import train
 from workbook.record import holding
-
-BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
 
 
 @pytest.mark.parametrize(

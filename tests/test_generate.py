@@ -4,31 +4,17 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from tokenizer_reference import BYTES
 
 from lmcore.config import GenerateConfig, ModelConfig, replace
 from lmcore.device import autocast
 from lmcore.errors import UserError
-from lmcore.generate import TextStream, generate, generate_text
+from lmcore.generate import generate, generate_text
 from lmcore.model import TransformerLM
 from lmcore.sampling import sample_next
 
-EOT = 256
+EOT = BYTES.eot_id
 CONTEXT = 12
-
-
-class ByteTokenizer:
-    """One token per byte, and <|endoftext|>: the smallest tokenizer that can break a character in two."""
-
-    vocab_size, eot_id = 257, EOT
-
-    def encode(self, text: str) -> list[int]:
-        parts = text.split("<|endoftext|>")
-        return [token for part in parts for token in [EOT, *part.encode()]][1:]
-
-    def decode(self, ids: list[int]) -> str:
-        return b"".join(b"<|endoftext|>" if i == EOT else bytes([i]) for i in ids).decode(errors="replace")
 
 
 def build(seed: int = 0, **changes) -> TransformerLM:
@@ -160,20 +146,20 @@ def test_prompts_that_cannot_be_continued(model):
 # ---------------------------------------------------------------------------------------------- text
 
 
-@given(st.text(alphabet=st.sampled_from("aé€😀\ufffd\n "), max_size=20), st.binary(max_size=12))
-def test_streamed_pieces_are_whole_characters_and_join_to_the_text(text, noise):
-    tokenizer = ByteTokenizer()
-    ids = [*text.encode(), *noise, *text.encode()]
-    stream = TextStream(tokenizer)
-    pieces = [stream.push(token) for token in ids] + [stream.flush()]
-    assert "".join(pieces) == tokenizer.decode(ids)
-    if not noise and "\ufffd" not in text:
-        assert not any("\ufffd" in piece for piece in pieces)
-    assert [stream.push(token) for token in "a😀b".encode()] == ["a", "", "", "", "😀", "b"]
+@pytest.mark.parametrize("data", ["aé€😀\ufffd\n b".encode(), b"a\xf0\x9f\x98a\xff\xe2\x82"], ids=["text", "noise"])
+def test_streamed_pieces_are_whole_characters_and_join_to_the_text(monkeypatch, data):
+    """A character comes with the last of its tokens; bytes that are none become U+FFFD, at the latest at the end."""
+    model, left, pieces = build(context_length=32), iter(data), []
+    monkeypatch.setattr("lmcore.generate.sample_next", lambda *_: torch.tensor([next(left)]))
+    config = GenerateConfig(max_new_tokens=len(data))
+    (made,) = generate_text(model, BYTES, ["x"], config, stream=lambda _, piece: pieces.append(piece))
+    assert "".join(pieces) == made.text == data.decode(errors="replace")
+    if data[-1] == ord("b"):
+        assert pieces == list(data.decode())
 
 
 def test_generate_text_says_what_was_made_and_why_it_stopped():
-    config, tokenizer, pieces = GenerateConfig(max_new_tokens=4), ByteTokenizer(), []
+    config, tokenizer, pieces = GenerateConfig(max_new_tokens=4), BYTES, []
     (ended,) = generate_text(always(EOT), tokenizer, ["hi"], config)
     assert (ended.prompt, ended.text, ended.ids, ended.stop) == ("hi", "", [], "end_of_text")
     (full,) = generate_text(always(65), tokenizer, ["hi"], config)
@@ -187,11 +173,11 @@ def test_generate_text_says_what_was_made_and_why_it_stopped():
 def test_padding_of_the_vocabulary_is_never_sampled():
     padded = always(299, vocab_size=300)
     assert generate(padded, [[1]], GenerateConfig(max_new_tokens=3)) == [[299] * 3]
-    (row,) = generate_text(padded, ByteTokenizer(), ["a"], GenerateConfig(max_new_tokens=30), stop_at_end_of_text=False)
+    (row,) = generate_text(padded, BYTES, ["a"], GenerateConfig(max_new_tokens=30), stop_at_end_of_text=False)
     assert len(row.ids) == 30
     assert max(row.ids) <= EOT
     with pytest.raises(UserError, match="The tokenizer has 257 tokens, the model knows 200"):
-        generate_text(build(vocab_size=200), ByteTokenizer(), ["a"])
+        generate_text(build(vocab_size=200), BYTES, ["a"])
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from parallel_runs import small_config
+from tokenizer_reference import BYTES
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import lmcore
@@ -26,14 +27,12 @@ from lmcore.profiling.memory.snapshot import read_snapshot
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.torch_trace import read_torch_trace
 from lmcore.run import RunFolder
-from lmcore.text import END_OF_TEXT, read_text
+from lmcore.text import read_text
 from lmcore.tokenizer import Tokenizer
 from lmcore.tokenizer.files import find_files, read_merges
 from lmcore.train import train
 from workbook.jobs.site import load_site
 from workbook.parameters import read_mapping
-
-BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
 
 
 class Harm:

@@ -6,6 +6,11 @@ from itertools import pairwise
 
 import regex
 
+from lmcore.tokenizer import END_OF_TEXT, Tokenizer
+
+BYTES = Tokenizer({i: bytes([i]) for i in range(256)} | {256: END_OF_TEXT.encode()}, [], [END_OF_TEXT])
+"""One token per byte, and <|endoftext|>: the smallest tokenizer, which breaks characters in two."""
+
 PUBLISHED_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """GPT-2's pattern as published with the model (openai/gpt-2, src/encoder.py)."""
 

@@ -197,7 +197,7 @@ class FusedDecoder:
 
 
 class _Slots:
-    """Takes the keys and values of a prompt from the plain model (`lmcore.model.Cache`) into the static cache."""
+    """Takes the keys and values of a prompt from the plain model into the static cache."""
 
     def __init__(self, rows: Int[Tensor, "rows"], keys: Tensor, values: Tensor):
         self.rows, self.keys, self.values = rows, keys, values
