@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -74,6 +75,14 @@ def same_signal_handlers():
     for number, handler in before.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def own_gpu_memory(request):
+    """A test on a GPU begins without the tensors of those before it: what is in a cycle waits for the collector."""
+    if request.node.get_closest_marker("gpu"):
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,8 @@ def use_all_channels() -> None:
 @contextlib.contextmanager
 def registered_memory(group: Group = None) -> Iterator[None]:
     """Inside, new tensors lie in memory that the group's NCCL knows: it writes a message where it belongs, without a
-    buffer on the way (user buffer registration, in NCCL's user guide). With gloo it does nothing.
+    buffer on the way (user buffer registration, in NCCL's user guide). With gloo, and on a GPU to which NCCL's
+    allocator gives no memory (a single one without NVLink multicast, say), it does nothing.
 
     All ranks of the group must enter it. Use the tensors inside only, and delete them there, so that their memory is
     free again. Until then PyTorch does not reuse what a message went through: give a ring its `buffer`.
@@ -47,6 +48,9 @@ def registered_memory(group: Group = None) -> Iterator[None]:
     device = torch.device("cuda", torch.cuda.current_device())
     dist.all_reduce(torch.zeros(1, device=device), group=group)  # makes the group's communicator
     backend = (group or dist.group.WORLD)._get_backend(device)
+    if not backend.supports_tensor_alloc(device):
+        yield
+        return
     pool = torch.cuda.MemPool(backend.mem_allocator)
     backend.register_mem_pool(pool)
     try:
