@@ -145,25 +145,18 @@ def with_seeds(runs: Mapping[str, TrainConfig], seeds: Sequence[int]) -> dict[st
 
 
 def batch_size_runs(
-    base: TrainConfig,
-    batch_sizes: Sequence[int],
-    tokens: int,
-    factors: Sequence[float] = (1.0,),
-    max_steps: int | None = None,
+    base: TrainConfig, batch_sizes: Sequence[int], tokens: int, max_steps: int | None = None
 ) -> dict[str, TrainConfig]:
     """`base` with each batch size on the same number of tokens (problem *batch_size_experiment*).
 
     Below the base's batch size the learning rate shrinks with its square root, which keeps the noise of Adam's updates
-    alike (Malladi et al. 2022); each of `factors` multiplies it once. A run has `max_steps` at most: a smaller batch
-    then sees fewer tokens.
+    alike (Malladi et al. 2022). A run has `max_steps` at most: a smaller batch then sees fewer tokens.
     """
     runs = {}
     for batch_size in batch_sizes:
         steps = min(max(1, tokens // (batch_size * base.model.context_length)), max_steps or tokens)
         scale = min(1.0, math.sqrt(batch_size / base.batch_size))
-        for factor in factors:
-            rate = float(f"{base.optimizer.learning_rate * scale * factor:.4g}")
-            name = f"batch_{batch_size}" if len(factors) == 1 else f"batch_{batch_size}_lr_{rate:g}"
-            config = replace(base, batch_size=batch_size, optimizer__learning_rate=rate)
-            runs[name] = with_steps(config, steps)
+        rate = float(f"{base.optimizer.learning_rate * scale:.4g}")
+        config = replace(base, batch_size=batch_size, optimizer__learning_rate=rate)
+        runs[f"batch_{batch_size}"] = with_steps(config, steps)
     return runs

@@ -87,17 +87,13 @@ class RunFolder:
             remove(left)
         starts = self.starts()
         if self.config_file.exists():
-            self.require_same(config, environment.get("data_fingerprint"))
+            differences = self.differences(config, environment.get("data_fingerprint"))
+            other = f"The run folder {self.path} was made with other settings: {differences}"
+            require(not differences, f"{other}; choose another folder, or remove this one.")
         else:
             write_json(self.config_file, to_dict(config))
         write_json(self.environment_file, [*starts, environment | {"config": to_dict(config)}])
         return self.result() if is_complete(self) else None
-
-    def require_same(self, config: TrainConfig, data_fingerprint: str | None) -> None:
-        """Raises `UserError` unless the folder was made with this configuration and this data."""
-        differences = self.differences(config, data_fingerprint)
-        other = f"The run folder {self.path} was made with other settings: {differences}"
-        require(not differences, f"{other}; choose another folder, or remove this one.")
 
     def differences(self, config: TrainConfig, data_fingerprint: str | None) -> str:
         """In words, the fields in which `config` or the data differ from those that made this folder."""

@@ -40,10 +40,8 @@ def test_studies_change_one_thing():
     assert [config.steps for config in sizes.values()] == [1280, 40, 10]
     rates = [config.optimizer.learning_rate / base.optimizer.learning_rate for config in sizes.values()]
     assert rates == pytest.approx([math.sqrt(1 / 32), 1, 1], rel=1e-3)
-    more = batch_size_runs(base, [1, 512], tokens=256 * 1280, factors=[0.5, 1], max_steps=1000)
-    assert list(more) == ["batch_1_lr_8.839e-05", "batch_1_lr_0.0001768", "batch_512_lr_0.0005", "batch_512_lr_0.001"]
-    assert [config.steps for config in more.values()] == [1000, 1000, 2, 2]
-    assert [config.optimizer.learning_rate for config in more.values()] == [8.839e-5, 1.768e-4, 5e-4, 1e-3]
+    few = batch_size_runs(base, [1, 512], tokens=256 * 1280, max_steps=1000)
+    assert [(name, config.steps) for name, config in few.items()] == [("batch_1", 1000), ("batch_512", 2)]
     repeated = with_seeds(runs, [0, 3])
     assert list(repeated) == ["lr_0.0001", "lr_0.0001_seed_3", "lr_0.1", "lr_0.1_seed_3"]
     assert replace(repeated["lr_0.1_seed_3"], seed=0) == repeated["lr_0.1"] == runs["lr_0.1"]
