@@ -8,7 +8,7 @@ import pytest
 
 from lmcore.config import TrainConfig, replace
 from lmcore.errors import UserError
-from lmcore.run import RunFolder, flatten
+from lmcore.run import RunFolder
 
 
 def line(step: int) -> dict:
@@ -42,13 +42,6 @@ def test_a_damaged_line_in_the_middle_is_named(run, damaged):
     run.metrics_file.write_text(f"{json.dumps(line(1))}\n{damaged}\n{json.dumps(line(3))}\n")
     with pytest.raises(UserError, match=r"metrics\.jsonl line 2 is damaged"):
         run.metrics_lines()
-
-
-def test_a_status_can_be_read(run):
-    assert run.status() == {"state": "new", "step": 0}
-    assert not run.is_busy()
-    run.write_status("complete", 12, valid_loss=2.25, folder=Path("x"))
-    assert (run.status()["valid_loss"], run.last_known()) == (2.25, ("complete", 12))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +116,3 @@ def test_checkpoints_come_newest_first(run):
     for step in (9, 100, 10):
         run.checkpoint_file(step).touch()
     assert [path.name for path in run.checkpoints()] == ["step_00000100.pt", "step_00000010.pt", "step_00000009.pt"]
-
-
-def test_flatten():
-    assert flatten({"a": {"b": (1, 2), "c": {"d": 3}}, "e": 4}) == {"a.b": [1, 2], "a.c.d": 3, "e": 4}

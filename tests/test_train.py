@@ -407,15 +407,6 @@ def test_the_committed_figures_of_the_fault_suite_lost_nothing():
 # ------------------------------------------------------------------------------------------------ plain and fused steps
 
 
-def test_fused_training_is_plain_training(tmp_path, covered):
-    config = replace(covered, optimizer__max_grad_norm=0.5)
-    plain, fused = RunFolder(tmp_path / "plain"), RunFolder(tmp_path / "fused")
-    train(config, plain)
-    train(fast(config), fused)
-    for one, other in zip(lines(plain), lines(fused), strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
-
-
 def test_training_with_updates_due_is_training_without(tmp_path, covered, request):
     """Also what a checkpoint at step 5 holds, on which nothing else falls, and what an interrupted run saves there."""
     config = fast(replace(covered, keep_checkpoints=3))
