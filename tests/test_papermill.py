@@ -68,10 +68,11 @@ def test_on_a_gpu_settings_are_the_handouts():
 
 
 def test_a_value_of_another_type_is_refused():
-    for pair in ("model_size=3", "compare_gpt2=1", "corpora=[1]", "batch_size=true"):
-        words = f"^Parameter '{pair.partition('=')[0]}' of notebook 01_build must be of type"
+    wrong = {"vocab_size=true": "01_build", "other_data=3": "01_build", "compiled=1": "07_kernels"}
+    for pair, notebook in (wrong | {"leaderboard=[1]": "09_distributed"}).items():
+        words = f"^Parameter '{pair.partition('=')[0]}' of notebook {notebook} must be of type"
         with pytest.raises(UserError, match=words):
-            resolve_parameters(ROOT, find_notebooks(ROOT, ["01"]), "smoke", parse_overrides([pair]), {})
+            resolve_parameters(ROOT, find_notebooks(ROOT, [notebook]), "smoke", parse_overrides([pair]), {})
 
 
 def test_data_without_text_are_refused(tmp_path):
