@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from lmcore.config import ModelConfig, TrainConfig
+from lmcore.config import ModelConfig
 
 ADAMW_FLOPS = {"first moment": 3, "second moment": 4, "update": 5, "weight decay": 2}
 """Operations per parameter of the lines of Algorithm 1; products of scalars alone are done once and not counted.
@@ -156,45 +156,28 @@ def adamw_memory(
     }
 
 
-def least_training_bytes(config: TrainConfig) -> int:
-    """Bytes below which no training step of this configuration fits: `least_step_bytes`."""
-    c = config
-    return least_step_bytes(
-        c.model, c.batch_size, "train_step", c.precision, c.optimizer.name, c.steps, c.ops, c.compile
-    )
-
-
-def least_step_bytes(
-    config: ModelConfig,
-    batch_size: int,
-    mode: str = "train_step",
-    precision: str = "fp32",
-    optimizer: str = "adamw",
-    steps: int = 2,
-    ops: str = "plain",
-    compiled: bool = False,
-) -> int:
-    """Bytes below which `steps` steps of these passes (those of a `WorkloadConfig`) fit nowhere: they take more.
+def least_step_bytes(config: Any, mode: str = "train_step") -> int:
+    """Bytes below which the steps of a `TrainConfig` fit nowhere, or those of a `WorkloadConfig` in this mode.
 
     A forward pass: the float32 weights. With a backward pass also the larger of two moments: before it, the activations
     of `activation_counts` in the precision of the matmuls; after it, the gradients, which a fused step has all the
     time. A training step adds the optimizer's moments, before the backward pass from the second step on. Not counted:
     elementwise results in a fused or compiled step, scores that a kernel spares, activations that are checkpointed.
     """
-    weights = 4 * num_parameters(config)
+    weights, fused = 4 * num_parameters(config.model), config.ops == "fused"
     if mode == "forward":
         return weights
-    moments = LEAST_MOMENTS[optimizer] * weights if mode == "train_step" else 0
-    saved = activation_counts(config, batch_size)
-    if config.attention != "plain":
+    moments = LEAST_MOMENTS[config.optimizer.name] * weights if mode == "train_step" else 0
+    saved = activation_counts(config.model, config.batch_size)
+    if config.model.attention != "plain":
         del saved["scores"], saved["softmax"]
-    if ops == "fused" or compiled:
+    if fused or config.compile:
         outputs = saved["weighted_sum"]  # as many values as the blocks put out
         hidden = (saved["ffn"] - outputs) // 2
         saved = {"qkv_proj": saved["qkv_proj"], "attention": outputs, "hidden": hidden, "outputs": outputs}
-    least = 0 if config.checkpoint_every is not None else sum(saved.values())
-    before_backward = weights + (2 if precision in ("bf16", "fp16") else 4) * least
-    before_backward += (moments if steps > 1 else 0) + (weights if ops == "fused" else 0)
+    least = 0 if config.model.checkpoint_every is not None else sum(saved.values())
+    before_backward = weights + (2 if config.precision in ("bf16", "fp16") else 4) * least
+    before_backward += (moments if config.steps > 1 else 0) + (weights if fused else 0)
     return max(before_backward, 2 * weights + moments)
 
 

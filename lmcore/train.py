@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lmcore.accounting import least_training_bytes, num_parameters
+from lmcore.accounting import least_step_bytes, num_parameters
 from lmcore.alone import ALONE, OneRank
 from lmcore.checkpoint import SHARDED, read_checkpoint, save_checkpoint, save_weights
 from lmcore.config import TrainConfig, named, replace, to_dict
@@ -129,7 +129,7 @@ def lack_of_memory(config: TrainConfig, device: torch.device, ranks: OneRank) ->
     reason = None
     if ranks.size == 1 or config.strategy in ("ddp", "torch-ddp"):
         rows, parameters = config.batch_size // ranks.size, num_parameters(config.model)
-        reason = too_large("Training", least_training_bytes(replace(config, batch_size=rows)), parameters, rows, device)
+        reason = too_large("Training", least_step_bytes(replace(config, batch_size=rows)), parameters, rows, device)
     return next(filter(None, ranks.gather(reason)), None)
 
 

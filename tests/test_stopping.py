@@ -260,9 +260,9 @@ def test_what_cannot_fit_is_refused_before_it_is_built(tmp_path, config, monkeyp
     assert cli.main(["train", "--run", str(tmp_path / "run"), *options]) == EXIT_OUT_OF_MEMORY
     reason = RunFolder(tmp_path / "run").status()["reason"]
     assert reason in capsys.readouterr().out
-    model = replace(config.model, num_layers=10**9)
-    assert reason.startswith(f"Training needs at least {least_step_bytes(model, 1) / 1e9:,.1f} GB for ")
-    assert f"GB for {num_parameters(model):,} parameters and 1 sequences a batch; CPU has" in reason
+    large = replace(config, model__num_layers=10**9)
+    assert reason.startswith(f"Training needs at least {least_step_bytes(large) / 1e9:,.1f} GB for ")
+    assert f"GB for {num_parameters(large.model):,} parameters and 1 sequences a batch; CPU has" in reason
     for mode, words in (("forward", "forward pass"), ("train_step", "training step")):
         case = workload_config("smoke", 8, vocab_size=32, device="cpu", mode=mode, num_layers=10**9)
         with pytest.raises(MemoryError, match=f"A {words} needs at least"):

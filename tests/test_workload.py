@@ -94,6 +94,6 @@ def test_nothing_that_fits_is_refused(mode, precision, switches, shape):
     """The least by arithmetic is never more than a step takes: of many activations, and of as many weights."""
     way = {"vocab_size": 50, "num_layers": 2, "device": "cpu", "mode": mode, "precision": precision} | switches
     config = workload_config("smoke", **shape, **way)
-    least = least_step_bytes(config.model, config.batch_size, mode, precision)
+    least = least_step_bytes(config, mode)
     measured = profile_memory_without_snapshot(config, None)["peak_bytes"]
     assert measured / 10 < least <= measured  # it also refuses what is far too large

@@ -16,10 +16,7 @@ def least_bytes(config: WorkloadConfig, shared_by: int | None = None) -> int:
     With `shared_by`, so many ranks divide the state or parts of it. Gradients then do not count: some ways reduce them
     one by one.
     """
-    whole = least_step_bytes(
-        config.model, config.batch_size, config.mode, config.precision, config.optimizer.name,
-        config.warmup_steps + config.steps, config.ops, config.compile,
-    )  # fmt: skip
+    whole = least_step_bytes(replace(config, steps=config.warmup_steps + config.steps), config.mode)
     parameters = num_parameters(config.model)
     return whole if shared_by is None else whole - 16 * parameters + 12 * parameters // shared_by
 
