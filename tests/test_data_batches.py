@@ -53,7 +53,7 @@ def test_get_batch_as_the_course_tests_it():
 
 def test_data_that_hold_no_window():
     for x, sentence in (
-        (np.arange(5), "A context of 5 tokens needs at least 6, but tiny has only 5"),
+        (np.arange(5), "A context of 5 tokens needs 6, but tiny has only 5"),
         (np.zeros((3, 9), dtype=np.int64), "one-dimensional"),
         (np.zeros(9), "integers"),
     ):

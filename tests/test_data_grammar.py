@@ -7,7 +7,7 @@ from itertools import islice, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcore.data.grammar import PRONOUNS, RULES, STORIES, Grammar, log_probability, sample_stories, stories
+from lmcore.data.grammar import PRONOUNS, RULES, STORIES, Grammar, log_probability, stories
 
 
 def expansions(rules, symbol="story"):
@@ -74,11 +74,10 @@ def test_sub_grammars_are_unambiguous_and_exact(chooser):
         assert math.isclose(grammar.log_probability(text), math.log(p), rel_tol=1e-9)
 
 
-def test_each_sampled_story_has_one_derivation_of_its_probability():
-    for story, expected in islice(sample_stories(seed=3), 200):
+def test_each_sampled_story_has_one_derivation():
+    for story in islice(stories(seed=3), 200):
         (derivation,) = STORIES.log_probabilities(story)
-        assert math.isclose(derivation, expected, rel_tol=1e-9)
-        assert math.isclose(log_probability(story), expected, rel_tol=1e-9)
+        assert math.isclose(log_probability(story), derivation, rel_tol=1e-9)
         assert len(set(re.findall(r"\w+", story)) & PRONOUNS.keys()) == 1  # one hero
         for other in (story + " And then?", story[:-1], story.replace("e", "x")):
             assert log_probability(other) == -math.inf
@@ -86,14 +85,14 @@ def test_each_sampled_story_has_one_derivation_of_its_probability():
 
 def test_an_ambiguous_grammar_is_noticed():
     """The check above can fail: two derivations give two values, and the text has the probability of both."""
-    grammar = Grammar({"s": {"{a}{a}": 1}, "a": {"x": 1, "xx": 1}}, "s")
+    grammar = Grammar({"s": {"{a}{a}": 1}, "a": {"x": 1, "xx": 1}}, "s", {})
     assert len(list(grammar.log_probabilities("xxx"))) == 2
     assert math.isclose(grammar.log_probability("xxx"), math.log(0.5))
 
 
 def test_entropy_of_recursion_in_closed_form():
     """A geometric number of coins: H(stop)/p for the length plus E[length] coins."""
-    grammar = Grammar({"s": {"{coin}": 1, "{coin}{s}": 3}, "coin": {"h": 1, "t": 1}}, "s")
+    grammar = Grammar({"s": {"{coin}": 1, "{coin}{s}": 3}, "coin": {"h": 1, "t": 1}}, "s", {})
     choice = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
     assert math.isclose(grammar.entropy(), 4 * (choice + math.log(2)))
 

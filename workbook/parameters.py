@@ -117,7 +117,7 @@ def locate(data: str) -> str:
     require_path("data", data)
     if data in ("embedded", *SOURCES):
         return data
-    there = is_prepared(data) or open_corpus(data).size("train") > 0
+    there = is_prepared(data) or open_corpus(data).size > 0
     require(there, f"The data {data} are empty: there is no text.")
     return str(Path(data).resolve())
 
@@ -151,7 +151,7 @@ def require_text(source: str, tokenizer: str, context_length: int, dev: bool = T
             found = len(list(islice(read_documents(corpus.train_files), least)))
             words = f"{source} needs at least {least} documents, with {END_OF_TEXT} between them, but has {found}."
             require(not dev or found == least, f"To choose settings on the last training documents, {words}")
-            if corpus.size("train") > LARGE_TEXT:
+            if corpus.size > LARGE_TEXT:
                 return
             data = prepare(source, tokenizer, folder / "data", progress=False)
         parts = {"training": data.train, "validation": data.valid}

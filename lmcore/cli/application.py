@@ -27,7 +27,7 @@ def application(arguments: Sequence[str]) -> SubcommandApp:
     base = training.starting_config(arguments[1:]) if arguments[:1] == ["train"] else TrainConfig()
     trained = (training.train_command(base), training.evaluate, training.generate)
     groups = {
-        "data": ("Prepare, download and look at corpora.", (data.prepare, data.download, data.info)),
+        "data": ("Prepare and look at corpora.", (data.prepare, data.info)),
         "tokenizer": ("Train a tokenizer; encode and decode with one.", (data.train, data.encode, data.decode)),
     }
     return commands((doctor.doctor, *trained, benchmark.benchmark, nsys.nsys, memory.memory), groups)

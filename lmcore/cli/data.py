@@ -23,7 +23,8 @@ def prepare(
     """Tokenize a corpus once, into a folder that `lmcore train --data` takes.
 
     Args:
-        source: embedded, tinystories, openwebtext, wikitext103, or a text file or folder, plain or .gz.
+        source: embedded; tinystories, openwebtext or wikitext103, downloaded from their official addresses, or from
+            the mirror of Hugging Face that the variable HF_ENDPOINT names; or a text file or folder, plain or .gz.
         out: Folder for the tokens.
         tokenizer: gpt2, bpe:10000 (trained here, with that many tokens), or a tokenizer's folder.
         settings: What is training and what is validation text.
@@ -35,20 +36,6 @@ def prepare(
     return 0
 
 
-def download(name: Annotated[str, tyro.conf.Positional], folder: Path = Path("data/downloads")) -> int:
-    """Download a corpus from its official address, or from the mirror that the variable HF_ENDPOINT names.
-
-    Args:
-        name: tinystories, openwebtext or wikitext103.
-        folder: Where downloads are kept.
-    """
-    from lmcore.data import download
-
-    for split, path in download(name, folder).items():
-        print(f"{split}: {path}")
-    return 0
-
-
 def info(folder: Annotated[Path, tyro.conf.Positional]) -> int:
     """Verify a prepared corpus and print its manifest.
 
@@ -57,8 +44,9 @@ def info(folder: Annotated[Path, tyro.conf.Positional]) -> int:
     """
     from lmcore.data import open_data
 
-    data = open_data(folder, verify=True)
-    print(json.dumps(data.manifest | {"fingerprint": data.fingerprint}, indent=2, ensure_ascii=False))
+    data = open_data(folder)
+    found = data.manifest | {"fingerprint": data.fingerprint, "end_of_text": data.tokenizer.eot_id}
+    print(json.dumps(found, indent=2, ensure_ascii=False))
     return 0
 
 
@@ -87,9 +75,9 @@ def encode(tokenizer: str = "gpt2", text: str | None = None) -> int:
         tokenizer: gpt2, or a tokenizer's folder.
         text: The text; by default, standard input.
     """
-    from lmcore.data import tokenizer_for
+    from lmcore.data import load_tokenizer
 
-    codec = tokenizer_for(tokenizer, "embedded")
+    codec = load_tokenizer(tokenizer)
     print(*codec.encode_iterable(utf8_text(sys.stdin if text is None else [text])))
     return 0
 
@@ -101,9 +89,9 @@ def decode(ids: Annotated[tuple[int, ...], tyro.conf.Positional], tokenizer: str
         ids: Token ids; by default, from standard input.
         tokenizer: gpt2, or a tokenizer's folder.
     """
-    from lmcore.data import tokenizer_for
+    from lmcore.data import load_tokenizer
 
-    codec, words = tokenizer_for(tokenizer, "embedded"), [] if ids else "".join(utf8_text(sys.stdin)).split()
+    codec, words = load_tokenizer(tokenizer), [] if ids else "".join(utf8_text(sys.stdin)).split()
     for word in words:
         require(word.isdecimal(), f"Token ids are whole numbers separated by spaces, not {word!r}.")
     print(codec.decode(ids or [int(word) for word in words]), file=text_output())

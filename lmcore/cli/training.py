@@ -125,7 +125,7 @@ def generate(
         device: auto, cpu, mps, cuda or cuda:N.
     """
     from lmcore.checkpoint import load_model
-    from lmcore.data import open_data, tokenizer_for
+    from lmcore.data import load_tokenizer, open_data
     from lmcore.device import select_device
     from lmcore.generate import generate_text
     from lmcore.run import RunFolder
@@ -133,7 +133,7 @@ def generate(
     prompt, folder = tuple(utf8_text(prompt)), RunFolder(run)
     require(run.is_dir(), f"{run} is not a run folder.")
     model = load_model(folder.best_weights, select_device(device)[0])
-    codec = tokenizer_for(tokenizer, "embedded") if tokenizer else open_data(folder.config().data).tokenizer
+    codec = load_tokenizer(tokenizer) if tokenizer else open_data(folder.config().data).tokenizer
     if len(prompt) > 1:
         for sample in generate_text(model, codec, prompt, settings):
             print(f"{sample.prompt}{sample.text}\n", file=text_output())

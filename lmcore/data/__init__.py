@@ -2,6 +2,5 @@
 # ruff: noqa: F401
 
 from lmcore.data.corpora import CorpusConfig, EmbeddedCorpus, TextCorpus, open_corpus
-from lmcore.data.downloads import download
 from lmcore.data.prepared import PreparedData, is_prepared, open_data, open_or_prepare, prepare
-from lmcore.data.tokenizers import load_gpt2, tokenizer_for
+from lmcore.data.tokenizers import load_gpt2, load_tokenizer

@@ -24,15 +24,10 @@ Batch = tuple[Int[Tensor, "batch_size context_length"], Int[Tensor, "batch_size 
 
 def require_context(x: np.ndarray, context_length: int, name: str = "the data") -> None:
     """Raises `UserError` unless `x` holds integers enough for one window: `context_length` inputs and one target."""
-    require(
-        x.ndim == 1 and np.issubdtype(x.dtype, np.integer),
-        f"Token ids must be a one-dimensional array of integers, but {name} has shape {x.shape} and dtype {x.dtype}.",
-    )
-    require(
-        len(x) > context_length,
-        f"A context of {context_length:,} tokens needs at least {context_length + 1:,}, but {name} has only "
-        f"{len(x):,}; use a longer corpus or a shorter context_length.",
-    )
+    integers = x.ndim == 1 and np.issubdtype(x.dtype, np.integer)
+    require(integers, f"{name} must be a one-dimensional array of integers, not {x.dtype} of shape {x.shape}.")
+    least = context_length + 1
+    require(len(x) >= least, f"A context of {context_length:,} tokens needs {least:,}, but {name} has only {len(x):,}.")
 
 
 def get_batch(

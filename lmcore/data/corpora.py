@@ -50,6 +50,7 @@ class EmbeddedCorpus:
     seed: int = 0
     num_documents: int = 20_000
     valid_fraction: float = 0.1
+    name: str = "embedded"
 
     def documents(self, split: str) -> Iterator[str]:
         """The documents of the split `train` or `valid`."""
@@ -60,7 +61,7 @@ class EmbeddedCorpus:
 
     def describe(self) -> dict[str, Any]:
         """What the manifest says of the source."""
-        return {"name": "embedded"} | asdict(self)
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -76,25 +77,23 @@ class TextCorpus:
         for path in self.train_files + self.valid_files:
             next(read_text(path), None)  # what is missing or no text is refused before anything is made
 
-    def size(self, split: str) -> int:
-        """Bytes on disk of the files of the split."""
-        return sum(path.stat().st_size for path in self.files(split))
-
-    def files(self, split: str) -> tuple[Path, ...]:
-        """The files that hold the split, maybe among other documents."""
-        return self.valid_files if split == "valid" and self.valid_files else self.train_files
+    @property
+    def size(self) -> int:
+        """Bytes on disk of the training files."""
+        return sum(path.stat().st_size for path in self.train_files)
 
     def documents(self, split: str) -> Iterator[str]:
         """The documents of the split `train` or `valid`, streamed from the files.
 
-        The only document of a file that is to be split is cut at the end of a line.
+        Where there is only one document to be split, it is cut.
         """
-        documents = read_documents(self.files(split))
         if self.valid_files:
-            return documents
+            return read_documents(self.valid_files if split == "valid" else self.train_files)
+        documents = read_documents(self.train_files)
         if self._num_documents == 1:
-            part = part_of_document(next(documents), split, self.valid_fraction)
-            return iter([part] if part else [])
+            text = next(documents)
+            cut = int(len(text) * (1 - self.valid_fraction))
+            return iter([text[:cut] if split == "train" else text[cut:]])
         held_out = min(self._num_documents - 1, max(1, round(self._num_documents * self.valid_fraction)))
         trained = self._num_documents - held_out
         return islice(documents, trained) if split == "train" else islice(documents, trained, None)
@@ -126,14 +125,6 @@ def describe_file(path: Path) -> dict[str, Any]:
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
-def part_of_document(text: str, split: str, valid_fraction: float) -> str:
-    """The part of a text before (`train`) or after (`valid`) the last end of a line, or space, ahead of the cut."""
-    cut = int(len(text) * (1 - valid_fraction))
-    near = max(0, cut - PIECE_CHARACTERS)
-    cut = text.rfind("\n", near, cut) + 1 or text.rfind(" ", near, cut) + 1 or cut
-    return (text[:cut] if split == "train" else text[cut:]).strip()
-
-
 def open_corpus(source: str | os.PathLike, config: CorpusConfig | None = None, *, progress: bool = True) -> Corpus:
     """The corpus that `source` names: `embedded`, a download (`tinystories`, `openwebtext`, `wikitext103`), or a path.
 
@@ -151,10 +142,7 @@ def open_corpus(source: str | os.PathLike, config: CorpusConfig | None = None, *
         files = download(str(source), config.download_folder, progress=progress)
         return TextCorpus(str(source), (files["train"],), chosen or (files["valid"],), config.valid_fraction)
     path = Path(source)
-    require(
-        path.exists(),
-        f"There is no file or folder {path}; name one, or one of the sources embedded, {', '.join(SOURCES)}.",
-    )
+    require(path.exists(), f"There is no file or folder {path}; named sources are embedded, {', '.join(SOURCES)}.")
     train, valid = split_files(path) if path.is_dir() else ((path,), ())
     return TextCorpus(path.name, train, chosen or valid, config.valid_fraction)
 
@@ -175,9 +163,7 @@ def split_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     for split, names in SPLIT_NAMES.items():
         exact = tuple(path for path in texts if stems[path] in names)
         found[split] = exact or tuple(path for path in texts if names & {*re.split(r"[^a-z0-9]+", stems[path])})
-        require(
-            len(found[split]) < 2,
-            f"{folder} has several files for the split {split!r} ({', '.join(path.name for path in found[split])}); "
-            "name the file that is meant instead of the folder, or keep one of them there.",
-        )
+        several = ", ".join(path.name for path in found[split])
+        words = f"{folder} has several files for the split {split!r} ({several}): name the file that is meant instead."
+        require(len(found[split]) < 2, words)
     return found["train"] or tuple(path for path in texts if path not in found["valid"]), found["valid"]

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lmcore.errors import UserError, require, why_not_written
+from lmcore.errors import UserError, why_not_written
 from lmcore.files import atomic_write
 from lmcore.text import END_OF_TEXT, read_text
 
@@ -44,20 +44,19 @@ WIKITEXT_UNKNOWN = 0.02
 TIMEOUT_S = 60
 
 
-def download(name: str, folder: str | os.PathLike = "data/downloads", *, progress: bool = True) -> dict[str, Path]:
+def download(name: str, folder: str | os.PathLike, *, progress: bool = True) -> dict[str, Path]:
     """Text files of the corpus `name` (a key of `SOURCES`) in `folder`, downloaded where missing: {split: path}.
 
-    Raises `UserError` for an unknown name, and if a file cannot be downloaded or written.
+    Raises `UserError` if a file cannot be downloaded or written.
     """
-    require(name in SOURCES, f"There is no corpus {name!r} to download; choose one of {', '.join(SOURCES)}.")
-    folder = Path(folder) / name
-    files = {split: [fetch(url, folder, progress=progress) for url in urls] for split, urls in SOURCES[name].items()}
-    if name == "wikitext103":
-        return {split: wikitext_as_text(paths, folder / f"{split}.txt") for split, paths in files.items()}
-    return {split: paths[0] for split, paths in files.items()}
+    folder, texts = Path(folder) / name, {}
+    for split, urls in SOURCES[name].items():
+        paths = [fetch(url, folder, progress=progress) for url in urls]
+        texts[split] = wikitext_as_text(paths, folder / f"{split}.txt") if name == "wikitext103" else paths[0]
+    return texts
 
 
-def fetch(url: str, folder: Path, *, sha256: str | None = None, progress: bool = True) -> Path:
+def fetch(url: str, folder: Path, sha256: str | None = None, *, progress: bool = True) -> Path:
     """The file of `url` in `folder`, downloaded unless it is there (with the checksum `sha256`, if one is known).
 
     The variable HF_ENDPOINT names a mirror of Hugging Face, as for its own library. Raises `UserError`.
@@ -71,33 +70,27 @@ def fetch(url: str, folder: Path, *, sha256: str | None = None, progress: bool =
         name = url.rpartition("/")[2]
         return Path(pooch.retrieve(address, known_hash=sha256, fname=name, path=folder, downloader=downloader))
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong checksum is a ValueError
-        raise UserError(
-            f"Cannot download {address} to {folder} ({why_not_written(error)}); check connection and disk, or name a "
-            "mirror in the environment variable HF_ENDPOINT."
-        ) from error
+        why = f"Cannot download {address} to {folder} ({why_not_written(error)})"
+        raise UserError(f"{why}; check connection and disk, or name a mirror in HF_ENDPOINT.") from error
 
 
 def wikitext_as_text(paths: list[Path], output: Path) -> Path:
     """WikiText's parquet files as one text with `<|endoftext|>` after each article; reused if it is there.
 
-    Needs pyarrow, the optional part `wikitext`; raises `UserError` without it, and for a file that is not parquet.
+    Raises `UserError` without pyarrow, the optional part `wikitext`, and for a file that is not parquet.
     """
     if output.exists():
         return output
+    import pandas
+
     try:
-        from pyarrow import ArrowException, parquet
+        lines = [line for path in paths for line in pandas.read_parquet(path, columns=["text"])["text"]]
     except ImportError:
-        raise UserError(
-            "WikiText-103 comes as parquet files, which need pyarrow: install it with pip install 'lmcore[wikitext]'."
-        ) from None
-    try:
-        lines = (line for path in paths for line in parquet.read_table(path, columns=["text"])["text"].to_pylist())
-        # the parquet form has empty strings for the blank lines of the original
-        text = b"".join([(line or " \n").encode() for line in lines])
-    except (ArrowException, KeyError) as error:
+        raise UserError("Parquet files, as which WikiText-103 comes, need pyarrow: pip install pyarrow.") from None
+    except (ValueError, OSError, KeyError) as error:
         raise UserError(f"A parquet file in {output.parent} is damaged ({error}); delete it and run again.") from error
-    with atomic_write(output) as file:
-        file.write(end_articles(text))
+    with atomic_write(output) as file:  # the parquet form has empty strings for the blank lines of the original
+        file.write(end_articles("".join([line or " \n" for line in lines]).encode()))
     return output
 
 
@@ -121,10 +114,11 @@ def describe_wikitext(paths: Iterable[Path]) -> dict[str, Any] | None:
     """
     words = lines = unknown = 0
     for path in paths:
-        rest = ""
-        for number, chunk in enumerate(chain(read_text(path), [END_OF_TEXT + "\n"])):
-            if number == 0 and not re.match(ARTICLE, b" " + chunk.lstrip()[:1000].encode()):
-                return None
+        chunks = read_text(path)
+        rest = next(chunks, "")
+        if not re.match(ARTICLE, b" " + rest.lstrip()[:1000].encode()):
+            return None
+        for chunk in chain(chunks, [END_OF_TEXT + "\n"]):
             text, end, rest = (rest + chunk).rpartition("\n")
             text = (text + end).replace(f"{END_OF_TEXT}\n", "")
             found = text.split()

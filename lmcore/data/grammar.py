@@ -36,14 +36,10 @@ class Recall(NamedTuple):
     form: str
 
 
-class Production(NamedTuple):
-    """One way to expand a symbol."""
-
-    probability: float
-    parts: tuple[str | Call | Recall, ...]
+Parts = tuple[str | Call | Recall, ...]
 
 
-def parse_production(text: str) -> tuple[str | Call | Recall, ...]:
+def parse_production(text: str) -> Parts:
     """`"a {color} {toy=noun}"` as literal text and slots."""
     parts: list[str | Call | Recall] = []
     for part in re.split(r"(\{[^}]+\})", text):
@@ -66,23 +62,14 @@ class Grammar:
     as no text has two derivations (`log_probabilities` yields one value for each derivation, so this can be tested).
     """
 
-    def __init__(
-        self,
-        rules: Mapping[str, Mapping[str, float]],
-        start: str,
-        forms: Mapping[str, Mapping[str, str]] | None = None,
-    ):
+    def __init__(self, rules: Mapping[str, Mapping[str, float]], start: str, forms: Mapping[str, Mapping[str, str]]):
         """`rules[symbol]` maps productions to weights; `forms[text][form]` gives the forms that `{@name.form}` uses.
 
         Weights are positive, and the recursion has to end: texts need a finite expected length.
         """
-        self.start = start
-        self.forms = forms or {}
-        self.weights = {symbol: list(weights.values()) for symbol, weights in rules.items()}
+        self.start, self.forms = start, forms
         self.productions = {
-            symbol: [
-                Production(weight / sum(weights.values()), parse_production(text)) for text, weight in weights.items()
-            ]
+            symbol: [(weight / sum(weights.values()), parse_production(text)) for text, weight in weights.items()]
             for symbol, weights in rules.items()
         }
 
@@ -102,25 +89,23 @@ class Grammar:
                         calls[index[symbol], index[part.symbol]] += probability
         return float(np.linalg.solve(np.eye(len(index)) - calls, choices)[index[self.start]])
 
-    def sample(self, rng: random.Random) -> tuple[str, float]:
-        """A random text and the natural logarithm of the probability of its derivation."""
-        pieces: list[str] = []
+    def sample(self, rng: random.Random) -> str:
+        """A random text."""
         memory: dict[str, str] = {}
 
-        def expand(symbol: str) -> float:
-            (production,) = rng.choices(self.productions[symbol], self.weights[symbol])
-            log_probability = math.log(production.probability)
-            for part in production.parts:
+        def expand(symbol: str) -> str:
+            productions = self.productions[symbol]
+            ((_, parts),) = rng.choices(productions, [probability for probability, _ in productions])
+            text = ""
+            for part in parts:
                 if isinstance(part, Call):
-                    first = len(pieces)
-                    log_probability += expand(part.symbol)
-                    memory[part.name] = "".join(pieces[first:])
+                    memory[part.name] = piece = expand(part.symbol)
                 else:
-                    pieces.append(self._literal(part, memory))
-            return log_probability
+                    piece = self._literal(part, memory)
+                text += piece
+            return text
 
-        log_probability = expand(self.start)
-        return "".join(pieces), log_probability
+        return expand(self.start)
 
     def log_probabilities(self, text: str) -> Iterator[float]:
         """Log-probability, in nats, of each derivation of `text`; nothing if the grammar cannot produce it."""
@@ -140,7 +125,7 @@ class Grammar:
         return self.forms[text][part.form] if part.form else text
 
     def _match(
-        self, parts: tuple[str | Call | Recall, ...], text: str, start: int, memory: dict[str, str]
+        self, parts: Parts, text: str, start: int, memory: dict[str, str]
     ) -> Iterator[tuple[int, dict[str, str], float]]:
         """All ways to read `parts` in `text` from `start`: where it ends, what is then remembered, log-probability."""
         if not parts:
@@ -152,11 +137,11 @@ class Grammar:
             if text.startswith(literal, start):
                 yield from self._match(others, text, start + len(literal), memory)
             return
-        for production in self.productions[part.symbol]:
-            for end, after, inner in self._match(production.parts, text, start, memory):
+        for probability, called in self.productions[part.symbol]:
+            for end, after, inner in self._match(called, text, start, memory):
                 after = after | {part.name: text[start:end]}
                 for last, final, rest in self._match(others, text, end, after):
-                    yield last, final, math.log(production.probability) + inner + rest
+                    yield last, final, math.log(probability) + inner + rest
 
 
 RULES: dict[str, dict[str, float]] = tomllib.loads(Path(__file__).with_name("stories.toml").read_text(encoding="utf-8"))
@@ -173,14 +158,9 @@ log_probability = STORIES.log_probability
 entropy_per_document = STORIES.entropy
 
 
-def sample_stories(seed: int, split: str = "train") -> Iterator[tuple[str, float]]:
-    """Endless stories with their log-probabilities in nats; each (seed, split) is an independent stream."""
+def stories(seed: int, split: str = "train") -> Iterator[str]:
+    """Endless stories, without `<|endoftext|>`; each (seed, split) is an independent stream, always the same."""
     # a string seed is hashed by SHA-512, the same on every platform and version
     rng = random.Random(f"lmcore stories {seed} {split}")
     while True:
         yield STORIES.sample(rng)
-
-
-def stories(seed: int, split: str = "train") -> Iterator[str]:
-    """Endless stories, without `<|endoftext|>`; the same (seed, split) gives the same ones."""
-    return (story for story, _ in sample_stories(seed, split))

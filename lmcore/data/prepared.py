@@ -7,11 +7,12 @@ import hashlib
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,11 +21,12 @@ from tqdm.auto import tqdm
 
 from lmcore.data.corpora import Corpus, CorpusConfig, EmbeddedCorpus, open_corpus
 from lmcore.data.downloads import describe_wikitext
-from lmcore.data.tokenizers import describe_tokenizer, tokenizer_for
+from lmcore.data.tokenizers import load_tokenizer, tokenizer_for
 from lmcore.errors import UserError, require
-from lmcore.files import checksummed, locked, read_json, sha256_file, temporary_folder, verified, write_json
-from lmcore.text import END_OF_TEXT
+from lmcore.files import checksummed, locked, not_a_pipe, read_json, sha256_file, temporary_folder, verified, write_json
 from lmcore.tokenizer import Tokenizer
+
+StrPath = str | os.PathLike
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "valid")
@@ -37,8 +39,8 @@ DEV_FRACTION, DEV_DOCUMENTS = 0.02, 15
 these were more than a tenth of all."""
 SCANNED = 1 << 20
 """Tokens at the end of the training data in which `dev` is looked for first."""
-BATCH_CHARACTERS = 1 << 22
-"""Text that is encoded at a time: enough to keep all cores busy, little enough to fit anywhere."""
+BATCH_DOCUMENTS = 256
+"""Documents that are encoded at a time, on all cores."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,9 @@ class PreparedData:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the ids, loaded on first use. Raises `UserError` if it is missing or another one."""
-        folder = self.folder / TOKENIZER_FOLDER
-        require(folder.is_dir(), f"The tokenizer folder {folder} is missing; {AGAIN}")
-        tokenizer = Tokenizer.load(folder)
-        require(
-            tokenizer.fingerprint == self.manifest["tokenizer_fingerprint"],
-            f"The tokenizer in {folder} is not the one that made the tokens; {AGAIN}",
-        )
+        tokenizer = Tokenizer.load(folder := self.folder / TOKENIZER_FOLDER)
+        same = tokenizer.fingerprint == self.manifest["tokenizer_fingerprint"]
+        require(same, f"The tokenizer in {folder} is not the one that made the tokens; {AGAIN}")
         return tokenizer
 
     @property
@@ -101,10 +99,8 @@ class PreparedData:
         Raises `UserError` if there are too few documents.
         """
         documents = self.manifest["splits"]["train"]["documents"]
-        require(
-            documents > self.dev_documents,
-            f"{self.folder} has {documents} training document, and dev, on which settings are chosen, needs another.",
-        )
+        few = f"{self.folder} has {documents} training document, and dev, on which settings are chosen, needs another."
+        require(documents > self.dev_documents, few)
         start = len(self.train)
         ends = np.empty(0, int)
         while len(ends) <= self.dev_documents:  # from the last document backwards
@@ -121,21 +117,21 @@ class PreparedData:
     @property
     def floor_nats_per_token(self) -> float | None:
         """Lowest expected loss of any model on this corpus, known for the embedded corpus alone."""
-        grammar = self.manifest.get("grammar")
-        return grammar and grammar["floor_nats_per_token"]
+        train, entropy = self.manifest["splits"]["train"], self.manifest.get("entropy_per_document")
+        return entropy and entropy * train["documents"] / train["tokens"]
 
 
-def is_prepared(folder: str | os.PathLike) -> bool:
+def is_prepared(folder: StrPath) -> bool:
     """Whether `folder` is a prepared corpus, as its manifest says."""
     return (Path(folder) / MANIFEST).exists()
 
 
-def open_data(folder: str | os.PathLike, *, verify: bool = False) -> PreparedData:
+def open_data(folder: StrPath) -> PreparedData:
     """Opens a folder that `prepare` has made.
 
     The manifest's checksum and the sizes of the files are checked each time. The checksums of the files are checked
-    once, and again only when a file has changed since (size or times) or with `verify=True`, which checks the tokenizer
-    as well. Raises `UserError`, naming the file and what is wrong with it.
+    once, and again only when a file has changed since (size or times). Raises `UserError`, naming the file and what is
+    wrong with it.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -143,30 +139,23 @@ def open_data(folder: str | os.PathLike, *, verify: bool = False) -> PreparedDat
     checked, states = None, file_states(folder, manifest)
     with suppress(UserError):
         checked = read_json(folder / CHECKED)
-    if verify or checked != states:
+    if checked != states:
         for split in SPLITS:
             check_ids(folder, manifest, split)
         with suppress(UserError):  # where the folder is not ours to write, the next opening reads them again
             write_json(folder / CHECKED, states)
-    data = PreparedData(folder, manifest, arrays["train"], arrays["valid"], states)
-    if verify:
-        ends = data.tokenizer.eot_id == arrays["train"][-1] == arrays["valid"][-1]
-        require(ends, f"The splits in {folder} do not end with {END_OF_TEXT}; {AGAIN}")
-    return data
+    return PreparedData(folder, manifest, arrays["train"], arrays["valid"], states)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a prepared folder. Raises `UserError` if there is none, of another version, or changed."""
-    require(
-        is_prepared(folder),
-        f"{folder} is not a prepared corpus (it has no {MANIFEST}); make one with `lmcore data prepare`.",
-    )
+    require(is_prepared(folder), f"{folder} is not a prepared corpus; make one with `lmcore data prepare`.")
     manifest = read_json(folder / MANIFEST)
-    known = isinstance(manifest, dict) and manifest.get("format_version") == FORMAT_VERSION
-    content = verified(manifest) if known else None
-    what = f"{folder / MANIFEST} is of another version of lmcore, or has changed since it was written"
-    require(content is not None, f"{what} (by its checksum); {AGAIN}")
-    return content or {}
+    content = verified(manifest) if isinstance(manifest, dict) else None
+    if content is None or content.get("format_version") != FORMAT_VERSION:
+        what = f"{folder / MANIFEST} is of another version of lmcore, or has changed since it was written"
+        raise UserError(f"{what} (by its checksum); {AGAIN}")
+    return content
 
 
 def bin_path(folder: Path, split: str) -> Path:
@@ -176,12 +165,10 @@ def bin_path(folder: Path, split: str) -> Path:
 
 def map_tokens(folder: Path, manifest: dict[str, Any], split: str) -> np.memmap:
     """The ids of a split as a read-only memmap, if the file is as long as the manifest says."""
-    path, dtype, tokens = bin_path(folder, split), np.dtype(manifest["dtype"]), manifest["splits"][split]["tokens"]
-    require(path.is_file(), f"{path} is {'a pipe or a folder' if path.exists() else 'missing'}; {AGAIN}")
-    require(
-        path.stat().st_size == tokens * dtype.itemsize,
-        f"{path} does not have the size of the {tokens:,} tokens of {dtype.name} that {MANIFEST} says; {AGAIN}",
-    )
+    path, tokens = not_a_pipe(bin_path(folder, split)), manifest["splits"][split]["tokens"]
+    size, dtype = path.stat().st_size if path.is_file() else 0, np.dtype(manifest["dtype"])
+    whole = size == tokens * dtype.itemsize
+    require(whole, f"{path} does not hold the {tokens:,} tokens of {dtype.name} that {MANIFEST} says; {AGAIN}")
     return np.memmap(path, dtype=dtype, mode="r")
 
 
@@ -206,9 +193,9 @@ def file_states(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepare(
-    source: str | os.PathLike,
-    tokenizer: Tokenizer | str | os.PathLike,
-    out_folder: str | os.PathLike,
+    source: StrPath,
+    tokenizer: Tokenizer | StrPath,
+    out_folder: StrPath,
     config: CorpusConfig | None = None,
     *,
     progress: bool = True,
@@ -223,15 +210,19 @@ def prepare(
     """
     folder = Path(out_folder)
     corpus = open_corpus(source, config, progress=progress)
-    request = {"source": corpus.describe(), "tokenizer": describe_tokenizer(tokenizer)}
+    later = tokenizer == "gpt2" or str(tokenizer).startswith("bpe:")  # downloaded or trained only if it is needed
+    if not isinstance(tokenizer, Tokenizer) and not later:
+        tokenizer = load_tokenizer(tokenizer)
+    named = tokenizer.fingerprint if isinstance(tokenizer, Tokenizer) else str(tokenizer)
+    request = {"source": corpus.describe(), "tokenizer": named}
     data = open_if_same(folder, request)
     if data is None:
         try:
             with locked(folder / ".lock", "", -1), temporary_folder(".preparing-", folder) as new:
                 data = open_if_same(folder, request)  # another process may have made it meanwhile
                 if data is None:
-                    if isinstance(tokenizer, str | os.PathLike):
-                        tokenizer = tokenizer_for(tokenizer, corpus, work_folder=new)
+                    if not isinstance(tokenizer, Tokenizer):
+                        tokenizer = tokenizer_for(tokenizer, corpus, new)
                     manifest = write_tokens(corpus, tokenizer, new, progress) | {"request": request}
                     tokenizer.save(new / TOKENIZER_FOLDER)
                     write_json(new / MANIFEST, checksummed(manifest))
@@ -244,10 +235,7 @@ def prepare(
 
 
 def open_or_prepare(
-    data: str | os.PathLike,
-    tokenizer: Tokenizer | str | os.PathLike,
-    out_folder: str | os.PathLike,
-    config: CorpusConfig | None = None,
+    data: StrPath, tokenizer: Tokenizer | StrPath, out_folder: StrPath, config: CorpusConfig | None = None
 ) -> PreparedData:
     """Opens `data` if it is a prepared folder, with the tokenizer that made it; else prepares it into `out_folder`."""
     return open_data(data) if is_prepared(data) else prepare(data, tokenizer, out_folder, config)
@@ -286,9 +274,9 @@ def warn_of_texts(data: PreparedData) -> None:
     def say(sentence: str) -> None:
         print(f"{data.folder}: {sentence}", file=sys.stderr, flush=True)
 
-    splits, source = data.manifest["splits"], data.manifest["request"]["source"]
+    source = data.manifest["request"]["source"]
     trained, held_out = ({file["sha256"] for file in source.get(f"{split}_files", ())} for split in SPLITS)
-    if splits["train"]["sha256"] == splits["valid"]["sha256"] or trained & held_out:
+    if trained & held_out:
         say("Warning: the validation text is training text, so its loss says nothing about other texts.")
     for split, text in data.manifest.get("wikitext", {}).items():
         if not text["is"].startswith("WikiText-103's"):
@@ -305,8 +293,7 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: b
             splits[split] = encode_to(file, texts, tokenizer, dtype)
             file.flush()
             os.fsync(file.fileno())
-        said = f"The {split} split of {corpus.describe()['name']} has no text; use a longer one."
-        require(splits[split]["bytes"] > 0, said)
+        require(splits[split]["bytes"] > 0, f"The {split} split of {corpus.name} has no text; use a longer one.")
     manifest = {
         "format_version": FORMAT_VERSION,
         "dtype": dtype.name,
@@ -317,12 +304,10 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: b
     if isinstance(corpus, EmbeddedCorpus):
         from lmcore.data.grammar import entropy_per_document
 
-        entropy = entropy_per_document()
-        floor = entropy / (splits["train"]["tokens"] / splits["train"]["documents"])
-        return manifest | {"grammar": {"entropy_per_document": entropy, "floor_nats_per_token": floor}}
+        return manifest | {"entropy_per_document": entropy_per_document()}
     files = {"train": corpus.train_files, "valid": corpus.valid_files}
     texts = {split: text for split, paths in files.items() if paths and (text := describe_wikitext(paths))}
-    return manifest | ({"wikitext": texts} if texts else {})
+    return manifest | {"wikitext": texts}
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
@@ -335,22 +320,12 @@ def encode_to(file: BinaryIO, documents: Iterable[str], tokenizer: Tokenizer, dt
 
     Returns what the manifest says of them: tokens, documents, UTF-8 bytes of the documents, checksum of the ids.
     """
-    tokens = number = size = characters = 0
-    digest = hashlib.sha256()
-
-    def batch_number(document: str) -> int:
-        nonlocal characters
-        characters += len(document)
-        return characters // BATCH_CHARACTERS
-
-    for _, batch in groupby(documents, batch_number):
-        texts = list(batch)
+    counts, digest, documents = Counter(tokens=0, documents=0, bytes=0), hashlib.sha256(), iter(documents)
+    while texts := list(islice(documents, BATCH_DOCUMENTS)):
         for text, ids in zip(texts, tokenizer.encode_documents(texts), strict=True):
             ids.append(tokenizer.eot_id)
             data = np.array(ids, dtype).tobytes()
             file.write(data)
             digest.update(data)
-            tokens += len(ids)
-            number += 1
-            size += len(text.encode())
-    return {"tokens": tokens, "documents": number, "bytes": size, "sha256": digest.hexdigest()}
+            counts.update(tokens=len(ids), documents=1, bytes=len(text.encode()))
+    return {**counts, "sha256": digest.hexdigest()}

@@ -1,10 +1,9 @@
-"""From `gpt2`, `bpe:10000` or a folder to a tokenizer; where GPT-2's files are found, or downloaded to."""
+"""From `gpt2`, `bpe:10000` or a folder to a tokenizer; where GPT-2's files are, or are downloaded to."""
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
-from lmcore.data.corpora import Corpus, TextCorpus, open_corpus
+from lmcore.data.corpora import Corpus, TextCorpus
 from lmcore.data.downloads import fetch
 from lmcore.errors import UserError, require
 from lmcore.files import temporary_folder
@@ -20,79 +19,54 @@ SHA256 = {
     ENCODER_FILE: "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     MERGES_FILE: "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-FOLDER_VARIABLE = "LMCORE_GPT2"
-DEFAULT_FOLDER = Path("data/gpt2")
 
 
-def load_gpt2(folder: str | os.PathLike | None = None, *, download: bool = True) -> Tokenizer:
+def gpt2_folder() -> Path:
+    """The folder that the variable LMCORE_GPT2 names, or that of the user's cache to which GPT-2's files go."""
+    import pooch
+
+    return Path(os.environ.get("LMCORE_GPT2") or f"{pooch.os_cache('lmcore')}/gpt2")
+
+
+def load_gpt2(folder: str | os.PathLike | None = None) -> Tokenizer:
     """GPT-2's tokenizer (50,257 tokens, <|endoftext|> special).
 
-    Looks for `encoder.json` and `vocab.bpe`, or `vocab.json` and `merges.txt`, in `folder`; without one in the folder
-    that the variable LMCORE_GPT2 names, in `data/gpt2`, and in the user's cache, into which it downloads them at last,
-    unless `download` is false. Raises `UserError` if they are nowhere, or are not GPT-2's.
+    Reads `encoder.json` and `vocab.bpe`, or `vocab.json` and `merges.txt`, in `folder` or, without one, `gpt2_folder`;
+    what the cache lacks is downloaded. Raises `UserError` if they are not there, or are not GPT-2's.
     """
-    named = folder or os.environ.get(FOLDER_VARIABLE)
-    encoder, merges = find_files(named) if named else _find(download)
+    try:
+        if folder or os.environ.get("LMCORE_GPT2"):
+            encoder, merges = find_files(folder or gpt2_folder())
+        else:
+            encoder, merges = (fetch(BASE_URL + name, gpt2_folder(), sha256) for name, sha256 in SHA256.items())
+    except UserError as error:
+        remedy = f"Name a folder with {ENCODER_FILE} and {MERGES_FILE} in the variable LMCORE_GPT2."
+        raise UserError(f"{error} {remedy}") from error
     tokenizer = Tokenizer.from_files(encoder, merges, [END_OF_TEXT])
-    require(
-        tokenizer.fingerprint == GPT2_FINGERPRINT,
-        f"{encoder} and {merges} are not GPT-2's tokenizer; load another tokenizer with Tokenizer.from_files.",
-    )
+    require(tokenizer.fingerprint == GPT2_FINGERPRINT, f"{encoder} and {merges} are not GPT-2's tokenizer.")
     return tokenizer
 
 
-def _find(download: bool) -> tuple[Path, Path]:
-    import pooch
-
-    cache = Path(pooch.os_cache("lmcore")) / "gpt2"
-    for place in (DEFAULT_FOLDER, cache):
-        with suppress(UserError):
-            return find_files(place)
-    try:
-        require(download, "GPT-2's tokenizer is not on this machine.")
-        encoder, merges = (fetch(BASE_URL + name, cache, sha256=sha256) for name, sha256 in SHA256.items())
-    except UserError as error:
-        remedy = f"Put {ENCODER_FILE} and {MERGES_FILE} into {DEFAULT_FOLDER}, or name their folder in the variable"
-        raise UserError(f"{error} {remedy} {FOLDER_VARIABLE}.") from error
-    return encoder, merges
-
-
-def describe_tokenizer(tokenizer: Tokenizer | str | os.PathLike) -> str:
-    """What makes two tokenizers the same before one of them is trained or downloaded."""
-    if isinstance(tokenizer, Tokenizer):
-        return tokenizer.fingerprint
-    return str(tokenizer) if is_specification(tokenizer) else tokenizer_for(tokenizer, "embedded").fingerprint
-
-
-def is_specification(tokenizer: str | os.PathLike) -> bool:
-    """Whether this is `gpt2` or `bpe:…` and not a folder."""
-    return isinstance(tokenizer, str) and (tokenizer == "gpt2" or tokenizer.startswith("bpe:"))
-
-
-def tokenizer_for(
-    specification: str | os.PathLike,
-    source: Corpus | str | os.PathLike,
-    *,
-    work_folder: str | os.PathLike | None = None,
-) -> Tokenizer:
-    """The tokenizer that `specification` names.
-
-    `gpt2`: GPT-2's own. `bpe:10000`: a byte-level BPE with that many tokens, trained on the training split of
-    `source`, whose text may be gathered in `work_folder` (None: the system's folder for temporary files). Anything
-    else: a folder with a saved tokenizer, or with files in GPT-2's format.
-    """
-    if not is_specification(specification):
-        said = f"There is no tokenizer folder {specification}; name one, or use gpt2, or bpe:10000 to train one."
-        require(Path(specification).is_dir(), said)
-        return Tokenizer.load(specification)
-    if specification == "gpt2":
+def load_tokenizer(name: str | os.PathLike) -> Tokenizer:
+    """`gpt2`, GPT-2's own, or a folder with a saved tokenizer, or with files in GPT-2's format."""
+    if name == "gpt2":
         return load_gpt2()
-    size = str(specification).removeprefix("bpe:")
-    require(
-        size.isdecimal() and int(size) > 256,
-        f"A tokenizer to be trained is bpe: and its vocabulary size above 256, such as bpe:10000, not {specification}.",
-    )
-    corpus = open_corpus(source) if isinstance(source, str | os.PathLike) else source
+    said = f"There is no tokenizer folder {name}; name one, or use gpt2, or bpe:10000 to train one on a corpus."
+    require(Path(name).is_dir(), said)
+    return Tokenizer.load(name)
+
+
+def tokenizer_for(specification: str | os.PathLike, corpus: Corpus, work_folder: Path | None = None) -> Tokenizer:
+    """The tokenizer of `load_tokenizer`; or, with `bpe:10000`, a byte-level BPE with that many tokens.
+
+    It is trained on the training split of `corpus`, whose text may be gathered in `work_folder` (None: the system's
+    folder for temporary files).
+    """
+    name, _, size = str(specification).partition(":")
+    if name != "bpe":
+        return load_tokenizer(specification)
+    known = size.isdecimal() and int(size) > 256
+    require(known, f"Give bpe: and a vocabulary size above 256, such as bpe:10000, not {specification}.")
     with temporary_folder("training-text-", work_folder) as temporary:
         paths: tuple[Path, ...] = (temporary / "train.txt",)
         if isinstance(corpus, TextCorpus) and corpus.valid_files:
