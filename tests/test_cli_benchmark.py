@@ -22,13 +22,13 @@ def test_command_measures_writes_and_resumes(tmp_path, capsys):
         return capsys.readouterr().out, json.loads((tmp_path / "benchmark.json").read_text())["rows"]
 
     said, plain = done("16")
-    assert ("mean ± std (ms)" in said, "fused" in said) == (True, False)
+    assert all(words in said for words in ("mean ± std (ms)", "| 1 × 32"))
     assert json.loads((tmp_path / "benchmark.json").read_text())["provenance"]["torch"]
     assert (tmp_path / "samples.csv").read_text().count("\n") == 1 + 2 * 2
     found = [(row["context_length"], row["ops"], row["attention"]) for row in plain]
     assert found == [(8, "plain", "plain"), (16, "plain", "plain")]
-    said, again = done("16", "--markdown", "--latex")
-    assert all(words in said for words in ("2 of 2 cases reused", "| 1 × 32", r"\begin{tabular}", r"$\pm$"))
+    said, again = done("16")
+    assert "2 of 2 cases reused" in said
     assert [row["wall_mean"] for row in again] == [row["wall_mean"] for row in plain]
 
     # what the fused step covers is measured; the row of the rest says why not, and the command fails
@@ -39,8 +39,7 @@ def test_command_measures_writes_and_resumes(tmp_path, capsys):
     assert rows[0]["wall_mean"] > 0
     assert ",fused," in (tmp_path / "samples.csv").read_text()
     assert {path.stem for path in (tmp_path / "cases").glob("own*.json")} == {row["case"] for row in plain + rows}
-    head, row = done("--ops", "fused")[0].splitlines()[-3:-1]
-    assert ("ops" in head.split(), "fused" in row.split(), "flash" in row.split()) == (True,) * 3
+    assert "fused" in done("--ops", "fused")[0]
 
 
 @pytest.mark.parametrize(
@@ -50,8 +49,6 @@ def test_command_measures_writes_and_resumes(tmp_path, capsys):
         ("--device cuda:7", "Device 'cuda:7' is not there"),
         ("--size small --model.d-model 64", "give either --size or --model.d-model"),
         ("--mode", "at least one mode"),
-        ("--ops fused --model.norm post", "The fused step does not cover norm=post: take --ops plain."),
-        ("--ops fused --precision fp16 --model.ffn silu", "does not cover ffn=silu, precision=fp16: take --ops plain."),
     ],
 )
 def test_one_sentence_for_a_mistake(options, words, tmp_path, capsys):

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,9 +15,7 @@ from lmcore.cli import benchmark, data, doctor, memory, nsys, training
 from lmcore.cli.output import printable, printing_safely
 from lmcore.config import TrainConfig
 from lmcore.errors import EXIT_FAILURE, EXIT_USER_ERROR, NO_ROOM, UserError
-from lmcore.stopping import Stopped, stoppable
-
-EXIT_CTRL_C = 130
+from lmcore.stopping import stoppable
 
 Application = Callable[[Sequence[str]], SubcommandApp]
 """What makes the commands of a program: it sees the arguments, by which some choose their defaults."""
@@ -99,4 +98,4 @@ def main(arguments: Sequence[str] | None = None, prog: str = "lmcore", applicati
         return EXIT_USER_ERROR
     except KeyboardInterrupt as error:
         print(f"{prog}: stopped.", file=sys.stderr)
-        return 128 + error.number if isinstance(error, Stopped) else EXIT_CTRL_C
+        return 128 + getattr(error, "number", signal.SIGINT)

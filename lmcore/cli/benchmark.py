@@ -5,54 +5,35 @@ from typing import Annotated
 
 import tyro
 
-from lmcore.errors import EXIT_FAILURE, FINISHED, require, require_positive
+from lmcore.errors import EXIT_FAILURE, FINISHED
 from lmcore.profiling.cases import BenchmarkConfig, grid_cases
 
 DEFAULTS = BenchmarkConfig()
 
 
 def benchmark(
-    settings: Annotated[BenchmarkConfig, tyro.conf.arg(name="")] = DEFAULTS,
-    out: Path = Path("runs/benchmark"),
-    processes: int = 3,
-    markdown: bool = False,
-    latex: bool = False,
+    settings: Annotated[BenchmarkConfig, tyro.conf.arg(name="")] = DEFAULTS, out: Path = Path("runs/benchmark")
 ) -> int:
     """Time forward, backward and optimizer of a model, or of many: each case in a process of its own, or in several.
 
-    A case that does not fit into the memory is a row that says so. The same command resumes where it was stopped. Exit
-    codes: 0 measured or out of memory, 1 a case failed; 129, 130 or 143 stopped by SIGHUP, SIGINT or SIGTERM.
+    The table is printed in Markdown; a case that does not fit into the memory is a row that says so. The same command
+    resumes where it was stopped. Exit codes: 0 measured or out of memory, 1 a case failed; 129, 130 or 143 stopped by
+    SIGHUP, SIGINT or SIGTERM.
 
     Args:
         settings: What is timed.
         out: Folder for the records, those of other commands too, and for tables of this command's: benchmark.json,
             samples.json and the same as CSV.
-        processes: In how many processes a case is measured whose steps wait for the host.
-        markdown: Print the table as Markdown.
-        latex: Print the table as LaTeX.
     """
-    from lmcore.fast.support import unsupported_reason
     from lmcore.profiling.readable import readable
     from lmcore.profiling.timing import measure, repeated, samples_table, timing_table
     from lmcore.results import provenance_of_cases, write_results
 
-    require_positive("processes", processes)
-    cases = grid_cases(settings)
-    if settings.ops == "fused":  # a case that it does not cover fails with its reason, unless none would be left
-        reasons = dict.fromkeys(unsupported_reason(case.model, case.precision) for case in cases.values())
-        missing = "; ".join(filter(None, reasons))
-        require(None in reasons, f"The fused step does not cover {missing}: take --ops plain.")
-    records = repeated(measure, cases, out / "cases", "benchmark", processes)
+    records = repeated(measure, grid_cases(settings), out / "cases", "benchmark")
     table, source = timing_table(records), provenance_of_cases(records)
     write_results(table, out / "benchmark.json", source)
     write_results(samples_table(records), out / "samples.json", source)
-    shown = readable(table)
-    if markdown:
-        print(shown.to_markdown(index=False, disable_numparse=True), end="\n\n")
-    if latex:
-        print(shown.to_latex(index=False, escape=True).replace("±", r"$\pm$").replace("–", "--"))
-    if not (markdown or latex):
-        print(shown.to_string(index=False))
+    print(readable(table).to_markdown(index=False, disable_numparse=True), end="\n\n")
     for name, record in records.items():
         if record["outcome"] != "complete":
             print(f"{name}: {record['outcome']}: {record['reason']}")

@@ -77,8 +77,7 @@ def encode(tokenizer: str = "gpt2", text: str | None = None) -> int:
     """
     from lmcore.data import load_tokenizer
 
-    codec = load_tokenizer(tokenizer)
-    print(*codec.encode_iterable(utf8_text(sys.stdin if text is None else [text])))
+    print(*load_tokenizer(tokenizer).encode_iterable(utf8_text(sys.stdin if text is None else [text])))
     return 0
 
 
@@ -86,13 +85,10 @@ def decode(ids: Annotated[tuple[int, ...], tyro.conf.Positional], tokenizer: str
     """Print the text of token ids.
 
     Args:
-        ids: Token ids; by default, from standard input.
+        ids: Token ids.
         tokenizer: gpt2, or a tokenizer's folder.
     """
     from lmcore.data import load_tokenizer
 
-    codec, words = load_tokenizer(tokenizer), [] if ids else "".join(utf8_text(sys.stdin)).split()
-    for word in words:
-        require(word.isdecimal(), f"Token ids are whole numbers separated by spaces, not {word!r}.")
-    print(codec.decode(ids or [int(word) for word in words]), file=text_output())
+    print(load_tokenizer(tokenizer).decode(ids), file=text_output())
     return 0

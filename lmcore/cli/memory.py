@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import tyro
 
 from lmcore.cli.output import printable
-from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY, require
+from lmcore.errors import EXIT_FAILURE, EXIT_OUT_OF_MEMORY
 from lmcore.profiling.cases import GridConfig, grid_cases
 
 DEFAULTS = GridConfig(mode=("forward", "train_step"), warmup_steps=1)
@@ -31,7 +31,6 @@ def memory(
         snapshot: Read this snapshot, of whatever program, instead of recording one.
         top: How many of the largest allocations to print.
     """
-    require(top > 0, f"--top must be positive, not {top}.")
     if snapshot is not None:  # what its allocations were for is unknown
         from lmcore.profiling.memory.snapshot import histories_of, read_snapshot
         from lmcore.profiling.memory.timeline import summary

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -13,7 +13,7 @@ from lmcore.profiling.cases import GridConfig, grid_cases
 if TYPE_CHECKING:  # pandas and PyTorch are imported when the command runs
     import pandas as pd
 
-    from lmcore.profiling.nsys.trace import Scope, Trace
+    from lmcore.profiling.nsys.trace import Trace
 
 DEFAULTS = GridConfig(mode=("train_step",))
 
@@ -28,17 +28,13 @@ HEADERS = {
 ROWS_SHOWN = 100
 """Rows of a table of ranges that are printed."""
 
-GPU_TIMES = ["gpu_seconds", "busy_seconds", "idle_seconds"]
-
 
 def nsys(
     settings: Annotated[GridConfig, tyro.conf.arg(name="")] = DEFAULTS,
     steps: int = 3,
-    compile: bool = False,
     out: Path = Path("runs/nsys"),
     report: Path | None = None,
     range: str | None = None,
-    scope: Literal["process", "thread"] = "process",
     top: int = 10,
 ) -> int:
     """Profile inference and training with Nsight Systems, or read one of its reports: kernels and idle time by range.
@@ -50,45 +46,43 @@ def nsys(
     Args:
         settings: What is profiled: inference, and steps as far as the mode says.
         steps: Passes, and as many steps, that are recorded.
-        compile: Compile the model, which then has no ranges on its modules.
         out: Folder for the results, with the report and its SQLite export of each.
         report: Read this .nsys-rep, .sqlite or torch.profiler .json, of whatever program, instead of profiling.
         range: Range of the report to tabulate: a name, the end of a path, with * for anything; default: all, and a
             list of the ranges.
-        scope: Launches that count as in a range: all of its process, as backward passes need, or its own thread's.
         top: How many kernels to print.
     """
-    require(top > 0, f"--top must be positive, not {top}.")
     require(report is not None or range is None, "--range needs a --report.")
     if report is not None:
         from lmcore.profiling.nsys.tool import load_trace
 
-        print("\n".join(report_lines(load_trace(report), range, scope, top)))
+        print("\n".join(report_lines(load_trace(report), range, top)))
         return 0
     from lmcore.profiling.nsys.profile import profile_workload
     from lmcore.profiling.runner import run_cases
 
-    records = run_cases(profile_workload, grid_cases(settings, steps=steps, compile=compile), out / "cases", "nsys")
+    records = run_cases(profile_workload, grid_cases(settings, steps=steps), out / "cases", "nsys")
     for name, record in records.items():
         print("", name, *profile_lines(record, top), sep="\n")
     outcomes = {record["outcome"] for record in records.values()}
     return EXIT_FAILURE if "failed" in outcomes else EXIT_OUT_OF_MEMORY if "out of memory" in outcomes else 0
 
 
-def report_lines(trace: "Trace", range: str | None, scope: "Scope", top: int) -> list[str]:
+def report_lines(trace: "Trace", range: str | None, top: int) -> list[str]:
     """What a trace says of a range, or of the whole record and which ranges it has."""
     from lmcore.profiling.nsys.trace import alike, busy_table, owners, totals, work_in
 
-    (chosen, work), busy = work_in(trace, range, scope), busy_table(trace, range, scope)
+    (chosen, work), busy = work_in(trace, range), busy_table(trace, range)
     kernels = totals(work[work["bytes"] < 0], ["name", "short_name", "category"]).head(top)
     kernels = kernels.assign(mean_seconds=kernels["total_seconds"] / kernels["calls"])
     if range is not None:
         kernels = kernels.assign(calls_per_instance=kernels["calls"] / len(chosen))
     copies = totals(work[work["bytes"] >= 0], ["name"])
-    busy.loc[busy["gpu_seconds"] == 0, GPU_TIMES] = float("nan")  # no work, which is not the same as an idle GPU
+    no_work = busy["gpu_seconds"] == 0  # which is not the same as an idle GPU
+    busy.loc[no_work, ["gpu_seconds", "busy_seconds", "idle_seconds"]] = float("nan")
     sizes = [f"{len(getattr(trace, part)):,} {part}" for part in ("kernels", "copies", "ranges")]
     lines = [f"{trace.tool}: {', '.join(sizes)}."]
-    lines += [f"Range {range}, launches of the {scope}." if range is not None else "All work of the record."]
+    lines += [f"Range {range}, launches of its process." if range is not None else "All work of the record."]
     lines += trace.notes
     if (devices := trace.work["device"].nunique()) > 1:
         lines.append(f"{devices} devices: busy and idle times are of each, times of kernels and copies are summed.")
@@ -137,11 +131,9 @@ def text(table: "pd.DataFrame") -> list[str]:
         shown[header] = [
             printable(value, kept="") if isinstance(value, str) else digits(value * factor) for value in column
         ]
-    if not len(table):
-        return []
     more = len(table) - ROWS_SHOWN
     lines = tabulate(shown, "keys", "plain", disable_numparse=True, colalign=align).splitlines()
-    return ["", *lines, *[f"… and {more:,} more"] * (more > 0)]
+    return ["", *lines, *[f"… and {more:,} more"] * (more > 0)] if len(table) else []
 
 
 def digits(number: float) -> str:

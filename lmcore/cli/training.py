@@ -11,7 +11,7 @@ import tyro
 
 from lmcore.cli.output import text_output, utf8_text
 from lmcore.config import MODEL_SIZES, GenerateConfig, TrainConfig, from_dict, model_config
-from lmcore.errors import EXIT_CODES, EXIT_FAILURE, require, require_path, require_positive
+from lmcore.errors import EXIT_CODES, EXIT_FAILURE, require, require_path
 from lmcore.files import read_json
 from lmcore.recipes import RECIPES
 from lmcore.stopping import stop_signals
@@ -68,10 +68,7 @@ def evaluate(
     run: Annotated[Path, tyro.conf.Positional],
     split: Literal["valid", "dev"] = "valid",
     data: Path | None = None,
-    batch_size: int = 32,
     device: str = "auto",
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32",
-    json: bool = False,
 ) -> int:
     """Print how well the best weights of a run predict a text: loss, perplexity, accuracy, loss per byte and word.
 
@@ -79,32 +76,22 @@ def evaluate(
         run: Run folder.
         split: valid, or dev: the last training documents, on which settings are chosen.
         data: Prepared corpus; by default the one of the run.
-        batch_size: Windows at a time.
         device: auto, cpu, mps, cuda or cuda:N.
-        precision: Of the matmuls, as in training.
-        json: Print it as JSON, with the loss at each position of the window.
     """
-    from json import dumps
-
     from lmcore.checkpoint import load_model
     from lmcore.data import open_data
     from lmcore.device import select_device
     from lmcore.evaluate import evaluate
     from lmcore.run import RunFolder
 
-    require(run.is_dir(), f"{run} is not a run folder.")
-    require_positive("batch_size", batch_size)
     folder, (place, _) = RunFolder(run), select_device(device)
-    corpus = open_data(folder.config().data if data is None else data)
-    found = evaluate(load_model(folder.best_weights, place), corpus, split, batch_size, place, precision)
-    if json:
-        print(dumps(found.describe() | {"loss_by_position": found.loss_by_position}, indent=2))
-    else:
-        print(
-            f"{run} on {split}: loss {found.loss:.4f} nats per token (perplexity {found.perplexity:.2f}), accuracy "
-            f"{found.accuracy:.1%}, {found.loss_per_byte:.4f} nats per byte, word perplexity "
-            f"{found.word_perplexity:.2f}; {found.tokens:,} tokens, {found.bytes:,} bytes, {found.words:,} words."
-        )
+    corpus = open_data(data or folder.config().data)
+    found = evaluate(load_model(folder.best_weights, place), corpus, split, device=place)
+    print(
+        f"{run} on {split}: loss {found.loss:.4f} nats per token (perplexity {found.perplexity:.2f}), accuracy "
+        f"{found.accuracy:.1%}, {found.loss_per_byte:.4f} nats per byte, word perplexity {found.word_perplexity:.2f}; "
+        f"{found.tokens:,} tokens, {found.bytes:,} bytes, {found.words:,} words."
+    )
     return 0
 
 
@@ -131,7 +118,6 @@ def generate(
     from lmcore.run import RunFolder
 
     prompt, folder = tuple(utf8_text(prompt)), RunFolder(run)
-    require(run.is_dir(), f"{run} is not a run folder.")
     model = load_model(folder.best_weights, select_device(device)[0])
     codec = load_tokenizer(tokenizer) if tokenizer else open_data(folder.config().data).tokenizer
     if len(prompt) > 1:
@@ -163,6 +149,6 @@ def starting_config(arguments: Sequence[str]) -> TrainConfig:
         require_path("--config", given.config)
         return from_dict(TrainConfig, read_json(given.config))
     presets = {size: TrainConfig(model=model_config(size)) for size in MODEL_SIZES} | RECIPES | {None: TrainConfig()}
-    known = f"choose one of {', '.join(filter(None, presets))}"
-    require(given.preset in presets, f"There is no preset {given.preset!r}; {known}.")
+    known = ", ".join(filter(None, presets))
+    require(given.preset in presets, f"There is no preset {given.preset!r}; choose one of {known}.")
     return presets[given.preset]
