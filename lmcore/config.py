@@ -51,12 +51,9 @@ class ModelConfig:
     def __post_init__(self):
         sizes = "vocab_size context_length d_model num_layers num_heads d_ff"
         check_fields(self, positive=f"{sizes} rope_theta embedding_init_std checkpoint_every")
-        d_model, d_k, heads = self.d_model, self.d_k, self.num_heads
-        require(d_model % heads == 0, f"d_model ({d_model}) must be divisible by num_heads ({heads}).")
-        pairs = self.position != "rope" or d_k % 2 == 0
-        require(pairs, f"RoPE rotates pairs, so the head size d_model / num_heads must be even, not {d_k}.")
-        even = self.position != "sinusoidal" or d_model % 2 == 0
-        require(even, f"Sinusoidal positions need an even d_model, not {d_model}.")
+        require(self.d_model % self.num_heads == 0, f"num_heads={self.num_heads} must divide d_model={self.d_model}.")
+        features = {"rope": self.d_k, "sinusoidal": self.d_model}.get(self.position, 0)  # of a head, or of the model
+        require(features % 2 == 0, f"position={self.position} needs an even number of features, not {features}.")
         require(not self.parallel or self.norm == "pre", f"Parallel blocks are pre-norm, not norm={self.norm}.")
         require(0 <= self.dropout < 1, f"dropout must be in [0, 1), not {self.dropout}.")
 
@@ -112,8 +109,7 @@ class OptimizerConfig:
         check_fields(self, positive="learning_rate eps max_grad_norm", not_negative="warmup_steps weight_decay")
         least, most, warmup, cosine = self.min_learning_rate, self.learning_rate, self.warmup_steps, self.cosine_steps
         require(0 <= least <= most, f"min_learning_rate must be from 0 to learning_rate ({most}), not {least}.")
-        later = cosine is None or cosine > warmup
-        require(later, f"cosine_steps ({cosine}) must be above warmup_steps ({warmup}), or None.")
+        require(cosine is None or cosine > warmup, f"cosine_steps ({cosine}) must be above warmup_steps ({warmup}).")
         shares = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         require(shares, f"betas must be two numbers in [0, 1), not {self.betas}.")
 
@@ -230,8 +226,7 @@ def check_fields(config: Any, positive: str = "", not_negative: str = "") -> Non
         choices = [each for part in parts if typing.get_origin(part) is Literal for each in typing.get_args(part)]
         for item in value if isinstance(value, tuple) else (value,):
             require(not isinstance(item, float) or math.isfinite(item), f"{name} must be a finite number, not {item}.")
-            known = not choices or item in choices
-            require(known, f"{name} must be one of {', '.join(map(str, choices))}, not {item!r}.")
+            require(not choices or item in choices, f"{name} must be one of {', '.join(choices)}, not {item!r}.")
     for name in positive.split():
         value = getattr(config, name)
         if hints[name] in (int, int | None) and value is not None:

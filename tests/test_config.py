@@ -66,8 +66,8 @@ def test_replace_reaches_into_sections_and_whole_numbers_serve_as_floats():
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [
-        (lambda: ModelConfig(d_model=15, num_heads=5), r"head size d_model / num_heads must be even, not 3\.$"),
-        (lambda: ModelConfig(d_model=15, num_heads=5, position="sinusoidal"), r"need an even d_model, not 15\.$"),
+        (lambda: ModelConfig(d_model=15, num_heads=5), r"position=rope needs an even number of features, not 3\.$"),
+        (lambda: ModelConfig(d_model=15, num_heads=5, position="sinusoidal"), r"an even number of features, not 15\.$"),
         (lambda: ModelConfig(num_layers=2.0), r"num_layers must be a positive whole number, not 2\.0\.$"),
         (lambda: ModelConfig(norm="layer"), r"norm must be one of pre, post, none, not 'layer'\.$"),
         (lambda: model_config("giant"), r"no model size 'giant'; choose one of tinystories, small"),
