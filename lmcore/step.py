@@ -14,6 +14,9 @@ from lmcore.functional import cross_entropy
 from lmcore.model import TransformerLM
 from lmcore.optimizer import set_learning_rate
 
+STRATEGIES = "lmcore.distributed.strategies:STRATEGIES"
+"""How several ranks divide the work, by the name of `TrainConfig.strategy`; one rank is `Alone`."""
+
 
 class PlainStep:
     """One batch, one update, with PyTorch's operations and autograd, compiled if so configured."""
@@ -30,7 +33,8 @@ class PlainStep:
     @classmethod
     def from_config(cls, model: TransformerLM, config: TrainConfig, ranks: int = 1) -> "PlainStep":
         """The step of a training run on one of `ranks` processes."""
-        return cls(model, config, model.lm_head.weight.device, strategy_of(config, ranks)(model, config))
+        strategy = named(STRATEGIES)[config.strategy] if ranks > 1 else Alone
+        return cls(model, config, model.lm_head.weight.device, strategy(model, config))
 
     @staticmethod
     def uncovered(config: TrainConfig, ranks: int) -> str | None:
@@ -74,14 +78,6 @@ class PlainStep:
 
 STEPS: dict[str, Any] = {"plain": PlainStep, "fused": "lmcore.fast.step:FusedStep"}
 """By the name of `TrainConfig.ops`: a class, or the path to one that only those import who ask for it."""
-
-STRATEGIES = "lmcore.distributed.strategies:STRATEGIES"
-"""How several ranks divide the work, by the name of `TrainConfig.strategy`; one rank is `Alone`."""
-
-
-def strategy_of(config: TrainConfig, ranks: int) -> type[Alone]:
-    """The class of the configured strategy; with one rank there is nothing to divide."""
-    return named(STRATEGIES)[config.strategy] if ranks > 1 else Alone
 
 
 def training_step(model: TransformerLM, config: TrainConfig, ranks: int = 1) -> tuple[Any, str | None]:
