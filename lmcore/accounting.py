@@ -1,11 +1,10 @@
 """What a Transformer costs: parameters, matmul FLOPs, bytes and time (CS336 A1 and CSE599-O A1, sections 3.6 and 4.3).
 
-Every formula is written once, over the fields of a config. With a `ModelConfig` it gives whole numbers; with
-`symbolic(config)`, whose sizes are sympy symbols, the very same code gives the algebra.
+Every formula is written once, over the fields of a config. With a `ModelConfig` it gives whole numbers; with symbols of
+sympy for the sizes, the very same code gives the algebra.
 """
 
-from dataclasses import asdict, dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 from lmcore.config import ModelConfig
@@ -18,22 +17,6 @@ ADAMW_FLOPS = {"first moment": 3, "second moment": 4, "update": 5, "weight decay
 
 LEAST_MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
 """Float32 values that an optimizer keeps for every parameter, or more for some."""
-
-
-def symbolic(config: ModelConfig, d_ff_per_d_model: Any = None) -> Any:
-    """A stand-in for `config` whose sizes are sympy symbols and whose switches are the config's.
-
-    V vocab_size, T context_length (or a shorter sequence), D d_model, L num_layers, H num_heads, F d_ff, B batch_size.
-    `d_ff_per_d_model` writes a multiple of D for d_ff, as the handouts do: 4 (CSE599-O), sympy.Rational(8, 3) (CS336).
-    """
-    import sympy
-
-    V, T, D, L, H, F, B = sympy.symbols("V T D L H F B", positive=True)
-    d_ff = F if d_ff_per_d_model is None else d_ff_per_d_model * D
-    sizes = dict(
-        vocab_size=V, context_length=T, d_model=D, num_layers=L, num_heads=H, d_ff=d_ff, d_k=D / H, batch_size=B
-    )
-    return SimpleNamespace(**asdict(config) | sizes)
 
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:
@@ -179,17 +162,6 @@ def least_step_bytes(config: Any, mode: str = "train_step") -> int:
     before_backward = weights + (2 if config.precision in ("bf16", "fp16") else 4) * least
     before_backward += (moments if config.steps > 1 else 0) + (weights if fused else 0)
     return max(before_backward, 2 * weights + moments)
-
-
-def latex(expression: Any) -> str:
-    """A sympy expression, such as the sum of a formula over `symbolic` sizes, as LaTeX: whole factor and terms."""
-    import sympy
-
-    expanded = sympy.expand(expression)
-    factor, terms = expanded.as_content_primitive()
-    if factor == 1 or not terms.is_Add:
-        return sympy.latex(expanded)
-    return rf"{sympy.latex(factor)} \left({sympy.latex(terms)}\right)"
 
 
 def _norms(config: ModelConfig) -> tuple[int, int]:
