@@ -50,7 +50,7 @@ def test_notebooks_that_share_a_folder_of_data_ask_for_the_same(scale):
             values = resolve_parameters(ROOT, [notebook], scale, {}, {})[notebook.stem]
             known = DECLARED[notebook.stem] | values
             wanted[notebook.stem] = [known[key] for key in ("out", "data", "tokenizer", "num_documents")]
-    assert list(wanted) == ["02_train", "03_generate", "07_kernels"]
+    assert list(wanted) == ["02_train", "03_generate"]
     assert len({tuple(request) for request in wanted.values()}) == 1, wanted
 
 
