@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lmcore.config import OptimizerConfig
-from lmcore.errors import require
 
 
 class EagerOptimizer(Optimizer):
@@ -25,7 +24,6 @@ class SGD(EagerOptimizer):
     """Gradient descent whose step shrinks as lr / sqrt(t + 1), t from 0 (section 4.2, equation 20)."""
 
     def __init__(self, params: Iterable, lr: float = 1e-3):
-        require(lr >= 0, f"The learning rate must not be negative, not {lr}.")
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
@@ -56,9 +54,6 @@ class AdamW(EagerOptimizer):
         weight_decay: float = 0.01,
         **others: Any,
     ):
-        require(all(0 <= beta < 1 for beta in betas), f"betas must be in [0, 1), not {betas}.")
-        for name, value in (("The learning rate", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            require(value >= 0, f"{name} must not be negative, not {value}.")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay} | others)
 
     @torch.no_grad()
@@ -107,7 +102,6 @@ class Muon(AdamW):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
     ):
-        require(0 <= momentum < 1, f"momentum must be in [0, 1), not {momentum}.")
         super().__init__(params, lr, betas, eps, weight_decay, momentum=momentum, orthogonalize=False)
 
     @torch.no_grad()

@@ -3,7 +3,6 @@
 import copy
 
 import adapters
-import numpy as np
 import official
 import pytest
 import torch
@@ -54,38 +53,6 @@ def test_attention_and_the_model():
     torch.testing.assert_close(logits, reference_logits(config, weights, ids), rtol=1e-4, atol=1e-4)
     first = adapters.run_rope(D, THETA, SEQ, x, torch.arange(SEQ))[:, 0]
     torch.testing.assert_close(first, x[:, 0])  # position 0 is not rotated
-
-
-def test_training(tmp_path):
-    torch.manual_seed(0)
-    ours, theirs = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
-    theirs.load_state_dict(ours.state_dict())
-    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    steps = adapters.get_adamw_cls()(ours.parameters(), **options), torch.optim.AdamW(theirs.parameters(), **options)
-    for layer, step in zip((ours, theirs), steps, strict=True):
-        layer(torch.ones(2, 4)).square().sum().backward()
-        if layer is ours:
-            adapters.run_gradient_clipping(layer.parameters(), 0.5)
-        else:
-            torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.5)
-        step.step()
-    torch.testing.assert_close(ours.weight, theirs.weight, rtol=0, atol=1e-4)  # the handout's eps has another place
-    rates = [adapters.run_get_lr_cosine_schedule(it, 1.0, 0.1, 4, 12) for it in (0, 2, 4, 8, 12, 20)]
-    np.testing.assert_allclose(rates, [0, 0.5, 1, 0.55, 0.1, 0.1])
-    inputs, targets = adapters.run_get_batch(np.arange(100), 8, 7, "cpu")
-    assert inputs.shape == (8, 7)
-    assert torch.equal(inputs + 1, targets)
-    adapters.run_save_checkpoint(ours, steps[0], 7, tmp_path / "c.pt")
-    assert adapters.run_load_checkpoint(tmp_path / "c.pt", ours, steps[0]) == 7
-
-
-def test_tokenizer(tmp_path):
-    (tmp_path / "corpus.txt").write_text("low low low lower newest newest<|endoftext|>low")
-    vocab, merges = adapters.run_train_bpe(tmp_path / "corpus.txt", 260, ["<|endoftext|>"])
-    assert len(vocab) == 260
-    assert merges == [(b"o", b"w"), (b"l", b"ow"), (b" ", b"low")]
-    tokenizer = adapters.get_tokenizer(vocab, merges, ["<|endoftext|>"])
-    assert tokenizer.decode(tokenizer.encode("lower<|endoftext|>")) == "lower<|endoftext|>"
 
 
 @pytest.mark.parametrize("causal", [False, True])
