@@ -11,6 +11,17 @@ SCRIPTS = Path(__file__).parents[1] / "papermill_jobs"
 TOUCH = "from pathlib import Path\nimport time\nPath(out, '{name}.txt').write_text(str(time.time_ns()))"
 """A cell that leaves a file with the time in the output folder."""
 
+SWEEP = """from lmcore.config import replace
+from lmcore.recipes import learning_rate_runs
+TINY = dict(d_model=16, num_layers=1, num_heads=2, d_ff=24, context_length=16)
+def runs(base):
+    base = replace(base, device="cpu", batch_size=2, log_interval=1, eval_interval=base.steps,
+                   checkpoint_interval=base.steps, optimizer__name="sgd", optimizer__max_grad_norm=None,
+                   **{{f"model__{{key}}": value for key, value in TINY.items()}})
+    return learning_rate_runs(base, {rates})
+"""
+"""A sweep of tiny runs."""
+
 
 def touching(name: str, *cells: object) -> list:
     """Cells of a notebook that says when it ran, then does `cells`."""

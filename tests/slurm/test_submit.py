@@ -24,11 +24,9 @@ def alone(cluster, project: Path, name: str, *words: object) -> str:
     return job
 
 
-def shown(cluster, project: Path) -> dict[str, list[str]]:
-    """State and last column of `workbook status` by the jobs' names."""
-    lines = cluster.run("workbook", "status", cwd=project).stdout.splitlines()
-    rows = [line.split(maxsplit=3) for line in lines if line.startswith("  ")]
-    return {row[1]: row[2:] for row in rows if row[0].isdigit()}
+def shown(cluster, project: Path) -> list[list[str]]:
+    """The words of each line of `workbook status`."""
+    return [line.split() for line in cluster.run("workbook", "status", cwd=project).stdout.splitlines()]
 
 
 def test_a_failing_notebook_fails_its_job_and_the_writeup_reports_it(cluster, tmp_path):
@@ -42,8 +40,10 @@ def test_a_failing_notebook_fails_its_job_and_the_writeup_reports_it(cluster, tm
     assert not (project / "runs" / "smoke" / "03_generate.txt").exists()
     assert "02_train" in cluster.log(jobs["writeup"])
     rows = shown(cluster, project)
-    assert [rows[name][0] for name in jobs] == ["failed", "cancelled", "completed", "failed"]
-    assert str(project / "runs" / "smoke" / "jobs" / "02_train-") in rows["02_train"][1]
+    states = {row[0]: row[2] for row in rows if row[0] in jobs.values()}
+    assert [states[id] for id in jobs.values()] == ["FAILED", "CANCELLED", "COMPLETED", "FAILED"]
+    (last,) = [row for row in rows if row[0] == f"02_train-{jobs['02_train']}.log:"]
+    assert "ZeroDivisionError:" in last
 
 
 def test_submitted_twice_then_cancelled(cluster, tmp_path):
@@ -55,8 +55,9 @@ def test_submitted_twice_then_cancelled(cluster, tmp_path):
     refused = cluster.run("workbook", "submit", "notebooks", cwd=project, check=False)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "are still queued or running (" in refused.stderr
-    rows = shown(cluster, project)
-    assert (rows["02_train"][0], rows["writeup"]) == ("running", ["pending", "Dependency"])
+    rows = [row[:3] + row[4:] for row in shown(cluster, project)]
+    assert [job, "02_train", "RUNNING", "n1"] in rows
+    assert [jobs["writeup"], "writeup", "PENDING", "(Dependency)"] in rows
     cluster.run("scancel", *jobs.values())
     assert [cluster.wait(each) for each in jobs.values()] == ["CANCELLED"] * 2
     cluster.wait_until(lambda: read_json(record)["state"] == "stopped", "it was stopped", job=job)
@@ -99,10 +100,10 @@ def test_whatever_is_in_a_path_an_option_or_a_value_reaches_the_job(cluster, tmp
     assert (out / "jobs" / f"04_benchmark-{job}.log").is_file()
 
 
-def test_what_slurm_has_forgotten_has_ended(cluster, tmp_path):
-    """As on sites without accounting: the last line of the log says how."""
+def test_a_job_that_slurm_has_forgotten_is_known_by_its_log(cluster, tmp_path):
+    """As on sites without accounting."""
     project = job_project(tmp_path / "project")
-    log = project / "runs" / "smoke" / "jobs" / "04_benchmark-9999999.log"
-    write_json(log.with_name("submitted.json"), [{"id": "9999999", "name": "04_benchmark", "log": str(log)}])
-    log.write_text("division by zero\n")
-    assert shown(cluster, project)["04_benchmark"] == ["ended", "division by zero"]
+    jobs = project / "runs" / "smoke" / "jobs"
+    write_json(jobs / "submitted.json", {"04_benchmark": "9999999"})
+    (jobs / "04_benchmark-9999999.log").write_text("division by zero\n")
+    assert ["04_benchmark-9999999.log:", "division", "by", "zero"] in shown(cluster, project)

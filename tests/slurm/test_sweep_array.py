@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from job_projects import SWEEP
 
 from lmcore.config import CorpusConfig
 from lmcore.data import prepare
@@ -12,21 +13,13 @@ from lmcore.run import RunFolder
 pytestmark = pytest.mark.slurm
 
 PROJECT = Path(__file__).parents[2]
-SWEEP = """from lmcore.config import replace
-from lmcore.recipes import learning_rate_runs
-TINY = dict(d_model=16, num_layers=1, num_heads=2, d_ff=24, context_length=16)
-def runs(base):
-    base = replace(base, device="cpu", batch_size=2, log_interval=1, eval_interval=base.steps,
-                   checkpoint_interval=base.steps, **{f"model__{key}": value for key, value in TINY.items()})
-    return learning_rate_runs(base, [0.001, 0.002, 0.004])
-"""
 NAMES = ["lr_0.001", "lr_0.002", "lr_0.004"]
 
 
 def test_an_array_of_which_a_task_is_stopped_ends_in_one_table(cluster, tmp_path):
     out = tmp_path / "out"
     prepare("embedded", "bpe:300", tmp_path / "data", CorpusConfig(num_documents=200))
-    (tmp_path / "rates.py").write_text(SWEEP)
+    (tmp_path / "rates.py").write_text(SWEEP.format(rates=[0.001, 0.002, 0.004]))
     (tmp_path / "site.yaml").write_text("gres: none\n")
     words = ["workbook", "submit", "sweep", tmp_path / "rates.py", "--recipe", "smoke", "--data", tmp_path / "data"]
     words += ["--site", tmp_path / "site.yaml", "--out", out, "--steps", 1500, "--concurrency", 2]
@@ -43,4 +36,4 @@ def test_an_array_of_which_a_task_is_stopped_ends_in_one_table(cluster, tmp_path
     rows, _, _ = read_results(out / "results" / "out.json")
     assert [*zip(rows["name"], rows["outcome"], strict=True)] == [(name, "complete") for name in NAMES]
     assert cluster.run(*words, cwd=PROJECT).stdout == f"All of {out} is finished.\n"
-    assert cluster.run("workbook", "status", out, cwd=PROJECT).stdout.count("completed") == 4
+    assert cluster.run("workbook", "status", out, cwd=PROJECT).stdout.count("COMPLETED") == 4

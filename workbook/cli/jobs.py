@@ -1,20 +1,16 @@
 """`workbook submit`, `status` and `requeue`: notebooks, a sweep or a training run as Slurm jobs, or the same here."""
 
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 
 from lmcore.config import TrainConfig, replace
-from lmcore.errors import EXIT_FAILURE, require
+from lmcore.errors import require
 from workbook.parameters import find_project
-
-if TYPE_CHECKING:
-    from workbook.jobs.submit import Job
 
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[OUT ...]", help_behavior_hint="")]
 
@@ -38,7 +34,7 @@ class Submission:
         """The output folder: the one that was named, else `default` in the project."""
         return (find_project() / default if self.out is None else self.out).resolve()
 
-    def carry_out(self, out: Path, jobs: Sequence["Job"], files: Mapping[Path, Any] | None = None) -> int:
+    def carry_out(self, out: Path, jobs: Sequence[Any], files: Mapping[Path, Any] | None = None) -> int:
         """Shows, submits or runs the jobs, which read these files; the exit code."""
         from workbook.jobs.site import load_site
         from workbook.jobs.submit import Chain
@@ -54,10 +50,8 @@ class Submission:
         elif self.local or not shutil.which("sbatch"):
             return chain.run_here()
         else:
-            rows = chain.submit()
-            for row in rows:
-                print(f"{row['id']}  {row['name']:<{max(len(each['name']) for each in rows)}}  {row['log']}")
-            print("To watch them: workbook status")
+            print("\n".join(f"{id}  {name}" for name, id in chain.submit().items()))
+            print(f"Their logs are in {out / 'jobs'}. To watch them: workbook status")
         return 0
 
 
@@ -154,7 +148,7 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
 
 
 def status(outs: Folders = ()) -> int:
-    """Show the jobs of output folders: state, why they wait, what they printed last, and step and loss of training.
+    """Show the jobs of output folders: squeue's lines, what they printed last, and step and loss of training.
 
     Args:
         outs: Output folders (default: all in runs/ that have jobs).
@@ -177,12 +171,6 @@ def requeue(out: Annotated[Path, tyro.conf.Positional], job: str, attempts: int 
     """
     from workbook.jobs.requeue import requeue as queue_again
 
-    if queue_again(out, job, attempts):
-        print("Stopped by a signal: queued again, to resume from what is saved.")
-        return 0
-    print(
-        f"workbook: This job was stopped {attempts} times in a row with nothing new saved, so it is not queued "
-        "again: give it a longer --time, or let it save more often (checkpoint_interval).",
-        file=sys.stderr,
-    )
-    return EXIT_FAILURE
+    queue_again(out, job, attempts)
+    print("Stopped by a signal: queued again, to resume from what is saved.")
+    return 0

@@ -17,12 +17,11 @@ def saved(out: Path) -> set[str]:
     return {str(path.relative_to(out)) for path in (*found, *out.rglob("checkpoints/step_*"))}
 
 
-def requeue(out: Path, job: str, attempts: int) -> bool:
-    """Queues the job again and returns True; False where `attempts` stops in a row have saved nothing new.
+def requeue(out: Path, job: str, attempts: int) -> None:
+    """Queues the job again. Raises `UserError` where `attempts` stops in a row have saved nothing new.
 
-    A task of a sweep is judged by its own run. Raises `UserError` if Slurm does not queue it again.
+    A task of a sweep is judged by its own run.
     """
-    require(attempts >= 1, f"--attempts must be at least 1, not {attempts}.")
     task, sweep, folder = job.partition("_")[2], out / "sweep.json", out
     if task and sweep.exists():
         folder = out / list(read_json(sweep))[int(task)]
@@ -31,6 +30,6 @@ def requeue(out: Path, job: str, attempts: int) -> bool:
     now = saved(folder)
     in_vain = 0 if now - set(before["saved"]) else before["in_vain"] + 1
     write_json(file, {"in_vain": in_vain, "saved": sorted(now | set(before["saved"]))})
-    if in_vain < attempts:
-        call("scontrol", "requeue", job)
-    return in_vain < attempts
+    again = f"This job was stopped {in_vain} times in a row with nothing new saved, so it is not queued again"
+    require(in_vain < attempts, f"{again}: give it a longer --time, or let it save more often (checkpoint_interval).")
+    call("scontrol", "requeue", job)

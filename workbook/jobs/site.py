@@ -17,28 +17,19 @@ def load_site(file: Path) -> dict[str, Any]:
     """The settings in a site's file. Raises `UserError`, naming file and setting, for one that is wrong."""
     site = read_mapping(file, yaml.BaseLoader)  # values as written: 12:00:00 would be a number, and qos: off false
     _check(site, f"{file}")
-    for name, settings in site.get("jobs", {}).items():
-        _check(settings, f"{file}, jobs, {name}")
     return site
 
 
-def _check(settings: Any, place: str) -> None:
-    require(isinstance(settings, dict), f"{place} must be a mapping of settings, not {settings!r}.")
+def _check(settings: Mapping[str, Any], place: str) -> None:
     for name, value in settings.items():
-        if name in ("environment", "jobs"):
+        if name in ("environment", "jobs") or place.endswith(", jobs"):
             require(isinstance(value, dict), f"{place}: {name} must be a mapping, not {value!r}.")
-        texts = value.values() if name == "environment" else [] if name == "jobs" else [value]
-        require(all(isinstance(text, str) for text in texts), f"{place}: {name} must hold plain text, not {value!r}.")
-        whole = name not in ("signal_seconds", "attempts_without_progress") or (value.isdecimal() and int(value) > 0)
-        require(whole, f"{place}: {name} must be a whole number above 0, not {value!r}.")
-
-
-def for_job(site: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The settings of one job: `jobs` may have other values for its script, then for its name."""
-    settings = dict(site)
-    for name in names:
-        settings |= site.get("jobs", {}).get(name, {})
-    return settings
+            _check(value, f"{place}, {name}")
+        else:
+            require(isinstance(value, str), f"{place}: {name} must hold plain text, not {value!r}.")
+            if name in ("signal_seconds", "attempts_without_progress"):
+                whole = value.isdecimal() and int(value) > 0
+                require(whole, f"{place}: {name} must be a whole number above 0, not {value!r}.")
 
 
 def options(settings: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,6 @@ from lmcore.errors import UserError, require
 
 SECONDS_TO_ANSWER = 60
 """Slurm's commands try again by themselves for some time."""
-
-ENDED = {
-    "completed", "failed", "cancelled", "timeout", "out_of_memory", "node_fail", "preempted", "deadline", "boot_fail",
-    "revoked",
-}  # fmt: skip
-"""Slurm's words, in lower case, for a job that is over."""
 
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
 """The variables of Slurm that are the cluster's, not those of a job around this process."""
@@ -55,26 +48,11 @@ def sbatch(arguments: Sequence[str], project: Path, environment: Mapping[str, st
     return found[1]
 
 
-def ask(jobs: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """State and, of a job that waits, reason of those of these jobs that Slurm still knows, task by task.
-
-    sacct, where there is accounting, is asked for those that squeue has forgotten. Raises `UserError` where Slurm does
-    not answer.
-    """
-    answer = ""
+def queue(jobs: Sequence[str], *options: str) -> str:
+    """What squeue prints of those of these jobs that it knows. Raises `UserError` where Slurm does not answer."""
     try:
-        if jobs:
-            answer = call("squeue", "-h", "--states=all", "--format=%i|%T|%r", f"--jobs={','.join(jobs)}")
+        return call("squeue", *options, f"--jobs={','.join(jobs)}") if jobs else ""
     except UserError as error:
         if "Invalid job id" not in str(error):  # that is what it says where it knows none of them
             raise
-    forgotten = sorted(set(jobs) - {re.split(r"[_|]", line)[0] for line in answer.splitlines()})
-    with suppress(UserError):  # many sites have no accounting
-        if forgotten:
-            options = ("--noheader", "--parsable2", "--allocations", "--format=JobID,State")
-            answer += call("sacct", *options, f"--jobs={','.join(forgotten)}")
-    states = {}
-    for line in answer.splitlines():
-        job, state, reason = [*line.split("|"), "", ""][:3]
-        states[job] = (state.split(" ")[0].rstrip("+").lower(), "" if reason == "None" else reason)  # CANCELLED by 1000
-    return states
+        return ""

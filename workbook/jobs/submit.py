@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from lmcore.config import TrainConfig
-from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED, UserError, require
+from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED, require
 from lmcore.files import read_json, write_json
 from lmcore.stopping import StopEvent, stop_signals
 from workbook.jobs import slurm
-from workbook.jobs.site import for_job, options, variables
-from workbook.notebook import declared_parameters, read_notebook
+from workbook.jobs.site import options, variables
 from workbook.parameters import find_notebooks, find_project, locate, parse_overrides, resolve_parameters
 from workbook.record import plan
 
 NEEDS = {"03_generate": "02_train"}
 """Notebooks that build on what another one made; all others run side by side."""
+
+SUBMITTED = Path("jobs") / "submitted.json"
+"""In an output folder: its jobs, see `submitted`."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Job:
     after: tuple[str, ...] = ()
     even_if_failed: bool = False
     """Whether it runs, too, when one of these jobs has failed."""
-    tasks: tuple[int, ...] = ()
-    """Indices of an array; none: not an array."""
+    array: str = ""
+    """Indices of an array as sbatch takes them; none: not an array."""
     gpus: int | None = None
     """GPUs of each node; None: as the site has it."""
     options: tuple[str, ...] = ()
@@ -60,11 +62,10 @@ def notebook_jobs(
     paths = find_notebooks(project, notebooks)
     shared = {"SCALE": scale, "DATA": locate(data)}
     common = {"scale": scale, "data": shared["DATA"], "out": str(out)}
-    resolve_parameters(project, paths, scale, parse_overrides(parameters), common)
+    resolved = resolve_parameters(project, paths, scale, parse_overrides(parameters), common)
     names, jobs = tuple(path.stem for path in paths), []
     for path in paths:
-        declared = declared_parameters(read_notebook(path), path.stem)
-        own = [pair for pair in parameters if pair.partition("=")[0] in declared]
+        own = [pair for pair in parameters if pair.partition("=")[0] in resolved[path.stem]]
         words = ["--no-writeup", *(["--parameters", *own] if own else [])]
         after = tuple(name for name in names if name == NEEDS.get(path.stem))
         jobs.append(Job(path.stem, "workbook", shared | {"NOTEBOOKS": path.stem}, tuple(words), after))
@@ -74,17 +75,13 @@ def notebook_jobs(
 def train_job(run: Path, config: TrainConfig, gpus: int, nodes: int) -> Job:
     """One training run with `gpus` processes on each of `nodes` nodes, whose settings are run/jobs/config.json.
 
-    Raises `UserError` for settings that so many processes cannot train with, and for a run of other settings.
+    Raises `UserError` for settings that so many processes cannot train with.
     """
-    from lmcore.run import RunFolder
-
-    ranks, folder = gpus * nodes, RunFolder(run)
+    ranks = gpus * nodes
     divided = f"{ranks} processes need a way to divide the work: add --strategy ddp, zero1 or fsdp."
     require(gpus >= 1 and nodes >= 1, "--gpus and --nodes must be at least 1.")
     require(ranks == 1 or config.strategy != "none", divided)
     require(config.batch_size % ranks == 0, f"batch_size ({config.batch_size}) must divide by {ranks} processes.")
-    if folder.config_file.exists():
-        folder.require_same(config, folder.data_fingerprint())
     variables = {"RUN": str(run), "CONFIG": str(run / "jobs" / "config.json"), "GPUS": str(gpus)}
     size = (f"--nodes={nodes}", f"--ntasks-per-node={gpus}")
     return Job(run.name, "train", variables, gpus=0 if config.device == "cpu" else gpus, options=size)
@@ -105,7 +102,9 @@ class Chain:
 
     def settings(self, job: Job) -> dict[str, Any]:
         """What the site wants for this job; of its `gres` the kind of GPU where the job has a number of its own."""
-        settings = for_job(self.site, job.script, job.name)
+        settings = dict(self.site)
+        for name in (job.script, job.name):
+            settings |= self.site.get("jobs", {}).get(name, {})
         if job.gpus is not None:
             kind = settings.get("gres", "").rpartition(":")[0] or "gpu"
             settings["gres"] = f"{kind}:{job.gpus}" if job.gpus else "none"
@@ -113,9 +112,9 @@ class Chain:
 
     def words(self, job: Job, ids: Mapping[str, str]) -> list[str]:
         """The arguments of sbatch; a job that can never start any more is cancelled."""
-        log = f"{self.out}/jobs/{job.name}".replace("%", "%%") + ("-%A_%a.log" if job.tasks else "-%j.log")
+        log = f"{self.out}/jobs/{job.name}".replace("%", "%%") + ("-%A_%a.log" if job.array else "-%j.log")
         words = [f"--job-name={job.name}", f"--output={log}", "--export=ALL", *options(self.settings(job))]
-        words += [*self.options, *job.options]
+        words += [*self.options, *job.options, *([f"--array={job.array}"] if job.array else [])]
         if job.after:
             how = "afterany" if job.even_if_failed else "afterok"
             words.append(f"--dependency={how}:{':'.join(ids[name] for name in job.after)}")
@@ -139,34 +138,31 @@ class Chain:
             lines.append(f"{' '.join(values)} sbatch {shlex.join(self.words(job, ids))}")
         return "\n\n".join(lines)
 
-    def submit(self) -> list[dict[str, str]]:
-        """Submits the jobs in their order; returns id, name and log of each.
+    def submit(self) -> dict[str, str]:
+        """Submits the jobs in their order; returns their ids by name.
 
         Raises `UserError` if jobs of these names and this folder are still queued or running, and if Slurm refuses one:
         those that were submitted before it are then cancelled.
         """
-        earlier, names = submitted(self.out), {job.name for job in self.jobs}
-        states = slurm.ask([row["id"] for row in earlier if row["name"] in names])
-        active = ", ".join(id for id, (state, _) in states.items() if state not in slurm.ENDED)
+        earlier, ids = submitted(self.out), dict[str, str]()
+        before = [earlier[job.name] for job in self.jobs if job.name in earlier]
+        active = ", ".join(slurm.queue(before, "--noheader", "--format=%i").split())
         busy = f"Jobs of {self.out} are still queued or running ({active}): wait for them, or cancel them with scancel."
         require(not active, busy)
-        ids: dict[str, str] = {}
         try:
             self._prepare()
             for job in self.jobs:
                 ids[job.name] = slurm.sbatch(self.words(job, ids), self.project, self.environment(job))
-            logs = {job.name: f"{job.name}-{ids[job.name]}{'_*' if job.tasks else ''}.log" for job in self.jobs}
-            rows = [{"id": id, "name": name, "log": f"{self.out}/jobs/{logs[name]}"} for name, id in ids.items()]
-            write_json(record_of(self.out), [*earlier, *rows])
+            write_json(self.out / SUBMITTED, earlier | ids)
         except BaseException:  # no half of a chain stays, also after Ctrl-C
             if ids:
                 slurm.call("scancel", *ids.values())
             raise
-        return rows
+        return ids
 
     def _prepare(self) -> None:
         """Writes what the jobs read, and a record for each notebook: a writeup names them all."""
-        for file, value in {record_of(self.out): submitted(self.out), **self.files}.items():
+        for file, value in {self.out / SUBMITTED: submitted(self.out), **self.files}.items():
             write_json(file, value)
         if names := [job.variables["NOTEBOOKS"] for job in self.jobs if "NOTEBOOKS" in job.variables]:
             plan(self.out, self.jobs[0].variables["SCALE"], self.jobs[0].variables["DATA"], names)
@@ -180,50 +176,37 @@ class Chain:
         self._prepare()
         failed: set[str] = set()
         with stop_signals() as stop:
-            for job, task in [(each, task) for each in self.jobs for task in each.tasks or (None,)]:
-                if stop.is_set():
-                    break
+            for job in self.jobs:
                 if failed.intersection(job.after) and not job.even_if_failed:
                     print(f"{job.name}: not run, because a job that it needs failed", flush=True)
                     failed.add(job.name)
-                elif self._run(job, task, stop):
+                elif self._run(job, stop):
                     failed.add(job.name)
-            if stop.is_set():
-                print("workbook: stopped; the same command resumes with what is saved.", file=sys.stderr)
-                return EXIT_INTERRUPTED
+                if stop.is_set():
+                    print("workbook: stopped; the same command resumes with what is saved.", file=sys.stderr)
+                    return EXIT_INTERRUPTED
         return EXIT_FAILURE if failed else 0
 
-    def _run(self, job: Job, task: int | None, stop: StopEvent) -> int:
-        """Runs a job, or a task of its array; returns its exit code."""
-        name = job.name if task is None else f"{job.name}_{task}"
-        log = self.out / "jobs" / f"{name}-local.log"
+    def _run(self, job: Job, stop: StopEvent) -> int:
+        """Runs a job, of an array all tasks; returns its exit code."""
+        log = self.out / "jobs" / f"{job.name}-local.log"
         environment = self.environment(job) | {"PYTHONUNBUFFERED": "1"}
-        if task is not None:
-            environment["SLURM_ARRAY_TASK_ID"] = str(task)
-        print(f"{name}: runs, see {log}", flush=True)
-        try:
-            with open(log, "a", encoding="utf-8") as file:
-                process = subprocess.Popen(
-                    ["bash", f"papermill_jobs/{job.script}.sbatch", *job.arguments],
-                    cwd=self.project, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C is for this process, which passes it on
-                )  # fmt: skip
-        except OSError as error:
-            raise UserError(f"Cannot write the log {log}: {error.strerror or error}.") from error
+        print(f"{job.name}: runs, see {log}", flush=True)
+        with open(log, "a", encoding="utf-8") as file:
+            process = subprocess.Popen(
+                ["bash", f"papermill_jobs/{job.script}.sbatch", *job.arguments],
+                cwd=self.project, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for this process, which passes it on
+            )  # fmt: skip
         stop.before_exit = process.terminate
         while process.poll() is None and not stop.is_set():
             time.sleep(0.1)
         process.terminate()  # does nothing where it has ended
         code = process.wait()
-        print(f"{name}: {f'ended with code {code}, see {log}' if code else 'done'}", flush=True)
+        print(f"{job.name}: {f'ended with code {code}, see {log}' if code else 'done'}", flush=True)
         return code
 
 
-def record_of(out: Path) -> Path:
-    """The file that lists the jobs that were submitted for an output folder."""
-    return out / "jobs" / "submitted.json"
-
-
-def submitted(out: Path) -> list[dict[str, str]]:
-    """Those jobs, the first one first: id, name and log of each."""
-    return read_json(record_of(out)) if record_of(out).exists() else []
+def submitted(out: Path) -> dict[str, str]:
+    """The id of the latest job of each name that was submitted for an output folder."""
+    return read_json(out / SUBMITTED) if (out / SUBMITTED).exists() else {}

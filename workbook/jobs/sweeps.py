@@ -34,11 +34,11 @@ def sweep_jobs(
 ) -> tuple[list[Job], dict[Path, dict]]:
     """An array over what is unfinished, then the table of all of it, none if all is finished; and out/sweep.json."""
     require(concurrency is None or concurrency >= 1, f"--concurrency must be at least 1, not {concurrency}.")
-    tasks = tuple(n for n, (run, config) in enumerate(runs.items()) if not is_finished(config, RunFolder(out / run)))
-    array = f"--array={','.join(map(str, tasks))}" + (f"%{concurrency}" if concurrency else "")
+    left = [str(n) for n, (run, config) in enumerate(runs.items()) if not is_finished(config, RunFolder(out / run))]
+    array = Job(name, "sweep", {}, array=",".join(left) + (f"%{concurrency}" if concurrency else ""))
     table = Job(f"{name}-table", "sweep-table", {}, after=(name,), even_if_failed=True)
     files = {out / "sweep.json": {run: to_dict(config) for run, config in runs.items()}}
-    return ([Job(name, "sweep", {}, tasks=tasks, options=(array,)), table] if tasks else []), files
+    return ([array, table] if left else []), files
 
 
 def write_sweep_table(out: Path) -> tuple[pd.DataFrame, Path]:
