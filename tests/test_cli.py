@@ -160,6 +160,6 @@ def test_ctrl_c_stops_the_workbook(tmp_path, monkeypatch, capsys):
     before = signal.getsignal(signal.SIGINT)
     assert workbook.cli.main(["run", "--parameters", "steps=4"]) == EXIT_INTERRUPTED
     said = "".join(capsys.readouterr())
-    assert "stopped by SIGINT in notebook 01_stop, cell 2; the same command with --resume" in said
+    assert "Notebook 01_stop was stopped by SIGINT at code cell 2. The same command with --resume" in said
     assert "Traceback" not in said
     assert signal.getsignal(signal.SIGINT) == before

@@ -91,8 +91,7 @@ def test_a_run_that_another_process_left_is_resumed(tmp_path, config, monkeypatc
 
     def leaves_it_first(folder, log, index):
         started.append(log)
-        log.path.mkdir(exist_ok=True)
-        log.log_file.touch()
+        log.touch()
         return start(folder, log, index) if len(started) > 1 else subprocess.Popen(["true"])
 
     monkeypatch.setattr(sweep, "_start", leaves_it_first)

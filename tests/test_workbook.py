@@ -63,7 +63,7 @@ def test_failure_stops_but_is_written_up(tmp_path, monkeypatch, capsys):
     }
     monkeypatch.chdir(make_project(tmp_path, **cells))
     assert cli.main(["run"]) == EXIT_FAILURE
-    said = "Notebook 02_second failed at code cell 2 (under “The bad part”): ValueError: no such luck."
+    said = "Notebook 02_second failed at code cell 2: ValueError: no such luck."
     assert said in capsys.readouterr().err
     out = tmp_path / "runs" / "smoke"
     assert [record.state for record in read_records(out)] == ["done", "failed", "not run"]

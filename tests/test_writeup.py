@@ -160,11 +160,11 @@ def test_provenance_names_each_machine_once_and_what_was_measured_elsewhere(tmp_
 
 def test_every_state_has_its_sentence(tmp_path):
     out = executed_workbook(tmp_path, _01_build=FIRST[:1], _02_train=SECOND, _03_generate=SECOND)
-    change_record(out, "02_train", state="failed", cell=3, heading="Here*", error="ValueError: no_such|luck")
+    change_record(out, "02_train", state="failed", cell=3, error="ValueError: no_such|luck")
     change_record(out, "03_generate", state="running")
     (out / "notebooks" / "03_generate.ipynb").unlink()  # it was killed before anything was saved
     (text, *_) = pages_of(write_writeup(out))
-    failed = "Notebook 02_train failed at code cell 3 (under “Here*”): ValueError: no_such|luck."
+    failed = "Notebook 02_train failed at code cell 3: ValueError: no_such|luck."
     assert f"{failed} Notebook 03_generate was stopped before its end." in text
 
 

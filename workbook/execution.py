@@ -10,11 +10,8 @@ from typing import Any
 from lmcore.errors import UserError
 from lmcore.files import atomic_write, temporary_folder
 from lmcore.stopping import STOP_SECONDS, StopEvent, ended_by
-from workbook.notebook import code_cells, execution_fault, heading_above, read_notebook
+from workbook.notebook import code_cells, execution_fault, read_notebook
 from workbook.record import NotebookRecord, write_record
-
-AUTOSAVE_SECONDS = 30
-"""While a cell runs, the notebook is saved so often."""
 
 
 def execute(
@@ -47,7 +44,6 @@ def execute(
         fault = max(begun, default=0), problem
     if fault:
         record.cell = fault[0] or None
-        record.heading = heading_above(executed, fault[0]) if fault[0] else None
         record.state, record.error = "failed", fault[1].rstrip(".")
         if stop.is_set():
             record.state, record.error = "stopped", stop.first.name
@@ -60,7 +56,6 @@ def _run(
 ) -> str | None:
     """papermill's execution of a notebook; returns why it ended early, if papermill says so."""
     import papermill
-    from papermill.engines import NBClientEngine, papermill_engines
     from papermill.exceptions import PapermillException
     from papermill.iorw import LocalHandler, papermill_io
 
@@ -71,27 +66,11 @@ def _run(
             with atomic_write(path, "w") as file:
                 file.write(text)
 
-    class SavedBeforeCells(NBClientEngine):
-        """Saves the notebook before each code cell and every half minute, not twice for each cell of any kind: of a
-        long notebook with figures that took longer than most of its cells."""
-
-        @classmethod
-        def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **options: Any) -> None:
-            save = nb_man.save
-
-            def begin_cell(**_: object) -> None:
-                if stop.is_set():
-                    raise InterruptedError
-                save()
-
-            nb_man.save = lambda: (nb_man.now() - nb_man.last_save_time).seconds < AUTOSAVE_SECONDS or save()
-            try:
-                super().execute_managed_notebook(nb_man, kernel_name, on_cell_execute=begin_cell, **options)
-            finally:
-                nb_man.save = save
+    def begin_cell(**_: object) -> None:
+        if stop.is_set():
+            raise InterruptedError
 
     papermill_io.register(str(target), WholeOrNot())
-    papermill_engines.register(SavedBeforeCells.__name__, SavedBeforeCells)
     try:
         with _kernel(variables) as manager:
             papermill.execute_notebook(
@@ -103,7 +82,7 @@ def _run(
                 language="python",
                 cwd=source.parent,
                 coalesce_streams=True,  # what a cell prints reaches the writeup in one piece
-                engine_name=SavedBeforeCells.__name__,
+                on_cell_execute=begin_cell,
             )
     except Exception as error:
         ended = stop.is_set() or isinstance(error, PapermillException | RuntimeError)  # RuntimeError: the kernel died

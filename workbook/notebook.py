@@ -1,9 +1,7 @@
 """What a workbook notebook must keep to, read from the file: parameters, execution order, committed outputs."""
 
 import ast
-import itertools
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,14 +90,6 @@ def execution_fault(notebook: "NotebookNode") -> tuple[int, str] | None:
         if cell.source.strip() and cell.execution_count is None:
             return number, "the cell was not run"
     return None
-
-
-def heading_above(notebook: "NotebookNode", number: int) -> str | None:
-    """The last Markdown heading before code cell `number`."""
-    below = dict(code_cells(notebook)).get(number)
-    above = itertools.takewhile(lambda cell: cell is not below, notebook.cells)
-    text = "\n".join(cell.source for cell in above if cell.cell_type == "markdown")
-    return next(reversed(re.findall(r"^#{1,6}\s+(.+?)\s*#*$", text, flags=re.MULTILINE)), None)
 
 
 def clean(notebook: "NotebookNode") -> "NotebookNode":

@@ -29,8 +29,6 @@ class NotebookRecord:
     seconds: float = 0.0
     cell: int | None = None
     """Code cell that failed or was stopped, from 1."""
-    heading: str | None = None
-    """The heading under which it stands."""
     error: str | None = None
     """Why it failed, or the name of the signal that stopped it."""
     scale: str | None = None
@@ -50,7 +48,6 @@ class NotebookRecord:
     def unfinished(self) -> str | None:
         """A sentence on a notebook that is not done; None if it is."""
         name, where = f"Notebook {self.name}", f" at code cell {self.cell}" if self.cell else ""
-        where += f" (under “{self.heading}”)" if self.heading else ""
         return {
             "not run": f"{name} was not run.",
             "running": f"{name} is still running.",

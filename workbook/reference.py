@@ -28,26 +28,16 @@ def rotate_as_complex_numbers(x: Tensor, positions: Tensor, theta: float) -> Ten
 def reference_attention(config: ModelConfig, weights: Weights, x: Tensor) -> Tensor:
     """Causal multi-head self-attention of (batch, seq, d_model); `weights` are q_proj.weight and so on."""
     batch, seq, d_model = x.shape
-    q, k, v = (
-        F.linear(x, weights[f"{letter}_proj.weight"]).view(batch, seq, config.num_heads, config.d_k).transpose(1, 2)
-        for letter in "qkv"
-    )
-    if config.qk_norm:
-        q, k = (
-            F.rms_norm(y, (config.d_k,), weights[f"{name}_norm.weight"], eps=1e-5) for y, name in ((q, "q"), (k, "k"))
-        )
-    if config.position == "rope":
-        q, k = (rotate_as_complex_numbers(y, torch.arange(seq), config.rope_theta) for y in (q, k))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    heads = {}
+    for name in "qkv":
+        y = F.linear(x, weights[f"{name}_proj.weight"]).view(batch, seq, config.num_heads, config.d_k).transpose(1, 2)
+        if name != "v" and config.qk_norm:
+            y = F.rms_norm(y, (config.d_k,), weights[f"{name}_norm.weight"], eps=1e-5)
+        if name != "v" and config.position == "rope":
+            y = rotate_as_complex_numbers(y, torch.arange(seq), config.rope_theta)
+        heads[name] = y
+    mixed = F.scaled_dot_product_attention(heads["q"], heads["k"], heads["v"], is_causal=True)
     return F.linear(mixed.transpose(1, 2).reshape(batch, seq, d_model), weights["output_proj.weight"])
-
-
-def reference_feed_forward(config: ModelConfig, weights: Weights, x: Tensor) -> Tensor:
-    """SwiGLU or SiLU network of (..., d_model); `weights` are w1.weight and so on."""
-    hidden = F.silu(F.linear(x, weights["w1.weight"]))
-    if config.ffn == "swiglu":
-        hidden = hidden * F.linear(x, weights["w3.weight"])
-    return F.linear(hidden, weights["w2.weight"])
 
 
 def reference_block(config: ModelConfig, weights: Weights, x: Tensor) -> Tensor:
@@ -56,8 +46,13 @@ def reference_block(config: ModelConfig, weights: Weights, x: Tensor) -> Tensor:
     def norm(y: Tensor, name: str) -> Tensor:
         return F.rms_norm(y, (config.d_model,), weights[f"{name}.weight"], eps=1e-5)
 
+    def feed_forward(y: Tensor) -> Tensor:
+        hidden = F.silu(F.linear(y, weights["ffn.w1.weight"]))
+        if config.ffn == "swiglu":
+            hidden = hidden * F.linear(y, weights["ffn.w3.weight"])
+        return F.linear(hidden, weights["ffn.w2.weight"])
+
     attention = partial(reference_attention, config, part_of(weights, "attn"))
-    feed_forward = partial(reference_feed_forward, config, part_of(weights, "ffn"))
     if config.parallel:
         return x + attention(norm(x, "ln1")) + feed_forward(norm(x, "ln1"))
     if config.norm == "pre":

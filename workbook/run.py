@@ -17,15 +17,14 @@ from workbook.record import NotebookRecord, holding, plan, read_record, source_h
 
 @dataclass
 class WorkbookResult:
-    """Where everything is, and whether every notebook ran."""
+    """What became of the notebooks, and where the writeup is."""
 
-    out: Path
     records: list[NotebookRecord]
     """Of the notebooks that were asked for, in order."""
     pdf: Path | None = None
     """The writeup; None if none was asked for, or the run was stopped."""
     stopped: str | None = None
-    """By which signal the run was stopped, and where, in words; None if it ended by itself."""
+    """Where a signal stopped the run, in words; None if it ended by itself."""
 
     @property
     def failure(self) -> str | None:
@@ -66,7 +65,7 @@ def run_workbook(
         paths, data = find_notebooks(project, notebooks), locate(data)
         common = {"scale": scale, "data": data, "out": str(out.resolve())}
         resolved = resolve_parameters(project, paths, scale, parameters or {}, common)
-        result, waiting = WorkbookResult(out, []), []
+        result, waiting = WorkbookResult([]), []
         for path in paths:
             values = json.loads(json.dumps(resolved[path.stem], default=str))  # as a record has them
             record = NotebookRecord(path.stem, scale=scale, data=data, parameters=values, source=source_hash(path))
@@ -88,10 +87,8 @@ def run_workbook(
                     break
         first = next((record for record in result.records if record.state != "done"), None)
         if stop.is_set() and first is not None and result.failure is None:
-            place = f"{'before' if first.state == 'not run' else 'in'} notebook {first.name}"
-            place += f", cell {first.cell}" if first.cell else ""
-            command = "the same command" if resume else "the same command with --resume"
-            result.stopped = f"stopped by {stop.first.name} {place}; {command} resumes from there."
+            command = "The same command" if resume else "The same command with --resume"
+            result.stopped = f"{first.unfinished} {command} resumes from there."
         elif writeup:
             from workbook.report.writeup import write_writeup
 

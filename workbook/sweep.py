@@ -64,33 +64,31 @@ def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: 
     Each worker is a process that takes the next run nobody else holds; with several GPUs they are dealt out in turn.
     Workers outlive this process: a lost notebook loses nothing, and calling again follows the runs that are still
     going. Runs that an earlier call, or a process that was followed, left unfinished are resumed. Output goes to
-    log.txt in .worker<number>. An interrupt of the notebook's cell ends the workers, too, which save themselves. A run
-    that diverges is a result. Raises `UserError` with a worker's last words if it fails.
+    worker<number>.log. An interrupt of the notebook's cell ends the workers, too, which save themselves. A run that
+    diverges is a result. Raises `UserError` with a worker's last words if it fails.
     """
     folder, begun = Path(folder), False
     folders = {name: RunFolder(folder / name) for name in runs}
     while left := sum(not is_finished(config, folders[name]) for name, config in runs.items()):
         begun = True
         write_json(folder / "sweep.json", {name: to_dict(config) for name, config in runs.items()})
-        logs = [RunFolder(folder / f".worker{index}") for index in range(min(workers, left))]
-        said = [log.log_file.stat().st_size if log.log_file.exists() else 0 for log in logs]
+        logs = [folder / f"worker{index}.log" for index in range(min(workers, left))]
         children = [_start(folder, log, index if len(logs) > 1 else None) for index, log in enumerate(logs)]
         _follow(folder.name, children, runs, folders)
-        for child, log, before in zip(children, logs, said, strict=True):
-            _check(child.returncode, log, before)
+        for child, log in zip(children, logs, strict=True):
+            _check(child.returncode, log)
     if not begun:
         print(f"{folder.name}: all {len(runs)} runs reused.")
     return folders
 
 
-def _start(folder: Path, log: RunFolder, index: int | None) -> subprocess.Popen:
+def _start(folder: Path, log: Path, index: int | None) -> subprocess.Popen:
     """Starts a worker in a session of its own, writing to the log; several workers share the GPUs by their index."""
     variables, gpus = os.environ | {"PYTHONUNBUFFERED": "1"}, visible_gpus()
     if index is not None and len(gpus) > 1:
         variables["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)]
-    log.path.mkdir(parents=True, exist_ok=True)
     command, nothing = [sys.executable, "-m", "workbook", "sweep", "work", str(folder)], subprocess.DEVNULL
-    with open(log.log_file, "a", encoding="utf-8") as file:
+    with open(log, "a", encoding="utf-8") as file:
         return subprocess.Popen(command, stdin=nothing, stdout=file, stderr=file, env=variables, start_new_session=True)
 
 
@@ -137,9 +135,8 @@ def _follow(
         progress.close()
 
 
-def _check(code: int, log: RunFolder, before: int) -> None:
-    """Raises `UserError` with the last words of a worker that failed, or was stopped; its log began at `before`."""
-    require(code != EXIT_INTERRUPTED, f"The run {log.path} was stopped by a signal; run this again to resume it.")
-    words = log.log_file.read_bytes()[before:].decode(errors="replace").strip().splitlines()
-    last = ["it said nothing", *words][-1]
-    require(code == 0, f"The process of {log.path} ended with code {code}: {last}")
+def _check(code: int, log: Path) -> None:
+    """Raises `UserError` with the last words of a worker that failed, or was stopped."""
+    require(code != EXIT_INTERRUPTED, f"Training in {log.parent} was stopped by a signal; run this again to resume it.")
+    last = ["it said nothing", *log.read_text(errors="replace").strip().splitlines()][-1]
+    require(code == 0, f"The process that wrote {log} ended with code {code}: {last}")
