@@ -153,7 +153,6 @@ def slurm(id: int, nodes: int, tasks: int, gpus: int, rank: int = 0, local: int 
 STEP = {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[3-4]"}
 RENDEZVOUS = {
     "alone": ({}, "nodes 1/0 processes 1 rank 0/1 local 0 at 127.0.0.1:20000"),
-    "one node": (slurm(5, 1, 1, 2), "nodes 1/0 processes 2 rank 0/2 local 0 at 127.0.0.1:20005"),
     "two nodes, a task on each, torchrun for its four GPUs": (
         slurm(5, 2, 2, 4, 1, 0, 1) | {"MASTER_ADDR": "n1"}, "nodes 2/1 processes 4 rank 4/8 local 0 at n1:20005"
     ),

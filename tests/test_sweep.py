@@ -16,7 +16,6 @@ from lmcore.config import TrainConfig, replace, to_dict
 from lmcore.errors import EXIT_INTERRUPTED, UserError
 from lmcore.files import write_json
 from lmcore.run import RunFolder
-from workbook import sweep
 from workbook.sweep import run_sweep, work
 
 
@@ -39,17 +38,10 @@ def test_a_sweep_is_followed_to_its_end_and_its_runs_are_reused_and_repaired(tmp
     assert run_sweep({"good": config}, tmp_path)["good"].last_weights.stat().st_size > 0
 
 
-def test_a_child_that_fails_speaks_through_the_parent(tmp_path, config, monkeypatch):
-    started, start = [], sweep._start
-
-    def once(*given):
-        assert not started, "a run that failed was begun again"
-        started.append(given)
-        return start(*given)
-
-    monkeypatch.setattr(sweep, "_start", once)
+def test_a_child_that_fails_speaks_through_the_parent_and_is_not_begun_again(tmp_path, config):
     with pytest.raises(UserError, match=r"ended with code 2: workbook: .*set model\.vocab_size"):
         run_sweep({"run": replace(config, model__vocab_size=20)}, tmp_path)
+    assert (tmp_path / "worker0.log").read_text().count("workbook: ") == 1
 
 
 CELL = """
@@ -83,19 +75,6 @@ def test_an_interrupted_cell_ends_its_run(tmp_path, config):
     assert not trainer.is_running()
     assert run.status()["state"] == "interrupted"
     assert list(run.checkpoint_folder.iterdir())
-
-
-def test_a_run_that_another_process_left_is_resumed(tmp_path, config, monkeypatch):
-    """The first worker ends where another process trains, which ends before the run does."""
-    started, start = [], sweep._start
-
-    def leaves_it_first(folder, log, index):
-        started.append(log)
-        log.touch()
-        return start(folder, log, index) if len(started) > 1 else subprocess.Popen(["true"])
-
-    monkeypatch.setattr(sweep, "_start", leaves_it_first)
-    assert run_sweep({"run": config}, tmp_path)["run"].status()["state"] == "complete"
 
 
 def test_a_worker_leaves_a_run_in_other_hands_and_refuses_what_is_no_mapping(tmp_path, config):

@@ -55,16 +55,6 @@ class Bug:
         return text.replace(self.old, self.new)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a bug, in one of the words above; which test failed or what went wrong; seconds of the tests."""
-
-    bug: Bug
-    result: str
-    detail: str = ""
-    seconds: float = 0.0
-
-
 def read_bugs(file: Path = BUGS_FILE) -> list[Bug]:
     """The bugs of a list, in order."""
     rows = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -73,10 +63,10 @@ def read_bugs(file: Path = BUGS_FILE) -> list[Bug]:
 
 def choose(bugs: Sequence[Bug], wanted: Sequence[str]) -> list[Bug]:
     """Bugs by name, or by the beginning of their file's path. Raises `SystemExit` for a word that means none."""
-    for word in wanted:
-        if not any(word == bug.name or bug.file.startswith(word) for bug in bugs):
-            raise SystemExit(f"There is no planted bug {word!r}, and none in a file of that name.")
-    return [b for b in bugs if not wanted or any(word == b.name or b.file.startswith(word) for word in wanted)]
+    chosen = {word: [bug for bug in bugs if word == bug.name or bug.file.startswith(word)] for word in wanted}
+    if unknown := [word for word in wanted if not chosen[word]]:
+        raise SystemExit(f"There is no planted bug {unknown[0]!r}, and none in a file of that name.")
+    return [bug for found in chosen.values() for bug in found] if wanted else [*bugs]
 
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -102,12 +92,11 @@ def run_pytest(folder: str, variables: Mapping[str, str], arguments: Sequence[st
 
 
 class Copy:
-    """A clone of a commit in a folder of its own, in which tests run the clone's code, also in their subprocesses."""
+    """A clone of the commit in a folder of its own, in which tests run the clone's code, also in their subprocesses."""
 
-    def __init__(self, repository: Path, commit: str, folder: Path):
+    def __init__(self, repository: Path, folder: Path):
         self.folder = folder
-        subprocess.run(["git", "clone", "-q", "--shared", "--no-checkout", repository, folder], check=True)
-        subprocess.run(["git", "-C", folder, "checkout", "-q", "--detach", commit], check=True)
+        subprocess.run(["git", "clone", "-q", "--shared", repository, folder], check=True)
         self.variables = {
             "PYTHONPATH": str(folder),  # before an editable installation of the working tree
             "PYTHONDONTWRITEBYTECODE": "1",  # a file patched twice within a second would look compiled already
@@ -115,50 +104,37 @@ class Copy:
             "PYTEST_ADDOPTS": "",
         }
 
-    def require_own_code(self) -> None:
-        """Raises `SystemExit` if a subprocess that starts elsewhere would import lmcore from another folder."""
-        if not (self.folder / "lmcore").is_dir():
-            return
-        command = [sys.executable, "-c", "import lmcore; print(lmcore.__file__)"]
-        variables = os.environ | self.variables
-        shown = subprocess.check_output(command, cwd=self.folder.parent, env=variables, text=True).strip()
-        if Path(shown).resolve() != (self.folder / "lmcore" / "__init__.py").resolve():
-            raise SystemExit(f"Tests in {self.folder} would import {shown}.")
-
-    def pytest(self, tests: Sequence[str], *options: str, timeout: float | None = None) -> tuple[int, str, float]:
-        """Exit code, output and seconds of a run of these tests; 124 if it took longer than `timeout` seconds."""
+    def pytest(self, tests: Sequence[str], *options: str, timeout: float | None = None) -> tuple[int, str]:
+        """Exit code and output of a run of these tests; 124 if it took longer than `timeout` seconds."""
         # addopts may hold options for many workers; a fixed seed makes property-based tests repeat themselves
         arguments = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=no", "-r", "fE", "--hypothesis-seed=0"]
         notebooks = any(test.endswith(".ipynb") for test in tests)
         arguments += ["--nbval-lax", "--nbval-current-env"] if notebooks else ["-p", "no:nbval"]
-        arguments += [*options, *tests]
-        log, began = self.folder.with_name(f"{self.folder.name}.log"), time.monotonic()
-        process = FORKS.Process(target=run_pytest, args=(str(self.folder), self.variables, arguments, str(log)))
+        log = self.folder.with_name(f"{self.folder.name}.log")
+        given = (str(self.folder), self.variables, [*arguments, *options, *tests], str(log))
+        process = FORKS.Process(target=run_pytest, args=given)
         process.start()
         process.join(timeout)
-        code = process.exitcode
-        if code is None:
-            code = 124
-            process.kill()
-            process.join()
-        return code, log.read_text(encoding="utf-8", errors="replace"), time.monotonic() - began
+        code = 124 if process.exitcode is None else process.exitcode
+        process.kill()  # does nothing where it has ended
+        process.join()
+        return code, log.read_text(encoding="utf-8", errors="replace")
 
-    def plant(self, bug: Bug) -> Outcome:
-        """Tries one bug, and takes it out again."""
-        path = self.folder / bug.file
+    def plant(self, bug: Bug) -> str:
+        """Tries one bug, takes it out again, prints and returns what became of it, in one of the words above."""
+        path, began = self.folder / bug.file, time.monotonic()
         try:
             sound = path.read_text(encoding="utf-8")
             path.write_text(bug.patched(sound), encoding="utf-8")
-        except (OSError, ValueError) as error:
-            return Outcome(bug, DOES_NOT_APPLY, str(error))
-        try:
-            code, output, seconds = self.pytest(bug.tests, "-x", timeout=SECONDS)
-        finally:
+            code, output = self.pytest(bug.tests, "-x", timeout=SECONDS)
             path.write_text(sound, encoding="utf-8")
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-        results = {0: NOT_CAUGHT, 1: CAUGHT, 124: NOT_CAUGHT}
-        words = failed[1] if failed else f"pytest ended with code {code}: {last_line(output)}"
-        return Outcome(bug, results.get(code, ERROR), words, seconds)
+            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+            detail = failed[1] if failed else f"pytest ended with code {code}: {last_line(output)}"
+            result = {0: NOT_CAUGHT, 1: CAUGHT, 124: NOT_CAUGHT}.get(code, ERROR)
+        except (OSError, ValueError) as error:
+            result, detail = DOES_NOT_APPLY, str(error)
+        print(f"{result:<14}  {time.monotonic() - began:5.1f} s  {bug.name}  {detail}", flush=True)
+        return result
 
 
 def last_line(output: str) -> str:
@@ -166,35 +142,21 @@ def last_line(output: str) -> str:
     return next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
 
 
-def failures_without_bugs(copies: Sequence[Copy], tests: Sequence[str]) -> list[str]:
-    """Sentences on named tests that do not pass as they are; each copy runs a part of them."""
-    shares = [share for share in (tests[i :: len(copies)] for i in range(len(copies))) if share]
-    with ThreadPoolExecutor(len(shares)) as pool:
-        ended = list(pool.map(lambda pair: pair[0].pytest(pair[1]), zip(copies, shares, strict=False)))
-    words = []
-    for code, output, _ in ended:
-        if code:
-            words += re.findall(r"^(?:FAILED|ERROR).*", output, re.MULTILINE) or [last_line(output)]
-    return words
-
-
-def plant_all(copies: Sequence[Copy], bugs: Sequence[Bug]) -> list[Outcome]:
-    """Tries all bugs, as many at a time as there are copies; prints each as it ends."""
+def plant_all(copies: Sequence[Copy], bugs: Sequence[Bug]) -> int:
+    """Tries all bugs, as many at a time as there are copies; returns how many were caught."""
     free: SimpleQueue[Copy] = SimpleQueue()
     for copy in copies:
         free.put(copy)
 
-    def plant(bug: Bug) -> Outcome:
+    def plant(bug: Bug) -> str:
         copy = free.get()
         try:
-            outcome = copy.plant(bug)
+            return copy.plant(bug)
         finally:
             free.put(copy)
-        print(f"{outcome.result:<14}  {outcome.seconds:5.1f} s  {bug.name}  {outcome.detail}", flush=True)
-        return outcome
 
     with ThreadPoolExecutor(len(copies)) as pool:
-        return list(pool.map(plant, bugs))
+        return [*pool.map(plant, bugs)].count(CAUGHT)
 
 
 def main(
@@ -207,31 +169,28 @@ def main(
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wanted", nargs="*", metavar="NAME", help="names of bugs, or files or folders that hold them")
     parser.add_argument("--jobs", type=int, default=1, help="bugs tried at a time")
-    parser.add_argument("--commit", default="HEAD", help="commit to try them in")
     parser.add_argument("--skip-check", action="store_true", help="do not run the tests unpatched first")
     parser.add_argument("--nbval", action="store_true", help="bugs with a notebook, to be caught there")
     options = parser.parse_args(arguments)
     bugs = choose(read_bugs(bugs_file), options.wanted)
     if options.nbval:
         bugs = [replace(bug, tests=(bug.notebook,)) for bug in bugs if bug.notebook]
-    commit = subprocess.check_output(["git", "-C", root, "rev-parse", options.commit], text=True).strip()
     os.environ["OMP_NUM_THREADS"] = "1"  # before the processes that are forked from import PyTorch, and Triton with it
     if not Path("/dev/nvidiactl").exists():
         os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py, which here would come too late
     FORKS.set_forkserver_preload(list(preloaded))
     with tempfile.TemporaryDirectory(prefix="planted-bugs-") as folder:
-        copies = [Copy(root, commit, Path(folder) / f"copy{i}") for i in range(max(1, min(options.jobs, len(bugs))))]
-        copies[0].require_own_code()
+        copies = [Copy(root, Path(folder) / f"copy{i}") for i in range(max(1, min(options.jobs, len(bugs))))]
         tests = list(dict.fromkeys(test for bug in bugs for test in bug.tests))
         if not options.skip_check:
-            print(f"Commit {commit[:12]}: {len(tests)} named tests or files without any bug.", flush=True)
-            if words := failures_without_bugs(copies, tests):
-                print("\n".join(["These fail unpatched, so nothing can be caught by them:", *words]))
+            print(f"{len(tests)} named tests or files without any bug.", flush=True)
+            code, output = copies[0].pytest(tests)
+            if code:
+                print(f"These fail unpatched, so nothing can be caught by them:\n{output}")
                 return 1
-        outcomes = plant_all(copies, bugs)
-    caught = sum(outcome.result == CAUGHT for outcome in outcomes)
-    print(f"{caught} of {len(outcomes)} planted bugs were caught.")
-    return 0 if caught == len(outcomes) else 1
+        caught = plant_all(copies, bugs)
+    print(f"{caught} of {len(bugs)} planted bugs were caught.")
+    return 0 if caught == len(bugs) else 1
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from slurm_configuration import NODES, write_configuration
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "setpriv")
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
-START_SECONDS = 60
 SEARCH_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 """The Python that runs the tests first, so that jobs find its `lmcore`; Debian keeps the daemons in /usr/sbin."""
 
@@ -51,9 +50,7 @@ class Cluster:
             write_configuration(self.folder)
             self._start_munged()
             self._start("slurmctld", "slurmctld", "-D")
-            self._wait_for(
-                lambda: self.run("scontrol", "ping", check=False).returncode == 0, "slurmctld did not answer"
-            )
+            self.wait_until(lambda: self.run("scontrol", "ping", check=False).returncode == 0, "slurmctld answered")
             for name in NODES:
                 self.start_node(name, wait=False)
             self._wait_until_idle(*NODES)
@@ -142,9 +139,11 @@ class Cluster:
     def describe(self, job: str | None = None) -> str:
         """The queue, the nodes, the ends of the daemons' logs and a job's record and log, for messages of failure."""
         looks = [("squeue", "--all"), ("sinfo", "-N"), *([("scontrol", "show", "job", job)] if job else [])]
-        parts = [self._daemon_logs(), *(self.run(*look, check=False).stdout for look in looks)]
-        parts += [_tail(Path(record.get("StdOut", ""))) for record in (self.records(job) if job else [])]
-        return "\n".join(parts)
+        words = [self.run(*look, check=False).stdout for look in looks]
+        logs = [Path(record.get("StdOut", "")) for record in (self.records(job) if job else [])]
+        for path in (path for path in [*self.folder.glob("*.out"), *logs] if path.is_file()):
+            words += [f"{path}:", *path.read_text(errors="replace").splitlines()[-30:]]
+        return "\n".join(words)
 
     def kill_node(self, name: str) -> None:
         """What a power failure does: SIGKILL to the node's slurmd, slurmstepds and job processes."""
@@ -163,7 +162,7 @@ class Cluster:
         options = [f"--{option}={self.folder}/munge.{suffix}" for option, suffix in paths.items()]
         # forced: munged wants a socket that other users can reach, and there are none here
         self._start("munged", "munged", "--foreground", "--force", "--num-threads=2", *options)
-        self._wait_for(lambda: (self.folder / "munge.socket").exists(), "munged did not open its socket")
+        self.wait_until((self.folder / "munge.socket").exists, "munged opened its socket")
 
     def _start(self, name: str, *command: str) -> None:
         """Starts a daemon in the foreground, in a session of its own, its output in NAME.out."""
@@ -190,24 +189,7 @@ class Cluster:
             shown = self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t", check=False).stdout
             return {f"{name} idle" for name in names} <= set(shown.splitlines())
 
-        self._wait_for(idle, f"{', '.join(names)} did not become idle")
-
-    def _wait_for(self, condition, complaint: str) -> None:
-        """Waits while the daemons start; a daemon that ends or is late is a RuntimeError with the daemons' logs."""
-        end = time.monotonic() + START_SECONDS
-        while not condition():
-            ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
-            if ended or time.monotonic() > end:
-                reason = f"{', '.join(ended)} ended" if ended else f"{complaint} in {START_SECONDS} s"
-                raise RuntimeError(f"the private Slurm cluster did not start: {reason}\n{self._daemon_logs()}")
-            time.sleep(0.1)
-
-    def _daemon_logs(self) -> str:
-        return "\n".join(f"{path.stem} said:\n{_tail(path)}" for path in sorted(self.folder.glob("*.out")))
-
-
-def _tail(path: Path, lines: int = 30) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.is_file() else "(no file)"
+        self.wait_until(idle, f"{', '.join(names)} became idle")
 
 
 def cluster_processes(folder: Path, node: str = "*") -> Iterator[psutil.Process]:

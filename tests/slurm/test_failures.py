@@ -1,28 +1,24 @@
 """Real training on a real Slurm, which takes its node away in every way that there is: the run ends the same."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 from job_projects import job_project
 from notebook_projects import TRAIN, code, parameters
 from safetensors.torch import load_file
 
 from lmcore.config import TrainConfig, replace, to_dict
 from lmcore.run import RunFolder
+from lmcore.train import train
 
 pytestmark = pytest.mark.slurm
 
-WALL_CLOCK = ("seconds", "tokens_per_second", "mfu")
+WALL_CLOCK = {"seconds", "tokens_per_second", "mfu"}
 CHECKPOINT_INTERVAL = 100
 STEPS = 1500
 """Seconds of training are left after the first checkpoint, in which the node is taken."""
-SCRIPT = ("workbook.sbatch", "--no-writeup")
-"""Submitted from its folder."""
-
 WAIT_THE_FIRST_TIME = """import os, time
 time.sleep(0 if os.environ.get("SLURM_RESTART_COUNT") else 3600)"""
 
@@ -34,18 +30,17 @@ def config(tiny_run) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster, config, tmp_path_factory) -> RunFolder:
-    """The run that nobody stops; the workers of pytest-xdist, whose folders lie side by side, share one."""
-    folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "undisturbed"
-    folder.mkdir(exist_ok=True)
-    run = RunFolder(folder / "run")
-    with FileLock(folder / ".lock"):
-        if not run.path.exists():
-            (folder / "config.json").write_text(json.dumps(to_dict(config)))
-            words = ["--config", folder / "config.json", "--run", run.path]
-            cluster.run("lmcore", "train", *words, timeout=600, OMP_NUM_THREADS=1)
+def undisturbed(config, tmp_path_factory) -> RunFolder:
+    """The run that nobody stops."""
+    run = RunFolder(tmp_path_factory.mktemp("undisturbed") / "run")
+    train(config, run)
     return run
+
+
+def by_hand(cluster, project: Path, *options: str, **variables: object) -> str:
+    """Submits the workbook's script from its folder; returns the job's id."""
+    folder = project / "papermill_jobs"
+    return cluster.sbatch("workbook.sbatch", "--no-writeup", options=options, cwd=folder, NOTEBOOKS="02", **variables)
 
 
 class Training:
@@ -57,8 +52,7 @@ class Training:
         self.project = job_project(folder / "project", _02_train=cells)
         (self.project / "config.json").write_text(json.dumps(to_dict(config)))
         self.run = RunFolder(self.project / "runs" / "smoke" / "runs" / "toy")
-        folder = self.project / "papermill_jobs"
-        self.job = cluster.sbatch(*SCRIPT, options=options, cwd=folder, NOTEBOOKS="02", OMP_NUM_THREADS=1)
+        self.job = by_hand(cluster, self.project, *options, OMP_NUM_THREADS=1)
 
     def wait_for_checkpoint(self) -> None:
         """Waits until training has saved and is beyond."""
@@ -115,8 +109,7 @@ def test_the_time_limit_comes(cluster, tmp_path):
     On a busy machine half a minute may not be enough for the notebook either: the job is then queued again.
     """
     project = job_project(tmp_path / "project", _02_train=["# 02", parameters(), code(WAIT_THE_FIRST_TIME)])
-    options = ["--time=1", "--signal=B:USR1@30"]
-    job = cluster.sbatch(*SCRIPT, options=options, cwd=project / "papermill_jobs", NOTEBOOKS="02", ATTEMPTS=9)
+    job = by_hand(cluster, project, "--time=1", "--signal=B:USR1@30", ATTEMPTS=9)
     assert cluster.wait(job) == "COMPLETED"
     assert int(cluster.info(job)["Restarts"]) >= 1
     assert "queued again" in cluster.log(job)
