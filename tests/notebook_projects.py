@@ -5,6 +5,8 @@ from pathlib import Path
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from workbook.notebook import CLEAN_METADATA
+
 PARAMETERS = 'scale = "smoke"\ndata = "embedded"\nout = "../runs/smoke"\nsteps = 3\nrates = [0.1, 1.0]'
 
 SVG = (
@@ -20,11 +22,6 @@ from workbook.sweep import run_sweep
 config = from_dict(TrainConfig, json.load(open("../config.json")))
 run_sweep({"toy": config}, f"{out}/runs")["toy"].status()["state"]"""
 """A cell that trains what config.json in the project says."""
-
-KERNEL = {
-    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-    "language_info": {"name": "python"},
-}
 
 
 def code(source: str, *tags: str, **metadata: object) -> nbformat.NotebookNode:
@@ -52,9 +49,8 @@ def make_project(folder: Path, scale: dict[str, str] | None = None, **notebooks:
     parameters.mkdir(parents=True)
     (folder / "notebooks").mkdir()
     for name, cells in notebooks.items():
+        name = name.lstrip("_")
         made = [new_markdown_cell(cell) if isinstance(cell, str) else cell for cell in cells]
-        nbformat.write(new_notebook(cells=made, metadata=KERNEL), folder / "notebooks" / f"{name.lstrip('_')}.ipynb")
-        (parameters / f"{name.lstrip('_')}.yaml").write_text("scale: smoke\n", encoding="utf-8")
-    for name, text in (scale or {}).items():
-        (parameters / f"{name}.yaml").write_text(text, encoding="utf-8")
+        nbformat.write(new_notebook(cells=made, metadata=CLEAN_METADATA), folder / "notebooks" / f"{name}.ipynb")
+        (parameters / f"{name}.yaml").write_text((scale or {}).get(name, "scale: smoke\n"), encoding="utf-8")
     return folder

@@ -5,8 +5,6 @@ import os
 import shlex
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -287,15 +285,9 @@ def test_jobs_run_here_in_their_order_and_a_failure_leaves_out_what_needs_it(pro
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_stops_the_job_that_runs_in_order_and_the_rest_is_left_undone(project, number, capfd):
-    first = script(project, "first", "trap 'touch saved; exit 75' TERM; touch ready; while :; do sleep 0.1; done")
+    trap = f"trap 'touch saved; exit 75' TERM; kill -{number:d} {os.getpid()}"
+    first = script(project, "first", f"{trap}; while :; do sleep 0.1; done")
     second = script(project, "second", "touch second")
-
-    def stop() -> None:
-        while not (project / "ready").exists():
-            time.sleep(0.05)
-        os.kill(os.getpid(), number)
-
-    threading.Thread(target=stop, daemon=True).start()
     assert run_here(project, first, second) == EXIT_INTERRUPTED
     assert (project / "saved").exists()
     assert not (project / "second").exists()

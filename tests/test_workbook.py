@@ -82,7 +82,7 @@ EARLY = {"raise SystemExit(0)": "ended the notebook early", "import os; os._exit
 def test_early_end_is_a_failure(run, source):
     result = run(None, {"writeup": False}, _01_first=["# 01", parameters(), code(source), code("1")])
     assert result.records[0].state == "failed"
-    assert EARLY[source] in result.failure
+    assert EARLY[source] in result.unfinished.error
 
 
 BAD_INPUT = {

@@ -53,7 +53,7 @@ def change(project, name: str, source: str | None = None, tags: tuple[str, ...] 
 
 def test_done_notebooks_are_kept_unless_something_changed(project):
     result = run(project)
-    assert (result.pdf, result.stopped, result.failure) == (None, None, None)
+    assert (result.pdf, result.unfinished) == (None, None)
     assert not (project / "made" / "writeup").exists()
     change(project, "02_second", "2")
     (project / "made" / "notebooks" / "03_third.ipynb").unlink()
@@ -70,7 +70,7 @@ def test_a_run_anew_forgets_what_it_did_not_reach(project):
     assert executions(project) == [1, 2, 0]
     assert read_records(project / "made")[0] == before[0]
     change(project, "01_first", "1 / 0")
-    assert run(project).failure.startswith("Notebook 01_first failed")
+    assert run(project).unfinished.unfinished.startswith("Notebook 01_first failed")
     assert [record.state for record in read_records(project / "made")] == ["failed", "not run", "not run"]
 
 

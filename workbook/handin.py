@@ -57,9 +57,9 @@ def make_handin(project: Path, out: Path, to: Path, names: Names = "cse599o", in
     require(incomplete or not notes, f"{''.join(notes[:1])} To hand in what there is, say --incomplete.")
     files, left_out = project_files(project, excluded=(out, to))
     refuse_secrets(project / file for file in files)
-    curve = next((name for name in LEARNING_CURVES if (out / "figures" / name).is_file()), None)
-    copies = {CURVE_NAME: out / "figures" / curve} if curve else {}
-    if curve is None:
+    curves = [file for name in LEARNING_CURVES if (file := out / "figures" / name).is_file()]
+    copies = {CURVE_NAME: curves[0]} if curves else {}
+    if not curves:
         notes.append(f"There is no learning curve ({' or '.join(LEARNING_CURVES)}) in {out / 'figures'}.")
     with (
         atomic_write(to / CODE_NAME) as file,

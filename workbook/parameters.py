@@ -65,7 +65,11 @@ def resolve_parameters(
         chosen = {key: value for key, value in overrides.items() if key in known}
         file = folder / f"{name}.yaml"  # without one, the notebook has its defaults
         resolved[name] = (read_mapping(file) if file.exists() else {}) | dict(common) | chosen
-        check_types(name, known, resolved[name])
+        for key, value in resolved[name].items():
+            require(key in known, f"Notebook {name} has no parameter {key!r}; its parameters are {', '.join(known)}.")
+            kind = type(known[key])
+            typed = known[key] is None or value is None or type(value) in {float: (float, int)}.get(kind, (kind,))
+            require(typed, f"Parameter {key!r} of notebook {name} must be of type {kind.__name__}, not {value!r}.")
         for cell in (cell for _, cell in code_cells(contents[name]) if PRECONDITIONS in tags(cell)):
             try:
                 with contextlib.chdir(project / "notebooks"):
@@ -74,15 +78,6 @@ def resolve_parameters(
                 words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}."
                 raise UserError(f"Notebook {name}: {words}") from error
     return resolved
-
-
-def check_types(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises `UserError` unless the notebook declares each parameter in `given` (`known`), with a value of its type."""
-    for key, value in given.items():
-        require(key in known, f"Notebook {name} has no parameter {key!r}; its parameters are {', '.join(known)}.")
-        kind = type(known[key])
-        typed = known[key] is None or value is None or type(value) in {float: (float, int)}.get(kind, (kind,))
-        require(typed, f"Parameter {key!r} of notebook {name} must be of type {kind.__name__}, not {value!r}.")
 
 
 def read_mapping(file: Path, loader: type = yaml.SafeLoader) -> dict[str, Any]:

@@ -57,11 +57,13 @@ def published(executed: Path) -> Any:
     count = 0
     for number, cell in enumerate(notebook.cells, 1):
         cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k in KEPT_METADATA})
-        outputs = []
-        for output in cell.get("outputs", []):
+        if cell.cell_type != "code":
+            continue
+        given, cell.outputs = cell.outputs, []
+        for output in given:
             if output.get("name") == "stderr":
                 continue
-            outputs.append(output)
+            cell.outputs.append(output)
             data = output.get("data", {})
             count += "image/svg+xml" in data or "image/png" in data
             if svg := data.get("image/svg+xml"):
@@ -69,10 +71,7 @@ def published(executed: Path) -> Any:
                 output.metadata.pop("image/svg+xml", None)
                 output.data = nbformat.from_dict({"image/png": base64.b64encode(as_png(svg)).decode()})
                 text = f"*Figure {short(executed.stem)}.{count}.* {caption}"
-                outputs += [nbformat.v4.new_output("display_data", {"text/markdown": text})] if caption else []
-        if cell.cell_type == "code":
-            cell.outputs = outputs
-        for output in outputs:
+                cell.outputs += [nbformat.v4.new_output("display_data", {"text/markdown": text})] if caption else []
             texts = [str(value) for kind, value in output.get("data", {}).items() if "png" not in kind]
             refuse_machine_names(f"{executed.stem}, cell {number}", "\n".join([*texts, str(output.get("text", ""))]))
     return notebook

@@ -22,14 +22,12 @@ class WorkbookResult:
     records: list[NotebookRecord]
     """Of the notebooks that were asked for, in order."""
     pdf: Path | None = None
-    """The writeup; None if none was asked for, or the run was stopped."""
-    stopped: str | None = None
-    """Where a signal stopped the run, in words; None if it ended by itself."""
+    """The writeup; None if none was asked for, or a signal stopped the run."""
 
     @property
-    def failure(self) -> str | None:
-        """The first failure in words, or None."""
-        return next((record.unfinished for record in self.records if record.state == "failed"), None)
+    def unfinished(self) -> NotebookRecord | None:
+        """The first notebook that is not done: it failed, or a signal stopped the run there."""
+        return next((record for record in self.records if record.state != "done"), None)
 
 
 def run_workbook(
@@ -46,14 +44,11 @@ def run_workbook(
 
     `data` is "embedded", a corpus to download, or a path; `notebooks` picks some by name; `parameters` overrides
     notebook parameters by name. With `resume`, notebooks that are done with the same scale, data, parameters and cells
-    are kept; without `writeup`, notebooks are executed and no more.
+    are kept. Records of notebooks that are not asked for stay as they are.
 
-    Executed notebooks go to out/notebooks, the answers to out/writeup. The first notebook that fails ends the run, as
-    the later ones build on it; the writeup is made all the same and says so: see `WorkbookResult.failure`. Records of
-    notebooks that are not asked for stay as they are.
-
-    Ctrl-C, SIGUSR1, SIGTERM and SIGHUP stop the run: training saves itself, for which it has up to `stop_seconds`, and
-    the executed notebook so far is kept: see `WorkbookResult.stopped`.
+    The first notebook that fails ends the run, as the later ones build on it; the writeup is made all the same and says
+    so. A stop signal ends it, too: training saves itself, for which it has up to `stop_seconds`, and the executed
+    notebook so far is kept.
 
     Raises `UserError`, before anything runs, on unknown scales, notebooks or parameters, data that is not there or too
     short, or a notebook that another process runs in `out`.
@@ -85,11 +80,7 @@ def run_workbook(
                     execute(path, record, out, stop, stop_seconds)
                 if record.state != "done":
                     break
-        first = next((record for record in result.records if record.state != "done"), None)
-        if stop.is_set() and first is not None and result.failure is None:
-            command = "The same command" if resume else "The same command with --resume"
-            result.stopped = f"{first.unfinished} {command} resumes from there."
-        elif writeup:
+        if writeup and (result.unfinished is None or result.unfinished.state == "failed"):
             from workbook.report.writeup import write_writeup
 
             print("workbook: the writeup is being made", flush=True)

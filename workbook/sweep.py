@@ -96,15 +96,13 @@ def _how_far(configs: Mapping[str, TrainConfig], runs: Mapping[str, RunFolder]) 
     """The steps that all runs have made, those of a finished one in full; and the losses of those that go on."""
     steps, notes = 0, []
     for name, run in runs.items():
-        state, step = run.last_known()
-        if state in FINISHED:
-            step = configs[name].steps
-        else:
-            with suppress(UserError):  # damaged: the process that trains repairs it, or says why not
-                if lines := run.metrics_lines():
-                    step = lines[-1]["step"]
-                    notes.append(f"{run.name}: step {step:,}, loss {lines[-1]['train_loss']:.3f}")
-        steps += step
+        if run.last_known()[0] in FINISHED:
+            steps += configs[name].steps
+            continue
+        with suppress(UserError, LookupError):  # damaged: training repairs it, or says why not; none yet
+            line = run.metrics_lines()[-1]
+            steps += line["step"]
+            notes.append(f"{run.name}: step {line['step']:,}, loss {line['train_loss']:.3f}")
     return steps, "; ".join(notes)
 
 
@@ -128,9 +126,8 @@ def _follow(
             child.terminate()  # it saves itself
         for child in children:
             child.wait()
-        raise UserError(
-            "Interrupted: training has ended, too; run this again to resume it from what is saved."
-        ) from None
+        words = "Interrupted: training has ended, too; run this again to resume it from what is saved."
+        raise UserError(words) from None
     finally:
         progress.close()
 

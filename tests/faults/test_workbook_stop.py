@@ -132,7 +132,7 @@ def workbook(tmp_path):
 def require_stopped(book: Workbook, name: str) -> str:
     """The workbook ends as one stopped in its third cell, and no process is left; returns what it said."""
     said = book.end(EXIT_INTERRUPTED)
-    assert f"Notebook 01_toy was stopped by {name} at code cell 3. The same command resumes from there." in said
+    assert f"Notebook 01_toy was stopped by {name} at code cell 3. The same command with --resume" in said
     record = book.record()
     assert (record.state, record.cell, record.error) == ("stopped", 3, name)
     assert "'an output to keep'" in book.results()
@@ -216,7 +216,7 @@ def test_between_notebooks_and_while_the_writeup_is_made(workbook):
     stop = code("import os, signal; os.kill(os.getppid(), signal.SIGUSR1)")
     book = workbook(stop, _02_second=["# 02", parameters(), code("1")]).start()
     said = book.end(EXIT_INTERRUPTED)
-    assert "Notebook 02_second was not run. The same command resumes from there." in said
+    assert "Notebook 02_second was not run. The same command with --resume resumes from there." in said
     assert [record.state for record in read_records(book.out)] == ["done", "not run"]
     book.start()
     book.wait_for(lambda: read_record(book.out, "02_second").state == "done")

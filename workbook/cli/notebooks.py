@@ -39,14 +39,13 @@ def run(
 
     chosen = parse_overrides(parameters)
     result = run_workbook(scale, data, out, notebooks, chosen, resume, writeup, stop_seconds)
-    if result.stopped:
-        print(f"workbook: {result.stopped}", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    if result.failure:
-        print(result.failure, file=sys.stderr)
     if result.pdf:
         print(f"PDF: {result.pdf}")
-    return EXIT_FAILURE if result.failure else 0
+    if (notebook := result.unfinished) is None:
+        return 0
+    resumes = "" if notebook.state == "failed" else " The same command with --resume resumes from there."
+    print(f"workbook: {notebook.unfinished}{resumes}", file=sys.stderr)
+    return EXIT_FAILURE if notebook.state == "failed" else EXIT_INTERRUPTED
 
 
 def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False, to: Path | None = None) -> int:
