@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-from notebook_projects import KERNEL
 from PIL import Image
 
 from lmcore import formatting
 from lmcore.errors import UserError
 from lmcore.files import read_json, write_json
 from workbook import publish
+from workbook.notebook import CLEAN_METADATA
 from workbook.record import NotebookRecord, read_record, read_records, write_record
 from workbook.report import answers, coverage
 from workbook.report.document import plain_text, shorten
@@ -67,7 +67,7 @@ def executed_workbook(folder, state="done", **notebooks):
         made = [new_markdown_cell(c) if isinstance(c, str) else c for c in cells]
         for number, code in enumerate((c for c in made if c.cell_type == "code"), 1):
             code.execution_count = number
-        notebook = new_notebook(cells=made, metadata=KERNEL)
+        notebook = new_notebook(cells=made, metadata=CLEAN_METADATA)
         nbformat.write(notebook, folder / "notebooks" / f"{name}.ipynb")
         record = NotebookRecord(name, state, 1.5, scale="smoke", data="embedded", environment=environment)
         write_record(folder, record)
