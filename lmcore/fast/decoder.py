@@ -5,13 +5,14 @@ becomes the next step's input there. Each weight is read once for a token of all
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lmcore.config import GenerateConfig, ModelConfig, replace
+from lmcore.device import autocast
 from lmcore.errors import require
 from lmcore.fast.kernels import decode as ops
 from lmcore.fast.kernels.dispatch import on_device_of
@@ -31,8 +32,7 @@ def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
     return ", ".join(filter(None, found)) or None
 
 
-@dataclass(frozen=True)
-class LayerWeights:
+class LayerWeights(NamedTuple):
     """One layer's matrices as its kernels read them: in the working precision, the norm weights folded in."""
 
     qkv: Float[Tensor, "3D D"]
@@ -129,9 +129,7 @@ class FusedDecoder:
     def _prefill(self, rows: Int[Tensor, "rows"], tokens: Int[Tensor, "rows seq"]) -> None:
         """What is right of a row's end is never seen: attention is causal, and steps overwrite its slots in turn."""
         positions = torch.arange(tokens.shape[1], device=self.device)
-        half = self.dtype != torch.float32
-        cast = torch.autocast(self.device.type, dtype=self.dtype if half else torch.bfloat16, enabled=half)
-        with evaluating(self.model), cast:
+        with evaluating(self.model), autocast(self.device, precision_of(self.dtype)):
             x = self.model.token_embeddings(tokens)
             for index, layer in enumerate(self.model.layers):
                 x = layer(x, positions, None, _Slots(rows, self.keys[index], self.values[index]))

@@ -5,7 +5,6 @@ batch, T positions, H heads, K head size, D d_model, F d_ff, V vocabulary, N = B
 """
 
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from lmcore.config import ModelConfig
 from lmcore.errors import require
 from lmcore.fast.kernels.cross_entropy import linear_cross_entropy_gradients, linear_cross_entropy_loss
+from lmcore.fast.kernels.dispatch import on_device_of
 from lmcore.fast.kernels.embedding import embedding_backward_, sorted_tokens
 from lmcore.fast.kernels.rmsnorm import num_partials, rmsnorm_backward, rmsnorm_forward, sum_partials
 from lmcore.fast.kernels.rope import rope_
@@ -41,11 +41,10 @@ def on_its_device(method: Callable) -> Callable:
 
     @wraps(method)
     def call(self, *arguments):
-        device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         fills = torch.utils.deterministic.fill_uninitialized_memory
         torch.utils.deterministic.fill_uninitialized_memory = False
         try:
-            with device, torch.no_grad():
+            with on_device_of(self.norm_weight_grads), torch.no_grad():
                 return method(self, *arguments)
         finally:
             torch.utils.deterministic.fill_uninitialized_memory = fills
@@ -152,8 +151,7 @@ class FusedTransformer:
     @on_its_device
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats of `targets` (B, T) after `inputs` (B, T); nothing is kept for a backward pass."""
-        x = self._embed(inputs)
-        branch = None
+        x, branch = self._embed(inputs), None
         for index in range(self.config.num_layers):
             group = Group(self.config, range(index, index + 1), x)
             x, branch = self._layer_forward(group, 0, x, branch, inputs.shape)
@@ -164,9 +162,8 @@ class FusedTransformer:
     @property
     def parts(self) -> dict[nn.Parameter, int]:
         """In which part of the forward pass each parameter is first read: embedding and norms, the layers, the head."""
-        names = {p: name for name, p in self.model.named_parameters()}
-        first = {p: 0 for p in (*self.norm_weights, self.model.token_embeddings.weight)}
-        layers = {p: 1 + int(name.split(".")[1]) for p, name in names.items() if name.startswith("layers.")}
+        first = dict.fromkeys((*self.norm_weights, self.model.token_embeddings.weight), 0)
+        layers = {p: 1 + layer for layer, block in enumerate(self.model.layers) for p in block.parameters()}
         return {self.model.lm_head.weight: 1 + self.config.num_layers} | layers | first
 
     def packed_gradients(self, parts: Collection[int]) -> list[Tensor]:
@@ -278,15 +275,10 @@ class FusedTransformer:
         saved.lse = rope_attention_forward(qkv, self.angles, (*shape, self.config.num_heads), group.heads[i])
         branch = torch.mm(group.heads[i], w.out[w.slot(layer)].t())
         saved.x2, _, saved.rstd2 = self._norm(2 * layer + 1, x, branch, group.normed2[i])
-        self._hidden(group, i)
+        torch.mm(group.normed2[i], w.w13[w.slot(layer)].t(), out=group.ab[i])
+        swiglu_forward(group.ab[i], group.h[i])
         group.saved.append(saved)
         return saved.x2, torch.mm(group.h[i], w.w2[w.slot(layer)].t())
-
-    def _hidden(self, group: Group, i: int) -> None:
-        """W1 x, W3 x and the gated product of layer `i`, given the normed x."""
-        w = self.weights
-        torch.mm(group.normed2[i], w.w13[w.slot(group.layers[i])].t(), out=group.ab[i])
-        swiglu_forward(group.ab[i], group.h[i])
 
     def _recompute(self, group: Group, length: int) -> None:
         """The operands of the group's layers that were freed, from what was saved."""
@@ -297,14 +289,13 @@ class FusedTransformer:
         for i, (layer, saved) in enumerate(zip(group.layers, group.saved, strict=True)):
             self._norm(2 * layer, saved.x1, None, group.normed1[i])
             self._norm(2 * layer + 1, saved.x2, None, group.normed2[i])
-            if not self.recomputes:
-                swiglu_forward(group.ab[i], group.h[i])
-                continue
-            self.fetch(1 + layer, -1)
-            torch.mm(group.normed1[i], w.qkv[w.slot(layer)].t(), out=group.qkv[i])
-            if self.angles is not None:
-                rope_(group.qkv[i], *self.angles, length)
-            self._hidden(group, i)
+            if self.recomputes:
+                self.fetch(1 + layer, -1)
+                torch.mm(group.normed1[i], w.qkv[w.slot(layer)].t(), out=group.qkv[i])
+                if self.angles is not None:
+                    rope_(group.qkv[i], *self.angles, length)
+                torch.mm(group.normed2[i], w.w13[w.slot(layer)].t(), out=group.ab[i])
+            swiglu_forward(group.ab[i], group.h[i])
 
     def _backward_groups(
         self, groups: list[Group], dx: Tensor, shape: torch.Size, partials: Tensor, after: Callable

@@ -99,10 +99,6 @@ class Exchange:
         for work in sent:
             work.wait()
 
-    def counted_again(self) -> float:
-        """Each gradient is measured by its owner alone."""
-        return 0.0
-
 
 def coalesced(collective: Callable[..., dist.Work], pairs: Iterable[tuple[Tensor, Tensor]], *how: Any) -> Message:
     """Begins a collective for each pair of tensors, all in one message: many small ones would not fill the network.
@@ -180,9 +176,6 @@ class Shards:
             gradient = self.transformer.norm_weight_grads
             found.append((dist.all_reduce(gradient, how, async_op=True), gradient))
         return found
-
-    def gather(self) -> None:
-        """Nothing: the next pass gathers what it needs."""
 
     def counted_again(self) -> Tensor:
         """What the sum of all ranks' squares has too much on each: every rank has all gradients of the norms."""

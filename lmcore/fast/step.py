@@ -31,11 +31,6 @@ FEW_ROWS, NARROW = 2048, 1024
 H200 it gained at 768, and lost at 2,560, where matmuls fill the chip and only take turns with the update."""
 
 
-def leaves_room(device: torch.device, rows: int, d_model: int) -> bool:
-    """Whether the forward pass of so many tokens leaves a part of the device to the update of the step before."""
-    return device.type == "cuda" and rows <= FEW_ROWS and d_model < NARROW
-
-
 class FusedStep:
     """Updates `model` by one batch of (batch_size, context_length) token ids per call, computing in `dtype`.
 
@@ -45,7 +40,7 @@ class FusedStep:
 
     A `pipelined` step takes its update with the next call, layer after layer beside that call's forward pass: until
     then parameters and moments are one step behind. **Read and write them through `current`**, which takes the update
-    that is due. Pipelining is the default with `FusedAdamW` on CUDA where `leaves_room`.
+    that is due. It is the default with `FusedAdamW` on CUDA for few tokens of narrow models (`FEW_ROWS`, `NARROW`).
 
     With `ranks`, the number of processes of the default group, each takes a part of the batch; gradients are averaged
     while the backward pass continues. With a `ShardedOptimizer` of `FusedAdamW` each gradient goes to its owner alone,
@@ -91,7 +86,8 @@ class FusedStep:
         elif divided:
             self.exchange = Shards(self.transformer, ranks)
         ours = self.adamw is not None and self.exchange is None
-        by_default = ours and leaves_room(self.transformer.device, self.shape.numel(), model.config.d_model)
+        leaves_room = self.shape.numel() <= FEW_ROWS and model.config.d_model < NARROW
+        by_default = ours and leaves_room and self.transformer.device.type == "cuda"
         self.pipelined = by_default if pipelined is None else pipelined
         require(
             ours or not self.pipelined,
@@ -211,14 +207,19 @@ class FusedStep:
         """The norm of all gradients; where they are divided, each rank measures its own, and the squares are summed."""
         self.adamw.measure()
         if self.exchange is not None:
-            square = self.adamw.norm.square() - self.exchange.counted_again()
+            square = self.adamw.norm.square()
+            if self.sharded is None:
+                square -= self.exchange.counted_again()
             dist.all_reduce(square)
             self.adamw.norm.copy_(square.sqrt())
 
     def _apply(self) -> None:
-        """The update; of a sharded one everybody gets the weights that the next step computes with."""
+        """The update; of a sharded one everybody gets the weights that the next step computes with.
+
+        Of divided matrices the next pass gathers what it needs.
+        """
         self.adamw.apply()
-        if self.exchange is not None:
+        if self.sharded is not None:
             self.exchange.gather()
 
     def _notice_writes(self) -> None:

@@ -35,10 +35,5 @@ class SideStream:
 
     def wait(self, event: torch.cuda.Event | None = None) -> None:
         """Lets the current stream wait for the side stream's work up to `event`, or for all of it."""
-        if self.stream is None:
-            return
-        current = torch.cuda.current_stream(self.stream.device)
-        if event is None:
-            current.wait_stream(self.stream)
-        else:
-            current.wait_event(event)
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(event or self.stream.record_event())

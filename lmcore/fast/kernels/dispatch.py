@@ -1,6 +1,5 @@
 """Which of the kernels this machine can run, and where."""
 
-import importlib
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,9 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-HOPPER = (9, 0)
-"""CUDA compute capability of the H100 and H200."""
 
 
 @lru_cache(maxsize=1)
@@ -27,12 +23,11 @@ def runs_triton(device: torch.device) -> bool:
 
 @lru_cache(maxsize=8)
 def is_hopper(device: torch.device) -> bool:
-    """Whether Triton runs here on what Hopper's own instructions need (TMA, warpgroup matmuls).
+    """Whether Triton runs here on what Hopper's own instructions need (TMA, warpgroup matmuls): on an H100 or H200.
 
     AMD's chips have capabilities of their own, some of them the same number.
     """
-    cuda = device.type == "cuda" and runs_triton(device)
-    return cuda and torch.cuda.get_device_capability(device) == HOPPER
+    return device.type == "cuda" and runs_triton(device) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -71,16 +71,16 @@ class Plain:
         """Takes the settings of this step: slot i has those of row `index[i]`."""
         self.rows = [rows[i] for i in index]
 
-    def square(self, parts: Collection[int] | None = None) -> None:
+    def square(self, parts: Collection[int]) -> None:
         """Nothing: `join_squares` sums the squares."""
 
     def join_squares(self, norm: Tensor) -> None:
         """Writes the gradients' joint l2 norm into `norm`."""
         norm.copy_(gradient_norm([slot.gradient.float() for slot in self.slots]) if self.slots else torch.zeros(()))
 
-    def update(self, norm: Tensor | None, parts: Collection[int] | None = None) -> None:
-        """The update of all slots or those of some parts; with `norm`, gradients are clipped by it."""
-        chosen = [i for i, part in enumerate(self.parts) if parts is None or part in parts]
+    def update(self, norm: Tensor | None, parts: Collection[int]) -> None:
+        """The update of these parts; with `norm`, gradients are clipped by it."""
+        chosen = [i for i, part in enumerate(self.parts) if part in parts]
         update([self.slots[i] for i in chosen], [self.rows[i] for i in chosen], norm)
 
 
@@ -153,20 +153,18 @@ class FusedAdamW(AdamW):
 
         Nothing waits for the device. With a `launch` in a CUDA graph, call it before every replay.
         """
-        found = self._build()
-        rows: dict[tuple[int, int], Settings] = {}  # most parameters share theirs
-        keys = []
-        for group, p, _ in found:
+        rows: list[Settings] = []
+        numbers, index = {}, []  # most parameters share their row
+        for group, p, _ in self._build():
             state = self.state[p]
             if not state:
                 m, v = self._moments[p]
                 state.update(t=0, m=m, v=v)
             state["t"] += 1
-            keys.append((id(group), state["t"]))
-            if keys[-1] not in rows:
-                rows[keys[-1]] = self._settings(group, state["t"])
-        order = {key: number for number, key in enumerate(rows)}
-        self._table.send(list(rows.values()), [order[key] for key in keys])
+            index.append(numbers.setdefault((id(group), state["t"]), len(rows)))
+            if index[-1] == len(rows):
+                rows.append(self._settings(group, state["t"]))
+        self._table.send(rows, index)
 
     def launch(self) -> None:
         """The device's part of a step: norm, clipping and update. After `prepare`; a CUDA graph can capture it."""
@@ -196,7 +194,7 @@ class FusedAdamW(AdamW):
         """Clipping by the norm, and the update, of all parameters or of a part: the second half of `launch`."""
         norm = None if self.max_grad_norm is None else self.norm
         with on_device_of(self.norm):
-            self._table.update(norm, None if part is None else {part})
+            self._table.update(norm, set(self._table.parts) if part is None else {part})
 
     @torch.no_grad()
     def idle(self) -> None:

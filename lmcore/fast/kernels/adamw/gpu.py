@@ -100,7 +100,11 @@ class Programs:
     """What each program works on: `table` (programs, 2), the row of a tensor and the index of a piece of it."""
 
     def __init__(self, rows: list[int], sizes: list[int], parts: list[int], size: int, device: torch.device):
-        self.table = _pieces(rows, [sizes[i] for i in rows], size, device)
+        counts = torch.tensor([-(-sizes[i] // size) for i in rows])
+        starts = counts.cumsum(0) - counts
+        which = torch.repeat_interleave(torch.tensor(rows), counts)
+        index = torch.arange(len(which)) - torch.repeat_interleave(starts, counts)
+        self.table = torch.stack((which, index), dim=1).to(torch.int32).to(device)
         self.ranges: dict[int, tuple[int, int]] = {}  # of programs, by part: parts lie side by side
         end = 0
         for i in rows:
@@ -108,12 +112,10 @@ class Programs:
             end += -(-sizes[i] // size)
             self.ranges[parts[i]] = start, end
 
-    def of(self, parts: Collection[int] | None) -> list[tuple[int, int]]:
-        """First program and number of programs of each launch for these parts, or for all."""
+    def of(self, parts: Collection[int]) -> list[tuple[int, int]]:
+        """First program and number of programs of each launch for these parts."""
         chosen: list[tuple[int, int]] = []
-        for part, (start, end) in self.ranges.items():
-            if parts is not None and part not in parts:
-                continue
+        for start, end in (programs for part, programs in self.ranges.items() if part in parts):
             if chosen and chosen[-1][1] == start:
                 start = chosen.pop()[0]
             chosen.append((start, end))
@@ -150,8 +152,8 @@ class Table:
             settings = settings.pin_memory()
         self.settings.copy_(settings, non_blocking=True)
 
-    def update(self, norm: Tensor | None, parts: Collection[int] | None = None) -> None:
-        """The update of all slots or those of some parts; with `norm`, gradients are clipped by it."""
+    def update(self, norm: Tensor | None, parts: Collection[int]) -> None:
+        """The update of these parts; with `norm`, gradients are clipped by it."""
         for types, copy, blocks, _ in self.kinds:
             for start, count in blocks.of(parts):
                 update_kernel[(count,)](
@@ -159,8 +161,8 @@ class Table:
                     BLOCK=BLOCK, num_warps=WARPS, **types,
                 )  # fmt: skip
 
-    def square(self, parts: Collection[int] | None = None) -> None:
-        """Sums the squares of all gradients or of those of some parts, piece by piece: the first half of the norm."""
+    def square(self, parts: Collection[int]) -> None:
+        """Sums the squares of the gradients of these parts, piece by piece: the first half of the norm."""
         first = 0
         for types, _, _, chunks in self.kinds:
             for start, count in chunks.of(parts):
@@ -173,12 +175,3 @@ class Table:
     def join_squares(self, norm: Tensor) -> None:
         """Writes the gradients' joint l2 norm into `norm`, from the sums of the squares of all parts."""
         norm_kernel[(1,)](self.sums, len(self.sums), norm, BLOCK=4096, num_warps=16)
-
-
-def _pieces(rows: list[int], sizes: list[int], size: int, device: torch.device) -> Tensor:
-    """(programs, 2): the row and the index of every piece of `size` elements of the tensors in `rows`."""
-    counts = torch.tensor([-(-n // size) for n in sizes])
-    starts = counts.cumsum(0) - counts
-    which = torch.repeat_interleave(torch.tensor(rows), counts)
-    index = torch.arange(len(which)) - torch.repeat_interleave(starts, counts)
-    return torch.stack((which, index), dim=1).to(torch.int32).to(device)

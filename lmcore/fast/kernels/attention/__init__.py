@@ -25,9 +25,6 @@ MAX_HEAD_SIZE = 128
 ALIGNMENT = 16
 """Bytes of which addresses and strides must be multiples for the Hopper kernels (TMA)."""
 
-LSE_ROWS = 128
-"""The Triton kernels keep a log-sum-exp for a number of rows that is a multiple of this."""
-
 
 def flash_attention(
     q: Float[Tensor, "... H T K"], k: Float[Tensor, "... H T K"], v: Float[Tensor, "... H T K"], causal: bool = True
@@ -41,7 +38,12 @@ def flash_attention(
     may differ. Raises `UserError` if queries, keys and values differ in shape, type or device; plain attention serves
     queries and keys of different lengths.
     """
-    check_inputs(q, k, v)
+    kinds = {f"{tuple(x.shape)}, {x.dtype} on {x.device}" for x in (q, k, v)}
+    require(
+        len(kinds) == 1 and q.ndim >= 3 and q.is_floating_point(),
+        "Flash attention takes queries, keys and values (..., H, T, K) of one shape, floating-point type and device, "
+        f"not {' and '.join(sorted(kinds))}. Plain attention serves fewer queries than keys.",
+    )
     kind = q.device.type
     if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
@@ -86,16 +88,6 @@ def attention_backward(
         return kernels(q, fixed_order).backward(q, k, v, o, lse, do, causal, dq, dk, dv, angles=angles)
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises `UserError` unless the three are alike and have heads, positions and features."""
-    kinds = {f"{tuple(x.shape)}, {x.dtype} on {x.device}" for x in (q, k, v)}
-    require(
-        len(kinds) == 1 and q.ndim >= 3 and q.is_floating_point(),
-        "Flash attention takes queries, keys and values (..., H, T, K) of one shape, floating-point type and device, "
-        f"not {' and '.join(sorted(kinds))}. Plain attention serves fewer queries than keys.",
-    )
-
-
 def uses_triton(q: Tensor) -> bool:
     """Whether Triton's kernels serve inputs like this one."""
     types = (torch.float32, torch.bfloat16, torch.float16)
@@ -131,13 +123,15 @@ def by_position(q: Tensor) -> Tensor:
     return torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
+def lse_rows_of(length: int) -> int:
+    """Rows of the Triton kernels' log-sum-exp: a multiple of 128."""
+    return -(-length // 128) * 128
+
+
 def log_sum_exp(q: Tensor) -> Tensor:
     """An empty log-sum-exp for these queries."""
-    batch, heads, length, _ = q.shape
-    if uses_triton(q):
-        rows = -(-length // LSE_ROWS) * LSE_ROWS
-        return torch.empty(batch, heads, rows, device=q.device, dtype=torch.float32)
-    return torch.empty(batch, heads, length, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
+    rows = lse_rows_of(q.shape[-2]) if uses_triton(q) else q.shape[-2]
+    return torch.empty(*q.shape[:2], rows, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @torch.library.custom_op("lmcore::attention_forward", mutates_args=())
@@ -147,9 +141,7 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, T
     return attention_forward(q, k, v, causal)
 
 
-@forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    return by_position(q), log_sum_exp(q)
+forward_op.register_fake(lambda q, k, v, causal: (by_position(q), log_sum_exp(q)))
 
 
 @torch.library.custom_op("lmcore::attention_backward", mutates_args=())
@@ -161,11 +153,7 @@ def backward_op(
     return attention_backward(q, k, v, o, lse, do, causal)
 
 
-@backward_op.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return by_position(q), by_position(k), by_position(v)
+backward_op.register_fake(lambda q, k, v, *others: (by_position(q), by_position(k), by_position(v)))
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -182,9 +170,7 @@ def save_for_backward(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None
     ctx.save_for_backward(q, k, v, *output)
 
 
-def backward_of_forward(ctx, do: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if do is None:
-        return None, None, None, None
+def backward_of_forward(ctx, do: Tensor, _: None) -> tuple[Tensor | None, ...]:
     return *backward_op(*ctx.saved_tensors, do, ctx.causal), None
 
 

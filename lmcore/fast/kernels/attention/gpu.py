@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lmcore.fast.kernels.attention import lse_rows_of
+
 LOG2_E: tl.constexpr = tl.constexpr(1 / math.log(2))
 """Exponentials are of base 2, which the chip computes."""
 
@@ -392,11 +394,6 @@ def operand(x: Tensor) -> tuple:
     """A tensor as the kernels take it: address, strides of batch, head and position, and whether (True or None)
     offsets within a head need 64 bits."""
     return *(x, *x.stride()[:3]), True if x.shape[-2] * x.stride(-2) >= 2**31 else None
-
-
-def lse_rows_of(length: int) -> int:
-    """Rows of a log-sum-exp."""
-    return triton.cdiv(length, 128) * 128
 
 
 def heads_of_group(q: Tensor, causal: bool, backward: bool = False) -> int:

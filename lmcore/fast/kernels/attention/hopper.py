@@ -36,14 +36,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lmcore.fast.kernels.attention import gpu
+from lmcore.fast.kernels.attention import gpu, lse_rows_of
 from lmcore.fast.kernels.attention.gpu import (
     LOG2_E,
     attention_finish_kernel,
     attention_prepare_kernel,
     block_of,
     heads_of_group,
-    lse_rows_of,
     operand,
     tile_and_head,
 )

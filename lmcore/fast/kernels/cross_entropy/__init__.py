@@ -132,7 +132,10 @@ def _chunks(
         padded[:rows], padded[rows:] = weight, 0
         weight, padded_bytes = padded, padded.nbytes
     x, weight, targets = x.contiguous(), weight.contiguous(), targets.contiguous()
-    size = chunk_rows or _chunk_rows(x, len(weight), padded_bytes)
+    row_bytes, memory = len(weight) * x.element_size(), CHUNK_BYTES - padded_bytes
+    if x.device.type == "cpu":
+        memory = min(memory, CPU_CHUNK_ROWS * row_bytes)
+    size = chunk_rows or default_chunk_rows(n, row_bytes, memory)
     losses = x.new_empty(n, dtype=torch.promote_types(x.dtype, torch.float32))
     buffer = x.new_empty(min(size, n), len(weight))
     total, scale = None, None if dx is None else 1 / n
@@ -149,15 +152,6 @@ def _chunks(
             torch.mm(logits, weight, out=dx[part])
             _add_product(total, logits.t(), x[part], first=start == 0)
     return losses, total if total is None or total is dw else total[:rows]
-
-
-def _chunk_rows(x: Tensor, columns: int, padded_bytes: int) -> int:
-    """Rows per chunk where none are asked for; the padded weight takes its part of the memory."""
-    row_bytes = columns * x.element_size()
-    memory = CHUNK_BYTES - padded_bytes
-    if x.device.type == "cpu":
-        memory = min(memory, CPU_CHUNK_ROWS * row_bytes)
-    return default_chunk_rows(len(x), row_bytes, memory)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:

@@ -28,14 +28,10 @@ BLOCK_ELEMENTS = 16 * 1024
 """Of the keys, and of the values, that a program holds at once: 64 registers of its 256 threads."""
 
 
-def early(device: torch.device) -> bool:
-    """Whether kernels on this device can begin before the one in front of them has ended: from Hopper on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def launch_options(device: torch.device, overlap: bool) -> dict[str, bool]:
-    """Triton's launch options for a kernel that may (`overlap`) begin early; such a kernel waits by `gdc_wait`."""
-    return {"launch_pdl": True} if overlap and early(device) else {}
+    """EARLY: whether kernels can begin early, from Hopper on, and wait by `gdc_wait`; with `overlap` this one does."""
+    early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": early} | ({"launch_pdl": True} if overlap and early else {})
 
 
 # --- matmuls, which are bound by reading the weights
@@ -186,7 +182,7 @@ def _linear(
     num_inputs = weight.shape[1]
     pointers = (x, weight, out, copy, EPS)
     options = {
-        "M": num_outputs, "N": num_inputs, "NORM": norm, "GATED": gated, "ADD": add, "EARLY": early(out.device),
+        "M": num_outputs, "N": num_inputs, "NORM": norm, "GATED": gated, "ADD": add,
         **launch_options(out.device, overlap),
     }  # fmt: skip
     if batch <= VECTOR_ROWS:
@@ -300,18 +296,15 @@ def attend(
     batch, num_heads, slots, head_size = keys.shape
     splits = 1 if parts is None else parts.shape[0]
     width = max(16, triton.next_power_of_2(head_size))
-    options = {"HEAD_SIZE": head_size, "WIDTH": width, "SPLITS": splits, "EARLY": early(qkv.device)}
+    options = {"HEAD_SIZE": head_size, "WIDTH": width, "SPLITS": splits, **launch_options(qkv.device, overlap)}
     block = min(BLOCK_ELEMENTS // width, max(16, triton.next_power_of_2(slots)))
     _attend_kernel[(num_heads, splits, batch)](
         qkv, cos, sin, keys, values, positions, heads if parts is None else parts, heads if lse is None else lse,
-        batch, num_heads, slots, head_size**-0.5, BLOCK=block, num_warps=8,
-        **options, **launch_options(qkv.device, overlap),
+        batch, num_heads, slots, head_size**-0.5, BLOCK=block, num_warps=8, **options,
     )  # fmt: skip
     if parts is not None:
         count = batch * num_heads
-        _combine_kernel[(count,)](
-            parts, lse, heads, count, num_warps=1, **options, **launch_options(qkv.device, overlap)
-        )
+        _combine_kernel[(count,)](parts, lse, heads, count, num_warps=1, **options)
 
 
 # --- the next token: taken from the logits, and made the input of the next step
@@ -438,8 +431,8 @@ def greedy(logits: Tensor, num_ids: int, sequences: Sequences, overlap: bool = F
     state, sizes, widths = _operands(sequences)
     block = min(8192, triton.next_power_of_2(num_ids))
     _greedy_kernel[(batch,)](
-        logits, state, batch, vocab, num_ids, sizes, BLOCK=block, EARLY=early(device),
-        num_warps=16 if block > 2048 else 4, **widths, **launch_options(device, overlap),
+        logits, state, batch, vocab, num_ids, sizes, BLOCK=block, num_warps=16 if block > 2048 else 4,
+        **widths, **launch_options(device, overlap),
     )  # fmt: skip
 
 
@@ -453,6 +446,6 @@ def sampled(
     _sampled_kernel[(batch,)](
         logits, uniforms, state, batch, vocab, num_ids, sizes,
         max(config.temperature, torch.finfo(torch.float32).tiny), config.top_p, config.top_k if cut else 0,
-        BLOCK=block, TOP_K=cut, TOP_P=config.top_p < 1, EARLY=early(device), num_warps=32 if block > 8192 else 8,
+        BLOCK=block, TOP_K=cut, TOP_P=config.top_p < 1, num_warps=32 if block > 8192 else 8,
         **widths, **launch_options(device, overlap),
     )  # fmt: skip

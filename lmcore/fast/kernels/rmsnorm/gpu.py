@@ -3,8 +3,6 @@
 Letters: N rows, D d_model, P programs of the backward pass.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -111,7 +109,8 @@ def rmsnorm_backward(dy, x, weight, rstd, residual=None, dx=None, partials=None)
 def num_partials(x: Tensor) -> int:
     num_rows, d = x.shape
     per_processor = PROGRAMS_PER_PROCESSOR if d <= BACKWARD_TILE // 2 else PROGRAMS_PER_PROCESSOR // 2
-    return min(triton.cdiv(num_rows, _tile(d, BACKWARD_TILE)[0]["ROWS"]), per_processor * _processors(x.device))
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+    return min(triton.cdiv(num_rows, _tile(d, BACKWARD_TILE)[0]["ROWS"]), per_processor * processors)
 
 
 def sum_partials(partials: Tensor, out: Tensor) -> Tensor:
@@ -126,8 +125,3 @@ def _tile(d: int, elements: int) -> tuple[dict[str, int], int]:
     """Rows and columns of a program's tile, and its warps."""
     block = triton.next_power_of_2(d)
     return {"ROWS": max(1, elements // block), "BLOCK": block}, max(4, min(16, block // 512))
-
-
-@lru_cache(maxsize=8)
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
