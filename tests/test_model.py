@@ -136,20 +136,6 @@ def test_angles_are_exact_at_far_positions(position, pair, theta):
 
 
 @torch.no_grad()
-def test_attention_is_pytorchs_multi_head_attention():
-    d_model, num_heads, seq = 12, 3, 7
-    ours = CausalMultiHeadSelfAttention(d_model, num_heads)
-    theirs = nn.MultiheadAttention(d_model, num_heads, bias=False, batch_first=True)
-    projections = [ours.q_proj.weight, ours.k_proj.weight, ours.v_proj.weight]
-    theirs.in_proj_weight.copy_(torch.cat(projections))
-    theirs.out_proj.weight.copy_(ours.output_proj.weight)
-    x = torch.randn(2, seq, d_model)
-    expected, _ = theirs(x, x, x, attn_mask=~causal_mask(seq, seq), need_weights=False)
-    torch.testing.assert_close(ours(x), expected, **CLOSE)
-    assert torch.equal(causal_mask(2, seq), causal_mask(seq, seq)[-2:])  # with keys from before the queries
-
-
-@torch.no_grad()
 def test_attention_takes_any_leading_dimensions_and_positions_and_masks_per_sequence():
     rope = RotaryPositionalEmbedding(10_000.0, 4, 64)
     attention = CausalMultiHeadSelfAttention(12, 3, rope)
@@ -160,6 +146,7 @@ def test_attention_takes_any_leading_dimensions_and_positions_and_masks_per_sequ
     torch.testing.assert_close(together[1, 3], attention(x[1, 3], positions[3]), **CLOSE)
     masks = (torch.rand(2, 4, 7, 7) > 0.5) | torch.eye(7, dtype=torch.bool)  # one for each sequence
     torch.testing.assert_close(attention(x, mask=masks)[1, 2], attention(x[1, 2], mask=masks[1, 2]), **CLOSE)
+    assert torch.equal(causal_mask(2, 7), causal_mask(7, 7)[-2:])  # with keys from before the queries
     # a shift of all positions changes nothing: RoPE is relative
     torch.testing.assert_close(together[:, 1], attention(x)[:, 1], atol=1e-4, rtol=1e-4)
 

@@ -19,7 +19,7 @@ import lmcore.run
 import lmcore.train
 from lmcore.checkpoint import digest, load_model, read_checkpoint, read_weights
 from lmcore.config import TrainConfig, replace
-from lmcore.data import CorpusConfig, PreparedData, open_data, prepare
+from lmcore.data import CorpusConfig, open_data, prepare
 from lmcore.errors import UserError
 from lmcore.evaluate import evaluate
 from lmcore.fast.step import FusedStep
@@ -337,14 +337,6 @@ def test_run_folder_says_everything_and_a_complete_run_is_not_repeated(config, s
     before, result = straight.metrics_file.read_bytes(), straight.result()
     assert train(config, straight) == result
     assert straight.metrics_file.read_bytes() == before
-
-
-def test_other_settings_or_data_are_refused_by_name(config, straight, monkeypatch):
-    with pytest.raises(UserError, match=r"made with other settings: steps \(12 there, 13 here\)"):
-        train(replace(config, steps=13), straight)
-    monkeypatch.setattr(PreparedData, "fingerprint", "another")
-    with pytest.raises(UserError, match=r"made with other settings: the data \(fingerprint"):
-        train(config, straight)
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient norm", "validation loss"])
