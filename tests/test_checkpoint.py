@@ -34,13 +34,10 @@ def equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     return all(torch.equal(value, there[key]) for key, value in a.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["string", "file object"])
-def test_round_trip_goes_on_bitwise(tmp_path, kind):
-    model, optimizer = trained()
-    out = {"string": str(tmp_path / "c.pt"), "file object": io.BytesIO()}[kind]
+def test_round_trip_through_a_file_object_goes_on_bitwise():
+    (model, optimizer), out = trained(), io.BytesIO()
     save_checkpoint(model, optimizer, 3, out)
-    if kind == "file object":
-        out.seek(0)
+    out.seek(0)
     other, other_optimizer = trained(steps=1, seed=1)
     assert not equal(model, other)
     assert load_checkpoint(out, other, other_optimizer) == 3

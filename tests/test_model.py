@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from lmcore.config import ModelConfig, model_config, replace
 from lmcore.errors import UserError
@@ -23,7 +22,7 @@ from lmcore.model import (
     causal_mask,
     sinusoidal_positions,
 )
-from workbook.reference import reference_logits, rotate_as_complex_numbers
+from workbook.reference import reference_logits
 
 TINY = ModelConfig(vocab_size=61, context_length=24, d_model=24, num_layers=3, num_heads=3, d_ff=40)
 SWITCHES = [
@@ -93,33 +92,10 @@ def test_whole_model_in_float64_and_bfloat16():
             assert (logits.float() - expected).norm() < 0.03 * expected.norm()
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
-)
-def test_rmsnorm_is_pytorchs(dtype, tolerance):
-    """Also of values whose squares overflow in half precision."""
-    ours = RMSNorm(16, eps=1e-5, dtype=dtype)
-    ours.weight.uniform_(0.5, 2)
-    theirs = nn.RMSNorm(16, eps=1e-5, dtype=dtype)
-    theirs.load_state_dict(ours.state_dict())
-    x = (10 * torch.randn(3, 2, 16, dtype=torch.float64)).to(dtype)
-    assert ours(x).dtype == dtype
-    torch.testing.assert_close(ours(x), theirs(x), atol=tolerance, rtol=tolerance)
-    assert torch.equal(ours(0 * x), 0 * x)
-    assert torch.equal(RMSNorm(8)(torch.full((1, 8), 60_000.0, dtype=torch.float16)), torch.ones(1, 8).half())
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    st.lists(st.integers(1, 3), max_size=3), st.integers(1, 9), st.integers(1, 8), st.floats(10, 1e6), st.integers(0, 9)
-)
-def test_rope_is_a_product_of_complex_numbers(leading, seq, pairs, theta, seed):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*leading, seq, 2 * pairs, generator=generator)
-    positions = torch.randint(100, (*leading, seq), generator=generator)
-    ours = RotaryPositionalEmbedding(theta, 2 * pairs, 100)(x, positions)
-    torch.testing.assert_close(ours, rotate_as_complex_numbers(x, positions, theta), **CLOSE)
+@pytest.mark.parametrize("value", [0.0, 60_000.0])
+def test_rmsnorm_of_zeros_and_of_values_whose_squares_overflow_in_half_precision(value):
+    x = torch.full((1, 8), value, dtype=torch.float16)
+    assert torch.equal(RMSNorm(8)(x), x / max(value, 1))
 
 
 @settings(max_examples=15, deadline=None)
