@@ -1,4 +1,4 @@
-"""The optimization report's study, which notebooks 04 and 10 measure: its model and its benchmark cases."""
+"""The optimization report's study, which notebook 10 measures: its model and its benchmark cases."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
