@@ -18,37 +18,34 @@ from lmcore.profiling.nsys.torch_trace import CPU_TOOL, CUDA_TOOL, read_torch_tr
 from lmcore.profiling.nsys.trace import busy_table, instances, kernels_in, occupied, totals, work_in
 
 
-def table(trace, range, part: str, scope="process") -> pd.DataFrame:
+def table(trace, range, part: str) -> pd.DataFrame:
     """Kernels or copies of a range by name, or all its work by category."""
-    _, work = work_in(trace, range, scope)
+    _, work = work_in(trace, range)
     keep = {"kernels": work["bytes"] < 0, "copies": work["bytes"] >= 0, "category": work["bytes"] >= -1}[part]
     return totals(work[keep], ["category" if part == "category" else "name"])
 
 
-def counted_by_hand(path, name: str, same_thread: bool) -> dict[str, tuple[int, int]]:
+def counted_by_hand(path, name: str) -> dict[str, tuple[int, int]]:
     """Calls and nanoseconds by kernel name of a range: three nested loops over the tables, without a join."""
     names = dict(rows(path, "SELECT id, value FROM StringIds"))
-    marks = rows(path, f"SELECT start, end, globalTid, COALESCE(text, textId) FROM {NVTX} WHERE eventType = 59")
-    ranges = [mark[:3] for mark in marks if names.get(mark[3], mark[3]) == name]
-    calls = {(tid >> 24, number): (start, tid) for tid, number, start in rows(
-        path, f"SELECT globalTid, correlationId, start FROM {RUNTIME} ORDER BY start DESC"
-    )}  # fmt: skip
+    marks = rows(path, f"SELECT start, end, COALESCE(text, textId) FROM {NVTX} WHERE eventType = 59")
+    ranges = [mark[:2] for mark in marks if names.get(mark[2], mark[2]) == name]
+    sql = f"SELECT globalTid, correlationId, start FROM {RUNTIME} ORDER BY start DESC"
+    calls = {(thread >> 24, number): start for thread, number, start in rows(path, sql)}
     found: dict[str, tuple[int, int]] = {}
     sql = f"SELECT globalPid, correlationId, end - start, demangledName FROM {KERNEL}"
     for pid, number, duration, kernel in rows(path, sql):
-        at, thread = calls[pid >> 24, number]
-        if any(start <= at <= end and (not same_thread or thread == tid) for start, end, tid in ranges):
+        if any(start <= calls[pid >> 24, number] <= end for start, end in ranges):
             count, total = found.get(names[kernel], (0, 0))
             found[names[kernel]] = (count + 1, total + duration)
     return found
 
 
-@pytest.mark.parametrize("scope", ["process", "thread"])
 @pytest.mark.parametrize("name", ["training step", "optimizer", "computing softmax"])
-def test_kernels_of_a_real_training_program(name, scope):
-    kernels = table(read_export(H200), name, "kernels", scope)
+def test_kernels_of_a_real_training_program(name):
+    kernels = table(read_export(H200), name, "kernels")
     found = {row.name: (row.calls, round(row.total_seconds * 1e9)) for row in kernels.itertuples()}
-    assert found == counted_by_hand(H200, name, scope == "thread") != {}
+    assert found == counted_by_hand(H200, name) != {}
     assert kernels["total_seconds"].is_monotonic_decreasing
     assert kernels["share"].sum() == pytest.approx(1)
 
@@ -87,17 +84,18 @@ BIG_MAIN, BIG_OTHER = (1 << 60) | MAIN, (1 << 60) | AUTOGRAD
         pytest.param(
             [("forward", 0, 10), ("block 0", 1, 9), ("backward", 20, 50), ("block 0", 25, 35, AUTOGRAD)],
             [("a", 30, AUTOGRAD)],
-            {"backward/block 0": "a", "forward/block 0": "", "backward": "a", ("backward", "thread"): ""},
+            {"backward/block 0": "a", "forward/block 0": "", "backward": "a"},
             id="on the autograd thread in the backward pass",
         ),
         pytest.param(
-            [("step", 0, 100, BIG_MAIN)], [("a", 10, BIG_MAIN), ("b", 11, BIG_OTHER), ("c", None, BIG_MAIN)],
-            {"step": "ab", ("step", "thread"): "a"}, id="thread ids beside missing launches",
+            [("step", 0, 100, BIG_MAIN), ("step", 0, 100, BIG_OTHER)],
+            [("a", 10, BIG_MAIN), ("b", 11, BIG_OTHER), ("c", None, BIG_MAIN)],
+            {"step": "a|b"}, id="thread ids beside missing launches",
         ),
     ],
 )  # fmt: skip
 def test_a_kernel_belongs_to_the_range_that_launched_it(export, read, ranges, launches, expected):
-    """`expected`: kernels by range (and scope); those of several instances with | between."""
+    """`expected`: kernels by range; those of several instances with | between."""
     for each in ranges:
         export.range(*each)
     for index, launch in enumerate(launches):
@@ -107,11 +105,10 @@ def test_a_kernel_belongs_to_the_range_that_launched_it(export, read, ranges, la
         export.kernel(number, 500 + index, 501 + index, name, thread & ~0xFFFFFF)
     trace = read()
     assert len(trace.kernels) == len(launches)
-    for key, names in expected.items():
-        name, scope = key if isinstance(key, tuple) else (key, "process")
-        found = kernels_in(trace, name, scope)
+    for name, kernels in expected.items():
+        found = kernels_in(trace, name)
         by_instance = ["".join(found.loc[found["instance"] == id, "name"]) for id in instances(trace, name)["id"]]
-        assert "|".join(by_instance) == names, key
+        assert "|".join(by_instance) == kernels, name
 
 
 def test_launch_is_the_outer_of_two_calls(export, read):
@@ -297,7 +294,6 @@ def test_records_of_torch_profiler_on_cuda(tmp_path, names):
     assert trace.tool == CUDA_TOOL
     assert trace.notes[0].startswith("1 of 3 kernels and copies have no launch")
     assert trace.ranges["path"].tolist() == ["training step", "training step/backward"]
-    assert len(kernels_in(trace, "backward", "thread")) == 0
     (kernel,) = kernels_in(trace, "backward").to_dict("records")
     assert (kernel["category"], kernel["duration"], kernel["launched_at"]) == ("matmul", 10250, 112500)
     copied = table(trace, "training step", "copies").loc[0, ["name", "calls", "bytes", "total_seconds"]]

@@ -92,7 +92,7 @@ def report_lines(trace: "Trace", range: str | None, top: int) -> list[str]:
         ranges, path = trace.ranges, alike(trace.ranges["path"])
         ranges = ranges.assign(path=path, seconds=(ranges["end"] - ranges["start"]) / 1e9)
         known = ranges.groupby("path", sort=False).agg(instances=("id", "size"), mean_seconds=("seconds", "mean"))
-        launched = (owners(trace.kernels, ranges, "process") >= 0).sum()
+        launched = (owners(trace.kernels, ranges) >= 0).sum()
         lines += text(known.reset_index())
         lines.append(f"{launched:,} of {len(trace.kernels):,} kernels were launched inside of ranges.")
     return lines

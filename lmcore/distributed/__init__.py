@@ -5,12 +5,7 @@ Every function and class takes the process group `group`; None is the group of a
 """
 # ruff: noqa: F401
 
-from lmcore.distributed.collectives import (
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
-    tree_broadcast,
-)
+from lmcore.distributed.collectives import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from lmcore.distributed.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from lmcore.distributed.fsdp import FSDP
 from lmcore.distributed.ranks import Ranks

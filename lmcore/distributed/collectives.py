@@ -126,18 +126,3 @@ def ring_all_reduce(tensor: Tensor, group: Group = None, buffer: Tensor | None =
     """Sums the tensors of all ranks on every rank: reduce-scatter, then all-gather. 2 (N - 1) steps of S / N bytes."""
     ring_reduce_scatter(tensor, group, buffer)
     ring_all_gather(tensor, group)
-
-
-def tree_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> None:
-    """Gives every rank the tensor of rank `root`: log2 N rounds, in each of which all that have it send it on."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    require(0 <= root < size, f"root must be a rank from 0 to {size - 1}, not {root}.")
-    place, reach = (rank - root) % size, 1  # the first `reach` places have it
-    while reach < size:
-        partner = place + reach if place < reach else place - reach
-        if place < 2 * reach and partner < size:
-            if place < reach:
-                dist.send(tensor, group=group, group_dst=(partner + root) % size)
-            else:
-                dist.recv(tensor, group=group, group_src=(partner + root) % size)
-        reach *= 2

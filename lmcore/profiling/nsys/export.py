@@ -34,7 +34,7 @@ VERSION_TABLES = ("META_DATA_EXPORT", "EXPORT_META_DATA")
 """The table that says which version made the export, today and before 2023."""
 
 COPY_KINDS = {1: "Host-to-Device", 2: "Device-to-Host", 8: "Device-to-Device", 9: "Host-to-Host", 10: "Peer-to-Peer"}
-"""CUpti_ActivityMemcpyKind, for exports without a table of their names."""
+"""CUpti_ActivityMemcpyKind, without those of CUDA arrays and unified memory."""
 
 WORK = {
     KERNEL: ("COALESCE(demangledName, 0)", "streamId", NO_COPY),
@@ -101,13 +101,11 @@ def read_work(db: sqlite3.Connection, tables: set[str]) -> pd.DataFrame:
         db.execute(f"""
             INSERT INTO launches SELECT globalTid, MIN(start), globalTid & {PROCESS_OF_THREAD} AS process, correlationId
             FROM {RUNTIME} GROUP BY process, correlationId""")
-    strings, directions = dict(db.execute("SELECT id, value FROM StringIds")), COPY_KINDS
-    if "ENUM_CUDA_MEMCPY_OPER" in tables:
-        directions = dict(db.execute("SELECT id, label FROM ENUM_CUDA_MEMCPY_OPER"))
+    strings = dict(db.execute("SELECT id, value FROM StringIds"))
     names = {
         KERNEL: lambda number: strings.get(number) or "unnamed kernel",
         GRAPH: lambda number: f"CUDA graph {number}",
-        MEMCPY: lambda number: directions.get(number, f"copy of kind {number}"),
+        MEMCPY: lambda number: COPY_KINDS.get(number, f"copy of kind {number}"),
         MEMSET: lambda number: "Memset",
     }
     found = []

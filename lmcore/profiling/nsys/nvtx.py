@@ -6,23 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import lmcore.model
 from lmcore.functional import at_least_float32, softmax
 from lmcore.model import CausalMultiHeadSelfAttention, RMSNorm, SiLUFeedForward, SwiGLU, TransformerBlock
 from lmcore.profiling.workload import Span, no_span
-
-
-@contextmanager
-def nvtx_span(name: str) -> Iterator[None]:
-    """An NVTX range on the calling thread."""
-    torch.cuda.nvtx.range_push(name)  # not nvtx.range, which formats the name: braces in it would be fields
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()
 
 
 def annotated_scaled_dot_product_attention(

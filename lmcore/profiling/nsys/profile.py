@@ -22,7 +22,7 @@ from lmcore.device import out_of_memory_reason, select_device
 from lmcore.errors import UserError, require
 from lmcore.files import read_json, write_json
 from lmcore.profiling.nsys.export import read_export
-from lmcore.profiling.nsys.nvtx import annotated, nvtx_span
+from lmcore.profiling.nsys.nvtx import annotated
 from lmcore.profiling.nsys.tool import find_nsys, last_words, run_under_nsys
 from lmcore.profiling.nsys.torch_trace import read_torch_trace
 from lmcore.profiling.nsys.trace import Trace, busy_table, instances, totals, work_in
@@ -137,7 +137,8 @@ def main(path: Path) -> None:
     """Runs the workload of a config file under the CUDA profiler's switch; outcome.json is written beside the file."""
     config, on_cuda = from_dict(WorkloadConfig, read_json(path)), torch.cuda.is_available()
     recording = torch.cuda.profiler.profile() if on_cuda else contextlib.nullcontext()
-    write_json(path.with_name("outcome.json"), run_passes(config, nvtx_span if on_cuda else no_span, recording))
+    outcome = run_passes(config, torch.cuda.nvtx.range if on_cuda else no_span, recording)
+    write_json(path.with_name("outcome.json"), outcome)
 
 
 def profile_with_torch(config: WorkloadConfig, folder: Path) -> tuple[Trace, dict[str, Any]]:

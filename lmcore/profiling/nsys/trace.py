@@ -3,20 +3,12 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import pandas as pd
 
-from lmcore.errors import UserError, require
+from lmcore.errors import UserError
 from lmcore.profiling.nsys.categories import CATEGORIES, OPTIMIZER_RANGE, kernel_category, short_name
-
-Scope = Literal["process", "thread"]
-"""Whose launches count as inside a range: those of every thread of its process while it is open, or its thread's own.
-
-PyTorch launches the kernels of a backward pass from a thread of the autograd engine, so that the thread which opened
-the range "backward" launches hardly any: "process" is right for one training program, "thread" for several in one.
-"""
 
 NEVER = -1
 """`launched_at` of work whose launch the record lacks: it belongs to no range."""
@@ -79,7 +71,7 @@ def build_trace(tool: str, work: pd.DataFrame, ranges: pd.DataFrame, notes: Iter
     work["category"] = work["name"].map(kernel_category).astype(pd.CategoricalDtype(CATEGORIES))
     work.loc[work["bytes"] >= 0, "category"] = "copy"
     ranges = nested(ranges)
-    work.loc[owners(work, ranges[ranges["name"] == OPTIMIZER_RANGE], "process") >= 0, "category"] = OPTIMIZER_RANGE
+    work.loc[owners(work, ranges[ranges["name"] == OPTIMIZER_RANGE]) >= 0, "category"] = OPTIMIZER_RANGE
     if lost := (work["launched_at"] == NEVER).sum():
         many = f"{lost:,} of {len(work):,} kernels and copies have no launch in the record"
         notes = [*notes, f"{many}: they count in no range, whose GPU times lack them."]
@@ -111,15 +103,15 @@ def outermost(chosen: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     return chosen[chosen["end"] > before]
 
 
-def owners(work: pd.DataFrame, chosen: pd.DataFrame, scope: Scope) -> np.ndarray:
+def owners(work: pd.DataFrame, chosen: pd.DataFrame) -> np.ndarray:
     """For each kernel or copy, the id of the chosen range it was launched in, or -1.
 
-    Each belongs to one at most: to a range of the thread that launched it before one of another thread, to one that
-    encloses others before those, to a later one before an earlier one.
+    Launches of all threads of a range's process count while it is open: PyTorch launches the kernels of a backward pass
+    from a thread of the autograd engine. Each belongs to one range at most: to one of its own thread before one of
+    another thread, to one that encloses others before those, to a later one before an earlier one.
     """
-    require(scope in ("process", "thread"), f"The scope is process or thread, not {scope!r}.")
     found, launched = np.full(len(work), -1), work["launched_at"].to_numpy()
-    for keys in [["process"], ["process", "thread"]][scope == "thread" :]:
+    for keys in (["process"], ["process", "thread"]):
         for values, ranges in outermost(chosen, keys).groupby(keys):
             members = np.flatnonzero((work[keys].to_numpy() == values).all(axis=1))
             last = np.searchsorted(ranges["start"], launched[members], side="right") - 1  # and its end is the last, too
@@ -157,21 +149,21 @@ def instances(trace: Trace, name: str) -> pd.DataFrame:
     return outermost(chosen, ["process", "thread"])
 
 
-def work_in(trace: Trace, name: str | None, scope: Scope = "process") -> tuple[pd.DataFrame, pd.DataFrame]:
+def work_in(trace: Trace, name: str | None) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The ranges of this name (see `instances`), and the work launched in them, with the range's id as `instance`; of
     None the record as one range."""
     if name is not None:
         chosen = instances(trace, name)
-        found = owners(trace.work, chosen, scope)
+        found = owners(trace.work, chosen)
         return chosen, trace.work[found >= 0].assign(instance=found[found >= 0])
     times = pd.concat([table[["start", "end"]] for table in (trace.work, trace.ranges)])
     whole = {"id": 0, "path": "whole record", "start": times["start"].min(), "end": times["end"].max()}
     return pd.DataFrame([whole]), trace.work.assign(instance=0)
 
 
-def kernels_in(trace: Trace, name: str, scope: Scope = "process") -> pd.DataFrame:
+def kernels_in(trace: Trace, name: str) -> pd.DataFrame:
     """The kernels of `work_in`."""
-    _, work = work_in(trace, name, scope)
+    _, work = work_in(trace, name)
     return work[work["bytes"] < 0]
 
 
@@ -186,7 +178,7 @@ def totals(work: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     )
 
 
-def busy_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.DataFrame:
+def busy_table(trace: Trace, name: str | None) -> pd.DataFrame:
     """Of each instance of a range (None: the record): instance, path, seconds, gpu_seconds, busy_seconds, idle_seconds.
 
     `seconds` is how long the range was open on the CPU, which runs ahead of the GPU; `gpu_seconds` is from the
@@ -194,7 +186,7 @@ def busy_table(trace: Trace, name: str | None, scope: Scope = "process") -> pd.D
     counted once where several did; `idle_seconds` the rest. Where the record has several devices, an instance has a
     row for each that worked for it, with a column `device` (NaN: none did).
     """
-    chosen, work = work_in(trace, name, scope)
+    chosen, work = work_in(trace, name)
     keys = ["instance", "device"] if trace.work["device"].nunique() > 1 else ["instance"]
     table = chosen.rename(columns={"id": "instance"}).merge(
         occupied(work, keys).reset_index(), how="left", on="instance"
