@@ -192,12 +192,9 @@ def test_the_steps_that_were_measured(row):
     ("ranks", "changes", "sentence"),
     [
         (3, {}, "3 ranks do not divide a batch of 16 evenly"),
-        (0, {}, "0 ranks do not divide a batch of 16 evenly"),
-        (2, {"strategy": "torch-ddp"}, "ddp, zero1, fsdp, not for torch-ddp with 2 ranks"),
-        (2, {"strategy": "none"}, "ddp, zero1, fsdp, not for none with 2 ranks"),
-        (1, {"precision": "fp16"}, "not for fp16"),
+        (2, {"strategy": "torch-ddp"}, "not for strategy=torch-ddp in fp32 on 2 ranks"),
+        (1, {"precision": "fp16"}, "not for strategy=ddp in fp16"),
         (2, {"ops": "fused", "optimizer__name": "muon"}, "predicted for AdamW alone"),
-        (2, {"ops": "fused", "model__norm": "none"}, "predicted for models with norms"),
         (2, {"ops": "fused", "model__dropout": 0.1}, "The explicit step does not cover"),
     ],
 )

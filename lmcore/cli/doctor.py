@@ -35,7 +35,7 @@ def examine(folder: str | os.PathLike = ".") -> dict[str, str]:
     from lmcore.data import open_data
     from lmcore.data.tokenizers import gpt2_folder
     from lmcore.device import device_name, select_device
-    from lmcore.profiling.nsys.tool import find_nsys
+    from lmcore.profiling.nsys.tool import find_nsys, nsys_version
     from lmcore.provenance import environment
     from lmcore.tokenizer.files import find_files
 
@@ -54,7 +54,7 @@ def examine(folder: str | os.PathLike = ".") -> dict[str, str]:
     }
     for package, purpose in OPTIONAL_PACKAGES.items():
         facts[package] = "present" if importlib.util.find_spec(package) else f"missing, {purpose}"
-    facts["nsys"] = said(lambda: f"present {(nsys := find_nsys()).version} ({nsys.path})")
+    facts["nsys"] = said(lambda: f"present {nsys_version(nsys := find_nsys())} ({nsys})")
     facts["GPT-2 tokenizer"] = said(lambda: f"present ({find_files(gpt2_folder())[0].parent})")
     for manifest in sorted(Path(folder, "data").glob("*/manifest.json")):
         corpus = manifest.parent

@@ -32,9 +32,6 @@ from lmcore.profiling.workload import Span, Workload, no_span
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Types of activations by precision."""
 
-BACKWARD = 2.5
-"""FLOPs of attention's backward pass for each of its forward pass: five matmuls of (T, T) by (T, K), instead of two."""
-
 SMALLEST = 128, 16
 """Context and head size from which `measure_attention_sizes` doubles them."""
 

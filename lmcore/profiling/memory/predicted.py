@@ -60,7 +60,7 @@ def predicted_peak(
 def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
     """Peak bytes on rank 0 during a run's second training step, the first that has the optimizer's state.
 
-    `config.strategy` says how the ranks divide the work: ddp, zero1 or fsdp, or none with one rank. With ops=plain the
+    `config.strategy` says how the ranks divide the work: ddp, zero1 or fsdp, or any with one rank. With ops=plain the
     step is run, not compiled, whatever `compile` says, and messages go to PyTorch's fake process group, which sends
     nothing. With ops=fused it is counted (`explicit_peak`). Buffers of NCCL are not in it. Raises `UserError` for a
     batch that the ranks do not divide evenly, another way to divide the work, fp16, whose loss scale is looked at, and
@@ -68,14 +68,11 @@ def predicted_peak_of_rank(config: TrainConfig, ranks: int) -> int:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    ways = ("ddp", "zero1", "fsdp") if ranks != 1 else ("none", "ddp", "zero1", "fsdp")
-    found = f"not for {config.strategy} with {ranks} ranks"
-    require(config.strategy in ways, f"Memory of a rank is predicted for {', '.join(ways)}, {found}.")
-    require(config.precision != "fp16", "Memory of a rank is predicted for fp32, tf32 and bf16, not for fp16.")
-    require(
-        ranks > 0 and config.batch_size % ranks == 0,
-        f"{ranks} ranks do not divide a batch of {config.batch_size} evenly.",
-    )
+    covered = config.precision != "fp16" and (ranks == 1 or config.strategy in ("ddp", "zero1", "fsdp"))
+    found = f"strategy={config.strategy} in {config.precision} on {ranks} ranks"
+    require(covered, f"Memory of a rank is predicted for ddp, zero1 and fsdp in fp32, tf32 and bf16, not for {found}.")
+    whole = ranks > 0 and config.batch_size % ranks == 0
+    require(whole, f"{ranks} ranks do not divide a batch of {config.batch_size} evenly.")
     if ranks == 1:
         config = replace(config, strategy="none")  # as a run does: there is nothing to divide
     if config.ops == "fused":

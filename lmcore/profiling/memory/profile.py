@@ -2,7 +2,6 @@
 
 import dataclasses
 import pickle
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +44,16 @@ def profile_memory(config: WorkloadConfig, folder: Path, keep_snapshot: bool = T
         history, peaks, snapshot = record_cuda(step, workload.device)
     else:
         history, peaks, snapshot = record_cpu(step, standing.values()), dict.fromkeys(PEAKS), None
+    kept = None
+    if snapshot and keep_snapshot:  # for pytorch.org/memory_viz
+        with atomic_write(folder / SNAPSHOT) as file:
+            pickle.dump(snapshot, file)
+        kept = {"file": SNAPSHOT, "bytes": (folder / SNAPSHOT).stat().st_size}
     return {
         "device": device_name(workload.device),
         **summary(explained(history, standing, gradient_storages(workload.model))),
         **peaks,
-        "snapshot": write_snapshot(snapshot, folder) if snapshot and keep_snapshot else None,
+        "snapshot": kept,
         "notes": [CPU_NOTE] * (not on_gpu) + [FULL_NOTE] * history.truncated,
     }
 
@@ -98,11 +102,3 @@ def standing_storages(workload: Workload) -> dict[int, Event]:
 def gradient_storages(model: Module) -> dict[int, str]:
     """Names of the parameters whose gradients lie at these addresses."""
     return {storage_address(p.grad): name for name, p in model.named_parameters() if p.grad is not None}
-
-
-def write_snapshot(snapshot: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Writes the pickle for pytorch.org/memory_viz; its name and size."""
-    path = Path(folder) / SNAPSHOT
-    with atomic_write(path) as file:
-        pickle.dump(snapshot, file)
-    return {"file": SNAPSHOT, "bytes": path.stat().st_size}

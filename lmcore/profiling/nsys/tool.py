@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -49,24 +48,16 @@ PLACES = (
 """Where installers put nsys, the best place first. Nsight Compute brings a copy of its own."""
 
 
-@dataclass(frozen=True)
-class Nsys:
-    """A program nsys that runs here: where it is, and its version ("2025.3.1")."""
-
-    path: Path
-    version: str
-
-
-def find_nsys() -> Nsys:
-    """The nsys to use: the one that the variable NSYS names, else on the PATH, else in the folders of installers.
+def find_nsys() -> str:
+    """Path of the nsys to use: the one that the variable NSYS names, else on the PATH, else in folders of installers.
 
     NSYS=off finds none. Raises `UserError` that says what was looked at and what to install.
     """
     wanted = os.environ.get("NSYS")
     require(wanted != "off", "Nsight Systems is switched off by NSYS=off.")
     for path in [shutil.which(wanted) or wanted] if wanted else candidates():
-        if (version := nsys_version(path)) is not None:
-            return Nsys(Path(path), version)
+        if nsys_version(path) is not None:
+            return path
     require(not wanted, f"The variable NSYS names {wanted}, which does not run as nsys here; {INSTALL}.")
     raise UserError(f"No Nsight Systems (nsys) runs here, from the PATH, CUDA's or Nsight's folders: {INSTALL}.")
 
@@ -89,12 +80,12 @@ def nsys_version(path: str) -> str | None:
     return said[1] if said and done.returncode == 0 else None
 
 
-def profile_command(nsys: Nsys, program: Sequence[str], report: Path) -> list[str]:
+def profile_command(nsys: str, program: Sequence[str], report: Path) -> list[str]:
     """The command that runs `program` under nsys into `report`."""
-    return [str(nsys.path), "profile", *FLAGS, f"--output={report}", *program]
+    return [nsys, "profile", *FLAGS, f"--output={report}", *program]
 
 
-def run_under_nsys(nsys: Nsys, program: Sequence[str], folder: Path, timeout: float = TIMEOUT) -> Path:
+def run_under_nsys(nsys: str, program: Sequence[str], folder: Path, timeout: float = TIMEOUT) -> Path:
     """Runs `program` under nsys; folder/profile.nsys-rep and profile.sqlite are kept, nsys.log is what was said.
 
     Only what runs between torch.cuda.profiler.start() and stop() is recorded. Returns the SQLite file. Raises
@@ -107,7 +98,7 @@ def run_under_nsys(nsys: Nsys, program: Sequence[str], folder: Path, timeout: fl
     code = run_logged(profile_command(nsys, program, report), log, timeout)
     why = "the capture range never fired, as the program did not call torch.cuda.profiler.start()"
     why = why if code == 0 else f"it ended with code {code} ({last_words(log)})"
-    require(report.exists(), f"nsys {nsys.version} made no report: {why}; see {log}.")
+    require(report.exists(), f"nsys {nsys_version(nsys)} made no report: {why}; see {log}.")
     return export_report(nsys, report)
 
 
@@ -128,7 +119,7 @@ def run_logged(command: Sequence[str], log: Path, timeout: float = TIMEOUT) -> i
             process.wait()
 
 
-def export_report(nsys: Nsys, report: Path) -> Path:
+def export_report(nsys: str, report: Path) -> Path:
     """Exports a .nsys-rep to SQLite beside it. Raises `UserError` when nsys is too old for the file or fails."""
     require(not_a_pipe(report).is_file(), f"There is no file {report}.")
     log = report.with_name("nsys-export.log")
@@ -138,11 +129,12 @@ def export_report(nsys: Nsys, report: Path) -> Path:
         log.write_text("")
     except OSError as error:
         raise UserError(f"Cannot export beside {report} ({error.strerror}); copy it to a folder of yours.") from error
-    command = [str(nsys.path), "export", "--type=sqlite", "--force-overwrite=true", f"--output={new}", str(report)]
+    command = [nsys, "export", "--type=sqlite", "--force-overwrite=true", f"--output={new}", str(report)]
     if run_logged(command, log) == 0 and new.exists():
         return new
+    version = nsys_version(nsys)
     raise UserError(
-        f"nsys {nsys.version} cannot read {report}: it is of a newer version, or damaged. nsys said: {last_words(log)}"
+        f"nsys {version} cannot read {report}: it is of a newer version, or damaged. nsys said: {last_words(log)}"
     )
 
 
