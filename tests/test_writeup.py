@@ -2,7 +2,6 @@
 
 import base64
 import dataclasses
-import io
 import json
 import os
 import re
@@ -16,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-from PIL import Image
 
 from lmcore import formatting
 from lmcore.errors import UserError
@@ -31,13 +29,8 @@ from workbook.report.verify import check_writeup
 from workbook.report.writeup import provenance, spell_out, write_writeup
 
 ROOT = Path(__file__).parents[1]
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAIAAAD91JpzAAAAC0lEQVR4nGNgQAYAAA4AAamRc7EAAAAASUVORK5CYII="
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="300" height="90"><rect width="9" height="9"/></svg>'
-
-
-def tiny_png() -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (2, 2)).save(file, "PNG")
-    return file.getvalue()
 
 
 def display(data: dict, **metadata) -> nbformat.NotebookNode:
@@ -93,14 +86,14 @@ FIRST = [
     cell(
         display({"image/svg+xml": SVG, "text/plain": "<Figure>"}, **{"image/svg+xml": {"caption": "Loss by $\\theta$"}})
     ),
-    cell(display({"image/png": base64.b64encode(tiny_png()).decode()}), caption="A caption of the cell"),
+    cell(display({"image/png": PNG}), caption="A caption of the cell"),
     "## Wide Table",
     cell(display({"text/markdown": f"|{'column_name |' * 18}\n|{'---|' * 18}\n|{'-1.123456 |' * 18}"})),
     cell(stream("never shown"), stream("warning!", "stderr")),
     cell(stream("\x1b[31mred\x1b[0m 10%\r99% こ ```\n" + "w" * 300), tags=["show_stdout"]),
     cell(stream("printed, the same each time"), tags=["keep_output"]),
     cell(display({"text/plain": "[<matplotlib.lines.Line2D at 0x7f0000000000>]"})),
-    cell(show(show_source(tiny_png))),
+    cell(show(show_source(plain_text))),
     cell(display({"text/plain": "left out"}), tags=["remove_output"]),
     cell(show(answers.answer("transformer_accounting (a)", "There are **1.64 billion** parameters."))),
     cell(show(answers.answer("transformer_accounting (b)", "| part | share |\n|---|---|\n| the ffn | 60.5 ms |"))),
@@ -127,7 +120,7 @@ def test_the_pdf_has_everything_that_is_to_be_seen_and_nothing_else(writeup):
     shown += ["a remote picture", "nowhere", "Answer — transformer_accounting (a). There are 1.64 billion"]
     for words in (*shown, "60.5 ms", "smoke", "embedded", "abcdef123456", "CPU", "python 3.11"):
         assert words in text, words
-    hidden = ["hidden_source_code", "never shown", "warning!", "Line2D", "left out", "tiny_png", "10%", "[31m"]
+    hidden = ["hidden_source_code", "never shown", "warning!", "Line2D", "left out", "def plain_text", "10%", "[31m"]
     for words in (*hidden, "example.org", "failed", r"\frac", r"\theta"):
         assert words not in text, words
 
@@ -185,7 +178,6 @@ def test_check_finds_what_is_wrong(tmp_path):
         (first, first.read_text(), nbformat.writes(figures), "shows 2 of 3 figures"),
     ):
         source = notebook.read_text()
-        assert old in source
         notebook.write_text(source.replace(old, new, 1))
         with pytest.raises(UserError, match=f"is older than notebook {notebook.stem}"):
             check_writeup(out)
@@ -210,10 +202,9 @@ def test_what_is_published(tmp_path):
     for place in (out / "figures" / "loss.svg", to / "figures" / "old.svg"):
         place.parent.mkdir(parents=True)
         place.write_text(SVG)
-    assert len(publish.publish(out, to)) == 4
-    assert sorted(path.relative_to(to).as_posix() for path in to.rglob("*") if path.is_file()) == [
-        "answers.pdf", "figures/loss.svg", "notebooks/01_build.ipynb", "notebooks/02_train.ipynb"
-    ]  # fmt: skip
+    publish.publish(out, to)
+    published = {path.relative_to(to).as_posix() for path in to.rglob("*") if path.is_file()}
+    assert published == {"answers.pdf", "figures/loss.svg", "notebooks/01_build.ipynb", "notebooks/02_train.ipynb"}
     text = (to / "notebooks" / "01_build.ipynb").read_text()
     for words in ("/home/someone", "svg+xml", "warning!"):
         assert words not in text
@@ -224,9 +215,6 @@ def test_what_is_published(tmp_path):
 
 
 def test_names_of_a_machine_are_not_published(tmp_path):
-    for place in ("/home/someone/lmcore/runs/x", "/work/lmcore", "/scratch/u/results"):
-        with pytest.raises(UserError, match=f"^here names something of this machine, '{place}'"):
-            publish.refuse_machine_names("here", f"saved in {place}, and more")
     out = executed_workbook(tmp_path, _01_build=["# 01 Build", cell(stream("saved in /work/lmcore"))])
     with pytest.raises(UserError, match="01_build, cell 2 names something of this machine, '/work/lmcore'"):
         publish.publish(out, tmp_path / "to")
@@ -250,36 +238,24 @@ def covered(*answered: coverage.Answered) -> dict:
     return {(problem.handout, problem.name): problem for problem in coverage.coverage(answered)}
 
 
-def test_coverage_counts_parts():
-    parts = (("memory_profiling", "a"), ("adamw_accounting", ""))
-    found = covered(*(coverage.Answered(problem, part, "") for problem, part in parts))
-    memory = found["CS336 A2 2026", "memory_profiling"]
-    assert (memory.state, memory.missing) == ("partly", "(b) (c) (d) (e) (f)")
-    assert found["CSE599-O A1 part 1", "adamwAccounting"].state == "done"  # the handouts spell it in two ways
-    assert found["CSE599-O A1 part 1", "adamw"].state == "not yet"
-    assert coverage.counts(found.values())["CS336 A2 2026"] == {"done": 0, "partly": 1, "not yet": 26, "problems": 27}
-
-
-def test_a_problem_of_one_assignment_is_not_that_of_another():
-    answered = [coverage.Answered("leaderboard", "A1", "08_experiments")]
-    found = {p.handout: p.state for p in covered(*answered).values() if p.name == "leaderboard"}
-    assert found == {"CSE599-O A1 part 1": "done", "CS336 A1 2026": "done", "CS336 A2 2026": "not yet"}
-    answered.append(coverage.Answered("leaderboard", "A2", "09_distributed"))
-    page = coverage.coverage_markdown(covered(*answered).values())
-    notebooks = re.findall(r"^\| `leaderboard` .*\[(\w+)\]", page, re.MULTILINE)
-    assert notebooks == ["08_experiments"] * 2 + ["09_distributed"]
-
-
-def test_an_answer_that_lacks_what_is_asked_for_makes_its_problem_partly_done():
-    parts = [coverage.Answered("memory_profiling", letter, "06_memory") for letter in "abcde"]
-    lacking = coverage.Answered("memory_profiling", "f, CS336", "06_memory", missing="the viewer's pictures")
-    found = covered(*parts, lacking)
-    states = {handout: problem.state for (handout, name), problem in found.items() if name == "memory_profiling"}
-    assert states == {"CSE599-O A1 part 2": "done", "CS336 A2 2025": "done", "CS336 A2 2026": "partly"}
-    row = "| `memory_profiling` | p. 9 | partly | (f) the viewer's pictures |"
+def test_coverage_counts_parts_handouts_and_what_answers_lack():
+    given = [("adamw_accounting", ""), ("leaderboard", "A1"), *(("memory_profiling", letter) for letter in "abcde")]
+    answered = [coverage.Answered(problem, part, "06_memory") for problem, part in given]
+    assert covered(*answered)["CS336 A2 2026", "memory_profiling"].missing == "(f)"
+    found = covered(
+        *answered, coverage.Answered("memory_profiling", "f, CS336", "06_memory", missing="the viewer's pictures")
+    )
+    states = {(handout, name): problem.state for (handout, name), problem in found.items()}
+    assert states["CSE599-O A1 part 1", "adamwAccounting"] == "done"  # the handouts spell it in two ways
+    assert states["CSE599-O A1 part 1", "adamw"] == "not yet"
+    assert [states[handout, "leaderboard"] for handout in ("CS336 A1 2026", "CS336 A2 2026")] == ["done", "not yet"]
+    memory = [states[handout, "memory_profiling"] for handout in ("CSE599-O A1 part 2", "CS336 A2 2026")]
+    assert memory == ["done", "partly"]
+    row = "| `memory_profiling` | p. 9 | partly | (f) the viewer's pictures | [06_memory]"
     assert row in coverage.coverage_markdown(found.values())
     of = "| `memory_profiling` | CS336 A2 2026, p. 9 | (f) the viewer's pictures |"
     assert coverage.partly_markdown(found.values()).splitlines()[2:] == [of]
+    assert coverage.counts(found.values())["CS336 A2 2026"] == {"done": 0, "partly": 1, "not yet": 26, "problems": 27}
 
 
 def test_the_committed_coverage_says_what_is_missing():
@@ -297,32 +273,24 @@ def test_text_helpers():
     assert spell_out("≥ × θ — “x” … 世\U000e0061") == "≥ × θ — “x” … ⟨U+4E16⟩"
 
 
-def test_answer():
-    shown = answers.answer("adamwAccounting (b)", "  About 3.")
-    assert shown.data == "> **Answer — adamwAccounting (b).** About 3."
-    found = {"problem": "adamwAccounting", "part": "b", "text": "About 3.", "values": {}, "claims": {}, "missing": ""}
-    assert shown.metadata[answers.METADATA_KEY] == found
+def test_an_answer_says_what_does_not_hold_what_is_missing_and_what_was_not_measured():
     assert answers.answer("adamw", "- one\n- two").data.startswith("> **Answer — adamw.**\n>\n> - one\n> - two")
-    for problem, text, words in (("adamw", "  ", "empty"), ("(b)", "x", "named like")):
-        with pytest.raises(UserError, match=words):
-            answers.answer(problem, text)
-
-
-def test_an_answer_from_values_says_what_does_not_hold_what_is_missing_and_what_was_not_measured():
     template = "{sizes} take {time:seconds} and {memory:bytes}, {share:.0%} of $x^{{2}}$."
     values = {"sizes": ["small", "large"], "time": np.float64(0.0123), "memory": [3e9, np.nan], "share": 0.5}
     claims = {"it falls": np.array([True, False]), "it is there": True, "it is small": np.nan < 1}
-    shown = answers.answer("adamw", template, claims, "a share of {asked} ({share} here)", **values, asked=1)
+    shown = answers.answer("adamw (b)", template, claims, "a share of {asked} ({share} here)", **values, asked=1)
     told = "small and large take 12.3 ms and 3.00 GB and (not measured), 50% of $x^{2}$."
     assert shown.data == (
-        f"> **Answer — adamw.** {told}\n>\n> *Missing:* a share of 1 (0.5 here).\n>\n"
+        f"> **Answer — adamw (b).** {told}\n>\n> *Missing:* a share of 1 (0.5 here).\n>\n"
         "> *Does not hold on this machine:* it falls; it is small."
     )
-    found = shown.metadata[answers.METADATA_KEY]
+    found = json.loads(json.dumps(shown.metadata[answers.METADATA_KEY]))
+    assert (found["problem"], found["part"], found["missing"]) == ("adamw", "b", "a share of 1 (0.5 here)")
     assert found["values"] == values | {"memory": [3e9, None], "asked": 1}
     assert found["claims"] == {"it falls": False, "it is there": True, "it is small": False}
-    assert found["missing"] == "a share of 1 (0.5 here)"
-    json.dumps(found)
+    for problem, text, words in (("adamw", "  ", "empty"), ("(b)", "x", "named like")):
+        with pytest.raises(UserError, match=words):
+            answers.answer(problem, text)
 
 
 WORDING = [
