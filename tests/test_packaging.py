@@ -127,19 +127,6 @@ def test_hooks_have_the_pinned_versions():
     assert ruff == f"v{pins()['ruff']}"
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-def test_make_says_what_python_it_needs(tmp_path):
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    (tmp_path / "workbook").mkdir()
-    for name in ("pyproject.toml", "workbook/pyproject.toml", "constraints.txt"):
-        (tmp_path / name).touch()
-    command = ["make", "-C", str(tmp_path), "workbook", "PYTHON="]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "No Python from 3.11 on" in done.stderr
-    assert not (tmp_path / ".venv").exists()
-
-
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
 def notebook(request):
     return request.param.stem, read_notebook(request.param)

@@ -15,9 +15,8 @@ from notebook_projects import TRAIN, code, make_project, parameters, results
 
 from lmcore.config import replace, to_dict
 from lmcore.data import CorpusConfig, prepare
-from lmcore.errors import EXIT_USER_ERROR, UserError
+from lmcore.errors import UserError
 from lmcore.run import RunFolder
-from workbook import cli
 from workbook.notebook import declared_parameters, read_notebook
 from workbook.parameters import find_notebooks, locate, parse_overrides, resolve_parameters
 
@@ -113,17 +112,6 @@ def test_a_text_shorter_than_a_window_is_refused_before_the_first_cell(tmp_path,
     words = f"too short: its {short} part has 101 tokens, and one window takes 129"
     with pytest.raises(UserError, match=f"^Notebook 02_train: The text .* is {words}\\.$"):
         resolve_parameters(ROOT, find_notebooks(ROOT, ["02"]), "smoke", given, {})
-
-
-def test_the_command_refuses_before_it_starts_a_kernel(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("Some words.")
-    for words, sentence in (
-        (("--data", str(tmp_path / "text.txt")), "Notebook 02_train: To choose settings"),
-        (("--parameters", "recipe=none"), "Notebook 02_train: There is no recipe 'none'; choose one of"),
-    ):
-        assert cli.main(["run", "--notebooks", "02", "--out", str(tmp_path / "made"), *words]) == EXIT_USER_ERROR
-        assert capsys.readouterr().err.startswith(f"workbook: {sentence}")
-        assert not (tmp_path / "made").exists()
 
 
 def papermill(notebook: Path, folder: Path, *options: str) -> subprocess.Popen:

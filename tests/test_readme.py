@@ -93,12 +93,6 @@ def test_what_contributing_names_is_there():
         assert pkgutil.resolve_name(first + rest) is not None
 
 
-def test_from_login_to_writeup_in_under_ten_lines():
-    block = re.search(r"Student, cluster.*?```bash\n(.*?)```", text_of("README.md"), re.DOTALL)[1]
-    assert len(block.splitlines()) < 10
-    assert all(word in block for word in ("make install", "site.yaml", "workbook submit notebooks", "workbook status"))
-
-
 def test_both_mfus_of_the_longest_step_follow_from_its_time():
     """8b: 34 layers of width 4,096, d_ff 11,008, vocabulary 151,936, 32,768 tokens; matmuls of a sequence, forward."""
     width, tokens = 4096, 32_768

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from lmcore.errors import UserError
-
 PROJECT = Path(__file__).parents[1]
 sys.path.insert(0, str(PROJECT / "results"))
 import tables  # noqa: E402 - a script beside the results
@@ -22,13 +20,6 @@ def test_kinds_of_faults_are_counted_together():
     counts = tables.fault_counts()
     assert set(counts["fault"]) == set(tables.FAULTS)  # no kind is left over
     assert (counts["tried"] == counts["survived"] + counts["refused"] + counts["lost"]).all()
-
-
-def test_a_page_without_markers_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "PROJECT", tmp_path)
-    (tmp_path / "README.md").write_text("nothing")
-    with pytest.raises(UserError, match="lacks the markers"):
-        tables.with_tables("README.md")
 
 
 def test_a_target_is_judged_by_what_was_measured():

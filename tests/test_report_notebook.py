@@ -1,11 +1,16 @@
-"""What every notebook begins with, and text that must not be read as markup."""
+"""What every notebook begins with, its figures, and text that must not be read as markup."""
+
+import base64
 
 import matplotlib.pyplot as plt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from IPython.display import SVG
+from matplotlib.figure import Figure
 
-from workbook.report.notebook import quote, show_source, start
+from workbook.report.figures import Picture, save_figure, use_style
+from workbook.report.notebook import quote, show_source, start, token_label
 
 
 def test_start_gives_results_figures_and_a_device(tmp_path, capsys):
@@ -42,3 +47,32 @@ def test_every_line_of_a_quotation_is_quoted(text):
 def test_show_source_shows_the_code_itself():
     code = show_source(quote)
     assert "def quote(" in code.data
+
+
+def schedule():
+    """A figure as a notebook makes one."""
+    use_style()
+    figure = Figure(figsize=(6.6, 2.7))
+    axes = figure.subplots()
+    axes.plot([0, 1, 2, 3], [0.0, 1.0, 0.5, 0.0], label="cosine")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
+    return figure
+
+
+def test_a_figure_is_the_same_file_each_time_and_shown_as_it_is_saved_with_its_caption(tmp_path):
+    first, second = (save_figure(schedule(), tmp_path / f"{name}.svg").read_bytes() for name in ("first", "second"))
+    assert first == second
+    assert b"<dc:date>" not in first
+    assert b"<text" not in first  # text is drawn as paths: no font is needed to show it
+    shown = Picture(tmp_path / "first.svg", "`steps` < 9.")
+    data, metadata = shown._repr_svg_()
+    assert data == SVG(first.decode()).data
+    assert metadata == {"caption": "`steps` < 9."}
+    page = shown._repr_html_()
+    assert base64.b64decode(page.split("base64,")[1].partition('"')[0]).decode() == data
+    assert page.endswith("<figcaption><em>Figure.</em> <code>steps</code> &lt; 9.</figcaption></figure>")
+
+
+@pytest.mark.parametrize(("text", "label"), [(" the", "␣the"), ("\n", "\\n"), ("é", "é"), ("😀", "\\U0001f600")])
+def test_token_labels_show_what_cannot_be_seen(text, label):
+    assert token_label(text) == label

@@ -104,33 +104,25 @@ def test_curves_keep_few_lines_but_every_evaluation(tmp_path):
     assert tables.curves_table({"none": runs["none"]}).empty
 
 
-def test_results_are_read_as_they_were_written(tmp_path):
+def test_runs_are_read_as_they_were_written_and_their_provenance_lists_what_differs(tmp_path):
     runs = {
         "good": make_run(tmp_path / "good", [6.0, 3.0], valid={2: 3.25}),
         "memory": make_run(tmp_path / "memory", [], "out of memory"),
     }
+    environment = runs["memory"].environment()
+    changes = {"data_fingerprint": "0" * 64, "data": {"request": "another"}, "device": "Other chip"}
+    runs["memory"].environment_file.write_text(json.dumps([environment | changes]))
     path = tmp_path / "results" / "runs.json"
-    provenance = tables.provenance_of(runs)
-    written = results.write_results(tables.run_table(runs), path, provenance, floor=float(1))
-    table, read, notes = results.read_results(path)
+    written = results.write_results(tables.run_table(runs), path, tables.provenance_of(runs), floor=float(1))
+    table, provenance, notes = results.read_results(path)
     pd.testing.assert_frame_equal(table, written, check_dtype=False)
     assert notes == {"floor": 1.0}
-    assert read["device"] == "Test chip"
-    assert read["data_fingerprint"] == "f" * 64
-    assert read["runs"] == 2
+    assert provenance["device"] == ["Test chip", "Other chip"]
+    assert provenance["data_fingerprint"] == ["f" * 64, "0" * 64]
+    assert [corpus["request"] for corpus in provenance["data"]] == [None, "another"]
+    assert (provenance["runs"], provenance["torch"]) == (2, "2.0")
     assert "NaN" not in path.read_text()
     assert pd.read_csv(path.with_suffix(".csv"))["name"].tolist() == ["good", "memory"]
     path.write_text("[1]")
     with pytest.raises(UserError, match="not a results file"):
         results.read_results(path)
-
-
-def test_provenance_lists_what_differs(tmp_path):
-    runs = {name: make_run(tmp_path / name, [3.0]) for name in ("a", "b")}
-    environment = runs["b"].environment()
-    corpus = {"data_fingerprint": "0" * 64, "data": environment.get("data", {}) | {"request": "another"}}
-    runs["b"].environment_file.write_text(json.dumps([environment | corpus | {"device": "Other chip"}]))
-    provenance = tables.provenance_of(runs)
-    assert provenance["device"] == ["Test chip", "Other chip"]
-    assert provenance["data_fingerprint"] == ["f" * 64, "0" * 64]
-    assert [corpus["request"] for corpus in provenance["data"]][1] == "another"
