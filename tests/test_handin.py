@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import time
 import zipfile
 from pathlib import Path
 
@@ -75,7 +74,7 @@ def handed_in(project) -> set[str]:
     return {path.name for path in (project / "handin").iterdir()}
 
 
-def test_the_hand_in_is_code_answers_and_learning_curve(project):
+def test_the_hand_in_is_code_answers_and_learning_curve(project, monkeypatch, capsys):
     lines = submit(project)
     assert [Path(line.partition(":")[0]).name for line in lines] == ["code.zip", CURVE, "answers.pdf"]
     assert handed_in(project) == {"answers.pdf", "code.zip", CURVE}
@@ -85,8 +84,12 @@ def test_the_hand_in_is_code_answers_and_learning_curve(project):
         assert sorted(archive.namelist()) == [f"code/{name}" for name in sorted([*FILES, CURVE])]
         modes = {entry.filename: entry.external_attr >> 16 & 0o777 for entry in archive.infolist()}
     assert (modes["code/run.sh"], modes["code/lmcore/tokenizer.py"]) == (0o755, 0o644)
-    submit(project, names="cs336")
+    monkeypatch.chdir(project)  # the command takes the newest writeup
+    assert cli.main(["handin", "--names", "cs336"]) == 0
     assert handed_in(project) == {"code.zip", CURVE, "writeup.pdf"}
+    shutil.rmtree(project / "runs")
+    assert cli.main(["handin"]) == EXIT_USER_ERROR
+    assert "run `make workbook` first" in capsys.readouterr().err
 
 
 def test_what_is_made_or_secret_stays_out(project):
@@ -125,41 +128,29 @@ def test_a_key_is_refused_and_nothing_written(project):
     assert not (project / "handin").exists()
 
 
-def test_a_writeup_that_reports_a_failure_is_refused(project):
-    ended(project / "runs" / "smoke", "failed")
+def test_a_writeup_that_reports_a_failure_is_old_or_missing_is_refused(project):
+    out = project / "runs" / "smoke"
+    ended(out, "failed")
     with pytest.raises(UserError, match=r"Notebook 01_good .*failed at code cell 2: it broke.*--incomplete"):
         submit(project)
     assert not (project / "handin").exists()
     assert "Note: Notebook 01_good failed at code cell 2" in str(submit(project, incomplete=True))
-
-
-def test_a_writeup_that_is_old_or_missing_is_refused(project):
-    submit(project)
-    later = time.time() + 100
-    os.utime(project / "runs" / "smoke" / "notebooks" / "01_good.ipynb", (later, later))
+    ended(out, "done")
+    os.utime(out / "notebooks" / "01_good.ipynb", (4e9, 4e9))
     with pytest.raises(UserError, match="older than notebook 01_good: run `workbook writeup"):
         submit(project)
-    (project / "runs" / "smoke" / "writeup" / "answers.pdf").unlink()
+    (out / "writeup" / "answers.pdf").unlink()
     with pytest.raises(UserError, match="There is no writeup"):
         submit(project)
     submit(project, incomplete=True)
     assert handed_in(project) == {"code.zip", CURVE}  # answers.pdf was that of the first hand-in
 
 
-def test_the_command_takes_the_newest_writeup(project, monkeypatch, capsys):
-    monkeypatch.chdir(project)
-    assert cli.main(["handin", "--names", "cs336"]) == 0
-    assert "writeup.pdf" in capsys.readouterr().out
-    shutil.rmtree(project / "runs")
-    assert cli.main(["handin"]) == EXIT_USER_ERROR
-    assert "run `make workbook` first" in capsys.readouterr().err
-
-
-def test_this_project_unpacks_to_one_that_works(tmp_path):
+def test_this_project_is_handed_in_whole(tmp_path):
     make_handin(ROOT, tmp_path / "nothing", tmp_path, incomplete=True)
-    archive, data = zipfile.ZipFile(tmp_path / "code.zip"), (ROOT / "tests" / "data").iterdir()
-    names = ["pyproject.toml", "constraints.txt", "Makefile", "notebooks/01_build.ipynb"]
-    for name in [*names, *(path.relative_to(ROOT).as_posix() for path in data)]:
+    archive = zipfile.ZipFile(tmp_path / "code.zip")
+    data = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "data").iterdir()]
+    for name in ["pyproject.toml", "constraints.txt", "Makefile", "notebooks/01_build.ipynb", *data]:
         assert archive.read(f"code/{name}") == (ROOT / name).read_bytes()
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lmcore").rglob("*.py")}
     assert modules <= {name.removeprefix("code/") for name in archive.namelist()}

@@ -113,13 +113,8 @@ def test_the_parameters_cell_holds_literals_alone():
     assert declared(given) == {"steps": -3, "name": "x", "pair": (1, None)}
     with pytest.raises(UserError, match="must carry the tag 'parameters'"):
         declared(code("steps = 3"))
-    for source, line in {
-        "steps = 3\nrates = [0.1 * 2]": 2,
-        "import os": 1,
-        "a = b = 3": 1,
-        "a = 1\nsteps =": 2,
-    }.items():
-        with pytest.raises(UserError, match=f"line {line} of the parameters cell must be `name = literal`"):
+    for source in ("# one\nrates = [0.1 * 2]", "\nimport os", "\na = b = 3", "a = 1\nsteps ="):
+        with pytest.raises(UserError, match="line 2 of the parameters cell must be `name = literal`"):
             declared(parameters(source))
 
 
