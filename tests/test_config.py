@@ -17,12 +17,6 @@ from lmcore.config import (
     to_dict,
 )
 from lmcore.errors import UserError
-from workbook.report.sizes import describe_size
-
-
-def test_tables_name_the_handout_and_the_shape_of_a_size():
-    shape = "d_model 1,600, d_ff 6,400, 48 layers, 25 heads"
-    assert describe_size("xl") == f"`xl` (CS336 A2 (2025); {shape})"
 
 
 def test_defaults_are_the_handouts():

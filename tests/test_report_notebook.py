@@ -4,13 +4,11 @@ import base64
 
 import matplotlib.pyplot as plt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from IPython.display import SVG
 from matplotlib.figure import Figure
 
 from workbook.report.figures import Picture, save_figure, use_style
-from workbook.report.notebook import quote, show_source, start, token_label
+from workbook.report.notebook import quote, start, token_label
 
 
 def test_start_gives_results_figures_and_a_device(tmp_path, capsys):
@@ -37,16 +35,6 @@ def test_a_quotation_cannot_be_read_as_markup():
     assert "\n".join(line[2:] for line in plain.rstrip().split("\n")[2:]) == (
         'Hi *you* <|endoftext|> "so"... \\textbf{x} $x$ &amp; [a](b)\nline\n\n# head\\x00\\t'
     )
-
-
-@given(st.text(max_size=40))
-def test_every_line_of_a_quotation_is_quoted(text):
-    assert all(line.startswith(">") for line in quote(text, "h").split("\n"))
-
-
-def test_show_source_shows_the_code_itself():
-    code = show_source(quote)
-    assert "def quote(" in code.data
 
 
 def schedule():
