@@ -41,17 +41,17 @@ def trained(monkeypatch):
 
 
 def test_settings_reach_the_trainer_from_options_a_preset_and_a_file(trained, tmp_path, capsys):
+    def settings(*words):
+        assert cli.main(["train", "--run", "r", *words]) == 0
+        assert "complete at step 7, validation loss 1.5000" in capsys.readouterr().out
+        return trained.calls[-1][0]
+
     options = ["--optimizer.learning-rate", "0.5", "--model.norm", "post", "--optimizer.betas", "0.8", "0.9"]
-    assert cli.main(["train", "--run", str(tmp_path), *options]) == 0
     expected = replace(TrainConfig(), optimizer__learning_rate=0.5, model__norm="post", optimizer__betas=(0.8, 0.9))
-    assert trained.calls == [(expected, tmp_path)]
-    assert "complete at step 7, validation loss 1.5000" in capsys.readouterr().out
-    assert cli.main(["train", "--run", "r", "--preset", "medium", "--model.num-layers", "2"]) == 0
-    assert trained.calls[1][0].model == model_config("medium", num_layers=2)
-    config = replace(TrainConfig(), batch_size=3, optimizer__betas=(0.5, 0.6))
-    (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
-    assert cli.main(["train", f"--config={tmp_path / 'config.json'}", "--run", "r", "--seed", "5"]) == 0
-    assert trained.calls[2][0] == replace(config, seed=5)
+    assert settings(*options) == expected
+    assert settings("--preset", "medium", "--model.num-layers", "2").model == model_config("medium", num_layers=2)
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(expected)))
+    assert settings(f"--config={tmp_path / 'config.json'}", "--seed", "5") == replace(expected, seed=5)
 
 
 def test_exit_codes_are_the_numbers_that_scripts_know(trained):

@@ -42,18 +42,17 @@ def site(monkeypatch):
 
 
 def test_a_file_is_downloaded_once_and_again_if_its_known_checksum_is_not_that(site, tmp_path):
-    path = fetch(URL, tmp_path / "new", progress=False)
-    assert path == tmp_path / "new" / "corpus.txt"
-    assert path.read_bytes() == CONTENT
-    assert fetch(URL, tmp_path / "new") == path
+    path = fetch(URL, tmp_path, progress=False)
+    assert (path, path.read_bytes()) == (tmp_path / "corpus.txt", CONTENT)
+    assert fetch(URL, tmp_path) == path
     assert site.requests == ["/some/folder/corpus.txt"]
     path.write_bytes(CONTENT[:-5])
-    assert fetch(URL, tmp_path / "new", sha256=hashlib.sha256(CONTENT).hexdigest()).read_bytes() == CONTENT
+    assert fetch(URL, tmp_path, hashlib.sha256(CONTENT).hexdigest()).read_bytes() == CONTENT
 
 
 def test_what_fails_leaves_nothing(site, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="hash"):
-        fetch(URL, tmp_path, sha256="0" * 64, progress=False)
+        fetch(URL, tmp_path, "0" * 64, progress=False)
     site.breaks = True
     with pytest.raises(UserError, match="Cannot download http"):
         fetch(URL, tmp_path, progress=False)

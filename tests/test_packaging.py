@@ -26,25 +26,22 @@ PROJECTS = {
 }
 
 
-def requirements(distribution: str, *extras: str) -> list[Requirement]:
-    """Direct dependencies, with those of the extras."""
+def requirements(distribution: str, *extras: str) -> dict[str, Requirement]:
+    """Direct dependencies by package, with those of the extras."""
     project = PROJECTS[distribution]["project"]
     lines = project["dependencies"] + [line for e in extras for line in project["optional-dependencies"][e]]
-    return [Requirement(line) for line in lines]
+    return {canonicalize_name(requirement.name): requirement for requirement in map(Requirement, lines)}
 
 
-def pins() -> dict[str, str]:
-    """Versions in constraints.txt by package."""
+def test_constraints_pin_every_dependency_and_the_hooks():
     lines = [re.sub("#.*", "", line) for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()]
-    assert all(re.fullmatch("([a-z0-9-]+==[0-9][0-9a-z.]*)?", line) for line in lines)
-    return {canonicalize_name(line.partition("==")[0]): line.partition("==")[2] for line in lines if line}
-
-
-def test_constraints_pin_every_dependency():
-    wanted = requirements("lmcore", "dev", "wikitext", "benchmark") + requirements("workbook")
-    for requirement in wanted:
-        version = pins().get(canonicalize_name(requirement.name), "none")
-        assert requirement.name == "lmcore" or requirement.specifier.contains(version), f"{requirement}: {version}"
+    pins = dict(line.split("==") for line in lines if line)
+    wanted = requirements("lmcore", "dev", "wikitext", "benchmark") | requirements("workbook")
+    for name in wanted.keys() - {"lmcore"}:
+        assert wanted[name].specifier.contains(pins[name]), name
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    (ruff,) = (repo["rev"] for repo in config["repos"] if repo["repo"].endswith("/ruff-pre-commit"))
+    assert ruff == f"v{pins['ruff']}"
 
 
 def test_environment_yml_installs_what_make_does():
@@ -70,12 +67,10 @@ def imported_modules(folder: Path) -> set[str]:
     return names - set(sys.stdlib_module_names)
 
 
-DECLARED = {"lmcore": requirements("lmcore", "dev", "wikitext"), "workbook": requirements("workbook")}
-
-
-@pytest.mark.parametrize("folder", DECLARED)
+@pytest.mark.parametrize("folder", PROJECTS)
 def test_every_import_is_declared(folder):
-    known = {canonicalize_name(requirement.name) for requirement in DECLARED[folder]} | {folder}
+    extras = ("dev", "wikitext") if folder == "lmcore" else ()
+    known = {folder} | requirements(folder, *extras).keys()
     own = {"tiktoken_ext", "IPython", "__main__"}  # a part of tiktoken; what every notebook's kernel has; this program
     distributions = metadata.packages_distributions()
     for name in imported_modules(ROOT / folder) - own:
@@ -119,12 +114,6 @@ def test_a_wheel_holds_its_own_package_alone_and_all_of_it(name, tmp_path):
     (wheel,) = source.glob("*.whl")
     held = {entry for entry in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in entry}
     assert held == committed - {"workbook/pyproject.toml"}
-
-
-def test_hooks_have_the_pinned_versions():
-    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
-    (ruff,) = (repo["rev"] for repo in config["repos"] if repo["repo"].endswith("/ruff-pre-commit"))
-    assert ruff == f"v{pins()['ruff']}"
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
