@@ -14,7 +14,7 @@ import pytest
 from notebook_projects import TRAIN, code, make_project, parameters, results
 
 from lmcore.config import replace, to_dict
-from lmcore.data import CorpusConfig, prepare
+from lmcore.data import prepare
 from lmcore.errors import UserError
 from lmcore.run import RunFolder
 from workbook.notebook import declared_parameters, read_notebook
@@ -84,23 +84,20 @@ def test_a_corpus_without_dev_is_refused_before_the_first_cell(tmp_path, pair):
     """Settings are chosen on the last training documents, so there must be others, and one to validate on."""
     name, key = pair.split()
 
-    def resolved(path: Path, documents: int, **more: str) -> dict:
-        file = path / "train.txt" if path.is_dir() else path
-        file.write_text("<|endoftext|>".join(["Some words. " * 20] * documents))
-        given = {key: str(path), "tokenizer": "bpe:257"} | more
+    def resolved(documents: int, **more: str) -> dict:
+        (tmp_path / "train.txt").write_text("<|endoftext|>".join(["Some words. " * 20] * documents))
+        given = {key: str(tmp_path), "tokenizer": "bpe:257"} | more
         return resolve_parameters(ROOT, find_notebooks(ROOT, [name]), "smoke", given, {})
 
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "valid.txt").write_text("Other words. " * 20)
-    for place, least in ((tmp_path / "folder", 2), (tmp_path / "text.txt", 3)):
-        words = f"^Notebook {name}: .* at least {least} documents, .* has {least - 1}\\."
-        with pytest.raises(UserError, match=words):
-            resolved(place, least - 1)
-        assert resolved(place, least - 1, records=str(ROOT / "results" / "h200"))  # nothing is trained
-        assert resolved(place, least)
-    few = prepare(str(place), "bpe:257", tmp_path / "few", CorpusConfig(valid_fraction=0.6), progress=False).folder
+    for least in (3, 2):  # without and with a file for validation
+        with pytest.raises(UserError, match=f"^Notebook {name}: .* at least {least} documents, .* has {least - 1}\\."):
+            resolved(least - 1)
+        assert resolved(least - 1, records=str(ROOT / "results" / "h200"))  # nothing is trained
+        assert resolved(least)
+        (tmp_path / "valid.txt").write_text("Other words. " * 20)
+    few = prepare(tmp_path / "train.txt", "bpe:257", tmp_path / "few", progress=False).folder  # one for validation
     with pytest.raises(UserError, match="has 1 training document, and dev"):
-        resolved(few, 3)
+        resolved(3, **{key: str(few)})
 
 
 @pytest.mark.parametrize("short", ["training", "validation", "dev"])

@@ -89,10 +89,8 @@ BAD_INPUT = {
     "01_first has no parameter 'stepz'; its parameters are scale, data, out, steps": ("stepz: 3", {}),
     "'steps' of notebook 01_first must be of type int, not 'many'": ("steps: many", {}),
     "must be a mapping": ("3", {}),
-    "cannot be read as YAML": ("{", {}),
     "No notebook has a parameter 'step'": ("", {"parameters": {"step": 3}}),
     "no scale 'huge'.*choose one of smoke": ("", {"scale": "huge"}),
-    "no notebook '09'; there are 01_first": ("", {"notebooks": ["09"]}),
     "no file or folder nowhere/at/all": ("", {"data": "nowhere/at/all"}),
 }
 
