@@ -128,7 +128,7 @@ def test_a_notebook_says_what_it_is_and_begins_with_its_parameters(notebook):
     assert opening.source.startswith("# ")
     assert all(word in opening.source.lower() for word in ("learn", "minute", "problem"))
     known = declared_parameters(content, name)
-    assert (known["scale"], known["data"], known["out"]) == ("smoke", "embedded", "../runs/smoke")
+    assert (known["scale"], known["out"], known.get("data", "embedded")) == ("smoke", "../runs/smoke", "embedded")
     assert "begin_notebook()" in dict(code_cells(content))[2].source
 
 

@@ -45,7 +45,7 @@ def resolve_parameters(
     project: Path, notebooks: Sequence[Path], scale: str, overrides: Mapping[str, Any], common: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Parameters of each notebook by its name: those of papermill_jobs/parameters/<scale>/<notebook>.yaml, then
-    `common`, then `overrides`, which go to each notebook that declares them.
+    `common`, then `overrides`, each for the notebooks that declare it.
 
     Raises `UserError` on an unknown scale, on a parameter that no notebook declares (papermill would only warn), on a
     value of another type than the default's, and where the cell tagged `preconditions` refuses, which runs here: before
@@ -62,9 +62,9 @@ def resolve_parameters(
         require(key in every, f"No notebook has a parameter {key!r}; there are {', '.join(every)}.")
     resolved = {}
     for name, known in declared.items():
-        chosen = {key: value for key, value in overrides.items() if key in known}
+        chosen = {key: value for key, value in {**common, **overrides}.items() if key in known}
         file = folder / f"{name}.yaml"  # without one, the notebook has its defaults
-        resolved[name] = (read_mapping(file) if file.exists() else {}) | dict(common) | chosen
+        resolved[name] = (read_mapping(file) if file.exists() else {}) | chosen
         for key, value in resolved[name].items():
             require(key in known, f"Notebook {name} has no parameter {key!r}; its parameters are {', '.join(known)}.")
             kind = type(known[key])
