@@ -1,4 +1,4 @@
-# `make workbook`: installs lmcore into .venv, executes the notebooks, ends with answers.pdf.
+# `make workbook`: installs lmcore into .venv, executes the notebooks, ends with a PDF for each handout.
 # Without a GPU on Linux, the CPU build of PyTorch (see its installation page) spares the CUDA libraries.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -10,7 +10,7 @@ SCALE ?= smoke
 DATA ?= embedded
 OUT ?= runs/$(SCALE)
 NOTEBOOKS ?=
-NAMES ?= cse599o
+HANDOUT ?= cse599o-a1-part2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -74,8 +74,8 @@ test-faults: $(INSTALLED)  ## training runs killed, damaged and starved at rando
 official: $(INSTALLED)  ## the course's own tests of assignment 2, or of another, in a checkout of it (A2=path)
 	@$(BIN)/python tests/official.py "$(A2)"
 
-handin: $(INSTALLED)  ## the hand-in of the newest writeup, or of OUT: handin/code.zip (NAMES=cse599o|cs336)
-	@$(BIN)/workbook handin $(if $(filter-out file,$(origin OUT) $(origin SCALE)),"$(OUT)") --names "$(NAMES)"
+handin: $(INSTALLED)  ## the hand-in of the newest writeup, or of OUT (HANDOUT=, the name of a PDF: cs336-a1)
+	@$(BIN)/workbook handin $(if $(filter-out file,$(origin OUT) $(origin SCALE)),"$(OUT)") --handout "$(HANDOUT)"
 
 lab: $(INSTALLED)  ## JupyterLab: notebook 01, with the whole project beside it
 	$(BIN)/jupyter lab --notebook-dir . notebooks/01_build.ipynb

@@ -34,6 +34,11 @@ def parameters(source: str = PARAMETERS) -> nbformat.NotebookNode:
     return code(source, "parameters")
 
 
+def answered(problem: str, text: str) -> nbformat.NotebookNode:
+    """A cell that answers a problem of a handout."""
+    return code(f"from workbook.report.answers import answer\nanswer({problem!r}, {text!r})")
+
+
 def results(path: Path) -> list[str]:
     """The text/plain results in a notebook."""
     outputs = [output for cell in nbformat.read(path, 4).cells for output in cell.get("outputs", [])]

@@ -3,17 +3,23 @@
 import os
 import shutil
 import subprocess
+import time
 import zipfile
 from pathlib import Path
 
 import nbformat
 import pytest
+from nbformat.v4 import new_code_cell, new_notebook, new_output
 from notebook_projects import code, make_project, parameters
 
 from lmcore.errors import EXIT_USER_ERROR, UserError
 from workbook import cli
 from workbook.handin import MAX_FILE_BYTES, make_handin, project_files
+from workbook.notebook import CLEAN_METADATA, write_notebook
 from workbook.record import NotebookRecord, write_record
+from workbook.report.answers import answer
+from workbook.report.writeup import write_writeup
+from workbook.seal import seal
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,9 +54,14 @@ def project(tmp_path):
     (folder / "run.sh").chmod(0o755)
     os.utime(folder / "run.sh", (0, 0))  # a zip has no time before 1980
     write(out, "figures/recipe_curves.svg", text="<svg/>")
-    write(out, "writeup/answers.pdf", text="%PDF-1.7 answers")
-    shutil.copytree(folder / "notebooks", out / "notebooks")
+    write(out, "results/losses.json", text="{}")
+    given = answer("decoding", "It decodes.")
+    shown = new_output("display_data", {"text/markdown": given.data}, metadata=given.metadata)
+    executed = new_notebook(cells=[new_code_cell("1", outputs=[shown], execution_count=1)], metadata=CLEAN_METADATA)
+    write_notebook(out / "notebooks" / "01_good.ipynb", executed)
     ended(out, "done")
+    seal(out, "01_good")
+    write_writeup(out)
     git(folder, "init")
     return folder
 
@@ -58,11 +69,10 @@ def project(tmp_path):
 def ended(out, state):
     """Gives the notebook a record of this state."""
     write_record(out, NotebookRecord("01_good", state, scale="smoke", data="embedded", cell=2, error="it broke"))
-    os.utime(out / "notebooks" / "01_good.ipynb", (1e9, 1e9))
 
 
-def submit(project, **options):
-    return make_handin(project, project / "runs" / "smoke", project / "handin", **options)
+def submit(project, handout="cse599o-a1-part2", **options):
+    return make_handin(project, project / "runs" / "smoke", project / "handin", handout, **options)
 
 
 def git(project, *arguments):
@@ -74,22 +84,22 @@ def handed_in(project) -> set[str]:
     return {path.name for path in (project / "handin").iterdir()}
 
 
-def test_the_hand_in_is_code_answers_and_learning_curve(project, monkeypatch, capsys):
+def test_the_hand_in_is_code_answers_results_and_learning_curve(project):
     lines = submit(project)
-    assert [Path(line.partition(":")[0]).name for line in lines] == ["code.zip", CURVE, "answers.pdf"]
-    assert handed_in(project) == {"answers.pdf", "code.zip", CURVE}
-    assert (project / "handin" / "answers.pdf").read_text() == "%PDF-1.7 answers"
+    names = ["code.zip", "results.zip", CURVE, "answers.pdf"]
+    assert [Path(line.partition(":")[0]).name for line in lines] == names
+    assert handed_in(project) == set(names)
+    made = project / "runs" / "smoke" / "writeup" / "cse599o-a1-part2.pdf"
+    assert (project / "handin" / "answers.pdf").read_bytes() == made.read_bytes()
+    with zipfile.ZipFile(project / "handin" / "results.zip") as archive:
+        assert archive.namelist() == ["results/notebooks/01_good.ipynb", "results/results/losses.json"]
     with zipfile.ZipFile(project / "handin" / "code.zip") as archive:
         assert archive.testzip() is None
         assert sorted(archive.namelist()) == [f"code/{name}" for name in sorted([*FILES, CURVE])]
         modes = {entry.filename: entry.external_attr >> 16 & 0o777 for entry in archive.infolist()}
     assert (modes["code/run.sh"], modes["code/lmcore/tokenizer.py"]) == (0o755, 0o644)
-    monkeypatch.chdir(project)  # the command takes the newest writeup
-    assert cli.main(["handin", "--names", "cs336"]) == 0
-    assert handed_in(project) == {"code.zip", CURVE, "writeup.pdf"}
-    shutil.rmtree(project / "runs")
-    assert cli.main(["handin"]) == EXIT_USER_ERROR
-    assert "run `make workbook` first" in capsys.readouterr().err
+    submit(project, "cs336-a1")
+    assert handed_in(project) == {"code.zip", "results.zip", CURVE, "writeup.pdf"}
 
 
 def test_what_is_made_or_secret_stays_out(project):
@@ -128,29 +138,47 @@ def test_a_key_is_refused_and_nothing_written(project):
     assert not (project / "handin").exists()
 
 
-def test_a_writeup_that_reports_a_failure_is_old_or_missing_is_refused(project):
-    out = project / "runs" / "smoke"
-    ended(out, "failed")
+def test_a_writeup_that_reports_a_failure_is_refused(project):
+    ended(project / "runs" / "smoke", "failed")
     with pytest.raises(UserError, match=r"Notebook 01_good .*failed at code cell 2: it broke.*--incomplete"):
         submit(project)
     assert not (project / "handin").exists()
     assert "Note: Notebook 01_good failed at code cell 2" in str(submit(project, incomplete=True))
-    ended(out, "done")
-    os.utime(out / "notebooks" / "01_good.ipynb", (4e9, 4e9))
-    with pytest.raises(UserError, match="older than notebook 01_good: run `workbook writeup"):
+
+
+def test_what_does_not_fit_together_is_refused(project):
+    """By content: a clock that is wrong refuses nothing."""
+    out = project / "runs" / "smoke"
+    for file in out.rglob("*.*"):
+        os.utime(file, (time.time() + 1e6,) * 2)
+    submit(project)
+    (out / "results" / "losses.json").write_text('{"loss": 1}')
+    with pytest.raises(UserError, match=r"losses.json is not what notebook 01_good made.*--incomplete"):
         submit(project)
-    (out / "writeup" / "answers.pdf").unlink()
-    with pytest.raises(UserError, match="There is no writeup"):
+    (out / "results" / "losses.json").write_text("{}")
+    with pytest.raises(UserError, match="Nothing of cs336-a2-2025 is answered"):
+        submit(project, "cs336-a2-2025")
+    (out / "writeup" / "cse599o-a1-part2.pdf").unlink()
+    with pytest.raises(UserError, match=r"There is no \S+cse599o-a1-part2.pdf: run `workbook writeup"):
         submit(project)
     submit(project, incomplete=True)
-    assert handed_in(project) == {"code.zip", CURVE}  # answers.pdf was that of the first hand-in
+    assert handed_in(project) == {"code.zip", "results.zip", CURVE}  # answers.pdf was that of the first hand-in
 
 
-def test_this_project_is_handed_in_whole(tmp_path):
-    make_handin(ROOT, tmp_path / "nothing", tmp_path, incomplete=True)
-    archive = zipfile.ZipFile(tmp_path / "code.zip")
-    data = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "data").iterdir()]
-    for name in ["pyproject.toml", "constraints.txt", "Makefile", "notebooks/01_build.ipynb", *data]:
+def test_the_command_takes_the_newest_writeup(project, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    assert cli.main(["handin", "--handout", "cs336-a1"]) == 0
+    assert "writeup.pdf" in capsys.readouterr().out
+    shutil.rmtree(project / "runs")
+    assert cli.main(["handin"]) == EXIT_USER_ERROR
+    assert "run `make workbook` first" in capsys.readouterr().err
+
+
+def test_this_project_unpacks_to_one_that_works(project, tmp_path):
+    make_handin(ROOT, project / "runs" / "smoke", tmp_path, "cs336-a1")
+    archive, data = zipfile.ZipFile(tmp_path / "code.zip"), (ROOT / "tests" / "data").iterdir()
+    names = ["pyproject.toml", "constraints.txt", "Makefile", "notebooks/01_build.ipynb"]
+    for name in [*names, *(path.relative_to(ROOT).as_posix() for path in data)]:
         assert archive.read(f"code/{name}") == (ROOT / name).read_bytes()
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lmcore").rglob("*.py")}
     assert modules <= {name.removeprefix("code/") for name in archive.namelist()}

@@ -6,7 +6,7 @@ import sys
 import nbformat
 import pypdf
 import pytest
-from notebook_projects import SVG, code, make_project, parameters, results
+from notebook_projects import SVG, answered, code, make_project, parameters, results
 
 from lmcore.errors import EXIT_FAILURE, UserError
 from workbook import cli
@@ -35,15 +35,16 @@ def test_executes_all_notebooks_and_makes_the_writeup(tmp_path, monkeypatch, cap
         code("(scale, data, out, steps, rates, os.environ['MPLBACKEND'])"), code(SVG),
     ]  # fmt: skip
     second = ["# 02 Second", parameters("scale = 'smoke'\ndata = ''\nout = ''"), code("2 + 2"), code("")]
+    second.append(answered("linear", "A matrix."))
     monkeypatch.chdir(make_project(tmp_path, {"01_first": "rates: [2]"}, _01_first=first, _02_second=second))
     assert cli.main(["run", "--parameters", "steps=7"]) == 0
     out = tmp_path / "runs" / "smoke"
-    assert f"{out / 'writeup'}" in capsys.readouterr().out
+    assert f"PDF: {out / 'writeup' / 'cs336-a1.pdf'}" in capsys.readouterr().out
     backend = "module://matplotlib_inline.backend_inline"
     executed = out / "notebooks" / "01_first.ipynb"
     (shown,) = results(executed)
     assert ast.literal_eval(shown) == ("smoke", "embedded", str(out.resolve()), 7, [2], backend)
-    assert results(executed.with_stem("02_second")) == ["4"]
+    assert results(executed.with_stem("02_second"))[0] == "4"
     printed = [out.text for cell in read_notebook(executed).cells for out in cell.get("outputs", []) if "text" in out]
     assert "".join(printed).strip() == sys.executable
     records = read_records(out)
@@ -51,13 +52,12 @@ def test_executes_all_notebooks_and_makes_the_writeup(tmp_path, monkeypatch, cap
     assert records[0].parameters["steps"] == 7
     assert records[0].environment["python"]
     found = check_writeup(out)
-    assert (found["notebooks"], found["figures"]) == (2, 1)
-    assert found["pages"] >= 1
+    assert found == {"PDFs": 2, "pages": 2, "notebooks": 2}
 
 
 def test_failure_stops_but_is_written_up(tmp_path, monkeypatch, capsys):
     cells = {
-        "_01_first": ["# 01 First", parameters(), code("'kept'")],
+        "_01_first": ["# 01 First", parameters(), answered("linear", "Kept.")],
         "_02_second": ["# 02 Second", parameters(), "## The bad part", code("raise ValueError('no such luck')")],
         "_03_third": ["# 03 Third", parameters(), code("1")],
     }
@@ -69,8 +69,8 @@ def test_failure_stops_but_is_written_up(tmp_path, monkeypatch, capsys):
     assert [record.state for record in read_records(out)] == ["done", "failed", "not run"]
     assert execution_fault(read_notebook(out / "notebooks" / "02_second.ipynb"))[0] == 2
     assert not (out / "notebooks" / "03_third.ipynb").exists()
-    page = " ".join(page.extract_text() for page in pypdf.PdfReader(out / "writeup" / "answers.pdf").pages)
-    assert all(words in page for words in ("kept", "no such luck", "03_third was not run"))
+    page = " ".join(page.extract_text() for page in pypdf.PdfReader(out / "writeup" / "cs336-a1.pdf").pages)
+    assert all(words in page for words in ("Kept.", "no such luck", "03_third was not run"))
     with pytest.raises(UserError, match="02_second failed"):
         check_writeup(out)
 

@@ -53,7 +53,7 @@ def change(project, name: str, source: str | None = None, tags: tuple[str, ...] 
 
 def test_done_notebooks_are_kept_unless_something_changed(project):
     result = run(project)
-    assert (result.pdf, result.unfinished) == (None, None)
+    assert (result.pdfs, result.unfinished) == ([], None)
     assert not (project / "made" / "writeup").exists()
     change(project, "02_second", "2")
     (project / "made" / "notebooks" / "03_third.ipynb").unlink()

@@ -12,6 +12,7 @@ from lmcore.files import atomic_write, temporary_folder
 from lmcore.stopping import STOP_SECONDS, StopEvent, ended_by
 from workbook.notebook import code_cells, execution_fault, read_notebook
 from workbook.record import NotebookRecord, write_record
+from workbook.seal import seal
 
 
 def execute(
@@ -47,6 +48,7 @@ def execute(
         record.state, record.error = "failed", fault[1].rstrip(".")
         if stop.is_set():
             record.state, record.error = "stopped", stop.first.name
+    seal(out, record.name)
     write_record(out, record)
     print(f"{record.name}: {record.state} after {record.seconds:.0f} s", flush=True)
 

@@ -1,28 +1,25 @@
-"""The hand-in that the handouts ask for: code.zip, the answers as a PDF, and the learning curve.
+"""The hand-in that a handout asks for: its answers as a PDF, code.zip, results.zip, and the learning curve.
 
 CSE599-O A1 part 2, section 1.5: code.zip with the code, the scripts and the learning curve, and answers.pdf. CS336: the
-same two, the second by the name writeup.pdf.
+same two, the second by the name writeup.pdf. results.zip holds what the answers rest on: executed notebooks and tables.
 """
 
 import os
 import re
 import subprocess
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from lmcore.errors import UserError, require
 from lmcore.files import atomic_write
 from workbook.report.verify import writeup_faults
-from workbook.report.writeup import PDF_NAME
 
-Names = Literal["cse599o", "cs336"]
+ANSWERS, WRITEUP = "answers.pdf", "writeup.pdf"
+"""What CSE599-O calls the answers, and CS336 and others."""
 
-PDF_NAMES: dict[str, str] = {"cse599o": "answers.pdf", "cs336": "writeup.pdf"}
-"""What each course calls the answers."""
-
-CODE_NAME, CURVE_NAME = "code.zip", "learning_curve.svg"
+CODE_NAME, RESULTS_NAME, CURVE_NAME = "code.zip", "results.zip", "learning_curve.svg"
 
 LEARNING_CURVES = ("recipe_curves.svg", "learning_rate_curves.svg")
 """Figures of notebook 02; handed in is the first that is there: the curves of the recipes, or those of the sweep."""
@@ -46,14 +43,18 @@ SECRETS = {
 """What keys look like. The last is one of Weights & Biases, 40 hexadecimal digits, where it is given to a key."""
 
 
-def make_handin(project: Path, out: Path, to: Path, names: Names = "cse599o", incomplete: bool = False) -> list[str]:
-    """Writes the hand-in of the workbook executed in `out` into the folder `to`; with `incomplete` what there is of it.
+def make_handin(project: Path, out: Path, to: Path, handout: str, incomplete: bool = False) -> list[str]:
+    """Writes the hand-in for a handout, by the name of its PDF, of the workbook executed in `out` into the folder `to`;
+    with `incomplete` what there is of it.
 
     Returns lines on what was written, what of the project was left out and why, and what the hand-in lacks. Raises
-    `UserError`, before anything is written, where the writeup is missing, older than its notebooks or reports a
-    failure, and where a file holds what looks like a key.
+    `UserError`, before anything is written, where notebooks, results and PDFs do not fit together
+    (`workbook.report.verify`), and where a file holds what looks like a key.
     """
     notes = writeup_faults(out)
+    pdf = out / "writeup" / f"{handout}.pdf"
+    if not notes and not pdf.is_file():
+        notes.append(f"Nothing of {handout} is answered in {out}: there is no {pdf}.")
     require(incomplete or not notes, f"{''.join(notes[:1])} To hand in what there is, say --incomplete.")
     files, left_out = project_files(project, excluded=(out, to))
     refuse_secrets(project / file for file in files)
@@ -61,22 +62,31 @@ def make_handin(project: Path, out: Path, to: Path, names: Names = "cse599o", in
     copies = {CURVE_NAME: curves[0]} if curves else {}
     if not curves:
         notes.append(f"There is no learning curve ({' or '.join(LEARNING_CURVES)}) in {out / 'figures'}.")
-    with (
-        atomic_write(to / CODE_NAME) as file,
-        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive,
-    ):
-        for name, source in [*((name, project / name) for name in files), *copies.items()]:
-            archive.write(source, Path("code", name))
-    if (out / "writeup" / PDF_NAME).is_file():
-        copies[PDF_NAMES[names]] = out / "writeup" / PDF_NAME
+    executed = [*sorted((out / "notebooks").glob("*.ipynb")), *sorted((out / "results").glob("*.*"))]
+    write_zip(to / CODE_NAME, {"code": {name: project / name for name in files} | copies})
+    write_zip(to / RESULTS_NAME, {"results": {file.relative_to(out): file for file in executed}})
+    if pdf.is_file():
+        copies[ANSWERS if handout.startswith("cse599o") else WRITEUP] = pdf
     for name, source in copies.items():
         with atomic_write(to / name) as file:
             file.write(source.read_bytes())
-    for name in {CURVE_NAME, *PDF_NAMES.values()} - {*copies}:
+    for name in {CURVE_NAME, ANSWERS, WRITEUP} - {*copies}:
         (to / name).unlink(missing_ok=True)  # of an earlier hand-in
-    lines = [f"{to / name}: {(to / name).stat().st_size / 1e6:.2f} MB" for name in (CODE_NAME, *copies)]
+    names = (CODE_NAME, RESULTS_NAME, *copies)
+    lines = [f"{to / name}: {(to / name).stat().st_size / 1e6:.2f} MB" for name in names]
     lines += [f"Left out, {reason}: {', '.join(found)}" for reason, found in sorted(left_out.items())]
     return lines + [f"Note: {note}" for note in notes]
+
+
+def write_zip(path: Path, folders: Mapping[str, Mapping[Any, Path]]) -> None:
+    """An archive of files, by folder and by their names there."""
+    with (
+        atomic_write(path) as file,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive,
+    ):
+        for folder, files in folders.items():
+            for name, source in files.items():
+                archive.write(source, Path(folder, name))
 
 
 def project_files(project: Path, excluded: Iterable[Path] = ()) -> tuple[list[Path], dict[str, list[str]]]:
@@ -131,6 +141,6 @@ def refuse_secrets(files: Iterable[Path]) -> None:
 
 def newest_writeup(runs: Path) -> Path:
     """The output folder in `runs` whose writeup was made last. Raises `UserError` where there is none."""
-    found = list(runs.glob("*/writeup/answers.pdf"))
+    found = list(runs.glob("*/writeup/*.pdf"))
     require(bool(found), f"No workbook has left a writeup in {runs}: run `make workbook` first, or name its folder.")
     return max(found, key=lambda path: path.stat().st_mtime).parents[1]

@@ -12,8 +12,9 @@ from lmcore.errors import UserError, require
 from lmcore.files import atomic_write, temporary_folder
 from workbook.notebook import INJECTED, KEPT_METADATA, read_notebook, tags, write_notebook
 from workbook.record import read_records, unfinished
-from workbook.report.document import caption_of, short
-from workbook.report.writeup import PDF_NAME, write_writeup
+from workbook.report.contents import caption_of
+from workbook.report.writeup import write_writeup
+from workbook.seal import SEAL, cell_hashes
 
 PICTURE_PPI, PICTURE_COLORS = 110, 128
 """Of the pictures in published notebooks."""
@@ -34,7 +35,8 @@ def publish(out: Path, to: Path) -> list[Path]:
     figures = sorted((out / "figures").glob("*.svg"))
     for file in figures:
         refuse_machine_names(file.name, file.read_text(encoding="utf-8"))
-    sources = {to / PDF_NAME: write_writeup(out), **{to / "figures" / file.name: file for file in figures}}
+    pdfs = write_writeup(out)
+    sources = {to / file.name: file for file in pdfs} | {to / "figures" / file.name: file for file in figures}
     names = [f"{record.name}.ipynb" for record in records]
     made = {to / "notebooks" / name: published(out / "notebooks" / name) for name in names}
     for path, source in sources.items():
@@ -42,7 +44,8 @@ def publish(out: Path, to: Path) -> list[Path]:
             file.write(source.read_bytes())
     for path, notebook in made.items():
         write_notebook(path, notebook)
-    for old in {*(to / "figures").glob("*.svg"), *(to / "notebooks").glob("*.ipynb")} - {*sources, *made}:
+    present = {*to.glob("*.pdf"), *(to / "figures").glob("*.svg"), *(to / "notebooks").glob("*.ipynb")}
+    for old in present - {*sources, *made}:
         old.unlink()  # of an earlier workbook
     return [*sources, *made]
 
@@ -53,7 +56,8 @@ def published(executed: Path) -> Any:
 
     notebook = read_notebook(executed)
     notebook.cells = [cell for cell in notebook.cells if INJECTED not in tags(cell)]
-    notebook.metadata = nbformat.from_dict({key: notebook.metadata[key] for key in ("kernelspec", "language_info")})
+    kept = {key: notebook.metadata[key] for key in ("kernelspec", "language_info", SEAL)}
+    notebook.metadata = nbformat.from_dict(kept)
     count = 0
     for number, cell in enumerate(notebook.cells, 1):
         cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k in KEPT_METADATA})
@@ -70,10 +74,11 @@ def published(executed: Path) -> Any:
                 caption = caption_of(cell, output, "image/svg+xml")
                 output.metadata.pop("image/svg+xml", None)
                 output.data = nbformat.from_dict({"image/png": base64.b64encode(as_png(svg)).decode()})
-                text = f"*Figure {short(executed.stem)}.{count}.* {caption}"
+                text = f"*Figure {count}.* {caption}"
                 cell.outputs += [nbformat.v4.new_output("display_data", {"text/markdown": text})] if caption else []
             texts = [str(value) for kind, value in output.get("data", {}).items() if "png" not in kind]
             refuse_machine_names(f"{executed.stem}, cell {number}", "\n".join([*texts, str(output.get("text", ""))]))
+    notebook.metadata[SEAL]["cells"] = cell_hashes(notebook)
     return notebook
 
 

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ class WorkbookResult:
 
     records: list[NotebookRecord]
     """Of the notebooks that were asked for, in order."""
-    pdf: Path | None = None
-    """The writeup; None if none was asked for, or a signal stopped the run."""
+    pdfs: list[Path] = field(default_factory=list)
+    """The writeup; none if none was asked for, or a signal stopped the run."""
 
     @property
     def unfinished(self) -> NotebookRecord | None:
@@ -84,5 +84,5 @@ def run_workbook(
             from workbook.report.writeup import write_writeup
 
             print("workbook: the writeup is being made", flush=True)
-            result.pdf = write_writeup(out)
+            result.pdfs = write_writeup(out)
         return result

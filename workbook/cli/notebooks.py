@@ -39,8 +39,7 @@ def run(
 
     chosen = parse_overrides(parameters)
     result = run_workbook(scale, data, out, notebooks, chosen, resume, writeup, stop_seconds)
-    if result.pdf:
-        print(f"PDF: {result.pdf}")
+    print("".join(f"PDF: {pdf}\n" for pdf in result.pdfs), end="")
     if (notebook := result.unfinished) is None:
         return 0
     resumes = "" if notebook.state == "failed" else " The same command with --resume resumes from there."
@@ -53,8 +52,8 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False, to:
 
     Args:
         out: The workbook's folder.
-        check: Only verify that the PDF is sound, complete, newer than the notebooks and without an error.
-        to: Also copy it into this folder, to be committed: with the figures, and the notebooks with their pictures.
+        check: Only verify that PDFs, notebooks, results and runs fit together, and that nothing was changed by hand.
+        to: Also copy them into this folder, to be committed: with the figures, and the notebooks with their pictures.
     """
     if to is not None:
         from workbook.publish import publish
@@ -71,7 +70,7 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False, to:
     from workbook.record import read_records, unfinished
     from workbook.report.writeup import write_writeup
 
-    print(f"PDF: {write_writeup(out)}")
+    print("\n".join(f"PDF: {pdf}" for pdf in write_writeup(out)))
     if lacking := unfinished(read_records(out)):
         print("\n".join(lacking), file=sys.stderr)
     return EXIT_FAILURE if lacking else 0
@@ -80,20 +79,22 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False, to:
 def handin(
     out: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[OUT]", help_behavior_hint="")] = None,
     to: Path = Path("handin"),
-    names: Literal["cse599o", "cs336"] = "cse599o",
+    handout: Literal[
+        "cse599o-a1-part1", "cse599o-a1-part2", "cs336-a1", "cs336-a2-2025", "cs336-a2-2026", "wikitext103-report"
+    ] = "cse599o-a1-part2",
     incomplete: bool = False,
 ) -> int:
-    """Make the hand-in: code.zip without caches, data, checkpoints or secrets, the answers' PDF, the learning curve.
+    """Make the hand-in for a handout: its PDF, code.zip without data, checkpoints or secrets, results, learning curve.
 
     Args:
         out: Folder of an executed workbook (default: that in runs/ whose writeup was made last).
         to: Folder for the hand-in.
-        names: cse599o: code.zip and answers.pdf; cs336: code.zip and writeup.pdf.
-        incomplete: Also where the writeup is missing, out of date or reports a failure.
+        handout: Whose answers: the name of a PDF in OUT/writeup.
+        incomplete: Also where something is missing or does not fit together.
     """
     from workbook.handin import make_handin, newest_writeup
     from workbook.parameters import find_project
 
     project = find_project()
-    print("\n".join(make_handin(project, out or newest_writeup(project / "runs"), to, names, incomplete)))
+    print("\n".join(make_handin(project, out or newest_writeup(project / "runs"), to, handout, incomplete)))
     return 0

@@ -17,6 +17,8 @@ from lmcore.formatting import format_bytes, format_count, format_seconds, format
 METADATA_KEY = "lmcore_answer"
 """Key in the metadata of an answer's output, by which the writeup finds it."""
 
+MARKUP = re.compile(r"""[\\`*_{}\[\]()#+.!|~$^>:=@'"<&-]""")
+
 BLOCK_START = re.compile(r"\s*(\||[-*+] |\d+[.)] |#|>|```|\$\$|<)")
 
 
@@ -71,6 +73,11 @@ class AnswerFormatter(string.Formatter):
         if isinstance(value, list | tuple | np.ndarray):
             return join_words([self.format_field(each, format_spec) for each in value])
         return FORMATS[format_spec](value) if format_spec in FORMATS else format(value, format_spec)
+
+
+def escaped(text: str) -> str:
+    """Text as Markdown that shows it as it is."""
+    return MARKUP.sub(lambda match: f"&#{ord(match[0])};", text)
 
 
 def plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Coverage: which problems of the course's handouts the answers of the notebooks solve."""
+"""Coverage: the problems of the courses' handouts (problems.csv), and which of them the notebooks' answers solve."""
 
 import csv
 import re
@@ -13,19 +13,18 @@ COURSES = ("CS336", "CSE599-O", "A1", "A2", "2025", "2026")
 
 @dataclass
 class Answered:
-    """Where a problem, or a part of one, is answered."""
+    """An answer to a problem or a part of one, and what its notebook shows before it."""
 
     problem: str
     part: str
     notebook: str = ""
-    identifier: str = ""
     missing: str = ""
     """What the handout asks for and the answer lacks."""
-
-    @property
-    def label(self) -> str:
-        """The problem, with the part in brackets."""
-        return f"{self.problem} ({self.part})" if self.part else self.problem
+    text: str = ""
+    """In Markdown, as are these: the last table and figure of its section, and the samples of text."""
+    table: str = ""
+    figure: str = ""
+    samples: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,16 +35,19 @@ class Problem:
     place: str
     """Page, or section where the handout has no pages."""
     name: str
-    answered: bool
+    points: str
+    """The marks that the handout gives; empty where it gives none."""
+    tests: str
+    """Files of tests, of a problem that asks for code."""
+    answers: list[Answered]
+    """In the order of the parts."""
     missing: str
     """What is asked for and not there, of a problem with an answer: parts, and what the answers say they lack."""
-    notebook: str
-    """The last one that answers it."""
 
     @property
     def state(self) -> str:
         """done, partly or not yet."""
-        return OPEN if not self.answered else PARTLY if self.missing else DONE
+        return OPEN if not self.answers else PARTLY if self.missing else DONE
 
 
 def plain_name(problem: str) -> str:
@@ -57,7 +59,7 @@ def coverage(answers: Iterable[Answered]) -> list[Problem]:
     """All problems of the handouts (problems.csv), given every answer that there is.
 
     An answer to a part such as "c, CS336" or "A1" counts for the handouts that are named so, any other for all that
-    have the problem.
+    have the problem and no answer of their own.
     """
     of_problem: dict[str, list[tuple[str, str, Answered]]] = {}
     for answer in answers:
@@ -66,16 +68,22 @@ def coverage(answers: Iterable[Answered]) -> list[Problem]:
     found = []
     for row in csv.DictReader(text.splitlines()):
         named = [each for each in of_problem.get(plain_name(row["problem"]), []) if each[1] in row["handout"]]
+        closest: dict[str, str] = {}
+        for letter, course, _ in named:
+            closest[letter] = max(closest.get(letter, ""), course, key=("", *COURSES).index)
+        named = [each for each in named if each[1] == closest[each[0]]]
+        named.sort(key=lambda each: each[0] if row["parts"] else "")
         letters = {letter for letter, *_ in named}
         # an answer without a part is one to all parts
         absent = [f"({part})" for part in row["parts"] if part not in letters and "" not in letters]
         answered = len(absent) < len(row["parts"]) if row["parts"] else bool(named)
         here = row["parts"] or letters  # one that has no parts takes every answer
+        given = [each for letter, _, each in named if letter in ("", *here)] if answered else []
         told = [(letter, each.missing) for letter, _, each in named if each.missing and letter in ("", *here)]
         lacking = [f"({letter}) {words}" if letter in row["parts"] and letter else words for letter, words in told]
         missing = "; ".join([*([" ".join(absent)] if absent else []), *dict.fromkeys(lacking)]) if answered else ""
-        notebook = named[-1][2].notebook if answered else ""
-        found.append(Problem(row["handout"], row["place"], row["problem"], answered, missing, notebook))
+        fields = (row[key] for key in ("handout", "place", "problem", "points", "tests"))
+        found.append(Problem(*fields, given, missing))
     return found
 
 
@@ -95,28 +103,15 @@ def counts(problems: Iterable[Problem]) -> dict[str, dict[str, int]]:
     return table
 
 
-def counts_markdown(problems: Iterable[Problem]) -> str:
-    """The counts as a Markdown table, with the marks of the writeup's table of answers."""
-    rows = [f"| {handout} | {' | '.join(map(str, row.values()))} |" for handout, row in counts(problems).items()]
-    return "\n".join(["| handout | done ✓ | partly ◐ | not yet – | problems |", "|---|---|---|---|---|", *rows])
-
-
-def partly_markdown(problems: Iterable[Problem]) -> str:
-    """The problems that are answered in part, as a Markdown table: in which handouts, and what is missing."""
-    places: dict[tuple[str, str], list[str]] = {}
-    for problem in (each for each in problems if each.state == PARTLY):
-        places.setdefault((problem.name, problem.missing), []).append(f"{problem.handout}, {problem.place}")
-    rows = [f"| `{name}` | {'; '.join(where)} | {missing} |" for (name, missing), where in places.items()]
-    return "\n".join(["| partly ◐ | handout | missing |", "|---|---|---|", *rows]) if rows else ""
-
-
 def coverage_markdown(problems: Iterable[Problem]) -> str:
     """The table of docs/coverage.md: the counts, and each handout's problems with the notebook that answers them."""
     problems = list(problems)
-    lines = [counts_markdown(problems)]
+    rows = [f"| {handout} | {' | '.join(map(str, row.values()))} |" for handout, row in counts(problems).items()]
+    lines = ["| handout | done ✓ | partly ◐ | not yet – | problems |", "|---|---|---|---|---|", *rows]
     for handout in dict.fromkeys(problem.handout for problem in problems):
         lines += ["", f"## {handout}", "", "| problem | place | state | missing | notebook |", "|---|---|---|---|---|"]
         for each in (problem for problem in problems if problem.handout == handout):
-            link = f"[{each.notebook}](../notebooks/{each.notebook}.ipynb)" if each.notebook else ""
+            notebook = each.answers[-1].notebook if each.answers else ""
+            link = f"[{notebook}](../notebooks/{notebook}.ipynb)" if notebook else ""
             lines.append(f"| `{each.name}` | {each.place} | {each.state} | {each.missing} | {link} |")
     return "\n".join(lines)

@@ -13,9 +13,8 @@ from IPython.display import Code
 from matplotlib.figure import Figure
 
 from lmcore.device import select_device
-from workbook.report.answers import answer, table
+from workbook.report.answers import answer, escaped, table
 from workbook.report.figures import Picture, save_figure, use_style
-from workbook.report.pandoc import escaped
 from workbook.report.results import Results
 
 __all__ = ["answer", "quote", "show_source", "start", "table", "token_label"]

@@ -1,77 +1,59 @@
-"""Verifies a finished writeup from the outside: the file, not the code that made it."""
+"""Verifies a finished writeup: that it was made from these notebooks, and these from what their execution left."""
 
-import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from lmcore.errors import UserError, require
 from lmcore.files import temporary_folder
 from workbook.record import read_records, unfinished
-from workbook.report.writeup import PDF_NAME, read_documents
+from workbook.report.contents import read_contents
+from workbook.report.writeup import HANDOUTS, documents, executed_notebooks
+from workbook.seal import changed_by_hand, notebooks_digest
 
 
 def writeup_faults(out: Path) -> list[str]:
-    """Sentences on what is wrong with the writeup in `out` before one looks into it, the gravest first."""
-    pdf = out / "writeup" / PDF_NAME
-    if not pdf.is_file():
-        return [f"There is no writeup {pdf}: run `workbook run --out {out}` first, or `workbook writeup {out}`."]
-    newer = [path.stem for path in (out / "notebooks").glob("*.ipynb") if path.stat().st_mtime > pdf.stat().st_mtime]
-    old = f"The writeup {pdf} is older than notebook {min(newer, default='')}: run `workbook writeup {out}`."
-    return unfinished(read_records(out)) + ([old] if newer else [])
+    """Sentences on what of the executed workbook in `out` does not fit together, the gravest first.
 
-
-def check_writeup(out: str | Path) -> dict[str, int]:
-    """Verifies the writeup of the executed workbook in `out`; returns counts of notebooks, figures, answers and pages.
-
-    Raises `UserError` with the first thing that is wrong: the file missing, broken or older than a notebook, a notebook
-    that failed or was not run, a notebook, a figure or an answer that the PDF lacks.
+    A notebook that is not done, a cell or a file that is not as its execution left it, a PDF that is not there, is not
+    sound, has too many pages, or was made from other notebooks.
     """
-    out, pdf = Path(out), Path(out, "writeup", PDF_NAME)
+    records = read_records(out)
+    faults = unfinished(records)
+    executed = [record.name for record in records if record.state == "done"]
+    faults += changed_by_hand(out, executed)
+    notebooks = executed_notebooks(out, records)
+    made_from = notebooks_digest([*notebooks.values()])
+    with temporary_folder("lmcore-verify-") as folder:
+        contents = [read_contents(name, notebook, folder) for name, notebook in notebooks.items()]
+    for handout in documents(out, records, contents):
+        file = out / "writeup" / f"{HANDOUTS[handout].name}.pdf"
+        try:
+            pages, keywords = pages_and_keywords(file)
+        except UserError as error:
+            faults.append(str(error))
+            continue
+        if made_from not in keywords:
+            faults.append(f"{file} was made from other notebooks than these: run `workbook writeup {out}`.")
+        if pages > HANDOUTS[handout].most_pages:
+            faults.append(f"{file} has {pages} pages, and at most {HANDOUTS[handout].most_pages} are asked for.")
+    return faults
+
+
+def check_writeup(out: Path) -> dict[str, int]:
+    """Counts of the writeup in `out`: its PDFs, their pages, notebooks. Raises `UserError` with its first fault."""
     faults = writeup_faults(out)
     require(not faults, "".join(faults[:1]))
-    with temporary_folder("lmcore-verify-") as folder:
-        documents = read_documents(out, read_records(out), Path(folder))
-    answers = [answered.label for document in documents for answered in document.answers]
-    figures = sum(document.figures for document in documents)
-    require(figures > 0, "The executed notebooks hold no figure.")
-    shown, titles, pages = _contents(pdf)
-    for title in (*(document.title for document in documents), *(f"Answer: {label}" for label in answers)):
-        require(_squeezed(title) in titles, f"{pdf} lacks {title!r}.")
-        titles.remove(_squeezed(title))
-    require(shown == figures, f"{pdf} shows {shown} of {figures} figures.")
-    return {"notebooks": len(documents), "figures": figures, "answers": len(answers), "pages": pages}
+    files = sorted((out / "writeup").glob("*.pdf"))
+    pages = sum(pages_and_keywords(file)[0] for file in files)
+    return {"PDFs": len(files), "pages": pages, "notebooks": len(read_records(out))}
 
 
-def _contents(file: Path) -> tuple[int, list[str], int]:
-    """Number of pictures, titles of all parts, and number of pages of a PDF; `UserError` if it is not sound."""
+def pages_and_keywords(file: Path) -> tuple[int, str]:
+    """Number of pages and the keywords of a PDF. Raises `UserError` if it is not there or not sound."""
     import pypdf
 
+    require(file.is_file(), f"There is no {file}: run `workbook writeup {file.parents[1]}`.")
     try:
         reader = pypdf.PdfReader(file)
-        pictures = _count_figures(reader.trailer["/Root"].get("/StructTreeRoot"))
-        return pictures, [_squeezed(title) for title in _titles(reader.outline)], len(reader.pages)
+        return len(reader.pages), str((reader.metadata or {}).get("/Keywords", ""))
     except pypdf.errors.PyPdfError as error:
         raise UserError(f"{file} is not a sound PDF ({error}).") from error
-
-
-def _titles(outline: list) -> Iterator[str]:
-    for entry in outline:
-        if isinstance(entry, list):
-            yield from _titles(entry)
-        else:
-            yield entry.title
-
-
-def _squeezed(text: str) -> str:
-    return re.sub(r"[\W_]+", "", text)
-
-
-def _count_figures(element: Any) -> int:
-    """Pictures in the structure tree of a tagged PDF: a vector drawing leaves no other trace in the file."""
-    element = element.get_object() if hasattr(element, "get_object") else element
-    if isinstance(element, list):
-        return sum(_count_figures(child) for child in element)
-    if not isinstance(element, dict):
-        return 0
-    return (element.get("/S") == "/Figure") + _count_figures(element.get("/K"))

@@ -1,9 +1,10 @@
-"""The writeup: the executed notebooks as one PDF, by pandoc and Typst from wheels."""
+"""The writeup: a PDF for each handout, from the answers of the executed notebooks, by pandoc and Typst from wheels."""
 
-import json
 import re
+import subprocess
 import unicodedata
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -11,98 +12,116 @@ from typing import Any
 
 from lmcore.errors import UserError, require
 from lmcore.files import atomic_write, read_json, temporary_folder
-from lmcore.formatting import format_seconds
 from workbook.notebook import read_notebook
 from workbook.record import NotebookRecord, read_records, unfinished
-from workbook.report.coverage import (
-    DONE,
-    OPEN,
-    PARTLY,
-    Answered,
-    counts_markdown,
-    coverage,
-    partly_markdown,
-    plain_name,
-)
-from workbook.report.document import NotebookDocument, free_columns, read_document, short
-from workbook.report.pandoc import Node, attributes_of, escaped, parse, run_pandoc, text_of, transform
+from workbook.report.answers import BLOCK_START, escaped
+from workbook.report.contents import NotebookContents, read_contents
+from workbook.report.coverage import OPEN, PARTLY, Answered, Problem, coverage
+from workbook.seal import notebooks_digest
 
-PDF_NAME = "answers.pdf"
+
+@dataclass(frozen=True)
+class Handout:
+    """A document that is handed in: the name of its file, its title, and the most pages it may have."""
+
+    name: str
+    title: str
+    most_pages: int = 15
+
+
+HANDOUTS = {
+    "CSE599-O A1 part 1": Handout("cse599o-a1-part1", "CSE599-O, assignment 1, part 1: basics"),
+    "CSE599-O A1 part 2": Handout("cse599o-a1-part2", "CSE599-O, assignment 1, part 2: training and profiling"),
+    "CS336 A1 2026": Handout("cs336-a1", "CS336, assignment 1 (2026): basics"),
+    "CS336 A2 2025": Handout("cs336-a2-2025", "CS336, assignment 2 (2025): systems and parallelism", 25),
+    "CS336 A2 2026": Handout("cs336-a2-2026", "CS336, assignment 2 (2026): systems and parallelism", 25),
+    "WikiText-103 report": Handout("wikitext103-report", "WikiText-103: the optimization report"),
+}
+"""By the name of the handout in problems.csv."""
+
+REPORT, REPORT_NOTEBOOK = "WikiText-103 report", "10_wikitext"
+"""The handout that asks for a report and no answers, and the notebook that is the report."""
+
+MARKDOWN = "commonmark_x+implicit_figures-emoji-fancy_lists-yaml_metadata_block-smart"
+"""Markdown as Jupyter reads it (CommonMark, pipe tables, dollar math), plus attributes, footnotes and fenced divs."""
 
 RENAMED_SYMBOLS = re.compile(r"\b(dot|times|minus|dash)\.circle\b")
 """Math symbols by the names that pandoc 3.9 writes and Typst 0.14 changed; `sect` is in the template."""
 
-MARKS = {DONE: "✓", PARTLY: "◐", OPEN: "–"}
-"""States of a problem in the table of coverage."""
 
-BOXES = ("answer", "failure", "provenance", "contents", "problems")
-"""Classes of divs that are functions of the template."""
+def write_writeup(out: str | Path) -> list[Path]:
+    """Renders the executed workbook in `out` into a PDF for each handout, in out/writeup; returns their paths.
 
-
-def write_writeup(out: str | Path) -> Path:
-    """Renders the executed workbook in `out` into out/writeup/answers.pdf; returns its path.
-
-    Notebooks that failed or were stopped are shown as far as they came, and that is told at the top. Raises `UserError`
-    where no workbook was executed.
+    Notebooks that failed or were stopped are shown as far as they came, and that is told at the top. A handout of which
+    nothing is answered has no PDF. Raises `UserError` where no workbook was executed.
     """
     out = Path(out)
-    records = read_records(out)
+    records, made = read_records(out), {}
     with temporary_folder("lmcore-writeup-") as folder:
-        build = Path(folder)
-        documents = read_documents(out, records, build)
-        blocks = parse(front_matter(out, records, documents)) + [each for it in documents for each in it.blocks]
-        pdf = typeset(blocks, build)
-    file = out / "writeup" / PDF_NAME
-    with atomic_write(file) as opened:
-        opened.write(pdf)
-    return file
+        notebooks = executed_notebooks(out, records)
+        contents = [read_contents(name, notebook, Path(folder)) for name, notebook in notebooks.items()]
+        made_from = notebooks_digest([*notebooks.values()])
+        for handout, text in documents(out, records, contents).items():
+            made[HANDOUTS[handout]] = typeset(HANDOUTS[handout].title, text, made_from, Path(folder))
+    for old in (out / "writeup").glob("*.pdf"):
+        old.unlink()
+    for handout, pdf in made.items():
+        with atomic_write(out / "writeup" / f"{handout.name}.pdf") as opened:
+            opened.write(pdf)
+    return [out / "writeup" / f"{handout.name}.pdf" for handout in made]
 
 
-def read_documents(out: Path, records: list[NotebookRecord], build: Path) -> list[NotebookDocument]:
-    """The documents of all notebooks that were started. Raises `UserError` if one that is done is missing."""
-    folder = out / "notebooks"
-    documents = []
+def executed_notebooks(out: Path, records: list[NotebookRecord]) -> dict[str, Any]:
+    """All notebooks that were started, by name. Raises `UserError` if one that is done is missing."""
+    notebooks = {}
     for record in records:
-        file = folder / f"{record.name}.ipynb"
+        file = out / "notebooks" / f"{record.name}.ipynb"
         if record.state == "done" or (record.state != "not run" and file.exists()):  # or stopped before its first cell
-            documents.append(read_document(record.name, read_notebook(file), folder, build))
-    require(bool(documents), f"No notebook was executed in {out}; run `workbook run` first.")
-    return documents
+            notebooks[record.name] = read_notebook(file)
+    require(bool(notebooks), f"No notebook was executed in {out}; run `workbook run` first.")
+    return notebooks
 
 
-def front_matter(out: Path, records: list[NotebookRecord], documents: list[NotebookDocument]) -> str:
-    """What comes before the notebooks, as Markdown: provenance, failures, contents, and where each problem is."""
-    rows = "\\\n".join(f"**{name}** {escaped(value)}" for name, value in provenance(out, records).items())
-    parts = [f"::: provenance\n{rows}\n:::"]
-    parts += [f"::: failure\n{escaped(words)}\n:::" for words in unfinished(records)]
-    parts += ["::: contents\n:::"]
-    if answers := [answered for document in documents for answered in document.answers]:
-        problems = coverage(answers)
-        tables = [counts_markdown(problems), partly_markdown(problems), answers_markdown(answers)]
-        parts += ["::: problems", *tables, ":::"]
-    return "\n\n".join(parts)
+def documents(out: Path, records: list[NotebookRecord], contents: list[NotebookContents]) -> dict[str, str]:
+    """The Markdown of each handout of which something is answered."""
+    problems = coverage(answer for each in contents for answer in each.answers)
+    written = {}
+    for handout in HANDOUTS:
+        asked = [problem for problem in problems if problem.handout == handout]
+        if any(problem.answers for problem in asked):
+            report = next((each for each in contents if each.name == REPORT_NOTEBOOK), None)
+            body = report_text(report) if handout == REPORT and report else answers_text(asked)
+            written[handout] = "\n\n".join([*front_matter(out, records, asked), *body])
+    return written
+
+
+def front_matter(out: Path, records: list[NotebookRecord], problems: list[Problem]) -> list[str]:
+    """Machine, commits and text used; notebooks that failed; what is answered in part or not, and why."""
+    parts = ["\n".join(f"- **{name}:** {escaped(value)}" for name, value in provenance(out, records).items())]
+    parts += [f"**{escaped(words)}**" for words in unfinished(records)]
+    partly = [f"- {escaped(each.name)}: {each.missing}." for each in problems if each.state == PARTLY]
+    absent = [f"- {escaped(each.name)}" for each in problems if each.state == OPEN]
+    parts += ["**Answered in part; what is missing:**", "\n".join(partly)] if partly else []
+    parts += ["**Not answered:**", "\n".join(absent)] if absent else []
+    return parts
 
 
 def provenance(out: Path, records: list[NotebookRecord]) -> dict[str, str]:
-    """What was measured on what, from which code, and what was executed when. Each value is named once.
+    """What was measured on what, from which code, on which text.
 
     Measured is what the tables in out/results say, which may be records of another machine.
     """
-    started = [record for record in records if record.state != "not run"]
-    executed = [record.environment or {} for record in started]
+    executed = [record.environment or {} for record in records if record.state != "not run"]
     tables = [read_json(file).get("provenance") or {} for file in sorted((out / "results").glob("*.json"))]
     measured = [each for each in tables if each.get("device")] or executed
     sources = [source for each in tables for source in _listed(each.get("data")) if source.get("request")]
-    first = min((each.get("time_utc") or "" for each in executed), default="")
-    duration = format_seconds(sum(record.seconds for record in started))
+    commits = {commit[:8] for each in measured for commit in _listed(each.get("git_commit")) if commit}
+    changed = " with uncommitted changes" if any(any(_listed(each.get("git_dirty"))) for each in measured) else ""
     return {
-        "Scale": str(records[0].scale),
-        "Data": _once(each["request"]["source"]["name"] for each in sources) or Path(str(records[0].data)).name,
         "Measured on": _once(device for each in measured for device in _listed(each.get("device"))),
-        "Code": _once(map(_commits, measured)),
-        "Libraries": _once(library for each in measured for library in _libraries(each)),
-        "Executed": f"{first}, {duration}, at {_once(map(_commits, executed))} "
-        f"on {_once(each.get('device', 'unknown') for each in executed)}",
+        "Code": (", ".join(sorted(commits)) or "not from a git checkout") + changed,
+        "Text": _once(each["request"]["source"]["name"] for each in sources) or Path(str(records[0].data)).name,
+        "Scale": str(records[0].scale),
     }
 
 
@@ -115,105 +134,79 @@ def _listed(value: Any) -> list:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _commits(environment: dict[str, Any]) -> str:
-    """Commits of the runs behind a table, or of one execution, and whether there were changes besides."""
-    known = [commit[:12] for commit in _listed(environment.get("git_commit")) if commit]
-    changes = " with uncommitted changes" if any(_listed(environment.get("git_dirty"))) else ""
-    return " and ".join(sorted(known)) + changes if known else "not from a git checkout"
+def answers_text(problems: list[Problem]) -> list[str]:
+    """The problems in the handout's order; those whose deliverable is code are the rows of one table."""
+    answered = [problem for problem in problems if problem.answers]
+    rows = []
+    for each in (problem for problem in answered if problem.tests):
+        what = in_a_cell(" ".join(answer.text for answer in each.answers))
+        rows.append(f"| {breakable(each.name)} ({marks(each)}) | {what} | {breakable(each.tests)} |")
+    head = "| problem | what it is | tests |\n|---|---|---|\n"
+    parts = ["## Code, with its tests", f"::: code\n{head}" + "\n".join(rows) + "\n:::"] if rows else []
+    for problem in (each for each in answered if not each.tests):
+        parts += [f"## {escaped(problem.name)} ({marks(problem)})", *answer_text(problem.answers)]
+    return parts
 
 
-def _libraries(environment: dict[str, Any]) -> list[str]:
-    versions = {"python": environment.get("python")} | (environment.get("packages") or {})
-    return [f"{name} {version}" for name, version in versions.items() if version]
+def answer_text(answers: list[Answered]) -> list[str]:
+    """The answers to the parts of one problem, with at most one table and one figure, and with samples of text."""
+    parts = []
+    for answer in answers:
+        gap = "\n\n" if BLOCK_START.match(answer.text) else " "
+        parts.append(f"**({answer.part[:1]})**{gap}{answer.text}" if answer.part[:1].islower() else answer.text)
+    tables = [] if any("\n|" in answer.text for answer in answers) else [a.table for a in answers if a.table]
+    figures = [answer.figure for answer in answers if answer.figure]
+    return [*parts, *tables[-1:], *figures[-1:], *(answer.samples for answer in answers if answer.samples)]
 
 
-def answers_markdown(answers: list[Answered]) -> str:
-    """A table of the problems: their places in the handouts with their states, and links to their answers."""
-    places: dict[str, list[str]] = {}
-    names, links = {plain_name(each.problem): each.problem for each in answers}, {}
-    for problem in coverage(answers):
-        names[plain_name(problem.name)] = problem.name
-        place = f"{MARKS[problem.state]} {problem.handout}, {problem.place}"
-        places.setdefault(plain_name(problem.name), []).append(place)
-    for each in answers:
-        words = f"{short(each.notebook)} ({each.part})" if each.part else short(each.notebook)
-        links.setdefault(plain_name(each.problem), []).append(f"[{words}](#{each.identifier})")
-    rows = [
-        f"| {escaped(names[key]).replace('&#95;', '&#95;&#8203;')} | {'; '.join(places.get(key, []))} "
-        f"| {', '.join(links.get(key, []))} |"
-        for key in dict.fromkeys([*places, *names])
-    ]
-    return "\n".join(["| problem | in the handouts | answers: notebook (part) |", "|---|---|---|", *rows])
+def report_text(contents: NotebookContents) -> list[str]:
+    """A notebook that is a report: all of its text, without its title."""
+    return [re.sub(r"\A# .*", "", text) for text in contents.text]
 
 
-def without_broken_links(blocks: list[Node]) -> list[Node]:
-    """Links to places that are not in the writeup become their text: Typst would refuse them."""
-    targets: set[str] = set()
-
-    def collect(node: Node) -> Node:
-        targets.add(f"#{attributes_of(node)[0]}")
-        return node
-
-    def repair(node: Node) -> Node | list[Node]:
-        is_local = node["t"] == "Link" and not re.match(r"\w+:", node["c"][2][0])
-        return node["c"][1] if is_local and node["c"][2][0] not in targets else node
-
-    return transform(transform(blocks, collect), repair)
+def marks(problem: Problem) -> str:
+    """Where a problem stands, and its marks."""
+    points = f", {problem.points} point{'s' if problem.points != '1' else ''}" if problem.points else ""
+    return f"{problem.place}{points}"
 
 
-def typeset(blocks: list[Node], build: Path) -> bytes:
-    """The PDF by Typst, from the fonts in its wheel and in matplotlib's alone."""
+def in_a_cell(text: str) -> str:
+    """Markdown for a cell of a table."""
+    return re.sub(r"\s*\n\s*", " ", text).replace("|", r"\|")
+
+
+def breakable(name: str) -> str:
+    """A long name as Markdown that may go on in the next line after each underscore."""
+    return escaped(name).replace("&#95;", "&#95;&#8203;")
+
+
+def typeset(title: str, text: str, made_from: str, build: Path) -> bytes:
+    """The PDF of a Markdown text by Typst, from the fonts in its wheel and in matplotlib's alone.
+
+    `made_from` is kept among its keywords. Raises `UserError` if Typst cannot set it."""
+    import pypandoc
     import typst
 
-    tree = {"pandoc-api-version": [1, 23, 1], "meta": {}, "blocks": transform(without_broken_links(blocks), _for_typst)}
-    body = RENAMED_SYMBOLS.sub(r"\1.o", run_pandoc("json", "typst", json.dumps(tree)))
-    template = resources.files("workbook.report").joinpath("writeup.typ").read_text(encoding="utf-8")
+    package = resources.files("workbook.report")
+    (build / "writeup.lua").write_text(package.joinpath("writeup.lua").read_text(encoding="utf-8"), encoding="utf-8")
+    command = [pypandoc.get_pandoc_path(), "-f", MARKDOWN, "-t", "typst", "--wrap=none", "--lua-filter=writeup.lua"]
+    # in a session of its own: Ctrl-C is for the workbook, which ends in order
+    done = subprocess.run(
+        command, input=spell_out(text), cwd=build, capture_output=True, encoding="utf-8", check=False,
+        start_new_session=True,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise RuntimeError(f"pandoc failed: {done.stderr.strip()}")
+    template = package.joinpath("writeup.typ").read_text(encoding="utf-8")
+    template = template.replace("TITLE", title).replace("DIGEST", made_from)
     file = build / "writeup.typ"
-    file.write_text(template + body, encoding="utf-8")
+    file.write_text(template + RENAMED_SYMBOLS.sub(r"\1.o", done.stdout), encoding="utf-8")
     try:
         return typst.compile(str(file), root=str(build), font_paths=[str(font_folder())], ignore_system_fonts=True)
     except typst.TypstError as error:
         place = re.search(r"│ (.{0,160})", error.diagnostic)
         where = f" at: {place[1].strip()}" if place else ""
         raise UserError(f"Typst could not typeset the PDF: {error.message}{where}.") from error
-
-
-def _for_typst(node: Node) -> Node | list[Node]:
-    """Boxes as the template's functions, heads of tables bold, characters that no font has spelled out."""
-    kind = node["t"]
-    if kind == "Div" and (boxes := [name for name in BOXES if name in attributes_of(node)[1]]):
-        title = dict(attributes_of(node)[2]).get("title")
-        return _around(node, f"#{boxes[0]}-box({json.dumps(title) if title else ''})[", "]")
-    if kind == "Para" and (text_of(node["c"]).endswith(":") or _is_question(node)):
-        return _around(node, "#block(sticky: true)[", "]")  # it stays with what follows
-    if kind == "Table":
-        free_columns(node)
-        for row in node["c"][3][1]:
-            for cell in row[1]:
-                cell[4] = transform(cell[4], _bold)
-    if kind == "Str":
-        node["c"] = spell_out(node["c"])
-    if kind in ("Code", "CodeBlock"):
-        node["c"][1] = spell_out(node["c"][1])
-    return node
-
-
-def _around(node: Node, before: str, after: str) -> list[Node]:
-    """A node between two pieces of Typst."""
-    return [{"t": "RawBlock", "c": ["typst", before]}, node, {"t": "RawBlock", "c": ["typst", after]}]
-
-
-def _is_question(node: Node) -> bool:
-    """Whether a paragraph states a problem: it begins with that word in bold."""
-    first = node["c"][0] if node["c"] else {}
-    return first.get("t") == "Strong" and text_of(first["c"]).startswith(("Problem", "Exercise"))
-
-
-def _bold(node: Node) -> Node:
-    """Text of a table's head in bold: Typst has no style for it."""
-    if node["t"] in ("Plain", "Para"):
-        node["c"] = [{"t": "Strong", "c": node["c"]}] if node["c"] else []
-    return node
 
 
 def font_folder() -> Path:
