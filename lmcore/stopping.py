@@ -1,12 +1,11 @@
 """Signals that stop a command in order: acknowledged at once, obeyed where nothing is lost, enforced by a second one.
 
 `stop_signals` is for what saves itself, `stoppable` for a whole command, `begin_worker` for processes that work for
-another one, and `ended_by` for a kernel whose processes nobody knows beforehand.
+another one.
 """
 
 import multiprocessing
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -15,20 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-import psutil
-
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Ctrl-C; what a scheduler sends to cancel or preempt; what a closed terminal sends; what a scheduler sends before the
 time limit (`--signal`). One that is ignored stays so, as SIGHUP under nohup."""
 
 SAME_SIGNAL = 0.5
 """Seconds in which a signal that comes again is the same one: launchers forward what the process group has, too."""
-
-STOP_SECONDS = 100.0
-"""How long a kernel has to end: `sbatch --signal=B:USR1@120` leaves a little more."""
-
-MARK = "LMCORE_FAMILY"
-"""Environment variable that marks every process of a kernel, also those that outlive their parents."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -182,57 +173,6 @@ def begin_worker() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-@contextmanager
-def ended_by(stop: StopEvent, seconds: float = STOP_SECONDS) -> Iterator[dict[str, str]]:
-    """Gives the block variables for the environment of a kernel that it starts and ends; no process of it is left.
-
-    A stop signal interrupts the kernel as Jupyter's button does, which ends what the kernel runs in order; what has not
-    ended after `seconds` is killed, and after a second signal at once.
-    """
-    mark, ended = secrets.token_hex(8), threading.Event()
-
-    def interrupt() -> None:
-        while not stop.is_set():
-            if ended.wait(0.2):
-                return
-        if not ended.wait(0.5):  # a cell that has just been sent is running by now
-            for process in family(mark):
-                if process.ppid() == os.getpid():
-                    os.killpg(process.pid, signal.SIGINT)
-            if not ended.wait(seconds):
-                signal_all(family(mark), signal.SIGKILL)
-
-    stop.before_exit = lambda: signal_all(family(mark), signal.SIGKILL)
-    thread = threading.Thread(target=interrupt, daemon=True)
-    thread.start()
-    try:
-        yield {MARK: mark}
-    finally:
-        ended.set()
-        thread.join()
-        if stop.is_set():  # the kernel may have been ended before what it runs, which saves itself
-            psutil.wait_procs(signal_all(family(mark), signal.SIGUSR1), timeout=seconds)
-        psutil.wait_procs(signal_all(family(mark), signal.SIGKILL), timeout=seconds)
-
-
-def family(mark: str) -> list[psutil.Process]:
-    """All living processes with this mark in their environment, whoever their parents are by now."""
-    members = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # others' processes, and those that have just ended
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                members.append(process)
-    return members
-
-
-def signal_all(processes: list[psutil.Process], number: int) -> list[psutil.Process]:
-    """Sends a signal to processes, and returns them."""
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
-    return processes
 
 
 def _leave_terminal() -> None:

@@ -1,18 +1,30 @@
 """Executes one notebook by papermill, and checks, cell by cell, that it really ran."""
 
+import os
+import secrets
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from lmcore.errors import UserError
 from lmcore.files import atomic_write, temporary_folder
-from lmcore.stopping import STOP_SECONDS, StopEvent, ended_by
+from lmcore.stopping import StopEvent
 from workbook.notebook import code_cells, execution_fault, read_notebook
 from workbook.record import NotebookRecord, write_record
 from workbook.seal import seal
+
+STOP_SECONDS = 100.0
+"""How long a kernel has to end: `sbatch --signal=B:USR1@120` leaves a little more."""
+
+MARK = "LMCORE_FAMILY"
+"""Environment variable that marks every process of a kernel, also those that outlive their parents."""
 
 
 def execute(
@@ -21,7 +33,7 @@ def execute(
     """Executes one notebook into out/notebooks with the record's parameters, and checks it.
 
     `record` says how it ended, and is on disk all the while. The executed notebook is saved before each cell, so that
-    it also keeps a run that failed, was stopped or was killed. A signal in `stop` ends it: `lmcore.stopping`.
+    it also keeps a run that failed, was stopped or was killed. A signal in `stop` ends it: `ended_by`.
     """
     from lmcore.provenance import COMMAND, command_line, environment, shown
 
@@ -117,3 +129,47 @@ def _kernel(variables: Mapping[str, str]) -> Iterator[type]:
             # ports may be taken between choosing and binding them, by the kernel of a job beside this one
             members |= {"_transport_default": lambda _: "ipc", "_ip_default": lambda _: sockets}
         yield type("Kernel", (AsyncKernelManager,), members)
+
+
+@contextmanager
+def ended_by(stop: StopEvent, seconds: float = STOP_SECONDS) -> Iterator[dict[str, str]]:
+    """Gives the block variables for the environment of a kernel that it starts and ends; no process of it is left.
+
+    A stop signal interrupts the kernel as Jupyter's button does, which ends what the kernel runs in order; what has not
+    ended after `seconds` is killed, and after a second signal at once.
+    """
+    mark, ended = secrets.token_hex(8), threading.Event()
+
+    def interrupt() -> None:
+        while not stop.is_set():
+            if ended.wait(0.2):
+                return
+        if not ended.wait(0.5):  # a cell that has just been sent is running by now
+            for process in signal_family(mark, 0):  # no signal yet
+                if process.ppid() == os.getpid():
+                    os.killpg(process.pid, signal.SIGINT)
+            if not ended.wait(seconds):
+                signal_family(mark, signal.SIGKILL)
+
+    stop.before_exit = lambda: signal_family(mark, signal.SIGKILL)
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    try:
+        yield {MARK: mark}
+    finally:
+        ended.set()
+        thread.join()
+        if stop.is_set():  # the kernel may have been ended before what it runs, which saves itself
+            psutil.wait_procs(signal_family(mark, signal.SIGUSR1), timeout=seconds)
+        psutil.wait_procs(signal_family(mark, signal.SIGKILL), timeout=seconds)
+
+
+def signal_family(mark: str, number: int) -> list[psutil.Process]:
+    """Sends a signal to all living processes with this mark in their environment, whoever their parents are by now."""
+    members = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # others' processes, and those that have just ended
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                process.send_signal(number)
+                members.append(process)
+    return members

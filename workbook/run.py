@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lmcore.errors import require
-from lmcore.stopping import STOP_SECONDS, stop_signals
-from workbook.execution import execute
+from lmcore.stopping import stop_signals
+from workbook.execution import STOP_SECONDS, execute
 from workbook.parameters import find_notebooks, find_project, locate, resolve_parameters
 from workbook.record import NotebookRecord, holding, plan, read_record, source_hash, write_record
 
