@@ -1,6 +1,5 @@
 """Training recipes by name, and the studies that vary one setting of a recipe (CSE599-O A1 section 7.2)."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
@@ -142,21 +141,3 @@ def with_seeds(runs: Mapping[str, TrainConfig], seeds: Sequence[int]) -> dict[st
     """Each run once for each seed, which decides its weights and batches; all but seed 0 have it in their names."""
     named = {f"{name}_seed_{seed}" if seed else name: (config, seed) for name, config in runs.items() for seed in seeds}
     return {name: replace(config, seed=seed) for name, (config, seed) in named.items()}
-
-
-def batch_size_runs(
-    base: TrainConfig, batch_sizes: Sequence[int], tokens: int, max_steps: int | None = None
-) -> dict[str, TrainConfig]:
-    """`base` with each batch size on the same number of tokens (problem *batch_size_experiment*).
-
-    Below the base's batch size the learning rate shrinks with its square root, which keeps the noise of Adam's updates
-    alike (Malladi et al. 2022). A run has `max_steps` at most: a smaller batch then sees fewer tokens.
-    """
-    runs = {}
-    for batch_size in batch_sizes:
-        steps = min(max(1, tokens // (batch_size * base.model.context_length)), max_steps or tokens)
-        scale = min(1.0, math.sqrt(batch_size / base.batch_size))
-        rate = float(f"{base.optimizer.learning_rate * scale:.4g}")
-        config = replace(base, batch_size=batch_size, optimizer__learning_rate=rate)
-        runs[f"batch_{batch_size}"] = with_steps(config, steps)
-    return runs

@@ -1,5 +1,3 @@
-import math
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,7 +7,7 @@ from lmcore.accounting import num_parameters, training_flops
 from lmcore.config import model_config, replace
 from lmcore.errors import UserError
 from lmcore.fast.support import unsupported_reason
-from lmcore.recipes import HANDOUT_STEPS, RECIPES, batch_size_runs, learning_rate_runs, recipe, with_seeds, with_steps
+from lmcore.recipes import HANDOUT_STEPS, RECIPES, learning_rate_runs, recipe, with_seeds, with_steps
 from workbook.notebook import code_cells, read_notebook
 
 
@@ -36,12 +34,6 @@ def test_studies_change_one_thing():
     runs = learning_rate_runs(base, [1e-4, 1e-1])
     assert list(runs) == ["lr_0.0001", "lr_0.1"]
     assert runs["lr_0.1"] == replace(base, optimizer__learning_rate=0.1)
-    sizes = batch_size_runs(base, [1, 32, 128], tokens=256 * 1280)
-    assert [config.steps for config in sizes.values()] == [1280, 40, 10]
-    rates = [config.optimizer.learning_rate / base.optimizer.learning_rate for config in sizes.values()]
-    assert rates == pytest.approx([math.sqrt(1 / 32), 1, 1], rel=1e-3)
-    few = batch_size_runs(base, [1, 512], tokens=256 * 1280, max_steps=1000)
-    assert [(name, config.steps) for name, config in few.items()] == [("batch_1", 1000), ("batch_512", 2)]
     repeated = with_seeds(runs, [0, 3])
     assert list(repeated) == ["lr_0.0001", "lr_0.0001_seed_3", "lr_0.1", "lr_0.1_seed_3"]
     assert replace(repeated["lr_0.1_seed_3"], seed=0) == repeated["lr_0.1"] == runs["lr_0.1"]
