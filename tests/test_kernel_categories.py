@@ -66,15 +66,11 @@ def test_category_of_real_names():
     ("name", "short"),
     [
         (NAMES["matmul"][2], "cutlass_80_simt_sgemm_128x64_8x5_nt_align1"),
-        (ELEMENTWISE.format("at::native::CUDAFunctor_add<float>"), "vectorized_elementwise_kernel (add)"),
+        (NAMES["elementwise"][0], "vectorized_elementwise_kernel (add)"),
         (
             "void at::native::elementwise_kernel<(int)128, (int)2, void at::native::gpu_kernel_impl_nocast<at::native::"
             "<unnamed>::masked_fill_kernel(at::TensorIterator &, const c10::Scalar &)::[lambda()]>(int, T3)",
             "elementwise_kernel (masked_fill)",
-        ),
-        (
-            ELEMENTWISE.format("BinaryFunctor<float, float, float, at::native::binary_internal::MulFunctor<float>>"),
-            "vectorized_elementwise_kernel (Mul)",
         ),
         (NAMES["copy"][1], "unrolled_elementwise_kernel (direct_copy)"),
         (NAMES["softmax/reduction"][0], "reduce_kernel (Max)"),

@@ -10,8 +10,12 @@ import pandas as pd
 import pytest
 import torch
 from notebook_cells import ANSWERS, cells_of
+from nsys_exports import H200
 
 from lmcore.config import model_config
+from lmcore.errors import require
+from lmcore.profiling.nsys.export import read_export
+from lmcore.profiling.nsys.profile import summary
 
 
 def function(notebook: str, name: str, **names):
@@ -34,6 +38,23 @@ def test_a_step_that_does_not_fit_is_a_row():
     assert np.isnan(times).tolist() == [[True, True]]
     assert (memory, met) == ({"outcome": "out of memory"}, [0])
     assert time_steps(2, 2, "flat", {}) is None
+
+
+def test_ranges_of_a_real_record_are_added_up():
+    """Norms of blocks and the last one are one range, and so are forward pass, loss and backward pass."""
+    names = {"pd": pd, "require": require}
+    exec(cells_of("05_nsys")["nsys-passes"], names)
+    trace = read_export(H200)
+    found = {"inference": summary(trace, "inference"), "training": summary(trace, "training step")}
+    for mode, label, ends in (
+        ("inference", "inference: norm", "/norm"),
+        ("training", "forward + backward", ("step/forward", "step/loss", "step/backward")),
+    ):
+        parts = pd.DataFrame(found[mode]["categories"])
+        expected = parts[parts["path"].str.endswith(ends)].groupby("category")["seconds"].sum()
+        passes = names["one_pass"]({"a": {"result": found}}, "categories")
+        passes = passes[passes["range"] == label]
+        pd.testing.assert_series_equal(passes.groupby("category")["seconds"].sum(), expected)
 
 
 def test_blocks_that_are_shown_are_the_librarys():

@@ -227,14 +227,6 @@ def test_a_forgotten_parallel_is_said_once(monkeypatch, data):
     assert silent.value.code == 2
 
 
-def test_one_process_is_told_of_the_other_gpus(monkeypatch, capsys, data):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    for strategy, told in (("fsdp", 1), ("none", 0)):
-        with world.joined(small_config(data, strategy=strategy)) as alone:
-            assert alone.size == 1
-        assert capsys.readouterr().err.count("torchrun --nproc-per-node 8") == told
-
-
 def test_what_a_strategy_does_not_cover(data):
     for strategy, changes, what in (
         ("fsdp", {"optimizer__name": "muon"}, "optimizer.name=muon, which needs whole matrices"),

@@ -84,18 +84,3 @@ def short_name(name: str) -> str:
     functions = [next(filter(None, found)) for found in FUNCTION.findall(name)]
     functions = [function for function in functions if function not in WRAPPERS]
     return f"{plain} ({functions[-1]})" if functions else plain
-
-
-SHORTENED = (
-    (r"sm\d+_xmma_gemm_\w*?_([nt]{2})_[nt]_tilesize(\d+x\d+)x\w+", r"xmma gemm \1 \2"),
-    (r"cutlass_\d+_(?:simt_|tensorop_)?\w*?gemm_(\d+x\d+)_\w*?_([nt]{2})_align\d+", r"cutlass gemm \2 \1"),
-    (r"nvjet_sm\d+_[a-z]+_(\d+x\d+)_\w+_([NT]{3})", r"nvjet gemm \2 \1"),
-    (r"_?elementwise_kernel", " elementwise"),
-)
-
-
-def compact_name(name: str) -> str:
-    """A `short_name` for a table: of a matmul, the library, the operands' layout and the tile of a thread block."""
-    for pattern, words in SHORTENED:
-        name = re.sub(pattern, words, name)
-    return name.strip()
