@@ -1,9 +1,8 @@
-"""Compiles the Hopper kernels for that chip, on any machine: prints spilled registers and ptxas' warnings, as JSON.
+"""Compiles the Hopper kernels for that chip, on any machine: fails where registers spill or ptxas warns.
 
-Triton brings its own ptxas. Run in a process without TRITON_INTERPRET.
+Triton brings its own ptxas. Run in a process without TRITON_INTERPRET; prints the names of the kernels.
 """
 
-import json
 import re
 import subprocess
 import tempfile
@@ -25,7 +24,7 @@ launch = JITFunction.run
 
 
 def compiled(kernel: JITFunction, *arguments, grid, warmup, **options) -> None:
-    """In place of a launch: prints what ptxas says of the kernel."""
+    """In place of a launch: holds what ptxas says of the kernel."""
     made = launch(kernel, *arguments, grid=grid, warmup=True, **options)
     if "backward" not in kernel.__name__ and "forward" not in kernel.__name__:
         return
@@ -34,9 +33,11 @@ def compiled(kernel: JITFunction, *arguments, grid, warmup, **options) -> None:
         ptx.write_text(made.asm["ptx"])
         command = [PTXAS, "-v", "--gpu-name", "sm_90a", ptx, "-o", ptx.with_suffix(".cubin")]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", said)))
-    row = {"kernel": kernel.__name__, "size": arguments[0].block_shape[-1], "spilled_bytes": spilled}
-    print(json.dumps(row | {"serialized": "serialized" in said, "shared_bytes": made.metadata.shared}))
+    print(kernel.__name__)
+    large = arguments[0].block_shape[-1] == 128 and "backward" in kernel.__name__
+    assert max(map(int, re.findall(r"(\d+) bytes spill stores", said))) <= (128 if large else 0), said
+    assert "serialized" not in said, "matrix products wait for each other"
+    assert made.metadata.shared <= 227 * 1024
 
 
 JITFunction.run = compiled

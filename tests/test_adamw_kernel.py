@@ -19,9 +19,7 @@ SHAPES = [(1,), (5,), (1023,), (2049,), (20, 16), (0, 3)]
 def short_programs(device, monkeypatch):
     """A program of the norm goes through two blocks where Triton's interpreter runs it, not through sixteen."""
     if device.type == "cpu" and importlib.util.find_spec("triton"):
-        from lmcore.fast.kernels.adamw import gpu
-
-        monkeypatch.setattr(gpu, "PARTS", 2)
+        monkeypatch.setattr("lmcore.fast.kernels.adamw.gpu.PARTS", 2)
 
 
 def parameters(device, shapes=SHAPES, seed=0, dtype=torch.float32) -> list[nn.Parameter]:
@@ -95,15 +93,10 @@ def test_many_steps_follow_the_formula_in_float64(device, kernels, max_norm):
         assert equal(ours, plain)
 
 
-def packed(shapes, dtype, device, gap: int) -> list[torch.Tensor]:
-    """Contiguous views into one buffer, `gap` elements apart: with an odd gap most are not aligned."""
-    buffer = torch.zeros(sum(math.prod(shape) + gap for shape in shapes), dtype=dtype, device=device)
-    views, start = [], 0
-    for shape in shapes:
-        size = math.prod(shape)
-        views.append(buffer[start : start + size].view(shape))
-        start += size + gap
-    return views
+def packed(dtype, device, gap: int) -> list[torch.Tensor]:
+    """Contiguous views that begin `gap` elements behind a buffer's start: with an odd gap they are not aligned."""
+    buffers = [torch.zeros(gap + math.prod(shape), dtype=dtype, device=device) for shape in SHAPES]
+    return [buffer[gap:].view(shape) for buffer, shape in zip(buffers, SHAPES, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +106,7 @@ def packed(shapes, dtype, device, gap: int) -> list[torch.Tensor]:
 def test_bound_gradients_and_working_copies_in_packed_buffers(device, kernels, gap, gradient_type, copy_type):
     ours, plain = parameters(device), parameters(device)
     optimizer, reference = FusedAdamW(ours, lr=1e-2, max_grad_norm=1.0), AdamW(plain, lr=1e-2)
-    read, written = packed(SHAPES, gradient_type, device, gap), packed(SHAPES, copy_type, device, gap)
+    read, written = packed(gradient_type, device, gap), packed(copy_type, device, gap)
     # the first parameter keeps p.grad and the last but one has no copy: kinds are mixed
     optimizer.bind(dict(zip(ours[1:], read[1:], strict=True)), dict(zip(ours[:4], written[:4], strict=True)))
     for step in range(3):
@@ -180,35 +173,24 @@ def test_states_go_from_one_class_to_the_other_and_keep_their_addresses(device, 
     assert all(a is b for a, b in zip(moments(optimizers[0]), used, strict=True))
 
 
-def bound(device, parts, **settings) -> tuple[list, list, list, FusedAdamW]:
-    """Parameters, gradients and bfloat16 copies that stay where they are, and an optimizer of numbered parts."""
-    ours = parameters(device)
-    read, written = ([torch.zeros_like(p, dtype=torch.bfloat16) for p in ours] for _ in range(2))
-    optimizer = FusedAdamW(groups_of(ours), lr=1e-2, **settings)
-    optimizer.bind(*(dict(zip(ours, values, strict=True)) for values in (read, written, parts)))
-    return ours, read, written, optimizer
-
-
-def fill(read: list[torch.Tensor], step: int) -> None:
-    for view, gradient in zip(read, gradients(SHAPES, step), strict=True):
-        view.copy_(gradient)
-
-
 @pytest.mark.parametrize(("bad", "max_norm"), [(math.nan, None), (math.inf, 0.5)])
 def test_an_idle_update_changes_nothing(device, kernels, bad, max_norm):
-    """Whatever the gradients are; the next step is as if it had not been. Nor does warming up."""
-    (ours, read, written, optimizer), (theirs, their_read, _, reference) = (
-        bound(device, range(6), max_grad_norm=max_norm) for _ in range(2)
-    )
+    """Whatever the gradients are, part by part; the next step is as if it had not been. Nor does warming up."""
+    ours, theirs = parameters(device), parameters(device)
+    optimizer, reference = (FusedAdamW(groups_of(p), lr=1e-2, max_grad_norm=max_norm) for p in (ours, theirs))
+    read, written = ([torch.zeros_like(p, dtype=torch.bfloat16) for p in ours] for _ in range(2))
+    optimizer.bind(*(dict(zip(ours, values, strict=True)) for values in (read, written, range(6))))
     start = [p.detach().clone() for p in ours]
     optimizer.warm_up()
     assert equal(ours, start)
     assert not optimizer.state
     for step in range(2):
-        for views, o in ((read, optimizer), (their_read, reference)):
-            fill(views, step)
-            o.prepare()
-            o.launch()
+        give(step, theirs)
+        for view, p in zip(read, theirs, strict=True):
+            view.copy_(p.grad)
+        optimizer.prepare()
+        optimizer.launch()
+        reference.step()
         before = [x.detach().clone() for x in (*ours, *written, *moments(optimizer), optimizer.norm)]
         for view in read:
             view.fill_(bad)

@@ -20,10 +20,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 @pytest.fixture(scope="module")
 def gpu():
-    pytest.importorskip("triton")
-    from lmcore.fast.kernels.decode import gpu
-
-    return gpu
+    return pytest.importorskip("lmcore.fast.kernels.decode.gpu", reason="Triton is not installed")
 
 
 @pytest.fixture(params=["plain", "kernel"])
@@ -147,6 +144,9 @@ def test_attention_kernel_at_real_sizes(gpu, case, parts):
 
 # ---------------------------------------------------------------------------------------------- the next token
 
+LARGEST = 1 - 2**-24
+"""Of the uniform numbers below 1 in float32."""
+
 
 def state(rows: int, vocab: int, device: torch.device) -> plain.Sequences:
     """Rows at different steps, one not in its last slot."""
@@ -169,6 +169,7 @@ def check_state(after, chosen: list[int], rows: int, vocab: int, device: torch.d
 
 
 def test_greedy_takes_the_first_of_the_largest_and_marks_what_is_not_finite(either):
+    """So does a draw from the likeliest alone."""
     module, device = either
     logits = draw(2, device)(6, 67)
     logits[0, [5, 9]] = 50.0
@@ -179,9 +180,11 @@ def test_greedy_takes_the_first_of_the_largest_and_marks_what_is_not_finite(eith
     wide = torch.zeros(1, 8200, device=device)
     wide[0, [5, 5 + 8192]] = 50.0  # in one place of two blocks
     for scores, num_ids, expected in ((logits, 60, chosen), (wide, 8200, [5])):
-        after = state(*scores.shape, device)
-        module.greedy(scores, num_ids, after)
-        check_state(after, expected, *scores.shape, device)
+        likeliest = GenerateConfig(top_k=1), torch.full((4, len(scores)), LARGEST, device=device)
+        for take, options in ((module.greedy, ()), (module.sampled, likeliest)):
+            after = state(*scores.shape, device)
+            take(scores, num_ids, *options, after)
+            check_state(after, expected, *scores.shape, device)
 
 
 OPTIONS = [
@@ -217,23 +220,9 @@ def test_sampling_draws_from_the_distribution(either, config):
     module, device = either
     logits = draw(1, device)(5, 67)
     logits[1::2] = (9 * logits[1::2]).round()  # some are equal
-    u = torch.tensor([0.0, 0.3, 0.6, 0.9, 0.999], device=device)
+    logits[0, 66] = math.nan  # of an id that is not to be taken
+    u = torch.tensor([0.0, 0.3, 0.6, 0.9, LARGEST], device=device)
     check_sampled(module, logits, u, config, 60)
-
-
-def test_sampling_kernel_at_the_edges(gpu, device):
-    logits = draw(3, device)(5, 67)
-    logits[1] = 0.0
-    logits[2, 7], logits[3, 7], logits[4, 66] = math.nan, -math.inf, math.nan
-    after = state(5, 67, device)
-    uniforms = torch.full((4, 5), 1 - 2**-24, device=device)  # the largest number there is
-    at = after[1].long() % 4
-    gpu.sampled(logits, 60, GenerateConfig(top_p=0.91), uniforms, after)
-    chosen = after[0][at, torch.arange(5)].tolist()
-    q, ids = next_token_distribution(logits[:2, :60], GenerateConfig(top_p=0.91))
-    assert chosen[:2] == [int(ids[row, (q[row] > 0).sum() - 1]) for row in range(2)]
-    assert chosen[2:4] == [-1, -1]
-    assert chosen[4] >= 0
 
 
 @pytest.mark.gpu

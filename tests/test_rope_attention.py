@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lmcore.fast.kernels.dispatch import has_triton, is_hopper
+from lmcore.fast.kernels.dispatch import is_hopper
 from lmcore.fast.kernels.rope import rope_
 from lmcore.fast.kernels.rope_attention import (
     heads_of,
@@ -15,8 +15,6 @@ from lmcore.fast.kernels.rope_attention import (
 from lmcore.functional import scaled_dot_product_attention
 from lmcore.model import RotaryPositionalEmbedding, causal_mask
 from lmcore.profiling.kernels import relative_error
-
-needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
 
 
 class Example:
@@ -44,10 +42,8 @@ class Example:
 
 @pytest.mark.parametrize(("shape", "size"), [((2, 64, 1), 32), ((1, 33, 3), 20), ((2, 1, 2), 24)])
 @pytest.mark.parametrize(("scale", "tolerance"), [(1.0, 1e-5), (10.0, 1e-4)])
-@needs_triton
 def test_whole_heads(shape, size, scale, tolerance, device, monkeypatch):
-    from lmcore.fast.kernels.rope_attention import gpu
-
+    gpu = pytest.importorskip("lmcore.fast.kernels.rope_attention.gpu", reason="Triton is not installed")
     monkeypatch.setattr(gpu, "TILE", 32)
     e = Example(shape, size, torch.float32, device, scale)
     q_k_v, o = split_heads(e.qkv, shape), heads_of(e.out, shape)
@@ -70,18 +66,14 @@ def test_one_kernel_after_the_other(kernels, device):
     assert relative_error(e.dqkv, e.gradient) < 1e-5
 
 
-@pytest.mark.parametrize("parts", ["both", "separate"])
 @pytest.mark.parametrize(("shape", "size"), [((2, 70, 1), 16), ((1, 33, 2), 20)])
-@needs_triton
-def test_portable_kernels_turn_gradients_back(parts, shape, size, device, monkeypatch):
-    from lmcore.fast.kernels.attention import gpu
-
+def test_one_launch_of_the_portable_kernels_turns_all_gradients_back(shape, size, device, monkeypatch):
+    gpu = pytest.importorskip("lmcore.fast.kernels.attention.gpu", reason="Triton is not installed")
     e = Example(shape, size, torch.float32, device)
     rope_(e.qkv, *e.angles, shape[1])
     q_k_v, o = split_heads(e.qkv, shape), heads_of(e.out, shape)
     _, lse = gpu.forward(*q_k_v, True, o)
-    tiles = dict.fromkeys(["both"] if parts == "both" else ["queries", "keys"], gpu.Tiles(32, 32, 4, 1))
-    monkeypatch.setattr(gpu, "backward_tiles", lambda q: tiles)
+    monkeypatch.setattr(gpu, "backward_tiles", lambda q: {"both": gpu.Tiles(32, 32, 4, 1)})
     dqkv = split_heads(e.dqkv, shape)
     gpu.backward(*q_k_v, o, lse, heads_of(e.do, shape), True, *dqkv, e.angles)
     assert relative_error(e.dqkv, e.gradient) < 1e-5
