@@ -178,18 +178,17 @@ def test_an_idle_update_changes_nothing(device, kernels, bad, max_norm):
     """Whatever the gradients are, part by part; the next step is as if it had not been. Nor does warming up."""
     ours, theirs = parameters(device), parameters(device)
     optimizer, reference = (FusedAdamW(groups_of(p), lr=1e-2, max_grad_norm=max_norm) for p in (ours, theirs))
-    read, written = ([torch.zeros_like(p, dtype=torch.bfloat16) for p in ours] for _ in range(2))
+    read, written, others = ([torch.zeros_like(p, dtype=torch.bfloat16) for p in ours] for _ in range(3))
     optimizer.bind(*(dict(zip(ours, values, strict=True)) for values in (read, written, range(6))))
+    reference.bind(*(dict(zip(theirs, values, strict=True)) for values in (read, others)))
     start = [p.detach().clone() for p in ours]
     optimizer.warm_up()
     assert equal(ours, start)
     assert not optimizer.state
     for step in range(2):
-        give(step, theirs)
-        for view, p in zip(read, theirs, strict=True):
-            view.copy_(p.grad)
-        optimizer.prepare()
-        optimizer.launch()
+        for view, gradient in zip(read, gradients(SHAPES, step), strict=True):
+            view.copy_(gradient)
+        optimizer.step()
         reference.step()
         before = [x.detach().clone() for x in (*ours, *written, *moments(optimizer), optimizer.norm)]
         for view in read:

@@ -137,9 +137,10 @@ def test_training_is_that_of_the_plain_step(name, optimizer):
 def test_a_model_that_is_not_covered_is_refused():
     """Or it would be computed as another one."""
     changes = {"norm": "post", "dropout": 0.5, "ffn": "silu", "qk_norm": True, "position": "sinusoidal"}
-    config = replace(SHAPES["odd"], d_model=3 * 130, parallel=True, **changes)
-    reasons = {"norm=post", "dropout=0.5", "ffn=silu", "qk_norm", "position=sinusoidal", "parallel blocks"}
+    config = replace(SHAPES["odd"], d_model=3 * 130, **changes)
+    reasons = {"norm=post", "dropout=0.5", "ffn=silu", "qk_norm", "position=sinusoidal"}
     assert set(unsupported_reason(config, "bf16").split(", ")) == reasons | {"heads of 130 features (at most 128)"}
+    assert unsupported_reason(replace(SHAPES["odd"], parallel=True), "bf16") == "parallel blocks"
     with pytest.raises(UserError, match="The fused step does not cover"):
         fused_step(model_of(config), 2)
 
