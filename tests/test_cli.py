@@ -140,9 +140,9 @@ def test_from_text_to_generation(tmp_path, capsys):
 
 
 def test_tokenizer_there_and_back(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("the cat sat on the mat with the hat\n" * 9)
-    folder = str(tmp_path / "tokenizer")
-    assert cli.main(["tokenizer", "train", str(tmp_path / "text.txt"), "--out", folder, "--vocab-size", "270"]) == 0
+    text, folder = tmp_path / "text.txt", str(tmp_path / "tokenizer")
+    text.write_text("the cat sat on the mat with the hat\n" * 9)
+    assert cli.main(["tokenizer", "train", str(text), "--out", folder, "--vocab-size", "270"]) == 0
     assert cli.main(["tokenizer", "encode", "--tokenizer", folder, "--text", "the hat"]) == 0
     ids = capsys.readouterr().out.splitlines()[-1].split()
     assert 0 < len(ids) < len("the hat")

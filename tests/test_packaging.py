@@ -46,13 +46,13 @@ def test_constraints_pin_every_dependency_and_the_hooks():
 
 def test_environment_yml_installs_what_make_does():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
-    python = next(item for item in environment["dependencies"] if str(item).startswith("python="))
+    (python,) = (line for line in environment["dependencies"] if str(line).startswith("python="))
+    (pip,) = (line["pip"] for line in environment["dependencies"] if isinstance(line, dict))
+    assert pip == ["-c constraints.txt", "-e .[dev]", "-e ./workbook"]
+    assert "-c constraints.txt -e '.[dev]' -e ./workbook" in (ROOT / "Makefile").read_text(encoding="utf-8")
     for project in PROJECTS.values():
         wanted = Requirement(f"python{project['project']['requires-python']}").specifier
         assert wanted.contains(python.removeprefix("python=") + ".0")
-    (pip,) = (item["pip"] for item in environment["dependencies"] if isinstance(item, dict))
-    assert pip == ["-c constraints.txt", "-e .[dev]", "-e ./workbook"]
-    assert "-c constraints.txt -e '.[dev]' -e ./workbook" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def imported_modules(folder: Path) -> set[str]:
@@ -146,9 +146,8 @@ def test_a_notebook_is_committed_clean_whatever_an_editor_saves(notebook):
 def test_git_cleans_notebooks():
     assert "filter=notebook" in (ROOT / ".gitattributes").read_text().split()
     assert "git config filter.notebook.clean '$(BIN)/python -m workbook.notebook'" in (ROOT / "Makefile").read_text()
-    saved = (ROOT / "notebooks" / "01_build.ipynb").read_bytes()
-    done = subprocess.run([sys.executable, "-m", "workbook.notebook"], input=saved, capture_output=True, check=True)
-    assert done.stdout == saved
+    saved = NOTEBOOKS[0].read_bytes()
+    assert subprocess.check_output([sys.executable, "-m", "workbook.notebook"], input=saved) == saved
 
 
 def test_kept_outputs_are_there_and_checked(notebook):
