@@ -1,9 +1,6 @@
 """Errors that the user can correct: one clear sentence, no traceback."""
 
 import errno
-import os
-import signal
-import time
 from typing import Any
 
 EXIT_FAILURE = 1  # a command's work failed: a notebook, a cell, a measurement
@@ -25,8 +22,6 @@ FINISHED = ("complete", "diverged", "out of memory")
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a disk, quota or file that is full."""
-
-SECONDS_TO_SAY = 5  # that the first rank has for its sentence, before the others end
 
 
 class UserError(ValueError):
@@ -69,14 +64,6 @@ def require_seed(value: Any) -> None:
 def require_path(name: str, value: str) -> None:
     """Raises `UserError` if the text that is to name a file or folder is empty: as a path it is the current folder."""
     require(bool(str(value).strip()), f"{name} is empty: it must name a file or folder.")
-
-
-def leave_to_first_rank() -> None:
-    """What is wrong with all ranks alike is said by the first of a machine: torchrun's others exit here, later."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends all ranks as soon as one has ended
-        time.sleep(SECONDS_TO_SAY)
-        raise SystemExit(EXIT_USER_ERROR)
 
 
 def why_not_written(error: BaseException) -> str:

@@ -221,7 +221,7 @@ def test_a_forgotten_parallel_is_said_once(monkeypatch, data):
     with pytest.raises(UserError, match=sentence), world.joined(small_config(data)):
         pass
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr("lmcore.errors.SECONDS_TO_SAY", 0)
+    monkeypatch.setattr("lmcore.distributed.world.SECONDS_TO_SAY", 0)
     with pytest.raises(SystemExit) as silent, world.joined(small_config(data)):
         pass
     assert silent.value.code == 2

@@ -1,8 +1,10 @@
 """The ranks of a training run: the processes that torchrun or srun started, and how they agree."""
 
 import os
+import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,19 +19,14 @@ from lmcore.config import TrainConfig
 from lmcore.distributed import watch as watching
 from lmcore.distributed.ranks import use_loopback
 from lmcore.distributed.watch import RESUMES, End, Watch, by_other_rank
-from lmcore.errors import (
-    EXIT_CODES,
-    EXIT_FAILURE,
-    EXIT_USER_ERROR,
-    OutOfMemory,
-    UserError,
-    leave_to_first_rank,
-    require,
-)
+from lmcore.errors import EXIT_CODES, EXIT_FAILURE, EXIT_USER_ERROR, OutOfMemory, UserError, require
 from lmcore.stopping import Stopped
 
 SECONDS_TO_JOIN = 120
 """How long a rank waits for the others to start."""
+
+SECONDS_TO_SAY = 5
+"""How long the first rank has for a sentence that concerns all, before the others end."""
 
 SECONDS_OF_A_COLLECTIVE = 900
 """How long a collective may take, a save or the compilation of a step on another rank included; NCCL and gloo then end
@@ -112,7 +109,10 @@ def joined(config: TrainConfig) -> Iterator[OneRank]:
     """
     size = launched()[1] if "TORCHELASTIC_RUN_ID" in os.environ else 1
     if config.strategy == "none" and size > 1:
-        leave_to_first_rank()
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # the first of a machine says it
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends all ranks as soon as one has ended
+            time.sleep(SECONDS_TO_SAY)
+            raise SystemExit(EXIT_USER_ERROR)
         raise UserError(
             f"torchrun started {size} processes, but the run is not parallel: add --strategy ddp, or another one."
         )
