@@ -2,7 +2,6 @@
 
 import codecs
 import gzip
-import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +20,6 @@ RECORDS = {
 }  # fmt: skip
 """Suffixes of files that hold texts in records, whose braces, keys and commas would be read as text, and what reads
 them: one of the functions `read_` of pandas."""
-
-ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
-"""What a terminal takes as colours and movements."""
 
 
 def plain_name(path: Path) -> str:

@@ -2,16 +2,19 @@
 
 import ast
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcore.errors import UserError
 from lmcore.files import atomic_write
-from lmcore.text import ANSI_ESCAPE
 
 if TYPE_CHECKING:  # importing it takes longer than a second, in each kernel
     from nbformat import NotebookNode
+
+ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
+"""What a terminal takes as colours and movements."""
 
 PARAMETERS, INJECTED = "parameters", "injected-parameters"
 """Tags of the cell that declares the parameters, and of the one that papermill puts after it."""

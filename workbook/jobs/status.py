@@ -7,9 +7,9 @@ from pathlib import Path
 
 from lmcore.errors import UserError
 from lmcore.files import read_json
-from lmcore.text import ANSI_ESCAPE
 from workbook.jobs.slurm import call, queue
 from workbook.jobs.submit import submitted
+from workbook.notebook import ANSI_ESCAPE
 
 QUEUED = ("--states=all", "--format=%.18i %.20j %.13T %.11M  %R")
 FORGOTTEN = ("--noheader", "--allocations", "--format=JobID%18,JobName%20,State%13,Elapsed%11")
