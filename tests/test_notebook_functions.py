@@ -57,14 +57,6 @@ def test_ranges_of_a_real_record_are_added_up():
         pd.testing.assert_series_equal(passes.groupby("category")["seconds"].sum(), expected)
 
 
-def test_blocks_that_are_shown_are_the_librarys():
-    cells, found = cells_of("08_experiments"), []
-    checks = SimpleNamespace(table=lambda _, measure: found.append(measure()) or found[0])
-    source = "\n".join(cells[f"experiments-{name}"] for name in ("blocks", "blocks-check"))
-    exec(source, {"torch": torch, "pd": pd, "checks": checks})
-    assert found[0]["difference"].max() < 1e-12
-
-
 def test_the_settings_of_the_bounds_are_the_sizes_that_they_name():
     """`xl` is the model of 2025; the handout of 2026 asks for its own."""
     names = {"np": np}
