@@ -1,7 +1,5 @@
 """What notebook 07 and benchmarks/ share: kernels beside their references, calls in turns, memory of a call."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -13,19 +11,6 @@ from lmcore.profiling.timing import Timer
 from lmcore.profiling.workload import workload_config
 
 CPU = torch.device("cpu")
-
-
-def test_events_are_recorded_where_the_work_is(monkeypatch):
-    """With cuda:1 the current stream is still that of cuda:0, where nothing happens."""
-    recorded = []
-    event = SimpleNamespace(record=recorded.append, elapsed_time=lambda end: 6.0)
-    monkeypatch.setattr("torch.cuda.Event", lambda enable_timing: event)
-    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device=None: f"stream of {device}")
-    timer = Timer(CPU)
-    timer.device, timer.cuda = torch.device("cuda", 1), True
-    assert timer.once(lambda: recorded.append("work"), 0, lambda: recorded.append("reset"))[0] == 6e-3
-    assert recorded == ["reset", "stream of cuda:1", "work", "stream of cuda:1"]
 
 
 def test_calls_take_turns_each_after_its_reset():

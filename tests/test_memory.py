@@ -5,15 +5,13 @@ import pickle
 
 import pandas as pd
 import pytest
-import torch
 
 from lmcore.accounting import num_parameters
 from lmcore.cli import main
-from lmcore.profiling.memory import recording, timeline
+from lmcore.profiling.memory import timeline
 from lmcore.profiling.memory.profile import FULL_NOTE, profile_memory
-from lmcore.profiling.memory.saved import block_and_input, saved_by_operation
 from lmcore.profiling.memory.snapshot import Event, History
-from lmcore.profiling.memory.timeline import CATEGORIES, explained, levels
+from lmcore.profiling.memory.timeline import CATEGORIES, explained
 from lmcore.profiling.workload import workload_config
 
 CONTEXT, VOCABULARY = 32, 1_000
@@ -91,17 +89,6 @@ def test_categories_follow_addresses_and_lifetimes():
     history = History("t", table, range(10), stages)
     found = explained(history, {1: Event(1, 10, "w", "parameters")}, {3: "w"}).allocations
     assert [*zip(found["category"], found["stage"], found["source"], strict=True)] == [*expected.values()]
-
-
-def test_what_a_block_saves_is_what_stays_alive_after_its_forward_pass():
-    """Held against the record: the bytes that a forward pass leaves behind, but for the result."""
-    block, x = block_and_input(config(), torch.device("cpu"))
-    block(x)
-    alive = levels(recording.record_cpu(lambda span: block(x)))["unknown"].iloc[-1]
-    saved = sum(row["bytes"] for row in saved_by_operation(config()) if row["kind"] != "input")
-    # the angles' cosines and sines, looked up in the block, and the mask are saved; the result is alive but not saved
-    result = 4 * CONTEXT * config().model.d_model * 4
-    assert alive == pytest.approx(saved + result, abs=64)  # scalars such as epsilon
 
 
 def test_the_command_records_and_prints(tmp_path, capsys):

@@ -18,8 +18,7 @@ class Recorder:
     """A span that keeps the paths of what was entered, and what is open."""
 
     def __init__(self):
-        self.paths: list[str] = []
-        self.open: list[str] = []
+        self.paths, self.open = [], []
 
     @contextlib.contextmanager
     def __call__(self, name: str):
@@ -31,9 +30,7 @@ class Recorder:
             assert self.open.pop() == name
 
 
-@pytest.fixture
-def tokens():
-    return torch.arange(32).reshape(2, 16)
+TOKENS = torch.arange(32).reshape(2, 16)
 
 
 def build(kernel="plain") -> TransformerLM:
@@ -42,13 +39,13 @@ def build(kernel="plain") -> TransformerLM:
 
 
 @pytest.mark.parametrize("kernel", ["plain", "sdpa"])
-def test_ranges_of_a_forward_pass_change_no_bit(tokens, kernel):
+def test_ranges_of_a_forward_pass_change_no_bit(kernel):
     """Fused attention has its range, but no parts."""
     model, found = build(kernel), []
     for span in (no_span, Recorder()):
         model.zero_grad()
         with annotated(model, span):
-            logits = model(tokens)
+            logits = model(TOKENS)
             logits.sum().backward()
         found.append([logits, *(p.grad.clone() for p in model.parameters())])
     assert all(map(torch.equal, *found))
@@ -59,7 +56,7 @@ def test_ranges_of_a_forward_pass_change_no_bit(tokens, kernel):
     assert (span.paths, span.open) == (expected, [])
 
 
-def test_nothing_is_left_behind_also_after_an_error(tokens):
+def test_nothing_is_left_behind_also_after_an_error():
     model, span = build(), Recorder()
 
     def state():
@@ -72,7 +69,7 @@ def test_nothing_is_left_behind_also_after_an_error(tokens):
     before = state()
     model.layers[1].ffn.w2.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="in the middle"), annotated(model, span):
-        model(tokens)
+        model(TOKENS)
     assert span.open == [], "every range was closed"
     assert state() == before
     with annotated(model, no_span):

@@ -57,7 +57,8 @@ def told(allocations, *columns):
 
 
 def test_a_cuda_snapshot_gives_every_allocation_and_what_was_there_before(snapshot):
-    history = history_of(snapshot, 0)
+    history, other = histories_of(snapshot).values()
+    assert told(other.allocations, "address") == [(0x9000, 512, 0, 1)]  # the other device's
     expected = [(0x100, 1000, 0, 5), (0x500, 2000, 0, 2), (0x1000, 300, 1, 5), (0x2000, 700, 3, 4)]
     assert told(history.allocations, "address") == expected
     assert np.allclose(history.seconds, [0, 0, 10e-6, 20e-6, 40e-6])
@@ -66,14 +67,6 @@ def test_a_cuda_snapshot_gives_every_allocation_and_what_was_there_before(snapsh
     assert (said["before_bytes"], said["peak_bytes"], said["after_bytes"]) == (3000, 3300, 1300)
     assert (said["categories"], said["peak_by_category"]) == (["unknown"], {"unknown": 3300})
     assert (said["peak_event"], said["peak_stage"]) == (1, None)
-
-
-def test_another_device_has_another_history(snapshot):
-    snapshot["device_traces"][1] = [entry("alloc", 0x9000, 512, 1), entry("alloc", 0x9200, 100, 2)]
-    assert told(history_of(snapshot, 1).allocations, "address") == [(0x9000, 512, 1, 3), (0x9200, 100, 2, 3)]
-    assert list(histories_of(snapshot)) == [0, 1]
-    with pytest.raises(UserError, match="nothing of device 2"):
-        history_of(snapshot, 2)
 
 
 def test_replay_matches_a_simulation():

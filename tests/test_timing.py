@@ -240,8 +240,11 @@ def test_the_clock_runs_until_the_device_has_done_the_step(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("ops", "peak"), [("plain", 500), ("fused", 900)])
 def test_on_a_gpu_seconds_are_of_events_and_the_peak_is_of_the_measured_steps(monkeypatch, ops, peak):
-    """Events tell milliseconds. The first step makes most of the requests for memory, and has the highest peak; of a
-    fused case that counts, as a CUDA graph's memory does only while it is captured."""
+    """Events tell milliseconds. They are recorded on the device's stream: with cuda:1 the current one is that of cuda:0.
+
+    The first step makes most of the requests for memory, and has the highest peak; of a fused case that counts, as a
+    CUDA graph's memory does only while it is captured.
+    """
     seconds, requests, highest, steps = [0.0], [100], [0], [0]
 
     class Event:
@@ -249,13 +252,14 @@ def test_on_a_gpu_seconds_are_of_events_and_the_peak_is_of_the_measured_steps(mo
             assert enable_timing
 
         def record(self, stream):
+            assert stream == "stream of cuda:1"
             self.milliseconds = 1e3 * seconds[0]
 
         def elapsed_time(self, end):
             return end.milliseconds - self.milliseconds
 
     class Steps:
-        device = torch.device("cuda")
+        device = torch.device("cuda", 1)
 
         def __init__(self, config):
             pass
@@ -271,7 +275,7 @@ def test_on_a_gpu_seconds_are_of_events_and_the_peak_is_of_the_measured_steps(mo
 
     for name, fake in {
         "Event": Event,
-        "current_stream": lambda device: None,
+        "current_stream": lambda device=None: f"stream of {device}",
         "memory_stats": lambda device: {"num_device_alloc": requests[0]},
         "reset_peak_memory_stats": lambda device: highest.__setitem__(0, 0),
         "max_memory_allocated": lambda device: highest[0],

@@ -78,6 +78,10 @@ BIG_MAIN, BIG_OTHER = (1 << 60) | MAIN, (1 << 60) | AUTOGRAD
             {"forward": "a", "backward": ""}, id="launched in one, run in another",
         ),
         pytest.param(
+            [("step", 10, 20)], [("a", 12, MAIN, 0), ("b", 9, MAIN, 0), ("c", 11)], {"step": "c"},
+            id="by the outer of two calls with one number",
+        ),
+        pytest.param(
             [("norm", 0, 100), ("norm", 10, 20)], [("a", 15), ("b", 50)],
             {"norm": "ab", "norm/norm": "a"}, id="within one of its name",
         ),
@@ -109,17 +113,6 @@ def test_a_kernel_belongs_to_the_range_that_launched_it(export, read, ranges, la
         found = kernels_in(trace, name)
         by_instance = ["".join(found.loc[found["instance"] == id, "name"]) for id in instances(trace, name)["id"]]
         assert "|".join(by_instance) == kernels, name
-
-
-def test_launch_is_the_outer_of_two_calls(export, read):
-    export.range("step", 10, 20)
-    export.call(1, 12)
-    export.call(1, 9)  # the outer call began before the range
-    export.kernel(1, 30, 40)
-    export.launch(2, 11, 40, 45)
-    trace = read()
-    assert kernels_in(trace, "step")["start"].tolist() == [40]
-    assert len(trace.kernels) == 2, "two calls with one number are one launch"
 
 
 def report(capsys, path: Path, *options: str) -> str:
