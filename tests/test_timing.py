@@ -240,7 +240,7 @@ def test_the_clock_runs_until_the_device_has_done_the_step(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("ops", "peak"), [("plain", 500), ("fused", 900)])
 def test_on_a_gpu_seconds_are_of_events_and_the_peak_is_of_the_measured_steps(monkeypatch, ops, peak):
-    """Events tell milliseconds. They are recorded on the device's stream: with cuda:1 the current one is that of cuda:0.
+    """Events tell milliseconds, and are recorded on the device's own stream, which need not be the current device's.
 
     The first step makes most of the requests for memory, and has the highest peak; of a fused case that counts, as a
     CUDA graph's memory does only while it is captured.
