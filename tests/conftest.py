@@ -67,17 +67,6 @@ def pytest_runtest_makereport(item: pytest.Item):
 
 
 @pytest.fixture(autouse=True)
-def same_signal_handlers():
-    """Commands run in this process, as `workbook requeue` is, may leave a handler behind, which no other test meets."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        if signal.getsignal(number) is not handler:
-            signal.signal(number, handler)
-
-
-@pytest.fixture(autouse=True)
 def own_gpu_memory(request):
     """A test on a GPU begins without the tensors of those before it: what is in a cycle waits for the collector."""
     if request.node.get_closest_marker("gpu"):

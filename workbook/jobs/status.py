@@ -37,7 +37,7 @@ def table(ids: Sequence[str]) -> list[str]:
         lines = queue(ids, *QUEUED).splitlines()
     except UserError as error:
         return [f"  Slurm does not answer ({str(error).rstrip('.')}): the states are unknown."]
-    known = {line.split()[0].partition("_")[0] for line in lines}
+    known = {line.split()[0].partition("_")[0] for line in lines if line.strip()}
     with suppress(UserError):  # many sites have no accounting
         if forgotten := [id for id in ids if id not in known]:
             lines += call("sacct", *FORGOTTEN, f"--jobs={','.join(forgotten)}").splitlines()
