@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 from job_projects import SWEEP
 
-from lmcore.config import CorpusConfig
-from lmcore.data import prepare
 from lmcore.results import read_results
 from lmcore.run import RunFolder
 
@@ -16,12 +14,11 @@ PROJECT = Path(__file__).parents[2]
 NAMES = ["lr_0.001", "lr_0.002", "lr_0.004"]
 
 
-def test_an_array_of_which_a_task_is_stopped_ends_in_one_table(cluster, tmp_path):
+def test_an_array_of_which_a_task_is_stopped_ends_in_one_table(cluster, embedded_data, tmp_path):
     out = tmp_path / "out"
-    prepare("embedded", "bpe:300", tmp_path / "data", CorpusConfig(num_documents=200))
     (tmp_path / "rates.py").write_text(SWEEP.format(rates=[0.001, 0.002, 0.004]))
     (tmp_path / "site.yaml").write_text("gres: none\n")
-    words = ["workbook", "submit", "sweep", tmp_path / "rates.py", "--recipe", "smoke", "--data", tmp_path / "data"]
+    words = ["workbook", "submit", "sweep", tmp_path / "rates.py", "--recipe", "smoke", "--data", embedded_data]
     words += ["--site", tmp_path / "site.yaml", "--out", out, "--steps", 1500, "--concurrency", 2]
     said = cluster.run(*words, cwd=PROJECT).stdout
     array, table = (line.split()[0] for line in said.splitlines() if line[0].isdigit())

@@ -7,34 +7,28 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmcore.config import CorpusConfig
-from lmcore.data import open_or_prepare
+from lmcore.config import replace, to_dict
+from lmcore.files import write_json
 from lmcore.run import RunFolder
 
 pytestmark = pytest.mark.slurm
 
 PROJECT = Path(__file__).parents[2]
-MODEL = {"vocab-size": 300, "d-model": 16, "d-ff": 24, "num-layers": 1, "num-heads": 2, "context-length": 16}
-INTERVALS = {"log": 1, "eval": 10_000, "checkpoint": 10_000}
-OPTIONS = [
-    *(word for name, value in MODEL.items() for word in (f"--model.{name}", value)),
-    *(word for name, value in INTERVALS.items() for word in (f"--{name}-interval", value)),
-    *("--batch-size", 4, "--device", "cpu", "--optimizer.warmup-steps", 2),
-]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "tokens"
-    open_or_prepare("embedded", "bpe:300", folder, CorpusConfig(num_documents=100))
-    return folder
+def settings(tiny_run, tmp_path_factory) -> Path:
+    """The settings of a run that saves only when it is stopped."""
+    file = tmp_path_factory.mktemp("settings") / "config.json"
+    write_json(file, to_dict(replace(tiny_run, eval_interval=10_000, checkpoint_interval=10_000)))
+    return file
 
 
-def submit(cluster, data: Path, run: Path, *options: object) -> str:
+def submit(cluster, settings: Path, run: Path, *options: object) -> str:
     """Submits a run; returns the job's id."""
     site = run.with_suffix(".yaml")  # the names of nodes do not resolve here, nor does the host's own
     site.write_text('environment: {OMP_NUM_THREADS: "1", MASTER_ADDR: 127.0.0.1, GLOO_SOCKET_IFNAME: lo}\n')
-    words = ["submit", "train", "--run", run, "--data", data, "--site", site, *OPTIONS, *options]
+    words = ["submit", "train", "--run", run, "--config", settings, "--site", site, *options]
     return cluster.run("workbook", *words, cwd=PROJECT).stdout.split()[0]
 
 
@@ -43,11 +37,11 @@ def lines(run: Path) -> int:
     return len(folder.metrics_lines()) if folder.metrics_file.exists() else 0
 
 
-def test_two_nodes_train_and_go_on_after_a_signal(cluster, data, tmp_path):
+def test_two_nodes_train_and_go_on_after_a_signal(cluster, settings, tmp_path):
     """With sharded weights; the run is interrupted, queued again, and ends."""
     run, steps = tmp_path / "run", 400
     options = ("--nodes", 2, "--gpus", 1, "--strategy", "fsdp", "--checkpoints", "sharded", "--steps", steps)
-    job = submit(cluster, data, run, *options)
+    job = submit(cluster, settings, run, *options)
     cluster.wait_until(lambda: lines(run) > 5, "the run trains", 300, job)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     cluster.wait(job, "COMPLETED", timeout=400)
@@ -68,9 +62,9 @@ def test_each_task_knows_its_place(cluster, tmp_path):
     assert sorted(cluster.log(job).splitlines()) == ["0/4 0 0 n2", "1/4 0 1 n2", "2/4 1 0 n2", "3/4 1 1 n2"]
 
 
-def test_a_rank_that_dies_ends_the_job(cluster, data, tmp_path):
+def test_a_rank_that_dies_ends_the_job(cluster, settings, tmp_path):
     run = tmp_path / "run"
-    job = submit(cluster, data, run, "--nodes", 2, "--gpus", 2, "--strategy", "zero1", "--steps", 100_000)
+    job = submit(cluster, settings, run, "--nodes", 2, "--gpus", 2, "--strategy", "zero1", "--steps", 100_000)
     cluster.wait_until(lambda: lines(run) > 5, "the run trains", 300, job)
     ranks = {}
     for process in psutil.process_iter(["pid", "cmdline"]):

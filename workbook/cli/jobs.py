@@ -1,7 +1,7 @@
 """`workbook submit`, `status` and `requeue`: notebooks, a sweep or a training run as Slurm jobs, or the same here."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,15 +34,15 @@ class Submission:
         """The output folder: the one that was named, else `default` in the project."""
         return (find_project() / default if self.out is None else self.out).resolve()
 
-    def carry_out(self, out: Path, jobs: Sequence[Any], files: Mapping[Path, Any] | None = None) -> int:
-        """Shows, submits or runs the jobs, which read these files; the exit code."""
+    def carry_out(self, out: Path, jobs: Sequence[Any]) -> int:
+        """Shows, submits or runs the jobs; the exit code."""
         from workbook.jobs.site import load_site
         from workbook.jobs.submit import Chain
 
         project = find_project()
         file = self.site or project / "papermill_jobs" / "site.yaml"
         site = load_site(file) if self.site or file.is_file() else {}
-        chain = Chain(project, out, site, jobs, files or {}, (f"--time={self.time}",) if self.time else ())
+        chain = Chain(project, out, site, jobs, (f"--time={self.time}",) if self.time else ())
         if not jobs:
             print(f"All of {out} is finished.")
         elif self.dry_run:
@@ -108,7 +108,7 @@ def sweep(
 
     file = Path(name) if name.endswith(".py") else find_project() / "papermill_jobs" / "sweeps" / f"{name}.py"
     out = how.folder(f"runs/sweeps/{file.stem}")
-    return how.carry_out(out, *sweep_jobs(file.stem, sweep_runs(file, data, recipe, steps), out, concurrency))
+    return how.carry_out(out, sweep_jobs(file.stem, sweep_runs(file, data, recipe, steps), out, concurrency))
 
 
 def train_command(base: TrainConfig) -> Callable[..., int]:
@@ -136,13 +136,12 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
             config: JSON file of settings to start from, such as a run's config.json.
             how: How it is submitted.
         """
-        from lmcore.config import to_dict
         from workbook.jobs.submit import train_job
 
         require(how.out is None, "A training run has one folder, --run; --out is for other jobs.")
         given = replace(settings, data=str(Path(settings.data).resolve()))  # jobs start in the project's folder
-        job = train_job(how.folder(run), given, gpus, nodes)
-        return how.carry_out(how.folder(run), [job], {Path(job.variables["CONFIG"]): to_dict(given)})
+        out = how.folder(run)
+        return how.carry_out(out, [train_job(out, given, gpus, nodes)])
 
     return train
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmcore.config import TrainConfig
+from lmcore.config import TrainConfig, to_dict
 from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED, require
 from lmcore.files import read_json, write_json
 from lmcore.stopping import StopEvent, stop_signals
@@ -48,6 +48,8 @@ class Job:
     """GPUs of each node; None: as the site has it."""
     options: tuple[str, ...] = ()
     """More options of sbatch."""
+    files: Mapping[Path, Any] = field(default_factory=dict)
+    """What it reads, as JSON, written when it is submitted."""
 
 
 def notebook_jobs(
@@ -82,9 +84,10 @@ def train_job(run: Path, config: TrainConfig, gpus: int, nodes: int) -> Job:
     require(gpus >= 1 and nodes >= 1, "--gpus and --nodes must be at least 1.")
     require(ranks == 1 or config.strategy != "none", divided)
     require(config.batch_size % ranks == 0, f"batch_size ({config.batch_size}) must divide by {ranks} processes.")
-    variables = {"RUN": str(run), "CONFIG": str(run / "jobs" / "config.json"), "GPUS": str(gpus)}
-    size = (f"--nodes={nodes}", f"--ntasks-per-node={gpus}")
-    return Job(run.name, "train", variables, gpus=0 if config.device == "cpu" else gpus, options=size)
+    file, size = run / "jobs" / "config.json", (f"--nodes={nodes}", f"--ntasks-per-node={gpus}")
+    variables = {"RUN": str(run), "CONFIG": str(file), "GPUS": str(gpus)}
+    gpus = 0 if config.device == "cpu" else gpus
+    return Job(run.name, "train", variables, gpus=gpus, options=size, files={file: to_dict(config)})
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,6 @@ class Chain:
     out: Path
     site: Mapping[str, Any]
     jobs: Sequence[Job]
-    files: Mapping[Path, Any] = field(default_factory=dict)
-    """What the jobs read, as JSON, written when they are submitted."""
     options: tuple[str, ...] = ()
     """Options of sbatch for all of them, in place of the site's."""
 
@@ -162,7 +163,8 @@ class Chain:
 
     def _prepare(self) -> None:
         """Writes what the jobs read, and a record for each notebook: a writeup names them all."""
-        for file, value in {self.out / SUBMITTED: submitted(self.out), **self.files}.items():
+        write_json(self.out / SUBMITTED, submitted(self.out))
+        for file, value in (pair for job in self.jobs for pair in job.files.items()):
             write_json(file, value)
         if names := [job.variables["NOTEBOOKS"] for job in self.jobs if "NOTEBOOKS" in job.variables]:
             plan(self.out, self.jobs[0].variables["SCALE"], self.jobs[0].variables["DATA"], names)

@@ -29,16 +29,14 @@ def sweep_runs(file: Path, data: Path, recipe_name: str, steps: int | None) -> d
     return functions["runs"](recipe(recipe_name, str(corpus.folder), corpus.vocab_size, steps))
 
 
-def sweep_jobs(
-    name: str, runs: dict[str, TrainConfig], out: Path, concurrency: int | None
-) -> tuple[list[Job], dict[Path, dict]]:
-    """An array over what is unfinished, then the table of all of it, none if all is finished; and out/sweep.json."""
+def sweep_jobs(name: str, runs: dict[str, TrainConfig], out: Path, concurrency: int | None) -> list[Job]:
+    """An array over what is unfinished of out/sweep.json, then the table of all of it; none if all is finished."""
     require(concurrency is None or concurrency >= 1, f"--concurrency must be at least 1, not {concurrency}.")
     left = [str(n) for n, (run, config) in enumerate(runs.items()) if not is_finished(config, RunFolder(out / run))]
-    array = Job(name, "sweep", {}, array=",".join(left) + (f"%{concurrency}" if concurrency else ""))
-    table = Job(f"{name}-table", "sweep-table", {}, after=(name,), even_if_failed=True)
+    tasks = ",".join(left) + (f"%{concurrency}" if concurrency else "")
     files = {out / "sweep.json": {run: to_dict(config) for run, config in runs.items()}}
-    return ([array, table] if left else []), files
+    table = Job(f"{name}-table", "sweep-table", {}, after=(name,), even_if_failed=True)
+    return [Job(name, "sweep", {}, array=tasks, files=files), table] if left else []
 
 
 def write_sweep_table(out: Path) -> tuple[pd.DataFrame, Path]:
