@@ -19,13 +19,12 @@ OUTCOMES = ("survived", "refused_in_words", "lost")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults-report", type=Path, help="JSON file for the figures of the fault suite")
-    parser.addoption("--faults-seed", type=int, default=0, help="seed of the random moments and positions")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Not in the workers of pytest-xdist, which report to the process that adds up, nor for all of tests/."""
     if hasattr(config.option, "faults_report") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Report(config.option.faults_report, config.option.faults_seed))
+        config.pluginmanager.register(Report(config.option.faults_report))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,10 +42,8 @@ def tries(request) -> Callable[[int], int]:
 
 @pytest.fixture
 def rng(request) -> random.Random:
-    """A generator of its own for each test; its seed is shown where a test fails."""
-    seed = request.config.getoption("--faults-seed")
-    print(f"--faults-seed {seed}")
-    return random.Random(f"{seed} {request.node.name}")
+    """A generator of its own for each test."""
+    return random.Random(f"0 {request.node.name}")
 
 
 @pytest.fixture(scope="session")
@@ -79,8 +76,8 @@ def fault(request) -> Callable:
 class Report:
     """Adds up the faults of all tests; writes them to `file` when the last one has ended."""
 
-    def __init__(self, file: Path | None, seed: int):
-        self.file, self.seed, self.tried = file, seed, []
+    def __init__(self, file: Path | None):
+        self.file, self.tried = file, []
         if file is not None:
             from lmcore.provenance import environment
 
@@ -103,8 +100,6 @@ class Report:
         kinds: dict[str, Counter] = {}
         for _, kind, outcome in sorted(self.tried):  # in the order of the tests, whoever ran them
             kinds.setdefault(kind, Counter()).update(("tried", outcome))
-        rows = [
-            {"kind": kind} | {name: counts[name] for name in ("tried", *OUTCOMES)} | {"seed": self.seed}
-            for kind, counts in kinds.items()
-        ]
+        counted = {kind: {name: counts[name] for name in ("tried", *OUTCOMES)} for kind, counts in kinds.items()}
+        rows = [{"kind": kind} | numbers for kind, numbers in counted.items()]
         write_json(self.file, {"provenance": self.provenance, "faults": rows})
