@@ -43,18 +43,15 @@ def in_common(environments: Sequence[Mapping[str, Any]], keys: Sequence[str] = E
 def write_results(
     table: pd.DataFrame, path: str | os.PathLike, provenance: Mapping[str, Any], **notes: Any
 ) -> pd.DataFrame:
-    """Writes {provenance, notes, rows} to `path` (.json), the rows as CSV beside it; returns them as written."""
+    """Writes {provenance, notes, columns, rows} to `path` (.json); returns the rows as written."""
     path = Path(path)
     require(path.suffix == ".json", f"A results file ends in .json, not {path.name}.")
     rows = [{key: _plain(value) for key, value in row.items()} for row in table.to_dict("records")]
-    written = pd.DataFrame(rows, columns=table.columns)
     head = {"provenance": dict(provenance), "notes": notes, "columns": list(table.columns)}
     with atomic_write(path, "w") as file:  # a line for each row, so that differences between two runs can be read
         file.write(json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}"))
         file.write(',\n  "rows": [\n' + ",\n".join(f"    {json.dumps(row)}" for row in rows) + "\n  ]\n}\n")
-    with atomic_write(path.with_suffix(".csv"), "w") as file:
-        written.to_csv(file, index=False)
-    return written
+    return pd.DataFrame(rows, columns=table.columns)
 
 
 def read_results(path: str | os.PathLike) -> tuple[pd.DataFrame, dict[str, Any], dict[str, Any]]:

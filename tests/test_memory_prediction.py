@@ -1,6 +1,5 @@
 """Predicted memory against what autograd saves, what PyTorch's profiler sees allocated, and what an H200 recorded."""
 
-import csv
 import re
 from pathlib import Path
 
@@ -130,7 +129,7 @@ RECORDED = ("2.7b-256-fp32-forward", "large-2048-bf16-train_step")
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_recorded_peaks_are_predicted_within_a_percent(name):
-    rows = csv.DictReader((PROJECT / "results" / "h200" / "memory_peaks.csv").open())
+    rows = read_json(PROJECT / "results" / "h200" / "memory_peaks.json")["rows"]
     (row,) = (row for row in rows if row["case"] == name)
     config = model_config(row["size"], context_length=int(row["context_length"]), vocab_size=10_000)
     predicted = predicted_peak(config, int(row["batch_size"]), row["precision"], row["mode"])

@@ -12,7 +12,7 @@ from typing import Any
 from workbook.notebook import read_notebook, write_notebook
 
 SEAL = "lmcore"
-FOLDERS, SUFFIXES = ("results", "runs"), (".json", ".jsonl", ".csv")
+FOLDERS, SUFFIXES = ("results", "runs"), (".json", ".jsonl")
 
 
 def cell_hashes(notebook: Any) -> list[str]:

@@ -37,5 +37,5 @@ def benchmark(
     for name, record in records.items():
         if record["outcome"] != "complete":
             print(f"{name}: {record['outcome']}: {record['reason']}")
-    print(f"Written to {out}/benchmark.json and .csv, every step to samples.json.")
+    print(f"Written to {out}/benchmark.json, every step to samples.json.")
     return 0 if all(record["outcome"] in FINISHED for record in records.values()) else EXIT_FAILURE

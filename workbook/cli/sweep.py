@@ -25,7 +25,7 @@ def work(folder: Annotated[Path, tyro.conf.Positional], task: int | None = None)
 
 
 def table(out: Annotated[Path, tyro.conf.Positional]) -> int:
-    """Make one table of the runs of a sweep that have begun: out/results/<name>.json and .csv, and their curves.
+    """Make one table of the runs of a sweep that have begun: out/results/<name>.json, and their curves.
 
     Args:
         out: Folder of the sweep.
@@ -34,5 +34,5 @@ def table(out: Annotated[Path, tyro.conf.Positional]) -> int:
 
     rows, file = write_sweep_table(out)
     columns = ["name", "outcome", "final_valid_loss", "best_valid_loss", "seconds"]
-    print(f"{rows[columns].to_string(index=False)}\nWritten to {file} and .csv.")
+    print(f"{rows[columns].to_string(index=False)}\nWritten to {file}.")
     return 0

@@ -40,7 +40,7 @@ def sweep_jobs(name: str, runs: dict[str, TrainConfig], out: Path, concurrency: 
 
 
 def write_sweep_table(out: Path) -> tuple[pd.DataFrame, Path]:
-    """Writes out/results/<name>.json and .csv with a row for each run that has begun, and the curves beside it.
+    """Writes out/results/<name>.json with a row for each run that has begun, and the curves beside it.
 
     Returns the table and its file.
     """

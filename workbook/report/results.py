@@ -23,7 +23,7 @@ class Results:
     records: str | os.PathLike | None = None
 
     def table(self, name: str, measure: Callable[[], pd.DataFrame | tuple[pd.DataFrame, dict]]) -> pd.DataFrame:
-        """The table `name`, as it is in out/results/<name>.json, with a .csv beside it.
+        """The table `name`, as it is in out/results/<name>.json.
 
         `measure` makes it, and may return its provenance as well (default: this process's). With `records`, it is not
         called: the table is the one in records/<name>.json. Raises `UserError` if there is none.
