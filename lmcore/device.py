@@ -66,13 +66,6 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def visible_gpus() -> list[str]:
-    """The CUDA GPUs that this process may use, each as CUDA_VISIBLE_DEVICES names it alone."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return named[:count] if named else [str(index) for index in range(count)]
-
-
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
     """The context for forward passes: mixed precision for bf16 and fp16, nothing for fp32 and tf32."""
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}

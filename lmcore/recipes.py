@@ -1,6 +1,4 @@
-"""Training recipes by name, and the studies that vary one setting of a recipe (CSE599-O A1 section 7.2)."""
-
-from collections.abc import Mapping, Sequence
+"""Training recipes by name (CSE599-O A1 section 7.2)."""
 
 from lmcore.config import OptimizerConfig, TrainConfig, model_config, replace
 from lmcore.errors import require
@@ -11,18 +9,15 @@ def fast(config: TrainConfig) -> TrainConfig:
     return replace(config, ops="fused", model__attention="flash")
 
 
-HANDOUT_STEPS = 5000
-"""The budget of CSE599-O A1 part 2: 32 sequences of 256 tokens, 5,000 times."""
-
-HANDOUT = fast(
+HANDOUT = fast(  # in the budget of CSE599-O A1 part 2: 32 sequences of 256 tokens, 5,000 times
     TrainConfig(
         model=model_config("tinystories", vocab_size=50257, context_length=256),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=200, weight_decay=0.1, decay_norms=True),
         batch_size=32,
-        steps=HANDOUT_STEPS,
+        steps=5000,
         log_interval=20,
         eval_interval=625,
-        checkpoint_interval=HANDOUT_STEPS,
+        checkpoint_interval=5000,
         precision="bf16",
         compile=True,
     )
@@ -105,39 +100,7 @@ RECIPES: dict[str, TrainConfig] = {
 """`lmcore train --preset NAME`; smoke and laptop run on a CPU, the others are meant for a GPU."""
 
 
-def recipe(name: str, data: str, vocab_size: int, steps: int | None = None) -> TrainConfig:
-    """The named recipe on a prepared corpus with this vocabulary, if given with other `steps`.
-
-    Intervals and warm-up shrink with the steps. Raises `UserError` on an unknown name.
-    """
+def recipe(name: str, data: str, vocab_size: int) -> TrainConfig:
+    """The named recipe on a prepared corpus with this vocabulary. Raises `UserError` on an unknown name."""
     require(name in RECIPES, f"There is no recipe {name!r}; choose one of {', '.join(RECIPES)}.")
-    config = replace(RECIPES[name], data=data, model__vocab_size=vocab_size)
-    return config if steps is None else with_steps(config, steps)
-
-
-def with_steps(config: TrainConfig, steps: int) -> TrainConfig:
-    """The same run in `steps` steps: warm-up and the intervals between lines, evaluations and saves in proportion."""
-    require(isinstance(steps, int) and steps > 0, f"steps must be a positive whole number, not {steps!r}.")
-
-    def scaled(value: int) -> int:
-        return max(1, round(value * steps / config.steps))
-
-    return replace(
-        config,
-        steps=steps,
-        log_interval=scaled(config.log_interval),
-        eval_interval=scaled(config.eval_interval),
-        checkpoint_interval=scaled(config.checkpoint_interval),
-        optimizer__warmup_steps=scaled(config.optimizer.warmup_steps),
-    )
-
-
-def learning_rate_runs(base: TrainConfig, learning_rates: Sequence[float]) -> dict[str, TrainConfig]:
-    """`base` once for each learning rate, all else equal (problem *learning_rate*)."""
-    return {f"lr_{rate:g}": replace(base, optimizer__learning_rate=rate) for rate in learning_rates}
-
-
-def with_seeds(runs: Mapping[str, TrainConfig], seeds: Sequence[int]) -> dict[str, TrainConfig]:
-    """Each run once for each seed, which decides its weights and batches; all but seed 0 have it in their names."""
-    named = {f"{name}_seed_{seed}" if seed else name: (config, seed) for name, config in runs.items() for seed in seeds}
-    return {name: replace(config, seed=seed) for name, (config, seed) in named.items()}
+    return replace(RECIPES[name], data=data, model__vocab_size=vocab_size)

@@ -16,19 +16,14 @@ from lmcore.accounting import forward_flops_by_component
 from lmcore.config import model_config
 from lmcore.errors import require
 from lmcore.files import atomic_write, read_json
-from lmcore.formatting import (
-    format_bytes,
-    format_count,
-    format_percent,
-    format_seconds,
-    format_significant,
-)
+from lmcore.formatting import format_bytes, format_significant
 from lmcore.profiling.readable import timed
 from lmcore.profiling.timing import comparable_seconds
 from lmcore.results import read_results
 from workbook.parameters import PARAMETERS_FOLDER, read_mapping
 from workbook.report.coverage import Answered, Problem, counts, coverage, coverage_markdown
 from workbook.report.sizes import describe_size
+from workbook.report.wording import format_count, format_percent, format_seconds
 
 PROJECT = Path(__file__).parents[1]
 H200 = PROJECT / "results" / "h200"

@@ -12,13 +12,12 @@ TOUCH = "from pathlib import Path\nimport time\nPath(out, '{name}.txt').write_te
 """A cell that leaves a file with the time in the output folder."""
 
 SWEEP = """from lmcore.config import replace
-from lmcore.recipes import learning_rate_runs
 TINY = dict(d_model=16, num_layers=1, num_heads=2, d_ff=24, context_length=16)
 def runs(base):
     base = replace(base, device="cpu", batch_size=2, log_interval=1, eval_interval=base.steps,
                    checkpoint_interval=base.steps, optimizer__name="sgd", optimizer__max_grad_norm=None,
                    **{{f"model__{{key}}": value for key, value in TINY.items()}})
-    return learning_rate_runs(base, {rates})
+    return {{f"lr_{{rate:g}}": replace(base, optimizer__learning_rate=rate) for rate in {rates}}}
 """
 """A sweep of tiny runs."""
 

@@ -77,13 +77,6 @@ def test_peak_flops(chip, precision, peak):
     assert device.peak_flops(chip, precision) == peak
 
 
-def test_visible_gpus_are_named_as_cuda_does(hardware, monkeypatch):
-    for variable, count, expected in (("", 2, ["0", "1"]), ("GPU-a,5,7", 2, ["GPU-a", "5"]), ("", 0, [])):
-        hardware(cuda=count)
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-        assert device.visible_gpus() == expected
-
-
 @pytest.mark.parametrize(("there", "recipe", "best"), [(8, "smoke", 1), (8, "laptop", 8), (1, "laptop", 1)])
 def test_a_small_model_gets_few_threads_and_all_are_there_again_after_it(monkeypatch, there, recipe, best):
     threads = [there]

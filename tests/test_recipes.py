@@ -7,20 +7,21 @@ from lmcore.accounting import num_parameters, training_flops
 from lmcore.config import model_config, replace
 from lmcore.errors import UserError
 from lmcore.fast.support import unsupported_reason
-from lmcore.recipes import HANDOUT_STEPS, RECIPES, learning_rate_runs, recipe, with_seeds, with_steps
+from lmcore.recipes import RECIPES, recipe
 from workbook.notebook import code_cells, read_notebook
+from workbook.report.variations import with_seeds, with_steps
 
 
 @pytest.mark.parametrize("name", ["handout", "regularized", "tied", "best-at-budget"])
 def test_the_handouts_budget_and_model(name):
     config = RECIPES[name]
-    assert config.steps * config.tokens_per_step == 32 * 256 * HANDOUT_STEPS == 40_960_000
+    assert config.steps * config.tokens_per_step == 32 * 256 * 5000
     assert config.model == model_config("tinystories", vocab_size=50257, context_length=256, attention="flash",
                                         tie_embeddings=config.model.tie_embeddings)  # fmt: skip
 
 
 def test_a_recipe_takes_data_vocabulary_and_steps():
-    config = recipe("handout", "somewhere", 400, steps=50)
+    config = with_steps(recipe("handout", "somewhere", 400), 50)
     assert (config.data, config.model.vocab_size, config.steps) == ("somewhere", 400, 50)
     assert (config.optimizer.warmup_steps, config.optimizer.cosine_steps) == (2, None)
     with pytest.raises(UserError, match="There is no recipe 'x'; choose one of smoke"):
@@ -29,11 +30,9 @@ def test_a_recipe_takes_data_vocabulary_and_steps():
         with_steps(config, 0)
 
 
-def test_studies_change_one_thing():
+def test_each_run_once_for_each_seed():
     base = RECIPES["handout"]
-    runs = learning_rate_runs(base, [1e-4, 1e-1])
-    assert list(runs) == ["lr_0.0001", "lr_0.1"]
-    assert runs["lr_0.1"] == replace(base, optimizer__learning_rate=0.1)
+    runs = {f"lr_{rate:g}": replace(base, optimizer__learning_rate=rate) for rate in (1e-4, 1e-1)}
     repeated = with_seeds(runs, [0, 3])
     assert list(repeated) == ["lr_0.0001", "lr_0.0001_seed_3", "lr_0.1", "lr_0.1_seed_3"]
     assert replace(repeated["lr_0.1_seed_3"], seed=0) == repeated["lr_0.1"] == runs["lr_0.1"]
@@ -75,5 +74,5 @@ def test_the_leaderboards_recipe_takes_the_explicit_step_and_reads_the_corpus_on
     seconds = tokens * training_flops(config.model) / config.model.context_length / (0.46 * 989.4e12)
     assert seconds == pytest.approx(5100, rel=0.01)  # within the hour and a half, at the share of the peak it says
     assert config.steps % config.eval_interval == config.steps % config.checkpoint_interval == 0
-    trial = recipe("leaderboard", "somewhere", 32_000, steps=100)
+    trial = with_steps(recipe("leaderboard", "somewhere", 32_000), 100)
     assert (trial.steps, trial.eval_interval, trial.optimizer.warmup_steps) == (100, 25, 2)

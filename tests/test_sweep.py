@@ -25,6 +25,14 @@ def config(tiny_run) -> TrainConfig:
     return replace(tiny_run, optimizer__max_grad_norm=None)
 
 
+def test_visible_gpus_are_named_as_cuda_does(monkeypatch):
+    monkeypatch.setattr(sweep.torch.cuda, "is_available", lambda: True)
+    for variable, count, expected in (("", 2, ["0", "1"]), ("GPU-a,5,7", 2, ["GPU-a", "5"]), ("", 0, [])):
+        monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda count=count: count)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+        assert sweep.visible_gpus() == expected
+
+
 def test_a_sweep_is_followed_to_its_end_and_its_runs_are_reused_and_repaired(tmp_path, config, capsys):
     runs = {"good": config, "bad": replace(config, optimizer__name="sgd", optimizer__learning_rate=1e30)}
     folders = run_sweep(runs, tmp_path, workers=2)

@@ -22,7 +22,7 @@ from lmcore.files import read_json, write_json
 from workbook import publish
 from workbook.notebook import CLEAN_METADATA
 from workbook.record import NotebookRecord, read_record, read_records, write_record
-from workbook.report import answers, coverage
+from workbook.report import answers, coverage, wording
 from workbook.report.verify import check_writeup, pages_and_keywords, writeup_faults
 from workbook.report.writeup import HANDOUTS, provenance, spell_out, write_writeup
 from workbook.seal import SEAL, cell_hashes, seal
@@ -363,16 +363,16 @@ def test_an_answer_says_what_does_not_hold_what_is_missing_and_what_was_not_meas
 
 
 WORDING = [
-    (formatting.format_count, 999_999, "1.00 million"),
+    (wording.format_count, 999_999, "1.00 million"),
     (formatting.format_bytes, 999, "999 bytes"),
     (formatting.format_bytes, 999_999, "1.00 MB"),
-    (formatting.format_seconds, 3.5e-4, "350 µs"),
-    (formatting.format_seconds, 0.9999, "1.00 s"),
-    (formatting.format_seconds, 59.96, "1 min"),
-    (formatting.format_seconds, 18720, "5 h 12 min"),
-    (formatting.format_percent, 0.1234, "12.3%"),
+    (wording.format_seconds, 3.5e-4, "350 µs"),
+    (wording.format_seconds, 0.9999, "1.00 s"),
+    (wording.format_seconds, 59.96, "1 min"),
+    (wording.format_seconds, 18720, "5 h 12 min"),
+    (wording.format_percent, 0.1234, "12.3%"),
     (formatting.format_significant, 0.9996, "1.00"),
-    (formatting.join_words, ["a", "b", "c"], "a, b and c"),
+    (wording.join_words, ["a", "b", "c"], "a, b and c"),
 ]
 
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from lmcore.config import TrainConfig, from_dict, to_dict
 from lmcore.data import open_data
-from lmcore.device import visible_gpus
 from lmcore.errors import EXIT_INTERRUPTED, FINISHED, UserError, require
 from lmcore.files import Busy, read_json, write_json
 from lmcore.progress import Progress
@@ -80,6 +81,13 @@ def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: 
     if not begun:
         print(f"{folder.name}: all {len(runs)} runs reused.")
     return folders
+
+
+def visible_gpus() -> list[str]:
+    """The CUDA GPUs that this process may use, each as CUDA_VISIBLE_DEVICES names it alone."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named[:count] if named else [str(index) for index in range(count)]
 
 
 def _start(folder: Path, log: Path, index: int | None) -> subprocess.Popen:

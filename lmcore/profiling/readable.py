@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from lmcore.formatting import format_bytes, format_count, format_percent, format_significant
+from lmcore.formatting import format_bytes, format_significant
 from lmcore.profiling.timing import by_busy_time
 
 MODES = {"forward": "forward", "forward_backward": "forward + backward", "train_step": "training step"}
@@ -60,8 +60,8 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
             "compiled": "yes" if row["compile"] else "no",
             "mean ± std (ms)": spread(row["wall_mean"], row["wall_std"]),
             "median (spread) (ms)": timed(row),
-            "tokens/s": known(row["tokens_per_second"], format_count),
-            "MFU": known(row["mfu"], format_percent),
+            "tokens/s": known(row["tokens_per_second"], "{:,.0f}".format),
+            "MFU": known(row["mfu"], "{:.1%}".format),
             "peak memory": known(row["peak_memory_bytes"], format_bytes),
         }
         for row in table.to_dict("records")

@@ -5,7 +5,7 @@ square root, which keeps the noise of Adam's updates alike (Malladi et al. 2022)
 """
 
 from lmcore.config import TrainConfig, replace
-from lmcore.recipes import with_steps
+from workbook.report.variations import with_steps
 
 BATCH_SIZES = [1, 4, 16, 64, 128, 512, 1024, 2048]
 

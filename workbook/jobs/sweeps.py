@@ -14,6 +14,7 @@ from lmcore.recipes import recipe
 from lmcore.run import RunFolder
 from workbook.jobs.submit import Job
 from workbook.report import tables
+from workbook.report.variations import with_steps
 from workbook.sweep import is_finished
 
 
@@ -26,7 +27,7 @@ def sweep_runs(file: Path, data: Path, recipe_name: str, steps: int | None) -> d
     require(file.is_file(), f"There is no sweep {file}; there are {there or 'none'}.")
     functions, corpus = runpy.run_path(str(file)), open_data(data.resolve())
     require("runs" in functions, f"{file} must define runs(base), which returns configurations by name.")
-    return functions["runs"](recipe(recipe_name, str(corpus.folder), corpus.vocab_size, steps))
+    return functions["runs"](with_steps(recipe(recipe_name, str(corpus.folder), corpus.vocab_size), steps))
 
 
 def sweep_jobs(name: str, runs: dict[str, TrainConfig], out: Path, concurrency: int | None) -> list[Job]:

@@ -12,7 +12,8 @@ import pandas as pd
 from IPython.display import Markdown
 
 from lmcore.errors import require
-from lmcore.formatting import format_bytes, format_count, format_seconds, format_significant, join_words, scientific
+from lmcore.formatting import format_bytes, format_significant
+from workbook.report.wording import format_count, format_seconds, join_words, scientific
 
 METADATA_KEY = "lmcore_answer"
 """Key in the metadata of an answer's output, by which the writeup finds it."""
