@@ -23,7 +23,7 @@ SHAPED := lmcore.functional,lmcore.model,lmcore.optimizer,lmcore.sampling
 SHAPED_TESTS := tests/test_functional.py tests/test_model.py tests/test_optimizer.py tests/test_sampling.py
 
 A2 ?=
-.PHONY: help install workbook record lint test test-slurm test-faults official handin lab submit status refresh-notebooks clean
+.PHONY: help install workbook record pages lint test test-slurm test-faults official handin lab submit status refresh-notebooks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -48,6 +48,20 @@ record: $(INSTALLED)  ## render the notebooks from the tables in results/h200 in
 	@$(BIN)/workbook writeup runs/record --to writeup/$(MACHINE)
 	@mkdir -p figures
 	@rm -rf figures/$(MACHINE) && mv writeup/$(MACHINE)/figures figures/$(MACHINE)
+
+# Executed notebooks, guides and the library's documentation as pages: BOOK is the folder of the notebooks.
+BOOK ?= writeup/$(MACHINE)/notebooks
+GUIDES = README.md CONTRIBUTING.md papermill_jobs/README.md benchmarks/README.md benchmarks/LOG.md \
+  results/h200/README.md docs/coverage.md
+pages: $(INSTALLED)  ## the book in build/pages/index.html (BOOK=runs/smoke/notebooks: those of a run)
+	@$(BIN)/python -c 'import furo, myst_nb' 2>/dev/null || $(BIN)/python -m pip install -q \
+	  --disable-pip-version-check -c constraints.txt -e './workbook[pages]'
+	@rm -rf build/pages-source build/pages
+	@mkdir -p build/pages-source/notebooks build/pages-source/project
+	@cp -r docs/pages/. build/pages-source && cp $(BOOK)/*.ipynb build/pages-source/notebooks
+	@tar cf - $(GUIDES) figures lmcore | tar xf - -C build/pages-source/project
+	@$(BIN)/sphinx-build -q -j auto build/pages-source build/pages
+	@echo 'Pages: build/pages/index.html'
 
 lint: $(INSTALLED)  ## style, the layers of imports, the types of the core, and the budgets of lines
 	$(BIN)/ruff check .
