@@ -19,11 +19,11 @@ from lmcore.files import atomic_write, read_json
 from lmcore.formatting import format_bytes, format_significant
 from lmcore.profiling.readable import timed
 from lmcore.profiling.timing import comparable_seconds
-from lmcore.results import read_results
 from workbook.parameters import PARAMETERS_FOLDER, read_mapping
 from workbook.report.coverage import Answered, Problem, counts, coverage, coverage_markdown
+from workbook.report.results import read_results
 from workbook.report.sizes import describe_size
-from workbook.report.wording import format_count, format_percent, format_seconds
+from workbook.report.wording import format_count, format_seconds
 
 PROJECT = Path(__file__).parents[1]
 H200 = PROJECT / "results" / "h200"
@@ -55,6 +55,11 @@ HIGHLIGHTS = {
     "decode-small-1": "decoding one sequence, `small`",
 }
 """Rows of speed.json that the README shows."""
+
+
+def format_percent(fraction: float, digits: int = 3) -> str:
+    """A fraction as a percentage: 0.1234 -> 12.3%."""
+    return f"{format_significant(100 * fraction, digits)}%"
 
 
 def rows_of(name: str) -> pd.DataFrame:

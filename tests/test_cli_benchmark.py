@@ -23,7 +23,8 @@ def test_command_measures_writes_and_resumes(tmp_path, capsys):
 
     said, plain = done("16")
     assert all(words in said for words in ("mean ± std (ms)", "| 1 × 32"))
-    assert json.loads((tmp_path / "benchmark.json").read_text())["provenance"]["torch"]
+    sources = json.loads((tmp_path / "benchmark.json").read_text())["provenance"]
+    assert all(sources[row["case"]]["torch"] for row in plain)
     assert len(json.loads((tmp_path / "samples.json").read_text())["rows"]) == 2 * 2
     found = [(row["context_length"], row["ops"], row["attention"]) for row in plain]
     assert found == [(8, "plain", "plain"), (16, "plain", "plain")]

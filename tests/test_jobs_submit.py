@@ -13,7 +13,6 @@ from notebook_projects import code, parameters
 
 from lmcore.config import to_dict
 from lmcore.errors import EXIT_INTERRUPTED, UserError
-from lmcore.results import read_results
 from lmcore.run import RunFolder
 from workbook.cli import main
 from workbook.jobs import slurm as slurm_commands
@@ -21,6 +20,7 @@ from workbook.jobs.site import load_site
 from workbook.jobs.submit import Chain, Job, submitted
 from workbook.jobs.sweeps import sweep_runs
 from workbook.record import read_records
+from workbook.report.results import read_results
 from workbook.sweep import work
 
 PROJECT = Path(__file__).parents[1]

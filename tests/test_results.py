@@ -2,8 +2,7 @@ import pandas as pd
 import pytest
 
 from lmcore.errors import UserError
-from lmcore.results import read_results
-from workbook.report.results import Results
+from workbook.report.results import Results, read_results
 
 MEASURED = pd.DataFrame({"size": ["small", "large"], "learning_rate": [1e-3, 1e-2], "seconds": [0.5, 2.0]})
 

@@ -6,12 +6,11 @@ import pandas as pd
 import pytest
 from notebook_cells import RECORDS
 
-from lmcore import results
 from lmcore.config import TrainConfig, model_config
 from lmcore.data import open_data
 from lmcore.errors import UserError
 from lmcore.run import RunFolder
-from workbook.report import tables
+from workbook.report import results, tables
 
 
 def make_run(folder, losses, state="complete", *, valid=None, batch_size=4, **notes) -> RunFolder:

@@ -370,7 +370,6 @@ WORDING = [
     (wording.format_seconds, 0.9999, "1.00 s"),
     (wording.format_seconds, 59.96, "1 min"),
     (wording.format_seconds, 18720, "5 h 12 min"),
-    (wording.format_percent, 0.1234, "12.3%"),
     (formatting.format_significant, 0.9996, "1.00"),
     (wording.join_words, ["a", "b", "c"], "a, b and c"),
 ]

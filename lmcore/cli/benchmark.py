@@ -1,11 +1,13 @@
 """`lmcore benchmark`: one benchmark case or a sweep of them, timed (CS336 A2 benchmarking_script (a))."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from lmcore.errors import EXIT_FAILURE, FINISHED
+from lmcore.files import write_json
 from lmcore.profiling.cases import BenchmarkConfig, grid_cases
 
 DEFAULTS = BenchmarkConfig()
@@ -22,17 +24,17 @@ def benchmark(
 
     Args:
         settings: What is timed.
-        out: Folder for the records, those of other commands too, and for tables of this command's: benchmark.json,
-            samples.json and the same as CSV.
+        out: Folder for the records, those of other commands too, and for tables of this command's: benchmark.json and
+            samples.json.
     """
     from lmcore.profiling.readable import readable
     from lmcore.profiling.timing import measure, repeated, samples_table, timing_table
-    from lmcore.results import provenance_of_cases, write_results
 
     records = repeated(measure, grid_cases(settings), out / "cases", "benchmark")
-    table, source = timing_table(records), provenance_of_cases(records)
-    write_results(table, out / "benchmark.json", source)
-    write_results(samples_table(records), out / "samples.json", source)
+    table, source = timing_table(records), {name: record["environment"] for name, record in records.items()}
+    for name, rows in (("benchmark", table), ("samples", samples_table(records))):
+        cells = json.loads(rows.to_json(orient="records", double_precision=15))  # what is missing as null
+        write_json(out / f"{name}.json", {"provenance": source, "rows": cells})
     print(readable(table).to_markdown(index=False, disable_numparse=True), end="\n\n")
     for name, record in records.items():
         if record["outcome"] != "complete":

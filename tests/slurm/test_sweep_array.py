@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from job_projects import SWEEP
 
-from lmcore.results import read_results
 from lmcore.run import RunFolder
+from workbook.report.results import read_results
 
 pytestmark = pytest.mark.slurm
 

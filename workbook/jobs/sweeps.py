@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from lmcore import results
 from lmcore.config import TrainConfig, to_dict
 from lmcore.data import open_data
 from lmcore.errors import require
@@ -13,7 +12,7 @@ from lmcore.files import read_json
 from lmcore.recipes import recipe
 from lmcore.run import RunFolder
 from workbook.jobs.submit import Job
-from workbook.report import tables
+from workbook.report import results, tables
 from workbook.report.variations import with_steps
 from workbook.sweep import is_finished
 

@@ -1,18 +1,30 @@
-"""The tables of a notebook: measured here, or read from the records of another machine."""
+"""Tables as results files that say where they come from: measured here, or read from another machine's records."""
 
+import json
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from lmcore.errors import require
+from lmcore.files import atomic_write, read_json
 from lmcore.profiling.cases import WorkloadConfig
 from lmcore.profiling.runner import Task, require_complete, run_cases
-from lmcore.provenance import environment
-from lmcore.results import ENVIRONMENT, in_common, provenance_of_cases, read_results, write_results
+from lmcore.provenance import environment, utc_now
+
+SIGNIFICANT_DIGITS = 7
+"""Of the numbers in results files."""
+
+ENVIRONMENT = (
+    "device", "driver", "platform", "cores", "python", "torch", "cuda", "packages", "git_commit", "git_dirty",
+    "command",
+)  # fmt: skip
+"""What the provenance of a table takes over from the environments of its runs."""
 
 
 @dataclass(frozen=True)
@@ -55,3 +67,49 @@ class Results:
             return make(records), provenance_of_cases(records)
 
         return self.table(name, measure)
+
+
+def provenance_of_cases(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Where measurements come from: machine, versions, commit and command; a list where the cells differ."""
+    environments = [record["environment"] for record in records.values() if record["environment"]]
+    return {"time_utc": utc_now(), "cases": len(records)} | in_common(environments)
+
+
+def in_common(environments: Sequence[Mapping[str, Any]], keys: Sequence[str] = ENVIRONMENT) -> dict[str, Any]:
+    """Each of the keys with the value that all environments have; a list of the distinct ones where they differ."""
+    found = {}
+    for key in keys:
+        values = [environment.get(key) for environment in environments]
+        distinct = [value for index, value in enumerate(values) if value not in values[:index]]
+        found[key] = distinct[0] if len(distinct) == 1 else distinct
+    return found
+
+
+def write_results(
+    table: pd.DataFrame, path: str | os.PathLike, provenance: Mapping[str, Any], **notes: Any
+) -> pd.DataFrame:
+    """Writes {provenance, notes, columns, rows} to `path` (.json); returns the rows as written."""
+    path = Path(path)
+    require(path.suffix == ".json", f"A results file ends in .json, not {path.name}.")
+    rows = [{key: _plain(value) for key, value in row.items()} for row in table.to_dict("records")]
+    head = {"provenance": dict(provenance), "notes": notes, "columns": list(table.columns)}
+    with atomic_write(path, "w") as file:  # a line for each row, so that differences between two runs can be read
+        file.write(json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}"))
+        file.write(',\n  "rows": [\n' + ",\n".join(f"    {json.dumps(row)}" for row in rows) + "\n  ]\n}\n")
+    return pd.DataFrame(rows, columns=table.columns)
+
+
+def read_results(path: str | os.PathLike) -> tuple[pd.DataFrame, dict[str, Any], dict[str, Any]]:
+    """Table, provenance and notes of a results file. Raises `UserError` if it is not one."""
+    content = read_json(path)
+    complete = isinstance(content, dict) and {"provenance", "notes", "columns", "rows"} <= content.keys()
+    require(complete, f"{path} is not a results file: it lacks provenance, notes, columns or rows.")
+    return pd.DataFrame(content["rows"], columns=content["columns"]), content["provenance"], content["notes"]
+
+
+def _plain(value: Any) -> Any:
+    """A cell as JSON has it: numpy scalars as Python's, what is missing or not finite as null."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
+    return value

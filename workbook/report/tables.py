@@ -10,8 +10,8 @@ import pandas as pd
 from lmcore.config import TrainConfig
 from lmcore.data import PreparedData
 from lmcore.provenance import utc_now
-from lmcore.results import ENVIRONMENT, in_common
 from lmcore.run import RunFolder
+from workbook.report.results import ENVIRONMENT, in_common
 
 COUNT_CHUNK = 1 << 22
 """Token ids that are counted at a time."""

@@ -1,4 +1,4 @@
-"""Numbers and lists in words, for answers: counts, powers of ten, durations, percentages."""
+"""Numbers and lists in words, for answers: counts, powers of ten, durations."""
 
 from collections.abc import Sequence
 
@@ -37,11 +37,6 @@ def format_seconds(value: float) -> str:
     if hours < 48:
         return f"{hours} h {minutes} min" if minutes else f"{hours} h"
     return f"{format_significant(value / 86400)} days"
-
-
-def format_percent(fraction: float, digits: int = 3) -> str:
-    """A fraction as a percentage: 0.1234 -> 12.3%."""
-    return f"{format_significant(100 * fraction, digits)}%"
 
 
 def join_words(words: Sequence[str], conjunction: str = "and") -> str:
