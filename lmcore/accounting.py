@@ -123,22 +123,6 @@ def activation_counts(config: ModelConfig, batch_size: int = 1, seq_len: int | N
     }
 
 
-def adamw_memory(
-    config: ModelConfig, batch_size: int = 1, seq_len: int | None = None, bytes_per_value: int = 4
-) -> dict[str, int]:
-    """Bytes of a training step with AdamW by kind: parameters, gradients, optimizer_state (m and v), activations.
-
-    Their sum is the handout's peak: as if all gradients were there before the first activation is freed.
-    """
-    parameters = bytes_per_value * num_parameters(config)
-    return {
-        "parameters": parameters,
-        "gradients": parameters,
-        "optimizer_state": 2 * parameters,
-        "activations": bytes_per_value * sum(activation_counts(config, batch_size, seq_len).values()),
-    }
-
-
 def least_step_bytes(config: Any, mode: str = "train_step") -> int:
     """Bytes below which the steps of a `TrainConfig` fit nowhere, or those of a `WorkloadConfig` in this mode.
 

@@ -12,8 +12,11 @@ import torch
 from notebook_cells import ANSWERS, cells_of
 from nsys_exports import H200
 
+from lmcore import accounting
 from lmcore.config import model_config
 from lmcore.errors import require
+from lmcore.model import TransformerLM
+from lmcore.optimizer import AdamW
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.profile import summary
 
@@ -38,6 +41,19 @@ def test_a_step_that_does_not_fit_is_a_row():
     assert np.isnan(times).tolist() == [[True, True]]
     assert (memory, met) == ({"outcome": "out of memory"}, [0])
     assert time_steps(2, 2, "flat", {}) is None
+
+
+def test_memory_of_parameters_gradients_and_state_equals_the_tensors():
+    config = model_config("smoke", vocab_size=97, context_length=16)
+    model = TransformerLM(config)
+    optimizer = AdamW(model.parameters())
+    model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    optimizer.step()
+    memory = function("01_build", "adamw_memory", accounting=accounting)(config, 1)
+    assert memory["parameters"] == sum(p.nbytes for p in model.parameters())
+    assert memory["gradients"] == sum(p.grad.nbytes for p in model.parameters())
+    state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
+    assert memory["optimizer_state"] == sum(tensor.nbytes for tensor in state)
 
 
 def test_ranges_of_a_real_record_are_added_up():
