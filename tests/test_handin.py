@@ -26,7 +26,6 @@ ROOT = Path(__file__).parents[1]
 FILES = [".gitignore", "lmcore/tokenizer.py", "notebooks/01_good.ipynb", "run.sh"]
 FILES += ["papermill_jobs/parameters/smoke/01_good.yaml"]
 """Of the project below."""
-CURVE = "learning_curve.svg"
 
 KEYS = {  # put together here, so that no line of this file is one
     "a private key": "-----BEGIN RSA " + "PRIVATE KEY-----",
@@ -86,7 +85,7 @@ def handed_in(project) -> set[str]:
 
 def test_the_hand_in_is_code_answers_results_and_learning_curve(project):
     lines = submit(project)
-    names = ["code.zip", "results.zip", CURVE, "answers.pdf"]
+    names = ["code.zip", "results.zip", "answers.pdf"]
     assert [Path(line.partition(":")[0]).name for line in lines] == names
     assert handed_in(project) == set(names)
     made = project / "runs" / "smoke" / "writeup" / "cse599o-a1-part2.pdf"
@@ -95,11 +94,11 @@ def test_the_hand_in_is_code_answers_results_and_learning_curve(project):
         assert archive.namelist() == ["results/notebooks/01_good.ipynb", "results/results/losses.json"]
     with zipfile.ZipFile(project / "handin" / "code.zip") as archive:
         assert archive.testzip() is None
-        assert sorted(archive.namelist()) == [f"code/{name}" for name in sorted([*FILES, CURVE])]
+        assert sorted(archive.namelist()) == [f"code/{name}" for name in sorted([*FILES, "learning_curve.svg"])]
         modes = {entry.filename: entry.external_attr >> 16 & 0o777 for entry in archive.infolist()}
     assert (modes["code/run.sh"], modes["code/lmcore/tokenizer.py"]) == (0o755, 0o644)
     submit(project, "cs336-a1")
-    assert handed_in(project) == {"code.zip", "results.zip", CURVE, "writeup.pdf"}
+    assert handed_in(project) == {"code.zip", "results.zip", "writeup.pdf"}
 
 
 def test_what_is_made_or_secret_stays_out(project):
@@ -162,7 +161,7 @@ def test_what_does_not_fit_together_is_refused(project):
     with pytest.raises(UserError, match=r"There is no \S+cse599o-a1-part2.pdf: run `workbook writeup"):
         submit(project)
     submit(project, incomplete=True)
-    assert handed_in(project) == {"code.zip", "results.zip", CURVE}  # answers.pdf was that of the first hand-in
+    assert handed_in(project) == {"code.zip", "results.zip"}  # answers.pdf was that of the first hand-in
 
 
 def test_the_command_takes_the_newest_writeup(project, monkeypatch, capsys):

@@ -79,9 +79,9 @@ EARLY = {"raise SystemExit(0)": "ended the notebook early", "import os; os._exit
 
 @pytest.mark.parametrize("source", EARLY)
 def test_early_end_is_a_failure(run, source):
-    result = run(None, {"writeup": False}, _01_first=["# 01", parameters(), code(source), code("1")])
-    assert result.records[0].state == "failed"
-    assert EARLY[source] in result.unfinished.error
+    (record,), _ = run(None, {"writeup": False}, _01_first=["# 01", parameters(), code(source), code("1")])
+    assert record.state == "failed"
+    assert EARLY[source] in record.error
 
 
 BAD_INPUT = {

@@ -52,12 +52,12 @@ def change(project, name: str, source: str | None = None, tags: tuple[str, ...] 
 
 
 def test_done_notebooks_are_kept_unless_something_changed(project):
-    result = run(project)
-    assert (result.pdfs, result.unfinished) == ([], None)
+    records, pdfs = run(project)
+    assert (unfinished(records), pdfs) == ([], [])
     assert not (project / "made" / "writeup").exists()
     change(project, "02_second", "2")
     (project / "made" / "notebooks" / "03_third.ipynb").unlink()
-    assert [record.state for record in run(project, resume=True).records] == ["done"] * 3
+    assert [record.state for record in run(project, resume=True)[0]] == ["done"] * 3
     assert executions(project) == [1, 2, 2]
     run(project, resume=True, notebooks=["02"], parameters={"rates": [2.0]})
     assert executions(project) == [1, 3, 2]
@@ -66,11 +66,11 @@ def test_done_notebooks_are_kept_unless_something_changed(project):
 def test_a_run_anew_forgets_what_it_did_not_reach(project):
     run(project, notebooks=["01", "02"])
     before = read_records(project / "made")
-    assert [record.name for record in run(project, notebooks=["02"]).records] == ["02_second"]
+    assert [record.name for record in run(project, notebooks=["02"])[0]] == ["02_second"]
     assert executions(project) == [1, 2, 0]
     assert read_records(project / "made")[0] == before[0]
     change(project, "01_first", "1 / 0")
-    assert run(project).unfinished.unfinished.startswith("Notebook 01_first failed")
+    assert unfinished(run(project)[0])[0].startswith("Notebook 01_first failed")
     assert [record.state for record in read_records(project / "made")] == ["failed", "not run", "not run"]
 
 

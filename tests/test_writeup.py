@@ -227,7 +227,7 @@ def test_what_was_changed_by_hand_or_is_not_of_these_notebooks_is_named(tmp_path
         write_writeup(out)
         check_writeup(out)
     (out / "results" / "losses.json").unlink()
-    with pytest.raises(UserError, match=r"losses.json, what notebook 01_build made, is gone"):
+    with pytest.raises(UserError, match=r"losses.json is gone: what notebook 01_build made"):
         check_writeup(out)
     write_json(out / "results" / "losses.json", {"loss": 1.4})
     seal(out, "02_train")  # which made the table again

@@ -124,8 +124,7 @@ def _kernel(variables: Mapping[str, str]) -> Iterator[type]:
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
         spec = KernelSpec(argv=command, display_name="Python 3", language="python", env=environment)
         members: dict[str, Any] = {"kernel_spec": spec}
-        sockets = str(folder / "k")
-        if sys.platform != "win32" and len(sockets) < 90:  # systems take about 100 characters
+        if len(sockets := str(folder / "k")) < 90:  # systems take about 100 characters
             # ports may be taken between choosing and binding them, by the kernel of a job beside this one
             members |= {"_transport_default": lambda _: "ipc", "_ip_default": lambda _: sockets}
         yield type("Kernel", (AsyncKernelManager,), members)

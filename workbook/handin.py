@@ -1,4 +1,4 @@
-"""The hand-in that a handout asks for: its answers as a PDF, code.zip, results.zip, and the learning curve.
+"""The hand-in that a handout asks for: its answers as a PDF, code.zip with the learning curve, and results.zip.
 
 CSE599-O A1 part 2, section 1.5: code.zip with the code, the scripts and the learning curve, and answers.pdf. CS336: the
 same two, the second by the name writeup.pdf. results.zip holds what the answers rest on: executed notebooks and tables.
@@ -10,7 +10,6 @@ import subprocess
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from lmcore.errors import UserError, require
 from lmcore.files import atomic_write
@@ -18,8 +17,6 @@ from workbook.report.verify import writeup_faults
 
 ANSWERS, WRITEUP = "answers.pdf", "writeup.pdf"
 """What CSE599-O calls the answers, and CS336 and others."""
-
-CODE_NAME, RESULTS_NAME, CURVE_NAME = "code.zip", "results.zip", "learning_curve.svg"
 
 LEARNING_CURVES = ("recipe_curves.svg", "learning_rate_curves.svg")
 """Figures of notebook 02; handed in is the first that is there: the curves of the recipes, or those of the sweep."""
@@ -58,35 +55,34 @@ def make_handin(project: Path, out: Path, to: Path, handout: str, incomplete: bo
     require(incomplete or not notes, f"{''.join(notes[:1])} To hand in what there is, say --incomplete.")
     files, left_out = project_files(project, excluded=(out, to))
     refuse_secrets(project / file for file in files)
+    code = {Path("code", name): project / name for name in files}
     curves = [file for name in LEARNING_CURVES if (file := out / "figures" / name).is_file()]
-    copies = {CURVE_NAME: curves[0]} if curves else {}
+    code |= {Path("code", "learning_curve.svg"): file for file in curves[:1]}
     if not curves:
         notes.append(f"There is no learning curve ({' or '.join(LEARNING_CURVES)}) in {out / 'figures'}.")
-    executed = [*sorted((out / "notebooks").glob("*.ipynb")), *sorted((out / "results").glob("*.*"))]
-    write_zip(to / CODE_NAME, {"code": {name: project / name for name in files} | copies})
-    write_zip(to / RESULTS_NAME, {"results": {file.relative_to(out): file for file in executed}})
-    if pdf.is_file():
-        copies[ANSWERS if handout.startswith("cse599o") else WRITEUP] = pdf
-    for name, source in copies.items():
-        with atomic_write(to / name) as file:
-            file.write(source.read_bytes())
-    for name in {CURVE_NAME, ANSWERS, WRITEUP} - {*copies}:
+    executed = [*(out / "notebooks").glob("*.ipynb"), *(out / "results").glob("*.*")]
+    made = [to / "code.zip", to / "results.zip"]
+    write_zip(made[0], code)
+    write_zip(made[1], {Path("results", file.relative_to(out)): file for file in sorted(executed)})
+    for name in (ANSWERS, WRITEUP):
         (to / name).unlink(missing_ok=True)  # of an earlier hand-in
-    names = (CODE_NAME, RESULTS_NAME, *copies)
-    lines = [f"{to / name}: {(to / name).stat().st_size / 1e6:.2f} MB" for name in names]
+    if pdf.is_file():
+        made.append(to / (ANSWERS if handout.startswith("cse599o") else WRITEUP))
+        with atomic_write(made[-1]) as file:
+            file.write(pdf.read_bytes())
+    lines = [f"{file}: {file.stat().st_size / 1e6:.2f} MB" for file in made]
     lines += [f"Left out, {reason}: {', '.join(found)}" for reason, found in sorted(left_out.items())]
     return lines + [f"Note: {note}" for note in notes]
 
 
-def write_zip(path: Path, folders: Mapping[str, Mapping[Any, Path]]) -> None:
-    """An archive of files, by folder and by their names there."""
+def write_zip(path: Path, files: Mapping[Path, Path]) -> None:
+    """An archive of files, by their names there."""
     with (
         atomic_write(path) as file,
         zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive,
     ):
-        for folder, files in folders.items():
-            for name, source in files.items():
-                archive.write(source, Path(folder, name))
+        for name, source in files.items():
+            archive.write(source, name)
 
 
 def project_files(project: Path, excluded: Iterable[Path] = ()) -> tuple[list[Path], dict[str, list[str]]]:

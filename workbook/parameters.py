@@ -34,7 +34,6 @@ def find_project() -> Path:
 def find_notebooks(project: Path, names: Sequence[str] = ()) -> list[Path]:
     """The numbered notebooks in order; `names` ("02" or "02_train") picks some. Raises `UserError` on another name."""
     found = {path.stem: path for path in sorted((project / "notebooks").glob("[0-9][0-9]_*.ipynb"))}
-    require(bool(found), f"There are no notebooks named like 01_build.ipynb in {project / 'notebooks'}.")
     for name in names:
         there = name and any(stem.startswith(name) for stem in found)
         require(bool(there), f"There is no notebook {name!r}; there are {', '.join(found)}.")

@@ -10,7 +10,7 @@ from typing import Any
 
 from lmcore.errors import UserError, require
 from lmcore.files import atomic_write, temporary_folder
-from workbook.notebook import INJECTED, KEPT_METADATA, read_notebook, tags, write_notebook
+from workbook.notebook import CLEAN_METADATA, INJECTED, KEPT_METADATA, read_notebook, tags, write_notebook
 from workbook.record import read_records, unfinished
 from workbook.report.contents import caption_of
 from workbook.report.writeup import write_writeup
@@ -56,8 +56,7 @@ def published(executed: Path) -> Any:
 
     notebook = read_notebook(executed)
     notebook.cells = [cell for cell in notebook.cells if INJECTED not in tags(cell)]
-    kept = {key: notebook.metadata[key] for key in ("kernelspec", "language_info", SEAL)}
-    notebook.metadata = nbformat.from_dict(kept)
+    notebook.metadata = nbformat.from_dict(CLEAN_METADATA | {SEAL: notebook.metadata[SEAL]})
     count = 0
     for number, cell in enumerate(notebook.cells, 1):
         cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k in KEPT_METADATA})

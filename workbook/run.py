@@ -4,7 +4,6 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,6 @@ from lmcore.stopping import stop_signals
 from workbook.execution import STOP_SECONDS, execute
 from workbook.parameters import find_notebooks, find_project, locate, resolve_parameters
 from workbook.record import NotebookRecord, holding, plan, read_record, source_hash, write_record
-
-
-@dataclass
-class WorkbookResult:
-    """What became of the notebooks, and where the writeup is."""
-
-    records: list[NotebookRecord]
-    """Of the notebooks that were asked for, in order."""
-    pdfs: list[Path] = field(default_factory=list)
-    """The writeup; none if none was asked for, or a signal stopped the run."""
-
-    @property
-    def unfinished(self) -> NotebookRecord | None:
-        """The first notebook that is not done: it failed, or a signal stopped the run there."""
-        return next((record for record in self.records if record.state != "done"), None)
 
 
 def run_workbook(
@@ -39,7 +23,7 @@ def run_workbook(
     resume: bool = False,
     writeup: bool = True,
     stop_seconds: float = STOP_SECONDS,
-) -> WorkbookResult:
+) -> tuple[list[NotebookRecord], list[Path]]:
     """Executes the project's notebooks at `scale` into `out` (default runs/<scale>) and renders the writeup.
 
     `data` is "embedded", a corpus to download, or a path; `notebooks` picks some by name; `parameters` overrides
@@ -50,17 +34,18 @@ def run_workbook(
     so. A stop signal ends it, too: training saves itself, for which it has up to `stop_seconds`, and the executed
     notebook so far is kept.
 
-    Raises `UserError`, before anything runs, on unknown scales, notebooks or parameters, data that is not there or too
-    short, or a notebook that another process runs in `out`.
+    Returns the records of the notebooks that were asked for, in order, and the PDFs of the writeup: none if none was
+    asked for, or a signal stopped the run. Raises `UserError`, before anything runs, on unknown scales, notebooks or
+    parameters, data that is not there or too short, or a notebook that another process runs in `out`.
     """
     project = find_project()
-    out = Path(out) if out is not None else project / "runs" / scale
+    out = Path(out or project / "runs" / scale)
     require(0 < stop_seconds < math.inf, f"stop_seconds must be positive and finite, not {stop_seconds}.")
     with stop_signals() as stop:
         paths, data = find_notebooks(project, notebooks), locate(data)
         common = {"scale": scale, "data": data, "out": str(out.resolve())}
         resolved = resolve_parameters(project, paths, scale, parameters or {}, common)
-        result, waiting = WorkbookResult([]), []
+        records, waiting = [], []
         for path in paths:
             values = json.loads(json.dumps(resolved[path.stem], default=str))  # as a record has them
             record = NotebookRecord(path.stem, scale=scale, data=data, parameters=values, source=source_hash(path))
@@ -70,7 +55,7 @@ def run_workbook(
                 record = before
             else:
                 waiting.append((path, record))
-            result.records.append(record)
+            records.append(record)
         with holding(out, [record.name for _, record in waiting]):
             plan(out, scale, data, [])
             for _, record in waiting:
@@ -80,9 +65,10 @@ def run_workbook(
                     execute(path, record, out, stop, stop_seconds)
                 if record.state != "done":
                     break
-        if writeup and (result.unfinished is None or result.unfinished.state == "failed"):
-            from workbook.report.writeup import write_writeup
+        ended = next((record.state for record in records if record.state != "done"), "done")
+        if not writeup or ended not in ("done", "failed"):
+            return records, []
+        from workbook.report.writeup import write_writeup
 
-            print("workbook: the writeup is being made", flush=True)
-            result.pdfs = write_writeup(out)
-        return result
+        print("workbook: the writeup is being made", flush=True)
+        return records, write_writeup(out)

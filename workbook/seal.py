@@ -6,6 +6,7 @@ They stand in the executed notebook, under `SEAL` in its metadata, and show what
 import hashlib
 import json
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,12 @@ def changed_by_hand(out: Path, names: list[str]) -> list[str]:
             continue
         for path, found in sealed["files"].items():
             known.setdefault(path, {})[found] = name
-        found = cell_hashes(notebook)
-        pairs = enumerate(zip(found, sealed["cells"], strict=False), 1)
-        numbers = [number for number, (here, executed) in pairs if here != executed]
-        if numbers or len(found) != len(sealed["cells"]):
-            where = f"cell {numbers[0]}" if numbers else "the number of cells"
-            faults.append(f"Notebook {name}: {where} is not what was executed; run it again.")
+        pairs = enumerate(zip_longest(cell_hashes(notebook), sealed["cells"]), 1)
+        changed = [number for number, (here, executed) in pairs if here != executed]
+        faults += [f"Notebook {name}: cell {number} is not what was executed; run it again." for number in changed[:1]]
     files = dict(file_hashes(out))
     for path, by in known.items():
         if files.get(path) not in by:
-            made = f"what notebook {[*by.values()][-1]} made"
-            faults.append(
-                f"{out / path} is not {made}; run it again." if path in files else f"{out / path}, {made}, is gone."
-            )
+            is_not = "is not" if path in files else "is gone:"
+            faults.append(f"{out / path} {is_not} what notebook {[*by.values()][-1]} made; run it again.")
     return faults

@@ -74,10 +74,18 @@ def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: 
         begun = True
         write_json(folder / "sweep.json", {name: to_dict(config) for name, config in runs.items()})
         logs = [folder / f"worker{index}.log" for index in range(min(workers, left))]
-        children = [_start(folder, log, index if len(logs) > 1 else None) for index, log in enumerate(logs)]
+        gpus = visible_gpus() if len(logs) > 1 else []
+        children = [_start(folder, log, gpus[index % len(gpus)] if gpus else None) for index, log in enumerate(logs)]
         _follow(folder.name, children, runs, folders)
         for child, log in zip(children, logs, strict=True):
-            _check(child.returncode, log)
+            code, last = (
+                child.returncode,
+                ["it said nothing", *log.read_text(errors="replace").strip().splitlines()][-1],
+            )
+            require(
+                code != EXIT_INTERRUPTED, f"Training in {folder} was stopped by a signal; run this again to resume it."
+            )
+            require(code == 0, f"The process that wrote {log} ended with code {code}: {last}")
     if not begun:
         print(f"{folder.name}: all {len(runs)} runs reused.")
     return folders
@@ -90,11 +98,9 @@ def visible_gpus() -> list[str]:
     return named[:count] if named else [str(index) for index in range(count)]
 
 
-def _start(folder: Path, log: Path, index: int | None) -> subprocess.Popen:
-    """Starts a worker in a session of its own, writing to the log; several workers share the GPUs by their index."""
-    variables, gpus = os.environ | {"PYTHONUNBUFFERED": "1"}, visible_gpus()
-    if index is not None and len(gpus) > 1:
-        variables["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)]
+def _start(folder: Path, log: Path, gpu: str | None) -> subprocess.Popen:
+    """Starts a worker in a session of its own, writing to the log; on this GPU alone, if one is named."""
+    variables = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
     command, nothing = [sys.executable, "-m", "workbook", "sweep", "work", str(folder)], subprocess.DEVNULL
     with open(log, "a", encoding="utf-8") as file:
         return subprocess.Popen(command, stdin=nothing, stdout=file, stderr=file, env=variables, start_new_session=True)
@@ -138,10 +144,3 @@ def _follow(
         raise UserError(words) from None
     finally:
         progress.close()
-
-
-def _check(code: int, log: Path) -> None:
-    """Raises `UserError` with the last words of a worker that failed, or was stopped."""
-    require(code != EXIT_INTERRUPTED, f"Training in {log.parent} was stopped by a signal; run this again to resume it.")
-    last = ["it said nothing", *log.read_text(errors="replace").strip().splitlines()][-1]
-    require(code == 0, f"The process that wrote {log} ended with code {code}: {last}")

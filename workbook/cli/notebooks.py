@@ -38,9 +38,10 @@ def run(
     from workbook.run import run_workbook
 
     chosen = parse_overrides(parameters)
-    result = run_workbook(scale, data, out, notebooks, chosen, resume, writeup, stop_seconds)
-    print("".join(f"PDF: {pdf}\n" for pdf in result.pdfs), end="")
-    if (notebook := result.unfinished) is None:
+    records, pdfs = run_workbook(scale, data, out, notebooks, chosen, resume, writeup, stop_seconds)
+    print("".join(f"PDF: {pdf}\n" for pdf in pdfs), end="")
+    notebook = next((record for record in records if record.unfinished), None)
+    if notebook is None:
         return 0
     resumes = "" if notebook.state == "failed" else " The same command with --resume resumes from there."
     print(f"workbook: {notebook.unfinished}{resumes}", file=sys.stderr)
