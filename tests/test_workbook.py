@@ -14,7 +14,7 @@ from workbook.notebook import declared_parameters, execution_fault, read_noteboo
 from workbook.parameters import parse_overrides
 from workbook.record import read_records
 from workbook.report.verify import check_writeup
-from workbook.run import run_workbook
+from workbook.run import run as run_workbook
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def run(tmp_path, monkeypatch):
 
     def run(scale: dict[str, str] | None = None, options: dict | None = None, **notebooks: list):
         monkeypatch.chdir(make_project(tmp_path, scale, **notebooks))
-        return run_workbook(out=tmp_path / "made", **(options or {}))
+        run_workbook(out=tmp_path / "made", **(options or {}))
 
     return run
 
@@ -78,8 +78,9 @@ EARLY = {"raise SystemExit(0)": "ended the notebook early", "import os; os._exit
 
 
 @pytest.mark.parametrize("source", EARLY)
-def test_early_end_is_a_failure(run, source):
-    (record,), _ = run(None, {"writeup": False}, _01_first=["# 01", parameters(), code(source), code("1")])
+def test_early_end_is_a_failure(run, tmp_path, source):
+    run(None, {"writeup": False}, _01_first=["# 01", parameters(), code(source), code("1")])
+    (record,) = read_records(tmp_path / "made")
     assert record.state == "failed"
     assert EARLY[source] in record.error
 
@@ -88,7 +89,7 @@ BAD_INPUT = {
     "01_first has no parameter 'stepz'; its parameters are scale, data, out, steps": ("stepz: 3", {}),
     "'steps' of notebook 01_first must be of type int, not 'many'": ("steps: many", {}),
     "must be a mapping": ("3", {}),
-    "No notebook has a parameter 'step'": ("", {"parameters": {"step": 3}}),
+    "No notebook has a parameter 'step'": ("", {"parameters": ("step=3",)}),
     "no scale 'huge'.*choose one of smoke": ("", {"scale": "huge"}),
     "no file or folder nowhere/at/all": ("", {"data": "nowhere/at/all"}),
 }

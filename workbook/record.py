@@ -92,10 +92,9 @@ def read_record(out: Path, name: str) -> NotebookRecord | None:
 
 def read_records(out: Path) -> list[NotebookRecord]:
     """The records of all notebooks, in order. Raises `UserError` where there are none, or one is damaged."""
-    found = [read_record(out, path.stem) for path in sorted((out / "notebooks").glob("*.json"))]
-    words = f"There is no workbook in {out}: run `workbook run --out {out}`, or name its folder."
-    require(bool(found), words)
-    return [record for record in found if record]
+    records = [read_record(out, path.stem) for path in sorted((out / "notebooks").glob("*.json"))]
+    require(bool(records), f"There is no workbook in {out}: run `workbook run --out {out}`, or name its folder.")
+    return [record for record in records if record]
 
 
 def plan(out: Path, scale: str, data: str, names: Sequence[str]) -> None:

@@ -78,13 +78,9 @@ def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: 
         children = [_start(folder, log, gpus[index % len(gpus)] if gpus else None) for index, log in enumerate(logs)]
         _follow(folder.name, children, runs, folders)
         for child, log in zip(children, logs, strict=True):
-            code, last = (
-                child.returncode,
-                ["it said nothing", *log.read_text(errors="replace").strip().splitlines()][-1],
-            )
-            require(
-                code != EXIT_INTERRUPTED, f"Training in {folder} was stopped by a signal; run this again to resume it."
-            )
+            code, last = child.returncode, log.read_text(errors="replace").strip().rpartition("\n")[2]
+            stopped = f"Training in {folder} was stopped by a signal; run this again to resume it."
+            require(code != EXIT_INTERRUPTED, stopped)
             require(code == 0, f"The process that wrote {log} ended with code {code}: {last}")
     if not begun:
         print(f"{folder.name}: all {len(runs)} runs reused.")

@@ -7,6 +7,7 @@ from tyro.extras import SubcommandApp
 from lmcore.cli import application
 from lmcore.config import TrainConfig
 from workbook.cli import jobs, notebooks, sweep
+from workbook.run import run
 
 
 def commands(arguments: Sequence[str]) -> SubcommandApp:
@@ -19,7 +20,7 @@ def commands(arguments: Sequence[str]) -> SubcommandApp:
         "sweep": ("What the tasks of a sweep run, and the table of its runs.", (sweep.work, sweep.table)),
     }
     unlisted = (jobs.requeue,) if arguments[:1] == ["requeue"] else ()  # only job.sh calls it
-    listed = (notebooks.run, notebooks.writeup, notebooks.handin, jobs.status)
+    listed = (run, notebooks.writeup, notebooks.handin, jobs.status)
     return application.commands((*listed, *unlisted), groups)
 
 

@@ -1,4 +1,4 @@
-"""`workbook run`, `writeup` and `handin`: the notebooks, executed, and what is made from them."""
+"""`workbook writeup` and `handin`: what is made from executed notebooks."""
 
 import sys
 from pathlib import Path
@@ -6,46 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED
-
-
-def run(
-    scale: str = "smoke",
-    data: str = "embedded",
-    out: Path | None = None,
-    notebooks: tuple[str, ...] = (),
-    parameters: tuple[str, ...] = (),
-    resume: bool = False,
-    writeup: bool = True,
-    stop_seconds: float = 100.0,
-) -> int:
-    """Execute the notebooks in order and make the writeup. Exit codes: 1 a notebook failed, 75 stopped by a signal.
-
-    Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 stop it where nothing is lost; a second SIGINT or SIGTERM ends the command and
-    its notebooks at once: 130, 143.
-
-    Args:
-        scale: smoke, laptop or gpu: a folder in papermill_jobs/parameters/.
-        data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
-        out: Folder for everything that is made (default: runs/<scale>).
-        notebooks: Only these, by number or name.
-        parameters: name=value pairs that override notebook parameters of that name; values are Python literals or text.
-        resume: Keep the notebooks that are done with the same scale, data, parameters and cells.
-        writeup: Make the writeup, too.
-        stop_seconds: How long training may take to save itself after a signal.
-    """
-    from workbook.parameters import parse_overrides
-    from workbook.run import run_workbook
-
-    chosen = parse_overrides(parameters)
-    records, pdfs = run_workbook(scale, data, out, notebooks, chosen, resume, writeup, stop_seconds)
-    print("".join(f"PDF: {pdf}\n" for pdf in pdfs), end="")
-    notebook = next((record for record in records if record.unfinished), None)
-    if notebook is None:
-        return 0
-    resumes = "" if notebook.state == "failed" else " The same command with --resume resumes from there."
-    print(f"workbook: {notebook.unfinished}{resumes}", file=sys.stderr)
-    return EXIT_FAILURE if notebook.state == "failed" else EXIT_INTERRUPTED
+from lmcore.errors import EXIT_FAILURE
 
 
 def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False, to: Path | None = None) -> int:
