@@ -7,7 +7,6 @@ import time
 import zipfile
 from pathlib import Path
 
-import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 from notebook_projects import code, make_project, parameters
@@ -107,8 +106,6 @@ def test_what_is_made_or_secret_stays_out(project):
     write(project, *secrets, *ignored, "slurm-12.out", "a/.ipynb_checkpoints/a.ipynb", "lmcore.egg-info/PKG-INFO")
     write(project, "large.txt", text="a" * (MAX_FILE_BYTES + 1))
     (project / "link").symlink_to("/etc/hostname")
-    executed = nbformat.v4.new_notebook(metadata={"papermill": {"version": "2"}})
-    nbformat.write(executed, project / "executed.ipynb")
     (project / "deleted.py").touch()
     git(project, "add", "--force", ".netrc", "lmcore/tokenizer.py", "notebooks", "deleted.py")
     git(project, "commit", "-m", "x")
@@ -119,7 +116,6 @@ def test_what_is_made_or_secret_stays_out(project):
     assert left_out == {
         "named like a secret": sorted(secrets),
         "larger than 5 MB": ["large.txt"],
-        "a notebook as papermill executed it": ["executed.ipynb"],
         "a link": ["link"],
     }
     shutil.rmtree(project / ".git")

@@ -27,9 +27,7 @@ MARK = "LMCORE_FAMILY"
 """Environment variable that marks every process of a kernel, also those that outlive their parents."""
 
 
-def execute(
-    source: Path, record: NotebookRecord, out: Path, stop: StopEvent, stop_seconds: float = STOP_SECONDS
-) -> None:
+def execute(source: Path, record: NotebookRecord, out: Path, stop: StopEvent, stop_seconds: float) -> None:
     """Executes one notebook into out/notebooks with the record's parameters, and checks it.
 
     `record` says how it ended, and is on disk all the while. The executed notebook is saved before each cell, so that
@@ -57,9 +55,8 @@ def execute(
         fault = max(begun, default=0), problem
     if fault:
         record.cell = fault[0] or None
-        record.state, record.error = "failed", fault[1].rstrip(".")
-        if stop.is_set():
-            record.state, record.error = "stopped", stop.first.name
+        stopped, failed = stop.first, fault[1].rstrip(".")
+        record.state, record.error = ("stopped", stopped.name) if stopped else ("failed", failed)
     seal(out, record.name)
     write_record(out, record)
     print(f"{record.name}: {record.state} after {record.seconds:.0f} s", flush=True)
@@ -131,7 +128,7 @@ def _kernel(variables: Mapping[str, str]) -> Iterator[type]:
 
 
 @contextmanager
-def ended_by(stop: StopEvent, seconds: float = STOP_SECONDS) -> Iterator[dict[str, str]]:
+def ended_by(stop: StopEvent, seconds: float) -> Iterator[dict[str, str]]:
     """Gives the block variables for the environment of a kernel that it starts and ends; no process of it is left.
 
     A stop signal interrupts the kernel as Jupyter's button does, which ends what the kernel runs in order; what has not

@@ -15,9 +15,6 @@ from lmcore.errors import UserError, require
 from lmcore.files import atomic_write
 from workbook.report.verify import writeup_faults
 
-ANSWERS, WRITEUP = "answers.pdf", "writeup.pdf"
-"""What CSE599-O calls the answers, and CS336 and others."""
-
 LEARNING_CURVES = ("recipe_curves.svg", "learning_rate_curves.svg")
 """Figures of notebook 02; handed in is the first that is there: the curves of the recipes, or those of the sweep."""
 
@@ -64,10 +61,10 @@ def make_handin(project: Path, out: Path, to: Path, handout: str, incomplete: bo
     made = [to / "code.zip", to / "results.zip"]
     write_zip(made[0], code)
     write_zip(made[1], {Path("results", file.relative_to(out)): file for file in sorted(executed)})
-    for name in (ANSWERS, WRITEUP):
+    for name in ("answers.pdf", "writeup.pdf"):
         (to / name).unlink(missing_ok=True)  # of an earlier hand-in
     if pdf.is_file():
-        made.append(to / (ANSWERS if handout.startswith("cse599o") else WRITEUP))
+        made.append(to / ("answers.pdf" if handout.startswith("cse599o") else "writeup.pdf"))
         with atomic_write(made[-1]) as file:
             file.write(pdf.read_bytes())
     lines = [f"{file}: {file.stat().st_size / 1e6:.2f} MB" for file in made]
@@ -88,8 +85,8 @@ def write_zip(path: Path, files: Mapping[Path, Path]) -> None:
 def project_files(project: Path, excluded: Iterable[Path] = ()) -> tuple[list[Path], dict[str, list[str]]]:
     """The files that are the project, relative to it and sorted, and the names of the others by the reason.
 
-    They are what git tracks or does not ignore, without large files, secrets and executed notebooks. `excluded` folders
-    are left out with all that they hold. Raises `UserError` where there is no git checkout.
+    They are what git tracks or does not ignore, without large files, links and secrets. `excluded` folders are left out
+    with all that they hold. Raises `UserError` where there is no git checkout.
     """
     command = ["git", "-C", project, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
@@ -98,9 +95,9 @@ def project_files(project: Path, excluded: Iterable[Path] = ()) -> tuple[list[Pa
         said = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
         raise UserError(f"git, which says what belongs to the project, cannot list {project}: {said}.") from None
     kept, left_out = [], {}
-    for name in sorted({os.fsdecode(name) for name in listed.split(b"\0") if name}):
-        if not os.path.lexists(project / name):
-            continue  # deleted, but not yet in git
+    names = {os.fsdecode(name) for name in listed.split(b"\0") if name}
+    names = {name for name in names if os.path.lexists(project / name)}  # without what is deleted, but not yet in git
+    for name in sorted(names):
         if reason := why_left_out(project / name, excluded):
             left_out.setdefault(reason, []).append(name)
         else:
@@ -116,10 +113,7 @@ def why_left_out(path: Path, excluded: Iterable[Path]) -> str | None:
         return "made by the code"
     if SECRET_FILE.fullmatch(path.name.lower()):
         return "named like a secret"
-    if path.stat().st_size > MAX_FILE_BYTES:
-        return f"larger than {MAX_FILE_BYTES / 1e6:.0f} MB"
-    executed = path.suffix == ".ipynb" and b'"papermill": {' in path.read_bytes()
-    return "a notebook as papermill executed it" if executed else None
+    return f"larger than {MAX_FILE_BYTES / 1e6:.0f} MB" if path.stat().st_size > MAX_FILE_BYTES else None
 
 
 def refuse_secrets(files: Iterable[Path]) -> None:

@@ -18,9 +18,6 @@ from workbook.notebook import PRECONDITIONS, code_cells, declared_parameters, re
 PARAMETERS_FOLDER = Path("papermill_jobs") / "parameters"
 """One folder for each scale, with a YAML file for each notebook: what `papermill -f` takes."""
 
-LARGE_TEXT = 1 << 20
-"""Bytes of training text from which on there is a window of tokens in each part."""
-
 
 def find_project() -> Path:
     """Folder that holds notebooks/: the current one or one above it, else this package's checkout."""
@@ -145,7 +142,7 @@ def require_text(source: str, tokenizer: str, context_length: int, dev: bool = T
             found = len(list(islice(read_documents(corpus.train_files), least)))
             words = f"{source} needs at least {least} documents, with {END_OF_TEXT} between them, but has {found}."
             require(not dev or found == least, f"To choose settings on the last training documents, {words}")
-            if corpus.size > LARGE_TEXT:
+            if corpus.size > 1 << 20:  # bytes: there is a window in each part
                 return
             data = prepare(source, tokenizer, folder / "data", progress=False)
         parts = {"training": data.train, "validation": data.valid}

@@ -15,9 +15,6 @@ from lmcore.errors import UserError, require
 from lmcore.files import is_locked, locked, read_json, write_json
 from workbook.notebook import read_notebook, tags
 
-LOCK_SECONDS = 2.0
-"""How long a notebook's lock is waited for: someone who only asks whether it is held has it for a moment."""
-
 
 @dataclass
 class NotebookRecord:
@@ -119,5 +116,6 @@ def holding(out: Path, names: Sequence[str]) -> Iterator[None]:
     with ExitStack() as stack:
         for name in names:
             busy = f"Another process is running notebook {name} in {out}; wait for it or choose another OUT."
-            stack.enter_context(locked(lock_file(out, name), busy, LOCK_SECONDS))
+            # who only asks whether it is held, has it for a moment
+            stack.enter_context(locked(lock_file(out, name), busy, seconds=2.0))
         yield

@@ -3,7 +3,6 @@
 It shares nothing with the model but its weights: `torch.nn.functional` computes, and RoPE multiplies complex numbers.
 """
 
-import math
 from collections.abc import Mapping
 from functools import partial
 
@@ -69,10 +68,9 @@ def reference_logits(config: ModelConfig, weights: Weights, token_ids: Tensor) -
     """Logits (batch, seq, vocab) for (batch, seq) token ids; `weights` is the model's state dict. Without dropout."""
     x = F.embedding(token_ids, weights["token_embeddings.weight"])
     if config.position == "sinusoidal":
-        for position in range(token_ids.shape[1]):
-            for feature in range(config.d_model):
-                angle = position / 10_000 ** (2 * (feature // 2) / config.d_model)
-                x[:, position, feature] += math.cos(angle) if feature % 2 else math.sin(angle)
+        features = torch.arange(config.d_model)
+        angles = torch.arange(token_ids.shape[1])[:, None] / 10_000 ** (2 * (features // 2).double() / config.d_model)
+        x = x + torch.where(features % 2 == 1, angles.cos(), angles.sin()).to(x.dtype)
     for n in range(config.num_layers):
         x = reference_block(config, part_of(weights, f"layers.{n}"), x)
     if config.norm == "pre":

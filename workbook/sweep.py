@@ -19,8 +19,6 @@ from lmcore.run import RunFolder, damage
 from lmcore.stopping import stop_signals
 from lmcore.train import train
 
-SECONDS_BETWEEN_LOOKS = 0.5
-
 
 def is_finished(config: TrainConfig, run: RunFolder) -> bool:
     """Whether `run` is `FINISHED`, undamaged, with this configuration and this data."""
@@ -130,7 +128,7 @@ def _follow(
             over = all([child.poll() is not None for child in children])
             over = over and not any(run.is_busy() for run in runs.values())
             progress.update(*_how_far(configs, runs))
-            time.sleep(0 if over else SECONDS_BETWEEN_LOOKS)
+            time.sleep(0 if over else 0.5)
     except KeyboardInterrupt:
         for child in children:
             child.terminate()  # it saves itself
