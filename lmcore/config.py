@@ -131,7 +131,7 @@ class TrainConfig:
     eval_interval: int = 500
     eval_batch_size: int = 128
     eval_details: bool = False
-    """Whether an evaluation measures next-token accuracy, too, and the loss at each position of the window."""
+    """Whether an evaluation measures next-token accuracy, too."""
     evaluate_on: Literal["valid", "dev"] = "valid"
     """dev: the last training documents, on which settings are chosen; the run then trains on those before them."""
     z_loss: float = 0.0

@@ -26,8 +26,6 @@ class Score:
     """Number of targets."""
     loss: float
     """Mean cross-entropy in nats per token."""
-    loss_by_position: list[float]
-    """The same at each position of the window."""
     accuracy: float
     """Share of the targets that the model finds most probable."""
 
@@ -62,15 +60,14 @@ def score(
         with autocast(device, precision):
             logits = at_least_float32((module or model)(inputs))
         of_targets = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        losses = (logits.logsumexp(-1) - of_targets).cpu().double().sum(0)
-        correct = (logits.argmax(-1) == targets).cpu().double().sum(0)
+        losses = (logits.logsumexp(-1) - of_targets).cpu().double().sum()
+        correct = (logits.argmax(-1) == targets).cpu().double().sum()
         return torch.stack((losses, correct))
 
-    losses, correct = over_windows(measure, model, tokens, batch_size, device, ranks)
-    windows = num_validation_windows(len(tokens), model.config.context_length)
-    targets = windows * model.config.context_length
-    loss, accuracy = losses.sum().item() / targets, correct.sum().item() / targets
-    return Score(targets, loss, (losses / windows).tolist(), accuracy)
+    losses, correct = over_windows(measure, model, tokens, batch_size, device, ranks).tolist()
+    context = model.config.context_length
+    targets = context * num_validation_windows(len(tokens), context)
+    return Score(targets, losses / targets, correct / targets)
 
 
 def validation(
@@ -78,8 +75,7 @@ def validation(
 ) -> dict[str, Any]:
     """What a metrics line says of the validation text: the mean loss in nats per token over all its windows.
 
-    With `config.eval_details` also the accuracy, and the loss by position in the window. `step` is a `PlainStep`, or
-    what is called like one.
+    With `config.eval_details` also the accuracy. `step` is a `PlainStep`, or what is called like one.
     """
     model, batch_size = step.current()[0], config.eval_batch_size
 
@@ -91,8 +87,7 @@ def validation(
     found: dict[str, Any] = {"valid_loss": total / count}
     if config.eval_details:
         details = score(model, tokens, batch_size, device, config.precision, step.strategy.module, ranks)
-        by_position = [round(loss, 5) for loss in details.loss_by_position]
-        found |= {"valid_accuracy": details.accuracy, "valid_loss_by_position": by_position}
+        found["valid_accuracy"] = details.accuracy
     return found
 
 
@@ -121,7 +116,7 @@ class Evaluation(Score):
         return perplexity(self.loss * self.tokens / self.words)
 
     def describe(self) -> dict[str, Any]:
-        """The numbers by name, but for the loss by position."""
+        """The numbers by name."""
         names = ("split", "tokens", "bytes", "words", "loss", "perplexity", "accuracy", "loss_per_byte")
         return {name: getattr(self, name) for name in (*names, "word_perplexity")}
 

@@ -35,8 +35,6 @@ def test_score_is_the_mean_over_windows_by_hand(model):
         logits = model(inputs)
     assert found.tokens == 56
     assert found.loss == pytest.approx(cross_entropy(logits, targets).item(), rel=1e-6)
-    by_position = [cross_entropy(logits[:, i], targets[:, i]).item() for i in range(8)]
-    assert found.loss_by_position == pytest.approx(by_position, rel=1e-5)
     assert found.accuracy == (logits.argmax(-1) == targets).float().mean().item()
 
 
@@ -52,7 +50,6 @@ def test_bytes_and_words_are_those_of_the_predicted_tokens(model, embedded_data)
     assert found.loss_per_byte * found.bytes == pytest.approx(nats)
     assert math.log(found.word_perplexity) * found.words == pytest.approx(nats)
     assert math.log(found.perplexity) == pytest.approx(found.loss)
-    assert np.mean(found.loss_by_position) == pytest.approx(found.loss)
 
 
 def test_a_model_that_knows_the_next_token_is_always_right():
