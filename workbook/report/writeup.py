@@ -160,8 +160,8 @@ def answer_text(answers: list[Answered]) -> list[str]:
 
 
 def report_text(contents: NotebookContents) -> list[str]:
-    """A notebook that is a report: all of its text, without its title."""
-    return [re.sub(r"\A# .*", "", text) for text in contents.text]
+    """A notebook that is a report: all of its text but the first cell, which is for readers of the workbook."""
+    return contents.text[1:]
 
 
 def marks(problem: Problem) -> str:
