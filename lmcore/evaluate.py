@@ -115,11 +115,6 @@ class Evaluation(Score):
         """exp of the nats per word."""
         return perplexity(self.loss * self.tokens / self.words)
 
-    def describe(self) -> dict[str, Any]:
-        """The numbers by name."""
-        names = ("split", "tokens", "bytes", "words", "loss", "perplexity", "accuracy", "loss_per_byte")
-        return {name: getattr(self, name) for name in (*names, "word_perplexity")}
-
 
 def evaluate(
     model: TransformerLM, data: PreparedData, split: str = "valid", batch_size: int = 32,
