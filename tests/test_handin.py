@@ -130,6 +130,10 @@ def test_a_key_is_refused_and_nothing_written(project):
         (project / "lmcore" / "config.py").write_text(f"x = 1\n\n{key}\n")
         with pytest.raises(UserError, match=f"lmcore/config.py line 3 looks like {what}"):
             submit(project)
+    (project / "lmcore" / "config.py").unlink()
+    (project / "runs" / "smoke" / "results" / "losses.json").write_text('{"text": "' + key + '"}')
+    with pytest.raises(UserError, match=r"losses\.json line 1 looks like an API key"):
+        submit(project, incomplete=True)
     assert not (project / "handin").exists()
 
 

@@ -51,16 +51,16 @@ def make_handin(project: Path, out: Path, to: Path, handout: str, incomplete: bo
         notes.append(f"Nothing of {handout} is answered in {out}: there is no {pdf}.")
     require(incomplete or not notes, f"{''.join(notes[:1])} To hand in what there is, say --incomplete.")
     files, left_out = project_files(project, excluded=(out, to))
-    refuse_secrets(project / file for file in files)
+    executed = sorted([*(out / "notebooks").glob("*.ipynb"), *(out / "results").glob("*.*")])
+    refuse_secrets([*(project / name for name in files), *executed])
     code = {Path("code", name): project / name for name in files}
     curves = [file for name in LEARNING_CURVES if (file := out / "figures" / name).is_file()]
     code |= {Path("code", "learning_curve.svg"): file for file in curves[:1]}
     if not curves:
         notes.append(f"There is no learning curve ({' or '.join(LEARNING_CURVES)}) in {out / 'figures'}.")
-    executed = [*(out / "notebooks").glob("*.ipynb"), *(out / "results").glob("*.*")]
     made = [to / "code.zip", to / "results.zip"]
     write_zip(made[0], code)
-    write_zip(made[1], {Path("results", file.relative_to(out)): file for file in sorted(executed)})
+    write_zip(made[1], {Path("results", file.relative_to(out)): file for file in executed})
     for name in ("answers.pdf", "writeup.pdf"):
         (to / name).unlink(missing_ok=True)  # of an earlier hand-in
     if pdf.is_file():
