@@ -88,7 +88,7 @@ test-faults: $(INSTALLED)  ## training runs killed, damaged and starved at rando
 official: $(INSTALLED)  ## the course's own tests of assignment 2, or of another, in a checkout of it (A2=path)
 	@$(BIN)/python tests/official.py "$(A2)"
 
-handin: $(INSTALLED)  ## the hand-in of the newest writeup, or of OUT (HANDOUT=, the name of a PDF: cs336-a1)
+handin: $(INSTALLED)  ## the hand-in of OUT (HANDOUT=, the name of a PDF: cs336-a1)
 	@$(BIN)/workbook handin $(if $(filter-out file,$(origin OUT) $(origin SCALE)),"$(OUT)") --handout "$(HANDOUT)"
 
 lab: $(INSTALLED)  ## JupyterLab: notebook 01, with the whole project beside it

@@ -164,13 +164,12 @@ def test_what_does_not_fit_together_is_refused(project):
     assert handed_in(project) == {"code.zip", "results.zip"}  # answers.pdf was that of the first hand-in
 
 
-def test_the_command_takes_the_newest_writeup(project, monkeypatch, capsys):
+def test_the_command_takes_a_folder(project, monkeypatch, capsys):
     monkeypatch.chdir(project)
-    assert cli.main(["handin", "--handout", "cs336-a1"]) == 0
+    assert cli.main(["handin", "runs/smoke", "--handout", "cs336-a1"]) == 0
     assert "writeup.pdf" in capsys.readouterr().out
-    shutil.rmtree(project / "runs")
-    assert cli.main(["handin"]) == EXIT_USER_ERROR
-    assert "run `make workbook` first" in capsys.readouterr().err
+    assert cli.main(["handin", "runs/gpu"]) == EXIT_USER_ERROR
+    assert "There is no workbook in runs/gpu" in capsys.readouterr().err
 
 
 def test_this_project_unpacks_to_one_that_works(project, tmp_path):

@@ -127,10 +127,3 @@ def refuse_secrets(files: Iterable[Path]) -> None:
                     f"{path} line {line} looks like {what}; take it out of the file (and revoke it, if it was ever "
                     "shared), then make the hand-in again: nothing was written."
                 )
-
-
-def newest_writeup(runs: Path) -> Path:
-    """The output folder in `runs` whose writeup was made last. Raises `UserError` where there is none."""
-    found = list(runs.glob("*/writeup/*.pdf"))
-    require(bool(found), f"No workbook has left a writeup in {runs}: run `make workbook` first, or name its folder.")
-    return max(found, key=lambda path: path.stat().st_mtime).parents[1]

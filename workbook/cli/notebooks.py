@@ -39,7 +39,7 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False, to:
 
 
 def handin(
-    out: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[OUT]", help_behavior_hint="")] = None,
+    out: Annotated[Path, tyro.conf.Positional],
     to: Path = Path("handin"),
     handout: Literal[
         "cse599o-a1-part1", "cse599o-a1-part2", "cs336-a1", "cs336-a2-2025", "cs336-a2-2026", "wikitext103-report"
@@ -49,14 +49,13 @@ def handin(
     """Make the hand-in for a handout: its PDF, code.zip without data, checkpoints or secrets, results, learning curve.
 
     Args:
-        out: Folder of an executed workbook (default: that in runs/ whose writeup was made last).
+        out: Folder of an executed workbook.
         to: Folder for the hand-in.
         handout: Whose answers: the name of a PDF in OUT/writeup.
         incomplete: Also where something is missing or does not fit together.
     """
-    from workbook.handin import make_handin, newest_writeup
+    from workbook.handin import make_handin
     from workbook.parameters import find_project
 
-    project = find_project()
-    print("\n".join(make_handin(project, out or newest_writeup(project / "runs"), to, handout, incomplete)))
+    print("\n".join(make_handin(find_project(), out, to, handout, incomplete)))
     return 0
