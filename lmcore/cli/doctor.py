@@ -21,10 +21,8 @@ OPTIONAL_PACKAGES = {
 
 def doctor() -> int:
     """Say what this machine has: Python, torch, the device and why, disk, optional parts, data."""
-    facts = examine()
-    width = max(map(len, facts)) + 2
-    for name, text in facts.items():
-        print(f"{name:<{width}}{text}")
+    for name, text in examine().items():
+        print(f"{name:<24}{text}")
     return 0
 
 
