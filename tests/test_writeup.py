@@ -109,7 +109,7 @@ FIRST = [
             answers.answer(
                 "learning_rate_tuning",
                 "See [here](https://example.org), [there](02_train.ipynb), [run](javascript:x) <b>bold</b> "
-                '`#read("/etc/passwd")` and ![gone](gone.png).',
+                '`#read("/etc/passwd")` and ![gone](gone.png), ![outside](/etc/hostname).',
                 missing="a thing",
             )
         )
@@ -238,6 +238,10 @@ def test_what_was_changed_by_hand_or_is_not_of_these_notebooks_is_named(tmp_path
     seal(out, "02_train")
     with pytest.raises(UserError, match="was made from other notebooks than these"):
         check_writeup(out)
+    notebook.metadata[SEAL] = ["no hashes"]
+    nbformat.write(notebook, out / "notebooks" / "02_train.ipynb")
+    assert writeup_faults(out)[0] == "Notebook 02_train has no hashes of its outputs: execute it with `workbook run`."
+    seal(out, "02_train")
     write_writeup(out)
     pdf.write_bytes(pdf.read_bytes()[:1000])
     with pytest.raises(UserError, match="not a sound PDF"):

@@ -53,7 +53,7 @@ def changed_by_hand(out: Path, names: list[str]) -> list[str]:
     for name in names:
         notebook = read_notebook(out / "notebooks" / f"{name}.ipynb")
         sealed = notebook.metadata.get(SEAL)
-        if sealed is None:
+        if not isinstance(sealed, dict) or not {"cells", "files"} <= sealed.keys():
             faults.append(f"Notebook {name} has no hashes of its outputs: execute it with `workbook run`.")
             continue
         for path, found in sealed["files"].items():

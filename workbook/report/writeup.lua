@@ -9,9 +9,9 @@ function Link(link)
   if not link.target:match("^https?://") then return link.content end
 end
 
--- a picture that is not there becomes its caption
+-- a picture that is not one of the outputs, which lie here, becomes its caption
 function Image(image)
-  local file = io.open(image.src, "rb")
+  local file = not image.src:find("/") and io.open(image.src, "rb")
   if not file then return pandoc.Emph(image.caption) end
   file:close()
 end

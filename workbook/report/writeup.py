@@ -176,7 +176,7 @@ def in_a_cell(text: str) -> str:
 
 
 def breakable(name: str) -> str:
-    """A long name as Markdown that may go on in the next line after each underscore."""
+    """A long name as Markdown that may be broken after each underscore."""
     return escaped(name).replace("&#95;", "&#95;&#8203;")
 
 
