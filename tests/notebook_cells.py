@@ -30,7 +30,7 @@ NAMES = re.compile(
 
 
 def rendered(name: str, out: Path) -> dict[str, dict[str, Any]]:
-    """The answers of a notebook at scale gpu from the committed records, by "problem (part)": values and claims."""
+    """The answers of a notebook at scale gpu from the committed records, by "problem (part)": text, what holds."""
     parameters = read_mapping(PROJECT / PARAMETERS_FOLDER / "gpu" / f"{name}.yaml")
     parameters |= {"out": str(out), "records": str(RECORDS)}
     variables: dict[str, Any] = {"__name__": "__main__"}
@@ -47,9 +47,7 @@ def rendered(name: str, out: Path) -> dict[str, dict[str, Any]]:
                 if isinstance(shown, Answer):
                     found = shown.metadata[METADATA_KEY]
                     problem = f"{found['problem']} ({found['part']})" if found["part"] else found["problem"]
-                    answers[problem] = {key: found[key] for key in ("values", "claims", "missing") if found[key] != ""}
-                    if not found["values"]:
-                        answers[problem]["text"] = found["text"]
+                    answers[problem] = {key: found[key] for key in ("text", "holds", "missing") if found[key]}
     finally:
         os.chdir(here)
     return answers
@@ -75,8 +73,7 @@ def template_of(call: ast.Call) -> str:
 
 def typed_numbers(template: str) -> list[str]:
     """Numbers that stand in a template's text, outside of its fields and of names."""
-    text = re.sub(r"(?<!\{)\{[^{}]*\}(?!\})", "", template)
-    return re.findall(r"\d+(?:[.,]\d+)*", NAMES.sub("", text))
+    return re.findall(r"\d+(?:[.,]\d+)*", NAMES.sub("", template))
 
 
 if __name__ == "__main__":
