@@ -32,11 +32,17 @@ def seal(out: Path, name: str) -> None:
     """Puts into an executed notebook the hashes of its cells and of the files in `out` that no other one has sealed."""
     file = out / "notebooks" / f"{name}.ipynb"
     others = [path for path in (out / "notebooks").glob("*.ipynb") if path != file]
-    known = {item for path in others for item in read_notebook(path).metadata.get(SEAL, {}).get("files", {}).items()}
+    known = {item for path in others for item in sealed_files(read_notebook(path)).items()}
     notebook = read_notebook(file)
     files = {path: found for path, found in file_hashes(out) if (path, found) not in known}
     notebook.metadata[SEAL] = {"cells": cell_hashes(notebook), "files": files}
     write_notebook(file, notebook)
+
+
+def sealed_files(notebook: Any) -> dict[str, str]:
+    """SHA-256 of the files that an executed notebook made, by their paths in its output folder."""
+    sealed = notebook.metadata.get(SEAL)
+    return sealed.get("files", {}) if isinstance(sealed, dict) else {}
 
 
 def file_hashes(out: Path) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from lmcore.errors import EXIT_FAILURE
+from lmcore.errors import EXIT_FAILURE, require
 
 
 def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False, to: Path | None = None) -> int:
@@ -24,10 +24,11 @@ def writeup(out: Annotated[Path, tyro.conf.Positional], check: bool = False, to:
         print(f"{to}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB.")
         return 0
     if check:
-        from workbook.report.verify import check_writeup
+        from workbook.report.verify import writeup_faults
 
-        found = check_writeup(out)
-        print("Writeup complete: " + ", ".join(f"{count} {name}" for name, count in found.items()) + ".")
+        faults = writeup_faults(out)
+        require(not faults, "\n".join(faults))
+        print(f"Writeup complete: {', '.join(file.name for file in sorted((out / 'writeup').glob('*.pdf')))}.")
         return 0
     from workbook.record import read_records, unfinished
     from workbook.report.writeup import write_writeup

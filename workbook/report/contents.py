@@ -14,6 +14,7 @@ from PIL import Image
 from workbook.notebook import tags
 from workbook.report.answers import METADATA_KEY
 from workbook.report.coverage import Answered
+from workbook.seal import sealed_files
 
 REMOVE_OUTPUT = "remove_output"
 """Tag of a cell whose outputs the writeup leaves out."""
@@ -29,6 +30,8 @@ class NotebookContents:
     name: str
     text: list[str] = field(default_factory=list)
     answers: list[Answered] = field(default_factory=list)
+    results: list[str] = field(default_factory=list)
+    """Paths in the output folder of the results files that the notebook made."""
 
 
 def read_contents(name: str, notebook: nbformat.NotebookNode, build: Path) -> NotebookContents:
@@ -36,7 +39,8 @@ def read_contents(name: str, notebook: nbformat.NotebookNode, build: Path) -> No
 
     A heading begins a section; what an answer is shown with stands in its section, after the answer before it.
     """
-    contents, pictures = NotebookContents(name), 0
+    results = [file for file in sealed_files(notebook) if file.startswith("results/")]
+    contents, pictures = NotebookContents(name, results=results), 0
     table = figure = samples = ""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from IPython.display import Markdown, display
 
 from lmcore.errors import require
 from lmcore.files import atomic_write, read_json
@@ -44,6 +45,9 @@ class Results:
             file = Path(self.records) / f"{name}.json"
             require(file.is_file(), f"The records in {self.records} have no table {name}: there is no {file}.")
             table, provenance, _ = read_results(file)
+            if isinstance(commits := provenance.get("git_commit"), list):
+                rows = f"> The rows of `{name}` were measured at the commits {' and '.join(c[:8] for c in commits)}."
+                display(Markdown(rows))
         else:
             made = measure()
             table, provenance = made if isinstance(made, tuple) else (made, in_common([environment()], ENVIRONMENT))

@@ -38,15 +38,6 @@ def writeup_faults(out: Path) -> list[str]:
     return faults
 
 
-def check_writeup(out: Path) -> dict[str, int]:
-    """Counts of the writeup in `out`: its PDFs, their pages, notebooks. Raises `UserError` with its first fault."""
-    faults = writeup_faults(out)
-    require(not faults, "".join(faults[:1]))
-    files = sorted((out / "writeup").glob("*.pdf"))
-    pages = sum(pages_and_keywords(file)[0] for file in files)
-    return {"PDFs": len(files), "pages": pages, "notebooks": len(read_records(out))}
-
-
 def pages_and_keywords(file: Path) -> tuple[int, str]:
     """Number of pages and the keywords of a PDF. Raises `UserError` if it is not there or not sound."""
     import pypdf

@@ -91,13 +91,16 @@ def documents(out: Path, records: list[NotebookRecord], contents: list[NotebookC
         if any(problem.answers for problem in asked):
             report = next((each for each in contents if each.name == REPORT_NOTEBOOK), None)
             body = report_text(report) if handout == REPORT and report else answers_text(asked)
-            written[handout] = "\n\n".join([*front_matter(out, records, asked), *body])
+            of = {answer.notebook for problem in asked for answer in problem.answers}
+            files = [out / file for each in contents if each.name in of for file in each.results]
+            tables = [read_json(file) for file in files if file.is_file()]
+            written[handout] = "\n\n".join([*front_matter(records, asked, tables), *body])
     return written
 
 
-def front_matter(out: Path, records: list[NotebookRecord], problems: list[Problem]) -> list[str]:
+def front_matter(records: list[NotebookRecord], problems: list[Problem], tables: list[Any]) -> list[str]:
     """Machine, commits and text used; notebooks that failed; what is answered in part or not, and why."""
-    parts = ["\n".join(f"- **{name}:** {escaped(value)}" for name, value in provenance(out, records).items())]
+    parts = ["\n".join(f"- **{name}:** {escaped(value)}" for name, value in provenance(records, tables).items())]
     parts += [f"**{escaped(words)}**" for words in unfinished(records)]
     partly = [f"- {escaped(each.name)}: {each.missing}." for each in problems if each.state == PARTLY]
     absent = [f"- {escaped(each.name)}" for each in problems if each.state == OPEN]
@@ -106,15 +109,15 @@ def front_matter(out: Path, records: list[NotebookRecord], problems: list[Proble
     return parts
 
 
-def provenance(out: Path, records: list[NotebookRecord]) -> dict[str, str]:
+def provenance(records: list[NotebookRecord], tables: list[Any]) -> dict[str, str]:
     """What was measured on what, from which code, on which text.
 
-    Measured is what the tables in out/results say, which may be records of another machine.
+    Measured is what the results files `tables` say, which may be records of another machine.
     """
     executed = [record.environment or {} for record in records if record.state != "not run"]
-    tables = [read_json(file).get("provenance") or {} for file in sorted((out / "results").glob("*.json"))]
-    measured = [each for each in tables if each.get("device")] or executed
-    sources = [source for each in tables for source in _listed(each.get("data")) if source.get("request")]
+    given = [table.get("provenance") or {} for table in tables]
+    measured = [each for each in given if each.get("device")] or executed
+    sources = [source for each in given for source in _listed(each.get("data")) if source.get("request")]
     commits = {commit[:8] for each in measured for commit in _listed(each.get("git_commit")) if commit}
     changed = " with uncommitted changes" if any(any(_listed(each.get("git_dirty"))) for each in measured) else ""
     return {
