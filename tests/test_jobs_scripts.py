@@ -32,7 +32,7 @@ def test_the_scripts_are_short_and_ready_for_sbatch():
         options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
         assert os.access(script, os.X_OK), script
         assert text.count("\n") <= 30
-        assert options.get("gres") == (None if script.stem in ("writeup", "sweep-table") else "gpu:1")
+        assert options.get("gres") == (None if script.stem == "writeup" else "gpu:1")
         if script.stem != "papermill":
             assert (options["requeue"], options["open-mode"], options["signal"]) == ("", "append", "B:USR1@120")
         first = next(index for index, line in enumerate(text.splitlines()) if not line.startswith("#") and line)

@@ -1,29 +1,19 @@
-"""`workbook submit`: what is asked of Slurm, what it does where Slurm refuses, and the same jobs without Slurm."""
+"""`workbook submit`: what is asked of Slurm, and what it does where Slurm refuses."""
 
 import json
-import os
-import shlex
-import signal
-import sys
 from pathlib import Path
 
 import pytest
-from job_projects import SWEEP, command, job_project
+from job_projects import command, job_project
 from notebook_projects import code, parameters
 
-from lmcore.config import to_dict
-from lmcore.errors import EXIT_INTERRUPTED, UserError
-from lmcore.run import RunFolder
+from lmcore.errors import UserError
 from workbook.cli import main
 from workbook.jobs import slurm as slurm_commands
 from workbook.jobs.site import load_site
-from workbook.jobs.submit import Chain, Job, submitted
-from workbook.jobs.sweeps import sweep_runs
+from workbook.jobs.submit import submitted
 from workbook.record import read_records
-from workbook.report.results import read_results
-from workbook.sweep import work
 
-PROJECT = Path(__file__).parents[1]
 SBATCH = """cd "$(dirname "$0")/.."
 for word; do if [[ $word == --job-name=* ]]; then name=${word#*=}; fi; done
 if [[ $name == "$REFUSED" ]]; then
@@ -188,7 +178,7 @@ def test_a_job_that_submits_does_not_pass_its_own_variables_on(slurm, project, m
     assert handed_on == ["SLURM_CONF=of the job around"]
 
 
-# ---- training runs and sweeps
+# ---- training runs
 
 
 def test_what_a_training_run_asks_of_slurm(tmp_path, capsys):
@@ -219,92 +209,12 @@ def test_a_training_run_that_cannot_be_is_refused_before_it_is_submitted(tmp_pat
     assert sentence in refusal(capsys, "train", "--run", tmp_path / "run", *words, "--dry-run")
 
 
-def test_a_sweep_is_an_array_over_what_is_unfinished_and_a_table(slurm, project, embedded_data, capsys):
-    (project / "rates.py").write_text(SWEEP.format(rates=[0.01, 1e30, 0.02]))  # the second diverges
-    sweep = ["submit", "sweep", "rates.py", "--data", str(embedded_data), "--recipe", "smoke", "--steps", "4"]
-    assert main([*sweep, "--concurrency", "2"]) == 0
-    out = project / "runs" / "sweeps" / "rates"
-    array, table = slurm.called("sbatch")
-    assert array.endswith(" --array=0,1,2%2 papermill_jobs/sweep.sbatch")
-    assert table.endswith(" --dependency=afterany:101 --kill-on-invalid-dep=yes papermill_jobs/sweep-table.sbatch")
-    assert f" --output={out}/jobs/rates-%A_%a.log " in array
-    work(out, task=1)
-    assert RunFolder(out / "lr_1e+30").status()["state"] == "diverged"
-    assert not (out / "lr_0.01" / "status.json").exists()
-    slurm.queue.unlink()
-    assert main(sweep) == 0
-    assert slurm.called("sbatch")[2].endswith(" --array=0,2 papermill_jobs/sweep.sbatch")
-    work(out)
-    assert main(["sweep", "table", str(out)]) == 0
-    table, _, _ = read_results(out / "results" / "rates.json")
-    assert list(table["name"]) == ["lr_0.01", "lr_1e+30", "lr_0.02"]
-    assert list(table["outcome"]) == ["complete", "diverged", "complete"]
-    assert (out / "results" / "rates_curves.json").is_file()
-    capsys.readouterr()
-    assert main(sweep) == 0
-    assert capsys.readouterr().out == f"All of {out} is finished.\n"
-
-
-@pytest.mark.parametrize("file", [*PROJECT.glob("papermill_jobs/sweeps/*.py")], ids=lambda file: file.stem)
-def test_the_sweeps_of_the_project_make_configurations(file, embedded_data):
-    for recipe in ("smoke", "handout"):
-        runs = sweep_runs(file, embedded_data, recipe, 20)
-        assert len({json.dumps(to_dict(config)) for config in runs.values()}) == len(runs) > 5
-
-
-# ---- the same jobs without Slurm
-
-
-def script(project: Path, name: str, line: str, **fields: object) -> Job:
-    """A job that runs this line under `supervise`."""
-    text = f". papermill_jobs/job.sh\nsupervise bash -c {shlex.quote(line)}\n"
-    (project / "papermill_jobs" / f"{name}.sbatch").write_text(f"#!/bin/bash\nset -euo pipefail\n{text}")
-    return Job(name, name, {}, **fields)
-
-
-def run_here(project: Path, *jobs: Job) -> int:
-    return Chain(project, project / "runs" / "it's out", {}, jobs).run_here()
-
-
-def test_jobs_run_here_in_their_order_and_a_failure_leaves_out_what_needs_it(project, monkeypatch, capfd):
-    monkeypatch.setenv("SLURM_JOB_ID", "99")  # a session of Slurm's around it is no business of these jobs
-    jobs = [
-        script(project, "array", 'echo "${SLURM_JOB_ID:-alone}"; exit 1', array="0,3"),
-        script(project, "table", "echo table >>order", after=("array",), even_if_failed=True),
-        script(project, "needs", "echo needs >>order", after=("array",)),
-        script(project, "judge", "echo judge >>order", after=("needs",)),
-        script(project, "other", "echo other >>order"),
-    ]
-    assert run_here(project, *jobs) == 1
-    assert (project / "order").read_text() == "table\nother\n"
-    assert (project / "runs" / "it's out" / "jobs" / "array-local.log").read_text() == "alone\n"
-    said = capfd.readouterr().out
-    assert "array: ended with code 1" in said
-    assert "judge: not run" in said
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_stops_the_job_that_runs_in_order_and_the_rest_is_left_undone(project, number, capfd):
-    trap = f"trap 'touch saved; exit 75' TERM; kill -{number:d} {os.getpid()}"
-    first = script(project, "first", f"{trap}; while :; do sleep 0.1; done")
-    second = script(project, "second", "touch second")
-    assert run_here(project, first, second) == EXIT_INTERRUPTED
-    assert (project / "saved").exists()
-    assert not (project / "second").exists()
-    assert "the same command resumes" in capfd.readouterr().err
-
-
-def test_a_training_run_here_has_a_process_for_each_gpu(project, tmp_path, monkeypatch):
-    """The settings are those of the moment of submission."""
-    bin = tmp_path / "bin"
-    bin.mkdir()
-    called = command(bin, "torchrun", "")
-    (project / "papermill_jobs" / "site.yaml").write_text(f"setup: PATH={bin}:$PATH\n")
-    words = ["--run", "run", "--batch-size", "4", "--device", "cpu", "--gpus", "2", "--strategy", "zero1", "--local"]
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+def test_the_settings_are_those_of_the_moment_of_submission(slurm, project, monkeypatch, capsys):
+    words = ["--run", "run", "--batch-size", "4", "--gpus", "2", "--strategy", "zero1"]
     assert main(["submit", "train", *words]) == 0
     settings = project / "run" / "jobs" / "config.json"
-    assert called.read_text() == (
-        f"--standalone --nproc-per-node 2 -m -- lmcore train --run {project / 'run'} --config {settings}\n"
-    )
+    assert {f"CONFIG={settings}", f"RUN={project / 'run'}", "GPUS=2"} <= {*slurm.environment("run")}
     assert json.loads(settings.read_text())["batch_size"] == 4
+    monkeypatch.setenv("PATH", "/usr/bin/nothing")
+    capsys.readouterr()
+    assert "There is no sbatch here; without Slurm, `workbook run`" in refusal(capsys, "train", *words)

@@ -1,4 +1,4 @@
-"""Training runs that a notebook follows, and the workers of a sweep."""
+"""Training runs that a notebook follows, the workers of a sweep, and `workbook sweep`."""
 
 import json
 import math
@@ -8,16 +8,22 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import psutil
 import pytest
+from job_projects import SWEEP
 
 from lmcore.config import TrainConfig, replace, to_dict
 from lmcore.errors import EXIT_INTERRUPTED, UserError
 from lmcore.files import write_json
 from lmcore.run import RunFolder
 from workbook import sweep
-from workbook.sweep import run_sweep, work
+from workbook.cli import main
+from workbook.report.results import read_results
+from workbook.sweep import planned, run_sweep, work
+
+SWEEPS = Path(__file__).parents[1] / "papermill_jobs" / "sweeps"
 
 
 @pytest.fixture
@@ -119,3 +125,30 @@ def test_a_worker_stops_between_two_runs(tmp_path, config, monkeypatch, number):
         work(tmp_path)
     assert (ended.value.code, trained) == (EXIT_INTERRUPTED, ["a"])
     assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_a_sweep_is_a_file_of_runs_that_tasks_train_and_one_table(tmp_path, embedded_data, capsys):
+    file, out = tmp_path / "rates.py", tmp_path / "out"
+    file.write_text(SWEEP.format(rates=[0.01, 1e30, 0.02]))  # the second diverges
+    words = ["sweep", file, "--data", embedded_data, "--recipe", "smoke", "--steps", 4, "--out", out]
+    words = [str(word) for word in words]
+
+    def outcomes() -> list[tuple[str, str]]:
+        table, _, _ = read_results(out / "results" / "rates.json")
+        return [*zip(table["name"], table["outcome"], strict=True)]
+
+    assert main([*words, "--task", "1"]) == 0
+    assert outcomes() == [("lr_1e+30", "diverged")]
+    assert main(words) == 0
+    assert outcomes() == [("lr_0.01", "complete"), ("lr_1e+30", "diverged"), ("lr_0.02", "complete")]
+    assert (out / "results" / "rates_curves.json").is_file()
+    assert "lr_1e+30: skipped, it is finished: diverged." in capsys.readouterr().out
+    assert main([*words, "--task", "3"]) == 2
+    assert "has runs 0 to 2, not 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", [*SWEEPS.glob("*.py")], ids=lambda file: file.stem)
+def test_the_sweeps_of_the_project_make_configurations(file, embedded_data):
+    for recipe in ("smoke", "handout"):
+        runs = planned(file, embedded_data, recipe, 20)
+        assert len({json.dumps(to_dict(config)) for config in runs.values()}) == len(runs) > 5

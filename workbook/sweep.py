@@ -1,23 +1,33 @@
-"""Training runs that a notebook follows: in processes of their own, none by two of them, reused when finished."""
+"""Training runs, none by two processes, reused when finished; a notebook follows them in processes of their own."""
 
 import os
+import runpy
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from lmcore.config import TrainConfig, from_dict, to_dict
 from lmcore.data import open_data
 from lmcore.errors import EXIT_INTERRUPTED, FINISHED, UserError, require
-from lmcore.files import Busy, read_json, write_json
+from lmcore.files import Busy, locked, read_json, write_json
 from lmcore.progress import Progress
+from lmcore.recipes import recipe
 from lmcore.run import RunFolder, damage
 from lmcore.stopping import stop_signals
 from lmcore.train import train
+from workbook.report.variations import with_steps
+
+if TYPE_CHECKING:  # a worker has no tables
+    import pandas as pd
+
+PLAN = "sweep.json"
+"""In the folder of a sweep: its configurations by name."""
 
 
 def is_finished(config: TrainConfig, run: RunFolder) -> bool:
@@ -32,6 +42,38 @@ def is_finished(config: TrainConfig, run: RunFolder) -> bool:
         return False
 
 
+def planned(file: Path, data: Path, recipe_name: str, steps: int | None) -> dict[str, TrainConfig]:
+    """The configurations of a sweep by name: what `runs(base)` in the Python file returns for this recipe and data.
+
+    `data` is a prepared corpus. Raises `UserError` where there is no such file, function, recipe or corpus.
+    """
+    require(file.is_file(), f"There is no sweep {file}.")
+    functions, corpus = runpy.run_path(str(file)), open_data(data.resolve())
+    require("runs" in functions, f"{file} must define runs(base), which returns configurations by name.")
+    return functions["runs"](with_steps(recipe(recipe_name, str(corpus.folder), corpus.vocab_size), steps))
+
+
+def write_plan(folder: Path, runs: Mapping[str, TrainConfig]) -> None:
+    """Writes what `work` reads."""
+    write_json(folder / PLAN, {name: to_dict(config) for name, config in runs.items()})
+
+
+def write_table(folder: Path, name: str) -> "tuple[pd.DataFrame, Path]":
+    """Writes folder/results/<name>.json with a row for each run of the sweep that has begun, and the curves beside it.
+
+    Returns the table and its file. Tasks that end at the same time take turns, so the last table has all runs.
+    """
+    from workbook.report import results, tables
+
+    file = folder / "results" / f"{name}.json"
+    with locked(folder / ".table.lock", f"Another process holds the table of {folder}.", seconds=-1):
+        folders = {each: RunFolder(folder / each) for each in read_json(folder / PLAN)}
+        runs = {each: run for each, run in folders.items() if run.config_file.exists()}
+        provenance = tables.provenance_of(runs)
+        results.write_results(tables.curves_table(runs), file.with_stem(f"{name}_curves"), provenance)
+        return results.write_results(tables.run_table(runs), file, provenance), file
+
+
 def work(folder: str | os.PathLike, task: int | None = None) -> None:
     """What one worker of a sweep does: trains, in order, each run of sweep.json that is neither done nor taken.
 
@@ -39,7 +81,7 @@ def work(folder: str | os.PathLike, task: int | None = None) -> None:
     exit code EXIT_INTERRUPTED. Raises `UserError` if a run cannot be trained.
     """
     with stop_signals() as stop:
-        file = Path(folder) / "sweep.json"
+        file = Path(folder) / PLAN
         values = read_json(file)
         require(isinstance(values, dict), f"{file} must be a mapping of run names to settings.")
         configs = {name: from_dict(TrainConfig, each) for name, each in values.items()}
@@ -70,7 +112,7 @@ def run_sweep(runs: dict[str, TrainConfig], folder: str | os.PathLike, workers: 
     folders = {name: RunFolder(folder / name) for name in runs}
     while left := sum(not is_finished(config, folders[name]) for name, config in runs.items()):
         begun = True
-        write_json(folder / "sweep.json", {name: to_dict(config) for name, config in runs.items()})
+        write_plan(folder, runs)
         logs = [folder / f"worker{index}.log" for index in range(min(workers, left))]
         gpus = visible_gpus() if len(logs) > 1 else []
         children = [_start(folder, log, gpus[index % len(gpus)] if gpus else None) for index, log in enumerate(logs)]
@@ -95,7 +137,7 @@ def visible_gpus() -> list[str]:
 def _start(folder: Path, log: Path, gpu: str | None) -> subprocess.Popen:
     """Starts a worker in a session of its own, writing to the log; on this GPU alone, if one is named."""
     variables = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
-    command, nothing = [sys.executable, "-m", "workbook", "sweep", "work", str(folder)], subprocess.DEVNULL
+    command, nothing = [sys.executable, "-m", "workbook", "work", str(folder)], subprocess.DEVNULL
     with open(log, "a", encoding="utf-8") as file:
         return subprocess.Popen(command, stdin=nothing, stdout=file, stderr=file, env=variables, start_new_session=True)
 

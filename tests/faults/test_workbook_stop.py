@@ -157,7 +157,7 @@ def test_training_is_stopped_and_goes_on_as_if_nothing_had_been(workbook, bench,
 def test_a_second_ctrl_c_ends_all_processes_at_once(workbook, endless):
     book = workbook(training("toy"), config=endless).start("--no-writeup")
     book.wait_for_steps("toy")
-    (child,) = book.processes("sweep")
+    (child,) = book.processes("work")
     child.suspend()  # it will not save itself
     book.process.send_signal(signal.SIGINT)
     time.sleep(2 * SAME_SIGNAL)
@@ -229,7 +229,7 @@ def test_all_but_the_kernel_is_killed(workbook, bench, config, undisturbed):
     book = workbook(training("toy"), config=config).start("--no-writeup")
     book.wait_for(lambda: book.run("toy").checkpoints())
     kernels = book.processes(KERNEL)
-    (child,) = book.processes("sweep")
+    (child,) = book.processes("work")
     book.process.send_signal(signal.SIGKILL)
     child.kill()
     book.end(-signal.SIGKILL)

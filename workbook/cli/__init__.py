@@ -14,13 +14,11 @@ def commands(arguments: Sequence[str]) -> SubcommandApp:
     """All commands; `submit train` with the defaults that its arguments ask for."""
     training = list(arguments[:2]) == ["submit", "train"]
     base = application.training.starting_config(arguments[2:]) if training else TrainConfig()
-    submitted = (jobs.notebooks, jobs.sweep, jobs.train_command(base))
-    groups = {
-        "submit": ("The notebooks, a sweep or a training run as Slurm jobs.", submitted),
-        "sweep": ("What the tasks of a sweep run, and the table of its runs.", (sweep.work, sweep.table)),
-    }
-    unlisted = (jobs.requeue,) if arguments[:1] == ["requeue"] else ()  # only job.sh calls it
-    listed = (run, notebooks.writeup, notebooks.handin, jobs.status)
+    submitted = (jobs.notebooks, jobs.train_command(base))
+    groups = {"submit": ("The notebooks or a training run as Slurm jobs.", submitted)}
+    internal = (jobs.requeue, sweep.work)  # for job.sh and `run_sweep`: not in the list of commands
+    unlisted = [command for command in internal if [command.__name__] == list(arguments[:1])]
+    listed = (run, notebooks.writeup, notebooks.handin, jobs.status, sweep.sweep)
     return application.commands((*listed, *unlisted), groups)
 
 

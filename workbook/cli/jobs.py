@@ -1,4 +1,4 @@
-"""`workbook submit`, `status` and `requeue`: notebooks, a sweep or a training run as Slurm jobs, or the same here."""
+"""`workbook submit`, `status` and `requeue`: notebooks or a training run as Slurm jobs."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -20,22 +20,20 @@ class Submission:
     """How jobs are submitted."""
 
     out: Path | None = None
-    """Folder for everything that is made (default: runs/<scale> or runs/sweeps/<name>)."""
+    """Folder for everything that is made (default: runs/<scale>)."""
     site: Path | None = None
     """What your cluster wants (default: papermill_jobs/site.yaml)."""
     time: str | None = None
     """Limit of each job, in place of the site's; a job that needs longer resumes in the next one."""
     dry_run: bool = False
     """Only show how the jobs would be submitted."""
-    local: bool = False
-    """Run the jobs here, without Slurm."""
 
     def folder(self, default: str | Path) -> Path:
         """The output folder: the one that was named, else `default` in the project."""
         return (find_project() / default if self.out is None else self.out).resolve()
 
     def carry_out(self, out: Path, jobs: Sequence[Any]) -> int:
-        """Shows, submits or runs the jobs; the exit code."""
+        """Shows or submits the jobs; the exit code."""
         from workbook.jobs.site import load_site
         from workbook.jobs.submit import Chain
 
@@ -43,15 +41,15 @@ class Submission:
         file = self.site or project / "papermill_jobs" / "site.yaml"
         site = load_site(file) if self.site or file.is_file() else {}
         chain = Chain(project, out, site, jobs, (f"--time={self.time}",) if self.time else ())
-        if not jobs:
-            print(f"All of {out} is finished.")
-        elif self.dry_run:
+        if self.dry_run:
             print(chain.described())
-        elif self.local or not shutil.which("sbatch"):
-            return chain.run_here()
-        else:
-            print("\n".join(f"{id}  {name}" for name, id in chain.submit().items()))
-            print(f"Their logs are in {out / 'jobs'}. To watch them: workbook status")
+            return 0
+        without = (
+            "There is no sbatch here; without Slurm, `workbook run` and `lmcore train` do the same on this machine."
+        )
+        require(shutil.which("sbatch") is not None, without)
+        print("\n".join(f"{id}  {name}" for name, id in chain.submit().items()))
+        print(f"Their logs are in {out / 'jobs'}. To watch them: workbook status")
         return 0
 
 
@@ -68,9 +66,8 @@ def notebooks(
 ) -> int:
     """Submit the workbook: a job for each notebook, then one for the writeup, also when a notebook failed.
 
-    Notebooks run side by side, but 03_generate after 02_train. Where there is no Slurm the same jobs run here, one
-    after another. Exit codes: 0 submitted, 2 refused, nothing is left in the queue; without Slurm 0 done, 1 a job
-    failed, 75 stopped.
+    Notebooks run side by side, but 03_generate after 02_train. Exit codes: 0 submitted, 2 refused, nothing is left in
+    the queue.
 
     Args:
         scale: smoke, laptop or gpu: a folder in papermill_jobs/parameters/.
@@ -84,31 +81,6 @@ def notebooks(
 
     out = how.folder(f"runs/{scale}")
     return how.carry_out(out, notebook_jobs(out, scale, data, notebooks, parameters, writeup))
-
-
-def sweep(
-    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SWEEP")],
-    data: Path,
-    recipe: str = "handout",
-    steps: int | None = None,
-    concurrency: int | None = None,
-    how: How = Submission(),
-) -> int:
-    """Submit what is unfinished of a sweep as an array of jobs, and the table of all of it after them.
-
-    Args:
-        name: A Python file in papermill_jobs/sweeps/ by its name, or any other by its path.
-        data: Prepared corpus.
-        recipe: What is varied: a recipe as for lmcore train --preset.
-        steps: Steps of the recipe in place of its own.
-        concurrency: At most so many tasks at a time.
-        how: How they are submitted.
-    """
-    from workbook.jobs.sweeps import sweep_jobs, sweep_runs
-
-    file = Path(name) if name.endswith(".py") else find_project() / "papermill_jobs" / "sweeps" / f"{name}.py"
-    out = how.folder(f"runs/sweeps/{file.stem}")
-    return how.carry_out(out, sweep_jobs(file.stem, sweep_runs(file, data, recipe, steps), out, concurrency))
 
 
 def train_command(base: TrainConfig) -> Callable[..., int]:

@@ -1,4 +1,4 @@
-"""`workbook submit`: which jobs a workbook or a training run is, submitted to Slurm or run here one after another.
+"""`workbook submit`: which Slurm jobs a workbook or a training run is.
 
 The scripts in papermill_jobs/ run as they stand. What a site changes goes on the command line of sbatch, before which a
 script's own options give way; what a job is to do goes into its variables.
@@ -6,18 +6,15 @@ script's own options give way; what a job is to do goes into its variables.
 
 import os
 import shlex
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lmcore.config import TrainConfig, to_dict
-from lmcore.errors import EXIT_FAILURE, EXIT_INTERRUPTED, require
+from lmcore.errors import require
 from lmcore.files import read_json, write_json
-from lmcore.stopping import StopEvent, stop_signals
 from workbook.jobs import slurm
 from workbook.jobs.site import options, variables
 from workbook.parameters import find_notebooks, find_project, locate, parse_overrides, resolve_parameters
@@ -42,8 +39,6 @@ class Job:
     after: tuple[str, ...] = ()
     even_if_failed: bool = False
     """Whether it runs, too, when one of these jobs has failed."""
-    array: str = ""
-    """Indices of an array as sbatch takes them; none: not an array."""
     gpus: int | None = None
     """GPUs of each node; None: as the site has it."""
     options: tuple[str, ...] = ()
@@ -92,7 +87,7 @@ def train_job(run: Path, config: TrainConfig, gpus: int, nodes: int) -> Job:
 
 @dataclass(frozen=True)
 class Chain:
-    """Jobs, each after those that it waits for, and where they run."""
+    """Jobs, each after those that it waits for, and what the site wants for them."""
 
     project: Path
     out: Path
@@ -113,9 +108,9 @@ class Chain:
 
     def words(self, job: Job, ids: Mapping[str, str]) -> list[str]:
         """The arguments of sbatch; a job that can never start any more is cancelled."""
-        log = f"{self.out}/jobs/{job.name}".replace("%", "%%") + ("-%A_%a.log" if job.array else "-%j.log")
+        log = f"{self.out}/jobs/{job.name}".replace("%", "%%") + "-%j.log"
         words = [f"--job-name={job.name}", f"--output={log}", "--export=ALL", *options(self.settings(job))]
-        words += [*self.options, *job.options, *([f"--array={job.array}"] if job.array else [])]
+        words += [*self.options, *job.options]
         if job.after:
             how = "afterany" if job.even_if_failed else "afterok"
             words.append(f"--dependency={how}:{':'.join(ids[name] for name in job.after)}")
@@ -151,7 +146,12 @@ class Chain:
         busy = f"Jobs of {self.out} are still queued or running ({active}): wait for them, or cancel them with scancel."
         require(not active, busy)
         try:
-            self._prepare()
+            write_json(self.out / SUBMITTED, earlier)  # the folder of their logs
+            for file, value in (pair for job in self.jobs for pair in job.files.items()):
+                write_json(file, value)
+            if names := [job.variables["NOTEBOOKS"] for job in self.jobs if "NOTEBOOKS" in job.variables]:
+                # a writeup names them all
+                plan(self.out, self.jobs[0].variables["SCALE"], self.jobs[0].variables["DATA"], names)
             for job in self.jobs:
                 ids[job.name] = slurm.sbatch(self.words(job, ids), self.project, self.environment(job))
             write_json(self.out / SUBMITTED, earlier | ids)
@@ -160,53 +160,6 @@ class Chain:
                 slurm.call("scancel", *ids.values())
             raise
         return ids
-
-    def _prepare(self) -> None:
-        """Writes what the jobs read, and a record for each notebook: a writeup names them all."""
-        write_json(self.out / SUBMITTED, submitted(self.out))
-        for file, value in (pair for job in self.jobs for pair in job.files.items()):
-            write_json(file, value)
-        if names := [job.variables["NOTEBOOKS"] for job in self.jobs if "NOTEBOOKS" in job.variables]:
-            plan(self.out, self.jobs[0].variables["SCALE"], self.jobs[0].variables["DATA"], names)
-
-    def run_here(self) -> int:
-        """Runs the jobs in their order; returns 0 if all succeeded, 1 if one did not, 75 if stopped by a signal.
-
-        A job is left out if one that it needs failed. A stop signal ends the job that runs in an orderly way, a second
-        one at once, and the rest is left undone.
-        """
-        self._prepare()
-        failed: set[str] = set()
-        with stop_signals() as stop:
-            for job in self.jobs:
-                if failed.intersection(job.after) and not job.even_if_failed:
-                    print(f"{job.name}: not run, because a job that it needs failed", flush=True)
-                    failed.add(job.name)
-                elif self._run(job, stop):
-                    failed.add(job.name)
-                if stop.is_set():
-                    print("workbook: stopped; the same command resumes with what is saved.", file=sys.stderr)
-                    return EXIT_INTERRUPTED
-        return EXIT_FAILURE if failed else 0
-
-    def _run(self, job: Job, stop: StopEvent) -> int:
-        """Runs a job, of an array all tasks; returns its exit code."""
-        log = self.out / "jobs" / f"{job.name}-local.log"
-        environment = self.environment(job) | {"PYTHONUNBUFFERED": "1"}
-        print(f"{job.name}: runs, see {log}", flush=True)
-        with open(log, "a", encoding="utf-8") as file:
-            process = subprocess.Popen(
-                ["bash", f"papermill_jobs/{job.script}.sbatch", *job.arguments],
-                cwd=self.project, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for this process, which passes it on
-            )  # fmt: skip
-        stop.before_exit = process.terminate
-        while process.poll() is None and not stop.is_set():
-            time.sleep(0.1)
-        process.terminate()  # does nothing where it has ended
-        code = process.wait()
-        print(f"{job.name}: {f'ended with code {code}, see {log}' if code else 'done'}", flush=True)
-        return code
 
 
 def submitted(out: Path) -> dict[str, str]:
