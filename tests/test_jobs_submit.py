@@ -81,7 +81,7 @@ def test_a_workbook_is_a_chain_that_ends_with_the_writeup(slurm, project, capsys
     assert told == [[str(id), name] for id, name in enumerate(names, 101)]
     calls = slurm.called("sbatch")
     assert calls[1] == (
-        f"--parsable --job-name=03_generate --output={out}/jobs/03_generate-%j.log --export=ALL --signal=B:USR1@120 "
+        f"--parsable --job-name=03_generate --output={out}/jobs/03_generate-%j.log --export=ALL "
         "--dependency=afterok:101 --kill-on-invalid-dep=yes papermill_jobs/workbook.sbatch --no-writeup"
     )
     assert " --dependency=afterany:101:102:103 " in calls[3]
@@ -107,7 +107,6 @@ def test_each_notebook_gets_the_parameters_that_it_declares(slurm, tmp_path, mon
 WRONG = {
     "- account": "must be a mapping, not",
     "setup: [module load cuda]": "setup must hold plain text",
-    "signal_seconds: 2 minutes": "signal_seconds must be a whole number above 0",
     "jobs: {writeup: {time: []}}": "jobs, writeup: time must hold plain text",
     "account: [": "cannot be read as YAML",
 }
@@ -142,8 +141,8 @@ mail-type: END,FAIL
 setup: |
   a
   b c
-environment: {NAME: $c}
-signal_seconds: 60
+environment: {NAME: $c, STOP_SECONDS: 50}
+signal: B:USR1@60
 jobs: {02_train: {mem: 64G, time: 1-0}, writeup: {gres: none}}
 """
 
@@ -153,11 +152,11 @@ def test_what_the_site_wants_goes_before_the_scripts_own_options(slurm, project,
     site.write_text(SITE)
     assert main(["submit", "notebooks", "--site", str(site), "--notebooks", "02", "--time", "30"]) == 0
     train, writeup = slurm.called("sbatch")
-    wanted = "--account=lab --gres=gpu:a40:1 --time=1-0 --mail-type=END,FAIL --mem=64G --signal=B:USR1@60 --time=30"
+    wanted = "--account=lab --gres=gpu:a40:1 --time=1-0 --mail-type=END,FAIL --signal=B:USR1@60 --mem=64G --time=30"
     assert f" {wanted} papermill_jobs/workbook.sbatch " in train
     assert " --gres=none " in writeup
     environment = slurm.environment("02_train")
-    assert {f"OUT={project}/runs/smoke", "NAME=$c", "STOP_SECONDS=50", "ATTEMPTS=3"} <= {*environment}
+    assert {f"OUT={project}/runs/smoke", "NAME=$c", "STOP_SECONDS=50"} <= {*environment}
     assert "LMCORE_SETUP=a\nb c" in "\n".join(environment)
 
 

@@ -68,7 +68,7 @@ def test_submitted_twice_then_cancelled(cluster, tmp_path):
 def test_usr1_requeues_a_job_that_got_somewhere_and_gives_up_on_one_that_does_not(cluster, tmp_path):
     started = code("from pathlib import Path\nPath(out, f'{time.time_ns()}.start').touch()")
     project = job_project(tmp_path / "project", _02_train=touching("02_train", started, code("time.sleep(3600)")))
-    (project / "papermill_jobs" / "site.yaml").write_text("attempts_without_progress: 1\n")
+    (project / "papermill_jobs" / "site.yaml").write_text("environment: {ATTEMPTS: 1}\n")
     out = project / "runs" / "smoke"
     (out / "runs" / "base" / "checkpoints" / "step_00000010.pt").mkdir(parents=True)  # what training would have left
     job = alone(cluster, project, "02")

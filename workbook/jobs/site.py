@@ -9,7 +9,7 @@ import yaml
 from lmcore.errors import require
 from workbook.parameters import read_mapping
 
-OURS = ("setup", "environment", "signal_seconds", "attempts_without_progress", "jobs")
+OURS = ("setup", "environment", "jobs")
 """Settings that are ours; every other one is an option of sbatch by its own name, which sbatch checks itself."""
 
 
@@ -27,23 +27,13 @@ def _check(settings: Mapping[str, Any], place: str) -> None:
             _check(value, f"{place}, {name}")
         else:
             require(isinstance(value, str), f"{place}: {name} must hold plain text, not {value!r}.")
-            if name in ("signal_seconds", "attempts_without_progress"):
-                whole = value.isdecimal() and int(value) > 0
-                require(whole, f"{place}: {name} must be a whole number above 0, not {value!r}.")
 
 
 def options(settings: Mapping[str, Any]) -> list[str]:
     """Options for the command line of sbatch, which go before those in the script."""
-    chosen = [f"--{name}={value}" for name, value in settings.items() if value and name not in OURS]
-    return [*chosen, f"--signal=B:USR1@{settings.get('signal_seconds', 120)}"]
+    return [f"--{name}={value}" for name, value in settings.items() if value and name not in OURS]
 
 
 def variables(settings: Mapping[str, Any]) -> dict[str, str]:
     """Variables for the environment of a job."""
-    return {
-        **settings.get("environment", {}),
-        "ATTEMPTS": settings.get("attempts_without_progress", "3"),
-        # the rest: for the notebook, and to requeue
-        "STOP_SECONDS": str(max(int(settings.get("signal_seconds", 120)) * 5 // 6, 1)),
-        "LMCORE_SETUP": settings.get("setup", ""),
-    }
+    return settings.get("environment", {}) | {"LMCORE_SETUP": settings.get("setup", "")}
