@@ -41,7 +41,7 @@ def make_handin(project: Path, out: Path, to: Path, handout: str, incomplete: bo
     """Writes the hand-in for a handout, by the name of its PDF, of the workbook executed in `out` into the folder `to`;
     with `incomplete` what there is of it.
 
-    Returns lines on what was written, what of the project was left out and why, and what the hand-in lacks. Raises
+    Returns lines on what was written, what of the project was left out, and what the hand-in lacks. Raises
     `UserError`, before anything is written, where notebooks, results and PDFs do not fit together
     (`workbook.report.verify`), and where a file holds what looks like a key.
     """
@@ -50,7 +50,7 @@ def make_handin(project: Path, out: Path, to: Path, handout: str, incomplete: bo
     if not notes and not pdf.is_file():
         notes.append(f"Nothing of {handout} is answered in {out}: there is no {pdf}.")
     require(incomplete or not notes, f"{''.join(notes[:1])} To hand in what there is, say --incomplete.")
-    files, left_out = project_files(project, excluded=(out, to))
+    files, left_out = project_files(project, made=(out, to))
     executed = sorted([*(out / "notebooks").glob("*.ipynb"), *(out / "results").glob("*.*")])
     refuse_secrets([*(project / name for name in files), *executed])
     code = {Path("code", name): project / name for name in files}
@@ -68,7 +68,8 @@ def make_handin(project: Path, out: Path, to: Path, handout: str, incomplete: bo
         with atomic_write(made[-1]) as file:
             file.write(pdf.read_bytes())
     lines = [f"{file}: {file.stat().st_size / 1e6:.2f} MB" for file in made]
-    lines += [f"Left out, {reason}: {', '.join(found)}" for reason, found in sorted(left_out.items())]
+    if left_out:
+        notes.append(f"Left out, as links, too large or named like a secret: {', '.join(map(str, left_out))}.")
     return lines + [f"Note: {note}" for note in notes]
 
 
@@ -82,11 +83,11 @@ def write_zip(path: Path, files: Mapping[Path, Path]) -> None:
             archive.write(source, name)
 
 
-def project_files(project: Path, excluded: Iterable[Path] = ()) -> tuple[list[Path], dict[str, list[str]]]:
-    """The files that are the project, relative to it and sorted, and the names of the others by the reason.
+def project_files(project: Path, made: Iterable[Path] = ()) -> tuple[list[Path], list[Path]]:
+    """The files that are the project, and what was left out of them; relative to it and sorted.
 
-    They are what git tracks or does not ignore, without large files, links and secrets. `excluded` folders are left out
-    with all that they hold. Raises `UserError` where there is no git checkout.
+    They are what git tracks or does not ignore, without links, large files and secrets; what lies in the folders `made`
+    is not the project's. Raises `UserError` where there is no git checkout.
     """
     command = ["git", "-C", project, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
@@ -94,26 +95,14 @@ def project_files(project: Path, excluded: Iterable[Path] = ()) -> tuple[list[Pa
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
         raise UserError(f"git, which says what belongs to the project, cannot list {project}: {said}.") from None
-    kept, left_out = [], {}
-    names = {os.fsdecode(name) for name in listed.split(b"\0") if name}
-    names = {name for name in names if os.path.lexists(project / name)}  # without what is deleted, but not yet in git
-    for name in sorted(names):
-        if reason := why_left_out(project / name, excluded):
-            left_out.setdefault(reason, []).append(name)
-        else:
-            kept.append(Path(name))
+    kept, left_out = [], []
+    for name in sorted({os.fsdecode(name) for name in listed.split(b"\0") if name}):
+        path = project / name
+        if not os.path.lexists(path) or any(path.resolve().is_relative_to(folder.resolve()) for folder in made):
+            continue  # deleted, but not yet in git; or not the project's
+        secret = path.is_symlink() or SECRET_FILE.fullmatch(path.name.lower())
+        (left_out if secret or path.stat().st_size > MAX_FILE_BYTES else kept).append(Path(name))
     return kept, left_out
-
-
-def why_left_out(path: Path, excluded: Iterable[Path]) -> str | None:
-    """Why a file of the project is not handed in, or None if it is."""
-    if path.is_symlink():
-        return "a link"
-    if any(path.resolve().is_relative_to(folder.resolve()) for folder in excluded):
-        return "made by the code"
-    if SECRET_FILE.fullmatch(path.name.lower()):
-        return "named like a secret"
-    return f"larger than {MAX_FILE_BYTES / 1e6:.0f} MB" if path.stat().st_size > MAX_FILE_BYTES else None
 
 
 def refuse_secrets(files: Iterable[Path]) -> None:

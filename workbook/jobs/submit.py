@@ -121,11 +121,6 @@ class Chain:
         """What is added to the environment of sbatch."""
         return variables(self.settings(job)) | {"OUT": str(self.out)} | job.variables
 
-    def environment(self, job: Job) -> dict[str, str]:
-        """The environment of sbatch, with the `workbook` of this process first on the PATH."""
-        path = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
-        return slurm.outside_of_jobs() | path | self.variables(job)
-
     def described(self) -> str:
         """The commands that submit the jobs, as one would type them, with names in place of ids."""
         ids, lines = {job.name: f"<{job.name}>" for job in self.jobs}, [f"cd {shlex.quote(str(self.project))}"]
@@ -141,6 +136,8 @@ class Chain:
         those that were submitted before it are then cancelled.
         """
         earlier, ids = submitted(self.out), dict[str, str]()
+        # the `workbook` of this process is the jobs' too
+        environment = slurm.outside_of_jobs() | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
         before = [earlier[job.name] for job in self.jobs if job.name in earlier]
         active = ", ".join(slurm.queue(before, "--noheader", "--format=%i").split())
         busy = f"Jobs of {self.out} are still queued or running ({active}): wait for them, or cancel them with scancel."
@@ -153,7 +150,7 @@ class Chain:
                 # a writeup names them all
                 plan(self.out, self.jobs[0].variables["SCALE"], self.jobs[0].variables["DATA"], names)
             for job in self.jobs:
-                ids[job.name] = slurm.sbatch(self.words(job, ids), self.project, self.environment(job))
+                ids[job.name] = slurm.sbatch(self.words(job, ids), self.project, environment | self.variables(job))
             write_json(self.out / SUBMITTED, earlier | ids)
         except BaseException:  # no half of a chain stays, also after Ctrl-C
             if ids:
