@@ -199,7 +199,6 @@ REFUSED = [
     (("--gpus", 2), "2 processes need a way to divide the work: add --strategy ddp, zero1 or fsdp."),
     (("--gpus", 2, "--nodes", 3, "--strategy", "ddp"), "batch_size (32) must divide by 6 processes."),
     (("--gpus", 0), "--gpus and --nodes must be at least 1."),
-    (("--out", "elsewhere"), "A training run has one folder, --run; --out is for other jobs."),
 ]
 
 

@@ -19,18 +19,12 @@ Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metava
 class Submission:
     """How jobs are submitted."""
 
-    out: Path | None = None
-    """Folder for everything that is made (default: runs/<scale>)."""
     site: Path | None = None
     """What your cluster wants (default: papermill_jobs/site.yaml)."""
     time: str | None = None
     """Limit of each job, in place of the site's; a job that needs longer resumes in the next one."""
     dry_run: bool = False
     """Only show how the jobs would be submitted."""
-
-    def folder(self, default: str | Path) -> Path:
-        """The output folder: the one that was named, else `default` in the project."""
-        return (find_project() / default if self.out is None else self.out).resolve()
 
     def carry_out(self, out: Path, jobs: Sequence[Any]) -> int:
         """Shows or submits the jobs; the exit code."""
@@ -59,6 +53,7 @@ How = Annotated[Submission, tyro.conf.arg(name="")]
 def notebooks(
     scale: str = "smoke",
     data: str = "embedded",
+    out: Path | None = None,
     notebooks: tuple[str, ...] = (),
     parameters: tuple[str, ...] = (),
     writeup: bool = True,
@@ -72,6 +67,7 @@ def notebooks(
     Args:
         scale: smoke, laptop or gpu: a folder in papermill_jobs/parameters/.
         data: embedded, a corpus to download (tinystories, ...), or a text file, a folder of text, a prepared corpus.
+        out: Folder for everything that is made (default: runs/<scale>).
         notebooks: Only these, by number or name.
         parameters: Parameters of the notebooks that are to have other values: workers=2.
         writeup: Make the writeup, too.
@@ -79,7 +75,7 @@ def notebooks(
     """
     from workbook.jobs.submit import notebook_jobs
 
-    out = how.folder(f"runs/{scale}")
+    out = (out or find_project() / "runs" / scale).resolve()
     return how.carry_out(out, notebook_jobs(out, scale, data, notebooks, parameters, writeup))
 
 
@@ -110,10 +106,8 @@ def train_command(base: TrainConfig) -> Callable[..., int]:
         """
         from workbook.jobs.submit import train_job
 
-        require(how.out is None, "A training run has one folder, --run; --out is for other jobs.")
         given = replace(settings, data=str(Path(settings.data).resolve()))  # jobs start in the project's folder
-        out = how.folder(run)
-        return how.carry_out(out, [train_job(out, given, gpus, nodes)])
+        return how.carry_out(run.resolve(), [train_job(run.resolve(), given, gpus, nodes)])
 
     return train
 

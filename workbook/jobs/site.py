@@ -27,13 +27,3 @@ def _check(settings: Mapping[str, Any], place: str) -> None:
             _check(value, f"{place}, {name}")
         else:
             require(isinstance(value, str), f"{place}: {name} must hold plain text, not {value!r}.")
-
-
-def options(settings: Mapping[str, Any]) -> list[str]:
-    """Options for the command line of sbatch, which go before those in the script."""
-    return [f"--{name}={value}" for name, value in settings.items() if value and name not in OURS]
-
-
-def variables(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Variables for the environment of a job."""
-    return settings.get("environment", {}) | {"LMCORE_SETUP": settings.get("setup", "")}

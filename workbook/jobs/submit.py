@@ -16,7 +16,7 @@ from lmcore.config import TrainConfig, to_dict
 from lmcore.errors import require
 from lmcore.files import read_json, write_json
 from workbook.jobs import slurm
-from workbook.jobs.site import options, variables
+from workbook.jobs.site import OURS
 from workbook.parameters import find_notebooks, find_project, locate, parse_overrides, resolve_parameters
 from workbook.record import plan
 
@@ -109,7 +109,8 @@ class Chain:
     def words(self, job: Job, ids: Mapping[str, str]) -> list[str]:
         """The arguments of sbatch; a job that can never start any more is cancelled."""
         log = f"{self.out}/jobs/{job.name}".replace("%", "%%") + "-%j.log"
-        words = [f"--job-name={job.name}", f"--output={log}", "--export=ALL", *options(self.settings(job))]
+        words = [f"--job-name={job.name}", f"--output={log}", "--export=ALL"]
+        words += [f"--{name}={value}" for name, value in self.settings(job).items() if value and name not in OURS]
         words += [*self.options, *job.options]
         if job.after:
             how = "afterany" if job.even_if_failed else "afterok"
@@ -119,7 +120,9 @@ class Chain:
 
     def variables(self, job: Job) -> dict[str, str]:
         """What is added to the environment of sbatch."""
-        return variables(self.settings(job)) | {"OUT": str(self.out)} | job.variables
+        settings = self.settings(job)
+        setup = {"LMCORE_SETUP": settings.get("setup", ""), "OUT": str(self.out)}
+        return settings.get("environment", {}) | setup | job.variables
 
     def described(self) -> str:
         """The commands that submit the jobs, as one would type them, with names in place of ids."""
