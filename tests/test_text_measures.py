@@ -16,8 +16,8 @@ MEASURES += ["bootstrap-known"]
 def cells(tmp_path_factory):
     """What the cells define. Those of known cases hold assertions of their own."""
     sources = {cell.id: cell.source for cell in read_notebook(PROJECT / "notebooks" / "03_generate.ipynb").cells}
-    parameters = {"out": str(tmp_path_factory.mktemp("out")), "scale": "smoke", "records": "", "device": "cpu"}
-    parameters |= {"max_new_tokens": 8, "seed": 0, "dump_temperature": 0.8, "dump_top_p": 0.9}
+    parameters = {"out": str(tmp_path_factory.mktemp("out")), "scale": "smoke", "records": ""}
+    parameters |= {"max_new_tokens": 8, "temperature": 0.8, "top_p": 0.9}
     variables = parameters | {"__name__": "__main__"}
     for name in MEASURES:
         exec(compile(sources[f"generate-{name}"], name, "exec"), variables)
