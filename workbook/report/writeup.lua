@@ -17,7 +17,7 @@ function Image(image)
 end
 
 -- columns as wide as their content, those of numbers to the right; of the table of code, as is best for it
-local NUMBER = "^[-+−–±~]?[%d.,]+[%d.,%s×%%%a/()−–-]*$"
+local NUMBER = "^[-+−–±~]?[%d.,]+[%d.,%s×±%%%a/()−–-]*$"
 
 function Table(shown)
   for index, column in ipairs(shown.colspecs) do
