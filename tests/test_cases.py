@@ -1,15 +1,10 @@
-"""Benchmark cases: names and configurations of those that options, notebooks and the optimization report ask for."""
+"""Benchmark cases: names and configurations of those that options and notebooks ask for."""
 
-import dataclasses
-
-import numpy as np
 import pytest
 
 from lmcore.config import ModelConfig, model_config
 from lmcore.errors import UserError
 from lmcore.profiling.cases import BenchmarkConfig, GridConfig, WorkloadConfig, case_grid, grid_cases, workload_config
-from lmcore.profiling.workload import Workload
-from workbook.report.study import OPTIMIZATIONS, StudyConfig
 
 
 def test_names_and_cases_of_a_notebooks_grid():
@@ -42,18 +37,6 @@ def test_fused_cases_say_what_they_run(asked):
     ((name, config),) = grid_cases(BenchmarkConfig(mode=("train_step",), ops="fused", **asked)).items()
     assert name == "own-4x512-256-fp32-train_step-fused-b4"
     assert (config.ops, config.model.attention, config.compile) == ("fused", "flash", False)
-
-
-def test_names_tell_the_cases_of_a_study_apart():
-    small = StudyConfig(
-        d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=64, warmup_steps=0, steps=1, device="cpu"
-    )
-    cases = small.grid((16, 2, precision, way) for precision in ("fp32", "bf16") for way in OPTIMIZATIONS.values())
-    marks = ("", "_checkpoint1", "_sdpa", "_checkpoint1_sdpa")
-    assert list(cases) == [f"study_b2_c16_{precision}{mark}" for precision in ("fp32", "bf16") for mark in marks]
-    expected = dataclasses.replace(cases["study_b2_c16_bf16"], model=small.model(16, attention="sdpa"))
-    assert cases["study_b2_c16_bf16_sdpa"] == expected
-    assert all(np.isfinite(Workload(case).step().item()) for case in cases.values())
 
 
 @pytest.mark.parametrize(("name", "value"), [("depth", 3), ("context_length", 0), ("steps", 0), ("mode", "sideways")])

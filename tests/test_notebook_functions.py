@@ -13,12 +13,14 @@ from notebook_cells import ANSWERS, cells_of
 from nsys_exports import H200
 
 from lmcore import accounting
-from lmcore.config import model_config
+from lmcore.config import ModelConfig, model_config, replace
 from lmcore.errors import require
 from lmcore.model import TransformerLM
 from lmcore.optimizer import AdamW
+from lmcore.profiling.cases import WorkloadConfig
 from lmcore.profiling.nsys.export import read_export
 from lmcore.profiling.nsys.profile import summary
+from lmcore.profiling.workload import Workload
 
 
 def function(notebook: str, name: str, **names):
@@ -118,3 +120,17 @@ def test_settings_are_compared_with_their_seeds(losses, said):
     rows = [(name, loss) for name, seeds in losses.items() for loss in seeds]
     scores = pd.DataFrame(rows, columns=["setting", "loss"])
     assert undecided(scores, {name: name.upper() for name in losses}).startswith(said)
+
+
+def test_names_tell_the_cases_of_the_reports_study_apart():
+    model = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
+    names = {"study": {"model": model, "warmup_steps": 0, "steps": 1}, "ModelConfig": ModelConfig}
+    study_model = function("10_wikitext", "study_model", **names)
+    study_step = function("10_wikitext", "study_step", **names, WorkloadConfig=WorkloadConfig, study_model=study_model)
+    case_name = function("10_wikitext", "case_name")
+    switches = ({}, {"checkpoint_every": 1}, {"attention": "sdpa"}, {"checkpoint_every": 1, "attention": "sdpa"})
+    cases = [study_step(16, 2, precision, **each) for precision in ("fp32", "bf16") for each in switches]
+    marks = ("", "_checkpoint1", "_sdpa", "_checkpoint1_sdpa")
+    assert [*map(case_name, cases)] == [f"study_b2_c16_{dtype}{mark}" for dtype in ("fp32", "bf16") for mark in marks]
+    assert cases[6] == replace(cases[4], model=study_model(16, attention="sdpa"))
+    assert all(np.isfinite(Workload(case).step().item()) for case in cases)
