@@ -4,15 +4,12 @@ import base64
 import html
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import pandas as pd
 import seaborn
 from IPython.display import SVG
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lmcore.files import atomic_write
@@ -70,14 +67,3 @@ class Picture(SVG):
         shown = re.sub(r"`([^`]*)`", r"<code>\1</code>", words)
         picture = f'<img alt="{words}" src="data:image/svg+xml;base64,{encoded}">'
         return f"<figure style='margin: 0.5em 0'>{picture}<figcaption><em>Figure.</em> {shown}</figcaption></figure>"
-
-
-def stacked_shares(ax: Axes, shares: pd.DataFrame, colors: Mapping[str, str], title: str) -> None:
-    """Horizontal bars, a row each, of shares that add up to one; with percentages where there is room."""
-    shares.plot.barh(stacked=True, ax=ax, color=[colors[name] for name in shares], width=0.75, legend=False)
-    for bars in ax.containers:
-        words = [f"{bar.get_width():.0%}" if bar.get_width() > 0.1 else "" for bar in bars]
-        ax.bar_label(bars, words, label_type="center", color="white", fontsize=7)
-    ax.set(title=title, xlim=(0, 1), xlabel="", xticks=[0, 0.25, 0.5, 0.75])
-    ax.xaxis.set_major_formatter("{x:.0%}")
-    ax.grid(visible=False)
